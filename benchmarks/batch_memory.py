@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.batch_ground import open_shell
+from benchmarks.batch_harness import open_shell
 from benchmarks.report import Report
 from benchmarks.sizes import size
 from orchestrator import ToolClient

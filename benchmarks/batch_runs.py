@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.batch_ground import Worked, open_shell
+from benchmarks.batch_harness import Worked, open_shell
 from benchmarks.raw_celery import RawCelery, open_raw
 from benchmarks.report import Report, median
 from benchmarks.sizes import size

@@ -13,9 +13,9 @@ sys.path.insert(0, str(ROOT))
 from contract.run_events import FailureKind  # noqa: E402
 from store.batches import RunBody  # noqa: E402
 from store.connection import open_redis  # noqa: E402
-from tests.api_ground import api_settings, open_api  # noqa: E402
+from tests.api_harness import api_settings, open_api  # noqa: E402
 from tests.batch_story import Attempt  # noqa: E402
-from tests.page_ground import Visitors, World, open_browser  # noqa: E402
+from tests.page_harness import Visitors, World, open_browser  # noqa: E402
 from tests.stack import open_redis_server  # noqa: E402
 
 FOLDER = ROOT / "docs" / "pictures"

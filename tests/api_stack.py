@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from docker import APIClient
 
-from tests.api_ground import make_keys
+from tests.api_harness import make_keys
 from tests.api_process import ApiProcess, open_api_process
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import Stack, free_port, open_stack
@@ -50,7 +50,7 @@ SCRIPT: list[dict[str, Any]] = [
 class ApiStack:
     """Two API processes that serve the same stack.
 
-    `keys`: by role, as in tests/api_ground.py. `store`: the folder of workspaces and artifacts. `hook_port`: a local
+    `keys`: by role, as in tests/api_harness.py. `store`: the folder of workspaces and artifacts. `hook_port`: a local
     port that may receive webhooks.
     """
 

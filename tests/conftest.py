@@ -26,7 +26,7 @@ from orchestrator.operations.redis_server import find_redis_server, write_redis_
 from tests.stack import Footprint, Stack, open_footprint, open_stack, require_engine
 
 if TYPE_CHECKING:
-    from tests.event_house import House
+    from tests.event_harness import EventHarness
 
 START_S = 20.0
 
@@ -154,11 +154,11 @@ def footprint(engine: APIClient) -> Iterator[Footprint]:
 
 
 @pytest.fixture
-async def house(redis_server: RedisProcess) -> AsyncIterator["House"]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator["EventHarness"]:
     """Return both sides of the events of running calls, over a real Redis. Log output is suppressed."""
-    from tests.event_house import House
+    from tests.event_harness import EventHarness
 
-    opened = House(redis_server)
+    opened = EventHarness(redis_server)
     with capture_logs():
         yield opened
     await opened.close()

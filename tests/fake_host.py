@@ -103,7 +103,7 @@ class MemoryClient(SandboxClient):
             raise SandboxUnavailable("sandboxd does not answer")
 
 
-class HostGround:
+class HostHarness:
     """A deployment on a real Redis: the session locations that orchestrators write, and the workers' views of the
     locations.
     """

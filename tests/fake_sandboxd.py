@@ -1,4 +1,4 @@
-"""sandboxd in this process over a fake engine. The parts are combined as in house.py, and a daemon listens on a real
+"""sandboxd in this process over a fake engine. The parts are combined as in harness.py, and a daemon listens on a real
 socket.
 """
 

@@ -12,8 +12,8 @@ import redis.asyncio
 
 from contract.calls import ToolResult
 from tests.fake_hosts import MemorySessionStore
-from tests.hosted_ground import HostedGround
-from tests.item_ground import echo_then
+from tests.hosted_harness import HostedHarness
+from tests.item_harness import echo_then
 
 
 async def hang_at_the_second(call: Any, _: Any) -> ToolResult:
@@ -24,10 +24,10 @@ async def hang_at_the_second(call: Any, _: Any) -> ToolResult:
 
 async def work(url: str) -> None:
     async with redis.asyncio.Redis.from_url(url) as client:
-        ground = HostedGround(
+        harness = HostedHarness(
             client, echo_then("never", "one", "two"), places=MemorySessionStore(), answers={"echo": hang_at_the_second}
         )
-        await ground.runner().run()
+        await harness.runner().run()
 
 
 if __name__ == "__main__":

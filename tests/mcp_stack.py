@@ -14,7 +14,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CallToolResult, ElicitRequestParams, ElicitResult
 
-from tests.api_ground import make_keys
+from tests.api_harness import make_keys
 from tests.api_process import START_S, ApiProcess
 from tests.stack import TOOLCREW, Stack, commands_in, end_process, free_port, open_stack
 from tests.waiting import wait_until
@@ -27,7 +27,7 @@ REVISIONS = ("2026-07-28", "legacy")
 
 @dataclass
 class McpStack:
-    """Two HTTP server processes with the same content in `servers`. `keys`: by role, as in tests/api_ground.py."""
+    """Two HTTP server processes with the same content in `servers`. `keys`: by role, as in tests/api_harness.py."""
 
     stack: Stack
     servers: tuple[ApiProcess, ApiProcess]

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from store import api_keys
-from tests.api_ground import READY_S, api_settings, serving
+from tests.api_harness import READY_S, api_settings, serving
 from tests.api_stack import SOON_S, ApiStack, bash, read_events, rule, started
 from tests.outage_requests import REQUESTS, Asked, Seen, send, send_again
 from tests.stack import RedisServer, all_of

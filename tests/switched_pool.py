@@ -86,7 +86,7 @@ class SwitchedPool:
         admission = PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else Unlimited()
         installed = SkillStore(redis, "default", KEY)
         offers = TenantCatalog(catalog, installed)
-        door = Dispatcher(
+        dispatcher = Dispatcher(
             self.transport,
             offers,
             KEY,
@@ -94,7 +94,7 @@ class SwitchedPool:
             rules=CallRules(tenants if has_admission else OpenTenants(), switches),
             pool=replace(hosts, events=events, admission=admission),
         )
-        connection = PoolConnection(redis, KEY, door, catalog, blobs, switches, tenants, installed, offers)
+        connection = PoolConnection(redis, KEY, dispatcher, catalog, blobs, switches, tenants, installed, offers)
         settings = OrchestratorSettings.model_validate({"redis_url": self.broker.redis_url, "approvals": "auto"})
         try:
             yield _Client(settings, connection, "acme", None, None)

@@ -6,15 +6,15 @@ import pytest
 from docker import APIClient
 
 from orchestrator.http import app_state
-from tests.api_ground import ApiGround, open_api
+from tests.api_harness import ApiHarness, open_api
 from tests.api_stack import ApiStack, open_api_stack
 from tests.conftest import RedisProcess
 
 
 @pytest.fixture
-async def api(redis_server: RedisProcess) -> AsyncIterator[ApiGround]:
-    async with open_api(redis_server.url) as ground:
-        yield ground
+async def api(redis_server: RedisProcess) -> AsyncIterator[ApiHarness]:
+    async with open_api(redis_server.url) as harness:
+        yield harness
 
 
 @pytest.fixture(scope="session")

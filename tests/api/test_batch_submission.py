@@ -2,7 +2,7 @@
 
 from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
-from tests.api_ground import ApiGround
+from tests.api_harness import ApiHarness
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 
@@ -10,7 +10,7 @@ HEADERS = {"Content-Type": "application/jsonl"}
 
 
 async def test_a_batch_with_a_misspelled_tool_is_refused_and_an_alias_is_a_warning(
-    api: ApiGround, redis_server: RedisProcess
+    api: ApiHarness, redis_server: RedisProcess
 ) -> None:
     spec = build_spec("bash_tool", properties={"command": {"type": "string"}}, aliases={"cmd": "command"})
     with redis_server.client() as store:
@@ -25,7 +25,7 @@ async def test_a_batch_with_a_misspelled_tool_is_refused_and_an_alias_is_a_warni
     assert accepted.json()["warnings"] == ["line 1: `cmd` is an alias of the parameter `command` of bash_tool"]
 
 
-async def test_a_batch_that_cannot_be_checked_is_accepted_and_says_so(api: ApiGround) -> None:
+async def test_a_batch_that_cannot_be_checked_is_accepted_and_says_so(api: ApiHarness) -> None:
     accepted = await api["acme"].post("/v1/batches", content='{"id": "a", "tool": "bash_tol"}', headers=HEADERS)
     assert accepted.status_code == 201
     assert accepted.json()["warnings"] == ["no worker is online, so the names and arguments of tools were not checked"]

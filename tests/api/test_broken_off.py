@@ -11,7 +11,7 @@ import pytest
 
 from contract.names import call_key
 from store.runs import RunQueue
-from tests.api_ground import READY_S, ApiGround
+from tests.api_harness import READY_S, ApiHarness
 from tests.conftest import RedisProcess
 from tests.outage_requests import Asked, send, send_again
 from tests.waiting import wait_until_async
@@ -20,7 +20,7 @@ LINES = 1000
 
 
 async def test_a_request_that_broke_off_for_redis_is_not_said_to_be_worked_when_that_is_back(
-    api: ApiGround, redis_server: RedisProcess
+    api: ApiHarness, redis_server: RedisProcess
 ) -> None:
     key = call_key("default", "acme", "c1")
     with redis_server.client() as store:
@@ -54,7 +54,7 @@ async def test_a_request_that_broke_off_for_redis_is_not_said_to_be_worked_when_
 
 
 async def test_a_batch_whose_submission_broke_off_is_gone_on_with_by_the_same_word(
-    api: ApiGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+    api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, added = RunQueue.step, []
 
@@ -80,7 +80,7 @@ async def test_a_batch_whose_submission_broke_off_is_gone_on_with_by_the_same_wo
     assert [batch["id"] for batch in found] == [json.loads(again.text)["id"]]
 
 
-async def test_a_call_of_which_nothing_is_known_is_reported_at_once_when_it_is_to_be_killed(api: ApiGround) -> None:
+async def test_a_call_of_which_nothing_is_known_is_reported_at_once_when_it_is_to_be_killed(api: ApiHarness) -> None:
     seen = await send(api["acme"], Asked("kill", "POST", "/v1/calls/never-was/kill", content={"reason": "why not"}), {})
     assert (seen.status, seen.code) == (404, "NOT_FOUND")
     # A search for a waiting call takes five seconds.
@@ -88,7 +88,7 @@ async def test_a_call_of_which_nothing_is_known_is_reported_at_once_when_it_is_t
     assert (await api["operator"].get("/v1/audit", params={"action": "call.kill"})).json()["data"] == []
 
 
-async def test_frequent_readiness_probes_cost_redis_nothing(api: ApiGround, redis_server: RedisProcess) -> None:
+async def test_frequent_readiness_probes_cost_redis_nothing(api: ApiHarness, redis_server: RedisProcess) -> None:
     with redis_server.client() as store:
 
         def sets() -> int:
@@ -101,7 +101,7 @@ async def test_frequent_readiness_probes_cost_redis_nothing(api: ApiGround, redi
     assert {answer["checks"]["redis"] for answer in answers} == {"ok"}
 
 
-async def test_an_operators_retry_of_anothers_batch_is_in_the_audit_when_it_changes_something(api: ApiGround) -> None:
+async def test_an_operators_retry_of_anothers_batch_is_in_the_audit_when_it_changes_something(api: ApiHarness) -> None:
     lines = '{"id": "a", "instruction": "x"}\n{"id": "b", "instruction": "x"}\n'
     batch = (
         await api["acme"].post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})

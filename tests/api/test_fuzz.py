@@ -21,7 +21,7 @@ from schemathesis.specs.openapi import checks
 
 from orchestrator.api.api_state import ApiState
 from orchestrator.api.app import build_app
-from tests.api_ground import api_settings, make_keys
+from tests.api_harness import api_settings, make_keys
 from tests.api_process import ApiProcess, open_api_process
 from tests.stack import open_footprint, open_redis_server
 

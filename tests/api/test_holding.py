@@ -18,19 +18,19 @@ from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.dispatch.sessions import Session
 from orchestrator.http import body_limits, server
 from orchestrator.http.server import PatientProtocol
-from tests.api_ground import ApiGround, open_api
+from tests.api_harness import ApiHarness, open_api
 from tests.conftest import RedisProcess
 
 LINE = "x" * 100_000
 
 
-def address(api: ApiGround) -> tuple[str, int]:
+def address(api: ApiHarness) -> tuple[str, int]:
     host, port = api.url.removeprefix("http://").split(":")
     return host, int(port)
 
 
 @contextlib.asynccontextmanager
-async def idle_connections(api: ApiGround, number: int) -> AsyncIterator[list[asyncio.StreamReader]]:
+async def idle_connections(api: ApiHarness, number: int) -> AsyncIterator[list[asyncio.StreamReader]]:
     opened = [await asyncio.open_connection(*address(api)) for _ in range(number)]
     try:
         yield [reader for reader, _ in opened]
@@ -39,7 +39,7 @@ async def idle_connections(api: ApiGround, number: int) -> AsyncIterator[list[as
             writer.close()
 
 
-async def test_idle_connections_delay_no_request(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_delay_no_request(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 50)
     async with idle_connections(api, 60) as readers:
         # The first connections have been closed.
@@ -48,12 +48,12 @@ async def test_idle_connections_delay_no_request(api: ApiGround, monkeypatch: py
             assert (await client.get("/v1/runs")).status_code == 200
 
 
-async def test_two_thousand_idle_connections_are_served_beside(api: ApiGround) -> None:
+async def test_two_thousand_idle_connections_are_served_beside(api: ApiHarness) -> None:
     async with idle_connections(api, 2000), api.client(api.keys["acme"]) as client:
         assert (await client.get("/v1/runs")).status_code == 200
 
 
-async def test_a_stream_is_not_ended_to_make_room(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_is_not_ended_to_make_room(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     run = await started(api)
     async with api["acme"].stream("GET", f"/v1/runs/{run}/events") as stream:
         lines = stream.aiter_lines()
@@ -65,13 +65,13 @@ async def test_a_stream_is_not_ended_to_make_room(api: ApiGround, monkeypatch: p
             assert "event: RunEnded" in [line async for line in lines]
 
 
-async def started(api: ApiGround) -> str:
+async def started(api: ApiHarness) -> str:
     """Start a run that no orchestrator executes."""
     return str((await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"])
 
 
 async def test_a_key_has_so_many_streams_and_leaves_the_others_theirs(
-    api: ApiGround, monkeypatch: pytest.MonkeyPatch
+    api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shares, "STREAMS_OF_A_KEY", 2)
     run = await started(api)
@@ -93,7 +93,7 @@ async def test_a_key_has_so_many_streams_and_leaves_the_others_theirs(
             await asyncio.sleep(0.02)
 
 
-async def test_who_takes_nothing_of_an_answer_is_cut_off(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_takes_nothing_of_an_answer_is_cut_off(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "TAKE_WITHIN_S", 0.3)
     with socket.socket() as lazy:
         # The buffers are so small that the service's own memory would have to hold the responses.
@@ -110,7 +110,7 @@ def ask_for_ever(lazy: socket.socket) -> None:
         lazy.sendall(request * 20)
 
 
-async def test_no_body_is_read_without_a_key(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_body_is_read_without_a_key(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_limits, "LINGER_S", 0.2)
     reader, writer = await asyncio.open_connection(*address(api))
     writer.write(
@@ -121,7 +121,7 @@ async def test_no_body_is_read_without_a_key(api: ApiGround, monkeypatch: pytest
     assert answer.startswith(b"HTTP/1.1 401")
 
 
-async def test_all_bodies_together_have_a_bound(api: ApiGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_bodies_together_have_a_bound(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_limits, "HELD_BYTES", 100_000)
     refused = await api["acme"].post("/v1/runs", json={"instruction": "x" * 200_000})
     assert (refused.status_code, refused.json()["code"]) == (503, "NOT_READY")
@@ -131,7 +131,7 @@ async def test_all_bodies_together_have_a_bound(api: ApiGround, monkeypatch: pyt
 
 
 @contextlib.asynccontextmanager
-async def unfinished_bodies(api: ApiGround, number: int, of_bytes: int) -> AsyncIterator[list[asyncio.StreamReader]]:
+async def unfinished_bodies(api: ApiHarness, number: int, of_bytes: int) -> AsyncIterator[list[asyncio.StreamReader]]:
     """Open requests of acme whose bodies have begun and do not continue."""
     head = (
         f"POST /v1/runs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api.keys['acme']}\r\nContent-Length: "
@@ -148,7 +148,7 @@ async def unfinished_bodies(api: ApiGround, number: int, of_bytes: int) -> Async
             writer.close()
 
 
-async def test_a_tenant_whose_bodies_fill_its_share_is_refused_and_another_is_served(api: ApiGround) -> None:
+async def test_a_tenant_whose_bodies_fill_its_share_is_refused_and_another_is_served(api: ApiHarness) -> None:
     most = body_limits.TENANT_BYTES // body_limits.JSON_BYTES
     async with unfinished_bodies(api, 300, body_limits.JSON_BYTES) as readers:
         answers = [asyncio.ensure_future(reader.read()) for reader in readers]
@@ -308,7 +308,7 @@ async def test_a_client_that_goes_in_the_middle_of_a_call_leaves_no_task_behind(
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_slow_upload_of_a_large_batch_delays_no_other(api: ApiGround) -> None:
+async def test_a_slow_upload_of_a_large_batch_delays_no_other(api: ApiHarness) -> None:
     lines = "".join(f'{{"id": "{number}", "instruction": "{"x" * 600_000}"}}\n' for number in range(8))
     lines_of = {"Content-Type": "application/jsonl"}
     head = (

@@ -12,8 +12,8 @@ import pytest
 from store import idempotency as once_slots
 from store.approvals import ApprovalQueue
 from store.connection import open_redis
-from tests.api_ground import ApiGround, api_settings
-from tests.approval_ground import build_question
+from tests.api_harness import ApiHarness, api_settings
+from tests.approval_harness import build_question
 from tests.conftest import RedisProcess
 
 JSON = {"Content-Type": "application/json"}
@@ -78,7 +78,7 @@ def read_problem(response: httpx.Response) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("body", BREAKING.values(), ids=BREAKING.keys())
-async def test_no_body_breaks_what_reads_it(api: ApiGround, body: bytes) -> None:
+async def test_no_body_breaks_what_reads_it(api: ApiHarness, body: bytes) -> None:
     for path in TAKING:
         response = await api["admin"].post(path, content=body, headers=JSON)
         # The route may accept the remaining fields of the body, so success is allowed too.
@@ -87,7 +87,7 @@ async def test_no_body_breaks_what_reads_it(api: ApiGround, body: bytes) -> None
             assert read_problem(response)["code"] != "INTERNAL", path
 
 
-async def test_a_body_of_many_values_costs_no_more_than_reading_it(api: ApiGround) -> None:
+async def test_a_body_of_many_values_costs_no_more_than_reading_it(api: ApiHarness) -> None:
     began = time.process_time()
     for kind in ("many lists", "many unknown keys"):
         response = await api["acme"].post("/v1/runs", content=BREAKING[kind], headers=JSON)
@@ -96,7 +96,7 @@ async def test_a_body_of_many_values_costs_no_more_than_reading_it(api: ApiGroun
     assert time.process_time() - began < 0.5
 
 
-async def test_what_no_orchestrator_could_read_again_is_not_queued(api: ApiGround) -> None:
+async def test_what_no_orchestrator_could_read_again_is_not_queued(api: ApiHarness) -> None:
     for kind in (
         "a history in history",
         "half a character in a list",
@@ -109,7 +109,7 @@ async def test_what_no_orchestrator_could_read_again_is_not_queued(api: ApiGroun
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 async def test_a_request_that_can_be_read_in_two_ways_is_refused_and_its_connection_closed(
-    api: ApiGround, head: bytes
+    api: ApiHarness, head: bytes
 ) -> None:
     answer = await exchange(api, b"POST /v1/tenants HTTP/1.1\r\n", head)
     assert answer.startswith(b"HTTP/1.1 400 Bad Request")
@@ -117,14 +117,14 @@ async def test_a_request_that_can_be_read_in_two_ways_is_refused_and_its_connect
     assert b"application/problem+json" in answer
 
 
-async def test_a_request_hidden_behind_another_is_not_answered(api: ApiGround) -> None:
+async def test_a_request_hidden_behind_another_is_not_answered(api: ApiHarness) -> None:
     hidden = b"GET /v1/tenants HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + api.keys["admin"].encode() + b"\r\n\r\n"
     head = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" % (len(hidden) + 5)
     answer = await exchange(api, b"POST /v1/tenants HTTP/1.1\r\n", head + hidden)
     assert (answer.startswith(b"HTTP/1.1 400"), b'"data"' in answer) == (True, False)
 
 
-async def exchange(api: ApiGround, line: bytes, rest: bytes) -> bytes:
+async def exchange(api: ApiHarness, line: bytes, rest: bytes) -> bytes:
     """Return everything that arrives until the connection closes. The close must come soon."""
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -144,7 +144,7 @@ async def exchange(api: ApiGround, line: bytes, rest: bytes) -> bytes:
 
 
 async def test_another_tenants_things_are_reported_as_what_does_not_exist(
-    api: ApiGround, redis_server: RedisProcess
+    api: ApiHarness, redis_server: RedisProcess
 ) -> None:
     run = (await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"]
     lines = {**JSON, "Content-Type": "application/jsonl"}
@@ -180,7 +180,7 @@ async def ask_for_approval(redis_server: RedisProcess, command: str = "rm -rf /d
 
 
 async def test_what_would_run_is_shown_exactly_also_when_it_holds_half_a_character(
-    api: ApiGround, redis_server: RedisProcess
+    api: ApiHarness, redis_server: RedisProcess
 ) -> None:
     approval = await ask_for_approval(redis_server, command="echo \ud800 \u202e é")
     shown = await api["acme"].get(f"/v1/approvals/{approval}")
@@ -190,12 +190,12 @@ async def test_what_would_run_is_shown_exactly_also_when_it_holds_half_a_charact
 
 
 @pytest.mark.parametrize("method", ["OPTIONS", "HEAD", "TRACE", "CONNECT", "PROPFIND"])
-async def test_methods_that_are_none_are_refused_with_those_that_are(api: ApiGround, method: str) -> None:
+async def test_methods_that_are_none_are_refused_with_those_that_are(api: ApiHarness, method: str) -> None:
     answer = await api["acme"].request(method, "/v1/runs")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, POST")
 
 
-async def test_no_page_of_another_site_may_read_an_answer(api: ApiGround) -> None:
+async def test_no_page_of_another_site_may_read_an_answer(api: ApiHarness) -> None:
     headers = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
     for answer in (
         await api["acme"].get("/v1/runs", headers=headers),
@@ -204,7 +204,7 @@ async def test_no_page_of_another_site_may_read_an_answer(api: ApiGround) -> Non
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-async def test_what_a_client_says_of_the_services_own_name_is_not_repeated(api: ApiGround) -> None:
+async def test_what_a_client_says_of_the_services_own_name_is_not_repeated(api: ApiHarness) -> None:
     names = {"Host": "evil.example", "X-Forwarded-Host": "evil.example", "Forwarded": "host=evil.example"}
     for path in ("/v1/nothing", "/v1/runs/", "/openapi.json"):
         assert "evil.example" not in (await api["acme"].get(path, headers=names)).text
@@ -212,7 +212,7 @@ async def test_what_a_client_says_of_the_services_own_name_is_not_repeated(api: 
     assert started.headers["location"].startswith("/v1/runs/")
 
 
-async def test_guessing_a_key_by_its_id_is_reported_nothing(api: ApiGround) -> None:
+async def test_guessing_a_key_by_its_id_is_reported_nothing(api: ApiHarness) -> None:
     key = api.keys["acme"]
     guesses = [key[:-1] + ("A" if key[-1] != "A" else "B"), key[:20] + "A" * 43, key.upper(), key + "A"]
     answers = [await api.anonymous.get("/v1/runs", headers={"Authorization": f"Bearer {guess}"}) for guess in guesses]
@@ -220,7 +220,7 @@ async def test_guessing_a_key_by_its_id_is_reported_nothing(api: ApiGround) -> N
 
 
 async def test_answers_that_are_kept_for_a_key_do_not_fill_redis(
-    api: ApiGround, monkeypatch: pytest.MonkeyPatch
+    api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(once_slots, "KEPT_BYTES", 3000)
     codes = [
@@ -237,7 +237,7 @@ async def test_answers_that_are_kept_for_a_key_do_not_fill_redis(
     ).status_code == 202
 
 
-async def test_refused_requests_leave_nothing_behind(api: ApiGround, redis_server: RedisProcess) -> None:
+async def test_refused_requests_leave_nothing_behind(api: ApiHarness, redis_server: RedisProcess) -> None:
     for number in range(20):
         await api["acme"].post("/v1/runs", json={"wrong": number}, headers={"Idempotency-Key": f"k{number}"})
     with redis_server.client() as client:

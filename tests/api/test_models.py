@@ -2,7 +2,7 @@
 
 import httpx
 
-from tests.api_ground import ApiGround
+from tests.api_harness import ApiHarness
 
 ENDPOINT = {
     "base_url": "http://10.0.0.9:8000/v1",
@@ -13,7 +13,7 @@ ENDPOINT = {
 }
 
 
-async def test_administrators_set_endpoints_and_tenants_see_those_that_they_may_use(api: ApiGround) -> None:
+async def test_administrators_set_endpoints_and_tenants_see_those_that_they_may_use(api: ApiHarness) -> None:
     for name in ("fast", "slow"):
         assert (await api["admin"].put(f"/v1/models/{name}", json=ENDPOINT)).status_code == 200
     own = await api["admin"].put("/v1/tenants/acme/models/own", json={**ENDPOINT, "fallback": "fast"})
@@ -41,7 +41,7 @@ async def test_administrators_set_endpoints_and_tenants_see_those_that_they_may_
     assert (await api["admin"].delete("/v1/models/fast")).status_code == 404
 
 
-async def test_the_page_shows_addresses_to_operators_only(api: ApiGround) -> None:
+async def test_the_page_shows_addresses_to_operators_only(api: ApiHarness) -> None:
     limited = {**ENDPOINT, "concurrency": 8, "requests_per_minute": 60, "context_tokens": 8192, "fallback": "slow"}
     await api["admin"].put("/v1/models/slow", json=ENDPOINT)
     await api["admin"].put("/v1/models/fast", json=limited)
@@ -57,7 +57,7 @@ async def test_the_page_shows_addresses_to_operators_only(api: ApiGround) -> Non
     assert shown == {"operator": (True, True), "acme": (False, False)}
 
 
-async def test_a_batch_is_refused_for_a_model_that_its_tenant_may_not_use(api: ApiGround) -> None:
+async def test_a_batch_is_refused_for_a_model_that_its_tenant_may_not_use(api: ApiHarness) -> None:
     policy = (await api["operator"].get("/v1/tenants/acme")).json()["policy"]
     await api["admin"].put("/v1/tenants/acme", json={**policy, "models": ["fast"]})
     lines = {

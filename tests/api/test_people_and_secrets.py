@@ -14,7 +14,7 @@ from orchestrator.api.pages import approval_pages
 from orchestrator.operations import drains
 from store import api_keys
 from tests.api.test_hostile import ask_for_approval
-from tests.api_ground import ApiGround, open_api
+from tests.api_harness import ApiHarness, open_api
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
@@ -24,13 +24,13 @@ LONG = "echo " + "\u202e" * 100
 
 
 @asynccontextmanager
-async def logged_in(api: ApiGround, name: str) -> AsyncIterator[httpx.AsyncClient]:
+async def logged_in(api: ApiHarness, name: str) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=api.url, timeout=60, headers={"Origin": api.url}) as client:
         assert (await client.post("/login", data={"key": api.keys[name]})).status_code == 303
         yield client
 
 
-async def test_an_api_key_is_not_kept_with_the_answer_that_has_it(api: ApiGround, redis_server: RedisProcess) -> None:
+async def test_an_api_key_is_not_kept_with_the_answer_that_has_it(api: ApiHarness, redis_server: RedisProcess) -> None:
     first = await api["admin"].post("/v1/tenants/acme/keys", json={}, headers=ONCE)
     again = await api["admin"].post("/v1/tenants/acme/keys", json={}, headers=ONCE)
     assert (first.status_code, again.status_code, again.json()["code"]) == (201, 409, "CONFLICT")
@@ -56,7 +56,7 @@ async def test_failed_logins_of_one_client_do_not_lock_out_a_valid_key_from_the_
 
 
 async def test_what_operators_do_is_put_down_to_their_keys(
-    api: ApiGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+    api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drains, "ACCEPTED_WITHIN_S", 0.0)
     report = build_report("h1", started_at=time.time(), reported_at=time.time(), store="shared")
@@ -79,7 +79,7 @@ async def test_what_operators_do_is_put_down_to_their_keys(
     ]
 
 
-async def test_a_host_that_is_none_is_not_found(api: ApiGround) -> None:
+async def test_a_host_that_is_none_is_not_found(api: ApiHarness) -> None:
     answer = await api["operator"].post("/v1/hosts/nobody/drain", json={})
     assert (answer.status_code, answer.json()["code"]) == (404, "NOT_FOUND")
 
@@ -100,7 +100,7 @@ async def test_only_operators_are_shown_the_way_to_flower(redis_server: RedisPro
         assert "flower_url" not in (await api["acme"].get("/v1/calls/c1")).json()
 
 
-async def test_a_stream_ends_with_the_key_that_opened_it(api: ApiGround) -> None:
+async def test_a_stream_ends_with_the_key_that_opened_it(api: ApiHarness) -> None:
     made = (await api["admin"].post("/v1/tenants/acme/keys", json={})).json()
     run = (await api["acme"].post("/v1/runs", json={"instruction": "x"})).json()["id"]
     async with api.client(made["key"]) as client, client.stream("GET", f"/v1/runs/{run}/events") as stream:
@@ -112,7 +112,7 @@ async def test_a_stream_ends_with_the_key_that_opened_it(api: ApiGround) -> None
 
 
 async def test_logging_in_again_and_again_ends_the_first_login(
-    api: ApiGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+    api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api_keys, "LOGINS_OF_A_KEY", 2)
     async with logged_in(api, "acme") as first, logged_in(api, "acme") as second, logged_in(api, "acme") as third:
@@ -122,7 +122,7 @@ async def test_logging_in_again_and_again_ends_the_first_login(
 
 
 @pytest.mark.parametrize("path", ["/approvals/x", "/tenants/acme/pause", "/logout"])
-async def test_no_form_is_accepted_without_a_login(api: ApiGround, path: str) -> None:
+async def test_no_form_is_accepted_without_a_login(api: ApiHarness, path: str) -> None:
     answer = await begun(api, path, 500_000)
     assert answer.startswith(b"HTTP/1.1 303")
     assert b"location: /login" in answer
@@ -131,11 +131,11 @@ async def test_no_form_is_accepted_without_a_login(api: ApiGround, path: str) ->
 @pytest.mark.parametrize(
     ("path", "length"), [("/login", 20_000), ("/v1/batches/b/retry", 3_000_000), ("/v1/batches/b/cancel", 3_000_000)]
 )
-async def test_no_route_takes_more_than_it_needs(api: ApiGround, path: str, length: int) -> None:
+async def test_no_route_takes_more_than_it_needs(api: ApiHarness, path: str, length: int) -> None:
     assert (await begun(api, path, length)).startswith(b"HTTP/1.1 413")
 
 
-async def begun(api: ApiGround, path: str, length: int) -> bytes:
+async def begun(api: ApiHarness, path: str, length: int) -> bytes:
     """Return the head of the response to a form whose body has only begun."""
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -148,7 +148,7 @@ async def begun(api: ApiGround, path: str, length: int) -> bytes:
 
 
 async def test_a_long_question_has_a_page_of_its_own_on_which_it_is_decided(
-    api: ApiGround, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+    api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(approval_pages, "MOST_CHARS", 200)
     short = await ask_for_approval(redis_server, "rm -rf /data")

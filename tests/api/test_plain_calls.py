@@ -10,7 +10,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from orchestrator.http.server import PatientProtocol
-from tests.api_ground import ApiGround
+from tests.api_harness import ApiHarness
 
 SHORT, LONG = "application/json", "application/json; charset=utf-8"
 NOBODY = "Bearer tc_0123456789abcdef_" + "a" * 43
@@ -31,7 +31,7 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 @pytest.mark.parametrize("session", ["none-of-that-name", "no%20name", "a" * 65, "none%0A"])
-async def test_the_short_way_reports_what_the_long_one_reports(api: ApiGround, session: str, body: bytes) -> None:
+async def test_the_short_way_reports_what_the_long_one_reports(api: ApiHarness, session: str, body: bytes) -> None:
     async def ask(kind: str, more: dict[str, str]) -> tuple[int, Any, str | None]:
         answer = await api["acme"].post(
             f"/v1/sessions/{session}/calls", content=body, headers={"Content-Type": kind, **more}
@@ -43,7 +43,7 @@ async def test_the_short_way_reports_what_the_long_one_reports(api: ApiGround, s
         assert await ask(SHORT, more) == await ask(LONG, more)
 
 
-async def test_who_names_a_tenant_is_not_taken_for_his_own(api: ApiGround) -> None:
+async def test_who_names_a_tenant_is_not_taken_for_his_own(api: ApiHarness) -> None:
     answer = await api["acme"].post("/v1/sessions/s/calls?tenant=rival", json={"name": "bash_tool"})
     assert (answer.status_code, answer.json()["code"]) == (403, "PERMISSION_DENIED")
 

@@ -19,7 +19,7 @@ from orchestrator.api.service import ApiService
 from orchestrator.http import body_limits, server
 from orchestrator.runs.runner import Runner
 from store.idempotency import IdempotencyStore, SlotClaim
-from tests.api_ground import ApiGround, api_settings, open_api, serving
+from tests.api_harness import ApiHarness, api_settings, open_api, serving
 from tests.conftest import RedisProcess
 from tests.waiting import wait_until_async
 
@@ -39,14 +39,14 @@ from tests.waiting import wait_until_async
     ],
 )
 async def test_what_cannot_be_done_is_a_problem_with_a_code(
-    api: ApiGround, method: str, path: str, status: int, code: str
+    api: ApiHarness, method: str, path: str, status: int, code: str
 ) -> None:
     response = await api["admin"].request(method, path)
     assert response.headers["content-type"] == "application/problem+json"
     assert (response.status_code, response.json()["code"]) == (status, code)
 
 
-async def test_a_body_that_is_no_json_is_reported_without_what_was_in_it(api: ApiGround) -> None:
+async def test_a_body_that_is_no_json_is_reported_without_what_was_in_it(api: ApiHarness) -> None:
     response = await api["admin"].post(
         "/v1/tenants", content=b'{"name": "a", secret-of-mine', headers={"content-type": "application/json"}
     )
@@ -54,13 +54,13 @@ async def test_a_body_that_is_no_json_is_reported_without_what_was_in_it(api: Ap
     assert "secret-of-mine" not in response.text
 
 
-async def test_fields_that_are_none_are_named_and_nothing_is_done(api: ApiGround) -> None:
+async def test_fields_that_are_none_are_named_and_nothing_is_done(api: ApiHarness) -> None:
     response = await api["admin"].post("/v1/tenants", json={"name": "fresh", "wieght": 1})
     assert (response.status_code, response.json()["errors"][0]["loc"]) == (422, ["body", "wieght"])
     assert (await api["admin"].get("/v1/tenants/fresh")).status_code == 404
 
 
-async def test_a_policy_with_a_limit_that_tenants_do_not_have_is_refused(api: ApiGround) -> None:
+async def test_a_policy_with_a_limit_that_tenants_do_not_have_is_refused(api: ApiHarness) -> None:
     made = await api["admin"].post("/v1/tenants", json={"name": "fresh", "policy": {"timeout_s": 9999}})
     assert (made.status_code, made.json()["errors"][0]["loc"]) == (422, ["body", "policy", "timeout_s"])
     assert (await api["admin"].get("/v1/tenants/fresh")).status_code == 404
@@ -68,17 +68,17 @@ async def test_a_policy_with_a_limit_that_tenants_do_not_have_is_refused(api: Ap
     assert (changed.status_code, changed.json()["errors"][0]["loc"]) == (422, ["body", "in_flight"])
 
 
-async def test_a_call_may_not_ask_for_more_time_than_the_limit(api: ApiGround) -> None:
+async def test_a_call_may_not_ask_for_more_time_than_the_limit(api: ApiHarness) -> None:
     answer = await api["acme"].post("/v1/sessions/s1/calls", json={"name": "bash_tool", "timeout_s": 86_401})
     assert (answer.status_code, answer.json()["errors"][0]["loc"]) == (422, ["body", "timeout_s"])
 
 
-async def test_a_giant_body_is_refused_before_it_is_read(api: ApiGround) -> None:
+async def test_a_giant_body_is_refused_before_it_is_read(api: ApiHarness) -> None:
     answer = await send_raw(api, f"Content-Length: {10 * 1024**3}\r\n", b"{")
     assert b"413" in answer
 
 
-async def test_a_giant_body_that_does_not_say_so_is_cut_off(api: ApiGround) -> None:
+async def test_a_giant_body_that_does_not_say_so_is_cut_off(api: ApiHarness) -> None:
     async def endless() -> object:
         for _ in range(100):
             yield b"x" * 65536
@@ -91,7 +91,7 @@ async def test_a_giant_body_that_does_not_say_so_is_cut_off(api: ApiGround) -> N
 
 
 async def test_a_client_that_sends_its_head_too_slowly_is_cut_off(
-    api: ApiGround, monkeypatch: pytest.MonkeyPatch
+    api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "HEAD_WITHIN_S", 0.3)
     host, port = api.url.removeprefix("http://").split(":")
@@ -103,13 +103,13 @@ async def test_a_client_that_sends_its_head_too_slowly_is_cut_off(
 
 
 async def test_a_client_that_stops_in_its_body_is_reported_and_cut_off(
-    api: ApiGround, monkeypatch: pytest.MonkeyPatch
+    api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(body_limits, "CHUNK_WITHIN_S", 0.3)
     assert b"408" in await send_raw(api, "Content-Length: 100\r\n", b'{"na')
 
 
-async def send_raw(api: ApiGround, header: str, body: bytes) -> bytes:
+async def send_raw(api: ApiHarness, header: str, body: bytes) -> bytes:
     """Return the first line of the response to a request whose body ends too early."""
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -126,14 +126,14 @@ async def send_raw(api: ApiGround, header: str, body: bytes) -> bytes:
 
 
 async def test_a_key_has_its_share_of_requests(redis_server: RedisProcess, five_at_once: None) -> None:
-    async with open_api(redis_server.url, api_rate=0.01) as ground:
-        answers = [await ground["acme"].get("/v1/batches") for _ in range(6)]
+    async with open_api(redis_server.url, api_rate=0.01) as harness:
+        answers = [await harness["acme"].get("/v1/batches") for _ in range(6)]
         assert [answer.status_code for answer in answers] == [200] * 5 + [429]
         assert int(answers[-1].headers["retry-after"]) >= 1
-        assert (await ground["rival"].get("/v1/batches")).status_code == 200
+        assert (await harness["rival"].get("/v1/batches")).status_code == 200
 
 
-async def test_a_request_with_an_idempotency_key_is_done_once(api: ApiGround) -> None:
+async def test_a_request_with_an_idempotency_key_is_done_once(api: ApiHarness) -> None:
     headers = {"Idempotency-Key": "once"}
     answers = [await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [201, 201]
@@ -141,14 +141,14 @@ async def test_a_request_with_an_idempotency_key_is_done_once(api: ApiGround) ->
     assert answers[1].headers["idempotent-replayed"] == "true"
 
 
-async def test_an_idempotency_key_is_for_one_request(api: ApiGround) -> None:
+async def test_an_idempotency_key_is_for_one_request(api: ApiHarness) -> None:
     headers = {"Idempotency-Key": "once"}
     await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)
     other = await api["admin"].post("/v1/tenants", json={"name": "other"}, headers=headers)
     assert (other.status_code, other.json()["code"]) == (422, "IDEMPOTENCY_MISMATCH")
 
 
-async def test_the_same_word_of_two_keys_is_two_requests(api: ApiGround) -> None:
+async def test_the_same_word_of_two_keys_is_two_requests(api: ApiHarness) -> None:
     headers = {"Idempotency-Key": "once", "Content-Type": "application/jsonl"}
     line = json.dumps({"id": "a", "instruction": "x"})
     first, second = [await api[name].post("/v1/batches", content=line, headers=headers) for name in ("acme", "rival")]
@@ -157,7 +157,7 @@ async def test_the_same_word_of_two_keys_is_two_requests(api: ApiGround) -> None
 
 
 async def test_a_batch_that_is_sent_again_after_its_answer_was_lost_is_the_same_and_stays_as_it_is(
-    api: ApiGround, redis_server: RedisProcess
+    api: ApiHarness, redis_server: RedisProcess
 ) -> None:
     headers = {"Idempotency-Key": "once", "Content-Type": "application/jsonl"}
     line = json.dumps({"id": "a", "instruction": "x"})
@@ -186,7 +186,7 @@ async def test_a_batch_that_is_sent_again_after_its_answer_was_lost_is_the_same_
 
 
 async def test_a_request_whose_claim_reply_was_lost_succeeds_when_it_is_sent_again(
-    api: ApiGround, monkeypatch: pytest.MonkeyPatch
+    api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, claims = IdempotencyStore.claim, 0
 
@@ -233,7 +233,7 @@ async def test_a_service_that_is_reported_to_stop_keeps_its_answers_first(
     assert json.loads(answer)["status"] == 201
 
 
-async def test_lists_come_in_pages(api: ApiGround) -> None:
+async def test_lists_come_in_pages(api: ApiHarness) -> None:
     for number in range(5):
         await api["admin"].post("/v1/tenants", json={"name": f"t{number}"})
     names, cursor = list[str](), None
@@ -248,7 +248,7 @@ async def test_lists_come_in_pages(api: ApiGround) -> None:
     assert names == ["default", "acme", "rival", *(f"t{number}" for number in range(5))]
 
 
-async def test_a_dead_redis_is_reported_as_such_and_comes_back(api: ApiGround, redis_server: RedisProcess) -> None:
+async def test_a_dead_redis_is_reported_as_such_and_comes_back(api: ApiHarness, redis_server: RedisProcess) -> None:
     redis_server.stop()
     try:
         answer = await api["acme"].get("/v1/batches")
@@ -263,7 +263,7 @@ async def test_a_dead_redis_is_reported_as_such_and_comes_back(api: ApiGround, r
     await eventually_ok(api)
 
 
-async def eventually_ok(api: ApiGround) -> None:
+async def eventually_ok(api: ApiHarness) -> None:
     # This Redis was not emptied: the keys are the earlier keys.
     await wait_until_async(
         lambda: (

@@ -3,12 +3,12 @@
 import re
 
 from tests.api.test_people_and_secrets import logged_in
-from tests.api_ground import ApiGround
+from tests.api_harness import ApiHarness
 
 VALUE = "ghp-canary-value-1234"
 
 
-async def test_a_tenant_sets_lists_and_revokes_its_own_secrets(api: ApiGround) -> None:
+async def test_a_tenant_sets_lists_and_revokes_its_own_secrets(api: ApiHarness) -> None:
     body = {"value": VALUE, "hosts": ["api.example"], "place": "basic"}
     made = await api["acme"].put("/v1/secrets/TOKEN", json=body)
     listed = await api["acme"].get("/v1/secrets")
@@ -26,7 +26,7 @@ async def test_a_tenant_sets_lists_and_revokes_its_own_secrets(api: ApiGround) -
         assert VALUE not in response.text
 
 
-async def test_the_page_of_a_tenant_sets_and_revokes_its_secrets_and_shows_no_value(api: ApiGround) -> None:
+async def test_the_page_of_a_tenant_sets_and_revokes_its_secrets_and_shows_no_value(api: ApiHarness) -> None:
     form = {"name": "TOKEN", "value": VALUE, "hosts": "api.example, git.example:8443", "place": "basic"}
     async with logged_in(api, "acme") as client:
         empty = await client.get("/secrets")

@@ -6,10 +6,10 @@ from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
 from orchestrator.api.app import SKILL_BYTES
 from orchestrator.sdk.skill_folders import examine_skill
-from tests.api_ground import ApiGround
+from tests.api_harness import ApiHarness
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
-from tests.skill_ground import write_skill
+from tests.skill_harness import write_skill
 from workers.skills.loader import load_skills
 
 
@@ -25,7 +25,7 @@ def publish(redis_server: RedisProcess, root: Path, *names: str) -> None:
 
 
 async def test_skills_come_in_pages_to_tenants_and_operators(
-    api: ApiGround, redis_server: RedisProcess, tmp_path: Path
+    api: ApiHarness, redis_server: RedisProcess, tmp_path: Path
 ) -> None:
     publish(redis_server, tmp_path, "a", "b", "c")
     for role in ("acme", "operator", "admin"):
@@ -36,7 +36,7 @@ async def test_skills_come_in_pages_to_tenants_and_operators(
 
 
 async def test_one_skill_is_shown_and_one_that_is_none_is_not_found(
-    api: ApiGround, redis_server: RedisProcess, tmp_path: Path
+    api: ApiHarness, redis_server: RedisProcess, tmp_path: Path
 ) -> None:
     publish(redis_server, tmp_path, "alpha")
     shown = (await api["acme"].get("/v1/skills/alpha")).json()
@@ -51,7 +51,7 @@ async def test_one_skill_is_shown_and_one_that_is_none_is_not_found(
 
 
 async def test_a_tenant_installs_its_own_skills_and_no_other_tenant_sees_them(
-    api: ApiGround, redis_server: RedisProcess, tmp_path: Path
+    api: ApiHarness, redis_server: RedisProcess, tmp_path: Path
 ) -> None:
     publish(redis_server, tmp_path, "alpha", "beta")
     write_skill(tmp_path / "own", "beta", body="Ours.")
@@ -75,7 +75,7 @@ async def test_a_tenant_installs_its_own_skills_and_no_other_tenant_sees_them(
     assert (await api["acme"].get("/v1/skills/beta")).json()["source"] == "system"
 
 
-async def test_what_is_no_skill_is_not_installed(api: ApiGround, redis_server: RedisProcess, tmp_path: Path) -> None:
+async def test_what_is_no_skill_is_not_installed(api: ApiHarness, redis_server: RedisProcess, tmp_path: Path) -> None:
     publish(redis_server, tmp_path, "alpha")
     for content in (b"", b"junk", b"PK\x05\x06" + bytes(18)):
         refused = await api["acme"].post("/v1/skills", content=content)
@@ -87,6 +87,6 @@ async def test_what_is_no_skill_is_not_installed(api: ApiGround, redis_server: R
         assert (await client.post("/v1/skills", content=b"x")).status_code == 401
 
 
-async def test_skills_are_not_shown_without_a_key(api: ApiGround) -> None:
+async def test_skills_are_not_shown_without_a_key(api: ApiHarness) -> None:
     async with api.client("none") as client:
         assert (await client.get("/v1/skills")).status_code == 401

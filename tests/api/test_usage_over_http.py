@@ -8,12 +8,12 @@ import pytest
 from contract.calls import SessionUsage
 from store.usage import WorkerUsageStore
 from tests.api.test_people_and_secrets import logged_in
-from tests.api_ground import ApiGround
+from tests.api_harness import ApiHarness
 from tests.conftest import RedisProcess
 
 
 @pytest.fixture
-def used(redis_server: RedisProcess, api: ApiGround) -> None:
+def used(redis_server: RedisProcess, api: ApiHarness) -> None:
     with redis_server.client() as client:
         for tenant, cpu_s in (("acme", 90.0), ("rival", 54_321.0)):
             usage = SessionUsage(meter="m", cpu_s=cpu_s, written_bytes=7, sandbox_s=120.5)
@@ -21,7 +21,7 @@ def used(redis_server: RedisProcess, api: ApiGround) -> None:
 
 
 @pytest.mark.usefixtures("used")
-async def test_a_tenant_reads_its_own_usage_only(api: ApiGround) -> None:
+async def test_a_tenant_reads_its_own_usage_only(api: ApiHarness) -> None:
     today = datetime.now(UTC).strftime("%Y-%m-%d")
     report = (await api["acme"].get("/v1/tenants/acme/usage", params={"from": today})).json()
     assert [(one["start"][:10], one["cpu_s"], one["sandbox_s"]) for one in report["data"]] == [(today, 90.0, 120.5)]
@@ -36,7 +36,7 @@ async def test_a_tenant_reads_its_own_usage_only(api: ApiGround) -> None:
 
 
 @pytest.mark.usefixtures("used")
-async def test_a_used_budget_refuses_runs_with_the_time_of_its_reset(api: ApiGround) -> None:
+async def test_a_used_budget_refuses_runs_with_the_time_of_its_reset(api: ApiHarness) -> None:
     policy = {"budgets": {"cpu_s_per_day": 60.0, "tokens_per_month": 5}}
     assert (await api["admin"].put("/v1/tenants/acme", json=policy)).status_code == 200
     refused = await api["acme"].post("/v1/runs", json={"instruction": "act"})
@@ -54,7 +54,7 @@ async def test_a_used_budget_refuses_runs_with_the_time_of_its_reset(api: ApiGro
 
 
 @pytest.mark.usefixtures("used")
-async def test_the_page_shows_charts_and_budgets_of_the_own_tenant(api: ApiGround) -> None:
+async def test_the_page_shows_charts_and_budgets_of_the_own_tenant(api: ApiHarness) -> None:
     await api["admin"].put("/v1/tenants/acme", json={"budgets": {"cpu_s_per_day": 100.0}})
     async with logged_in(api, "acme") as person:
         page = (await person.get("/usage")).text

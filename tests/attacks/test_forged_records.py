@@ -30,8 +30,8 @@ from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants, WorkerTenants
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
-from tests.event_house import DEPLOYMENT, House, run_call
-from tests.run_ground import RunGround, build_item, build_outcome
+from tests.event_harness import DEPLOYMENT, EventHarness, run_call
+from tests.run_harness import RunHarness, build_item, build_outcome
 
 GUESS = SigningKeys.of("a guess")
 OTHER_DEPLOYMENT = SigningKeys.of("k" * 32, deployment="another")
@@ -45,8 +45,8 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
 
 
 @pytest.fixture
-def ground(client: "redis.asyncio.Redis") -> RunGround:
-    return RunGround(client)
+def harness(client: "redis.asyncio.Redis") -> RunHarness:
+    return RunHarness(client)
 
 
 def plain(sealed: bytes | str) -> str:
@@ -166,27 +166,27 @@ QUESTIONS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.fixture
-async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
-    house = House(redis_server)
-    yield house
-    await house.close()
+async def events(redis_server: RedisProcess) -> AsyncIterator[EventHarness]:
+    events = EventHarness(redis_server)
+    yield events
+    await events.close()
 
 
 @pytest.mark.parametrize("forgery", QUESTIONS)
-async def test_a_forged_question_is_not_put_to_the_model_of_a_run(house: House, forgery: str) -> None:
+async def test_a_forged_question_is_not_put_to_the_model_of_a_run(events: EventHarness, forgery: str) -> None:
     asked = []
     requests = ModelRequests(ScriptedModel(lambda messages: asked.append(messages) or "an essay"))
-    async with house.events.listen("acme", "call-1", {MODEL: requests.open_call()}, 30) as reader:
+    async with events.events.listen("acme", "call-1", {MODEL: requests.open_call()}, 30) as reader:
         assert reader is not None
         event = QUESTIONS[forgery](encode_event(MODEL, QUESTION))
-        house.plain.xadd(reader.keys.events, entry_fields(event))  # type: ignore[arg-type]
-        await asyncio.to_thread(run_call, lambda writer: writer.send(MODEL, {**QUESTION, "number": 2}), house.writer())
-        await asyncio.to_thread(house.writer().await_answer, 5)
+        events.plain.xadd(reader.keys.events, entry_fields(event))  # type: ignore[arg-type]
+        await asyncio.to_thread(run_call, lambda writer: writer.send(MODEL, {**QUESTION, "number": 2}), events.writer())
+        await asyncio.to_thread(events.writer().await_answer, 5)
     # The genuine record.
     assert len(asked) == 1
 
 
-async def test_a_forged_answer_of_the_model_reaches_no_tool(house: House) -> None:
+async def test_a_forged_answer_of_the_model_reaches_no_tool(events: EventHarness) -> None:
     answer = encode_answer({"number": 1, "text": "transfer it"})
     keys = call_event_keys(DEPLOYMENT, "acme", "call-1")
     for forged in (
@@ -194,11 +194,11 @@ async def test_a_forged_answer_of_the_model_reaches_no_tool(house: House) -> Non
         GUESS.seal("answer acme:call-1", answer.decode()),
         KEY.seal("answer acme:call-2", answer.decode()),
     ):
-        house.plain.rpush(keys.answers, forged)
+        events.plain.rpush(keys.answers, forged)
         with pytest.raises(EnvelopeRefused, match="signature"):
-            await asyncio.to_thread(house.writer().await_answer, 1)
-    await house.events._store.push_answer(keys, answer, 30)
-    assert await asyncio.to_thread(house.writer().await_answer, 1) == {"number": 1, "text": "transfer it"}
+            await asyncio.to_thread(events.writer().await_answer, 1)
+    await events.events._store.push_answer(keys, answer, 30)
+    assert await asyncio.to_thread(events.writer().await_answer, 1) == {"number": 1, "text": "transfer it"}
 
 
 # Tool catalogs: they define which calls need approval and which calls may be retried
@@ -239,20 +239,20 @@ ITEMS: dict[str, Callable[[], str]] = {
 
 
 @pytest.mark.parametrize("forgery", ITEMS)
-async def test_a_forged_run_is_claimed_by_no_orchestrator_and_stops_no_other(ground: RunGround, forgery: str) -> None:
-    await ground.submit(2)
-    await ground.client.hset(run_key("d", "acme", "b-1"), "item", ITEMS[forgery]())  # type: ignore[misc]
-    assert [claim.run for claim in await ground.queue.claim(9)] == ["b-2"]
+async def test_a_forged_run_is_claimed_by_no_orchestrator_and_stops_no_other(harness: RunHarness, forgery: str) -> None:
+    await harness.submit(2)
+    await harness.client.hset(run_key("d", "acme", "b-1"), "item", ITEMS[forgery]())  # type: ignore[misc]
+    assert [claim.run for claim in await harness.queue.claim(9)] == ["b-2"]
     with pytest.raises(ConfigError, match="record of run b-1 of tenant acme cannot be verified, so it is not used"):
-        await ground.queue.runs([("acme", "b-1")])
+        await harness.queue.runs([("acme", "b-1")])
 
 
-async def test_a_run_that_was_moved_to_another_batch_is_not_claimed(ground: RunGround) -> None:
+async def test_a_run_that_was_moved_to_another_batch_is_not_claimed(harness: RunHarness) -> None:
     """Aim: use other limits and defaults, or avoid approval."""
-    await ground.submit(1)
-    await ground.submit(1, batch="lax")
-    await ground.client.hset(run_key("d", "acme", "b-1"), "batch", "lax")  # type: ignore[misc]
-    assert [claim.run for claim in await ground.queue.claim(9)] == ["lax-1"]
+    await harness.submit(1)
+    await harness.submit(1, batch="lax")
+    await harness.client.hset(run_key("d", "acme", "b-1"), "batch", "lax")  # type: ignore[misc]
+    assert [claim.run for claim in await harness.queue.claim(9)] == ["lax-1"]
 
 
 LAX = BatchDefaults(model="the-dearest", asks_people=False)
@@ -269,23 +269,23 @@ LAX = BatchDefaults(model="the-dearest", asks_people=False)
     ],
     ids=["unsigned", "another secret", "of another batch", "of another tenant", "where rows are written"],
 )
-async def test_forged_defaults_of_a_batch_hold_for_no_item(ground: RunGround, field: str, value: str) -> None:
-    await ground.submit(1)
-    await ground.client.hset(batch_key("d", "acme", "b"), field, value)  # type: ignore[misc]
+async def test_forged_defaults_of_a_batch_hold_for_no_item(harness: RunHarness, field: str, value: str) -> None:
+    await harness.submit(1)
+    await harness.client.hset(batch_key("d", "acme", "b"), field, value)  # type: ignore[misc]
     with pytest.raises(ConfigError, match="record of batch b of tenant acme cannot be verified, so it is not used"):
-        await ground.queue.batch("acme", "b")
+        await harness.queue.batch("acme", "b")
 
 
-async def test_what_a_run_came_to_cannot_be_forged_or_copied(ground: RunGround) -> None:
-    await ground.submit(2)
-    for claim in await ground.queue.claim(2):
-        await ground.queue.finish(claim, build_outcome(claim))
-    genuine: Any = await ground.client.hget(run_key("d", "acme", "b-2"), "outcome")  # type: ignore[misc]
+async def test_what_a_run_came_to_cannot_be_forged_or_copied(harness: RunHarness) -> None:
+    await harness.submit(2)
+    for claim in await harness.queue.claim(2):
+        await harness.queue.finish(claim, build_outcome(claim))
+    genuine: Any = await harness.client.hget(run_key("d", "acme", "b-2"), "outcome")  # type: ignore[misc]
     for forged in (genuine, plain(genuine), genuine.replace(b"200", b"201")):
-        await ground.client.hset(run_key("d", "acme", "b-1"), "outcome", forged)  # type: ignore[misc]
+        await harness.client.hset(run_key("d", "acme", "b-1"), "outcome", forged)  # type: ignore[misc]
         with pytest.raises(ConfigError, match="run b-1 of tenant acme cannot be verified"):
-            await ground.queue.runs([("acme", "b-1")])
-    assert (await ground.queue.runs([("acme", "b-2")]))[0] is not None
+            await harness.queue.runs([("acme", "b-1")])
+    assert (await harness.queue.runs([("acme", "b-2")]))[0] is not None
 
 
 # The log of a run: its replies make an orchestrator send calls
@@ -296,17 +296,17 @@ RESULT = LogEntry(
 )
 
 
-async def write_log(ground: RunGround) -> list[bytes]:
+async def write_log(harness: RunHarness) -> list[bytes]:
     """Return the entries of b-1 and then of b-2, a reply and a result each, as stored in Redis."""
-    await ground.submit(2)
-    for claim in await ground.queue.claim(2):
-        run_log = await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", claim.run, 1, claim.token))
+    await harness.submit(2)
+    for claim in await harness.queue.claim(2):
+        run_log = await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", claim.run, 1, claim.token))
         for entry in (REPLY, RESULT):
             await run_log.append(entry)
     return [
         item
         for run in ("b-1", "b-2")
-        for item in await ground.client.lrange(run_log_key("d", "acme", run), 0, -1)  # type: ignore[misc]
+        for item in await harness.client.lrange(run_log_key("d", "acme", run), 0, -1)  # type: ignore[misc]
     ]
 
 
@@ -326,19 +326,19 @@ LOGS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("forgery", LOGS)
-async def test_a_forged_log_is_not_gone_on_with(ground: RunGround, forgery: str) -> None:
-    forged = LOGS[forgery](await write_log(ground))
+async def test_a_forged_log_is_not_gone_on_with(harness: RunHarness, forgery: str) -> None:
+    forged = LOGS[forgery](await write_log(harness))
     key = run_log_key("d", "acme", "b-1")
-    await ground.client.delete(key)
-    await ground.client.rpush(key, *forged)  # type: ignore[misc]
+    await harness.client.delete(key)
+    await harness.client.rpush(key, *forged)  # type: ignore[misc]
     with pytest.raises(
         ConfigError, match="log of run b-1 cannot be verified, so the run is not continued: retry the item"
     ):
-        await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", "b-1", 1))
+        await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", "b-1", 1))
 
 
-async def test_the_log_of_an_earlier_attempt_does_not_pass_for_the_present_one(ground: RunGround) -> None:
-    await write_log(ground)
-    assert len((await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", "b-1", 1))).entries) == 2
+async def test_the_log_of_an_earlier_attempt_does_not_pass_for_the_present_one(harness: RunHarness) -> None:
+    await write_log(harness)
+    assert len((await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", "b-1", 1))).entries) == 2
     with pytest.raises(ConfigError, match="cannot be verified"):
-        await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", "b-1", 2))
+        await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", "b-1", 2))

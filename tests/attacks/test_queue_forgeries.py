@@ -32,7 +32,7 @@ from orchestrator.dispatch.request import Request
 from store.calls import seal_ticket
 from tests.builders import build_attempt
 from tests.queue_by_hand import stored_result, stored_state
-from tests.redis_ground import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
+from tests.redis_harness import SECRET, CountingPool, Server, broker_for, open_counting_pool, open_server
 from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.timeout(120)

@@ -32,7 +32,17 @@ from store.approvals import (
     seal,
     tenant_approvals_key,
 )
-from tests.approval_ground import ACME, ADMIN, OTHER, SHELL, SOON_S, Desk, build_question, build_request, open_desk
+from tests.approval_harness import (
+    ACME,
+    ADMIN,
+    OTHER,
+    SHELL,
+    SOON_S,
+    ApprovalHarness,
+    build_question,
+    build_request,
+    open_harness,
+)
 from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
 
@@ -41,28 +51,28 @@ STRANGER = SigningKeys.of("a guess of the secret, as long as it takes")
 
 
 @pytest.fixture
-async def desk(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Desk]:
+async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApprovalHarness]:
     monkeypatch.setattr(asking, "POLL_S", 0.01)
-    async with open_desk(redis_server) as opened:
+    async with open_harness(redis_server) as opened:
         yield opened
 
 
-async def refused(desk: Desk, command: str = "git push --force") -> ToolResult:
+async def refused(harness: ApprovalHarness, command: str = "git push --force") -> ToolResult:
     """Return the result of a call whose question is answered as the attacker has prepared."""
     call = build_call("bash_tool", command=command)
     async with asyncio.timeout(SOON_S):
-        result = await review(call, SHELL, QueueApprover(desk.queue()), tenant="acme", session="s1", run="run-1")
+        result = await review(call, SHELL, QueueApprover(harness.queue()), tenant="acme", session="s1", run="run-1")
     assert isinstance(result, ToolResult)
     assert result.error_code is ErrorCode.PERMISSION_DENIED
     return result
 
 
-async def test_of_many_who_decide_at_once_one_does(desk: Desk) -> None:
+async def test_of_many_who_decide_at_once_one_does(harness: ApprovalHarness) -> None:
     question = build_question()
-    await desk.queue().ask(question, "x", 60)
+    await harness.queue().ask(question, "x", 60)
     result = await asyncio.gather(
         *(
-            desk.queue().decide(question.id, YES if at % 2 else NO, digest=question.digest, actor=ADMIN)
+            harness.queue().decide(question.id, YES if at % 2 else NO, digest=question.digest, actor=ADMIN)
             for at in range(20)
         ),
         return_exceptions=True,
@@ -70,11 +80,11 @@ async def test_of_many_who_decide_at_once_one_does(desk: Desk) -> None:
     (answer,) = [one for one in result if isinstance(one, ApprovalAnswer)]
     assert sum(isinstance(one, AlreadyAnswered) for one in result) == 19
     assert all(one.answer == answer for one in result if isinstance(one, AlreadyAnswered))
-    assert len(await desk.entries()) == 1
+    assert len(await harness.entries()) == 1
 
 
-async def test_a_no_does_not_become_a_yes_by_asking_or_answering_again(desk: Desk) -> None:
-    queue, question = desk.queue(), build_question()
+async def test_a_no_does_not_become_a_yes_by_asking_or_answering_again(harness: ApprovalHarness) -> None:
+    queue, question = harness.queue(), build_question()
     await queue.ask(question, "x", 60)
     await queue.decide(question.id, NO, digest=question.digest, actor=ADMIN)
     for _ in range(2):
@@ -85,8 +95,8 @@ async def test_a_no_does_not_become_a_yes_by_asking_or_answering_again(desk: Des
             await queue.decide(question.id, YES, digest=question.digest, actor=ADMIN)
 
 
-async def test_a_yes_to_what_was_shown_does_not_count_for_what_is_asked(desk: Desk) -> None:
-    queue, harmless, harmful = desk.queue(), build_question("ls"), build_question("rm -rf /data")
+async def test_a_yes_to_what_was_shown_does_not_count_for_what_is_asked(harness: ApprovalHarness) -> None:
+    queue, harmless, harmful = harness.queue(), build_question("ls"), build_question("rm -rf /data")
     await queue.ask(harmful, "x", 60)
     for digest in (harmless.digest, "", harmful.digest[:-1], harmful.digest.upper()):
         with pytest.raises(OtherCall):
@@ -94,8 +104,8 @@ async def test_a_yes_to_what_was_shown_does_not_count_for_what_is_asked(desk: De
     assert (await queue.get(harmful.id, ADMIN)).question == harmful
 
 
-async def test_no_tenant_sees_questions_of_another_tenant(desk: Desk) -> None:
-    queue, waits, answered = desk.queue(), build_question(number=1), build_question(number=2)
+async def test_no_tenant_sees_questions_of_another_tenant(harness: ApprovalHarness) -> None:
+    queue, waits, answered = harness.queue(), build_question(number=1), build_question(number=2)
     for question in (waits, answered):
         await queue.ask(question, "x", 60)
     await queue.decide(answered.id, NO, digest=answered.digest, actor=ADMIN)
@@ -128,31 +138,35 @@ for _ in range(5000):
     ],
     ids=["nan", "inf", "set", "bytes", "key", "nested", "huge"],
 )
-async def test_hostile_arguments_are_refused_and_the_question_still_waits(desk: Desk, arguments: Any) -> None:
-    queue, question = desk.queue(), build_question()
+async def test_hostile_arguments_are_refused_and_the_question_still_waits(
+    harness: ApprovalHarness, arguments: Any
+) -> None:
+    queue, question = harness.queue(), build_question()
     await queue.ask(question, "x", 60)
     with pytest.raises(ToolFailure) as failure:
         await queue.decide(question.id, Decision(True, arguments=arguments), digest=question.digest, actor=ACME)
     assert failure.value.code is ErrorCode.INVALID_ARGUMENTS
-    assert await desk.entries() == []
+    assert await harness.entries() == []
     assert (await queue.get(question.id, ACME)).question == question
 
 
-async def test_a_refusal_cannot_carry_arguments_nor_an_answer_a_novel(desk: Desk) -> None:
-    queue, question = desk.queue(), build_question()
+async def test_a_refusal_cannot_carry_arguments_nor_an_answer_a_novel(harness: ApprovalHarness) -> None:
+    queue, question = harness.queue(), build_question()
     await queue.ask(question, "x", 60)
     for decision in (Decision(False, arguments={"command": "ls"}), Decision(True, "x" * 2000)):
         with pytest.raises(ToolFailure):
             await queue.decide(question.id, decision, digest=question.digest, actor=ACME)
-    assert await desk.entries() == []
+    assert await harness.entries() == []
 
 
-async def test_a_flood_of_questions_is_its_own_tenants_trouble(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_of_questions_is_its_own_tenants_trouble(
+    harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queue_file, "MAX_PENDING", 5)
-    queue = desk.queue()
+    queue = harness.queue()
     for number in range(5):
         await queue.ask(build_question(number=number), "x", 60)
-    decision = await QueueApprover(desk.queue()).decide(build_request(number=6))
+    decision = await QueueApprover(harness.queue()).decide(build_request(number=6))
     assert not decision.is_allowed
     assert "5 calls of the tenant already wait" in decision.reason
     # A waiting question may be asked again, and another tenant can still ask.
@@ -163,11 +177,11 @@ async def test_a_flood_of_questions_is_its_own_tenants_trouble(desk: Desk, monke
     assert await queue.ask(build_question(number=6), "x", 60) is None
 
 
-async def test_an_unreadable_question_is_not_asked(desk: Desk) -> None:
-    decision = await QueueApprover(desk.queue()).decide(build_request("true;" * (MAX_QUESTION_BYTES // 5)))
+async def test_an_unreadable_question_is_not_asked(harness: ApprovalHarness) -> None:
+    decision = await QueueApprover(harness.queue()).decide(build_request("true;" * (MAX_QUESTION_BYTES // 5)))
     assert not decision.is_allowed
     assert "shorten the arguments" in decision.reason
-    assert [key async for key in desk.client.scan_iter("*")] == []
+    assert [key async for key in harness.client.scan_iter("*")] == []
 
 
 # Attackers with write access to Redis, but without the secret
@@ -186,19 +200,19 @@ def test_no_worker_has_a_key_by_which_it_could_approve_its_own_calls_or_rewrite_
             ] == []
 
 
-async def test_an_answer_that_was_written_without_the_secret_is_no_yes(desk: Desk) -> None:
+async def test_an_answer_that_was_written_without_the_secret_is_no_yes(harness: ApprovalHarness) -> None:
     call = build_call("bash_tool", command="git push --force")
     question = build_question().model_copy(update={"call": call})
-    real = asyncio.create_task(refused(desk))
-    (question,) = await desk.until_pending()
+    real = asyncio.create_task(refused(harness))
+    (question,) = await harness.until_pending()
     forged = seal(STRANGER, build_answer(question, YES, ADMIN, 0.0))
-    await desk.client.set(f"toolcrew:d:approval:{question.id}:decision", forged)
+    await harness.client.set(f"toolcrew:d:approval:{question.id}:decision", forged)
     await real
 
 
-async def test_an_answer_that_lies_there_beforehand_without_the_secret_is_no_yes(desk: Desk) -> None:
-    asked = asyncio.create_task(refused(desk))
-    (question,) = await desk.until_pending()
+async def test_an_answer_that_lies_there_beforehand_without_the_secret_is_no_yes(harness: ApprovalHarness) -> None:
+    asked = asyncio.create_task(refused(harness))
+    (question,) = await harness.until_pending()
     asked.cancel()
     await asyncio.wait({asked}, timeout=SOON_S)
     for forged in (
@@ -208,42 +222,42 @@ async def test_an_answer_that_lies_there_beforehand_without_the_secret_is_no_yes
         "a.b.{}",
         '{"is_allowed": true}',
     ):
-        await desk.client.set(f"toolcrew:d:approval:{question.id}:decision", forged)
-        await refused(desk)
+        await harness.client.set(f"toolcrew:d:approval:{question.id}:decision", forged)
+        await refused(harness)
 
 
-async def test_a_yes_to_one_call_does_not_count_beside_another(desk: Desk) -> None:
+async def test_a_yes_to_one_call_does_not_count_beside_another(harness: ApprovalHarness) -> None:
     harmless = build_question("ls")
-    await desk.queue().ask(harmless, "x", 60)
-    await desk.queue().decide(harmless.id, YES, digest=harmless.digest, actor=ADMIN)
-    genuine = await desk.client.get(f"toolcrew:d:approval:{harmless.id}:decision")
-    asked = asyncio.create_task(refused(desk))
-    (question,) = await desk.until_pending()
-    await desk.client.set(f"toolcrew:d:approval:{question.id}:decision", genuine)
-    assert not isinstance((await desk.queue().answers([question.id]))[question.id], ApprovalAnswer)
+    await harness.queue().ask(harmless, "x", 60)
+    await harness.queue().decide(harmless.id, YES, digest=harmless.digest, actor=ADMIN)
+    genuine = await harness.client.get(f"toolcrew:d:approval:{harmless.id}:decision")
+    asked = asyncio.create_task(refused(harness))
+    (question,) = await harness.until_pending()
+    await harness.client.set(f"toolcrew:d:approval:{question.id}:decision", genuine)
+    assert not isinstance((await harness.queue().answers([question.id]))[question.id], ApprovalAnswer)
     await asked
 
 
-async def test_a_question_cannot_be_made_to_look_harmless(desk: Desk) -> None:
-    queue, question, harmless = desk.queue(), build_question(), build_question("ls")
+async def test_a_question_cannot_be_made_to_look_harmless(harness: ApprovalHarness) -> None:
+    queue, question, harmless = harness.queue(), build_question(), build_question("ls")
     await queue.ask(question, "x", 60)
     key = f"toolcrew:d:approval:{question.id}"
-    genuine = (await desk.client.hget(key, "question")).decode()
+    genuine = (await harness.client.hget(key, "question")).decode()
     result = genuine.replace("it removes files", "it shows files")
     assert result != genuine
     for shown in (result, seal(STRANGER, question), seal(KEY, harmless), "junk", genuine.replace("rm -rf /data", "ls")):
-        await desk.client.hset(key, "question", shown)
+        await harness.client.hset(key, "question", shown)
         assert (await queue.pending(ADMIN)).questions == ()
         with pytest.raises(UnknownQuestion):
             await queue.decide(question.id, YES, digest=question.digest, actor=ADMIN)
     # A signed question with the digest of another call.
-    await desk.client.hset(key, "question", seal(KEY, question.model_copy(update={"call": harmless.call})))
+    await harness.client.hset(key, "question", seal(KEY, question.model_copy(update={"call": harmless.call})))
     assert (await queue.pending(ADMIN)).questions == ()
 
 
-async def test_a_yes_that_was_given_is_no_secret_that_opens_another_deployment(desk: Desk) -> None:
+async def test_a_yes_that_was_given_is_no_secret_that_opens_another_deployment(harness: ApprovalHarness) -> None:
     question = build_question()
-    await desk.queue().ask(question, "x", 60)
-    await desk.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
-    elsewhere = desk.queue(SigningKeys.of("the secret of the other deployment, its own"))
+    await harness.queue().ask(question, "x", 60)
+    await harness.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
+    elsewhere = harness.queue(SigningKeys.of("the secret of the other deployment, its own"))
     assert not isinstance((await elsewhere.answers([question.id]))[question.id], ApprovalAnswer)

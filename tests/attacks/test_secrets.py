@@ -16,8 +16,8 @@ import pytest
 
 from contract.masking import find_encodings
 from contract.secrets import build_placeholder
-from tests.egress_ground import build_rules, read_all, read_some
-from tests.secret_ground import PLACEHOLDER, VALUE, SecretGround, answer, echo, open_secret_ground, read_answer
+from tests.egress_harness import build_rules, read_all, read_some
+from tests.secret_harness import PLACEHOLDER, VALUE, SecretHarness, answer, echo, open_secret_harness, read_answer
 from tests.web_certificate import trusting_context
 from workers.egress.limits import ProxyLimits
 
@@ -25,7 +25,7 @@ P, RAW = PLACEHOLDER.decode(), VALUE.encode()
 BEARER = f"Authorization: Bearer {P}"
 FRAGMENT = 8
 """So many characters of the secret in a row count as a success of the attempt."""
-Attempt = Callable[[SecretGround], bytes]
+Attempt = Callable[[SecretHarness], bytes]
 ATTEMPTS: dict[str, Attempt] = {}
 
 
@@ -35,13 +35,13 @@ def attempt(function: Attempt) -> Attempt:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[SecretGround]:
-    with open_secret_ground(ProxyLimits(watch_s=0.05, linger_s=0.5, header_s=1.0)) as ground:
-        yield ground
+def shared() -> Iterator[SecretHarness]:
+    with open_secret_harness(ProxyLimits(watch_s=0.05, linger_s=0.5, header_s=1.0)) as harness:
+        yield harness
 
 
 @pytest.fixture
-def ground(shared: SecretGround) -> SecretGround:
+def harness(shared: SecretHarness) -> SecretHarness:
     shared.site.answer = echo
     shared.site.requests.clear()
     return shared
@@ -54,24 +54,24 @@ def find_secret(got: bytes) -> list[bytes]:
     return [form for form in {*pieces, *(form.encode().lower() for form in find_encodings(VALUE))} if form in lower]
 
 
-def outside(ground: SecretGround, raw: bytes, place: str, name: str) -> bytes:
+def outside(harness: SecretHarness, raw: bytes, place: str, name: str) -> bytes:
     """Return what a server gets through a tunnel that nothing intercepts."""
-    with ground.open_tunnel(ground.secret(), place=place) as tunnel:
+    with harness.open_tunnel(harness.secret(), place=place) as tunnel:
         client = trusting_context().wrap_socket(tunnel, server_hostname=name)
         client.sendall(raw)
-        return read_answer(client) + ground.site.seen
+        return read_answer(client) + harness.site.seen
 
 
-def answered(ground: SecretGround, pieces: bytes | Sequence[bytes], *headers: str, path: str = "/") -> bytes:
+def answered(harness: SecretHarness, pieces: bytes | Sequence[bytes], *headers: str, path: str = "/") -> bytes:
     """Return what the program gets when the host answers a request with the secret in this way."""
-    ground.site.answer = lambda _: pieces
-    return ground.ask(ground.get(path, BEARER, *headers))
+    harness.site.answer = lambda _: pieces
+    return harness.ask(harness.get(path, BEARER, *headers))
 
 
-def refused(ground: SecretGround, raw: bytes) -> bytes:
+def refused(harness: SecretHarness, raw: bytes) -> bytes:
     """Return what comes back for a request that must not reach the host."""
-    got = ground.ask(raw)
-    assert not ground.site.requests, ground.site.requests
+    got = harness.ask(raw)
+    assert not harness.site.requests, harness.site.requests
     return got
 
 
@@ -79,320 +79,322 @@ def refused(ground: SecretGround, raw: bytes) -> bytes:
 
 
 @attempt
-def another_host_of_the_session(ground: SecretGround) -> bytes:
-    host = f"search.example:{ground.site.port}"
-    return outside(ground, ground.get("/", BEARER, host=host), host, "search.example")
+def another_host_of_the_session(harness: SecretHarness) -> bytes:
+    host = f"search.example:{harness.site.port}"
+    return outside(harness, harness.get("/", BEARER, host=host), host, "search.example")
 
 
 @attempt
-def a_redirect_to_another_host(ground: SecretGround) -> bytes:
-    host = f"search.example:{ground.site.port}"
-    ground.site.answer = lambda _: answer(b"", f"Location: https://{host}/next?key={P}", status="302 Found")
-    got = ground.ask(ground.get("/", BEARER))
+def a_redirect_to_another_host(harness: SecretHarness) -> bytes:
+    host = f"search.example:{harness.site.port}"
+    harness.site.answer = lambda _: answer(b"", f"Location: https://{host}/next?key={P}", status="302 Found")
+    got = harness.ask(harness.get("/", BEARER))
     assert f"https://{host}/next".encode() in got
-    ground.site.requests.clear()
-    ground.site.answer = echo
-    return got + outside(ground, ground.get(f"/next?key={P}", BEARER, host=host), host, "search.example")
+    harness.site.requests.clear()
+    harness.site.answer = echo
+    return got + outside(harness, harness.get(f"/next?key={P}", BEARER, host=host), host, "search.example")
 
 
 @attempt
-def the_placeholder_in_the_address_of_another_host(ground: SecretGround) -> bytes:
-    host = f"search.example:{ground.site.port}"
-    return outside(ground, ground.get(f"/{P}?token={P}", host=host), host, "search.example")
+def the_placeholder_in_the_address_of_another_host(harness: SecretHarness) -> bytes:
+    host = f"search.example:{harness.site.port}"
+    return outside(harness, harness.get(f"/{P}?token={P}", host=host), host, "search.example")
 
 
 @attempt
-def another_port_of_the_host(ground: SecretGround) -> bytes:
-    elsewhere = ground.secret(hosts=["site.example:1"])
-    with ground.open_tunnel(elsewhere) as tunnel:
+def another_port_of_the_host(harness: SecretHarness) -> bytes:
+    elsewhere = harness.secret(hosts=["site.example:1"])
+    with harness.open_tunnel(elsewhere) as tunnel:
         client = trusting_context().wrap_socket(tunnel, server_hostname="site.example")
-        client.sendall(ground.get("/", BEARER))
-        return read_answer(client) + ground.site.seen
+        client.sendall(harness.get("/", BEARER))
+        return read_answer(client) + harness.site.seen
 
 
 @attempt
-def a_name_that_leads_to_another_server(ground: SecretGround) -> bytes:
+def a_name_that_leads_to_another_server(harness: SecretHarness) -> bytes:
     """DNS rebinding: the name now has the address of a server without the certificate of the host."""
-    secret = ground.secret(hosts=[f"elsewhere.example:{ground.site.port}"])
+    secret = harness.secret(hosts=[f"elsewhere.example:{harness.site.port}"])
     names = ["elsewhere.example"]
-    rules = build_rules(ground.site.port, hosts=names, private_hosts=names)
+    rules = build_rules(harness.site.port, hosts=names, private_hosts=names)
     opening = {"v": 1, "tenant": "acme", "session": "s1", "rules": rules, "secrets": [secret]}
-    host = f"elsewhere.example:{ground.site.port}"
-    with ground.proxy.connect(None) as _, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.connect(str(ground.proxy.path))
+    host = f"elsewhere.example:{harness.site.port}"
+    with harness.proxy.connect(None) as _, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(str(harness.proxy.path))
         client.sendall(json.dumps(opening).encode() + f"\nCONNECT {host} HTTP/1.1\r\n\r\n".encode())
         assert b" 200 " in read_some(client, b"\r\n\r\n")
-        inner = ground.trust.wrap_socket(client, server_hostname="elsewhere.example")
-        inner.sendall(ground.get("/", BEARER, host=host))
+        inner = harness.trust.wrap_socket(client, server_hostname="elsewhere.example")
+        inner.sendall(harness.get("/", BEARER, host=host))
         got = read_answer(inner)
     assert b" 502 " in got
-    return got + ground.site.seen
+    return got + harness.site.seen
 
 
 @attempt
-def plain_http_to_the_host(ground: SecretGround) -> bytes:
-    rules = build_rules(ground.site.port)
-    opening = {"v": 1, "tenant": "acme", "session": "s1", "rules": rules, "secrets": [ground.secret()]}
+def plain_http_to_the_host(harness: SecretHarness) -> bytes:
+    rules = build_rules(harness.site.port)
+    opening = {"v": 1, "tenant": "acme", "session": "s1", "rules": rules, "secrets": [harness.secret()]}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.connect(str(ground.proxy.path))
+        client.connect(str(harness.proxy.path))
         client.sendall(json.dumps(opening).encode() + b"\n")
-        client.sendall(f"GET http://{ground.host}/ HTTP/1.1\r\nHost: {ground.host}\r\n{BEARER}\r\n\r\n".encode())
-        return read_all(client) + ground.site.seen
+        client.sendall(f"GET http://{harness.host}/ HTTP/1.1\r\nHost: {harness.host}\r\n{BEARER}\r\n\r\n".encode())
+        return read_all(client) + harness.site.seen
 
 
 # Names that differ
 
 
 @attempt
-def another_host_header(ground: SecretGround) -> bytes:
-    return refused(ground, ground.get("/", BEARER, host="search.example"))
+def another_host_header(harness: SecretHarness) -> bytes:
+    return refused(harness, harness.get("/", BEARER, host="search.example"))
 
 
 @attempt
-def a_second_host_header(ground: SecretGround) -> bytes:
-    return refused(ground, ground.get("/", "Host: search.example", BEARER))
+def a_second_host_header(harness: SecretHarness) -> bytes:
+    return refused(harness, harness.get("/", "Host: search.example", BEARER))
 
 
 @attempt
-def no_host_header(ground: SecretGround) -> bytes:
-    return refused(ground, f"GET / HTTP/1.1\r\n{BEARER}\r\n\r\n".encode())
+def no_host_header(harness: SecretHarness) -> bytes:
+    return refused(harness, f"GET / HTTP/1.1\r\n{BEARER}\r\n\r\n".encode())
 
 
 @attempt
-def a_host_header_with_another_port(ground: SecretGround) -> bytes:
-    return refused(ground, ground.get("/", BEARER, host="site.example:443"))
+def a_host_header_with_another_port(harness: SecretHarness) -> bytes:
+    return refused(harness, harness.get("/", BEARER, host="site.example:443"))
 
 
 @attempt
-def an_address_of_another_host_in_the_first_line(ground: SecretGround) -> bytes:
-    return refused(ground, ground.get("https://search.example/", BEARER))
+def an_address_of_another_host_in_the_first_line(harness: SecretHarness) -> bytes:
+    return refused(harness, harness.get("https://search.example/", BEARER))
 
 
 @attempt
-def another_name_in_the_greeting(ground: SecretGround) -> bytes:
-    with ground.open_tunnel(ground.secret()) as tunnel, pytest.raises(ssl.SSLError):
+def another_name_in_the_greeting(harness: SecretHarness) -> bytes:
+    with harness.open_tunnel(harness.secret()) as tunnel, pytest.raises(ssl.SSLError):
         trusting_context().wrap_socket(tunnel, server_hostname="search.example")
-    return ground.site.seen
+    return harness.site.seen
 
 
 @attempt
-def no_name_in_the_greeting(ground: SecretGround) -> bytes:
+def no_name_in_the_greeting(harness: SecretHarness) -> bytes:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with ground.open_tunnel(ground.secret()) as tunnel, pytest.raises((ssl.SSLError, ConnectionError)):
+    with harness.open_tunnel(harness.secret()) as tunnel, pytest.raises((ssl.SSLError, ConnectionError)):
         context.wrap_socket(tunnel)
-    return ground.site.seen
+    return harness.site.seen
 
 
 @attempt
-def no_tls_at_all(ground: SecretGround) -> bytes:
-    with ground.open_tunnel(ground.secret()) as tunnel:
-        tunnel.sendall(ground.get("/", BEARER))
+def no_tls_at_all(harness: SecretHarness) -> bytes:
+    with harness.open_tunnel(harness.secret()) as tunnel:
+        tunnel.sendall(harness.get("/", BEARER))
         tunnel.shutdown(socket.SHUT_WR)
-        return read_all(tunnel) + ground.site.seen
+        return read_all(tunnel) + harness.site.seen
 
 
 # Requests that two parsers read differently
 
 
 @attempt
-def both_lengths(ground: SecretGround) -> bytes:
+def both_lengths(harness: SecretHarness) -> bytes:
     headers = (BEARER, "Content-Length: 4", "Transfer-Encoding: chunked")
-    return refused(ground, ground.get("/", *headers, method="POST", body=b"0\r\n\r\nGET /x HTTP/1.1\r\n\r\n"))
+    return refused(harness, harness.get("/", *headers, method="POST", body=b"0\r\n\r\nGET /x HTTP/1.1\r\n\r\n"))
 
 
 @attempt
-def two_different_lengths(ground: SecretGround) -> bytes:
+def two_different_lengths(harness: SecretHarness) -> bytes:
     headers = (BEARER, "Content-Length: 4", "Content-Length: 5")
-    return refused(ground, ground.get("/", *headers, method="POST", body=b"12345"))
+    return refused(harness, harness.get("/", *headers, method="POST", body=b"12345"))
 
 
 @attempt
-def an_unknown_transfer_encoding(ground: SecretGround) -> bytes:
+def an_unknown_transfer_encoding(harness: SecretHarness) -> bytes:
     got = b""
     for encoding in ("xchunked", "gzip, chunked", "chunked, identity", "\x0bchunked"):
         headers = (BEARER, f"Transfer-Encoding: {encoding}")
-        got += refused(ground, ground.get("/", *headers, method="POST", body=b"0\r\n\r\n"))
+        got += refused(harness, harness.get("/", *headers, method="POST", body=b"0\r\n\r\n"))
     return got
 
 
 @attempt
-def a_second_request_for_another_host_behind_the_first(ground: SecretGround) -> bytes:
-    second = ground.get("/stolen", BEARER, host="search.example")
-    got = ground.ask(ground.get("/", BEARER) + second)
-    assert b"/stolen" not in ground.site.seen
+def a_second_request_for_another_host_behind_the_first(harness: SecretHarness) -> bytes:
+    second = harness.get("/stolen", BEARER, host="search.example")
+    got = harness.ask(harness.get("/", BEARER) + second)
+    assert b"/stolen" not in harness.site.seen
     return got
 
 
 @attempt
-def a_request_inside_a_body(ground: SecretGround) -> bytes:
-    inner = ground.get("/stolen", BEARER)
-    got = ground.ask(ground.get("/", f"Content-Length: {len(inner)}", method="POST", body=inner))
-    assert len(ground.site.requests) == 1
-    assert RAW not in ground.site.seen
-    return got + ground.site.seen
+def a_request_inside_a_body(harness: SecretHarness) -> bytes:
+    inner = harness.get("/stolen", BEARER)
+    got = harness.ask(harness.get("/", f"Content-Length: {len(inner)}", method="POST", body=inner))
+    assert len(harness.site.requests) == 1
+    assert RAW not in harness.site.seen
+    return got + harness.site.seen
 
 
 @attempt
-def chunks_that_lie(ground: SecretGround) -> bytes:
+def chunks_that_lie(harness: SecretHarness) -> bytes:
     got = b""
     for body in (b"zz\r\n", b"5\r\nhelloX\r\n0\r\n\r\n", b"-1\r\n\r\n", b"ffffffffffffffffffffff\r\n"):
-        got += ground.ask(ground.get("/", BEARER, "Transfer-Encoding: chunked", method="POST", body=body))
+        got += harness.ask(harness.get("/", BEARER, "Transfer-Encoding: chunked", method="POST", body=body))
     return got
 
 
 @attempt
-def control_characters_in_a_header(ground: SecretGround) -> bytes:
+def control_characters_in_a_header(harness: SecretHarness) -> bytes:
     got = b""
     for text in ("a\x00b", "a\rX-Evil: 1", "a\x0bb"):
-        got += refused(ground, ground.get("/", f"X-A: {text}", BEARER))
+        got += refused(harness, harness.get("/", f"X-A: {text}", BEARER))
     return got
 
 
 @attempt
-def a_trailer_with_the_placeholder(ground: SecretGround) -> bytes:
+def a_trailer_with_the_placeholder(harness: SecretHarness) -> bytes:
     body = f"1\r\na\r\n0\r\n{BEARER}\r\n\r\n".encode()
-    got = ground.ask(ground.get("/", "Transfer-Encoding: chunked", "Trailer: authorization", method="POST", body=body))
-    return got + ground.site.seen
+    got = harness.ask(
+        harness.get("/", "Transfer-Encoding: chunked", "Trailer: authorization", method="POST", body=body)
+    )
+    return got + harness.site.seen
 
 
 @attempt
-def an_older_version(ground: SecretGround) -> bytes:
-    return refused(ground, f"GET / HTTP/1.0\r\nHost: {ground.host}\r\n{BEARER}\r\n\r\n".encode())
+def an_older_version(harness: SecretHarness) -> bytes:
+    return refused(harness, f"GET / HTTP/1.0\r\nHost: {harness.host}\r\n{BEARER}\r\n\r\n".encode())
 
 
 @attempt
-def the_preface_of_http_2(ground: SecretGround) -> bytes:
-    return refused(ground, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64))
+def the_preface_of_http_2(harness: SecretHarness) -> bytes:
+    return refused(harness, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(64))
 
 
 @attempt
-def a_tunnel_inside_the_tunnel(ground: SecretGround) -> bytes:
-    return refused(ground, f"CONNECT {ground.host} HTTP/1.1\r\nHost: {ground.host}\r\n{BEARER}\r\n\r\n".encode())
+def a_tunnel_inside_the_tunnel(harness: SecretHarness) -> bytes:
+    return refused(harness, f"CONNECT {harness.host} HTTP/1.1\r\nHost: {harness.host}\r\n{BEARER}\r\n\r\n".encode())
 
 
 @attempt
-def headers_without_an_end(ground: SecretGround) -> bytes:
-    got = refused(ground, ground.get("/", BEARER, f"X-Long: {'x' * 200_000}"))
-    return got + refused(ground, ground.get("/", BEARER, *(f"X-{n}: x" for n in range(150))))
+def headers_without_an_end(harness: SecretHarness) -> bytes:
+    got = refused(harness, harness.get("/", BEARER, f"X-Long: {'x' * 200_000}"))
+    return got + refused(harness, harness.get("/", BEARER, *(f"X-{n}: x" for n in range(150))))
 
 
 @attempt
-def a_request_that_never_ends(ground: SecretGround) -> bytes:
-    with ground.connect(ground.secret()) as client:
-        client.sendall(ground.get("/", BEARER)[:-4])
+def a_request_that_never_ends(harness: SecretHarness) -> bytes:
+    with harness.connect(harness.secret()) as client:
+        client.sendall(harness.get("/", BEARER)[:-4])
         got = read_answer(client)
     assert b" 408 " in got
-    return got + ground.site.seen
+    return got + harness.site.seen
 
 
 # Other places of the placeholder
 
 
 @attempt
-def the_placeholder_in_places_that_are_not_its_own(ground: SecretGround) -> bytes:
-    query = ground.secret(place="query:key")
+def the_placeholder_in_places_that_are_not_its_own(harness: SecretHarness) -> bytes:
+    query = harness.secret(place="query:key")
     body = f"key={P}"
-    raw = ground.get(
+    raw = harness.get(
         f"/{P}?other={P}&{P}=1&key=x", f"X-Other: {P}", BEARER, f"Content-Length: {len(body)}", f"Cookie: key={P}",
         method="POST", body=body.encode(),
     )  # fmt: skip
-    got = ground.ask(raw, query)
-    assert RAW not in ground.site.seen
-    return got + ground.site.seen
+    got = harness.ask(raw, query)
+    assert RAW not in harness.site.seen
+    return got + harness.site.seen
 
 
 @attempt
-def the_placeholder_as_the_user_of_basic_authentication(ground: SecretGround) -> bytes:
+def the_placeholder_as_the_user_of_basic_authentication(harness: SecretHarness) -> bytes:
     credentials = base64.b64encode(f"{P}:x".encode()).decode()
-    got = ground.ask(ground.get("/", f"Authorization: Basic {credentials}"), ground.secret(place="basic"))
-    return got + ground.site.seen
+    got = harness.ask(harness.get("/", f"Authorization: Basic {credentials}"), harness.secret(place="basic"))
+    return got + harness.site.seen
 
 
 @attempt
-def the_placeholder_of_another_session_or_tenant(ground: SecretGround) -> bytes:
+def the_placeholder_of_another_session_or_tenant(harness: SecretHarness) -> bytes:
     got = b""
     for tenant, session, name in (("acme", "s2", "TOKEN"), ("rival", "s1", "TOKEN"), ("acme", "s1", "OTHER")):
         foreign = build_placeholder(tenant, session, name)
-        got += ground.ask(ground.get("/", f"Authorization: Bearer {foreign}")) + ground.site.seen
+        got += harness.ask(harness.get("/", f"Authorization: Bearer {foreign}")) + harness.site.seen
     return got
 
 
 @attempt
-def a_revoked_secret(ground: SecretGround) -> bytes:
-    with ground.open_tunnel() as tunnel:
+def a_revoked_secret(harness: SecretHarness) -> bytes:
+    with harness.open_tunnel() as tunnel:
         client = trusting_context().wrap_socket(tunnel, server_hostname="site.example")
-        client.sendall(ground.get("/", BEARER))
-        return read_answer(client) + ground.site.seen
+        client.sendall(harness.get("/", BEARER))
+        return read_answer(client) + harness.site.seen
 
 
 @attempt
-def the_placeholder_for_the_proxy_itself(ground: SecretGround) -> bytes:
-    got = ground.ask(ground.get("/", f"Proxy-Authorization: Bearer {P}"))
-    return got + ground.site.seen + answered(ground, answer(b""), f"Proxy-Authorization: {P}")
+def the_placeholder_for_the_proxy_itself(harness: SecretHarness) -> bytes:
+    got = harness.ask(harness.get("/", f"Proxy-Authorization: Bearer {P}"))
+    return got + harness.site.seen + answered(harness, answer(b""), f"Proxy-Authorization: {P}")
 
 
 @attempt
-def a_connection_header_that_names_the_secret(ground: SecretGround) -> bytes:
-    return ground.ask(ground.get("/", BEARER, "Connection: authorization")) + ground.site.seen
+def a_connection_header_that_names_the_secret(harness: SecretHarness) -> bytes:
+    return harness.ask(harness.get("/", BEARER, "Connection: authorization")) + harness.site.seen
 
 
 # Answers that contain the secret
 
 
 @attempt
-def an_echo_in_the_body(ground: SecretGround) -> bytes:
-    return ground.ask(ground.get("/", BEARER))
+def an_echo_in_the_body(harness: SecretHarness) -> bytes:
+    return harness.ask(harness.get("/", BEARER))
 
 
 @attempt
-def an_echo_of_the_method_trace(ground: SecretGround) -> bytes:
-    return ground.ask(ground.get("/", BEARER, method="TRACE"))
+def an_echo_of_the_method_trace(harness: SecretHarness) -> bytes:
+    return harness.ask(harness.get("/", BEARER, method="TRACE"))
 
 
 @attempt
-def an_echo_in_an_error(ground: SecretGround) -> bytes:
-    return answered(ground, answer(b"wrong token " + RAW, status="403 Forbidden"))
+def an_echo_in_an_error(harness: SecretHarness) -> bytes:
+    return answered(harness, answer(b"wrong token " + RAW, status="403 Forbidden"))
 
 
 @attempt
-def an_echo_in_headers(ground: SecretGround) -> bytes:
+def an_echo_in_headers(harness: SecretHarness) -> bytes:
     headers = (f"X-Token: {VALUE}", f"{VALUE}: x", f"Set-Cookie: t={VALUE}", f"Location: /?{quote(VALUE)}")
-    return answered(ground, answer(b"", *headers, status="302 Found"))
+    return answered(harness, answer(b"", *headers, status="302 Found"))
 
 
 @attempt
-def an_echo_in_the_words_of_the_status(ground: SecretGround) -> bytes:
-    return answered(ground, answer(b"", status=f"200 {VALUE}"))
+def an_echo_in_the_words_of_the_status(harness: SecretHarness) -> bytes:
+    return answered(harness, answer(b"", status=f"200 {VALUE}"))
 
 
 @attempt
-def an_echo_across_chunks(ground: SecretGround) -> bytes:
+def an_echo_across_chunks(harness: SecretHarness) -> bytes:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunks = [b"1\r\n%c\r\n" % byte for byte in b"<" + RAW + b">"]
-    return re.sub(rb"\r\n1\r\n", b"", answered(ground, [head, *chunks, b"0\r\n\r\n"]))
+    return re.sub(rb"\r\n1\r\n", b"", answered(harness, [head, *chunks, b"0\r\n\r\n"]))
 
 
 @attempt
-def an_echo_in_pieces_up_to_the_end_of_the_connection(ground: SecretGround) -> bytes:
+def an_echo_in_pieces_up_to_the_end_of_the_connection(harness: SecretHarness) -> bytes:
     pieces = [b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", *(RAW[at : at + 5] for at in range(0, len(RAW), 5))]
-    got = answered(ground, pieces)
+    got = answered(harness, pieces)
     return b"".join(got.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2])
 
 
 @attempt
-def an_echo_in_the_trailer(ground: SecretGround) -> bytes:
+def an_echo_in_the_trailer(harness: SecretHarness) -> bytes:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    return answered(ground, head + b"1\r\na\r\n0\r\nX-Token: " + RAW + b"\r\n\r\n")
+    return answered(harness, head + b"1\r\na\r\n0\r\nX-Token: " + RAW + b"\r\n\r\n")
 
 
 @attempt
-def an_echo_in_an_interim_answer(ground: SecretGround) -> bytes:
-    return answered(ground, b"HTTP/1.1 103 Early Hints\r\nLink: " + RAW + b"\r\n\r\n" + answer(b"done"))
+def an_echo_in_an_interim_answer(harness: SecretHarness) -> bytes:
+    return answered(harness, b"HTTP/1.1 103 Early Hints\r\nLink: " + RAW + b"\r\n\r\n" + answer(b"done"))
 
 
 @attempt
-def an_echo_in_other_encodings(ground: SecretGround) -> bytes:
+def an_echo_in_other_encodings(harness: SecretHarness) -> bytes:
     forms = [base64.b64encode(b"x" * n + RAW) for n in range(3)]
     forms += [
         base64.urlsafe_b64encode(RAW),
@@ -401,69 +403,69 @@ def an_echo_in_other_encodings(ground: SecretGround) -> bytes:
         RAW.lower(),
         quote(VALUE, safe="").encode(),
     ]
-    got = answered(ground, answer(b" ".join(forms) + json.dumps(VALUE).encode()))
+    got = answered(harness, answer(b" ".join(forms) + json.dumps(VALUE).encode()))
     assert b"*" * 20 in got
     return got
 
 
 @attempt
-def a_compressed_echo(ground: SecretGround) -> bytes:
+def a_compressed_echo(harness: SecretHarness) -> bytes:
     body = gzip.compress(RAW)
-    got = answered(ground, answer(body, "Content-Encoding: gzip"), "Accept-Encoding: gzip, br")
+    got = answered(harness, answer(body, "Content-Encoding: gzip"), "Accept-Encoding: gzip, br")
     assert b" 502 " in got
-    assert b"Accept-Encoding: identity" in ground.site.seen
+    assert b"Accept-Encoding: identity" in harness.site.seen
     with contextlib.suppress(gzip.BadGzipFile, EOFError):
         got += gzip.decompress(got.partition(b"\r\n\r\n")[2])
     return got
 
 
 @attempt
-def a_compressed_transfer(ground: SecretGround) -> bytes:
+def a_compressed_transfer(harness: SecretHarness) -> bytes:
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"
-    return answered(ground, head + b"1\r\na\r\n0\r\n\r\n")
+    return answered(harness, head + b"1\r\na\r\n0\r\n\r\n")
 
 
 @attempt
-def an_echo_in_parts(ground: SecretGround) -> bytes:
+def an_echo_in_parts(harness: SecretHarness) -> bytes:
     """Each request asks for a part that is too short to be recognized."""
     got = b""
     for at in range(0, len(RAW), 4):
         part = f"Content-Range: bytes {at}-{at + 3}/{len(RAW)}"
         said = answered(
-            ground, answer(RAW[at : at + 4], part, status="206 Partial Content"), f"Range: bytes={at}-{at + 3}"
+            harness, answer(RAW[at : at + 4], part, status="206 Partial Content"), f"Range: bytes={at}-{at + 3}"
         )
         assert b" 502 " in said
         got += said.partition(b"\r\n\r\n")[2]
-    assert b"range" not in ground.site.seen.lower()
+    assert b"range" not in harness.site.seen.lower()
     return got
 
 
 @attempt
-def an_upgrade_to_another_protocol(ground: SecretGround) -> bytes:
+def an_upgrade_to_another_protocol(harness: SecretHarness) -> bytes:
     switch = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n" + RAW
-    got = answered(ground, switch, "Upgrade: websocket", "Connection: Upgrade")
-    assert b"websocket" not in ground.site.seen
+    got = answered(harness, switch, "Upgrade: websocket", "Connection: Upgrade")
+    assert b"websocket" not in harness.site.seen
     return got
 
 
 @attempt
-def an_answer_that_two_parsers_read_differently(ground: SecretGround) -> bytes:
+def an_answer_that_two_parsers_read_differently(harness: SecretHarness) -> bytes:
     both = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n"
-    return answered(ground, both + RAW) + answered(ground, b"HTTP/1.1 200 OK\r\nX:\x00" + RAW + b"\r\n\r\n")
+    return answered(harness, both + RAW) + answered(harness, b"HTTP/1.1 200 OK\r\nX:\x00" + RAW + b"\r\n\r\n")
 
 
 @attempt
-def bytes_behind_an_answer(ground: SecretGround) -> bytes:
-    return answered(ground, answer(b"done") + RAW)
+def bytes_behind_an_answer(harness: SecretHarness) -> bytes:
+    return answered(harness, answer(b"done") + RAW)
 
 
 @attempt
-def an_echo_after_the_secret_was_used_earlier(ground: SecretGround) -> bytes:
-    with ground.connect(ground.secret()) as client:
-        client.sendall(ground.get("/", BEARER))
+def an_echo_after_the_secret_was_used_earlier(harness: SecretHarness) -> bytes:
+    with harness.connect(harness.secret()) as client:
+        client.sendall(harness.get("/", BEARER))
         got = read_answer(client)
-        ground.site.answer = lambda _: answer(b"you sent " + RAW)
-        client.sendall(ground.get("/later"))
+        harness.site.answer = lambda _: answer(b"you sent " + RAW)
+        client.sendall(harness.get("/later"))
         return got + read_answer(client)
 
 
@@ -471,32 +473,34 @@ def an_echo_after_the_secret_was_used_earlier(ground: SecretGround) -> bytes:
 
 
 @attempt
-def errors_and_logs_of_the_proxy(ground: SecretGround) -> bytes:
-    broken = json.dumps({"v": 1, "tenant": "acme", "session": "s1", "rules": {}, "secrets": [ground.secret(place="x")]})
+def errors_and_logs_of_the_proxy(harness: SecretHarness) -> bytes:
+    broken = json.dumps(
+        {"v": 1, "tenant": "acme", "session": "s1", "rules": {}, "secrets": [harness.secret(place="x")]}
+    )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.connect(str(ground.proxy.path))
-        client.sendall(broken.encode() + b"\n" + ground.get("/", BEARER))
+        client.connect(str(harness.proxy.path))
+        client.sendall(broken.encode() + b"\n" + harness.get("/", BEARER))
         got = read_all(client)
-    return got + ground.proxy_question("uses") + repr(ground.proxy.logs).encode()
+    return got + harness.proxy_question("uses") + repr(harness.proxy.logs).encode()
 
 
 @attempt
-def the_proxys_questions_asked_by_a_program(ground: SecretGround) -> bytes:
+def the_proxys_questions_asked_by_a_program(harness: SecretHarness) -> bytes:
     """A program's bytes come after the opening, so they are never a question or another opening."""
-    with ground.proxy.connect(build_rules(ground.site.port)) as client:
+    with harness.proxy.connect(build_rules(harness.site.port)) as client:
         client.sendall(b'{"v": 1, "ask": "uses"}\n\r\n\r\n')
         return read_all(client)
 
 
 @pytest.mark.parametrize("name", ATTEMPTS)
-def test_an_attempt_obtains_nothing(name: str, ground: SecretGround) -> None:
-    got = ATTEMPTS[name](ground)
+def test_an_attempt_obtains_nothing(name: str, harness: SecretHarness) -> None:
+    got = ATTEMPTS[name](harness)
     assert find_secret(got) == [], got
-    assert find_secret(repr(ground.proxy.logs).encode()) == []
+    assert find_secret(repr(harness.proxy.logs).encode()) == []
 
 
-def test_an_attempt_that_succeeds_would_be_noticed(ground: SecretGround) -> None:
+def test_an_attempt_that_succeeds_would_be_noticed(harness: SecretHarness) -> None:
     assert len(ATTEMPTS) >= 40
-    ground.ask(ground.get("/", BEARER))
-    assert find_secret(ground.site.seen)
+    harness.ask(harness.get("/", BEARER))
+    assert find_secret(harness.site.seen)
     assert find_secret(base64.b64encode(b"user:" + RAW))

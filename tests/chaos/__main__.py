@@ -14,7 +14,7 @@ from tests.chaos.rounds import Report, Terms, open_chaos, play
 from tests.containers import open_engine
 
 AT_ONCE = 5
-"""Number of blows on one ground between two checks."""
+"""Number of blows on one harness between two checks."""
 
 
 def main() -> int:
@@ -44,18 +44,18 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _play_kind(blow: Blow, rounds: int, terms: Terms, seed: str) -> list[Report]:
-    """Play the rounds of one kind on one ground, with a check after every few blows."""
+    """Play the rounds of one kind on one harness, with a check after every few blows."""
     reports = []
     try:
-        with open_chaos(open_engine(), terms) as ground:
+        with open_chaos(open_engine(), terms) as harness:
             for first in range(0, rounds, AT_ONCE):
                 blows = [blow] * min(AT_ONCE, rounds - first)
-                report = play(ground, blows, terms, f"{seed}-{first}", _say)
+                report = play(harness, blows, terms, f"{seed}-{first}", _say)
                 reports.append(report)
                 if report.wrong:
-                    _say(ground.last_words())
+                    _say(harness.last_words())
     except (AssertionError, Exception) as error:  # noqa: BLE001
-        # Leftovers of a ground, or a failed start, become a row of the table.
+        # Leftovers of a harness, or a failed start, become a row of the table.
         reports.append(Report(wrong=[f"{type(error).__name__}: {error}"]))
     return reports
 

@@ -11,7 +11,7 @@ from typing import Literal
 from contract.tenancy import DEFAULT_TENANT
 from store.batches import batch_key
 from tests.chaos.batch_load import BatchLoad
-from tests.host_ground import Ground
+from tests.host_harness import Harness
 from tests.stack import UP_S
 from tests.waiting import wait_until
 
@@ -39,21 +39,21 @@ class Blow:
 
 def strike(load: BatchLoad, kind: BatchBlow, chance: random.Random) -> Blow:
     """Apply a fault and return afterwards; for a pause, return when the process continues."""
-    ground = load.ground
+    harness = load.harness
     match kind:
         case "orchestrator" | "pause":
             return _strike_orchestrator(load, kind, chance)
         case "worker":
-            role = f"{chance.choice(ground.hosts)}.worker"
-            return Blow(kind, f"kill {role} ({ground.kill(role)})")
+            role = f"{chance.choice(harness.hosts)}.worker"
+            return Blow(kind, f"kill {role} ({harness.kill(role)})")
         case "redis":
-            return Blow(kind, f"kill redis ({ground.kill('redis')})")
+            return Blow(kind, f"kill redis ({harness.kill('redis')})")
         case "forget":
-            return Blow(kind, f"cut {_forget(ground)} bytes off redis")
+            return Blow(kind, f"cut {_forget(harness)} bytes off redis")
 
 
 def _strike_orchestrator(load: BatchLoad, kind: BatchBlow, chance: random.Random) -> Blow:
-    load.ground.wait_redis()
+    load.harness.wait_redis()
     # The runs are read before and after the fault. A run that is claimed during the fault then also counts as
     # affected.
     one, held = chance.choice(load.living()), _running(load)
@@ -66,7 +66,7 @@ def _strike_orchestrator(load: BatchLoad, kind: BatchBlow, chance: random.Random
             time.sleep(PAUSE_S)
         finally:
             one.signal(signal.SIGCONT)
-    load.ground.wait_redis()
+    load.harness.wait_redis()
     return Blow(
         kind,
         f"{'kill' if kind == 'orchestrator' else 'pause'} orchestrator {one.name} ({pid})",
@@ -76,16 +76,16 @@ def _strike_orchestrator(load: BatchLoad, kind: BatchBlow, chance: random.Random
 
 def _running(load: BatchLoad) -> set[str]:
     """Return the runs that the orchestrators hold now."""
-    with load.ground.open_redis() as client:
+    with load.harness.open_redis() as client:
         return {
             run.decode()
-            for run in client.smembers(batch_key(load.ground.deployment, DEFAULT_TENANT, load.mark) + ":running")
+            for run in client.smembers(batch_key(load.harness.deployment, DEFAULT_TENANT, load.mark) + ":running")
         }
 
 
-def _forget(ground: Ground) -> int:
+def _forget(harness: Harness) -> int:
     """Kill Redis, remove the data of its last second, and start Redis. Returns the number of removed bytes."""
-    process, folder = ground.process("redis"), ground.folder / "redis"
+    process, folder = harness.process("redis"), harness.folder / "redis"
     ends, file = len(process.ends), _newest(folder)
     before = file.stat()
     time.sleep(FORGOTTEN_S)
@@ -103,7 +103,7 @@ def _forget(ground: Ground) -> int:
     if lost:
         os.truncate(file, before.st_size)
     process.start()
-    ground.wait_redis()
+    harness.wait_redis()
     return lost
 
 

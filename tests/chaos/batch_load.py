@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.verdict import read_lines
-from tests.host_ground import Ground, bound
+from tests.host_harness import Harness, bound
 from tests.model_server.running import ModelServer
 from tests.stack import ROOT, TOOLCREW
 from tests.waiting import wait_until
@@ -44,12 +44,12 @@ def _calling(command: str) -> dict[str, Any]:
 
 
 class BatchLoad:
-    """A batch on a ground, and its orchestrators. `mark`: the batch's id; its items are `<mark>-<number>`."""
+    """A batch on a harness, and its orchestrators. `mark`: the batch's id; its items are `<mark>-<number>`."""
 
-    def __init__(self, ground: Ground, server: ModelServer, mark: str, runs: int, concurrency: int) -> None:
-        self.ground, self.server, self.mark = ground, server, mark
+    def __init__(self, harness: Harness, server: ModelServer, mark: str, runs: int, concurrency: int) -> None:
+        self.harness, self.server, self.mark = harness, server, mark
         self.items = [f"{mark}-{number}" for number in range(runs)]
-        self.folder = ground.folder / mark
+        self.folder = harness.folder / mark
         self.folder.mkdir()
         self._file = self.folder / "in.jsonl"
         limits = {"max_iterations": MOST_STEPS}
@@ -116,7 +116,7 @@ class BatchOrchestrator:
         self.name, self.output = name, output
         self._out, self._log = load.folder / f"{name}.out", load.folder / f"{name}.log"
         self._argv = bound([str(TOOLCREW), *command, "--output", str(output)])
-        self._environment = load.ground.environment(
+        self._environment = load.harness.environment(
             {"TOOLCREW_TRACES": str(load.folder / "traces"), **load.server.environment()}
         )
         self._process: subprocess.Popen[bytes] | None = None

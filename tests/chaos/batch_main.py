@@ -17,19 +17,19 @@ from tests.containers import open_engine
 
 def main(words: Sequence[str]) -> int:
     arguments = _parse_arguments(words)
-    # SIGTERM must also stop the processes of the ground.
+    # SIGTERM must also stop the processes of the harness.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = arguments.seed or secrets.token_hex(4)
     kinds = (arguments.only,) if arguments.only else KILLS
     terms = BatchTerms(arguments.runs, arguments.calls, arguments.concurrency, arguments.blows, kinds)
     _say(f"seed {seed}: {arguments.rounds} rounds of {terms.runs} runs x {terms.calls} calls, {terms.blows} blows each")
     wrong = 0
-    with open_chaos(open_engine(), Terms(has_tools=False)) as ground:
+    with open_chaos(open_engine(), Terms(has_tools=False)) as harness:
         for number in range(arguments.first, arguments.first + arguments.rounds):
-            report = play_batch(ground, terms, f"{seed}-{number}", f"round{number}", _say)
+            report = play_batch(harness, terms, f"{seed}-{number}", f"round{number}", _say)
             wrong += _tell(number, report)
             if report.wrong:
-                _say(ground.last_words())
+                _say(harness.last_words())
     return 1 if wrong else 0
 
 

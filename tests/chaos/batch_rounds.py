@@ -17,7 +17,7 @@ from tests.chaos.batch_blows import KILLS, PAUSE_S, BatchBlow, Blow, strike
 from tests.chaos.batch_load import BatchLoad, build_script
 from tests.chaos.batch_verdict import BatchVerdict, Evidence, judge_batch, read_tally
 from tests.chaos.rounds import settle
-from tests.host_ground import Ground
+from tests.host_harness import Harness
 from tests.model_server.running import running_model_server
 from tests.waiting import wait_until
 
@@ -56,14 +56,14 @@ class BatchReport:
 
 
 def play_batch(
-    ground: Ground, terms: BatchTerms, seed: str, mark: str, say: Callable[[str], None] = lambda _: None
+    harness: Harness, terms: BatchTerms, seed: str, mark: str, say: Callable[[str], None] = lambda _: None
 ) -> BatchReport:
     """Play one batch and check it. The batch is submitted, processed by two orchestrators under faults, and resumed
     after its end. `mark`: the batch's id.
     """
     chance, report, began = random.Random(seed), BatchReport(), time.monotonic()
     with running_model_server(build_script(terms.calls, terms.call_s)) as server:
-        load = BatchLoad(ground, server, mark, terms.runs, terms.concurrency)
+        load = BatchLoad(harness, server, mark, terms.runs, terms.concurrency)
         try:
             load.submit()
             load.join()
@@ -78,10 +78,10 @@ def play_batch(
             replies = _replies(server.stats())
         finally:
             load.end()
-    ground.has_orphans |= any(blow.held for blow in report.struck)
-    report.settled_s = settle(ground, report.wrong)
+    harness.has_orphans |= any(blow.held for blow in report.struck)
+    report.settled_s = settle(harness, report.wrong)
     report.verdict = judge_batch(_gather(load, terms, replies, report.struck))
-    report.wrong += [*report.verdict.wrong, *_left_in_redis(ground, load)]
+    report.wrong += [*report.verdict.wrong, *_left_in_redis(harness, load)]
     return report
 
 
@@ -114,8 +114,8 @@ def _gather(
     load: BatchLoad, terms: BatchTerms, replies: Mapping[str, Mapping[int, int]], blows: Sequence[Blow]
 ) -> Evidence:
     runs = {item: run_id(DEFAULT_TENANT, load.mark, item) for item in load.items}
-    deployment = load.ground.deployment
-    with load.ground.open_redis() as client:
+    deployment = load.harness.deployment
+    with load.harness.open_redis() as client:
         attempts = {
             item: int(client.hget(run_key(deployment, DEFAULT_TENANT, run), "attempt") or 0)
             for item, run in runs.items()
@@ -126,7 +126,7 @@ def _gather(
         items=load.items,
         calls=terms.calls,
         rows={one.name: one.rows() for one in (first, *others)},
-        acts=read_tally(load.ground.tally, load.mark),
+        acts=read_tally(load.harness.tally, load.mark),
         attempts=attempts,
         replies=replies,
         struck={item: sum(run in blow.held for blow in blows) for item, run in runs.items()},
@@ -135,11 +135,11 @@ def _gather(
     )
 
 
-def _left_in_redis(ground: Ground, load: BatchLoad) -> list[str]:
+def _left_in_redis(harness: Harness, load: BatchLoad) -> list[str]:
     """Return everything of the batch that exists twice in Redis or still waits."""
-    key, prefix = batch_key(ground.deployment, DEFAULT_TENANT, load.mark), runs_prefix(ground.deployment)
+    key, prefix = batch_key(harness.deployment, DEFAULT_TENANT, load.mark), runs_prefix(harness.deployment)
     wanted = sorted(run_id(DEFAULT_TENANT, load.mark, item) for item in load.items)
-    with ground.open_redis() as client:
+    with harness.open_redis() as client:
         items = sorted(run.decode() for run in client.lrange(f"{key}:items", 0, -1))
         ended = sorted(run.decode() for run in client.zrange(f"{key}:ended", 0, -1))
         counted = int(client.hget(key, "succeeded") or 0)

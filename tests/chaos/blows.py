@@ -1,4 +1,4 @@
-"""Faults on a ground: a process is killed, or paused for some seconds."""
+"""Faults on a harness: a process is killed, or paused for some seconds."""
 
 import contextlib
 import os
@@ -11,12 +11,12 @@ from typing import Literal
 
 from tests.chaos.load import Load
 from tests.containers import watch
-from tests.host_ground import Ground
+from tests.host_harness import Harness
 from tests.stack import is_alive
 from tests.waiting import wait_until
 
 Deed = Literal["kill", "pause"]
-Finder = Callable[[Ground, Load, random.Random], tuple[str, int]]
+Finder = Callable[[Harness, Load, random.Random], tuple[str, int]]
 """Chooses a process and returns its role, for reports, and its pid."""
 SOON_S = 30.0
 
@@ -46,48 +46,48 @@ class Struck:
 
 
 def _of_host(part: str) -> Finder:
-    def find(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
-        role = f"{chance.choice(ground.hosts)}.{part}"
-        return role, ground.process(role).pid
+    def find(harness: Harness, load: Load, chance: random.Random) -> tuple[str, int]:
+        role = f"{chance.choice(harness.hosts)}.{part}"
+        return role, harness.process(role).pid
 
     return find
 
 
-def _worker(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
-    role = chance.choice([role for role in ground.roles if role.endswith(".worker") or role == "tools"])
-    return role, ground.process(role).pid
+def _worker(harness: Harness, load: Load, chance: random.Random) -> tuple[str, int]:
+    role = chance.choice([role for role in harness.roles if role.endswith(".worker") or role == "tools"])
+    return role, harness.process(role).pid
 
 
-def _worker_child(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
+def _worker_child(harness: Harness, load: Load, chance: random.Random) -> tuple[str, int]:
     """Choose a child of a prefork pool. The children of a worker show whether the worker has such a pool."""
     children: list[tuple[str, int]] = []
 
     def found() -> bool:
-        workers = [role for role in ground.roles if role.endswith(".worker") or role == "tools"]
-        children[:] = [(f"a child of {role}", child) for role in workers for child in ground.pool_children(role)]
+        workers = [role for role in harness.roles if role.endswith(".worker") or role == "tools"]
+        children[:] = [(f"a child of {role}", child) for role in workers for child in harness.pool_children(role)]
         return bool(children)
 
     wait_until(found, SOON_S, "a worker has a pool of processes")
     return chance.choice(children)
 
 
-def _redis(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
-    return "redis", ground.process("redis").pid
+def _redis(harness: Harness, load: Load, chance: random.Random) -> tuple[str, int]:
+    return "redis", harness.process("redis").pid
 
 
-def _orchestrator(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
+def _orchestrator(harness: Harness, load: Load, chance: random.Random) -> tuple[str, int]:
     driver = chance.choice(load.living())
     return f"orchestrator {driver.name}", driver.pid
 
 
-def _guest(ground: Ground, load: Load, chance: random.Random) -> tuple[str, int]:
+def _guest(harness: Harness, load: Load, chance: random.Random) -> tuple[str, int]:
     """Choose PID 1 of a sandbox, by its pid on the host."""
     guests: list[tuple[str, int]] = []
 
     def found() -> bool:
-        for container in ground.footprint.containers():
+        for container in harness.footprint.containers():
             with contextlib.suppress(Exception):  # the container may already be removed
-                pid = watch(ground.api, container).pid
+                pid = watch(harness.api, container).pid
                 if pid and is_alive(pid):
                     guests.append((f"guest {container[:12]}", pid))
         return bool(guests)
@@ -108,9 +108,9 @@ TARGETS: Mapping[str, Finder] = {
 BLOWS = [Blow(deed, target) for target in TARGETS for deed in ("kill", "pause")]  # type: ignore[arg-type]
 
 
-def strike(blow: Blow, ground: Ground, load: Load, chance: random.Random, pause_s: tuple[float, float]) -> Struck:
+def strike(blow: Blow, harness: Harness, load: Load, chance: random.Random, pause_s: tuple[float, float]) -> Struck:
     """Apply the fault and return afterwards; for a pause, return when the process continues."""
-    role, pid = TARGETS[blow.target](ground, load, chance)
+    role, pid = TARGETS[blow.target](harness, load, chance)
     if blow.deed == "kill":
         if blow.target == "orchestrator":
             load.forget(pid)

@@ -122,7 +122,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--start", choices=list(SETTINGS), default="oci-root")
     parser.add_argument("--seed", help="of the tree and the moments; printed when it is not given")
     arguments = parser.parse_args(words)
-    # SIGTERM must also stop the processes of the ground.
+    # SIGTERM must also stop the processes of the harness.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed, began = arguments.seed or secrets.token_hex(4), time.monotonic()
     sys.stderr.write(f"seed {seed}: {arguments.nodes} nodes, {arguments.kills} kills\n")

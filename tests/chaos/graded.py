@@ -22,7 +22,7 @@ from tests.chaos.batch_blows import KILLS, strike
 from tests.chaos.batch_load import BatchLoad
 from tests.chaos.rounds import Terms, open_chaos, settle
 from tests.containers import open_engine
-from tests.host_ground import Ground
+from tests.host_harness import Harness
 from tests.model_server.running import running_model_server
 from tests.waiting import wait_until
 
@@ -44,12 +44,12 @@ class GradedReport:
 
 
 def play_graded(
-    ground: Ground, items: int, blows: int, seed: str, mark: str, say: Callable[[str], None] = lambda _: None
+    harness: Harness, items: int, blows: int, seed: str, mark: str, say: Callable[[str], None] = lambda _: None
 ) -> GradedReport:
     """Play a batch of graded items with blows at moments spread over it. `mark`: the id of the batch."""
     chance, report, began = random.Random(seed), GradedReport(), time.monotonic()
     with running_model_server([{"kind": "rule", "reply": {"text": "ok"}}]) as server:
-        load = BatchLoad(ground, server, mark, items, 6)
+        load = BatchLoad(harness, server, mark, items, 6)
         (load.folder / "in.jsonl").write_text("".join(json.dumps(build_line(item)) + "\n" for item in load.items))
         try:
             load.submit()
@@ -66,8 +66,8 @@ def play_graded(
     rows = {row["custom_id"]: row for row in load.orchestrators[0].rows()}
     for item in load.items:
         report.ends[_judge(item, rows.get(item), report.wrong)] += 1
-    ground.has_orphans = True
-    settle(ground, report.wrong)
+    harness.has_orphans = True
+    settle(harness, report.wrong)
     report.took_s = time.monotonic() - began
     return report
 
@@ -83,8 +83,8 @@ def build_line(item: str) -> dict[str, Any]:
 def count_ended(load: BatchLoad) -> int:
     """Return how many items have ended; 0 while Redis does not answer."""
     try:
-        with load.ground.open_redis() as client:
-            return int(client.zcard(batch_key(load.ground.deployment, DEFAULT_TENANT, load.mark) + ":ended"))
+        with load.harness.open_redis() as client:
+            return int(client.zcard(batch_key(load.harness.deployment, DEFAULT_TENANT, load.mark) + ":ended"))
     except redis.exceptions.RedisError:
         return 0
 
@@ -111,12 +111,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--blows", type=int, default=30)
     parser.add_argument("--seed", help="of the moments; printed when it is not given")
     arguments = parser.parse_args(words)
-    # SIGTERM must also stop the processes of the ground.
+    # SIGTERM must also stop the processes of the harness.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = arguments.seed or secrets.token_hex(4)
     _say(f"seed {seed}: {arguments.items} items, {arguments.blows} blows")
-    with open_chaos(open_engine(), Terms(has_tools=False)) as ground:
-        report = play_graded(ground, arguments.items, arguments.blows, seed, "graded", _say)
+    with open_chaos(open_engine(), Terms(has_tools=False)) as harness:
+        report = play_graded(harness, arguments.items, arguments.blows, seed, "graded", _say)
     _say(f"{'WRONG' if report.wrong else 'held'}  took_s {report.took_s:.0f}  {dict(report.ends)}")
     for sentence in report.wrong:
         _say(f"       {sentence}")

@@ -1,4 +1,4 @@
-"""Find leftovers on a ground after all orchestrators have ended: open calls, held slots, messages and sandboxes."""
+"""Find leftovers on a harness after all orchestrators have ended: open calls, held slots, messages and sandboxes."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,18 @@ import redis
 
 from contract.hosts import HostReport, parse_holder
 from contract.names import admission_prefix, control_queue, host_key
-from tests.host_ground import Ground
+from tests.host_harness import Harness
 
 OPEN_STATES = (b"queued", b"running")
 _SHOWN = 10
 
 
-def find_leftovers(ground: Ground) -> dict[str, Any]:
+def find_leftovers(harness: Harness) -> dict[str, Any]:
     """Return the leftovers by kind; empty if nothing is left."""
-    found: dict[str, Any] = {"containers": ground.footprint.containers()}
+    found: dict[str, Any] = {"containers": harness.footprint.containers()}
     try:
-        with ground.open_redis() as client:
-            found |= _in_redis(client, ground.deployment, has_orphans=ground.has_orphans)
+        with harness.open_redis() as client:
+            found |= _in_redis(client, harness.deployment, has_orphans=harness.has_orphans)
     except redis.RedisError as error:
         found["redis"] = str(error)
     return {kind: what for kind, what in found.items() if what}

@@ -1,4 +1,4 @@
-"""Orchestrators under load on a ground, each in a separate process. Killed orchestrators are excluded from the checks
+"""Orchestrators under load on a harness, each in a separate process. Killed orchestrators are excluded from the checks
 and replaced.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.chaos.verdict import read_lines
-from tests.host_ground import Ground, bound
+from tests.host_harness import Harness, bound
 from tests.stack import ROOT, UP_S
 from tests.waiting import wait_until
 
@@ -22,17 +22,17 @@ END_S = 150.0
 class RunningDriver:
     """An orchestrator."""
 
-    def __init__(self, ground: Ground, name: str, sessions: int, seed: str, *, has_tools: bool) -> None:
+    def __init__(self, harness: Harness, name: str, sessions: int, seed: str, *, has_tools: bool) -> None:
         self.name = name
-        self.out = ground.folder / f"{name}.jsonl"
-        self.log = ground.folder / f"{name}.log"
+        self.out = harness.folder / f"{name}.jsonl"
+        self.log = harness.folder / f"{name}.log"
         self.was_killed = False
         argv = [sys.executable, "-m", "tests.chaos.driver", name, str(self.out), str(sessions), seed]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 bound(argv + ["--tools"] * has_tools),
                 cwd=ROOT,
-                env=ground.environment(),
+                env=harness.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -61,10 +61,10 @@ class RunningDriver:
 
 
 class Load:
-    """All orchestrators of a ground, living and ended."""
+    """All orchestrators of a harness, living and ended."""
 
-    def __init__(self, ground: Ground, *, drivers: int, sessions: int, seed: str, has_tools: bool) -> None:
-        self._ground = ground
+    def __init__(self, harness: Harness, *, drivers: int, sessions: int, seed: str, has_tools: bool) -> None:
+        self._ground = harness
         self._sessions = sessions
         self._seed = seed
         self._has_tools = has_tools
@@ -125,9 +125,9 @@ def _read(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def open_load(ground: Ground, *, drivers: int, sessions: int, seed: str, has_tools: bool) -> Iterator[Load]:
+def open_load(harness: Harness, *, drivers: int, sessions: int, seed: str, has_tools: bool) -> Iterator[Load]:
     """Run orchestrators with `sessions` sessions each. All are ended on exit."""
-    load = Load(ground, drivers=drivers, sessions=sessions, seed=seed, has_tools=has_tools)
+    load = Load(harness, drivers=drivers, sessions=sessions, seed=seed, has_tools=has_tools)
     try:
         yield load
     finally:

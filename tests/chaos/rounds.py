@@ -1,4 +1,4 @@
-"""Rounds of chaos on one ground: load, a fault at a random moment, and load again. At the end everything is checked."""
+"""Rounds of chaos on one harness: load, a fault at a random moment, and load again. At the end everything is checked."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ from tests.chaos.blows import Blow, Struck, strike
 from tests.chaos.leftovers import find_leftovers, find_mounts
 from tests.chaos.load import Load, open_load
 from tests.chaos.verdict import Verdict, count_acts, judge, read_lines
-from tests.host_ground import Ground, open_ground
+from tests.host_harness import Harness, open_harness
 
 SETTLE_S = 90.0
 """Limit for the leftovers of killed processes to disappear, in seconds: times to live, leases, reports, and a retry."""
@@ -45,56 +45,56 @@ class Report:
 
 
 @contextmanager
-def open_chaos(api: APIClient, terms: Terms) -> Iterator[Ground]:
+def open_chaos(api: APIClient, terms: Terms) -> Iterator[Harness]:
     """Open two hosts and a worker for operators' tools. Leftovers at the end fail the block."""
     settings = {"TOOLCREW_QUEUE_WAIT_S": "20", "TOOLCREW_CHECKPOINT_EVERY_S": "2"}
-    with open_ground(api, "a", "b", settings=settings, tools=terms.has_tools) as ground:
-        yield ground
-        ground.stop()
-        ground.footprint.assert_nothing_left(within_s=30)
-        left = find_mounts(ground.folder)
+    with open_harness(api, "a", "b", settings=settings, tools=terms.has_tools) as harness:
+        yield harness
+        harness.stop()
+        harness.footprint.assert_nothing_left(within_s=30)
+        left = find_mounts(harness.folder)
         assert not left, f"left behind: {left}"
 
 
 def play(
-    ground: Ground, blows: Sequence[Blow], terms: Terms, seed: str, say: Callable[[str], None] = lambda _: None
+    harness: Harness, blows: Sequence[Blow], terms: Terms, seed: str, say: Callable[[str], None] = lambda _: None
 ) -> Report:
     """Apply one fault after another under load, then check everything."""
     chance, report = random.Random(seed), Report()
     with open_load(
-        ground, drivers=terms.drivers, sessions=terms.sessions, seed=seed, has_tools=terms.has_tools
+        harness, drivers=terms.drivers, sessions=terms.sessions, seed=seed, has_tools=terms.has_tools
     ) as load:
         load.wait_busy()
         for blow in blows:
             time.sleep(chance.uniform(*terms.moments_s))
-            struck = strike(blow, ground, load, chance, terms.pause_s)
+            struck = strike(blow, harness, load, chance, terms.pause_s)
             report.struck.append((blow, struck))
             say(f"{blow}: {struck}")
         # Load after the last fault shows whether the system works again.
         time.sleep(terms.moments_s[1])
         report.wrong += load.end()
-        ground.has_orphans |= bool(load.killed())
-        report.settled_s = settle(ground, report.wrong)
-        report.verdict = _judge(ground, load)
+        harness.has_orphans |= bool(load.killed())
+        report.settled_s = settle(harness, report.wrong)
+        report.verdict = _judge(harness, load)
     report.wrong += report.verdict.wrong
     return report
 
 
-def _judge(ground: Ground, load: Load) -> Verdict:
+def _judge(harness: Harness, load: Load) -> Verdict:
     lines = [line for driver in load.drivers if driver.out.exists() for line in read_lines(driver.out)]
     names = tuple(f"{driver.name}-" for driver in load.drivers)
-    acts = {call: count for call, count in count_acts(ground.tally).items() if call.startswith(names)}
+    acts = {call: count for call, count in count_acts(harness.tally).items() if call.startswith(names)}
     return judge(lines, acts, load.killed())
 
 
-def settle(ground: Ground, wrong: list[str]) -> float:
+def settle(harness: Harness, wrong: list[str]) -> float:
     """Return the seconds until no call and no session was left. Leftovers at the deadline are added to `wrong`."""
     started = time.monotonic()
     left: dict[str, Any] = {}
     while time.monotonic() - started < SETTLE_S:
         # A new session must be served, and its opening removes the leftovers of killed processes.
-        unserved = asyncio.run(_try_call(ground))
-        left = find_leftovers(ground) | ({"unserved": unserved} if unserved else {})
+        unserved = asyncio.run(_try_call(harness))
+        left = find_leftovers(harness) | ({"unserved": unserved} if unserved else {})
         if not left:
             return time.monotonic() - started
         time.sleep(0.5)
@@ -102,9 +102,9 @@ def settle(ground: Ground, wrong: list[str]) -> float:
     return SETTLE_S
 
 
-async def _try_call(ground: Ground) -> str | None:
+async def _try_call(harness: Harness) -> str | None:
     """Return the error that a new program receives, or None if its call succeeds."""
-    settings = OrchestratorSettings.model_validate({"redis_url": ground.redis_url, "deployment": ground.deployment})
+    settings = OrchestratorSettings.model_validate({"redis_url": harness.redis_url, "deployment": harness.deployment})
     try:
         async with (
             asyncio.timeout(30),

@@ -18,12 +18,12 @@ SEED = os.environ.get("TOOLCREW_CHAOS_SEED") or "short"
 def test_if_any_process_is_killed_every_item_of_a_batch_has_one_row_and_acts_once(engine: APIClient) -> None:
     _say(f"TOOLCREW_CHAOS_SEED={SEED}")
 
-    with open_chaos(engine, Terms(has_tools=False)) as ground:
+    with open_chaos(engine, Terms(has_tools=False)) as harness:
         report = play_batch(
-            ground, BatchTerms(runs=8, calls=3, concurrency=4, blows=3, call_s=0.0), SEED, "short", _say
+            harness, BatchTerms(runs=8, calls=3, concurrency=4, blows=3, call_s=0.0), SEED, "short", _say
         )
         if report.wrong:
-            _say(ground.last_words())
+            _say(harness.last_words())
             pytest.fail("\n".join(report.wrong), pytrace=False)
 
     assert report.verdict is not None

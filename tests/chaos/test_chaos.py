@@ -1,4 +1,4 @@
-"""A round of every kind on one ground, with short pauses. scripts/chaos plays twenty rounds of each kind."""
+"""A round of every kind on one harness, with short pauses. scripts/chaos plays twenty rounds of each kind."""
 
 import os
 import secrets
@@ -10,7 +10,7 @@ from docker import APIClient
 
 from tests.chaos.blows import BLOWS, Blow
 from tests.chaos.rounds import Terms, open_chaos, play
-from tests.host_ground import Ground
+from tests.host_harness import Harness
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
@@ -21,19 +21,19 @@ LONG_ENOUGH_S = (12.0, 12.5)
 
 
 @pytest.fixture(scope="module")
-def ground(engine: APIClient) -> Iterator[Ground]:
+def harness(engine: APIClient) -> Iterator[Harness]:
     with open_chaos(engine, TERMS) as opened:
         yield opened
 
 
-def hold(ground: Ground, blows: list[Blow]) -> None:
+def hold(harness: Harness, blows: list[Blow]) -> None:
     """Play the faults. Fails with all failures, and with the seed that repeats the round."""
     _say(f"TOOLCREW_CHAOS_SEED={SEED}")
 
-    report = play(ground, blows, TERMS, SEED, _say)
+    report = play(harness, blows, TERMS, SEED, _say)
 
     if report.wrong:
-        _say(ground.last_words())
+        _say(harness.last_words())
         pytest.fail("\n".join(report.wrong), pytrace=False)
     assert report.verdict is not None
     assert report.verdict.succeeded > 0
@@ -43,14 +43,14 @@ def _say(sentence: str) -> None:
     sys.stdout.write(f"{sentence}\n")
 
 
-def test_if_any_process_is_killed_every_call_has_one_result_and_acts_at_most_once(ground: Ground) -> None:
-    hold(ground, [blow for blow in BLOWS if blow.deed == "kill"])
+def test_if_any_process_is_killed_every_call_has_one_result_and_acts_at_most_once(harness: Harness) -> None:
+    hold(harness, [blow for blow in BLOWS if blow.deed == "kill"])
 
 
-def test_if_any_process_hangs_every_call_has_one_result_and_acts_at_most_once(ground: Ground) -> None:
+def test_if_any_process_hangs_every_call_has_one_result_and_acts_at_most_once(harness: Harness) -> None:
     """Pause one worker until the worker is considered lost. After the pause the worker must not run the calls that it
     held.
     """
     short = [blow for blow in BLOWS if blow.deed == "pause" and blow.target != "worker"]
 
-    hold(ground, [*short, Blow("pause", "worker", LONG_ENOUGH_S)])
+    hold(harness, [*short, Blow("pause", "worker", LONG_ENOUGH_S)])

@@ -8,7 +8,7 @@ import redis.asyncio
 
 from contract.names import slots_key
 from orchestrator.admission import Admission, SharedAdmission, Unlimited
-from tests.admission_ground import DEPLOYMENT, QUEUE, build_request
+from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
 
 

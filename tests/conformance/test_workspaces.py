@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SandboxUnavailable
-from tests.workspace_ground import SMALL, mounts_below, open_images
+from tests.workspace_harness import SMALL, mounts_below, open_images
 from workers.sandboxd.disks.base import Workspaces
 from workers.sandboxd.disks.folder import FolderWorkspaces
 from workers.sandboxd.disks.tmpfs import TmpfsWorkspaces

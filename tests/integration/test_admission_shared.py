@@ -15,11 +15,11 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import admission_prefix, slots_key
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import NOT_ADMITTED, SharedAdmission
-from tests.admission_ground import DEPLOYMENT, QUEUE, build_request
+from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
 
 
-class House:
+class Harness:
     """Orchestrators of one deployment on one Redis."""
 
     def __init__(self, server: RedisProcess) -> None:
@@ -52,8 +52,8 @@ class House:
 
 
 @pytest.fixture
-async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
-    opened = House(redis_server)
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
+    opened = Harness(redis_server)
     await opened.set_slots(4)
     yield opened
     for admission in opened.opened:
@@ -87,7 +87,7 @@ def holding(callers: list[Caller]) -> int:
     return sum(caller.has_slot.is_set() and not caller.task.done() for caller in callers)
 
 
-async def drain(house: House, callers: list[Caller], *, at_once: int) -> None:
+async def drain(harness: Harness, callers: list[Caller], *, at_once: int) -> None:
     """End one call after the other. Each time another call gets the slot. The number of slots never exceeds the limit
     for very short calls.
     """
@@ -96,41 +96,41 @@ async def drain(house: House, callers: list[Caller], *, at_once: int) -> None:
         callers.remove(ended)
         await ended.end()
         # One slot fewer: long calls of one tenant leave a slot to other tenants, and may be the only remaining calls.
-        await house.until(lambda: holding(callers) >= min(max(1, at_once - 1), len(callers)))
-        assert await house.count("held") <= max(at_once + 4, at_once * 2) + 1, (
+        await harness.until(lambda: holding(callers) >= min(max(1, at_once - 1), len(callers)))
+        assert await harness.count("held") <= max(at_once + 4, at_once * 2) + 1, (
             "the one that ended is given back in the background"
         )
-    await house.until(lambda: True, "held", 0)
-    assert await house.count("waiting") == 0
+    await harness.until(lambda: True, "held", 0)
+    assert await harness.count("waiting") == 0
 
 
-async def test_a_slot_given_back_by_one_orchestrator_goes_to_the_call_of_another(house: House) -> None:
-    await house.set_slots(1)
-    first = Caller(house.open())
+async def test_a_slot_given_back_by_one_orchestrator_goes_to_the_call_of_another(harness: Harness) -> None:
+    await harness.set_slots(1)
+    first = Caller(harness.open())
     await first.has_slot.wait()
-    second = Caller(house.open())
-    await house.until(lambda: True, "waiting", 1)
+    second = Caller(harness.open())
+    await harness.until(lambda: True, "waiting", 1)
     await first.end()
     async with asyncio.timeout(10):
         await second.has_slot.wait()
     await second.end()
-    await house.until(lambda: True, "held", 0)
+    await harness.until(lambda: True, "held", 0)
 
 
-async def test_several_orchestrators_together_hold_no_more_than_there_is(house: House) -> None:
+async def test_several_orchestrators_together_hold_no_more_than_there_is(harness: Harness) -> None:
     callers = [
         Caller(admission, tenant=tenant)
-        for admission in (house.open(), house.open())
+        for admission in (harness.open(), harness.open())
         for tenant in "ab"
         for _ in range(10)
     ]
-    await house.until(lambda: holding(callers) == 4, "waiting", 36)
-    await drain(house, callers, at_once=4)
+    await harness.until(lambda: holding(callers) == 4, "waiting", 36)
+    await drain(harness, callers, at_once=4)
 
 
-async def test_who_waits_too_long_is_refused_and_leaves_no_ticket(house: House) -> None:
-    await house.set_slots(1)
-    admission = house.open()
+async def test_who_waits_too_long_is_refused_and_leaves_no_ticket(harness: Harness) -> None:
+    await harness.set_slots(1)
+    admission = harness.open()
     first = Caller(admission)
     await first.has_slot.wait()
     with pytest.raises(ToolFailure) as refused:
@@ -138,16 +138,16 @@ async def test_who_waits_too_long_is_refused_and_leaves_no_ticket(house: House) 
             raise AssertionError("there was no slot")
     assert refused.value.code == ErrorCode.RATE_LIMITED
     assert refused.value.metadata == {"retry_after_s": 1.0, **NOT_ADMITTED}
-    await house.until(lambda: True, "waiting", 0)
+    await harness.until(lambda: True, "waiting", 0)
     await first.end()
 
 
-async def test_who_has_too_many_waiting_is_refused_at_once(house: House) -> None:
-    await house.set_slots(1)
-    admission = house.open()
+async def test_who_has_too_many_waiting_is_refused_at_once(harness: Harness) -> None:
+    await harness.set_slots(1)
+    admission = harness.open()
     policy = TenantPolicy(queued=1)
     callers = [Caller(admission, policy=policy) for _ in range(2)]
-    await house.until(lambda: holding(callers) == 1, "waiting", 1)
+    await harness.until(lambda: holding(callers) == 1, "waiting", 1)
     with pytest.raises(ToolFailure, match=r"1 calls of tenant acme wait already.*try again in") as refused:
         async with admission.slot(build_request(policy=policy)):
             raise AssertionError("there was no slot")
@@ -158,23 +158,23 @@ async def test_who_has_too_many_waiting_is_refused_at_once(house: House) -> None
         await caller.end()
 
 
-async def test_a_cancelled_call_leaves_neither_ticket_nor_slot(house: House) -> None:
-    await house.set_slots(1)
-    admission = house.open()
+async def test_a_cancelled_call_leaves_neither_ticket_nor_slot(harness: Harness) -> None:
+    await harness.set_slots(1)
+    admission = harness.open()
     callers = [Caller(admission) for _ in range(3)]
-    await house.until(lambda: holding(callers) == 1, "waiting", 2)
+    await harness.until(lambda: holding(callers) == 1, "waiting", 2)
     for caller in callers:
         caller.task.cancel()
     await asyncio.gather(*(caller.task for caller in callers), return_exceptions=True)
-    await house.until(lambda: True, "waiting", 0)
-    await house.until(lambda: True, "held", 0)
+    await harness.until(lambda: True, "waiting", 0)
+    await harness.until(lambda: True, "held", 0)
 
 
-async def test_calls_given_up_at_the_moment_they_are_asked_for_or_granted_lose_no_slot(house: House) -> None:
+async def test_calls_given_up_at_the_moment_they_are_asked_for_or_granted_lose_no_slot(harness: Harness) -> None:
     """Cancel after 0, 1, 2... turns of the loop: before the request is sent, during its transfer, and just as the
     slot arrives.
     """
-    admission, other = house.open(), house.open()
+    admission, other = harness.open(), harness.open()
     for turns in range(60):
         callers = [Caller(one, wait_s=30.0) for one in (admission, other) for _ in range(5)]
         for _ in range(turns):
@@ -182,49 +182,49 @@ async def test_calls_given_up_at_the_moment_they_are_asked_for_or_granted_lose_n
         for caller in callers:
             caller.task.cancel()
         await asyncio.gather(*(caller.task for caller in callers), return_exceptions=True)
-    await house.until(lambda: True, "held", 0)
-    await house.until(lambda: True, "waiting", 0)
+    await harness.until(lambda: True, "held", 0)
+    await harness.until(lambda: True, "waiting", 0)
 
 
-async def test_an_orchestrator_that_dies_frees_its_slots_and_its_places_in_the_queue(house: House) -> None:
-    await house.set_slots(1)
-    dead = house.open(lease_s=1.0)
+async def test_an_orchestrator_that_dies_frees_its_slots_and_its_places_in_the_queue(harness: Harness) -> None:
+    await harness.set_slots(1)
+    dead = harness.open(lease_s=1.0)
     of_the_dead = [Caller(dead) for _ in range(3)]
-    await house.until(lambda: holding(of_the_dead) == 1, "waiting", 2)
+    await harness.until(lambda: holding(of_the_dead) == 1, "waiting", 2)
     for task in dead._tasks:
         task.cancel()
-    house.opened.remove(dead)
+    harness.opened.remove(dead)
     dead._steps.close()
     await dead._scripts.aclose()  # a connection ends with its process
-    heir = Caller(house.open(lease_s=1.0), tenant="heir")
+    heir = Caller(harness.open(lease_s=1.0), tenant="heir")
     async with asyncio.timeout(20):
         await heir.has_slot.wait()
     await heir.end()
-    await house.until(lambda: True, "waiting", 0)
-    await house.until(lambda: True, "held", 0)
+    await harness.until(lambda: True, "waiting", 0)
+    await harness.until(lambda: True, "held", 0)
     for caller in of_the_dead:
         caller.task.cancel()
 
 
-async def test_leases_of_the_living_go_on_and_waiting_ones_keep_their_place(house: House) -> None:
-    await house.set_slots(1)
-    callers = [Caller(house.open(lease_s=1.0)) for _ in range(2)]
-    await house.until(lambda: holding(callers) == 1, "waiting", 1)
+async def test_leases_of_the_living_go_on_and_waiting_ones_keep_their_place(harness: Harness) -> None:
+    await harness.set_slots(1)
+    callers = [Caller(harness.open(lease_s=1.0)) for _ in range(2)]
+    await harness.until(lambda: holding(callers) == 1, "waiting", 1)
     await asyncio.sleep(2.5)
-    assert (await house.count("held"), await house.count("waiting")) == (1, 1)
+    assert (await harness.count("held"), await harness.count("waiting")) == (1, 1)
     for caller in callers:
         caller.may_end.set()
     await asyncio.gather(*(caller.task for caller in callers))
 
 
-async def test_a_lost_grant_is_found(house: House) -> None:
+async def test_a_lost_grant_is_found(harness: Harness) -> None:
     """The message of the grant does not reach the call."""
-    await house.set_slots(1)
-    first = Caller(house.open(lease_s=2.0))
+    await harness.set_slots(1)
+    first = Caller(harness.open(lease_s=2.0))
     await first.has_slot.wait()
-    deaf = house.open(lease_s=2.0)
+    deaf = harness.open(lease_s=2.0)
     second = Caller(deaf)
-    await house.until(lambda: True, "waiting", 1)
+    await harness.until(lambda: True, "waiting", 1)
     deaf._tasks[1].cancel()
     await first.end()
     async with asyncio.timeout(20):
@@ -232,64 +232,64 @@ async def test_a_lost_grant_is_found(house: House) -> None:
     await second.end()
 
 
-async def test_what_redis_has_forgotten_is_held_and_waits_again(house: House) -> None:
-    await house.set_slots(1)
-    callers = [Caller(house.open(lease_s=1.0)) for _ in range(3)]
-    await house.until(lambda: holding(callers) == 1, "waiting", 2)
-    await house.client.flushall()
-    await house.set_slots(1)
+async def test_what_redis_has_forgotten_is_held_and_waits_again(harness: Harness) -> None:
+    await harness.set_slots(1)
+    callers = [Caller(harness.open(lease_s=1.0)) for _ in range(3)]
+    await harness.until(lambda: holding(callers) == 1, "waiting", 2)
+    await harness.client.flushall()
+    await harness.set_slots(1)
     # A request that comes before the holder has learned of its slot also gets a slot.
-    await house.until(lambda: True, "waiting", lambda: 3 - max(1, holding(callers)))
-    await drain(house, callers, at_once=1)
+    await harness.until(lambda: True, "waiting", lambda: 3 - max(1, holding(callers)))
+    await drain(harness, callers, at_once=1)
 
 
-async def test_redis_restarting_neither_loses_nor_doubles_a_slot(house: House) -> None:
+async def test_redis_restarting_neither_loses_nor_doubles_a_slot(harness: Harness) -> None:
     callers = [
         Caller(admission, tenant=tenant)
-        for admission in (house.open(), house.open())
+        for admission in (harness.open(), harness.open())
         for tenant in "ab"
         for _ in range(3)
     ]
-    await house.until(lambda: holding(callers) == 4, "waiting", 8)
-    house.server.stop()
+    await harness.until(lambda: holding(callers) == 4, "waiting", 8)
+    harness.server.stop()
     ended = next(caller for caller in callers if caller.has_slot.is_set())
     await ended.end()
     with pytest.raises(BrokerUnavailable, match="was not sent"):
-        async with house.opened[0].slot(build_request()):
+        async with harness.opened[0].slot(build_request()):
             raise AssertionError("there was no slot")
     await asyncio.sleep(1)
-    house.server.start()
+    harness.server.start()
     callers.remove(ended)
     # The number of further calls depends on the duration of the call that ended.
-    await house.until(lambda: holding(callers) >= 4)
-    while await house.count("held") != holding(callers):  # noqa: ASYNC110
+    await harness.until(lambda: holding(callers) >= 4)
+    while await harness.count("held") != holding(callers):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
-    assert await house.count("held") + await house.count("waiting") == len(callers)
-    await drain(house, callers, at_once=4)
+    assert await harness.count("held") + await harness.count("waiting") == len(callers)
+    await drain(harness, callers, at_once=4)
 
 
-async def test_a_redis_that_refuses_writes_fails_new_calls_and_takes_back_slots(house: House) -> None:
-    admission = house.open()
+async def test_a_redis_that_refuses_writes_fails_new_calls_and_takes_back_slots(harness: Harness) -> None:
+    admission = harness.open()
     first = Caller(admission)
     await first.has_slot.wait()
-    await house.client.config_set("maxmemory", 1)
+    await harness.client.config_set("maxmemory", 1)
     try:
         with pytest.raises(BrokerUnavailable, match=r"Redis does not answer.*memory"):
             async with admission.slot(build_request()):
                 raise AssertionError("there was no slot")
     finally:
-        await house.client.config_set("maxmemory", 0)
+        await harness.client.config_set("maxmemory", 0)
     await first.end()
-    await house.until(lambda: True, "held", 0)
+    await harness.until(lambda: True, "held", 0)
 
 
-async def test_closing_gives_everything_back_and_fails_who_waits(house: House) -> None:
-    await house.set_slots(1)
-    admission = house.open()
+async def test_closing_gives_everything_back_and_fails_who_waits(harness: Harness) -> None:
+    await harness.set_slots(1)
+    admission = harness.open()
     callers = [Caller(admission) for _ in range(3)]
-    await house.until(lambda: holding(callers) == 1, "waiting", 2)
+    await harness.until(lambda: holding(callers) == 1, "waiting", 2)
     await admission.aclose()
-    assert (await house.count("held"), await house.count("waiting")) == (0, 0)
+    assert (await harness.count("held"), await harness.count("waiting")) == (0, 0)
     for caller in callers:
         caller.may_end.set()
     ends = await asyncio.gather(*(caller.task for caller in callers), return_exceptions=True)
@@ -299,7 +299,7 @@ async def test_closing_gives_everything_back_and_fails_who_waits(house: House) -
             raise AssertionError("it is closed")
 
 
-async def test_ten_calls_of_one_tenant_pass_two_thousand_of_another(house: House) -> None:
+async def test_ten_calls_of_one_tenant_pass_two_thousand_of_another(harness: Harness) -> None:
     workers = asyncio.Semaphore(4)
 
     async def call(admission: SharedAdmission, tenant: str) -> None:
@@ -307,12 +307,12 @@ async def test_ten_calls_of_one_tenant_pass_two_thousand_of_another(house: House
             await asyncio.sleep(0.01)
             slot.used_s = 0.01
 
-    crowd, few = house.open(), house.open()
+    crowd, few = harness.open(), harness.open()
     await call(few, "b")
     async with AsyncExitStack() as stack:
         flood = [asyncio.create_task(call(crowd, "a")) for _ in range(2000)]
         stack.push_async_callback(asyncio.gather, *flood, return_exceptions=True)
-        await house.until(lambda: count_done(flood) >= 50)
+        await harness.until(lambda: count_done(flood) >= 50)
         before = count_done(flood)
         await asyncio.gather(*(call(few, "b") for _ in range(10)))
         passed = count_done(flood) - before

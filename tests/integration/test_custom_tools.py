@@ -89,7 +89,7 @@ async def ask_often(context: CallContext, times: int) -> list[str]:
 
 
 @dataclass
-class Desk:
+class Harness:
     """A worker of operators' tools next to the shared stack."""
 
     worker: "subprocess.Popen[bytes]"
@@ -97,7 +97,7 @@ class Desk:
 
 
 @pytest.fixture(scope="module")
-def desk(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+def harness(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     place = tmp_path_factory.mktemp("desk")
     # The same result as pip, in a tenth of the time.
     with contextlib.chdir(EXAMPLE):
@@ -122,7 +122,7 @@ def desk(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Des
         try:
             wait_until(lambda: store.exists(key) or worker.poll() is not None, 60, "the worker is ready")
             assert worker.poll() is None, log.read_text()
-            yield Desk(worker, log)
+            yield Harness(worker, log)
         finally:
             # Other tests cover the end of workers. An orderly end takes seconds.
             worker.kill()
@@ -132,7 +132,7 @@ def desk(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Des
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def fresh_client(stack: Stack, desk: Desk) -> AsyncIterator[ToolClient]:
+async def fresh_client(stack: Stack, harness: Harness) -> AsyncIterator[ToolClient]:
     """Yield a client that has not read the catalog before the worker started."""
     async with ToolClient.connect(stack.redis_url, approver=AutoApprover()) as connected:
         yield connected
@@ -184,9 +184,9 @@ async def test_the_callers_configuration_arrives_under_the_operators(shop: Sessi
     assert '"currency": "JPY"' in str(result.output)
 
 
-async def test_what_a_tool_prints_is_in_the_workers_log(desk: Desk, shop: Session) -> None:
+async def test_what_a_tool_prints_is_in_the_workers_log(harness: Harness, shop: Session) -> None:
     await call(shop, "quote_basket")
-    await wait_until_async(lambda: "articles" in desk.log.read_text(), 5, "the print is logged")
+    await wait_until_async(lambda: "articles" in harness.log.read_text(), 5, "the print is logged")
 
 
 async def test_processes_of_the_pool_count_together_and_lose_nothing(shop: Session) -> None:
@@ -237,11 +237,11 @@ async def test_a_tool_is_stopped_at_its_limit_and_the_next_call_works(shop: Sess
     assert await call(shop, "where_am_i") > 0
 
 
-async def test_a_tool_that_leaves_costs_its_call_and_not_the_worker(desk: Desk, shop: Session) -> None:
-    before = set(children_of(desk.worker.pid))
+async def test_a_tool_that_leaves_costs_its_call_and_not_the_worker(harness: Harness, shop: Session) -> None:
+    before = set(children_of(harness.worker.pid))
     result = await shop.call("leave", {})
     assert (result.error_code, result.error) == (ErrorCode.INTERNAL, "SystemExit: 1")
-    assert set(children_of(desk.worker.pid)) == before
+    assert set(children_of(harness.worker.pid)) == before
 
 
 async def test_long_output_comes_cut_with_what_is_missing_said(shop: Session) -> None:

@@ -9,7 +9,7 @@ from orchestrator.operations.doctor_deep import examine_hosts
 from orchestrator.operations.findings import Report
 from store.connection import open_redis
 from store.hosts import HostStore
-from tests.redis_ground import broker_for
+from tests.redis_harness import broker_for
 from tests.stack import Stack, run_toolcrew
 
 

@@ -17,7 +17,7 @@ from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.connection import open_redis
 from store.hosts import HostStore
-from tests.host_ground import Ground, open_ground
+from tests.host_harness import Harness, open_harness
 from tests.stack import TOOLCREW, UP_S
 from tests.waiting import wait_until, wait_until_async
 
@@ -25,34 +25,34 @@ SESSIONS = 4
 
 
 @pytest.fixture(scope="module")
-def ground(engine: APIClient) -> Iterator[Ground]:
-    with open_ground(engine, "a", "b") as opened:
+def harness(engine: APIClient) -> Iterator[Harness]:
+    with open_harness(engine, "a", "b") as opened:
         wait_until(lambda: all(report.healthy for report in reports(opened)), UP_S, opened.last_words)
         yield opened
 
 
-def settings_of(ground: Ground) -> OrchestratorSettings:
-    return OrchestratorSettings(redis_url=SecretStr(ground.redis_url), deployment=ground.deployment)
+def settings_of(harness: Harness) -> OrchestratorSettings:
+    return OrchestratorSettings(redis_url=SecretStr(harness.redis_url), deployment=harness.deployment)
 
 
-def reports(ground: Ground) -> list[HostReport]:
+def reports(harness: Harness) -> list[HostReport]:
     """Return the reports of all living workers."""
 
     async def read() -> list[HostReport]:
-        client = open_redis(ground.broker)
+        client = open_redis(harness.broker)
         try:
-            return await HostStore(client, ground.deployment).read()
+            return await HostStore(client, harness.deployment).read()
         finally:
             await client.aclose()
 
     return asyncio.run(read())
 
 
-def toolcrew(ground: Ground, *arguments: str) -> Any:
+def toolcrew(harness: Harness, *arguments: str) -> Any:
     """Return the object that a command prints."""
     done = subprocess.run(
         [TOOLCREW, *arguments, "--json"],
-        env=ground.environment(),
+        env=harness.environment(),
         capture_output=True,
         text=True,
         timeout=UP_S,
@@ -87,14 +87,14 @@ class Writer:
         self._is_told = True
 
 
-async def test_a_killed_worker_s_sessions_go_on_where_they_were_with_all_their_files(ground: Ground) -> None:
-    async with ToolClient.connect(settings=settings_of(ground)) as client:
+async def test_a_killed_worker_s_sessions_go_on_where_they_were_with_all_their_files(harness: Harness) -> None:
+    async with ToolClient.connect(settings=settings_of(harness)) as client:
         session = await client.open_session()
         home = (await session.info()).host
         assert (await session.call("bash_tool", {"command": "echo kept > file; cd /tmp; export X=7"})).success
         before = await session.call("bash_tool", {"command": "echo again >> /workspace/file"})
 
-        ground.process(f"{home}.worker").wait_for_another(ground.kill(f"{home}.worker"))
+        harness.process(f"{home}.worker").wait_for_another(harness.kill(f"{home}.worker"))
 
         # Also a call that arrives too early and lies in the dead worker's queue: it has not started, and is sent
         # again.
@@ -107,14 +107,14 @@ async def test_a_killed_worker_s_sessions_go_on_where_they_were_with_all_their_f
         await session.close()
 
 
-async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(ground: Ground) -> None:
-    async with ToolClient.connect(settings=settings_of(ground)) as client:
+async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(harness: Harness) -> None:
+    async with ToolClient.connect(settings=settings_of(harness)) as client:
         small = SandboxOptions(workspace_bytes=16 * 1024**2)
         writers = [Writer(await client.open_session(options=small)) for _ in range(SESSIONS)]
         writing = [asyncio.create_task(writer.run()) for writer in writers]
         await wait_until_async(lambda: all(len(writer.written) > 3 for writer in writers), UP_S, "all write")
 
-        drained = await asyncio.to_thread(toolcrew, ground, "hosts", "drain", "a", "--wait")
+        drained = await asyncio.to_thread(toolcrew, harness, "hosts", "drain", "a", "--wait")
 
         reached = [len(writer.written) for writer in writers]
         await wait_until_async(
@@ -134,7 +134,7 @@ async def test_a_host_that_is_drained_under_load_loses_no_call_and_no_file(groun
             size = await writer.session.exec(["df", "-m", "--output=size", "/workspace"])
             assert int(size.stdout.split()[-1]) < 20
             await writer.session.close()
-    assert [report.host for report in await asyncio.to_thread(reports, ground)] == ["b"]
+    assert [report.host for report in await asyncio.to_thread(reports, harness)] == ["b"]
     # A supervisor does not restart a process with exit code 0. The process ends a moment after it reports that it is
     # drained.
-    await wait_until_async(lambda: ground.process("a.worker").ends[-1:] == [0], UP_S, ground.last_words)
+    await wait_until_async(lambda: harness.process("a.worker").ends[-1:] == [0], UP_S, harness.last_words)

@@ -12,7 +12,7 @@ from contract.names import slots_key
 from orchestrator.admission import SharedAdmission
 from store.connection import ScriptConnection, SharedClock
 from store.publisher import CallMessage, NotSent, Publisher
-from tests.admission_ground import DEPLOYMENT, QUEUE, build_request
+from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
 
 

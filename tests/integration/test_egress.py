@@ -22,7 +22,7 @@ import pytest
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import SandboxTerms
-from tests.egress_ground import Ground, open_ground
+from tests.egress_harness import Harness, open_harness
 from tests.package_site import build_site, open_site
 from tests.stack import Footprint, end_process, open_footprint, require_engine
 from tests.waiting import wait_until
@@ -69,7 +69,7 @@ class Place:
 
     client_socket: Path
     socket: Path
-    ground: Ground
+    harness: Harness
     http: int
     https: int
     stall: "Stall"
@@ -181,13 +181,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         footprint = stack.enter_context(open_footprint(api))
         stack.callback(stall.close)
         http, https = stack.enter_context(open_site(site)), stack.enter_context(open_site(site, server_context()))
-        ground = stack.enter_context(open_ground())
+        harness = stack.enter_context(open_harness())
         environment = sandboxd_environment(footprint.folder, [http, https, stall.port])
         stack.enter_context(running(footprint, "workers.sandboxd", environment))
         at = footprint.folder / "sandboxd.sock"
         wait_until(at.exists, 30, lambda: (footprint.folder / "workers.sandboxd.log").read_text())
-        made = Place(at, footprint.folder / "egress.sock", ground, http, https, stall, footprint, site)
-        made.point_at(ground.path)
+        made = Place(at, footprint.folder / "egress.sock", harness, http, https, stall, footprint, site)
+        made.point_at(harness.path)
         made.run("true")
         made.write("authority.pem", write_authority(tmp_path_factory.mktemp("tls") / "authority.pem").read_bytes())
         yield made
@@ -323,7 +323,7 @@ def test_a_sandbox_without_network_has_no_proxy(place: Place) -> None:
 def test_a_neighbour_gets_by_its_own_rules_only(place: Place) -> None:
     ran = place.run(f"python3 -c '{_FETCH}' http://site.example:{place.http}/big 2>&1; true", "rival", "theirs")
     assert "403" in text_of(ran)
-    line = next(line for line in reversed(place.ground.logs) if line["event"] == "egress")
+    line = next(line for line in reversed(place.harness.logs) if line["event"] == "egress")
     assert (line["tenant"], line["session"]) == ("rival", "theirs")
 
 
@@ -350,13 +350,13 @@ def test_a_network_that_is_taken_back_ends_what_runs_over_it_and_lets_nothing_mo
 
 def test_a_killed_call_ends_its_connections_at_the_proxy(place: Place) -> None:
     place.stall.asked.clear()
-    before = place.ground.served
+    before = place.harness.served
     fetch = f"python3 -c '{_FETCH}' http://site.example:{place.stall.port}/"
     with in_thread(lambda: place.run(fetch, call_id="fetch", timeout_s=60)):
         assert place.stall.asked.wait(SOON_S)
         with SandboxClient(place.client_socket) as client:
             assert client.cancel(place.name(), "fetch")
-    place.ground.wait_for_line(before + 1)
+    place.harness.wait_for_line(before + 1)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
@@ -376,7 +376,7 @@ def test_a_proxy_that_dies_amid_an_answer_is_no_end_of_the_answer(place: Place, 
             os.kill(proxy.pid, stop)
     # The failure may come before or after the head of the answer. The client gets an error in both cases.
     assert "IncompleteRead" in text_of(got[0]) or "RemoteDisconnected" in text_of(got[0])
-    place.point_at(place.ground.path)
+    place.point_at(place.harness.path)
 
 
 def test_without_a_proxy_a_program_learns_it_and_calls_continue(place: Place) -> None:
@@ -384,7 +384,7 @@ def test_without_a_proxy_a_program_learns_it_and_calls_continue(place: Place) ->
     try:
         ran = place.run(f"python3 - <<'END'\n{_READ_ERROR}\nEND")
     finally:
-        place.point_at(place.ground.path)
+        place.point_at(place.harness.path)
     assert text_of(ran).startswith("502 The egress proxy of this host does not answer")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.egress_ground import Ground, build_rules, open_front, open_ground
+from tests.egress_harness import Harness, build_rules, open_front, open_harness
 from tests.package_site import build_site, open_site
 from tests.web_certificate import server_context, write_authority
 
@@ -18,8 +18,8 @@ RUN_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[Ground]:
-    with open_ground() as opened:
+def harness() -> Iterator[Harness]:
+    with open_harness() as opened:
         yield opened
 
 
@@ -47,17 +47,17 @@ def run(*argv: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(argv, env=clean | environment, capture_output=True, text=True, timeout=RUN_S, check=False)
 
 
-def test_curl_downloads(ground: Ground, place: tuple[str, int], authority: str, site: Path, tmp_path: Path) -> None:
+def test_curl_downloads(harness: Harness, place: tuple[str, int], authority: str, site: Path, tmp_path: Path) -> None:
     url, port = place
-    with open_front(ground, build_rules(port)) as proxy:
+    with open_front(harness, build_rules(port)) as proxy:
         ran = run("curl", "-sS", "-x", proxy, "--cacert", authority, "-o", str(tmp_path / "got"), f"{url}/big")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert (tmp_path / "got").read_bytes() == (site / "big").read_bytes()
 
 
-def test_curl_uploads_and_is_answered(ground: Ground, place: tuple[str, int], authority: str) -> None:
+def test_curl_uploads_and_is_answered(harness: Harness, place: tuple[str, int], authority: str) -> None:
     url, port = place
-    with open_front(ground, build_rules(port)) as proxy:
+    with open_front(harness, build_rules(port)) as proxy:
         ran = run(
             "curl",
             "-sS",
@@ -74,19 +74,19 @@ def test_curl_uploads_and_is_answered(ground: Ground, place: tuple[str, int], au
     assert ran.stdout.endswith("501"), ran
 
 
-def test_curl_learns_why_it_is_refused(ground: Ground, place: tuple[str, int]) -> None:
+def test_curl_learns_why_it_is_refused(harness: Harness, place: tuple[str, int]) -> None:
     url, port = place
     refused = url.replace("site.example", "evil.example")
-    with open_front(ground, build_rules(port)) as proxy:
+    with open_front(harness, build_rules(port)) as proxy:
         ran = run("curl", "-sS", "-i", "-x", proxy, f"{refused}/big")
     assert "403" in ran.stdout + ran.stderr
     if url.startswith("http:"):
         assert "evil.example is not on this tenant's list; allowed: site.example" in ran.stdout
 
 
-def test_pip_downloads_a_package(ground: Ground, place: tuple[str, int], authority: str, tmp_path: Path) -> None:
+def test_pip_downloads_a_package(harness: Harness, place: tuple[str, int], authority: str, tmp_path: Path) -> None:
     url, port = place
-    with open_front(ground, build_rules(port)) as proxy:
+    with open_front(harness, build_rules(port)) as proxy:
         options = [
             "--no-deps",
             "--disable-pip-version-check",
@@ -102,9 +102,9 @@ def test_pip_downloads_a_package(ground: Ground, place: tuple[str, int], authori
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-1.0-py3-none-any.whl"]
 
 
-def test_git_clones_a_repository(ground: Ground, place: tuple[str, int], authority: str, tmp_path: Path) -> None:
+def test_git_clones_a_repository(harness: Harness, place: tuple[str, int], authority: str, tmp_path: Path) -> None:
     url, port = place
-    with open_front(ground, build_rules(port)) as proxy:
+    with open_front(harness, build_rules(port)) as proxy:
         environment = {
             "http_proxy": proxy,
             "https_proxy": proxy,
@@ -116,8 +116,8 @@ def test_git_clones_a_repository(ground: Ground, place: tuple[str, int], authori
     assert run("git", "-C", str(tmp_path / "code"), "log", "--format=%s").stdout == "first\n"
 
 
-def test_a_certificate_is_the_hosts_own_because_no_proxy_decrypts(ground: Ground, site: Path) -> None:
-    with open_site(site, server_context()) as port, open_front(ground, build_rules(port)) as proxy:
+def test_a_certificate_is_the_hosts_own_because_no_proxy_decrypts(harness: Harness, site: Path) -> None:
+    with open_site(site, server_context()) as port, open_front(harness, build_rules(port)) as proxy:
         ran = run("curl", "-sS", "-x", proxy, f"https://site.example:{port}/big")
     # The authority of the test is not in the system's list. If the proxy presented its own certificate, this client
     # could not detect that either.
@@ -125,8 +125,8 @@ def test_a_certificate_is_the_hosts_own_because_no_proxy_decrypts(ground: Ground
     assert ran.returncode == 60
 
 
-def test_a_client_that_fronts_another_server_is_cut_off(ground: Ground, site: Path) -> None:
-    with open_site(site, server_context()) as port, open_front(ground, build_rules(port)) as proxy:
+def test_a_client_that_fronts_another_server_is_cut_off(harness: Harness, site: Path) -> None:
+    with open_site(site, server_context()) as port, open_front(harness, build_rules(port)) as proxy:
         # Sends search.example as the server name in a tunnel that was requested for site.example.
         ran = run(
             *("curl", "-sS", "-k", "-x", proxy, "--connect-to", f"search.example:{port}:site.example:{port}"),

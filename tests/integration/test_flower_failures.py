@@ -17,7 +17,7 @@ from playwright.async_api import Page, expect
 from contract.errors import ErrorCode, SandboxUnavailable
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from tests.page_ground import CHROMIUM, open_browser
+from tests.page_harness import CHROMIUM, open_browser
 from tests.stack import UP_S, Stack, missing, open_stack
 from tests.waiting import wait_until_async
 

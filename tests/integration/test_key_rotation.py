@@ -12,7 +12,7 @@ from contract.names import POOL_WEB
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.pool_connection import open_pool
 from orchestrator.dispatch.request import Request
-from tests.redis_ground import Server, open_counting_pool, open_server
+from tests.redis_harness import Server, open_counting_pool, open_server
 
 pytestmark = pytest.mark.timeout(120)
 

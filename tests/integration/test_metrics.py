@@ -15,7 +15,7 @@ from orchestrator.metrics.page import render_metrics
 from orchestrator.sdk.client import ToolClient
 from store.connection import open_redis
 from store.metrics import metrics_key
-from tests.metric_ground import Key, counted, key, read_page
+from tests.metric_harness import Key, counted, key, read_page
 from tests.stack import UP_S, Stack, open_stack
 from tests.unit.test_metric_files import promtool
 from tests.waiting import wait_until_async

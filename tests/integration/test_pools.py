@@ -85,7 +85,7 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture
-async def door(pool: Pool) -> Any:
+async def dispatcher(pool: Pool) -> Any:
     async with open_dispatcher(pool.broker) as opened:
         yield opened
 
@@ -94,8 +94,8 @@ def call(name: str, **arguments: Any) -> ToolCall:
     return ToolCall(id=os.urandom(8).hex(), name=name, arguments=arguments)
 
 
-async def where(door: Dispatcher) -> ToolResult:
-    return await door.dispatch(Request(call("where_tool"), *ROUTE))
+async def where(dispatcher: Dispatcher) -> ToolResult:
+    return await dispatcher.dispatch(Request(call("where_tool"), *ROUTE))
 
 
 async def has(path: Path) -> None:
@@ -109,20 +109,20 @@ async def cancelled(running: "asyncio.Task[ToolResult]") -> None:
 
 
 @pytest.mark.parametrize("tool", ["where_tool", "operators_tool"])
-async def test_a_call_runs_in_its_tools_pool_with_tenant_session_and_limit(door: Dispatcher, tool: str) -> None:
-    result = await door.dispatch(Request(call(tool), "acme", "s1", "a queue that nobody reads", timeout_s=7))
+async def test_a_call_runs_in_its_tools_pool_with_tenant_session_and_limit(dispatcher: Dispatcher, tool: str) -> None:
+    result = await dispatcher.dispatch(Request(call(tool), "acme", "s1", "a queue that nobody reads", timeout_s=7))
 
     fields = {name: result.metadata[name] for name in ("tenant", "session", "limit_s")}
     assert (result.success, fields) == (True, {"tenant": "acme", "session": "s1", "limit_s": 7.0})
     assert result.sandbox is None
 
 
-async def test_a_session_need_not_exist(door: Dispatcher) -> None:
-    assert (await where(door)).metadata["session"] is None
+async def test_a_session_need_not_exist(dispatcher: Dispatcher) -> None:
+    assert (await where(dispatcher)).metadata["session"] is None
 
 
-async def test_a_tool_that_needs_a_sandbox_learns_that_there_is_none(door: Dispatcher) -> None:
-    result = await door.dispatch(Request(call("grasping_tool"), *ROUTE))
+async def test_a_tool_that_needs_a_sandbox_learns_that_there_is_none(dispatcher: Dispatcher) -> None:
+    result = await dispatcher.dispatch(Request(call("grasping_tool"), *ROUTE))
 
     assert (result.error_code, "pool without sandboxes" in (result.error or "")) == (
         ErrorCode.SANDBOX_UNAVAILABLE,
@@ -130,9 +130,9 @@ async def test_a_tool_that_needs_a_sandbox_learns_that_there_is_none(door: Dispa
     )
 
 
-async def test_a_call_at_its_limit_may_clean_up_and_its_process_goes_on(pool: Pool, door: Dispatcher) -> None:
+async def test_a_call_at_its_limit_may_clean_up_and_its_process_goes_on(pool: Pool, dispatcher: Dispatcher) -> None:
     mark, started = pool.mark("limited"), time.monotonic()
-    result = await door.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE, timeout_s=0.5))
+    result = await dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE, timeout_s=0.5))
 
     assert (result.error_code, result.error) == (
         ErrorCode.TIMEOUT,
@@ -145,11 +145,13 @@ async def test_a_call_at_its_limit_may_clean_up_and_its_process_goes_on(pool: Po
 
 
 async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fresh_processes_go_on(
-    pool: Pool, door: Dispatcher
+    pool: Pool, dispatcher: Dispatcher
 ) -> None:
     limited, dropped = pool.mark("stubborn-limited"), pool.mark("stubborn-dropped")
-    first = asyncio.create_task(door.dispatch(Request(call("stubborn_tool", path=str(limited)), *ROUTE, timeout_s=0.3)))
-    second = asyncio.create_task(door.dispatch(Request(call("stubborn_tool", path=str(dropped)), *ROUTE)))
+    first = asyncio.create_task(
+        dispatcher.dispatch(Request(call("stubborn_tool", path=str(limited)), *ROUTE, timeout_s=0.3))
+    )
+    second = asyncio.create_task(dispatcher.dispatch(Request(call("stubborn_tool", path=str(dropped)), *ROUTE)))
     await has(limited.with_suffix(".began"))
     await has(dropped.with_suffix(".began"))
     pids = {int(mark.with_suffix(".began").read_text()) for mark in (limited, dropped)}
@@ -160,21 +162,21 @@ async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fr
 
     assert result.error_code is ErrorCode.TIMEOUT
     assert "its process was killed; it may have acted" in (result.error or "")
-    served = {(await where(door)).metadata["pid"] for _ in range(3)}
+    served = {(await where(dispatcher)).metadata["pid"] for _ in range(3)}
     assert served
     assert served & pids == set()
 
 
-async def test_a_cancelled_call_is_ended_at_once_and_may_clean_up(pool: Pool, door: Dispatcher) -> None:
+async def test_a_cancelled_call_is_ended_at_once_and_may_clean_up(pool: Pool, dispatcher: Dispatcher) -> None:
     mark = pool.mark("cancelled")
-    running = asyncio.create_task(door.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE)))
+    running = asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE)))
     await has(mark.with_suffix(".began"))
 
     await cancelled(running)
 
     await has(mark.with_suffix(".cleaned"))
     assert is_alive(int(mark.with_suffix(".began").read_text()))
-    assert (await where(door)).success
+    assert (await where(dispatcher)).success
 
 
 @dataclass
@@ -185,29 +187,31 @@ class Program:
     dispatcher: Dispatcher
 
 
-async def test_a_call_is_killed_by_another_program_and_may_clean_up(pool: Pool, door: Dispatcher) -> None:
+async def test_a_call_is_killed_by_another_program_and_may_clean_up(pool: Pool, dispatcher: Dispatcher) -> None:
     mark = pool.mark("killed-elsewhere")
     one = call("wait_tool", path=str(mark))
-    running = asyncio.create_task(door.dispatch(Request(one, *ROUTE)))
+    running = asyncio.create_task(dispatcher.dispatch(Request(one, *ROUTE)))
     await has(mark.with_suffix(".began"))
     client = open_redis(pool.broker)
     try:
-        control = CallControl(Program(client, door), "default")  # type: ignore[arg-type]
+        control = CallControl(Program(client, dispatcher), "default")  # type: ignore[arg-type]
         killed = await control.kill("acme", one.id, local_actor(), "enough")
     finally:
         await client.aclose()
     assert (killed.record.code, killed.was_over, "enough" in killed.record.killed) == ("CANCELLED", False, True)
     assert (await running).error_code is ErrorCode.CANCELLED
     await has(mark.with_suffix(".cleaned"))
-    assert (await where(door)).success
+    assert (await where(dispatcher)).success
 
 
-async def test_a_call_that_is_cancelled_in_the_queue_never_starts(pool: Pool, door: Dispatcher) -> None:
+async def test_a_call_that_is_cancelled_in_the_queue_never_starts(pool: Pool, dispatcher: Dispatcher) -> None:
     busy = [pool.mark(f"busy-{number}") for number in range(2)]
-    running = [asyncio.create_task(door.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE))) for mark in busy]
+    running = [
+        asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE))) for mark in busy
+    ]
     for mark in busy:
         await has(mark.with_suffix(".began"))
-    queued = asyncio.create_task(door.dispatch(Request(call("wait_tool", path=str(pool.mark("queued"))), *ROUTE)))
+    queued = asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(pool.mark("queued"))), *ROUTE)))
     with pool.open_redis() as store:
         await wait_until_async(lambda: store.llen(POOL_WEB) == 1, 10, "it is queued")
 
@@ -217,35 +221,37 @@ async def test_a_call_that_is_cancelled_in_the_queue_never_starts(pool: Pool, do
     for task in running:
         await cancelled(task)
 
-    assert (await where(door)).success
-    assert (await where(door)).success
+    assert (await where(dispatcher)).success
+    assert (await where(dispatcher)).success
     assert not pool.mark("queued").with_suffix(".began").exists()
 
 
-async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Pool, door: Dispatcher) -> None:
+async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Pool, dispatcher: Dispatcher) -> None:
     """The attacker's aim: end calls of others."""
     mark, victim = pool.mark("victim"), "victims-call"
     running = asyncio.create_task(
-        door.dispatch(Request(ToolCall(id=victim, name="wait_tool", arguments={"path": str(mark)}), *ROUTE))
+        dispatcher.dispatch(Request(ToolCall(id=victim, name="wait_tool", arguments={"path": str(mark)}), *ROUTE))
     )
     await has(mark.with_suffix(".began"))
     order = call("session.cancel", call_id=victim)
 
-    await door.command(order, "rival", None, POOL_WEB)
+    await dispatcher.command(order, "rival", None, POOL_WEB)
     forged = make_envelope(pool.broker, order, tenant="acme", session="s1", key=SigningKeys.of("a guess"))
     with pool.open_redis() as store:
         store.lpush(control_queue(POOL_WEB), forged)
         await wait_until_async(lambda: store.llen(control_queue(POOL_WEB)) == 0, 10, "the orders were read")
-    assert (await where(door)).success
+    assert (await where(dispatcher)).success
 
     assert not mark.with_suffix(".cleaned").exists()
     await cancelled(running)
     await has(mark.with_suffix(".cleaned"))
 
 
-async def test_a_process_that_dies_under_its_call_leaves_a_result_that_says_so(pool: Pool, door: Dispatcher) -> None:
+async def test_a_process_that_dies_under_its_call_leaves_a_result_that_says_so(
+    pool: Pool, dispatcher: Dispatcher
+) -> None:
     mark = pool.mark("killed")
-    running = asyncio.create_task(door.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE)))
+    running = asyncio.create_task(dispatcher.dispatch(Request(call("wait_tool", path=str(mark)), *ROUTE)))
     await has(mark.with_suffix(".began"))
 
     pid = int(mark.with_suffix(".began").read_text())
@@ -253,7 +259,7 @@ async def test_a_process_that_dies_under_its_call_leaves_a_result_that_says_so(p
     os.kill(pid, signal.SIGKILL)
 
     assert (await running).error_code is ErrorCode.OUTCOME_UNKNOWN
-    assert (await where(door)).success
+    assert (await where(dispatcher)).success
 
 
 async def test_a_tool_of_another_pool_is_not_found_here(pool: Pool) -> None:

@@ -36,7 +36,7 @@ POOLS = ("threads", "prefork")
 
 
 @dataclass
-class Ground:
+class Harness:
     """A Redis and a worker on each pool, each with its own queue."""
 
     server: RedisServer
@@ -53,7 +53,7 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[Ground]:
+def harness() -> Iterator[Harness]:
     with open_redis_server() as server, open_footprint() as footprint, contextlib.ExitStack() as workers:
         broker = BrokerSettings.model_validate({"redis_url": server.url})
         for pool in POOLS:
@@ -62,39 +62,39 @@ def ground() -> Iterator[Ground]:
             environment = footprint.environment({"TOOLCREW_REDIS_URL": server.url})
             worker = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
             workers.callback(end_process, worker)
-        yield Ground(server, broker, footprint)
+        yield Harness(server, broker, footprint)
 
 
 @pytest.fixture
-async def transport(ground: Ground) -> AsyncIterator[CeleryTransport]:
-    client = open_redis(ground.broker)
+async def transport(harness: Harness) -> AsyncIterator[CeleryTransport]:
+    client = open_redis(harness.broker)
     hub = ResultHub(client)
     await hub.start()
-    opened = CeleryTransport(ground.broker, hub)
+    opened = CeleryTransport(harness.broker, hub)
     yield opened
     await opened.aclose()
     await hub.close()
     await client.aclose()
 
 
-def delivery(ground: Ground, pool: str, tool: str, **arguments: Any) -> Attempt:
+def delivery(harness: Harness, pool: str, tool: str, **arguments: Any) -> Attempt:
     call = ToolCall(id=secrets.token_hex(8), name=tool, arguments=arguments)
-    envelope = make_envelope(ground.broker, call, tenant="acme", session="s1")
+    envelope = make_envelope(harness.broker, call, tenant="acme", session="s1")
     return build_attempt(tool, queue=f"q.{pool}", call_id=call.id, envelope=envelope, wait_s=90.0)
 
 
 async def test_flower_hears_of_every_call_though_events_come_in_batches(
-    ground: Ground, transport: CeleryTransport
+    harness: Harness, transport: CeleryTransport
 ) -> None:
-    app = Celery("ear", broker=ground.server.url, set_as_current=False)
+    app = Celery("ear", broker=harness.server.url, set_as_current=False)
     event_counts: Counter[str] = Counter()
-    noted = str(ground.path("heard"))
+    noted = str(harness.path("heard"))
     with app.connection() as connection:
         receiver = app.events.Receiver(connection, handlers={"*": lambda event: event_counts.update([event["type"]])})
         ear = asyncio.create_task(asyncio.to_thread(receiver.capture, wakeup=False))
         try:
             await wait_until_async(lambda: event_counts["worker-heartbeat"] > 0, 60, "events arrive")
-            calls = [delivery(ground, pool, "note_tool", path=noted, seconds=0) for pool in POOLS for _ in range(20)]
+            calls = [delivery(harness, pool, "note_tool", path=noted, seconds=0) for pool in POOLS for _ in range(20)]
             await all_of([transport.deliver(each) for each in calls], 60)
             await wait_until_async(
                 lambda: event_counts["task-succeeded"] == len(calls), 20, lambda: f"only received {event_counts}"
@@ -109,30 +109,30 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(
 
 
 async def test_calls_in_flight_outlive_a_redis_that_is_gone_for_seconds(
-    ground: Ground, transport: CeleryTransport
+    harness: Harness, transport: CeleryTransport
 ) -> None:
-    noted = {pool: str(ground.path(pool)) for pool in POOLS}
+    noted = {pool: str(harness.path(pool)) for pool in POOLS}
     sent = {
-        pool: [delivery(ground, pool, "note_tool", path=noted[pool], seconds=1.0) for _ in range(CALLS)]
+        pool: [delivery(harness, pool, "note_tool", path=noted[pool], seconds=1.0) for _ in range(CALLS)]
         for pool in POOLS
     }
     awaited = {pool: [asyncio.create_task(transport.deliver(each)) for each in sent[pool]] for pool in POOLS}
     await wait_until_async(
-        lambda: all(ground.acted(pool).total() >= SLOTS for pool in POOLS), 60, "both workers run calls"
+        lambda: all(harness.acted(pool).total() >= SLOTS for pool in POOLS), 60, "both workers run calls"
     )
 
-    ground.server.kill()
+    harness.server.kill()
     await asyncio.sleep(OUTAGE_S)
-    await asyncio.to_thread(ground.server.start)
+    await asyncio.to_thread(harness.server.start)
 
     for pool in POOLS:
         results = await all_of(awaited[pool], 60)
         assert [result["success"] for result in results] == [True] * CALLS, pool
-        assert ground.acted(pool) == Counter(each.call_id for each in sent[pool]), pool
+        assert harness.acted(pool) == Counter(each.call_id for each in sent[pool]), pool
     for pool in POOLS:
-        meeting = ground.path(f"{pool}-meeting")
+        meeting = harness.path(f"{pool}-meeting")
         meeting.mkdir()
-        together = [delivery(ground, pool, "meet_tool", path=str(meeting), count=SLOTS) for _ in range(SLOTS)]
+        together = [delivery(harness, pool, "meet_tool", path=str(meeting), count=SLOTS) for _ in range(SLOTS)]
         assert [result["success"] for result in await all_of([transport.deliver(each) for each in together], 60)] == [
             True
         ] * SLOTS

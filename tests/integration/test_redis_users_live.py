@@ -36,8 +36,8 @@ from store.batches import BatchState
 from store.connection import open_redis
 from store.hosts import HostStore
 from store.tenants import RedisTenants
-from tests.host_ground import Ground, GroundProcess
-from tests.redis_ground import SECRET, Server, open_server
+from tests.host_harness import Harness, HarnessProcess
+from tests.redis_harness import SECRET, Server, open_server
 from tests.stack import UP_S, free_port, open_footprint
 from tests.waiting import wait_until, wait_until_async
 from tests.web_servers import WebServer, answer, open_web_server
@@ -78,13 +78,13 @@ async def ask(context: CallContext) -> str:
 
 
 @dataclass
-class House:
+class PoolHarness:
     """Two hosts, a worker with web tools and operators' tools, and Flower, each as a separate user."""
 
-    ground: Ground
+    harness: Harness
     server: Server
     site: WebServer
-    flower: GroundProcess
+    flower: HarnessProcess
     flower_port: int
 
     @property
@@ -117,39 +117,39 @@ class House:
             return json.load(answered)
 
     def last_words(self) -> str:
-        return f"{self.ground.last_words()}\n--- flower\n{self.flower.log()[-1500:]}"
+        return f"{self.harness.last_words()}\n--- flower\n{self.flower.log()[-1500:]}"
 
 
 @pytest.fixture(scope="module")
-def house(engine: APIClient) -> Iterator[House]:
+def pool(engine: APIClient) -> Iterator[PoolHarness]:
     with (
         open_server(users=True) as server,
         open_web_server({"/": answer("<p>a page of the site</p>")}) as site,
         open_footprint(engine) as footprint,
     ):
         settings = {"TOOLCREW_SECRET": SECRET, "TOOLCREW_CHECKPOINT_EVERY_S": "1", "PYTHONPATH": str(footprint.folder)}
-        ground = Ground(footprint, engine, settings)
-        ground.deployment, ground.redis_url = "default", server.url("orchestrator")
-        house = _open_house(ground, server, site)
+        harness = Harness(footprint, engine, settings)
+        harness.deployment, harness.redis_url = "default", server.url("orchestrator")
+        pool = _open_pool(harness, server, site)
         try:
-            ground.wait_ready()
+            harness.wait_ready()
             with server.client() as admin:
                 wait_until(
                     lambda: admin.exists(*(catalog_key("default", pool) for pool in ("sandbox", "web", "tools"))) == 3,
                     UP_S,
-                    house.last_words,
+                    pool.last_words,
                 )
-            yield house
+            yield pool
         finally:
-            house.flower.stop()
-            ground.stop()
+            pool.flower.stop()
+            harness.stop()
 
 
-def _open_house(ground: Ground, server: Server, site: WebServer) -> House:
-    (ground.folder / "redis_probe_tools.py").write_text(TOOLS)
+def _open_pool(harness: Harness, server: Server, site: WebServer) -> PoolHarness:
+    (harness.folder / "redis_probe_tools.py").write_text(TOOLS)
     for host in ("a", "b"):
-        ground.start_host(host, redis_url=server.url("worker"))
-    ground.start_tools(
+        harness.start_host(host, redis_url=server.url("worker"))
+    harness.start_tools(
         redis_url=server.url("web"),
         worker_queues="",
         tool_modules='["redis_probe_tools"]',
@@ -162,45 +162,45 @@ def _open_house(ground: Ground, server: Server, site: WebServer) -> House:
         "FLOWER_PORT": str(port),
         "FLOWER_BASIC_AUTH": "me:word",
     }
-    flower = GroundProcess(
+    flower = HarnessProcess(
         "flower",
         [sys.executable, "-m", "orchestrator.operations.flower"],
-        ground.environment(variables),
-        ground.folder / "flower.log",
+        harness.environment(variables),
+        harness.folder / "flower.log",
     )
     flower.start()
-    return House(ground, server, site, flower, port)
+    return PoolHarness(harness, server, site, flower, port)
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_refused(house: House) -> Iterator[None]:
+def _nobody_is_refused(pool: PoolHarness) -> Iterator[None]:
     """Fail if Redis has refused a command of any user during a test."""
     yield
-    with house.server.client() as admin:
+    with pool.server.client() as admin:
         refused = [(entry["username"], entry["context"], entry["object"]) for entry in admin.acl_log()]
         assert refused == []
 
 
-async def running(house: House, call_id: str) -> None:
+async def running(pool: PoolHarness, call_id: str) -> None:
     """Wait until a call runs."""
-    with house.server.client() as admin:
+    with pool.server.client() as admin:
         key = f"toolcrew:default:t:default:call.{call_id}"
         await wait_until_async(lambda: admin.hget(key, "state") == b"running", UP_S, lambda: str(admin.hgetall(key)))
 
 
-async def cancel_once_it_runs(house: House, session: Session, tool: str, arguments: dict[str, Any]) -> None:
+async def cancel_once_it_runs(pool: PoolHarness, session: Session, tool: str, arguments: dict[str, Any]) -> None:
     call_id = f"cancelled-{secrets.token_hex(4)}"
     call = asyncio.create_task(session.call(tool, arguments, call_id=call_id))
-    await running(house, call_id)
+    await running(pool, call_id)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
 
 
-async def test_a_session_s_calls_files_checkpoints_output_and_cancels(house: House, tmp_path: Path) -> None:
+async def test_a_session_s_calls_files_checkpoints_output_and_cancels(pool: PoolHarness, tmp_path: Path) -> None:
     pieces = list[str]()
     (tmp_path / "given").write_text("given\n")
-    async with house.client() as client:
+    async with pool.client() as client:
         async with await client.open_session(tmp_path) as session:
             shown = await session.call(
                 "bash_tool", {"command": "cat given; echo live"}, on_output=lambda _, text: pieces.append(text)
@@ -212,32 +212,32 @@ async def test_a_session_s_calls_files_checkpoints_output_and_cancels(house: Hou
             await session.export(tmp_path / "out")
             assert (tmp_path / "out" / "given").read_text() == "given\n"
             checkpoint = await session.checkpoint()
-            await cancel_once_it_runs(house, session, "bash_tool", {"command": "sleep 60"})
+            await cancel_once_it_runs(pool, session, "bash_tool", {"command": "sleep 60"})
         async with await client.open_session(restore=checkpoint) as session:
             assert (await session.call("bash_tool", {"command": "cat given"})).output == "given\n"
         assert await client.delete_checkpoint(checkpoint)
 
 
-async def test_web_tools_and_operators_tools(house: House) -> None:
+async def test_web_tools_and_operators_tools(pool: PoolHarness) -> None:
     def reply(messages: list[Any]) -> Any:
         words = str(messages[-1]["content"])
         return "an answer" if words == "q" else words if messages[-1]["role"] == "tool" else Calls([("ask", {})])
 
-    async with house.client() as client, await client.open_session() as session:
-        page = await session.call("webfetch_tool", {"url": f"http://127.0.0.1:{house.site.port}/"})
+    async with pool.client() as client, await client.open_session() as session:
+        page = await session.call("webfetch_tool", {"url": f"http://127.0.0.1:{pool.site.port}/"})
         assert "a page of the site" in str(page.output), page
-        again = await session.call("webfetch_tool", {"url": f"http://127.0.0.1:{house.site.port}/"})
-        assert (again.success, len(house.site.requests)) == (True, 1), "the second came from the cache"
+        again = await session.call("webfetch_tool", {"url": f"http://127.0.0.1:{pool.site.port}/"})
+        assert (again.success, len(pool.site.requests)) == (True, 1), "the second came from the cache"
         assert [(await session.call("count", {})).output for _ in range(2)] == ["1", "2"]
         # Each character takes six characters in the record of the result.
         assert str((await session.call("flood", {})).output).count("\1") * 6 > INLINE_BYTES
-        await cancel_once_it_runs(house, session, "sleep", {"seconds": 60})
+        await cancel_once_it_runs(pool, session, "sleep", {"seconds": 60})
         assert (
             await client.run("Ask.", model=ScriptedModel(reply), dialect="native", tools=["ask"])
         ).answer == "an answer"
 
 
-def test_switches_tenants_and_keys_that_an_operator_sets(house: House) -> None:
+def test_switches_tenants_and_keys_that_an_operator_sets(pool: PoolHarness) -> None:
     for command in (
         ("tools", "list"),
         ("hosts", "list"),
@@ -245,17 +245,17 @@ def test_switches_tenants_and_keys_that_an_operator_sets(house: House) -> None:
         ("tenants", "list"),
         ("keys", "list"),
     ):
-        house.toolcrew(*command)
-    ran = house.toolcrew("call", "bash_tool", "command=true")
-    assert house.toolcrew("calls", "show", ran["call_id"])["state"] == "done"
-    house.toolcrew("tools", "disable", "glob_tool", "--reason", "a test", user="admin")
-    asyncio.run(until_glob_is_refused(house.client()))
-    house.toolcrew("tools", "enable", "glob_tool")
-    house.toolcrew("tenants", "add", "acme", "--sandboxes", "1", "--tools", "bash_tool", user="admin")
-    key = house.toolcrew("keys", "create", "acme", user="admin")["key"]
-    asyncio.run(until_glob_is_refused(ToolClient.connect(settings=house.settings, api_key=key)))
-    house.toolcrew("keys", "revoke", key.split("_")[1])
-    house.toolcrew("tenants", "remove", "acme")
+        pool.toolcrew(*command)
+    ran = pool.toolcrew("call", "bash_tool", "command=true")
+    assert pool.toolcrew("calls", "show", ran["call_id"])["state"] == "done"
+    pool.toolcrew("tools", "disable", "glob_tool", "--reason", "a test", user="admin")
+    asyncio.run(until_glob_is_refused(pool.client()))
+    pool.toolcrew("tools", "enable", "glob_tool")
+    pool.toolcrew("tenants", "add", "acme", "--sandboxes", "1", "--tools", "bash_tool", user="admin")
+    key = pool.toolcrew("keys", "create", "acme", user="admin")["key"]
+    asyncio.run(until_glob_is_refused(ToolClient.connect(settings=pool.settings, api_key=key)))
+    pool.toolcrew("keys", "revoke", key.split("_")[1])
+    pool.toolcrew("tenants", "remove", "acme")
 
 
 async def until_glob_is_refused(opened: Any) -> None:
@@ -265,14 +265,14 @@ async def until_glob_is_refused(opened: Any) -> None:
         assert (await session.call("bash_tool", {"command": "true"})).success
 
 
-async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(house: House) -> None:
-    redis = open_redis(house.settings.broker())
-    tenants = RedisTenants(redis, "default", house.settings.broker().signing_keys())
+async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(pool: PoolHarness) -> None:
+    redis = open_redis(pool.settings.broker())
+    tenants = RedisTenants(redis, "default", pool.settings.broker().signing_keys())
     await tenants.replace("default", TenantPolicy(in_flight=1))
     try:
         async with (
-            house.client() as one,
-            house.client() as two,
+            pool.client() as one,
+            pool.client() as two,
             await one.open_session() as session,
             await two.open_session() as other,
         ):
@@ -286,7 +286,7 @@ async def test_two_orchestrators_share_what_a_tenant_may_have_at_a_time(house: H
         await redis.aclose()
 
 
-def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(house: House, tmp_path: Path) -> None:
+def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(pool: PoolHarness, tmp_path: Path) -> None:
     file, slow, out = tmp_path / "in.jsonl", tmp_path / "slow.jsonl", tmp_path / "out.jsonl"
     file.write_text(
         "".join(
@@ -298,105 +298,105 @@ def test_a_batch_that_is_handed_over_watched_cancelled_and_gone_on_with(house: H
         '{"id": "s", "tool": "bash_tool", "arguments": {"command": "sleep 60"}}\n{"id": "t", "instruction": "never '
         'begun"}\n'
     )
-    house.toolcrew("batches", "submit", str(file), "--detach", "--id", "given")
-    asyncio.run(serve(house, until("given", BatchState.COMPLETED)))
-    assert house.toolcrew("batches", "show", "given")["request_counts"]["completed"] == 3
-    house.toolcrew("batches", "submit", str(slow), "--detach", "--id", "stopped", "--concurrency", "1")
-    asyncio.run(serve(house, cancel_once_it_is_worked("stopped")))
-    assert house.toolcrew("batches", "show", "stopped")["failed"] == {"cancelled": 2}
-    house.toolcrew("batches", "export", "given", "--output", str(out))
+    pool.toolcrew("batches", "submit", str(file), "--detach", "--id", "given")
+    asyncio.run(serve(pool, until("given", BatchState.COMPLETED)))
+    assert pool.toolcrew("batches", "show", "given")["request_counts"]["completed"] == 3
+    pool.toolcrew("batches", "submit", str(slow), "--detach", "--id", "stopped", "--concurrency", "1")
+    asyncio.run(serve(pool, cancel_once_it_is_worked("stopped")))
+    assert pool.toolcrew("batches", "show", "stopped")["failed"] == {"cancelled": 2}
+    pool.toolcrew("batches", "export", "given", "--output", str(out))
     assert len(out.read_text().splitlines()) == 3
     own = tmp_path / "own.jsonl"
-    house.toolcrew_lines("batches", "submit", str(file), "--output", str(own), "--id", "own")
-    house.toolcrew_lines("batches", "resume", "own")
+    pool.toolcrew_lines("batches", "submit", str(file), "--output", str(own), "--id", "own")
+    pool.toolcrew_lines("batches", "resume", "own")
     assert len(own.read_text().splitlines()) == 3
-    assert {line["type"] for line in house.toolcrew_lines("batches", "show", "--logs", "own")} >= {
+    assert {line["type"] for line in pool.toolcrew_lines("batches", "show", "--logs", "own")} >= {
         "RunClaimed",
         "CallFinished",
         "RunEnded",
     }
-    house.toolcrew("batches", "export", "own", "--html", str(tmp_path / "page.html"))
+    pool.toolcrew("batches", "export", "own", "--html", str(tmp_path / "page.html"))
 
 
-async def serve(house: House, watch: Callable[[House], Awaitable[None]]) -> None:
+async def serve(pool: PoolHarness, watch: Callable[[PoolHarness], Awaitable[None]]) -> None:
     """Run an orchestrator that processes submitted runs, until `watch` returns."""
-    service = BatchService(house.settings, concurrency=2, has_traces=False)
+    service = BatchService(pool.settings, concurrency=2, has_traces=False)
     async with asyncio.TaskGroup() as group:
         group.create_task(service.run())
-        await watch(house)
+        await watch(pool)
         service.interrupt()
 
 
-def until(batch: str, state: BatchState) -> Callable[[House], Awaitable[None]]:
-    async def watch(house: House) -> None:
-        with house.server.client() as admin:
+def until(batch: str, state: BatchState) -> Callable[[PoolHarness], Awaitable[None]]:
+    async def watch(pool: PoolHarness) -> None:
+        with pool.server.client() as admin:
             key = f"toolcrew:default:t:default:batch.{batch}"
-            await wait_until_async(lambda: admin.hget(key, "state") == state.value.encode(), UP_S, house.last_words)
+            await wait_until_async(lambda: admin.hget(key, "state") == state.value.encode(), UP_S, pool.last_words)
 
     return watch
 
 
-def cancel_once_it_is_worked(batch: str) -> Callable[[House], Awaitable[None]]:
-    async def watch(house: House) -> None:
-        with house.server.client() as admin:
+def cancel_once_it_is_worked(batch: str) -> Callable[[PoolHarness], Awaitable[None]]:
+    async def watch(pool: PoolHarness) -> None:
+        with pool.server.client() as admin:
             await wait_until_async(
-                lambda: admin.scard(f"toolcrew:default:t:default:batch.{batch}:running"), UP_S, house.last_words
+                lambda: admin.scard(f"toolcrew:default:t:default:batch.{batch}:running"), UP_S, pool.last_words
             )
-        async with house.client() as client:
+        async with pool.client() as client:
             await client.batch_runs().batches.cancel(batch)
-        await until(batch, BatchState.CANCELLED)(house)
+        await until(batch, BatchState.CANCELLED)(pool)
 
     return watch
 
 
-async def test_flower_and_health_checks_see_the_workers_and_their_calls(house: House) -> None:
-    await wait_until_async(lambda: flower_knows(house), UP_S, house.last_words)
+async def test_flower_and_health_checks_see_the_workers_and_their_calls(pool: PoolHarness) -> None:
+    await wait_until_async(lambda: flower_knows(pool), UP_S, pool.last_words)
     for user, node in (("worker", "a"), ("web", "web-tools")):
         destination = f"{node}@{os.uname().nodename}"
-        with Celery(broker=house.server.url(user), set_as_current=False) as asking:
+        with Celery(broker=pool.server.url(user), set_as_current=False) as asking:
             asked = asking.control.inspect(timeout=UP_S, destination=[destination])
             assert await asyncio.to_thread(asked.ping) == {destination: {"ok": "pong"}}
 
 
-def flower_knows(house: House) -> bool:
+def flower_knows(pool: PoolHarness) -> bool:
     try:
-        workers, tasks = house.ask_flower("/api/workers?refresh=1"), house.ask_flower("/api/tasks")
+        workers, tasks = pool.ask_flower("/api/workers?refresh=1"), pool.ask_flower("/api/tasks")
     except OSError:
         return False
     return len(workers) == 3 and {"tool.bash_tool", "tool.count"} <= {task["name"] for task in tasks.values()}
 
 
-async def test_a_host_that_is_lost_and_one_that_is_drained(house: House) -> None:
-    async with house.client() as client, await client.open_session() as session:
+async def test_a_host_that_is_lost_and_one_that_is_drained(pool: PoolHarness) -> None:
+    async with pool.client() as client, await client.open_session() as session:
         assert (await session.call("bash_tool", {"command": "echo kept > file"})).success
         first = await session.info()
-        with house.server.client() as admin:
+        with pool.server.client() as admin:
             place = place_key("default", "default", session.id)
-            await wait_until_async(lambda: admin.hget(place, "automatic"), UP_S, house.last_words)
-            await lose_worker(house, first.host, first.queue)
+            await wait_until_async(lambda: admin.hget(place, "automatic"), UP_S, pool.last_words)
+            await lose_worker(pool, first.host, first.queue)
             await until_it_reads(session, "kept")
             assert admin.exists(tombstone_key("default", first.queue))
-            house.ground.process(f"{first.host}.worker").start()
-            await wait_until_async(lambda: len(house_queues(admin)) == 3, UP_S, house.last_words)
+            pool.harness.process(f"{first.host}.worker").start()
+            await wait_until_async(lambda: len(pool_queues(admin)) == 3, UP_S, pool.last_words)
         second = await session.info()
         assert second.host != first.host
-        assert await drain(house, second.host) == "drained"
+        assert await drain(pool, second.host) == "drained"
         await until_it_reads(session, "kept")
         assert (await session.info()).host == first.host
-    assert await drain(house, "tools") == "drained"
+    assert await drain(pool, "tools") == "drained"
 
 
-async def lose_worker(house: House, host: str, queue: str) -> None:
+async def lose_worker(pool: PoolHarness, host: str, queue: str) -> None:
     """Expire the worker's report at once, so that the test does not wait."""
-    process = house.ground.process(f"{host}.worker")
+    process = pool.harness.process(f"{host}.worker")
     process.is_kept = False
     process.kill()
     await wait_until_async(lambda: not process.is_running, UP_S, "it is killed")
-    with house.server.client() as admin:
+    with pool.server.client() as admin:
         admin.delete(host_key("default", queue))
 
 
-def house_queues(admin: "redis.Redis") -> list[bytes]:
+def pool_queues(admin: "redis.Redis") -> list[bytes]:
     """Return the queues of the living workers."""
     return [
         queue
@@ -415,9 +415,9 @@ async def until_it_reads(session: Session, word: str) -> None:
     assert str(found.output).startswith(word), found
 
 
-async def drain(house: House, host: str) -> str:
+async def drain(pool: PoolHarness, host: str) -> str:
     """Drain the host as `toolcrew hosts drain --wait` does, and return the outcome."""
-    broker = house.settings.broker()
+    broker = pool.settings.broker()
     redis = open_redis(broker)
     try:
         hosts = HostStore(redis, "default")

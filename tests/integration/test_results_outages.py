@@ -18,7 +18,7 @@ from store.results import ResultHub
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
-from tests.result_ground import SOON_S, SilentRelay, listening, stored
+from tests.result_harness import SOON_S, SilentRelay, listening, stored
 
 QUEUE = "host.test.b00t"
 

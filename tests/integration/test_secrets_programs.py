@@ -19,7 +19,7 @@ import pytest
 from contract.sandboxes import SandboxOptions
 from contract.secrets import build_placeholder
 from contract.tenancy import SandboxTerms
-from tests.egress_ground import Ground, open_ground
+from tests.egress_harness import Harness, open_harness
 from tests.integration.test_egress import running, sandboxd_environment, text_of
 from tests.package_site import build_site
 from tests.private_site import open_private_site
@@ -42,7 +42,7 @@ class Place:
     client_socket: Path
     port: int
     footprint: Footprint
-    ground: Ground
+    harness: Harness
     values: dict[str, Any]
 
     @property
@@ -85,19 +85,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with contextlib.ExitStack() as stack:
         footprint = stack.enter_context(open_footprint(api))
         port = stack.enter_context(open_private_site(site, TOKEN))
-        ground = stack.enter_context(open_ground())
+        harness = stack.enter_context(open_harness())
         environment = sandboxd_environment(footprint.folder, [port])
         environment["TOOLCREW_SANDBOX_IMAGES_ALLOWED"] = json.dumps([NODE_IMAGE])
         stack.enter_context(running(footprint, "workers.sandboxd", environment))
         at = footprint.folder / "sandboxd.sock"
         wait_until(at.exists, 30, lambda: (footprint.folder / "workers.sandboxd.log").read_text())
-        (footprint.folder / "egress.sock").symlink_to(ground.path)
+        (footprint.folder / "egress.sock").symlink_to(harness.path)
         fields = {"value": TOKEN, "hosts": [f"site.example:{port}"]}
         values = {
             **{name: {**fields, "place": "basic"} for name in BASIC},
             **{name: {**fields, "place": "header:Authorization"} for name in HEADER},
         }
-        made = Place(at, port, footprint, ground, values)
+        made = Place(at, port, footprint, harness, values)
         stop = threading.Event()
 
         def confirm() -> None:

@@ -13,7 +13,7 @@ from contract.settings import BrokerSettings
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.pool_connection import open_pool
 from orchestrator.dispatch.request import Request
-from tests.redis_ground import SECRET, CountingPool, Server, open_counting_pool, open_sentinel, open_server
+from tests.redis_harness import SECRET, CountingPool, Server, open_counting_pool, open_sentinel, open_server
 from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.timeout(180)
@@ -23,7 +23,7 @@ RECOVERY_S = 60.0
 
 
 @dataclass(frozen=True)
-class Ground:
+class Harness:
     master: Server
     replica: Server
     broker: BrokerSettings
@@ -31,7 +31,7 @@ class Ground:
 
 
 @pytest.fixture
-def ground() -> Iterator[Ground]:
+def harness() -> Iterator[Harness]:
     with open_server(f"masterauth {PASSWORD}", password=PASSWORD) as master:
         follow = (f"replicaof 127.0.0.1 {master.port}", f"masterauth {PASSWORD}", "repl-diskless-load on-empty-db")
         with (
@@ -44,7 +44,7 @@ def ground() -> Iterator[Ground]:
             broker = BrokerSettings.model_validate({"redis_url": url, "secret": SECRET, "redis_sentinel_master": NAME})
             variables = {"TOOLCREW_REDIS_SENTINEL_MASTER": NAME}
             with open_counting_pool(broker, url, watch, environment=variables) as pool:
-                yield Ground(master, replica, broker, pool)
+                yield Harness(master, replica, broker, pool)
 
 
 async def call_once(dispatcher: Dispatcher, pool: CountingPool) -> tuple[str, ToolResult]:
@@ -60,17 +60,17 @@ def is_master(server: "redis.Redis") -> bool:
         return False
 
 
-async def test_calls_go_on_when_the_master_dies(ground: Ground) -> None:
-    async with open_pool(ground.broker, queue_wait_s=10) as opened:
-        call_id, result = await call_once(opened.dispatcher, ground.pool)
+async def test_calls_go_on_when_the_master_dies(harness: Harness) -> None:
+    async with open_pool(harness.broker, queue_wait_s=10) as opened:
+        call_id, result = await call_once(opened.dispatcher, harness.pool)
         assert result.success, result
-        with ground.replica.client() as replica:
-            ground.master.kill()
+        with harness.replica.client() as replica:
+            harness.master.kill()
             await wait_until_async(lambda: is_master(replica), RECOVERY_S, "the sentinel chose the replica")
         answered: list[tuple[str, ToolResult]] = []
         while not answered or not answered[-1][1].success:
-            answered.append(await call_once(opened.dispatcher, ground.pool))
+            answered.append(await call_once(opened.dispatcher, harness.pool))
             assert len(answered) < 30, answered[-1]
     for call_id, result in answered:
-        assert ground.pool.acted(call_id) <= 1
-        assert not result.success or ground.pool.acted(call_id) == 1
+        assert harness.pool.acted(call_id) <= 1
+        assert not result.success or harness.pool.acted(call_id) == 1

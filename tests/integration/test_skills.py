@@ -17,7 +17,7 @@ from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
-from tests.skill_ground import SHIPPED, write_skill
+from tests.skill_harness import SHIPPED, write_skill
 from tests.stack import open_stack, run_toolcrew
 from workers.skills.loader import load_skill
 

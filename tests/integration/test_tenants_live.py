@@ -76,22 +76,22 @@ async def seconds_until_refused(session: Session, message: str) -> float:
     return time.monotonic() - started
 
 
-async def past_all_checks(door: Dispatcher, session: Session, command: str) -> ToolResult:
+async def past_all_checks(dispatcher: Dispatcher, session: Session, command: str) -> ToolResult:
     """Return the result of a command from a worker alone. The dispatcher knows no tenants."""
     call = ToolCall(id=f"tenant-{time.monotonic_ns()}", name="bash_tool", arguments={"command": command})
-    return await door.dispatch(Request(call, session.tenant, session.id, (await session.info()).queue))
+    return await dispatcher.dispatch(Request(call, session.tenant, session.id, (await session.info()).queue))
 
 
 async def test_what_a_policy_forbids_is_refused_on_both_sides_within_two_seconds(
     stack: Stack, session: Session, office: Office
 ) -> None:
-    async with open_dispatcher(stack.broker) as door:
+    async with open_dispatcher(stack.broker) as dispatcher:
 
         async def sent() -> ToolResult:
             return await session.call("bash_tool", {"command": "git push --help || true"})
 
         async def smuggled() -> ToolResult:
-            return await past_all_checks(door, session, "git push --help || true")
+            return await past_all_checks(dispatcher, session, "git push --help || true")
 
         for call in (smuggled, sent):
             assert await seconds_until(call, None) < SOON_S

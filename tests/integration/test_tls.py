@@ -14,14 +14,14 @@ from contract.settings import BrokerSettings
 from orchestrator.dispatch.pool_connection import open_pool
 from orchestrator.dispatch.request import Request
 from store.connection import check_connection, check_redis, open_redis
-from tests.redis_ground import Server, broker_for, open_counting_pool, open_server
-from tests.tls_ground import Authority, Pair, open_relay
+from tests.redis_harness import Server, broker_for, open_counting_pool, open_server
+from tests.tls_harness import Authority, Pair, open_relay
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @dataclass(frozen=True)
-class Ground:
+class Harness:
     server: Server
     ours: Authority
     stranger: Authority
@@ -30,17 +30,17 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     folder = tmp_path_factory.mktemp("tls")
     ours, stranger = Authority(folder / "ours"), Authority(folder / "stranger")
     with open_server() as server:
-        yield Ground(server, ours, stranger, ours.issue("right"), ours.issue("client"))
+        yield Harness(server, ours, stranger, ours.issue("right"), ours.issue("client"))
 
 
-def broker_at(ground: Ground, port: int, **files: str) -> BrokerSettings:
-    files = {"ssl_ca_certs": str(ground.ours.ca), **files}
+def broker_at(harness: Harness, port: int, **files: str) -> BrokerSettings:
+    files = {"ssl_ca_certs": str(harness.ours.ca), **files}
     options = urlencode({name: path for name, path in files.items() if path})
-    return broker_for(f"rediss://:{ground.server.password}@localhost:{port}/0{'?' if options else ''}{options}")
+    return broker_for(f"rediss://:{harness.server.password}@localhost:{port}/0{'?' if options else ''}{options}")
 
 
 async def refusals(broker: BrokerSettings) -> list[str]:
@@ -56,10 +56,10 @@ async def refusals(broker: BrokerSettings) -> list[str]:
     return [str(refused.value), str(refused_there.value)]
 
 
-async def test_a_call_goes_through_a_worker_when_both_show_their_certificate(ground: Ground) -> None:
-    with open_relay(ground.right, ground.server.port, ground.ours.ca) as relay, ground.server.client() as watch:
-        pair = {"ssl_certfile": str(ground.client.certificate), "ssl_keyfile": str(ground.client.key)}
-        broker = broker_at(ground, relay.port, **pair)
+async def test_a_call_goes_through_a_worker_when_both_show_their_certificate(harness: Harness) -> None:
+    with open_relay(harness.right, harness.server.port, harness.ours.ca) as relay, harness.server.client() as watch:
+        pair = {"ssl_certfile": str(harness.client.certificate), "ssl_keyfile": str(harness.client.key)}
+        broker = broker_at(harness, relay.port, **pair)
         with open_counting_pool(broker, broker.redis_url.get_secret_value(), watch) as pool:
             async with open_pool(broker, queue_wait_s=10) as opened:
                 call = ToolCall(id="c1", name="append_tool", arguments={"path": str(pool.marks)})
@@ -74,38 +74,38 @@ async def test_a_call_goes_through_a_worker_when_both_show_their_certificate(gro
     ids=["another host", "expired"],
 )
 async def test_a_certificate_that_is_not_the_hosts_or_has_expired_is_refused(
-    ground: Ground, names: str, days: int, word: str
+    harness: Harness, names: str, days: int, word: str
 ) -> None:
-    pair = ground.ours.issue(f"wrong{days}", names, days)
-    with open_relay(pair, ground.server.port) as relay:
-        for said in await refusals(broker_at(ground, relay.port)):
+    pair = harness.ours.issue(f"wrong{days}", names, days)
+    with open_relay(pair, harness.server.port) as relay:
+        for said in await refusals(broker_at(harness, relay.port)):
             assert word in said
             assert "name the host of TOOLCREW_REDIS_URL" in said
 
 
 @pytest.mark.parametrize("authority", ["stranger", None])
 async def test_a_certificate_of_an_authority_that_is_not_trusted_is_refused(
-    ground: Ground, authority: str | None
+    harness: Harness, authority: str | None
 ) -> None:
-    with open_relay(ground.right, ground.server.port) as relay:
-        ca = str(ground.stranger.ca) if authority else ""
-        for said in await refusals(broker_at(ground, relay.port, ssl_ca_certs=ca)):
+    with open_relay(harness.right, harness.server.port) as relay:
+        ca = str(harness.stranger.ca) if authority else ""
+        for said in await refusals(broker_at(harness, relay.port, ssl_ca_certs=ca)):
             assert "CERTIFICATE_VERIFY_FAILED" in said
             assert "ssl_ca_certs" in said
 
 
-async def test_a_missing_client_certificate_is_reported_with_its_settings(ground: Ground) -> None:
-    with open_relay(ground.right, ground.server.port, ground.ours.ca) as relay:
-        for said in await refusals(broker_at(ground, relay.port)):
+async def test_a_missing_client_certificate_is_reported_with_its_settings(harness: Harness) -> None:
+    with open_relay(harness.right, harness.server.port, harness.ours.ca) as relay:
+        for said in await refusals(broker_at(harness, relay.port)):
             assert "ssl_certfile" in said
 
 
-async def test_a_file_that_is_not_there_is_reported(ground: Ground, tmp_path: Path) -> None:
-    for said in await refusals(broker_at(ground, 1, ssl_ca_certs=str(tmp_path / "none.pem"))):
+async def test_a_file_that_is_not_there_is_reported(harness: Harness, tmp_path: Path) -> None:
+    for said in await refusals(broker_at(harness, 1, ssl_ca_certs=str(tmp_path / "none.pem"))):
         assert "ssl_ca_certs" in said or "does it run" in said
 
 
-async def test_no_password_is_in_any_of_these_sentences(ground: Ground) -> None:
-    with open_relay(ground.right, ground.server.port) as relay:
-        for said in await refusals(broker_at(ground, relay.port, ssl_ca_certs=str(ground.stranger.ca))):
-            assert ground.server.password not in said
+async def test_no_password_is_in_any_of_these_sentences(harness: Harness) -> None:
+    with open_relay(harness.right, harness.server.port) as relay:
+        for said in await refusals(broker_at(harness, relay.port, ssl_ca_certs=str(harness.stranger.ca))):
+            assert harness.server.password not in said

@@ -34,15 +34,15 @@ async def turned_off(client: ToolClient, name: str) -> AsyncIterator[None]:
         await client.enable(name)
 
 
-async def seconds_until(session: Session, door: Dispatcher | None, code: ErrorCode | None) -> float:
-    """Return the seconds until a call of bash_tool ends with this code. `door`: bypasses all checks of the session."""
+async def seconds_until(session: Session, dispatcher: Dispatcher | None, code: ErrorCode | None) -> float:
+    """Return the seconds until a call of bash_tool ends with this code. `dispatcher`: bypasses all checks of the session."""
     info, started = await session.info(), time.monotonic()
     while True:
-        if door is None:
+        if dispatcher is None:
             result = await session.call("bash_tool", {"command": "true"})
         else:
             call = ToolCall(id=f"switch-{time.monotonic_ns()}", name="bash_tool", arguments={"command": "true"})
-            result = await door.dispatch(Request(call, session.tenant, session.id, info.queue))
+            result = await dispatcher.dispatch(Request(call, session.tenant, session.id, info.queue))
         took = time.monotonic() - started
         if result.error_code == code or took > 2 * SOON_S:
             return took
@@ -59,18 +59,18 @@ async def seconds_until_untold(client: ToolClient) -> float:
 async def test_every_worker_and_every_client_knows_within_two_seconds(
     stack: Stack, client: ToolClient, session: Session
 ) -> None:
-    async with ToolClient.connect(stack.redis_url) as administrator, open_dispatcher(stack.broker) as door:
+    async with ToolClient.connect(stack.redis_url) as administrator, open_dispatcher(stack.broker) as dispatcher:
         # All processes know that the tool is on, as late as possible.
         assert await seconds_until(session, None, None) < SOON_S
-        assert await seconds_until(session, door, None) < SOON_S
+        assert await seconds_until(session, dispatcher, None) < SOON_S
         async with turned_off(administrator, "bash_tool"):
-            assert await seconds_until(session, door, ErrorCode.TOOL_DISABLED) < SOON_S
+            assert await seconds_until(session, dispatcher, ErrorCode.TOOL_DISABLED) < SOON_S
             assert await seconds_until(session, None, ErrorCode.TOOL_DISABLED) < SOON_S
             # The worker may have learned of the switch before this client.
             assert await seconds_until_untold(client) < SOON_S
             assert (await session.call("write_tool", {"file_path": "a.txt", "content": "a"})).success
             assert (await session.exec(["true"])).returncode == 0
-        assert await seconds_until(session, door, None) < SOON_S
+        assert await seconds_until(session, dispatcher, None) < SOON_S
         assert await seconds_until(session, None, None) < SOON_S
 
 

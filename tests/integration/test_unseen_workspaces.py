@@ -9,7 +9,7 @@ import pytest
 
 from contract.errors import SandboxUnavailable
 from tests.containers import IMAGE, open_engine
-from tests.workspace_ground import MIB, require_images
+from tests.workspace_harness import MIB, require_images
 from workers.sandboxd.daemon import open_daemon
 from workers.sandboxd.disks import image as image_module
 from workers.sandboxd.disks.image import TEMPLATES

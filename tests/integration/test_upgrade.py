@@ -18,7 +18,7 @@ from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.batches import batch_key
 from tests.earlier_release import COMMIT, unpack_release
-from tests.host_ground import Ground, open_ground
+from tests.host_harness import Harness, open_harness
 from tests.stack import ROOT, TOOLCREW, UP_S, end_process
 from tests.waiting import wait_until, wait_until_async
 
@@ -35,8 +35,8 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ground(engine: APIClient, earlier: Path) -> Iterator[Ground]:
-    with open_ground(engine, "new") as opened:
+def harness(engine: APIClient, earlier: Path) -> Iterator[Harness]:
+    with open_harness(engine, "new") as opened:
         opened.start_host("old", earlier)
         opened.wait_ready()
         folders = [Path(f"/proc/{opened.process(role).pid}/cwd").resolve() for role in ("old.worker", "new.worker")]
@@ -44,8 +44,8 @@ def ground(engine: APIClient, earlier: Path) -> Iterator[Ground]:
         yield opened
 
 
-def settings_of(ground: Ground) -> OrchestratorSettings:
-    return OrchestratorSettings(redis_url=SecretStr(ground.redis_url), deployment=ground.deployment)
+def settings_of(harness: Harness) -> OrchestratorSettings:
+    return OrchestratorSettings(redis_url=SecretStr(harness.redis_url), deployment=harness.deployment)
 
 
 async def open_on_both(client: ToolClient) -> dict[str, list[Session]]:
@@ -57,12 +57,12 @@ async def open_on_both(client: ToolClient) -> dict[str, list[Session]]:
     return found
 
 
-def batch_in(ground: Ground, tree: Path, *arguments: str) -> str:
+def batch_in(harness: Harness, tree: Path, *arguments: str) -> str:
     """Return the output of a batch command of that tree's release."""
     done = subprocess.run(
         [*COMMAND, "batches" if tree == ROOT else "batch", *arguments],
         cwd=tree,
-        env=ground.environment(),
+        env=harness.environment(),
         capture_output=True,
         text=True,
         timeout=UP_S,
@@ -73,7 +73,7 @@ def batch_in(ground: Ground, tree: Path, *arguments: str) -> str:
 
 
 def test_a_batch_that_an_earlier_orchestrator_has_submitted_runs_on_hosts_of_both_releases(
-    ground: Ground, earlier: Path, tmp_path: Path
+    harness: Harness, earlier: Path, tmp_path: Path
 ) -> None:
     work = {"name": "bash_tool", "arguments": {"command": "echo done"}}
     lines = [
@@ -81,26 +81,26 @@ def test_a_batch_that_an_earlier_orchestrator_has_submitted_runs_on_hosts_of_bot
         for number in range(ITEMS)
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    environment = ground.environment({"TOOLCREW_APPROVALS": "auto"})
+    environment = harness.environment({"TOOLCREW_APPROVALS": "auto"})
     batch = "upgrade"
     service = [sys.executable, "-m", "orchestrator", "serve", "batches", "--no-traces"]
     with (tmp_path / "service.log").open("wb") as log:
         serving = subprocess.Popen(service, cwd=ROOT, env=environment, stdout=log, stderr=log)
     try:
-        batch_in(ground, earlier, "submit", str(tmp_path / "in.jsonl"), "--id", batch, "--detach")
-        with ground.open_redis() as store:
-            key = batch_key(ground.deployment, "default", batch)
+        batch_in(harness, earlier, "submit", str(tmp_path / "in.jsonl"), "--id", batch, "--detach")
+        with harness.open_redis() as store:
+            key = batch_key(harness.deployment, "default", batch)
             wait_until(lambda: store.hget(key, "state") == b"completed", UP_S, (tmp_path / "service.log").read_text)
     finally:
         end_process(serving, UP_S)
-    rows = [json.loads(line) for line in batch_in(ground, ROOT, "export", batch).splitlines()]
+    rows = [json.loads(line) for line in batch_in(harness, ROOT, "export", batch).splitlines()]
     assert sorted((row["custom_id"], row["response"]["body"]["output"]) for row in rows) == [
         (f"i{number}", "done\n") for number in range(ITEMS)
     ]
 
 
-async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_under_load(ground: Ground) -> None:
-    async with ToolClient.connect(settings=settings_of(ground)) as client:
+async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_under_load(harness: Harness) -> None:
+    async with ToolClient.connect(settings=settings_of(harness)) as client:
         homes = await open_on_both(client)
         sessions = [session for held in homes.values() for session in held]
         written: dict[str, list[int]] = {session.id: [] for session in sessions}
@@ -117,13 +117,13 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
         writing = [asyncio.create_task(write(session)) for session in sessions]
         try:
             await wait_until_async(
-                lambda: all(len(numbers) > 2 for numbers in written.values()), UP_S, ground.last_words
+                lambda: all(len(numbers) > 2 for numbers in written.values()), UP_S, harness.last_words
             )
             drain = [TOOLCREW, "hosts", "drain", "old", "--wait", "--json"]
             done = await asyncio.to_thread(
                 subprocess.run,
                 drain,
-                env=ground.environment(),
+                env=harness.environment(),
                 capture_output=True,
                 text=True,
                 timeout=UP_S,
@@ -132,7 +132,7 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
             assert done.returncode == 0, done.stdout + done.stderr
             reached = {name: len(numbers) for name, numbers in written.items()}
             await wait_until_async(
-                lambda: all(len(written[name]) > was + 2 for name, was in reached.items()), UP_S, ground.last_words
+                lambda: all(len(written[name]) > was + 2 for name, was in reached.items()), UP_S, harness.last_words
             )
         finally:
             is_over.set()
@@ -142,4 +142,4 @@ async def test_sessions_of_an_earlier_host_move_to_a_new_one_when_it_is_drained_
             assert (await session.info()).host == "new"
             assert [int(line) for line in (await session.read_file("numbers")).decode().split()] == written[session.id]
             await session.close()
-        await wait_until_async(lambda: ground.process("old.worker").ends[-1:] == [0], UP_S, ground.last_words)
+        await wait_until_async(lambda: harness.process("old.worker").ends[-1:] == [0], UP_S, harness.last_words)

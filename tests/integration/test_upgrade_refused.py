@@ -19,7 +19,7 @@ from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.batches import batch_key
 from tests.earlier_release import INCOMPATIBLE_COMMIT, unpack_release
-from tests.host_ground import Ground, open_ground
+from tests.host_harness import Harness, open_harness
 from tests.queue_by_hand import make_envelope, publish, stored_state
 from tests.stack import ROOT, UP_S, end_process
 from tests.waiting import wait_until
@@ -59,37 +59,37 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def new_host(engine: APIClient) -> Iterator[Ground]:
-    with open_ground(engine, "new") as opened:
+def new_host(engine: APIClient) -> Iterator[Harness]:
+    with open_harness(engine, "new") as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def old_host(engine: APIClient, earlier: Path) -> Iterator[Ground]:
-    with open_ground(engine) as opened:
+def old_host(engine: APIClient, earlier: Path) -> Iterator[Harness]:
+    with open_harness(engine) as opened:
         opened.start_host("old", earlier)
         opened.wait_ready()
         yield opened
 
 
-def run_in(tree: Path, ground: Ground, *argv: str) -> "subprocess.CompletedProcess[str]":
+def run_in(tree: Path, harness: Harness, *argv: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        argv, cwd=tree, env=ground.environment(), capture_output=True, text=True, timeout=UP_S, check=False
+        argv, cwd=tree, env=harness.environment(), capture_output=True, text=True, timeout=UP_S, check=False
     )
 
 
-def assert_nothing_ran(ground: Ground) -> None:
-    assert list(ground.tally.iterdir()) == []
-    assert ground.footprint.containers() == []
+def assert_nothing_ran(harness: Harness) -> None:
+    assert list(harness.tally.iterdir()) == []
+    assert harness.footprint.containers() == []
 
 
-def test_an_earlier_orchestrator_refuses_hosts_of_this_release(new_host: Ground, earlier: Path) -> None:
+def test_an_earlier_orchestrator_refuses_hosts_of_this_release(new_host: Harness, earlier: Path) -> None:
     done = run_in(earlier, new_host, sys.executable, "-c", EARLIER_ORCHESTRATOR)
     assert "run the same release on both sides" in done.stdout, done.stdout + done.stderr[-2000:]
     assert_nothing_ran(new_host)
 
 
-async def test_an_orchestrator_of_this_release_refuses_earlier_hosts(old_host: Ground) -> None:
+async def test_an_orchestrator_of_this_release_refuses_earlier_hosts(old_host: Harness) -> None:
     settings = OrchestratorSettings(redis_url=SecretStr(old_host.redis_url), deployment=old_host.deployment)
     with pytest.raises(ConfigError, match=r"no worker has published its tools|run the same release"):
         async with ToolClient.connect(settings=settings) as client:
@@ -97,7 +97,7 @@ async def test_an_orchestrator_of_this_release_refuses_earlier_hosts(old_host: G
     assert_nothing_ran(old_host)
 
 
-def test_a_call_of_an_earlier_release_is_refused_by_a_host_of_this_one(new_host: Ground) -> None:
+def test_a_call_of_an_earlier_release_is_refused_by_a_host_of_this_one(new_host: Harness) -> None:
     """Such a call lies in a queue when its host is upgraded without a drain."""
     call = ToolCall(id="left-over", name="bash_tool", arguments={"command": "touch $TALLY/ran"})
     with new_host.open_redis() as store:
@@ -113,15 +113,15 @@ def test_a_call_of_an_earlier_release_is_refused_by_a_host_of_this_one(new_host:
 
 @pytest.mark.parametrize("submits_earlier", [True, False], ids=["submitted by the earlier", "worked by the earlier"])
 def test_no_orchestrator_works_a_batch_on_hosts_of_the_other_release(
-    new_host: Ground, old_host: Ground, earlier: Path, tmp_path: Path, submits_earlier: bool
+    new_host: Harness, old_host: Harness, earlier: Path, tmp_path: Path, submits_earlier: bool
 ) -> None:
-    submits, works, ground = (earlier, ROOT, old_host) if submits_earlier else (ROOT, earlier, new_host)
+    submits, works, harness = (earlier, ROOT, old_host) if submits_earlier else (ROOT, earlier, new_host)
     line = {"custom_id": "one", "method": "POST", "url": "/v1/tools/execute"}
     body = {"name": "bash_tool", "arguments": {"command": "touch $TALLY/ran"}}
     (tmp_path / "in.jsonl").write_text(json.dumps({**line, "body": body}) + "\n")
     submitted = run_in(
         submits,
-        ground,
+        harness,
         *COMMAND,
         "batches" if submits == ROOT else "batch",
         "submit",
@@ -138,7 +138,7 @@ def test_no_orchestrator_works_a_batch_on_hosts_of_the_other_release(
         else:
             argv = [*COMMAND, "batch", "work", "--no-traces"]
         serving = subprocess.Popen(
-            argv, cwd=works, env=ground.environment({"TOOLCREW_APPROVALS": "auto"}), stdout=log, stderr=log
+            argv, cwd=works, env=harness.environment({"TOOLCREW_APPROVALS": "auto"}), stdout=log, stderr=log
         )
     try:
         # The service waits for hosts of its own release, or finds no batch that it can read.
@@ -146,17 +146,17 @@ def test_no_orchestrator_works_a_batch_on_hosts_of_the_other_release(
     finally:
         end_process(serving, UP_S)
     key = (
-        f"toolcrew:{ground.deployment}:default:batch:upgrade"
+        f"toolcrew:{harness.deployment}:default:batch:upgrade"
         if submits_earlier
-        else batch_key(ground.deployment, "default", "upgrade")
+        else batch_key(harness.deployment, "default", "upgrade")
     )
-    with ground.open_redis() as store:
+    with harness.open_redis() as store:
         assert store.hget(key, "state") == b"in_progress"
-    assert_nothing_ran(ground)
+    assert_nothing_ran(harness)
 
 
 def test_a_tenant_of_an_earlier_release_has_no_rights_until_its_policy_is_set_again(
-    new_host: Ground, earlier: Path, tmp_path: Path
+    new_host: Harness, earlier: Path, tmp_path: Path
 ) -> None:
     added = run_in(earlier, new_host, *COMMAND, "tenants", "add", "acme", "--tools", "read_tool")
     assert added.returncode == 0, added.stderr

@@ -10,7 +10,7 @@ from docker import APIClient
 
 from contract.errors import SandboxUnavailable
 from tests.containers import Box, build_config, open_box
-from tests.workspace_ground import MIB, assert_nothing_left_mounted, is_in_use, mounts_below, open_images
+from tests.workspace_harness import MIB, assert_nothing_left_mounted, is_in_use, mounts_below, open_images
 from workers.sandboxd.disks.base import WorkspaceSize
 from workers.sandboxd.disks.image import ImageWorkspace, ImageWorkspaces
 from workers.sandboxd.runtime.hardening import SandboxLimits

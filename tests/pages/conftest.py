@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from store.connection import open_redis
-from tests.api_ground import api_settings, open_api
-from tests.page_ground import CHROMIUM, FLOWER, SCREENSHOTS, Visitors, World, open_browser
+from tests.api_harness import api_settings, open_api
+from tests.page_harness import CHROMIUM, FLOWER, SCREENSHOTS, Visitors, World, open_browser
 from tests.stack import RedisServer, missing, open_redis_server
 
 

@@ -4,7 +4,7 @@ and with a screen reader.
 
 import pytest
 
-from tests.page_ground import Visitors, World, take_picture
+from tests.page_harness import Visitors, World, take_picture
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -12,9 +12,9 @@ from playwright.async_api import Route
 
 from orchestrator.api.pages.route import HEADERS
 from store.api_keys import LOGIN_S
-from tests.api_ground import open_api
-from tests.page_ground import DEPLOYMENT, Visitors, World
-from tests.redis_ground import open_server
+from tests.api_harness import open_api
+from tests.page_harness import DEPLOYMENT, Visitors, World
+from tests.redis_harness import open_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -15,7 +15,7 @@ from store.audit import LOCAL, Actor, Audit
 from store.batches import BatchState, ItemOutcome, RunBody
 from store.run_log import LogEntry, RunLog
 from tests.batch_story import Attempt
-from tests.page_ground import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
+from tests.page_harness import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

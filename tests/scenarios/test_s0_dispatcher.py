@@ -35,7 +35,7 @@ SOON_S = 10.0
 ROUTE = ("acme", "s1", "q")
 
 
-class Door:
+class Harness:
     """A dispatcher in front of `transport`, and the results that passed through the dispatcher."""
 
     def __init__(self, transport: Transport, *specs: ToolSpec) -> None:
@@ -64,24 +64,24 @@ class Workers:
 
 
 async def test_s0_09_calls_of_every_way_in_go_through_one_dispatcher_to_the_executor_of_their_name() -> None:
-    door = Door(
+    harness = Harness(
         InProcessTransport({"add": lambda text: f"added {text}", "drop": lambda text: f"dropped {text}"}, KEY),
         build_spec("add"),
         build_spec("drop"),
     )
-    await door.work(
+    await harness.work(
         ScriptedModel([build_tag_call("add", {"text": "a"}) + build_tag_call("drop", {"text": "b"}), "done"])
     )
-    await door.work(ScriptedModel([Calls([("drop", {"text": "c"})]), "done"]), NativeDialect())
-    assert [result.output for result in door.results] == ["added a", "dropped b", "dropped c"]
+    await harness.work(ScriptedModel([Calls([("drop", {"text": "c"})]), "done"]), NativeDialect())
+    assert [result.output for result in harness.results] == ["added a", "dropped b", "dropped c"]
 
 
 async def test_s0_10_a_name_of_a_built_in_tool_goes_to_their_registry_and_its_result_comes_back() -> None:
     workers = Workers(build_exec_response(b"Linux\n"))
-    door = Door(workers.transport, *workers.specs)
+    harness = Harness(workers.transport, *workers.specs)
     model = ScriptedModel([build_tag_call("bash_tool", {"command": "uname -s"}), "It is Linux."])
-    result = await door.work(model)
-    assert [(answer.name, answer.success, answer.metadata["stdout"]) for answer in door.results] == [
+    result = await harness.work(model)
+    assert [(answer.name, answer.success, answer.metadata["stdout"]) for answer in harness.results] == [
         ("bash_tool", True, "Linux\n")
     ]
     assert (workers.sandbox.requests[0]["op"], workers.sandbox.bodies) == ("exec", [b"uname -s"])
@@ -120,7 +120,7 @@ async def test_s0_12_a_tool_that_does_not_exist_is_an_error_result_that_the_mode
     model = ScriptedModel(
         ['<tool_action name="vector-search"><query value="x" /></tool_action>', "There is no such tool."]
     )
-    result = await Door(InProcessTransport({}, KEY), build_spec("echo")).work(model)
+    result = await Harness(InProcessTransport({}, KEY), build_spec("echo")).work(model)
     assert "Tool not found: vector-search" in model.requests[1].messages[-1]["content"]
     assert result.answer == "There is no such tool."
 
@@ -187,5 +187,5 @@ async def test_s0_13_the_limit_is_30_seconds_by_default() -> None:
         return ToolResult(call_id=call.id, name=call.name, success=True, output="")
 
     transport = AnsweringTransport(answer)
-    await Door(transport, build_spec("echo")).run_call(build_call())
+    await Harness(transport, build_spec("echo")).run_call(build_call())
     assert (transport.contexts[0].timeout_s, ReActOptions().tool_timeout_s) == (30.0, 30.0)

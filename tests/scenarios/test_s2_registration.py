@@ -23,7 +23,7 @@ from store.skills import SkillStore
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
-from tests.skill_ground import SHIPPED
+from tests.skill_harness import SHIPPED
 from tests.switched_pool import SwitchedPool
 from tests.web_servers import MemoryStore
 from workers.custom.calls import CustomCalls

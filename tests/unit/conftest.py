@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from tests.conftest import RedisProcess
 from tests.guest_harness import Guest, running_guest
-from tests.hosted_ground import MadeHosted, open_hosted
+from tests.hosted_harness import MadeHosted, open_hosted
 
 
 @pytest.fixture

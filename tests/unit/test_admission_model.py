@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from contract.tenancy import TenantPolicy
 from store.slots import enqueue, release, tick
-from tests.admission_ground import Ground, build_request, set_slots
+from tests.admission_harness import Harness, build_request, set_slots
 from tests.admission_model import Model, Queue
 from tests.conftest import RedisProcess
 
@@ -41,7 +41,7 @@ class Pair:
 
     def __init__(self, client: "redis.Redis") -> None:
         client.flushall()
-        self.ground, self.model = Ground(client, now=1000.0), Model()
+        self.harness, self.model = Harness(client, now=1000.0), Model()
         self.client = client
         self.open: list[str] = []
         self.asked = 0
@@ -54,9 +54,9 @@ class Pair:
         request = build_request(
             tenant, queue=queue, tool=tool, priority=priority, policy=policy, limit_s=0.5 if tool == "read" else 30.0
         )
-        self.model.begin(self.ground.now)
+        self.model.begin(self.harness.now)
         may_wait = self.model.ask(call, request)
-        answer = self.ground.step(enqueue(call, request))
+        answer = self.harness.step(enqueue(call, request))
         assert (call not in answer.refused) == may_wait
         if may_wait:
             self.open.append(call)
@@ -64,21 +64,21 @@ class Pair:
     def end(self, at: int, used_s: float) -> None:
         if self.open:
             call = self.open.pop(at % len(self.open))
-            self.model.begin(self.ground.now)
+            self.model.begin(self.harness.now)
             self.model.end(call, used_s)
-            self.ground.step(release(call, used_s))
+            self.harness.step(release(call, used_s))
 
     def slots(self, queue: str, slots: int) -> None:
         set_slots(self.client, slots, queue)
         # Set this before the step: a call that wakes up must see the new policy.
         self.model.queues.setdefault(queue, Queue(queue, None)).slots = slots
-        self.model.begin(self.ground.now)
+        self.model.begin(self.harness.now)
         self.model.look(queue, slots)
-        self.ground.step(tick([queue]))
+        self.harness.step(tick([queue]))
 
     def do(self, step: tuple[Any, ...]) -> None:
         if step[0] == "pass":
-            self.ground.now += step[1]
+            self.harness.now += step[1]
         else:
             getattr(self, step[0])(*step[1:])
 
@@ -86,8 +86,8 @@ class Pair:
         """Check that the same calls got slots in the same order, and that every number in Redis is the sum of its
         lists.
         """
-        assert self.ground.held == self.model.granted
-        held, waiting, numbers = self.ground.kept("held"), self.ground.kept("waiting"), self.ground.numbers()
+        assert self.harness.held == self.model.granted
+        held, waiting, numbers = self.harness.kept("held"), self.harness.kept("waiting"), self.harness.numbers()
         assert sorted(held) == sorted(call.id for queue in self.model.queues.values() for call in queue.held)
         assert sorted(waiting) == sorted(call.id for queue in self.model.queues.values() for call in queue.waiting)
         for name, fields in numbers.items():

@@ -30,7 +30,7 @@ from store.overview import OverviewReader, TenantSummary
 from store.pressure import Pressure
 from store.slots import WaitReason
 from store.tenants import RedisTenants
-from tests.admission_ground import DEPLOYMENT, QUEUE, build_request
+from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool

@@ -27,7 +27,7 @@ SOON_S = 20.0
 TAG = '<tool_action name="echo"><text value="a" /></tool_action>'
 
 
-class House:
+class Harness:
     """A run, with everything that is visible from outside."""
 
     def __init__(self, model: Model, dialect: Dialect | None = None, **options: Any) -> None:
@@ -89,28 +89,28 @@ BROKE = ModelInterrupted("the model broke off its reply")
 
 
 async def test_a_reply_that_breaks_off_is_asked_for_again_and_shown_once() -> None:
-    house = House(streams([chunk("The ans"), BROKE], [chunk("The answer"), chunk(" is 4", "stop")]))
-    result = await house.work()
-    assert (result.answer, house.shown, result.steps) == ("The answer is 4", "The answer is 4", 1)
-    assert [event.text for event in house.events if isinstance(event, TextArrived)] == ["The ans", "wer", " is 4"]
-    assert "requested again" in house.warnings[0]
+    harness = Harness(streams([chunk("The ans"), BROKE], [chunk("The answer"), chunk(" is 4", "stop")]))
+    result = await harness.work()
+    assert (result.answer, harness.shown, result.steps) == ("The answer is 4", "The answer is 4", 1)
+    assert [event.text for event in harness.events if isinstance(event, TextArrived)] == ["The ans", "wer", " is 4"]
+    assert "requested again" in harness.warnings[0]
 
 
 async def test_another_reply_after_a_break_withdraws_what_was_shown() -> None:
-    house = House(streams([chunk("It is five"), BROKE], [chunk("It is 4", "stop")]))
-    assert ((await house.work()).answer, house.shown) == ("It is 4", "It is 4")
+    harness = Harness(streams([chunk("It is five"), BROKE], [chunk("It is 4", "stop")]))
+    assert ((await harness.work()).answer, harness.shown) == ("It is 4", "It is 4")
 
 
 async def test_native_calls_of_a_broken_reply_are_not_run_twice_nor_half() -> None:
     opening = {"index": 0, "id": "c", "function": {"name": "echo", "arguments": '{"text": "a"}'}}
-    house = House(
+    harness = Harness(
         streams(
             [chunk(tool_calls=[opening]), BROKE],
             [chunk(tool_calls=[opening]), chunk("", "tool_calls")],
             [chunk("ok", "stop")],
         )
     )
-    assert ((await house.work()).answer, len(house.calls)) == ("ok", 1)
+    assert ((await harness.work()).answer, len(harness.calls)) == ("ok", 1)
 
 
 async def test_calls_by_tag_that_ran_before_the_break_are_kept_and_the_model_goes_on() -> None:
@@ -125,18 +125,18 @@ async def test_calls_by_tag_that_ran_before_the_break_are_kept_and_the_model_goe
         async for one in model.stream(request):
             yield one
 
-    house = House(StreamModel(stream), TagsDialect())
-    result = await house.work()
-    assert (result.answer, len(house.calls), result.steps) == ("It did a.", 1, 2)
+    harness = Harness(StreamModel(stream), TagsDialect())
+    result = await harness.work()
+    assert (result.answer, len(harness.calls), result.steps) == ("It did a.", 1, 2)
     assert "did a" in requests[1].messages[-1]["content"]
     assert "unclosed" in requests[1].messages[-1]["content"]
 
 
 async def test_a_reply_that_always_breaks_off_ends_the_run_with_the_reason() -> None:
-    house = House(streams(*[[chunk("x"), BROKE]] * 3))
+    harness = Harness(streams(*[[chunk("x"), BROKE]] * 3))
     with pytest.raises(ModelInterrupted):
-        await house.work()
-    aborted = house.events[-1]
+        await harness.work()
+    aborted = harness.events[-1]
     assert isinstance(aborted, RunAborted)
     assert aborted.reason == "the model broke off its reply"
 
@@ -145,12 +145,12 @@ async def test_a_reply_that_always_breaks_off_ends_the_run_with_the_reason() -> 
 async def test_a_stream_cut_at_any_byte_gives_the_same_answer_after_all(cut: int) -> None:
     text = f"First {TAG} then "
     whole = [chunk(character) for character in text]
-    house = House(
+    harness = Harness(
         streams([*whole[:cut], BROKE], [*whole, chunk("", "stop")], [chunk("Done.", "stop")], [chunk("Done.", "stop")]),
         TagsDialect(),
     )
-    assert (await house.work()).answer == "Done."
-    assert [call.arguments for call in house.calls][:1] == [{"text": "a"}]
+    assert (await harness.work()).answer == "Done."
+    assert [call.arguments for call in harness.calls][:1] == [{"text": "a"}]
 
 
 # Too long
@@ -173,23 +173,23 @@ async def test_a_request_that_is_too_long_is_sent_again_with_older_results_short
             yield chunk(tool_calls=[call])
         yield chunk("All done.", "stop")
 
-    house = House(StreamModel(stream))
-    result = await house.work()
+    harness = Harness(StreamModel(stream))
+    result = await harness.work()
     assert (result.answer, result.stop_reason) == ("All done.", StopReason.ANSWERED)
     assert "left out to fit the context window" in str(requests[-1].messages)
-    assert any("shortened to fit the context window" in warning for warning in house.warnings)
+    assert any("shortened to fit the context window" in warning for warning in harness.warnings)
     assert "left out" not in result.transcript.to_json_lines()
 
 
 async def test_a_request_that_cannot_be_shortened_ends_the_run_with_the_reason() -> None:
-    house = House(streams(*[[ContextWindowExceeded("the model takes 100 tokens", 100)]] * 5))
+    harness = Harness(streams(*[[ContextWindowExceeded("the model takes 100 tokens", 100)]] * 5))
     with pytest.raises(ContextWindowExceeded):
-        await house.work()
+        await harness.work()
 
 
 async def test_a_known_window_is_kept_before_any_refusal() -> None:
     model = ScriptedModel([Calls([("echo", {"text": "y" * 9000})]), Calls([("echo", {"text": "z"})]), "ok"])
-    await House(model, context_tokens=2000).work()
+    await Harness(model, context_tokens=2000).work()
     assert "left out to fit the context window" in str(model.requests[2].messages)
 
 
@@ -197,20 +197,27 @@ async def test_a_known_window_is_kept_before_any_refusal() -> None:
 
 
 async def test_replies_that_are_nothing_but_malformed_end_the_run_after_some() -> None:
-    house = House(ScriptedModel(lambda _: Calls([("echo", "{")], "Hm.")), max_iterations=50, max_malformed_replies=3)
-    result = await house.work()
-    assert (result.stop_reason, result.steps, result.answer, house.calls) == (StopReason.MALFORMED_REPLY, 3, "Hm.", [])
+    harness = Harness(
+        ScriptedModel(lambda _: Calls([("echo", "{")], "Hm.")), max_iterations=50, max_malformed_replies=3
+    )
+    result = await harness.work()
+    assert (result.stop_reason, result.steps, result.answer, harness.calls) == (
+        StopReason.MALFORMED_REPLY,
+        3,
+        "Hm.",
+        [],
+    )
 
 
 async def test_a_decision_that_cannot_be_read_gets_one_repair_round() -> None:
     model = ScriptedModel(["The tool is echo.", '{"tool": null, "reply": "It is 4."}'])
-    result = await House(model, JsonDecisionDialect()).work()
+    result = await Harness(model, JsonDecisionDialect()).work()
     assert (result.answer, result.stop_reason, result.steps) == ("It is 4.", StopReason.ANSWERED, 2)
     assert 'Answer with one JSON object and nothing else: {"tool": "NAME"' in model.requests[1].messages[-1]["content"]
 
 
 async def test_a_second_unreadable_decision_is_taken_as_the_reply() -> None:
-    result = await House(ScriptedModel(["It is 4.", "It is 4!"]), JsonDecisionDialect()).work()
+    result = await Harness(ScriptedModel(["It is 4.", "It is 4!"]), JsonDecisionDialect()).work()
     assert (result.answer, result.stop_reason) == ("It is 4!", StopReason.MALFORMED_REPLY)
 
 
@@ -219,21 +226,21 @@ async def test_a_second_unreadable_decision_is_taken_as_the_reply() -> None:
     "dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"]
 )
 async def test_a_model_that_says_nothing_is_reported_and_ends_the_run(text: str, dialect: Dialect) -> None:
-    house = House(streams([chunk(text, "stop")], [chunk(text, "stop")]), dialect)
-    result = await house.work()
+    harness = Harness(streams([chunk(text, "stop")], [chunk(text, "stop")]), dialect)
+    result = await harness.work()
     assert result.answer.strip() in ("", text.strip())
     assert result.stop_reason in (StopReason.EMPTY_REPLY, StopReason.MALFORMED_REPLY)
-    assert house.warnings
+    assert harness.warnings
 
 
 async def test_a_reply_that_is_reasoning_only_is_empty() -> None:
-    house = House(streams([chunk("", reasoning_content="I think " + TAG), chunk("", "stop")]))
-    assert ((await house.work()).stop_reason, house.calls) == (StopReason.EMPTY_REPLY, [])
+    harness = Harness(streams([chunk("", reasoning_content="I think " + TAG), chunk("", "stop")]))
+    assert ((await harness.work()).stop_reason, harness.calls) == (StopReason.EMPTY_REPLY, [])
 
 
 async def test_thinking_before_the_answer_is_no_part_of_it_and_stays_in_the_transcript() -> None:
-    house = House(streams([chunk("<think>2+2</think>\n\nIt is 4.", "stop")]))
-    result = await house.work()
+    harness = Harness(streams([chunk("<think>2+2</think>\n\nIt is 4.", "stop")]))
+    result = await harness.work()
     assert (result.answer, result.transcript.messages()[-1]["content"]) == (
         "It is 4.",
         "<think>2+2</think>\n\nIt is 4.",
@@ -250,7 +257,7 @@ async def test_thinking_before_the_answer_is_no_part_of_it_and_stays_in_the_tran
     "text", ["nul \0 here", "half \ud83d", "\ude00 half", "\ud83d\ude00", "\x1b[2J\u202e"], ids=range(5)
 )
 async def test_odd_characters_pass_through_to_a_transcript_that_can_be_written(text: str, dialect: Dialect) -> None:
-    result = await House(streams([chunk(text, "stop")], [chunk(text, "stop")]), dialect).work()
+    result = await Harness(streams([chunk(text, "stop")], [chunk(text, "stop")]), dialect).work()
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     assert result.answer == whole
     assert result.transcript.to_json_lines().encode()
@@ -259,7 +266,7 @@ async def test_odd_characters_pass_through_to_a_transcript_that_can_be_written(t
 @pytest.mark.parametrize("dialect", [NativeDialect, TagsDialect], ids=["native", "tags"])
 async def test_a_hundred_megabytes_of_text_are_an_answer(dialect: Callable[[], Dialect]) -> None:
     piece = "0123456789abcdef" * 4096
-    result = await House(streams([chunk(piece)] * 1600 + [chunk("", "stop")]), dialect()).work()
+    result = await Harness(streams([chunk(piece)] * 1600 + [chunk("", "stop")]), dialect()).work()
     assert (len(result.answer), result.stop_reason) == (1600 * len(piece), StopReason.ANSWERED)
 
 
@@ -268,9 +275,9 @@ async def test_a_cut_reply_runs_its_complete_calls_but_not_the_last() -> None:
         {"index": n, "id": f"c{n}", "function": {"name": "echo", "arguments": f'{{"text": "{n}"}}'}} for n in range(3)
     ]
     model = ScriptedModel([Raw([chunk(tool_calls=entries), chunk("", "length")]), "ok"])
-    house = House(model)
-    await house.work()
-    assert [call.arguments["text"] for call in house.calls] == ["0", "1"]
+    harness = Harness(model)
+    await harness.work()
+    assert [call.arguments["text"] for call in harness.calls] == ["0", "1"]
     assert "cut at the token limit" in model.requests[1].messages[-1]["content"]
 
 
@@ -283,10 +290,10 @@ async def test_a_run_stops_at_its_cost_and_reports_it() -> None:
         usage = {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 100}}
         return Raw([chunk("Working.", tool_calls=[entry]), chunk("", "tool_calls"), usage])
 
-    house = House(ScriptedModel(reply), max_iterations=50, max_cost=0.005, prices=Prices(1.0, 10.0))
-    result = await house.work()
+    harness = Harness(ScriptedModel(reply), max_iterations=50, max_cost=0.005, prices=Prices(1.0, 10.0))
+    result = await harness.work()
     assert (result.stop_reason, result.steps, result.cost) == (StopReason.MAX_COST, 3, pytest.approx(0.006))
-    assert isinstance(house.events[-1], RunFinished)
+    assert isinstance(harness.events[-1], RunFinished)
 
 
 def test_a_cost_limit_without_prices_is_refused() -> None:
@@ -295,7 +302,7 @@ def test_a_cost_limit_without_prices_is_refused() -> None:
 
 
 async def test_an_unreachable_model_is_reported_as_the_runs_end() -> None:
-    house = House(streams([ModelUnavailable("the model cannot be reached")]))
+    harness = Harness(streams([ModelUnavailable("the model cannot be reached")]))
     with pytest.raises(ModelUnavailable):
-        await house.work()
-    assert isinstance(house.events[-1], RunAborted)
+        await harness.work()
+    assert isinstance(harness.events[-1], RunAborted)

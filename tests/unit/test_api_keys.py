@@ -35,7 +35,7 @@ class Wall:
         return self.now
 
 
-class House:
+class Harness:
     """Tenants and keys of a deployment with one tenant, acme."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
@@ -50,11 +50,11 @@ class House:
 
 
 @pytest.fixture
-async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
     client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
-    house = House(client)
-    await house.tenants.add("acme", TenantPolicy())
-    yield house
+    harness = Harness(client)
+    await harness.tenants.add("acme", TenantPolicy())
+    yield harness
     await client.aclose()
 
 
@@ -70,15 +70,15 @@ def make_old(keys: ApiKeys) -> None:
         keys._cache[key_id] = (record, asked_at - KEY_FRESH_S)
 
 
-async def test_a_key_opens_for_its_tenant_and_role(house: House) -> None:
-    made = await house.keys.add("acme", "operator", name="ci")
+async def test_a_key_opens_for_its_tenant_and_role(harness: Harness) -> None:
+    made = await harness.keys.add("acme", "operator", name="ci")
     assert KEY_FORM.fullmatch(made.text)
-    assert await house.elsewhere().authenticate(made.text) == Identity("acme", "operator", made.id)
-    assert (await house.keys.authenticate((await house.keys.add("default")).text)).tenant == "default"
+    assert await harness.elsewhere().authenticate(made.text) == Identity("acme", "operator", made.id)
+    assert (await harness.keys.authenticate((await harness.keys.add("default")).text)).tenant == "default"
 
 
-async def test_nothing_of_a_key_is_kept_but_a_digest_and_its_end(house: House, redis_server: RedisProcess) -> None:
-    made = await house.keys.add("acme")
+async def test_nothing_of_a_key_is_kept_but_a_digest_and_its_end(harness: Harness, redis_server: RedisProcess) -> None:
+    made = await harness.keys.add("acme")
     with redis_server.client() as client:
         kept: Any = {name: client.dump(name) for name in client.scan_iter()} | client.hgetall(KEY)
     secret = made.text.rpartition(f"{made.id}_")[2]
@@ -88,18 +88,18 @@ async def test_nothing_of_a_key_is_kept_but_a_digest_and_its_end(house: House, r
     assert secret[:8] not in repr(made) + repr(made.record)
 
 
-async def test_two_keys_share_nothing(house: House) -> None:
-    made = [await house.keys.add("acme") for _ in range(2)]
+async def test_two_keys_share_nothing(harness: Harness) -> None:
+    made = [await harness.keys.add("acme") for _ in range(2)]
     assert len({key.text for key in made} | {key.id for key in made} | {key.record.digest for key in made}) == 6
     swapped = f"tc_{made[0].id}_{made[1].text[-43:]}"
-    assert await failure_of(house.keys.authenticate(swapped)) is ErrorCode.UNAUTHENTICATED
+    assert await failure_of(harness.keys.authenticate(swapped)) is ErrorCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize(
     "change", ["", "x", "tc__", "TC", "cut", "long", "last", "space", "newline", "unknown", "huge", "nul", "half"]
 )
-async def test_a_key_that_is_not_exactly_right_opens_nothing(house: House, change: str) -> None:
-    text = (await house.keys.add("acme")).text
+async def test_a_key_that_is_not_exactly_right_opens_nothing(harness: Harness, change: str) -> None:
+    text = (await harness.keys.add("acme")).text
     wrong = {
         "TC": text.upper(),
         "cut": text[:-1],
@@ -112,64 +112,66 @@ async def test_a_key_that_is_not_exactly_right_opens_nothing(house: House, chang
         "nul": text + "\0",
         "half": text[:-1] + "\ud800",
     }.get(change, change)
-    assert await failure_of(house.keys.authenticate(wrong)) is ErrorCode.UNAUTHENTICATED
+    assert await failure_of(harness.keys.authenticate(wrong)) is ErrorCode.UNAUTHENTICATED
 
 
-async def test_an_unknown_and_a_wrong_key_cannot_be_distinguished(house: House) -> None:
-    text = (await house.keys.add("acme")).text
+async def test_an_unknown_and_a_wrong_key_cannot_be_distinguished(harness: Harness) -> None:
+    text = (await harness.keys.add("acme")).text
     messages = []
     for wrong in (f"tc_{'0' * 16}_{text[-43:]}", text[:-43] + "A" * 43, "junk"):
         with pytest.raises(ToolFailure) as refused:
-            await house.keys.authenticate(wrong)
+            await harness.keys.authenticate(wrong)
         messages.append(str(refused.value))
     assert len(set(messages)) == 1
     assert "toolcrew keys create" in messages[0]
 
 
-async def test_a_key_holds_until_it_expires(house: House) -> None:
-    text = (await house.keys.add("acme", ttl_s=60)).text
-    house.clock.now += 59.9
-    assert (await house.keys.authenticate(text)).tenant == "acme"
-    house.clock.now += 0.1
-    assert await failure_of(house.keys.authenticate(text)) is ErrorCode.UNAUTHENTICATED
+async def test_a_key_holds_until_it_expires(harness: Harness) -> None:
+    text = (await harness.keys.add("acme", ttl_s=60)).text
+    harness.clock.now += 59.9
+    assert (await harness.keys.authenticate(text)).tenant == "acme"
+    harness.clock.now += 0.1
+    assert await failure_of(harness.keys.authenticate(text)) is ErrorCode.UNAUTHENTICATED
 
 
-async def test_a_revoked_key_opens_nothing_here_at_once_and_elsewhere_once_what_is_known_is_old(house: House) -> None:
-    made, other = await house.keys.add("acme"), house.elsewhere()
+async def test_a_revoked_key_opens_nothing_here_at_once_and_elsewhere_once_what_is_known_is_old(
+    harness: Harness,
+) -> None:
+    made, other = await harness.keys.add("acme"), harness.elsewhere()
     await other.authenticate(made.text)
-    assert await house.keys.revoke(made.id)
-    assert not await house.keys.revoke(made.id)
-    assert await failure_of(house.keys.authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
+    assert await harness.keys.revoke(made.id)
+    assert not await harness.keys.revoke(made.id)
+    assert await failure_of(harness.keys.authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
     make_old(other)
     assert await failure_of(other.authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
 
 
-async def test_the_keys_of_a_removed_tenant_are_gone_and_its_name_stays_reserved(house: House) -> None:
-    await house.tenants.add("zeta", TenantPolicy())
-    gone, kept = [await house.keys.add("acme") for _ in range(3)], await house.keys.add("zeta")
-    await house.client.hset(KEY, "junk", "{")  # type: ignore[misc]
-    assert await house.tenants.remove("acme") == 3
-    assert await failure_of(house.tenants.add("acme", TenantPolicy())) is ErrorCode.INVALID_ARGUMENTS
+async def test_the_keys_of_a_removed_tenant_are_gone_and_its_name_stays_reserved(harness: Harness) -> None:
+    await harness.tenants.add("zeta", TenantPolicy())
+    gone, kept = [await harness.keys.add("acme") for _ in range(3)], await harness.keys.add("zeta")
+    await harness.client.hset(KEY, "junk", "{")  # type: ignore[misc]
+    assert await harness.tenants.remove("acme") == 3
+    assert await failure_of(harness.tenants.add("acme", TenantPolicy())) is ErrorCode.INVALID_ARGUMENTS
     for made in gone:
-        assert await failure_of(house.elsewhere().authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
-    assert (await house.elsewhere().authenticate(kept.text)).tenant == "zeta"
+        assert await failure_of(harness.elsewhere().authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
+    assert (await harness.elsewhere().authenticate(kept.text)).tenant == "zeta"
 
 
-async def test_there_are_no_keys_for_tenants_that_are_not_registered(house: House) -> None:
-    assert await failure_of(house.keys.add("nobody")) is ErrorCode.UNKNOWN_TENANT
-    assert await failure_of(house.keys.add("a:b")) is ErrorCode.INVALID_ARGUMENTS
-    assert await failure_of(house.keys.add("acme", name="n" * 129)) is ErrorCode.INVALID_ARGUMENTS
-    assert await failure_of(house.keys.add("acme", ttl_s=1e300)) is ErrorCode.INVALID_ARGUMENTS
-    assert await house.keys.all() == {}
+async def test_there_are_no_keys_for_tenants_that_are_not_registered(harness: Harness) -> None:
+    assert await failure_of(harness.keys.add("nobody")) is ErrorCode.UNKNOWN_TENANT
+    assert await failure_of(harness.keys.add("a:b")) is ErrorCode.INVALID_ARGUMENTS
+    assert await failure_of(harness.keys.add("acme", name="n" * 129)) is ErrorCode.INVALID_ARGUMENTS
+    assert await failure_of(harness.keys.add("acme", ttl_s=1e300)) is ErrorCode.INVALID_ARGUMENTS
+    assert await harness.keys.all() == {}
 
 
 @pytest.mark.parametrize("forgery", ["unsigned", "another secret", "copied", "changed"])
 async def test_a_record_that_cannot_be_verified_authenticates_no_key_and_can_be_removed(
-    house: House, forgery: str
+    harness: Harness, forgery: str
 ) -> None:
     """The attacker writes to Redis, has no secret, and has a key of its own tenant."""
-    mine = await house.keys.add("acme")
-    own: Any = await house.client.hget(KEY, mine.id)  # type: ignore[misc]
+    mine = await harness.keys.add("acme")
+    own: Any = await harness.client.hget(KEY, mine.id)  # type: ignore[misc]
     record = (
         own.decode().split(".", 2)[2].replace('"tenant"', '"admin"', 1).replace('"tenant":"acme"', '"tenant":"default"')
     )
@@ -180,9 +182,9 @@ async def test_a_record_that_cannot_be_verified_authenticates_no_key_and_can_be_
         "changed": own.decode().replace('"role":"tenant"', '"role":"admin"'),
     }[forgery]
     target = "0" * 16 if forgery != "changed" else mine.id
-    await house.client.hset(KEY, target, forged)  # type: ignore[misc]
+    await harness.client.hset(KEY, target, forged)  # type: ignore[misc]
     text = f"tc_{target}_{mine.text.split('_', 2)[2]}" if forgery != "changed" else mine.text
-    elsewhere = house.elsewhere()
+    elsewhere = harness.elsewhere()
     with pytest.raises(ConfigError, match=f"cannot be verified.*keys revoke {target}.*create another.*TOOLCREW_SECRET"):
         await elsewhere.authenticate(text)
     with pytest.raises(ConfigError, match="cannot be verified"):
@@ -191,20 +193,20 @@ async def test_a_record_that_cannot_be_verified_authenticates_no_key_and_can_be_
     assert await failure_of(elsewhere.authenticate(text)) is ErrorCode.UNAUTHENTICATED
 
 
-async def test_keys_are_listed_oldest_first_and_one_that_cannot_be_read_is_reported(house: House) -> None:
+async def test_keys_are_listed_oldest_first_and_one_that_cannot_be_read_is_reported(harness: Harness) -> None:
     made = []
     for _ in range(3):
-        made.append((await house.keys.add("acme")).id)
-        house.clock.now += 1
-    assert list(await house.keys.all()) == made
-    await house.client.hset(KEY, "0" * 16, '{"tenant": "acme", "role": "root"}')  # type: ignore[misc]
-    assert isinstance((await house.keys.all())["0" * 16], ConfigError)
+        made.append((await harness.keys.add("acme")).id)
+        harness.clock.now += 1
+    assert list(await harness.keys.all()) == made
+    await harness.client.hset(KEY, "0" * 16, '{"tenant": "acme", "role": "root"}')  # type: ignore[misc]
+    assert isinstance((await harness.keys.all())["0" * 16], ConfigError)
     with pytest.raises(ConfigError, match="keys revoke 0000000000000000"):
-        await house.keys.authenticate(f"tc_{'0' * 16}_{'A' * 43}")
+        await harness.keys.authenticate(f"tc_{'0' * 16}_{'A' * 43}")
 
 
-async def test_a_thousand_calls_with_a_key_ask_redis_once(house: House, redis_server: RedisProcess) -> None:
-    text, other = (await house.keys.add("acme")).text, house.elsewhere()
+async def test_a_thousand_calls_with_a_key_ask_redis_once(harness: Harness, redis_server: RedisProcess) -> None:
+    text, other = (await harness.keys.add("acme")).text, harness.elsewhere()
     with redis_server.client() as client:
         client.config_resetstat()
         await asyncio.gather(*(other.authenticate(text) for _ in range(1000)))
@@ -212,17 +214,17 @@ async def test_a_thousand_calls_with_a_key_ask_redis_once(house: House, redis_se
     assert result["cmdstat_hget"]["calls"] == 1
 
 
-async def test_what_is_remembered_of_keys_is_bounded(house: House) -> None:
-    text = (await house.keys.add("acme")).text
+async def test_what_is_remembered_of_keys_is_bounded(harness: Harness) -> None:
+    text = (await harness.keys.add("acme")).text
     record = ApiKeyRecord(tenant="acme", role="tenant", digest="0" * 64, tail="abcd", created_at=0)
-    house.keys._cache = {str(number): (record, 0.0) for number in range(MAX_KNOWN)}
-    await house.keys.authenticate(text)
-    assert len(house.keys._cache) == MAX_KNOWN
+    harness.keys._cache = {str(number): (record, 0.0) for number in range(MAX_KNOWN)}
+    await harness.keys.authenticate(text)
+    assert len(harness.keys._cache) == MAX_KNOWN
 
 
-async def test_a_credential_is_for_its_tenant_unless_its_role_is_for_all(house: House) -> None:
+async def test_a_credential_is_for_its_tenant_unless_its_role_is_for_all(harness: Harness) -> None:
     for role, code in (("tenant", ErrorCode.PERMISSION_DENIED), ("operator", None), ("admin", None)):
-        credential = Credential(house.keys, (await house.keys.add("acme", role)).text)  # type: ignore[arg-type]
+        credential = Credential(harness.keys, (await harness.keys.add("acme", role)).text)  # type: ignore[arg-type]
         assert (await credential.check("acme")).role == role
         if code is None:
             assert (await credential.check("other")).tenant == "acme"
@@ -230,11 +232,11 @@ async def test_a_credential_is_for_its_tenant_unless_its_role_is_for_all(house: 
             assert await failure_of(credential.check("other")) is code
 
 
-async def test_a_credential_ends_with_its_key(house: House) -> None:
-    made = await house.keys.add("acme")
-    credential = Credential(house.keys, made.text)
+async def test_a_credential_ends_with_its_key(harness: Harness) -> None:
+    made = await harness.keys.add("acme")
+    credential = Credential(harness.keys, made.text)
     await credential.check("acme")
-    await house.keys.revoke(made.id)
+    await harness.keys.revoke(made.id)
     assert await failure_of(credential.check("acme")) is ErrorCode.UNAUTHENTICATED
     assert made.text not in repr(credential)
 

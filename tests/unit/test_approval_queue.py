@@ -18,17 +18,17 @@ from orchestrator.approvals.gate import review
 from orchestrator.settings import OrchestratorSettings
 from store import approvals as queue_file
 from store.approvals import AlreadyAnswered, ApprovalQueue, OtherCall, QuestionOver, UnknownQuestion, question_id
-from tests.approval_ground import (
+from tests.approval_harness import (
     ACME,
     ADMIN,
     OPERATOR,
     OTHER,
     SHELL,
     SOON_S,
-    Desk,
+    Harness,
     build_question,
     build_request,
-    open_desk,
+    open_harness,
 )
 from tests.builders import build_call
 from tests.conftest import RedisProcess
@@ -44,51 +44,51 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def desk(redis_server: RedisProcess) -> AsyncIterator[Desk]:
-    async with open_desk(redis_server) as opened:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
+    async with open_harness(redis_server) as opened:
         yield opened
 
 
 # Asking and answering
 
 
-async def test_a_question_is_shown_exactly_and_answered_from_another_process(desk: Desk) -> None:
-    deciding = asyncio.create_task(QueueApprover(desk.queue()).decide(request := build_request()))
-    (question,) = await desk.until_pending()
+async def test_a_question_is_shown_exactly_and_answered_from_another_process(harness: Harness) -> None:
+    deciding = asyncio.create_task(QueueApprover(harness.queue()).decide(request := build_request()))
+    (question,) = await harness.until_pending()
     assert (question.tenant, question.session, question.run, question.call) == ("acme", "s1", "run-1", request.call)
     assert (question.command, question.reason, question.warning) == (
         "rm -rf /data",
         "it is dangerous",
         "it removes files",
     )
-    answer = await desk.queue().decide(question.id, YES, digest=question.digest, actor=ACME)
+    answer = await harness.queue().decide(question.id, YES, digest=question.digest, actor=ACME)
     async with asyncio.timeout(SOON_S):
         assert await deciding == Decision(True, digest=request.digest)
     assert answer.describe().startswith("allowed by ann at ")
-    assert (await desk.queue().pending(ADMIN)).questions == ()
+    assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
-async def test_a_refusal_has_its_reason_and_other_arguments_come_as_they_were_given(desk: Desk) -> None:
-    approver = QueueApprover(desk.queue())
+async def test_a_refusal_has_its_reason_and_other_arguments_come_as_they_were_given(harness: Harness) -> None:
+    approver = QueueApprover(harness.queue())
     first, second = (asyncio.create_task(approver.decide(build_request(number=number))) for number in (1, 2))
-    await desk.until_pending(2)
+    await harness.until_pending(2)
     questions = [build_question(number=number) for number in (1, 2)]
     changed = Decision(True, "safer", {"command": "ls", "big": 2**70, "text": "\u202e\x00é"})
-    await desk.queue().decide(questions[0].id, NO, digest=questions[0].digest, actor=ADMIN)
-    await desk.queue().decide(questions[1].id, changed, digest=questions[1].digest, actor=ADMIN)
+    await harness.queue().decide(questions[0].id, NO, digest=questions[0].digest, actor=ADMIN)
+    await harness.queue().decide(questions[1].id, changed, digest=questions[1].digest, actor=ADMIN)
     async with asyncio.timeout(SOON_S):
         assert await first == dataclasses.replace(NO, digest=questions[0].digest)
         assert await second == dataclasses.replace(changed, digest=questions[1].digest)
 
 
-async def test_the_gate_runs_the_changed_call_and_judges_it_once_more(desk: Desk) -> None:
+async def test_the_gate_runs_the_changed_call_and_judges_it_once_more(harness: Harness) -> None:
     async def outcome(command: str, number: int) -> ToolCall | ToolResult:
         call = build_call("bash_tool", call_id=f"c{number}", command="git push --force")
         reviewing = asyncio.create_task(
-            review(call, SHELL, QueueApprover(desk.queue()), tenant="acme", session="s1", run="run-1")
+            review(call, SHELL, QueueApprover(harness.queue()), tenant="acme", session="s1", run="run-1")
         )
-        (question,) = await desk.until_pending()
-        await desk.queue().decide(
+        (question,) = await harness.until_pending()
+        await harness.queue().decide(
             question.id, Decision(True, arguments={"command": command}), digest=question.digest, actor=ADMIN
         )
         async with asyncio.timeout(SOON_S):
@@ -101,21 +101,21 @@ async def test_the_gate_runs_the_changed_call_and_judges_it_once_more(desk: Desk
     assert denied.error_code is ErrorCode.SECURITY_REFUSED
 
 
-async def test_a_process_that_continues_a_run_finds_its_question_and_the_answer(desk: Desk) -> None:
+async def test_a_process_that_continues_a_run_finds_its_question_and_the_answer(harness: Harness) -> None:
     question = build_question()
-    assert await desk.queue().ask(question, "died", 60) is None
+    assert await harness.queue().ask(question, "died", 60) is None
     # The asking process is dead and has not withdrawn the question.
-    (shown,) = await desk.until_pending()
-    await desk.queue().decide(shown.id, NO, digest=shown.digest, actor=ADMIN)
+    (shown,) = await harness.until_pending()
+    await harness.queue().decide(shown.id, NO, digest=shown.digest, actor=ADMIN)
     async with asyncio.timeout(SOON_S):
-        assert await QueueApprover(desk.queue()).decide(build_request()) == dataclasses.replace(
+        assert await QueueApprover(harness.queue()).decide(build_request()) == dataclasses.replace(
             NO, digest=question.digest
         )
-    assert (await desk.queue().pending(ADMIN)).questions == ()
+    assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
-async def test_a_question_that_is_asked_again_is_one_question_that_waits_anew(desk: Desk) -> None:
-    queue, question = desk.queue(), build_question()
+async def test_a_question_that_is_asked_again_is_one_question_that_waits_anew(harness: Harness) -> None:
+    queue, question = harness.queue(), build_question()
     await queue.ask(question, "first", 10)
     (before,) = (await queue.pending(ADMIN)).questions
     await queue.ask(question, "second", 60)
@@ -124,8 +124,8 @@ async def test_a_question_that_is_asked_again_is_one_question_that_waits_anew(de
     assert after.expires_at - before.expires_at > 40
 
 
-async def test_one_that_lost_its_run_does_not_withdraw_what_the_next_has_asked_again(desk: Desk) -> None:
-    queue, question = desk.queue(), build_question()
+async def test_one_that_lost_its_run_does_not_withdraw_what_the_next_has_asked_again(harness: Harness) -> None:
+    queue, question = harness.queue(), build_question()
     await queue.ask(question, "first", 60)
     await queue.ask(question, "second", 60)
     await queue.withdraw(question, "first")
@@ -134,35 +134,39 @@ async def test_one_that_lost_its_run_does_not_withdraw_what_the_next_has_asked_a
     assert (await queue.pending(ADMIN)).questions == ()
 
 
-async def test_a_question_is_withdrawn_when_its_call_is_cancelled(desk: Desk) -> None:
-    deciding = asyncio.create_task(QueueApprover(desk.queue()).decide(build_request()))
-    (question,) = await desk.until_pending()
+async def test_a_question_is_withdrawn_when_its_call_is_cancelled(harness: Harness) -> None:
+    deciding = asyncio.create_task(QueueApprover(harness.queue()).decide(build_request()))
+    (question,) = await harness.until_pending()
     deciding.cancel()
     await asyncio.wait({deciding}, timeout=SOON_S)
     assert deciding.cancelled()
     with pytest.raises(QuestionOver):
-        await desk.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
-    assert (await desk.queue().pending(ADMIN)).questions == ()
+        await harness.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
+    assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
-async def test_a_question_without_an_answer_in_time_is_denied_and_cannot_be_answered_later(desk: Desk) -> None:
+async def test_a_question_without_an_answer_in_time_is_denied_and_cannot_be_answered_later(harness: Harness) -> None:
     call = build_call("bash_tool", command="git push --force")
-    result = await review(call, SHELL, QueueApprover(desk.queue()), tenant="acme", session="s1", run="run-1", ttl_s=0.3)
+    result = await review(
+        call, SHELL, QueueApprover(harness.queue()), tenant="acme", session="s1", run="run-1", ttl_s=0.3
+    )
     assert isinstance(result, ToolResult)
     assert "nobody answered within 0.3 s" in (result.error or "")
     question = build_question("git push --force")
     question = question.model_copy(update={"call": call})
-    assert (await desk.queue().pending(ADMIN)).questions == ()
-    known = [key async for key in desk.client.scan_iter("toolcrew:d:approval:*")]
+    assert (await harness.queue().pending(ADMIN)).questions == ()
+    known = [key async for key in harness.client.scan_iter("toolcrew:d:approval:*")]
     assert len(known) == 1
     with pytest.raises(QuestionOver):
-        await desk.queue().decide(known[0].decode().rsplit(":", 1)[1], YES, digest="", actor=ADMIN)
-    assert 0 < await desk.client.pttl(known[0]) <= queue_file.OVER_KEPT_S * 1000 + 1000
+        await harness.queue().decide(known[0].decode().rsplit(":", 1)[1], YES, digest="", actor=ADMIN)
+    assert 0 < await harness.client.pttl(known[0]) <= queue_file.OVER_KEPT_S * 1000 + 1000
 
 
-async def test_many_wait_by_one_look_and_each_hears_its_own_answer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_wait_by_one_look_and_each_hears_its_own_answer(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queue_file, "_AT_ONCE", 7)
-    queue, looks = desk.queue(), list[int]()
+    queue, looks = harness.queue(), list[int]()
 
     class Counting(ApprovalQueue):
         async def answers(self, ids):  # type: ignore[no-untyped-def]
@@ -172,10 +176,10 @@ async def test_many_wait_by_one_look_and_each_hears_its_own_answer(desk: Desk, m
     queue.__class__ = Counting
     approver = QueueApprover(queue)
     deciding = [asyncio.create_task(approver.decide(build_request(number=number))) for number in range(40)]
-    await desk.until_pending(40)
+    await harness.until_pending(40)
     for number in range(40):
         question = build_question(number=number)
-        await desk.queue().decide(
+        await harness.queue().decide(
             question.id, Decision(number % 2 == 0, str(number)), digest=question.digest, actor=ADMIN
         )
     async with asyncio.timeout(SOON_S):
@@ -184,7 +188,7 @@ async def test_many_wait_by_one_look_and_each_hears_its_own_answer(desk: Desk, m
     assert max(looks) > 1
 
 
-async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(desk: Desk) -> None:
+async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(harness: Harness) -> None:
     class Shaky(ApprovalQueue):
         failures = 3
 
@@ -201,51 +205,51 @@ async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(desk: D
             if self.failures >= 0:
                 raise BrokerUnavailable("Redis is away")
 
-    queue = desk.queue()
+    queue = harness.queue()
     queue.__class__ = Shaky
     deciding = asyncio.create_task(QueueApprover(queue).decide(build_request()))
-    (question,) = await desk.until_pending()
+    (question,) = await harness.until_pending()
     queue.failures = 3  # type: ignore[attr-defined]
     async with asyncio.timeout(SOON_S):
         # Failed polls have no event of ours.
         while queue.failures >= 0:  # type: ignore[attr-defined]  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    await desk.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
+    await harness.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
     async with asyncio.timeout(SOON_S):
         assert (await deciding).is_allowed
 
 
-async def test_who_begins_to_wait_as_the_last_one_stops_hears_the_answer(desk: Desk) -> None:
-    approver, question = QueueApprover(desk.queue()), build_question()
-    await desk.queue().ask(question, "somebody", SOON_S)
+async def test_who_begins_to_wait_as_the_last_one_stops_hears_the_answer(harness: Harness) -> None:
+    approver, question = QueueApprover(harness.queue()), build_question()
+    await harness.queue().ask(question, "somebody", SOON_S)
     first = asyncio.create_task(approver._answered("another"))
     await asyncio.sleep(0)  # It waits now.
     first.cancel()
     second = asyncio.create_task(approver._answered(question.id))
     await asyncio.gather(first, return_exceptions=True)
-    await desk.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
+    await harness.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
     async with asyncio.timeout(SOON_S):
         assert (await second).to_decision().is_allowed
 
 
-async def test_a_bug_in_the_look_ends_the_wait_instead_of_lasting_to_the_limit(desk: Desk) -> None:
+async def test_a_bug_in_the_look_ends_the_wait_instead_of_lasting_to_the_limit(harness: Harness) -> None:
     class Broken(ApprovalQueue):
         async def answers(self, ids):  # type: ignore[no-untyped-def]
             raise RuntimeError("a bug")
 
-    queue = desk.queue()
+    queue = harness.queue()
     queue.__class__ = Broken
     with pytest.raises(RuntimeError, match="a bug"):
         async with asyncio.timeout(SOON_S):
             await QueueApprover(queue).decide(build_request())
-    assert (await desk.queue().pending(ADMIN)).questions == ()
+    assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
 # Permissions to see and answer
 
 
-async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(desk: Desk) -> None:
-    queue = desk.queue()
+async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(harness: Harness) -> None:
+    queue = harness.queue()
     for tenant in ("acme", "other"):
         await queue.ask(build_question(tenant=tenant), "x", 60)
 
@@ -265,8 +269,8 @@ async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(desk: 
     assert refused.value.code is ErrorCode.PERMISSION_DENIED
 
 
-async def test_where_operators_answer_a_tenant_only_looks(desk: Desk) -> None:
-    queue, question = desk.queue(approvers="operator"), build_question()
+async def test_where_operators_answer_a_tenant_only_looks(harness: Harness) -> None:
+    queue, question = harness.queue(approvers="operator"), build_question()
     await queue.ask(question, "x", 60)
     assert (await queue.get(question.id, ACME)).question == question
     with pytest.raises(ToolFailure) as refused:
@@ -275,15 +279,15 @@ async def test_where_operators_answer_a_tenant_only_looks(desk: Desk) -> None:
     assert (await queue.decide(question.id, YES, digest=question.digest, actor=OPERATOR)).by == OPERATOR
 
 
-async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(desk: Desk) -> None:
-    queue, question = desk.queue(), build_question()
+async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(harness: Harness) -> None:
+    queue, question = harness.queue(), build_question()
     await queue.ask(question, "x", 60)
     with pytest.raises(OtherCall):
         await queue.decide(question.id, YES, digest="0" * 64, actor=ADMIN)
     await queue.decide(question.id, Decision(True, "fine", {"command": "ls"}), digest=question.digest, actor=OPERATOR)
     with pytest.raises(AlreadyAnswered):
         await queue.decide(question.id, NO, digest=question.digest, actor=ADMIN)
-    (kept,) = await desk.entries()
+    (kept,) = await harness.entries()
     entry = kept.entry
     assert (entry.actor, entry.action, entry.tenant, entry.target) == (OPERATOR, "approval.allow", "acme", question.id)
     assert entry.details == {
@@ -297,18 +301,18 @@ async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(des
 
 
 async def test_pages_are_whole_and_in_order_of_expiry_also_when_many_expire_at_once(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_file, "_AT_ONCE", 4)
-    queue = desk.queue()
+    queue = harness.queue()
     asked = [build_question(number=number) for number in range(30)]
     for at, question in enumerate(asked):
         await queue.ask(question, "x", 60 + at // 10)
     # Ten each at the very same moment: more than one look holds.
     for at, question in enumerate(asked):
         moment = 2_000_000_000_000 + at // 10
-        await desk.client.hset(f"toolcrew:d:approval:{question.id}", "expires_at", moment)
-        await desk.client.zadd("toolcrew:d:approvals", {question.id: moment})
+        await harness.client.hset(f"toolcrew:d:approval:{question.id}", "expires_at", moment)
+        await harness.client.zadd("toolcrew:d:approvals", {question.id: moment})
     found, cursor, pages = list[str](), None, 0
     while pages == 0 or cursor is not None:
         page = await queue.pending(ADMIN, cursor=cursor, limit=7)
@@ -320,20 +324,22 @@ async def test_pages_are_whole_and_in_order_of_expiry_also_when_many_expire_at_o
 @pytest.mark.parametrize(
     "cursor", ["", "x", "1", "-", f"x-{'0' * 32}", f"{'9' * 40}-{'0' * 32}", "1-2", f"٣-{'0' * 32}"]
 )
-async def test_what_is_no_cursor_is_refused(desk: Desk, cursor: str) -> None:
+async def test_what_is_no_cursor_is_refused(harness: Harness, cursor: str) -> None:
     with pytest.raises(ToolFailure) as refused:
-        await desk.queue().pending(ADMIN, cursor=cursor)
+        await harness.queue().pending(ADMIN, cursor=cursor)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_an_expired_question_vanishes_from_every_list(desk: Desk) -> None:
-    queue = desk.queue()
+async def test_an_expired_question_vanishes_from_every_list(harness: Harness) -> None:
+    queue = harness.queue()
     await queue.ask(build_question(number=1), "x", 0.01)
     await asyncio.sleep(0.05)
     assert (await queue.pending(ADMIN)).questions == ()
     await queue.ask(build_question(number=2), "x", 60)
     assert (
-        await desk.client.zcard("toolcrew:d:approvals") == await desk.client.zcard("toolcrew:d:t:acme:approvals") == 1
+        await harness.client.zcard("toolcrew:d:approvals")
+        == await harness.client.zcard("toolcrew:d:t:acme:approvals")
+        == 1
     )
 
 
@@ -347,9 +353,9 @@ async def test_the_id_of_a_question_is_known_beforehand_and_another_for_any_othe
     assert len(ids) == 5
 
 
-async def test_redis_away_is_reported_and_nothing_is_assumed(desk: Desk) -> None:
-    queue, question = desk.queue(), build_question()
-    await desk.client.set("toolcrew:d:approvals", "not a sorted set")
+async def test_redis_away_is_reported_and_nothing_is_assumed(harness: Harness) -> None:
+    queue, question = harness.queue(), build_question()
+    await harness.client.set("toolcrew:d:approvals", "not a sorted set")
     for work in (queue.ask(question, "x", 60), queue.pending(ADMIN)):
         with pytest.raises(BrokerUnavailable):
             await work
@@ -363,16 +369,16 @@ async def test_redis_away_is_reported_and_nothing_is_assumed(desk: Desk) -> None
     [("auto", AutoApprover), ("never", RefusingApprover), ("ask", QueueApprover), ("queue", QueueApprover)],
 )
 async def test_runs_that_ask_people_ask_the_queue_unless_the_operator_has_the_last_word(
-    desk: Desk, mode: str, kind: type
+    harness: Harness, mode: str, kind: type
 ) -> None:
     settings = OrchestratorSettings.model_validate({"approvals": mode, "deployment": "d"})
-    queue = desk.queue()
+    queue = harness.queue()
     assert isinstance(choose_people(settings, queue), kind)
     expected = RefusingApprover if mode == "ask" else kind
     assert isinstance(choose_pool_approver(settings, queue, is_interactive=False), expected)
 
 
-async def test_an_unknown_question_is_unknown(desk: Desk) -> None:
+async def test_an_unknown_question_is_unknown(harness: Harness) -> None:
     for id_ in ("0" * 32, "", "x", "..", "0" * 31 + "\n", "A" * 32, "٣" * 32):
         with pytest.raises(UnknownQuestion):
-            await desk.queue().get(id_, ADMIN)
+            await harness.queue().get(id_, ADMIN)

@@ -22,7 +22,7 @@ from orchestrator.runs.models import Models
 from orchestrator.settings import OrchestratorSettings
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
-from tests.item_ground import Made, build_run, echo_then, open_maker
+from tests.item_harness import Made, build_run, echo_then, open_maker
 
 
 @pytest.fixture
@@ -36,20 +36,20 @@ def warning(at: float = 1.0, message: str = FALLBACK_WARNING) -> BatchNotice:
 
 
 async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_batch(make: Made) -> None:
-    ground = make([*echo_then("one"), *echo_then("two")])
-    fallback = replace(ChosenModel(ground.model, capabilities=EVERYTHING), is_fallback=True)
-    ground.work._models = Models(OrchestratorSettings(deployment="d", redis_url=None), ground.pool, fallback)
-    await ground.submit(2, work=build_run().work)
-    for claim in await ground.queue.claim(2, ("acme", "b")):
-        await ground.worked(claim)
-    notes = [event for event in ground.run_events if isinstance(event, BatchNotice)]
+    harness = make([*echo_then("one"), *echo_then("two")])
+    fallback = replace(ChosenModel(harness.model, capabilities=EVERYTHING), is_fallback=True)
+    harness.work._models = Models(OrchestratorSettings(deployment="d", redis_url=None), harness.pool, fallback)
+    await harness.submit(2, work=build_run().work)
+    for claim in await harness.queue.claim(2, ("acme", "b")):
+        await harness.worked(claim)
+    notes = [event for event in harness.run_events if isinstance(event, BatchNotice)]
     assert [(note.message, note.is_warning) for note in notes] == [(FALLBACK_WARNING, True)]
 
 
 async def test_a_named_model_warns_of_nothing(make: Made) -> None:
-    ground = make(echo_then("one"))
-    await ground.worked(await ground.put(build_run()))
-    assert [event for event in ground.run_events if isinstance(event, BatchNotice)] == []
+    harness = make(echo_then("one"))
+    await harness.worked(await harness.put(build_run()))
+    assert [event for event in harness.run_events if isinstance(event, BatchNotice)] == []
 
 
 def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:

@@ -33,14 +33,14 @@ from store.run_log import RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.run_ground import RunGround, build_outcome
+from tests.run_harness import RunHarness, build_outcome
 from tests.waiting import wait_until_async
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[RunHarness]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        yield RunGround(client)
+        yield RunHarness(client)
 
 
 def write(folder: Path, *lines: str) -> Path:
@@ -68,58 +68,58 @@ def test_lines_that_name_paths_are_reported_when_they_are_handed_over(tmp_path: 
     assert text[2].strip().startswith("line 2: the workspace or")
 
 
-async def test_the_sdk_cannot_hand_over_paths_either(ground: RunGround, tmp_path: Path) -> None:
-    batches = Batches(ground.queue, BatchEventWriter(ground.client, "d"), "acme")
+async def test_the_sdk_cannot_hand_over_paths_either(harness: RunHarness, tmp_path: Path) -> None:
+    batches = Batches(harness.queue, BatchEventWriter(harness.client, "d"), "acme")
     file = load_lines(write(tmp_path, '{"id": "b", "instruction": "x", "workspace": "."}'))
     with pytest.raises(BadBatch, match=r"line 1: the workspace or"):
         await batches.submit(file, batch="b", is_detached=True)
-    assert await ground.client.keys() == []
+    assert await harness.client.keys() == []
 
 
-async def test_only_what_is_handed_over_is_taken_and_only_of_the_tenants_that_are_served(ground: RunGround) -> None:
-    await ground.submit(1, batch="kept", is_detached=False)
-    await ground.submit(1, batch="given")
-    await ground.submit(1, batch="theirs", tenant="zeta")
-    assert [claim.run for claim in await ground.queue.claim(9, None, ("zeta", "nobody"))] == ["theirs-1"]
-    assert [claim.run for claim in await ground.queue.claim(9)] == ["given-1"]
-    assert [claim.run for claim in await ground.queue.claim(9, ("acme", "kept"))] == ["kept-1"]
+async def test_only_what_is_handed_over_is_taken_and_only_of_the_tenants_that_are_served(harness: RunHarness) -> None:
+    await harness.submit(1, batch="kept", is_detached=False)
+    await harness.submit(1, batch="given")
+    await harness.submit(1, batch="theirs", tenant="zeta")
+    assert [claim.run for claim in await harness.queue.claim(9, None, ("zeta", "nobody"))] == ["theirs-1"]
+    assert [claim.run for claim in await harness.queue.claim(9)] == ["given-1"]
+    assert [claim.run for claim in await harness.queue.claim(9, ("acme", "kept"))] == ["kept-1"]
 
 
-async def test_who_submits_a_batch_again_decides_again_who_works_it(ground: RunGround, tmp_path: Path) -> None:
-    batches = Batches(ground.queue, BatchEventWriter(ground.client, "d"), "acme")
+async def test_who_submits_a_batch_again_decides_again_who_works_it(harness: RunHarness, tmp_path: Path) -> None:
+    batches = Batches(harness.queue, BatchEventWriter(harness.client, "d"), "acme")
     file = load_lines(write(tmp_path, '{"id": "a", "instruction": "x"}'))
     await batches.submit(file, batch="b", is_detached=True)
     await batches.submit(file, batch="b")
-    assert await ground.queue.claim(9) == []
+    assert await harness.queue.claim(9) == []
     await batches.submit(file, batch="b", is_detached=True)
-    assert len(await ground.queue.claim(9)) == 1
+    assert len(await harness.queue.claim(9)) == 1
 
 
-async def test_runs_of_dead_processes_that_must_wait_do_not_hide_runs_that_may_be_claimed(ground: RunGround) -> None:
-    await ground.submit(1100, batch="kept", is_detached=False, concurrency=2000)
-    held = [claim for _ in range(6) for claim in await ground.queue.claim(200, ("acme", "kept"))]
+async def test_runs_of_dead_processes_that_must_wait_do_not_hide_runs_that_may_be_claimed(harness: RunHarness) -> None:
+    await harness.submit(1100, batch="kept", is_detached=False, concurrency=2000)
+    held = [claim for _ in range(6) for claim in await harness.queue.claim(200, ("acme", "kept"))]
     assert len(held) == 1100
-    await ground.submit(1, batch="given")
-    (dead,) = await ground.queue.claim(1)
-    await ground.client.zadd(
+    await harness.submit(1, batch="given")
+    (dead,) = await harness.queue.claim(1)
+    await harness.client.zadd(
         "toolcrew:d:runs:leases", {f"acme|{claim.run}": 1.0 for claim in held} | {"acme|given-1": 2.0}
     )
-    claimed = [claim.run for _ in range(2) for claim in await ground.other.claim(9)]
+    claimed = [claim.run for _ in range(2) for claim in await harness.other.claim(9)]
     assert claimed == [dead.run]
     # They wait for theirs, as they were.
-    assert (await ground.queue.counts("acme", "kept"))["waiting"] == 1100
-    assert not await ground.queue.give_back(held[0])
-    assert [claim.run for claim in await ground.other.claim(2, ("acme", "kept"))] == ["kept-1", "kept-2"]
+    assert (await harness.queue.counts("acme", "kept"))["waiting"] == 1100
+    assert not await harness.queue.give_back(held[0])
+    assert [claim.run for claim in await harness.other.claim(2, ("acme", "kept"))] == ["kept-1", "kept-2"]
 
 
 async def test_an_unreadable_record_is_left_to_another_release_and_blocks_nothing(
-    ground: RunGround, caplog: pytest.LogCaptureFixture
+    harness: RunHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await ground.submit(2)
-    await ground.client.hset("toolcrew:d:t:acme:run.b-1", "item", '{"of": "tomorrow"}')
-    assert [claim.run for claim in await ground.queue.claim(9)] == ["b-2"]
-    assert await ground.queue.claim(9) == []
-    assert await ground.client.hget("toolcrew:d:t:acme:run.b-1", "claim") == b""
+    await harness.submit(2)
+    await harness.client.hset("toolcrew:d:t:acme:run.b-1", "item", '{"of": "tomorrow"}')
+    assert [claim.run for claim in await harness.queue.claim(9)] == ["b-2"]
+    assert await harness.queue.claim(9) == []
+    assert await harness.client.hget("toolcrew:d:t:acme:run.b-1", "claim") == b""
     assert "run_not_readable" in caplog.text
     assert "tomorrow" not in caplog.text
 
@@ -155,10 +155,10 @@ class FakePool:
         self.abandoned.append((tenant, session))
 
 
-async def take(ground: RunGround, /, **fields: Any) -> tuple[RunClaim, Journal]:
-    await ground.submit(1, **fields)
-    (claim,) = await ground.queue.claim(1)
-    run_log = await RunLog.load(ground.client, "d", KEY, claim.attempt)
+async def take(harness: RunHarness, /, **fields: Any) -> tuple[RunClaim, Journal]:
+    await harness.submit(1, **fields)
+    (claim,) = await harness.queue.claim(1)
+    run_log = await RunLog.load(harness.client, "d", KEY, claim.attempt)
     return claim, Journal(run_log, lambda: None)
 
 
@@ -175,9 +175,9 @@ def service_of(pool: FakePool, models: Any = None) -> ServiceWork:
     ],
 )
 async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(
-    ground: RunGround, fields: ItemEnvironment, folder: str | None
+    harness: RunHarness, fields: ItemEnvironment, folder: str | None
 ) -> None:
-    claim, journal = await take(ground, environment=fields)
+    claim, journal = await take(harness, environment=fields)
     pool = FakePool(Tenants("acme"))
     outcome = await service_of(pool).work(claim, journal, BatchDefaults(artifacts=folder), lambda _: None)
     assert outcome.failure is not None
@@ -188,8 +188,8 @@ async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(
     )
 
 
-async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(ground: RunGround) -> None:
-    claim, journal = await take(ground)
+async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(harness: RunHarness) -> None:
+    claim, journal = await take(harness)
     await journal.note_opening("s1")
     pool = FakePool(Tenants("zeta"))
     outcome = await service_of(pool).work(claim, journal, BatchDefaults(), lambda _: None)
@@ -213,8 +213,8 @@ class UnservedService(ServiceWork, Unserved):
     """A service whose runs are `Unserved`."""
 
 
-async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_next_steps(ground: RunGround) -> None:
-    claim, journal = await take(ground)
+async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_next_steps(harness: RunHarness) -> None:
+    claim, journal = await take(harness)
     await journal.note_opening("s1")
     pool, events = FakePool(Tenants("acme")), list[RunEvent]()
     service = UnservedService(cast(Any, pool), cast(Any, None), cast(Any, None), None)
@@ -226,8 +226,8 @@ async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_n
     assert (len(events), pool.abandoned) == (1, [("acme", "s1")])
 
 
-async def test_a_service_starts_no_model_of_its_own_for_a_batch(ground: RunGround) -> None:
-    claim, journal = await take(ground)
+async def test_a_service_starts_no_model_of_its_own_for_a_batch(harness: RunHarness) -> None:
+    claim, journal = await take(harness)
     outcome = await service_of(FakePool(Tenants("acme"))).work(
         claim, journal, BatchDefaults(model="local"), lambda _: None
     )
@@ -253,19 +253,19 @@ class AskingService(ServiceWork, Asking):
     """A service whose runs ask for approval."""
 
 
-def asking_service(ground: RunGround) -> tuple[AskingService, Models]:
+def asking_service(harness: RunHarness) -> tuple[AskingService, Models]:
     settings = OrchestratorSettings.model_validate({"openai_base_url": "http://127.0.0.1:9/v1", "deployment": "d"})
     pool: Any = FakePool(Tenants("acme"))
-    pool.redis, pool.keys = ground.client, KEY
+    pool.redis, pool.keys = harness.client, KEY
     models = Models(settings, pool)
     service = AskingService(pool, cast(Any, None), models, None)
     service.may_end = asyncio.Event()
     return service, models
 
 
-async def test_models_without_number_that_batches_name_do_not_stay_open(ground: RunGround) -> None:
-    claim, journal = await take(ground)
-    service, models = asking_service(ground)
+async def test_models_without_number_that_batches_name_do_not_stay_open(harness: RunHarness) -> None:
+    claim, journal = await take(harness)
+    service, models = asking_service(harness)
     async with models:
 
         async def work(model: str) -> ItemOutcome:
@@ -279,9 +279,9 @@ async def test_models_without_number_that_batches_name_do_not_stay_open(ground: 
         assert (await held).failure is None
 
 
-async def test_a_model_that_is_refused_ends_the_item_that_names_it_and_not_the_service(ground: RunGround) -> None:
-    claim, journal = await take(ground)
-    service, models = asking_service(ground)
+async def test_a_model_that_is_refused_ends_the_item_that_names_it_and_not_the_service(harness: RunHarness) -> None:
+    claim, journal = await take(harness)
+    service, models = asking_service(harness)
     async with models:
         outcome = await service.work(claim, journal, BatchDefaults(model="refused"), lambda _: None)
     assert outcome.failure is not None
@@ -331,11 +331,11 @@ class Endless(ItemWork):
 class EndlessService(BatchService):
     """Batch service whose work never ends. It has no pool."""
 
-    def __init__(self, ground: RunGround, grace_s: float) -> None:
+    def __init__(self, harness: RunHarness, grace_s: float) -> None:
         super().__init__(
             OrchestratorSettings(redis_url=SecretStr("redis://:a-password@127.0.0.1:1/0")), 1, grace_s=grace_s
         )
-        self.ground = ground
+        self.harness = harness
         self.work = Endless(cast(Any, FakePool(Tenants("acme"))), cast(Any, None), cast(Any, None), None)
         self.work.begun = asyncio.Event()
 
@@ -344,19 +344,19 @@ class EndlessService(BatchService):
 
     @asynccontextmanager
     async def _runner(self, pool: Any) -> AsyncIterator[Runner]:
-        writer = BatchEventWriter(self.ground.client, "d")
+        writer = BatchEventWriter(self.harness.client, "d")
         yield Runner(
-            self.ground.client, "d", self.ground.queue, self.work, writer, self.concurrency, None, self.tenants
+            self.harness.client, "d", self.harness.queue, self.work, writer, self.concurrency, None, self.tenants
         )
 
 
 @pytest.mark.parametrize(("grace_s", "interrupts"), [(3600.0, 2), (0.0, 1)])
 async def test_a_service_gives_back_what_runs_when_it_is_reported_again_or_its_time_is_up(
-    ground: RunGround, grace_s: float, interrupts: int, caplog: pytest.LogCaptureFixture
+    harness: RunHarness, grace_s: float, interrupts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    await ground.submit(2)
-    service = EndlessService(ground, grace_s)
+    await harness.submit(2)
+    service = EndlessService(harness, grace_s)
     running = asyncio.create_task(service.run())
     async with asyncio.timeout(30):
         await service.work.begun.wait()
@@ -366,5 +366,5 @@ async def test_a_service_gives_back_what_runs_when_it_is_reported_again_or_its_t
             assert not running.done()
             service.interrupt()
         await running
-    assert await ground.queue.counts("acme", "b") == {"waiting": 2, "running": 0}
-    assert [claim.run for claim in await ground.other.claim(9)] == ["b-1", "b-2"]
+    assert await harness.queue.counts("acme", "b") == {"waiting": 2, "running": 0}
+    assert [claim.run for claim in await harness.other.claim(9)] == ["b-1", "b-2"]

@@ -16,12 +16,12 @@ from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchState
 from store.runs import AT_ONCE, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.run_ground import RunGround, build_item, build_outcome
+from tests.run_harness import RunHarness, build_item, build_outcome
 
 KINDS = (None, FailureKind.MODEL, FailureKind.INFRASTRUCTURE)
 
 
-class Ground(RunGround):
+class Harness(RunHarness):
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         super().__init__(client)
         self.batches = Batches(self.queue, BatchEventWriter(client, "d"), "acme")
@@ -35,81 +35,81 @@ class Ground(RunGround):
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        yield Ground(client)
+        yield Harness(client)
 
 
 def build_file(count: int, sha256: str = "a" * 64) -> BatchFile:
     return BatchFile(tuple(build_item(number) for number in range(1, count + 1)), sha256, 100, None)
 
 
-async def test_the_same_file_under_the_same_id_is_gone_on_with(ground: Ground) -> None:
-    assert await ground.batches.submit(build_file(3), batch="b") == "b"
-    await ground.end(*KINDS)
-    await ground.batches.submit(build_file(3), batch="b", concurrency=2, defaults=BatchDefaults(model="m"))
-    record = await ground.batches.status("b")
+async def test_the_same_file_under_the_same_id_is_gone_on_with(harness: Harness) -> None:
+    assert await harness.batches.submit(build_file(3), batch="b") == "b"
+    await harness.end(*KINDS)
+    await harness.batches.submit(build_file(3), batch="b", concurrency=2, defaults=BatchDefaults(model="m"))
+    record = await harness.batches.status("b")
     assert (record.state, record.total, record.concurrency, record.defaults.model) == (
         BatchState.IN_PROGRESS,
         3,
         2,
         "m",
     )
-    assert await ground.end(None, None) == ["item-3"]
-    assert (await ground.batches.status("b")).state is BatchState.COMPLETED
+    assert await harness.end(None, None) == ["item-3"]
+    assert (await harness.batches.status("b")).state is BatchState.COMPLETED
 
 
-async def test_a_submission_that_is_sent_again_begins_nothing_anew_and_changes_nothing(ground: Ground) -> None:
-    await ground.batches.submit(build_file(3), batch="b", defaults=BatchDefaults(model="m"), goes_on=False)
-    await ground.end(*KINDS)
-    before = await ground.batches.status("b")
+async def test_a_submission_that_is_sent_again_begins_nothing_anew_and_changes_nothing(harness: Harness) -> None:
+    await harness.batches.submit(build_file(3), batch="b", defaults=BatchDefaults(model="m"), goes_on=False)
+    await harness.end(*KINDS)
+    before = await harness.batches.status("b")
     assert before.state is BatchState.COMPLETED
-    await ground.batches.submit(
+    await harness.batches.submit(
         build_file(3), batch="b", concurrency=2, defaults=BatchDefaults(model="n"), goes_on=False
     )
-    assert await ground.batches.status("b") == before
-    assert await ground.end(None) == []
+    assert await harness.batches.status("b") == before
+    assert await harness.end(None) == []
 
 
-async def test_a_submission_that_is_sent_again_leaves_a_cancelled_batch_cancelled(ground: Ground) -> None:
-    await ground.batches.submit(build_file(3), batch="b", goes_on=False)
-    await forget_item(ground, "item-2")
-    await ground.batches.cancel("b")
-    await ground.batches.submit(build_file(3), batch="b", goes_on=False)
-    assert (await ground.batches.status("b")).state is not BatchState.IN_PROGRESS
-    assert await ground.end(None, None, None) == []
+async def test_a_submission_that_is_sent_again_leaves_a_cancelled_batch_cancelled(harness: Harness) -> None:
+    await harness.batches.submit(build_file(3), batch="b", goes_on=False)
+    await forget_item(harness, "item-2")
+    await harness.batches.cancel("b")
+    await harness.batches.submit(build_file(3), batch="b", goes_on=False)
+    assert (await harness.batches.status("b")).state is not BatchState.IN_PROGRESS
+    assert await harness.end(None, None, None) == []
 
 
-async def test_a_submission_that_broke_off_and_is_sent_again_is_completed(ground: Ground) -> None:
-    await ground.batches.submit(build_file(3), batch="b", goes_on=False)
-    await forget_item(ground, "item-2")
-    await ground.batches.submit(build_file(3), batch="b", goes_on=False)
-    assert sorted(await ground.end(None, None, None)) == ["item-1", "item-2", "item-3"]
+async def test_a_submission_that_broke_off_and_is_sent_again_is_completed(harness: Harness) -> None:
+    await harness.batches.submit(build_file(3), batch="b", goes_on=False)
+    await forget_item(harness, "item-2")
+    await harness.batches.submit(build_file(3), batch="b", goes_on=False)
+    assert sorted(await harness.end(None, None, None)) == ["item-1", "item-2", "item-3"]
 
 
-async def forget_item(ground: Ground, custom_id: str) -> None:
+async def forget_item(harness: Harness, custom_id: str) -> None:
     """Remove the item, as if the submission had stopped before its line."""
     run = run_id("acme", "b", custom_id)
-    await ground.client.delete(f"toolcrew:d:t:acme:run.{run}")
-    await ground.client.zrem("toolcrew:d:t:acme:batch.b:waiting", run)
-    await ground.client.lrem("toolcrew:d:t:acme:batch.b:items", 1, run)
+    await harness.client.delete(f"toolcrew:d:t:acme:run.{run}")
+    await harness.client.zrem("toolcrew:d:t:acme:batch.b:waiting", run)
+    await harness.client.lrem("toolcrew:d:t:acme:batch.b:items", 1, run)
 
 
-async def test_lines_that_a_broken_submission_left_out_are_added(ground: Ground) -> None:
-    await ground.batches.submit(build_file(3), batch="b")
-    await forget_item(ground, "item-2")
+async def test_lines_that_a_broken_submission_left_out_are_added(harness: Harness) -> None:
+    await harness.batches.submit(build_file(3), batch="b")
+    await forget_item(harness, "item-2")
     with pytest.raises(ToolFailure, match="submit the same file again"):
-        await ground.batches.resume("b")
-    await ground.batches.submit(build_file(3), batch="b")
-    assert sorted(await ground.end(*KINDS)) == ["item-1", "item-2", "item-3"]
+        await harness.batches.resume("b")
+    await harness.batches.submit(build_file(3), batch="b")
+    assert sorted(await harness.end(*KINDS)) == ["item-1", "item-2", "item-3"]
 
 
-async def test_another_file_under_the_same_id_is_refused_and_changes_nothing(ground: Ground) -> None:
-    await ground.batches.submit(build_file(2), batch="b")
+async def test_another_file_under_the_same_id_is_refused_and_changes_nothing(harness: Harness) -> None:
+    await harness.batches.submit(build_file(2), batch="b")
     with pytest.raises(ToolFailure, match="another file"):
-        await ground.batches.submit(build_file(3, "b" * 64), batch="b", concurrency=1)
-    record = await ground.batches.status("b")
-    assert (record.total, record.concurrency, await ground.batches.custom_ids("b")) == (
+        await harness.batches.submit(build_file(3, "b" * 64), batch="b", concurrency=1)
+    record = await harness.batches.status("b")
+    assert (record.total, record.concurrency, await harness.batches.custom_ids("b")) == (
         2,
         16,
         {f"item-{number}": run_id("acme", "b", f"item-{number}") for number in (1, 2)},
@@ -117,51 +117,53 @@ async def test_another_file_under_the_same_id_is_refused_and_changes_nothing(gro
 
 
 @pytest.mark.parametrize("name", ["a b", "", "x" * 65, "../b", "b|c"])
-async def test_what_is_no_id_is_refused(ground: Ground, name: str) -> None:
+async def test_what_is_no_id_is_refused(harness: Harness, name: str) -> None:
     with pytest.raises(ToolFailure, match="cannot be a batch's id"):
-        await ground.batches.submit(build_file(1), batch=name or "é")
-    assert await ground.client.keys("*") == []
+        await harness.batches.submit(build_file(1), batch=name or "é")
+    assert await harness.client.keys("*") == []
 
 
-async def test_only_the_asked_kinds_are_retried_and_a_second_time_there_is_nothing(ground: Ground) -> None:
-    await ground.batches.submit(build_file(3), batch="b")
-    await ground.end(*KINDS)
-    assert await ground.batches.resume("b", [FailureKind.TOOL]) == 0
-    assert await ground.batches.resume("b", [FailureKind.MODEL]) == 1
-    assert await ground.batches.resume("b", [FailureKind.MODEL]) == 0
-    assert await ground.end(None) == ["item-2"]
-    assert await ground.batches.resume("b", [FailureKind.MODEL]) == 0
-    assert (await ground.batches.status("b")).state is BatchState.COMPLETED
+async def test_only_the_asked_kinds_are_retried_and_a_second_time_there_is_nothing(harness: Harness) -> None:
+    await harness.batches.submit(build_file(3), batch="b")
+    await harness.end(*KINDS)
+    assert await harness.batches.resume("b", [FailureKind.TOOL]) == 0
+    assert await harness.batches.resume("b", [FailureKind.MODEL]) == 1
+    assert await harness.batches.resume("b", [FailureKind.MODEL]) == 0
+    assert await harness.end(None) == ["item-2"]
+    assert await harness.batches.resume("b", [FailureKind.MODEL]) == 0
+    assert (await harness.batches.status("b")).state is BatchState.COMPLETED
 
 
-async def test_a_submission_that_broke_off_can_be_cancelled_and_gone_on_with(ground: Ground) -> None:
-    await ground.batches.submit(build_file(1), batch="b")
-    await ground.client.hset("toolcrew:d:t:acme:batch.b", "total", "3")
-    assert await ground.end(None) == ["item-1"]
-    assert await ground.batches.cancel("b") == 0
-    assert (await ground.batches.status("b")).state is BatchState.CANCELLED
+async def test_a_submission_that_broke_off_can_be_cancelled_and_gone_on_with(harness: Harness) -> None:
+    await harness.batches.submit(build_file(1), batch="b")
+    await harness.client.hset("toolcrew:d:t:acme:batch.b", "total", "3")
+    assert await harness.end(None) == ["item-1"]
+    assert await harness.batches.cancel("b") == 0
+    assert (await harness.batches.status("b")).state is BatchState.CANCELLED
     # No item may start again: only the items that were never queued continue.
-    await ground.batches.submit(build_file(3), batch="b")
-    assert await ground.end(None, None) == ["item-2", "item-3"]
-    assert (await ground.batches.status("b")).state is BatchState.COMPLETED
+    await harness.batches.submit(build_file(3), batch="b")
+    assert await harness.end(None, None) == ["item-2", "item-3"]
+    assert (await harness.batches.status("b")).state is BatchState.COMPLETED
 
 
-async def test_items_that_redis_lost_are_worked_when_the_file_is_submitted_again(ground: Ground) -> None:
-    await ground.batches.submit(build_file(3), batch="b")
-    await ground.client.delete(*(f"toolcrew:d:t:acme:run.{run_id('acme', 'b', f'item-{line}')}" for line in (1, 2)))
-    assert await ground.end(None, None, None) == ["item-3"]
-    record = await ground.batches.status("b")
+async def test_items_that_redis_lost_are_worked_when_the_file_is_submitted_again(harness: Harness) -> None:
+    await harness.batches.submit(build_file(3), batch="b")
+    await harness.client.delete(*(f"toolcrew:d:t:acme:run.{run_id('acme', 'b', f'item-{line}')}" for line in (1, 2)))
+    assert await harness.end(None, None, None) == ["item-3"]
+    record = await harness.batches.status("b")
     assert (record.state, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 2)
-    await ground.batches.submit(build_file(3), batch="b")
-    assert (await ground.batches.status("b")).state is BatchState.IN_PROGRESS
-    assert await ground.end(None) == ["item-1"]
-    assert await ground.end(None) == ["item-2"]
-    record = await ground.batches.status("b")
+    await harness.batches.submit(build_file(3), batch="b")
+    assert (await harness.batches.status("b")).state is BatchState.IN_PROGRESS
+    assert await harness.end(None) == ["item-1"]
+    assert await harness.end(None) == ["item-2"]
+    record = await harness.batches.status("b")
     assert (record.state, record.succeeded, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 3, 0)
-    assert await ground.queue.count_items("acme", "b") == 3
+    assert await harness.queue.count_items("acme", "b") == 3
 
 
-async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_reported_and_adds_no_more(ground: Ground) -> None:
+async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_reported_and_adds_no_more(
+    harness: Harness,
+) -> None:
     file = build_file(2 * AT_ONCE)
 
     class Interrupted(RunQueue):
@@ -171,20 +173,20 @@ async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_reported_an
             await self.cancel(tenant, batch)
             return first + await super().add(tenant, batch, all_of_them)
 
-    batches = Batches(Interrupted(ground.client, "d", KEY), BatchEventWriter(ground.client, "d"), "acme")
+    batches = Batches(Interrupted(harness.client, "d", KEY), BatchEventWriter(harness.client, "d"), "acme")
     with pytest.raises(ToolFailure, match="submit the same file again with `--id b --tenant acme`") as failure:
         await batches.submit(file, batch="b")
     assert failure.value.code is ErrorCode.CANCELLED
-    record = await ground.batches.status("b")
+    record = await harness.batches.status("b")
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, AT_ONCE)
 
 
-async def test_a_cancellation_that_broke_off_before_it_ended_anything_can_be_gone_on_with(ground: Ground) -> None:
-    await ground.batches.submit(build_file(2), batch="b")
-    await ground.client.hset("toolcrew:d:t:acme:batch.b", "state", "cancelling")
-    assert await ground.batches.resume("b") == 0
-    assert await ground.end(None, None) == ["item-1", "item-2"]
-    assert (await ground.batches.status("b")).state is BatchState.COMPLETED
+async def test_a_cancellation_that_broke_off_before_it_ended_anything_can_be_gone_on_with(harness: Harness) -> None:
+    await harness.batches.submit(build_file(2), batch="b")
+    await harness.client.hset("toolcrew:d:t:acme:batch.b", "state", "cancelling")
+    assert await harness.batches.resume("b") == 0
+    assert await harness.end(None, None) == ["item-1", "item-2"]
+    assert (await harness.batches.status("b")).state is BatchState.COMPLETED
 
 
 async def test_runs_of_tenants_batches_and_items_are_never_the_same() -> None:

@@ -18,7 +18,7 @@ from tests.conftest import RedisProcess
 MOST = 4 * LEAST_CHARGE
 
 
-class Ground:
+class Harness:
     """Both sides' blobs in one Redis."""
 
     def __init__(self, server: RedisProcess, client: "redis.asyncio.Redis") -> None:
@@ -32,88 +32,88 @@ class Ground:
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ground]:
+async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
     monkeypatch.setattr(store.blobs, "TENANT_BLOB_BYTES", MOST)
     monkeypatch.setattr(blob_store, "ROOM_WAIT_S", 0)
     monkeypatch.setattr(blob_store, "RESULT_ROOM_WAIT_S", 0)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        ground = Ground(redis_server, client)
-        yield ground
-        ground.sync.close()
+        harness = Harness(redis_server, client)
+        yield harness
+        harness.sync.close()
 
 
 def check_refused(raised: pytest.ExceptionInfo[ToolFailure]) -> None:
     assert raised.value.code is ErrorCode.QUOTA_EXCEEDED
 
 
-async def test_both_sides_share_a_limit_for_each_tenant_and_pool(ground: Ground) -> None:
-    await ground.own.leave("acme", bytes(MOST // 2))
-    ground.workers.leave("acme", bytes(MOST // 2))
+async def test_both_sides_share_a_limit_for_each_tenant_and_pool(harness: Harness) -> None:
+    await harness.own.leave("acme", bytes(MOST // 2))
+    harness.workers.leave("acme", bytes(MOST // 2))
     with pytest.raises(ToolFailure) as refused:
-        await ground.own.leave("acme", b"x")
+        await harness.own.leave("acme", b"x")
     check_refused(refused)
     with pytest.raises(ToolFailure) as refused:
-        ground.workers.leave("acme", b"x")
+        harness.workers.leave("acme", b"x")
     check_refused(refused)
-    assert len(ground.keys()) == 2
-    ground.workers.leave("rival", bytes(MOST))
-    ground.web.leave("acme", bytes(MOST))
+    assert len(harness.keys()) == 2
+    harness.workers.leave("rival", bytes(MOST))
+    harness.web.leave("acme", bytes(MOST))
 
 
 @pytest.mark.parametrize("is_large", [False, True])
 async def test_a_blob_beyond_the_limit_leaves_nothing(
-    ground: Ground, is_large: bool, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
     monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
     with pytest.raises(ToolFailure) as refused:
-        await ground.own.leave("acme", bytes(MOST + 1))
+        await harness.own.leave("acme", bytes(MOST + 1))
     check_refused(refused)
     with pytest.raises(ToolFailure) as refused:
-        ground.workers.leave("acme", bytes(MOST + 1))
+        harness.workers.leave("acme", bytes(MOST + 1))
     check_refused(refused)
-    assert ground.keys() == []
-    assert await ground.own.leave("acme", bytes(MOST))
+    assert harness.keys() == []
+    assert await harness.own.leave("acme", bytes(MOST))
 
 
-async def test_what_was_read_dropped_or_has_expired_gives_its_room_back(ground: Ground) -> None:
+async def test_what_was_read_dropped_or_has_expired_gives_its_room_back(harness: Harness) -> None:
     for _ in range(3):
-        assert await ground.own.take("acme", ground.workers.leave("acme", bytes(MOST))) == bytes(MOST)
-        await ground.own.drop(await ground.own.leave("acme", bytes(MOST)))
+        assert await harness.own.take("acme", harness.workers.leave("acme", bytes(MOST))) == bytes(MOST)
+        await harness.own.drop(await harness.own.leave("acme", bytes(MOST)))
         # An instant in the past: it has expired.
-        ground.sync.pexpireat(ground.workers.leave("acme", bytes(MOST)), 1)
-    assert ground.keys() == []
-    assert ground.sync.hlen("toolcrew:d:t:acme:blob-sandbox.sizes") == 2
+        harness.sync.pexpireat(harness.workers.leave("acme", bytes(MOST)), 1)
+    assert harness.keys() == []
+    assert harness.sync.hlen("toolcrew:d:t:acme:blob-sandbox.sizes") == 2
 
 
-async def test_small_blobs_count_enough_that_there_are_few_of_them(ground: Ground) -> None:
+async def test_small_blobs_count_enough_that_there_are_few_of_them(harness: Harness) -> None:
     for _ in range(4):
-        await ground.own.leave("acme", b"x")
+        await harness.own.leave("acme", b"x")
     with pytest.raises(ToolFailure) as refused:
-        await ground.own.leave("acme", b"x")
+        await harness.own.leave("acme", b"x")
     check_refused(refused)
 
 
 async def test_a_call_waits_until_another_call_has_given_back_room(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blob_store, "ROOM_WAIT_S", 30)
-    refused, store = asyncio.Event(), ground.own._store
+    refused, store = asyncio.Event(), harness.own._store
 
     async def store_and_note(tenant: str, pool: BlobPool, key: str, data: bytes) -> bool:
         if not (is_stored := await store(tenant, pool, key, data)):
             refused.set()
         return is_stored
 
-    monkeypatch.setattr(ground.own, "_store", store_and_note)
-    first = await ground.own.leave("acme", bytes(MOST))
-    second = asyncio.create_task(ground.own.leave("acme", b"second"))
+    monkeypatch.setattr(harness.own, "_store", store_and_note)
+    first = await harness.own.leave("acme", bytes(MOST))
+    second = asyncio.create_task(harness.own.leave("acme", b"second"))
     await asyncio.wait_for(refused.wait(), 10)
     assert not second.done()
-    await ground.own.drop(first)
-    assert await ground.own.take("acme", await asyncio.wait_for(second, 10)) == b"second"
+    await harness.own.drop(first)
+    assert await harness.own.take("acme", await asyncio.wait_for(second, 10)) == b"second"
 
 
-async def test_the_list_of_sizes_expires_after_all_blobs(ground: Ground) -> None:
-    key = ground.workers.leave("acme", b"x", 3660)
-    assert ground.sync.ttl("toolcrew:d:t:acme:blob-sandbox.sizes") > ground.sync.ttl(key)
+async def test_the_list_of_sizes_expires_after_all_blobs(harness: Harness) -> None:
+    key = harness.workers.leave("acme", b"x", 3660)
+    assert harness.sync.ttl("toolcrew:d:t:acme:blob-sandbox.sizes") > harness.sync.ttl(key)

@@ -29,7 +29,7 @@ from tests.conftest import RedisProcess
 LIMITS = Budgets(cpu_s_per_day=10.0, tokens_per_month=1000, cost_per_day=2.0, stored_bytes_per_month=100)
 
 
-class Ground:
+class Harness:
     """A tenant `acme` with budgets, in two orchestrators, and a worker that reports what it used."""
 
     def __init__(self, server: RedisProcess, clients: list["redis.asyncio.Redis"]) -> None:
@@ -60,61 +60,63 @@ class Ground:
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
     clients = [redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) for _ in range(2)]
     with capture_logs():
-        opened = Ground(redis_server, clients)
+        opened = Harness(redis_server, clients)
         await opened.tenants.add("acme", TenantPolicy(budgets=LIMITS))
         yield opened
     for client in clients:
         await client.aclose()
 
 
-async def test_a_used_budget_refuses_calls_everywhere_and_warns_before(ground: Ground) -> None:
-    ground.use_cpu(7.9)
-    assert await ground.refusal() is None
-    assert await ground.notices() == []
-    ground.use_cpu(8.0)
-    assert await ground.refusal() is None
-    ground.use_cpu(10.0)
-    for tenants in (ground.tenants, ground.elsewhere, ground.tenants):
-        refusal = await ground.refusal(tenants)
+async def test_a_used_budget_refuses_calls_everywhere_and_warns_before(harness: Harness) -> None:
+    harness.use_cpu(7.9)
+    assert await harness.refusal() is None
+    assert await harness.notices() == []
+    harness.use_cpu(8.0)
+    assert await harness.refusal() is None
+    harness.use_cpu(10.0)
+    for tenants in (harness.tenants, harness.elsewhere, harness.tenants):
+        refusal = await harness.refusal(tenants)
         assert refusal is not None
         assert (refusal.code, refusal.metadata["budget"]) == (ErrorCode.BUDGET_EXCEEDED, "cpu_s_per_day")
         assert 0 < int(str(refusal.metadata["retry_after_s"])) <= DAY_S
         assert str(refusal.metadata["resets_at"]).endswith("T00:00:00Z")
-    assert await ground.notices() == [("budget.warn", "cpu_s_per_day"), ("budget.exceed", "cpu_s_per_day")]
+    assert await harness.notices() == [("budget.warn", "cpu_s_per_day"), ("budget.exceed", "cpu_s_per_day")]
     # Only what ends work is still allowed.
-    assert (await CallRules(ground.tenants).policy("acme", "session.close")).budgets == LIMITS
+    assert (await CallRules(harness.tenants).policy("acme", "session.close")).budgets == LIMITS
 
 
 @pytest.mark.parametrize(("tokens", "cost", "budget"), [(1000, 0.0, "tokens_per_month"), (1, 2.0, "cost_per_day")])
-async def test_tokens_and_cost_are_limited(ground: Ground, tokens: int, cost: float, budget: str) -> None:
-    await ground.reply(tokens, cost)
-    refusal = await ground.refusal()
+async def test_tokens_and_cost_are_limited(harness: Harness, tokens: int, cost: float, budget: str) -> None:
+    await harness.reply(tokens, cost)
+    refusal = await harness.refusal()
     assert refusal is not None
     assert refusal.metadata["budget"] == budget
 
 
-async def test_a_month_sums_its_days_and_a_day_begins_anew(ground: Ground) -> None:
-    now, before = (await ground.client.time())[0], f"{usage_prefix('d', 'acme')}"
-    await ground.client.hset(f"{before}{now // DAY_S - 1}", mapping={"cpu_us": 99_000_000, "stored_bytes": 100})
-    states = {state.name: state for state in await ground.tenants.budgets("acme")}
+async def test_a_month_sums_its_days_and_a_day_begins_anew(harness: Harness) -> None:
+    now, before = (await harness.client.time())[0], f"{usage_prefix('d', 'acme')}"
+    await harness.client.hset(f"{before}{now // DAY_S - 1}", mapping={"cpu_us": 99_000_000, "stored_bytes": 100})
+    states = {state.name: state for state in await harness.tenants.budgets("acme")}
     is_first_day = time.gmtime(now).tm_mday == 1
     assert states["cpu_s_per_day"].used == 0
     assert states["stored_bytes_per_month"].used == (0 if is_first_day else 100)
 
 
-async def test_a_higher_limit_is_in_force_at_once_here_and_after_the_copy_expires_elsewhere(ground: Ground) -> None:
-    ground.use_cpu(10.0)
-    assert await ground.refusal() is not None
-    await ground.tenants.change("acme", lambda policy: policy.model_copy(update={"budgets": Budgets(cpu_s_per_day=99)}))
-    await CallRules(ground.tenants).policy("acme", "bash_tool")
-    ground.elsewhere._cache.forget()
-    assert await ground.refusal(ground.elsewhere) is None
+async def test_a_higher_limit_is_in_force_at_once_here_and_after_the_copy_expires_elsewhere(harness: Harness) -> None:
+    harness.use_cpu(10.0)
+    assert await harness.refusal() is not None
+    await harness.tenants.change(
+        "acme", lambda policy: policy.model_copy(update={"budgets": Budgets(cpu_s_per_day=99)})
+    )
+    await CallRules(harness.tenants).policy("acme", "bash_tool")
+    harness.elsewhere._cache.forget()
+    assert await harness.refusal(harness.elsewhere) is None
 
 
-async def test_usage_is_read_once_for_many_calls(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_usage_is_read_once_for_many_calls(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, read = 0, BudgetStore.read
 
     async def counted(self: BudgetStore, *arguments: Any) -> Any:
@@ -124,17 +126,17 @@ async def test_usage_is_read_once_for_many_calls(ground: Ground, monkeypatch: py
 
     monkeypatch.setattr(BudgetStore, "read", counted)
     for _ in range(100):
-        await ground.tenants.check_budgets("acme")
+        await harness.tenants.check_budgets("acme")
     assert reads == 1
 
 
-async def test_a_run_ends_at_its_next_step(ground: Ground) -> None:
+async def test_a_run_ends_at_its_next_step(harness: Harness) -> None:
     model = ScriptedModel([Calls([("echo", {})], "first"), "never asked"])
-    billed = BilledModel(model, lambda: ground.tenants.check_budgets("acme"))
+    billed = BilledModel(model, lambda: harness.tenants.check_budgets("acme"))
 
     async def run_call(call: ToolCall) -> ToolResult:
-        ground.use_cpu(10.0)
-        ground.tenants._budgets._read.clear()
+        harness.use_cpu(10.0)
+        harness.tenants._budgets._read.clear()
         return ToolResult(call_id=call.id, name=call.name, success=True, output="did")
 
     agent = Agent(billed, NativeDialect(), [build_spec("echo")], run_call, options=ReActOptions(max_iterations=9))

@@ -26,23 +26,23 @@ from orchestrator.dispatch.call_events import CallEventListener, output_handler
 from store.call_events import WorkerCallEventStore, call_event_keys, wakes_key
 from store.connection import connect_once
 from tests.builders import KEY
-from tests.event_house import DEPLOYMENT, House, Screen, run_call
+from tests.event_harness import DEPLOYMENT, EventHarness, Screen, run_call
 from workers import call_events as writing
 from workers.call_events import CallEventWriter, NoCallEvents
 
 
-async def test_output_comes_in_order_and_whole_before_listening_ends(house: House) -> None:
+async def test_output_comes_in_order_and_whole_before_listening_ends(harness: EventHarness) -> None:
     screen = Screen()
 
     def work(writer: CallEventWriter) -> None:
         for number in range(500):
             writer.show("stdout", f"line {number}\n")
 
-    await house.hear(work, screen.show)
+    await harness.hear(work, screen.show)
     assert screen.text() == "".join(f"line {number}\n" for number in range(500))
 
 
-async def test_output_arrives_while_the_call_runs(house: House) -> None:
+async def test_output_arrives_while_the_call_runs(harness: EventHarness) -> None:
     shown, answered = asyncio.Event(), threading.Event()
 
     async def on_output(_: str, text: str) -> None:
@@ -52,8 +52,8 @@ async def test_output_arrives_while_the_call_runs(house: House) -> None:
         writer.show("stdout", "first")
         assert answered.wait(5)
 
-    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
-        running = asyncio.create_task(asyncio.to_thread(run_call, work, house.writer()))
+    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
+        running = asyncio.create_task(asyncio.to_thread(run_call, work, harness.writer()))
         async with asyncio.timeout(5):
             await shown.wait()
         assert not running.done()
@@ -61,7 +61,7 @@ async def test_output_arrives_while_the_call_runs(house: House) -> None:
         await running
 
 
-async def test_a_piece_that_nothing_follows_is_sent_by_itself(house: House) -> None:
+async def test_a_piece_that_nothing_follows_is_sent_by_itself(harness: EventHarness) -> None:
     """Fast pieces are collected, but the last piece must not wait until the call ends."""
     screen, seen, may_end = Screen(), asyncio.Event(), threading.Event()
 
@@ -75,31 +75,31 @@ async def test_a_piece_that_nothing_follows_is_sent_by_itself(house: House) -> N
         writer.show("stdout", "b")
         assert may_end.wait(5)
 
-    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
-        running = asyncio.create_task(asyncio.to_thread(run_call, work, house.writer()))
+    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
+        running = asyncio.create_task(asyncio.to_thread(run_call, work, harness.writer()))
         async with asyncio.timeout(5):
             await seen.wait()
         may_end.set()
         await running
 
 
-async def test_streams_keep_their_names_and_their_order(house: House) -> None:
+async def test_streams_keep_their_names_and_their_order(harness: EventHarness) -> None:
     screen = Screen()
 
     def work(writer: CallEventWriter) -> None:
         for stream, text in (("stdout", "1"), ("stderr", "2"), ("stderr", "3"), ("stdout", "4")):
             writer.show(stream, text)
 
-    await house.hear(work, screen.show)
+    await harness.hear(work, screen.show)
     assert "".join(text for _, text in screen.pieces) == "1234"
     assert (screen.text("stdout"), screen.text("stderr")) == ("14", "23")
 
 
-async def test_one_listener_hears_many_calls_and_mixes_nothing_up(house: House) -> None:
+async def test_one_listener_hears_many_calls_and_mixes_nothing_up(harness: EventHarness) -> None:
     screens = {f"call-{number}": Screen() for number in range(20)}
 
     async def one(call_id: str) -> None:
-        await house.hear(
+        await harness.hear(
             lambda writer: [writer.show("stdout", f"{call_id} {n};") for n in range(20)], screens[call_id].show, call_id
         )
 
@@ -108,21 +108,23 @@ async def test_one_listener_hears_many_calls_and_mixes_nothing_up(house: House) 
         assert screen.text() == "".join(f"{call_id} {n};" for n in range(20))
 
 
-async def test_calls_that_end_together_are_read_together(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_that_end_together_are_read_together(
+    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screens, round_trips, ended = [Screen() for _ in range(100)], list[int](), asyncio.Barrier(100)
-    open_pipeline = house.redis.pipeline
+    open_pipeline = harness.redis.pipeline
 
     async def one(number: int) -> None:
         handlers = {OUTPUT: output_handler(screens[number].show)}
-        async with house.events.listen("acme", f"call-{number}", handlers, 30) as reader:
+        async with harness.events.listen("acme", f"call-{number}", handlers, 30) as reader:
             assert reader is not None
             # No wake-up: what is still unread when the result comes.
-            house.plain.xadd(
+            harness.plain.xadd(
                 reader.keys.events, entry_fields(encode_event(OUTPUT, {"stream": "stdout", "text": str(number)}))
             )  # type: ignore[arg-type]
             if await ended.wait() == 0:
                 monkeypatch.setattr(
-                    house.redis, "pipeline", lambda **options: round_trips.append(1) or open_pipeline(**options)
+                    harness.redis, "pipeline", lambda **options: round_trips.append(1) or open_pipeline(**options)
                 )
 
     await asyncio.gather(*map(one, range(100)))
@@ -130,59 +132,59 @@ async def test_calls_that_end_together_are_read_together(house: House, monkeypat
     assert len(round_trips) < 50
 
 
-async def test_a_call_of_one_id_is_another_call_for_another_tenant(house: House) -> None:
+async def test_a_call_of_one_id_is_another_call_for_another_tenant(harness: EventHarness) -> None:
     mine, theirs = Screen(), Screen()
     async with (
-        house.events.listen("acme", "call-1", {OUTPUT: output_handler(mine.show)}, 30),
-        house.events.listen("evil", "call-1", {OUTPUT: output_handler(theirs.show)}, 30),
+        harness.events.listen("acme", "call-1", {OUTPUT: output_handler(mine.show)}, 30),
+        harness.events.listen("evil", "call-1", {OUTPUT: output_handler(theirs.show)}, 30),
     ):
-        await asyncio.to_thread(run_call, lambda writer: writer.show("stdout", "secret"), house.writer(tenant="acme"))
+        await asyncio.to_thread(run_call, lambda writer: writer.show("stdout", "secret"), harness.writer(tenant="acme"))
     assert (mine.text(), theirs.text()) == ("secret", "")
 
 
-async def test_nothing_is_left_in_redis_when_the_call_is_over(house: House) -> None:
-    await house.hear(lambda writer: writer.show("stdout", "x" * 100_000), Screen().show)
-    await house.events.close()
-    assert house.names() == []
+async def test_nothing_is_left_in_redis_when_the_call_is_over(harness: EventHarness) -> None:
+    await harness.hear(lambda writer: writer.show("stdout", "x" * 100_000), Screen().show)
+    await harness.events.close()
+    assert harness.names() == []
 
 
-async def test_a_cancelled_caller_leaves_nothing_and_its_worker_writes_nothing_more(house: House) -> None:
+async def test_a_cancelled_caller_leaves_nothing_and_its_worker_writes_nothing_more(harness: EventHarness) -> None:
     async def caller() -> None:
-        async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
+        async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
             listening.set()
             await asyncio.Event().wait()
 
-    listening, writer = asyncio.Event(), house.writer()
+    listening, writer = asyncio.Event(), harness.writer()
     task = asyncio.create_task(caller())
     await listening.wait()
     task.cancel()
     await asyncio.wait({task})
-    await house.events.close()
+    await harness.events.close()
 
     hidden = await asyncio.to_thread(run_call, lambda w: w.show("stdout", "late"), writer)
     assert hidden == 4
-    assert [key for key in house.names() if b":call:" in key] == []
+    assert [key for key in harness.names() if b":call:" in key] == []
 
 
-async def test_every_key_expires_by_itself_when_the_caller_dies(house: House) -> None:
-    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
-        await asyncio.to_thread(house.writer().show, "stdout", "x")
-        lives = [house.plain.ttl(key) for key in house.names()]
+async def test_every_key_expires_by_itself_when_the_caller_dies(harness: EventHarness) -> None:
+    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
+        await asyncio.to_thread(harness.writer().show, "stdout", "x")
+        lives = [harness.plain.ttl(key) for key in harness.names()]
     assert lives
     assert all(0 < int(str(ttl)) <= 100 for ttl in lives)
 
 
-async def test_a_slow_consumer_holds_the_writer_up_and_loses_nothing(house: House) -> None:
+async def test_a_slow_consumer_holds_the_writer_up_and_loses_nothing(harness: EventHarness) -> None:
     screen, longest = Screen(), 0
 
     async def on_output(stream: str, text: str) -> None:
         nonlocal longest
         await asyncio.sleep(0.001)
-        longest = max(longest, int(str(house.plain.xlen(call_event_keys(DEPLOYMENT, "acme", "call-1").events))))
+        longest = max(longest, int(str(harness.plain.xlen(call_event_keys(DEPLOYMENT, "acme", "call-1").events))))
         screen.show(stream, text)
 
     text = "".join(f"{number:06}\n" for number in range(150_000))
-    reader = await house.hear(lambda writer: writer.show("stdout", text), on_output)
+    reader = await harness.hear(lambda writer: writer.show("stdout", text), on_output)
     assert screen.text() == text
     # Pieces are at least half as large as they may be.
     assert longest <= 2 * MAX_WAITING_BYTES / MAX_PIECE_BYTES + 1
@@ -190,7 +192,7 @@ async def test_a_slow_consumer_holds_the_writer_up_and_loses_nothing(house: Hous
 
 
 async def test_a_consumer_that_stops_taking_costs_the_call_a_bounded_time_and_is_reported(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "STALL_S", 0.2)
     stuck = asyncio.Event()
@@ -198,45 +200,45 @@ async def test_a_consumer_that_stops_taking_costs_the_call_a_bounded_time_and_is
     async def on_output(_: str, text: str) -> None:
         await stuck.wait()
 
-    writer, text = house.writer(), "x" * 1_000_000
-    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
+    writer, text = harness.writer(), "x" * 1_000_000
+    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
         started = time.monotonic()
         hidden = await asyncio.to_thread(run_call, lambda w: w.show("stdout", text), writer)
         took = time.monotonic() - started
-        waiting = int(str(house.plain.xlen(call_event_keys(DEPLOYMENT, "acme", "call-1").events)))
+        waiting = int(str(harness.plain.xlen(call_event_keys(DEPLOYMENT, "acme", "call-1").events)))
         stuck.set()
     assert took < 1.5
     assert 1_000_000 - MAX_WAITING_BYTES <= hidden < 1_000_000
     assert waiting <= MAX_WAITING_EVENTS + 1
 
 
-async def test_many_small_pauses_do_not_add_up_for_ever(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_small_pauses_do_not_add_up_for_ever(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "MAX_PAUSE_S", 0.3)
 
     async def on_output(_: str, text: str) -> None:
         await asyncio.sleep(0.02)
 
     started = time.monotonic()
-    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
-        hidden = await asyncio.to_thread(run_call, lambda w: w.show("stdout", "x" * 2_000_000), house.writer())
+    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
+        hidden = await asyncio.to_thread(run_call, lambda w: w.show("stdout", "x" * 2_000_000), harness.writer())
     assert hidden > 0
     assert time.monotonic() - started < 3
 
 
-async def test_a_handler_that_raises_costs_neither_the_call_nor_the_others(house: House) -> None:
+async def test_a_handler_that_raises_costs_neither_the_call_nor_the_others(harness: EventHarness) -> None:
     screen = Screen()
 
     def broken(_: str, text: str) -> None:
         raise RuntimeError("a bug of the caller's")
 
     await asyncio.gather(
-        house.hear(lambda w: w.show("stdout", "a"), broken, "call-1"),
-        house.hear(lambda w: w.show("stdout", "b"), screen.show, "call-2"),
+        harness.hear(lambda w: w.show("stdout", "a"), broken, "call-1"),
+        harness.hear(lambda w: w.show("stdout", "b"), screen.show, "call-2"),
     )
     assert screen.text() == "b"
 
 
-async def test_entries_that_are_none_of_ours_are_skipped(house: House) -> None:
+async def test_entries_that_are_none_of_ours_are_skipped(harness: EventHarness) -> None:
     screen = Screen()
 
     def work(writer: CallEventWriter) -> None:
@@ -248,26 +250,26 @@ async def test_entries_that_are_none_of_ours_are_skipped(house: House) -> None:
             {"event": "[1]"},
             {"event": '{"kind":"A B"}'},
         ):
-            house.plain.xadd(key, fields)  # type: ignore[arg-type]
+            harness.plain.xadd(key, fields)  # type: ignore[arg-type]
         writer.show("stdout", "after")
 
-    await house.hear(work, screen.show)
+    await harness.hear(work, screen.show)
     assert screen.text() == "after"
 
 
-async def test_a_wake_up_for_a_call_without_a_listener_is_ignored(house: House) -> None:
+async def test_a_wake_up_for_a_call_without_a_listener_is_ignored(harness: EventHarness) -> None:
     screen = Screen()
 
     def work(writer: CallEventWriter) -> None:
-        house.plain.zadd(wakes_key(DEPLOYMENT, house.events.id), {b"\xff": 0, "acme:other": 1, "evil:call-1": 2})
+        harness.plain.zadd(wakes_key(DEPLOYMENT, harness.events.id), {b"\xff": 0, "acme:other": 1, "evil:call-1": 2})
         writer.show("stdout", "x")
 
-    await house.hear(work, screen.show)
+    await harness.hear(work, screen.show)
     assert screen.text() == "x"
 
 
 async def test_events_whose_wake_up_was_lost_come_before_the_result_after_however_long_a_silence(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestrator.dispatch.call_events.STALL_S", 0.1)
     screen = Screen()
@@ -277,31 +279,31 @@ async def test_events_whose_wake_up_was_lost_come_before_the_result_after_howeve
         writer._store._wakes = "another-process"
         writer.show("stdout", "x")
 
-    await house.hear(work, screen.show)
+    await harness.hear(work, screen.show)
     assert screen.text() == "x"
 
 
-async def test_a_call_is_received_once(house: House) -> None:
+async def test_a_call_is_received_once(harness: EventHarness) -> None:
     handlers = {OUTPUT: output_handler(Screen().show)}
     async with (
-        house.events.listen("acme", "call-1", handlers, 30) as first,
-        house.events.listen("acme", "call-1", handlers, 30) as again,
+        harness.events.listen("acme", "call-1", handlers, 30) as first,
+        harness.events.listen("acme", "call-1", handlers, 30) as again,
     ):
         assert first is not None
         assert again is None
-    other = CallEventListener(house.redis, DEPLOYMENT, KEY)
+    other = CallEventListener(harness.redis, DEPLOYMENT, KEY)
     async with (
-        house.events.listen("acme", "call-2", handlers, 30),
+        harness.events.listen("acme", "call-2", handlers, 30),
         other.listen("acme", "call-2", handlers, 30) as elsewhere,
     ):
         assert elsewhere is None
     await other.close()
 
 
-async def test_without_handlers_nothing_is_written_and_nothing_is_read(house: House) -> None:
-    async with house.events.listen("acme", "call-1", {}, 30) as reader:
+async def test_without_handlers_nothing_is_written_and_nothing_is_read(harness: EventHarness) -> None:
+    async with harness.events.listen("acme", "call-1", {}, 30) as reader:
         assert reader is None
-        assert house.names() == []
+        assert harness.names() == []
     events = NoCallEvents()
     events.show("stdout", "x")
     assert (events.is_watched, events.send(MODEL, {}), events.await_answer(9), events.close()) == (
@@ -310,7 +312,7 @@ async def test_without_handlers_nothing_is_written_and_nothing_is_read(house: Ho
         None,
         0,
     )
-    assert house.names() == []
+    assert harness.names() == []
 
 
 async def test_a_redis_that_is_away_costs_a_call_nothing_but_its_events() -> None:
@@ -331,14 +333,14 @@ async def test_a_redis_that_is_away_costs_a_call_nothing_but_its_events() -> Non
 
 
 async def test_what_comes_too_late_to_be_shown_is_counted_in_the_result(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestrator.dispatch.call_events.STALL_S", 0.1)
 
     async def on_output(_: str, text: str) -> None:
         await asyncio.Event().wait()
 
-    reader = await house.hear(lambda w: [w.show("stdout", "x" * 20_000) for _ in range(3)], on_output)
+    reader = await harness.hear(lambda w: [w.show("stdout", "x" * 20_000) for _ in range(3)], on_output)
     hidden = reader.note(build_result()).metadata[HIDDEN]
     assert hidden == 60_000
 
@@ -347,19 +349,21 @@ def build_result() -> ToolResult:
     return ToolResult(call_id="call-1", name="echo", success=True)
 
 
-async def test_a_function_that_gives_something_back_is_no_coroutine(house: House) -> None:
+async def test_a_function_that_gives_something_back_is_no_coroutine(harness: EventHarness) -> None:
     screen = Screen()
 
     def write(stream: str, text: str) -> int:
         screen.show(stream, text)
         return len(text)
 
-    await house.hear(lambda writer: [writer.send(OUTPUT, {"stream": "stdout", "text": text}) for text in "abc"], write)
+    await harness.hear(
+        lambda writer: [writer.send(OUTPUT, {"stream": "stdout", "text": text}) for text in "abc"], write
+    )
     assert screen.text() == "abc"
 
 
-async def test_a_listener_that_is_closed_in_the_middle_of_a_call_does_not_hold_it(house: House) -> None:
-    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
-        await house.events.close()
-    async with house.events.listen("acme", "call-2", {OUTPUT: output_handler(Screen().show)}, 30) as reader:
+async def test_a_listener_that_is_closed_in_the_middle_of_a_call_does_not_hold_it(harness: EventHarness) -> None:
+    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
+        await harness.events.close()
+    async with harness.events.listen("acme", "call-2", {OUTPUT: output_handler(Screen().show)}, 30) as reader:
         assert reader is None

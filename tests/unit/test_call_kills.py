@@ -47,7 +47,7 @@ class Pool:
     dispatcher: Any
 
 
-class Ground:
+class Harness:
     """One deployment, with calls that the test makes by hand."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
@@ -76,12 +76,12 @@ class Ground:
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ground]:
+async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
     monkeypatch.setattr(call_monitor, "KILLS_EVERY_S", 0.02)
     monkeypatch.setattr(control_module, "LOOKUP_S", 1.0)
     monkeypatch.setattr(control_module, "REPEAT_ORDER_S", 0.1)
     client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
-    opened = Ground(client)
+    opened = Harness(client)
     await opened.monitor.start()
     with capture_logs():
         yield opened
@@ -106,47 +106,47 @@ async def wait_for_ever() -> ToolResult:
 
 
 async def test_a_queued_call_is_forbidden_and_its_caller_learns_at_once_the_actor_and_the_reason(
-    ground: Ground,
+    harness: Harness,
 ) -> None:
-    await ground.note()
-    call = asyncio.create_task(ground.monitor.watch("acme", "c1", wait_for_ever()))
-    killed = await ground.control.kill("acme", "c1", ANNE, "it runs away")
+    await harness.note()
+    call = asyncio.create_task(harness.monitor.watch("acme", "c1", wait_for_ever()))
+    killed = await harness.control.kill("acme", "c1", ANNE, "it runs away")
     assert (killed.record.state, killed.record.code, killed.was_over) == (CallState.FORBIDDEN, "CANCELLED", False)
     with pytest.raises(ToolFailure, match="killed by anne: it runs away; the call had not begun") as failure:
         await asyncio.wait_for(call, SOON_S)
     assert failure.value.code is ErrorCode.CANCELLED
-    assert ground.orders.sent_orders == []
+    assert harness.orders.sent_orders == []
 
 
-async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_never_begins(ground: Ground) -> None:
-    call = asyncio.create_task(ground.monitor.watch("acme", "c1", wait_for_ever()))
-    killed = await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
+async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_never_begins(harness: Harness) -> None:
+    call = asyncio.create_task(harness.monitor.watch("acme", "c1", wait_for_ever()))
+    killed = await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
     assert killed.record.state is CallState.FORBIDDEN
     with pytest.raises(ToolFailure, match="killed by anne"):
         await asyncio.wait_for(call, SOON_S)
-    assert await ground.state() == "forbidden"
+    assert await harness.state() == "forbidden"
 
 
-async def test_an_unknown_call_is_reported_at_once_and_its_order_stays(ground: Ground) -> None:
+async def test_an_unknown_call_is_reported_at_once_and_its_order_stays(harness: Harness) -> None:
     began = asyncio.get_running_loop().time()
     with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
-        await ground.control.kill("acme", "c1", ANNE, lookup_s=0.0)
+        await harness.control.kill("acme", "c1", ANNE, lookup_s=0.0)
     assert asyncio.get_running_loop().time() - began < control_module.LOOKUP_S
-    assert await ground.audited() == []
+    assert await harness.audited() == []
     # A call that its program was about to make also never starts.
     with pytest.raises(ToolFailure, match="killed by anne"):
-        await asyncio.wait_for(ground.monitor.watch("acme", "c1", wait_for_ever()), SOON_S)
+        await asyncio.wait_for(harness.monitor.watch("acme", "c1", wait_for_ever()), SOON_S)
 
 
-async def test_a_call_that_runs_is_ended_where_it_runs(ground: Ground) -> None:
-    await ground.note(state="running", holder="host.b.b2/w1")
-    killed = await ground.control.kill("acme", "c1", ANNE, "enough")
+async def test_a_call_that_runs_is_ended_where_it_runs(harness: Harness) -> None:
+    await harness.note(state="running", holder="host.b.b2/w1")
+    killed = await harness.control.kill("acme", "c1", ANNE, "enough")
     assert (killed.record.state, killed.record.code, killed.record.killed) == (
         CallState.DONE,
         "CANCELLED",
         "the call was killed by anne: enough",
     )
-    [(order, route)] = ground.orders.sent_orders
+    [(order, route)] = harness.orders.sent_orders
     assert (order.name, order.arguments, route) == (
         "session.cancel",
         {"call_id": "c1"},
@@ -154,34 +154,34 @@ async def test_a_call_that_runs_is_ended_where_it_runs(ground: Ground) -> None:
     )
 
 
-async def test_the_order_is_repeated_until_the_call_has_ended(ground: Ground) -> None:
+async def test_the_order_is_repeated_until_the_call_has_ended(harness: Harness) -> None:
     """The order may reach the host before the call does."""
-    await ground.note(state="running", holder="host.b.b2/w1")
+    await harness.note(state="running", holder="host.b.b2/w1")
 
     async def third_time(order: ToolCall) -> None:
-        if len(ground.orders.sent_orders) == 3:
-            await ground.note(state="done", code="CANCELLED")
+        if len(harness.orders.sent_orders) == 3:
+            await harness.note(state="done", code="CANCELLED")
 
-    ground.orders.obey = third_time
-    await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
-    assert len(ground.orders.sent_orders) == 3
+    harness.orders.obey = third_time
+    await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
+    assert len(harness.orders.sent_orders) == 3
 
 
-async def test_a_call_that_will_not_end_is_said_to_be_one(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_will_not_end_is_said_to_be_one(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_module, "END_TIMEOUT_S", 0.2)
-    await ground.note(state="running", holder="host.b.b2/w1")
+    await harness.note(state="running", holder="host.b.b2/w1")
 
     async def ignore(order: ToolCall) -> None:
         """Ignore the order, as a lost host does."""
 
-    ground.orders.obey = ignore
+    harness.orders.obey = ignore
     with pytest.raises(OperatorError, match="was killed but still runs"):
-        await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
+        await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
 
 
-async def test_the_result_of_a_killed_call_names_the_actor_and_the_reason(ground: Ground) -> None:
-    await ground.note(state="done", killed="the call was killed by anne: enough")
-    result = await ground.monitor.watch("acme", "c1", result_of(ErrorCode.CANCELLED, output="so far"))
+async def test_the_result_of_a_killed_call_names_the_actor_and_the_reason(harness: Harness) -> None:
+    await harness.note(state="done", killed="the call was killed by anne: enough")
+    result = await harness.monitor.watch("acme", "c1", result_of(ErrorCode.CANCELLED, output="so far"))
     assert (result.error_code, result.error, result.output) == (
         ErrorCode.CANCELLED,
         "the call was killed by anne: enough; killed",
@@ -189,138 +189,140 @@ async def test_the_result_of_a_killed_call_names_the_actor_and_the_reason(ground
     )
 
 
-async def test_a_program_of_a_session_that_was_killed_has_failed_too(ground: Ground) -> None:
-    await ground.note(state="done", killed="the call was killed by anne")
-    result = await ground.monitor.watch("acme", "c1", result_of(metadata={"cancelled": True, "returncode": -15}))
+async def test_a_program_of_a_session_that_was_killed_has_failed_too(harness: Harness) -> None:
+    await harness.note(state="done", killed="the call was killed by anne")
+    result = await harness.monitor.watch("acme", "c1", result_of(metadata={"cancelled": True, "returncode": -15}))
     assert (result.success, result.error_code) == (False, ErrorCode.CANCELLED)
 
 
 @pytest.mark.parametrize("code", [None, ErrorCode.TIMEOUT])
-async def test_a_call_that_ended_by_itself_just_then_has_its_own_result(ground: Ground, code: ErrorCode | None) -> None:
-    await ground.note(state="done", killed="the call was killed by anne")
-    result = await ground.monitor.watch("acme", "c1", result_of(code))
+async def test_a_call_that_ended_by_itself_just_then_has_its_own_result(
+    harness: Harness, code: ErrorCode | None
+) -> None:
+    await harness.note(state="done", killed="the call was killed by anne")
+    result = await harness.monitor.watch("acme", "c1", result_of(code))
     assert (result.error_code, "anne" in (result.error or "")) == (code, False)
 
 
-async def test_who_loses_its_host_while_it_is_killed_is_still_reported_that_it_may_have_acted(ground: Ground) -> None:
-    await ground.note(state="unknown", killed="the call was killed by anne")
+async def test_who_loses_its_host_while_it_is_killed_is_still_reported_that_it_may_have_acted(harness: Harness) -> None:
+    await harness.note(state="unknown", killed="the call was killed by anne")
 
     async def lose() -> ToolResult:
         raise DeliveryFailed(ErrorCode.OUTCOME_UNKNOWN, "its host is gone")
 
     with pytest.raises(DeliveryFailed, match="killed by anne; its host is gone") as failure:
-        await ground.monitor.watch("acme", "c1", lose())
+        await harness.monitor.watch("acme", "c1", lose())
     assert failure.value.code is ErrorCode.OUTCOME_UNKNOWN
 
 
-async def test_a_call_that_runs_is_left_to_its_host_by_the_program_that_waits_for_it(ground: Ground) -> None:
-    await ground.note(state="running", holder="host.b.b2/w1")
+async def test_a_call_that_runs_is_left_to_its_host_by_the_program_that_waits_for_it(harness: Harness) -> None:
+    await harness.note(state="running", holder="host.b.b2/w1")
     ended = asyncio.Event()
 
     async def serve() -> ToolResult:
         await ended.wait()
         return await result_of(ErrorCode.CANCELLED)
 
-    call = asyncio.create_task(ground.monitor.watch("acme", "c1", serve()))
+    call = asyncio.create_task(harness.monitor.watch("acme", "c1", serve()))
     await asyncio.sleep(0)
-    await ground.kills.kill(KillOrder(tenant="acme", call="c1", by="anne"))
-    await ground.monitor.find_kills()
+    await harness.kills.kill(KillOrder(tenant="acme", call="c1", by="anne"))
+    await harness.monitor.find_kills()
     assert not call.done()
     ended.set()
     assert "killed by anne" in str((await call).error)
 
 
-async def test_a_killed_call_is_not_sent_again_when_its_host_is_lost(ground: Ground) -> None:
-    await ground.note(state="lost")
-    ledger = CallStore(ground.client, "d")
-    assert (await ground.control.kill("acme", "c1", ANNE)).record.state is CallState.LOST
+async def test_a_killed_call_is_not_sent_again_when_its_host_is_lost(harness: Harness) -> None:
+    await harness.note(state="lost")
+    ledger = CallStore(harness.client, "d")
+    assert (await harness.control.kill("acme", "c1", ANNE)).record.state is CallState.LOST
     assert await ledger.renew("acme", "c1", 1) is False
-    await ground.note("c2", state="lost")
+    await harness.note("c2", state="lost")
     assert await ledger.renew("acme", "c2", 1) is True
 
 
-async def test_calls_of_the_same_id_of_other_tenants_go_on(ground: Ground) -> None:
+async def test_calls_of_the_same_id_of_other_tenants_go_on(harness: Harness) -> None:
     """The attacker's aim: to end another tenant's call by its id."""
-    await ground.note(tenant="bolt")
-    other = asyncio.create_task(ground.monitor.watch("bolt", "c1", wait_for_ever()))
+    await harness.note(tenant="bolt")
+    other = asyncio.create_task(harness.monitor.watch("bolt", "c1", wait_for_ever()))
     await asyncio.sleep(0)
     with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
-        await ground.control.kill("acme", "c1", ANNE)
-    assert (await ground.state(tenant="bolt"), other.done()) == ("queued", False)
+        await harness.control.kill("acme", "c1", ANNE)
+    assert (await harness.state(tenant="bolt"), other.done()) == ("queued", False)
     other.cancel()
     await asyncio.gather(other, return_exceptions=True)
 
 
 @pytest.mark.parametrize("call_id", ["never-was", "", "x" * 65, "c1:events", "*", "c1\n"])
-async def test_of_a_call_that_is_none_nothing_is_noted(ground: Ground, call_id: str) -> None:
+async def test_of_a_call_that_is_none_nothing_is_noted(harness: Harness, call_id: str) -> None:
     with pytest.raises(ToolFailure) as refused:
-        await ground.control.kill("acme", call_id, ANNE)
+        await harness.control.kill("acme", call_id, ANNE)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
-    assert [await ground.audited(), await ground.client.exists(call_key("d", "acme", call_id))] == [[], 0]
+    assert [await harness.audited(), await harness.client.exists(call_key("d", "acme", call_id))] == [[], 0]
 
 
-async def test_a_call_that_has_ended_is_said_to_have(ground: Ground) -> None:
-    await ground.note(state="done", code="TIMEOUT")
-    killed = await ground.control.kill("acme", "c1", ANNE)
+async def test_a_call_that_has_ended_is_said_to_have(harness: Harness) -> None:
+    await harness.note(state="done", code="TIMEOUT")
+    killed = await harness.control.kill("acme", "c1", ANNE)
     assert (killed.was_over, killed.record.code, killed.record.killed) == (True, "TIMEOUT", "")
-    assert await ground.audited() == []
+    assert await harness.audited() == []
 
 
-async def test_each_kill_stands_in_the_audit_once(ground: Ground) -> None:
-    await ground.note()
-    await ground.note("c2", state="running", holder="host.b.b2/w1")
+async def test_each_kill_stands_in_the_audit_once(harness: Harness) -> None:
+    await harness.note()
+    await harness.note("c2", state="running", holder="host.b.b2/w1")
     for call in ("c1", "c1", "c2", "c2"):
-        await ground.control.kill("acme", call, ANNE, "enough")
-    entries = await ground.audited()
+        await harness.control.kill("acme", call, ANNE, "enough")
+    entries = await harness.audited()
     assert [(one["action"], one["target"], one["tenant"], one["details"]["reason"]) for one in entries] == [
         ("call.kill", "c1", "acme", "enough"),
         ("call.kill", "c2", "acme", "enough"),
     ]
 
 
-async def test_a_program_that_is_stopped_itself_is_not_reported_a_kill(ground: Ground) -> None:
-    call = asyncio.create_task(ground.monitor.watch("acme", "c1", wait_for_ever()))
+async def test_a_program_that_is_stopped_itself_is_not_reported_a_kill(harness: Harness) -> None:
+    call = asyncio.create_task(harness.monitor.watch("acme", "c1", wait_for_ever()))
     await asyncio.sleep(0)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
 
 
-async def test_a_task_goes_on_after_its_call_was_killed(ground: Ground) -> None:
+async def test_a_task_goes_on_after_its_call_was_killed(harness: Harness) -> None:
     """The cancellation is the kill's own and leaves nothing behind."""
 
     async def work() -> str:
         with pytest.raises(ToolFailure):
-            await ground.monitor.watch("acme", "c1", wait_for_ever())
+            await harness.monitor.watch("acme", "c1", wait_for_ever())
         await asyncio.sleep(0)
         task = asyncio.current_task()
         return f"went on {task.cancelling() if task is not None else None}"
 
     running = asyncio.create_task(work())
-    await asyncio.wait_for(ground.control.kill("acme", "c1", ANNE), SOON_S)
+    await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
     assert await asyncio.wait_for(running, SOON_S) == "went on 0"
 
 
-async def test_no_orders_are_read_when_there_are_no_calls(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_orders_are_read_when_there_are_no_calls(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(since: float) -> list[Any]:
         raise AssertionError(since)
 
-    await ground.monitor.watch("acme", "c1", result_of())
-    monkeypatch.setattr(ground.kills, "recent_kills", refuse)
-    await ground.monitor.find_kills()
+    await harness.monitor.watch("acme", "c1", result_of())
+    monkeypatch.setattr(harness.kills, "recent_kills", refuse)
+    await harness.monitor.find_kills()
 
 
-async def test_the_orders_are_few_however_many_are_given(ground: Ground) -> None:
+async def test_the_orders_are_few_however_many_are_given(harness: Harness) -> None:
     """The attacker's aim: to fill Redis, and to flood every program with orders."""
     for number in range(1100):
-        await ground.kills.kill(KillOrder(tenant="acme", call=f"c{number}", by="anne"))
-    assert await ground.client.zcard(kills_key("d")) == 1000
-    assert await ground.client.ttl(kills_key("d")) > 0
+        await harness.kills.kill(KillOrder(tenant="acme", call=f"c{number}", by="anne"))
+    assert await harness.client.zcard(kills_key("d")) == 1000
+    assert await harness.client.ttl(kills_key("d")) > 0
 
 
-async def test_what_is_no_order_is_passed_over(ground: Ground) -> None:
-    await ground.client.zadd(kills_key("d"), {b"\xff{": 1.0, b'{"tenant": "acme", "call": "c1"}': 2.0})
-    assert await ground.kills.recent_kills(0.0) == []
+async def test_what_is_no_order_is_passed_over(harness: Harness) -> None:
+    await harness.client.zadd(kills_key("d"), {b"\xff{": 1.0, b'{"tenant": "acme", "call": "c1"}': 2.0})
+    assert await harness.kills.recent_kills(0.0) == []
 
 
 async def test_a_redis_that_is_away_is_reported_and_kills_nothing() -> None:

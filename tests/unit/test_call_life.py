@@ -27,7 +27,7 @@ from tests.conftest import RedisProcess
 TASK = "0123456789ab-c1.1.acme"
 
 
-class Ground:
+class Harness:
     """One deployment, with calls that the test makes by hand."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
@@ -68,9 +68,9 @@ class Ground:
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
     client = redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5)
-    yield Ground(client)
+    yield Harness(client)
     await client.aclose()
 
 
@@ -85,10 +85,10 @@ def build_result(**fields: Any) -> ToolResult:
     return ToolResult(**{**plain, **fields})
 
 
-async def test_a_call_that_waits_for_a_slot_reports_how_many_go_before_it(ground: Ground) -> None:
+async def test_a_call_that_waits_for_a_slot_reports_how_many_go_before_it(harness: Harness) -> None:
     for number in range(7):
-        await ground.wait_for_slot(f"c{number}")
-    reply = (await ground.lives.find("c6", "acme")).to_json()
+        await harness.wait_for_slot(f"c{number}")
+    reply = (await harness.lives.find("c6", "acme")).to_json()
     assert (reply["state"], reply["waits_in"], reply["queue"], reply["tool"]) == (
         "waiting",
         "admission",
@@ -99,12 +99,12 @@ async def test_a_call_that_waits_for_a_slot_reports_how_many_go_before_it(ground
     assert (reply["ahead"], reply["waiting"]) == (3, 4)
 
 
-async def test_a_call_in_the_queue_reports_how_many_are_taken_before_it(ground: Ground) -> None:
+async def test_a_call_in_the_queue_reports_how_many_are_taken_before_it(harness: Harness) -> None:
     for number in range(250):
-        await ground.queue(f"c{number}")
-    await ground.note("c0", task="0123456789ab-c0.1.acme")
-    await ground.note("c249", task="0123456789ab-c249.1.acme")
-    first, last = await ground.lives.find("c0", "acme"), await ground.lives.find("c249", "acme")
+        await harness.queue(f"c{number}")
+    await harness.note("c0", task="0123456789ab-c0.1.acme")
+    await harness.note("c249", task="0123456789ab-c249.1.acme")
+    first, last = await harness.lives.find("c0", "acme"), await harness.lives.find("c249", "acme")
     assert [
         (life.waiting.where, life.waiting.ahead, life.waiting.waiting) for life in (first, last) if life.waiting
     ] == [
@@ -113,20 +113,22 @@ async def test_a_call_in_the_queue_reports_how_many_are_taken_before_it(ground: 
     ]
 
 
-async def test_a_call_that_a_worker_has_just_taken_is_not_said_to_stand_anywhere(ground: Ground) -> None:
-    await ground.queue("c2")
-    await ground.note()
-    waiting = (await ground.lives.find("c1", "acme")).waiting
+async def test_a_call_that_a_worker_has_just_taken_is_not_said_to_stand_anywhere(harness: Harness) -> None:
+    await harness.queue("c2")
+    await harness.note()
+    waiting = (await harness.lives.find("c1", "acme")).waiting
     assert waiting is not None
     assert (waiting.ahead, waiting.waiting) == (None, 1)
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-async def test_a_running_call_reports_its_worker_and_whether_that_still_reports(ground: Ground, is_there: bool) -> None:
-    await ground.note(state="running", holder="host.a.b1/w1", queued_at=100.0, started_at=100.5)
+async def test_a_running_call_reports_its_worker_and_whether_that_still_reports(
+    harness: Harness, is_there: bool
+) -> None:
+    await harness.note(state="running", holder="host.a.b1/w1", queued_at=100.0, started_at=100.5)
     if is_there:
-        await ground.client.set(host_key("d", "host.a.b1"), "{}")
-    reply = (await ground.lives.find("c1", "acme")).to_json()
+        await harness.client.set(host_key("d", "host.a.b1"), "{}")
+    reply = (await harness.lives.find("c1", "acme")).to_json()
     assert (reply["host"], reply["worker"], reply["is_held"], reply["queued_s"], reply["run_s"]) == (
         "a",
         "w1",
@@ -136,20 +138,20 @@ async def test_a_running_call_reports_its_worker_and_whether_that_still_reports(
     )
 
 
-async def test_a_call_reports_of_its_session_its_task_and_its_page_in_flower(ground: Ground) -> None:
-    await SessionStore(ground.client, "d").open("acme", "s1", "host.a.b1", start="{}", ttl_s=60, limit=10)
-    await ground.note(state="done")
-    reply = (await ground.lives.find("c1", "acme")).to_json()
+async def test_a_call_reports_of_its_session_its_task_and_its_page_in_flower(harness: Harness) -> None:
+    await SessionStore(harness.client, "d").open("acme", "s1", "host.a.b1", start="{}", ttl_s=60, limit=10)
+    await harness.note(state="done")
+    reply = (await harness.lives.find("c1", "acme")).to_json()
     assert (reply["place"]["state"], reply["place"]["host"], reply["place"]["generation"]) == ("open", "a", 1)
     assert (reply["task"], reply["flower_url"]) == (TASK, f"https://flower.example/f/task/{TASK}")
 
 
-async def test_what_is_kept_of_its_result_is_reported_without_its_output(ground: Ground) -> None:
+async def test_what_is_kept_of_its_result_is_reported_without_its_output(harness: Harness) -> None:
     kill = KillReport(signalled=3, survivors=0, method="tree", ms=1.0)
     sandbox = SandboxInfo(id="b0x", generation=2, rebuilt=True, news="private")
-    await ground.note(state="done")
-    await ground.keep(build_result(output="private", kill=kill, sandbox=sandbox, clocks=Clocks(run_s=2.0)))
-    reply = (await ground.lives.find("c1", "acme")).to_json()["result"]
+    await harness.note(state="done")
+    await harness.keep(build_result(output="private", kill=kill, sandbox=sandbox, clocks=Clocks(run_s=2.0)))
+    reply = (await harness.lives.find("c1", "acme")).to_json()["result"]
     assert (reply["kill"]["signalled"], reply["sandbox"]["generation"], reply["clocks"]["run_s"], reply["error"]) == (
         3,
         2,
@@ -159,7 +161,7 @@ async def test_what_is_kept_of_its_result_is_reported_without_its_output(ground:
     assert "private" not in json.dumps(reply)
 
 
-async def test_a_result_that_lies_beside_its_message_is_found(ground: Ground) -> None:
+async def test_a_result_that_lies_beside_its_message_is_found(harness: Harness) -> None:
     key = blob_key("d", "acme", "sandbox", "r1")
     kept: dict[str, bytes] = {}
 
@@ -168,10 +170,10 @@ async def test_a_result_that_lies_beside_its_message_is_found(ground: Ground) ->
         return key
 
     encoded = encode_result(build_result(output="x" * 100_000), keep, ResultSeal(KEY, "acme"))
-    await ground.client.set(key, kept[key])
-    await ground.client.set(result_key(TASK), json.dumps({"status": "SUCCESS", "result": encoded}))
-    await ground.note(state="done")
-    result = (await ground.lives.find("c1", "acme")).result
+    await harness.client.set(key, kept[key])
+    await harness.client.set(result_key(TASK), json.dumps({"status": "SUCCESS", "result": encoded}))
+    await harness.note(state="done")
+    result = (await harness.lives.find("c1", "acme")).result
     assert result is not None
     assert len(result.output or "") == 100_000
 
@@ -181,9 +183,9 @@ async def test_a_result_that_lies_beside_its_message_is_found(ground: Ground) ->
     [("unknown", "OUTCOME_UNKNOWN", "may have acted"), ("lost", "HOST_LOST", "safe to send it again")],
 )
 async def test_a_lost_call_says_when_who_noticed_the_code_and_what_to_do(
-    ground: Ground, state: str, code: str, advice: str
+    harness: Harness, state: str, code: str, advice: str
 ) -> None:
-    await ground.note(
+    await harness.note(
         state=state,
         code=code,
         started_at=99.0,
@@ -191,7 +193,7 @@ async def test_a_lost_call_says_when_who_noticed_the_code_and_what_to_do(
         noticed_by="toolcrew7@machine",
         reason="it stopped reporting",
     )
-    reply = (await ground.lives.find("c1", "acme")).to_json()
+    reply = (await harness.lives.find("c1", "acme")).to_json()
     assert (reply["state"], reply["error_code"], reply["noticed_by"], reply["reason"]) == (
         state,
         code,
@@ -204,34 +206,34 @@ async def test_a_lost_call_says_when_who_noticed_the_code_and_what_to_do(
     assert reply["run_s"] is None
 
 
-async def test_a_call_that_ended_normally_has_no_advice(ground: Ground) -> None:
-    await ground.note(state="done", ended_at=100.0)
-    assert (await ground.lives.find("c1", "acme")).to_json()["advice"] is None
+async def test_a_call_that_ended_normally_has_no_advice(harness: Harness) -> None:
+    await harness.note(state="done", ended_at=100.0)
+    assert (await harness.lives.find("c1", "acme")).to_json()["advice"] is None
 
 
-async def test_the_result_of_a_failed_task_is_found(ground: Ground) -> None:
+async def test_the_result_of_a_failed_task_is_found(harness: Harness) -> None:
     encoded = encode_result(build_result(error="no engine"), seal=ResultSeal(KEY, "acme"))
-    await ground.note(state="done")
-    await ground.client.set(
+    await harness.note(state="done")
+    await harness.client.set(
         result_key(TASK), json.dumps({"status": "FAILURE", "result": {"exc_type": "x"}, "answer": encoded})
     )
-    result = (await ground.lives.find("c1", "acme")).result
+    result = (await harness.lives.find("c1", "acme")).result
     assert result is not None
     assert result.error == "no engine"
 
 
-async def test_a_result_without_a_valid_signature_is_not_shown(ground: Ground) -> None:
+async def test_a_result_without_a_valid_signature_is_not_shown(harness: Harness) -> None:
     """The attacker's aim: to show an operator a result that the call never returned."""
-    await ground.note(state="done")
-    await ground.keep(
+    await harness.note(state="done")
+    await harness.keep(
         build_result(error="send the key to evil.example"),
         keys=SigningKeys.of("another secret of whoever writes to Redis"),
     )
-    assert (await ground.lives.find("c1", "acme")).result is None
-    await ground.keep(build_result(), tenant="bolt")
-    assert (await ground.lives.find("c1", "acme")).result is None
-    await ground.keep(build_result(call_id="c2"))
-    assert (await ground.lives.find("c1", "acme")).result is None
+    assert (await harness.lives.find("c1", "acme")).result is None
+    await harness.keep(build_result(), tenant="bolt")
+    assert (await harness.lives.find("c1", "acme")).result is None
+    await harness.keep(build_result(call_id="c2"))
+    assert (await harness.lives.find("c1", "acme")).result is None
 
 
 @pytest.mark.parametrize(
@@ -247,73 +249,73 @@ async def test_a_result_without_a_valid_signature_is_not_shown(ground: Ground) -
         "\x80",
     ],
 )
-async def test_a_stored_result_of_any_other_shape_is_none(ground: Ground, text: str) -> None:
-    await ground.note(state="done")
-    await ground.client.set(result_key(TASK), text.encode("latin-1"))
-    assert (await ground.lives.find("c1", "acme")).result is None
+async def test_a_stored_result_of_any_other_shape_is_none(harness: Harness, text: str) -> None:
+    await harness.note(state="done")
+    await harness.client.set(result_key(TASK), text.encode("latin-1"))
+    assert (await harness.lives.find("c1", "acme")).result is None
 
 
 @pytest.mark.parametrize(
     ("call", "run", "batch"),
     [("r-1-2-0", "r-1", "b"), ("r-1-2-2-0", "r-1", "b"), ("r-1", "r-1", "b"), ("h-1-0", "h", None)],
 )
-async def test_a_call_of_a_run_reports_run_and_batch(ground: Ground, call: str, run: str, batch: str | None) -> None:
-    await ground.client.hset(run_key("d", "acme", "r-1"), "batch", "b")
-    await ground.client.hset(run_key("d", "acme", "h"), "batch", "@runs")
-    await ground.note(call, state="done")
-    life = await ground.lives.find(call, "acme")
+async def test_a_call_of_a_run_reports_run_and_batch(harness: Harness, call: str, run: str, batch: str | None) -> None:
+    await harness.client.hset(run_key("d", "acme", "r-1"), "batch", "b")
+    await harness.client.hset(run_key("d", "acme", "h"), "batch", "@runs")
+    await harness.note(call, state="done")
+    life = await harness.lives.find(call, "acme")
     assert (life.run, life.batch) == (run, batch)
 
 
-async def test_a_call_of_a_run_that_a_program_worked_by_itself_reports_the_run(ground: Ground) -> None:
-    await ground.note("0123456789abcdef-1-0", state="done")
-    assert (await ground.lives.find("0123456789abcdef-1-0", "acme")).run == "0123456789abcdef"
+async def test_a_call_of_a_run_that_a_program_worked_by_itself_reports_the_run(harness: Harness) -> None:
+    await harness.note("0123456789abcdef-1-0", state="done")
+    assert (await harness.lives.find("0123456789abcdef-1-0", "acme")).run == "0123456789abcdef"
 
 
-async def test_a_call_is_found_by_the_id_of_its_task(ground: Ground) -> None:
-    await ground.note(state="done")
-    assert (await ground.lives.find(TASK, None)).call == "c1"
+async def test_a_call_is_found_by_the_id_of_its_task(harness: Harness) -> None:
+    await harness.note(state="done")
+    assert (await harness.lives.find(TASK, None)).call == "c1"
     assert parse_task_id(TASK) == ("acme", "c1")
     assert [parse_task_id(text) for text in ("c1", "", "x-c1.1.acme", f"{TASK}\n", "0123456789ab-c:1.1.acme")] == [
         None
     ] * 5
 
 
-async def test_a_call_is_found_without_its_tenant_by_all_that_are_known(ground: Ground) -> None:
+async def test_a_call_is_found_without_its_tenant_by_all_that_are_known(harness: Harness) -> None:
     """The tenant may be registered, used by a session, the default tenant, or waiting for a slot."""
-    await ground.client.hset(tenants_key("d"), mapping={"acme": "{}", "#version": "v"})
-    await SessionStore(ground.client, "d").open("bolt", "s", "host.a.b1", start="{}", ttl_s=60, limit=10)
+    await harness.client.hset(tenants_key("d"), mapping={"acme": "{}", "#version": "v"})
+    await SessionStore(harness.client, "d").open("bolt", "s", "host.a.b1", start="{}", ttl_s=60, limit=10)
     for tenant in ("acme", "bolt", "default"):
-        await ground.note(f"of-{tenant}", tenant, state="done")
+        await harness.note(f"of-{tenant}", tenant, state="done")
     for number in range(5):
-        await ground.wait_for_slot(f"w{number}", "cyan")
-    found = [(await ground.lives.find(name, None)).tenant for name in ("of-acme", "of-bolt", "of-default", "w4")]
+        await harness.wait_for_slot(f"w{number}", "cyan")
+    found = [(await harness.lives.find(name, None)).tenant for name in ("of-acme", "of-bolt", "of-default", "w4")]
     assert found == ["acme", "bolt", "default", "cyan"]
 
 
-async def test_of_an_id_that_several_tenants_have_one_must_be_named(ground: Ground) -> None:
+async def test_of_an_id_that_several_tenants_have_one_must_be_named(harness: Harness) -> None:
     for tenant in ("acme", "default"):
-        await ground.client.hset(tenants_key("d"), tenant, "{}")
-        await ground.note("c1", tenant, state="done")
+        await harness.client.hset(tenants_key("d"), tenant, "{}")
+        await harness.note("c1", tenant, state="done")
     with pytest.raises(ToolFailure, match="several tenants have a call c1: select one with --tenant: acme, default"):
-        await ground.lives.find("c1", None)
+        await harness.lives.find("c1", None)
 
 
 @pytest.mark.parametrize("text", ["c1", TASK, "never-was", "", "../acme:call:c1", "c1\n", "*", "x" * 65])
-async def test_a_call_of_another_tenant_is_reported_as_unknown(ground: Ground, text: str) -> None:
+async def test_a_call_of_another_tenant_is_reported_as_unknown(harness: Harness, text: str) -> None:
     """The attacker's aim: to learn which ids exist."""
-    await ground.note(state="done")
+    await harness.note(state="done")
     with pytest.raises(ToolFailure, match="was not found") as refused:
-        await ground.lives.find(text, "bolt")
+        await harness.lives.find(text, "bolt")
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_the_terms_of_a_waiting_call_name_it(ground: Ground) -> None:
+async def test_the_terms_of_a_waiting_call_name_it(harness: Harness) -> None:
     """Programs also find the call through admission."""
-    admission = SharedAdmission(ground.client, "d")
+    admission = SharedAdmission(harness.client, "d")
     async with admission.slot(
         SlotRequest("acme", TenantPolicy(), "host.a.b1", "c9", "bash_tool", "interactive", 60.0, 30.0)
     ):
-        held = await ground.client.hvals("toolcrew:d:admission:held")
+        held = await harness.client.hvals("toolcrew:d:admission:held")
     await admission.aclose()
     assert [json.loads(text)["call"] for text in held] == ["c9"]

@@ -13,11 +13,11 @@ from contract.errors import EnvelopeRefused
 from orchestrator.dispatch.call_events import MAX_QUESTIONS, CallEventReader, output_handler
 from store import call_events as stored_events
 from store.call_events import call_event_keys
-from tests.event_house import DEPLOYMENT, House, Screen, run_call
+from tests.event_harness import DEPLOYMENT, EventHarness, Screen, run_call
 from workers.call_events import CallEventWriter
 
 
-async def test_a_question_is_answered_while_output_goes_on(house: House) -> None:
+async def test_a_question_is_answered_while_output_goes_on(harness: EventHarness) -> None:
     screen = Screen()
 
     async def on_question(event: CallEvent, reader: CallEventReader) -> None:
@@ -31,13 +31,13 @@ async def test_a_question_is_answered_while_output_goes_on(house: House) -> None
 
     answers: list[Any] = []
     handlers = {OUTPUT: output_handler(screen.show), MODEL: on_question}
-    async with house.events.listen("acme", "call-1", handlers, 30):
-        await asyncio.to_thread(run_call, work, house.writer())
+    async with harness.events.listen("acme", "call-1", handlers, 30):
+        await asyncio.to_thread(run_call, work, harness.writer())
     assert answers == [{"text": "who!"}]
     assert screen.text() == "before after"
 
 
-async def test_a_question_that_is_still_worked_on_ends_with_the_call(house: House) -> None:
+async def test_a_question_that_is_still_worked_on_ends_with_the_call(harness: EventHarness) -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def on_question(*_: Any) -> None:
@@ -47,8 +47,8 @@ async def test_a_question_that_is_still_worked_on_ends_with_the_call(house: Hous
         finally:
             ended.set()
 
-    async with house.events.listen("acme", "call-1", {MODEL: on_question}, 30):
-        writer = house.writer()
+    async with harness.events.listen("acme", "call-1", {MODEL: on_question}, 30):
+        writer = harness.writer()
         assert await asyncio.to_thread(writer.send, MODEL, {})
         async with asyncio.timeout(5):
             await begun.wait()
@@ -58,7 +58,7 @@ async def test_a_question_that_is_still_worked_on_ends_with_the_call(house: Hous
         await ended.wait()
 
 
-async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_nothing_up(house: House) -> None:
+async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_nothing_up(harness: EventHarness) -> None:
     screen, begun = Screen(), list[CallEvent]()
 
     async def on_question(event: CallEvent, _: CallEventReader) -> None:
@@ -70,8 +70,8 @@ async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_no
             writer.send(MODEL, {})
         writer.show("stdout", "done")
 
-    async with house.events.listen("acme", "call-1", {OUTPUT: output_handler(screen.show), MODEL: on_question}, 30):
-        await asyncio.to_thread(run_call, ask_and_leave, house.writer())
+    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(screen.show), MODEL: on_question}, 30):
+        await asyncio.to_thread(run_call, ask_and_leave, harness.writer())
         left = time.monotonic()
     assert time.monotonic() - left < 1
     assert screen.text() == "done"
@@ -79,15 +79,15 @@ async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_no
 
 
 async def test_who_waits_for_an_answer_of_a_caller_that_has_gone_is_reported_soon(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_events, "WAIT_SLICE_S", 0.1)
     started = time.monotonic()
-    assert await asyncio.to_thread(house.writer().await_answer, 30) is None
+    assert await asyncio.to_thread(harness.writer().await_answer, 30) is None
     assert time.monotonic() - started < 2
 
 
-async def test_an_answer_that_is_nonsense_is_refused(house: House) -> None:
-    house.plain.rpush(call_event_keys(DEPLOYMENT, "acme", "call-1").answers, b"[1]")
+async def test_an_answer_that_is_nonsense_is_refused(harness: EventHarness) -> None:
+    harness.plain.rpush(call_event_keys(DEPLOYMENT, "acme", "call-1").answers, b"[1]")
     with pytest.raises(EnvelopeRefused):
-        await asyncio.to_thread(house.writer().await_answer, 1)
+        await asyncio.to_thread(harness.writer().await_answer, 1)

@@ -50,7 +50,7 @@ class Watch:
 
 
 @dataclass
-class House:
+class Harness:
     """A transport, and the Redis that its worker sees."""
 
     transport: CeleryTransport
@@ -83,13 +83,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
     ours, theirs = (redis.asyncio.Redis.from_url(redis_server.url) for _ in range(2))
     hub = ResultHub(ours)
     await hub.start()
     watch: Any = Watch()
     transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), hub, watch, SharedClock())
-    yield House(transport, hub, watch, theirs)
+    yield Harness(transport, hub, watch, theirs)
     await transport.aclose()
     await close_hub(hub)
     await ours.aclose()
@@ -100,8 +100,8 @@ def attempt(*, start_in_s: float = 60.0, **fields: Any) -> Attempt:
     return build_attempt(**{"queue": QUEUE, "start_by": time.time() + start_in_s, "wait_s": SOON_S, **fields})
 
 
-def start(house: House, letter: Attempt) -> "asyncio.Task[Any]":
-    return asyncio.create_task(house.transport.deliver(letter))
+def start(harness: Harness, letter: Attempt) -> "asyncio.Task[Any]":
+    return asyncio.create_task(harness.transport.deliver(letter))
 
 
 def large(output: str = "x" * 100_000) -> tuple[Any, bytes]:
@@ -114,87 +114,87 @@ def large(output: str = "x" * 100_000) -> tuple[Any, bytes]:
     return encode_result(ToolResult(call_id="c1", name="x", success=True, output=output), keep), kept[0]
 
 
-async def test_the_call_is_watched_over_from_when_it_was_sent_until_it_has_ended(house: House) -> None:
-    waiting = start(house, attempt())
-    task_id = await house.taken()
-    await asyncio.wait_for(house.watch.is_over.wait(), SOON_S)
-    assert house.watch.watched == [task_id]
-    await house.answer(task_id, "done")
+async def test_the_call_is_watched_over_from_when_it_was_sent_until_it_has_ended(harness: Harness) -> None:
+    waiting = start(harness, attempt())
+    task_id = await harness.taken()
+    await asyncio.wait_for(harness.watch.is_over.wait(), SOON_S)
+    assert harness.watch.watched == [task_id]
+    await harness.answer(task_id, "done")
     assert await waiting == "done"
-    assert house.watch.watched == []
+    assert harness.watch.watched == []
 
 
-async def test_the_answer_of_a_failed_task_arrives_as_that_of_any_other(house: House) -> None:
-    waiting = start(house, attempt())
-    await house.answer(await house.taken(), {"exc_type": "CallNotServed"}, status="FAILURE", answer="done")
+async def test_the_answer_of_a_failed_task_arrives_as_that_of_any_other(harness: Harness) -> None:
+    waiting = start(harness, attempt())
+    await harness.answer(await harness.taken(), {"exc_type": "CallNotServed"}, status="FAILURE", answer="done")
     assert await waiting == "done"
 
 
-async def test_a_waiting_caller_learns_that_the_call_is_lost(house: House) -> None:
-    waiting = start(house, attempt())
-    house.hub.fail(await house.taken(), CallLost("its host is gone", has_started=True))
+async def test_a_waiting_caller_learns_that_the_call_is_lost(harness: Harness) -> None:
+    waiting = start(harness, attempt())
+    harness.hub.fail(await harness.taken(), CallLost("its host is gone", has_started=True))
     with pytest.raises(CallLost, match="its host is gone"):
         await waiting
 
 
-async def test_one_id_is_not_sent_twice_at_a_time_and_another_tenants_is(house: House) -> None:
-    waiting = start(house, attempt())
-    task_id = await house.taken()
+async def test_one_id_is_not_sent_twice_at_a_time_and_another_tenants_is(harness: Harness) -> None:
+    waiting = start(harness, attempt())
+    task_id = await harness.taken()
     with pytest.raises(DeliveryFailed, match="in use by a call in flight"):
-        await house.transport.deliver(attempt())
-    others = start(house, attempt(tenant="other"))
-    other_id = await house.taken()
-    await house.answer(other_id, "theirs")
-    await house.answer(task_id, "ours")
+        await harness.transport.deliver(attempt())
+    others = start(harness, attempt(tenant="other"))
+    other_id = await harness.taken()
+    await harness.answer(other_id, "theirs")
+    await harness.answer(task_id, "ours")
     assert [await waiting, await others] == ["ours", "theirs"]
 
 
-async def test_what_comes_late_of_one_attempt_is_not_taken_for_the_next(house: House) -> None:
-    first = start(house, attempt())
-    lost_id = await house.taken()
-    house.hub.fail(lost_id, CallLost("gone", has_started=True))
+async def test_what_comes_late_of_one_attempt_is_not_taken_for_the_next(harness: Harness) -> None:
+    first = start(harness, attempt())
+    lost_id = await harness.taken()
+    harness.hub.fail(lost_id, CallLost("gone", has_started=True))
     with pytest.raises(CallLost):
         await first
-    await house.note(state="queued", attempt=2)
-    second = start(house, attempt(number=2))
-    task_id = await house.taken()
-    await house.answer(lost_id, "late")
-    await house.answer(task_id, "in time")
+    await harness.note(state="queued", attempt=2)
+    second = start(harness, attempt(number=2))
+    task_id = await harness.taken()
+    await harness.answer(lost_id, "late")
+    await harness.answer(task_id, "in time")
     assert await second == "in time"
-    assert house.hub.dropped == 1
+    assert harness.hub.dropped == 1
 
 
-async def test_a_call_that_has_not_started_by_its_deadline_never_will(house: House) -> None:
+async def test_a_call_that_has_not_started_by_its_deadline_never_will(harness: Harness) -> None:
     with pytest.raises(DeliveryFailed, match="was not run") as failed:
-        await house.transport.deliver(attempt(start_in_s=0.0))
+        await harness.transport.deliver(attempt(start_in_s=0.0))
     assert failed.value.code is ErrorCode.TIMEOUT
-    assert await house.state() == CallState.FORBIDDEN
+    assert await harness.state() == CallState.FORBIDDEN
 
 
 @pytest.mark.parametrize("state", ["running", "done", "lost", "unknown"])
-async def test_a_call_that_has_started_by_its_deadline_is_awaited(house: House, state: str) -> None:
-    waiting = start(house, attempt(start_in_s=0.3))
-    task_id = await house.taken()
-    await house.note(state=state)
+async def test_a_call_that_has_started_by_its_deadline_is_awaited(harness: Harness, state: str) -> None:
+    waiting = start(harness, attempt(start_in_s=0.3))
+    task_id = await harness.taken()
+    await harness.note(state=state)
     finished, _ = await asyncio.wait({waiting}, timeout=0.6)
     assert not finished
-    await house.answer(task_id, "late, but there")
+    await harness.answer(task_id, "late, but there")
     assert await waiting == "late, but there"
 
 
-async def test_a_call_that_somebody_forbade_is_cancelled(house: House) -> None:
-    waiting = start(house, attempt(start_in_s=0.3))
-    await house.taken()
-    await house.note(state="forbidden")
+async def test_a_call_that_somebody_forbade_is_cancelled(harness: Harness) -> None:
+    waiting = start(harness, attempt(start_in_s=0.3))
+    await harness.taken()
+    await harness.note(state="forbidden")
     with pytest.raises(DeliveryFailed, match="was cancelled") as failed:
         await asyncio.wait_for(waiting, SOON_S)
     assert failed.value.code is ErrorCode.CANCELLED
 
 
-async def test_the_deadline_is_that_of_the_shared_clock(redis_server: RedisProcess, house: House) -> None:
+async def test_the_deadline_is_that_of_the_shared_clock(redis_server: RedisProcess, harness: Harness) -> None:
     """A host whose clock is a minute behind neither rejects a call too early nor waits a minute too long."""
     behind = SharedClock(lambda: time.time() - 60)
-    transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), house.hub, clock=behind)
+    transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), harness.hub, clock=behind)
     try:
         with pytest.raises(DeliveryFailed, match="was not run"):
             await asyncio.wait_for(transport.deliver(attempt(start_in_s=0.2)), SOON_S)
@@ -202,9 +202,11 @@ async def test_the_deadline_is_that_of_the_shared_clock(redis_server: RedisProce
         await transport.aclose()
 
 
-async def test_a_redis_that_is_away_at_the_deadline_is_asked_again(house: House, redis_server: RedisProcess) -> None:
-    waiting = start(house, attempt(start_in_s=0.3))
-    await house.taken()
+async def test_a_redis_that_is_away_at_the_deadline_is_asked_again(
+    harness: Harness, redis_server: RedisProcess
+) -> None:
+    waiting = start(harness, attempt(start_in_s=0.3))
+    await harness.taken()
     await asyncio.to_thread(redis_server.stop)
     await asyncio.sleep(0.5)
     assert not waiting.done()
@@ -213,19 +215,19 @@ async def test_a_redis_that_is_away_at_the_deadline_is_asked_again(house: House,
         await asyncio.wait_for(waiting, SOON_S)
 
 
-async def test_a_large_result_is_fetched_and_deleted(house: House) -> None:
+async def test_a_large_result_is_fetched_and_deleted(harness: Harness) -> None:
     encoded, record = large()
-    waiting = start(house, attempt())
-    task_id = await house.taken()
-    await house.server.set(blob_key("default", "acme", "sandbox", "b1"), record)
-    await house.answer(task_id, encoded)
+    waiting = start(harness, attempt())
+    task_id = await harness.taken()
+    await harness.server.set(blob_key("default", "acme", "sandbox", "b1"), record)
+    await harness.answer(task_id, encoded)
     assert decode_result(await waiting).output == "x" * 100_000
     async with asyncio.timeout(SOON_S):
-        while await house.server.exists(blob_key("default", "acme", "sandbox", "b1"), result_key(task_id)):  # noqa: ASYNC110
+        while await harness.server.exists(blob_key("default", "acme", "sandbox", "b1"), result_key(task_id)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-async def test_a_large_output_does_not_travel_through_the_subscription(house: House) -> None:
+async def test_a_large_output_does_not_travel_through_the_subscription(harness: Harness) -> None:
     encoded, _ = large("x" * 256 * 1024)
     assert len(json.dumps(encoded)) < 1024
 
@@ -239,33 +241,35 @@ async def test_a_large_output_does_not_travel_through_the_subscription(house: Ho
         "host.a.b00t",
     ],
 )
-async def test_reading_what_is_not_the_tenants_by_naming_it_in_a_result_does_not_work(house: House, key: str) -> None:
+async def test_reading_what_is_not_the_tenants_by_naming_it_in_a_result_does_not_work(
+    harness: Harness, key: str
+) -> None:
     """The aim: another tenant's bytes in one's own result, or the deletion of any key."""
     encoded, record = large()
-    waiting = start(house, attempt())
-    task_id = await house.taken()
-    await house.server.set(key, record)
-    await house.answer(task_id, {**encoded, "kept": [[[key]]]})
+    waiting = start(harness, attempt())
+    task_id = await harness.taken()
+    await harness.server.set(key, record)
+    await harness.answer(task_id, {**encoded, "kept": [[[key]]]})
     with pytest.raises(DeliveryFailed, match="record of another tenant") as failed:
         await waiting
     assert failed.value.code is ErrorCode.ENVELOPE_REFUSED
-    await house.hub.close()
-    assert await house.server.exists(key)
+    await harness.hub.close()
+    assert await harness.server.exists(key)
 
 
-async def test_a_result_whose_record_is_gone_is_said_to_be_lost(house: House) -> None:
+async def test_a_result_whose_record_is_gone_is_said_to_be_lost(harness: Harness) -> None:
     encoded, _ = large()
-    waiting = start(house, attempt())
-    await house.answer(await house.taken(), encoded)
+    waiting = start(harness, attempt())
+    await harness.answer(await harness.taken(), encoded)
     with pytest.raises(DeliveryFailed, match="Redis lost its result") as failed:
         await waiting
     assert failed.value.code is ErrorCode.OUTCOME_UNKNOWN
 
 
-async def test_nothing_is_left_in_redis_but_the_call_and_its_place_in_the_list(house: House) -> None:
-    waiting = start(house, attempt())
-    await house.answer(await house.taken(), "done")
+async def test_nothing_is_left_in_redis_but_the_call_and_its_place_in_the_list(harness: Harness) -> None:
+    waiting = start(harness, attempt())
+    await harness.answer(await harness.taken(), "done")
     await waiting
-    await house.hub.close()
+    await harness.hub.close()
     left = {call_key("default", "acme", "c1").encode(), tenant_calls_key("default", "acme").encode()}
-    assert set(await house.server.keys()) == left
+    assert set(await harness.server.keys()) == left

@@ -23,7 +23,7 @@ from orchestrator.terminal.output import RunPrinter
 from store.api_keys import ApiKeys
 from store.approvals import ApprovalQueue
 from store.tenants import RedisTenants
-from tests.approval_ground import build_question
+from tests.approval_harness import build_question
 from tests.conftest import RedisProcess
 
 Toolcrew = Callable[..., Result]

@@ -27,7 +27,7 @@ from store.approvals import ApprovalQueue
 from store.audit import Audit, Audited
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
-from tests.approval_ground import build_question
+from tests.approval_harness import build_question
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 

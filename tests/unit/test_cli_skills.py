@@ -13,7 +13,7 @@ from contract.specs import Catalog, seal_catalog
 from orchestrator.cli.main import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
-from tests.skill_ground import SHIPPED, write_skill
+from tests.skill_harness import SHIPPED, write_skill
 from workers.skills.loader import load_skills
 
 

@@ -86,7 +86,7 @@ class Fleet:
         """Close nothing."""
 
 
-class Ground:
+class Harness:
     def __init__(self, client: "redis.asyncio.Redis", *ends: Any) -> None:
         self.hosts = Hosts("a", "b")
         self.fleet = Fleet(client, *ends)
@@ -94,7 +94,7 @@ class Ground:
             "session.open", audience="session", idempotent=True, properties={"moved": {"type": "object"}}
         )
         pool = Pool(SessionStore(client, "d"), self.hosts, CallStore(client, "d"))
-        self.door = Dispatcher(
+        self.dispatcher = Dispatcher(
             self.fleet,
             TenantCatalog(StaticCatalog(SAFE, ACTS, opening, build_spec("session.close", audience="session"))),
             KEY,
@@ -105,12 +105,12 @@ class Ground:
 
     async def call(self, name: str) -> ToolResult:
         await self.open()
-        return await self.door.dispatch(Request(ToolCall(id="c1", name=name), "acme", "s1"))
+        return await self.dispatcher.dispatch(Request(ToolCall(id="c1", name=name), "acme", "s1"))
 
     async def open(self) -> None:
         """Open a session on one of the hosts. All hosts are alive."""
         await self.client.mset({host_key("d", queue): "a report" for queue in self.hosts.all})
-        assert (await self.door.open_session("acme", "s1", {})).success
+        assert (await self.dispatcher.open_session("acme", "s1", {})).success
 
     async def state(self) -> str:
         return str((await self.client.hget(call_key("d", "acme", "c1"), "state") or b"").decode())
@@ -125,92 +125,92 @@ def refusing(code: ErrorCode, message: str, **metadata: Any) -> Callable[[ToolCa
 async def test_a_lost_call_of_an_idempotent_tool_is_sent_again(
     client: "redis.asyncio.Redis", has_started: bool
 ) -> None:
-    ground = Ground(client, CallLost("gone", has_started=has_started))
-    result = await ground.call("safe")
+    harness = Harness(client, CallLost("gone", has_started=has_started))
+    result = await harness.call("safe")
     assert result.success
-    assert [context.attempt for _, context in ground.fleet.calls] == [1, 2]
-    assert len({call.id for call, _ in ground.fleet.calls}) == 1
+    assert [context.attempt for _, context in harness.fleet.calls] == [1, 2]
+    assert len({call.id for call, _ in harness.fleet.calls}) == 1
 
 
 async def test_it_is_sent_three_times_and_not_for_ever(client: "redis.asyncio.Redis") -> None:
-    ground = Ground(client, *(CallLost("gone", has_started=True) for _ in range(9)))
-    result = await ground.call("safe")
-    assert (result.error_code, len(ground.fleet.calls)) == (ErrorCode.OUTCOME_UNKNOWN, 3)
+    harness = Harness(client, *(CallLost("gone", has_started=True) for _ in range(9)))
+    result = await harness.call("safe")
+    assert (result.error_code, len(harness.fleet.calls)) == (ErrorCode.OUTCOME_UNKNOWN, 3)
     assert "attempt 3 of 3" in str(result.error)
-    assert await ground.state() == CallState.UNKNOWN
+    assert await harness.state() == CallState.UNKNOWN
 
 
 async def test_a_lost_call_of_any_other_tool_that_has_begun_is_reported_as_it_is(client: "redis.asyncio.Redis") -> None:
-    ground = Ground(client, CallLost("the host is gone", has_started=True))
-    result = await ground.call("acts")
-    assert (result.error_code, len(ground.fleet.calls)) == (ErrorCode.OUTCOME_UNKNOWN, 1)
+    harness = Harness(client, CallLost("the host is gone", has_started=True))
+    result = await harness.call("acts")
+    assert (result.error_code, len(harness.fleet.calls)) == (ErrorCode.OUTCOME_UNKNOWN, 1)
     assert "may or may not have acted" in str(result.error)
     assert "the host is gone" in str(result.error)
-    assert await ground.state() == CallState.UNKNOWN
+    assert await harness.state() == CallState.UNKNOWN
 
 
 async def test_a_lost_call_that_has_surely_not_begun_is_sent_again_whatever_its_tool(
     client: "redis.asyncio.Redis",
 ) -> None:
-    ground = Ground(client, CallLost("gone", has_started=False))
-    assert (await ground.call("acts")).success
-    assert [context.attempt for _, context in ground.fleet.calls] == [1, 2]
+    harness = Harness(client, CallLost("gone", has_started=False))
+    assert (await harness.call("acts")).success
+    assert [context.attempt for _, context in harness.fleet.calls] == [1, 2]
 
 
 async def test_a_call_that_is_lost_again_and_again_without_having_begun_was_not_run(
     client: "redis.asyncio.Redis",
 ) -> None:
-    ground = Ground(client, *(CallLost("the host is gone", has_started=False) for _ in range(9)))
-    result = await ground.call("acts")
-    assert (result.error_code, len(ground.fleet.calls)) == (ErrorCode.HOST_LOST, 3)
+    harness = Harness(client, *(CallLost("the host is gone", has_started=False) for _ in range(9)))
+    result = await harness.call("acts")
+    assert (result.error_code, len(harness.fleet.calls)) == (ErrorCode.HOST_LOST, 3)
     assert "was not run" in str(result.error)
-    assert await ground.state() == CallState.LOST
+    assert await harness.state() == CallState.LOST
 
 
 async def test_a_lost_call_that_could_go_nowhere_else_was_not_run_and_says_why(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locator, "SETTLE_S", 0.3)
-    ground = Ground(client, CallLost("the host is gone", has_started=False))
-    await ground.open()
-    for queue in list(ground.hosts.all):
-        await ground.hosts.lose(client, queue)
+    harness = Harness(client, CallLost("the host is gone", has_started=False))
+    await harness.open()
+    for queue in list(harness.hosts.all):
+        await harness.hosts.lose(client, queue)
         await client.delete(host_key("d", queue))
-    result = await ground.door.dispatch(Request(ToolCall(id="c1", name="acts"), "acme", "s1"))
+    result = await harness.dispatcher.dispatch(Request(ToolCall(id="c1", name="acts"), "acme", "s1"))
     assert (result.error_code, "was not run" in str(result.error)) == (ErrorCode.HOST_LOST, True)
     assert "no sandbox host reports" in str(result.error)
-    assert await ground.state() == CallState.LOST
+    assert await harness.state() == CallState.LOST
 
 
 async def test_a_call_that_was_never_sent_goes_to_where_its_session_lives_by_now(client: "redis.asyncio.Redis") -> None:
     """This holds for every tool, because nothing was published."""
-    ground = Ground(client, NotSent("host_lost"))
-    await ground.open()
-    first = ground.door.session_queue("acme", "s1")
-    await ground.hosts.lose(client, str(first))
-    result = await ground.door.dispatch(Request(ToolCall(id="c1", name="acts"), "acme", "s1"))
+    harness = Harness(client, NotSent("host_lost"))
+    await harness.open()
+    first = harness.dispatcher.session_queue("acme", "s1")
+    await harness.hosts.lose(client, str(first))
+    result = await harness.dispatcher.dispatch(Request(ToolCall(id="c1", name="acts"), "acme", "s1"))
     assert result.success
-    assert ground.fleet.deliveries[0].queue == first != ground.fleet.deliveries[1].queue
-    assert [attempt.fence for attempt in ground.fleet.deliveries] == [1, 2]
+    assert harness.fleet.deliveries[0].queue == first != harness.fleet.deliveries[1].queue
+    assert [attempt.fence for attempt in harness.fleet.deliveries] == [1, 2]
 
 
 async def test_a_call_that_its_host_refused_because_the_session_had_moved_is_sent_after_it(
     client: "redis.asyncio.Redis",
 ) -> None:
     moved = refusing(ErrorCode.HOST_LOST, "moved", not_run="moved")
-    ground = Ground(client, moved)
-    assert (await ground.call("acts")).success
-    assert [context.attempt for _, context in ground.fleet.calls] == [1, 2]
+    harness = Harness(client, moved)
+    assert (await harness.call("acts")).success
+    assert [context.attempt for _, context in harness.fleet.calls] == [1, 2]
 
 
 async def test_a_call_does_not_follow_a_session_for_ever(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery, "RESEND_S", 0.3)
-    ground = Ground(client, *(NotSent("moved") for _ in range(99)))
-    result = await ground.call("acts")
+    harness = Harness(client, *(NotSent("moved") for _ in range(99)))
+    result = await harness.call("acts")
     assert (result.error_code, "was not run" in str(result.error)) == (ErrorCode.HOST_LOST, True)
-    assert 2 <= len(ground.fleet.calls) <= 9
+    assert 2 <= len(harness.fleet.calls) <= 9
 
 
 @pytest.mark.parametrize("reason", ["broker", "sandboxd"])
@@ -218,9 +218,9 @@ async def test_a_call_that_a_worker_could_not_begin_is_sent_again_whatever_its_t
     client: "redis.asyncio.Redis", reason: str
 ) -> None:
     refuse = refusing(ErrorCode.SANDBOX_UNAVAILABLE, "away", not_run=reason)
-    ground = Ground(client, refuse, refuse)
-    assert (await ground.call("acts")).success
-    assert [context.attempt for _, context in ground.fleet.calls] == [1, 2, 3]
+    harness = Harness(client, refuse, refuse)
+    assert (await harness.call("acts")).success
+    assert [context.attempt for _, context in harness.fleet.calls] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("earlier", [(), (CallLost("gone", has_started=True),)])
@@ -229,9 +229,9 @@ async def test_a_call_that_no_worker_could_begin_in_time_is_not_left_open_in_the
 ) -> None:
     refuse = refusing(ErrorCode.SANDBOX_UNAVAILABLE, "away", not_run="sandboxd")
     monkeypatch.setattr(delivery, "RESEND_S", 0.3)
-    ground = Ground(client, *earlier, *(refuse for _ in range(99)))
-    assert (await ground.call("safe")).error_code is ErrorCode.SANDBOX_UNAVAILABLE
-    assert await ground.state() == (CallState.UNKNOWN if earlier else CallState.LOST)
+    harness = Harness(client, *earlier, *(refuse for _ in range(99)))
+    assert (await harness.call("safe")).error_code is ErrorCode.SANDBOX_UNAVAILABLE
+    assert await harness.state() == (CallState.UNKNOWN if earlier else CallState.LOST)
 
 
 async def test_a_call_whose_session_is_gone_when_it_is_to_be_sent_again_is_not_left_open_either(
@@ -242,9 +242,9 @@ async def test_a_call_whose_session_is_gone_when_it_is_to_be_sent_again_is_not_l
             at_once.delete(place_key("d", "acme", "s1"))
         return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
 
-    ground = Ground(client, refuse)
-    assert (await ground.call("safe")).error_code is ErrorCode.SESSION_NOT_FOUND
-    assert await ground.state() == CallState.LOST
+    harness = Harness(client, refuse)
+    assert (await harness.call("safe")).error_code is ErrorCode.SESSION_NOT_FOUND
+    assert await harness.state() == CallState.LOST
 
 
 async def test_verbs_that_a_worker_could_not_begin_are_not_left_open_either(client: "redis.asyncio.Redis") -> None:
@@ -254,20 +254,20 @@ async def test_verbs_that_a_worker_could_not_begin_are_not_left_open_either(clie
         refused.append(call.id)
         return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
 
-    ground = Ground(client)
-    ground.fleet.verb_ends = [refuse]
-    await ground.open()
-    ground.fleet.verb_ends = [refuse, refuse]
-    assert (await ground.door.close_session("acme", "s1")).success
+    harness = Harness(client)
+    harness.fleet.verb_ends = [refuse]
+    await harness.open()
+    harness.fleet.verb_ends = [refuse, refuse]
+    assert (await harness.dispatcher.close_session("acme", "s1")).success
     assert [await client.hget(call_key("d", "acme", call), "state") for call in refused] == [b"lost"] * 3
 
 
 async def test_being_lost_and_not_being_taken_are_counted_apart(client: "redis.asyncio.Redis") -> None:
     refuse = refusing(ErrorCode.HOST_LOST, "moved", not_run="moved")
     gone = [CallLost("gone", has_started=True) for _ in range(3)]
-    assert (await Ground(client, refuse, refuse, refuse, *gone[:2]).call("safe")).success
+    assert (await Harness(client, refuse, refuse, refuse, *gone[:2]).call("safe")).success
     await client.flushall()
-    result = await Ground(client, refuse, *gone).call("safe")
+    result = await Harness(client, refuse, *gone).call("safe")
     assert (result.error_code, "attempt 3 of 3" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
 
 
@@ -275,7 +275,7 @@ async def test_a_call_of_which_an_earlier_attempt_may_have_acted_is_not_reported
     client: "redis.asyncio.Redis",
 ) -> None:
     ends = [CallLost("gone", has_started=True), *(CallLost("gone", has_started=False) for _ in range(2))]
-    result = await Ground(client, *ends).call("safe")
+    result = await Harness(client, *ends).call("safe")
     assert (result.error_code, "was not run" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, False)
 
 
@@ -288,15 +288,15 @@ async def test_what_is_known_of_a_lost_call_is_reported_though_redis_does_not_ta
 
     monkeypatch.setattr(CallStore, "renew", refuse)
     monkeypatch.setattr(CallStore, "give_up", refuse)
-    result = await Ground(client, CallLost("gone", has_started=True)).call(tool)
+    result = await Harness(client, CallLost("gone", has_started=True)).call(tool)
     assert (result.error_code, "gone" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
 
 
 async def test_a_call_that_came_too_late_is_not_sent_again(client: "redis.asyncio.Redis") -> None:
     refuse = refusing(ErrorCode.TIMEOUT, "too late", not_run="expired")
-    ground = Ground(client, refuse)
-    assert (await ground.call("acts")).error_code is ErrorCode.TIMEOUT
-    assert len(ground.fleet.calls) == 1
+    harness = Harness(client, refuse)
+    assert (await harness.call("acts")).error_code is ErrorCode.TIMEOUT
+    assert len(harness.fleet.calls) == 1
 
 
 @pytest.mark.parametrize(("tool", "sent"), [("safe", 2), ("acts", 1)])
@@ -304,35 +304,35 @@ async def test_a_call_during_which_the_hosts_sandboxd_died_is_sent_again_only_wh
     client: "redis.asyncio.Redis", tool: str, sent: int
 ) -> None:
     lose = refusing(ErrorCode.OUTCOME_UNKNOWN, "sandboxd is gone", outcome_lost=True)
-    ground = Ground(client, lose)
-    assert ((await ground.call(tool)).success, len(ground.fleet.calls)) == (sent == 2, sent)
+    harness = Harness(client, lose)
+    assert ((await harness.call(tool)).success, len(harness.fleet.calls)) == (sent == 2, sent)
 
 
 async def test_a_call_whose_worker_was_killed_at_its_limit_does_not_count_as_running(
     client: "redis.asyncio.Redis",
 ) -> None:
-    ground = Ground(client, DeliveryFailed(ErrorCode.TIMEOUT, "killed with its process"))
-    assert (await ground.call("acts")).error_code is ErrorCode.TIMEOUT
-    assert await ground.state() == CallState.UNKNOWN
+    harness = Harness(client, DeliveryFailed(ErrorCode.TIMEOUT, "killed with its process"))
+    assert (await harness.call("acts")).error_code is ErrorCode.TIMEOUT
+    assert await harness.state() == CallState.UNKNOWN
 
 
 async def test_a_call_whose_id_is_in_use_leaves_the_record_of_the_one_in_flight_alone(
     client: "redis.asyncio.Redis",
 ) -> None:
-    ground = Ground(client, CallIdInUse("c1"))
-    assert (await ground.call("acts")).error_code is ErrorCode.INVALID_ARGUMENTS
-    assert await ground.state() == CallState.QUEUED
+    harness = Harness(client, CallIdInUse("c1"))
+    assert (await harness.call("acts")).error_code is ErrorCode.INVALID_ARGUMENTS
+    assert await harness.state() == CallState.QUEUED
 
 
 async def test_a_call_id_that_was_used_is_not_run_again(client: "redis.asyncio.Redis") -> None:
-    result = await Ground(client, NotSent("duplicate")).call("safe")
+    result = await Harness(client, NotSent("duplicate")).call("safe")
     assert (result.error_code, "its own id" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
 
 
 async def test_a_call_that_was_cancelled_while_it_was_sent_again_is_not_said_to_have_a_used_id(
     client: "redis.asyncio.Redis",
 ) -> None:
-    result = await Ground(client, CallLost("gone", has_started=True), NotSent("duplicate")).call("safe")
+    result = await Harness(client, CallLost("gone", has_started=True), NotSent("duplicate")).call("safe")
     assert (result.error_code, "cancelled" in str(result.error), "id" in str(result.error).split()) == (
         ErrorCode.OUTCOME_UNKNOWN,
         True,
@@ -344,32 +344,32 @@ async def test_a_call_that_was_cancelled_while_it_was_sent_again_is_not_said_to_
 async def test_a_call_that_ended_and_whose_result_was_lost_is_sent_again_only_when_that_is_safe(
     client: "redis.asyncio.Redis", tool: str, sent: int
 ) -> None:
-    ground = Ground(client, ENDED)
-    result = await ground.call(tool)
-    assert (result.success, len(ground.fleet.calls)) == (sent == 2, sent)
-    assert await ground.state() == ("queued" if result.success else "done")
+    harness = Harness(client, ENDED)
+    result = await harness.call(tool)
+    assert (result.success, len(harness.fleet.calls)) == (sent == 2, sent)
+    assert await harness.state() == ("queued" if result.success else "done")
 
 
 async def test_closing_a_session_whose_host_is_lost_closes_it(client: "redis.asyncio.Redis") -> None:
-    ground = Ground(client)
-    await ground.open()
-    for queue in list(ground.hosts.all):
-        await ground.hosts.lose(client, queue)
-    deliver = ground.fleet.deliver
+    harness = Harness(client)
+    await harness.open()
+    for queue in list(harness.hosts.all):
+        await harness.hosts.lose(client, queue)
+    deliver = harness.fleet.deliver
 
     async def refuse(attempt: Attempt) -> Any:
         if attempt.request.worker_call.name == "session.close":
             raise NotSent("host_lost")
         return await deliver(attempt)
 
-    ground.fleet.deliver = refuse  # type: ignore[method-assign]
-    assert (await ground.door.close_session("acme", "s1")).success
+    harness.fleet.deliver = refuse  # type: ignore[method-assign]
+    assert (await harness.dispatcher.close_session("acme", "s1")).success
     assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
 
 
 async def test_a_session_whose_worker_was_restarted_is_closed_where_it_is_by_now(client: "redis.asyncio.Redis") -> None:
-    ground = Ground(client)
-    await ground.open()
+    harness = Harness(client)
+    await harness.open()
     place = place_key("d", "acme", "s1")
     # As a restarted worker takes its sessions over.
     await client.hset(place, mapping={"queue": "host.b.b00t", "fence": 2})
@@ -386,16 +386,16 @@ async def test_a_session_whose_worker_was_restarted_is_closed_where_it_is_by_now
         done = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": True})
         return encode_result(done if len(closed) > 1 else away, seal=ResultSeal(KEY, context.tenant, context.attempt))
 
-    ground.fleet.deliver = deliver  # type: ignore[method-assign]
-    result = await ground.door.close_session("acme", "s1")
+    harness.fleet.deliver = deliver  # type: ignore[method-assign]
+    result = await harness.dispatcher.close_session("acme", "s1")
     assert (result.success, result.metadata["closed"], closed) == (True, True, [("host.b.b00t", 2)] * 2)
     assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
 
 
 async def test_a_session_that_another_program_opened_is_closed_where_it_lives(client: "redis.asyncio.Redis") -> None:
-    ground = Ground(client)
-    await ground.open()
-    other = Ground(client)
+    harness = Harness(client)
+    await harness.open()
+    other = Harness(client)
     deliver, tasks = other.fleet.deliver, []
 
     async def watched(attempt: Attempt) -> Any:
@@ -403,5 +403,5 @@ async def test_a_session_that_another_program_opened_is_closed_where_it_lives(cl
         return await deliver(attempt)
 
     other.fleet.deliver = watched  # type: ignore[method-assign]
-    assert (await other.door.close_session("acme", "s1")).success
+    assert (await other.dispatcher.close_session("acme", "s1")).success
     assert tasks == ["session.close"]

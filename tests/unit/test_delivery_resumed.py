@@ -13,7 +13,7 @@ from contract.names import call_key
 from orchestrator.dispatch.request import Attempt, Request
 from store.calls import seal_ticket
 from tests.builders import KEY
-from tests.unit.test_delivery import Ground
+from tests.unit.test_delivery import Harness
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 
@@ -24,15 +24,15 @@ async def gone_on_with(
     client: "redis.asyncio.Redis", tool: str, sent_since: float = NOW, **record: str
 ) -> tuple[ToolResult, list[Attempt]]:
     """Return the result of a call with this state in the ledger, and the deliveries made for the call."""
-    ground = Ground(client)
-    await ground.open()
+    harness = Harness(client)
+    await harness.open()
     if record:
         known = {"attempt": "1", "nonce": "1:ab", "task": "hub-c1", "queue": "host.a.b00t", **record}
         await client.hset(call_key("d", "acme", "c1"), mapping=known)
-    result = await ground.door.dispatch(
+    result = await harness.dispatcher.dispatch(
         Request(ToolCall(id="c1", name=tool), "acme", "s1", keeps_result=True, sent_since=sent_since)
     )
-    return result, ground.fleet.deliveries
+    return result, harness.fleet.deliveries
 
 
 async def test_a_call_that_was_never_sent_is_sent(client: "redis.asyncio.Redis") -> None:

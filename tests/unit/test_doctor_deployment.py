@@ -41,7 +41,7 @@ from store.tenants import RedisTenants
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
-from tests.redis_ground import broker_for, open_server
+from tests.redis_harness import broker_for, open_server
 from tests.stack import free_port
 from workers.tools.builtin import build_registry
 

@@ -13,14 +13,14 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from tests.egress_ground import (
+from tests.egress_harness import (
     SOON_S,
-    Ground,
+    Harness,
     body_of,
     build_hello,
     build_rules,
     get,
-    open_ground,
+    open_harness,
     read_all,
     read_some,
     status_of,
@@ -36,8 +36,8 @@ IDLE = replace(WATCHFUL, idle_s=0.3)
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[Ground]:
-    with open_ground() as opened:
+def harness() -> Iterator[Harness]:
+    with open_harness() as opened:
         yield opened
 
 
@@ -75,37 +75,37 @@ def build_session(tenant: str = "acme", session: str = "s1", **rules: int) -> Eg
 # Bytes
 
 
-def test_the_bytes_of_a_session_end_exactly_where_its_rules_say(ground: Ground, server: WebServer) -> None:
+def test_the_bytes_of_a_session_end_exactly_where_its_rules_say(harness: Harness, server: WebServer) -> None:
     server.replies["/"] = answer(b"x" * 100_000)
     asked = get(f"site.example:{server.port}/")
     rules = build_rules(server, max_bytes=50_000)
-    got = ground.ask(rules, asked, session="exact")
-    line = ground.wait_for_line(session="exact")
+    got = harness.ask(rules, asked, session="exact")
+    line = harness.wait_for_line(session="exact")
     assert line["bytes_up"] + line["bytes_down"] == 50_000
     # The client gets our Connection header in place of the host's; the body is what came.
     assert (
         len(got.partition(b"\r\n\r\n")[2])
         == line["bytes_down"] - len(answer(b"x" * 100_000).partition(b"\r\n\r\n")[0]) - 4
     )
-    data = ground.ask(rules, asked, session="exact")
+    data = harness.ask(rules, asked, session="exact")
     assert (status_of(data), "50000 bytes" in body_of(data)) == (429, True)
-    assert status_of(ground.ask(rules, asked, session="another")) == 200
+    assert status_of(harness.ask(rules, asked, session="another")) == 200
 
 
-def test_a_transfer_that_uses_the_last_byte_is_whole(ground: Ground, echo: int) -> None:
+def test_a_transfer_that_uses_the_last_byte_is_whole(harness: Harness, echo: int) -> None:
     rules = build_rules(echo)
-    with ground.tunnel(rules, f"site.example:{echo}", session="whole") as client:
+    with harness.tunnel(rules, f"site.example:{echo}", session="whole") as client:
         head = len(f"CONNECT site.example:{echo} HTTP/1.1\r\nHost: site.example:{echo}\r\n\r\n")
-    with ground.tunnel({**rules, "max_bytes": 2 * head + 2000}, f"site.example:{echo}", session="whole") as client:
+    with harness.tunnel({**rules, "max_bytes": 2 * head + 2000}, f"site.example:{echo}", session="whole") as client:
         client.sendall(b"x" * 1000)
         client.shutdown(socket.SHUT_WR)
         assert read_all(client) == b"x" * 1000
-    assert ground.wait_for_line(2, session="whole")["verdict"] == "allowed"
+    assert harness.wait_for_line(2, session="whole")["verdict"] == "allowed"
 
 
-def test_a_request_alone_can_use_up_the_bytes(ground: Ground, server: WebServer) -> None:
+def test_a_request_alone_can_use_up_the_bytes(harness: Harness, server: WebServer) -> None:
     rules = build_rules(server, max_bytes=300)
-    data = ground.ask(rules, get(f"site.example:{server.port}/" + "a" * 300), session="head")
+    data = harness.ask(rules, get(f"site.example:{server.port}/" + "a" * 300), session="head")
     assert (status_of(data), server.requests) == (429, [])
 
 
@@ -140,34 +140,34 @@ async def test_the_users_of_a_rate_get_equal_shares() -> None:
     assert min(got) > max(got) / 3
 
 
-def test_a_download_takes_as_long_as_its_rate_says(ground: Ground, server: WebServer) -> None:
+def test_a_download_takes_as_long_as_its_rate_says(harness: Harness, server: WebServer) -> None:
     server.replies["/"] = answer(b"x" * 1_000_000)
     started = time.monotonic()
-    ground.ask(build_rules(server, bytes_per_second=1_000_000), get(f"site.example:{server.port}/"), session="slow")
+    harness.ask(build_rules(server, bytes_per_second=1_000_000), get(f"site.example:{server.port}/"), session="slow")
     assert 0.8 < time.monotonic() - started < 6
 
 
 # Connections
 
 
-def test_a_session_has_only_so_many_connections_and_gets_new_ones_when_they_end(ground: Ground, echo: int) -> None:
+def test_a_session_has_only_so_many_connections_and_gets_new_ones_when_they_end(harness: Harness, echo: int) -> None:
     rules = build_rules(echo, max_connections=2)
     place = f"site.example:{echo}"
-    with ground.tunnel(rules, place, session="many"), ground.tunnel(rules, place, session="many") as second:
-        data = ground.ask(rules, get(place + "/"), session="many")
+    with harness.tunnel(rules, place, session="many"), harness.tunnel(rules, place, session="many") as second:
+        data = harness.ask(rules, get(place + "/"), session="many")
         assert (status_of(data), "2 connections open, and may have 2" in body_of(data)) == (429, True)
-        with ground.tunnel(rules, place, session="other"):
+        with harness.tunnel(rules, place, session="other"):
             pass
         second.shutdown(socket.SHUT_WR)
         assert read_all(second) == b""
-        ground.wait_for_line(session="many", verdict="allowed")
-        with ground.tunnel(rules, place, session="many"):
+        harness.wait_for_line(session="many", verdict="allowed")
+        with harness.tunnel(rules, place, session="many"):
             pass
 
 
-def test_two_hundred_connections_at_a_time_are_served(ground: Ground, echo: int) -> None:
+def test_two_hundred_connections_at_a_time_are_served(harness: Harness, echo: int) -> None:
     rules = build_rules(echo, max_connections=200)
-    clients = [ground.connect(rules, session="crowd") for _ in range(200)]
+    clients = [harness.connect(rules, session="crowd") for _ in range(200)]
     try:
         for client in clients:
             client.sendall(f"CONNECT site.example:{echo} HTTP/1.1\r\n\r\n".encode())
@@ -205,9 +205,9 @@ async def test_what_is_remembered_of_sessions_is_bounded_and_never_of_those_in_u
 
 
 def test_more_connections_than_the_proxy_can_hold_are_reported(echo: int) -> None:
-    with open_ground(max_connections=1) as ground:
-        with ground.tunnel(build_rules(echo), f"site.example:{echo}"):
-            data = ground.ask(build_rules(echo), b"")
+    with open_harness(max_connections=1) as harness:
+        with harness.tunnel(build_rules(echo), f"site.example:{echo}"):
+            data = harness.ask(build_rules(echo), b"")
         assert (status_of(data), "as many connections" in body_of(data)) == (503, True)
 
 
@@ -217,29 +217,29 @@ def test_more_connections_than_the_proxy_can_hold_are_reported(echo: int) -> Non
 def test_a_client_that_drips_its_head_is_given_up() -> None:
     with (
         open_web_server() as server,
-        open_ground(limits=replace(WATCHFUL, header_s=0.2)) as ground,
-        ground.connect(build_rules(server)) as client,
+        open_harness(limits=replace(WATCHFUL, header_s=0.2)) as harness,
+        harness.connect(build_rules(server)) as client,
     ):
         with contextlib.suppress(OSError):
             for _ in range(100):
                 client.sendall(b"G")
                 time.sleep(0.01)
         data = read_all(client)
-        assert (status_of(data), ground.wait_for_line()["verdict"]) == (408, "slow_request")
+        assert (status_of(data), harness.wait_for_line()["verdict"]) == (408, "slow_request")
 
 
 @pytest.mark.parametrize("head", [b"GET http://site.example/ HTTP/1.1\r\nX: ", b"G"])
 def test_a_head_without_an_end_is_given_up_for_its_size(head: bytes) -> None:
-    with open_ground(limits=replace(WATCHFUL, header_bytes=8192)) as ground:
-        data = ground.ask(build_rules(), head + b"x" * 9000)
+    with open_harness(limits=replace(WATCHFUL, header_bytes=8192)) as harness:
+        data = harness.ask(build_rules(), head + b"x" * 9000)
     assert (status_of(data), "more than 8 KiB" in body_of(data)) == (400, True)
 
 
 def test_a_connection_on_which_nothing_moves_is_ended(echo: int) -> None:
-    with open_ground(limits=IDLE) as ground:
-        with ground.tunnel(build_rules(echo), f"site.example:{echo}") as client:
+    with open_harness(limits=IDLE) as harness:
+        with harness.tunnel(build_rules(echo), f"site.example:{echo}") as client:
             assert read_all(client) == b""
-        assert ground.wait_for_line()["verdict"] == "idle"
+        assert harness.wait_for_line()["verdict"] == "idle"
 
 
 def test_a_host_that_does_not_answer_is_given_up_with_a_sentence(server: WebServer) -> None:
@@ -247,16 +247,16 @@ def test_a_host_that_does_not_answer_is_given_up_with_a_sentence(server: WebServ
         server.ending.wait(SOON_S)
 
     server.replies["/"] = wait
-    with open_ground(limits=IDLE) as ground:
-        data = ground.ask(build_rules(server), get(f"site.example:{server.port}/"))
+    with open_harness(limits=IDLE) as harness:
+        data = harness.ask(build_rules(server), get(f"site.example:{server.port}/"))
         server.ending.set()
     assert (status_of(data), "nothing came or went for 0.3 s" in body_of(data)) == (502, True)
 
 
 def test_a_connection_that_lives_too_long_is_ended_however_busy(echo: int) -> None:
     with (
-        open_ground(limits=replace(WATCHFUL, total_s=0.6)) as ground,
-        ground.tunnel(build_rules(echo), f"site.example:{echo}") as client,
+        open_harness(limits=replace(WATCHFUL, total_s=0.6)) as harness,
+        harness.tunnel(build_rules(echo), f"site.example:{echo}") as client,
     ):
         with contextlib.suppress(OSError):
             while True:
@@ -264,27 +264,27 @@ def test_a_connection_that_lives_too_long_is_ended_however_busy(echo: int) -> No
                 if not client.recv(1):
                     break
                 time.sleep(0.02)
-        assert ground.wait_for_line()["verdict"] == "too_long"
+        assert harness.wait_for_line()["verdict"] == "too_long"
 
 
-def test_a_client_that_does_not_read_holds_neither_memory_nor_others(ground: Ground, server: WebServer) -> None:
+def test_a_client_that_does_not_read_holds_neither_memory_nor_others(harness: Harness, server: WebServer) -> None:
     server.replies["/flood"] = [b"HTTP/1.1 200 OK\r\n\r\n", *[b"x" * 1_000_000] * 20]
     server.replies["/"] = answer("hello")
-    with ground.connect(build_rules(server), session="lazy") as lazy:
+    with harness.connect(build_rules(server), session="lazy") as lazy:
         lazy.sendall(get(f"site.example:{server.port}/flood"))
         for _ in range(20):
             assert (
-                status_of(ground.ask(build_rules(server), get(f"site.example:{server.port}/"), session="busy")) == 200
+                status_of(harness.ask(build_rules(server), get(f"site.example:{server.port}/"), session="busy")) == 200
             )
 
 
 # TLS in tunnels
 
 
-def test_a_greeting_for_another_server_ends_the_tunnel_with_an_alert_and_reaches_no_server(ground: Ground) -> None:
+def test_a_greeting_for_another_server_ends_the_tunnel_with_an_alert_and_reaches_no_server(harness: Harness) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        with ground.tunnel(build_rules(port), f"site.example:{port}") as client:
+        with harness.tunnel(build_rules(port), f"site.example:{port}") as client:
             host, _ = listening.accept()
             with host:
                 host.settimeout(SOON_S)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import ConfigError
-from tests.egress_ground import SOON_S, build_opening, get, open_ground, read_all
+from tests.egress_harness import SOON_S, build_opening, get, open_harness, read_all
 from tests.web_servers import StubResolver
 from workers.egress.destinations import LOOKUPS_PER_TENANT, ResolverPool
 from workers.egress.verdicts import Refusal
@@ -82,27 +82,27 @@ def test_another_user_is_not_served_unless_named(tmp_path: Path) -> None:
         "with contextlib.suppress(OSError): print(s.recv(12))"
     )
     data = build_opening({"hosts": ["a.example"]}) + get("b.example/")
-    with open_ground(egress_allow_uids=[4321]) as ground:
-        ground.path.parent.chmod(0o755)
+    with open_harness(egress_allow_uids=[4321]) as harness:
+        harness.path.parent.chmod(0o755)
 
         def knock(uid: int) -> bytes:
-            argv = [sys.executable, "-c", program, str(ground.path), str(uid)]
+            argv = [sys.executable, "-c", program, str(harness.path), str(uid)]
             return subprocess.run(argv, input=data, stdout=subprocess.PIPE, timeout=SOON_S, check=True).stdout
 
         assert b"HTTP" not in knock(4322)
         assert b"HTTP/1.1 403" in knock(4321)
-        assert {"event": "peer_refused", "log_level": "warning", "uid": 4322} in ground.logs
+        assert {"event": "peer_refused", "log_level": "warning", "uid": 4322} in harness.logs
 
 
 def test_looking_whether_the_proxy_is_there_leaves_no_line() -> None:
-    with open_ground() as ground:
+    with open_harness() as harness:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.connect(str(ground.path))
+            client.connect(str(harness.path))
             client.shutdown(socket.SHUT_WR)
             assert read_all(client) == b""
-        ground.ask({}, get("site.example/"))
-        assert ground.wait_for_line()["destination"] == "site.example"
-        assert ground.served == 1
+        harness.ask({}, get("site.example/"))
+        assert harness.wait_for_line()["destination"] == "site.example"
+        assert harness.served == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.egress_ground import build_hello
+from tests.egress_harness import build_hello
 from workers.egress.hellos import HelloError, HelloGate, parse_hello
 from workers.egress.verdicts import EgressVerdict, Refusal
 from workers.web.urls import parse_url

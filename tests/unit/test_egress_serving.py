@@ -11,14 +11,24 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.egress_ground import SOON_S, Ground, body_of, build_rules, get, open_ground, read_all, read_some, status_of
+from tests.egress_harness import (
+    SOON_S,
+    Harness,
+    body_of,
+    build_rules,
+    get,
+    open_harness,
+    read_all,
+    read_some,
+    status_of,
+)
 from tests.web_servers import WebServer, answer, open_web_server, redirect
 from workers.settings import MAX_ENTRIES, EgressRules
 from workers.web.addresses import AddressRules
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[Ground]:
+def harness() -> Iterator[Harness]:
     names = {
         "rebinding.example": [["127.0.0.1"], ["93.184.216.34"]],
         "mixed.example": [["93.184.216.34", "10.0.0.1"]],
@@ -27,7 +37,7 @@ def ground() -> Iterator[Ground]:
         "files.site.example": [["127.0.0.1"]],
         "gone.example": [["127.0.0.1"]],
     }
-    with open_ground(names) as opened:
+    with open_harness(names) as opened:
         yield opened
 
 
@@ -37,10 +47,10 @@ def server() -> Iterator[WebServer]:
         yield opened
 
 
-def test_a_request_reaches_its_host_by_path_with_its_own_headers_only(ground: Ground, server: WebServer) -> None:
+def test_a_request_reaches_its_host_by_path_with_its_own_headers_only(harness: Harness, server: WebServer) -> None:
     server.replies["/a?b=%22c"] = server.replies["/a"] = answer("hello", content_type="text/plain")
     place = f"site.example:{server.port}"
-    data = ground.ask(
+    data = harness.ask(
         build_rules(server),
         get(f"{place}/a?b=%22c", "X-Own: 1", "Proxy-Authorization: Basic x", "Connection: x-hop", "X-Hop: 1"),
     )
@@ -54,7 +64,7 @@ def test_a_request_reaches_its_host_by_path_with_its_own_headers_only(ground: Gr
     ]
 
 
-def test_a_chunked_body_is_framed_anew(ground: Ground, server: WebServer) -> None:
+def test_a_chunked_body_is_framed_anew(harness: Harness, server: WebServer) -> None:
     got = []
 
     def reply(connection: socket.socket) -> None:
@@ -66,7 +76,7 @@ def test_a_chunked_body_is_framed_anew(ground: Ground, server: WebServer) -> Non
 
     server.replies["/"] = reply
     body = b"3;ext=1\r\nabc\r\n0002\r\nde\r\n0\r\nTrailer: x\r\n\r\n"
-    data = ground.ask(
+    data = harness.ask(
         build_rules(server), get(f"site.example:{server.port}/", "Transfer-Encoding: chunked", method="POST", body=body)
     )
     assert status_of(data) == 200
@@ -75,37 +85,37 @@ def test_a_chunked_body_is_framed_anew(ground: Ground, server: WebServer) -> Non
     assert got[0].replace(b"\r\n", b"|") in (b"3|abc|2|de|0||", b"5|abcde|0||")
 
 
-def test_a_redirect_is_handed_to_the_client_and_not_followed(ground: Ground, server: WebServer) -> None:
+def test_a_redirect_is_handed_to_the_client_and_not_followed(harness: Harness, server: WebServer) -> None:
     server.replies["/"] = redirect("http://127.0.0.1:1/")
-    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/"))
+    data = harness.ask(build_rules(server), get(f"site.example:{server.port}/"))
     assert status_of(data) == 302
     assert b"location: http://127.0.0.1:1/" in data
     assert len(server.requests) == 1
 
 
-def test_a_second_request_on_a_connection_reaches_no_server(ground: Ground, server: WebServer) -> None:
+def test_a_second_request_on_a_connection_reaches_no_server(harness: Harness, server: WebServer) -> None:
     server.replies["*"] = answer("hello")
     one = get(f"site.example:{server.port}/one")
-    data = ground.ask(build_rules(server), one + get(f"site.example:{server.port}/two", host="evil.example"))
+    data = harness.ask(build_rules(server), one + get(f"site.example:{server.port}/two", host="evil.example"))
     assert (data.count(b"HTTP/1.1"), server.paths) == (1, ["/one"])
 
 
 def test_an_answer_that_ends_with_the_connection_is_given_an_end_that_can_be_seen(
-    ground: Ground, server: WebServer
+    harness: Harness, server: WebServer
 ) -> None:
     server.replies["/"] = b"HTTP/1.0 200 OK\r\n\r\nhello"
-    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/"))
+    data = harness.ask(build_rules(server), get(f"site.example:{server.port}/"))
     assert b"Transfer-Encoding: chunked" in data
     assert data.endswith(b"5\r\nhello\r\n0\r\n\r\n")
 
 
-def test_an_answer_that_was_cut_looks_cut(ground: Ground, server: WebServer) -> None:
+def test_an_answer_that_was_cut_looks_cut(harness: Harness, server: WebServer) -> None:
     server.replies["/"] = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n"
-    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/"))
+    data = harness.ask(build_rules(server), get(f"site.example:{server.port}/"))
     assert data.endswith(b"5\r\nhello\r\n")
 
 
-def test_an_interim_answer_comes_before_the_body_is_sent(ground: Ground, server: WebServer) -> None:
+def test_an_interim_answer_comes_before_the_body_is_sent(harness: Harness, server: WebServer) -> None:
     def reply(connection: socket.socket) -> None:
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         assert connection.recv(5) == b"hello"
@@ -113,7 +123,7 @@ def test_an_interim_answer_comes_before_the_body_is_sent(ground: Ground, server:
 
     server.replies["/"] = reply
     server.header = lambda name, at=-1: None  # type: ignore[method-assign]  # the server itself waits for no body
-    with ground.connect(build_rules(server)) as client:
+    with harness.connect(build_rules(server)) as client:
         client.sendall(get(f"site.example:{server.port}/", "Content-Length: 5", "Expect: 100-continue", method="POST"))
         assert read_some(client, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         client.sendall(b"hello")
@@ -140,18 +150,18 @@ def test_an_interim_answer_comes_before_the_body_is_sent(ground: Ground, server:
     ],
 )
 def test_a_host_that_answers_badly_is_distinguished_from_a_refusal(
-    ground: Ground, server: WebServer, reply: bytes, word: str
+    harness: Harness, server: WebServer, reply: bytes, word: str
 ) -> None:
     server.replies["/"] = reply
-    data = ground.ask(build_rules(server), get(f"site.example:{server.port}/")).replace(b"HTTP/1.1 100 C\r\n\r\n", b"")
+    data = harness.ask(build_rules(server), get(f"site.example:{server.port}/")).replace(b"HTTP/1.1 100 C\r\n\r\n", b"")
     assert status_of(data) == 502
     assert word in body_of(data)
 
 
-def test_a_tunnel_carries_both_directions_and_the_end_of_each(ground: Ground) -> None:
+def test_a_tunnel_carries_both_directions_and_the_end_of_each(harness: Harness) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        with ground.tunnel(build_rules(port), f"site.example:{port}") as client:
+        with harness.tunnel(build_rules(port), f"site.example:{port}") as client:
             host, _ = listening.accept()
             with host:
                 client.sendall(b"ping")
@@ -162,10 +172,10 @@ def test_a_tunnel_carries_both_directions_and_the_end_of_each(ground: Ground) ->
                 assert read_all(client) == b"pong"
 
 
-def test_what_a_client_sends_along_with_its_request_for_a_tunnel_goes_through_it(ground: Ground) -> None:
+def test_what_a_client_sends_along_with_its_request_for_a_tunnel_goes_through_it(harness: Harness) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        with ground.connect(build_rules(port)) as client:
+        with harness.connect(build_rules(port)) as client:
             client.sendall(f"CONNECT site.example:{port} HTTP/1.1\r\n\r\nping".encode())
             client.shutdown(socket.SHUT_WR)
             host, _ = listening.accept()
@@ -175,10 +185,10 @@ def test_what_a_client_sends_along_with_its_request_for_a_tunnel_goes_through_it
             assert read_all(client).endswith(b"\r\n\r\npong")
 
 
-def test_a_host_may_end_first_and_still_be_sent_to(ground: Ground) -> None:
+def test_a_host_may_end_first_and_still_be_sent_to(harness: Harness) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        with ground.tunnel(build_rules(port), f"site.example:{port}") as client:
+        with harness.tunnel(build_rules(port), f"site.example:{port}") as client:
             host, _ = listening.accept()
             with host:
                 host.shutdown(socket.SHUT_WR)
@@ -188,10 +198,10 @@ def test_a_host_may_end_first_and_still_be_sent_to(ground: Ground) -> None:
                 assert read_all(host) == b"late"
 
 
-def test_the_last_words_of_a_host_that_breaks_off_reach_the_client(ground: Ground) -> None:
+def test_the_last_words_of_a_host_that_breaks_off_reach_the_client(harness: Harness) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        with ground.tunnel(build_rules(port), f"site.example:{port}") as client:
+        with harness.tunnel(build_rules(port), f"site.example:{port}") as client:
             host, _ = listening.accept()
             client.sendall(b"x" * 100_000)
             host.recv(1)
@@ -202,7 +212,7 @@ def test_the_last_words_of_a_host_that_breaks_off_reach_the_client(ground: Groun
             assert read_all(client) == b"too large"
 
 
-def test_a_client_that_leaves_ends_its_connection_to_the_host(ground: Ground, server: WebServer) -> None:
+def test_a_client_that_leaves_ends_its_connection_to_the_host(harness: Harness, server: WebServer) -> None:
     left = threading.Event()
 
     def reply(connection: socket.socket) -> None:
@@ -211,38 +221,38 @@ def test_a_client_that_leaves_ends_its_connection_to_the_host(ground: Ground, se
             left.set()
 
     server.replies["/"] = reply
-    with ground.connect(build_rules(server)) as client:
+    with harness.connect(build_rules(server)) as client:
         client.sendall(get(f"site.example:{server.port}/"))
     assert left.wait(SOON_S)
 
 
-def refusal(ground: Ground, rules: dict[str, object] | None, data: bytes) -> tuple[int, str]:
-    said = ground.ask(rules, data)
+def refusal(harness: Harness, rules: dict[str, object] | None, data: bytes) -> tuple[int, str]:
+    said = harness.ask(rules, data)
     assert said, "no answer"
     return status_of(said), body_of(said)
 
 
-def test_a_host_that_is_not_listed_is_refused_with_the_list_and_not_looked_up(ground: Ground) -> None:
+def test_a_host_that_is_not_listed_is_refused_with_the_list_and_not_looked_up(harness: Harness) -> None:
     rules = {"hosts": ["pypi.org", "*.pythonhosted.org"]}
-    asked = len(ground.resolver.asked)
-    status, words = refusal(ground, rules, get("example.org/secret?token=1"))
-    assert (status, len(ground.resolver.asked)) == (403, asked)
+    asked = len(harness.resolver.asked)
+    status, words = refusal(harness, rules, get("example.org/secret?token=1"))
+    assert (status, len(harness.resolver.asked)) == (403, asked)
     assert "example.org is not on this tenant's list; allowed: pypi.org, *.pythonhosted.org" in words
-    assert refusal(ground, rules, b"CONNECT example.org:443 HTTP/1.1\r\n\r\n")[0] == 403
+    assert refusal(harness, rules, b"CONNECT example.org:443 HTTP/1.1\r\n\r\n")[0] == 403
 
 
 def test_a_pattern_stands_for_names_below_and_not_for_itself_or_its_look_alikes(
-    ground: Ground, server: WebServer
+    harness: Harness, server: WebServer
 ) -> None:
     server.replies["/"] = answer("hello")
     rules = build_rules(server, hosts=["*.site.example"], private_hosts=["*.site.example"])
-    assert refusal(ground, rules, get(f"files.site.example:{server.port}/"))[0] == 200
+    assert refusal(harness, rules, get(f"files.site.example:{server.port}/"))[0] == 200
     for host in ("site.example", "evilsite.example", "site.example.evil.example"):
-        assert refusal(ground, rules, get(f"{host}:{server.port}/"))[0] == 403
+        assert refusal(harness, rules, get(f"{host}:{server.port}/"))[0] == 403
 
 
-def test_a_port_that_is_not_listed_is_refused_with_the_list(ground: Ground) -> None:
-    status, words = refusal(ground, build_rules(), b"CONNECT site.example:22 HTTP/1.1\r\n\r\n")
+def test_a_port_that_is_not_listed_is_refused_with_the_list(harness: Harness) -> None:
+    status, words = refusal(harness, build_rules(), b"CONNECT site.example:22 HTTP/1.1\r\n\r\n")
     assert (status, "port 22 of site.example is closed to this tenant; open ports: 80, 443" in words) == (403, True)
 
 
@@ -259,11 +269,11 @@ def test_a_port_that_is_not_listed_is_refused_with_the_list(ground: Ground) -> N
     ],
 )
 def test_an_address_that_is_not_public_is_refused_and_never_reported(
-    ground: Ground, host: str, private: list[str]
+    harness: Harness, host: str, private: list[str]
 ) -> None:
     rules = {"hosts": [host, "site.example"], "private_hosts": private}
     for data in (get(f"{host}/"), f"CONNECT {host}:443 HTTP/1.1\r\n\r\n".encode()):
-        status, words = refusal(ground, rules, data)
+        status, words = refusal(harness, rules, data)
         assert (status, "private" in words) == (403, True)
         assert not any(address in words.replace(host, "") for address in ("127.0.0.1", "10.0.0.1", "169.254", "172.18"))
 
@@ -271,37 +281,37 @@ def test_an_address_that_is_not_public_is_refused_and_never_reported(
 @pytest.mark.parametrize(
     "place", ["127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "0x7f.1", "2130706433", "127.1", "0177.0.0.1"]
 )
-def test_an_address_is_reached_only_when_it_is_listed_as_such(ground: Ground, place: str) -> None:
+def test_an_address_is_reached_only_when_it_is_listed_as_such(harness: Harness, place: str) -> None:
     rules = build_rules(hosts=["*.0.0.1", "*.1", "site.example"], private_hosts=["*.0.0.1", "*.1"])
-    status, _ = refusal(ground, rules, get(f"{place}/"))
+    status, _ = refusal(harness, rules, get(f"{place}/"))
     assert status in (400, 403)
 
 
 @pytest.mark.parametrize("host", ["site.example", "127.0.0.1"])
 def test_a_network_that_the_operator_closed_stays_closed_to_private_hosts(server: WebServer, host: str) -> None:
     closed = AddressRules([ipaddress.ip_network("127.0.0.0/24")])
-    with open_ground(addresses=closed) as ground:
+    with open_harness(addresses=closed) as harness:
         rules = build_rules(server, hosts=[host], private_hosts=[host])
-        status, words = refusal(ground, rules, get(f"{host}:{server.port}/"))
+        status, words = refusal(harness, rules, get(f"{host}:{server.port}/"))
     assert (status, server.requests) == (403, [])
     assert "closed" in words
 
 
-def test_a_name_is_looked_up_once_so_that_a_second_answer_changes_nothing(ground: Ground, server: WebServer) -> None:
+def test_a_name_is_looked_up_once_so_that_a_second_answer_changes_nothing(harness: Harness, server: WebServer) -> None:
     rules = build_rules(server, hosts=["rebinding.example"], private_hosts=[])
-    before = ground.resolver.asked.count("rebinding.example")
-    assert refusal(ground, rules, get(f"rebinding.example:{server.port}/"))[0] == 403
-    assert ground.resolver.asked.count("rebinding.example") == before + 1
+    before = harness.resolver.asked.count("rebinding.example")
+    assert refusal(harness, rules, get(f"rebinding.example:{server.port}/"))[0] == 403
+    assert harness.resolver.asked.count("rebinding.example") == before + 1
     assert server.requests == []
 
 
-def test_a_name_without_an_address_and_a_host_that_does_not_listen_are_502(ground: Ground) -> None:
+def test_a_name_without_an_address_and_a_host_that_does_not_listen_are_502(harness: Harness) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     rules = build_rules(port, hosts=["*.example"], private_hosts=["*.example"])
-    status, words = refusal(ground, rules, get(f"nowhere.example:{port}/"))
+    status, words = refusal(harness, rules, get(f"nowhere.example:{port}/"))
     assert (status, "DNS: nowhere.example has no address" in words) == (502, True)
-    status, words = refusal(ground, rules, get(f"gone.example:{port}/"))
+    status, words = refusal(harness, rules, get(f"gone.example:{port}/"))
     assert (status, "refused the connection" in words, "127.0.0.1" in words) == (502, True, False)
 
 
@@ -318,38 +328,38 @@ def test_a_name_without_an_address_and_a_host_that_does_not_listen_are_502(groun
         b"[" * 1_100_000,
     ],
 )
-def test_without_rules_nothing_is_reached(ground: Ground, opening: bytes) -> None:
+def test_without_rules_nothing_is_reached(harness: Harness, opening: bytes) -> None:
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with client:
         client.settimeout(SOON_S)
-        client.connect(str(ground.path))
+        client.connect(str(harness.path))
         client.sendall(opening)
         client.shutdown(socket.SHUT_WR)
         data = read_all(client)
     assert (status_of(data), "report it to the operator" in body_of(data)) == (502, True)
 
 
-def test_the_longest_rules_that_a_class_may_have_are_understood(ground: Ground, server: WebServer) -> None:
+def test_the_longest_rules_that_a_class_may_have_are_understood(harness: Harness, server: WebServer) -> None:
     server.replies["/"] = answer("hello")
     longest = [f"{number:04d}.{'a' * 240}.example" for number in range(MAX_ENTRIES - 1)]
     rules = build_rules(hosts=[*longest, "site.example"], private_hosts=[*longest, "site.example"])
     rules["ports"] = [*range(10_000, 10_000 + MAX_ENTRIES - 1), server.port]
-    assert refusal(ground, rules, get(f"site.example:{server.port}/")) == (200, "hello")
+    assert refusal(harness, rules, get(f"site.example:{server.port}/")) == (200, "hello")
     with pytest.raises(ValueError, match="at most 1000"):
         EgressRules(hosts=(*longest, "b.example", "site.example"))
 
 
-def test_rules_without_hosts_reach_nothing(ground: Ground) -> None:
-    status, words = refusal(ground, {}, get("pypi.org/"))
+def test_rules_without_hosts_reach_nothing(harness: Harness) -> None:
+    status, words = refusal(harness, {}, get("pypi.org/"))
     assert (status, "allowed: none at all" in words) == (403, True)
 
 
 def test_a_line_in_the_log_reports_who_and_where_and_never_what() -> None:
-    with open_web_server() as server, open_ground() as ground:
+    with open_web_server() as server, open_harness() as harness:
         server.replies["/secret-path"] = answer("hello")
         asked = get(f"site.example:{server.port}/secret-path?token=secret-query", "X-Secret: secret-header")
-        got = ground.ask(build_rules(server), asked, tenant="acme", session="s9")
-        line = ground.wait_for_line()
+        got = harness.ask(build_rules(server), asked, tenant="acme", session="s9")
+        line = harness.wait_for_line()
     assert line.pop("seconds") >= 0
     down = line.pop("bytes_down")
     assert 0 < down <= len(got) + 40
@@ -364,4 +374,4 @@ def test_a_line_in_the_log_reports_who_and_where_and_never_what() -> None:
         "verdict": "allowed",
         "bytes_up": len(asked),
     }
-    assert "secret" not in json.dumps(ground.logs)
+    assert "secret" not in json.dumps(harness.logs)

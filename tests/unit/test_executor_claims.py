@@ -7,7 +7,7 @@ import pytest
 from contract.errors import BrokerUnavailable, ErrorCode
 from store.calls import CallClaim
 from tests.builders import build_call
-from tests.unit.test_worker_executor import House
+from tests.unit.test_worker_executor import Harness
 
 
 @pytest.mark.parametrize(
@@ -20,20 +20,20 @@ from tests.unit.test_worker_executor import House
 def test_only_a_redis_that_does_not_answer_lets_a_call_be_sent_again(
     error: Exception, code: ErrorCode, reason: str | None
 ) -> None:
-    house = House()
+    harness = Harness()
 
     def claim(*_: Any) -> CallClaim:
         raise error
 
-    house.ledger.claim = claim  # type: ignore[method-assign]
-    result = house.execute(build_call(text="hi"))
-    assert (result.error_code, result.metadata.get("not_run"), house.runs) == (code, reason, 0)
+    harness.ledger.claim = claim  # type: ignore[method-assign]
+    result = harness.execute(build_call(text="hi"))
+    assert (result.error_code, result.metadata.get("not_run"), harness.runs) == (code, reason, 0)
 
 
 @pytest.mark.parametrize("is_away", [False, True])
 def test_a_refused_call_is_claimed_first_and_gets_its_refusal(is_away: bool) -> None:
-    house = House()
-    claim, order = house.ledger.claim, []
+    harness = Harness()
+    claim, order = harness.ledger.claim, []
 
     def follow(call: Any, context: Any, holder: str, meanwhile: Any) -> CallClaim:
         order.append("claim")
@@ -41,7 +41,7 @@ def test_a_refused_call_is_claimed_first_and_gets_its_refusal(is_away: bool) -> 
             raise BrokerUnavailable("Redis does not answer")
         return claim(call, context, holder, meanwhile)
 
-    house.ledger.claim = follow  # type: ignore[method-assign,assignment]
-    result = house.execute(build_call(words="hi"))
-    assert (result.error_code, house.runs, order) == (ErrorCode.INVALID_ARGUMENTS, 0, ["claim"])
-    assert house.ledger.refused == (set() if is_away else {("acme", "call-1")})
+    harness.ledger.claim = follow  # type: ignore[method-assign,assignment]
+    result = harness.execute(build_call(words="hi"))
+    assert (result.error_code, harness.runs, order) == (ErrorCode.INVALID_ARGUMENTS, 0, ["claim"])
+    assert harness.ledger.refused == (set() if is_away else {("acme", "call-1")})

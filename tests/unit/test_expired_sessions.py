@@ -7,7 +7,7 @@ import pytest
 from contract.errors import BrokerUnavailable
 from contract.names import place_key, tenant_sessions_key
 from tests.conftest import RedisProcess
-from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
+from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd
 from workers.host_duties import ExpiryMonitor
 
 NAMES = tenant_sessions_key(DEPLOYMENT, "acme")
@@ -16,28 +16,28 @@ NAMES = tenant_sessions_key(DEPLOYMENT, "acme")
 class Host:
     """A host that is checked one round at a time."""
 
-    def __init__(self, ground: HostGround) -> None:
-        self.ground = ground
+    def __init__(self, harness: HostHarness) -> None:
+        self.harness = harness
         self.sandboxd = MemorySandboxd()
-        self.sessions = ground.sessions()
+        self.sessions = harness.sessions()
         self.watch = ExpiryMonitor(self.sessions)
 
     def add(self, session: str, *, idle_s: float, ttl_s: float, **place: object) -> None:
         self.sandboxd.add(f"acme:{session}", idle_s=idle_s, ttl_s=ttl_s)
-        self.ground.put_place(f"acme:{session}", **place)
-        self.ground.redis.sadd(NAMES, session)
+        self.harness.put_place(f"acme:{session}", **place)
+        self.harness.redis.sadd(NAMES, session)
 
     def look(self) -> int:
         with self.sandboxd.client() as client:
             return self.watch.look(client)
 
     def has_place(self, session: str) -> bool:
-        return bool(self.ground.redis.exists(place_key(DEPLOYMENT, "acme", session)))
+        return bool(self.harness.redis.exists(place_key(DEPLOYMENT, "acme", session)))
 
 
 @pytest.fixture
 def host(redis_server: RedisProcess) -> Host:
-    return Host(HostGround(redis_server))
+    return Host(HostHarness(redis_server))
 
 
 def test_a_session_whose_time_ran_out_has_no_place_and_counts_no_more(host: Host) -> None:
@@ -54,7 +54,7 @@ def test_a_session_whose_time_ran_out_has_no_place_and_counts_no_more(host: Host
         "moved": True,
         "moving": True,
     }
-    assert host.ground.redis.smembers(NAMES) == {b"lost", b"moved", b"moving"}
+    assert host.harness.redis.smembers(NAMES) == {b"lost", b"moved", b"moving"}
 
 
 def test_what_could_not_be_sent_to_redis_is_sent_later(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from orchestrator.batches.rows import build_row, build_row_line, parse_outcome, 
 from orchestrator.runs import grading
 from store import run_log
 from tests.conftest import RedisProcess
-from tests.grader_ground import Sandboxes, graded, tar_of
-from tests.item_ground import Answer, ItemGround, Made, build_run, build_tool_call, echo_then, failed, open_maker
+from tests.grader_harness import Sandboxes, graded, tar_of
+from tests.item_harness import Answer, ItemHarness, Made, build_run, build_tool_call, echo_then, failed, open_maker
 
 SOON_S = 15.0
 
@@ -41,33 +41,33 @@ async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> A
 
 async def test_the_exit_status_is_the_reward_of_a_grader_in_a_session_of_its_own(make: Made) -> None:
     for code, reward in ((0, 1.0), (1, 0.0), (125, 0.0)):
-        ground = make()
-        await ground.client.flushall()
-        sandboxes = Sandboxes(ground, code)
-        outcome = await ground.worked(await ground.put(graded(build_tool_call())))
+        harness = make()
+        await harness.client.flushall()
+        sandboxes = Sandboxes(harness, code)
+        outcome = await harness.worked(await harness.put(graded(build_tool_call())))
         assert outcome.grade is not None
         assert (outcome.grade.reward, outcome.grade.files, outcome.grade.bytes) == (reward, 1, 5)
         assert (outcome.output, outcome.task) == ("out", "t")
         # The agent's session is closed before that of the grader opens.
-        names = ground.sent()
+        names = harness.sent()
         assert names == [
             *("open", "echo", "end_jobs", "exec", "export", "close"),
             *("open", "exec", "import", "exec", "close"),
         ]
-        sessions = [context.session for context in ground.transport.contexts]
+        sessions = [context.session for context in harness.transport.contexts]
         assert sandboxes.graded == [sessions[-1]] != [sessions[0]]
-        assert await ground.client.hlen("toolcrew:d:t:acme:run.b-1:parts") == 0
+        assert await harness.client.hlen("toolcrew:d:t:acme:run.b-1:parts") == 0
 
 
 @pytest.mark.parametrize("code", [126, 127, 137, 255, -9, -15])
 async def test_a_command_that_could_not_run_or_was_killed_gives_no_reward(make: Made, code: int) -> None:
-    ground = make()
-    Sandboxes(ground, code)
-    outcome = await ground.worked(await ground.put(graded(build_tool_call())))
+    harness = make()
+    Sandboxes(harness, code)
+    outcome = await harness.worked(await harness.put(graded(build_tool_call())))
     assert outcome.grade is None
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.GRADER, "grader_error")
-    assert ground.sent().count("open") == 2
+    assert harness.sent().count("open") == 2
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ async def test_a_command_that_could_not_run_or_was_killed_gives_no_reward(make: 
 async def test_a_reward_file_counts_after_a_command_that_succeeded(
     make: Made, fields: dict[str, Any], kind: FailureKind | None
 ) -> None:
-    ground = make()
-    Sandboxes(ground, **fields)
-    outcome = await ground.worked(await ground.put(graded(build_tool_call(), reward_file="/workspace/reward")))
+    harness = make()
+    Sandboxes(harness, **fields)
+    outcome = await harness.worked(await harness.put(graded(build_tool_call(), reward_file="/workspace/reward")))
     assert (outcome.failure.kind if outcome.failure is not None else None) is kind
     assert (outcome.grade.reward if outcome.grade is not None else None) == (None if kind else 0.5)
 
@@ -145,19 +145,19 @@ async def test_artifacts_that_break_the_rules_have_the_reward_0(
     make: Made, listing: bytes | None, archive: bytes | None
 ) -> None:
     """The agent's find and tar may print anything. No grader starts."""
-    ground = make()
-    sandboxes = Sandboxes(ground)
+    harness = make()
+    sandboxes = Sandboxes(harness)
     sandboxes.listing, sandboxes.archive = listing or sandboxes.listing, archive or sandboxes.archive
-    outcome = await ground.worked(await ground.put(graded(build_tool_call(), artifacts=("**",))))
+    outcome = await harness.worked(await harness.put(graded(build_tool_call(), artifacts=("**",))))
     assert outcome.grade is not None
     assert (outcome.grade.reward, bool(outcome.grade.refusal), outcome.failure) == (0.0, True, None)
-    assert ground.sent().count("open") == 1
+    assert harness.sent().count("open") == 1
 
 
 async def test_the_grader_gets_files_with_plain_headers_only(make: Made) -> None:
-    ground = make()
-    sandboxes = Sandboxes(ground)
-    await ground.worked(await ground.put(graded(build_tool_call())))
+    harness = make()
+    sandboxes = Sandboxes(harness)
+    await harness.worked(await harness.put(graded(build_tool_call())))
     with tarfile.open(fileobj=io.BytesIO(sandboxes.imported)) as archive:
         assert [(entry.name, entry.type, entry.mode, entry.uid) for entry in archive] == [
             ("a.py", tarfile.REGTYPE, 0o644, 0)
@@ -175,10 +175,10 @@ OURS = [
 @pytest.mark.parametrize("verb", ["end_jobs", "exec", "export", "import", "open", "read_file"])
 @pytest.mark.parametrize("code", OURS)
 async def test_a_failure_of_the_infrastructure_is_never_a_reward(make: Made, verb: str, code: ErrorCode) -> None:
-    ground = make()
-    Sandboxes(ground, reward=b"1")
-    ground.answers[verb] = failed(code)
-    outcome = await ground.worked(await ground.put(graded(build_tool_call(), reward_file="/workspace/reward")))
+    harness = make()
+    Sandboxes(harness, reward=b"1")
+    harness.answers[verb] = failed(code)
+    outcome = await harness.worked(await harness.put(graded(build_tool_call(), reward_file="/workspace/reward")))
     assert outcome.grade is None
     assert outcome.failure is not None
     assert outcome.failure.kind is FailureKind.INFRASTRUCTURE
@@ -186,8 +186,8 @@ async def test_a_failure_of_the_infrastructure_is_never_a_reward(make: Made, ver
 
 async def test_a_sandbox_that_is_lost_before_the_reward_is_read_is_another_try(make: Made) -> None:
     """The file is missing because its sandbox was replaced. The next sandbox stays."""
-    ground = make()
-    sandboxes = Sandboxes(ground)
+    harness = make()
+    sandboxes = Sandboxes(harness)
     tries = 0
 
     def read(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -200,29 +200,29 @@ async def test_a_sandbox_that_is_lost_before_the_reward_is_read_is_another_try(m
             )
         return sandboxes.blob(call, b"0.75")
 
-    ground.answers["read_file"] = read
-    outcome = await ground.worked(await ground.put(graded(build_tool_call(), reward_file="/workspace/reward")))
+    harness.answers["read_file"] = read
+    outcome = await harness.worked(await harness.put(graded(build_tool_call(), reward_file="/workspace/reward")))
     assert outcome.grade is not None
-    assert (outcome.grade.reward, len(set(sandboxes.graded)), ground.sent().count("echo")) == (0.75, 2, 1)
+    assert (outcome.grade.reward, len(set(sandboxes.graded)), harness.sent().count("echo")) == (0.75, 2, 1)
 
 
 async def test_an_agent_that_reached_a_limit_is_graded_and_a_lost_one_is_not(make: Made) -> None:
-    ground = make(echo_then("unreached", "a"))
-    Sandboxes(ground)
-    outcome = await ground.worked(await ground.put(graded(build_run(limits={"max_iterations": 1}))))
+    harness = make(echo_then("unreached", "a"))
+    Sandboxes(harness)
+    outcome = await harness.worked(await harness.put(graded(build_run(limits={"max_iterations": 1}))))
     assert outcome.failure is not None
     assert outcome.grade is not None
     assert (outcome.failure.kind, outcome.grade.reward) == (FailureKind.MODEL, 1.0)
-    ground = make(answers={"echo": failed(ErrorCode.HOST_LOST)})
-    await ground.client.flushall()
-    Sandboxes(ground)
-    outcome = await ground.worked(await ground.put(graded(build_tool_call())))
+    harness = make(answers={"echo": failed(ErrorCode.HOST_LOST)})
+    await harness.client.flushall()
+    Sandboxes(harness)
+    outcome = await harness.worked(await harness.put(graded(build_tool_call())))
     assert outcome.grade is None
-    assert "end_jobs" not in ground.sent()
+    assert "end_jobs" not in harness.sent()
 
 
-async def broken_off(ground: ItemGround, claim: Any, reached: asyncio.Event) -> None:
-    working = asyncio.create_task(ground.worked(claim))
+async def broken_off(harness: ItemHarness, claim: Any, reached: asyncio.Event) -> None:
+    working = asyncio.create_task(harness.worked(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
     working.cancel()
@@ -262,14 +262,14 @@ async def test_a_resumed_item_repeats_only_the_grading_in_a_new_session(make: Ma
 
 async def test_the_session_of_a_dead_grading_is_found_in_the_log(make: Made) -> None:
     reached = asyncio.Event()
-    ground = make()
-    sandboxes = Sandboxes(ground)
-    ground.answers["exec"] = hangs(sandboxes, "grade", reached)
-    claim = await ground.put(graded(build_run()))
-    journal = await ground.journal(claim)
+    harness = make()
+    sandboxes = Sandboxes(harness)
+    harness.answers["exec"] = hangs(sandboxes, "grade", reached)
+    claim = await harness.put(graded(build_run()))
+    journal = await harness.journal(claim)
     for number in range(20):
         await journal.note_review(f"c{number}", ToolCall(id=f"c{number}", name="echo"))
-    await broken_off(ground, claim, reached)
+    await broken_off(harness, claim, reached)
     closed: list[str] = []
     original = run_log.SessionStore.close
 
@@ -279,8 +279,8 @@ async def test_the_session_of_a_dead_grading_is_found_in_the_log(make: Made) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_log.SessionStore, "close", close)
-        await ground.queue.close_sessions("acme", [claim.run])
-    assert ground.transport.contexts[-1].session in closed
+        await harness.queue.close_sessions("acme", [claim.run])
+    assert harness.transport.contexts[-1].session in closed
 
 
 async def test_changed_artifacts_in_redis_are_no_artifacts(make: Made) -> None:
@@ -347,9 +347,9 @@ def test_graders_and_samples_that_cannot_work_are_errors(
 
 
 async def test_a_row_has_the_grade_and_is_read_again(make: Made) -> None:
-    ground = make()
-    Sandboxes(ground, reward=b'{"reward": 0.5, "right": 2}')
-    outcome = await ground.worked(await ground.put(graded(build_tool_call(), reward_file="/workspace/r")))
+    harness = make()
+    Sandboxes(harness, reward=b'{"reward": 0.5, "right": 2}')
+    outcome = await harness.worked(await harness.put(graded(build_tool_call(), reward_file="/workspace/r")))
     line = build_row_line(build_row(outcome))
     row = json.loads(line)
     assert (row["task"], row["grade"]["reward"], row["grade"]["scores"]) == ("t", 0.5, {"right": 2.0})

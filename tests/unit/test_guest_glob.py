@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace
-from tests.search_ground import Ground
+from tests.search_harness import Harness
 
 assert GUEST_PARENT
 from guest.search.glob_patterns import BadGlob, Glob, expand_braces, split_list  # noqa: E402
@@ -18,16 +18,16 @@ from guest.search.names import MAX_NAME_CHARS, MAX_NAMES, build_names  # noqa: E
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Ground:
-    return Ground(tmp_path)
+def harness(tmp_path: Path) -> Harness:
+    return Harness(tmp_path)
 
 
-def test_the_newest_come_first_over_all_matches_and_equals_by_path(ground: Ground) -> None:
+def test_the_newest_come_first_over_all_matches_and_equals_by_path(harness: Harness) -> None:
     for name in ("c.py", "d/e.py", "a.py", "b.py"):
-        ground.make(name)
-    os.utime(ground.workspace / "a.py", (5, 5))
-    os.utime(ground.workspace / "b.py", (5, 5))
-    found = ground.glob("*.py", limit=3)
+        harness.make(name)
+    os.utime(harness.workspace / "a.py", (5, 5))
+    os.utime(harness.workspace / "b.py", (5, 5))
+    found = harness.glob("*.py", limit=3)
     assert found.lines == ["d/e.py", "c.py", "a.py"]
     assert (found["total"], found["shown"], found["cut"]) == (4, 3, False)
 
@@ -56,192 +56,192 @@ def test_the_newest_come_first_over_all_matches_and_equals_by_path(ground: Groun
         ("a.py/*", set()),
     ],
 )
-def test_what_a_pattern_matches(ground: Ground, pattern: str, expected: set[str]) -> None:
+def test_what_a_pattern_matches(harness: Harness, pattern: str, expected: set[str]) -> None:
     for name in ("a.py", "src/b.py", "src/deep/c.py", ".cfg/d.py", "src/deep/x.tar.gz", ".git/config", "src/.hg/e.py"):
-        ground.make(name)
-    assert set(ground.glob(pattern).lines) == expected
+        harness.make(name)
+    assert set(harness.glob(pattern).lines) == expected
 
 
-def test_a_question_mark_is_one_character_in_any_script(ground: Ground) -> None:
-    ground.make("文.txt")
-    assert ground.glob("?.txt").lines == ["文.txt"]
+def test_a_question_mark_is_one_character_in_any_script(harness: Harness) -> None:
+    harness.make("文.txt")
+    assert harness.glob("?.txt").lines == ["文.txt"]
 
 
 @pytest.mark.parametrize("name", ["app/[slug]/page.tsx", "a{b}.txt", "what?.md", "*.star", "[", "{open"])
-def test_a_path_that_is_there_matches_itself_whatever_its_characters_stand_for(ground: Ground, name: str) -> None:
-    ground.make(name)
-    assert ground.glob(name).lines == [name]
+def test_a_path_that_is_there_matches_itself_whatever_its_characters_stand_for(harness: Harness, name: str) -> None:
+    harness.make(name)
+    assert harness.glob(name).lines == [name]
 
 
-def test_a_name_found_by_its_letters_is_not_listed_twice(ground: Ground) -> None:
-    ground.make("a.py")
-    ground.make("b/a.py")
-    assert ground.glob("a.py").lines == ["b/a.py", "a.py"]
+def test_a_name_found_by_its_letters_is_not_listed_twice(harness: Harness) -> None:
+    harness.make("a.py")
+    harness.make("b/a.py")
+    assert harness.glob("a.py").lines == ["b/a.py", "a.py"]
 
 
-def test_what_ignore_rules_hide_is_counted_and_shown_on_request(ground: Ground) -> None:
-    ground.make(".gitignore", "*.log\nbuild/\n!keep.log\n")
+def test_what_ignore_rules_hide_is_counted_and_shown_on_request(harness: Harness) -> None:
+    harness.make(".gitignore", "*.log\nbuild/\n!keep.log\n")
     for name in ("a.log", "keep.log", "build/b.log", "build/c/d.log"):
-        ground.make(name)
-    found = ground.glob("*.log")
+        harness.make(name)
+    found = harness.glob("*.log")
     assert (found.lines, found["ignored"]) == (["keep.log"], 3)
-    assert ground.glob("*.log", include_ignored=True)["total"] == 4
+    assert harness.glob("*.log", include_ignored=True)["total"] == 4
 
 
-def test_naming_a_folder_that_is_ignored_lifts_the_rule_for_it(ground: Ground) -> None:
-    ground.make(".gitignore", "node_modules/\n*.map\n")
-    ground.make("node_modules/left/index.js")
-    ground.make("node_modules/left/index.map")
-    assert ground.glob("node_modules/**/*.js").lines == ["node_modules/left/index.js"]
-    assert ground.glob("*", path="node_modules/left").lines == [
+def test_naming_a_folder_that_is_ignored_lifts_the_rule_for_it(harness: Harness) -> None:
+    harness.make(".gitignore", "node_modules/\n*.map\n")
+    harness.make("node_modules/left/index.js")
+    harness.make("node_modules/left/index.map")
+    assert harness.glob("node_modules/**/*.js").lines == ["node_modules/left/index.js"]
+    assert harness.glob("*", path="node_modules/left").lines == [
         "node_modules/left/index.map",
         "node_modules/left/index.js",
     ]
 
 
-def test_a_rule_above_the_folder_that_is_searched_holds(ground: Ground) -> None:
-    ground.make(".gitignore", "/src/gen/*.py\n")
-    ground.make("src/gen/a.py")
-    ground.make("src/b.py")
-    found = ground.glob("*.py", path="src")
+def test_a_rule_above_the_folder_that_is_searched_holds(harness: Harness) -> None:
+    harness.make(".gitignore", "/src/gen/*.py\n")
+    harness.make("src/gen/a.py")
+    harness.make("src/b.py")
+    found = harness.glob("*.py", path="src")
     assert (found.lines, found["ignored"]) == (["src/b.py"], 1)
 
 
-def test_rules_that_cannot_be_read_to_their_end_are_reported_and_the_others_hold(ground: Ground) -> None:
-    ground.make(".gitignore", b"*.log\n\xff\n*.txt\n")
-    ground.make("a.log")
-    ground.make("a.txt")
-    found = ground.glob("a.*")
+def test_rules_that_cannot_be_read_to_their_end_are_reported_and_the_others_hold(harness: Harness) -> None:
+    harness.make(".gitignore", b"*.log\n\xff\n*.txt\n")
+    harness.make("a.log")
+    harness.make("a.txt")
+    found = harness.glob("a.*")
     assert found.lines == ["a.txt"]
     assert found["bad_rules"] == [".gitignore: line 2 is not UTF-8, the rules from it on are not applied"]
 
 
-def test_a_pipe_named_as_a_rule_file_is_not_opened(ground: Ground) -> None:
-    ground.make("a.py")
-    os.mkfifo(ground.workspace / ".gitignore")
-    found = ground.glob("*.py")
+def test_a_pipe_named_as_a_rule_file_is_not_opened(harness: Harness) -> None:
+    harness.make("a.py")
+    os.mkfifo(harness.workspace / ".gitignore")
+    found = harness.glob("*.py")
     assert (found.lines, found["bad_rules"]) == (
         ["a.py"],
         [".gitignore: not a regular file, its rules are not applied"],
     )
 
 
-def test_links_are_listed_and_not_followed(ground: Ground) -> None:
-    ground.make("real/a.py")
-    (ground.workspace / "link").symlink_to("real")
-    (ground.workspace / "out").symlink_to("/etc")
-    (ground.workspace / "loop").symlink_to(".")
-    assert set(ground.glob("**").lines) == {"link", "out", "loop", "real/a.py"}
-    assert ground.glob("**", kind="dir").lines == ["real"]
+def test_links_are_listed_and_not_followed(harness: Harness) -> None:
+    harness.make("real/a.py")
+    (harness.workspace / "link").symlink_to("real")
+    (harness.workspace / "out").symlink_to("/etc")
+    (harness.workspace / "loop").symlink_to(".")
+    assert set(harness.glob("**").lines) == {"link", "out", "loop", "real/a.py"}
+    assert harness.glob("**", kind="dir").lines == ["real"]
 
 
-def test_kinds_are_files_folders_or_all(ground: Ground) -> None:
-    ground.make("d/a")
-    os.mkfifo(ground.workspace / "pipe")
-    assert set(ground.glob("*", kind="file").lines) == {"d/a"}
-    assert set(ground.glob("*", kind="dir").lines) == {"d"}
-    assert set(ground.glob("*", kind="any").lines) == {"d", "d/a", "pipe"}
-    assert ground.glob("d/").lines == ["d"]
+def test_kinds_are_files_folders_or_all(harness: Harness) -> None:
+    harness.make("d/a")
+    os.mkfifo(harness.workspace / "pipe")
+    assert set(harness.glob("*", kind="file").lines) == {"d/a"}
+    assert set(harness.glob("*", kind="dir").lines) == {"d"}
+    assert set(harness.glob("*", kind="any").lines) == {"d", "d/a", "pipe"}
+    assert harness.glob("d/").lines == ["d"]
 
 
-def test_an_absolute_pattern_inside_is_split_and_one_outside_refused(ground: Ground) -> None:
-    ground.make("src/a.py")
-    assert ground.glob(f"{ground.workspace}/src/*.py").lines == ["src/a.py"]
-    assert ground.glob(f"{ground.workspace}/src/a.py").lines == ["src/a.py"]
+def test_an_absolute_pattern_inside_is_split_and_one_outside_refused(harness: Harness) -> None:
+    harness.make("src/a.py")
+    assert harness.glob(f"{harness.workspace}/src/*.py").lines == ["src/a.py"]
+    assert harness.glob(f"{harness.workspace}/src/a.py").lines == ["src/a.py"]
     for pattern in ("/etc/*.conf", "/*", "../*", "src/../../*", "/etc/passwd"):
-        assert ground.glob(pattern).code == "PATH_NOT_ALLOWED", pattern
+        assert harness.glob(pattern).code == "PATH_NOT_ALLOWED", pattern
 
 
-def test_paths_outside_of_the_sessions_folder_are_shown_whole(ground: Ground) -> None:
-    (ground.tmp / "t.py").write_text("x")
-    assert ground.glob("*.py", path=str(ground.tmp)).lines == [f"{ground.tmp}/t.py"]
+def test_paths_outside_of_the_sessions_folder_are_shown_whole(harness: Harness) -> None:
+    (harness.tmp / "t.py").write_text("x")
+    assert harness.glob("*.py", path=str(harness.tmp)).lines == [f"{harness.tmp}/t.py"]
 
 
-def test_long_outputs_can_be_searched_but_not_what_the_guest_remembers(ground: Ground) -> None:
-    (ground.output / "long.txt").write_text("x")
-    (ground.output / ".state" / "folder").write_text("secret")
-    assert ground.glob("**", path=str(ground.output)).lines == [f"{ground.output}/long.txt"]
-    for pattern in (".state", f"{ground.output}/.state"):
-        assert ground.glob(pattern, path=str(ground.output), kind="any").lines == []
-    for how in ({"path": f"{ground.output}/.state"}, {"path": str(ground.output), "pattern": ".state/*"}):
-        assert ground.glob(**{"pattern": "*", **how}).code == "PATH_NOT_ALLOWED"
+def test_long_outputs_can_be_searched_but_not_what_the_guest_remembers(harness: Harness) -> None:
+    (harness.output / "long.txt").write_text("x")
+    (harness.output / ".state" / "folder").write_text("secret")
+    assert harness.glob("**", path=str(harness.output)).lines == [f"{harness.output}/long.txt"]
+    for pattern in (".state", f"{harness.output}/.state"):
+        assert harness.glob(pattern, path=str(harness.output), kind="any").lines == []
+    for how in ({"path": f"{harness.output}/.state"}, {"path": str(harness.output), "pattern": ".state/*"}):
+        assert harness.glob(**{"pattern": "*", **how}).code == "PATH_NOT_ALLOWED"
 
 
-def test_a_missing_folder_is_an_error_that_suggests_one(ground: Ground) -> None:
-    ground.make("source/a.py")
-    found = ground.glob("*.py", path="sorce")
+def test_a_missing_folder_is_an_error_that_suggests_one(harness: Harness) -> None:
+    harness.make("source/a.py")
+    found = harness.glob("*.py", path="sorce")
     assert found.code == "FILE_NOT_FOUND"
     assert "source" in str(found.failure)
-    assert ground.glob("*.py", path="source/a.py").code == "NOT_A_DIRECTORY"
+    assert harness.glob("*.py", path="source/a.py").code == "NOT_A_DIRECTORY"
 
 
 @pytest.mark.parametrize("pattern", ["", "  ", "a\0b", "x" * 5000, "[a", "{a,b", "a\\", "[z-a]", "{a,b}" * 12])
-def test_a_pattern_that_is_none_is_refused(ground: Ground, pattern: str) -> None:
-    ground.make("a")
-    assert ground.glob(pattern).code == "INVALID_PATTERN"
+def test_a_pattern_that_is_none_is_refused(harness: Harness, pattern: str) -> None:
+    harness.make("a")
+    assert harness.glob(pattern).code == "INVALID_PATTERN"
 
 
-def test_the_place_of_the_fault_is_reported(ground: Ground) -> None:
-    assert "not closed with ] at character 5;" in str(ground.glob("src/[a").failure)
-    assert "not closed with } at character 3;" in str(ground.glob("a/{b,c").failure)
+def test_the_place_of_the_fault_is_reported(harness: Harness) -> None:
+    assert "not closed with ] at character 5;" in str(harness.glob("src/[a").failure)
+    assert "not closed with } at character 3;" in str(harness.glob("a/{b,c").failure)
 
 
-def test_names_that_would_break_the_format_are_shown_as_escapes(ground: Ground) -> None:
+def test_names_that_would_break_the_format_are_shown_as_escapes(harness: Harness) -> None:
     for name in (b"two\nlines", b"latin-\xe9", b"esc\x1b[31m"):
-        ground.make(name)
-    assert set(ground.glob("*").lines) == {"two\\nlines", "latin-\\xe9", "esc\\x1b[31m"}
+        harness.make(name)
+    assert set(harness.glob("*").lines) == {"two\\nlines", "latin-\\xe9", "esc\\x1b[31m"}
 
 
-def test_text_beyond_the_budget_is_cut_at_whole_lines(ground: Ground) -> None:
+def test_text_beyond_the_budget_is_cut_at_whole_lines(harness: Harness) -> None:
     for number in range(10):
-        ground.make(f"file{number}")
-    found = ground.glob("*", max_bytes=20)
+        harness.make(f"file{number}")
+    found = harness.glob("*", max_bytes=20)
     assert (found.lines, found["shown"], found["total"], found["cut"]) == (["file9", "file8", "file7"], 3, 10, True)
 
 
-def test_a_walk_that_takes_too_long_gives_a_part_and_says_so(ground: Ground) -> None:
+def test_a_walk_that_takes_too_long_gives_a_part_and_says_so(harness: Harness) -> None:
     for number in range(30):
-        ground.make(f"d{number}/f")
-    found = ground.glob("**", timeout_s=1e-6)
+        harness.make(f"d{number}/f")
+    found = harness.glob("**", timeout_s=1e-6)
     assert (found["partial"], found.code) == (True, None)
 
 
-def test_folders_that_lie_too_deep_are_counted(ground: Ground) -> None:
+def test_folders_that_lie_too_deep_are_counted(harness: Harness) -> None:
     here = os.getcwd()
-    os.chdir(ground.workspace)
+    os.chdir(harness.workspace)
     for _ in range(450):
         os.mkdir("d")
         os.chdir("d")
     os.chdir(here)
-    ground.make("a")
-    found = ground.glob("**")
+    harness.make("a")
+    found = harness.glob("**")
     assert (found.lines, found["unreadable"]) == (["a"], 1)
 
 
-def test_hostile_patterns_are_matched_in_no_time(ground: Ground) -> None:
-    ground.make("a" * 250)
-    ground.make("/".join("a" * 100))
+def test_hostile_patterns_are_matched_in_no_time(harness: Harness) -> None:
+    harness.make("a" * 250)
+    harness.make("/".join("a" * 100))
     for pattern in ("*a" * 100 + "b", "**/a/" * 100 + "b", "?" * 4000, "[a-z]*" * 80 + "!"):
-        assert ground.glob(pattern)["total"] == 0
+        assert harness.glob(pattern)["total"] == 0
 
 
 @pytest.mark.parametrize("pattern", ["x" * 4000 + "{0,1}" * 9, "[ -\U0010ffff]" * 800])
-def test_a_pattern_that_takes_seconds_to_compile_is_refused_at_once(ground: Ground, pattern: str) -> None:
-    ground.make("a")
+def test_a_pattern_that_takes_seconds_to_compile_is_refused_at_once(harness: Harness, pattern: str) -> None:
+    harness.make("a")
     started = time.monotonic()
-    assert ground.glob(pattern).code == "INVALID_PATTERN"
-    assert ground.grep("x", include=pattern).code == "INVALID_PATTERN"
+    assert harness.glob(pattern).code == "INVALID_PATTERN"
+    assert harness.grep("x", include=pattern).code == "INVALID_PATTERN"
     assert time.monotonic() - started < 1
 
 
 @pytest.mark.parametrize(
     "rules", ["x" * 1_000_000 + "*?", "\n".join(f"*{n}?b" for n in range(20_000)), "x" * 9000 + "{a,b}" * 9]
 )
-def test_a_rule_file_that_takes_seconds_to_compile_is_reported_and_not_read(ground: Ground, rules: str) -> None:
-    ground.make(".gitignore", rules + "\n*\n")
-    ground.make("a", "hit\n")
-    assert ground.glob("a").lines == ["a"]
-    found = ground.grep("hit")
+def test_a_rule_file_that_takes_seconds_to_compile_is_reported_and_not_read(harness: Harness, rules: str) -> None:
+    harness.make(".gitignore", rules + "\n*\n")
+    harness.make("a", "hit\n")
+    assert harness.glob("a").lines == ["a"]
+    found = harness.grep("hit")
     assert found.lines == ["a:1: hit"]
     assert "its rules are not applied" in found["bad_rules"][0]
 

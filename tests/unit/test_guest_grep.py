@@ -11,82 +11,82 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace
-from tests.search_ground import Ground
+from tests.search_harness import Harness
 
 assert GUEST_PARENT
 from guest.search.grep_lines import MAX_LINE_CHARS, cut_line  # noqa: E402
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Ground:
-    return Ground(tmp_path)
+def harness(tmp_path: Path) -> Harness:
+    return Harness(tmp_path)
 
 
-def test_files_come_newest_first_and_lines_in_order(ground: Ground) -> None:
-    ground.make("old.py", "foo 1\nbar\nfoo 2\n")
-    ground.make("src/new.py", "x\nfoo 3\n")
-    found = ground.grep("foo")
+def test_files_come_newest_first_and_lines_in_order(harness: Harness) -> None:
+    harness.make("old.py", "foo 1\nbar\nfoo 2\n")
+    harness.make("src/new.py", "x\nfoo 3\n")
+    found = harness.grep("foo")
     assert found.lines == ["src/new.py:2: foo 3", "old.py:1: foo 1", "old.py:3: foo 2"]
     assert (found["matches"], found["files"], found["shown"]) == (3, 2, 3)
 
 
-def test_totals_are_exact_whatever_the_limit(ground: Ground) -> None:
+def test_totals_are_exact_whatever_the_limit(harness: Harness) -> None:
     for number in range(8):
-        ground.make(f"f{number}", "hit\n" * (number + 1))
-    found = ground.grep("hit", limit=10)
+        harness.make(f"f{number}", "hit\n" * (number + 1))
+    found = harness.grep("hit", limit=10)
     assert (found["matches"], found["files"], found["shown"], found["shown_files"]) == (36, 8, 10, 2)
     assert found.lines[8:] == ["f6:1: hit", "f6:2: hit"]
-    few = ground.grep("hit", max_per_file=1)
+    few = harness.grep("hit", max_per_file=1)
     assert (few["matches"], few["shown"], few.lines[0]) == (36, 8, "f7:1: hit")
 
 
-def test_lines_around_a_match_are_marked_otherwise_and_groups_parted(ground: Ground) -> None:
-    ground.make("b", "one\nhit\n")
-    ground.make("a", "".join(f"{number}\n" if number % 5 else "hit\n" for number in range(1, 12)))
-    found = ground.grep("hit", before=1, after=2)
+def test_lines_around_a_match_are_marked_otherwise_and_groups_parted(harness: Harness) -> None:
+    harness.make("b", "one\nhit\n")
+    harness.make("a", "".join(f"{number}\n" if number % 5 else "hit\n" for number in range(1, 12)))
+    found = harness.grep("hit", before=1, after=2)
     assert found.lines == [
         *("a-4- 4", "a:5: hit", "a-6- 6", "a-7- 7", "--", "a-9- 9", "a:10: hit", "a-11- 11"),
         *("--", "b-1- one", "b:2: hit"),
     ]
-    joined = ground.grep("hit", before=2, after=2, path="a")
+    joined = harness.grep("hit", before=2, after=2, path="a")
     assert joined.lines == [
         f"a{'-:'[text == 'hit']}{n}{'-:'[text == 'hit']} {text}"
         for n, text in zip(range(3, 12), ["3", "4", "hit", "6", "7", "8", "9", "hit", "11"], strict=True)
     ]
 
 
-def test_files_and_counts_instead_of_lines(ground: Ground) -> None:
-    ground.make("a", "x\nx\n")
-    ground.make("b", "x\n")
-    assert ground.grep("x", mode="files").lines == ["b", "a"]
-    assert ground.grep("x", mode="count").lines == ["b:1", "a:2"]
-    cut = ground.grep("x", mode="files", limit=1)
+def test_files_and_counts_instead_of_lines(harness: Harness) -> None:
+    harness.make("a", "x\nx\n")
+    harness.make("b", "x\n")
+    assert harness.grep("x", mode="files").lines == ["b", "a"]
+    assert harness.grep("x", mode="count").lines == ["b:1", "a:2"]
+    cut = harness.grep("x", mode="files", limit=1)
     assert (cut.lines, cut["files"], cut["shown_files"]) == (["b"], 2, 1)
 
 
-def test_nothing_is_left_out_without_a_word(ground: Ground) -> None:
-    ground.make(".gitignore", "*.log\nout/\n")
+def test_nothing_is_left_out_without_a_word(harness: Harness) -> None:
+    harness.make(".gitignore", "*.log\nout/\n")
     for name in ("a.log", "out/b", "out/c/d"):
-        ground.make(name, "hit\n")
-    ground.make("binary", b"\0\1hit\n")
-    ground.make("wide.txt", "hit wide\n".encode("utf-16"))
-    ground.make("large", b"hit\n" + b"x" * (10 << 20))
-    found = ground.grep("hit")
+        harness.make(name, "hit\n")
+    harness.make("binary", b"\0\1hit\n")
+    harness.make("wide.txt", "hit wide\n".encode("utf-16"))
+    harness.make("large", b"hit\n" + b"x" * (10 << 20))
+    found = harness.grep("hit")
     assert found.lines == ["wide.txt:1: hit wide"]
     assert (found["ignored"], found["binary"], found["large"]) == (2, 1, 1)
     assert (found["binary_names"], found["large_names"]) == (["binary"], ["large"])
-    assert ground.grep("hit", include_ignored=True, mode="files")["files"] == 4
+    assert harness.grep("hit", include_ignored=True, mode="files")["files"] == 4
 
 
-def test_a_file_that_is_named_is_searched_whatever_it_is(ground: Ground) -> None:
-    ground.make(".gitignore", "*\n")
-    ground.make("large.log", (b"x" * 1023 + b"\n") * (11 << 10) + b"hit\n")
-    found = ground.grep("hit", path="large.log", include="*.py")
+def test_a_file_that_is_named_is_searched_whatever_it_is(harness: Harness) -> None:
+    harness.make(".gitignore", "*\n")
+    harness.make("large.log", (b"x" * 1023 + b"\n") * (11 << 10) + b"hit\n")
+    found = harness.grep("hit", path="large.log", include="*.py")
     assert (found.lines, found["is_file"]) == ([f"large.log:{(11 << 10) + 1}: hit"], True)
 
 
-def test_a_pattern_that_is_none_is_one_nowhere(ground: Ground) -> None:
-    assert ground.grep("(").code == "INVALID_PATTERN"
+def test_a_pattern_that_is_none_is_one_nowhere(harness: Harness) -> None:
+    assert harness.grep("(").code == "INVALID_PATTERN"
 
 
 @pytest.mark.parametrize(
@@ -107,17 +107,17 @@ def test_a_pattern_that_is_none_is_one_nowhere(ground: Ground) -> None:
         ({"type": "python"}, {"a.py", "src/b.py", "src/deep/c.py", "test/d.py"}),
     ],
 )
-def test_which_files_are_searched(ground: Ground, how: dict[str, Any], expected: set[str]) -> None:
+def test_which_files_are_searched(harness: Harness, how: dict[str, Any], expected: set[str]) -> None:
     for name in ("a.py", "src/b.py", "src/deep/c.py", "src/e.js", "test/d.py", "README.md"):
-        ground.make(name)
-    assert set(ground.grep("x", mode="files", **how).lines) == expected
+        harness.make(name)
+    assert set(harness.grep("x", mode="files", **how).lines) == expected
 
 
-def test_what_is_filtered_out_by_name_does_not_count_as_ignored(ground: Ground) -> None:
-    ground.make(".gitignore", "*.log\n")
-    ground.make("a.log")
-    ground.make("a.py")
-    found = ground.grep("none", include="*.py")
+def test_what_is_filtered_out_by_name_does_not_count_as_ignored(harness: Harness) -> None:
+    harness.make(".gitignore", "*.log\n")
+    harness.make("a.log")
+    harness.make("a.py")
+    found = harness.grep("none", include="*.py")
     assert (found["ignored"], found["searched"]) == (0, 1)
 
 
@@ -143,123 +143,123 @@ def test_what_is_filtered_out_by_name_does_not_count_as_ignored(ground: Ground) 
         ("(?<=a+)b", "lookbehind assertion is not fixed length"),
     ],
 )
-def test_a_pattern_that_is_none_says_why_and_where(ground: Ground, pattern: str, words: str) -> None:
-    ground.make("a")
-    found = ground.grep(pattern)
+def test_a_pattern_that_is_none_says_why_and_where(harness: Harness, pattern: str, words: str) -> None:
+    harness.make("a")
+    found = harness.grep(pattern)
     assert found.code == "INVALID_PATTERN"
     assert words in str(found.failure)
 
 
-def test_only_what_looks_literal_is_reported_to_be_retried_so(ground: Ground) -> None:
-    ground.make("a")
-    assert "fixed_strings" in str(ground.grep("handle(request").failure)
-    assert "fixed_strings" not in str(ground.grep("^\\w+(").failure)
+def test_only_what_looks_literal_is_reported_to_be_retried_so(harness: Harness) -> None:
+    harness.make("a")
+    assert "fixed_strings" in str(harness.grep("handle(request").failure)
+    assert "fixed_strings" not in str(harness.grep("^\\w+(").failure)
 
 
 @pytest.mark.parametrize(
     "pattern", ["-e", "--help", "-", "--files", "@file", "$(touch x)", "`id`", "a;b", "x" * 20_000]
 )
-def test_a_pattern_is_never_an_option_nor_a_command(ground: Ground, pattern: str) -> None:
-    ground.make("a", f"1 {pattern}\n2\n")
-    found = ground.grep(pattern, fixed_strings=True)
+def test_a_pattern_is_never_an_option_nor_a_command(harness: Harness, pattern: str) -> None:
+    harness.make("a", f"1 {pattern}\n2\n")
+    found = harness.grep(pattern, fixed_strings=True)
     assert (found["matches"], found["shown"]) == (1, 1)
-    assert list(ground.workspace.iterdir()) == [ground.workspace / "a"]
+    assert list(harness.workspace.iterdir()) == [harness.workspace / "a"]
 
 
 @pytest.mark.parametrize("pattern", ["(?<=a)b", "a(?!c)", "(a)\\1?b", "(?P<x>a)(?P=x)?b", "(?>a)b"])
-def test_look_around_and_references_are_understood(ground: Ground, pattern: str) -> None:
-    ground.make("f", "ab\nzz\n")
-    assert ground.grep(pattern).lines == ["f:1: ab"]
+def test_look_around_and_references_are_understood(harness: Harness, pattern: str) -> None:
+    harness.make("f", "ab\nzz\n")
+    assert harness.grep(pattern).lines == ["f:1: ab"]
 
 
-def test_a_catastrophic_pattern_is_ended_in_time(ground: Ground) -> None:
-    ground.make("f", "a" * 40 + "!\n")
+def test_a_catastrophic_pattern_is_ended_in_time(harness: Harness) -> None:
+    harness.make("f", "a" * 40 + "!\n")
     started = time.monotonic()
     # The first pattern takes unlimited time to match, the second to compile.
     for pattern in ("(?=a)(a+)+$", "(?=a)" + "[ -\U0010fff0]" * 4000):
-        assert ground.grep(pattern, ignore_case=True, timeout_s=0.6).code == "TIMEOUT"
+        assert harness.grep(pattern, ignore_case=True, timeout_s=0.6).code == "TIMEOUT"
     assert time.monotonic() - started < 30  # a machine may be busy; a search that is not stopped runs for hours
 
 
-def test_what_was_found_in_time_is_given_and_said_to_be_a_part(ground: Ground) -> None:
-    ground.make("slow", "a" * 40 + "!\n")
-    ground.make("a-quick", "hit a\n")
+def test_what_was_found_in_time_is_given_and_said_to_be_a_part(harness: Harness) -> None:
+    harness.make("slow", "a" * 40 + "!\n")
+    harness.make("a-quick", "hit a\n")
     # The walk lists names as the directory has them: one of the two orders finds something.
-    found = ground.grep("(?=h)hit|(?=a)(a+)+$", timeout_s=1)
+    found = harness.grep("(?=h)hit|(?=a)(a+)+$", timeout_s=1)
     assert found.code == "TIMEOUT" or (found["partial"], found.lines) == (True, ["a-quick:1: hit a"])
 
 
-def test_a_pipe_named_as_a_rule_file_does_not_stop_the_search(ground: Ground) -> None:
-    ground.make("sub/a", "hit\n")
-    os.mkfifo(ground.workspace / "sub" / ".ignore")
-    os.mkfifo(ground.workspace / "pipe")
-    found = ground.grep("hit", timeout_s=3)
+def test_a_pipe_named_as_a_rule_file_does_not_stop_the_search(harness: Harness) -> None:
+    harness.make("sub/a", "hit\n")
+    os.mkfifo(harness.workspace / "sub" / ".ignore")
+    os.mkfifo(harness.workspace / "pipe")
+    found = harness.grep("hit", timeout_s=3)
     assert found.lines == ["sub/a:1: hit"]
     assert found["bad_rules"] == ["sub/.ignore: not a regular file, its rules are not applied"]
-    assert ground.grep("hit", path="pipe").code == "NOT_A_REGULAR_FILE"
+    assert harness.grep("hit", path="pipe").code == "NOT_A_REGULAR_FILE"
 
 
 @pytest.mark.parametrize("use_openat2", [True, False])
-def test_links_are_not_followed(ground: Ground, use_openat2: bool) -> None:
-    ground.make("d/e/a", "root:x\n")
-    (ground.workspace / "passwd").symlink_to("/etc/passwd")
-    (ground.workspace / "etc").symlink_to("/etc")
-    found = ground.grep("root:", use_openat2=use_openat2)
+def test_links_are_not_followed(harness: Harness, use_openat2: bool) -> None:
+    harness.make("d/e/a", "root:x\n")
+    (harness.workspace / "passwd").symlink_to("/etc/passwd")
+    (harness.workspace / "etc").symlink_to("/etc")
+    found = harness.grep("root:", use_openat2=use_openat2)
     assert found.lines == ["d/e/a:1: root:x"]
-    assert ground.grep("root:", path="passwd").code == "PATH_NOT_ALLOWED"
+    assert harness.grep("root:", path="passwd").code == "PATH_NOT_ALLOWED"
 
 
-def test_names_that_would_break_the_format_are_shown_as_escapes(ground: Ground) -> None:
+def test_names_that_would_break_the_format_are_shown_as_escapes(harness: Harness) -> None:
     for name in (b"two\nlines", b"latin-\xe9", b"a:1: b"):
-        ground.make(name, "hit\nhit two\n")
+        harness.make(name, "hit\nhit two\n")
     for multiline in (False, True):
-        found = ground.grep("hit", multiline=multiline)
+        found = harness.grep("hit", multiline=multiline)
         assert set(found.lines) == {
             f"{name}:{line}" for name in ("two\\nlines", "latin-\\xe9", "a:1: b") for line in ("1: hit", "2: hit two")
         }
         assert found["matches"] == 6
 
 
-def test_a_match_over_several_lines_shows_each(ground: Ground) -> None:
-    ground.make("a", "def f(\n    x,\n\n):\n    pass\n")
-    found = ground.grep("f\\(.*?\\):", multiline=True, after=1)
+def test_a_match_over_several_lines_shows_each(harness: Harness) -> None:
+    harness.make("a", "def f(\n    x,\n\n):\n    pass\n")
+    found = harness.grep("f\\(.*?\\):", multiline=True, after=1)
     assert found.lines == ["a:1: def f(", "a:2:     x,", "a:3: ", "a:4: ):", "a-5-     pass"]
     assert found["matches"] == 4
 
 
-def test_long_lines_are_cut_around_the_match(ground: Ground) -> None:
-    ground.make("min.js", "文" * 5000 + "needle" + "x" * 5000 + "\n" + "needle\n")
-    found = ground.grep("needle", before=0)
+def test_long_lines_are_cut_around_the_match(harness: Harness) -> None:
+    harness.make("min.js", "文" * 5000 + "needle" + "x" * 5000 + "\n" + "needle\n")
+    found = harness.grep("needle", before=0)
     text = found.lines[0].removeprefix("min.js:1: ")
     assert (len(text), text.index("needle"), text[0], text[-1]) == (MAX_LINE_CHARS + 2, 251, "…", "…")
     assert (found["cut_lines"], found.lines[1]) == (1, "min.js:2: needle")
 
 
-def test_output_ends_at_a_whole_line_when_its_budget_is_used_up(ground: Ground) -> None:
-    ground.make("a", "hit\n" * 100)
-    found = ground.grep("hit", max_bytes=35)
+def test_output_ends_at_a_whole_line_when_its_budget_is_used_up(harness: Harness) -> None:
+    harness.make("a", "hit\n" * 100)
+    found = harness.grep("hit", max_bytes=35)
     assert (found.lines, found["shown"], found["matches"], found["cut"]) == (
         ["a:1: hit", "a:2: hit", "a:3: hit"],
         3,
         100,
         True,
     )
-    assert ground.grep("hit", max_lines=2)["shown"] == 2
+    assert harness.grep("hit", max_lines=2)["shown"] == 2
 
 
-def test_settings_of_ripgrep_in_the_workspace_change_nothing(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ground.make("rc", "--max-count=1\n--hidden\n--glob=!a\n")
+def test_settings_of_ripgrep_in_the_workspace_change_nothing(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = harness.make("rc", "--max-count=1\n--hidden\n--glob=!a\n")
     monkeypatch.setenv("RIPGREP_CONFIG_PATH", str(config))
-    ground.make("a", "hit\nhit\n")
-    assert ground.grep("hit", include="a")["matches"] == 2
+    harness.make("a", "hit\nhit\n")
+    assert harness.grep("hit", include="a")["matches"] == 2
 
 
-def test_the_guests_own_memory_is_not_searched(ground: Ground) -> None:
-    (ground.output / "long.txt").write_text("hit\n")
-    (ground.output / ".state" / "folder").write_text("hit\n")
-    found = ground.grep("hit", path=str(ground.output))
-    assert found.lines == [f"{ground.output}/long.txt:1: hit"]
-    assert ground.grep("hit", path=f"{ground.output}/.state/folder").code == "PATH_NOT_ALLOWED"
+def test_the_guests_own_memory_is_not_searched(harness: Harness) -> None:
+    (harness.output / "long.txt").write_text("hit\n")
+    (harness.output / ".state" / "folder").write_text("hit\n")
+    found = harness.grep("hit", path=str(harness.output))
+    assert found.lines == [f"{harness.output}/long.txt:1: hit"]
+    assert harness.grep("hit", path=f"{harness.output}/.state/folder").code == "PATH_NOT_ALLOWED"
 
 
 @given(st.text(max_size=1200), st.integers(1, 1300))

@@ -28,12 +28,12 @@ from store import run_events
 from store.run_events import MAX_EVENT_BYTES, build_event, is_before
 from store.runs import HostedState
 from tests.conftest import RedisProcess
-from tests.hosted_ground import SOON_S, HostedGround, MadeHosted, open_hosted, types
-from tests.run_ground import build_outcome
+from tests.hosted_harness import SOON_S, HostedHarness, MadeHosted, open_hosted, types
+from tests.run_harness import build_outcome
 
 
 @pytest.fixture
-def ground(make_hosted: MadeHosted) -> HostedGround:
+def harness(make_hosted: MadeHosted) -> HostedHarness:
     return make_hosted(["done"])
 
 
@@ -136,59 +136,59 @@ def test_an_event_is_bounded_whatever_is_in_it(hostile: str) -> None:
 # Into the stream
 
 
-async def test_what_is_said_twice_is_reported_once_and_only_by_the_holder(ground: HostedGround) -> None:
-    run = await ground.start()
-    claim = await ground.claimed()
-    assert await ground.append_text(run, claim.token, "a", "b")
-    assert await ground.append_text(run, claim.token, "a", "b", "c")
-    assert not await ground.append_text(run, "other", "x")
-    await ground.queue.finish(claim, build_outcome(claim))
-    assert not await ground.append_text(run, claim.token, "late", first=3)
-    assert [event.get("text") for event in await ground.stored_events(run)] == ["a", "b", "c", None]
+async def test_what_is_said_twice_is_reported_once_and_only_by_the_holder(harness: HostedHarness) -> None:
+    run = await harness.start()
+    claim = await harness.claimed()
+    assert await harness.append_text(run, claim.token, "a", "b")
+    assert await harness.append_text(run, claim.token, "a", "b", "c")
+    assert not await harness.append_text(run, "other", "x")
+    await harness.queue.finish(claim, build_outcome(claim))
+    assert not await harness.append_text(run, claim.token, "late", first=3)
+    assert [event.get("text") for event in await harness.stored_events(run)] == ["a", "b", "c", None]
 
 
 async def test_a_stream_is_bounded_and_a_late_reader_is_informed(
-    ground: HostedGround, monkeypatch: pytest.MonkeyPatch
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_events, "MAX_EVENTS", 10)
-    run = await ground.start()
-    claim = await ground.claimed()
+    run = await harness.start()
+    claim = await harness.claimed()
     for number in range(50):
-        await ground.append_text(run, claim.token, f"{number}", first=number)
+        await harness.append_text(run, claim.token, f"{number}", first=number)
     monkeypatch.setattr(run_events, "MAX_STREAM_BYTES", 200)
-    await ground.append_text(run, claim.token, "last", first=50)
-    assert len(await ground.stored_events(run)) <= 5
-    await ground.queue.finish(claim, build_outcome(claim))
-    events = await ground.events(run)
+    await harness.append_text(run, claim.token, "last", first=50)
+    assert len(await harness.stored_events(run)) <= 5
+    await harness.queue.finish(claim, build_outcome(claim))
+    events = await harness.events(run)
     assert types(events)[0] == "EventsMissed"
     assert [event["text"] for event in events[1:-1]] == ["46", "47", "48", "49", "last"][-len(events) + 2 :]
     assert types(events)[-1] == "RunEnded"
     assert are_increasing([event["id"] for event in events])
     # From there nothing is missed any more.
-    assert await ground.events(run, events[0]["id"]) == events[1:]
+    assert await harness.events(run, events[0]["id"]) == events[1:]
 
 
-async def test_a_day_after_its_end_a_run_still_reports_how_it_ended(ground: HostedGround) -> None:
-    run = await ground.start()
-    async with ground.working():
-        events = await ground.events(run)
+async def test_a_day_after_its_end_a_run_still_reports_how_it_ended(harness: HostedHarness) -> None:
+    run = await harness.start()
+    async with harness.working():
+        events = await harness.events(run)
     key = f"toolcrew:d:t:acme:run.{run}:events"
-    assert 0 < await ground.client.ttl(key) <= 86_400
-    await ground.client.delete(key)
-    remaining = await ground.events(run)
+    assert 0 < await harness.client.ttl(key) <= 86_400
+    await harness.client.delete(key)
+    remaining = await harness.events(run)
     assert types(remaining) == ["EventsMissed", "RunEnded"]
     assert remaining[-1]["id"] == events[-1]["id"]
-    assert types(await ground.events(run, events[2]["id"])) == ["EventsMissed", "RunEnded"]
-    assert await ground.events(run, events[-1]["id"]) == []
+    assert types(await harness.events(run, events[2]["id"])) == ["EventsMissed", "RunEnded"]
+    assert await harness.events(run, events[-1]["id"]) == []
 
 
-async def test_a_run_whose_record_redis_has_lost_ends_for_its_followers(ground: HostedGround) -> None:
-    run = await ground.start()
-    await ground.client.hdel(f"toolcrew:d:t:acme:run.{run}", "item")
-    following = asyncio.create_task(ground.events(run))
-    while not ground.runs.hub._streams:  # noqa: ASYNC110
+async def test_a_run_whose_record_redis_has_lost_ends_for_its_followers(harness: HostedHarness) -> None:
+    run = await harness.start()
+    await harness.client.hdel(f"toolcrew:d:t:acme:run.{run}", "item")
+    following = asyncio.create_task(harness.events(run))
+    while not harness.runs.hub._streams:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    async with ground.working():
+    async with harness.working():
         events = await following
     assert [(event["type"], event["failure"]["code"]) for event in events] == [("RunEnded", "run_lost")]
 
@@ -199,23 +199,23 @@ async def test_a_run_whose_record_redis_has_lost_ends_for_its_followers(ground: 
 async def test_a_run_whose_holder_is_killed_is_reported_to_its_end_without_a_gap(
     redis_server: RedisProcess, make_hosted: MadeHosted
 ) -> None:
-    ground = make_hosted(["done"])
-    run = await ground.start()
-    following = asyncio.create_task(ground.events(run))
+    harness = make_hosted(["done"])
+    run = await harness.start()
+    following = asyncio.create_task(harness.events(run))
     holder = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.hosted_holder", redis_server.url)
     try:
         async with asyncio.timeout(SOON_S):
-            async for _, line in ground.runs.follow("acme", run):
+            async for _, line in harness.runs.follow("acme", run):
                 event = json.loads(line)
                 if event["type"] == "CallSent" and event["call"]["arguments"] == {"text": "two"}:
                     break
     finally:
         os.kill(holder.pid, signal.SIGKILL)
         await holder.wait()
-    session = (await ground.stored_events(run))[0]["session"]
-    await ground.places.open("acme", session, "host.h1.b00t", start="{}", ttl_s=60, limit=9)
-    await ground.client.zadd("toolcrew:d:runs:leases", {f"acme|{run}": 1.0})
-    async with ground.working():
+    session = (await harness.stored_events(run))[0]["session"]
+    await harness.places.open("acme", session, "host.h1.b00t", start="{}", ttl_s=60, limit=9)
+    await harness.client.zadd("toolcrew:d:runs:leases", {f"acme|{run}": 1.0})
+    async with harness.working():
         events = await following
     assert are_increasing([event["id"] for event in events])
     (at,) = [at for at, event in enumerate(events) if event["type"] == "RunResumed"]
@@ -227,48 +227,48 @@ async def test_a_run_whose_holder_is_killed_is_reported_to_its_end_without_a_gap
     assert [name for name in after if "Step" in name] == ["StepStarted", "StepFinished"] * 2
     assert after.count("CallFinished") == 1
     assert types(events).count("RunEnded") == 1
-    record = await ground.runs.get("acme", run)
+    record = await harness.runs.get("acme", run)
     assert record.state is HostedState.SUCCEEDED
     assert record.end is not None
     assert (record.end.answer, record.end.steps) == ("done", 3)
-    roles = [message["role"] for message in await ground.runs.transcript("acme", run)]
+    roles = [message["role"] for message in await harness.runs.transcript("acme", run)]
     assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
 
 
 async def test_a_run_that_is_begun_anew_says_that_all_before_is_void(
     make_hosted: MadeHosted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ground = make_hosted(["done"])
-    run = await ground.start()
-    claim = await ground.claimed()
-    async with ground.publisher.open("acme", run, claim.token, 1) as publisher:
+    harness = make_hosted(["done"])
+    run = await harness.start()
+    claim = await harness.claimed()
+    async with harness.publisher.open("acme", run, claim.token, 1) as publisher:
         publisher.on_event(step(1))
-    await ground.queue.give_back(claim, is_new=True)
-    async with ground.working():
-        events = await ground.events(run)
+    await harness.queue.give_back(claim, is_new=True)
+    async with harness.working():
+        events = await harness.events(run)
     assert types(events)[:2] == ["StepFinished", "RunResumed"]
     assert (events[1]["step"], events[1]["attempt"]) == (1, 2)
-    assert (await ground.runs.get("acme", run)).attempt == 2
+    assert (await harness.runs.get("acme", run)).attempt == 2
 
 
 async def test_a_redis_that_was_away_loses_nothing_that_was_reported_meanwhile(redis_server: RedisProcess) -> None:
     async with open_hosted(redis_server) as make:
-        ground = make(["done"])
-        run = await ground.start()
-        claim = await ground.claimed()
-        following = asyncio.create_task(ground.events(run))
-        async with ground.publisher.open("acme", run, claim.token, 1) as publisher:
+        harness = make(["done"])
+        run = await harness.start()
+        claim = await harness.claimed()
+        following = asyncio.create_task(harness.events(run))
+        async with harness.publisher.open("acme", run, claim.token, 1) as publisher:
             publisher.on_event(text("before"))
-            while not await ground.stored_events(run):  # noqa: ASYNC110
+            while not await harness.stored_events(run):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            await ground.client.save()
+            await harness.client.save()
             redis_server.stop()
             publisher.on_event(text("meanwhile"))
             with pytest.raises(BrokerUnavailable):
-                await ground.runs.get("acme", run)
+                await harness.runs.get("acme", run)
             redis_server.start()
             publisher.on_event(text("after"))
-        await ground.queue.finish(claim, build_outcome(claim))
+        await harness.queue.finish(claim, build_outcome(claim))
         events = await following
         assert "".join(event.get("text", "") for event in events) == "beforemeanwhileafter"
         assert types(events)[-1] == "RunEnded"
@@ -290,11 +290,11 @@ async def test_text_is_reported_while_the_model_writes_and_reported_once(make_ho
 
         async def aclose(self) -> None: ...
 
-    ground = make_hosted(Slow())
-    run = await ground.start()
+    harness = make_hosted(Slow())
+    run = await harness.start()
     pieces = []
-    async with ground.working():
-        async for _, line in ground.runs.follow("acme", run):
+    async with harness.working():
+        async for _, line in harness.runs.follow("acme", run):
             event = json.loads(line)
             if event["type"] == "TextArrived":
                 pieces.append(event["text"])
@@ -316,10 +316,10 @@ async def test_what_a_broken_reply_has_shown_is_withdrawn(make_hosted: MadeHoste
 
         async def aclose(self) -> None: ...
 
-    ground = make_hosted(Breaking())
-    run = await ground.start()
-    async with ground.working():
-        events = await ground.events(run)
+    harness = make_hosted(Breaking())
+    run = await harness.start()
+    async with harness.working():
+        events = await harness.events(run)
     texts = [
         (event["type"], event.get("text", event.get("characters")))
         for event in events

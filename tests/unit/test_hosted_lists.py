@@ -15,22 +15,22 @@ from store.batches import RunBody
 from store.runs import HostedState
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.hosted_ground import ECHO, HostedGround, MadeHosted, open_hosted
-from tests.item_ground import echo_then
-from tests.run_ground import build_outcome
+from tests.hosted_harness import ECHO, HostedHarness, MadeHosted, open_hosted
+from tests.item_harness import echo_then
+from tests.run_harness import build_outcome
 
 
 @pytest.fixture
-def ground(make_hosted: MadeHosted) -> HostedGround:
+def harness(make_hosted: MadeHosted) -> HostedHarness:
     return make_hosted(echo_then("done", "one"))
 
 
-async def test_ten_thousand_runs_are_listed_a_page_at_a_time_and_quickly(ground: HostedGround) -> None:
+async def test_ten_thousand_runs_are_listed_a_page_at_a_time_and_quickly(harness: HostedHarness) -> None:
     for _ in range(20):
-        await asyncio.gather(*(ground.runs.start("acme", ECHO) for _ in range(10)))
-    pipe = ground.client.pipeline(transaction=False)
-    one: Any = await ground.client.hgetall(
-        f"toolcrew:d:t:acme:run.{(await ground.runs.list('acme', limit=1)).runs[0].id}"
+        await asyncio.gather(*(harness.runs.start("acme", ECHO) for _ in range(10)))
+    pipe = harness.client.pipeline(transaction=False)
+    one: Any = await harness.client.hgetall(
+        f"toolcrew:d:t:acme:run.{(await harness.runs.list('acme', limit=1)).runs[0].id}"
     )
     for number in range(9800):
         pipe.hset(f"toolcrew:d:t:acme:run.old{number}", mapping={**one, b"state": b"ended"})
@@ -41,7 +41,7 @@ async def test_ten_thousand_runs_are_listed_a_page_at_a_time_and_quickly(ground:
         took = []
         for _ in range(5):
             began = time.perf_counter()
-            page = await ground.runs.list("acme", limit=50, state=state)
+            page = await harness.runs.list("acme", limit=50, state=state)
             took.append(time.perf_counter() - began)
         # 20 ms on a quiet machine; what goes through all records would take seconds.
         assert min(took) < 0.2, state
@@ -55,22 +55,22 @@ def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(
 ) -> None:
     async def check() -> None:
         async with open_hosted(redis_server) as make:
-            ground = make()
-            await ground.client.flushdb()
-            ground.runs = HostedRuns(
-                ground.client, "d", KEY, ground.pool.tenants, max_kept=data.draw(st.integers(5, 30))
+            harness = make()
+            await harness.client.flushdb()
+            harness.runs = HostedRuns(
+                harness.client, "d", KEY, harness.pool.tenants, max_kept=data.draw(st.integers(5, 30))
             )
-            known = [await ground.start() for _ in range(data.draw(st.integers(0, 20)))]
+            known = [await harness.start() for _ in range(data.draw(st.integers(0, 20)))]
             seen, cursor, is_first = list[str](), None, True
             while cursor is not None or is_first:
                 is_first = False
-                page = await ground.runs.list("acme", cursor=cursor, limit=data.draw(st.integers(1, 7)))
+                page = await harness.runs.list("acme", cursor=cursor, limit=data.draw(st.integers(1, 7)))
                 seen += [run.id for run in page.runs]
                 cursor = page.next_cursor
                 for _ in range(data.draw(st.integers(0, 3))):
-                    await ground.start()
+                    await harness.start()
                 if data.draw(st.booleans()) and known:
-                    await ground.client.delete(f"toolcrew:d:t:acme:run.{known.pop(0)}")
+                    await harness.client.delete(f"toolcrew:d:t:acme:run.{known.pop(0)}")
             assert len(set(seen)) == len(seen)
             assert [run for run in seen if run in known] == [run for run in reversed(known) if run in seen]
             assert set(known) <= set(seen)
@@ -79,56 +79,56 @@ def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(
 
 
 async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(make_hosted: MadeHosted) -> None:
-    ground = make_hosted(["done", "done"])
-    ground.runs = HostedRuns(ground.client, "d", KEY, ground.pool.tenants, max_kept=3)
-    started = [await ground.start() for _ in range(2)]
-    async with ground.working():
-        await ground.ended(started[1])
-        await ground.ended(started[0])
-    cursor = (await ground.runs.list("acme", limit=1)).next_cursor
-    started += [await ground.start() for _ in range(3)]
-    assert [run.id for run in (await ground.runs.list("acme")).runs] == started[:1:-1]
-    assert (await ground.runs.list("acme", cursor=cursor)).runs == ()
-    assert await ground.client.keys(f"toolcrew:d:t:acme:run.{started[0]}*") == []
+    harness = make_hosted(["done", "done"])
+    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_kept=3)
+    started = [await harness.start() for _ in range(2)]
+    async with harness.working():
+        await harness.ended(started[1])
+        await harness.ended(started[0])
+    cursor = (await harness.runs.list("acme", limit=1)).next_cursor
+    started += [await harness.start() for _ in range(3)]
+    assert [run.id for run in (await harness.runs.list("acme")).runs] == started[:1:-1]
+    assert (await harness.runs.list("acme", cursor=cursor)).runs == ()
+    assert await harness.client.keys(f"toolcrew:d:t:acme:run.{started[0]}*") == []
 
 
 async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(make_hosted: MadeHosted) -> None:
-    ground = make_hosted(["done"])
-    ground.runs = HostedRuns(ground.client, "d", KEY, ground.pool.tenants, max_kept=15)
-    waiting = [await ground.start(priority=-1) for _ in range(12)]
+    harness = make_hosted(["done"])
+    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_kept=15)
+    waiting = [await harness.start(priority=-1) for _ in range(12)]
     ended = []
     for _ in range(6):
-        ended.append(await ground.start(priority=1))
-        claim = await ground.claimed()
-        await ground.queue.finish(claim, build_outcome(claim))
-    assert [run.id for run in (await ground.runs.list("acme")).runs] == [*ended[:2:-1], *waiting[::-1]]
-    assert await ground.client.keys(f"toolcrew:d:t:acme:run.{ended[2]}*") == []
+        ended.append(await harness.start(priority=1))
+        claim = await harness.claimed()
+        await harness.queue.finish(claim, build_outcome(claim))
+    assert [run.id for run in (await harness.runs.list("acme")).runs] == [*ended[:2:-1], *waiting[::-1]]
+    assert await harness.client.keys(f"toolcrew:d:t:acme:run.{ended[2]}*") == []
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "-1", "1" * 16, "²"])
-async def test_a_cursor_that_is_none_is_refused(ground: HostedGround, cursor: str) -> None:
+async def test_a_cursor_that_is_none_is_refused(harness: HostedHarness, cursor: str) -> None:
     with pytest.raises(ToolFailure) as failure:
-        await ground.runs.list("acme", cursor=cursor)
+        await harness.runs.list("acme", cursor=cursor)
     assert failure.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
 @pytest.mark.parametrize("state", list(HostedState))
 async def test_runs_are_found_by_their_state(make_hosted: MadeHosted, state: HostedState) -> None:
-    ground = make_hosted(["done"])
-    won = await ground.start()
-    async with ground.working():
-        await ground.ended(won)
-    cancelled = await ground.start()
-    await ground.runs.cancel("acme", cancelled)
-    lost = await ground.start(RunBody(instruction="x", tools=("echo",), dialect="native", model="nosuch"))
-    claim = await ground.claimed()
-    async with ground.publisher.open("acme", lost, claim.token, 1):
+    harness = make_hosted(["done"])
+    won = await harness.start()
+    async with harness.working():
+        await harness.ended(won)
+    cancelled = await harness.start()
+    await harness.runs.cancel("acme", cancelled)
+    lost = await harness.start(RunBody(instruction="x", tools=("echo",), dialect="native", model="nosuch"))
+    claim = await harness.claimed()
+    async with harness.publisher.open("acme", lost, claim.token, 1):
         pass
-    asking, running, queued = [await ground.start() for _ in range(3)]
+    asking, running, queued = [await harness.start() for _ in range(3)]
     for _ in range(2):
-        await ground.claimed()
-    await ground.client.hset(f"toolcrew:d:t:acme:run.{asking}", "asking", "1")
-    await ground.queue.finish(claim, build_outcome(claim, FailureKind.MODEL))
+        await harness.claimed()
+    await harness.client.hset(f"toolcrew:d:t:acme:run.{asking}", "asking", "1")
+    await harness.queue.finish(claim, build_outcome(claim, FailureKind.MODEL))
     expected = {
         HostedState.SUCCEEDED: won,
         HostedState.CANCELLED: cancelled,
@@ -137,4 +137,4 @@ async def test_runs_are_found_by_their_state(make_hosted: MadeHosted, state: Hos
         HostedState.RUNNING: running,
         HostedState.QUEUED: queued,
     }
-    assert [run.id for run in (await ground.runs.list("acme", state=state)).runs] == [expected[state]]
+    assert [run.id for run in (await harness.runs.list("acme", state=state)).runs] == [expected[state]]

@@ -21,12 +21,12 @@ from store.run_log import MAX_TRANSCRIPT_BYTES
 from store.runs import BatchCancelled, HostedState, parse_run
 from store.tenants import RedisTenants
 from tests.builders import KEY
-from tests.hosted_ground import ECHO, HostedGround, MadeHosted, types
-from tests.item_ground import echo_then, failed
+from tests.hosted_harness import ECHO, HostedHarness, MadeHosted, types
+from tests.item_harness import echo_then, failed
 
 
 @pytest.fixture
-def ground(make_hosted: MadeHosted) -> HostedGround:
+def harness(make_hosted: MadeHosted) -> HostedHarness:
     return make_hosted(echo_then("done", "one"))
 
 
@@ -39,12 +39,12 @@ async def refused(awaited: Any) -> ToolFailure:
 # To an end
 
 
-async def test_a_run_is_worked_to_its_answer_and_reports_of_each_step(ground: HostedGround) -> None:
-    run = await ground.start(metadata={"for": "me"}, priority=3)
-    assert (await ground.runs.get("acme", run)).state is HostedState.QUEUED
-    async with ground.working():
-        events = await ground.events(run)
-    found = await ground.runs.get("acme", run)
+async def test_a_run_is_worked_to_its_answer_and_reports_of_each_step(harness: HostedHarness) -> None:
+    run = await harness.start(metadata={"for": "me"}, priority=3)
+    assert (await harness.runs.get("acme", run)).state is HostedState.QUEUED
+    async with harness.working():
+        events = await harness.events(run)
+    found = await harness.runs.get("acme", run)
     assert found.state is HostedState.SUCCEEDED
     assert found.end is not None
     assert found.started_at is not None
@@ -74,14 +74,14 @@ async def test_the_transcript_is_reported_while_the_run_works_and_whole_afterwar
         await go_on.wait()
         return failed(ErrorCode.TIMEOUT)(call, _)
 
-    ground = make_hosted(echo_then("done", "one", "two"), answers={"echo": wait})
-    run = await ground.start()
-    async with ground.working():
+    harness = make_hosted(echo_then("done", "one", "two"), answers={"echo": wait})
+    run = await harness.start()
+    async with harness.working():
         await reached.wait()
-        before = await ground.runs.transcript("acme", run)
+        before = await harness.runs.transcript("acme", run)
         go_on.set()
-        await ground.events(run)
-    after = await ground.runs.transcript("acme", run)
+        await harness.events(run)
+    after = await harness.runs.transcript("acme", run)
     assert [message["role"] for message in before] == ["user", "assistant"]
     assert [message["role"] for message in after] == [
         "system",
@@ -96,15 +96,15 @@ async def test_the_transcript_is_reported_while_the_run_works_and_whole_afterwar
 
 
 async def test_a_transcript_that_is_too_large_is_read_from_the_log(
-    ground: HostedGround, monkeypatch: pytest.MonkeyPatch
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_log, "MAX_TRANSCRIPT_BYTES", 100)
-    run = await ground.start()
-    async with ground.working():
-        await ground.events(run)
-    messages = await ground.runs.transcript("acme", run)
+    run = await harness.start()
+    async with harness.working():
+        await harness.events(run)
+    messages = await harness.runs.transcript("acme", run)
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
-    assert not await ground.client.exists(f"toolcrew:d:t:acme:run.{run}:transcript")
+    assert not await harness.client.exists(f"toolcrew:d:t:acme:run.{run}:transcript")
 
 
 @pytest.mark.parametrize(
@@ -119,15 +119,15 @@ async def test_a_transcript_that_is_too_large_is_read_from_the_log(
     ],
     ids=["bomb", "values", "depth", "shape", "cut", "other"],
 )
-async def test_a_hostile_transcript_is_refused_in_bounded_memory(ground: HostedGround, stored: bytes) -> None:
-    run = await ground.start()
-    async with ground.working():
-        await ground.events(run)
-    await ground.client.set(f"toolcrew:d:t:acme:run.{run}:transcript", stored)
+async def test_a_hostile_transcript_is_refused_in_bounded_memory(harness: HostedHarness, stored: bytes) -> None:
+    run = await harness.start()
+    async with harness.working():
+        await harness.events(run)
+    await harness.client.set(f"toolcrew:d:t:acme:run.{run}:transcript", stored)
     tracemalloc.start()
     try:
         with pytest.raises(ConfigError, match=f"transcript of run {run}"):
-            await ground.runs.transcript("acme", run)
+            await harness.runs.transcript("acme", run)
         assert tracemalloc.get_traced_memory()[1] < 3 * MAX_TRANSCRIPT_BYTES
     finally:
         tracemalloc.stop()
@@ -148,11 +148,11 @@ async def test_a_run_whose_tenant_is_gone_fails_and_says_so(make_hosted: MadeHos
 async def test_a_long_answer_is_whole_where_the_run_is_read_and_cut_where_runs_are_listed(
     make_hosted: MadeHosted,
 ) -> None:
-    ground = make_hosted(["x" * 50_000])
-    run = await ground.start()
-    async with ground.working():
-        found = await ground.ended(run)
-    listed = (await ground.runs.list("acme")).runs[0]
+    harness = make_hosted(["x" * 50_000])
+    run = await harness.start()
+    async with harness.working():
+        found = await harness.ended(run)
+    listed = (await harness.runs.list("acme")).runs[0]
     assert found.end is not None
     assert listed.end is not None
     assert (len(found.end.answer), found.end.is_cut) == (50_000, False)
@@ -170,14 +170,14 @@ def nested(depth: int) -> Any:
     return inner
 
 
-async def test_an_idempotency_key_starts_one_run(ground: HostedGround) -> None:
-    first, again = await ground.start(idempotency_key="once"), await ground.start(idempotency_key="once")
+async def test_an_idempotency_key_starts_one_run(harness: HostedHarness) -> None:
+    first, again = await harness.start(idempotency_key="once"), await harness.start(idempotency_key="once")
     assert first == again
-    assert len((await ground.runs.list("acme")).runs) == 1
-    failure = await refused(ground.start(ECHO.model_copy(update={"instruction": "else"}), idempotency_key="once"))
+    assert len((await harness.runs.list("acme")).runs) == 1
+    failure = await refused(harness.start(ECHO.model_copy(update={"instruction": "else"}), idempotency_key="once"))
     assert failure.code is ErrorCode.INVALID_ARGUMENTS
     assert "idempotency key" in failure.message
-    assert (await ground.runs.start("zeta", ECHO, idempotency_key="once")).id != first
+    assert (await harness.runs.start("zeta", ECHO, idempotency_key="once")).id != first
 
 
 @pytest.mark.parametrize(
@@ -204,57 +204,57 @@ async def test_an_idempotency_key_starts_one_run(ground: HostedGround) -> None:
     ],
 )
 async def test_a_run_that_no_orchestrator_accepts_is_refused_at_once(
-    ground: HostedGround, body: RunBody, environment: ItemEnvironment, options: Any, facts: str
+    harness: HostedHarness, body: RunBody, environment: ItemEnvironment, options: Any, facts: str
 ) -> None:
-    failure = await refused(ground.start(body, environment=environment, **options))
+    failure = await refused(harness.start(body, environment=environment, **options))
     assert failure.code is ErrorCode.INVALID_ARGUMENTS
     assert any(part in failure.message for part in facts.split("|"))
-    assert (await ground.runs.list("acme")).runs == ()
+    assert (await harness.runs.list("acme")).runs == ()
 
 
-async def test_a_tenants_waiting_runs_are_limited(ground: HostedGround) -> None:
-    ground.runs = HostedRuns(ground.client, "d", KEY, ground.pool.tenants, max_pending=2)
-    first, _ = await ground.start(), await ground.start()
-    assert (await refused(ground.start())).code is ErrorCode.QUOTA_EXCEEDED
-    assert (await ground.runs.start("zeta", ECHO)).state is HostedState.QUEUED
-    await ground.runs.cancel("acme", first)
-    assert await ground.start()
+async def test_a_tenants_waiting_runs_are_limited(harness: HostedHarness) -> None:
+    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_pending=2)
+    first, _ = await harness.start(), await harness.start()
+    assert (await refused(harness.start())).code is ErrorCode.QUOTA_EXCEEDED
+    assert (await harness.runs.start("zeta", ECHO)).state is HostedState.QUEUED
+    await harness.runs.cancel("acme", first)
+    assert await harness.start()
 
 
 # Sessions
 
 
-async def test_a_run_uses_an_open_session_alone_and_leaves_it_open(ground: HostedGround) -> None:
-    session = await Session.open(ground.pool.dispatcher, ground.pool.blobs, tenant="acme", start=SessionStart())
+async def test_a_run_uses_an_open_session_alone_and_leaves_it_open(harness: HostedHarness) -> None:
+    session = await Session.open(harness.pool.dispatcher, harness.pool.blobs, tenant="acme", start=SessionStart())
     place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
-    await ground.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=place)
-    run = await ground.start(environment=ItemEnvironment(session=session.id))
-    busy = await refused(ground.start(environment=ItemEnvironment(session=session.id)))
+    await harness.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=place)
+    run = await harness.start(environment=ItemEnvironment(session=session.id))
+    busy = await refused(harness.start(environment=ItemEnvironment(session=session.id)))
     assert run in busy.message
-    async with ground.working():
-        assert (await ground.ended(run)).state is HostedState.SUCCEEDED
-    assert "close" not in ground.sent()
-    assert ground.sent().count("open") <= 2
-    assert await ground.start(environment=ItemEnvironment(session=session.id)) != run
+    async with harness.working():
+        assert (await harness.ended(run)).state is HostedState.SUCCEEDED
+    assert "close" not in harness.sent()
+    assert harness.sent().count("open") <= 2
+    assert await harness.start(environment=ItemEnvironment(session=session.id)) != run
 
 
-async def test_a_session_of_another_tenant_is_none(ground: HostedGround) -> None:
+async def test_a_session_of_another_tenant_is_none(harness: HostedHarness) -> None:
     place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
-    await ground.client.hset("toolcrew:d:t:zeta:session.theirs:place", mapping=place)
+    await harness.client.hset("toolcrew:d:t:zeta:session.theirs:place", mapping=place)
     for name in ("theirs", "nobodys", "../zeta", "theirs:place"):
         assert (
-            await refused(ground.start(environment=ItemEnvironment(session=name)))
+            await refused(harness.start(environment=ItemEnvironment(session=name)))
         ).code is ErrorCode.SESSION_NOT_FOUND
 
 
 # Cancelled in every state
 
 
-async def test_a_run_that_waits_is_cancelled_at_once(ground: HostedGround) -> None:
-    run = await ground.start()
-    assert (await ground.runs.cancel("acme", run)).state is HostedState.CANCELLED
-    assert types(await ground.events(run)) == ["RunEnded"]
-    assert await ground.queue.claim(9) == []
+async def test_a_run_that_waits_is_cancelled_at_once(harness: HostedHarness) -> None:
+    run = await harness.start()
+    assert (await harness.runs.cancel("acme", run)).state is HostedState.CANCELLED
+    assert types(await harness.events(run)) == ["RunEnded"]
+    assert await harness.queue.claim(9) == []
 
 
 async def test_a_running_run_is_ended_by_its_own_process(make_hosted: MadeHosted) -> None:
@@ -264,49 +264,49 @@ async def test_a_running_run_is_ended_by_its_own_process(make_hosted: MadeHosted
         reached.set()
         await never.wait()
 
-    ground = make_hosted(echo_then("done", "one"), answers={"echo": hang})
-    run = await ground.start()
-    async with ground.working():
+    harness = make_hosted(echo_then("done", "one"), answers={"echo": hang})
+    run = await harness.start()
+    async with harness.working():
         await reached.wait()
-        assert (await ground.runs.cancel("acme", run)).state is HostedState.RUNNING
-        found = await ground.ended(run)
+        assert (await harness.runs.cancel("acme", run)).state is HostedState.RUNNING
+        found = await harness.ended(run)
     assert found.state is HostedState.CANCELLED
-    assert types(await ground.stored_events(run)).count("RunEnded") == 1
-    assert await ground.client.zcard("toolcrew:d:runs:cancels") == 0
+    assert types(await harness.stored_events(run)).count("RunEnded") == 1
+    assert await harness.client.zcard("toolcrew:d:runs:cancels") == 0
 
 
-async def test_a_run_whose_holder_died_is_cancelled_at_once(ground: HostedGround) -> None:
-    run = await ground.start()
-    await ground.die(await ground.claimed())
-    assert (await ground.runs.cancel("acme", run)).state is HostedState.CANCELLED
+async def test_a_run_whose_holder_died_is_cancelled_at_once(harness: HostedHarness) -> None:
+    run = await harness.start()
+    await harness.die(await harness.claimed())
+    assert (await harness.runs.cancel("acme", run)).state is HostedState.CANCELLED
 
 
-async def test_a_cancelled_run_whose_holder_dies_is_not_continued(ground: HostedGround) -> None:
-    run = await ground.start()
-    claim = await ground.claimed()
-    await ground.runs.cancel("acme", run)
-    await ground.die(claim)
-    assert await ground.other.claim(9) == []
-    assert (await ground.runs.get("acme", run)).state is HostedState.CANCELLED
-    assert types(await ground.events(run)) == ["RunEnded"]
+async def test_a_cancelled_run_whose_holder_dies_is_not_continued(harness: HostedHarness) -> None:
+    run = await harness.start()
+    claim = await harness.claimed()
+    await harness.runs.cancel("acme", run)
+    await harness.die(claim)
+    assert await harness.other.claim(9) == []
+    assert (await harness.runs.get("acme", run)).state is HostedState.CANCELLED
+    assert types(await harness.events(run)) == ["RunEnded"]
 
 
-async def test_a_cancelled_run_is_not_put_back(ground: HostedGround) -> None:
-    run = await ground.start()
-    claim = await ground.claimed()
-    await ground.runs.cancel("acme", run)
+async def test_a_cancelled_run_is_not_put_back(harness: HostedHarness) -> None:
+    run = await harness.start()
+    claim = await harness.claimed()
+    await harness.runs.cancel("acme", run)
     with pytest.raises(BatchCancelled):
-        await ground.queue.give_back(claim)
+        await harness.queue.give_back(claim)
 
 
-async def test_what_an_operator_ends_is_in_the_audit_and_what_a_tenant_ends_is_not(ground: HostedGround) -> None:
+async def test_what_an_operator_ends_is_in_the_audit_and_what_a_tenant_ends_is_not(harness: HostedHarness) -> None:
     operator, owner = Actor(key="k1", role="operator", name="eve"), Actor(key="k2", role="tenant", tenant="acme")
-    first, second = await ground.start(), await ground.start()
-    await ground.runs.cancel("acme", first, actor=operator)
-    await ground.runs.cancel("acme", first, actor=operator)
-    await ground.runs.cancel("acme", second, actor=owner)
-    assert (await refused(ground.runs.cancel("zeta", second, actor=operator))).code is ErrorCode.FILE_NOT_FOUND
-    (result,) = (await Audit(ground.client, "d").read()).entries
+    first, second = await harness.start(), await harness.start()
+    await harness.runs.cancel("acme", first, actor=operator)
+    await harness.runs.cancel("acme", first, actor=operator)
+    await harness.runs.cancel("acme", second, actor=owner)
+    assert (await refused(harness.runs.cancel("zeta", second, actor=operator))).code is ErrorCode.FILE_NOT_FOUND
+    (result,) = (await Audit(harness.client, "d").read()).entries
     assert (result.entry.action, result.entry.tenant, result.entry.target, result.entry.actor) == (
         "run.cancel",
         "acme",
@@ -315,55 +315,55 @@ async def test_what_an_operator_ends_is_in_the_audit_and_what_a_tenant_ends_is_n
     )
 
 
-async def test_a_run_that_has_ended_stays_as_it_is(ground: HostedGround) -> None:
-    run = await ground.start()
-    async with ground.working():
-        await ground.ended(run)
-    assert (await ground.runs.cancel("acme", run)).state is HostedState.SUCCEEDED
+async def test_a_run_that_has_ended_stays_as_it_is(harness: HostedHarness) -> None:
+    run = await harness.start()
+    async with harness.working():
+        await harness.ended(run)
+    assert (await harness.runs.cancel("acme", run)).state is HostedState.SUCCEEDED
 
 
 # Visibility
 
 
 @pytest.mark.parametrize("name", ["0" * 24, "@runs", "x:events", "*", "", "a" * 65, "é"])
-async def test_what_is_no_run_is_reported_alike(ground: HostedGround, name: str) -> None:
-    await ground.start()
-    for asked in (ground.runs.get, ground.runs.cancel, ground.runs.transcript):
+async def test_what_is_no_run_is_reported_alike(harness: HostedHarness, name: str) -> None:
+    await harness.start()
+    for asked in (harness.runs.get, harness.runs.cancel, harness.runs.transcript):
         assert (await refused(asked("acme", name))).code is ErrorCode.FILE_NOT_FOUND
 
 
-async def test_a_run_of_another_tenant_and_an_item_of_a_batch_are_none(ground: HostedGround) -> None:
-    theirs = (await ground.runs.start("zeta", ECHO)).id
-    await ground.submit(1)
+async def test_a_run_of_another_tenant_and_an_item_of_a_batch_are_none(harness: HostedHarness) -> None:
+    theirs = (await harness.runs.start("zeta", ECHO)).id
+    await harness.submit(1)
     for name in (theirs, "b-1"):
-        assert (await refused(ground.runs.get("acme", name))).code is ErrorCode.FILE_NOT_FOUND
-        assert (await refused(ground.runs.cancel("acme", name))).code is ErrorCode.FILE_NOT_FOUND
-    assert (await ground.runs.get("zeta", theirs)).state is HostedState.QUEUED
+        assert (await refused(harness.runs.get("acme", name))).code is ErrorCode.FILE_NOT_FOUND
+        assert (await refused(harness.runs.cancel("acme", name))).code is ErrorCode.FILE_NOT_FOUND
+    assert (await harness.runs.get("zeta", theirs)).state is HostedState.QUEUED
 
 
-async def test_the_standing_batch_cannot_be_changed(ground: HostedGround) -> None:
-    await ground.start()
-    batches = Batches(ground.queue, BatchEventWriter(ground.client, "d"), "acme")
+async def test_the_standing_batch_cannot_be_changed(harness: HostedHarness) -> None:
+    await harness.start()
+    batches = Batches(harness.queue, BatchEventWriter(harness.client, "d"), "acme")
     for asked in (batches.cancel, batches.resume, batches.status, batches.custom_ids):
         assert (await refused(asked(HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
     file = BatchFile((), "0" * 64, 0, "/v1/agent/runs")
     assert (await refused(batches.submit(file, batch=HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
-    assert (await ground.queue.list_batches("acme")).batches == {}
+    assert (await harness.queue.list_batches("acme")).batches == {}
 
 
 # Together with batches
 
 
-async def test_runs_and_batches_of_a_tenant_take_turns(ground: HostedGround) -> None:
-    await ground.submit(3)
-    runs = [await ground.start() for _ in range(3)]
-    claims = [claim.run for claim in await ground.queue.claim(6)]
+async def test_runs_and_batches_of_a_tenant_take_turns(harness: HostedHarness) -> None:
+    await harness.submit(3)
+    runs = [await harness.start() for _ in range(3)]
+    claims = [claim.run for claim in await harness.queue.claim(6)]
     assert claims[0] in ("b-1", runs[0])
     assert len({claim in runs for claim in claims[:2]}) == 2
 
 
-async def test_an_item_without_a_session_has_the_bytes_of_the_release_before(ground: HostedGround) -> None:
+async def test_an_item_without_a_session_has_the_bytes_of_the_release_before(harness: HostedHarness) -> None:
     assert "session" not in BatchItem(custom_id="a", line=1, url="/v1/agent/runs", work=ECHO).model_dump_json()
-    run = await ground.start()
-    fields: Any = await ground.client.hgetall(f"toolcrew:d:t:acme:run.{run}")
+    run = await harness.start()
+    fields: Any = await harness.client.hgetall(f"toolcrew:d:t:acme:run.{run}")
     assert parse_run(KEY, "acme", run, fields).item.environment == ItemEnvironment()

@@ -20,7 +20,7 @@ from store import hosts as hosts_module
 from store.connection import open_redis
 from store.hosts import HostStore, WorkerControlStore
 from tests.conftest import RedisProcess
-from tests.fake_host import DEPLOYMENT, HostGround, build_report
+from tests.fake_host import DEPLOYMENT, HostHarness, build_report
 from workers.celery_edge.app import parse_session_of
 from workers.control import ControlListener
 from workers.reports import build_host_report, build_pool_report, find_free_memory
@@ -30,8 +30,8 @@ QUEUE = "host.a.b1"
 
 
 @pytest.fixture
-def ground(redis_server: RedisProcess) -> HostGround:
-    return HostGround(redis_server)
+def harness(redis_server: RedisProcess) -> HostHarness:
+    return HostHarness(redis_server)
 
 
 @pytest.fixture
@@ -42,29 +42,29 @@ async def hosts(redis_server: RedisProcess) -> AsyncIterator[HostStore]:
 
 
 async def test_living_workers_are_seen_and_those_that_report_no_more_are_not(
-    ground: HostGround, hosts: HostStore
+    harness: HostHarness, hosts: HostStore
 ) -> None:
     for queue in ("host.b.b1", "host.a.b1"):
-        ground.hosts().report(build_report(queue))
-    ground.redis.zadd(hosts_key(DEPLOYMENT), {"host.gone.b1": 1.0})
+        harness.hosts().report(build_report(queue))
+    harness.redis.zadd(hosts_key(DEPLOYMENT), {"host.gone.b1": 1.0})
     assert [report.queue for report in await hosts.reports()] == ["host.a.b1", "host.b.b1"]
 
 
 async def test_reports_are_read_again_only_when_they_are_old(
-    ground: HostGround, hosts: HostStore, monkeypatch: pytest.MonkeyPatch
+    harness: HostHarness, hosts: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await hosts.reports() == []
-    ground.hosts().report(build_report())
+    harness.hosts().report(build_report())
     assert await hosts.reports() == []
     monkeypatch.setattr(hosts_module, "FRESH_S", 0.0)
     assert len(await hosts.reports()) == 1
 
 
 async def test_the_report_of_another_release_is_left_out_and_reported_once(
-    ground: HostGround, hosts: HostStore, caplog: pytest.LogCaptureFixture
+    harness: HostHarness, hosts: HostStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ground.hosts().report(build_report())
-    ground.redis.set(host_key(DEPLOYMENT, QUEUE), json.dumps({"queue": QUEUE, "slots": "many"}))
+    harness.hosts().report(build_report())
+    harness.redis.set(host_key(DEPLOYMENT, QUEUE), json.dumps({"queue": QUEUE, "slots": "many"}))
     assert (await hosts.read(), await hosts.read()) == ([], [])
     assert ["host_report_unreadable" in record.getMessage() for record in caplog.records] == [True]
 
@@ -99,8 +99,8 @@ class NoOrders:
 class Worker:
     """The control list of a worker that answers orders as `answer` says."""
 
-    def __init__(self, ground: HostGround, server: RedisProcess, queue: str = QUEUE, *others: str) -> None:
-        self.ground = ground
+    def __init__(self, harness: HostHarness, server: RedisProcess, queue: str = QUEUE, *others: str) -> None:
+        self.harness = harness
         self.orders: list[bool] = []
         self.refused: list[str] = []
         self.refusal = threading.Event()
@@ -110,7 +110,7 @@ class Worker:
             WorkerControlStore(server.client()), (queue, *others), KEY, NoOrders(), self.drain, on_refused=self.note
         )
         self.reader.start()
-        ground.hosts().report(build_report(queue, store="shared"))
+        harness.hosts().report(build_report(queue, store="shared"))
 
     def note(self, reason: str) -> None:
         self.refused.append(reason)
@@ -119,16 +119,16 @@ class Worker:
     def drain(self, lossy: bool) -> bool:
         self.orders.append(lossy)
         if self.answers:
-            self.ground.hosts().report(
+            self.harness.hosts().report(
                 build_report(self.queue, store="shared", draining=True, trouble="draining: 2 sessions left")
             )
         return self.answers
 
 
 @pytest.fixture
-def worker(ground: HostGround, redis_server: RedisProcess) -> Iterator[Worker]:
+def worker(harness: HostHarness, redis_server: RedisProcess) -> Iterator[Worker]:
     with capture_logs():
-        opened = Worker(ground, redis_server)
+        opened = Worker(harness, redis_server)
         yield opened
         opened.reader.stop()
 
@@ -161,18 +161,18 @@ async def test_a_host_whose_files_would_be_lost_is_not_drained_unless_that_is_me
 
 
 async def test_an_order_for_another_worker_or_of_a_forger_drains_no_worker(
-    worker: Worker, hosts: HostStore, ground: HostGround
+    worker: Worker, hosts: HostStore, harness: HostHarness
 ) -> None:
     other = build_report("host.b.b1", store="shared")
-    ground.hosts().report(other.model_copy(update={"draining": True}))
+    harness.hosts().report(other.model_copy(update={"draining": True}))
     await order_drain(hosts, other, KEY)
-    meant_for_b = ground.redis.rpop(control_queue("host.b.b1"))
+    meant_for_b = harness.redis.rpop(control_queue("host.b.b1"))
     assert isinstance(meant_for_b, bytes)
     assert decode_call(meant_for_b.decode(), KEY)[0].arguments["queue"] == "host.b.b1"
-    ground.redis.lpush(control_queue(QUEUE), meant_for_b)
+    harness.redis.lpush(control_queue(QUEUE), meant_for_b)
     assert worker.refusal.wait(10)
     worker.refusal.clear()
-    ground.hosts().report(build_report(store="shared", draining=True))
+    harness.hosts().report(build_report(store="shared", draining=True))
     (report, *_) = await hosts.read()
     await order_drain(hosts, report, SigningKeys.of("a guess"))
     assert worker.refusal.wait(10)
@@ -180,7 +180,7 @@ async def test_an_order_for_another_worker_or_of_a_forger_drains_no_worker(
 
 
 async def test_the_end_of_a_drain_is_distinguished_from_a_loss(
-    worker: Worker, hosts: HostStore, ground: HostGround
+    worker: Worker, hosts: HostStore, harness: HostHarness
 ) -> None:
     (report,) = await hosts.read()
     await order_drain(hosts, report, KEY)
@@ -188,11 +188,11 @@ async def test_the_end_of_a_drain_is_distinguished_from_a_loss(
     async for state, last in follow_drain(hosts, report):
         messages.append((state, last.trouble))
         if state == "draining":
-            ground.hosts().leave("drained", report)
+            harness.hosts().leave("drained", report)
     assert messages == [("draining", "draining: 2 sessions left"), ("drained", "draining: 2 sessions left")]
 
-    ground.hosts().report(report)
-    ground.redis.delete(host_key(DEPLOYMENT, QUEUE))
+    harness.hosts().report(report)
+    harness.redis.delete(host_key(DEPLOYMENT, QUEUE))
     assert [state async for state, _ in follow_drain(hosts, report)] == ["lost"]
 
 
@@ -207,12 +207,12 @@ def environment(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("environment")
-def test_hosts_lists_each_worker_with_its_state_and_iso_times(ground: HostGround) -> None:
-    ground.hosts().report(build_report("host.a.b1", sessions=3, max_sessions=10, busy=2))
-    ground.hosts().report(build_report("host.b.b1", healthy=False))
-    ground.hosts().report(build_report("pool.a.x", kind="web", draining=True, pools=(POOL_WEB,)))
-    ground.hosts().report(build_report("host.c.b1"))
-    ground.hosts().leave("restarting", build_report("host.c.b1"))
+def test_hosts_lists_each_worker_with_its_state_and_iso_times(harness: HostHarness) -> None:
+    harness.hosts().report(build_report("host.a.b1", sessions=3, max_sessions=10, busy=2))
+    harness.hosts().report(build_report("host.b.b1", healthy=False))
+    harness.hosts().report(build_report("pool.a.x", kind="web", draining=True, pools=(POOL_WEB,)))
+    harness.hosts().report(build_report("host.c.b1"))
+    harness.hosts().leave("restarting", build_report("host.c.b1"))
 
     shown = CliRunner().invoke(app, ["hosts", "list"])
     rows = json.loads(CliRunner().invoke(app, ["hosts", "list", "--json"]).stdout)
@@ -227,9 +227,9 @@ def test_hosts_lists_each_worker_with_its_state_and_iso_times(ground: HostGround
 
 
 @pytest.mark.usefixtures("environment")
-def test_hosts_list_shows_what_waits(ground: HostGround) -> None:
-    ground.hosts().report(build_report(pools=(POOL_WEB,), images=("python",)))
-    ground.redis.lpush(POOL_WEB, "one", "two")
+def test_hosts_list_shows_what_waits(harness: HostHarness) -> None:
+    harness.hosts().report(build_report(pools=(POOL_WEB,), images=("python",)))
+    harness.redis.lpush(POOL_WEB, "one", "two")
     (row,) = json.loads(CliRunner().invoke(app, ["hosts", "list", "a", "--json"]).stdout)
     assert row["waiting"] == {QUEUE: 0, POOL_WEB: 2}
     shown = CliRunner().invoke(app, ["hosts", "list", "--full"])
@@ -238,14 +238,14 @@ def test_hosts_list_shows_what_waits(ground: HostGround) -> None:
 
 
 @pytest.mark.usefixtures("environment")
-def test_commands_say_what_is_missing(ground: HostGround) -> None:
+def test_commands_say_what_is_missing(harness: HostHarness) -> None:
     assert "no worker reports: start one" in CliRunner().invoke(app, ["hosts", "list"]).stdout
     unknown = CliRunner().invoke(app, ["hosts", "drain", "c"])
     assert (unknown.exit_code, unknown.stderr) == (
         1,
         "toolcrew: no worker reports: start one (toolcrew serve worker)\n",
     )
-    ground.hosts().report(build_report())
+    harness.hosts().report(build_report())
     local = CliRunner().invoke(app, ["hosts", "drain", "a", "--json"])
     assert local.exit_code == 1
     assert json.loads(local.stdout)["error"]["code"] == "CONFIG_MISSING"
@@ -263,8 +263,8 @@ def test_hosts_drain_gives_the_order(worker: Worker) -> None:
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_worker_whose_restart_is_awaited_is_not_said_to_drain(ground: HostGround) -> None:
-    ground.hosts().report(build_report(worker="", store="shared"))
+def test_a_worker_whose_restart_is_awaited_is_not_said_to_drain(harness: HostHarness) -> None:
+    harness.hosts().report(build_report(worker="", store="shared"))
     done = CliRunner().invoke(app, ["hosts", "drain", "a"])
     assert done.exit_code == 1
     assert "has ended, and the pool waits 30 s for its restart" in done.stderr

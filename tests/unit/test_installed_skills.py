@@ -21,7 +21,7 @@ from store.skills import SkillStore
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.skill_ground import write_skill
+from tests.skill_harness import write_skill
 from workers.skills.installed import MAX_KEPT_BYTES
 from workers.skills.installed import InstalledSkillCache as WorkersSkills
 
@@ -29,13 +29,13 @@ BY = Actor(key="k1", role="tenant", name="ann", tenant="acme")
 
 
 @dataclass
-class Ground:
+class Harness:
     server: RedisProcess
     client: "redis.asyncio.Redis"
     skills: SkillStore
     worker: WorkersSkills
 
-    def desk(self, tenant: str = "acme") -> SkillInstaller:
+    def installer(self, tenant: str = "acme") -> SkillInstaller:
         return SkillInstaller(self.skills.acting_as(BY), tenant)
 
     async def bundles(self) -> int:
@@ -43,96 +43,96 @@ class Ground:
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=2) as client:
         worker = WorkersSkills(redis.Redis.from_url(redis_server.url, socket_timeout=2), "d", KEY)
-        yield Ground(redis_server, client, SkillStore(client, "d", KEY), worker)
+        yield Harness(redis_server, client, SkillStore(client, "d", KEY), worker)
 
 
 def summary(name: str, digest: str = "0" * 64) -> SkillSummary:
     return SkillSummary(name=name, description="Does it.", digest=digest, files=1, bytes=1)
 
 
-async def test_what_is_installed_is_the_skill_that_a_worker_gets(ground: Ground, tmp_path: Path) -> None:
+async def test_what_is_installed_is_the_skill_that_a_worker_gets(harness: Harness, tmp_path: Path) -> None:
     folder = write_skill(tmp_path, "echo", files={"scripts/a.py": "#!/bin/sh\n", "data/x": b"\0"})
-    installed = await ground.desk().install(folder)
-    skill = ground.worker.find("acme", "echo")
+    installed = await harness.installer().install(folder)
+    skill = harness.worker.find("acme", "echo")
     assert skill is not None
     assert (skill.summary, skill.owner, skill.body) == (installed.skill, "acme", "Do it.")
     assert skill.source.read("data/x") == b"\0"
-    assert ground.worker.find("acme", "echo") is skill, "it is kept while it is used"
-    assert list(ground.worker.all("acme")) == list(await ground.desk().all()) == ["echo"]
-    [(_, entry)] = await ground.client.xrange(tenant_audit_key("d", "acme"))
+    assert harness.worker.find("acme", "echo") is skill, "it is kept while it is used"
+    assert list(harness.worker.all("acme")) == list(await harness.installer().all()) == ["echo"]
+    [(_, entry)] = await harness.client.xrange(tenant_audit_key("d", "acme"))
     assert b'"skill.install"' in entry[b"entry"]
     assert b'"ann"' in entry[b"entry"]
 
 
-async def test_a_tenant_has_its_own_and_learns_of_no_other(ground: Ground, tmp_path: Path) -> None:
-    await ground.desk("acme").install(write_skill(tmp_path, "echo"))
+async def test_a_tenant_has_its_own_and_learns_of_no_other(harness: Harness, tmp_path: Path) -> None:
+    await harness.installer("acme").install(write_skill(tmp_path, "echo"))
     for tenant in ("rival", "acm", "acme:", "acme:x", ""):
-        assert ground.worker.find(tenant, "echo") is None
-        assert ground.worker.all(tenant) == {}
-        assert await ground.desk(tenant).all() == {}
+        assert harness.worker.find(tenant, "echo") is None
+        assert harness.worker.all(tenant) == {}
+        assert await harness.installer(tenant).all() == {}
 
 
-async def test_a_skill_that_is_replaced_or_removed_leaves_nothing_behind(ground: Ground, tmp_path: Path) -> None:
-    first = await ground.desk().install(write_skill(tmp_path / "1", "echo"))
+async def test_a_skill_that_is_replaced_or_removed_leaves_nothing_behind(harness: Harness, tmp_path: Path) -> None:
+    first = await harness.installer().install(write_skill(tmp_path / "1", "echo"))
     with pytest.raises(ToolFailure, match="already has a skill echo"):
-        await ground.desk().install(write_skill(tmp_path / "2", "echo", body="other"))
-    second = await ground.desk().install(tmp_path / "2" / "echo", replace=True)
+        await harness.installer().install(write_skill(tmp_path / "2", "echo", body="other"))
+    second = await harness.installer().install(tmp_path / "2" / "echo", replace=True)
     assert first.skill.digest != second.skill.digest
-    assert await ground.bundles() == 1
-    found = ground.worker.find("acme", "echo")
+    assert await harness.bundles() == 1
+    found = harness.worker.find("acme", "echo")
     assert found is not None
     assert found.body == "other"
-    await ground.desk().install(tmp_path / "2" / "echo", replace=True)
-    assert await ground.bundles() == 1
-    assert await ground.desk().remove("echo")
-    assert not await ground.desk().remove("echo")
-    assert (await ground.bundles(), ground.worker.find("acme", "echo")) == (0, None)
+    await harness.installer().install(tmp_path / "2" / "echo", replace=True)
+    assert await harness.bundles() == 1
+    assert await harness.installer().remove("echo")
+    assert not await harness.installer().remove("echo")
+    assert (await harness.bundles(), harness.worker.find("acme", "echo")) == (0, None)
 
 
-async def test_a_tenant_has_so_many_and_so_much(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tenant_has_so_many_and_so_much(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed_skills, "MAX_INSTALLED", 2)
     monkeypatch.setattr(installed_skills, "MAX_INSTALLED_BYTES", 100)
-    await ground.skills.install("acme", summary("a", "a" * 64), b"x" * 50)
+    await harness.skills.install("acme", summary("a", "a" * 64), b"x" * 50)
     for name, size in (("b", 51), ("b", 101)):
         with pytest.raises(ToolFailure, match="would take more than") as refused:
-            await ground.skills.install("acme", summary(name, "b" * 64), b"x" * size)
+            await harness.skills.install("acme", summary(name, "b" * 64), b"x" * size)
         assert refused.value.code is ErrorCode.QUOTA_EXCEEDED
-    await ground.skills.install("acme", summary("b", "b" * 64), b"x" * 50)
+    await harness.skills.install("acme", summary("b", "b" * 64), b"x" * 50)
     with pytest.raises(ToolFailure, match="has reached its limit of"):
-        await ground.skills.install("acme", summary("c", "c" * 64), b"x")
-    await ground.skills.install("acme", summary("b", "c" * 64), b"x", replace=True)
-    assert await ground.bundles() == 2
-    await ground.skills.install("rival", summary("c", "c" * 64), b"x" * 100)
+        await harness.skills.install("acme", summary("c", "c" * 64), b"x")
+    await harness.skills.install("acme", summary("b", "c" * 64), b"x", replace=True)
+    assert await harness.bundles() == 2
+    await harness.skills.install("rival", summary("c", "c" * 64), b"x" * 100)
 
 
-async def test_what_is_not_what_was_installed_is_not_used(ground: Ground, tmp_path: Path) -> None:
-    installed = await ground.desk().install(write_skill(tmp_path, "echo"))
-    other = await ground.desk().install(write_skill(tmp_path, "other", body="hostile"))
+async def test_what_is_not_what_was_installed_is_not_used(harness: Harness, tmp_path: Path) -> None:
+    installed = await harness.installer().install(write_skill(tmp_path, "echo"))
+    other = await harness.installer().install(write_skill(tmp_path, "other", body="hostile"))
     key = skill_bundle_key("d", "acme", installed.skill.digest)
     for content in (
-        await ground.client.get(skill_bundle_key("d", "acme", other.skill.digest)),
+        await harness.client.get(skill_bundle_key("d", "acme", other.skill.digest)),
         zlib.compress(b"x"),
         b"junk",
         None,
     ):
-        await (ground.client.set(key, content) if content is not None else ground.client.delete(key))
+        await (harness.client.set(key, content) if content is not None else harness.client.delete(key))
         with pytest.raises(ToolFailure, match="whoever installed it has to do so again") as refused:
-            ground.worker.find("acme", "echo")
+            harness.worker.find("acme", "echo")
         assert refused.value.code is ErrorCode.STALE_FILE
 
 
-async def test_a_record_that_was_forged_copied_or_changed_is_refused(ground: Ground, tmp_path: Path) -> None:
-    await ground.desk("rival").install(write_skill(tmp_path, "echo"))
-    await ground.desk().install(write_skill(tmp_path, "good"))
-    await ground.desk().install(write_skill(tmp_path, "big"))
-    theirs = await ground.client.hget(installed_skills_key("d", "rival"), "echo")
-    changed = (await ground.client.hget(installed_skills_key("d", "acme"), "big")).replace(b"Does", b"Did ")
+async def test_a_record_that_was_forged_copied_or_changed_is_refused(harness: Harness, tmp_path: Path) -> None:
+    await harness.installer("rival").install(write_skill(tmp_path, "echo"))
+    await harness.installer().install(write_skill(tmp_path, "good"))
+    await harness.installer().install(write_skill(tmp_path, "big"))
+    theirs = await harness.client.hget(installed_skills_key("d", "rival"), "echo")
+    changed = (await harness.client.hget(installed_skills_key("d", "acme"), "big")).replace(b"Does", b"Did ")
     plain = theirs.split(b".", 2)[2]
     other_secret = SigningKeys.of("another-secret").seal("skill acme echo", plain.decode())
-    own = await ground.client.hget(installed_skills_key("d", "acme"), "good")
+    own = await harness.client.hget(installed_skills_key("d", "acme"), "good")
     for name, forged in (
         ("echo", theirs),
         ("echo", plain),
@@ -141,39 +141,43 @@ async def test_a_record_that_was_forged_copied_or_changed_is_refused(ground: Gro
         ("big", changed),
         ("odd", b"{}"),
     ):
-        await ground.client.hset(installed_skills_key("d", "acme"), name, forged)
-        assert name not in ground.worker.all("acme")
-        assert name not in await ground.desk().all()
+        await harness.client.hset(installed_skills_key("d", "acme"), name, forged)
+        assert name not in harness.worker.all("acme")
+        assert name not in await harness.installer().all()
         with pytest.raises(
             ToolFailure,
             match=f"the skill {name} of tenant acme cannot be verified, so it is not used: install it again",
         ) as refused:
-            ground.worker.find("acme", name)
+            harness.worker.find("acme", name)
         assert refused.value.code is ErrorCode.STALE_FILE
-    assert ground.worker.find("acme", "good") is not None
+    assert harness.worker.find("acme", "good") is not None
 
 
-async def test_a_worker_keeps_no_more_in_memory_than_it_may(ground: Ground, tmp_path: Path) -> None:
+async def test_a_worker_keeps_no_more_in_memory_than_it_may(harness: Harness, tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
-        await ground.desk().install(write_skill(tmp_path, name, files={"big": bytes(MAX_KEPT_BYTES // 2)}))
-    first = ground.worker.find("acme", "a")
-    ground.worker.find("acme", "b")
-    ground.worker.find("acme", "c")
-    again = ground.worker.find("acme", "a")
+        await harness.installer().install(write_skill(tmp_path, name, files={"big": bytes(MAX_KEPT_BYTES // 2)}))
+    first = harness.worker.find("acme", "a")
+    harness.worker.find("acme", "b")
+    harness.worker.find("acme", "c")
+    again = harness.worker.find("acme", "a")
     assert again is not first
     assert again is not None
-    assert again == ground.worker.find("acme", "a")
+    assert again == harness.worker.find("acme", "a")
 
 
 async def test_the_skills_of_a_tenant_that_is_removed_do_not_come_back_with_its_name(
-    ground: Ground, tmp_path: Path
+    harness: Harness, tmp_path: Path
 ) -> None:
-    tenants = RedisTenants(ground.client, "d", KEY)
+    tenants = RedisTenants(harness.client, "d", KEY)
     for name in ("acme", "rival"):
         await tenants.add(name, TenantPolicy())
-        await ground.desk(name).install(write_skill(tmp_path / name, "echo"))
+        await harness.installer(name).install(write_skill(tmp_path / name, "echo"))
     await tenants.remove("acme")
-    assert (await ground.desk("acme").all(), list(await ground.desk("rival").all()), await ground.bundles()) == (
+    assert (
+        await harness.installer("acme").all(),
+        list(await harness.installer("rival").all()),
+        await harness.bundles(),
+    ) == (
         {},
         ["echo"],
         1,
@@ -181,38 +185,42 @@ async def test_the_skills_of_a_tenant_that_is_removed_do_not_come_back_with_its_
 
 
 async def test_a_skill_whose_tenant_is_removed_while_it_is_examined_is_not_installed(
-    ground: Ground, tmp_path: Path
+    harness: Harness, tmp_path: Path
 ) -> None:
-    tenants = RedisTenants(ground.client, "d", KEY)
+    tenants = RedisTenants(harness.client, "d", KEY)
     for name in ("acme", "rival"):
         await tenants.add(name, TenantPolicy())
     await tenants.remove("acme")
     with pytest.raises(ToolFailure) as refused:
-        await ground.desk("acme").install(write_skill(tmp_path, "echo"))
+        await harness.installer("acme").install(write_skill(tmp_path, "echo"))
     assert refused.value.code is ErrorCode.UNKNOWN_TENANT
-    assert (await ground.desk("acme").all(), await ground.bundles()) == ({}, 0)
-    await ground.desk("rival").install(tmp_path / "echo")
-    await ground.desk("default").install(tmp_path / "echo")
+    assert (await harness.installer("acme").all(), await harness.bundles()) == ({}, 0)
+    await harness.installer("rival").install(tmp_path / "echo")
+    await harness.installer("default").install(tmp_path / "echo")
 
 
-async def test_an_invalid_record_blocks_nothing(ground: Ground, tmp_path: Path) -> None:
-    tenants = RedisTenants(ground.client, "d", KEY)
+async def test_an_invalid_record_blocks_nothing(harness: Harness, tmp_path: Path) -> None:
+    tenants = RedisTenants(harness.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
     for name, junk in (("bad", b"x"), ("odd", b"[1]"), ("half", b'{"skill": 3}')):
-        await ground.client.hset(installed_skills_key("d", "acme"), name, junk)
-    await ground.desk().install(write_skill(tmp_path, "echo"))
-    await ground.desk().install(tmp_path / "echo", replace=True)
-    assert list(await ground.desk().all()) == ["echo"]
-    assert await ground.desk().remove("bad")
+        await harness.client.hset(installed_skills_key("d", "acme"), name, junk)
+    await harness.installer().install(write_skill(tmp_path, "echo"))
+    await harness.installer().install(tmp_path / "echo", replace=True)
+    assert list(await harness.installer().all()) == ["echo"]
+    assert await harness.installer().remove("bad")
     await tenants.remove("acme")
-    assert await ground.bundles() == 0
+    assert await harness.bundles() == 0
 
 
-async def test_without_redis_nothing_is_said_to_be_there_or_not(ground: Ground) -> None:
-    ground.server.stop()
-    for asked in (ground.desk().all(), ground.desk().remove("a"), ground.skills.install("acme", summary("a"), b"x")):
+async def test_without_redis_nothing_is_said_to_be_there_or_not(harness: Harness) -> None:
+    harness.server.stop()
+    for asked in (
+        harness.installer().all(),
+        harness.installer().remove("a"),
+        harness.skills.install("acme", summary("a"), b"x"),
+    ):
         with pytest.raises(BrokerUnavailable):
             await asked
-    for ask in (lambda: ground.worker.all("acme"), lambda: ground.worker.find("acme", "a")):
+    for ask in (lambda: harness.worker.all("acme"), lambda: harness.worker.find("acme", "a")):
         with pytest.raises(BrokerUnavailable):
             ask()

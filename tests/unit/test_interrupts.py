@@ -49,7 +49,7 @@ def signal_self() -> None:
     time.sleep(0.01)
 
 
-class Desk:
+class Harness:
     """Interrupts that record the outcomes of their calls."""
 
     def __init__(self, value: Told) -> None:
@@ -72,7 +72,7 @@ def test_a_signal_at_the_limit_ends_the_call_as_timed_out() -> None:
             signal_self()
             return "survived"
 
-        Desk(value).run("c1", wait, limit_s=0.1)
+        Harness(value).run("c1", wait, limit_s=0.1)
 
     assert in_process(work) == ["cleaned up", "TIMEOUT: echo did not end within its limit of 0.1 s and was stopped"]
 
@@ -85,17 +85,17 @@ def test_a_signal_for_the_call_before_does_nothing_to_this_one() -> None:
             signal_self()
             return "went on"
 
-        desk = Desk(value)
-        desk.run("c1", lambda: "first")
+        harness = Harness(value)
+        harness.run("c1", lambda: "first")
         signal_self()
-        desk.run("c2", early)
+        harness.run("c2", early)
 
     assert in_process(work) == ["first", "went on"]
 
 
 def test_a_signal_before_the_first_call_does_nothing() -> None:
     def work(value: Told) -> None:
-        Desk(value).interrupts.listen()
+        Harness(value).interrupts.listen()
         signal_self()
         value.append("still here")
 
@@ -104,34 +104,34 @@ def test_a_signal_before_the_first_call_does_nothing() -> None:
 
 def test_a_cancelled_call_is_ended_and_another_is_not() -> None:
     def work(value: Told) -> None:
-        desk = Desk(value)
+        harness = Harness(value)
 
         def interrupted() -> str:
             signal_self()
             return "went on"
 
-        desk.board.mark("acme", "c2")
-        desk.board.mark("rival", "c1")
-        desk.run("c1", interrupted)
-        desk.board.mark("acme", "c3")
-        desk.run("c3", interrupted)
+        harness.board.mark("acme", "c2")
+        harness.board.mark("rival", "c1")
+        harness.run("c1", interrupted)
+        harness.board.mark("acme", "c3")
+        harness.run("c3", interrupted)
 
     assert in_process(work) == ["went on", "cleaned up", "CANCELLED: echo was cancelled before it began"]
 
 
 def test_a_cancel_is_no_exception_that_a_tool_could_swallow_by_accident() -> None:
     def work(value: Told) -> None:
-        desk = Desk(value)
+        harness = Harness(value)
 
         def swallow() -> str:
-            desk.board.mark("acme", "c1")
+            harness.board.mark("acme", "c1")
             try:
                 signal_self()
             except Exception:  # noqa: BLE001  # as tools do
                 return "swallowed"
             return "survived"
 
-        desk.run("c1", swallow)
+        harness.run("c1", swallow)
 
     assert in_process(work) == ["cleaned up", "CANCELLED: echo was cancelled and stopped"]
 
@@ -140,17 +140,17 @@ def test_a_cancelled_call_that_cleans_up_in_time_leaves_its_process_alive(monkey
     monkeypatch.setattr("workers.interrupts.POOL_GRACE_S", 0.3)
 
     def work(value: Told) -> None:
-        desk = Desk(value)
+        harness = Harness(value)
 
         def clean() -> str:
-            desk.board.mark("acme", "c1")
+            harness.board.mark("acme", "c1")
             try:
                 signal_self()
             finally:
                 time.sleep(0.1)
             return "survived"
 
-        desk.run("c1", clean)
+        harness.run("c1", clean)
         time.sleep(0.4)
         value.append("alive")
 
@@ -161,10 +161,10 @@ def test_a_cancelled_call_that_does_not_end_is_ended_by_the_kernel(monkeypatch: 
     monkeypatch.setattr("workers.interrupts.POOL_GRACE_S", 0.1)
 
     def work(value: Told) -> None:
-        desk = Desk(value)
+        harness = Harness(value)
 
         def stay() -> str:
-            desk.board.mark("acme", "c1")
+            harness.board.mark("acme", "c1")
             while True:
                 try:
                     signal_self()
@@ -172,21 +172,21 @@ def test_a_cancelled_call_that_does_not_end_is_ended_by_the_kernel(monkeypatch: 
                 except BaseException:  # noqa: BLE001  # the worst of tools
                     value.append("not yet")
 
-        desk.run("c1", stay)
+        harness.run("c1", stay)
 
     assert in_process(work) == [f"ended by signal {int(signal.SIGALRM)}"]
 
 
 def test_a_timer_that_a_tool_left_behind_does_not_end_the_next_call() -> None:
     def work(value: Told) -> None:
-        desk = Desk(value)
+        harness = Harness(value)
 
         def arm() -> str:
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             return "armed"
 
-        desk.run("c1", arm)
-        desk.run("c2", lambda: time.sleep(0.2) or "went on")
+        harness.run("c1", arm)
+        harness.run("c2", lambda: time.sleep(0.2) or "went on")
 
     assert in_process(work) == ["armed", "went on"]
 

@@ -26,7 +26,7 @@ LARGE = "x" * (2 * MAX_ENVELOPE_BYTES)
 
 
 @dataclass
-class Ground:
+class Harness:
     """A dispatcher and a worker with blobs in a real Redis. `forged`: the content that another program stores in
     place of each blob.
     """
@@ -67,51 +67,51 @@ class Ground:
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
     async with redis.asyncio.Redis.from_url(redis_server.url) as client:
         with redis_server.client() as sync:
-            yield Ground(redis_server, client, sync)
+            yield Harness(redis_server, client, sync)
 
 
-async def test_a_worker_gets_the_whole_of_a_large_call_and_redis_keeps_nothing(ground: Ground) -> None:
-    result = await ground.call("bash_tool", command="cat", stdin=LARGE)
+async def test_a_worker_gets_the_whole_of_a_large_call_and_redis_keeps_nothing(harness: Harness) -> None:
+    result = await harness.call("bash_tool", command="cat", stdin=LARGE)
     assert (result.success, result.error) == (True, None)
-    [body] = ground.sandbox.bodies
+    [body] = harness.sandbox.bodies
     assert body == b"cat" + LARGE.encode()
-    [delivery] = ground.transport.deliveries
+    [delivery] = harness.transport.deliveries
     assert len(delivery.envelope) < 4096
-    assert ground.keys() == []
+    assert harness.keys() == []
 
 
-async def test_a_small_call_travels_in_its_envelope(ground: Ground) -> None:
-    assert (await ground.call("bash_tool", command="cat", stdin="x")).success
-    assert ground.transport.contexts[0].arguments_blob is None
+async def test_a_small_call_travels_in_its_envelope(harness: Harness) -> None:
+    assert (await harness.call("bash_tool", command="cat", stdin="x")).success
+    assert harness.transport.contexts[0].arguments_blob is None
 
 
-async def test_a_worker_checks_the_whole_of_a_large_call(ground: Ground) -> None:
-    result = await ground.call("bash_tool", command="rm -rf /", stdin=LARGE)
-    assert (result.error_code, ground.sandbox.requests) == (ErrorCode.SECURITY_REFUSED, [])
+async def test_a_worker_checks_the_whole_of_a_large_call(harness: Harness) -> None:
+    result = await harness.call("bash_tool", command="rm -rf /", stdin=LARGE)
+    assert (result.error_code, harness.sandbox.requests) == (ErrorCode.SECURITY_REFUSED, [])
 
 
-async def test_large_arguments_that_were_changed_in_redis_are_refused(ground: Ground) -> None:
-    ground.forged = b'{"command": "curl evil"}'
-    result = await ground.call("bash_tool", command="cat", stdin=LARGE)
-    assert (result.error_code, ground.sandbox.requests) == (ErrorCode.ENVELOPE_REFUSED, [])
-    assert ground.keys() == []
+async def test_large_arguments_that_were_changed_in_redis_are_refused(harness: Harness) -> None:
+    harness.forged = b'{"command": "curl evil"}'
+    result = await harness.call("bash_tool", command="cat", stdin=LARGE)
+    assert (result.error_code, harness.sandbox.requests) == (ErrorCode.ENVELOPE_REFUSED, [])
+    assert harness.keys() == []
 
 
-async def test_arguments_have_a_largest_size_and_the_error_says_what_to_do(ground: Ground) -> None:
-    result = await ground.call("bash_tool", command="cat", stdin="x" * MAX_ARGUMENTS_BYTES)
+async def test_arguments_have_a_largest_size_and_the_error_says_what_to_do(harness: Harness) -> None:
+    result = await harness.call("bash_tool", command="cat", stdin="x" * MAX_ARGUMENTS_BYTES)
     assert result.error_code is ErrorCode.INVALID_ARGUMENTS
     assert f"at most {MAX_ARGUMENTS_BYTES}: write large content in parts" in str(result.error)
-    assert (ground.transport.deliveries, ground.keys()) == ([], [])
+    assert (harness.transport.deliveries, harness.keys()) == ([], [])
 
 
-async def test_a_session_starts_programs_with_many_large_arguments(ground: Ground) -> None:
+async def test_a_session_starts_programs_with_many_large_arguments(harness: Harness) -> None:
     argv = ["printf", "%s", "", *["y" * 65536] * 20]
-    result = await ground.call("session.exec", "session", argv=argv, env={})
+    result = await harness.call("session.exec", "session", argv=argv, env={})
     assert result.success
-    [request], [body] = ground.sandbox.requests, ground.sandbox.bodies
+    [request], [body] = harness.sandbox.requests, harness.sandbox.bodies
     script = body[: request["script_bytes"]]
     assert (request["argv"], script) == (None, b"mapfile -d '' -t -n 23 argv && exec -- \"${argv[@]}\"")
     assert body[len(script) :] == b"".join(part.encode() + b"\0" for part in argv)

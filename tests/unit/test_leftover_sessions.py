@@ -19,7 +19,7 @@ from store.calls import CallClaim, WorkerCallStore
 from store.sessions import CLOSED_MARGIN_S, SessionStore
 from tests.builders import build_context
 from tests.conftest import RedisProcess
-from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
+from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd
 from workers.duties import Duty
 from workers.host_duties import LeftoverMonitor
 
@@ -27,11 +27,11 @@ from workers.host_duties import LeftoverMonitor
 class Host:
     """A host with sessions that is checked one round at a time, and the session locations of an orchestrator."""
 
-    def __init__(self, ground: HostGround, client: "redis.asyncio.Redis") -> None:
-        self.ground, self.client = ground, client
+    def __init__(self, harness: HostHarness, client: "redis.asyncio.Redis") -> None:
+        self.harness, self.client = harness, client
         self.orchestrator = SessionStore(client, DEPLOYMENT)
         self.sandboxd = MemorySandboxd()
-        self.sessions = ground.sessions()
+        self.sessions = harness.sessions()
         self.stop = threading.Event()
         self.sweep = LeftoverMonitor(self.sessions)
 
@@ -48,7 +48,7 @@ class Host:
 @pytest.fixture
 async def host(redis_server: RedisProcess) -> AsyncIterator[Host]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        yield Host(HostGround(redis_server), client)
+        yield Host(HostHarness(redis_server), client)
 
 
 async def test_a_session_that_was_closed_while_its_host_did_not_hear_of_it_loses_its_sandbox(host: Host) -> None:
@@ -115,7 +115,7 @@ async def test_a_closed_session_counts_no_more_and_cannot_be_opened_again(host: 
 async def test_an_opening_that_comes_when_its_session_was_closed_is_not_run(host: Host) -> None:
     await host.open("s1")
     await host.orchestrator.close("acme", "s1")
-    ledger = WorkerCallStore(host.ground.redis, DEPLOYMENT, host.ground.clock)
+    ledger = WorkerCallStore(host.harness.redis, DEPLOYMENT, host.harness.clock)
     call, context = ToolCall(id="c1", name="session.open"), build_context(tenant="acme", session="s1", fence=1)
     assert await asyncio.to_thread(ledger.claim, call, context, "host.a.b1#w1") is CallClaim.MOVED
 

@@ -46,7 +46,7 @@ class FakeSource:
         return WorkerTool(tool.spec, lambda arguments, bench: Outcome(tool.name))
 
 
-class Ground:
+class Harness:
     """A registry of servers with a clock that the test advances."""
 
     def __init__(self, *sources: FakeSource) -> None:
@@ -73,19 +73,19 @@ def _tool(name: str, description: str = "") -> dict[str, Any]:
 
 def test_a_server_that_is_down_is_retried() -> None:
     source = FakeSource(listed=None)
-    ground = Ground(source)
-    pauses = [ground.ask()]
+    harness = Harness(source)
+    pauses = [harness.ask()]
     for _ in range(6):
-        pauses.append(ground.ask(pauses[-1]))
+        pauses.append(harness.ask(pauses[-1]))
     assert pauses == [FIRST_AGAIN_S, 60, 120, 240, 480, REFRESH_S, REFRESH_S]
     source.listed = [TOOL]
-    assert ground.ask(REFRESH_S) == REFRESH_S
-    assert (ground.names(), ground.changes) == (["docs__echo"], 1)
+    assert harness.ask(REFRESH_S) == REFRESH_S
+    assert (harness.names(), harness.changes) == (["docs__echo"], 1)
 
 
 def test_a_bug_with_one_server_does_not_end_the_refresh() -> None:
     failed, refreshed = threading.Event(), threading.Event()
-    ground = Ground(FakeSource())
+    harness = Harness(FakeSource())
     results: Iterator[Any] = iter([RuntimeError("a bug of ours")])
 
     def list_due() -> float:
@@ -96,12 +96,12 @@ def test_a_bug_with_one_server_does_not_end_the_refresh() -> None:
         refreshed.set()
         return REFRESH_S
 
-    ground.servers.list_due = list_due  # type: ignore[method-assign]
-    ground.servers.again_s = 0.01
-    ground.servers.start()
+    harness.servers.list_due = list_due  # type: ignore[method-assign]
+    harness.servers.again_s = 0.01
+    harness.servers.start()
     assert failed.wait(5)
     assert refreshed.wait(5)
-    ground.servers.stop()
+    harness.servers.stop()
 
 
 @pytest.mark.parametrize("broken", ["list_tools", "import_tools", "build"])
@@ -114,71 +114,71 @@ def test_a_bug_with_one_server_does_not_hold_up_the_tools_of_another(broken: str
     bad, good = FakeSource(listed=[_tool("bad")], name="bad"), FakeSource(listed=[_tool("one")], name="good")
     working = getattr(bad, broken)
     setattr(bad, broken, fail)
-    ground = Ground(bad, good)
+    harness = Harness(bad, good)
     with capture_logs() as logs:
-        ground.ask()
-    assert ground.names() == ["good__one"]
+        harness.ask()
+    assert harness.names() == ["good__one"]
     assert [entry["server"] for entry in logs if entry["event"] == "mcp_server_failed"] == ["bad"]
     setattr(bad, broken, working)
-    ground.ask(REFRESH_S)
-    assert ground.names() == ["bad__bad", "good__one"]
+    harness.ask(REFRESH_S)
+    assert harness.names() == ["bad__bad", "good__one"]
 
 
 def test_no_server_is_read_before_its_time() -> None:
     source = FakeSource()
-    ground = Ground(source)
-    ground.ask()
-    assert ground.ask(REFRESH_S - 1) == 1
+    harness = Harness(source)
+    harness.ask()
+    assert harness.ask(REFRESH_S - 1) == 1
     assert source.asked == 1
 
 
 def test_new_tools_come_changed_ones_are_replaced_and_others_go() -> None:
     source = FakeSource(listed=[_tool("one"), _tool("two", "old")])
-    ground = Ground(source)
-    ground.ask()
+    harness = Harness(source)
+    harness.ask()
     source.listed = [_tool("two", "new"), _tool("three")]
-    ground.ask(REFRESH_S)
-    assert ground.names() == ["docs__three", "docs__two"]
-    two = ground.registry.get("mcp__docs__two")
+    harness.ask(REFRESH_S)
+    assert harness.names() == ["docs__three", "docs__two"]
+    two = harness.registry.get("mcp__docs__two")
     assert two is not None
     assert two.spec.description.endswith("new")
-    assert ground.changes == 2
+    assert harness.changes == 2
 
 
 def test_a_silent_server_keeps_its_tools_and_is_retried_sooner() -> None:
     source = FakeSource()
-    ground = Ground(source)
-    ground.ask()
+    harness = Harness(source)
+    harness.ask()
     source.listed = None
     with capture_logs() as logs:
-        assert ground.ask(REFRESH_S) == FIRST_AGAIN_S
+        assert harness.ask(REFRESH_S) == FIRST_AGAIN_S
     assert [log["event"] for log in logs] == ["mcp_server_silent"]
-    assert ground.names() == ["docs__echo"]
-    assert ground.changes == 1
+    assert harness.names() == ["docs__echo"]
+    assert harness.changes == 1
 
 
 def test_the_same_list_again_is_no_change_and_no_line_in_the_log() -> None:
-    ground = Ground(FakeSource(listed=[TOOL, {"no": "name"}]))
-    ground.ask()
+    harness = Harness(FakeSource(listed=[TOOL, {"no": "name"}]))
+    harness.ask()
     with capture_logs() as logs:
-        ground.ask(REFRESH_S)
-    assert (logs, ground.changes) == ([], 1)
+        harness.ask(REFRESH_S)
+    assert (logs, harness.changes) == ([], 1)
 
 
 def test_a_tool_that_was_there_before_is_never_replaced_by_a_servers() -> None:
-    ground = Ground(FakeSource())
+    harness = Harness(FakeSource())
     [theirs] = import_tools("docs", HttpEntry(url="https://tools.example/mcp"), [TOOL], "tools")
     ours = WorkerTool(theirs.spec, lambda arguments, bench: Outcome("ours"))
-    ground.registry.register(ours)
-    ground.ask()
-    assert ground.registry.get("mcp__docs__echo") is ours
+    harness.registry.register(ours)
+    harness.ask()
+    assert harness.registry.get("mcp__docs__echo") is ours
 
 
 def test_a_server_that_is_down_does_not_delay_others() -> None:
     down, good = FakeSource("down", None), FakeSource("good")
-    ground = Ground(down, good)
-    assert ground.ask() == FIRST_AGAIN_S
-    assert ground.names() == ["good__echo"]
+    harness = Harness(down, good)
+    assert harness.ask() == FIRST_AGAIN_S
+    assert harness.names() == ["good__echo"]
 
 
 # Other processes
@@ -186,18 +186,18 @@ def test_a_server_that_is_down_does_not_delay_others() -> None:
 
 def test_a_process_of_the_pool_has_what_came_after_it_was_forked() -> None:
     source = FakeSource()
-    ground = Ground(source)
-    ground.ask()
+    harness = Harness(source)
+    harness.ask()
     go, goes = os.pipe()
     pid_reader, tells = os.pipe()
     child = os.fork()
     if child == 0:
         os.read(go, 1)
-        ground.servers.look()
-        os.write(tells, f"{ground.names()} {source.stands_alone}".encode())
+        harness.servers.look()
+        os.write(tells, f"{harness.names()} {source.stands_alone}".encode())
         os._exit(0)
     source.listed = [_tool("later")]
-    ground.ask(REFRESH_S)
+    harness.ask(REFRESH_S)
     os.write(goes, b"x")
     assert os.read(pid_reader, 1000).decode() == "['docs__later'] True"
     os.waitpid(child, 0)

@@ -37,7 +37,7 @@ from store.metrics import metrics_key
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog
-from tests.metric_ground import Key, counted, key, read_page
+from tests.metric_harness import Key, counted, key, read_page
 
 ECHO = build_spec("echo")
 ROUTE = ("acme", "s1", "host.h1.b00t")
@@ -69,10 +69,10 @@ def answering(**fields: Any) -> Any:
 
 
 async def dispatch(tally: Tally, answer: Any, call: ToolCall | None = None) -> ToolResult:
-    door = Dispatcher(
+    dispatcher = Dispatcher(
         AnsweringTransport(answer), TenantCatalog(StaticCatalog(ECHO)), KEY, queue_wait_s=60, middleware=[tally.calls]
     )
-    return await door.dispatch(Request(call or build_call(text="hi"), *ROUTE))
+    return await dispatcher.dispatch(Request(call or build_call(text="hi"), *ROUTE))
 
 
 async def test_a_call_is_counted_with_its_code_its_clocks_and_its_output(redis_server: RedisProcess) -> None:
@@ -140,12 +140,12 @@ async def test_a_cancelled_caller_is_counted_unless_its_call_moved(redis_server:
             return ""
 
     async with open_tally(redis_server) as (tally, page):
-        door = Dispatcher(
+        dispatcher = Dispatcher(
             Silent(answering()), TenantCatalog(StaticCatalog(ECHO)), KEY, queue_wait_s=60, middleware=[tally.calls]
         )
         for keeps in (False, True):
             began.clear()
-            task = asyncio.create_task(door.dispatch(Request(build_call(text="x"), *ROUTE, keeps_result=keeps)))
+            task = asyncio.create_task(dispatcher.dispatch(Request(build_call(text="x"), *ROUTE, keeps_result=keeps)))
             await began.wait()
             task.cancel()
             await asyncio.wait({task})

@@ -34,11 +34,11 @@ from store.batches import batch_key
 from store.metrics import ABSORB_LUA, LOOK_AT_ONCE, Counts, counted_key, host_gauges_key, metrics_key
 from store.pressure import Pressure
 from store.usage import usage_prefix
-from tests.admission_ground import DEPLOYMENT, Ground, set_slots
+from tests.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
-from tests.metric_ground import counted, key, read_page
-from tests.redis_ground import open_server
+from tests.metric_harness import counted, key, read_page
+from tests.redis_harness import open_server
 from tests.unit.test_metric_files import promtool
 
 QUEUE = "host.h1.b00t"
@@ -197,10 +197,10 @@ async def test_admission_reports_who_runs_and_who_waits(page: MetricsPage, clien
     client.hset(
         tenants_key(DEPLOYMENT), mapping={"acme": TenantPolicy().model_dump_json(), "idle": "{}", "#version": "x"}
     )
-    ground = Ground(client, now=time.time() - 50)
+    harness = Harness(client, now=time.time() - 50)
     set_slots(client, 2, POOL_WEB)
     for _ in range(5):
-        ground.ask("acme", queue=POOL_WEB, limit_s=0.5)
+        harness.ask("acme", queue=POOL_WEB, limit_s=0.5)
     series = read_page(await page.render())
     assert counted(series, "toolcrew_tenant_calls") == {("in_flight", "acme"): 3, ("waiting", "acme"): 2}
     assert counted(series, "toolcrew_queue_calls") == {(POOL_WEB, "in_flight"): 3, (POOL_WEB, "waiting"): 2}
@@ -210,21 +210,21 @@ async def test_admission_reports_who_runs_and_who_waits(page: MetricsPage, clien
     assert series[key("toolcrew_tenant_calls", tenant="idle", state="waiting")] == 0
 
 
-def ask_at_random(ground: Ground, seed: int) -> None:
+def ask_at_random(harness: Harness, seed: int) -> None:
     """Request calls of all lanes, for tenants some of which may run only one call at a time, with a tenth of a second
     between arrivals.
     """
     chance = random.Random(seed)
     narrow, wide = TenantPolicy(in_flight=1), TenantPolicy()
-    ground.learn("bolt", 2.0)
+    harness.learn("bolt", 2.0)
     for _ in range(80):
-        ground.now += 0.1
-        if ground.held and chance.random() < 0.3:
-            ground.end(chance.choice(ground.held))
+        harness.now += 0.1
+        if harness.held and chance.random() < 0.3:
+            harness.end(chance.choice(harness.held))
             continue
         tenant = chance.choice(["acme", "bolt", "cyan", "dyer"])
         fields = {"priority": chance.choice(["interactive", "batch"]), "limit_s": chance.choice([0.5, 30.0])}
-        ground.ask(
+        harness.ask(
             tenant, queue=chance.choice([POOL_WEB, QUEUE]), policy=narrow if tenant == "cyan" else wide, **fields
         )
 
@@ -234,10 +234,10 @@ async def test_the_oldest_wait_equals_the_autoscaler_value(
     page: MetricsPage, client: "redis.Redis", redis_server: RedisProcess, seed: int
 ) -> None:
     report(client, build_report("h1"))
-    ground = Ground(client, now=time.time() - 2000)
+    harness = Harness(client, now=time.time() - 2000)
     for queue in (POOL_WEB, QUEUE):
         set_slots(client, 3, queue)
-    ask_at_random(ground, seed)
+    ask_at_random(harness, seed)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=10) as opened:
         pressure = Pressure(opened, DEPLOYMENT)
         before = [await pressure.queue(queue) for queue in (POOL_WEB, QUEUE)]
@@ -250,10 +250,10 @@ async def test_the_oldest_wait_equals_the_autoscaler_value(
 
 
 async def test_long_calls_that_are_set_aside_wait_for_a_slot_as_well(page: MetricsPage, client: "redis.Redis") -> None:
-    ground = Ground(client, now=time.time() - 50)
+    harness = Harness(client, now=time.time() - 50)
     set_slots(client, 2, POOL_WEB)
     for _ in range(2):
-        ground.ask("acme", queue=POOL_WEB, limit_s=30.0)
+        harness.ask("acme", queue=POOL_WEB, limit_s=30.0)
     assert client.smembers(f"{admission_prefix(DEPLOYMENT)}stuck:{POOL_WEB}") == {b"acme"}
     series = read_page(await page.render())
     assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
@@ -279,14 +279,14 @@ async def test_many_entries_are_read_completely(page: MetricsPage, client: "redi
     client.hset(tenants_key(DEPLOYMENT), mapping=dict.fromkeys(tenants, "{}"))
     client.zadd(hosts_key(DEPLOYMENT), {f"host.gone.{at}": 1 for at in range(number)})
     queue_call(client, f"host.gone.{number - 1}", 300)
-    ground = Ground(client, now=time.time() - 500)
+    harness = Harness(client, now=time.time() - 500)
     set_slots(client, 1, POOL_WEB)
-    while len(ground.kept("waiting")) == 0:
-        ground.ask("holder", queue=POOL_WEB)
-    ground.end(next(iter(ground.kept("waiting"))))
+    while len(harness.kept("waiting")) == 0:
+        harness.ask("holder", queue=POOL_WEB)
+    harness.end(next(iter(harness.kept("waiting"))))
     for tenant in tenants:
-        ground.ask(tenant, queue=POOL_WEB)
-        ground.now += 15 if tenant == first else 0
+        harness.ask(tenant, queue=POOL_WEB)
+        harness.now += 15 if tenant == first else 0
     series = read_page(await page.render())
     assert counted(series, "toolcrew_tenant_calls") == {("waiting", tenant): 1 for tenant in tenants}
     assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 500

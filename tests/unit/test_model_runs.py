@@ -25,7 +25,7 @@ from store.secrets import SecretStore
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.item_ground import ItemGround, Made, build_run, open_maker
+from tests.item_harness import ItemHarness, Made, build_run, open_maker
 from tests.model_asker import build_models
 from tests.model_endpoint import END, HELLO, ROLE, Server, answer, cut_stream, serving, stream, text_of
 from tests.waiting import wait_until_async
@@ -58,10 +58,10 @@ def build_endpoint(server: Server | None, **fields: Any) -> ModelEndpoint:
     return ModelEndpoint(base_url=url, model="m-70b", **fields)
 
 
-def use_endpoints(ground: ItemGround) -> ModelEndpoints:
+def use_endpoints(harness: ItemHarness) -> ModelEndpoints:
     """Let the runs of the process use configured endpoints. Return the endpoints."""
-    ground.work._models = build_models(ground.client)
-    return ModelEndpoints(ground.client, "d", KEY)
+    harness.work._models = build_models(harness.client)
+    return ModelEndpoints(harness.client, "d", KEY)
 
 
 async def ask(models: Any, name: str = "fast", notices: list[str] | None = None) -> str:
@@ -86,17 +86,17 @@ async def orchestrator(redis_server: RedisProcess, count: int, lease_s: float = 
 
 
 async def test_the_fallback_answers_at_its_own_prices_and_the_run_says_so(make: Made) -> None:
-    ground = make()
-    endpoints = use_endpoints(ground)
+    harness = make()
+    endpoints = use_endpoints(harness)
     async with serving([CALLS, REPLY]) as server:
         await endpoints.set("slow", build_endpoint(server, prompt_price=2.0, completion_price=10.0))
         down = build_endpoint(None, prompt_price=50.0, completion_price=50.0, fallback="slow")
         await endpoints.set("fast", down)
-        outcome = await ground.worked(await ground.put(build_run(model="fast", limits={"max_cost": 100.0})))
+        outcome = await harness.worked(await harness.put(build_run(model="fast", limits={"max_cost": 100.0})))
         assert (outcome.failure, len(server.bodies)) == (None, 2)
     assert outcome.body is not None
     assert outcome.body["cost"] == pytest.approx(6.0)
-    notices = [event.message for event in ground.run_events if isinstance(event, Warned)]
+    notices = [event.message for event in harness.run_events if isinstance(event, Warned)]
     assert [("fast" in notice, "slow answers instead" in notice) for notice in notices] == [(True, True)] * 2
 
 
@@ -129,16 +129,16 @@ async def test_a_refused_or_broken_reply_is_no_reason_for_the_fallback(
 
 
 async def test_a_run_of_an_endpoint_that_is_down_waits_and_other_runs_do_not(make: Made) -> None:
-    ground = make()
-    endpoints = use_endpoints(ground)
-    ground.work._models = build_models(ground.client, model_retries=0)
+    harness = make()
+    endpoints = use_endpoints(harness)
+    harness.work._models = build_models(harness.client, model_retries=0)
     await endpoints.set("fast", build_endpoint(None))
-    claim = await ground.put(build_run(model="fast"))
+    claim = await harness.put(build_run(model="fast"))
     for _ in range(2):
         with pytest.raises(RunDeferred) as deferred:
-            await ground.worked(claim)
+            await harness.worked(claim)
         assert (deferred.value.cause, deferred.value.after_s > 0) == ("endpoint", True)
-    assert (ground.work.gate.is_down, ground.work.gate.admit(8, 0)) == (True, 8)
+    assert (harness.work.gate.is_down, harness.work.gate.admit(8, 0)) == (True, 8)
 
 
 async def test_a_fallback_that_the_policy_refuses_does_not_answer(client: "redis.asyncio.Redis") -> None:
@@ -170,17 +170,17 @@ async def test_the_list_of_models_waits_for_no_lease(client: "redis.asyncio.Redi
 
 
 async def test_a_policy_refuses_a_model_before_the_run_and_between_its_steps(make: Made) -> None:
-    ground = make()
-    endpoints, tenants = use_endpoints(ground), RedisTenants(ground.client, "d", KEY)
+    harness = make()
+    endpoints, tenants = use_endpoints(harness), RedisTenants(harness.client, "d", KEY)
     async with serving([CALLS, REPLY]) as server:
         await endpoints.set("fast", build_endpoint(server))
         await tenants.add("acme", TenantPolicy(models=("slow*",)))
-        claim = await ground.put(build_run(model="fast"))
-        refused = await ground.worked(claim)
-        assert (server.bodies, ground.sent()) == ([], [])
+        claim = await harness.put(build_run(model="fast"))
+        refused = await harness.worked(claim)
+        assert (server.bodies, harness.sent()) == ([], [])
         await tenants.replace("acme", TenantPolicy(models=("fa*",)))
         server.gate.clear()
-        running = asyncio.create_task(ground.worked(await ground.begun_anew(claim)))
+        running = asyncio.create_task(harness.worked(await harness.begun_anew(claim)))
         await wait_until_async(lambda: server.bodies, 30, "no request arrived")
         await tenants.replace("acme", TenantPolicy(models=()))
         server.gate.set()
@@ -194,19 +194,19 @@ async def test_a_policy_refuses_a_model_before_the_run_and_between_its_steps(mak
 async def test_the_key_of_an_endpoint_is_sent_and_shown_nowhere(
     make: Made, caplog: pytest.LogCaptureFixture, redis_server: RedisProcess
 ) -> None:
-    ground = make()
-    endpoints, secrets = use_endpoints(ground), SecretStore(ground.client, "d", KEY)
+    harness = make()
+    endpoints, secrets = use_endpoints(harness), SecretStore(harness.client, "d", KEY)
     await secrets.set(None, "MODEL_KEY", SECRET)
     failing = answer(400, {"error": {"message": f"the key {SECRET} may not do this"}})
     async with serving([answer(503, {"error": {"message": SECRET}}), failing]) as server:
         await endpoints.set("fast", build_endpoint(server, secret="MODEL_KEY"))
-        outcome = await ground.worked(await ground.put(build_run(model="fast")))
+        outcome = await harness.worked(await harness.put(build_run(model="fast")))
         assert all(f"authorization: bearer {SECRET}" in head for head in server.heads)
         assert len(server.heads) == 2
     assert outcome.failure is not None
     assert "the key *** may not do this" in outcome.failure.message
     views = [view.model_dump_json() for view in await endpoints.views()]
-    texts = [outcome.model_dump_json(), *views, *map(repr, ground.run_events), caplog.text]
+    texts = [outcome.model_dump_json(), *views, *map(repr, harness.run_events), caplog.text]
     with redis_server.client() as client:
         found: Any = client.keys()
         texts += [repr(client.dump(key)) for key in found]

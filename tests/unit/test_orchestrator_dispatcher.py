@@ -31,7 +31,7 @@ def raising(error: Exception) -> Any:
     return answer
 
 
-class Door:
+class Harness:
     """A dispatcher over a transport whose worker is a function."""
 
     def __init__(self, answer: Any = fine, *specs: ToolSpec) -> None:
@@ -45,19 +45,19 @@ class Door:
 
 
 async def test_a_delivery_says_what_where_and_until_when() -> None:
-    door = Door()
+    harness = Harness()
     before = time.time()
-    await door.call(timeout_s=10)
-    [delivery] = door.transport.deliveries
+    await harness.call(timeout_s=10)
+    [delivery] = harness.transport.deliveries
     assert (delivery.request.worker_call.name, delivery.queue, delivery.call_id) == ("echo", "host.h1.b00t", "call-1")
     assert before + 60 <= delivery.start_by <= time.time() + 60
     assert delivery.request.wait_s >= 60 + 10
 
 
 async def test_the_context_carries_tenant_session_run_model_and_blob() -> None:
-    door = Door()
-    await door.call(run="r1", model="m", blob="b", timeout_s=7)
-    [context] = door.transport.contexts
+    harness = Harness()
+    await harness.call(run="r1", model="m", blob="b", timeout_s=7)
+    [context] = harness.transport.contexts
     assert context.tenant == "acme"
     assert context.session == "s1"
     assert context.run == "r1"
@@ -67,18 +67,18 @@ async def test_the_context_carries_tenant_session_run_model_and_blob() -> None:
 
 
 async def test_a_worker_gets_arguments_that_are_whole_and_canonical() -> None:
-    door = Door(
+    harness = Harness(
         fine,
         build_spec("echo", properties={"text": {}, "n": {"type": "integer", "default": 3}}, aliases={"words": "text"}),
     )
-    result = await door.call(build_call(words="hi"))
-    assert door.transport.calls[0].arguments == {"text": "hi", "n": 3}
+    result = await harness.call(build_call(words="hi"))
+    assert harness.transport.calls[0].arguments == {"text": "hi", "n": 3}
     assert result.metadata["aliases_used"] == ["words -> text"]
 
 
 async def test_a_model_cannot_call_a_verb_of_the_session() -> None:
     verb = build_spec("session.exec", audience="session")
-    result = await Door(fine, ECHO, verb).call(build_call("session.exec"))
+    result = await Harness(fine, ECHO, verb).call(build_call("session.exec"))
     assert result.error == "Tool not found: session.exec"
     assert "session.exec" not in result.metadata["nearest"]  # type: ignore[operator]
 
@@ -89,19 +89,19 @@ async def test_a_model_cannot_call_a_verb_of_the_session() -> None:
     ids=["unknown name", "name and alias", "wrong type", "huge name"],
 )
 async def test_invalid_arguments_are_not_sent(arguments: dict[str, Any]) -> None:
-    door = Door()
-    result = await door.call(build_call(**arguments))
-    assert (result.error_code, door.transport.deliveries) == (ErrorCode.INVALID_ARGUMENTS, [])
+    harness = Harness()
+    result = await harness.call(build_call(**arguments))
+    assert (result.error_code, harness.transport.deliveries) == (ErrorCode.INVALID_ARGUMENTS, [])
 
 
 async def test_text_is_coerced_only_when_the_arguments_are_text() -> None:
-    door = Door(fine, build_spec("echo", properties={"n": {"type": "integer"}}))
-    await door.call(build_call(n="5"), text_arguments=True)
-    assert door.transport.calls[0].arguments == {"n": 5}
+    harness = Harness(fine, build_spec("echo", properties={"n": {"type": "integer"}}))
+    await harness.call(build_call(n="5"), text_arguments=True)
+    assert harness.transport.calls[0].arguments == {"n": 5}
 
 
 async def test_a_call_too_large_for_an_envelope_fails() -> None:
-    result = await Door().call(build_call(text="x" * 1_100_000))
+    result = await Harness().call(build_call(text="x" * 1_100_000))
     assert (result.error_code, "write_file" in str(result.error)) == (ErrorCode.INVALID_ARGUMENTS, True)
 
 
@@ -158,7 +158,7 @@ def test_a_configured_limit_below_the_default_bounds_every_call() -> None:
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
 async def test_a_limit_that_is_none_is_a_result(timeout_s: float) -> None:
-    assert (await Door().call(timeout_s=timeout_s)).error_code is ErrorCode.INVALID_ARGUMENTS
+    assert (await Harness().call(timeout_s=timeout_s)).error_code is ErrorCode.INVALID_ARGUMENTS
 
 
 # Any behavior of the transport
@@ -175,19 +175,19 @@ FAILURES = [
 
 @pytest.mark.parametrize(("error", "code"), FAILURES, ids=lambda value: repr(value)[:40])
 async def test_a_failure_on_the_way_is_a_result(error: Exception, code: ErrorCode) -> None:
-    result = await Door(raising(error)).call()
+    result = await Harness(raising(error)).call()
     assert (result.success, result.error_code, bool(result.error)) == (False, code, True)
 
 
 async def test_an_unknown_outcome_says_that_the_call_may_have_acted() -> None:
-    assert "may or may not have acted" in str((await Door(raising(TimeoutError())).call()).error)
+    assert "may or may not have acted" in str((await Harness(raising(TimeoutError())).call()).error)
 
 
 async def test_the_result_of_another_call_is_refused() -> None:
     def other(call: ToolCall, context: ToolContext) -> ToolResult:
         return fine(call, context).model_copy(update={"call_id": "call-2"})
 
-    result = await Door(other).call()
+    result = await Harness(other).call()
     assert (result.error_code, result.call_id, result.output) == (ErrorCode.ENVELOPE_REFUSED, "call-1", None)
 
 
@@ -207,7 +207,7 @@ async def test_an_answer_that_is_no_result_is_refused(answer: Any) -> None:
 
 async def test_a_bug_of_ours_is_loud() -> None:
     with pytest.raises(ZeroDivisionError):
-        await Door(raising(ZeroDivisionError())).call()
+        await Harness(raising(ZeroDivisionError())).call()
 
 
 async def test_no_worker_is_a_result() -> None:
@@ -231,7 +231,7 @@ async def test_the_rest_of_the_time_is_transfer() -> None:
     def timed(call: ToolCall, context: ToolContext) -> ToolResult:
         return fine(call, context).model_copy(update={"clocks": Clocks(queued_s=1, run_s=2, transfer_s=99)})
 
-    clocks = (await Door(timed).call()).clocks
+    clocks = (await Harness(timed).call()).clocks
     assert (clocks.queued_s, clocks.run_s, clocks.transfer_s) == (1, 2, 0)
 
 

@@ -14,7 +14,7 @@ from store import results
 from store.results import ResultHub
 from tests.conftest import RedisProcess, free_port
 from tests.fakes import close_hub
-from tests.result_ground import SOON_S, arrives, listening, publish, stored
+from tests.result_harness import SOON_S, arrives, listening, publish, stored
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,11 @@ from store.approvals import approvals_key
 from store.connection import open_redis
 from store.overview import MOST_BATCHES, OverviewReader
 from store.tenants import RedisTenants
-from tests.admission_ground import DEPLOYMENT, Ground, set_slots
+from tests.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
-from tests.run_ground import RunGround, build_outcome
+from tests.run_harness import RunHarness, build_outcome
 
 QUEUE = "host.h1.b00t"
 
@@ -72,13 +72,13 @@ async def test_a_queue_reports_what_waits_and_for_how_long(
     await report_host(client)
     await client.rpush(QUEUE, "a message", "another")
     with redis_server.client() as blocking:
-        ground = Ground(blocking, now=time.time() - 40)
+        harness = Harness(blocking, now=time.time() - 40)
         set_slots(blocking, 2, QUEUE)
         for _ in range(5):
-            ground.ask("acme", queue=QUEUE, limit_s=30.0)
-        ground.now += 30
+            harness.ask("acme", queue=QUEUE, limit_s=30.0)
+        harness.now += 30
         for _ in range(2):
-            ground.ask("bolt", queue=QUEUE, limit_s=0.5)
+            harness.ask("bolt", queue=QUEUE, limit_s=0.5)
 
     seen = await reader.read()
 
@@ -100,11 +100,11 @@ async def test_tenants_with_calls_come_first_with_their_shares_and_unregistered_
     await client.hset(tenants_key(DEPLOYMENT), "torn", "{")
     await report_host(client)
     with redis_server.client() as blocking:
-        ground = Ground(blocking, now=time.time())
+        harness = Harness(blocking, now=time.time())
         set_slots(blocking, 8, QUEUE)
         for _ in range(3):
-            ground.ask("acme", queue=QUEUE, limit_s=0.5)
-        ground.ask("stranger", queue=QUEUE, limit_s=0.5)
+            harness.ask("acme", queue=QUEUE, limit_s=0.5)
+        harness.ask("stranger", queue=QUEUE, limit_s=0.5)
 
     tenant_rows = {tenant.tenant: tenant for tenant in (await reader.read()).tenants}
 
@@ -126,11 +126,11 @@ async def test_a_tenant_that_its_own_rate_stops_is_reported_with_what_waits(
 ) -> None:
     await report_host(client)
     with redis_server.client() as blocking:
-        ground = Ground(blocking, now=time.time())
+        harness = Harness(blocking, now=time.time())
         set_slots(blocking, 8, QUEUE)
         for _ in range(4):
-            ground.ask("slow", queue=QUEUE, limit_s=0.5, policy=TenantPolicy(rate_per_s=0.01, burst=1))
-        ground.end(ground.held[0])
+            harness.ask("slow", queue=QUEUE, limit_s=0.5, policy=TenantPolicy(rate_per_s=0.01, burst=1))
+        harness.end(harness.held[0])
 
     seen = await reader.read()
 
@@ -138,7 +138,7 @@ async def test_a_tenant_that_its_own_rate_stops_is_reported_with_what_waits(
 
 
 async def test_batches_are_listed_until_they_end(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
-    runs = RunGround(client)
+    runs = RunHarness(client)
     await runs.submit(3, batch="waits", concurrency=1)
     await runs.submit(1, batch="runs", tenant="bolt")
     await runs.submit(1, batch="over", tenant="cyan")
@@ -154,7 +154,7 @@ async def test_batches_are_listed_until_they_end(client: "redis.asyncio.Redis", 
 
 
 async def test_a_bounded_number_of_batches_is_listed(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
-    runs = RunGround(client)
+    runs = RunHarness(client)
     for number in range(MOST_BATCHES + 3):
         await runs.submit(1, batch=f"b{number}")
 

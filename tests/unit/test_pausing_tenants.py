@@ -16,16 +16,16 @@ from orchestrator.cli.main import app
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.run_ground import RunGround
+from tests.run_harness import RunHarness
 
 
 @pytest.fixture
-async def ground(client: "redis.asyncio.Redis") -> RunGround:
-    return RunGround(client)
+async def harness(client: "redis.asyncio.Redis") -> RunHarness:
+    return RunHarness(client)
 
 
-async def claimed(ground: RunGround, most: int = 10) -> list[str]:
-    return [f"{claim.tenant}/{claim.run}" for claim in await ground.queue.claim(most)]
+async def claimed(harness: RunHarness, most: int = 10) -> list[str]:
+    return [f"{claim.tenant}/{claim.run}" for claim in await harness.queue.claim(most)]
 
 
 async def test_a_pause_holds_until_it_ends(client: "redis.asyncio.Redis") -> None:
@@ -69,47 +69,47 @@ async def test_only_a_tenant_that_there_is_can_be_paused(client: "redis.asyncio.
         await RedisTenants(client, "d", KEY).pause("default", "x" * 501)
 
 
-async def test_nothing_of_a_paused_tenant_is_claimed_and_others_are_not_held_up(ground: RunGround) -> None:
-    tenants = RedisTenants(ground.client, "d", KEY)
+async def test_nothing_of_a_paused_tenant_is_claimed_and_others_are_not_held_up(harness: RunHarness) -> None:
+    tenants = RedisTenants(harness.client, "d", KEY)
     for name in ("acme", "bolt"):
         await tenants.add(name, TenantPolicy())
-        await ground.submit(2, tenant=name)
+        await harness.submit(2, tenant=name)
     await tenants.pause("acme")
-    assert await claimed(ground) == ["bolt/b-1", "bolt/b-2"]
-    assert await claimed(ground) == []
+    assert await claimed(harness) == ["bolt/b-1", "bolt/b-2"]
+    assert await claimed(harness) == []
     await tenants.resume("acme")
-    assert await claimed(ground) == ["acme/b-1", "acme/b-2"]
+    assert await claimed(harness) == ["acme/b-1", "acme/b-2"]
 
 
-async def test_a_batch_selected_by_name_waits_as_well(ground: RunGround) -> None:
-    tenants = RedisTenants(ground.client, "d", KEY)
+async def test_a_batch_selected_by_name_waits_as_well(harness: RunHarness) -> None:
+    tenants = RedisTenants(harness.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
-    await ground.submit(1, is_detached=False)
+    await harness.submit(1, is_detached=False)
     await tenants.pause("acme")
-    assert await ground.queue.claim(5, ("acme", "b")) == []
+    assert await harness.queue.claim(5, ("acme", "b")) == []
     await tenants.resume("acme")
-    assert len(await ground.queue.claim(5, ("acme", "b"))) == 1
+    assert len(await harness.queue.claim(5, ("acme", "b"))) == 1
 
 
-async def test_a_run_of_a_dead_process_waits_and_continues(ground: RunGround) -> None:
-    tenants = RedisTenants(ground.client, "d", KEY)
+async def test_a_run_of_a_dead_process_waits_and_continues(harness: RunHarness) -> None:
+    tenants = RedisTenants(harness.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
-    await ground.submit(1)
-    [claim] = await ground.queue.claim(1)
-    await ground.die(claim)
+    await harness.submit(1)
+    [claim] = await harness.queue.claim(1)
+    await harness.die(claim)
     await tenants.pause("acme")
-    assert await ground.other.claim(1) == []
-    assert await ground.queue.counts("acme", "b") == {"waiting": 1, "running": 0}
+    assert await harness.other.claim(1) == []
+    assert await harness.queue.counts("acme", "b") == {"waiting": 1, "running": 0}
     await tenants.resume("acme")
-    [again] = await ground.other.claim(1)
+    [again] = await harness.other.claim(1)
     assert (again.run, again.record.losses) == (claim.run, 1)
 
 
-async def test_very_many_paused_batches_do_not_keep_the_others_waiting(ground: RunGround) -> None:
-    tenants = RedisTenants(ground.client, "d", KEY)
+async def test_very_many_paused_batches_do_not_keep_the_others_waiting(harness: RunHarness) -> None:
+    tenants = RedisTenants(harness.client, "d", KEY)
     for name in ("acme", "bolt"):
         await tenants.add(name, TenantPolicy())
-    async with ground.client.pipeline(transaction=False) as pipe:
+    async with harness.client.pipeline(transaction=False) as pipe:
         for number in range(700):
             pipe.hset(
                 f"toolcrew:d:t:acme:batch.a{number}",
@@ -118,30 +118,30 @@ async def test_very_many_paused_batches_do_not_keep_the_others_waiting(ground: R
             pipe.zadd(f"toolcrew:d:t:acme:batch.a{number}:waiting", {"r": 1.0})
             pipe.zadd("toolcrew:d:runs:batches", {f"acme|a{number}": 1.0})
         await pipe.execute()
-    await ground.submit(1, tenant="bolt")
+    await harness.submit(1, tenant="bolt")
     await tenants.pause("acme")
-    claims = [await claimed(ground) for _ in range(2)]
+    claims = [await claimed(harness) for _ in range(2)]
     assert [] in claims
     assert ["bolt/b-1"] in claims
 
 
-async def test_in_an_open_pool_every_name_is_paused_with_the_default_one(ground: RunGround) -> None:
-    tenants = RedisTenants(ground.client, "d", KEY)
-    await ground.submit(1, tenant="anybody")
+async def test_in_an_open_pool_every_name_is_paused_with_the_default_one(harness: RunHarness) -> None:
+    tenants = RedisTenants(harness.client, "d", KEY)
+    await harness.submit(1, tenant="anybody")
     await tenants.pause("default")
-    assert (await claimed(ground), (await tenants.policy("anybody")).is_paused) == ([], True)
+    assert (await claimed(harness), (await tenants.policy("anybody")).is_paused) == ([], True)
     await tenants.add("registered", TenantPolicy())
     # The tenant does not exist. The run gets that error when it starts.
-    assert await claimed(ground) == ["anybody/b-1"]
+    assert await claimed(harness) == ["anybody/b-1"]
 
 
-async def test_text_in_a_policy_pauses_no_tenant(ground: RunGround) -> None:
+async def test_text_in_a_policy_pauses_no_tenant(harness: RunHarness) -> None:
     """The aim: to stop a tenant by the name of a tool."""
-    await RedisTenants(ground.client, "d", KEY).add(
+    await RedisTenants(harness.client, "d", KEY).add(
         "acme", TenantPolicy(tools=('x","is_paused":true,"y":"', '"is_paused":true'))
     )
-    await ground.submit(1)
-    assert await claimed(ground) == ["acme/b-1"]
+    await harness.submit(1)
+    assert await claimed(harness) == ["acme/b-1"]
 
 
 def test_commands_pause_and_resume_a_tenant(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,16 +12,16 @@ from contract.hosts import HostReport
 from contract.names import POOL_WEB, host_key, hosts_key
 from contract.tenancy import TenantPolicy
 from store.pressure import Pressure, QueuePressure
-from tests.admission_ground import DEPLOYMENT, Ground, set_slots
-from tests.api_ground import open_api
+from tests.admission_harness import DEPLOYMENT, Harness, set_slots
+from tests.api_harness import open_api
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 
 
 @asynccontextmanager
-async def open_pressure(server: RedisProcess, ground: Ground | None = None) -> AsyncIterator[Pressure]:
+async def open_pressure(server: RedisProcess, harness: Harness | None = None) -> AsyncIterator[Pressure]:
     async with redis.asyncio.Redis.from_url(server.url, socket_timeout=10) as client:
-        yield Pressure(client, DEPLOYMENT, None if ground is None else lambda: ground.now)
+        yield Pressure(client, DEPLOYMENT, None if harness is None else lambda: harness.now)
 
 
 def report_to(server: RedisProcess, *reports: HostReport, deployment: str = DEPLOYMENT) -> None:
@@ -33,12 +33,12 @@ def report_to(server: RedisProcess, *reports: HostReport, deployment: str = DEPL
 
 async def test_calls_that_wait_for_slots_are_counted_from_when_they_came(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
-        ground = Ground(client)
+        harness = Harness(client)
         set_slots(client, 2, POOL_WEB)
         for _ in range(5):
-            ground.ask(queue=POOL_WEB, limit_s=0.5)
-            ground.now += 1
-        async with open_pressure(redis_server, ground) as pressure:
+            harness.ask(queue=POOL_WEB, limit_s=0.5)
+            harness.now += 1
+        async with open_pressure(redis_server, harness) as pressure:
             assert await pressure.queue(POOL_WEB) == QueuePressure(
                 POOL_WEB, slots=2, held=3, waiting=2, stopped=0, oldest_s=2.0
             )
@@ -46,12 +46,12 @@ async def test_calls_that_wait_for_slots_are_counted_from_when_they_came(redis_s
 
 async def test_calls_at_the_limit_of_their_tenant_need_no_worker(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
-        ground = Ground(client)
+        harness = Harness(client)
         set_slots(client, 8, POOL_WEB)
         for _ in range(4):
-            ground.ask(queue=POOL_WEB, limit_s=0.5, policy=TenantPolicy(in_flight=1))
-        ground.now += 60
-        async with open_pressure(redis_server, ground) as pressure:
+            harness.ask(queue=POOL_WEB, limit_s=0.5, policy=TenantPolicy(in_flight=1))
+        harness.now += 60
+        async with open_pressure(redis_server, harness) as pressure:
             demand = await pressure.queue(POOL_WEB)
     assert demand.held == 1
     assert demand.waiting == 0

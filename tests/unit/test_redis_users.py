@@ -18,7 +18,7 @@ from orchestrator.operations.redis_users import ROLES, build_users, hash_passwor
 from store import metrics
 from store.blobs import WorkerBlobs
 from store.hosts import worker_slots_key
-from tests.redis_ground import Server, open_server
+from tests.redis_harness import Server, open_server
 
 LIMITED = ("orchestrator", "worker", "web", "flower")
 LOOKING_AROUND = (

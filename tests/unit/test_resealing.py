@@ -23,7 +23,7 @@ from store.skills import SkillStore
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
 from tests.conftest import RedisProcess
-from tests.redis_ground import broker_for
+from tests.redis_harness import broker_for
 
 D = "default"
 OLD = SigningKeys.of("the-old-secret", deployment=D)

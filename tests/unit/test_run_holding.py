@@ -20,7 +20,7 @@ from orchestrator.runs.runner import Runner
 from store.batches import BatchDefaults, BatchEventWriter, BatchState, ItemOutcome, parse_batch_event
 from store.runs import RunClaim
 from tests.conftest import RedisProcess
-from tests.run_ground import RunGround, build_outcome
+from tests.run_harness import RunHarness, build_outcome
 
 SOON_S = 30.0
 BATCH = ("acme", "b")
@@ -54,58 +54,58 @@ class Troubled:
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunGround]:
+async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunHarness]:
     for module, name in ((runner_module, "LOOK_S"), (runner_module, "QUOTA_RETRY_S"), (gate_module, "QUOTA_RETRY_S")):
         monkeypatch.setattr(module, name, 0.02)
     monkeypatch.setattr(gate_module, "PAUSES_S", (0.01,))
     client = redis.asyncio.Redis.from_url(redis_server.url)
     await client.flushdb()
     try:
-        yield RunGround(client)
+        yield RunHarness(client)
     finally:
         await client.aclose()
 
 
-async def work(ground: RunGround, troubled: Troubled, *, only: tuple[str, str] | None = BATCH) -> None:
+async def work(harness: RunHarness, troubled: Troubled, *, only: tuple[str, str] | None = BATCH) -> None:
     """Run until the batch is done. Raises the runner's exceptions."""
     stand_in: Any = troubled
-    runner = Runner(ground.client, "d", ground.queue, stand_in, BatchEventWriter(ground.client, "d"), 4, only)
+    runner = Runner(harness.client, "d", harness.queue, stand_in, BatchEventWriter(harness.client, "d"), 4, only)
     running = asyncio.create_task(runner.run())
     try:
         async with asyncio.timeout(SOON_S):
             # Redis has no event of ours for it.
-            while not running.done() and (await ground.queue.batch(*BATCH)).state is not BatchState.COMPLETED:  # noqa: ASYNC110
+            while not running.done() and (await harness.queue.batch(*BATCH)).state is not BatchState.COMPLETED:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     finally:
         runner.drain()
         await running
 
 
-async def read_run_events(ground: RunGround) -> list[RunEvent]:
-    entries: Any = await ground.client.xrange("toolcrew:d:t:acme:batch.b:events")
+async def read_run_events(harness: RunHarness) -> list[RunEvent]:
+    entries: Any = await harness.client.xrange("toolcrew:d:t:acme:batch.b:events")
     return [parse_batch_event(fields[b"h"]) for _, fields in entries]
 
 
-async def notes(ground: RunGround) -> list[str]:
-    return [event.message for event in await read_run_events(ground) if isinstance(event, BatchNotice)]
+async def notes(harness: RunHarness) -> list[str]:
+    return [event.message for event in await read_run_events(harness) if isinstance(event, BatchNotice)]
 
 
 @pytest.mark.parametrize("cause", ["endpoint", "request", "quota"])
-async def test_a_waiting_run_continues_in_the_same_attempt(ground: RunGround, cause: Any) -> None:
-    await ground.submit(1)
+async def test_a_waiting_run_continues_in_the_same_attempt(harness: RunHarness, cause: Any) -> None:
+    await harness.submit(1)
     troubled = Troubled(RunDeferred("down", cause), RunDeferred("down", cause))
-    await work(ground, troubled)
+    await work(harness, troubled)
     assert troubled.begun == [("b-1", 1, False), ("b-1", 1, True), ("b-1", 1, True)]
-    assert (await ground.queue.batch(*BATCH)).succeeded == 1
-    assert not any(isinstance(event, RunRetried) for event in await read_run_events(ground))
+    assert (await harness.queue.batch(*BATCH)).succeeded == 1
+    assert not any(isinstance(event, RunRetried) for event in await read_run_events(harness))
 
 
-async def test_a_watcher_sees_the_start_and_end_of_a_wait_once(ground: RunGround) -> None:
-    await ground.submit(3, concurrency=1)
+async def test_a_watcher_sees_the_start_and_end_of_a_wait_once(harness: RunHarness) -> None:
+    await harness.submit(3, concurrency=1)
     troubled = Troubled(*[RunDeferred("it is down", "endpoint")] * 3, *[RunDeferred("full", "quota")] * 2)
     troubled.gate.has_answered_since(troubled.gate.now())
-    await work(ground, troubled)
-    messages = await notes(ground)
+    await work(harness, troubled)
+    messages = await notes(harness)
     assert sum("full" in note for note in messages) == 1
     assert (
         sum("the batch waits for its model" in note for note in messages)
@@ -114,12 +114,12 @@ async def test_a_watcher_sees_the_start_and_end_of_a_wait_once(ground: RunGround
     )
 
 
-async def test_a_model_that_refuses_the_process_ends_its_work_and_fails_no_item(ground: RunGround) -> None:
-    await ground.submit(8)
+async def test_a_model_that_refuses_the_process_ends_its_work_and_fails_no_item(harness: RunHarness) -> None:
+    await harness.submit(8)
     troubled = Troubled(*[ModelDenied("check the key")] * 8)
     with pytest.raises(ModelDenied, match="check the key"):
-        await work(ground, troubled)
-    record = await ground.queue.batch(*BATCH)
+        await work(harness, troubled)
+    record = await harness.queue.batch(*BATCH)
     assert (record.succeeded, sum(record.failed.values())) == (0, 0)
-    assert await ground.queue.counts(*BATCH) == {"waiting": 8, "running": 0}
+    assert await harness.queue.counts(*BATCH) == {"waiting": 8, "running": 0}
     assert len(troubled.begun) <= 4

@@ -15,10 +15,10 @@ from orchestrator.models.scripted import Calls
 from orchestrator.runs.run_parts import RunParts
 from store.approvals import ApprovalQuestion, ApprovalQueue
 from store.batches import BatchDefaults, ItemOutcome, parse_batch, seal_defaults
-from tests.approval_ground import ADMIN, SOON_S, Desk
+from tests.approval_harness import ADMIN, SOON_S, ApprovalHarness
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
-from tests.item_ground import OPENED, ItemGround, Made, build_run, echo_then, open_maker
+from tests.item_harness import OPENED, ItemHarness, Made, build_run, echo_then, open_maker
 
 ASKED = ApprovalPolicy((Rule("ask", tool="echo"),))
 ASKING = BatchDefaults(asks_people=True)
@@ -31,14 +31,14 @@ async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> A
         yield made
 
 
-async def question_of(ground: ItemGround) -> ApprovalQuestion:
-    (question,) = await Desk(ground.client).until_pending()
+async def question_of(harness: ItemHarness) -> ApprovalQuestion:
+    (question,) = await ApprovalHarness(harness.client).until_pending()
     return question
 
 
-async def decide(ground: ItemGround, decision: Decision) -> None:
-    question = await question_of(ground)
-    await Desk(ground.client).queue().decide(question.id, decision, digest=question.digest, actor=ADMIN)
+async def decide(harness: ItemHarness, decision: Decision) -> None:
+    question = await question_of(harness)
+    await ApprovalHarness(harness.client).queue().decide(question.id, decision, digest=question.digest, actor=ADMIN)
 
 
 async def ended(working: "asyncio.Task[ItemOutcome]") -> ItemOutcome:
@@ -46,30 +46,30 @@ async def ended(working: "asyncio.Task[ItemOutcome]") -> ItemOutcome:
         return await working
 
 
-def argument_of(ground: ItemGround) -> list[Any]:
+def argument_of(harness: ItemHarness) -> list[Any]:
     """Return the argument of the tool's call."""
-    return [call.arguments["text"] for call in ground.transport.calls if call.name == "echo"]
+    return [call.arguments["text"] for call in harness.transport.calls if call.name == "echo"]
 
 
 async def test_a_call_waits_for_its_answer_and_runs_as_that_says(make: Made) -> None:
-    ground = make(echo_then("done", "a", "b"), policy=ASKED)
-    claim = await ground.put(build_run())
-    working = asyncio.create_task(ground.worked(claim, ASKING))
-    question = await question_of(ground)
+    harness = make(echo_then("done", "a", "b"), policy=ASKED)
+    claim = await harness.put(build_run())
+    working = asyncio.create_task(harness.worked(claim, ASKING))
+    question = await question_of(harness)
     assert (question.tenant, question.run, question.call.arguments) == ("acme", claim.run, {"text": "a"})
-    await decide(ground, Decision(True, arguments={"text": "other"}))
-    await decide(ground, Decision(False, "not that"))
+    await decide(harness, Decision(True, arguments={"text": "other"}))
+    await decide(harness, Decision(False, "not that"))
     outcome = await ended(working)
     assert outcome.body is not None
-    assert (outcome.body["answer"], argument_of(ground)) == ("done", ["other"])
-    assert "not that" in str(ground.model.requests[-1].messages)  # type: ignore[attr-defined]
+    assert (outcome.body["answer"], argument_of(harness)) == ("done", ["other"])
+    assert "not that" in str(harness.model.requests[-1].messages)  # type: ignore[attr-defined]
 
 
 async def test_items_that_do_not_ask_people_ask_as_their_orchestrator_does(make: Made) -> None:
-    ground = make(echo_then("done", "a"), policy=ASKED)
-    await ended(asyncio.create_task(ground.worked(await ground.put(build_run()))))
-    assert argument_of(ground) == ["a"]
-    assert [key async for key in ground.client.scan_iter("*approval*")] == []
+    harness = make(echo_then("done", "a"), policy=ASKED)
+    await ended(asyncio.create_task(harness.worked(await harness.put(build_run()))))
+    assert argument_of(harness) == ["a"]
+    assert [key async for key in harness.client.scan_iter("*approval*")] == []
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
@@ -116,18 +116,18 @@ async def test_a_process_that_continues_before_the_decision_asks_the_same_questi
     assert argument_of(second) == ["a"]
 
 
-async def asker_of(ground: ItemGround, question: ApprovalQuestion) -> Any:
-    return await ground.client.hget(f"toolcrew:d:approval:{question.id}", "asker")
+async def asker_of(harness: ItemHarness, question: ApprovalQuestion) -> Any:
+    return await harness.client.hget(f"toolcrew:d:approval:{question.id}", "asker")
 
 
 async def test_the_operators_last_word_holds_for_items_that_ask(make: Made) -> None:
-    ground = make(echo_then("done", "a", "b"), policy=ASKED)
-    settings = ground.parts._settings.model_copy(update={"approvals": "never"})
-    ground.work._parts = RunParts(settings, ground.pool, ground.parts.approver, ASKED)
-    outcome = await ended(asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING)))
+    harness = make(echo_then("done", "a", "b"), policy=ASKED)
+    settings = harness.parts._settings.model_copy(update={"approvals": "never"})
+    harness.work._parts = RunParts(settings, harness.pool, harness.parts.approver, ASKED)
+    outcome = await ended(asyncio.create_task(harness.worked(await harness.put(build_run()), ASKING)))
     assert outcome.body is not None
-    assert argument_of(ground) == []
-    assert [key async for key in ground.client.scan_iter("*approval*")] == []
+    assert argument_of(harness) == []
+    assert [key async for key in harness.client.scan_iter("*approval*")] == []
 
 
 def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_it() -> None:
@@ -143,33 +143,33 @@ def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_
 
 
 async def test_an_item_that_waits_for_a_person_has_no_place_meanwhile(make: Made) -> None:
-    ground = make(echo_then("done", "a"), policy=ASKED)
-    ground.work.slots.configure(1, [None])
-    working = asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING))
-    await question_of(ground)
-    assert ground.work.slots.count_free() == 1
-    await decide(ground, Decision(True))
+    harness = make(echo_then("done", "a"), policy=ASKED)
+    harness.work.slots.configure(1, [None])
+    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASKING))
+    await question_of(harness)
+    assert harness.work.slots.count_free() == 1
+    await decide(harness, Decision(True))
     await ended(working)
-    assert ground.work.slots.count_free() == 0
+    assert harness.work.slots.count_free() == 0
 
 
 async def test_a_yes_holds_however_long_its_run_waits_for_a_place(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    ground, runs = make(echo_then("done", "a"), policy=ASKED), [None]
-    monkeypatch.setattr(ground.parts, "_settings", ground.parts._settings.model_copy(update={"approval_wait_s": 3.0}))
-    ground.work.slots.configure(1, runs)
-    working = asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING))
-    await question_of(ground)
+    harness, runs = make(echo_then("done", "a"), policy=ASKED), [None]
+    monkeypatch.setattr(harness.parts, "_settings", harness.parts._settings.model_copy(update={"approval_wait_s": 3.0}))
+    harness.work.slots.configure(1, runs)
+    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASKING))
+    await question_of(harness)
     over_at = time.monotonic() + 3.2
-    assert ground.work.slots.count_free() == 1
+    assert harness.work.slots.count_free() == 1
     # Another run has the place until the question is long over.
     runs.append(None)
-    await decide(ground, Decision(True))
+    await decide(harness, Decision(True))
     await asyncio.sleep(over_at - time.monotonic())
-    assert argument_of(ground) == []
+    assert argument_of(harness) == []
     runs.pop()
-    assert ground.work.slots.count_free() == 0
+    assert harness.work.slots.count_free() == 0
     await ended(working)
-    assert argument_of(ground) == ["a"]
+    assert argument_of(harness) == ["a"]
 
 
 async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: Made) -> None:
@@ -181,13 +181,13 @@ async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: Made
         return ToolResult(call_id=call.id, name=call.name, success=True, output="said")
 
     both = Calls([("echo", {"text": "a"}), ("echo", {"text": "b"})])
-    ground = make([both, "done"], policy=ASKED, answers={"echo": answer}, echo=build_spec("echo", read_only=True))
-    room = ground.work.slots.count_free
-    ground.work.slots.configure(1, [None])
-    working = asyncio.create_task(ground.worked(await ground.put(build_run()), ASKING))
-    first, _ = await Desk(ground.client).until_pending(2)
+    harness = make([both, "done"], policy=ASKED, answers={"echo": answer}, echo=build_spec("echo", read_only=True))
+    room = harness.work.slots.count_free
+    harness.work.slots.configure(1, [None])
+    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASKING))
+    first, _ = await ApprovalHarness(harness.client).until_pending(2)
     assert room() == 1
-    await Desk(ground.client).queue().decide(first.id, Decision(True), digest=first.digest, actor=ADMIN)
+    await ApprovalHarness(harness.client).queue().decide(first.id, Decision(True), digest=first.digest, actor=ADMIN)
     async with asyncio.timeout(SOON_S):
         await runs.wait()
         assert room() == 0
@@ -195,7 +195,7 @@ async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: Made
         # The end of a call has no event of ours.
         while room() == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    await decide(ground, Decision(True))
+    await decide(harness, Decision(True))
     outcome = await ended(working)
     assert outcome.body is not None
     assert (outcome.body["answer"], room()) == ("done", 0)
@@ -209,12 +209,12 @@ async def test_a_run_that_goes_on_has_the_place_of_an_item_that_waits_for_its_sa
         await may_open.wait()
         return ToolResult(call_id=call.id, name=call.name, success=True, metadata=OPENED)
 
-    ground = make(answers={"open": open_late})
-    slots, runs = ground.work.slots, {"other", "item"}
+    harness = make(answers={"open": open_late})
+    slots, runs = harness.work.slots, {"other", "item"}
     slots.configure(1, runs)
     async with slots.run() as other, other.call("call"):
         other.rest("call")
-        working = asyncio.create_task(ground.worked(await ground.put(build_run())))
+        working = asyncio.create_task(harness.worked(await harness.put(build_run())))
         async with asyncio.timeout(SOON_S):
             await is_opening.wait()
             await other.wait("call")

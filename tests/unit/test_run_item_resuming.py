@@ -16,8 +16,8 @@ from orchestrator.runs import item_work
 from store.batches import BatchDefaults, RunLimits
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
-from tests.item_ground import (
-    ItemGround,
+from tests.item_harness import (
+    ItemHarness,
     Made,
     archive_of,
     build_run,
@@ -25,7 +25,7 @@ from tests.item_ground import (
     echo_then,
     failed,
     open_maker,
-    with_ground,
+    with_harness,
 )
 
 SOON_S = 15.0
@@ -37,9 +37,9 @@ async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
         yield made
 
 
-async def broken_off(ground: ItemGround, claim: Any, reached: asyncio.Event) -> None:
+async def broken_off(harness: ItemHarness, claim: Any, reached: asyncio.Event) -> None:
     """Run the work of a process, and stop it at the given point."""
-    working = asyncio.create_task(ground.worked(claim))
+    working = asyncio.create_task(harness.worked(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
     working.cancel()
@@ -140,18 +140,18 @@ async def test_a_file_whose_name_is_no_text_is_an_artifact_like_any_other(make: 
     made = tmp_path / "made"
     made.mkdir()
     (made / "caf\udce9.txt").write_text("x")
-    ground = make()
+    harness = make()
 
     def export(call: ToolCall, context: ToolContext) -> ToolResult:
-        ground.blobs.kept["k"] = archive_of(made)
+        harness.blobs.kept["k"] = archive_of(made)
         return ToolResult(call_id=call.id, name=call.name, success=True, blob="k")
 
-    ground.answers["export"] = export
-    claim = await ground.put(with_ground(build_run(), artifacts=("*.txt",)))
-    outcome = await ground.worked(claim, BatchDefaults(artifacts=str(tmp_path / "artifacts")))
+    harness.answers["export"] = export
+    claim = await harness.put(with_harness(build_run(), artifacts=("*.txt",)))
+    outcome = await harness.worked(claim, BatchDefaults(artifacts=str(tmp_path / "artifacts")))
     assert outcome.body is not None
     assert outcome.body["artifacts"] == ["caf\\xe9.txt"]
-    assert await ground.queue.finish(claim, outcome)
+    assert await harness.queue.finish(claim, outcome)
 
 
 # Stopping
@@ -159,9 +159,9 @@ async def test_a_file_whose_name_is_no_text_is_an_artifact_like_any_other(make: 
 
 async def test_a_stopped_process_leaves_the_session_open(make: Made) -> None:
     reached = asyncio.Event()
-    ground = make(echo_then("one", "a"), answers={"echo": hangs_at("a", reached)})
-    await broken_off(ground, await ground.put(build_run()), reached)
-    assert ground.sent() == ["open", "echo"]
+    harness = make(echo_then("one", "a"), answers={"echo": hangs_at("a", reached)})
+    await broken_off(harness, await harness.put(build_run()), reached)
+    assert harness.sent() == ["open", "echo"]
 
 
 async def test_a_run_that_ends_removes_its_session(make: Made) -> None:
@@ -177,10 +177,10 @@ async def test_a_run_that_ends_removes_its_session(make: Made) -> None:
 
 
 async def test_to_abandon_a_run_that_never_had_a_session_says_nothing_to_anybody(make: Made) -> None:
-    ground = make()
-    claim = await ground.put(build_run())
-    await ground.work.abandon(claim, await ground.journal(claim))
-    assert ground.sent() == []
+    harness = make()
+    claim = await harness.put(build_run())
+    await harness.work.abandon(claim, await harness.journal(claim))
+    assert harness.sent() == []
 
 
 # Beginning anew
@@ -215,5 +215,5 @@ async def test_a_restarted_single_call_has_a_new_id(make: Made) -> None:
     await first.worked(claim)
     outcome = await second.worked(await second.begun_anew(claim))
     assert (outcome.failure, outcome.body and outcome.body["output"]) == (None, "said x")
-    calls = [call.id for ground in (first, second) for call in ground.transport.calls if call.name == "echo"]
+    calls = [call.id for harness in (first, second) for call in harness.transport.calls if call.name == "echo"]
     assert len(set(calls)) == 2

@@ -19,7 +19,7 @@ from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
-from tests.item_ground import Made, build_run, build_tool_call, echo_then, failed, open_maker, with_ground
+from tests.item_harness import Made, build_run, build_tool_call, echo_then, failed, open_maker, with_harness
 
 SOON_S = 15.0
 
@@ -34,18 +34,18 @@ async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
 
 
 async def test_a_run_that_answers_is_a_success_and_its_session_is_closed(make: Made) -> None:
-    ground = make(echo_then("two", "a", "b"))
-    outcome = await ground.worked(await ground.put(build_run()))
+    harness = make(echo_then("two", "a", "b"))
+    outcome = await harness.worked(await harness.put(build_run()))
     assert (outcome.failure, outcome.status_code, outcome.attempt) == (None, 200, 1)
     assert outcome.body is not None
     assert (outcome.body["answer"], outcome.body["steps"]) == ("two", 3)
-    assert ground.sent() == ["open", "echo", "echo", "close"]
+    assert harness.sent() == ["open", "echo", "echo", "close"]
 
 
 async def test_events_are_reported(make: Made) -> None:
-    ground = make(echo_then("two", "a", "b"))
-    await ground.worked(await ground.put(build_run()))
-    assert [type(event) for event in ground.run_events if isinstance(event, PROGRESS_EVENTS)] == [
+    harness = make(echo_then("two", "a", "b"))
+    await harness.worked(await harness.put(build_run()))
+    assert [type(event) for event in harness.run_events if isinstance(event, PROGRESS_EVENTS)] == [
         RunReady,
         CallFinished,
         StepFinished,
@@ -56,14 +56,14 @@ async def test_events_are_reported(make: Made) -> None:
 
 
 async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None:
-    ground = make()
-    outcome = await ground.worked(await ground.put(build_tool_call()))
+    harness = make()
+    outcome = await harness.worked(await harness.put(build_tool_call()))
     assert (outcome.failure, outcome.body and outcome.body["output"]) == (None, "said x")
-    assert ground.sent() == ["open", "echo", "close"]
-    (delivery,) = [sent for sent in ground.transport.deliveries if sent.request.call.name == "echo"]
+    assert harness.sent() == ["open", "echo", "close"]
+    (delivery,) = [sent for sent in harness.transport.deliveries if sent.request.call.name == "echo"]
     assert delivery.request.keeps_result
-    assert ground.transport.settled == [("acme", delivery.call_id)]
-    assert ground.asked() == 0
+    assert harness.transport.settled == [("acme", delivery.call_id)]
+    assert harness.asked() == 0
 
 
 @pytest.mark.parametrize(
@@ -76,20 +76,20 @@ async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None
     ],
 )
 async def test_a_failed_single_call_sets_the_kind_of_failure(make: Made, code: ErrorCode, kind: FailureKind) -> None:
-    ground = make(answers={"echo": failed(code, "a sentence")})
-    outcome = await ground.worked(await ground.put(build_tool_call()))
+    harness = make(answers={"echo": failed(code, "a sentence")})
+    outcome = await harness.worked(await harness.put(build_tool_call()))
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code, outcome.failure.message) == (kind, code.value, "a sentence")
 
 
 async def test_a_tool_that_fails_in_a_run_is_the_models_to_deal_with(make: Made) -> None:
-    ground = make(echo_then("so what", "a"), answers={"echo": failed(ErrorCode.HOST_LOST)})
-    assert (await ground.worked(await ground.put(build_run()))).failure is None
+    harness = make(echo_then("so what", "a"), answers={"echo": failed(ErrorCode.HOST_LOST)})
+    assert (await harness.worked(await harness.put(build_run()))).failure is None
 
 
 async def test_a_run_that_reaches_a_limit_is_a_failure_of_the_model_with_what_there_is(make: Made) -> None:
-    ground = make(echo_then("never", "a", "b", "c"))
-    outcome = await ground.worked(await ground.put(build_run(limits=RunLimits(max_iterations=2))))
+    harness = make(echo_then("never", "a", "b", "c"))
+    outcome = await harness.worked(await harness.put(build_run(limits=RunLimits(max_iterations=2))))
     assert (outcome.failure and outcome.failure.kind) == FailureKind.MODEL
     assert (outcome.failure and outcome.failure.code) == "max_iterations"
     assert outcome.body is not None
@@ -116,52 +116,52 @@ async def test_a_request_that_the_model_refuses_is_a_failure_of_the_model(make: 
     ],
 )
 async def test_a_session_that_cannot_be_opened_fails_its_item(make: Made, code: ErrorCode, kind: FailureKind) -> None:
-    ground = make(answers={"open": failed(code)})
-    outcome = await ground.worked(await ground.put(build_run()))
+    harness = make(answers={"open": failed(code)})
+    outcome = await harness.worked(await harness.put(build_run()))
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code) == (kind, code.value)
-    assert ground.asked() == 0
+    assert harness.asked() == 0
 
 
 async def test_a_workspace_that_is_not_there_is_the_lines_own_fault(make: Made, tmp_path: Path) -> None:
-    ground = make()
-    outcome = await ground.worked(await ground.put(with_ground(build_run(), workspace=str(tmp_path / "missing"))))
-    assert (outcome.failure and outcome.failure.kind, ground.sent()) == (FailureKind.INPUT, [])
+    harness = make()
+    outcome = await harness.worked(await harness.put(with_harness(build_run(), workspace=str(tmp_path / "missing"))))
+    assert (outcome.failure and outcome.failure.kind, harness.sent()) == (FailureKind.INPUT, [])
 
 
 async def test_limits_that_do_not_go_together_are_the_lines_own_fault(make: Made) -> None:
-    ground = make()
-    outcome = await ground.worked(await ground.put(build_run(limits=RunLimits(max_cost=1.0))))
+    harness = make()
+    outcome = await harness.worked(await harness.put(build_run(limits=RunLimits(max_cost=1.0))))
     assert outcome.failure is not None
     assert (outcome.failure.kind, "prices" in outcome.failure.message) == (FailureKind.INPUT, True)
-    assert ground.sent() == ["open", "close"]
+    assert harness.sent() == ["open", "close"]
 
 
 async def test_a_bug_ends_the_item_and_not_the_batch(make: Made) -> None:
     def stumble(messages: list[Any]) -> str:
         raise KeyError("oops")
 
-    ground = make([stumble])
-    outcome = await ground.worked(await ground.put(build_run()))
+    harness = make([stumble])
+    outcome = await harness.worked(await harness.put(build_run()))
     assert outcome.failure is not None
     assert (outcome.failure.code, outcome.failure.kind) == ("INTERNAL", FailureKind.INFRASTRUCTURE)
-    assert ground.sent() == ["open", "close"]
+    assert harness.sent() == ["open", "close"]
 
 
 async def test_a_session_that_cannot_be_closed_takes_no_answer_away(make: Made) -> None:
-    ground = make(answers={"close": failed(ErrorCode.SANDBOX_UNAVAILABLE)})
-    assert (await ground.worked(await ground.put(build_run()))).failure is None
+    harness = make(answers={"close": failed(ErrorCode.SANDBOX_UNAVAILABLE)})
+    assert (await harness.worked(await harness.put(build_run()))).failure is None
 
 
 async def test_a_session_of_whose_closing_nothing_is_known_is_closed_for_everybody(make: Made) -> None:
     async def never_answers(*_: object) -> ToolResult:
         raise TimeoutError
 
-    ground = make(answers={"close": never_answers})
-    assert (await ground.worked(await ground.put(build_run()))).failure is None
-    (opened, *_) = ground.transport.contexts
-    assert [queue for queue, _ in ground.transport.commands] == ["host.h1.b00t"]
-    assert await ground.places.find("acme", str(opened.session)) is None
+    harness = make(answers={"close": never_answers})
+    assert (await harness.worked(await harness.put(build_run()))).failure is None
+    (opened, *_) = harness.transport.contexts
+    assert [queue for queue, _ in harness.transport.commands] == ["host.h1.b00t"]
+    assert await harness.places.find("acme", str(opened.session)) is None
 
 
 # Chats
@@ -179,19 +179,19 @@ def build_chat() -> Any:
 
 
 async def test_a_chat_asks_for_no_sandbox_and_says_what_its_line_says(make: Made) -> None:
-    ground = make(["hello"])
-    outcome = await ground.worked(await ground.put(build_chat()))
+    harness = make(["hello"])
+    outcome = await harness.worked(await harness.put(build_chat()))
     assert (outcome.failure, outcome.body and outcome.body["object"]) == (None, "chat.completion")
-    assert ground.sent() == []
-    assert isinstance(ground.model, ScriptedModel)
-    (request,) = ground.model.requests
+    assert harness.sent() == []
+    assert isinstance(harness.model, ScriptedModel)
+    (request,) = harness.model.requests
     assert request.messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     assert request.tools == []
 
 
 async def test_a_chat_needs_no_pool_that_works(make: Made) -> None:
-    ground = make(["hello"], answers={"open": failed(ErrorCode.SANDBOX_UNAVAILABLE)})
-    assert (await ground.worked(await ground.put(build_chat()))).failure is None
+    harness = make(["hello"], answers={"open": failed(ErrorCode.SANDBOX_UNAVAILABLE)})
+    assert (await harness.worked(await harness.put(build_chat()))).failure is None
 
 
 async def test_a_call_in_a_chat_is_text(make: Made) -> None:
@@ -202,23 +202,23 @@ async def test_a_call_in_a_chat_is_text(make: Made) -> None:
 
 
 async def test_a_model_that_calls_a_tool_in_a_chat_runs_nothing(make: Made) -> None:
-    ground = make(echo_then("never", "x"))
-    outcome = await ground.worked(await ground.put(build_chat()))
-    assert (outcome.failure and outcome.failure.kind, ground.sent()) == (FailureKind.MODEL, [])
+    harness = make(echo_then("never", "x"))
+    outcome = await harness.worked(await harness.put(build_chat()))
+    assert (outcome.failure and outcome.failure.kind, harness.sent()) == (FailureKind.MODEL, [])
 
 
 async def test_a_run_without_tools_has_a_sandbox_only_for_files(make: Made, tmp_path: Path) -> None:
-    ground = make(["hello"] * 2)
-    assert (await ground.worked(await ground.put(build_run(tools=())))).failure is None
-    assert ground.sent() == []
-    other = with_ground(build_run(tools=()), image="python")
-    await ground.client.flushall()
-    assert (await ground.worked(await ground.put(other))).failure is None
-    assert ground.sent() == ["open", "close"]
+    harness = make(["hello"] * 2)
+    assert (await harness.worked(await harness.put(build_run(tools=())))).failure is None
+    assert harness.sent() == []
+    other = with_harness(build_run(tools=()), image="python")
+    await harness.client.flushall()
+    assert (await harness.worked(await harness.put(other))).failure is None
+    assert harness.sent() == ["open", "close"]
 
 
 async def test_a_tenant_that_is_none_has_no_chats_either(make: Made) -> None:
-    ground = make(["hello"])
-    await RedisTenants(ground.client, "d", KEY).add("somebody", TenantPolicy())
-    outcome = await ground.worked(await ground.put(build_chat()))
-    assert (outcome.failure and outcome.failure.kind, ground.asked()) == (FailureKind.INPUT, 0)
+    harness = make(["hello"])
+    await RedisTenants(harness.client, "d", KEY).add("somebody", TenantPolicy())
+    outcome = await harness.worked(await harness.put(build_chat()))
+    assert (outcome.failure and outcome.failure.kind, harness.asked()) == (FailureKind.INPUT, 0)

@@ -20,26 +20,26 @@ from store.usage import DAY_S, UsageStore
 from tests.builders import KEY, build_call
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
-from tests.run_ground import RunGround
+from tests.run_harness import RunHarness
 
 REQUEST = ModelRequest([{"role": "user", "content": "hello"}])
 SOON_S = 15.0
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[RunHarness]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        yield RunGround(client)
+        yield RunHarness(client)
 
 
-async def claimed(ground: RunGround) -> RunClaim:
-    await ground.submit(1)
-    (claim,) = await ground.queue.claim(1)
+async def claimed(harness: RunHarness) -> RunClaim:
+    await harness.submit(1)
+    (claim,) = await harness.queue.claim(1)
     return claim
 
 
-async def journal_of(ground: RunGround, claim: RunClaim, on_taken: Any = lambda: None) -> Journal:
-    return Journal(await RunLog.load(ground.client, "d", KEY, claim.attempt), on_taken, clock=lambda: 1.0)
+async def journal_of(harness: RunHarness, claim: RunClaim, on_taken: Any = lambda: None) -> Journal:
+    return Journal(await RunLog.load(harness.client, "d", KEY, claim.attempt), on_taken, clock=lambda: 1.0)
 
 
 async def read(model: LoggedModel) -> str:
@@ -52,45 +52,45 @@ def done(call: str, text: str = "fine") -> ToolResult:
     return ToolResult(call_id=call, name="echo", success=True, output=text)
 
 
-async def test_logged_replies_are_replayed_before_new_requests(ground: RunGround) -> None:
-    claim = await claimed(ground)
+async def test_logged_replies_are_replayed_before_new_requests(harness: RunHarness) -> None:
+    claim = await claimed(harness)
     first = ScriptedModel(["one", "two"])
-    model = LoggedModel(first, await journal_of(ground, claim), {})
+    model = LoggedModel(first, await journal_of(harness, claim), {})
     assert [await read(model), await read(model)] == ["one", "two"]
     second = ScriptedModel(["three"])
-    model = LoggedModel(second, await journal_of(ground, claim), {})
+    model = LoggedModel(second, await journal_of(harness, claim), {})
     assert [await read(model) for _ in range(3)] == ["one", "two", "three"]
     assert (len(first.requests), len(second.requests)) == (2, 1)
 
 
-async def test_the_tokens_of_a_reply_count_once_however_often_it_is_replayed(ground: RunGround) -> None:
-    claim = await claimed(ground)
+async def test_the_tokens_of_a_reply_count_once_however_often_it_is_replayed(harness: RunHarness) -> None:
+    claim = await claimed(harness)
     for _ in range(3):
-        journal = await journal_of(ground, claim)
+        journal = await journal_of(harness, claim)
         journal.bill("s1", Prices(1.0, 10.0))
         await read(LoggedModel(ScriptedModel(["one"]), journal, {}))
-    usage = UsageStore(ground.client, "d")
+    usage = UsageStore(harness.client, "d")
     (row,) = await usage.read("acme", time.time() - DAY_S, time.time() + DAY_S)
     assert row.amounts == {"prompt_tokens": 1, "completion_tokens": 3, "cost_millionths": 31}
     assert await usage.read_session("acme", "s1") == row.amounts
 
 
-async def test_a_reply_is_in_the_log_before_anybody_hears_of_it(ground: RunGround) -> None:
-    claim = await claimed(ground)
-    stream = LoggedModel(ScriptedModel(["a long answer"]), await journal_of(ground, claim), {}).stream(REQUEST)
+async def test_a_reply_is_in_the_log_before_anybody_hears_of_it(harness: RunHarness) -> None:
+    claim = await claimed(harness)
+    stream = LoggedModel(ScriptedModel(["a long answer"]), await journal_of(harness, claim), {}).stream(REQUEST)
     await anext(stream)
-    assert (await journal_of(ground, claim)).next_reply() is not None
+    assert (await journal_of(harness, claim)).next_reply() is not None
     await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_only_calls_of_the_last_reply_of_the_log_may_have_been_sent(ground: RunGround) -> None:
-    claim = await claimed(ground)
-    journal = await journal_of(ground, claim)
+async def test_only_calls_of_the_last_reply_of_the_log_may_have_been_sent(harness: RunHarness) -> None:
+    claim = await claimed(harness)
+    journal = await journal_of(harness, claim)
     model = LoggedModel(ScriptedModel(["one"]), journal, {})
     assert (journal.is_resumed, journal.is_catching_up) == (False, False)
     await read(model)
     assert not journal.is_catching_up
-    resumed = await journal_of(ground, claim)
+    resumed = await journal_of(harness, claim)
     model = LoggedModel(ScriptedModel(["two"]), resumed, {})
     assert (resumed.is_resumed, resumed.is_catching_up) == (True, False)
     await read(model)
@@ -100,31 +100,31 @@ async def test_only_calls_of_the_last_reply_of_the_log_may_have_been_sent(ground
     assert not resumed.is_catching_up
 
 
-async def test_own_entries_do_not_make_a_run_resumed(ground: RunGround) -> None:
-    journal = await journal_of(ground, await claimed(ground))
+async def test_own_entries_do_not_make_a_run_resumed(harness: RunHarness) -> None:
+    journal = await journal_of(harness, await claimed(harness))
     await journal.note_opening("s1")
     assert not journal.is_resumed
 
 
-async def test_an_incomplete_reply_is_neither_logged_nor_published(ground: RunGround) -> None:
+async def test_an_incomplete_reply_is_neither_logged_nor_published(harness: RunHarness) -> None:
     async def torn(request: ModelRequest) -> AsyncIterator[Chunk]:
         yield {"choices": [{"index": 0, "delta": {"content": "half"}}]}
         raise ModelInterrupted("it broke off")
 
-    claim = await claimed(ground)
-    stream = LoggedModel(StreamModel(torn), await journal_of(ground, claim), {}).stream(REQUEST)
+    claim = await claimed(harness)
+    stream = LoggedModel(StreamModel(torn), await journal_of(harness, claim), {}).stream(REQUEST)
     with pytest.raises(ModelInterrupted):
         await anext(stream)
-    assert (await journal_of(ground, claim)).next_reply() is None
+    assert (await journal_of(harness, claim)).next_reply() is None
 
 
-async def test_a_request_carries_the_items_own_fields(ground: RunGround) -> None:
+async def test_a_request_carries_the_items_own_fields(harness: RunHarness) -> None:
     played = ScriptedModel(["one"])
-    await read(LoggedModel(played, await journal_of(ground, await claimed(ground)), {"temperature": 0.5}))
+    await read(LoggedModel(played, await journal_of(harness, await claimed(harness)), {"temperature": 0.5}))
     assert played.requests[0].extra == {"temperature": 0.5}
 
 
-async def test_halves_of_characters_do_not_keep_a_reply_out_of_the_log(ground: RunGround) -> None:
+async def test_halves_of_characters_do_not_keep_a_reply_out_of_the_log(harness: RunHarness) -> None:
     def chunk(text: str) -> Chunk:
         return {"choices": [{"index": 0, "delta": {"content": text}}]}
 
@@ -132,22 +132,24 @@ async def test_halves_of_characters_do_not_keep_a_reply_out_of_the_log(ground: R
         for text in ("a \ud83d", "\ude00 and \ud800!"):
             yield chunk(text)
 
-    claim = await claimed(ground)
+    claim = await claimed(harness)
     assert (
-        await read(LoggedModel(StreamModel(halves), await journal_of(ground, claim), {})) == "a \U0001f600 and \ufffd!"
+        await read(LoggedModel(StreamModel(halves), await journal_of(harness, claim), {})) == "a \U0001f600 and \ufffd!"
     )
-    assert await read(LoggedModel(ScriptedModel([]), await journal_of(ground, claim), {})) == "a \U0001f600 and \ufffd!"
+    assert (
+        await read(LoggedModel(ScriptedModel([]), await journal_of(harness, claim), {})) == "a \U0001f600 and \ufffd!"
+    )
 
 
-async def test_results_and_decisions_survive_the_process(ground: RunGround) -> None:
-    claim = await claimed(ground)
-    journal = await journal_of(ground, claim)
+async def test_results_and_decisions_survive_the_process(harness: RunHarness) -> None:
+    claim = await claimed(harness)
+    journal = await journal_of(harness, claim)
     refusal = ToolResult.failed(build_call(call_id="c2"), ErrorCode.PERMISSION_DENIED, "no")
     await journal.note_result("c1", done("c1"))
     await journal.note_review("c1", build_call(call_id="c1", text="changed"))
     await journal.note_review("c2", refusal)
     await journal.note_artifacts(["a.txt"], ["*.md"])
-    resumed = await journal_of(ground, claim)
+    resumed = await journal_of(harness, claim)
     assert resumed.result_of("c1") == done("c1")
     assert isinstance(approved := resumed.review_of("c1"), ToolCall)
     assert approved.arguments == {"text": "changed"}
@@ -157,48 +159,48 @@ async def test_results_and_decisions_survive_the_process(ground: RunGround) -> N
     assert (resumed.artifacts.paths, resumed.artifacts.missing) == (("a.txt",), ("*.md",))
 
 
-async def test_a_session_is_known_when_it_is_there_and_suspected_before(ground: RunGround) -> None:
-    claim = await claimed(ground)
-    journal = await journal_of(ground, claim)
+async def test_a_session_is_known_when_it_is_there_and_suspected_before(harness: RunHarness) -> None:
+    claim = await claimed(harness)
+    journal = await journal_of(harness, claim)
     assert (journal.opening, journal.session) == (None, None)
     await journal.note_opening("s1")
-    assert ((await journal_of(ground, claim)).opening, journal.session) == ("s1", None)
+    assert ((await journal_of(harness, claim)).opening, journal.session) == ("s1", None)
     await journal.note_opened("s1", {"host": "h1"})
-    resumed = await journal_of(ground, claim)
+    resumed = await journal_of(harness, claim)
     assert resumed.opening is None
     assert resumed.session is not None
     assert (resumed.session.session, resumed.session.info) == ("s1", {"host": "h1"})
 
 
-async def test_whose_run_was_taken_stops_and_never_comes_to_an_outcome(ground: RunGround) -> None:
-    claim = await claimed(ground)
+async def test_whose_run_was_taken_stops_and_never_comes_to_an_outcome(harness: RunHarness) -> None:
+    claim = await claimed(harness)
     tasks: list[asyncio.Task[str]] = []
-    journal = await journal_of(ground, claim, lambda: tasks[0].cancel())
-    await ground.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
+    journal = await journal_of(harness, claim, lambda: tasks[0].cancel())
+    await harness.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
     tasks.append(asyncio.create_task(read(LoggedModel(ScriptedModel(["one"]), journal, {}))))
     await asyncio.wait(tasks, timeout=SOON_S)
     assert tasks[0].cancelled()
-    assert await ground.client.llen("toolcrew:d:t:acme:run.b-1:log") == 0
+    assert await harness.client.llen("toolcrew:d:t:acme:run.b-1:log") == 0
 
 
-async def test_the_run_time_survives_the_process_without_the_set_up(ground: RunGround) -> None:
-    claim = await claimed(ground)
-    journal = await journal_of(ground, claim)
+async def test_the_run_time_survives_the_process_without_the_set_up(harness: RunHarness) -> None:
+    claim = await claimed(harness)
+    journal = await journal_of(harness, claim)
     await journal.note_opening("s1")
-    assert (await journal_of(ground, claim)).spent_wall_s == 0.0
+    assert (await journal_of(harness, claim)).spent_wall_s == 0.0
     journal.spent_wall_s = 7.0
     journal.begin()
     await journal.note_result("c1", done("c1"))
-    again = await journal_of(ground, claim)
+    again = await journal_of(harness, claim)
     assert 7.0 <= again.spent_wall_s < 7.0 + SOON_S
     again.begin()
     await again.note_result("c2", done("c2"))
-    assert (await journal_of(ground, claim)).spent_wall_s >= again.spent_wall_s
+    assert (await journal_of(harness, claim)).spent_wall_s >= again.spent_wall_s
 
 
-async def test_a_run_whose_time_was_up_asks_its_model_nothing_more(ground: RunGround) -> None:
+async def test_a_run_whose_time_was_up_asks_its_model_nothing_more(harness: RunHarness) -> None:
     played = ScriptedModel(["one"])
-    model = LoggedModel(played, await journal_of(ground, await claimed(ground)), {}, is_over=True)
+    model = LoggedModel(played, await journal_of(harness, await claimed(harness)), {}, is_over=True)
     asking = asyncio.create_task(read(model))
     await asyncio.wait({asking}, timeout=0.05)
     assert (asking.done(), played.requests) == (False, [])
@@ -206,15 +208,15 @@ async def test_a_run_whose_time_was_up_asks_its_model_nothing_more(ground: RunGr
     await asyncio.wait({asking})
 
 
-async def test_a_lost_sandbox_stops_requests_to_the_model(ground: RunGround) -> None:
-    claim = await claimed(ground)
-    journal = await journal_of(ground, claim)
+async def test_a_lost_sandbox_stops_requests_to_the_model(harness: RunHarness) -> None:
+    claim = await claimed(harness)
+    journal = await journal_of(harness, claim)
     await read(LoggedModel(ScriptedModel([Calls([("echo", {})])]), journal, {}))
     await journal.note_result(
         "c1", ToolResult.failed(build_call(call_id="c1"), ErrorCode.SESSION_NOT_FOUND, "there is no such session")
     )
     played = ScriptedModel(["a guess"])
-    resumed = await journal_of(ground, claim)
+    resumed = await journal_of(harness, claim)
     assert resumed.next_reply() is not None
     assert journal.next_reply() is None
     for candidate in (journal, resumed):
@@ -223,13 +225,13 @@ async def test_a_lost_sandbox_stops_requests_to_the_model(ground: RunGround) -> 
     assert played.requests == []
 
 
-async def test_entries_have_the_time_of_redis(ground: RunGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_entries_have_the_time_of_redis(harness: RunHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     async def now() -> tuple[int, int]:
         return int(time.time()) + 5 * 3600, 0
 
-    monkeypatch.setattr(ground.client, "time", now)
-    claim = await claimed(ground)
-    run_log = await RunLog.load(ground.client, "d", KEY, claim.attempt)
+    monkeypatch.setattr(harness.client, "time", now)
+    claim = await claimed(harness)
+    run_log = await RunLog.load(harness.client, "d", KEY, claim.attempt)
     journal = Journal(run_log, lambda: None)
     await journal.note_result("c1", done("c1"))
     assert run_log.entries[-1].event.at - time.time() == pytest.approx(5 * 3600, abs=60)

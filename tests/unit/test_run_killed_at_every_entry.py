@@ -34,16 +34,16 @@ from store.runs import RunClaim
 from store.usage import DAY_S, ReplySpending, UsageStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.grader_ground import Sandboxes, graded
-from tests.item_ground import (
-    ItemGround,
+from tests.grader_harness import Sandboxes, graded
+from tests.item_harness import (
+    ItemHarness,
     Made,
     archive_of,
     build_run,
     build_tool_call,
     echo_then,
     open_maker,
-    with_ground,
+    with_harness,
 )
 
 SOON_S = 15.0
@@ -67,13 +67,13 @@ class Counted:
         (folder / "made").mkdir()
         (folder / "made" / "out.txt").write_text("x")
         self.reviews: list[str] = []
-        self.processes: list[ItemGround] = []
+        self.processes: list[ItemHarness] = []
 
     async def decide(self, request: ApprovalRequest) -> Decision:
         self.reviews.append(request.call.id)
         return Decision(True)
 
-    def open_process(self, asked_before: int = 0) -> ItemGround:
+    def open_process(self, asked_before: int = 0) -> ItemHarness:
         """Return a process whose model continues the conversation after the given number of replies."""
 
         def export(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -81,11 +81,13 @@ class Counted:
             return ToolResult(call_id=call.id, name=call.name, success=True, blob="k")
 
         policy = ApprovalPolicy((Rule("ask", "echo"),))
-        process: ItemGround = self._make(TURNS[asked_before:], approver=self, policy=policy, answers={"export": export})
+        process: ItemHarness = self._make(
+            TURNS[asked_before:], approver=self, policy=policy, answers={"export": export}
+        )
         self.processes.append(process)
         return process
 
-    async def work(self, process: ItemGround, claim: RunClaim, run_log: RunLog) -> ItemOutcome:
+    async def work(self, process: ItemHarness, claim: RunClaim, run_log: RunLog) -> ItemOutcome:
         task = asyncio.current_task()
         assert task is not None
         defaults = BatchDefaults(artifacts=str(self._folder / "artifacts"))
@@ -128,7 +130,7 @@ def test_every_kind_of_entry_is_among_them() -> None:
 async def test_another_process_repeats_no_step(make: Made, tmp_path: Path, position: int, is_written: bool) -> None:
     world = Counted(make, tmp_path)
     first = world.open_process()
-    claim = await first.put(with_ground(build_run(), artifacts=("*.txt",)))
+    claim = await first.put(with_harness(build_run(), artifacts=("*.txt",)))
     run_log = await RunLog.load(first.client, "d", KEY, claim.attempt)
     stopping = StoppingLog(run_log, position, is_written=is_written)
     working = asyncio.create_task(world.work(first, claim, run_log))

@@ -17,10 +17,10 @@ from store.runs import RunClaim
 from store.sessions import SessionStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.runner_ground import BATCH, House, Worker
+from tests.runner_harness import BATCH, RunnerHarness, Worker
 
 
-class Ground(House):
+class Harness(RunnerHarness):
     """Runs that have sessions."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
@@ -42,74 +42,74 @@ class Ground(House):
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         with capture_logs():
-            yield Ground(client)
+            yield Harness(client)
 
 
-async def test_a_cancelled_queued_run_keeps_no_sandbox(ground: Ground) -> None:
-    await ground.submit(3)
-    held, later, working = await ground.queue.claim(3)
+async def test_a_cancelled_queued_run_keeps_no_sandbox(harness: Harness) -> None:
+    await harness.submit(3)
+    held, later, working = await harness.queue.claim(3)
     for claim in (held, later, working):
-        await ground.open(claim, f"of-{claim.run}")
-    await ground.queue.give_back(held)
-    await ground.queue.give_back(later, after_s=1000.0)
-    await ground.queue.cancel(*BATCH)
-    assert await ground.closed("of-b-1", "of-b-2", "of-b-3") == [True, True, False]
+        await harness.open(claim, f"of-{claim.run}")
+    await harness.queue.give_back(held)
+    await harness.queue.give_back(later, after_s=1000.0)
+    await harness.queue.cancel(*BATCH)
+    assert await harness.closed("of-b-1", "of-b-2", "of-b-3") == [True, True, False]
 
 
-async def test_a_cancelled_run_of_a_dead_process_keeps_no_sandbox(ground: Ground) -> None:
-    await ground.submit(1)
-    (claim,) = await ground.queue.claim(1)
-    await ground.open(claim, "s1")
-    await ground.die(claim)
-    await ground.queue.cancel(*BATCH)
-    assert await ground.closed("s1") == [True]
+async def test_a_cancelled_run_of_a_dead_process_keeps_no_sandbox(harness: Harness) -> None:
+    await harness.submit(1)
+    (claim,) = await harness.queue.claim(1)
+    await harness.open(claim, "s1")
+    await harness.die(claim)
+    await harness.queue.cancel(*BATCH)
+    assert await harness.closed("s1") == [True]
 
 
-async def test_all_of_a_runs_sessions_are_closed_however_often_its_opening_was_begun(ground: Ground) -> None:
-    await ground.submit(2)
-    first, other = await ground.queue.claim(2)
+async def test_all_of_a_runs_sessions_are_closed_however_often_its_opening_was_begun(harness: Harness) -> None:
+    await harness.submit(2)
+    first, other = await harness.queue.claim(2)
     names = [f"s{number}" for number in range(2 * run_log.PAGE)]
-    await ground.open(first, *names)
-    await ground.open(other, "other")
+    await harness.open(first, *names)
+    await harness.open(other, "other")
     assert (
-        await close_left_sessions(ground.client, "d", KEY, "acme", [first.run, other.run, "never-begun"])
+        await close_left_sessions(harness.client, "d", KEY, "acme", [first.run, other.run, "never-begun"])
         == len(names) + 1
     )
-    assert await ground.closed(*names, "other") == [True] * (len(names) + 1)
+    assert await harness.closed(*names, "other") == [True] * (len(names) + 1)
 
 
 @pytest.mark.parametrize("reason", ["a log of a later release", "too many losses"])
-async def test_a_run_that_cannot_go_on_keeps_no_sandbox(ground: Ground, reason: str) -> None:
-    await ground.submit(1)
-    (claim,) = await ground.queue.claim(1)
-    await ground.open(claim, "s1")
+async def test_a_run_that_cannot_go_on_keeps_no_sandbox(harness: Harness, reason: str) -> None:
+    await harness.submit(1)
+    (claim,) = await harness.queue.claim(1)
+    await harness.open(claim, "s1")
     if reason == "too many losses":
-        await ground.client.hset(run_key("d", "acme", claim.run), "losses", runner_module.MAX_LOSSES)
+        await harness.client.hset(run_key("d", "acme", claim.run), "losses", runner_module.MAX_LOSSES)
     else:
         later = KEY.seal(entry_purpose("acme", claim.run, 1, 2), '{"type": "of_another_release"}')
-        await ground.client.rpush(run_log_key("d", "acme", claim.run), later)
-    await ground.die(claim)
-    async with ground.working(ground.runner(Worker())):
-        await ground.until(BatchState.COMPLETED)
-    assert await ground.closed("s1") == [True]
+        await harness.client.rpush(run_log_key("d", "acme", claim.run), later)
+    await harness.die(claim)
+    async with harness.working(harness.runner(Worker())):
+        await harness.until(BatchState.COMPLETED)
+    assert await harness.closed("s1") == [True]
 
 
-async def test_a_run_cancelled_at_its_start_has_no_sandbox(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_cancelled_at_its_start_has_no_sandbox(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "LEASE_S", 0.2)
-    await ground.submit(1)
-    (claim,) = await ground.queue.claim(1)
-    await ground.open(claim, "s1")
-    await ground.die(claim)
+    await harness.submit(1)
+    (claim,) = await harness.queue.claim(1)
+    await harness.open(claim, "s1")
+    await harness.die(claim)
     async with redis.asyncio.Redis(port=1) as nowhere:
-        runner = ground.runner(Worker())
+        runner = harness.runner(Worker())
         # The log is the only record in Redis that cannot be read.
         runner.client = nowhere
-        async with ground.working(runner):
+        async with harness.working(runner):
             while not runner.running:  # noqa: ASYNC110  # it has no event of ours
                 await asyncio.sleep(0.01)
-            await ground.queue.cancel(*BATCH)
-            await ground.until(BatchState.CANCELLED)
-    assert await ground.closed("s1") == [True]
+            await harness.queue.cancel(*BATCH)
+            await harness.until(BatchState.CANCELLED)
+    assert await harness.closed("s1") == [True]

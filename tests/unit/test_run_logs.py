@@ -19,26 +19,26 @@ from store import run_log
 from store.run_log import INLINE_BYTES, LogEntry, RunAttempt, RunLog, RunTaken
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.run_ground import RunGround
+from tests.run_harness import RunHarness
 
 LOG = "toolcrew:d:t:acme:run.b-1:log"
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[RunHarness]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        yield RunGround(client)
+        yield RunHarness(client)
 
 
-async def claimed(ground: RunGround) -> RunLog:
+async def claimed(harness: RunHarness) -> RunLog:
     """Return the log of a run that was just claimed."""
-    await ground.submit(1)
-    (claim,) = await ground.queue.claim(1)
-    return await load(ground, claim.token)
+    await harness.submit(1)
+    (claim,) = await harness.queue.claim(1)
+    return await load(harness, claim.token)
 
 
-async def load(ground: RunGround, claim_field: str) -> RunLog:
-    return await RunLog.load(ground.client, "d", KEY, RunAttempt("acme", "b-1", 1, claim_field))
+async def load(harness: RunHarness, claim_field: str) -> RunLog:
+    return await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", "b-1", 1, claim_field))
 
 
 def opening(number: int) -> LogEntry:
@@ -50,8 +50,8 @@ def result(text: str) -> LogEntry:
     return LogEntry(CallFinished(run="b-1", at=1.0, result=tool_result))
 
 
-async def test_entries_survive_the_process(ground: RunGround) -> None:
-    log = await claimed(ground)
+async def test_entries_survive_the_process(harness: RunHarness) -> None:
+    log = await claimed(harness)
     entries = [
         opening(1),
         LogEntry(ModelReplied(run="b-1", at=2.0, chunks=({"choices": []},)), wall_s=1.5),
@@ -59,29 +59,29 @@ async def test_entries_survive_the_process(ground: RunGround) -> None:
     ]
     for entry in entries:
         await log.append(entry)
-    (claim_field,) = await ground.client.hmget("toolcrew:d:t:acme:run.b-1", "claim")
-    assert (await load(ground, claim_field.decode())).entries == entries
+    (claim_field,) = await harness.client.hmget("toolcrew:d:t:acme:run.b-1", "claim")
+    assert (await load(harness, claim_field.decode())).entries == entries
 
 
-async def test_a_large_entry_lies_beside_the_log(ground: RunGround) -> None:
-    log = await claimed(ground)
+async def test_a_large_entry_lies_beside_the_log(harness: RunHarness) -> None:
+    log = await claimed(harness)
     await log.append(result("x" * (INLINE_BYTES + 1)))
     await log.append(opening(1))
-    assert len(await ground.client.lindex(LOG, 0)) < 100
-    assert (await load(ground, "")).entries == log.entries
+    assert len(await harness.client.lindex(LOG, 0)) < 100
+    assert (await load(harness, "")).entries == log.entries
 
 
-async def test_a_process_that_lost_the_run_appends_nothing(ground: RunGround) -> None:
-    log = await claimed(ground)
-    await ground.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
+async def test_a_process_that_lost_the_run_appends_nothing(harness: RunHarness) -> None:
+    log = await claimed(harness)
+    await harness.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
     with pytest.raises(RunTaken):
         await log.append(opening(1))
-    assert await ground.client.llen(LOG) == 0
+    assert await harness.client.llen(LOG) == 0
 
 
-async def test_a_lost_reply_does_not_repeat_an_entry(ground: RunGround, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_reply_does_not_repeat_an_entry(harness: RunHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log, "RETRY_S", (0.0,))
-    log = await claimed(ground)
+    log = await claimed(harness)
     real, lost = log._append, [LostConnection("cut"), LostConnection("cut")]
 
     async def append(**arguments: Any) -> Any:
@@ -93,16 +93,16 @@ async def test_a_lost_reply_does_not_repeat_an_entry(ground: RunGround, monkeypa
     log._append = append  # type: ignore[assignment]
     await log.append(opening(1))
     await log.append(opening(2))
-    assert (await load(ground, "")).entries == [opening(1), opening(2)]
+    assert (await load(harness, "")).entries == [opening(1), opening(2)]
 
 
-async def test_entries_lost_by_redis_are_appended_again(ground: RunGround) -> None:
-    log = await claimed(ground)
+async def test_entries_lost_by_redis_are_appended_again(harness: RunHarness) -> None:
+    log = await claimed(harness)
     for number in range(4):
         await log.append(opening(number))
-    await ground.client.rpop(LOG, 3)
+    await harness.client.rpop(LOG, 3)
     await log.append(opening(4))
-    assert (await load(ground, "")).entries == [opening(number) for number in range(5)]
+    assert (await load(harness, "")).entries == [opening(number) for number in range(5)]
 
 
 def text_chunk(text: str, **fields: Any) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from store.runs import RunClaim
 from store.tasks import retry_until_available
 from tests.batch_rows import any_row, ids_of
 from tests.conftest import RedisProcess
-from tests.item_ground import ItemGround, build_run, echo_then
-from tests.run_ground import RunGround, build_outcome
+from tests.item_harness import ItemHarness, build_run, echo_then
+from tests.run_harness import RunHarness, build_outcome
 
 
 @pytest.fixture
@@ -68,56 +68,56 @@ async def test_a_long_outage_is_reported() -> None:
 
 async def test_a_call_is_repeated_after_an_outage_of_redis(client: "redis.asyncio.Redis") -> None:
     away = Away(2)
-    ground = ItemGround(client, echo_then("done", "a"), answers={"echo": away.answer})
+    harness = ItemHarness(client, echo_then("done", "a"), answers={"echo": away.answer})
 
-    outcome = await ground.worked(await ground.put(build_run()))
+    outcome = await harness.worked(await harness.put(build_run()))
 
-    assert (outcome.failure, ground.asked(), away.asked) == (None, 2, 3)
+    assert (outcome.failure, harness.asked(), away.asked) == (None, 2, 3)
     # The request is one call: a worker that has its id runs it once.
-    assert len({call.id for call in ground.transport.calls if call.name == "echo"}) == 1
+    assert len({call.id for call in harness.transport.calls if call.name == "echo"}) == 1
 
 
 async def test_a_call_is_awaited_after_an_outage_when_it_had_been_sent(client: "redis.asyncio.Redis") -> None:
     was_sent: list[bool] = []
-    ground = ItemGround(client, echo_then("done", "a"), answers={"echo": Away(1).answer})
-    calling = ground.pool.dispatcher.dispatch
+    harness = ItemHarness(client, echo_then("done", "a"), answers={"echo": Away(1).answer})
+    calling = harness.pool.dispatcher.dispatch
 
     async def seen(request: Request) -> ToolResult:
         if request.call.name == "echo":
             was_sent.append(request.sent_since is not None)
         return await calling(request)
 
-    ground.pool.dispatcher.dispatch = seen  # type: ignore[method-assign]
-    await ground.worked(await ground.put(build_run()))
+    harness.pool.dispatcher.dispatch = seen  # type: ignore[method-assign]
+    await harness.worked(await harness.put(build_run()))
 
     assert was_sent == [False, True]
 
 
 async def test_a_sandbox_that_redis_was_away_for_is_removed_all_the_same(client: "redis.asyncio.Redis") -> None:
     away = Away(2)
-    ground = ItemGround(client, answers={"close": away.answer})
+    harness = ItemHarness(client, answers={"close": away.answer})
 
-    outcome = await ground.worked(await ground.put(build_run()))
+    outcome = await harness.worked(await harness.put(build_run()))
 
     assert (outcome.failure, away.asked) == (None, 3)
 
 
 async def test_an_outage_during_the_open_does_not_restart_the_item(client: "redis.asyncio.Redis") -> None:
     away = Away(1)
-    ground = ItemGround(client)
+    harness = ItemHarness(client)
 
     async def answer(call: ToolCall, context: ToolContext) -> ToolResult:
         await away.ask()
-        del ground.answers["open"]
-        return await ground._answer(call, context)
+        del harness.answers["open"]
+        return await harness._answer(call, context)
 
-    ground.answers["open"] = answer
-    outcome = await ground.worked(await ground.put(build_run()))
+    harness.answers["open"] = answer
+    outcome = await harness.worked(await harness.put(build_run()))
 
     assert (outcome.failure, outcome.attempt) == (None, 1)
 
 
-class Followed(RunGround):
+class Followed(RunHarness):
     """A batch whose results are written to files."""
 
     def __init__(self, client: "redis.asyncio.Redis", folder: Path) -> None:
@@ -144,9 +144,9 @@ class Followed(RunGround):
 
 @pytest.fixture
 def followed(client: "redis.asyncio.Redis", tmp_path: Path) -> Any:
-    ground = Followed(client, tmp_path)
-    with ground.rows:
-        yield ground
+    harness = Followed(client, tmp_path)
+    with harness.rows:
+        yield harness
 
 
 async def test_no_row_is_missed_when_redis_counts_on_from_before_its_last_second(followed: Followed) -> None:

@@ -10,104 +10,104 @@ from contract.run_events import FailureKind
 from store.batches import BatchState
 from store.runs import AT_ONCE, RunState
 from tests.conftest import RedisProcess
-from tests.run_ground import RunGround, build_item, build_outcome
+from tests.run_harness import RunHarness, build_item, build_outcome
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[RunGround]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[RunHarness]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        yield RunGround(client)
+        yield RunHarness(client)
 
 
-async def test_runs_are_claimed_once_in_the_order_of_their_lines(ground: RunGround) -> None:
-    await ground.submit(5)
-    first, second = await ground.queue.claim(3), await ground.other.claim(9)
+async def test_runs_are_claimed_once_in_the_order_of_their_lines(harness: RunHarness) -> None:
+    await harness.submit(5)
+    first, second = await harness.queue.claim(3), await harness.other.claim(9)
     assert [claim.run for claim in first] == ["b-1", "b-2", "b-3"]
     assert [claim.run for claim in second] == ["b-4", "b-5"]
     assert {claim.record.state for claim in first + second} == {RunState.RUNNING}
     assert first[0].record.item == build_item(1)
-    assert await ground.queue.claim(9) == []
+    assert await harness.queue.claim(9) == []
 
 
-async def test_urgent_runs_start_first(ground: RunGround) -> None:
-    await ground.submit(2)
-    await ground.queue.add("acme", "b", [("urgent", build_item(3, priority=5))])
-    assert [claim.run for claim in await ground.queue.claim(9)] == ["urgent", "b-1", "b-2"]
+async def test_urgent_runs_start_first(harness: RunHarness) -> None:
+    await harness.submit(2)
+    await harness.queue.add("acme", "b", [("urgent", build_item(3, priority=5))])
+    assert [claim.run for claim in await harness.queue.claim(9)] == ["urgent", "b-1", "b-2"]
 
 
-async def test_batches_take_turns_and_none_has_more_at_a_time_than_it_may(ground: RunGround) -> None:
-    await ground.submit(9, batch="b", concurrency=3)
-    await ground.submit(9, batch="c", tenant="other")
-    claimed = [claim.run for claim in await ground.queue.claim(8)]
+async def test_batches_take_turns_and_none_has_more_at_a_time_than_it_may(harness: RunHarness) -> None:
+    await harness.submit(9, batch="b", concurrency=3)
+    await harness.submit(9, batch="c", tenant="other")
+    claimed = [claim.run for claim in await harness.queue.claim(8)]
     assert sorted(claimed[:6]) == ["b-1", "b-2", "b-3", "c-1", "c-2", "c-3"]
     assert claimed[6:] == ["c-4", "c-5"]
 
 
-async def test_a_claim_for_one_batch_gets_no_other_run(ground: RunGround) -> None:
-    await ground.submit(3, batch="b")
-    await ground.submit(2, batch="c", tenant="other")
-    (dead,) = await ground.queue.claim(1, ("acme", "b"))
-    await ground.die(dead)
-    assert [claim.run for claim in await ground.other.claim(9, ("other", "c"))] == ["c-1", "c-2"]
-    assert await ground.other.claim(9, ("other", "d")) == []
-    assert [claim.run for claim in await ground.queue.claim(9, ("acme", "b"))] == ["b-1", "b-2", "b-3"]
+async def test_a_claim_for_one_batch_gets_no_other_run(harness: RunHarness) -> None:
+    await harness.submit(3, batch="b")
+    await harness.submit(2, batch="c", tenant="other")
+    (dead,) = await harness.queue.claim(1, ("acme", "b"))
+    await harness.die(dead)
+    assert [claim.run for claim in await harness.other.claim(9, ("other", "c"))] == ["c-1", "c-2"]
+    assert await harness.other.claim(9, ("other", "d")) == []
+    assert [claim.run for claim in await harness.queue.claim(9, ("acme", "b"))] == ["b-1", "b-2", "b-3"]
 
 
-async def test_a_submission_that_comes_again_adds_nothing(ground: RunGround) -> None:
-    await ground.submit(3)
-    await ground.submit(3)
-    assert len(await ground.queue.claim(9)) == 3
-    assert await ground.queue.items("acme", "b") == ["b-1", "b-2", "b-3"]
+async def test_a_submission_that_comes_again_adds_nothing(harness: RunHarness) -> None:
+    await harness.submit(3)
+    await harness.submit(3)
+    assert len(await harness.queue.claim(9)) == 3
+    assert await harness.queue.items("acme", "b") == ["b-1", "b-2", "b-3"]
 
 
-async def test_a_large_batch_is_added_and_claimed_in_steps(ground: RunGround) -> None:
+async def test_a_large_batch_is_added_and_claimed_in_steps(harness: RunHarness) -> None:
     count = 2 * AT_ONCE + 1
-    await ground.submit(count, concurrency=count)
-    claims = [claim for _ in range(4) for claim in await ground.queue.claim(count)]
+    await harness.submit(count, concurrency=count)
+    claims = [claim for _ in range(4) for claim in await harness.queue.claim(count)]
     assert [claim.run for claim in claims] == [f"b-{number}" for number in range(1, count + 1)]
-    assert await ground.queue.renew(claims) == (set(), set())
+    assert await harness.queue.renew(claims) == (set(), set())
 
 
-async def test_the_run_of_a_process_that_died_goes_to_another_which_goes_on_with_it(ground: RunGround) -> None:
-    await ground.submit(1)
-    (dead,) = await ground.queue.claim(1)
-    await ground.die(dead)
-    (claim,) = await ground.other.claim(1)
+async def test_the_run_of_a_process_that_died_goes_to_another_which_goes_on_with_it(harness: RunHarness) -> None:
+    await harness.submit(1)
+    (dead,) = await harness.queue.claim(1)
+    await harness.die(dead)
+    (claim,) = await harness.other.claim(1)
     assert (claim.run, claim.is_resumed, claim.token != dead.token) == ("b-1", True, True)
     assert claim.record.started_at == dead.record.started_at
-    assert await ground.queue.renew([dead]) == ({("acme", "b-1")}, set())
-    assert not await ground.queue.finish(dead, build_outcome(dead))
-    assert not await ground.queue.give_back(dead)
-    assert await ground.other.finish(claim, build_outcome(claim))
+    assert await harness.queue.renew([dead]) == ({("acme", "b-1")}, set())
+    assert not await harness.queue.finish(dead, build_outcome(dead))
+    assert not await harness.queue.give_back(dead)
+    assert await harness.other.finish(claim, build_outcome(claim))
 
 
-async def test_a_run_that_is_renewed_stays_whose_it_is(ground: RunGround) -> None:
-    await ground.submit(1)
-    (claim,) = await ground.queue.claim(1)
-    await ground.die(claim)
-    assert await ground.queue.renew([claim]) == (set(), set())
-    assert await ground.other.claim(1) == []
+async def test_a_run_that_is_renewed_stays_whose_it_is(harness: RunHarness) -> None:
+    await harness.submit(1)
+    (claim,) = await harness.queue.claim(1)
+    await harness.die(claim)
+    assert await harness.queue.renew([claim]) == (set(), set())
+    assert await harness.other.claim(1) == []
 
 
-async def test_a_repeated_end_counts_once(ground: RunGround) -> None:
-    await ground.submit(2)
-    (claim, _) = await ground.queue.claim(2)
+async def test_a_repeated_end_counts_once(harness: RunHarness) -> None:
+    await harness.submit(2)
+    (claim, _) = await harness.queue.claim(2)
     outcome = build_outcome(claim)
-    assert await ground.queue.finish(claim, outcome)
-    assert await ground.queue.finish(claim, outcome)
-    record = await ground.queue.batch("acme", "b")
+    assert await harness.queue.finish(claim, outcome)
+    assert await harness.queue.finish(claim, outcome)
+    record = await harness.queue.batch("acme", "b")
     assert (record.succeeded, record.state) == (1, BatchState.IN_PROGRESS)
-    assert await ground.queue.ended("acme", "b", 0) == [(1, "b-1")]
+    assert await harness.queue.ended("acme", "b", 0) == [(1, "b-1")]
 
 
-async def test_a_batch_is_complete_when_every_run_has_ended(ground: RunGround) -> None:
-    await ground.submit(3)
+async def test_a_batch_is_complete_when_every_run_has_ended(harness: RunHarness) -> None:
+    await harness.submit(3)
     kinds = (None, FailureKind.MODEL, FailureKind.INFRASTRUCTURE)
-    for claim, kind in zip(await ground.queue.claim(3), kinds, strict=True):
-        await ground.queue.finish(claim, build_outcome(claim, kind))
-    record = await ground.queue.batch("acme", "b")
+    for claim, kind in zip(await harness.queue.claim(3), kinds, strict=True):
+        await harness.queue.finish(claim, build_outcome(claim, kind))
+    record = await harness.queue.batch("acme", "b")
     assert (record.state, record.succeeded, record.failed[FailureKind.MODEL]) == (BatchState.COMPLETED, 1, 1)
-    (status,) = await ground.queue.runs([("acme", "b-3")])
+    (status,) = await harness.queue.runs([("acme", "b-3")])
     assert status is not None
     assert status.state == RunState.ENDED
     assert (
@@ -115,48 +115,48 @@ async def test_a_batch_is_complete_when_every_run_has_ended(ground: RunGround) -
     ) == FailureKind.INFRASTRUCTURE
 
 
-async def test_only_items_with_the_chosen_failure_are_retried(ground: RunGround) -> None:
-    await ground.submit(3)
+async def test_only_items_with_the_chosen_failure_are_retried(harness: RunHarness) -> None:
+    await harness.submit(3)
     kinds = (None, FailureKind.MODEL, FailureKind.INFRASTRUCTURE)
-    for claim, kind in zip(await ground.queue.claim(3), kinds, strict=True):
-        await ground.queue.finish(claim, build_outcome(claim, kind))
-    assert await ground.queue.retry("acme", "b", [FailureKind.INFRASTRUCTURE]) == 1
-    assert (await ground.queue.batch("acme", "b")).state is BatchState.IN_PROGRESS
-    (again,) = await ground.queue.claim(9)
+    for claim, kind in zip(await harness.queue.claim(3), kinds, strict=True):
+        await harness.queue.finish(claim, build_outcome(claim, kind))
+    assert await harness.queue.retry("acme", "b", [FailureKind.INFRASTRUCTURE]) == 1
+    assert (await harness.queue.batch("acme", "b")).state is BatchState.IN_PROGRESS
+    (again,) = await harness.queue.claim(9)
     assert (again.run, again.record.attempt, again.is_resumed) == ("b-3", 2, False)
-    assert await ground.queue.finish(again, build_outcome(again))
-    record = await ground.queue.batch("acme", "b")
+    assert await harness.queue.finish(again, build_outcome(again))
+    record = await harness.queue.batch("acme", "b")
     assert (record.state, record.succeeded, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 2, 0)
-    assert [run for _, run in await ground.queue.ended("acme", "b", 3)] == ["b-3"]
+    assert [run for _, run in await harness.queue.ended("acme", "b", 3)] == ["b-3"]
 
 
-async def test_a_returned_run_resumes_or_restarts(ground: RunGround) -> None:
-    await ground.submit(2)
-    (first, two) = await ground.queue.claim(2)
-    await ground.client.rpush("toolcrew:d:t:acme:run.b-1:log", "{}")
-    await ground.client.rpush("toolcrew:d:t:acme:run.b-2:log", "{}")
-    assert await ground.queue.give_back(first)
-    assert await ground.queue.give_back(two, after_s=0.3, is_new=True)
-    (resumed,) = await ground.other.claim(9)
+async def test_a_returned_run_resumes_or_restarts(harness: RunHarness) -> None:
+    await harness.submit(2)
+    (first, two) = await harness.queue.claim(2)
+    await harness.client.rpush("toolcrew:d:t:acme:run.b-1:log", "{}")
+    await harness.client.rpush("toolcrew:d:t:acme:run.b-2:log", "{}")
+    assert await harness.queue.give_back(first)
+    assert await harness.queue.give_back(two, after_s=0.3, is_new=True)
+    (resumed,) = await harness.other.claim(9)
     assert (resumed.run, resumed.is_resumed, resumed.record.attempt) == ("b-1", True, 1)
-    assert await ground.other.claim(9) == []
-    await ground.client.zadd("toolcrew:d:runs:delayed", {"acme|b-2": 1.0})
-    (again,) = await ground.other.claim(9)
+    assert await harness.other.claim(9) == []
+    await harness.client.zadd("toolcrew:d:runs:delayed", {"acme|b-2": 1.0})
+    (again,) = await harness.other.claim(9)
     assert (again.run, again.is_resumed, again.record.attempt) == ("b-2", False, 2)
 
 
-async def test_a_cancelled_batch_starts_nothing_and_ends_every_item(ground: RunGround) -> None:
-    await ground.submit(AT_ONCE + 50, concurrency=2)
-    running = await ground.queue.claim(9)
-    assert await ground.queue.cancel("acme", "b") == AT_ONCE + 48
-    assert await ground.queue.claim(9) == []
-    assert await ground.queue.renew(running) == (set(), {("acme", "b-1"), ("acme", "b-2")})
+async def test_a_cancelled_batch_starts_nothing_and_ends_every_item(harness: RunHarness) -> None:
+    await harness.submit(AT_ONCE + 50, concurrency=2)
+    running = await harness.queue.claim(9)
+    assert await harness.queue.cancel("acme", "b") == AT_ONCE + 48
+    assert await harness.queue.claim(9) == []
+    assert await harness.queue.renew(running) == (set(), {("acme", "b-1"), ("acme", "b-2")})
     for claim in running:
-        await ground.queue.finish(claim, build_outcome(claim, FailureKind.CANCELLED))
-    record = await ground.queue.batch("acme", "b")
+        await harness.queue.finish(claim, build_outcome(claim, FailureKind.CANCELLED))
+    record = await harness.queue.batch("acme", "b")
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, AT_ONCE + 50)
 
 
-async def test_an_unknown_batch_is_reported(ground: RunGround) -> None:
+async def test_an_unknown_batch_is_reported(harness: RunHarness) -> None:
     with pytest.raises(ToolFailure, match=r"batch x of tenant .* was not found"):
-        await ground.queue.batch("acme", "x")
+        await harness.queue.batch("acme", "x")

@@ -13,69 +13,71 @@ from orchestrator.runs.journal import Journal
 from store.batches import BatchState, ItemOutcome
 from store.runs import RunClaim
 from tests.conftest import RedisProcess
-from tests.runner_ground import BATCH, House, WatchedQueue, Worker, open_house, outcome_of
+from tests.runner_harness import BATCH, RunnerHarness, WatchedQueue, Worker, open_harness, outcome_of
 
 
 @pytest.fixture
-async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
-    async with open_house(redis_server, monkeypatch) as house:
-        yield house
+async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunnerHarness]:
+    async with open_harness(redis_server, monkeypatch) as harness:
+        yield harness
 
 
-async def test_a_running_item_of_a_cancelled_batch_ends_as_cancelled(house: House) -> None:
+async def test_a_running_item_of_a_cancelled_batch_ends_as_cancelled(harness: RunnerHarness) -> None:
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         tell(CallFinished(run=claim.run, result=ToolResult(call_id="c1", name="echo", success=True)))
         await asyncio.Event().wait()
         raise AssertionError("nobody sets it")
 
-    await house.submit(3, concurrency=1)
+    await harness.submit(3, concurrency=1)
     worker = Worker(work)
-    async with house.working(house.runner(worker)):
+    async with harness.working(harness.runner(worker)):
         await worker.has_begun.wait()
-        assert await house.queue.cancel(*BATCH) == 2
-        await house.until(BatchState.CANCELLED)
-    record = await house.queue.batch(*BATCH)
+        assert await harness.queue.cancel(*BATCH) == 2
+        await harness.until(BatchState.CANCELLED)
+    record = await harness.queue.batch(*BATCH)
     assert (record.failed[FailureKind.CANCELLED], worker.abandoned) == (3, ["b-1"])
-    (end,) = await house.ends()
+    (end,) = await harness.ends()
     assert (end.failure and end.failure.kind, end.calls, end.attempt) == (FailureKind.CANCELLED, 1, 1)
 
 
-async def test_an_outcome_that_is_being_noted_is_not_disturbed_by_a_cancelled_batch(house: House) -> None:
-    await house.submit(1)
-    worker, queue = Worker(), WatchedQueue(house.client)
+async def test_an_outcome_that_is_being_noted_is_not_disturbed_by_a_cancelled_batch(harness: RunnerHarness) -> None:
+    await harness.submit(1)
+    worker, queue = Worker(), WatchedQueue(harness.client)
     queue.may_note.clear()
     worker.may_end.set()
-    async with house.working(house.runner(worker, queue)):
+    async with harness.working(harness.runner(worker, queue)):
         await queue.noting.wait()
-        await house.queue.cancel(*BATCH)
+        await harness.queue.cancel(*BATCH)
         queue.renewed.clear()
         await queue.renewed.wait()
         queue.may_note.set()
-        await house.until(BatchState.CANCELLED)
-    assert (await house.queue.batch(*BATCH)).succeeded == 1
-    assert [end.failure for end in await house.ends()] == [None]
+        await harness.until(BatchState.CANCELLED)
+    assert (await harness.queue.batch(*BATCH)).succeeded == 1
+    assert [end.failure for end in await harness.ends()] == [None]
 
 
-async def test_a_failure_in_a_batch_that_is_being_cancelled_is_an_end(house: House) -> None:
+async def test_a_failure_in_a_batch_that_is_being_cancelled_is_an_end(harness: RunnerHarness) -> None:
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
-        await house.queue.cancel(*BATCH)
+        await harness.queue.cancel(*BATCH)
         return outcome_of(claim, FailureKind.INFRASTRUCTURE)
 
-    await house.submit(1)
+    await harness.submit(1)
     worker = Worker(work)
-    async with house.working(house.runner(worker)):
-        await house.until(BatchState.CANCELLED)
-    assert [(end.failure and end.failure.kind, end.attempt) for end in await house.ends()] == [
+    async with harness.working(harness.runner(worker)):
+        await harness.until(BatchState.CANCELLED)
+    assert [(end.failure and end.failure.kind, end.attempt) for end in await harness.ends()] == [
         (FailureKind.INFRASTRUCTURE, 1)
     ]
 
 
-async def test_a_stop_during_a_cancel_leaves_no_open_run(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stop_during_a_cancel_leaves_no_open_run(
+    harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner_module, "LEASE_S", 1000.0)
-    await house.submit(1)
+    await harness.submit(1)
     worker = Worker()
-    async with house.working(house.runner(worker)):
+    async with harness.working(harness.runner(worker)):
         await worker.has_begun.wait()
-        await house.queue.cancel(*BATCH)
-    assert (await house.queue.batch(*BATCH)).state is BatchState.CANCELLED
+        await harness.queue.cancel(*BATCH)
+    assert (await harness.queue.batch(*BATCH)).state is BatchState.CANCELLED
     assert worker.abandoned == ["b-1"]

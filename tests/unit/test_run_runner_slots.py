@@ -13,13 +13,13 @@ from store.batches import BatchState, ItemOutcome
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.runner_ground import House, Worker, open_house, outcome_of
-from tests.slot_ground import given_up
+from tests.runner_harness import RunnerHarness, Worker, open_harness, outcome_of
+from tests.slot_harness import given_up
 
 
 @pytest.fixture
-async def house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
-    async with open_house(redis_server, monkeypatch) as made:
+async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunnerHarness]:
+    async with open_harness(redis_server, monkeypatch) as made:
         yield made
 
 
@@ -60,10 +60,10 @@ class Story:
         return outcome_of(claim)
 
 
-async def test_a_run_whose_slot_was_claimed_waits_for_the_next_slot(house: House) -> None:
-    await house.submit(2)
-    story = Story(queue := SlowQueue(house.client))
-    async with house.working(house.runner(story.worker, queue, concurrency=1)):
+async def test_a_run_whose_slot_was_claimed_waits_for_the_next_slot(harness: RunnerHarness) -> None:
+    await harness.submit(2)
+    story = Story(queue := SlowQueue(harness.client))
+    async with harness.working(harness.runner(story.worker, queue, concurrency=1)):
         await queue.claiming.wait()
         story.answered.set()
         await turns()
@@ -74,18 +74,20 @@ async def test_a_run_whose_slot_was_claimed_waits_for_the_next_slot(house: House
         assert not story.is_back.is_set(), "the slot is another one's"
         story.may_end.set()
         await story.is_back.wait()
-        await house.until(BatchState.COMPLETED)
+        await harness.until(BatchState.COMPLETED)
 
 
-async def test_a_run_that_is_answered_while_nothing_is_found_to_claim_is_back_afterwards(house: House) -> None:
-    await house.submit(1)
-    story = Story(queue := SlowQueue(house.client))
-    async with house.working(house.runner(story.worker, queue, concurrency=1)):
+async def test_a_run_that_is_answered_while_nothing_is_found_to_claim_is_back_afterwards(
+    harness: RunnerHarness,
+) -> None:
+    await harness.submit(1)
+    story = Story(queue := SlowQueue(harness.client))
+    async with harness.working(harness.runner(story.worker, queue, concurrency=1)):
         await queue.claiming.wait()
         story.answered.set()
         queue.may_claim.set()
         await story.is_back.wait()
-        await house.until(BatchState.COMPLETED)
+        await harness.until(BatchState.COMPLETED)
 
 
 async def turns() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.runs.run_slots import RunSlot, RunSlots
-from tests.slot_ground import given_up
+from tests.slot_harness import given_up
 
 TURNS = 30
 """Iterations of the event loop after which every task has made all possible progress. The tasks wait only for the

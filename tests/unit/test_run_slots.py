@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from orchestrator.runs.run_slots import MAX_RUNS_PER_SLOT, RunSlot, RunSlots
-from tests.slot_ground import given_up
+from tests.slot_harness import given_up
 
 
-class Ground:
+class Harness:
     """A process with two slots, and the work of its runs."""
 
     def __init__(self, count: int = 2) -> None:
@@ -95,75 +95,75 @@ async def settled() -> None:
 
 
 async def test_a_run_that_waits_leaves_its_place_to_another_one() -> None:
-    ground = Ground()
-    ground.begin("a", "b")
-    assert ground.slots.count_free() == 0
-    async with ground.away() as a:
-        assert ground.slots.count_free() == 1
+    harness = Harness()
+    harness.begin("a", "b")
+    assert harness.slots.count_free() == 0
+    async with harness.away() as a:
+        assert harness.slots.count_free() == 1
         a.answered.set()
         assert await a.is_back(), "nobody has taken its slot"
-        assert ground.slots.count_free() == 0
+        assert harness.slots.count_free() == 0
 
 
 async def test_a_run_that_goes_on_waits_for_a_place_before_new_runs_get_it() -> None:
-    ground = Ground()
-    ground.begin("a", "b")
-    async with ground.away() as a:
-        ground.begin("c")
+    harness = Harness()
+    harness.begin("a", "b")
+    async with harness.away() as a:
+        harness.begin("c")
         a.answered.set()
         assert not await a.is_back()
-        assert ground.end("b") == 0
+        assert harness.end("b") == 0
         assert await a.is_back()
 
 
 async def test_runs_return_in_the_order_of_their_answers() -> None:
-    ground = Ground(1)
-    ground.begin("a", "b")
-    async with ground.away() as a, ground.away() as b:
-        ground.begin("c")
+    harness = Harness(1)
+    harness.begin("a", "b")
+    async with harness.away() as a, harness.away() as b:
+        harness.begin("c")
         for waiting in (b, a):
             waiting.answered.set()
             assert not await waiting.is_back()
-        ground.end("c")
+        harness.end("c")
         assert (await b.is_back(), await a.is_back()) == (True, False)
-        ground.end("b")
+        harness.end("b")
         assert await a.is_back()
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
 async def test_a_run_that_is_cancelled_while_it_waits_takes_no_place_with_it(is_answered: bool) -> None:
-    ground = Ground(1)
-    ground.begin("a")
-    async with ground.away() as a:
-        ground.begin("b")
+    harness = Harness(1)
+    harness.begin("a")
+    async with harness.away() as a:
+        harness.begin("b")
         if is_answered:
             a.answered.set()
             assert not await a.is_back()
         a.task.cancel()
         await asyncio.wait({a.task})
-    assert ground.end("a") == 0
-    assert ground.end("b") == 1
+    assert harness.end("a") == 0
+    assert harness.end("b") == 1
 
 
 async def test_a_run_that_is_cancelled_as_it_gets_its_place_gives_it_on() -> None:
-    ground = Ground(1)
-    ground.begin("a")
-    async with ground.away() as a:
-        ground.begin("b")
+    harness = Harness(1)
+    harness.begin("a")
+    async with harness.away() as a:
+        harness.begin("b")
         a.answered.set()
         assert not await a.is_back()
-        ground.end("b")
+        harness.end("b")
         a.task.cancel()
         await asyncio.wait({a.task})
         assert a.task.cancelled()
-    assert ground.end("a") == 1
+    assert harness.end("a") == 1
 
 
 async def test_a_run_gives_up_one_place_when_the_last_of_its_calls_begins_to_wait() -> None:
-    ground = Ground()
-    ground.begin("a", "b")
+    harness = Harness()
+    harness.begin("a", "b")
     async with (
-        ground.slots.run() as slot,
+        harness.slots.run() as slot,
         slot.call("at work"),
         made(slot, "first") as first,
         made(slot, "second") as second,
@@ -171,91 +171,91 @@ async def test_a_run_gives_up_one_place_when_the_last_of_its_calls_begins_to_wai
         await settled()
         assert first.is_asked.is_set()
         assert second.is_asked.is_set()
-        assert ground.slots.count_free() == 0, "one of its calls is at work"
+        assert harness.slots.count_free() == 0, "one of its calls is at work"
         async with given_up(slot, "at work"):
-            assert ground.slots.count_free() == 1
-        assert ground.slots.count_free() == 0
+            assert harness.slots.count_free() == 1
+        assert harness.slots.count_free() == 0
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 async def test_a_call_that_is_answered_brings_its_run_back_and_its_end_gives_the_place_up_again(is_first: bool) -> None:
-    ground = Ground(1)
-    ground.begin("a")
-    async with ground.slots.run() as slot, made(slot, "first") as first, made(slot, "second") as second:
+    harness = Harness(1)
+    harness.begin("a")
+    async with harness.slots.run() as slot, made(slot, "first") as first, made(slot, "second") as second:
         await settled()
-        ground.begin("b")
+        harness.begin("b")
         answered, other = (first, second) if is_first else (second, first)
         answered.answered.set()
         assert not await answered.is_back(), "b has the slot"
-        assert ground.end("b") == 0
+        assert harness.end("b") == 0
         assert await answered.is_back()
-        assert ground.slots.count_free() == 0
+        assert harness.slots.count_free() == 0
         assert await answered.has_ended()
-        assert ground.slots.count_free() == 1, "the other one only waits"
+        assert harness.slots.count_free() == 1, "the other one only waits"
         other.answered.set()
         assert await other.is_back()
         assert await other.has_ended()
-        assert ground.slots.count_free() == 0, "the run itself goes on"
+        assert harness.slots.count_free() == 0, "the run itself goes on"
 
 
 async def test_the_calls_of_a_run_come_back_into_one_place() -> None:
-    ground = Ground(1)
-    ground.begin("a", "c")
+    harness = Harness(1)
+    harness.begin("a", "c")
     async with (
-        ground.away() as c,
-        ground.slots.run() as slot,
+        harness.away() as c,
+        harness.slots.run() as slot,
         made(slot, "first") as first,
         made(slot, "second") as second,
     ):
         await settled()
-        ground.begin("b")
+        harness.begin("b")
         for call in (first, c, second):
             call.answered.set()
             await settled()
-        ground.end("b")
+        harness.end("b")
         assert (await first.is_back(), await second.is_back(), await c.is_back()) == (True, True, False)
         assert await first.has_ended()
         assert not await c.is_back(), "the second one is at work"
-        del ground.runs["a"]
-        assert ground.slots.count_free() == 0
+        del harness.runs["a"]
+        assert harness.slots.count_free() == 0
         assert await c.is_back()
 
 
 async def test_a_call_that_begins_while_the_others_wait_waits_for_a_place() -> None:
-    ground = Ground(1)
-    ground.begin("a")
-    async with ground.slots.run() as slot, made(slot, "first"):
+    harness = Harness(1)
+    harness.begin("a")
+    async with harness.slots.run() as slot, made(slot, "first"):
         await settled()
-        ground.begin("b")
+        harness.begin("b")
         async with made(slot, "second") as second:
             await settled()
             assert not second.is_asked.is_set()
-            ground.end("b")
+            harness.end("b")
             await settled()
             assert second.is_asked.is_set()
 
 
 async def test_an_expired_question_ends_in_a_slot() -> None:
-    ground = Ground(1)
-    ground.begin("a")
-    async with ground.slots.run() as slot, made(slot, "call") as call:
+    harness = Harness(1)
+    harness.begin("a")
+    async with harness.slots.run() as slot, made(slot, "call") as call:
         await settled()
-        ground.begin("b")
+        harness.begin("b")
         call.question_s.reschedule(0)
         await settled()
         assert not call.task.done()
-        ground.end("b")
+        harness.end("b")
         await settled()
         assert call.task.done()
-        assert ground.slots.count_free() == 0
+        assert harness.slots.count_free() == 0
 
 
 async def test_a_run_whose_calls_are_broken_off_goes_on_in_a_place() -> None:
-    ground, has_ended = Ground(1), asyncio.Event()
-    ground.begin("a")
+    harness, has_ended = Harness(1), asyncio.Event()
+    harness.begin("a")
 
     async def until_its_time_is_up(limit: asyncio.Timeout) -> None:
-        async with ground.slots.run() as slot:
+        async with harness.slots.run() as slot:
             try:
                 async with limit, slot.call("call"), given_up(slot, "call"):
                     await asyncio.Event().wait()
@@ -266,66 +266,66 @@ async def test_a_run_whose_calls_are_broken_off_goes_on_in_a_place() -> None:
     limit = asyncio.timeout(None)
     run = asyncio.create_task(until_its_time_is_up(limit))
     await settled()
-    ground.begin("b")
+    harness.begin("b")
     limit.reschedule(0)
     await settled()
     assert not has_ended.is_set()
-    ground.end("b")
+    harness.end("b")
     await settled()
     assert run.done()
 
 
 async def test_no_run_returns_to_a_slot_that_a_claim_may_fill() -> None:
-    ground = Ground(1)
-    ground.begin("a")
-    async with ground.away() as a:
-        assert ground.slots.count_free() == 1
-        with ground.slots.reserve(1):
+    harness = Harness(1)
+    harness.begin("a")
+    async with harness.away() as a:
+        assert harness.slots.count_free() == 1
+        with harness.slots.reserve(1):
             a.answered.set()
             assert not await a.is_back()
-            assert ground.slots.count_free() == 0
-            ground.begin("b")
+            assert harness.slots.count_free() == 0
+            harness.begin("b")
         assert not await a.is_back()
-        assert ground.end("b") == 0
+        assert harness.end("b") == 0
         assert await a.is_back()
 
 
 async def test_a_place_that_a_claim_did_not_fill_is_there_again() -> None:
-    ground = Ground(1)
-    ground.begin("a")
-    async with ground.away() as a:
-        with ground.slots.reserve(1):
+    harness = Harness(1)
+    harness.begin("a")
+    async with harness.away() as a:
+        with harness.slots.reserve(1):
             a.answered.set()
             assert not await a.is_back()
         assert await a.is_back()
 
 
 async def test_a_run_that_is_let_back_may_wait_again_before_it_has_noticed() -> None:
-    ground = Ground(1)
-    ground.begin("a")
-    async with ground.slots.run() as slot, made(slot, "first") as first:
+    harness = Harness(1)
+    harness.begin("a")
+    async with harness.slots.run() as slot, made(slot, "first") as first:
         await settled()
-        ground.begin("b")
+        harness.begin("b")
         first.answered.set()
         assert not await first.is_back()
-        ground.end("b")
+        harness.end("b")
         async with made(slot, "second") as second:  # begins when the loop turns, before the first run continues
             assert await first.is_back()
-            assert ground.slots.count_free() == 0, "the first one is at work"
+            assert harness.slots.count_free() == 0, "the first one is at work"
             assert await first.has_ended()
-            assert ground.slots.count_free() == 1
+            assert harness.slots.count_free() == 1
             second.answered.set()
             assert await second.is_back()
 
 
 async def test_so_many_wait_and_no_more() -> None:
-    ground = Ground(1)
+    harness = Harness(1)
     async with AsyncExitStack() as stack:
         for number in range(MAX_RUNS_PER_SLOT):
-            assert ground.slots.count_free() == 1
-            ground.begin(f"r{number}")
-            await stack.enter_async_context(ground.away())
-        assert ground.slots.count_free() == 0
+            assert harness.slots.count_free() == 1
+            harness.begin(f"r{number}")
+            await stack.enter_async_context(harness.away())
+        assert harness.slots.count_free() == 0
 
 
 async def test_no_run_waits_for_a_slot_where_runs_are_not_counted() -> None:
@@ -334,37 +334,37 @@ async def test_no_run_waits_for_a_slot_where_runs_are_not_counted() -> None:
 
 
 async def test_a_run_that_waits_for_its_sandbox_lends_its_place_to_one_that_comes_back_and_to_no_new_one() -> None:
-    ground, has_sandbox, has_begun = Ground(1), asyncio.Event(), asyncio.Event()
-    ground.begin("a")
+    harness, has_sandbox, has_begun = Harness(1), asyncio.Event(), asyncio.Event()
+    harness.begin("a")
 
     async def wait_for_a_sandbox() -> None:
-        async with ground.slots.lend():
+        async with harness.slots.lend():
             await has_sandbox.wait()
         has_begun.set()
 
-    async with ground.away() as a:
-        ground.begin("b")
+    async with harness.away() as a:
+        harness.begin("b")
         b = asyncio.create_task(wait_for_a_sandbox())
         await settled()
-        assert ground.slots.count_free() == 0
+        assert harness.slots.count_free() == 0
         a.answered.set()
         assert await a.is_back()
         has_sandbox.set()
         await settled()
         assert not has_begun.is_set(), "a has the slot"
         assert await a.has_ended()
-        ground.end("a")
+        harness.end("a")
         await settled()
         assert has_begun.is_set()
         await b
-    assert ground.end("b") == 1
+    assert harness.end("b") == 1
 
 
 async def test_a_run_that_gets_no_sandbox_takes_no_place_with_it() -> None:
-    ground = Ground(1)
-    ground.begin("a")
+    harness = Harness(1)
+    harness.begin("a")
     with pytest.raises(OSError, match="no host"):
-        async with ground.slots.lend():
+        async with harness.slots.lend():
             raise OSError("no host")
-    assert ground.slots.count_free() == 0
-    assert ground.end("a") == 1
+    assert harness.slots.count_free() == 0
+    assert harness.end("a") == 1

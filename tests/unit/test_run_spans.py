@@ -31,7 +31,7 @@ from telemetry.spans import Span, Tracer
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import StaticHosts, build_report
-from tests.item_ground import ItemGround, Made, build_run, build_tool_call, echo_then, failed, open_maker
+from tests.item_harness import ItemHarness, Made, build_run, build_tool_call, echo_then, failed, open_maker
 from tests.unit import test_delivery
 
 SOON_S = 15.0
@@ -43,27 +43,27 @@ async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
         yield made
 
 
-def traced(ground: ItemGround, ended: list[Span]) -> ItemGround:
+def traced(harness: ItemHarness, ended: list[Span]) -> ItemHarness:
     """Return the same process with tracing on."""
     tracer = Tracer(ended.append, lambda _: True)
-    pool: Any = Pool(ground.places, StaticHosts(build_report()), CallStore(ground.pool.redis, "d"))
-    door = Dispatcher(
-        ground.transport,
-        TenantCatalog(ground.pool.catalog),
+    pool: Any = Pool(harness.places, StaticHosts(build_report()), CallStore(harness.pool.redis, "d"))
+    dispatcher = Dispatcher(
+        harness.transport,
+        TenantCatalog(harness.pool.catalog),
         KEY,
         queue_wait_s=60,
         pool=pool,
         middleware=[TracedCalls(tracer)],
     )
-    ground.pool = replace(ground.pool, dispatcher=door, tracer=tracer)
-    ground.parts = RunParts(
+    harness.pool = replace(harness.pool, dispatcher=dispatcher, tracer=tracer)
+    harness.parts = RunParts(
         OrchestratorSettings(deployment="d", dialect="native", redis_url=None),
-        ground.pool,
+        harness.pool,
         AutoApprover(),
         ApprovalPolicy(),
     )
-    ground.work = ItemWork(ground.pool, ground.parts, ground.work._models, None)
-    return ground
+    harness.work = ItemWork(harness.pool, harness.parts, harness.work._models, None)
+    return harness
 
 
 def by_name(spans: list[Span]) -> dict[str, Span]:
@@ -80,9 +80,9 @@ def assert_one_tree(spans: list[Span]) -> None:
 
 async def test_each_attempt_has_a_span_that_links_to_the_one_before(client: "redis.asyncio.Redis") -> None:
     ended: list[Span] = []
-    ground = test_delivery.Ground(client, CallLost("gone", has_started=True))
-    ground.door._middleware = [TracedCalls(Tracer(ended.append, lambda _: True))]
-    assert (await ground.call("safe")).success
+    harness = test_delivery.Harness(client, CallLost("gone", has_started=True))
+    harness.dispatcher._middleware = [TracedCalls(Tracer(ended.append, lambda _: True))]
+    assert (await harness.call("safe")).success
     of_call = [
         span
         for span in ended
@@ -93,15 +93,15 @@ async def test_each_attempt_has_a_span_that_links_to_the_one_before(client: "red
     first, second = [span for span in of_call if span.name == "send safe"]
     assert (first.ref.span_id, second.ref.span_id) == (attempt_span_id("c1", 1), attempt_span_id("c1", 2))
     assert (first.error, second.error, second.links) == ("CALL_LOST", "", (first.ref,))
-    contexts = [context.trace for _, context in ground.fleet.calls]
+    contexts = [context.trace for _, context in harness.fleet.calls]
     assert contexts == [str(first.ref), str(second.ref)]
 
 
 async def test_an_item_with_its_session_is_one_trace_under_ids_made_of_its_run(make: Made) -> None:
     ended: list[Span] = []
-    ground = traced(make(echo_then("said", "a")), ended)
-    claim = await ground.put(build_run())
-    assert (await ground.worked(claim)).failure is None
+    harness = traced(make(echo_then("said", "a")), ended)
+    claim = await harness.put(build_run())
+    assert (await harness.worked(claim)).failure is None
     assert_one_tree(ended)
     root = next(span for span in ended if span.parent is None)
     assert (root.ref.trace_id, root.ref.span_id) == (trace_id_of("acme", claim.run), run_span_id("acme", claim.run))
@@ -109,7 +109,7 @@ async def test_an_item_with_its_session_is_one_trace_under_ids_made_of_its_run(m
     assert {"session.open", "session.close", "execute_tool echo", "send echo"} <= {span.name for span in ended}
     (sent,) = [
         context
-        for call, context in zip(ground.transport.calls, ground.transport.contexts, strict=True)
+        for call, context in zip(harness.transport.calls, harness.transport.contexts, strict=True)
         if call.name == "echo"
     ]
     assert sent.trace is not None
@@ -121,8 +121,8 @@ async def test_an_item_with_its_session_is_one_trace_under_ids_made_of_its_run(m
 
 async def test_a_single_call_is_a_trace_and_shows_its_failure(make: Made) -> None:
     ended: list[Span] = []
-    ground = traced(make(answers={"echo": failed(ErrorCode.NETWORK_ERROR)}), ended)
-    outcome = await ground.worked(await ground.put(build_tool_call()))
+    harness = traced(make(answers={"echo": failed(ErrorCode.NETWORK_ERROR)}), ended)
+    outcome = await harness.worked(await harness.put(build_tool_call()))
     assert outcome.failure is not None
     assert_one_tree(ended)
     root = next(span for span in ended if span.parent is None)
@@ -170,14 +170,14 @@ async def test_a_cancelled_run_is_reported_by_its_process(make: Made) -> None:
         await asyncio.Event().wait()
         raise AssertionError(call.id)
 
-    ground = traced(make(echo_then("one", "a"), answers={"echo": hang}), ended)
-    claim = await ground.put(build_run())
-    working = asyncio.create_task(ground.worked(claim))
+    harness = traced(make(echo_then("one", "a"), answers={"echo": hang}), ended)
+    claim = await harness.put(build_run())
+    working = asyncio.create_task(harness.worked(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
     working.cancel()
     await asyncio.wait({working}, timeout=SOON_S)
-    await ground.work.abandon(claim, await ground.journal(claim))
+    await harness.work.abandon(claim, await harness.journal(claim))
     assert_one_tree(ended)
     assert {span.error for span in ended if span.name in ("invoke_agent toolcrew", "execute_tool echo")} == {
         "CANCELLED"
@@ -191,12 +191,12 @@ class _Asked(AutoApprover):
 
 async def test_the_wait_for_an_approval_is_a_part_of_its_call(make: Made) -> None:
     ended: list[Span] = []
-    ground = traced(make(echo_then("one", "a")), ended)
+    harness = traced(make(echo_then("one", "a")), ended)
     policy = ApprovalPolicy(rules=(Rule(action="ask", tool="echo"),))
-    ground.work._parts = RunParts(
-        OrchestratorSettings(deployment="d", dialect="native", redis_url=None), ground.pool, _Asked(), policy
+    harness.work._parts = RunParts(
+        OrchestratorSettings(deployment="d", dialect="native", redis_url=None), harness.pool, _Asked(), policy
     )
-    await ground.worked(await ground.put(build_run()))
+    await harness.worked(await harness.put(build_run()))
     assert_one_tree(ended)
     approval, call = (next(span for span in ended if span.name == name) for name in ("approval", "execute_tool echo"))
     assert approval.parent is not None
@@ -205,15 +205,15 @@ async def test_the_wait_for_an_approval_is_a_part_of_its_call(make: Made) -> Non
 
 
 async def test_while_tracing_is_off_nothing_of_it_is_sent(make: Made) -> None:
-    ground = make(echo_then("said", "a"))
-    await ground.worked(await ground.put(build_run()))
-    assert {context.trace for context in ground.transport.contexts} == {None}
+    harness = make(echo_then("said", "a"))
+    await harness.worked(await harness.put(build_run()))
+    assert {context.trace for context in harness.transport.contexts} == {None}
 
 
 async def test_the_id_of_a_call_is_that_of_its_trace_file(client: "redis.asyncio.Redis") -> None:
     ended: list[Span] = []
-    ground = test_delivery.Ground(client)
-    ground.door._middleware = [TracedCalls(Tracer(ended.append, lambda _: True))]
-    await ground.open()
-    await ground.door.dispatch(Request(ToolCall(id="c9", name="safe"), "acme", "s1"))
+    harness = test_delivery.Harness(client)
+    harness.dispatcher._middleware = [TracedCalls(Tracer(ended.append, lambda _: True))]
+    await harness.open()
+    await harness.dispatcher.dispatch(Request(ToolCall(id="c9", name="safe"), "acme", "s1"))
     assert next(span for span in ended if span.name == "execute_tool safe").ref.span_id == call_span_id("c9")

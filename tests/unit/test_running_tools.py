@@ -15,7 +15,7 @@ from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dispatch.tenant_catalog import is_offered, refuse_unasked, with_tenant_rules
 from tests.builders import build_context, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from tests.skill_ground import write_skill
+from tests.skill_harness import write_skill
 from workers.executor import CallPolicy
 from workers.skills.loader import load_skills
 from workers.skills.tool import build_skill_tool

@@ -17,7 +17,7 @@ from tests.conftest import RedisProcess
 from tests.fake_engine import echoing
 from tests.fake_hosts import build_report
 from tests.fake_sandboxd import PLAN, open_host, running_sandboxd
-from tests.metric_ground import Key, counted, key, read_page
+from tests.metric_harness import Key, counted, key, read_page
 from tests.unit.test_metric_page import report
 from tests.unit.test_sandboxd_ends import stillborn
 from tests.unit.test_sandboxd_hostile_guest import answering, call

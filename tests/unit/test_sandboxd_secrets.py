@@ -14,9 +14,9 @@ from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.sandboxes import SandboxOptions
 from contract.secrets import build_placeholder
 from contract.tenancy import SandboxTerms
-from tests.egress_ground import open_ground
+from tests.egress_harness import open_harness
 from tests.fake_sandboxd import Sandboxd, running_sandboxd
-from tests.secret_ground import ask_proxy
+from tests.secret_harness import ask_proxy
 from tests.unit.test_sandboxd_terms import OPEN, PLANS, prepare_network, standing
 from workers.sandboxd.egress import secrets as module
 from workers.sandboxd.runtime.hardening import AUTHORITIES
@@ -116,11 +116,11 @@ async def test_the_authority_of_a_proxy_that_started_again_is_written_once(tmp_p
     authority = module.ProxyAuthority(at, frozenset({os.geteuid()}), place)
     with pytest.raises(SandboxUnavailable):
         await authority.require()
-    with open_ground() as first, open_ground() as second:
-        for ground in (first, second):
+    with open_harness() as first, open_harness() as second:
+        for harness in (first, second):
             at.unlink(missing_ok=True)
-            at.symlink_to(ground.path)
+            at.symlink_to(harness.path)
             await authority.require()
             await authority.refresh()
-        assert written == [ask_proxy(ground, "authority") for ground in (first, second)]
+        assert written == [ask_proxy(harness, "authority") for harness in (first, second)]
         assert written[0] != written[1]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.search_ground import Found, Ground
+from tests.search_harness import Found, Harness
 
 pytestmark = pytest.mark.skipif(shutil.which("rg") is None, reason="needs ripgrep")
 QUICK = settings(
@@ -93,21 +93,21 @@ def _patterns() -> st.SearchStrategy[str]:
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[Ground]:
+def harness() -> Iterator[Harness]:
     with tempfile.TemporaryDirectory() as base:
-        yield Ground(Path(base))
+        yield Harness(Path(base))
 
 
-def plant(ground: Ground, files: dict[str, list[str]], rules: dict[str, list[str]], repositories: list[str]) -> None:
-    ground.clear()
+def plant(harness: Harness, files: dict[str, list[str]], rules: dict[str, list[str]], repositories: list[str]) -> None:
+    harness.clear()
     for name, lines in {**files, **rules}.items():
         # A name may be a folder already, or lie below a file.
         try:
-            ground.make(name, "\n".join(lines) + ("\n" if len(lines) % 2 else ""))
+            harness.make(name, "\n".join(lines) + ("\n" if len(lines) % 2 else ""))
         except OSError:
             continue
     for folder in repositories:
-        (ground.workspace / folder / ".git").mkdir(parents=True, exist_ok=True)
+        (harness.workspace / folder / ".git").mkdir(parents=True, exist_ok=True)
 
 
 def all_of(found: Found) -> tuple[str, dict[str, object], str | None]:
@@ -122,22 +122,22 @@ def with_pcre(pattern: str) -> str:
 @QUICK
 @given(FILES, RULE_FILES, REPOSITORIES, st.sampled_from([".", "src", "build"]))
 def test_the_walk_shows_what_ripgrep_lists(
-    ground: Ground, files: dict[str, list[str]], rules: dict[str, list[str]], repositories: list[str], path: str
+    harness: Harness, files: dict[str, list[str]], rules: dict[str, list[str]], repositories: list[str], path: str
 ) -> None:
     assume(path not in files)
-    plant(ground, files, rules, repositories)
-    (ground.workspace / path).mkdir(exist_ok=True)
-    result = ground.glob("**/*", path=path)
+    plant(harness, files, rules, repositories)
+    (harness.workspace / path).mkdir(exist_ok=True)
+    result = harness.glob("**/*", path=path)
     prefix = "" if path == "." else f"{path}/"
-    assert set(result.lines) == {prefix + name for name in list_by_ripgrep(ground, path)}
+    assert set(result.lines) == {prefix + name for name in list_by_ripgrep(harness, path)}
 
 
-def list_by_ripgrep(ground: Ground, path: str) -> set[str]:
+def list_by_ripgrep(harness: Harness, path: str) -> set[str]:
     """List files as the tool does: rules above the folder apply unless the rules hide the folder."""
-    rules_above = path == "." or path in ground.glob("*", kind="dir").lines
+    rules_above = path == "." or path in harness.glob("*", kind="dir").lines
     options = [*LISTING] if rules_above else [*LISTING, "--no-ignore-parent"]
     listed = subprocess.run(
-        ["rg", *options], cwd=ground.workspace / path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False
+        ["rg", *options], cwd=harness.workspace / path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False
     )
     return {os.fsdecode(name.removeprefix(b"./")) for name in listed.stdout.split(b"\0") if name}
 
@@ -155,7 +155,7 @@ def list_by_ripgrep(ground: Ground, path: str) -> set[str]:
     st.sampled_from([1, 2, 100]),
 )
 def test_both_engines_find_the_same_files_lines_and_counts_in_the_same_order(
-    ground: Ground,
+    harness: Harness,
     files: dict[str, list[str]],
     rules: dict[str, list[str]],
     pattern: str,
@@ -166,7 +166,7 @@ def test_both_engines_find_the_same_files_lines_and_counts_in_the_same_order(
     mode: str,
     limit: int,
 ) -> None:
-    plant(ground, files, rules, [])
+    plant(harness, files, rules, [])
     how = {
         "ignore_case": ignore_case,
         "before": before,
@@ -175,7 +175,7 @@ def test_both_engines_find_the_same_files_lines_and_counts_in_the_same_order(
         "mode": mode,
         "limit": limit,
     }
-    assert all_of(ground.grep(with_pcre(pattern), **how)) == all_of(ground.grep(pattern, **how))
+    assert all_of(harness.grep(with_pcre(pattern), **how)) == all_of(harness.grep(pattern, **how))
 
 
 @QUICK
@@ -186,11 +186,11 @@ def test_both_engines_find_the_same_files_lines_and_counts_in_the_same_order(
     st.sampled_from([1, 100]),
 )
 def test_both_engines_agree_on_matches_over_several_lines(
-    ground: Ground, files: dict[str, list[str]], pattern: str, context: int, limit: int
+    harness: Harness, files: dict[str, list[str]], pattern: str, context: int, limit: int
 ) -> None:
-    plant(ground, files, {}, [])
+    plant(harness, files, {}, [])
     how = {"multiline": True, "before": context, "after": context, "limit": limit}
-    assert all_of(ground.grep(with_pcre(pattern), **how)) == all_of(ground.grep(pattern, **how))
+    assert all_of(harness.grep(with_pcre(pattern), **how)) == all_of(harness.grep(pattern, **how))
 
 
 @pytest.mark.parametrize(
@@ -212,15 +212,15 @@ def test_both_engines_agree_on_matches_over_several_lines(
         (b"a\x0bb\x0cc\x85d\n", "c"),
     ],
 )
-def test_both_engines_agree_on_odd_files(ground: Ground, content: bytes | str, pattern: str) -> None:
-    ground.clear()
-    ground.make("odd", content)
-    assert all_of(ground.grep(with_pcre(pattern))) == all_of(ground.grep(pattern))
+def test_both_engines_agree_on_odd_files(harness: Harness, content: bytes | str, pattern: str) -> None:
+    harness.clear()
+    harness.make("odd", content)
+    assert all_of(harness.grep(with_pcre(pattern))) == all_of(harness.grep(pattern))
 
 
 @pytest.mark.parametrize("type_name", ["py", "c", "make", "docker", "ts", "md", "readme"])
-def test_a_type_means_what_it_means_to_ripgrep(ground: Ground, type_name: str) -> None:
-    ground.clear()
+def test_a_type_means_what_it_means_to_ripgrep(harness: Harness, type_name: str) -> None:
+    harness.clear()
     for name in (
         "a.py",
         "b.c",
@@ -235,14 +235,14 @@ def test_a_type_means_what_it_means_to_ripgrep(ground: Ground, type_name: str) -
         "README.md",
         "b.markdown",
     ):
-        ground.make(name)
+        harness.make(name)
     listed = subprocess.run(
         ["rg", "--no-config", "--files", "-t", type_name],
-        cwd=ground.workspace,
+        cwd=harness.workspace,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         check=False,
     )
     expected = {line.decode().removeprefix("./") for line in listed.stdout.splitlines()}
     assert expected
-    assert set(ground.grep("x", mode="files", type=type_name).lines) == expected
+    assert set(harness.grep("x", mode="files", type=type_name).lines) == expected

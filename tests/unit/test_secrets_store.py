@@ -27,7 +27,7 @@ VALUE = "ghp-canary-value-1234"
 
 
 @dataclass
-class Ground:
+class Harness:
     client: "redis.asyncio.Redis"
     secrets: SecretStore
     worker: WorkerSecrets
@@ -40,53 +40,53 @@ class Ground:
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=2) as client:
         sync = redis.Redis.from_url(redis_server.url, socket_timeout=2)
         worker = WorkerSecrets(sync, "d", KEY)
-        yield Ground(client, SecretStore(client, "d", KEY), worker)
+        yield Harness(client, SecretStore(client, "d", KEY), worker)
         sync.close()
 
 
-async def test_a_secret_comes_back_with_its_places_and_never_in_a_listing(ground: Ground) -> None:
-    made = await ground.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example", "git.example:8443"), place="basic")
+async def test_a_secret_comes_back_with_its_places_and_never_in_a_listing(harness: Harness) -> None:
+    made = await harness.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example", "git.example:8443"), place="basic")
     assert (made.revision, made.hosts, made.place) == (1, ("api.example", "git.example:8443"), "basic")
-    again = await ground.secrets.set("acme", "TOKEN", VALUE + "2", hosts=("api.example",))
+    again = await harness.secrets.set("acme", "TOKEN", VALUE + "2", hosts=("api.example",))
     assert (again.revision, again.created_at, again.place) == (2, made.created_at, "header:Authorization")
-    found = await ground.secrets.get("acme", "TOKEN")
+    found = await harness.secrets.get("acme", "TOKEN")
     assert found is not None
     assert (found.value, found.info, VALUE in repr(found)) == (VALUE + "2", again, False)
-    assert await ground.secrets.all("acme") == {"TOKEN": again}
-    entries = await ground.client.xrange(audit_key("d"))
+    assert await harness.secrets.all("acme") == {"TOKEN": again}
+    entries = await harness.client.xrange(audit_key("d"))
     assert [json.loads(fields[b"entry"])["action"] for _, fields in entries] == ["secret.set", "secret.set"]
-    assert VALUE.encode() not in await ground.texts()
+    assert VALUE.encode() not in await harness.texts()
 
 
-async def test_a_record_is_worth_nothing_in_another_place_or_with_another_secret(ground: Ground) -> None:
-    await ground.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example",))
-    sealed = await ground.client.hget(secrets_key("d", "acme"), "TOKEN")  # type: ignore[misc]
+async def test_a_record_is_worth_nothing_in_another_place_or_with_another_secret(harness: Harness) -> None:
+    await harness.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example",))
+    sealed = await harness.client.hget(secrets_key("d", "acme"), "TOKEN")  # type: ignore[misc]
     forged = sealed.replace(b"api.example", b"bad.example")
     for owner, name, record in (("rival", "TOKEN", sealed), ("acme", "OTHER", sealed), ("acme", "TOKEN", forged)):
-        await ground.client.hset(secrets_key("d", owner), name, record)  # type: ignore[misc]
+        await harness.client.hset(secrets_key("d", owner), name, record)  # type: ignore[misc]
         with pytest.raises(ConfigError, match="cannot be verified"):
-            await ground.secrets.get(owner, name)
-        assert isinstance((await ground.secrets.all(owner))[name], ConfigError)
-    assert ground.worker.all("acme") == ground.worker.all("rival") == {}
+            await harness.secrets.get(owner, name)
+        assert isinstance((await harness.secrets.all(owner))[name], ConfigError)
+    assert harness.worker.all("acme") == harness.worker.all("rival") == {}
     with pytest.raises(ConfigError):
-        await SecretStore(ground.client, "d", SigningKeys.of("x", deployment="d")).get("acme", "TOKEN")
-    await ground.secrets.set("acme", "TOKEN", VALUE)
-    assert isinstance((await ground.secrets.all("acme"))["TOKEN"], stored.SecretInfo), "a new value repairs the record"
+        await SecretStore(harness.client, "d", SigningKeys.of("x", deployment="d")).get("acme", "TOKEN")
+    await harness.secrets.set("acme", "TOKEN", VALUE)
+    assert isinstance((await harness.secrets.all("acme"))["TOKEN"], stored.SecretInfo), "a new value repairs the record"
 
 
-async def test_a_worker_learns_of_every_change_at_once(ground: Ground) -> None:
-    assert ground.worker.all("acme") == {}
-    await ground.secrets.set("acme", "TOKEN", VALUE)
-    assert ground.worker.all("acme")["TOKEN"].value == VALUE
-    await ground.secrets.set("acme", "TOKEN", VALUE + "2")
-    assert ground.worker.all("acme")["TOKEN"].value == VALUE + "2"
-    assert await ground.secrets.revoke("acme", "TOKEN")
-    assert not await ground.secrets.revoke("acme", "TOKEN")
-    assert ground.worker.all("acme") == {}
+async def test_a_worker_learns_of_every_change_at_once(harness: Harness) -> None:
+    assert harness.worker.all("acme") == {}
+    await harness.secrets.set("acme", "TOKEN", VALUE)
+    assert harness.worker.all("acme")["TOKEN"].value == VALUE
+    await harness.secrets.set("acme", "TOKEN", VALUE + "2")
+    assert harness.worker.all("acme")["TOKEN"].value == VALUE + "2"
+    assert await harness.secrets.revoke("acme", "TOKEN")
+    assert not await harness.secrets.revoke("acme", "TOKEN")
+    assert harness.worker.all("acme") == {}
 
 
 @pytest.mark.parametrize(
@@ -107,26 +107,26 @@ async def test_a_worker_learns_of_every_change_at_once(ground: Ground) -> None:
     ids=repr,
 )
 async def test_what_cannot_be_stored_is_refused_without_its_value(
-    fields: dict[str, object], code: ErrorCode, ground: Ground, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, object], code: ErrorCode, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored, "MAX_SECRETS", 1)
-    await RedisTenants(ground.client, "d", KEY).add("acme", TenantPolicy())
-    await ground.secrets.set("acme", "FIRST", VALUE)
+    await RedisTenants(harness.client, "d", KEY).add("acme", TenantPolicy())
+    await harness.secrets.set("acme", "FIRST", VALUE)
     given = {"tenant": "acme", "name": "FIRST", "value": VALUE, "hosts": (), "place": "basic", **fields}
     with pytest.raises(ToolFailure) as refused:
-        await ground.secrets.set(**given)  # type: ignore[arg-type]
+        await harness.secrets.set(**given)  # type: ignore[arg-type]
     assert refused.value.code is code
     assert str(given["value"]) not in refused.value.message
 
 
-async def test_a_removed_tenant_has_no_secrets_left(ground: Ground) -> None:
-    tenants = RedisTenants(ground.client, "d", KEY)
+async def test_a_removed_tenant_has_no_secrets_left(harness: Harness) -> None:
+    tenants = RedisTenants(harness.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
-    await ground.secrets.set("acme", "TOKEN", VALUE)
-    await ground.secrets.set(None, "TOKEN", VALUE)
+    await harness.secrets.set("acme", "TOKEN", VALUE)
+    await harness.secrets.set(None, "TOKEN", VALUE)
     await tenants.remove("acme")
-    assert not await ground.client.exists(secrets_key("d", "acme"))
-    assert list(await ground.secrets.all(None)) == ["TOKEN"]
+    assert not await harness.client.exists(secrets_key("d", "acme"))
+    assert list(await harness.secrets.all(None)) == ["TOKEN"]
 
 
 def test_a_placeholder_belongs_to_one_session_and_secret() -> None:

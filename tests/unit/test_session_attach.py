@@ -26,7 +26,7 @@ TOLD = {
 }
 
 
-class House:
+class Harness:
     """One pool, and two programs that use it."""
 
     def __init__(self, facts: dict[str, Any] | None = None) -> None:
@@ -72,58 +72,58 @@ async def test_a_call_runs_as_long_as_the_class_of_its_session_allows(
     class_s: float | None, tool: str, own: float | None, argument: float | None, limit: float | str
 ) -> None:
     """A model that asks for too much gets the most. A program is refused."""
-    house = House({"timeout_s": class_s} if class_s is not None else {})
-    session = await house.open()
+    harness = Harness({"timeout_s": class_s} if class_s is not None else {})
+    session = await harness.open()
     arguments = {"bash_tool": {"command": "x"}, "read_tool": {"path": "x"}}[tool]
     result = await session.call(tool, arguments | ({"timeout": argument} if argument else {}), timeout_s=own)
     if isinstance(limit, str):
         assert (result.error_code, limit in str(result.error)) == (ErrorCode.INVALID_ARGUMENTS, True)
-        assert house.sent() == ["session.open"]
+        assert harness.sent() == ["session.open"]
     else:
-        delivery = house.transport.deliveries[-1]
+        delivery = harness.transport.deliveries[-1]
         assert (delivery.request.context.timeout_s, delivery.request.wait_s > limit) == (limit, True)
     assert (await session.info()).timeout_s == (class_s or 600)
 
 
 async def test_an_attached_session_needs_no_request_for_its_facts() -> None:
-    house = House()
-    opened = await house.open()
-    info = await (await house.attach(opened.id)).info()
+    harness = Harness()
+    opened = await harness.open()
+    info = await (await harness.attach(opened.id)).info()
     assert (info.image, info.network, info.hosts, info.workspace) == ("python:3", "egress", ("a.example",), "image")
     assert info.describe_network() == (await opened.info()).describe_network()
-    assert house.sent() == ["session.open"]
+    assert harness.sent() == ["session.open"]
 
 
 async def test_a_session_of_an_earlier_release_asks_its_host() -> None:
-    house = House()
-    opened = await house.open()
-    house.places.loss_facts.clear()
-    info = await (await house.attach(opened.id)).info()
+    harness = Harness()
+    opened = await harness.open()
+    harness.places.loss_facts.clear()
+    info = await (await harness.attach(opened.id)).info()
     assert (info.image, info.host) == ("python:3", "h1")
-    assert house.sent() == ["session.open", "session.open"]
-    assert house.transport.calls[-1].arguments == {"image": "python", "ttl_s": 60}
-    assert house.transport.contexts[-1].fence == 1
+    assert harness.sent() == ["session.open", "session.open"]
+    assert harness.transport.calls[-1].arguments == {"image": "python", "ttl_s": 60}
+    assert harness.transport.contexts[-1].fence == 1
 
 
 async def test_a_program_that_is_stopped_leaves_an_attached_session_open() -> None:
-    house = House()
-    opened = await house.open()
+    harness = Harness()
+    opened = await harness.open()
 
     async def work() -> None:
-        async with await house.attach(opened.id):
+        async with await harness.attach(opened.id):
             raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
         await work()
-    assert (house.sent(), house.transport.commands) == (["session.open"], [])
+    assert (harness.sent(), harness.transport.commands) == (["session.open"], [])
 
 
 async def test_a_session_of_another_tenant_is_unknown() -> None:
     """The attacker's aim: to learn which ids exist. Invalid names, or names that lead to other keys, get the same
     reply.
     """
-    house = House()
-    foreign = (await house.open("bolt")).id
+    harness = Harness()
+    foreign = (await harness.open("bolt")).id
     reported = set()
     for name in (
         foreign,
@@ -136,7 +136,7 @@ async def test_a_session_of_another_tenant_is_unknown() -> None:
         f"{foreign}\n",
     ):
         with pytest.raises(ToolFailure) as refused:
-            await house.attach(name, "acme")
+            await harness.attach(name, "acme")
         reported.add((refused.value.code, refused.value.message))
     assert [code for code, _ in reported] == [ErrorCode.SESSION_NOT_FOUND]
     assert "bolt" not in str(reported)

@@ -81,7 +81,7 @@ def test_every_name_in_deployment_files_scripts_and_tests_is_known() -> None:
     named = {
         name for text in texts for name in re.findall(r"\bTOOLCREW_([A-Z0-9][A-Z0-9_]*[A-Z0-9])(?![A-Z0-9_{])", text)
     }
-    # POOL_TARGET: for processes of an earlier release (tests/host_ground.py).
+    # POOL_TARGET: for processes of an earlier release (tests/host_harness.py).
     assert named - SETTINGS - OTHERS - {"SOCKET", "POOL_TARGET"} == set()
 
 

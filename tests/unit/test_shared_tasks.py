@@ -11,9 +11,9 @@ import structlog
 from orchestrator.admission import SharedAdmission
 from store.tasks import begin_shared
 from telemetry.logs import bound
-from tests.admission_ground import DEPLOYMENT, build_request, set_slots
+from tests.admission_harness import DEPLOYMENT, build_request, set_slots
 from tests.conftest import RedisProcess
-from tests.hosted_ground import HostedGround, MadeHosted, open_hosted
+from tests.hosted_harness import HostedHarness, MadeHosted, open_hosted
 
 Begun = dict[str, list[dict[str, Any]]]
 
@@ -25,7 +25,7 @@ async def made(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
 
 
 @pytest.fixture
-def ground(made: MadeHosted) -> HostedGround:
+def harness(made: MadeHosted) -> HostedHarness:
     return made(["done"])
 
 
@@ -54,11 +54,11 @@ async def test_a_shared_task_does_not_know_who_began_it() -> None:
         assert await begin_shared(names(), "shared") == {}
 
 
-async def test_the_tasks_of_run_events_have_no_run_context(ground: HostedGround, begun: Begun) -> None:
-    run = await ground.start()
+async def test_the_tasks_of_run_events_have_no_run_context(harness: HostedHarness, begun: Begun) -> None:
+    run = await harness.start()
     with bound(call="first"):
-        async with ground.working():
-            await ground.events(run)
+        async with harness.working():
+            await harness.events(run)
     assert begun["Runner._hold"] == [{"call": "first"}]
     assert begun["RunEventPublisher._send_regularly"] == [{}]
     assert begun["RunEventHub._read_all"] == [{}]

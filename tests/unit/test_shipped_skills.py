@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from contract.schema import prepare_arguments
-from tests.skill_ground import SHIPPED
+from tests.skill_harness import SHIPPED
 from workers.skills.loader import load_skills
 
 SKILLS = {skill.name: skill for skill in load_skills([SHIPPED])}

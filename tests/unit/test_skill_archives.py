@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from contract.skills import MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SkillBroken
 from orchestrator.sdk import skill_folders
 from orchestrator.sdk.skill_folders import examine_skill
-from tests.skill_ground import write_skill
+from tests.skill_harness import write_skill
 from workers.skills.archives import compress_bundle, expand_bundle, load_members, load_zip, write_zip
 from workers.skills.loader import load_skill, pack_skill
 

@@ -16,7 +16,7 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.skill_sidecars import SIDECAR_FILE
 from contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SkillBroken, parse_skill
 from orchestrator.sdk.skill_folders import examine_skill
-from tests.skill_ground import write_skill
+from tests.skill_harness import write_skill
 from workers.skills.loader import load_skill, load_skills, pack_skill
 
 LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=80).filter(str.strip)

@@ -7,7 +7,7 @@ import pytest
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeEngine
-from tests.skill_ground import write_skill
+from tests.skill_harness import write_skill
 from workers.sandboxd import skill_store
 from workers.sandboxd.skill_store import SkillStore
 from workers.skills.loader import load_skill, pack_skill

@@ -14,7 +14,7 @@ from contract.registry import ToolRegistry
 from contract.skill_sidecars import SIDECAR_FILE
 from tests.builders import build_context, build_exec_response
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
-from tests.skill_ground import write_skill
+from tests.skill_harness import write_skill
 from workers.sandbox_client import SandboxdUnreachable
 from workers.skills.loader import load_skills
 from workers.skills.tool import build_skill_tool, register_skill_tools

@@ -15,11 +15,11 @@ from orchestrator.metrics.page import MetricsPage
 from store.overview import Overview, OverviewReader
 from store.slots import count_slots_in_use
 from store.tenants import RedisTenants
-from tests.admission_ground import DEPLOYMENT, Ground, set_slots
+from tests.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
-from tests.metric_ground import counted, read_page
+from tests.metric_harness import counted, read_page
 
 QUEUE = "host.h1.b00t"
 
@@ -40,11 +40,11 @@ async def fill(client: "redis.asyncio.Redis", server: RedisProcess) -> None:
         await client.set(host_key(DEPLOYMENT, report.queue), report.model_dump_json())
     await RedisTenants(client, DEPLOYMENT, KEY).add("acme", TenantPolicy(in_flight=100))
     with server.client() as blocking:
-        ground = Ground(blocking, now=time.time())
+        harness = Harness(blocking, now=time.time())
         for queue, slots in ((QUEUE, 4), (POOL_WEB, 2)):
             set_slots(blocking, slots, queue)
             for _ in range(3):
-                ground.ask("acme", queue=queue, limit_s=0.5, policy=TenantPolicy(in_flight=100))
+                harness.ask("acme", queue=queue, limit_s=0.5, policy=TenantPolicy(in_flight=100))
 
 
 async def test_every_surface_shows_the_same_numbers(redis_server: RedisProcess) -> None:
@@ -80,9 +80,9 @@ def test_the_list_of_tenants_shows_its_calls(redis_server: RedisProcess, monkeyp
     monkeypatch.setenv("TOOLCREW_DEPLOYMENT", DEPLOYMENT)
     assert CliRunner().invoke(app, ["tenants", "add", "acme", "--in-flight", "2", "--queued", "9"]).exit_code == 0
     with redis_server.client() as blocking:
-        ground = Ground(blocking, now=time.time())
+        harness = Harness(blocking, now=time.time())
         for _ in range(3):
-            ground.ask("acme", limit_s=0.5, policy=TenantPolicy(in_flight=2, queued=9))
+            harness.ask("acme", limit_s=0.5, policy=TenantPolicy(in_flight=2, queued=9))
 
     lines = CliRunner().invoke(app, ["tenants", "list"]).stdout.splitlines()
 

@@ -29,10 +29,10 @@ def test_other(request):
 LASTS = """
 import time, pytest
 @pytest.fixture
-def house(request):
+def harness(request):
     yield
     (request.config.rootpath / "cleared").write_text("")
-def test_long(house, request):
+def test_long(harness, request):
     (request.config.rootpath / "begun").write_text("")
     time.sleep(100)
 """

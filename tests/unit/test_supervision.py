@@ -29,7 +29,7 @@ SOON_S = 20.0
 FOREVER = "import time; time.sleep(600)"
 
 
-class House:
+class Harness:
     """A supervisor with its output."""
 
     def __init__(self, folder: Path) -> None:
@@ -59,28 +59,28 @@ class House:
 
 
 @asynccontextmanager
-async def opened(folder: Path, *roles: str) -> AsyncIterator[House]:
-    house = House(folder)
+async def opened(folder: Path, *roles: str) -> AsyncIterator[Harness]:
+    harness = Harness(folder)
     try:
-        yield house
+        yield harness
     finally:
         for role in roles:
-            await house.supervisor.stop(role)
+            await harness.supervisor.stop(role)
 
 
-async def another(house: House, role: str, than: int) -> int:
+async def another(harness: Harness, role: str, than: int) -> int:
     """Return the process that replaced the given one."""
 
     def found() -> int | None:
-        pid = house.runs_as(role)
+        pid = harness.runs_as(role)
         return pid if pid != than else None
 
-    return int(await wait_until_async(found, SOON_S, lambda: f"another {role}: {house.said}"))
+    return int(await wait_until_async(found, SOON_S, lambda: f"another {role}: {harness.said}"))
 
 
 @asynccontextmanager
-async def watching(house: House) -> AsyncIterator["asyncio.Task[str]"]:
-    task = asyncio.create_task(house.supervisor.watch())
+async def watching(harness: Harness) -> AsyncIterator["asyncio.Task[str]"]:
+    task = asyncio.create_task(harness.supervisor.watch())
     try:
         yield task
     finally:
@@ -89,46 +89,46 @@ async def watching(house: House) -> AsyncIterator["asyncio.Task[str]"]:
 
 
 async def test_a_killed_process_restarts_and_its_neighbour_keeps_running(tmp_path: Path) -> None:
-    async with opened(tmp_path, "a", "b") as house:
-        first, neighbour = await house.start("a", FOREVER), await house.start("b", FOREVER)
-        async with watching(house):
+    async with opened(tmp_path, "a", "b") as harness:
+        first, neighbour = await harness.start("a", FOREVER), await harness.start("b", FOREVER)
+        async with watching(harness):
             os.kill(first, signal.SIGKILL)
-            second = await another(house, "a", first)
+            second = await another(harness, "a", first)
 
             assert is_alive(second)
-            assert house.pid("b") == neighbour
-            assert house.said == ["a ended unexpectedly (SIGKILL) and is started again"]
-            assert house.changes == 2
+            assert harness.pid("b") == neighbour
+            assert harness.said == ["a ended unexpectedly (SIGKILL) and is started again"]
+            assert harness.changes == 2
 
 
 async def test_a_process_that_always_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(tmp_path, "broken", "fine") as house:
+    async with opened(tmp_path, "broken", "fine") as harness:
         monkeypatch.setattr(supervision, "PAUSES_S", (0.0, 0.01))
-        await house.start("broken", "print('cannot'); raise SystemExit(3)")
-        await house.start("fine", FOREVER)
+        await harness.start("broken", "print('cannot'); raise SystemExit(3)")
+        await harness.start("fine", FOREVER)
         async with asyncio.timeout(SOON_S * 2):
-            given_up = await house.supervisor.watch()
+            given_up = await harness.supervisor.watch()
 
         assert given_up == "broken"
-        assert house.log("broken").split() == ["cannot"] * MOST_ENDS
+        assert harness.log("broken").split() == ["cannot"] * MOST_ENDS
         assert (
-            house.said[-1]
+            harness.said[-1]
             == f"broken has ended {MOST_ENDS} times within {WINDOW_S:g} s (exit code 3) and is not started again"
         )
-        assert house.supervisor.pids()["broken"] == []
+        assert harness.supervisor.pids()["broken"] == []
 
 
 async def test_a_worker_that_ends_in_order_is_not_started_again(tmp_path: Path) -> None:
-    async with opened(tmp_path, "worker", "other") as house:
-        await house.start("worker", "pass", may_finish=True)
-        other = await house.start("other", FOREVER)
-        async with watching(house) as task:
-            await wait_until_async(lambda: house.said, SOON_S, "it is said")
+    async with opened(tmp_path, "worker", "other") as harness:
+        await harness.start("worker", "pass", may_finish=True)
+        other = await harness.start("other", FOREVER)
+        async with watching(harness) as task:
+            await wait_until_async(lambda: harness.said, SOON_S, "it is said")
             os.kill(other, signal.SIGTERM)
-            await another(house, "other", other)
+            await another(harness, "other", other)
 
-            assert house.said[0] == "worker has ended normally and is not started again"
-            assert house.supervisor.pids()["worker"] == []
+            assert harness.said[0] == "worker has ended normally and is not started again"
+            assert harness.supervisor.pids()["worker"] == []
             assert not task.done()
 
 
@@ -137,48 +137,48 @@ async def test_children_of_a_killed_process_end_before_its_restart(tmp_path: Pat
         f"import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', '{FOREVER}']).pid, flush=True); "
         "time.sleep(600)"
     )
-    async with opened(tmp_path, "parent") as house:
-        first = await house.start("parent", program)
-        left = int(await wait_until_async(lambda: house.log("parent").strip(), SOON_S, "it has a child"))
-        async with watching(house):
+    async with opened(tmp_path, "parent") as harness:
+        first = await harness.start("parent", program)
+        left = int(await wait_until_async(lambda: harness.log("parent").strip(), SOON_S, "it has a child"))
+        async with watching(harness):
             os.kill(first, signal.SIGKILL)
-            await another(house, "parent", first)
+            await another(harness, "parent", first)
 
             assert not is_alive(left)
 
 
 async def test_a_suspended_process_still_ends(tmp_path: Path) -> None:
-    async with opened(tmp_path) as house:
-        pid = await house.start("a", FOREVER)
+    async with opened(tmp_path) as harness:
+        pid = await harness.start("a", FOREVER)
         os.kill(pid, signal.SIGSTOP)
 
-        await house.supervisor.stop("a")
+        await harness.supervisor.stop("a")
 
         assert not is_alive(pid)
 
 
 async def test_a_process_that_ignores_the_stop_is_killed(tmp_path: Path) -> None:
     program = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {FOREVER}"
-    async with opened(tmp_path) as house:
-        pid = await house.start("a", program, stop_within_s=0.1)
-        await wait_until_async(lambda: house.log("a"), SOON_S, "it has said so")
+    async with opened(tmp_path) as harness:
+        pid = await harness.start("a", program, stop_within_s=0.1)
+        await wait_until_async(lambda: harness.log("a"), SOON_S, "it has said so")
 
-        await house.supervisor.stop("a")
+        await harness.supervisor.stop("a")
 
         assert not is_alive(pid)
 
 
 async def test_no_process_is_started_again_after_the_supervision_has_ended(tmp_path: Path) -> None:
-    async with opened(tmp_path, "a") as house:
-        first = await house.start("a", FOREVER)
-        async with watching(house):
+    async with opened(tmp_path, "a") as harness:
+        first = await harness.start("a", FOREVER)
+        async with watching(harness):
             pass
         os.kill(first, signal.SIGKILL)
-        await wait_until_async(lambda: not house.supervisor.is_running("a"), SOON_S, "it is gone")
+        await wait_until_async(lambda: not harness.supervisor.is_running("a"), SOON_S, "it is gone")
 
-        assert house.said == []
-        await house.supervisor.start_again("a")
-        assert house.pid("a") != first
+        assert harness.said == []
+        await harness.supervisor.start_again("a")
+        assert harness.pid("a") != first
 
 
 @given(st.lists(st.floats(0, 10 * WINDOW_S), max_size=30))

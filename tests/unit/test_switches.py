@@ -172,7 +172,7 @@ class Board:
         return self.off
 
 
-class House:
+class Harness:
     """An executor whose one tool counts its runs."""
 
     def __init__(self, board: Board | None = None, **spec: Any) -> None:
@@ -195,25 +195,25 @@ class House:
 
 def test_a_worker_does_not_run_what_is_off_and_runs_the_next_call_when_it_is_on_again() -> None:
     board = Board(echo=OFF)
-    house = House(board)
-    refused = house.executor.execute(build_call(), build_context())
-    assert (refused.error_code, refused.error, house.runs) == (ErrorCode.TOOL_DISABLED, OFF.refusal("echo"), 0)
+    harness = Harness(board)
+    refused = harness.executor.execute(build_call(), build_context())
+    assert (refused.error_code, refused.error, harness.runs) == (ErrorCode.TOOL_DISABLED, OFF.refusal("echo"), 0)
     board.off.clear()
-    assert house.executor.execute(build_call(call_id="call-2"), build_context()).success
+    assert harness.executor.execute(build_call(call_id="call-2"), build_context()).success
 
 
 def test_a_worker_does_not_run_what_its_own_registry_has_off() -> None:
-    house = House()
-    house.registry.disable("echo")
-    assert house.executor.execute(build_call(), build_context()).error_code is ErrorCode.TOOL_DISABLED
-    house.registry.enable("echo")
-    assert house.executor.execute(build_call(call_id="call-2"), build_context()).success
+    harness = Harness()
+    harness.registry.disable("echo")
+    assert harness.executor.execute(build_call(), build_context()).error_code is ErrorCode.TOOL_DISABLED
+    harness.registry.enable("echo")
+    assert harness.executor.execute(build_call(call_id="call-2"), build_context()).success
 
 
 def test_switches_do_not_stop_session_verbs() -> None:
     verb = "session.close"
-    house = House(Board(**{verb: OFF}), name=verb, audience="session")
-    assert house.executor.execute(build_call(verb), build_context()).success
+    harness = Harness(Board(**{verb: OFF}), name=verb, audience="session")
+    assert harness.executor.execute(build_call(verb), build_context()).success
 
 
 def fine(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -225,8 +225,8 @@ async def dispatch(name: str, board: Any, audience: Any = "model") -> tuple[Tool
         AnsweringTransport(fine),
         StaticCatalog(build_spec("echo"), build_spec("session.close", audience="session")),
     )
-    door = Dispatcher(transport, TenantCatalog(catalog), KEY, queue_wait_s=60, rules=CallRules(switches=board))
-    result = await door.dispatch(Request(build_call(name), "acme", "s1", "q", audience=audience))
+    dispatcher = Dispatcher(transport, TenantCatalog(catalog), KEY, queue_wait_s=60, rules=CallRules(switches=board))
+    result = await dispatcher.dispatch(Request(build_call(name), "acme", "s1", "q", audience=audience))
     return result, len(transport.deliveries)
 
 
@@ -250,7 +250,7 @@ async def test_the_dispatcher_sends_nothing_when_the_switches_are_not_known() ->
 
 
 async def test_a_registry_of_this_process_is_a_source_of_switches() -> None:
-    registry = House().registry
+    registry = Harness().registry
     registry.disable("echo", OFF)
     result, sent = await dispatch("echo", RegistrySwitches(registry))
     assert (result.error_code, sent) == (ErrorCode.TOOL_DISABLED, 0)

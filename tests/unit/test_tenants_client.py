@@ -22,7 +22,7 @@ from tests.builders import build_spec
 from tests.conftest import RedisProcess
 
 
-class House:
+class Harness:
     """A pool that publishes three tools, with the tenants acme and zeta. No worker serves its queues."""
 
     def __init__(self, url: str) -> None:
@@ -45,11 +45,11 @@ class House:
 
 
 @pytest.fixture
-async def house(redis_server: RedisProcess) -> AsyncIterator[House]:
-    house = House(redis_server.url)
-    await house.furnish()
-    yield house
-    await house.redis.aclose()
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
+    harness = Harness(redis_server.url)
+    await harness.furnish()
+    yield harness
+    await harness.redis.aclose()
 
 
 async def refusal_of(connecting: AbstractAsyncContextManager[ToolClient]) -> ErrorCode:
@@ -59,36 +59,36 @@ async def refusal_of(connecting: AbstractAsyncContextManager[ToolClient]) -> Err
     return refused.value.code
 
 
-async def test_a_client_with_a_key_is_its_tenants(house: House) -> None:
-    async with house.connect((await house.keys.add("acme")).text) as client:
+async def test_a_client_with_a_key_is_its_tenants(harness: Harness) -> None:
+    async with harness.connect((await harness.keys.add("acme")).text) as client:
         assert client.tenant == "acme"
 
 
-async def test_a_client_is_not_another_tenants_unless_its_role_is_for_all(house: House) -> None:
+async def test_a_client_is_not_another_tenants_unless_its_role_is_for_all(harness: Harness) -> None:
     assert (
-        await refusal_of(house.connect((await house.keys.add("acme")).text, tenant="zeta"))
+        await refusal_of(harness.connect((await harness.keys.add("acme")).text, tenant="zeta"))
         is ErrorCode.PERMISSION_DENIED
     )
     assert (
-        await refusal_of(house.connect((await house.keys.add("acme")).text, tenant="default"))
+        await refusal_of(harness.connect((await harness.keys.add("acme")).text, tenant="default"))
         is ErrorCode.PERMISSION_DENIED
     )
-    operator = (await house.keys.add("acme", "operator")).text
+    operator = (await harness.keys.add("acme", "operator")).text
     for tenant in ("zeta", "default"):
-        async with house.connect(operator, tenant=tenant) as client:
+        async with harness.connect(operator, tenant=tenant) as client:
             assert client.tenant == tenant
 
 
-async def test_a_session_is_not_another_tenants(house: House) -> None:
-    async with house.connect((await house.keys.add("acme")).text) as client:
+async def test_a_session_is_not_another_tenants(harness: Harness) -> None:
+    async with harness.connect((await harness.keys.add("acme")).text) as client:
         with pytest.raises(ToolFailure) as refused:
             await client.open_session(tenant="zeta")
     assert refused.value.code is ErrorCode.PERMISSION_DENIED
 
 
-async def test_models_see_the_tools_of_the_tenant(house: House) -> None:
-    async with house.connect(tenant="acme") as client:
+async def test_models_see_the_tools_of_the_tenant(harness: Harness) -> None:
+    async with harness.connect(tenant="acme") as client:
         assert [spec.name for spec in await client.tools()] == ["grep_tool", "read_tool"]
         assert [spec.name for spec in await client.tools(["bash_tool", "read_tool"])] == ["read_tool"]
-    async with house.connect(tenant="zeta") as client:
+    async with harness.connect(tenant="zeta") as client:
         assert [spec.name for spec in await client.tools()] == ["bash_tool", "grep_tool", "read_tool"]

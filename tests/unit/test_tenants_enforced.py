@@ -62,7 +62,7 @@ class FixedWorkerTenants(FixedTenants, WorkerTenants):
         return self.find(tenant)
 
 
-class House:
+class Harness:
     """A worker with bash_tool and session.close, for tenants with these policies."""
 
     def __init__(self, **policies: TenantPolicy | Exception) -> None:
@@ -84,9 +84,9 @@ class House:
 
 def test_a_worker_runs_what_the_policy_allows_with_the_terms_of_its_sandboxes() -> None:
     terms = SandboxTerms(network="none")
-    house = House(acme=TenantPolicy(sandbox=terms))
-    assert house.run(command="ls") is None
-    assert (house.terms, house.counted) == ([terms], [])
+    harness = Harness(acme=TenantPolicy(sandbox=terms))
+    assert harness.run(command="ls") is None
+    assert (harness.terms, harness.counted) == ([terms], [])
 
 
 @pytest.mark.parametrize(
@@ -101,24 +101,24 @@ def test_a_worker_runs_what_the_policy_allows_with_the_terms_of_its_sandboxes() 
 def test_a_worker_refuses_before_it_claims_the_call(
     policy: TenantPolicy | Exception, arguments: dict[str, str], code: ErrorCode
 ) -> None:
-    house = House(acme=policy)
-    assert house.run(**arguments) is code
-    assert (house.terms, house.ledger.claimed, house.counted) == ([], set(), [])
+    harness = Harness(acme=policy)
+    assert harness.run(**arguments) is code
+    assert (harness.terms, harness.ledger.claimed, harness.counted) == ([], set(), [])
 
 
 def test_a_call_for_a_tenant_that_is_none_is_refused_and_counted() -> None:
-    house = House(acme=TenantPolicy())
-    assert house.run(tenant="mallory", command="ls") is ErrorCode.UNKNOWN_TENANT
-    assert (house.terms, house.counted) == ([], ["wrong_tenant"])
+    harness = Harness(acme=TenantPolicy())
+    assert harness.run(tenant="mallory", command="ls") is ErrorCode.UNKNOWN_TENANT
+    assert (harness.terms, harness.counted) == ([], ["wrong_tenant"])
 
 
 def test_a_session_of_a_removed_tenant_can_be_closed() -> None:
-    house = House(
+    harness = Harness(
         broken=ConfigError("the policy cannot be read"),
         bare=TenantPolicy(tools=(), commands=(CommandRule(action="deny"),)),
     )
-    assert [house.run("session.close", tenant=tenant) for tenant in ("gone", "broken", "bare")] == [None] * 3
-    assert house.counted == []
+    assert [harness.run("session.close", tenant=tenant) for tenant in ("gone", "broken", "bare")] == [None] * 3
+    assert harness.counted == []
 
 
 def test_a_worker_that_cannot_ask_runs_nothing() -> None:
@@ -154,11 +154,11 @@ async def dispatch(
 ) -> tuple[ErrorCode | None, int]:
     """Return the code of a call for acme, and the number of messages sent for the call."""
     transport, tenants = AnsweringTransport(fine), OrchestratorTenants({"acme": policy} if policy is not None else {})
-    door = Dispatcher(
+    dispatcher = Dispatcher(
         transport, TenantCatalog(StaticCatalog(BASH, CLOSE)), KEY, queue_wait_s=60, rules=CallRules(tenants)
     )
     audience: Any = "session" if name.startswith("session.") else "model"
-    result = await door.dispatch(Request(build_call(name, **arguments), "acme", "s1", "q", audience=audience))
+    result = await dispatcher.dispatch(Request(build_call(name, **arguments), "acme", "s1", "q", audience=audience))
     return result.error_code, len(transport.deliveries)
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.traces import traces_app
 from orchestrator.models.scripted import ScriptedModel
-from tests.trace_ground import run_traced
+from tests.trace_harness import run_traced
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from orchestrator.traces.atif_schema import AtifTrajectory
 from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.export_otel import build_otel
 from orchestrator.traces.reading import load_trace
-from tests.trace_ground import call_echo, echo, fail, run_traced, scripts
+from tests.trace_harness import call_echo, echo, fail, run_traced, scripts
 
 
 async def export(folder: Path, build: Any, *turns: Any, **options: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.page import build_page
 from orchestrator.traces.reading import find_trace, load_trace
 from orchestrator.traces.text_view import MAX_LINES, build_json, build_lines
-from tests.trace_ground import call_echo, echo, run_traced
+from tests.trace_harness import call_echo, echo, run_traced
 
 HOSTILE = "</pre><script>alert(1)</script><img src=http://x onerror=a> &amp; \x1b[31m \u202e " + '" onload="x'
 

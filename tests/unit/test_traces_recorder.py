@@ -38,7 +38,7 @@ from orchestrator.traces.blobs import MAX_INLINE_BYTES
 from orchestrator.traces.reading import load_trace
 from orchestrator.traces.recorder import IDENTIFIERS, RECORDS, open_trace, trace_path
 from tests.builders import build_call, build_spec
-from tests.trace_ground import RUN, call_echo, echo, fail, lines_of, of_type, run_traced, scripts
+from tests.trace_harness import RUN, call_echo, echo, fail, lines_of, of_type, run_traced, scripts
 
 CANARY = "canary-7f3a/9b+!"
 

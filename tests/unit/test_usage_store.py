@@ -18,7 +18,7 @@ def ending(attempt: int = 1, used: SessionUsage | None = None, call: str = "c1",
     return CallEnding("d", "acme", call, attempt, "", "box", "s1", stored_bytes, used)
 
 
-class Ground:
+class Harness:
     """The stores of a worker and of an orchestrator on one Redis."""
 
     def __init__(self, server: RedisProcess) -> None:
@@ -37,31 +37,31 @@ class Ground:
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> Ground:
-    return Ground(redis_server)
+async def harness(redis_server: RedisProcess) -> Harness:
+    return Harness(redis_server)
 
 
-async def test_totals_count_once_in_any_order_of_reports(ground: Ground) -> None:
+async def test_totals_count_once_in_any_order_of_reports(harness: Harness) -> None:
     for used in (usage(2.0), usage(1.0), usage(2.5)):
-        ground.worker.count([("acme:s1", used), ("acme:s1", used)])
-    assert ground.finish(ending(used=usage(3.0)))
-    assert ground.finish(ending(used=usage(3.0)))
-    ground.worker.count([("acme:s1", usage(0.5, "m2", sandbox_s=7.0))])
+        harness.worker.count([("acme:s1", used), ("acme:s1", used)])
+    assert harness.finish(ending(used=usage(3.0)))
+    assert harness.finish(ending(used=usage(3.0)))
+    harness.worker.count([("acme:s1", usage(0.5, "m2", sandbox_s=7.0))])
 
     expected = {"calls": 1, "cpu_us": 3_500_000, "written_bytes": 20, "sandbox_us": 7_000_000}
-    assert await ground.sums() == await ground.sums("hour") == expected
-    assert await ground.store.read_session("acme", "s1") == expected
-    assert await ground.store.read_session("acme", "other") == {}
+    assert await harness.sums() == await harness.sums("hour") == expected
+    assert await harness.store.read_session("acme", "s1") == expected
+    assert await harness.store.read_session("acme", "other") == {}
 
 
-async def test_the_result_of_a_lost_attempt_is_dropped_and_what_it_used_counts(ground: Ground) -> None:
-    ground.client.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
-    assert not ground.finish(ending(1, usage(1.0), stored_bytes=5))
-    assert await ground.sums() == {"cpu_us": 1_000_000, "written_bytes": 10}
-    assert ground.finish(ending(2, usage(1.5), stored_bytes=5))
-    assert await ground.sums() == {"calls": 1, "cpu_us": 1_500_000, "written_bytes": 10, "stored_bytes": 5}
+async def test_the_result_of_a_lost_attempt_is_dropped_and_what_it_used_counts(harness: Harness) -> None:
+    harness.client.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
+    assert not harness.finish(ending(1, usage(1.0), stored_bytes=5))
+    assert await harness.sums() == {"cpu_us": 1_000_000, "written_bytes": 10}
+    assert harness.finish(ending(2, usage(1.5), stored_bytes=5))
+    assert await harness.sums() == {"calls": 1, "cpu_us": 1_500_000, "written_bytes": 10, "stored_bytes": 5}
 
 
-async def test_a_call_without_a_sandbox_counts_as_a_call(ground: Ground) -> None:
-    assert ground.finish(ending())
-    assert await ground.sums() == {"calls": 1}
+async def test_a_call_without_a_sandbox_counts_as_a_call(harness: Harness) -> None:
+    assert harness.finish(ending())
+    assert await harness.sums() == {"calls": 1}

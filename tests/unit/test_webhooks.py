@@ -25,7 +25,7 @@ from store.tenants import RedisTenants
 from store.webhooks import DueNotices
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.run_ground import build_item
+from tests.run_harness import build_item
 
 SECRET = "whsec_" + base64.b64encode(b"k" * 24).decode()
 HOOK = Webhook(url="https://hooks.example.org/x", secret=SECRET)
@@ -48,7 +48,7 @@ class Receiver:
         return ToolResult(call_id=request.call.id, name=request.call.name, success=True, metadata={"status": answer})
 
 
-class Ground:
+class Harness:
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
         self.queue = RunQueue(client, "d", KEY)
@@ -77,18 +77,18 @@ class Ground:
 
 
 @pytest.fixture
-async def ground(redis_server: RedisProcess) -> AsyncIterator[Ground]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        yield Ground(client)
+        yield Harness(client)
 
 
-async def test_the_end_of_a_batch_is_announced_once_and_signed(ground: Ground) -> None:
+async def test_the_end_of_a_batch_is_announced_once_and_signed(harness: Harness) -> None:
     receiver = Receiver(204)
-    await ground.end_batch()
-    assert list(await ground.due()) == ["acme|batch|b"]
-    assert await ground.sender(receiver).send_due() == 1
-    assert await ground.sender(receiver).send_due() == 0
-    assert await ground.due() == {}
+    await harness.end_batch()
+    assert list(await harness.due()) == ["acme|batch|b"]
+    assert await harness.sender(receiver).send_due() == 1
+    assert await harness.sender(receiver).send_due() == 0
+    assert await harness.due() == {}
     (sent,) = receiver.sent
     body, headers = json.loads(sent["body"]), sent["headers"]
     assert sent["url"] == HOOK.url
@@ -102,63 +102,63 @@ async def test_the_end_of_a_batch_is_announced_once_and_signed(ground: Ground) -
     assert SECRET not in json.dumps(sent)
 
 
-async def test_a_batch_without_a_webhook_is_not_announced(ground: Ground) -> None:
-    await ground.end_batch(None)
-    assert await ground.due() == {}
+async def test_a_batch_without_a_webhook_is_not_announced(harness: Harness) -> None:
+    await harness.end_batch(None)
+    assert await harness.due() == {}
 
 
-async def test_the_end_of_a_run_is_announced(ground: Ground) -> None:
+async def test_the_end_of_a_run_is_announced(harness: Harness) -> None:
     receiver = Receiver(200)
-    run = await ground.hosted.start("acme", RunBody(instruction="x"), metadata={"for": "tests"}, webhook=HOOK)
-    await ground.hosted.cancel("acme", run.id)
-    assert await ground.sender(receiver).send_due() == 1
+    run = await harness.hosted.start("acme", RunBody(instruction="x"), metadata={"for": "tests"}, webhook=HOOK)
+    await harness.hosted.cancel("acme", run.id)
+    assert await harness.sender(receiver).send_due() == 1
     body = json.loads(receiver.sent[0]["body"])
     assert (body["type"], body["data"]["id"], body["data"]["state"]) == ("run.ended", run.id, "cancelled")
     assert body["data"]["metadata"] == {"for": "tests"}
 
 
-async def test_a_notice_that_fails_is_sent_again_with_the_same_id_and_is_dropped_at_last(ground: Ground) -> None:
+async def test_a_notice_that_fails_is_sent_again_with_the_same_id_and_is_dropped_at_last(harness: Harness) -> None:
     receiver = Receiver(500, ErrorCode.NETWORK_ERROR)
-    await ground.end_batch()
+    await harness.end_batch()
     for tries in range(1, len(PAUSES_S) + 2):
-        assert await ground.sender(receiver).send_due() == 1, tries
+        assert await harness.sender(receiver).send_due() == 1, tries
         if tries <= len(PAUSES_S):
-            seconds, microseconds = await ground.client.time()
-            (at,) = (await ground.due()).values()
+            seconds, microseconds = await harness.client.time()
+            (at,) = (await harness.due()).values()
             assert at - seconds - microseconds / 1e6 > PAUSES_S[tries - 1] * 0.9
-            assert await ground.sender(receiver).send_due() == 0
-            await ground.make_due()
-    assert await ground.due() == {}
+            assert await harness.sender(receiver).send_due() == 0
+            await harness.make_due()
+    assert await harness.due() == {}
     assert len({sent["headers"]["webhook-id"] for sent in receiver.sent}) == 1
 
 
-async def test_a_defect_delays_one_notice_and_the_sender_goes_on(ground: Ground) -> None:
+async def test_a_defect_delays_one_notice_and_the_sender_goes_on(harness: Harness) -> None:
     receiver = Receiver(RuntimeError("a defect"), 200)
-    await ground.end_batch()
-    assert await ground.sender(receiver).send_due() == 1
-    await ground.make_due()
-    assert await ground.sender(receiver).send_due() == 1
-    assert await ground.due() == {}
+    await harness.end_batch()
+    assert await harness.sender(receiver).send_due() == 1
+    await harness.make_due()
+    assert await harness.sender(receiver).send_due() == 1
+    assert await harness.due() == {}
 
 
-async def test_a_sender_that_dies_loses_no_notice(ground: Ground) -> None:
+async def test_a_sender_that_dies_loses_no_notice(harness: Harness) -> None:
     receiver = Receiver(200)
-    await ground.end_batch()
+    await harness.end_batch()
     # The process has the notice, and is killed before the notice is sent.
-    assert len(await DueNotices(ground.queue.step).claim(9, 60)) == 1
-    assert await ground.sender(receiver).send_due() == 0
-    await ground.make_due()
-    assert await ground.sender(receiver).send_due() == 1
-    assert await ground.due() == {}
+    assert len(await DueNotices(harness.queue.step).claim(9, 60)) == 1
+    assert await harness.sender(receiver).send_due() == 0
+    await harness.make_due()
+    assert await harness.sender(receiver).send_due() == 1
+    assert await harness.due() == {}
 
 
-async def test_a_forged_webhook_is_dropped(ground: Ground) -> None:
+async def test_a_forged_webhook_is_dropped(harness: Harness) -> None:
     receiver = Receiver(200)
-    await ground.end_batch()
-    await ground.client.hset("toolcrew:d:t:acme:batch.b", "webhook", HOOK.model_dump_json())
-    await ground.sender(receiver).send_due()
+    await harness.end_batch()
+    await harness.client.hset("toolcrew:d:t:acme:batch.b", "webhook", HOOK.model_dump_json())
+    await harness.sender(receiver).send_due()
     assert receiver.sent == []
-    assert await ground.due() == {}
+    assert await harness.due() == {}
 
 
 @pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "no", "whsec_!!!"])

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import place_key
 from tests.conftest import RedisProcess
-from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd
+from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd
 from workers import checkpoints as checkpoints_module
 from workers.checkpoints import QUIET_S, AutomaticCheckpoints, CheckpointMonitor, WatchedSession
 from workers.host_duties import SandboxdSession, parse_rows
@@ -22,12 +22,12 @@ from workers.host_duties import SandboxdSession, parse_rows
 class Host:
     """A host whose monitor checks the sessions one round at a time."""
 
-    def __init__(self, ground: HostGround, every_s: float = 60.0) -> None:
-        self.ground = ground
+    def __init__(self, harness: HostHarness, every_s: float = 60.0) -> None:
+        self.harness = harness
         self.sandboxd = MemorySandboxd()
         self.stop = threading.Event()
-        sessions = ground.sessions()
-        self.checkpoints = AutomaticCheckpoints(sessions, ground.clock, self.stop)
+        sessions = harness.sessions()
+        self.checkpoints = AutomaticCheckpoints(sessions, harness.clock, self.stop)
         self.keeper = CheckpointMonitor(self.sandboxd.client, sessions, self.checkpoints, every_s, self.stop)
 
     def look(self) -> int:
@@ -36,22 +36,22 @@ class Host:
 
     def add(self, name: str, **row: object) -> None:
         self.sandboxd.add(name, **row)
-        self.ground.put_place(name)
+        self.harness.put_place(name)
 
 
 @pytest.fixture
 def host(redis_server: RedisProcess) -> Host:
-    return Host(HostGround(redis_server))
+    return Host(HostHarness(redis_server))
 
 
 def test_a_changed_session_is_kept_once_and_noted_in_its_place(host: Host) -> None:
     host.add("acme:s1")
     host.add("acme:unchanged", changed=False)
     assert (host.look(), host.look()) == (1, 0)
-    place = host.ground.place("acme:s1")
+    place = host.harness.place("acme:s1")
     assert (place.checkpoint, place.automatic) == ("c1", "c1")
     assert place.checkpoint_at == pytest.approx(time.time(), abs=30)
-    assert host.ground.place("acme:unchanged").checkpoint == ""
+    assert host.harness.place("acme:unchanged").checkpoint == ""
 
 
 def test_a_session_is_not_kept_more_often_than_it_was_asked_for(host: Host) -> None:
@@ -62,10 +62,10 @@ def test_a_session_is_not_kept_more_often_than_it_was_asked_for(host: Host) -> N
 
 
 def test_an_unused_earlier_checkpoint_is_deleted(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(HostGround(redis_server), every_s=0.001)
+    host = Host(HostHarness(redis_server), every_s=0.001)
     host.add("acme:s1")
     host.look()
-    host.ground.sessions().record_requested("acme:s1", "asked-for", 1.0)
+    host.harness.sessions().record_requested("acme:s1", "asked-for", 1.0)
     host.sandboxd.rows["acme:s1"]["changed"] = True
     time.sleep(0.01)
     assert host.look() == 1
@@ -75,13 +75,13 @@ def test_an_unused_earlier_checkpoint_is_deleted(redis_server: RedisProcess, mon
     host.checkpoints.forget_superseded(host.sandboxd.client())
 
     assert host.sandboxd.deleted == ["c1"]
-    assert host.ground.place("acme:s1").checkpoint == "c2"
+    assert host.harness.place("acme:s1").checkpoint == "c2"
 
 
 def test_a_forged_checkpoint_is_not_deleted(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(HostGround(redis_server), every_s=0.001)
+    host = Host(HostHarness(redis_server), every_s=0.001)
     host.add("acme:s1")
-    host.ground.redis.hset(place_key(DEPLOYMENT, "acme", "s1"), "automatic", "one-that-a-user-asked-for")
+    host.harness.redis.hset(place_key(DEPLOYMENT, "acme", "s1"), "automatic", "one-that-a-user-asked-for")
     assert host.look() == 1
     monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float("inf"))
     host.checkpoints.forget_superseded(host.sandboxd.client())
@@ -93,9 +93,9 @@ def test_only_checkpoints_of_ended_sessions_are_deleted(host: Host, monkeypatch:
         host.add(name)
     host.look()
     checkpoints = dict(zip(host.sandboxd.kept_of, host.sandboxd.kept, strict=True))
-    host.ground.drop_place("acme:closed")
-    host.ground.put_place("acme:moved", queue="host.b.b1", fence=2)
-    host.ground.put_place("acme:parked", queue="", state="moving", fence=2)
+    host.harness.drop_place("acme:closed")
+    host.harness.put_place("acme:moved", queue="host.b.b1", fence=2)
+    host.harness.put_place("acme:parked", queue="", state="moving", fence=2)
     host.sandboxd.rows.clear()
     host.look()
 
@@ -108,19 +108,19 @@ def test_only_checkpoints_of_ended_sessions_are_deleted(host: Host, monkeypatch:
 def test_sessions_without_a_place_of_ours_are_not_kept(host: Host) -> None:
     host.sandboxd.add("acme:direct")
     host.sandboxd.add("acme:elsewhere")
-    host.ground.put_place("acme:elsewhere", queue="host.b.b1")
+    host.harness.put_place("acme:elsewhere", queue="host.b.b1")
     assert host.look() == 0
     assert host.sandboxd.kept == []
 
 
 def test_a_session_that_moved_while_it_was_kept_leaves_nothing(host: Host) -> None:
     host.add("acme:s1")
-    host.sandboxd.before_checkpoint = lambda name: host.ground.put_place(
+    host.sandboxd.before_checkpoint = lambda name: host.harness.put_place(
         name, queue="host.b.b1", fence=2, checkpoint="theirs"
     )
     assert host.look() == 0
     assert host.sandboxd.deleted == ["c1"]
-    assert host.ground.place("acme:s1").checkpoint == "theirs"
+    assert host.harness.place("acme:s1").checkpoint == "theirs"
 
 
 def test_one_session_that_cannot_be_kept_holds_up_no_other_and_is_tried_less_and_less(host: Host) -> None:
@@ -215,4 +215,4 @@ def test_a_checkpoint_that_may_have_been_recorded_is_not_deleted(host: Host) -> 
     host.checkpoints._sessions.record_automatic = note_and_lose_the_answer  # type: ignore[method-assign,assignment]
     with capture_logs(), pytest.raises(BrokerUnavailable):
         host.look()
-    assert (host.ground.place("acme:s1").checkpoint, host.sandboxd.deleted) == ("c1", [])
+    assert (host.harness.place("acme:s1").checkpoint, host.sandboxd.deleted) == ("c1", [])

@@ -65,7 +65,7 @@ class WatchedClient(FakeSandboxClient):
         return self.asked.acquire(timeout=10)
 
 
-class Desk:
+class Harness:
     """A listener on a real Redis over a fake sandboxd."""
 
     def __init__(self, server: RedisProcess) -> None:
@@ -99,19 +99,19 @@ class Desk:
 
 
 @pytest.fixture
-def desk(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     monkeypatch.setattr(control_module, "RETRY_S", 0.05)
-    desk = Desk(redis_server)
-    desk.listener.start()
-    yield desk
-    desk.end()
+    harness = Harness(redis_server)
+    harness.listener.start()
+    yield harness
+    harness.end()
 
 
-def test_a_close_that_takes_long_holds_up_no_cancel(desk: Desk) -> None:
-    desk.sandboxd.gate.clear()
-    desk.send(order("session.close"), order(call_id="c9"))
-    assert desk.sandboxd.was_asked()
-    assert (desk.sandboxd.cancelled, desk.sandboxd.closed) == ([("acme:s1", "c9")], [])
+def test_a_close_that_takes_long_holds_up_no_cancel(harness: Harness) -> None:
+    harness.sandboxd.gate.clear()
+    harness.send(order("session.close"), order(call_id="c9"))
+    assert harness.sandboxd.was_asked()
+    assert (harness.sandboxd.cancelled, harness.sandboxd.closed) == ([("acme:s1", "c9")], [])
 
 
 REFUSED = {
@@ -131,50 +131,50 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("item", REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_no_order_in_time_is_dropped_and_the_next_is_obeyed(desk: Desk, item: "str | bytes") -> None:
+def test_what_is_no_order_in_time_is_dropped_and_the_next_is_obeyed(harness: Harness, item: "str | bytes") -> None:
     with capture_logs() as logs:
-        desk.send(item, order(call_id="next"))
-        assert desk.sandboxd.was_asked()
-    assert (desk.sandboxd.cancelled, desk.sandboxd.closed) == ([("acme:s1", "next")], [])
+        harness.send(item, order(call_id="next"))
+        assert harness.sandboxd.was_asked()
+    assert (harness.sandboxd.cancelled, harness.sandboxd.closed) == ([("acme:s1", "next")], [])
     assert "control_refused" in [line["event"] for line in logs]
-    assert len(desk.refused) == 1
+    assert len(harness.refused) == 1
 
 
-def test_an_order_is_late_by_the_clock_of_all_hosts_and_not_by_this_ones(desk: Desk) -> None:
+def test_an_order_is_late_by_the_clock_of_all_hosts_and_not_by_this_ones(harness: Harness) -> None:
     """A host whose clock is a minute slow must not take an old order for a new one."""
-    desk.clock.learn(time.time() + 60)
-    desk.send(order(call_id="c9", deadline_s=30), order(call_id="next", deadline_s=90))
-    assert desk.sandboxd.was_asked()
-    assert desk.sandboxd.cancelled == [("acme:s1", "next")]
-    assert desk.refused == ["expired"]
+    harness.clock.learn(time.time() + 60)
+    harness.send(order(call_id="c9", deadline_s=30), order(call_id="next", deadline_s=90))
+    assert harness.sandboxd.was_asked()
+    assert harness.sandboxd.cancelled == [("acme:s1", "next")]
+    assert harness.refused == ["expired"]
 
 
-def test_a_sandboxd_that_is_gone_ends_nothing(desk: Desk) -> None:
-    desk.sandboxd.fails = True
-    desk.send(order(call_id="one"))
-    assert desk.sandboxd.was_asked()
-    desk.send(order(call_id="two"))
-    assert desk.sandboxd.was_asked()
-    assert [call for _, call in desk.sandboxd.cancelled] == ["one", "two"]
+def test_a_sandboxd_that_is_gone_ends_nothing(harness: Harness) -> None:
+    harness.sandboxd.fails = True
+    harness.send(order(call_id="one"))
+    assert harness.sandboxd.was_asked()
+    harness.send(order(call_id="two"))
+    assert harness.sandboxd.was_asked()
+    assert [call for _, call in harness.sandboxd.cancelled] == ["one", "two"]
 
 
-def test_a_redis_that_goes_and_comes_back_is_read_again(desk: Desk, redis_server: RedisProcess) -> None:
+def test_a_redis_that_goes_and_comes_back_is_read_again(harness: Harness, redis_server: RedisProcess) -> None:
     redis_server.stop()
     redis_server.start()
-    desk.send(order(call_id="after"))
-    assert desk.sandboxd.was_asked()
-    assert desk.sandboxd.cancelled == [("acme:s1", "after")]
+    harness.send(order(call_id="after"))
+    assert harness.sandboxd.was_asked()
+    assert harness.sandboxd.cancelled == [("acme:s1", "after")]
 
 
-def test_a_key_of_another_type_is_waited_out(desk: Desk) -> None:
-    desk.redis.set(control_queue(QUEUE), "a string")
-    desk.redis.delete(control_queue(QUEUE))
-    desk.send(order(call_id="after"))
-    assert desk.sandboxd.was_asked()
+def test_a_key_of_another_type_is_waited_out(harness: Harness) -> None:
+    harness.redis.set(control_queue(QUEUE), "a string")
+    harness.redis.delete(control_queue(QUEUE))
+    harness.send(order(call_id="after"))
+    assert harness.sandboxd.was_asked()
 
 
-def test_cancelling_a_call_that_still_waits_keeps_it_from_ever_starting(desk: Desk) -> None:
-    desk.send(order(call_id="queued"), order(call_id="c9"))
-    assert desk.sandboxd.was_asked()
-    desk.end()
-    assert desk.ledger.refused == {("acme", "queued")}
+def test_cancelling_a_call_that_still_waits_keeps_it_from_ever_starting(harness: Harness) -> None:
+    harness.send(order(call_id="queued"), order(call_id="c9"))
+    assert harness.sandboxd.was_asked()
+    harness.end()
+    assert harness.ledger.refused == {("acme", "queued")}

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import LocationState
 from tests.conftest import RedisProcess
-from tests.fake_host import HostGround, MemorySandboxd
+from tests.fake_host import HostHarness, MemorySandboxd
 from workers import draining
 from workers.checkpoints import AutomaticCheckpoints
 from workers.draining import HostDrain
@@ -21,14 +21,14 @@ from workers.draining import HostDrain
 class Host:
     """A host that drains. `at_work`: sessions with a call. `looks`: the number of checks so far."""
 
-    def __init__(self, ground: HostGround) -> None:
-        self.ground = ground
+    def __init__(self, harness: HostHarness) -> None:
+        self.harness = harness
         self.sandboxd = MemorySandboxd()
         self.at_work: set[str] = set()
         self.looks = threading.Semaphore(0)
         self.stop = threading.Event()
-        self.sessions = ground.sessions()
-        checkpoints = AutomaticCheckpoints(self.sessions, ground.clock, self.stop)
+        self.sessions = harness.sessions()
+        checkpoints = AutomaticCheckpoints(self.sessions, harness.clock, self.stop)
         self.drain = HostDrain(self.sandboxd.client, self.sessions, checkpoints, self.find_at_work, self.stop)
         self.ended: list[bool] = []
 
@@ -38,7 +38,7 @@ class Host:
 
     def add(self, name: str, **place: object) -> None:
         self.sandboxd.add(name)
-        self.ground.put_place(name, **place)
+        self.harness.put_place(name, **place)
 
     def begin(self, limit_s: float = 60.0, *, is_lossy: bool = False) -> threading.Thread:
         thread = threading.Thread(target=lambda: self.ended.append(self.drain.run(limit_s, is_lossy=is_lossy)))
@@ -55,7 +55,7 @@ class Host:
 def host(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     for name, value in {"LOOK_S": 0.02, "RETRY_S": 0.02, "QUIET_WAIT_S": 0.2, "POLL_S": 0.01}.items():
         monkeypatch.setattr(draining, name, value)
-    opened = Host(HostGround(redis_server))
+    opened = Host(HostHarness(redis_server))
     with capture_logs():
         yield opened
     opened.stop.set()
@@ -70,7 +70,7 @@ def test_every_session_is_kept_and_waits_for_its_next_home(host: Host) -> None:
     assert len(host.sandboxd.closed) == 9
     assert not host.sandboxd.rows
     for number in range(9):
-        place = host.ground.place(f"acme:s{number}")
+        place = host.harness.place(f"acme:s{number}")
         assert (place.state, place.queue, place.fence) == (LocationState.MOVING, "", number + 2)
         assert host.sandboxd.kept_of[host.sandboxd.kept.index(place.checkpoint)] == f"acme:s{number}"
 
@@ -86,7 +86,7 @@ def test_what_changed_while_a_session_was_kept_is_kept_too(host: Host) -> None:
     host.sessions.hold = hold_after_a_call  # type: ignore[method-assign]
     host.run()
     assert host.sandboxd.kept == ["c1", "c2"]
-    assert host.ground.place("acme:s1").checkpoint == "c2"
+    assert host.harness.place("acme:s1").checkpoint == "c2"
 
 
 def test_what_has_not_changed_since_it_was_kept_is_not_kept_again(host: Host) -> None:
@@ -94,7 +94,7 @@ def test_what_has_not_changed_since_it_was_kept_is_not_kept_again(host: Host) ->
     host.sandboxd.rows["acme:s1"]["changed"] = False
     host.run()
     assert host.sandboxd.kept == []
-    assert host.ground.place("acme:s1").checkpoint == "before"
+    assert host.harness.place("acme:s1").checkpoint == "before"
 
 
 def test_a_session_whose_call_runs_is_served_until_it_has_ended(host: Host) -> None:
@@ -104,7 +104,7 @@ def test_a_session_whose_call_runs_is_served_until_it_has_ended(host: Host) -> N
     thread = host.begin()
     for _ in range(40):
         assert host.looks.acquire(timeout=20)
-    place = host.ground.place("acme:busy")
+    place = host.harness.place("acme:busy")
     assert (place.state, place.fence) == (LocationState.OPEN, 1)
     assert host.sandboxd.closed == ["acme:idle"]
 
@@ -121,7 +121,7 @@ def test_a_busy_session_is_held_until_it_is_idle(host: Host, monkeypatch: pytest
     host.at_work.add("acme:busy")
     thread = host.begin()
     until = time.monotonic() + 20
-    while host.ground.place("acme:busy").fence < 3:
+    while host.harness.place("acme:busy").fence < 3:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert host.sandboxd.closed == []
@@ -143,9 +143,9 @@ def test_a_session_that_cannot_be_kept_is_reported_and_goes_from_its_last_checkp
         assert time.monotonic() < until
         assert thread.is_alive()
         time.sleep(0.01)
-    assert host.ground.place("acme:full").state is LocationState.OPEN, "until then it is served"
+    assert host.harness.place("acme:full").state is LocationState.OPEN, "until then it is served"
     thread.join(20)
-    place = host.ground.place("acme:full")
+    place = host.harness.place("acme:full")
     assert host.ended == [True]
     assert (place.state, place.queue, place.checkpoint) == (LocationState.MOVING, "", "older")
     assert sorted(host.sandboxd.closed) == ["acme:fine", "acme:full"]
@@ -162,13 +162,13 @@ def test_a_call_that_does_not_end_holds_the_drain_up_until_its_deadline_only(hos
     host.at_work.clear()
     thread.join(20)
     assert host.ended == [True]
-    assert host.ground.place("acme:busy").state is LocationState.MOVING
+    assert host.harness.place("acme:busy").state is LocationState.MOVING
 
 
 def test_with_a_store_of_its_own_a_lossy_drain_keeps_nothing(host: Host) -> None:
     host.add("acme:s1")
     host.run(is_lossy=True)
-    place = host.ground.place("acme:s1")
+    place = host.harness.place("acme:s1")
     assert host.sandboxd.kept == []
     assert (place.state, place.queue, place.checkpoint) == (LocationState.MOVING, "", "")
 
@@ -184,7 +184,7 @@ def test_sessions_of_others_are_left_alone(host: Host) -> None:
 
 def test_a_session_that_is_closed_while_it_is_kept_leaves_no_checkpoint(host: Host) -> None:
     host.add("acme:s1")
-    host.sandboxd.before_checkpoint = host.ground.drop_place
+    host.sandboxd.before_checkpoint = host.harness.drop_place
     host.run()
     assert host.sandboxd.kept == ["c1"]
     assert host.sandboxd.deleted == ["c1"]
@@ -198,7 +198,7 @@ def test_a_session_that_was_opened_by_a_call_of_the_last_moment_goes_elsewhere_t
 
     assert host.drain.finish(60.0, leave, is_lossy=False)
     assert host.sandboxd.closed == ["acme:late"]
-    assert (host.ground.place("acme:late").queue, host.ground.place("acme:late").checkpoint) == ("", "c1")
+    assert (host.harness.place("acme:late").queue, host.harness.place("acme:late").checkpoint) == ("", "c1")
 
 
 def test_an_open_that_is_on_its_way_is_waited_for(host: Host) -> None:
@@ -227,7 +227,7 @@ def test_a_sandboxd_that_stays_silent_holds_a_drain_up_until_its_deadline_only(h
     host.add("acme:s1", checkpoint="older")
     host.sandboxd.silent = True
     host.run(limit_s=0.1)
-    assert host.ground.place("acme:s1").checkpoint == "older", (
+    assert host.harness.place("acme:s1").checkpoint == "older", (
         "its next call finds the host gone, and goes on from there"
     )
 

@@ -27,7 +27,7 @@ FACTS = {"host": "h1", "queue": "host.h1.b00t"}
 KILL = {"signalled": 2, "survivors": 0, "method": "tree", "ms": 5.0}
 
 
-class House:
+class Harness:
     """An executor with fakes around it, and one tool `echo` whose handler comes from the test."""
 
     def __init__(
@@ -55,10 +55,10 @@ def ask_guest(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
 
 
 def test_an_unknown_tool_is_named_exactly_and_never_starts() -> None:
-    house = House()
-    result = house.execute(build_call("nope"))
+    harness = Harness()
+    result = harness.execute(build_call("nope"))
     assert (result.error_code, result.error) == (ErrorCode.TOOL_NOT_FOUND, "Tool not found: nope")
-    assert (house.ledger.claimed, house.ledger.refused) == (set(), {("acme", "call-1")})
+    assert (harness.ledger.claimed, harness.ledger.refused) == (set(), {("acme", "call-1")})
 
 
 @pytest.mark.parametrize(
@@ -66,73 +66,73 @@ def test_an_unknown_tool_is_named_exactly_and_never_starts() -> None:
     [(CallClaim.EXPIRED, ErrorCode.TIMEOUT, "expired"), (CallClaim.MOVED, ErrorCode.HOST_LOST, "moved")],
 )
 def test_a_refused_start_reports_the_sender_why(verdict: CallClaim, code: ErrorCode, why: str) -> None:
-    house = House(verdict=verdict)
-    result = house.execute()
-    assert (result.error_code, result.metadata, house.runs) == (code, {"not_run": why}, 0)
+    harness = Harness(verdict=verdict)
+    result = harness.execute()
+    assert (result.error_code, result.metadata, harness.runs) == (code, {"not_run": why}, 0)
     assert "was not run" in str(result.error)
-    assert house.ledger.refused == set()
+    assert harness.ledger.refused == set()
 
 
 @pytest.mark.parametrize("verdict", [CallClaim.STARTED, CallClaim.SUPERSEDED])
 def test_a_repetition_is_neither_run_nor_answered(verdict: CallClaim) -> None:
-    house = House(verdict=verdict)
+    harness = Harness(verdict=verdict)
     with pytest.raises(CallRepeated) as repeated:
-        house.execute()
-    assert (repeated.value.claim, house.runs) == (verdict, 0)
+        harness.execute()
+    assert (repeated.value.claim, harness.runs) == (verdict, 0)
 
 
 def test_a_refusal_does_not_take_the_place_of_the_answer_of_a_call_that_runs() -> None:
     """The attacker's aim: repeat a message after its tool was turned off, so that its sender reads that nothing ran."""
-    house = House()
-    assert house.execute().success
+    harness = Harness()
+    assert harness.execute().success
     with pytest.raises(CallRepeated):
-        house.execute(build_call("nope"))
+        harness.execute(build_call("nope"))
 
 
 def test_no_tool_can_say_that_its_call_has_not_run() -> None:
     """A caller that reads this code sends the call again."""
-    assert House(lambda *_: Outcome("done", {"not_run": "moved", "n": 1})).execute().metadata == {"n": 1}
+    assert Harness(lambda *_: Outcome("done", {"not_run": "moved", "n": 1})).execute().metadata == {"n": 1}
 
     def fail(*_: Any) -> Outcome:
         raise ToolFailure(ErrorCode.INTERNAL, "failed", not_run="broker", outcome_lost=True, n=1)
 
-    assert House(fail).execute().metadata == {"n": 1}
+    assert Harness(fail).execute().metadata == {"n": 1}
 
 
 def test_a_bug_in_a_check_of_arguments_is_refused_like_any_other_call() -> None:
     def crash(_: dict[str, Any]) -> str | None:
         raise RuntimeError("a bug")
 
-    house = House(checks=[crash])
-    assert (house.execute().error_code, house.ledger.refused) == (ErrorCode.INTERNAL, {("acme", "call-1")})
+    harness = Harness(checks=[crash])
+    assert (harness.execute().error_code, harness.ledger.refused) == (ErrorCode.INTERNAL, {("acme", "call-1")})
 
 
 def test_one_id_of_two_tenants_is_two_calls() -> None:
-    house = House()
-    results = [house.execute(context=build_context(tenant=tenant)) for tenant in ("one", "two")]
+    harness = Harness()
+    results = [harness.execute(context=build_context(tenant=tenant)) for tenant in ("one", "two")]
     assert [result.success for result in results] == [True, True]
 
 
 def test_arguments_are_checked_again_and_invalid_ones_claim_nothing() -> None:
-    house = House(checks=[lambda arguments: "text must not shout" if arguments.get("text") == "HEY" else None])
-    refused = house.execute(build_call(text="HEY"))
+    harness = Harness(checks=[lambda arguments: "text must not shout" if arguments.get("text") == "HEY" else None])
+    refused = harness.execute(build_call(text="HEY"))
     assert (refused.error_code, refused.error) == (ErrorCode.INVALID_ARGUMENTS, "echo: text must not shout")
-    assert (house.runs, house.ledger.claimed, house.ledger.refused) == (0, set(), {("acme", "call-1")})
+    assert (harness.runs, harness.ledger.claimed, harness.ledger.refused) == (0, set(), {("acme", "call-1")})
 
 
 def test_text_is_coerced_only_when_the_context_says_that_it_came_as_text() -> None:
-    house = House(
+    harness = Harness(
         lambda arguments, _: Outcome(repr(arguments["n"])),
         properties={"n": {"type": ["integer", "null"], "default": None}},
     )
-    assert house.execute(build_call(n="5"), build_context(text_arguments=True)).output == "5"
+    assert harness.execute(build_call(n="5"), build_context(text_arguments=True)).output == "5"
 
 
 def test_aliases_that_were_used_are_noted_also_on_a_failure() -> None:
     def fail(*_: Any) -> Outcome:
         raise ToolFailure(ErrorCode.NO_MATCH, "nothing", near="x")
 
-    result = House(fail, aliases={"words": "text"}).execute(build_call(words="a"))
+    result = Harness(fail, aliases={"words": "text"}).execute(build_call(words="a"))
     assert result.metadata == {"near": "x", "aliases_used": ["words -> text"]}
 
 
@@ -141,7 +141,7 @@ def test_a_failure_of_the_tool_is_the_models_to_read() -> None:
         raise ToolFailure(ErrorCode.NO_MATCH, "nothing like it", nearest="b")
 
     with capture_logs() as logs:
-        result = House(fail).execute()
+        result = Harness(fail).execute()
     assert result.error_code == ErrorCode.NO_MATCH
     assert result.error == "nothing like it"
     assert result.metadata == {"nearest": "b"}
@@ -149,22 +149,22 @@ def test_a_failure_of_the_tool_is_the_models_to_read() -> None:
 
 
 def test_an_outcome_with_an_error_keeps_what_was_printed() -> None:
-    result = House(lambda *_: Outcome("half", error="too slow", error_code=ErrorCode.TIMEOUT)).execute()
+    result = Harness(lambda *_: Outcome("half", error="too slow", error_code=ErrorCode.TIMEOUT)).execute()
     assert (result.success, result.output, result.error_code) == (False, "half", ErrorCode.TIMEOUT)
 
 
 @pytest.mark.parametrize("error", [SandboxUnavailable("sandboxd is gone"), BrokerUnavailable("Redis is gone")])
 def test_a_broken_house_is_the_operators_and_is_logged(error: Exception) -> None:
     with capture_logs() as logs:
-        result = House(ask_guest, error).execute()
+        result = Harness(ask_guest, error).execute()
     assert (result.error_code, result.error) == (error.code, str(error))  # type: ignore[attr-defined]
     assert [line["event"] for line in logs] == ["call_not_served"]
 
 
 def test_a_bug_in_a_tool_is_loud_and_costs_its_call_alone() -> None:
-    house = House(lambda *_: 1 / 0)
+    harness = Harness(lambda *_: 1 / 0)
     with capture_logs() as logs:
-        result = house.execute()
+        result = harness.execute()
     assert (result.error_code, "ZeroDivisionError" in str(result.error)) == (ErrorCode.INTERNAL, True)
     assert [(line["event"], line["log_level"], line["call"]) for line in logs] == [("tool_bug", "error", "call-1")]
 
@@ -173,7 +173,7 @@ def test_a_bug_report_hides_values() -> None:
     def leak(*_: Any) -> Outcome:
         raise RuntimeError("password=hunter2")
 
-    assert "hunter2" not in str(House(leak).execute().error)
+    assert "hunter2" not in str(Harness(leak).execute().error)
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
@@ -182,17 +182,17 @@ def test_exits_of_the_process_are_passed_on(stop: type[BaseException]) -> None:
         raise stop
 
     with pytest.raises(stop):
-        House(end).execute()
+        Harness(end).execute()
 
 
 def test_a_call_without_a_session_fails() -> None:
-    result = House().execute(context=build_context(session=None))
+    result = Harness().execute(context=build_context(session=None))
     assert result.error_code is ErrorCode.SESSION_NOT_FOUND
 
 
 def test_kill_report_sandbox_and_clocks_are_passed_on() -> None:
     sandbox = {"id": "c0ffee", "generation": 2, "rebuilt": True}
-    result = House(ask_guest, build_exec_response(kill=KILL, sandbox=sandbox, run_s=0.5, sandbox_s=0.75)).execute()
+    result = Harness(ask_guest, build_exec_response(kill=KILL, sandbox=sandbox, run_s=0.5, sandbox_s=0.75)).execute()
     assert result.kill == KillReport(**KILL)
     assert result.sandbox == SandboxInfo(**sandbox)
     assert (result.clocks.run_s, result.clocks.sandbox_s) == (0.5, 0.25)
@@ -200,7 +200,7 @@ def test_kill_report_sandbox_and_clocks_are_passed_on() -> None:
 
 def test_kill_report_and_sandbox_are_passed_on_with_an_error() -> None:
     done = {"error": {"code": "TIMEOUT", "message": "too slow"}, "kill": KILL, "sandbox": {"id": "c0ffee"}}
-    result = House(ask_guest, GuestResponse(done)).execute()
+    result = Harness(ask_guest, GuestResponse(done)).execute()
     assert result.error_code == ErrorCode.TIMEOUT
     assert result.kill == KillReport(**KILL)
     assert result.sandbox == SandboxInfo(id="c0ffee")
@@ -208,15 +208,15 @@ def test_kill_report_and_sandbox_are_passed_on_with_an_error() -> None:
 
 def test_the_time_in_the_queue_starts_when_the_call_was_sent() -> None:
     context = build_context(sent_at=1000.0, deadline_at=2000.0)
-    house = House()
+    harness = Harness()
     executor = build_executor(
-        house.executor._registry, house.client, house.ledger, house.blobs, FACTS, clock=lambda: 1002.5
+        harness.executor._registry, harness.client, harness.ledger, harness.blobs, FACTS, clock=lambda: 1002.5
     )
     assert executor.execute(build_call(), context).clocks.queued_s == pytest.approx(2.5, abs=0.5)
 
 
 def test_a_clock_that_runs_behind_the_senders_gives_no_negative_time() -> None:
-    assert House().execute(context=build_context(sent_at=time.time() + 30)).clocks.queued_s == 0
+    assert Harness().execute(context=build_context(sent_at=time.time() + 30)).clocks.queued_s == 0
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_clock_that_runs_behind_the_senders_gives_no_negative_time() -> None:
 )
 def test_the_error_of_a_lost_sandbox_reports_what_became_of_the_files(fields: dict[str, Any], expected: str) -> None:
     done = {"error": {"code": "SANDBOX_UNAVAILABLE", "message": "it died"}, "sandbox_lost": "the guest went", **fields}
-    result = House(ask_guest, GuestResponse(done)).execute()
+    result = Harness(ask_guest, GuestResponse(done)).execute()
     assert result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
     texts = ("files are lost", "files in /workspace are kept")
     assert [text for text in texts if text in str(result.error)] == [expected]
@@ -237,7 +237,7 @@ def test_an_error_that_a_tool_reports_tells_of_the_lost_sandbox_as_well() -> Non
         bench.run({"op": "exec", "timeout_s": 1})
         return Outcome(error="too slow", error_code=ErrorCode.TIMEOUT)
 
-    result = House(report, GuestResponse(build_exec_done(sandbox_lost="the guest went"))).execute()
+    result = Harness(report, GuestResponse(build_exec_done(sandbox_lost="the guest went"))).execute()
     assert (result.error_code, "files are lost" in str(result.error)) == (ErrorCode.TIMEOUT, True)
 
 
@@ -252,7 +252,7 @@ def test_what_happened_to_the_sandbox_before_stands_at_the_end_of_the_output() -
         "streams": {},
         "sandbox": sandbox,
     }
-    result = House(ask_guest, GuestResponse(done)).execute()
+    result = Harness(ask_guest, GuestResponse(done)).execute()
     assert result.output.endswith("\n[it was rebuilt]")
     assert (result.sandbox and result.sandbox.news) == "it was rebuilt"
 
@@ -261,21 +261,21 @@ def test_what_happened_to_the_sandbox_before_stands_at_the_end_of_the_output() -
 
 
 def test_content_is_taken_for_the_tool_and_given_back_by_it() -> None:
-    house = House(lambda _, bench: Outcome(blob=bench.content[::-1]))
-    key = house.blobs.leave("acme", b"abc")
-    result = house.execute(context=build_context(blob=key))
-    assert house.blobs.kept == {result.blob: b"cba"}
+    harness = Harness(lambda _, bench: Outcome(blob=bench.content[::-1]))
+    key = harness.blobs.leave("acme", b"abc")
+    result = harness.execute(context=build_context(blob=key))
+    assert harness.blobs.kept == {result.blob: b"cba"}
 
 
 def test_an_empty_blob_is_still_a_blob() -> None:
-    house = House(lambda *_: Outcome(blob=b""))
-    assert house.blobs.kept.get(house.execute().blob or "none") == b""
+    harness = Harness(lambda *_: Outcome(blob=b""))
+    assert harness.blobs.kept.get(harness.execute().blob or "none") == b""
 
 
 def test_content_that_is_gone_stops_the_call_before_it_runs() -> None:
-    house = House()
-    result = house.execute(context=build_context(blob="gone"))
-    assert (result.error_code, house.runs) == (ErrorCode.OUTCOME_UNKNOWN, 0)
+    harness = Harness()
+    result = harness.execute(context=build_context(blob="gone"))
+    assert (result.error_code, harness.runs) == (ErrorCode.OUTCOME_UNKNOWN, 0)
 
 
 @pytest.mark.parametrize(
@@ -289,10 +289,10 @@ def test_content_that_is_gone_stops_the_call_before_it_runs() -> None:
 def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> None:
     # A call that has run may have acted: its sender must not read that it may be sent again.
     dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
-    house = House(lambda *_: Outcome(blob=b"x"))
-    ledger: Any = WorkerCallStore(dead, "d", SharedClock()) if where == "claim" else house.ledger
-    blobs: Any = house.blobs if where == "claim" else WorkerBlobs(dead, "d", "sandbox")
-    executor = build_executor(house.executor._registry, house.client, ledger, blobs, FACTS)
+    harness = Harness(lambda *_: Outcome(blob=b"x"))
+    ledger: Any = WorkerCallStore(dead, "d", SharedClock()) if where == "claim" else harness.ledger
+    blobs: Any = harness.blobs if where == "claim" else WorkerBlobs(dead, "d", "sandbox")
+    executor = build_executor(harness.executor._registry, harness.client, ledger, blobs, FACTS)
     blob = "toolcrew:d:t:acme:blob-sandbox.x" if where == "take" else None
     assert executor.execute(build_call(), build_context(blob=blob)).error_code is code
 
@@ -308,13 +308,13 @@ def test_a_result_that_cannot_be_left_keeps_what_the_sandbox_reported(refusal: E
         bench.run({"op": "exec", "timeout_s": 1})
         return Outcome(blob=b"x")
 
-    house = House(ask, build_exec_response(kill=KILL))
+    harness = Harness(ask, build_exec_response(kill=KILL))
 
     def refuse(*_: Any) -> str:
         raise ToolFailure(refusal, "refused")
 
-    house.blobs.leave = refuse  # type: ignore[method-assign]
-    result = house.execute()
+    harness.blobs.leave = refuse  # type: ignore[method-assign]
+    result = harness.execute()
     assert (result.error_code, result.kill) == (code, KillReport(**KILL))
 
 
@@ -341,16 +341,16 @@ NONSENSE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("nonsense", NONSENSE, ids=lambda value: repr(value)[:60])
 def test_crashing_the_worker_with_nonsense_gives_a_result(nonsense: dict[str, Any]) -> None:
-    house = House(ask_guest, GuestResponse(build_exec_done(**nonsense)))
-    result = house.execute()
+    harness = Harness(ask_guest, GuestResponse(build_exec_done(**nonsense)))
+    result = harness.execute()
     assert isinstance(result, ToolResult)
-    assert house.runs == 1
+    assert harness.runs == 1
 
 
 @pytest.mark.parametrize("nonsense", [{"kill": "yes"}, {"run_s": "soon"}, {"kill": {**KILL, "extra": 1}}], ids=repr)
 def test_nonsense_of_a_guest_is_not_called_a_bug_of_ours(nonsense: dict[str, Any]) -> None:
     with capture_logs() as logs:
-        result = House(ask_guest, GuestResponse(build_exec_done(**nonsense))).execute()
+        result = Harness(ask_guest, GuestResponse(build_exec_done(**nonsense))).execute()
     assert result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
     assert [line["event"] for line in logs] == ["call_not_served"]
 
@@ -361,19 +361,19 @@ def test_nonsense_of_a_guest_is_not_called_a_bug_of_ours(nonsense: dict[str, Any
     ids=repr,
 )
 def test_a_sandbox_whose_guest_talks_nonsense_is_closed(nonsense: dict[str, Any]) -> None:
-    house = House(ask_guest, GuestResponse(build_exec_done(**nonsense)))
-    assert house.execute().error_code is ErrorCode.SANDBOX_UNAVAILABLE
-    assert house.client.closed == ["acme:s1"]
+    harness = Harness(ask_guest, GuestResponse(build_exec_done(**nonsense)))
+    assert harness.execute().error_code is ErrorCode.SANDBOX_UNAVAILABLE
+    assert harness.client.closed == ["acme:s1"]
 
 
 def test_a_guest_cannot_put_its_words_where_the_operator_reads() -> None:
-    result = House(ask_guest, GuestResponse(build_exec_done(streams={"call +1 900": {"total": -1}}))).execute()
+    result = Harness(ask_guest, GuestResponse(build_exec_done(streams={"call +1 900": {"total": -1}}))).execute()
     assert "900" not in str(result.error)
 
 
 @pytest.mark.parametrize("run_s", [-5.0, 1e9])
 def test_lying_about_ones_time_does_not_reach_the_clocks(run_s: float) -> None:
-    clocks = House(ask_guest, build_exec_response(run_s=run_s, sandbox_s=0.75)).execute().clocks
+    clocks = Harness(ask_guest, build_exec_response(run_s=run_s, sandbox_s=0.75)).execute().clocks
     assert 0 <= clocks.run_s <= 0.75
 
 
@@ -381,7 +381,7 @@ def test_lying_about_ones_time_does_not_reach_the_clocks(run_s: float) -> None:
     "code", ["HOST_LOST", "BROKER_UNAVAILABLE", "ENVELOPE_REFUSED", "SECURITY_REFUSED", "TOOL_NOT_FOUND"]
 )
 def test_blaming_the_operator_by_an_error_code_does_not_work(code: str) -> None:
-    result = House(ask_guest, GuestResponse({"error": {"code": code, "message": "x"}})).execute()
+    result = Harness(ask_guest, GuestResponse({"error": {"code": code, "message": "x"}})).execute()
     assert result.error_code != code
 
 
@@ -398,9 +398,11 @@ def test_blaming_the_operator_by_an_error_code_does_not_work(code: str) -> None:
     ],
 )
 def test_a_guests_code_is_one_of_ours_or_internal(guest_code: Any, code: ErrorCode) -> None:
-    assert House(ask_guest, GuestResponse({"error": {"code": guest_code, "message": "x"}})).execute().error_code is code
+    assert (
+        Harness(ask_guest, GuestResponse({"error": {"code": guest_code, "message": "x"}})).execute().error_code is code
+    )
 
 
 def test_a_long_message_of_a_guest_is_cut() -> None:
-    result = House(ask_guest, GuestResponse({"error": {"code": "NO_SPACE", "message": "x" * 1_000_000}})).execute()
+    result = Harness(ask_guest, GuestResponse({"error": {"code": "NO_SPACE", "message": "x" * 1_000_000}})).execute()
     assert len(str(result.error)) <= 4000

@@ -16,7 +16,7 @@ from contract.names import POOL_WEB, host_key, hosts_key, slots_key, tombstone_k
 from store.connection import SKEW_WARNING_S, SharedClock
 from store.hosts import Departure, ReportResult, worker_slots_key
 from tests.conftest import RedisProcess
-from tests.fake_host import DEPLOYMENT, HostGround, build_report
+from tests.fake_host import DEPLOYMENT, HostHarness, build_report
 from workers import reports
 from workers.duties import Duty
 from workers.reports import Heartbeat, Incarnation, describe_process, has_surely_ended, take_incarnation
@@ -25,97 +25,97 @@ QUEUE = "host.a.b1"
 
 
 @pytest.fixture
-def ground(redis_server: RedisProcess) -> HostGround:
-    return HostGround(redis_server)
+def harness(redis_server: RedisProcess) -> HostHarness:
+    return HostHarness(redis_server)
 
 
-def slots(ground: HostGround, queue: str) -> int | None:
-    stored = ground.redis.get(slots_key(DEPLOYMENT, queue))
+def slots(harness: HostHarness, queue: str) -> int | None:
+    stored = harness.redis.get(slots_key(DEPLOYMENT, queue))
     return int(stored) if stored is not None else None  # type: ignore[arg-type]
 
 
-def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock(ground: HostGround) -> None:
-    hosts = ground.hosts()
+def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock(harness: HostHarness) -> None:
+    hosts = harness.hosts()
 
     assert hosts.report(build_report()) is ReportResult.ACCEPTED
 
-    stored = ground.redis.get(host_key(DEPLOYMENT, QUEUE))
-    assert 0 < ground.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= HOST_TTL_S  # type: ignore[operator]
-    listed = ground.redis.zscore(hosts_key(DEPLOYMENT), QUEUE)
+    stored = harness.redis.get(host_key(DEPLOYMENT, QUEUE))
+    assert 0 < harness.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= HOST_TTL_S  # type: ignore[operator]
+    listed = harness.redis.zscore(hosts_key(DEPLOYMENT), QUEUE)
     assert stored is not None
-    assert listed == pytest.approx(ground.redis.time()[0], abs=5)
+    assert listed == pytest.approx(harness.redis.time()[0], abs=5)
 
 
-def test_a_worker_with_a_wrong_clock_reports_redis_s_time(ground: HostGround) -> None:
-    ground.clock = SharedClock(lambda: time.time() - 60)
-    hosts = ground.hosts()
+def test_a_worker_with_a_wrong_clock_reports_redis_s_time(harness: HostHarness) -> None:
+    harness.clock = SharedClock(lambda: time.time() - 60)
+    hosts = harness.hosts()
     hosts.report(build_report())
     hosts.report(build_report())
     seen = hosts.find(QUEUE)
     assert seen is not None
     assert seen.reported_at == pytest.approx(time.time(), abs=10)
-    assert ground.clock.offset_s == pytest.approx(60, abs=5)
+    assert harness.clock.offset_s == pytest.approx(60, abs=5)
 
 
-def test_an_incarnation_that_was_given_up_is_reported_and_reports_nothing(ground: HostGround) -> None:
-    ground.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
-    assert ground.hosts().report(build_report()) is ReportResult.GIVEN_UP
-    assert ground.hosts().find(QUEUE) is None
+def test_an_incarnation_that_was_given_up_is_reported_and_reports_nothing(harness: HostHarness) -> None:
+    harness.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
+    assert harness.hosts().report(build_report()) is ReportResult.GIVEN_UP
+    assert harness.hosts().find(QUEUE) is None
 
 
-def test_of_two_workers_under_one_name_the_second_learns_that_the_first_reports(ground: HostGround) -> None:
-    ground.hosts().report(build_report(worker="w1"))
-    assert ground.hosts().report(build_report(worker="w2")) is ReportResult.REPLACED
-    seen = ground.hosts().find(QUEUE)
+def test_of_two_workers_under_one_name_the_second_learns_that_the_first_reports(harness: HostHarness) -> None:
+    harness.hosts().report(build_report(worker="w1"))
+    assert harness.hosts().report(build_report(worker="w2")) is ReportResult.REPLACED
+    seen = harness.hosts().find(QUEUE)
     assert seen is not None
     assert seen.worker == "w1"
 
 
-def test_a_name_with_a_report_that_is_no_json_is_somebody_else_s(ground: HostGround) -> None:
+def test_a_name_with_a_report_that_is_no_json_is_somebody_else_s(harness: HostHarness) -> None:
     for garbage in ("{", "[]", '"text"', "null", '{"worker": 7}', "\xff"):
-        ground.redis.set(host_key(DEPLOYMENT, QUEUE), garbage)
-        assert ground.hosts().report(build_report()) is ReportResult.REPLACED
-        assert ground.hosts().find(QUEUE) is None
+        harness.redis.set(host_key(DEPLOYMENT, QUEUE), garbage)
+        assert harness.hosts().report(build_report()) is ReportResult.REPLACED
+        assert harness.hosts().find(QUEUE) is None
 
 
-def test_the_slots_of_a_shared_queue_are_those_of_its_living_workers(ground: HostGround) -> None:
+def test_the_slots_of_a_shared_queue_are_those_of_its_living_workers(harness: HostHarness) -> None:
     for queue, count in (("pool.a.1", 4), ("pool.b.2", 6)):
-        ground.hosts().report(build_report(queue, queue, kind="web", slots=count, pools=(POOL_WEB,)))
-    ground.redis.hset(
+        harness.hosts().report(build_report(queue, queue, kind="web", slots=count, pools=(POOL_WEB,)))
+    harness.redis.hset(
         worker_slots_key(DEPLOYMENT, POOL_WEB), mapping={"pool.c.3": f"9 {int(time.time()) - 1}", "pool.d.4": "many"}
     )
 
-    ground.hosts().report(build_report("pool.a.1", "pool.a.1", kind="web", pools=(POOL_WEB,)))
+    harness.hosts().report(build_report("pool.a.1", "pool.a.1", kind="web", pools=(POOL_WEB,)))
 
-    assert slots(ground, POOL_WEB) == 10
-    assert slots(ground, "pool.a.1") is None  # no calls come to a web worker's own queue
-    assert ground.redis.hkeys(worker_slots_key(DEPLOYMENT, POOL_WEB)) == [b"pool.a.1", b"pool.b.2"]
+    assert slots(harness, POOL_WEB) == 10
+    assert slots(harness, "pool.a.1") is None  # no calls come to a web worker's own queue
+    assert harness.redis.hkeys(worker_slots_key(DEPLOYMENT, POOL_WEB)) == [b"pool.a.1", b"pool.b.2"]
 
 
-def test_a_worker_that_drains_offers_no_slots_of_shared_queues_but_goes_on_with_its_own(ground: HostGround) -> None:
-    hosts = ground.hosts()
+def test_a_worker_that_drains_offers_no_slots_of_shared_queues_but_goes_on_with_its_own(harness: HostHarness) -> None:
+    hosts = harness.hosts()
     hosts.report(build_report(pools=(POOL_WEB,)))
-    assert (slots(ground, QUEUE), slots(ground, POOL_WEB)) == (4, 4)
+    assert (slots(harness, QUEUE), slots(harness, POOL_WEB)) == (4, 4)
     hosts.report(build_report(draining=True, pools=(POOL_WEB,)))
-    assert (slots(ground, QUEUE), slots(ground, POOL_WEB)) == (4, None)
+    assert (slots(harness, QUEUE), slots(harness, POOL_WEB)) == (4, None)
 
 
-def test_a_drained_worker_does_not_leave_while_a_call_waits_in_its_queue(ground: HostGround) -> None:
-    hosts = ground.hosts()
+def test_a_drained_worker_does_not_leave_while_a_call_waits_in_its_queue(harness: HostHarness) -> None:
+    hosts = harness.hosts()
     hosts.report(build_report())
-    ground.redis.lpush(QUEUE, "a call")
+    harness.redis.lpush(QUEUE, "a call")
 
     assert not hosts.leave("drained", build_report())
     assert hosts.find(QUEUE) is not None
-    ground.redis.delete(QUEUE)
+    harness.redis.delete(QUEUE)
     assert hosts.leave("drained", build_report())
 
     assert hosts.find(QUEUE) is None
-    assert (slots(ground, QUEUE), ground.redis.zscore(hosts_key(DEPLOYMENT), QUEUE)) == (None, None)
+    assert (slots(harness, QUEUE), harness.redis.zscore(hosts_key(DEPLOYMENT), QUEUE)) == (None, None)
 
 
-def test_a_worker_that_is_restarted_is_waited_for(ground: HostGround) -> None:
-    hosts = ground.hosts()
+def test_a_worker_that_is_restarted_is_waited_for(harness: HostHarness) -> None:
+    hosts = harness.hosts()
     hosts.report(build_report())
 
     assert hosts.leave("restarting", build_report())
@@ -123,61 +123,61 @@ def test_a_worker_that_is_restarted_is_waited_for(ground: HostGround) -> None:
     parting = hosts.find(QUEUE)
     assert parting is not None
     assert (parting.worker, parting.draining) == ("", True)
-    assert HOST_TTL_S < ground.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= RESTART_GRACE_S  # type: ignore[operator]
-    assert slots(ground, QUEUE) is None
+    assert HOST_TTL_S < harness.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= RESTART_GRACE_S  # type: ignore[operator]
+    assert slots(harness, QUEUE) is None
     assert hosts.leave("stopped", build_report(worker="w2"))
     assert hosts.find(QUEUE) is not None, "nobody takes away what is another's"
 
 
-def test_a_worker_that_leaves_its_queue_to_others_stays_listed(ground: HostGround) -> None:
-    hosts = ground.hosts()
+def test_a_worker_that_leaves_its_queue_to_others_stays_listed(harness: HostHarness) -> None:
+    hosts = harness.hosts()
     hosts.report(build_report())
     hosts.leave("stopped", build_report())
     assert hosts.find(QUEUE) is None
-    assert is_due_for_the_reaper(ground, QUEUE)
+    assert is_due_for_the_reaper(harness, QUEUE)
 
 
 def test_what_is_reported_of_a_host_is_distinguished_from_others_and_dismissed_by_its_worker(
-    ground: HostGround,
+    harness: HostHarness,
 ) -> None:
     for queue in ("host.a.b1", "host.a.b2", "host.ab.b1", "pool.a.x"):
-        ground.hosts().report(build_report(queue))
-    hosts = ground.hosts()
+        harness.hosts().report(build_report(queue))
+    hosts = harness.hosts()
     first, second = hosts.reports("a")
     assert (first.queue, second.queue) == ("host.a.b1", "host.a.b2")
     hosts.dismiss(first.model_copy(update={"worker": "another"}))
     hosts.dismiss(second)
     assert [report.queue for report in hosts.reports("a")] == ["host.a.b1"]
-    assert is_due_for_the_reaper(ground, "host.a.b2")
-    assert not is_due_for_the_reaper(ground, "host.a.b1")
+    assert is_due_for_the_reaper(harness, "host.a.b2")
+    assert not is_due_for_the_reaper(harness, "host.a.b1")
 
 
-def is_due_for_the_reaper(ground: HostGround, queue: str) -> bool:
+def is_due_for_the_reaper(harness: HostHarness, queue: str) -> bool:
     """Return whether orchestrators consider the host for removal, because it does not report any more."""
-    listed = ground.redis.zscore(hosts_key(DEPLOYMENT), queue)
-    return listed is not None and float(listed) <= ground.redis.time()[0] - HOST_TTL_S  # type: ignore[arg-type,index]
+    listed = harness.redis.zscore(hosts_key(DEPLOYMENT), queue)
+    return listed is not None and float(listed) <= harness.redis.time()[0] - HOST_TTL_S  # type: ignore[arg-type,index]
 
 
 # --- taking a name ----------------------------------------------------------------------------------------------------
 
 
-def take(ground: HostGround, worker: str = "w2", boot: str = "b1") -> Incarnation:
-    return take_incarnation("a", boot, ground.hosts(), lambda queue: build_report(queue, worker))
+def take(harness: HostHarness, worker: str = "w2", boot: str = "b1") -> Incarnation:
+    return take_incarnation("a", boot, harness.hosts(), lambda queue: build_report(queue, worker))
 
 
-def test_each_process_has_a_new_name(ground: HostGround) -> None:
-    assert take(ground, "w1").queue == "host.a.b1"
-    ground.hosts().leave("stopped", build_report())
-    assert take(ground, "w2").queue == "host.a.b1.2"
-    ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1.2"), hosts_key(DEPLOYMENT))
-    ground.redis.set(tombstone_key(DEPLOYMENT, "host.a.b1"), "1")
-    assert take(ground, "w3").queue == "host.a.b1.2"
+def test_each_process_has_a_new_name(harness: HostHarness) -> None:
+    assert take(harness, "w1").queue == "host.a.b1"
+    harness.hosts().leave("stopped", build_report())
+    assert take(harness, "w2").queue == "host.a.b1.2"
+    harness.redis.delete(host_key(DEPLOYMENT, "host.a.b1.2"), hosts_key(DEPLOYMENT))
+    harness.redis.set(tombstone_key(DEPLOYMENT, "host.a.b1"), "1")
+    assert take(harness, "w3").queue == "host.a.b1.2"
 
 
-def test_who_ended_in_order_is_not_waited_for(ground: HostGround) -> None:
-    take(ground, "w1")
-    ground.hosts().leave("restarting", build_report())
-    taken = take(ground)
+def test_who_ended_in_order_is_not_waited_for(harness: HostHarness) -> None:
+    take(harness, "w1")
+    harness.hosts().leave("restarting", build_report())
+    taken = take(harness)
     assert (taken.queue, [report.queue for report in taken.ended]) == ("host.a.b1.2", ["host.a.b1"])
 
 
@@ -190,7 +190,7 @@ def test_who_ended_in_order_is_not_waited_for(ground: HostGround) -> None:
     ids=["another worker", "another machine"],
 )
 def test_a_worker_refuses_to_start_while_another_reports_under_its_name(
-    ground: HostGround,
+    harness: HostHarness,
     redis_server: RedisProcess,
     monkeypatch: pytest.MonkeyPatch,
     queue: str,
@@ -198,7 +198,7 @@ def test_a_worker_refuses_to_start_while_another_reports_under_its_name(
     advice: str,
 ) -> None:
     monkeypatch.setattr(reports, "LOOK_S", 0.01)
-    stop, other = threading.Event(), HostGround(redis_server).hosts()
+    stop, other = threading.Event(), HostHarness(redis_server).hosts()
     other.report(build_report(queue, "w1", **process))
 
     def report_on() -> None:
@@ -209,52 +209,52 @@ def test_a_worker_refuses_to_start_while_another_reports_under_its_name(
     reporting.start()
     try:
         with capture_logs(), pytest.raises(ConfigError, match=advice):
-            take(ground)
+            take(harness)
     finally:
         stop.set()
         reporting.join()
-    assert [report.queue for report in ground.hosts().reports("a")] == [queue]
+    assert [report.queue for report in harness.hosts().reports("a")] == [queue]
 
 
-def test_a_restarted_machine_keeps_its_name(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_machine_keeps_its_name(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "STALE_S", 0.05)
-    ground.hosts().report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
+    harness.hosts().report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
     with capture_logs():
-        assert take(ground).queue == "host.a.b1"
+        assert take(harness).queue == "host.a.b1"
 
 
-def test_the_later_of_two_workers_refuses_to_start(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_later_of_two_workers_refuses_to_start(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     # Both processes have read the name before either reports.
     monkeypatch.setattr(reports, "_find_ended", lambda *_: ())
     monkeypatch.setattr(reports, "_has_fallen_silent", lambda *_: False)
-    assert take(ground, "w1").queue == "host.a.b1"
+    assert take(harness, "w1").queue == "host.a.b1"
     with pytest.raises(ConfigError, match="another worker already serves this sandboxd"):
-        take(ground, "w2")
-    assert [report.worker for report in ground.hosts().reports("a")] == ["w1"]
+        take(harness, "w2")
+    assert [report.worker for report in harness.hosts().reports("a")] == ["w1"]
 
 
-def test_a_worker_that_reports_no_more_is_gone(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_reports_no_more_is_gone(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "STALE_S", 0.05)
-    take(ground, "w1")
+    take(harness, "w1")
     with capture_logs():
-        taken = take(ground, "w2")
+        taken = take(harness, "w2")
     assert (taken.queue, [report.worker for report in taken.ended]) == ("host.a.b1.2", ["w1"])
 
 
-def test_a_process_that_does_not_live_is_gone_at_once(ground: HostGround) -> None:
+def test_a_process_that_does_not_live_is_gone_at_once(harness: HostHarness) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         described = describe_process(process.pid)
         assert not has_surely_ended(described)
-    ground.hosts().report(build_report(worker="w1", process=described))
+    harness.hosts().report(build_report(worker="w1", process=described))
 
     began = time.monotonic()
-    assert [report.worker for report in take(ground).ended] == ["w1"]
+    assert [report.worker for report in take(harness).ended] == ["w1"]
     assert time.monotonic() - began < reports.STALE_S
 
 
-def test_a_worker_of_another_boot_that_may_live_is_neither_gone_nor_in_the_way(ground: HostGround) -> None:
-    take(ground, "w1", "b1")
-    taken = take(ground, "w2", "b2")
+def test_a_worker_of_another_boot_that_may_live_is_neither_gone_nor_in_the_way(harness: HostHarness) -> None:
+    take(harness, "w1", "b1")
+    taken = take(harness, "w2", "b2")
     assert (taken.queue, taken.ended) == ("host.a.b2", ())
 
 
@@ -269,11 +269,11 @@ def test_of_a_process_of_another_machine_nothing_is_known(process: str) -> None:
 class Beating:
     """A heartbeat over a real Redis, and the data that it received."""
 
-    def __init__(self, ground: HostGround) -> None:
+    def __init__(self, harness: HostHarness) -> None:
         self.lost = threading.Event()
         self.reasons: list[str] = []
-        self.hosts = ground.hosts()
-        self.heart = Heartbeat(self.hosts, build_report, ground.clock, self.note)
+        self.hosts = harness.hosts()
+        self.heart = Heartbeat(self.hosts, build_report, harness.clock, self.note)
         self._stop = threading.Event()
         self.duty = Duty(
             "heartbeat", 0.05, self.heart.beat, "worker_not_reported", self._stop, retry_s=0.02, is_first_at_once=True
@@ -301,14 +301,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_worker_that_finds_its_tombstone_is_reported_once_and_never_reports_again(ground: HostGround) -> None:
-    beating = Beating(ground)
+def test_a_worker_that_finds_its_tombstone_is_reported_once_and_never_reports_again(harness: HostHarness) -> None:
+    beating = Beating(harness)
     with capture_logs():
         beating.duty.start()
         await_true(lambda: beating.hosts.find(QUEUE) is not None)
         # As the reaper: the report has expired, then the name is given up.
-        ground.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
-        ground.redis.delete(host_key(DEPLOYMENT, QUEUE))
+        harness.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
+        harness.redis.delete(host_key(DEPLOYMENT, QUEUE))
         assert beating.lost.wait(20)
         beating.end("restarting")
 
@@ -317,9 +317,9 @@ def test_a_worker_that_finds_its_tombstone_is_reported_once_and_never_reports_ag
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_worker_that_was_paused_and_replaced_ends(ground: HostGround) -> None:
-    beating = Beating(ground)
-    ground.hosts().report(build_report(worker="w2"))
+def test_a_worker_that_was_paused_and_replaced_ends(harness: HostHarness) -> None:
+    beating = Beating(harness)
+    harness.hosts().report(build_report(worker="w2"))
     with capture_logs():
         beating.duty.start()
         assert beating.lost.wait(20)
@@ -331,8 +331,8 @@ def test_a_worker_that_was_paused_and_replaced_ends(ground: HostGround) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_outage_of_redis_ends_no_heartbeat(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
-    beating = Beating(ground)
+def test_an_outage_of_redis_ends_no_heartbeat(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    beating = Beating(harness)
     failures = threading.Semaphore(0)
     report = beating.hosts.report
 
@@ -353,16 +353,16 @@ def test_an_outage_of_redis_ends_no_heartbeat(ground: HostGround, monkeypatch: p
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_late(ground: HostGround) -> None:
-    beating = Beating(ground)
+def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_late(harness: HostHarness) -> None:
+    beating = Beating(harness)
     beating.duty.start()
-    ground.redis.lpush(QUEUE, "a call")
+    harness.redis.lpush(QUEUE, "a call")
     left: list[bool] = []
     leaving = threading.Thread(target=lambda: left.append(beating.heart.leave_drained(lambda: False)))
     leaving.start()
     await_true(lambda: beating.hosts.find(QUEUE) is not None)
     assert not left
-    ground.redis.delete(QUEUE)
+    harness.redis.delete(QUEUE)
     leaving.join(20)
     beating.duty.run_soon()
     beating.end("restarting")
@@ -370,9 +370,9 @@ def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_lat
     assert beating.hosts.find(QUEUE) is None
 
 
-def test_a_wrong_clock_is_reported_once(ground: HostGround) -> None:
-    ground.clock = SharedClock(lambda: time.time() - SKEW_WARNING_S - 30)
-    beating = Beating(ground)
+def test_a_wrong_clock_is_reported_once(harness: HostHarness) -> None:
+    harness.clock = SharedClock(lambda: time.time() - SKEW_WARNING_S - 30)
+    beating = Beating(harness)
     with capture_logs() as logs:
         for _ in range(3):
             beating.heart.beat()

@@ -27,7 +27,7 @@ KEY = call_key("d", "acme", "c1")
 ENCODED = {"v": 2, "call_id": "c1", "success": True, "data": [[{"output": "secret"}]]}
 
 
-class Desk:
+class Harness:
     """A worker's app that stores results through Celery, and the resulting contents of Redis."""
 
     def __init__(self, server: RedisProcess) -> None:
@@ -54,42 +54,42 @@ class Desk:
 
 
 @pytest.fixture
-def desk(redis_server: RedisProcess) -> Iterator[Desk]:
+def harness(redis_server: RedisProcess) -> Iterator[Harness]:
     with capture_logs():
-        opened = Desk(redis_server)
+        opened = Harness(redis_server)
         yield opened
         opened.close()
 
 
-def test_an_answer_is_stored_published_and_its_call_done(desk: Desk) -> None:
-    desk.write(CallState.RUNNING)
-    with desk.client.pubsub() as subscriber:
+def test_an_answer_is_stored_published_and_its_call_done(harness: Harness) -> None:
+    harness.write(CallState.RUNNING)
+    with harness.client.pubsub() as subscriber:
         subscriber.psubscribe("celery-task-meta-h*")
         assert subscriber.get_message(timeout=5)
-        desk.store(code="TIMEOUT")
+        harness.store(code="TIMEOUT")
         message = subscriber.get_message(timeout=5)
-    stored, record = desk.stored(), desk.record()
+    stored, record = harness.stored(), harness.record()
     assert (stored["status"], stored["result"], stored["task_id"]) == ("SUCCESS", ENCODED, "h-c1")
     assert message is not None
     assert json.loads(message["data"]) == stored
     assert record is not None
     assert (record.state, record.code, record.sandbox) == (CallState.DONE, "TIMEOUT", "c0ffee")
     assert record.ended_at > 0
-    assert 0 < desk.client.ttl(result_key("h-c1")) <= 3600
-    assert desk.client.ttl(KEY) > 3600
+    assert 0 < harness.client.ttl(result_key("h-c1")) <= 3600
+    assert harness.client.ttl(KEY) > 3600
 
 
-def test_a_failure_of_the_infrastructure_is_stored_as_failure_with_the_same_answer(desk: Desk) -> None:
-    desk.write(CallState.RUNNING)
+def test_a_failure_of_the_infrastructure_is_stored_as_failure_with_the_same_answer(harness: Harness) -> None:
+    harness.write(CallState.RUNNING)
     error = CallNotServed("INTERNAL", "c1", TaskResult(ENCODED, CallEnding("d", "acme", "c1", 1, "INTERNAL")))
-    desk.app.backend.mark_as_failure("h-c1", error)
-    stored, record = desk.stored(), desk.record()
+    harness.app.backend.mark_as_failure("h-c1", error)
+    stored, record = harness.stored(), harness.record()
     assert (stored["status"], stored["answer"]) == ("FAILURE", ENCODED)
     assert stored_answer(stored) == ENCODED
     assert record is not None
     assert (record.state, record.code) == (CallState.DONE, "INTERNAL")
     # Celery's own reader gets an exception that it can rebuild.
-    assert "INTERNAL" in str(desk.app.AsyncResult("h-c1").result)
+    assert "INTERNAL" in str(harness.app.AsyncResult("h-c1").result)
 
 
 def test_the_exception_of_a_failed_call_crosses_processes_without_the_answer() -> None:
@@ -99,46 +99,48 @@ def test_the_exception_of_a_failed_call_crosses_processes_without_the_answer() -
     assert str(pickle.loads(data)) == str(error)
 
 
-def test_the_answer_of_an_attempt_that_was_given_up_is_not_stored(desk: Desk) -> None:
+def test_the_answer_of_an_attempt_that_was_given_up_is_not_stored(harness: Harness) -> None:
     """Otherwise the caller would take it for the answer of the attempt that is on its way."""
-    desk.write(CallState.QUEUED, attempt=2)
-    desk.store(attempt=1)
-    record = desk.record()
+    harness.write(CallState.QUEUED, attempt=2)
+    harness.store(attempt=1)
+    record = harness.record()
     assert record is not None
-    assert (desk.stored(), record.state, record.attempt) == (None, CallState.QUEUED, 2)
+    assert (harness.stored(), record.state, record.attempt) == (None, CallState.QUEUED, 2)
 
 
 @pytest.mark.parametrize("state", [CallState.QUEUED, CallState.LOST, CallState.DONE])
-def test_a_result_is_stored_when_redis_lost_the_record(desk: Desk, state: CallState) -> None:
-    desk.write(state, attempt=1)
-    desk.store(attempt=2)
-    record = desk.record()
+def test_a_result_is_stored_when_redis_lost_the_record(harness: Harness, state: CallState) -> None:
+    harness.write(state, attempt=1)
+    harness.store(attempt=2)
+    record = harness.record()
     assert record is not None
-    assert (desk.stored()["result"], record.state, record.attempt) == (ENCODED, CallState.DONE, 2)
+    assert (harness.stored()["result"], record.state, record.attempt) == (ENCODED, CallState.DONE, 2)
 
 
 @pytest.mark.parametrize(
     ("state", "has_run"), [(CallState.QUEUED, False), (CallState.FORBIDDEN, False), (CallState.FORBIDDEN, True)]
 )
-def test_a_call_that_was_not_run_is_answered_and_its_record_left(desk: Desk, state: CallState, has_run: bool) -> None:
-    desk.write(state)
-    desk.store(has_run=has_run)
-    record = desk.record()
+def test_a_call_that_was_not_run_is_answered_and_its_record_left(
+    harness: Harness, state: CallState, has_run: bool
+) -> None:
+    harness.write(state)
+    harness.store(has_run=has_run)
+    record = harness.record()
     assert record is not None
-    assert (desk.stored()["result"], record.state) == (ENCODED, state)
+    assert (harness.stored()["result"], record.state) == (ENCODED, state)
 
 
-def test_a_call_that_redis_has_forgotten_is_done_all_the_same(desk: Desk) -> None:
-    desk.store()
-    record = desk.record()
+def test_a_call_that_redis_has_forgotten_is_done_all_the_same(harness: Harness) -> None:
+    harness.store()
+    record = harness.record()
     assert record is not None
     assert record.state is CallState.DONE
 
 
-def test_a_record_that_is_none_of_ours_keeps_no_answer_back(desk: Desk) -> None:
-    desk.client.set(KEY, "a text")
-    desk.store()
-    assert desk.stored()["result"] == ENCODED
+def test_a_record_that_is_none_of_ours_keeps_no_answer_back(harness: Harness) -> None:
+    harness.client.set(KEY, "a text")
+    harness.store()
+    assert harness.stored()["result"] == ENCODED
 
 
 def test_what_celery_shows_of_an_answer_has_nothing_of_its_record() -> None:
@@ -148,12 +150,14 @@ def test_what_celery_shows_of_an_answer_has_nothing_of_its_record() -> None:
 
 
 @pytest.mark.parametrize("state", ["SUCCESS", "FAILURE"])
-def test_an_answer_outlives_a_redis_that_is_away(desk: Desk, redis_server: RedisProcess, state: str) -> None:
-    desk.store()
-    desk.client.flushall()
+def test_an_answer_outlives_a_redis_that_is_away(harness: Harness, redis_server: RedisProcess, state: str) -> None:
+    harness.store()
+    harness.client.flushall()
     redis_server.stop()
     storing = threading.Thread(
-        target=desk.store if state == "SUCCESS" else lambda: desk.app.backend.mark_as_failure("h-c1", ValueError("x")),
+        target=harness.store
+        if state == "SUCCESS"
+        else lambda: harness.app.backend.mark_as_failure("h-c1", ValueError("x")),
         daemon=True,
     )
     storing.start()
@@ -161,7 +165,7 @@ def test_an_answer_outlives_a_redis_that_is_away(desk: Desk, redis_server: Redis
     assert storing.is_alive()
     redis_server.start()
     storing.join(20)
-    assert desk.stored()["status"] == state
+    assert harness.stored()["status"] == state
 
 
 @pytest.mark.parametrize(
@@ -173,28 +177,28 @@ def test_an_answer_outlives_a_redis_that_is_away(desk: Desk, redis_server: Redis
     ids=["full", "a replica"],
 )
 def test_an_answer_outlives_a_redis_that_takes_no_writes(
-    desk: Desk, spoil: Callable[["redis.Redis"], Any], mend: Callable[["redis.Redis"], Any]
+    harness: Harness, spoil: Callable[["redis.Redis"], Any], mend: Callable[["redis.Redis"], Any]
 ) -> None:
-    spoil(desk.client)
-    storing = threading.Thread(target=desk.store, daemon=True)
+    spoil(harness.client)
+    storing = threading.Thread(target=harness.store, daemon=True)
     try:
         storing.start()
         storing.join(0.3)
         assert storing.is_alive()
     finally:
-        mend(desk.client)
+        mend(harness.client)
     storing.join(20)
-    assert desk.stored()["result"] == ENCODED
+    assert harness.stored()["result"] == ENCODED
 
 
-def test_an_answer_that_redis_never_takes_costs_no_slot(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_redis_never_takes_costs_no_slot(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread pool treats any exception here as its own end. The slot would be lost together with the result."""
-    monkeypatch.setattr(desk.app.backend, "max_retries", 2)
+    monkeypatch.setattr(harness.app.backend, "max_retries", 2)
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise redis.ResponseError("READONLY You can't write against a read only replica.")
 
     monkeypatch.setattr(FinishedCalls, "store", refuse)
     with capture_logs() as logs:
-        desk.store()
+        harness.store()
     assert [line["event"] for line in logs] == ["result_lost"]

@@ -15,7 +15,7 @@ from contract.names import host_key
 from contract.session_locations import LocationState
 from store.sessions import AdoptionResult
 from tests.conftest import RedisProcess
-from tests.fake_host import DEPLOYMENT, HostGround, MemorySandboxd, build_report
+from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd, build_report
 from workers.duties import Duty
 from workers.host_duties import AdoptionMonitor
 
@@ -23,12 +23,12 @@ OURS = "host.a.b2"
 
 
 @pytest.fixture
-def ground(redis_server: RedisProcess) -> HostGround:
-    return HostGround(redis_server)
+def harness(redis_server: RedisProcess) -> HostHarness:
+    return HostHarness(redis_server)
 
 
-def adopter(ground: HostGround, sandboxd: MemorySandboxd, *ended: HostReport) -> AdoptionMonitor:
-    return AdoptionMonitor(ground.sessions(OURS), ground.hosts(), ended)
+def adopter(harness: HostHarness, sandboxd: MemorySandboxd, *ended: HostReport) -> AdoptionMonitor:
+    return AdoptionMonitor(harness.sessions(OURS), harness.hosts(), ended)
 
 
 def start_retries(adoption: AdoptionMonitor, sandboxd: MemorySandboxd) -> Duty:
@@ -44,56 +44,56 @@ def start_retries(adoption: AdoptionMonitor, sandboxd: MemorySandboxd) -> Duty:
     return duty
 
 
-def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fence(ground: HostGround) -> None:
-    ground.put_place("acme:s1", queue="host.a.b1", fence=3)
-    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
-    place = ground.place("acme:s1")
+def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fence(harness: HostHarness) -> None:
+    harness.put_place("acme:s1", queue="host.a.b1", fence=3)
+    assert harness.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
+    place = harness.place("acme:s1")
     assert (place.queue, place.fence, place.state) == (OURS, 4, LocationState.OPEN)
 
 
-def test_a_session_held_by_a_killed_worker_is_served_again(ground: HostGround) -> None:
-    ground.put_place("acme:s1", queue="host.a.b1")
-    assert ground.sessions("host.a.b1").hold("acme:s1", 1, 60) == 2
-    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
-    place = ground.place("acme:s1")
+def test_a_session_held_by_a_killed_worker_is_served_again(harness: HostHarness) -> None:
+    harness.put_place("acme:s1", queue="host.a.b1")
+    assert harness.sessions("host.a.b1").hold("acme:s1", 1, 60) == 2
+    assert harness.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
+    place = harness.place("acme:s1")
     assert (place.queue, place.fence, place.state, place.moving_until) == (OURS, 3, LocationState.OPEN, 0.0)
     # A process that opens it elsewhere after a hold raises the fence, so this copy is older.
-    ground.put_place("acme:s2", queue="host.a.b1")
-    ground.sessions("host.a.b1").hold("acme:s2", 1, 60)
-    ground.put_place("acme:s2", queue="host.a.b1", state="moving", fence=3, moving_until=9e9)
-    assert ground.sessions(OURS).adopt(["acme:s2"]) == {"acme:s2": AdoptionResult.HELD}
+    harness.put_place("acme:s2", queue="host.a.b1")
+    harness.sessions("host.a.b1").hold("acme:s2", 1, 60)
+    harness.put_place("acme:s2", queue="host.a.b1", state="moving", fence=3, moving_until=9e9)
+    assert harness.sessions(OURS).adopt(["acme:s2"]) == {"acme:s2": AdoptionResult.HELD}
 
 
-def test_a_restarted_worker_goes_on_with_its_sessions_as_they_are(ground: HostGround) -> None:
-    ground.put_place("acme:s1", queue=OURS, fence=3)
-    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.OURS}
-    assert ground.place("acme:s1").fence == 3
+def test_a_restarted_worker_goes_on_with_its_sessions_as_they_are(harness: HostHarness) -> None:
+    harness.put_place("acme:s1", queue=OURS, fence=3)
+    assert harness.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.OURS}
+    assert harness.place("acme:s1").fence == 3
 
 
 @pytest.mark.parametrize("queue", ["host.b.b1", "host.ab.b1", "host.a", "pool.a.b1", ""])
-def test_a_session_that_lives_elsewhere_is_not_taken_back(ground: HostGround, queue: str) -> None:
-    ground.put_place("acme:s1", queue=queue, fence=3)
-    assert ground.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ELSEWHERE}
-    assert ground.place("acme:s1").queue == queue
+def test_a_session_that_lives_elsewhere_is_not_taken_back(harness: HostHarness, queue: str) -> None:
+    harness.put_place("acme:s1", queue=queue, fence=3)
+    assert harness.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ELSEWHERE}
+    assert harness.place("acme:s1").queue == queue
 
 
-def test_a_session_of_an_incarnation_that_may_live_is_neither_taken_nor_closed(ground: HostGround) -> None:
-    ground.put_place("acme:s1", queue="host.a.b1")
-    ground.put_place("acme:s2", queue="host.a.b1", state="moving", moving_until=9e9)
-    ground.hosts().report(build_report("host.a.b1"))
-    assert set(ground.sessions(OURS).adopt(["acme:s1", "acme:s2"]).values()) == {AdoptionResult.HELD}
-    ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
-    assert ground.sessions(OURS).adopt(["acme:s1", "acme:s2"]) == {
+def test_a_session_of_an_incarnation_that_may_live_is_neither_taken_nor_closed(harness: HostHarness) -> None:
+    harness.put_place("acme:s1", queue="host.a.b1")
+    harness.put_place("acme:s2", queue="host.a.b1", state="moving", moving_until=9e9)
+    harness.hosts().report(build_report("host.a.b1"))
+    assert set(harness.sessions(OURS).adopt(["acme:s1", "acme:s2"]).values()) == {AdoptionResult.HELD}
+    harness.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
+    assert harness.sessions(OURS).adopt(["acme:s1", "acme:s2"]) == {
         "acme:s1": AdoptionResult.ADOPTED,
         "acme:s2": AdoptionResult.HELD,
     }
 
 
-def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(ground: HostGround) -> None:
-    ground.redis.hset("toolcrew:d:t:acme:session.s1:place", mapping={"state": "closed", "ttl_s": "60"})
+def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(harness: HostHarness) -> None:
+    harness.redis.hset("toolcrew:d:t:acme:session.s1:place", mapping={"state": "closed", "ttl_s": "60"})
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    starting = adopter(ground, sandboxd)
+    starting = adopter(harness, sandboxd)
     with capture_logs():
         assert starting.begin(sandboxd.rows) == {AdoptionResult.CLOSED: 1}
         duty = start_retries(starting, sandboxd)
@@ -101,26 +101,26 @@ def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(grou
     assert sandboxd.closed == ["acme:s1"]
 
 
-def test_a_session_without_a_place_is_left_to_its_time_to_live(ground: HostGround) -> None:
-    assert ground.sessions(OURS).adopt(["acme:direct"]) == {"acme:direct": AdoptionResult.NONE}
-    assert ground.sessions(OURS).find(["acme:direct"]) == {}
+def test_a_session_without_a_place_is_left_to_its_time_to_live(harness: HostHarness) -> None:
+    assert harness.sessions(OURS).adopt(["acme:direct"]) == {"acme:direct": AdoptionResult.NONE}
+    assert harness.sessions(OURS).find(["acme:direct"]) == {}
 
 
-def test_a_place_that_is_none_of_ours_is_no_place(ground: HostGround) -> None:
-    ground.put_place("acme:s1", state="elsewhere", fence="many")
-    assert ground.sessions(OURS).find(["acme:s1"]) == {}
+def test_a_place_that_is_none_of_ours_is_no_place(harness: HostHarness) -> None:
+    harness.put_place("acme:s1", state="elsewhere", fence="many")
+    assert harness.sessions(OURS).find(["acme:s1"]) == {}
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
 
 
-def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_away(ground: HostGround) -> None:
+def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_away(harness: HostHarness) -> None:
     sandboxd = MemorySandboxd()
     for number, queue in enumerate(["host.a.b1", OURS, "host.b.b9"]):
         sandboxd.add(f"acme:s{number}")
-        ground.put_place(f"acme:s{number}", queue=queue)
+        harness.put_place(f"acme:s{number}", queue=queue)
     sandboxd.add("acme:direct")
-    starting = adopter(ground, sandboxd)
+    starting = adopter(harness, sandboxd)
 
     with capture_logs():
         counts = starting.begin(sandboxd.rows)
@@ -136,15 +136,15 @@ def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_
     assert sandboxd.closed == ["acme:s2"]
 
 
-def test_a_dead_predecessor_gives_its_sessions_at_once(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_predecessor_gives_its_sessions_at_once(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    ground.put_place("acme:s1", queue="host.a.b1")
-    hosts = ground.hosts()
+    harness.put_place("acme:s1", queue="host.a.b1")
+    hosts = harness.hosts()
     hosts.report(build_report("host.a.b1"))
     dead = hosts.find("host.a.b1")
     assert dead is not None
-    starting = adopter(ground, sandboxd, dead)
+    starting = adopter(harness, sandboxd, dead)
     seen_at_adoption: list[bool] = []
     adopt = starting._sessions.adopt
 
@@ -160,33 +160,33 @@ def test_a_dead_predecessor_gives_its_sessions_at_once(ground: HostGround, monke
     )
 
 
-def test_sessions_are_taken_over_after_their_worker_died(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_are_taken_over_after_their_worker_died(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    ground.put_place("acme:s1", queue="host.a.b1")
-    ground.hosts().report(build_report("host.a.b1"))
-    starting = adopter(ground, sandboxd)
+    harness.put_place("acme:s1", queue="host.a.b1")
+    harness.hosts().report(build_report("host.a.b1"))
+    starting = adopter(harness, sandboxd)
     with capture_logs():
         assert starting.begin(sandboxd.rows) == {AdoptionResult.HELD: 1}
         duty = start_retries(starting, sandboxd)
-        ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
+        harness.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
         duty.join(20)
-    assert ground.place("acme:s1").queue == OURS
+    assert harness.place("acme:s1").queue == OURS
     assert not sandboxd.closed
 
 
-def test_undecided_sessions_are_retried_after_an_outage(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undecided_sessions_are_retried_after_an_outage(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    ground.put_place("acme:s1", queue="host.a.b1")
-    ground.hosts().report(build_report("host.a.b1"))
-    starting = adopter(ground, sandboxd)
+    harness.put_place("acme:s1", queue="host.a.b1")
+    harness.hosts().report(build_report("host.a.b1"))
+    starting = adopter(harness, sandboxd)
     adopt, outages = starting._sessions.adopt, iter([True, True, False])
 
     def away_at_first(*arguments: Any) -> Any:
         if next(outages, False):
             raise BrokerUnavailable("away")
-        ground.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
+        harness.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
         return adopt(*arguments)
 
     with capture_logs():
@@ -194,14 +194,14 @@ def test_undecided_sessions_are_retried_after_an_outage(ground: HostGround, monk
         monkeypatch.setattr(starting._sessions, "adopt", away_at_first)
         duty = start_retries(starting, sandboxd)
         duty.join(20)
-    assert ground.place("acme:s1").queue == OURS
+    assert harness.place("acme:s1").queue == OURS
 
 
-def test_a_stale_session_is_closed_after_an_outage(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_session_is_closed_after_an_outage(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    ground.put_place("acme:s1", queue="host.b.b9")
-    starting = adopter(ground, sandboxd)
+    harness.put_place("acme:s1", queue="host.b.b9")
+    starting = adopter(harness, sandboxd)
     sandboxd.silent = True
     with capture_logs() as logs:
         starting.begin(sandboxd.rows)
@@ -213,9 +213,9 @@ def test_a_stale_session_is_closed_after_an_outage(ground: HostGround, monkeypat
     assert sandboxd.closed == ["acme:s1"]
 
 
-def test_a_worker_does_not_start_without_redis(ground: HostGround, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_does_not_start_without_redis(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
-    starting = adopter(ground, sandboxd)
+    starting = adopter(harness, sandboxd)
 
     def away(*_: object) -> None:
         raise BrokerUnavailable("away")
@@ -228,67 +228,67 @@ def test_a_worker_does_not_start_without_redis(ground: HostGround, monkeypatch: 
 # --- checkpoints and moves --------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(ground: HostGround) -> None:
-    sessions = ground.sessions("host.a.b1")
-    ground.put_place("acme:s1", fence=2)
+def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(harness: HostHarness) -> None:
+    sessions = harness.sessions("host.a.b1")
+    harness.put_place("acme:s1", fence=2)
     assert sessions.record_automatic("acme:s1", 1, "old", 10.0) is None
     recorded = sessions.record_automatic("acme:s1", 2, "c1", 10.5)
     assert recorded is not None
     assert recorded.previous is None
-    place = ground.place("acme:s1")
+    place = harness.place("acme:s1")
     assert (place.checkpoint, place.checkpoint_at, place.automatic) == ("c1", 10.5, "c1")
-    ground.put_place("acme:s1", queue="host.b.b1", fence=3)
+    harness.put_place("acme:s1", queue="host.b.b1", fence=3)
     assert sessions.record_automatic("acme:s1", 3, "c2", 11.0) is None
     assert not sessions.record_requested("acme:s1", "c2", 11.0)
     assert sessions.record_automatic("acme:gone", 1, "c2", 11.0) is None
-    assert not ground.redis.exists("toolcrew:d:t:acme:session.gone:place")
+    assert not harness.redis.exists("toolcrew:d:t:acme:session.gone:place")
 
 
-def test_an_automatic_checkpoint_names_only_the_automatic_one_before(ground: HostGround) -> None:
-    sessions = ground.sessions("host.a.b1")
-    ground.put_place("acme:s1")
+def test_an_automatic_checkpoint_names_only_the_automatic_one_before(harness: HostHarness) -> None:
+    sessions = harness.sessions("host.a.b1")
+    harness.put_place("acme:s1")
     sessions.record_automatic("acme:s1", 1, "c1", 1.0)
     assert sessions.record_requested("acme:s1", "asked", 2.0)
     recorded = sessions.record_automatic("acme:s1", 1, "c2", 3.0)
     assert recorded is not None
     assert recorded.previous == "c1"
-    assert ground.place("acme:s1").checkpoint == "c2"
+    assert harness.place("acme:s1").checkpoint == "c2"
 
 
-def test_a_checkpoint_that_took_long_does_not_take_the_place_of_a_newer_one(ground: HostGround) -> None:
-    sessions = ground.sessions("host.a.b1")
-    ground.put_place("acme:s1")
+def test_a_checkpoint_that_took_long_does_not_take_the_place_of_a_newer_one(harness: HostHarness) -> None:
+    sessions = harness.sessions("host.a.b1")
+    harness.put_place("acme:s1")
     sessions.record_automatic("acme:s1", 1, "newer", 1_700_000_010.5)
     assert sessions.record_requested("acme:s1", "older", 1_700_000_000.25)
-    place = ground.place("acme:s1")
+    place = harness.place("acme:s1")
     assert (place.checkpoint, place.checkpoint_at) == ("newer", 1_700_000_010.5)
 
 
-def test_a_note_that_was_sent_twice_does_not_name_itself_as_superseded(ground: HostGround) -> None:
-    sessions = ground.sessions("host.a.b1")
-    ground.put_place("acme:s1")
+def test_a_note_that_was_sent_twice_does_not_name_itself_as_superseded(harness: HostHarness) -> None:
+    sessions = harness.sessions("host.a.b1")
+    harness.put_place("acme:s1")
     sessions.record_automatic("acme:s1", 1, "c1", 1.0)
     recorded = sessions.record_automatic("acme:s1", 1, "c1", 1.0)
     assert recorded is not None
     assert recorded.previous is None
 
 
-def test_a_held_session_is_exclusive_until_its_release(ground: HostGround) -> None:
-    sessions = ground.sessions("host.a.b1")
-    ground.put_place("acme:s1", fence=5)
+def test_a_held_session_is_exclusive_until_its_release(harness: HostHarness) -> None:
+    sessions = harness.sessions("host.a.b1")
+    harness.put_place("acme:s1", fence=5)
     assert sessions.hold("acme:s1", 4, 60) is None
     fence = sessions.hold("acme:s1", 5, 60)
-    held = ground.place("acme:s1")
+    held = harness.place("acme:s1")
     assert fence == 6
     assert (held.state, held.queue, held.fence) == (LocationState.MOVING, "host.a.b1", 6)
-    assert held.moving_until == pytest.approx(float(ground.redis.time()[0]) + 60, abs=5)  # type: ignore[index]
+    assert held.moving_until == pytest.approx(float(harness.redis.time()[0]) + 60, abs=5)  # type: ignore[index]
     assert sessions.hold("acme:s1", 6, 60) is None
     assert not sessions.release("acme:s1", 5)
 
     assert sessions.record_automatic("acme:s1", 6, "c1", 1.0) is not None
     assert sessions.release("acme:s1", 6)
 
-    moved = ground.place("acme:s1")
+    moved = harness.place("acme:s1")
     assert moved.state == LocationState.MOVING
     assert moved.queue == ""
     assert moved.fence == 6
@@ -296,11 +296,11 @@ def test_a_held_session_is_exclusive_until_its_release(ground: HostGround) -> No
     assert moved.moving_until == 0.0
 
 
-def test_a_session_that_is_not_quiet_is_served_again_where_it_was(ground: HostGround) -> None:
-    sessions = ground.sessions("host.a.b1")
-    ground.put_place("acme:s1")
+def test_a_session_that_is_not_quiet_is_served_again_where_it_was(harness: HostHarness) -> None:
+    sessions = harness.sessions("host.a.b1")
+    harness.put_place("acme:s1")
     fence = sessions.hold("acme:s1", 1, 60)
     assert fence is not None
     assert sessions.unhold("acme:s1", fence)
-    place = ground.place("acme:s1")
+    place = harness.place("acme:s1")
     assert (place.state, place.queue, place.fence) == (LocationState.OPEN, "host.a.b1", 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SandboxUnavailable
-from tests.workspace_ground import MIB, require_images
+from tests.workspace_harness import MIB, require_images
 from workers.sandboxd.disks import choice, ext4
 from workers.sandboxd.disks.choice import LARGEST_TMPFS_BYTES, WantedKind, choose_workspaces
 

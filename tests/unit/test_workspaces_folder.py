@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from contract.errors import SandboxUnavailable
-from tests.workspace_ground import MIB, SMALL, run_as
+from tests.workspace_harness import MIB, SMALL, run_as
 from workers.sandboxd.disks import folder as folder_module
 from workers.sandboxd.disks import workspace_store as store_module
 from workers.sandboxd.disks.base import WorkspaceSize

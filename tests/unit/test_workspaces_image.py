@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SandboxUnavailable
-from tests.workspace_ground import (
+from tests.workspace_harness import (
     MIB,
     SMALL,
     assert_nothing_left_mounted,

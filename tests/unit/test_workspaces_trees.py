@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workspace_ground import MIB, run_as
+from tests.workspace_harness import MIB, run_as
 from workers.sandboxd.disks.base import WorkspaceSize
 from workers.sandboxd.disks.trees import TreeCount, remove_tree
 

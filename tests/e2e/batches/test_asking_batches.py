@@ -33,7 +33,7 @@ SCRIPT: list[dict[str, Any]] = [
 ITEMS = ("changed", "refused", "later", "never")
 
 
-class Desk:
+class Harness:
     """A user's shell whose environment names the shared stack and a model server."""
 
     def __init__(self, stack: Stack, footprint: Footprint, server: ModelServer, folder: Path) -> None:
@@ -74,52 +74,52 @@ class Desk:
 
 
 @pytest.fixture
-def desk(stack: Stack, footprint: Footprint, tmp_path: Path) -> Iterator[Desk]:
+def harness(stack: Stack, footprint: Footprint, tmp_path: Path) -> Iterator[Harness]:
     with running_model_server(SCRIPT) as server:
-        yield Desk(stack, footprint, server, tmp_path)
+        yield Harness(stack, footprint, server, tmp_path)
 
 
-def test_people_answer_from_elsewhere_and_an_answer_outlives_the_asking_process(desk: Desk) -> None:
-    lines = desk.folder / "in.jsonl"
+def test_people_answer_from_elsewhere_and_an_answer_outlives_the_asking_process(harness: Harness) -> None:
+    lines = harness.folder / "in.jsonl"
     lines.write_text("".join(json.dumps({"id": item, "instruction": f"[item {item}] act"}) + "\n" for item in ITEMS))
-    other = desk.folder / "arguments.json"
+    other = harness.folder / "arguments.json"
     other.write_text(json.dumps({"command": "echo as it was changed"}))
-    arguments = ("batches", "submit", str(lines), "--ask", "--output", str(desk.output), "--id", "asking")
-    first = desk.start(*arguments)
+    arguments = ("batches", "submit", str(lines), "--ask", "--output", str(harness.output), "--id", "asking")
+    first = harness.start(*arguments)
     try:
-        wait_until(lambda: set(desk.pending()) == set(ITEMS), 100, desk.said)
-        waiting = desk.pending()
+        wait_until(lambda: set(harness.pending()) == set(ITEMS), 100, harness.said)
+        waiting = harness.pending()
         assert waiting["changed"]["command"] == RISKY
         assert "removes" in waiting["changed"]["warning"]
         assert (
-            desk.toolcrew(
+            harness.toolcrew(
                 "approvals", "decide", waiting["changed"]["id"], "allow", "--arguments", f"@{other}"
             ).returncode
             == 0
         )
         assert (
-            desk.toolcrew(
+            harness.toolcrew(
                 "approvals", "decide", waiting["refused"]["id"], "deny", "--reason", "not on my watch"
             ).returncode
             == 0
         )
-        wait_until(lambda: set(desk.answers()) == {"changed", "refused"}, 60, desk.said)
+        wait_until(lambda: set(harness.answers()) == {"changed", "refused"}, 60, harness.said)
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
-    assert desk.toolcrew("approvals", "decide", waiting["later"]["id"], "allow").returncode == 0
+    assert harness.toolcrew("approvals", "decide", waiting["later"]["id"], "allow").returncode == 0
     # The resumed batch uses a shorter timeout.
-    second = desk.start("batches", "resume", "asking", "--output", str(desk.output), TOOLCREW_APPROVAL_WAIT_S="2")
-    assert second.wait(200) == 0, desk.said()
-    answers = desk.answers()
+    second = harness.start("batches", "resume", "asking", "--output", str(harness.output), TOOLCREW_APPROVAL_WAIT_S="2")
+    assert second.wait(200) == 0, harness.said()
+    answers = harness.answers()
     assert answers["changed"] == "it ran as it was changed"
     assert "not on my watch" in answers["refused"]
     assert answers["later"] == "it ran as it was asked"
     assert "nobody answered within 2 s" in answers["never"]
-    assert desk.pending() == {}
-    late = desk.toolcrew("approvals", "decide", waiting["never"]["id"], "allow")
+    assert harness.pending() == {}
+    late = harness.toolcrew("approvals", "decide", waiting["never"]["id"], "allow")
     assert (late.returncode, "the question has been closed since" in late.stderr) == (1, True)
-    reply = json.loads(desk.toolcrew("changes", "list", "--json", "--tenant", "default").stdout)
+    reply = json.loads(harness.toolcrew("changes", "list", "--json", "--tenant", "default").stdout)
     mine = {question["id"] for question in waiting.values()}
     assert [entry["action"] for entry in reply if entry["target"] in mine] == [
         "approval.allow",

@@ -264,9 +264,9 @@ async def test_a_cancelled_batch_ends_and_one_that_was_not_handed_over_is_its_su
         assert await runs.queue.counts("default", "kept") == {"waiting": 1, "running": 0}
 
 
-def call(name: str, **ground: Any) -> BatchItem:
+def call(name: str, **harness: Any) -> BatchItem:
     body = CallBody(name="bash_tool", arguments={"command": "cat secret* */secret*"})
-    return BatchItem(custom_id=name, line=1, url="/v1/tools/execute", work=body, environment=ItemEnvironment(**ground))
+    return BatchItem(custom_id=name, line=1, url="/v1/tools/execute", work=body, environment=ItemEnvironment(**harness))
 
 
 async def submit_by_hand(

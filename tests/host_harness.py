@@ -47,7 +47,7 @@ def bound(argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", _BOUND, str(os.getpid()), *argv]
 
 
-class GroundProcess:
+class HarnessProcess:
     """A process that a thread keeps running. After `stop`, or after exit code 0, the process is not restarted."""
 
     def __init__(
@@ -150,7 +150,7 @@ class GroundProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-class Ground:
+class Harness:
     """The hosts, their Redis and their store. `tally`: a folder to which every sandbox and every operator's tool can
     append.
     """
@@ -159,7 +159,7 @@ class Ground:
         self.footprint = footprint
         self.api = api
         self.folder = footprint.folder
-        self.deployment = f"ground-{self.folder.name[4:]}"
+        self.deployment = f"harness-{self.folder.name[4:]}"
         self.tally = self.folder / "tally"
         self.tally.mkdir()
         self.tally.chmod(0o777)  # the sandboxes run as another user
@@ -169,7 +169,7 @@ class Ground:
         unchanged.
         """
         self._settings = dict(settings)
-        self._processes: dict[str, GroundProcess] = {}
+        self._processes: dict[str, HarnessProcess] = {}
 
     @property
     def broker(self) -> BrokerSettings:
@@ -183,7 +183,7 @@ class Ground:
     def roles(self) -> list[str]:
         return list(self._processes)
 
-    def process(self, role: str) -> GroundProcess:
+    def process(self, role: str) -> HarnessProcess:
         return self._processes[role]
 
     def log(self, role: str) -> str:
@@ -283,7 +283,7 @@ class Ground:
         return "\n".join(f"--- {role} (ends: {one.ends})\n{one.log()[-1500:]}" for role, one in self._processes.items())
 
     def _start(self, role: str, argv: Sequence[str], environment: Mapping[str, str], tree: Path = ROOT) -> None:
-        started = GroundProcess(role, argv, self.environment(environment), self.folder / f"{role}.log", tree)
+        started = HarnessProcess(role, argv, self.environment(environment), self.folder / f"{role}.log", tree)
         self._processes[role] = started
         started.start()
 
@@ -303,21 +303,21 @@ class Ground:
 
 
 @contextlib.contextmanager
-def open_ground(
+def open_harness(
     api: APIClient, *hosts: str, tools: bool = False, settings: Mapping[str, str] | None = None
-) -> Iterator[Ground]:
+) -> Iterator[Harness]:
     """Run hosts that serve calls. Everything is stopped and removed on exit, even after an error. `settings`:
     environment of every process.
     """
     with open_footprint(api) as footprint:
-        ground = Ground(footprint, api, settings or {})
+        harness = Harness(footprint, api, settings or {})
         try:
-            ground.start_redis()
+            harness.start_redis()
             for name in hosts:
-                ground.start_host(name)
+                harness.start_host(name)
             if tools:
-                ground.start_tools()
-            ground.wait_ready()
-            yield ground
+                harness.start_tools()
+            harness.wait_ready()
+            yield harness
         finally:
-            ground.stop()
+            harness.stop()

@@ -38,10 +38,10 @@ from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemorySessionStore, StaticHosts, build_report
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
-from tests.run_ground import RunGround, build_item
+from tests.run_harness import RunHarness, build_item
 from workers.tools.builtin import build_registry
 
-Made = Callable[..., "ItemGround"]
+Made = Callable[..., "ItemHarness"]
 Answer = Callable[[ToolCall, ToolContext], ToolResult | Awaitable[ToolResult]]
 OPENED = {
     "host": "h1",
@@ -63,7 +63,7 @@ def failed(code: Any, message: str = "no") -> Answer:
     return lambda call, _: ToolResult.failed(call, code, message)
 
 
-class ItemGround(RunGround):
+class ItemHarness(RunHarness):
     """A process with its pool. `answers`: replies by verb or tool, instead of a success. `run_events`: all events
     of its runs. `places`: shared by the processes of one pool.
     """
@@ -173,7 +173,7 @@ def build_tool_call(**fields: Any) -> BatchItem:
     return build_item(1, url="/v1/tools/execute", work=CallBody(name="echo", arguments={"text": "x"}), **fields)
 
 
-def with_ground(item: BatchItem, **fields: Any) -> BatchItem:
+def with_harness(item: BatchItem, **fields: Any) -> BatchItem:
     """Return the item with this initial state."""
     return item.model_copy(update={"environment": item.environment.model_copy(update=fields)})
 
@@ -193,4 +193,4 @@ async def open_maker(redis_server: RedisProcess) -> AsyncIterator[Made]:
     places = MemorySessionStore()
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         with capture_logs():
-            yield lambda *arguments, **options: ItemGround(client, *arguments, places=places, **options)
+            yield lambda *arguments, **options: ItemHarness(client, *arguments, places=places, **options)

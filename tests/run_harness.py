@@ -28,7 +28,7 @@ def build_outcome(claim: RunClaim, kind: FailureKind | None = None) -> ItemOutco
     return ItemOutcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body={}, failure=failure)
 
 
-class RunGround:
+class RunHarness:
     """Batches `b` of tenants. The tests submit the batches and process the runs directly."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:

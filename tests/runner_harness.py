@@ -20,7 +20,7 @@ from store.batches import BatchDefaults, BatchEventWriter, BatchState, ItemOutco
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.run_ground import RunGround
+from tests.run_harness import RunHarness
 
 SOON_S = 20.0
 BATCH = ("acme", "b")
@@ -70,7 +70,7 @@ class Worker:
         """Do nothing: nothing is traced."""
 
 
-class House(RunGround):
+class RunnerHarness(RunHarness):
     """A queue with its runners."""
 
     def runner(self, worker: Worker, queue: RunQueue | None = None, *, concurrency: int = 4) -> Runner:
@@ -132,10 +132,10 @@ class WatchedQueue(RunQueue):
 
 
 @asynccontextmanager
-async def open_house(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
-    """Yield a house on that Redis whose runners use short intervals."""
+async def open_harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunnerHarness]:
+    """Yield a harness on that Redis whose runners use short intervals."""
     for name, hurried in (("LOOK_S", 0.02), ("LEASE_S", 0.2), ("RETRY_AFTER_S", (0.001,))):
         monkeypatch.setattr(runner_module, name, hurried)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         with capture_logs():
-            yield House(client)
+            yield RunnerHarness(client)

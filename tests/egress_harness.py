@@ -47,7 +47,7 @@ def build_opening(rules: Mapping[str, Any] | None, tenant: str = "acme", session
 
 
 @dataclass
-class Ground:
+class Harness:
     """A running proxy. `logs`: the log lines so far."""
 
     path: Path
@@ -138,13 +138,13 @@ def get(place: str, *headers: str, method: str = "GET", body: bytes = b"", host:
 
 
 @contextmanager
-def open_ground(
+def open_harness(
     resolver_pool: dict[str, list[list[str]]] | None = None,
     limits: ProxyLimits | None = None,
     addresses: AddressRules | None = None,
     max_connections: int = MAX_CONNECTIONS,
     **settings: Any,
-) -> Iterator[Ground]:
+) -> Iterator[Harness]:
     """Run a proxy that knows site.example and `resolver_pool`. `settings`: fields of EgressSettings."""
     resolver = StubResolver({"site.example": [["127.0.0.1"]]} | (resolver_pool or {}))
     chosen = limits or ProxyLimits(watch_s=0.05, linger_s=0.5)
@@ -157,9 +157,9 @@ def open_ground(
         return Proxy(Destinations(ResolverPool(lambda: resolver), rules, chosen), quotas, chosen, secrets)
 
     with tempfile.TemporaryDirectory() as folder, capture_logs() as logs:
-        ground = Ground(Path(folder) / "egress.sock", resolver, logs)
-        with _running(EgressSettings(egress_socket=ground.path, **settings), build, max_connections):
-            yield ground
+        harness = Harness(Path(folder) / "egress.sock", resolver, logs)
+        with _running(EgressSettings(egress_socket=harness.path, **settings), build, max_connections):
+            yield harness
 
 
 @contextmanager
@@ -185,22 +185,22 @@ def _running(settings: EgressSettings, build: Callable[[], Proxy], max_connectio
 
 
 @contextmanager
-def open_front(ground: Ground, rules: Mapping[str, Any]) -> Iterator[str]:
+def open_front(harness: Harness, rules: Mapping[str, Any]) -> Iterator[str]:
     """Open a TCP port that replaces a sandbox's loopback and the tunnels of sandboxd. Yields the proxy URL as a
     sandbox sees the URL.
     """
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=_accept_front, args=(listening, ground, rules), daemon=True).start()
+        threading.Thread(target=_accept_front, args=(listening, harness, rules), daemon=True).start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         with contextlib.suppress(OSError):
             listening.shutdown(socket.SHUT_RDWR)
 
 
-def _accept_front(listening: socket.socket, ground: Ground, rules: Mapping[str, Any]) -> None:
+def _accept_front(listening: socket.socket, harness: Harness, rules: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):
         while True:
             outer, _ = listening.accept()
-            inner = ground.connect(rules)
+            inner = harness.connect(rules)
             inner.settimeout(None)
             for source, sink in ((outer, inner), (inner, outer)):
                 threading.Thread(target=_pump, args=(source, sink), daemon=True).start()

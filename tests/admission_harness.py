@@ -44,7 +44,7 @@ def set_slots(client: "redis.Redis", slots: int | None, queue: str = QUEUE) -> N
         client.set(slots_key(DEPLOYMENT, queue), slots)
 
 
-class Ground:
+class Harness:
     """Named orchestrators that send the requests of a test."""
 
     def __init__(self, client: "redis.Redis", *, now: float = 1000.0) -> None:

@@ -24,7 +24,7 @@ ROLES = {
     "operator": ("default", "operator"),
     "admin": ("default", "admin"),
 }
-"""The clients of a ground: client name to the tenant and the role of its key."""
+"""The clients of a harness: client name to the tenant and the role of its key."""
 
 
 def api_settings(redis_url: str, **fields: Any) -> OrchestratorSettings:
@@ -34,7 +34,7 @@ def api_settings(redis_url: str, **fields: Any) -> OrchestratorSettings:
     )
 
 
-class ApiGround:
+class ApiHarness:
     """A running service. `clients`: keyed by the names in ROLES; `nobody` is a client without a key. `keys`: the text
     of each client's key.
     """
@@ -92,13 +92,13 @@ async def serving(settings: OrchestratorSettings, *, concurrency: int = 0) -> As
 
 
 @asynccontextmanager
-async def open_api(redis_url: str, *, concurrency: int = 0, **fields: Any) -> AsyncIterator[ApiGround]:
+async def open_api(redis_url: str, *, concurrency: int = 0, **fields: Any) -> AsyncIterator[ApiHarness]:
     """Open a service on an empty Redis. `concurrency`: of the orchestrator inside the service; 0 means no
     orchestrator.
     """
     keys = await make_keys(redis_url)
     async with serving(api_settings(redis_url, **fields), concurrency=concurrency) as url:
-        ground = ApiGround(url, keys)
+        harness = ApiHarness(url, keys)
         try:
             await wait_until_async(
                 lambda: (
@@ -110,6 +110,6 @@ async def open_api(redis_url: str, *, concurrency: int = 0, **fields: Any) -> As
                 READY_S,
                 "the API was not connected",
             )
-            yield ground
+            yield harness
         finally:
-            await ground.close()
+            await harness.close()

@@ -34,7 +34,7 @@ class Found:
         return self.failure.code if self.failure else None
 
 
-class Ground:
+class Harness:
     """A workspace, a /tmp and an output folder for one test. Each new file has a later modification time than the
     file before.
     """

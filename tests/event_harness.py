@@ -20,7 +20,7 @@ from workers.call_events import CallEventWriter
 DEPLOYMENT = "test"
 
 
-class House:
+class EventHarness:
     """A listener, and the writers of the calls of its tenants."""
 
     def __init__(self, server: RedisProcess) -> None:

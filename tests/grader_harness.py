@@ -7,7 +7,7 @@ from typing import Any
 from contract.calls import SandboxInfo, ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
 from store.batches import BatchItem, Grader
-from tests.item_ground import ItemGround
+from tests.item_harness import ItemHarness
 
 
 def graded(item: BatchItem, **fields: Any) -> BatchItem:
@@ -31,14 +31,14 @@ def tar_of(*entries: tuple[str, bytes, bytes]) -> bytes:
 class Sandboxes:
     """Answers of a pool: the agent's sandbox has `files`, and the grader's command ends with `code`."""
 
-    def __init__(self, ground: ItemGround, code: int = 0, reward: bytes | None = None, **exec_fields: Any) -> None:
-        self.ground, self.code, self.reward, self.exec_fields = ground, code, reward, exec_fields
+    def __init__(self, harness: ItemHarness, code: int = 0, reward: bytes | None = None, **exec_fields: Any) -> None:
+        self.harness, self.code, self.reward, self.exec_fields = harness, code, reward, exec_fields
         self.listing = b"5 1.0 a.py\0"
         self.archive = tar_of(("a.py", tarfile.REGTYPE, b"hello"))
         self.graded: list[str] = []
         self.imported = b""
         self.sandbox = SandboxInfo(id="s", generation=1, rebuilt=False)
-        ground.answers |= {
+        harness.answers |= {
             "exec": self.exec,
             "export": lambda call, _: self.blob(call, self.archive),
             "import": self.take,
@@ -46,7 +46,7 @@ class Sandboxes:
         }
 
     def blob(self, call: ToolCall, data: bytes, **metadata: Any) -> ToolResult:
-        self.ground.blobs.kept[f"b-{call.id}"] = data
+        self.harness.blobs.kept[f"b-{call.id}"] = data
         return ToolResult(
             call_id=call.id,
             name=call.name,
@@ -67,7 +67,7 @@ class Sandboxes:
         return self.blob(call, b"x", **facts)
 
     def take(self, call: ToolCall, context: ToolContext) -> ToolResult:
-        self.imported = self.ground.blobs.kept[str(context.blob)]
+        self.imported = self.harness.blobs.kept[str(context.blob)]
         return self.blob(call, b"")
 
     def read(self, call: ToolCall, _: ToolContext) -> ToolResult:

@@ -40,7 +40,7 @@ from store.runs import RunQueue
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from store.usage import ReplySpending, UsageStore
-from tests.api_ground import ApiGround
+from tests.api_harness import ApiHarness
 from tests.batch_story import Attempt, tell_item
 from tests.builders import build_spec
 from tests.fake_hosts import build_report
@@ -311,7 +311,7 @@ class Watched:
 class Visitors:
     """Browsers of users with keys. `api`: the service that serves the pages."""
 
-    def __init__(self, browser: Browser, api: ApiGround) -> None:
+    def __init__(self, browser: Browser, api: ApiHarness) -> None:
         self.browser = browser
         self.api = api
 

@@ -47,7 +47,7 @@ def build_question(command: str = "rm -rf /data", **fields: Any) -> ApprovalQues
 
 
 @dataclass
-class Desk:
+class ApprovalHarness:
     """A Redis, with as many question queues of as many processes as a test needs."""
 
     client: "redis.asyncio.Redis"
@@ -69,6 +69,6 @@ class Desk:
 
 
 @asynccontextmanager
-async def open_desk(server: RedisProcess) -> AsyncIterator[Desk]:
+async def open_harness(server: RedisProcess) -> AsyncIterator[ApprovalHarness]:
     async with redis.asyncio.Redis.from_url(server.url, socket_timeout=5) as client:
-        yield Desk(client)
+        yield ApprovalHarness(client)

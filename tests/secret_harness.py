@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.secrets import build_placeholder
-from tests.egress_ground import SOON_S, Ground, build_rules, open_ground, read_some
+from tests.egress_harness import SOON_S, Harness, build_rules, open_harness, read_some
 from tests.web_certificate import server_context
 from workers.egress.limits import ProxyLimits
 
@@ -96,10 +96,10 @@ def open_secret_site(context: ssl.SSLContext | None = None) -> Iterator[Site]:
 
 
 @dataclass
-class SecretGround:
+class SecretHarness:
     """A proxy that knows site.example and search.example, and a site. `trust`: a context with the proxy's authority."""
 
-    proxy: Ground
+    proxy: Harness
     site: Site
     trust: ssl.SSLContext
 
@@ -150,9 +150,9 @@ class SecretGround:
         return ask_proxy(self.proxy, ask)
 
 
-def ask_proxy(ground: Ground, ask: str) -> bytes:
+def ask_proxy(harness: Harness, ask: str) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.connect(str(ground.path))
+        client.connect(str(harness.path))
         client.sendall(json.dumps({"v": 1, "ask": ask}).encode() + b"\n")
         data = b""
         while piece := client.recv(65536):
@@ -184,8 +184,8 @@ def _is_complete(data: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def open_secret_ground(limits: ProxyLimits | None = None) -> Iterator[SecretGround]:
+def open_secret_harness(limits: ProxyLimits | None = None) -> Iterator[SecretHarness]:
     names = {"search.example": [["127.0.0.1"]], "elsewhere.example": [["127.0.0.1"]]}
-    with open_secret_site() as site, open_ground(names, limits) as proxy:
+    with open_secret_site() as site, open_harness(names, limits) as proxy:
         trust = ssl.create_default_context(cadata=ask_proxy(proxy, "authority").decode())
-        yield SecretGround(proxy, site, trust)
+        yield SecretHarness(proxy, site, trust)

@@ -21,15 +21,15 @@ from store.runs import HostedRun, RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemorySessionStore
-from tests.item_ground import ItemGround
+from tests.item_harness import ItemHarness
 
 SOON_S = 60.0
 ECHO = RunBody(instruction="say it", tools=("echo",))
 Event = dict[str, Any]
-MadeHosted = Callable[..., "HostedGround"]
+MadeHosted = Callable[..., "HostedHarness"]
 
 
-class HostedGround(ItemGround):
+class HostedHarness(ItemHarness):
     """A process that starts runs of tenant acme, follows the runs, and executes the runs inside `working`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -90,16 +90,16 @@ def types(events: list[Event]) -> list[str]:
 @asynccontextmanager
 async def open_hosted(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
     """Yield a factory of processes on one Redis that share the session locations."""
-    places, made = MemorySessionStore(), list[HostedGround]()
+    places, made = MemorySessionStore(), list[HostedHarness]()
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=30) as client:
 
-        def make(*arguments: Any, **options: Any) -> HostedGround:
-            made.append(HostedGround(client, *arguments, places=places, **options))
+        def make(*arguments: Any, **options: Any) -> HostedHarness:
+            made.append(HostedHarness(client, *arguments, places=places, **options))
             return made[-1]
 
         with capture_logs():
             try:
                 yield make
             finally:
-                for ground in made:
-                    await ground.runs.hub.close()
+                for harness in made:
+                    await harness.runs.hub.close()
