@@ -25,7 +25,7 @@ from tests.approval_harness import (
     OTHER,
     SHELL,
     SOON_S,
-    Harness,
+    ApprovalHarness,
     build_question,
     build_request,
     open_harness,
@@ -44,7 +44,7 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
+async def harness(redis_server: RedisProcess) -> AsyncIterator[ApprovalHarness]:
     async with open_harness(redis_server) as opened:
         yield opened
 
@@ -52,7 +52,7 @@ async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
 # Asking and answering
 
 
-async def test_a_question_is_shown_exactly_and_answered_from_another_process(harness: Harness) -> None:
+async def test_a_question_is_shown_exactly_and_answered_from_another_process(harness: ApprovalHarness) -> None:
     deciding = asyncio.create_task(QueueApprover(harness.queue()).decide(request := build_request()))
     (question,) = await harness.until_pending()
     assert (question.tenant, question.session, question.run, question.call) == ("acme", "s1", "run-1", request.call)
@@ -68,7 +68,7 @@ async def test_a_question_is_shown_exactly_and_answered_from_another_process(har
     assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
-async def test_a_refusal_has_its_reason_and_other_arguments_come_as_they_were_given(harness: Harness) -> None:
+async def test_a_refusal_has_its_reason_and_other_arguments_come_as_they_were_given(harness: ApprovalHarness) -> None:
     approver = QueueApprover(harness.queue())
     first, second = (asyncio.create_task(approver.decide(build_request(number=number))) for number in (1, 2))
     await harness.until_pending(2)
@@ -81,7 +81,7 @@ async def test_a_refusal_has_its_reason_and_other_arguments_come_as_they_were_gi
         assert await second == dataclasses.replace(changed, digest=questions[1].digest)
 
 
-async def test_the_gate_runs_the_changed_call_and_judges_it_once_more(harness: Harness) -> None:
+async def test_the_gate_runs_the_changed_call_and_judges_it_once_more(harness: ApprovalHarness) -> None:
     async def outcome(command: str, number: int) -> ToolCall | ToolResult:
         call = build_call("bash_tool", call_id=f"c{number}", command="git push --force")
         reviewing = asyncio.create_task(
@@ -101,7 +101,7 @@ async def test_the_gate_runs_the_changed_call_and_judges_it_once_more(harness: H
     assert denied.error_code is ErrorCode.SECURITY_REFUSED
 
 
-async def test_a_process_that_continues_a_run_finds_its_question_and_the_answer(harness: Harness) -> None:
+async def test_a_process_that_continues_a_run_finds_its_question_and_the_answer(harness: ApprovalHarness) -> None:
     question = build_question()
     assert await harness.queue().ask(question, "died", 60) is None
     # The asking process is dead and has not withdrawn the question.
@@ -114,7 +114,7 @@ async def test_a_process_that_continues_a_run_finds_its_question_and_the_answer(
     assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
-async def test_a_question_that_is_asked_again_is_one_question_that_waits_anew(harness: Harness) -> None:
+async def test_a_question_that_is_asked_again_is_one_question_that_waits_anew(harness: ApprovalHarness) -> None:
     queue, question = harness.queue(), build_question()
     await queue.ask(question, "first", 10)
     (before,) = (await queue.pending(ADMIN)).questions
@@ -124,7 +124,7 @@ async def test_a_question_that_is_asked_again_is_one_question_that_waits_anew(ha
     assert after.expires_at - before.expires_at > 40
 
 
-async def test_one_that_lost_its_run_does_not_withdraw_what_the_next_has_asked_again(harness: Harness) -> None:
+async def test_one_that_lost_its_run_does_not_withdraw_what_the_next_has_asked_again(harness: ApprovalHarness) -> None:
     queue, question = harness.queue(), build_question()
     await queue.ask(question, "first", 60)
     await queue.ask(question, "second", 60)
@@ -134,7 +134,7 @@ async def test_one_that_lost_its_run_does_not_withdraw_what_the_next_has_asked_a
     assert (await queue.pending(ADMIN)).questions == ()
 
 
-async def test_a_question_is_withdrawn_when_its_call_is_cancelled(harness: Harness) -> None:
+async def test_a_question_is_withdrawn_when_its_call_is_cancelled(harness: ApprovalHarness) -> None:
     deciding = asyncio.create_task(QueueApprover(harness.queue()).decide(build_request()))
     (question,) = await harness.until_pending()
     deciding.cancel()
@@ -145,7 +145,9 @@ async def test_a_question_is_withdrawn_when_its_call_is_cancelled(harness: Harne
     assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
-async def test_a_question_without_an_answer_in_time_is_denied_and_cannot_be_answered_later(harness: Harness) -> None:
+async def test_a_question_without_an_answer_in_time_is_denied_and_cannot_be_answered_later(
+    harness: ApprovalHarness,
+) -> None:
     call = build_call("bash_tool", command="git push --force")
     result = await review(
         call, SHELL, QueueApprover(harness.queue()), tenant="acme", session="s1", run="run-1", ttl_s=0.3
@@ -163,7 +165,7 @@ async def test_a_question_without_an_answer_in_time_is_denied_and_cannot_be_answ
 
 
 async def test_many_wait_by_one_look_and_each_hears_its_own_answer(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+    harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_file, "_AT_ONCE", 7)
     queue, looks = harness.queue(), list[int]()
@@ -188,7 +190,7 @@ async def test_many_wait_by_one_look_and_each_hears_its_own_answer(
     assert max(looks) > 1
 
 
-async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(harness: Harness) -> None:
+async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(harness: ApprovalHarness) -> None:
     class Shaky(ApprovalQueue):
         failures = 3
 
@@ -219,7 +221,7 @@ async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(harness
         assert (await deciding).is_allowed
 
 
-async def test_who_begins_to_wait_as_the_last_one_stops_hears_the_answer(harness: Harness) -> None:
+async def test_who_begins_to_wait_as_the_last_one_stops_hears_the_answer(harness: ApprovalHarness) -> None:
     approver, question = QueueApprover(harness.queue()), build_question()
     await harness.queue().ask(question, "somebody", SOON_S)
     first = asyncio.create_task(approver._answered("another"))
@@ -232,7 +234,7 @@ async def test_who_begins_to_wait_as_the_last_one_stops_hears_the_answer(harness
         assert (await second).to_decision().is_allowed
 
 
-async def test_a_bug_in_the_look_ends_the_wait_instead_of_lasting_to_the_limit(harness: Harness) -> None:
+async def test_a_bug_in_the_look_ends_the_wait_instead_of_lasting_to_the_limit(harness: ApprovalHarness) -> None:
     class Broken(ApprovalQueue):
         async def answers(self, ids):  # type: ignore[no-untyped-def]
             raise RuntimeError("a bug")
@@ -248,7 +250,7 @@ async def test_a_bug_in_the_look_ends_the_wait_instead_of_lasting_to_the_limit(h
 # Permissions to see and answer
 
 
-async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(harness: Harness) -> None:
+async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(harness: ApprovalHarness) -> None:
     queue = harness.queue()
     for tenant in ("acme", "other"):
         await queue.ask(build_question(tenant=tenant), "x", 60)
@@ -269,7 +271,7 @@ async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(harnes
     assert refused.value.code is ErrorCode.PERMISSION_DENIED
 
 
-async def test_where_operators_answer_a_tenant_only_looks(harness: Harness) -> None:
+async def test_where_operators_answer_a_tenant_only_looks(harness: ApprovalHarness) -> None:
     queue, question = harness.queue(approvers="operator"), build_question()
     await queue.ask(question, "x", 60)
     assert (await queue.get(question.id, ACME)).question == question
@@ -279,7 +281,7 @@ async def test_where_operators_answer_a_tenant_only_looks(harness: Harness) -> N
     assert (await queue.decide(question.id, YES, digest=question.digest, actor=OPERATOR)).by == OPERATOR
 
 
-async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(harness: Harness) -> None:
+async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(harness: ApprovalHarness) -> None:
     queue, question = harness.queue(), build_question()
     await queue.ask(question, "x", 60)
     with pytest.raises(OtherCall):
@@ -301,7 +303,7 @@ async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(har
 
 
 async def test_pages_are_whole_and_in_order_of_expiry_also_when_many_expire_at_once(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+    harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_file, "_AT_ONCE", 4)
     queue = harness.queue()
@@ -324,13 +326,13 @@ async def test_pages_are_whole_and_in_order_of_expiry_also_when_many_expire_at_o
 @pytest.mark.parametrize(
     "cursor", ["", "x", "1", "-", f"x-{'0' * 32}", f"{'9' * 40}-{'0' * 32}", "1-2", f"٣-{'0' * 32}"]
 )
-async def test_what_is_no_cursor_is_refused(harness: Harness, cursor: str) -> None:
+async def test_what_is_no_cursor_is_refused(harness: ApprovalHarness, cursor: str) -> None:
     with pytest.raises(ToolFailure) as refused:
         await harness.queue().pending(ADMIN, cursor=cursor)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_an_expired_question_vanishes_from_every_list(harness: Harness) -> None:
+async def test_an_expired_question_vanishes_from_every_list(harness: ApprovalHarness) -> None:
     queue = harness.queue()
     await queue.ask(build_question(number=1), "x", 0.01)
     await asyncio.sleep(0.05)
@@ -353,7 +355,7 @@ async def test_the_id_of_a_question_is_known_beforehand_and_another_for_any_othe
     assert len(ids) == 5
 
 
-async def test_redis_away_is_reported_and_nothing_is_assumed(harness: Harness) -> None:
+async def test_redis_away_is_reported_and_nothing_is_assumed(harness: ApprovalHarness) -> None:
     queue, question = harness.queue(), build_question()
     await harness.client.set("toolcrew:d:approvals", "not a sorted set")
     for work in (queue.ask(question, "x", 60), queue.pending(ADMIN)):
@@ -369,7 +371,7 @@ async def test_redis_away_is_reported_and_nothing_is_assumed(harness: Harness) -
     [("auto", AutoApprover), ("never", RefusingApprover), ("ask", QueueApprover), ("queue", QueueApprover)],
 )
 async def test_runs_that_ask_people_ask_the_queue_unless_the_operator_has_the_last_word(
-    harness: Harness, mode: str, kind: type
+    harness: ApprovalHarness, mode: str, kind: type
 ) -> None:
     settings = OrchestratorSettings.model_validate({"approvals": mode, "deployment": "d"})
     queue = harness.queue()
@@ -378,7 +380,7 @@ async def test_runs_that_ask_people_ask_the_queue_unless_the_operator_has_the_la
     assert isinstance(choose_pool_approver(settings, queue, is_interactive=False), expected)
 
 
-async def test_an_unknown_question_is_unknown(harness: Harness) -> None:
+async def test_an_unknown_question_is_unknown(harness: ApprovalHarness) -> None:
     for id_ in ("0" * 32, "", "x", "..", "0" * 31 + "\n", "A" * 32, "٣" * 32):
         with pytest.raises(UnknownQuestion):
             await harness.queue().get(id_, ADMIN)
