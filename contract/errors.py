@@ -10,6 +10,7 @@
     |   +-- BrokerUnavailable      Redis cannot be reached, or refuses the credentials
     |   +-- SandboxUnavailable     no engine, no image, no sandboxd, or the sandbox died
     |   +-- ModelUnavailable       the model server cannot be reached, or refuses the request
+    |       +-- ModelBlocked           its rate limit asks for a longer wait than the caller allows
     |       +-- ModelInterrupted       the reply stopped after a part of it was streamed
     |       +-- ContextWindowExceeded  the request is too long for the model
     |       +-- ModelRefused           the server refuses the content of this request
