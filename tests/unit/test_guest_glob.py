@@ -240,10 +240,18 @@ def test_a_pattern_that_takes_seconds_to_compile_is_refused_at_once(harness: Har
 def test_a_rule_file_that_takes_seconds_to_compile_is_reported_and_not_read(harness: Harness, rules: str) -> None:
     harness.make(".gitignore", rules + "\n*\n")
     harness.make("a", "hit\n")
-    assert harness.glob("a").lines == ["a"]
-    found = harness.grep("hit")
-    assert found.lines == ["a:1: hit"]
+    found = harness.glob("a")
+    assert found.lines == ["a"]
     assert "its rules are not applied" in found["bad_rules"][0]
+
+
+def test_a_search_says_that_the_rules_of_a_file_are_not_applied_or_what_they_hide(harness: Harness) -> None:
+    harness.make(".gitignore", "*\n")
+    harness.make("a", "hit\n")
+    assert (harness.grep("hit").lines, harness.grep("hit")["ignored"]) == ([], 2)
+    harness.make(".gitignore", "\n".join(f"*{n}?b" for n in range(20_000)) + "\n*\n")
+    assert harness.grep("hit").lines == ["a:1: hit"]
+    assert "its rules are not applied" in harness.grep("hit")["bad_rules"][0]
 
 
 # patterns

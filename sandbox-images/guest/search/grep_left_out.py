@@ -10,6 +10,8 @@ _GAVE_UP = b"PCRE2: error matching"
 # An error about a file. The name may contain line ends.
 _OS_ERROR = re.compile(rb"^(?:rg: )?\./(.*?): [^:\n]*\(os error \d+\)$", re.MULTILINE | re.DOTALL)
 _RULE_ERROR = re.compile(rb"^(?:rg: )?(?:\./)?([^\n]*\.(?:git|rg)?ignore): (line \d+: [^\n]+)$", re.MULTILINE)
+# ripgrep does not say which file has these rules, and applies no rule of the file.
+_TOO_LARGE = re.compile(rb"^(?:rg: )?Compiled regex exceeds size limit", re.MULTILINE)
 # ripgrep 13 and 14 write these with --debug.
 _IGNORED = re.compile(rb"^DEBUG\|[^\n]*?: ignoring \./([^\n]*): Ignore\(IgnoreMatch\(Gitignore\(")
 _LARGE = re.compile(rb"^DEBUG\|[^\n]*?: ignoring \./([^\n]*): \d+ bytes$")
@@ -53,8 +55,11 @@ class LeftOut:
     @property
     def bad_rules(self) -> list[str]:
         """The invalid lines of rule files."""
-        found = _RULE_ERROR.finditer(bytes(self._errors))
-        return [b": ".join(match.groups()).decode("utf-8", "surrogateescape") for match in found]
+        errors = bytes(self._errors)
+        found = [
+            b": ".join(match.groups()).decode("utf-8", "surrogateescape") for match in _RULE_ERROR.finditer(errors)
+        ]
+        return found + ["a file with too many rules, its rules are not applied"] * bool(_TOO_LARGE.search(errors))
 
     @property
     def text(self) -> str:
