@@ -43,8 +43,12 @@ def load_requirements(*extras: str) -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
     lines = [*project["dependencies"], *(line for extra in extras or optional for line in optional[extra])]
-    # An extra may include another one, whose requirements are listed separately.
-    return [requirement for requirement in map(Requirement, lines) if requirement.name != "toolcrew"]
+    # An extra may include another one, whose requirements are listed separately. The locks are for this Python.
+    return [
+        requirement
+        for requirement in map(Requirement, lines)
+        if requirement.name != "toolcrew" and (requirement.marker is None or requirement.marker.evaluate())
+    ]
 
 
 @pytest.mark.parametrize("requirement", load_requirements(), ids=str)

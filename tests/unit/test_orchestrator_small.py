@@ -73,6 +73,7 @@ def test_only_limits_are_limits() -> None:
         StopReason.MAX_WALL,
         StopReason.MAX_TOKENS,
         StopReason.MAX_COST,
+        StopReason.BUDGET_EXCEEDED,
     }
 
 
