@@ -229,7 +229,7 @@ class ToolResult(Record):
     clocks: Clocks = Clocks()
     kill: KillReport | None = None
     sandbox: SandboxInfo | None = None
-    usage: CallUsage | None = None
+    usage: CallUsage | None = Field(default=None, exclude_if=lambda usage: usage is None)
     """Resources that the call used. None: it used no sandbox, the sandbox was not measured, or its result was lost."""
     blob: str | None = Field(default=None, max_length=256)
     """Key of result bytes in Redis, which ends with their SHA-256. The orchestrator fetches and deletes the bytes."""

@@ -11,6 +11,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "langchain": ("langchain_core",),
     "openai-agents": ("agents",),
     "local-model": ("xllamacpp",),
+    "harbor": ("harbor",),
+    "parquet": ("pyarrow",),
 }
 """Extra -> packages that the extra installs: those that toolcrew imports, and those that they require."""
 

@@ -116,7 +116,8 @@ def test_every_module_is_content_with_the_extra_that_it_asks_for(
             if extra not in made:
                 made[extra] = make_environment(tmp_path / extra, unpacked, (extra,))
             lacking |= find_lacks(made[extra], names)
-    assert lacking == {}
+    # harbor can be installed only for Python 3.12 and later.
+    assert lacking == ({} if sys.version_info >= (3, 12) else {"orchestrator.adapters.harbor": "harbor"})
 
 
 def test_all_extras_are_installed_together_from_the_wheel_alone(wheel: Path, unpacked: Path, tmp_path: Path) -> None:
