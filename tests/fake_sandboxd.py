@@ -262,13 +262,13 @@ async def running_sandboxd(
     """Run sandboxd without a container engine. `behaviours`: of the guests, in the order of their start."""
     host = build_host(path, *behaviours, plans=plans, **how)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
-    shelf = SkillStore(host.engine, "default", {})  # type: ignore[arg-type]
+    skills = SkillStore(host.engine, "default", {})  # type: ignore[arg-type]
     values = SecretValues(host.sessions.cut_users)
     control = ControlRequests(
         host.sessions,
         SessionForker(host.sessions, host.factory),
         plans,
-        HostStores(checkpoints, files, shelf),
+        HostStores(checkpoints, files, skills),
         SecretExchange(values, _read_no_uses),
         lambda: {"boot": "b00t"},
     )

@@ -97,7 +97,7 @@ class Tree:
 
 def find_left(daemon: Daemon) -> list[str]:
     """Return what a sandboxd without sessions still has: disks, archives, records, loop devices and mounts."""
-    folders = [daemon.state / "workspaces", daemon.state / "parcels", daemon.state / "sessions"]
+    folders = [daemon.state / "workspaces", daemon.state / "archives", daemon.state / "sessions"]
     files = [str(path) for folder in folders for path in folder.rglob("*") if path.is_file()]
     devices = subprocess.run(["losetup", "-ln", "-O", "BACK-FILE"], capture_output=True, text=True, check=True)
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()

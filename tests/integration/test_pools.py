@@ -38,7 +38,7 @@ from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack
 
-ROUTE = ("acme", None, "a queue that nobody reads")
+ROUTE = ("acme", None, "a queue without workers")
 
 
 @dataclass
@@ -110,7 +110,7 @@ async def cancelled(running: "asyncio.Task[ToolResult]") -> None:
 
 @pytest.mark.parametrize("tool", ["where_tool", "operators_tool"])
 async def test_a_call_runs_in_its_tools_pool_with_tenant_session_and_limit(dispatcher: Dispatcher, tool: str) -> None:
-    result = await dispatcher.dispatch(Request(call(tool), "acme", "s1", "a queue that nobody reads", timeout_s=7))
+    result = await dispatcher.dispatch(Request(call(tool), "acme", "s1", "a queue without workers", timeout_s=7))
 
     fields = {name: result.metadata[name] for name in ("tenant", "session", "limit_s")}
     assert (result.success, fields) == (True, {"tenant": "acme", "session": "s1", "limit_s": 7.0})

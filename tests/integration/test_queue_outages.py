@@ -88,7 +88,7 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(
 ) -> None:
     app = Celery("ear", broker=harness.server.url, set_as_current=False)
     event_counts: Counter[str] = Counter()
-    noted = str(harness.path("heard"))
+    noted = str(harness.path("noted"))
     with app.connection() as connection:
         receiver = app.events.Receiver(connection, handlers={"*": lambda event: event_counts.update([event["type"]])})
         ear = asyncio.create_task(asyncio.to_thread(receiver.capture, wakeup=False))

@@ -167,5 +167,5 @@ async def test_only_secrets_that_exist_and_that_the_policy_allows_are_given(plac
                 await session.call("bash_tool", {"command": "echo $GIVEN"})
             )
         async with await client.open_session(restore=checkpoint) as session:
-            told = await session.call("bash_tool", {"command": 'echo "<$GIVEN$SSL_CERT_FILE>"'})
-            assert "<>" in str(told)
+            answer = await session.call("bash_tool", {"command": 'echo "<$GIVEN$SSL_CERT_FILE>"'})
+            assert "<>" in str(answer)

@@ -13,7 +13,7 @@ from contract.errors import ErrorCode
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from tests.containers import watch
-from tests.stack import Stack, all_of, open_stack, run_toolcrew
+from tests.stack import Stack, all_of, commands_in, open_stack, run_toolcrew
 from tests.waiting import wait_until_async
 from workers.sandboxd.runtime.usage import UsageReader
 
@@ -90,8 +90,11 @@ async def test_totals_are_those_of_the_control_group_with_jobs_and_a_killed_work
     reader = await reader_of(metered, session)
     job = await session.call("bash_tool", {"command": BURN.format(loops=150), "background": True})
     assert job.success, job.error
-    lost = asyncio.create_task(session.call("bash_tool", {"command": BURN.format(loops=9000)}))
-    await asyncio.sleep(1)
+    sandbox = (await session.info()).sandbox
+    assert sandbox is not None
+    container, burn = metered.full_id(sandbox.id), BURN.format(loops=9000)
+    lost = asyncio.create_task(session.call("bash_tool", {"command": f"bash -c '{burn}'"}))
+    await wait_until_async(lambda: f"bash -c {burn}" in commands_in(container).values(), 10, "the command runs")
     worker = metered.pid("worker")
     os.kill(worker, signal.SIGKILL)
     metered.wait_for_another("worker", worker)

@@ -43,11 +43,11 @@ def test_each_place_is_filled_and_every_answer_is_masked(harness: SecretHarness)
         ),
     ]
     for place, request, line in cases:
-        told = harness.ask(request, harness.secret(place=place))
+        received = harness.ask(request, harness.secret(place=place))
         assert line.encode() in harness.site.requests[-1], place
-        assert status_of(told) == 200
-        assert VALUE.encode() not in told
-        assert b"*" * 16 in told
+        assert status_of(received) == 200
+        assert VALUE.encode() not in received
+        assert b"*" * 16 in received
 
 
 def test_a_connection_is_kept_and_every_use_is_reported_once(harness: SecretHarness) -> None:
@@ -69,8 +69,8 @@ def test_a_connection_is_kept_and_every_use_is_reported_once(harness: SecretHarn
 
 def test_a_body_that_needs_a_go_ahead_gets_it(harness: SecretHarness) -> None:
     harness.site.answer = lambda request: [b"HTTP/1.1 100 Continue\r\n\r\n", echo(request)]
-    told = harness.ask(harness.get("/", "Content-Length: 5", "Expect: 100-continue", method="POST", body=b"hello"))
-    assert told.endswith(b"hello")
+    received = harness.ask(harness.get("/", "Content-Length: 5", "Expect: 100-continue", method="POST", body=b"hello"))
+    assert received.endswith(b"hello")
 
 
 def test_a_host_without_a_secret_of_the_session_keeps_its_own_certificate(harness: SecretHarness) -> None:
@@ -79,8 +79,8 @@ def test_a_host_without_a_secret_of_the_session_keeps_its_own_certificate(harnes
         harness.connect(other)
     with pytest.raises(ssl.SSLCertVerificationError):
         harness.connect()
-    told = harness.ask(harness.get(), name="site.example")
-    assert status_of(told) == 200
+    received = harness.ask(harness.get(), name="site.example")
+    assert status_of(received) == 200
 
 
 def test_the_masker_finds_a_secret_in_pieces_of_any_size() -> None:
@@ -120,7 +120,7 @@ def test_an_answer_of_every_kind_arrives(harness: SecretHarness) -> None:
     chunked = [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"3\r\nabc\r\n", b"0\r\nX: y\r\n\r\n"]
     for pieces, body in ((closing, b"until the en"), (chunked, b"abc"), (answer(b"", status="204 No"), b"")):
         harness.site.answer = lambda _, pieces=pieces: pieces
-        told = harness.ask(harness.get("/", "Connection: close"))
-        assert status_of(told) in (200, 204)
-        assert body in told
-        assert b"X: y" not in told
+        received = harness.ask(harness.get("/", "Connection: close"))
+        assert status_of(received) in (200, 204)
+        assert body in received
+        assert b"X: y" not in received

@@ -192,7 +192,7 @@ async def test_no_record_names_an_archive_that_was_used(tmp_path: Path) -> None:
     await give_up(first)
     suspension_store.refuse_to_forget = True
     await first.sessions.use("acme:s", "c")
-    assert [record.parcel for record in first.records.sessions()] == [None]
+    assert [record.archive for record in first.records.sessions()] == [None]
     await next_life(first)
     suspension_store.refuse_to_forget = False
     async with open_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store) as second:

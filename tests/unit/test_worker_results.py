@@ -169,7 +169,7 @@ def test_an_answer_outlives_a_redis_that_is_away(harness: Harness, redis_server:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "mend"),
+    ("spoil", "repair"),
     [
         (lambda client: client.config_set("maxmemory", 1), lambda client: client.config_set("maxmemory", 0)),
         (lambda client: client.replicaof("127.0.0.1", 1), lambda client: client.replicaof("NO", "ONE")),
@@ -177,7 +177,7 @@ def test_an_answer_outlives_a_redis_that_is_away(harness: Harness, redis_server:
     ids=["full", "a replica"],
 )
 def test_an_answer_outlives_a_redis_that_takes_no_writes(
-    harness: Harness, spoil: Callable[["redis.Redis"], Any], mend: Callable[["redis.Redis"], Any]
+    harness: Harness, spoil: Callable[["redis.Redis"], Any], repair: Callable[["redis.Redis"], Any]
 ) -> None:
     spoil(harness.client)
     storing = threading.Thread(target=harness.store, daemon=True)
@@ -186,7 +186,7 @@ def test_an_answer_outlives_a_redis_that_takes_no_writes(
         storing.join(0.3)
         assert storing.is_alive()
     finally:
-        mend(harness.client)
+        repair(harness.client)
     storing.join(20)
     assert harness.stored()["result"] == ENCODED
 

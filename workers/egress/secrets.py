@@ -214,9 +214,7 @@ class SecretUses:
             if now - use.reported_at < REPORT_S:
                 continue
             if use.count:
-                due.append(
-                    dict(zip(("tenant", "session", "run", "secret", "host"), key, strict=True)) | {"count": use.count}
-                )
+                due.append(dict(zip(_USE_FIELDS, key, strict=True)) | {"count": use.count})
                 use.count, use.reported_at = 0, now
             else:
                 del self._uses[key]

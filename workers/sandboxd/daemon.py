@@ -129,7 +129,7 @@ class Daemon:
         self.factory.check_start = StartCheck(choice.workspaces.is_hard).check
         limits = PoolLimits(0, POOL_REFILL_PER_S, POOL_MEMORY_FLOOR_BYTES, SANDBOX_MAX_LIFE_S / 2)
         self.pools = WarmPools(self.factory, plans.pooled(), limits)
-        store = open_suspension_store(settings.state() / "parcels", settings.host_free_bytes)
+        store = open_suspension_store(settings.state() / "archives", settings.host_free_bytes)
         self.secret_values = SecretValues(lambda changed: self.sessions.cut_users(changed))
         authority = ProxyAuthority(settings.egress_socket, settings.proxy_uids(), setup.skills.place_authorities)
         self.sessions = Sessions(

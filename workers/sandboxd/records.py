@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session whose workspace outlives its container. `parcel`: the packed state of an evicted container.
-    `used_at`: epoch seconds. `news`: facts that no answer has reported yet. `untold`: a loss that no call has
+    """A session whose workspace outlives its container. `archive`: the packed state of an evicted container.
+    `used_at`: epoch seconds. `news`: facts that no answer has reported yet. `unreported_loss`: a loss that no call has
     reported yet. `terms`, `fence`, `automatic_at`: as in Session. `changed`: as in the session's row at the time of
-    the record. Without a `parcel` the session continued to change after the record. `layers`: the frozen workspaces
-    below its own. `unfilled`: all files are in the `parcel`. A record with other fields has another version and is
+    the record. Without an `archive` the session continued to change after the record. `layers`: the frozen workspaces
+    below its own. `unfilled`: all files are in the `archive`. A record with other fields has another version and is
     refused.
     """
 
@@ -47,10 +47,10 @@ class SessionRecord:
     layers: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")], ...], Field(max_length=500)]
     unfilled: bool
     generation: int
-    parcel: str | None
+    archive: str | None
     used_at: float
     news: str | None
-    untold: str | None
+    unreported_loss: str | None
     terms: SandboxTerms
     fence: int
     changed: bool

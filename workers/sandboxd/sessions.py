@@ -270,7 +270,7 @@ class Sessions:
         start retries a failed deletion.
         """
         records = self._records.sessions()
-        archives = {(record.id.partition(":")[0], record.parcel) for record in records if record.parcel is not None}
+        archives = {(record.id.partition(":")[0], record.archive) for record in records if record.archive is not None}
         await settle(
             [
                 self._factory.workspaces.sweep(

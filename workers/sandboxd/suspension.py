@@ -250,11 +250,11 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> S
         records.forget_session(record.id)
         return None
     entry = Session(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.terms)
-    entry.archive, entry.news, entry.unreported_loss = record.parcel, record.news, record.untold
+    entry.archive, entry.news, entry.unreported_loss = record.archive, record.news, record.unreported_loss
     entry.fence, entry.automatic_at, entry.is_unfilled = record.fence, record.automatic_at, record.unfilled
     # The changes between the record and the end of that sandboxd are unknown.
-    entry.activity.has_written = record.changed or record.parcel is None
-    if record.parcel is not None:
+    entry.activity.has_written = record.changed or record.archive is None
+    if record.archive is not None:
         entry.used_at -= max(0.0, time.time() - record.used_at)
     else:  # The time of the last use before the kill is unknown: the idle time starts again.
         entry.lost = "sandboxd was started anew"

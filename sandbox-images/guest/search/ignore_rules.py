@@ -40,8 +40,8 @@ class RuleSet:
     def __init__(self, text: bytes) -> None:
         """Parse the rules.
 
-        `error` names the part of the text that is invalid; it is empty if all rules are valid. Raises Complaint
-        if the rules would take too long.
+        `error` names the part of the text that is invalid; it is empty if all rules are valid. Raises
+        RuleFileError if the rules would take too long.
         """
         self.problem = ""
         self._regex_chars = 0
@@ -186,7 +186,7 @@ class RuleChain:
 
 
 def _read_rules(fd: int, name: str) -> bytes:
-    """Return the text of a rule file. Raises Complaint. Only a regular file is opened; links are not followed."""
+    """Return the text of a rule file. Raises RuleFileError. Only a regular file is opened; links are not followed."""
     try:
         # The type is checked before the open: opening a FIFO or a device could block or have side effects. `_OPEN`
         # covers a name that is swapped after the check.

@@ -1,7 +1,7 @@
 """Workspaces as ext4 images. The kernel enforces bytes and inodes, and the files outlive the container.
 
 A workspace may lie over frozen ones, its layers: the runtime stacks them as an overlay whose changes go to the image of
-the workspace. A frozen image is never written again. Whoever refers to a layer keeps it from removal (sessions.py).
+the workspace. A frozen image is never written again. Sessions that refer to a layer keep it from removal (sessions.py).
 """
 
 import asyncio
