@@ -223,7 +223,7 @@ class Journal:
         """
         self._on_taken()
         await asyncio.get_running_loop().create_future()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("no code sets it")
 
     def _last(self, kinds: tuple[type[SessionOpening], type[SessionOpened]]) -> SessionOpening | SessionOpened | None:
         """Return the last event of these types in the log; None if there is none."""

@@ -65,6 +65,8 @@ kills its owner, other doubtful runs would count the death as their own loss.
 """
 TRIAL_S = 30.0
 """Time for which other doubtful runs wait for a doubtful run without progress, in seconds."""
+STORE_S = 1.0
+"""Time that a process that ends gives its runs to store their outcomes, in seconds."""
 RETRY_AFTER_S = (2.0, 10.0, 60.0)
 """Pauses before an item is retried after its first, second, ... infrastructure failure, in seconds. The runner adds a
 random part of up to half the pause, so that not all items return at once.
@@ -479,9 +481,16 @@ class Runner:
                 active.task.cancel()
 
     async def _end_all(self) -> None:
-        """Cancel all runs. Repeats the cancellation until each task has handled it."""
-        interrupted = {active.task: active for active in self._active.values()}
-        await cancel_all(interrupted, lambda task: interrupted[task].is_interrupted)
+        """Cancel all runs. Repeats the cancellation until each task has handled it. A task that stores its outcome is
+        cancelled only after STORE_S: otherwise the outcome could be in Redis without its end event.
+        """
+        active, store_until = {one.task: one for one in self._active.values()}, time.monotonic() + STORE_S
+
+        def is_ending(task: "asyncio.Task[None]") -> bool:
+            run = active[task]
+            return run.is_interrupted or (run.is_ending and time.monotonic() < store_until)
+
+        await cancel_all(active, is_ending)
 
     async def _defaults_of(self, claim: RunClaim) -> BatchDefaults:
         """Return the defaults of the claim's batch. A second submission of the batch may change the defaults."""

@@ -206,7 +206,7 @@ class Unserved(ItemWork):
         refused = ToolResult.failed(call, ErrorCode.UNKNOWN_TENANT, "the tenant was removed")
         on_event(CallFinished(run=claim.run, result=refused))
         await asyncio.get_running_loop().create_future()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("no code sets it")
 
 
 class UnservedService(ServiceWork, Unserved):
@@ -325,7 +325,7 @@ class Endless(ItemWork):
     async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
         self.begun.set()
         await asyncio.get_running_loop().create_future()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("no code sets it")
 
 
 class EndlessService(BatchService):

@@ -83,7 +83,7 @@ async def test_a_session_that_was_being_opened_is_given_up_where_it_is_and_anoth
     async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
         reached.set()
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("no code sets it")
 
     first, second = make(answers={"open": hang}), make()
     claim = await first.put(build_run())

@@ -47,7 +47,7 @@ async def test_it_works_as_many_at_a_time_as_it_may_and_goes_on_when_one_has_end
 
 async def test_two_processes_share_a_batch_and_work_each_item_once(harness: RunnerHarness) -> None:
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
-        await asyncio.sleep(0.005)
+        await asyncio.gather(first.has_begun.wait(), two.has_begun.wait())
         return outcome_of(claim)
 
     await harness.submit(30)
@@ -111,6 +111,18 @@ async def test_a_process_that_stops_gives_back_what_runs_for_another_to_go_on_wi
     assert (await harness.ends(), worker.abandoned) == ([], [])
 
 
+async def test_a_process_that_stops_while_it_stores_an_outcome_loses_no_end(harness: RunnerHarness) -> None:
+    await harness.submit(1)
+    worker, queue = Worker(), WatchedQueue(harness.client)
+    worker.may_end.set()
+    queue.may_note.clear()
+    async with harness.working(harness.runner(worker, queue)):
+        await queue.noting.wait()
+        asyncio.get_running_loop().call_later(0.05, queue.may_note.set)
+    assert (await harness.queue.batch(*BATCH)).succeeded == 1
+    assert [end.run for end in await harness.ends()] == ["b-1"]
+
+
 async def test_the_lease_of_a_running_item_is_renewed(harness: RunnerHarness) -> None:
     await harness.submit(1)
     worker, queue = Worker(), WatchedQueue(harness.client)
@@ -134,7 +146,7 @@ async def test_a_run_taken_by_another_process_is_dropped(harness: RunnerHarness)
             await asyncio.Event().wait()
         finally:
             cancelled.set()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("no code sets it")
 
     await harness.submit(1)
     worker = Worker(work)

@@ -26,7 +26,7 @@ async def test_a_running_item_of_a_cancelled_batch_ends_as_cancelled(harness: Ru
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         tell(CallFinished(run=claim.run, result=ToolResult(call_id="c1", name="echo", success=True)))
         await asyncio.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("no code sets it")
 
     await harness.submit(3, concurrency=1)
     worker = Worker(work)
