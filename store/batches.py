@@ -392,6 +392,7 @@ class BatchEventWriter:
         self._deployment = deployment
         self._unwritten: list[tuple[str, str]] = []
         self._dropped = 0
+        self._one_at_a_time = asyncio.Lock()
 
     def add(self, tenant: str, batch: str, batch_event: RunEvent) -> None:
         """Queue one of PROGRESS_EVENTS. Events of hosted runs are ignored, because they have their own streams
@@ -415,13 +416,18 @@ class BatchEventWriter:
             while True:
                 check_cancelled()
                 await asyncio.sleep(EVERY_S)
-                await self.flush()
+                # A cancelled write may already be in Redis, and would be repeated.
+                await asyncio.shield(self.flush())
         finally:
             # The shield completes the write even if the task is cancelled again.
             await asyncio.shield(self.flush())
 
     async def flush(self) -> None:
         """Write the queued events, if Redis answers."""
+        async with self._one_at_a_time:
+            await self._write()
+
+    async def _write(self) -> None:
         while self._unwritten:
             some = self._unwritten[:AT_ONCE]
             pipe = self._client.pipeline(transaction=False)
