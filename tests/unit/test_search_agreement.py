@@ -209,6 +209,9 @@ def test_both_engines_agree_on_matches_over_several_lines(
         (b"foo\0bar\n", "foo"),
         (b"x" * 20_000 + b"needle" + b"y" * 20_000 + b"\n", "needle"),
         ("文" * 3000 + "needle" + "文" * 3000, "needle"),
+        ("é\na\n文a\n", "\\b"),
+        ("é\nb\n", "a*"),
+        ("文é\n", "(a|(b|))"),
         (b"a\x0bb\x0cc\x85d\n", "c"),
     ],
 )

@@ -42,6 +42,10 @@ _MARKING = [
 ]
 
 
+# Start options and comments of a pattern would end differently in a group.
+_NOT_IN_GROUP = re.compile(r"\(\*|\(\?[a-zA-Z^]*x")
+
+
 class Ripgrep:
     """ripgrep for one search. It runs in the current directory of this process."""
 
@@ -98,7 +102,7 @@ class Ripgrep:
             [f"--max-count={max_matches}".encode()] if max_matches is not None and not self._pattern.multiline else []
         )
         files = [b"/proc/self/fd/%d" % fd for fd in fds]
-        return start_program([*self._argv, *options, b"--regexp", self._raw_pattern(), b"--", *files], tuple(fds))
+        return start_program([*self._argv, *options, b"--regexp", self._marking_pattern(), b"--", *files], tuple(fds))
 
     def read_counting(self, child: Child, names_only: bool, is_late: Callable[[], bool]) -> Iterator[tuple[bytes, int]]:
         """Yield (path, count) of each matching file, from a process of `start_counting`."""
@@ -117,6 +121,18 @@ class Ripgrep:
         if names_only:
             return [b"--files-with-matches"]
         return _MARKING if self._pattern.multiline else [b"--count"]
+
+    def _marking_pattern(self) -> bytes:
+        """Return the pattern, of which no match in a line is empty.
+
+        To find the columns, ripgrep looks for all matches in a line. After an empty match it goes on at the next
+        byte, and PCRE2 fails if this is in the middle of a character. A match that takes one more character begins at
+        the same column.
+        """
+        pattern = self._pattern
+        if not pattern.needs_pcre or pattern.fixed_strings or pattern.multiline or _NOT_IN_GROUP.search(pattern.text):
+            return self._raw_pattern()
+        return f"{PCRE_LINE_ENDS}(?:{pattern.text}\\E)\\N?+".encode()
 
     def _raw_pattern(self) -> bytes:
         pattern = self._pattern
