@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from contract.calls import Record
+from contract.sandboxes import LargestOptions
 
 RELEASE = "1"
 """Changes when two releases are not compatible. New sessions go only to workers that report the same value."""
@@ -56,6 +57,8 @@ class HostReport(Record):
     disk_free_bytes: int = Field(default=0, ge=0)
     classes: tuple[str, ...] = ()
     """Tenant classes that this host supports."""
+    largest: dict[str, LargestOptions] = Field(default_factory=dict, exclude_if=lambda classes: not classes)
+    """The most that sessions of a class may ask for, without classes that allow no more than they give."""
     images: tuple[str, ...] = ()
     """Names and patterns of images that any class of this host may use (contract/image_names.py)."""
     images_present: Annotated[

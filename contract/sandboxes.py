@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from contract.calls import Record
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Record
 from contract.secrets import MAX_SECRETS, SecretName
 
 MIB = 1024 * 1024
@@ -42,6 +42,14 @@ class SandboxOptions(Record):
     pids: Pids | None = Field(default=None, exclude_if=_is_none)
     user: SandboxUser | None = Field(default=None, exclude_if=_is_none)
     secrets: Annotated[tuple[SecretName, ...], Field(max_length=MAX_SECRETS)] = Field(default=(), exclude_if=_is_empty)
+
+
+class LargestOptions(SandboxOptions):
+    """The most that a session may ask for. None: the value of the class itself. `user` root: either user. `timeout_s`:
+    the largest limit of a call, in seconds.
+    """
+
+    timeout_s: float = Field(default=MAX_TIMEOUT_S, ge=MAX_TIMEOUT_S, le=LONGEST_TIMEOUT_S)
 
 
 DEFAULT_OPTIONS = SandboxOptions()

@@ -233,6 +233,7 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
 
     A long `trouble` is shortened.
     """
+    largest = status.get("largest")
     problem = str(fields.pop("trouble", "sandboxd does not answer: check its log" if is_silent else ""))
     facts: dict[str, Any] = {
         "sessions": _count(status, "sessions"),
@@ -242,6 +243,7 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
         "memory_free_bytes": _count(status, "memory_free_bytes") or find_free_memory(),
         "disk_free_bytes": _count(status, "disk_free_bytes"),
         "classes": _names(status, "classes"),
+        "largest": largest if isinstance(largest, Mapping) else {},
         "images": _names(status, "images"),
         "images_present": _names(status, "images_present")[:MAX_IMAGES_PRESENT],
         "store": read_store(status),

@@ -259,7 +259,7 @@ class SandboxClient:
         - `boot`, `store` (local or shared), engine, runtime and pool.
         - `sessions`, `sandboxes`: present numbers, with their limits in `max_sessions` and `max_sandboxes`.
         - `memory_free_bytes`, `disk_free_bytes`.
-        - `classes`, `images`: the names that sessions may use.
+        - `classes`, `images`: the names that sessions may use. `largest`: the most that they may ask for.
         """
         return self._request({"verb": "status"}, 10.0)
 

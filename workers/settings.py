@@ -19,10 +19,9 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.image_names import ImageNameText, ImagePatternText, RegistryText
 from contract.masking import SECRET_NAME
-from contract.sandboxes import Cpus, Pids, SandboxOptions, SandboxUser, WorkspaceBytes
+from contract.sandboxes import Cpus, LargestOptions, Pids, SandboxUser, WorkspaceBytes
 from contract.settings import DEPLOYMENT, BrokerSettings, SharedSettings, read_environment
 from contract.tenancy import NetworkPolicy
 from telemetry.settings import LogSettings
@@ -165,14 +164,6 @@ class RegistryLogin(BaseModel):
 
     user: str = Field(min_length=1, max_length=256)
     password_file: Path
-
-
-class LargestOptions(SandboxOptions):
-    """The most that a session may ask for. None: the value of the class itself. `user` root: either user. `timeout_s`:
-    the largest limit of a call, in seconds.
-    """
-
-    timeout_s: float = Field(default=MAX_TIMEOUT_S, ge=MAX_TIMEOUT_S, le=LONGEST_TIMEOUT_S)
 
 
 class TenantClass(BaseModel):

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from contract.clock import format_instant
 from contract.errors import ConfigError
 from contract.hosts import HostReport
+from contract.sandboxes import LargestOptions
 from orchestrator.api.access import OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problem_handlers import responses
@@ -21,6 +22,7 @@ router = APIRouter(prefix="/v1/hosts", tags=["hosts"], responses=responses())
 class HostView(BaseModel):
     """A live worker. Sizes are in bytes, times in ISO 8601.
 
+    `largest`: the most that sessions of a class may ask for, without classes that allow no more than they give.
     `images`: names and patterns that sessions may use. `images_present`: images that the host may pull and already has.
     `waiting`: numbers of calls in the worker's queue and in the queues of the pools that it serves.
     """
@@ -39,6 +41,7 @@ class HostView(BaseModel):
     memory_free_bytes: int
     disk_free_bytes: int
     classes: list[str]
+    largest: dict[str, LargestOptions] = {}
     images: list[str]
     images_present: list[str] = []
     store: str

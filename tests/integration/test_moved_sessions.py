@@ -56,14 +56,16 @@ def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_reported_
 
 
 def test_what_status_reports_of_a_host_is_what_placing_needs(daemons: Daemons) -> None:
-    classes = '{"apart": {"pids": 64, "images": ["other:1"]}}'
+    classes = '{"apart": {"pids": 64, "images": ["other:1"], "largest": {"pids": 128}}}'
     daemon = daemons.start(tenant_classes=classes, max_sandboxes="7", max_sessions="9", pool_size="0")
     status = daemon.status()
     figures = {
-        name: status[name] for name in ("classes", "max_sandboxes", "max_sessions", "sandboxes", "sessions", "store")
+        name: status[name]
+        for name in ("classes", "largest", "max_sandboxes", "max_sessions", "sandboxes", "sessions", "store")
     }
     assert figures == {
         "classes": ["apart", "default"],
+        "largest": {"apart": {"pids": 128, "timeout_s": 600.0}},
         "max_sandboxes": 7,
         "max_sessions": 9,
         "sandboxes": 0,

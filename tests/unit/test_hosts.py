@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from contract.envelope import decode_call
 from contract.errors import BrokerUnavailable, ConfigError, OperatorError
 from contract.names import POOL_WEB, control_queue, host_key, hosts_key
+from contract.sandboxes import LargestOptions
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.cli.main import app
@@ -286,6 +287,7 @@ def test_a_report_reports_what_sandboxd_says_and_its_silence() -> None:
         "sessions": 3,
         "max_sessions": 9,
         "classes": ["default"],
+        "largest": {"default": {"cpus": 8.0, "timeout_s": 7200.0}},
         "images": ["python"],
         "memory_free_bytes": 7,
         "store": "shared",
@@ -299,6 +301,7 @@ def test_a_report_reports_what_sandboxd_says_and_its_silence() -> None:
         7,
         "shared",
     )
+    assert report.largest == {"default": LargestOptions(cpus=8, timeout_s=7200)}
     assert report.healthy
     assert report.trouble == ""
     silent = build_host_report(
@@ -311,6 +314,7 @@ def test_a_report_reports_what_sandboxd_says_and_its_silence() -> None:
         (),
         "local",
     )
+    assert "largest" not in silent.model_dump(), "earlier releases read the report of a host without larger classes"
     assert "check its log" in silent.trouble
     troubled = build_host_report(status, is_silent=False, trouble="x" * 501, **own)
     assert (len(troubled.trouble), troubled.trouble[-2:]) == (500, "x…"), "a worker reports, whatever its trouble"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.sandboxes import SandboxOptions
+from contract.sandboxes import LargestOptions, SandboxOptions
 from contract.tenancy import SandboxTerms
 from tests.fake_sandboxd import PLAN, KeptWorkspaces, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
@@ -19,7 +19,7 @@ from workers.sandboxd.plans import BYTES_PER_INODE, Plans, SandboxPlan, limits_o
 from workers.sandboxd.sandbox import Sandbox
 from workers.sandboxd.session import Session
 from workers.sandboxd.sessions import NewSession
-from workers.settings import EgressRules, LargestOptions, SandboxdSettings, TenantClass
+from workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 MIB = 1024 * 1024
 IMAGES = ("default", "python", "node", "evil")

@@ -23,6 +23,7 @@ import structlog
 
 from contract.calls import LONGEST_TIMEOUT_S
 from contract.errors import SandboxUnavailable
+from contract.sandboxes import LargestOptions
 from store.archives.choice import open_store
 from workers.lifeline import hold_lifeline
 from workers.sandboxd.archives.checkpoints import MAX_CHECKPOINTS, Checkpoints
@@ -159,6 +160,11 @@ class Daemon:
             "boot": self.boot,
             "name": settings.sandboxd_name,
             "classes": sorted(self.setup.plans.classes),
+            "largest": {
+                name: terms.largest.model_dump()
+                for name, terms in self.setup.plans.classes.items()
+                if terms.largest != LargestOptions()
+            },
             "max_sandboxes": settings.max_sandboxes,
             "max_sessions": settings.max_sessions,
             "memory_free_bytes": available_memory(),
