@@ -9,6 +9,8 @@ from contract.signing import SigningKeys
 
 NO_NETWORK = "without network"
 """Default network access of a sandbox, in the words of tool descriptions."""
+MOST_SECONDS = "seconds, at most {:g}"
+"""Text of a parameter `timeout` with the limit of the tool."""
 MAX_SKILLS = 1000
 MAX_SKILL_DESCRIPTION = 4096
 MAX_TOOL_TENANTS = 1000
@@ -78,6 +80,17 @@ class ToolSpec(Record):
                 "description": f"{before}{network_text}{after}" if separator else self.description,
             }
         )
+
+    def with_limit(self, limit_s: float) -> "ToolSpec":
+        """Return the tool with another `max_timeout_s`, also in the text of its parameter `timeout`."""
+        if limit_s == self.max_timeout_s:
+            return self
+        parameters, properties = self.parameters, self.parameters.get("properties")
+        if isinstance(properties, dict) and isinstance(timeout := properties.get("timeout"), dict):
+            before, after = MOST_SECONDS.format(self.max_timeout_s), MOST_SECONDS.format(limit_s)
+            timeout = {**timeout, "description": str(timeout.get("description", "")).replace(before, after)}
+            parameters = {**parameters, "properties": {**properties, "timeout": timeout}}
+        return self.model_copy(update={"max_timeout_s": limit_s, "parameters": parameters})
 
 
 class AllowedTool(Record):

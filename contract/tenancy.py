@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from contract.calls import Record
+from contract.calls import MAX_TIMEOUT_S, Record
 from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.image_names import ImagePatternText
 from contract.sandboxes import WorkspaceBytes
@@ -151,6 +151,12 @@ def tools_of(spec: ToolSpec, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         (SKILL_TOOL, BASH_TOOL) if "script" in arguments or not isinstance(name, str) else (SKILL_TOOL, BASH_TOOL, name)
     )
+
+
+def largest_limit(spec: ToolSpec, class_s: float) -> float:
+    """Return the largest limit of the tool's calls, in seconds. `class_s`: the largest that the tenant class allows."""
+    can_be_long = spec.name in LONG_TOOLS or spec.is_installed_skill
+    return class_s if can_be_long and spec.max_timeout_s == MAX_TIMEOUT_S else spec.max_timeout_s
 
 
 REGISTERED_LUA = (

@@ -4,8 +4,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from contract.calls import DEFAULT_TIMEOUT_S
+from contract.calls import DEFAULT_TIMEOUT_S, LONGEST_TIMEOUT_S
 from contract.specs import ToolSpec
+from contract.tenancy import largest_limit
 
 _POOLS = {
     "sandbox": "in the session's sandbox",
@@ -70,7 +71,9 @@ def _limits(schema: Mapping[str, Any]) -> Iterator[str]:
 
 def _facts(spec: ToolSpec) -> Iterator[str]:
     limit_s = spec.timeout_s if spec.timeout_s is not None else DEFAULT_TIMEOUT_S
-    yield f"- Runs {_POOLS[spec.pool]}. Timeout: {limit_s:g} s by default, {spec.max_timeout_s:g} s at most."
+    is_long = largest_limit(spec, LONGEST_TIMEOUT_S) > spec.max_timeout_s
+    more = ", or more where the tenant class allows it" if is_long else ""
+    yield f"- Runs {_POOLS[spec.pool]}. Timeout: {limit_s:g} s by default, {spec.max_timeout_s:g} s at most{more}."
     flags = ("requires_permission", "dangerous", "read_only", "idempotent")
     yield "- Flags: " + (", ".join(flag for flag in flags if getattr(spec, flag)) or "none") + "."
     if spec.command_parameter is not None:

@@ -15,7 +15,7 @@ from contract.schema import is_quick, prepare_arguments
 from contract.session_locations import SessionLocation
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
-from contract.tenancy import LONG_TOOLS, SKILL_TOOL, TenantPolicy
+from contract.tenancy import SKILL_TOOL, TenantPolicy, largest_limit
 from orchestrator.dispatch.delivery import RESEND_S, Delivery, Pool
 from orchestrator.dispatch.placement import HostCapacity
 from orchestrator.dispatch.request import Request
@@ -349,11 +349,9 @@ def effective_limit(spec: ToolSpec, arguments: Mapping[str, Any], request: Reque
     """Return the number of seconds that the call may run. The request or its `timeout` argument sets it, otherwise
     the tool's default; the tool's maximum limits it.
     """
-    can_be_long = spec.name in LONG_TOOLS or spec.is_installed_skill
-    most_s = LONGEST_TIMEOUT_S if can_be_long and spec.max_timeout_s == MAX_TIMEOUT_S else spec.max_timeout_s
     limit_s, own = request.timeout_s, arguments.get("timeout")
     if limit_s is None and isinstance(own, int | float) and not isinstance(own, bool) and own > 0:
         limit_s = own
     if limit_s is None:
         limit_s = spec.timeout_s if spec.timeout_s is not None else request.default_timeout_s
-    return float(min(limit_s, most_s))
+    return float(min(limit_s, largest_limit(spec, LONGEST_TIMEOUT_S)))

@@ -17,7 +17,8 @@ from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, Operat
 from contract.names import host_of
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS
-from contract.specs import NO_NETWORK
+from contract.specs import NO_NETWORK, ToolSpec
+from contract.tenancy import largest_limit
 from orchestrator.dispatch.call_events import OnOutput, output_handler
 from orchestrator.dispatch.dispatcher import ARCHIVE_TIMEOUT_S, OPEN_TIMEOUT_S, Dispatcher
 from orchestrator.dispatch.folders import pack_folder, unpack_archive
@@ -117,6 +118,10 @@ class SessionInfo:
             "whose only network is HTTP and HTTPS through a proxy (already set up in the environment) to "
             f"{', '.join(self.hosts) or 'no host'}"
         )
+
+    def describe_tool(self, spec: ToolSpec) -> ToolSpec:
+        """Return the tool with the network and the largest limit of this session in its description."""
+        return spec.with_network(self.describe_network()).with_limit(largest_limit(spec, self.timeout_s))
 
 
 class Session:

@@ -242,9 +242,7 @@ class RunParts:
             switches = switches_for(await self._pool.switches.switches(), session.tenant)
             names = profile.tools if config.tools is None else config.tools
             offer = await _of_workers(self._pool.offers.of(session.tenant))
-            specs = await self._specs(
-                offer, session.tenant, switches, names, info.describe_network(), options.context_tokens
-            )
+            specs = await self._specs(offer, session.tenant, switches, names, info, options.context_tokens)
             skills = offer.skills
             if profile.shows_files and any(spec.name == SHELL_TOOL for spec in specs):
                 # A resumed run lists them again: the log has no list, and the files may have changed.
@@ -298,14 +296,16 @@ class RunParts:
 
     async def specs_in(self, session: Session, names: Iterable[str] | Literal["all"]) -> list[ToolSpec]:
         """Return the tools for a model in that session. Raises SandboxUnavailable, BrokerUnavailable, ToolFailure."""
-        return await _of_workers(self.specs_for(session.tenant, names, (await session.info()).describe_network()))
+        return await _of_workers(self.specs_for(session.tenant, names, await session.info()))
 
-    async def specs_for(self, tenant: str, names: Iterable[str] | Literal["all"], reach: str | None) -> list[ToolSpec]:
-        """Return the tools for a model of the tenant. `reach`: description of the session's network. Raises
-        ConfigError: no worker is up.
+    async def specs_for(
+        self, tenant: str, names: Iterable[str] | Literal["all"], info: SessionInfo | None
+    ) -> list[ToolSpec]:
+        """Return the tools for a model of the tenant, described for the session of `info`. Raises ConfigError: no
+        worker is up.
         """
         switches = switches_for(await self._pool.switches.switches(), tenant)
-        return await self._specs(await self._pool.offers.of(tenant), tenant, switches, names, reach)
+        return await self._specs(await self._pool.offers.of(tenant), tenant, switches, names, info)
 
     async def _specs(
         self,
@@ -313,7 +313,7 @@ class RunParts:
         tenant: str,
         switches: Mapping[str, Switch],
         names: Iterable[str] | Literal["all"],
-        reach: str | None,
+        info: SessionInfo | None,
         context_tokens: int | None = None,
     ) -> list[ToolSpec]:
         """Return the tools. The description of skill_tool lists the tenant's skills that fit."""
@@ -321,7 +321,7 @@ class RunParts:
         offered = sorted(
             (spec for spec in offer.tools if is_offered(switches, allowed, spec)), key=lambda spec: spec.name
         )
-        specs = filter_specs([spec.with_network(reach) for spec in offered] if reach is not None else offered, names)
+        specs = filter_specs([info.describe_tool(spec) for spec in offered] if info is not None else offered, names)
         if not any(spec.name == SKILL_TOOL for spec in specs):
             return specs
         return disclose(specs, offer.skills, await self.skill_uses.of(tenant), context_tokens)

@@ -280,10 +280,10 @@ class ToolClient:
         self, names: Iterable[str] | Literal["all"] = "all", *, session: Session | None = None
     ) -> list[ToolSpec]:
         """Return the tools that a model of the client's tenant may call. Tools that are turned off are not included.
-        `session`: describe the tools with the network of that session.
+        `session`: describe the tools with the network and the largest limit of that session.
         """
-        reach = (await session.info()).describe_network() if session is not None else None
-        return await self._parts.specs_for(await self._as_tenant(None), names, reach)
+        info = await session.info() if session is not None else None
+        return await self._parts.specs_for(await self._as_tenant(None), names, info)
 
     async def review(
         self, call: ToolCall, spec: ToolSpec, session: str | None, approver: Approver | None = None

@@ -1,6 +1,9 @@
-"""The description of the network for a model: part of the description of the tools that run there."""
+"""The network and the largest limit of a session in the descriptions of the tools that run there."""
 
-from contract.specs import NO_NETWORK
+import pytest
+
+from contract.specs import MOST_SECONDS, NO_NETWORK
+from orchestrator.dialects.prompts import generate_tool_prompt
 from orchestrator.dispatch.sessions import SessionInfo
 from tests.builders import build_spec
 from workers.tools.builtin import build_registry
@@ -38,3 +41,29 @@ def test_an_authors_own_words_stay_as_they_are() -> None:
     )
     description = spec.with_network("with all of it").description
     assert description == "Counts, also without network. It runs in the session's sandbox, with all of it."
+
+
+def test_without_a_larger_limit_of_the_class_nothing_changes() -> None:
+    for spec in build_registry().specs():
+        assert info().describe_tool(spec) is spec or info().describe_tool(spec) == spec
+
+
+@pytest.mark.parametrize("name", ["bash_tool", "read_tool"])
+def test_only_tools_that_may_run_longer_name_the_limit_of_the_class(name: str) -> None:
+    spec = next(spec for spec in build_registry().specs() if spec.name == name)
+    prompt = generate_tool_prompt([info(timeout_s=7200.0).describe_tool(spec)])
+    assert ("at most 7200 s" in prompt) == (name == "bash_tool")
+    assert ("at most 600" in prompt) == (name != "bash_tool")
+
+
+def test_a_schema_names_the_limit_of_the_class() -> None:
+    bash = next(spec for spec in build_registry().specs() if spec.name == "bash_tool")
+    properties = info(timeout_s=7200.0).describe_tool(bash).parameters["properties"]
+    assert isinstance(properties, dict)
+    assert isinstance(properties["timeout"], dict)
+    assert properties["timeout"]["description"] == MOST_SECONDS.format(7200)
+
+
+def test_a_skill_that_names_its_own_limit_keeps_it() -> None:
+    skill = build_spec("count", is_installed_skill=True, max_timeout_s=60)
+    assert info(timeout_s=7200.0).describe_tool(skill) == skill

@@ -191,10 +191,9 @@ def build_outcome(
         "spill": spill,
     }
     if done["timed_out"]:
-        most = f" (at most {MAX_TIMEOUT_S:g})" if context.timeout_s < MAX_TIMEOUT_S else ""
         error = (
             f"the command was ended at its limit of {context.timeout_s:g} s, with all that it had started; give a "
-            f"longer timeout{most}, start it with {background}, or do less in one call. Its cwd "
+            f"longer timeout, start it with {background}, or do less in one call. Its cwd "
             "and variables were not kept"
         )
         return Outcome(output, error=error, error_code=ErrorCode.TIMEOUT, **fields)
