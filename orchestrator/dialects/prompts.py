@@ -27,17 +27,18 @@ EXAMPLES_STOP = "\nUser:"
 _EXAMPLES = (
     # Otherwise a small model calls a program that a request names as if it were a tool.
     ("Use uname to print the kernel's name.", (("uname -s", "Linux"),), "The kernel is Linux."),
-    # Otherwise a small model gives up after a failure, or describes a change instead of making it.
+    # Otherwise a small model gives up after a failure, describes a change instead of making it, or repeats a wrong sed.
     (
-        "`python3 /srv/check.py` fails. Fix /srv/add.py.",
+        "`python3 check.py` fails. Fix add.py.\n\nFiles in the working directory:\nadd.py: 2 lines\n  def add(a, b):\n"
+        "      return a - b",
         (
             (
-                "cat /srv/add.py; python3 /srv/check.py",
-                f"def add(a, b):\n    return a - b\nAssertionError\n{COMMAND_FAILED}",
+                "cat > add.py <<'END'\ndef add(a, b):\n    return b - a\nEND\npython3 check.py",
+                f"AssertionError\n{COMMAND_FAILED}",
             ),
-            ("sed -i 's/a - b/a + b/' /srv/add.py; python3 /srv/check.py", "passed"),
+            ("cat > add.py <<'END'\ndef add(a, b):\n    return a + b\nEND\npython3 check.py", "passed"),
         ),
-        "I fixed /srv/add.py, and the check passes.",
+        "I fixed add.py, and the check passes.",
     ),
 )
 """Request, commands with their outputs, and answer."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 _ENTITY = re.compile(r"&(?:(lt|gt|amp|quot|apos)|#([0-9]{1,7})|#[xX]([0-9a-fA-F]{1,6}));")
 _NAMED = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
 _ESCAPES = str.maketrans({character: f"&{name};" for name, character in _NAMED.items()})
+_TAG_START = re.compile(r"<(?=[\w/!?])")
 _FIRST_BREAK = re.compile(r"[ \t]*\r?\n")
 _LAST_BREAK = re.compile(r"\r?\n[ \t]*\Z")
 
@@ -43,10 +44,10 @@ def build_tag_call(name: str, arguments: Mapping[str, str]) -> str:
 
 def build_plain_tag_call(name: str, arguments: Mapping[str, str]) -> str:
     """Return a call whose values are between tags, as small models write it. A small model that sees values in
-    attributes avoids double quotes in commands, and writes wrong ones. Only `<` is escaped, so no value can contain a
-    tag.
+    attributes avoids double quotes in commands, and writes wrong ones. Only a `<` that could begin a tag is escaped, so
+    no value can contain a tag, and a small model sees `<<` and `< file` as it should write them.
     """
-    children = "".join(f"<{key}>{value.replace('<', '&lt;')}</{key}>" for key, value in arguments.items())
+    children = "".join(f"<{key}>{_TAG_START.sub('&lt;', value)}</{key}>" for key, value in arguments.items())
     return f'<tool_action name="{escape_value(name)}">{children}</tool_action>'
 
 

@@ -187,11 +187,13 @@ async def choose_profile(
 def choose_dialect(name: str, capabilities: Capabilities | None = None, profile: ModelProfile = STANDARD) -> Dialect:
     """Return the dialect of that name.
 
-    "auto" is native for a model that calls tools natively or whose capabilities are unknown, else tags. Raises
+    "auto" is tags for a small model, which completes the most jobs with it and in the fewest tokens (`scripts/bench
+    jobs`). For others it is native if the model calls tools natively or its capabilities are unknown, else tags. Raises
     ConfigError for an unknown name.
     """
     if name == "auto":
-        name = "native" if capabilities is None or capabilities.native_tools else "tags"
+        is_native = profile is not SMALL and (capabilities is None or capabilities.native_tools)
+        name = "native" if is_native else "tags"
     if name == "native":
         # A small model gets no fields that it does not need.
         parallel = capabilities is not None and capabilities.parallel and profile is STANDARD

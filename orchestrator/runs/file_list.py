@@ -10,8 +10,9 @@ log = get_logger(__name__)
 LIMIT_S = 5.0
 MAX_FILES, MAX_LINE_CHARS = 12, 160
 MAX_BYTES = 3000
-SHORT_LINES = 4
-"""Largest number of lines of a file whose text is shown, up to 400 bytes of it."""
+SHORT_LINES, CODE_LINES, SHORT_BYTES = 4, 12, 400
+"""A file's text is shown if it has at most this number of lines, or of lines of source code, and of bytes."""
+_CODE = "*.py|*.sh|*.js|*.ts|*.go|*.rs|*.c|*.h|*.cpp|*.java|*.rb|*.php"
 
 _HEADING = "Files in the working directory:"
 # With the numbers of columns, because small models count them wrongly. Every step reads a bounded number of bytes: the
@@ -33,7 +34,9 @@ for path in *; do
         printf '%s: %s lines, columns: %s\\n' "$path" "$lines" "$columns" ;;
       *) printf '%s: %s lines\\n' "$path" "$lines"
         # Nothing of a longer file: a small model answers from its beginning instead of reading it.
-        if [ $lines -le {SHORT_LINES} ]; then head -c 400 "./$path" | sed 's/^/  /'; echo; fi ;;
+        case "$path" in {_CODE}) most={CODE_LINES} ;; *) most={SHORT_LINES} ;; esac
+        if [ $lines -le $most ] && [ $(head -c {SHORT_BYTES + 1} "./$path" | wc -c) -le {SHORT_BYTES} ]
+        then head -c {SHORT_BYTES} "./$path" | sed 's/^/  /'; echo; fi ;;
     esac
   fi
 done
@@ -58,6 +61,5 @@ async def list_files(session: Session) -> str:
 
 
 def _show_line(line: str) -> str:
-    """Return the line without invisible characters. The indentation stays, because it matters in code."""
-    indentation = len(line) - len(line.lstrip(" "))
-    return (" " * indentation + clean_line(line))[:MAX_LINE_CHARS]
+    """Return the line without invisible characters. Spaces stay, because they matter in code."""
+    return " ".join(map(clean_line, line.rstrip().split(" ")))[:MAX_LINE_CHARS]

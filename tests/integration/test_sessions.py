@@ -315,6 +315,17 @@ async def test_an_opening_that_is_cancelled_leaves_no_container(stack: Stack, cl
             stack.api.remove_container(container, force=True)
 
 
+async def test_the_text_of_short_files_is_listed_as_it_is(session: Session) -> None:
+    command = r"""
+        printf 'def f(x):\n    return x.split("  ")\n%s' "$(seq 10)" > code.py; seq 13 > long.py; seq 5 > data.txt
+        printf '%0401d\n' 0 > wide.txt
+    """
+    assert (await session.call("bash_tool", {"command": command})).success
+    _, *lines = (await list_files(session)).splitlines()
+    code = ["  def f(x):", '      return x.split("  ")', *(f"  {number}" for number in range(1, 11))]
+    assert lines == ["code.py: 11 lines", *code, "data.txt: 5 lines", "long.py: 13 lines", "wide.txt: 1 lines"]
+
+
 async def test_the_files_of_a_session_are_listed_in_few_characters(session: Session) -> None:
     assert await list_files(session) == ""
     command = r"""

@@ -74,6 +74,13 @@ def test_the_whole_system_prompt_is_as_it_was_seen_and_approved(name: str) -> No
     assert texts + "\n" == (SNAPSHOTS / f"prompt-{name}.txt").read_text()
 
 
+def test_the_calls_of_the_examples_are_what_a_model_should_write() -> None:
+    prompt = TagsDialect(profile=SMALL).build_system("", BUILTIN[:1])
+    commands = [call.arguments["command"] for call in calls_in(prompt)]
+    assert commands[1] == "uname -s"
+    assert commands[-1] == "cat > add.py <<'END'\ndef add(a, b):\n    return a + b\nEND\npython3 check.py"
+
+
 def test_an_empty_instruction_becomes_the_default_one() -> None:
     assert build_system_prompt("  ") == DEFAULT_INSTRUCTION
 
