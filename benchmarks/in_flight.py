@@ -40,18 +40,31 @@ FLAT = 1.5
 
 
 @contextlib.asynccontextmanager
-async def open_transport() -> AsyncIterator[tuple[CeleryTransport, str]]:
-    """Start a Redis server and a pool that answers immediately. Yield a transport and the queue of the pool."""
+async def open_broker() -> AsyncIterator[BrokerSettings]:
+    """Start a Redis server and yield its settings when the server answers."""
     with contextlib.ExitStack() as stack, socket.socket() as probe:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-")))
         probe.bind(("127.0.0.1", 0))
-        port, password, queue = probe.getsockname()[1], secrets.token_hex(8), "bench.echo"
+        port, password = probe.getsockname()[1], secrets.token_hex(8)
         probe.close()
         config = write_redis_config(folder, port, password)
         stack.enter_context(child_process([find_redis_server(), str(config)], {}, folder / "redis.log"))
         broker = BrokerSettings(redis_url=SecretStr(f"redis://:{password}@127.0.0.1:{port}/0"))
         client = open_redis(broker)
-        await _until_up(client, broker)
+        try:
+            await _until_up(client, broker)
+        finally:
+            await client.aclose()
+        yield broker
+
+
+@contextlib.asynccontextmanager
+async def open_transport() -> AsyncIterator[tuple[CeleryTransport, str]]:
+    """Start a Redis server and a pool that answers immediately. Yield a transport and the queue of the pool."""
+    async with contextlib.AsyncExitStack() as stack:
+        broker, queue = await stack.enter_async_context(open_broker()), "bench.echo"
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-")))
+        client = open_redis(broker)
         argv = [sys.executable, "-m", "benchmarks.echo_pool", broker.redis_url.get_secret_value(), queue]
         stack.enter_context(child_process(argv, {}, folder / "echo.log"))
         hub = ResultHub(client)

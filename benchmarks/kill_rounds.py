@@ -28,6 +28,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.disks.image import TEMPLATES
 from workers.sandboxd.frames import MAX_DOWN, encode_frame
+from workers.sandboxd.runtime.oci import FOLDER
 
 ROUNDS = size(1000, 10)
 AT_ONCE = 4
@@ -41,6 +42,8 @@ SHORT_TTL_S = 0.5
 MIB = 1024 * 1024
 FILES_IN_USE = 16
 """Number of open file descriptors that may vary with the work in progress."""
+STATES = FOLDER / "state"
+"""Folder with the records of the OCI runtime, by sandbox."""
 _SLEEP = {"op": "exec", "argv": ["sleep", "60"], "timeout_s": 0.2}
 
 
@@ -75,6 +78,7 @@ class Traces:
         label = f"toolcrew.sandboxd={sandboxd.name}"
         found = {
             "containers": [*list_containers(api, label), *list_folders(label)],
+            "runtime records": [name for name in self.ids if (STATES / name).exists()],
             "control groups": [str(group) for group in list_groups() if group.name in self.ids],
             "mounts": [
                 point for point in mount_points() if point in self.mounts or self._is_ours(point, sandboxd.state)
@@ -109,7 +113,7 @@ class Rounds:
         self.traces = Traces()
         self.done: Counter[str] = Counter()
         self._sandboxd = sandboxd
-        self._api = api
+        self.api = api
 
     def play(self, numbers: Sequence[int], at_once: int = AT_ONCE) -> None:
         """Run one round per number, and use each way of ending in turn. Re-raises the error of a round, for example
@@ -122,7 +126,7 @@ class Rounds:
     def settle(self, within_s: float = GONE_S) -> dict[str, list[str]]:
         """Wait until no resource remains. Return the resources that remain at the deadline."""
         until = time.monotonic() + within_s
-        while (left := self.traces.left(self._sandboxd, self._api)) and time.monotonic() < until:
+        while (left := self.traces.left(self._sandboxd, self.api)) and time.monotonic() < until:
             time.sleep(0.2)
         return left
 
@@ -144,7 +148,7 @@ class Rounds:
             short_lived = way == "abandon"
             name = f"bench:{way}-{number}"
             opened = client.describe_open(name, None, SHORT_TTL_S if short_lived else 600.0)
-            pid = self.traces.learn(self._api, str(opened["sandbox"]["id"]))
+            pid = self.traces.learn(self.api, str(opened["sandbox"]["id"]))
             sandbox_call(client, name)
             if not short_lived:
                 self._end(client, name, way, pid)

@@ -1,12 +1,17 @@
-"""Choose the host of a new session by its image, free slots and memory. Each choice compares two random hosts."""
+"""Choose the host of a new session by its image, free slots and memory. Each choice compares two random hosts.
 
+Without a report that a host has the image, all orchestrators send its sessions to the same host. So an image is pulled
+once even if its sessions open at the same moment, and its next session finds it even if reports are old.
+"""
+
+import hashlib
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.hosts import RELEASE, HostReport
-from contract.image_names import ImageName, ImageNameError, is_allowed, parse_image_name
+from contract.image_names import ImageName, ImageNameError, find_matches, is_allowed, parse_image_name
 
 LOW_MEMORY_BYTES = 512 * 1024 * 1024
 """Free memory that a host should have. One with less is chosen only when there is no other."""
@@ -118,11 +123,22 @@ def _parse_image(needs: HostRequirements) -> ImageName | None:
 
 
 def _prefer_image(hosts: list[HostReport], image: ImageName | None, placed: Mapping[str, int]) -> list[HostReport]:
-    """Return the hosts that have the image and are not too busy; all hosts if there is none."""
+    """Return the hosts that have the image, or the host that pulls it, if they are not too busy; otherwise all
+    hosts.
+    """
     if image is None:
         return hosts
-    holding = [host for host in hosts if is_allowed(host.images_present, image)]
-    return [host for host in holding if _load(host, placed.get(host.queue, 0)) < PULL_LOAD] or hosts
+    calm = [host for host in hosts if _load(host, placed.get(host.queue, 0)) < PULL_LOAD]
+    holding = [host for host in calm if is_allowed(host.images_present, image)]
+    if holding:
+        return holding
+    pulling = [host for host in calm if any(found.names_registry for found in find_matches(host.images, image))]
+    return [max(pulling, key=lambda host: _rank(host, image))] if pulling else hosts
+
+
+def _rank(host: HostReport, image: ImageName) -> bytes:
+    """Return the rank of a host for an image (rendezvous hashing): a host more or less moves only its own images."""
+    return hashlib.blake2b(f"{image.full}\0{host.host}".encode(), digest_size=8).digest()
 
 
 def _load(host: HostReport, placed: int) -> float:

@@ -5,6 +5,7 @@ the machine may be busy.
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import NAMES
-from tests.stack import require_engine
+from tests.stack import missing, require_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300.0
@@ -23,6 +24,8 @@ LIMIT_S = 300.0
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_runs_at_its_smallest_size(name: str) -> None:
     require_engine()
+    if name == "image_placement" and shutil.which("docker-registry") is None:
+        missing("no docker-registry: apt-get install docker-registry")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("TOOLCREW_")}
 
     ran = subprocess.run(

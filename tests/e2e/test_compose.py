@@ -261,6 +261,8 @@ def test_a_program_of_the_host_opens_a_session_and_calls_a_tool_over_http(compos
             f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "echo $((6*7))"}}
         ).json()
         assert (result["success"], result["output"].strip()) == (True, "42"), composed.tell()
+        # sandboxd in its container measures the sandboxes that it starts itself.
+        assert min(result["usage"]["cpu_s"], result["usage"]["memory_peak_bytes"]) > 0, result
         assert client.delete(f"/v1/sessions/{session}").status_code == 204
 
 

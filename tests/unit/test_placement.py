@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
+from contract.hosts import HostReport
 from orchestrator.dispatch.placement import LOW_MEMORY_BYTES, HostRequirements, choose_host, find_capacity
 from tests.fake_hosts import build_report
 
@@ -118,6 +119,30 @@ def test_a_host_that_has_the_image_is_preferred_until_it_is_busy() -> None:
         has = build_report("has", images_present=("ghcr.io/team/tool:latest",), sessions=sessions, slots=16, **allowed)
         hosts = {choose_host([*others, has], needs, chance=random.Random(seed)).host for seed in range(20)}
         assert (hosts == {"has"}) == is_preferred
+
+
+def test_an_image_that_no_host_has_is_pulled_by_one_host_until_it_is_busy() -> None:
+    hosts = [build_report(f"h{at}", images=("ghcr.io/team/*",), slots=16) for at in range(5)]
+    homes = {image: find_hosts(hosts, f"ghcr.io/team/i{image}") for image in range(100)}
+    assert all(len(home) == 1 for home in homes.values())
+    assert max(Counter(home for (home,) in homes.values()).values()) <= 35
+    # A host that is lost moves only its own images.
+    fewer = [host for host in hosts if host.host != "h0"]
+    assert all(find_hosts(fewer, f"ghcr.io/team/i{image}") == home for image, home in homes.items() if home != {"h0"})
+    (home,) = homes[0]
+    placed = {f"host.{home}.b00t": 60}
+    assert len(find_hosts(hosts, "ghcr.io/team/i0", placed) - {home}) == 1
+
+
+def test_an_image_that_is_never_pulled_does_not_bind_its_sessions_to_a_host() -> None:
+    hosts = [build_report(f"h{at}", images=("base",)) for at in range(5)]
+    assert len(find_hosts(hosts, "base")) == 5
+
+
+def find_hosts(hosts: list[HostReport], image: str, placed: dict[str, int] | None = None) -> set[str]:
+    """Return the hosts that sessions of an image get."""
+    needs = HostRequirements(image=image)
+    return {choose_host(hosts, needs, placed=placed, chance=random.Random(seed)).host for seed in range(40)}
 
 
 def test_room_is_what_hosts_that_could_take_the_session_have_left() -> None:

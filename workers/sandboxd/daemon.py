@@ -122,7 +122,7 @@ class Daemon:
             settings.image_cache_bytes,
         )
         self.factory.images = self.images
-        self.images.release = setup.oci.unpin if setup.oci is not None else None
+        self.images.release = self._release_image
         if setup.oci is not None:
             # Even without starts of its own, it finds what an earlier sandboxd left.
             ours, engines = [setup.oci], self.factory.runtimes
@@ -189,6 +189,12 @@ class Daemon:
     def _find_images_in_use(self) -> Set[str | None]:
         """Return the content ids of the images of all sandboxes, and of all sessions, even without a sandbox."""
         return self.factory.images_in_use() | {session.plan.image_id for session in self.sessions.all()}
+
+    async def _release_image(self, image: str) -> None:
+        """Forget an image that is about to be removed."""
+        self.factory.forget_image(image)
+        if self.setup.oci is not None:
+            await self.setup.oci.unpin(image)
 
     async def close(self, *, for_good: bool = False) -> None:
         """Evict or remove every container. `for_good`: no later sandboxd will adopt a session, so nothing is kept."""

@@ -209,6 +209,10 @@ class SandboxFactory:
         """Return the content ids of the images of all sandboxes that are not removed yet."""
         return set(self._images.values())
 
+    def forget_image(self, image: str) -> None:
+        """Forget the facts about the image of a content id. If it is pulled again, its layers have other folders."""
+        self._image_facts.pop(image, None)
+
     async def guest_volume(self) -> str:
         """Return the volume with the toolkit. Raises SandboxUnavailable."""
         return await self.engine.ensure_guest_volume(self._guest_image)
