@@ -15,7 +15,7 @@ from orchestrator import ToolClient
 from orchestrator.settings import load_settings
 from store.calls import _FINISH, FinishedCalls
 from store.connection import SyncRedis, WorkerScript, connect, open_redis
-from store.usage import AMOUNTS, DAY_S, USAGE_LUA, CallEnding, UsageStore, sum_rows, usage_prefix
+from store.usage import AMOUNTS, DAY_S, USAGE_LUA, CallEnding, UsageStore, pack_amounts, sum_rows, usage_prefix
 from workers.sandboxd.metering import SandboxMeter, UsageTotals
 from workers.sandboxd.runtime.usage import UsageReader
 
@@ -26,8 +26,7 @@ MEASURED = size(2000, 20)
 REPORT_MS = 5000.0
 _COUNT_NOTHING = """
 local usage_time = redis.call('TIME')
-local function add_usage() end
-local function count_session() end
+local function count_usage() end
 """
 SHARE = 0.01
 """Highest part of a call's time that measuring and counting may take."""
@@ -81,10 +80,8 @@ async def _fill(redis: Any, deployment: str, first: int) -> None:
     """Write what the scripts write for so many calls, whose number changes only the amounts."""
     hourly = CALLS // (DAYS * 24)
     for day in range(first, first + DAYS):
-        fields = {f"{hour:02}:{name}": hourly for hour in range(24) for name in AMOUNTS}
-        await redis.hset(
-            f"{usage_prefix(deployment, 'bench')}{day}", mapping=fields | dict.fromkeys(AMOUNTS, hourly * 24)
-        )
+        hours = dict.fromkeys(range(24), pack_amounts(dict.fromkeys(AMOUNTS, hourly)))
+        await redis.hset(f"{usage_prefix(deployment, 'bench')}{day}", mapping=hours)
 
 
 def _measure(reader: UsageReader) -> float:

@@ -19,7 +19,7 @@ from contract.tenancy import POLICY_FRESH_S, Budgets
 from store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text
 from store.connection import broker_errors
 from store.tasks import SharedReads
-from store.usage import DAY_S, UNITS, usage_prefix
+from store.usage import DAY_S, UNITS, UsageStore, usage_prefix
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -33,8 +33,7 @@ _METRICS = {
     "cpu_s": ("cpu_us",),
     "stored_bytes": ("stored_bytes",),
 }
-"""Amount of a budget -> fields of usage that it sums."""
-_FIELDS = [field for fields in _METRICS.values() for field in fields]
+"""Amount of a budget -> amounts of usage that it sums."""
 _ACTOR = Actor(key="local", role="operator", name="toolcrew")
 
 # KEYS: notices of the tenant, audit. ARGV: the notice, its lifetime, audit entry. Returns 1 for the first one.
@@ -83,6 +82,7 @@ class BudgetStore:
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client, self._deployment = client, deployment
+        self._usage = UsageStore(client, deployment)
         self._note = client.register_script(_NOTE)
         self._reads = SharedReads[list[BudgetState]]()
         self._read: dict[str, tuple[float, Budgets, list[BudgetState]]] = {}
@@ -112,20 +112,16 @@ class BudgetStore:
             return []
         with broker_errors("the budgets were not read"):
             seconds, _ = await self._client.time()
-            today = datetime.fromtimestamp(seconds, UTC).replace(hour=0, minute=0, second=0)
-            is_monthly = any(name.endswith("_month") for name in limits)
-            days = list(range(today.day if is_monthly else 1))
-            prefix, number = usage_prefix(self._deployment, tenant), int(seconds // DAY_S)
-            pipe = self._client.pipeline(transaction=False)
-            for day in days:
-                pipe.hmget(f"{prefix}{number - day}", _FIELDS)
-            rows = [dict(zip(_FIELDS, row, strict=True)) for row in await pipe.execute()]
-        next_month = (today.replace(day=1) + timedelta(days=32)).replace(day=1)
+        today = datetime.fromtimestamp(seconds, UTC).replace(hour=0, minute=0, second=0)
+        starts = {"day": today, "month": today.replace(day=1)}
+        next_month = (starts["month"] + timedelta(days=32)).replace(day=1)
         resets = {"day": today + timedelta(days=1), "month": next_month}
+        first = min(starts[name.rpartition("_per_")[2]] for name in limits)
+        rows = await self._usage.read(tenant, first.timestamp(), resets["day"].timestamp())
         states = []
         for name, limit in limits.items():
             metric, _, period = name.rpartition("_per_")
-            used = sum(_sum(row, metric) for row in (rows if period == "month" else rows[:1]))
+            used = sum(_sum(row.amounts, metric) for row in rows if row.start >= starts[period].timestamp())
             states.append(BudgetState(name, limit, used, resets[period].timestamp()))
         return states
 
@@ -158,5 +154,5 @@ class BudgetStore:
 _MOST_TENANTS = 10_000
 
 
-def _sum(row: Mapping[str, bytes | None], metric: str) -> float:
-    return sum(int(row[field] or 0) / UNITS.get(field, 1) for field in _METRICS[metric])
+def _sum(amounts: Mapping[str, int], metric: str) -> float:
+    return sum(amounts.get(name, 0) / UNITS.get(name, 1) for name in _METRICS[metric])

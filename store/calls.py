@@ -463,22 +463,16 @@ _FINISH = (
     USAGE_LUA
     + """
 if ARGV[3] ~= '' then
-  -- What a lost attempt has used counts too.
-  if ARGV[9] ~= '' then count_session(ARGV[7], KEYS[3], ARGV[9], {unpack(ARGV, 10, 14)}) end
   local known = redis.pcall('HMGET', KEYS[2], 'attempt', 'state')
-  if not known.err then
-    if (tonumber(known[1] or '0') or 0) > tonumber(ARGV[3]) then return 0 end
-    if known[2] ~= 'done' then
-      add_usage(ARGV[7], 'calls', 1)
-      add_usage(ARGV[7], 'stored_bytes', tonumber(ARGV[8]))
-      if ARGV[9] ~= '' then redis.call('HINCRBY', KEYS[3], 'calls', 1) end
-    end
-    if known[2] ~= 'forbidden' then
-      local time = usage_time
-      redis.call('HSET', KEYS[2], 'state', 'done', 'attempt', ARGV[3], 'code', ARGV[5], 'sandbox', ARGV[6],
-        'ended_at', string.format('%d.%06d', time[1], time[2]))
-      redis.call('EXPIRE', KEYS[2], ARGV[4])
-    end
+  local is_late = not known.err and (tonumber(known[1] or '0') or 0) > tonumber(ARGV[3])
+  local is_first = not known.err and not is_late and known[2] ~= 'done'
+  -- What a lost attempt has used counts too.
+  count_usage(ARGV[7], KEYS[3], ARGV[9], ARGV[10], is_first and 1 or 0, is_first and ARGV[8] or 0)
+  if is_late then return 0 end
+  if not known.err and known[2] ~= 'forbidden' then
+    redis.call('HSET', KEYS[2], 'state', 'done', 'attempt', ARGV[3], 'code', ARGV[5], 'sandbox', ARGV[6],
+      'ended_at', string.format('%d.%06d', usage_time[1], usage_time[2]))
+    redis.call('EXPIRE', KEYS[2], ARGV[4])
   end
 end
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])

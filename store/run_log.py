@@ -112,7 +112,7 @@ if ARGV[4] ~= '' then
   redis.call('EXPIRE', KEYS[3], ARGV[5])
 end
 redis.call('RPUSH', KEYS[2], ARGV[3])
-count_reply(ARGV[7], ARGV[8] == '1' and KEYS[4], {unpack(ARGV, 9, 12)})
+count_reply(ARGV[7], ARGV[8] == '1' and KEYS[4], unpack(ARGV, 9, 12))
 if ARGV[6] == '1' then redis.call('HDEL', KEYS[1], 'losses') end
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])

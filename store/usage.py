@@ -6,6 +6,8 @@ results and killed workers therefore change no sum. Tokens are counted in the sc
 its run, which adds every reply once.
 """
 
+import math
+import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,69 +24,83 @@ from store.connection import RedisClient, SyncRedis, broker_errors
 DAY_S, HOUR_S = 24 * 3600, 3600
 USAGE_TTL_S = 400 * DAY_S
 SESSION_USAGE_TTL_S = int(MAX_TTL_S) + DAY_S
+REPLIES = "replies:"
+"""Field of a session with what its runs' replies used. No meter has a colon."""
 AT_ONCE = 500
 MAX_DAYS: dict["By", int] = {"hour": 31, "day": 400}
 """Longest time of one report, in days."""
 MAX_AMOUNT = 10**12
 """Limit of an amount of one reply. The server of a model may report any number."""
 UNITS = {"cpu_us": 1e6, "sandbox_us": 1e6, "cost_millionths": 1e6}
-"""Units of fields in Redis in one unit of the report. Redis adds whole numbers only."""
+"""Units of fields in Redis in one unit of the report. Redis stores whole numbers only."""
 AMOUNTS = (
     *("calls", "cpu_us", "read_bytes", "written_bytes", "network_bytes", "sandbox_us"),
     *("prompt_tokens", "completion_tokens", "cached_tokens", "cost_millionths", "stored_bytes"),
 )
-"""Fields of an hour and of a session."""
+"""Amounts of an hour and of a session, in their order in Redis."""
 By = Literal["hour", "day"]
+_PACKED = struct.Struct(f">{len(AMOUNTS)}d")
+"""The amounts of an hour or of a session in Redis. Whole numbers up to 2**53 are exact."""
 
+# All amounts of an hour are one packed field. A field for each amount would take more of Redis's time than the rest of
+# the script that stores a result, and so would numbers as text.
 USAGE_LUA = f"""
 local usage_time = redis.call('TIME')
--- Adds to a field of this hour, and of this day for budgets. `prefix`: of the keys of the tenant's days.
-local function add_usage(prefix, name, amount)
-  if amount <= 0 then return end
-  local key = prefix .. math.floor(usage_time[1] / {DAY_S})
-  local field = string.format('%02d:%s', math.floor(usage_time[1] / {HOUR_S}) % 24, name)
-  if redis.call('HINCRBY', key, field, amount) == amount then redis.call('EXPIRE', key, {USAGE_TTL_S}) end
-  redis.call('HINCRBY', key, name, amount)
+-- Returns the numbers of AMOUNTS in a field of a hash, and whether the field is there.
+local function read_usage(key, field)
+  local packed = redis.call('HGET', key, field)
+  if packed and #packed == {_PACKED.size} then return {{struct.unpack('>{"d" * len(AMOUNTS)}', packed)}}, true end
+  return {{{", ".join("0" * len(AMOUNTS))}}}, false
+end
+local function write_usage(key, field, amounts)
+  redis.call('HSET', key, field, struct.pack('>{"d" * len(AMOUNTS)}', unpack(amounts)))
+end
+local function add_usage(key, field, added)
+  local amounts, is_there = read_usage(key, field)
+  for i, amount in ipairs(added) do amounts[i] = amounts[i] + amount end
+  write_usage(key, field, amounts)
+  return is_there
+end
+-- Adds to this hour. `prefix`: of the keys of the tenant's days.
+local function add_to_hour(prefix, added)
+  local key, hour = prefix .. math.floor(usage_time[1] / {DAY_S}), math.floor(usage_time[1] / {HOUR_S}) % 24
+  if not add_usage(key, hour, added) then redis.call('EXPIRE', key, {USAGE_TTL_S}) end
 end
 -- Adds the tokens of a reply of a model, and their cost. `session`: key of the usage of the run's session, or false.
-local replied = {{'prompt_tokens', 'completion_tokens', 'cached_tokens', 'cost_millionths'}}
-local function count_reply(prefix, session, amounts)
-  for i, name in ipairs(replied) do
-    local amount = tonumber(amounts[i])
-    add_usage(prefix, name, amount)
-    if session and amount > 0 then
-      redis.call('HINCRBY', session, name, amount)
-      redis.call('EXPIRE', session, {SESSION_USAGE_TTL_S})
-    end
+local function count_reply(prefix, session, prompt, completion, cached, cost)
+  if prompt + completion + cached + cost == 0 then return end
+  local added = {{0, 0, 0, 0, 0, 0, prompt, completion, cached, cost, 0}}
+  add_to_hour(prefix, added)
+  if session then
+    add_usage(session, '{REPLIES}', added)
+    redis.call('EXPIRE', session, {SESSION_USAGE_TTL_S})
   end
 end
--- Adds what the totals of a session exceed those that were counted before. `totals`: by the names, in their order.
-local metered = {{'cpu_us', 'read_bytes', 'written_bytes', 'network_bytes', 'sandbox_us'}}
-local function count_session(prefix, session, meter, totals)
-  local counted = redis.call('HGET', session, 'counted.' .. meter)
-  local before, at, texts = {{0, 0, 0, 0, 0}}, 0, {{}}
-  for text in string.gmatch(counted or '', '%d+') do
-    at = at + 1
-    before[at] = tonumber(text)
-  end
-  for i, name in ipairs(metered) do
-    local used = tonumber(totals[i]) - before[i]
-    if used > 0 then
-      add_usage(prefix, name, used)
-      redis.call('HINCRBY', session, name, used)
+-- Adds calls, their stored bytes, and what the totals of a session exceed those that its meter's field has.
+-- `meter`: '' for none. `totals`: text with CPU time, three numbers of bytes and time.
+local function count_usage(prefix, session, meter, totals, calls, stored)
+  local added = {{calls, 0, 0, 0, 0, 0, 0, 0, 0, 0, stored}}
+  if meter ~= '' then
+    local counted, is_there = read_usage(session, meter)
+    local at = 1
+    for text in string.gmatch(totals, '%d+') do
+      at = at + 1
+      added[at] = math.max(text - counted[at], 0)
     end
-    texts[i] = string.format('%.0f', math.max(tonumber(totals[i]), before[i]))
+    for i, amount in ipairs(added) do counted[i] = counted[i] + amount end
+    write_usage(session, meter, counted)
+    -- A result need not extend the lifetime, because the reports between calls do.
+    if calls == 0 or not is_there then redis.call('EXPIRE', session, {SESSION_USAGE_TTL_S}) end
   end
-  redis.call('HSET', session, 'counted.' .. meter, table.concat(texts, ' '))
-  redis.call('EXPIRE', session, {SESSION_USAGE_TTL_S})
+  add_to_hour(prefix, added)
 end
 """
 
 # KEYS: the session's usage. ARGV: prefix of the tenant's days, amounts of the reply.
-_COUNT_REPLY = USAGE_LUA + "count_reply(ARGV[1], KEYS[1], {unpack(ARGV, 2, 5)})"
+_COUNT_REPLY = USAGE_LUA + "count_reply(ARGV[1], KEYS[1], unpack(ARGV, 2, 5))"
 
 # KEYS: the session's usage. ARGV: prefix of the tenant's days, meter, totals.
-_COUNT = USAGE_LUA + "count_session(ARGV[1], KEYS[1], ARGV[2], {unpack(ARGV, 3, 7)})"
+_COUNT = USAGE_LUA + "count_usage(ARGV[1], KEYS[1], ARGV[2], ARGV[3], 0, 0)"
 
 
 def usage_prefix(deployment: str, tenant: str) -> str:
@@ -93,19 +109,16 @@ def usage_prefix(deployment: str, tenant: str) -> str:
 
 
 def session_usage_key(deployment: str, tenant: str, session: str) -> str:
-    """Return the key of the hash of what a session used, and of the totals that are counted."""
+    """Return the key of the hash of what a session used: a field for each meter, with the totals that are counted, and
+    one for its replies.
+    """
     return tenant_key(deployment, tenant, f"session.{session}:usage")
 
 
-def totals_of(usage: SessionUsage) -> list[int]:
-    """Return the totals in the order and the units of the scripts."""
-    return [
-        round(usage.cpu_s * 1e6),
-        usage.read_bytes,
-        usage.written_bytes,
-        usage.network_bytes,
-        round(usage.sandbox_s * 1e6),
-    ]
+def totals_of(usage: SessionUsage) -> str:
+    """Return the totals as the text that the scripts read."""
+    cpu_us, sandbox_us = round(usage.cpu_s * 1e6), round(usage.sandbox_s * 1e6)
+    return f"{cpu_us} {usage.read_bytes} {usage.written_bytes} {usage.network_bytes} {sandbox_us}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,7 @@ class CallEnding:
 
     def amounts(self) -> list[str | int]:
         """Return the arguments of the script about what was used."""
-        metered = [self.usage.meter, *totals_of(self.usage)] if self.usage is not None else [""]
+        metered = [self.usage.meter, totals_of(self.usage)] if self.usage is not None else ["", ""]
         return [usage_prefix(self.deployment, self.tenant), self.stored_bytes, *metered]
 
 
@@ -148,7 +161,12 @@ class ReplySpending:
         """Return the amounts in the order and the units of the scripts."""
         usage = self.usage
         amounts = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, round((self.cost or 0.0) * 1e6))
-        return [min(amount, MAX_AMOUNT) for amount in amounts]
+        return [max(0, min(amount, MAX_AMOUNT)) for amount in amounts]
+
+
+def pack_amounts(amounts: Mapping[str, int]) -> bytes:
+    """Return amounts as in a field of an hour or of a session."""
+    return _PACKED.pack(*(amounts.get(name, 0) for name in AMOUNTS))
 
 
 @dataclass(frozen=True)
@@ -225,43 +243,44 @@ class UsageStore:
     async def read_today(self, tenants: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
         """Return the amounts since 00:00 UTC of the tenants that used anything."""
         used: dict[str, Mapping[str, int]] = {}
+        day = int(time.time() // DAY_S)
         for at in range(0, len(tenants), AT_ONCE):
             names, pipe = tenants[at : at + AT_ONCE], self._client.pipeline(transaction=False)
             for tenant in names:
-                pipe.hmget(f"{usage_prefix(self._deployment, tenant)}{int(time.time() // DAY_S)}", AMOUNTS)
+                pipe.hgetall(f"{usage_prefix(self._deployment, tenant)}{day}")
             with broker_errors("the usage was not read"):
-                rows = await pipe.execute()
-            for tenant, row in zip(names, rows, strict=True):
-                if any(row):
-                    used[tenant] = {
-                        name: int(value) for name, value in zip(AMOUNTS, row, strict=True) if _is_amount(value)
-                    }
+                hashes = await pipe.execute()
+            for tenant, fields in zip(names, hashes, strict=True):
+                for row in _rows(day, fields, "day"):
+                    used[tenant] = row.amounts
         return used
 
     async def read_session(self, tenant: str, session: str) -> Mapping[str, int]:
         """Return what a session used; an empty mapping if nothing is known."""
         with broker_errors("the session's usage was not read"):
             fields: Any = await self._client.hgetall(session_usage_key(self._deployment, tenant, session))
-        return {name: int(fields[name.encode()]) for name in AMOUNTS if name.encode() in fields}
+        return _add_up(fields.values())
 
 
-def _is_amount(value: bytes | None) -> bool:
-    """Return whether a field has an amount that a script wrote. Every process that can write to Redis may write."""
-    return value is not None and value.isdigit()
+def _add_up(fields: Iterable[bytes]) -> Mapping[str, int]:
+    """Return the sums of packed amounts. Skips other values: every process that can write to Redis may write. Amounts
+    that are 0 are left out.
+    """
+    sums = dict.fromkeys(AMOUNTS, 0)
+    for packed in fields:
+        if len(packed) == _PACKED.size:
+            for name, amount in zip(AMOUNTS, _PACKED.unpack(packed), strict=True):
+                sums[name] += int(amount) if math.isfinite(amount) and amount > 0 else 0
+    return {name: amount for name, amount in sums.items() if amount}
 
 
 def _rows(day: int, fields: Mapping[bytes, bytes], by: By) -> list[UsageRow]:
-    hours: dict[int, dict[str, int]] = {}
-    for key, amount in fields.items():
-        name = key.decode(errors="replace")
-        if not _is_amount(amount):
-            continue
-        if by == "hour" and ":" in name:
-            hour, _, metric = name.partition(":")
-            hours.setdefault(int(hour), {})[metric] = int(amount)
-        elif by == "day" and name in AMOUNTS:
-            hours.setdefault(0, {})[name] = int(amount)
-    return [UsageRow(day * DAY_S + hour * HOUR_S, amounts) for hour, amounts in sorted(hours.items())]
+    hours = sorted((int(hour), packed) for hour, packed in fields.items() if hour.isdigit())
+    if by == "day":
+        periods = [(0, _add_up(packed for _, packed in hours))]
+    else:
+        periods = [(hour, _add_up([packed])) for hour, packed in hours]
+    return [UsageRow(day * DAY_S + hour * HOUR_S, amounts) for hour, amounts in periods if amounts]
 
 
 class WorkerUsageStore:
@@ -279,7 +298,7 @@ class WorkerUsageStore:
                 tenant, _, session = name.partition(":")
                 self._count(
                     keys=[session_usage_key(self._deployment, tenant, session)],
-                    args=[usage_prefix(self._deployment, tenant), usage.meter, *totals_of(usage)],
+                    args=[usage_prefix(self._deployment, tenant), usage.meter, totals_of(usage)],
                     client=pipe,
                 )
             pipe.execute()

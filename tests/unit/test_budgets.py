@@ -22,7 +22,7 @@ from orchestrator.runs.outcomes import judge_run
 from store.audit import Audit
 from store.budgets import BudgetStore
 from store.tenants import RedisTenants
-from store.usage import DAY_S, ReplySpending, UsageStore, WorkerUsageStore, usage_prefix
+from store.usage import DAY_S, ReplySpending, UsageStore, WorkerUsageStore, pack_amounts, usage_prefix
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 
@@ -97,8 +97,9 @@ async def test_tokens_and_cost_are_limited(harness: Harness, tokens: int, cost: 
 
 
 async def test_a_month_sums_its_days_and_a_day_begins_anew(harness: Harness) -> None:
-    now, before = (await harness.client.time())[0], f"{usage_prefix('d', 'acme')}"
-    await harness.client.hset(f"{before}{now // DAY_S - 1}", mapping={"cpu_us": 99_000_000, "stored_bytes": 100})
+    now = (await harness.client.time())[0]
+    yesterday = f"{usage_prefix('d', 'acme')}{now // DAY_S - 1}"
+    await harness.client.hset(yesterday, mapping={"23": pack_amounts({"cpu_us": 99_000_000, "stored_bytes": 100})})
     states = {state.name: state for state in await harness.tenants.budgets("acme")}
     is_first_day = time.gmtime(now).tm_mday == 1
     assert states["cpu_s_per_day"].used == 0

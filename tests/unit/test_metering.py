@@ -1,5 +1,7 @@
 """Attribution of what a sandbox uses: every unit counts once, for the calls that run, and for the session."""
 
+from pathlib import Path
+
 import pytest
 
 from workers.sandboxd.metering import SandboxMeter, UsageTotals
@@ -72,3 +74,41 @@ def test_a_sandbox_that_cannot_be_measured_counts_time_and_network() -> None:
     assert meter.end(call) is None
     assert totals.amounts == [0, 0, 0, 3]
     assert totals.describe()["sandbox_s"] > 0
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_reader_finds_new_processes_and_counts_what_ended_ones_leave_to_pid_1(tmp_path: Path, version: int) -> None:
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    group = root / ("cpuacct/box" if version == 1 else "box")
+    folders = {group, root / "memory/box", root / "pids/box"} if version == 1 else {group}
+
+    def write(path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def run(written_bytes: dict[int, int], tasks: int | None = None) -> int:
+        """Set the processes with their accounts, and return the bytes that the reader finds."""
+        for process, amount in written_bytes.items():
+            account = f"rchar: 1\nwchar: 1\nsyscr: 1\nsyscw: 1\nread_bytes: 2\nwrite_bytes: {amount}\n"
+            write(proc / str(process) / "io", f"{account}cancelled_write_bytes: 0\n")
+        write(group / "cgroup.procs", "".join(f"{process}\n" for process in written_bytes))
+        write((root / "pids/box" if version == 1 else group) / "pids.current", f"{tasks or len(written_bytes)}\n")
+        return reader.read().written_bytes if tasks is None else 0
+
+    for folder in folders:
+        for name in ("cpuacct.usage", "memory.max_usage_in_bytes", "memory.peak", "pids.current"):
+            write(folder / name, "0\n")
+    write(group / "cpu.stat", "usage_usec 0\n")
+    v1 = "4:pids:/box\n3:memory:/box\n2:cpu,cpuacct:/box\n"
+    write(proc / "1/cgroup", v1 if version == 1 else "0::/box\n")
+    run({}, tasks=1)
+    reader = UsageReader("box", 1, proc, root)
+    assert run({1: 5}) == 5
+    assert run({1: 7}) == 7
+    assert run({1: 7, 2: 10}) == 17
+    assert run({1: 17}) == 17
+    many = {process: 1 for process in range(2, 40)}
+    assert run({1: 17} | many) == 17 + len(many)
+    assert run({1: 18} | many) == 18 + len(many)
+    reader.close()
+    assert reader.read().written_bytes == 18 + len(many)

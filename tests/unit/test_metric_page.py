@@ -33,7 +33,7 @@ from store.approvals import approvals_key
 from store.batches import batch_key
 from store.metrics import ABSORB_LUA, LOOK_AT_ONCE, Counts, counted_key, host_gauges_key, metrics_key
 from store.pressure import Pressure
-from store.usage import usage_prefix
+from store.usage import pack_amounts, usage_prefix
 from tests.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
@@ -266,7 +266,7 @@ async def test_usage_has_series_for_few_tenants(
     client.hset(tenants_key(DEPLOYMENT), mapping=dict.fromkeys(("acme", "beta", "cyan", "idle"), "{}"))
     today = int(time.time() // 86_400)
     for at, tenant in enumerate(("acme", "beta", "cyan")):
-        fields = {"cpu_us": 9_000_000 - at * 1_000_000, "prompt_tokens": "no number"}
+        fields = {"7": pack_amounts({"cpu_us": 9_000_000 - at * 1_000_000}), "8": b"no number", "x": b"1"}
         client.hset(f"{usage_prefix(DEPLOYMENT, tenant)}{today}", mapping=fields)  # type: ignore[arg-type]
     series = read_page(await page.render())
     assert counted(series, "toolcrew_tenant_usage_today") == {("cpu_s", "acme"): 9.0, ("cpu_s", "other"): 15.0}

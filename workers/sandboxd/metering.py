@@ -7,6 +7,7 @@ overlap share equally what is used while they run. What is used while no call ru
 import secrets
 import time
 from dataclasses import dataclass, field
+from operator import add, sub
 from typing import Any
 
 from contract.calls import CallUsage
@@ -73,15 +74,15 @@ class SandboxMeter:
             return
         reading = self._reader.read(has_disks=has_disks) if self._reader is not None else UsageReading()
         amounts, now = [*reading, self.network_bytes], time.monotonic()
-        used = [amount - before for amount, before in zip(amounts, self._last, strict=True)]
+        used = list(map(sub, amounts, self._last))
         self._last = amounts
-        self._totals.amounts = [total + amount for total, amount in zip(self._totals.amounts, used, strict=True)]
+        self._totals.amounts = list(map(add, self._totals.amounts, used))
         self._totals.sandbox_s += now - self._counted_at
         self._counted_at = now
         for left, call in zip(range(len(self._calls), 0, -1), self._calls, strict=True):
             shares = [amount // left for amount in used]
-            call.amounts = [total + share for total, share in zip(call.amounts, shares, strict=True)]
-            used = [amount - share for amount, share in zip(used, shares, strict=True)]
+            call.amounts = list(map(add, call.amounts, shares))
+            used = list(map(sub, used, shares))
 
     def close(self) -> None:
         """Count for the last time."""

@@ -8,7 +8,7 @@ SIGCHLD can hide the bytes of its children.
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from workers.sandboxd.runtime.cgroups import ROOT
 
 _MOST_PROCESSES = 64
 """Processes whose accounts are read at a time, because one event loop serves all sandboxes."""
+_MOST_KEPT = 8
+"""Processes whose accounts stay open. A sandbox at rest has one process, and between two calls two."""
 _READ_BYTES = 4096
 
 
@@ -39,10 +41,11 @@ class UsageReader:
         self._is_v2 = "cpuacct" not in paths
         if self._is_v2:
             group = root / paths[""].lstrip("/")
-            cpu, memory = group / "cpu.stat", group / "memory.peak"
+            cpu, memory, tasks = group / "cpu.stat", group / "memory.peak", group / "pids.current"
         else:
             group = root / "cpuacct" / paths["cpuacct"].lstrip("/")
             cpu, memory = group / "cpuacct.usage", root / "memory" / paths["memory"].lstrip("/") / _PEAK_OF_V1
+            tasks = root / "pids" / paths["pids"].lstrip("/") / "pids.current"
         if container not in group.name:
             # The engine's number of a process is that of another process in a sandboxd with its own PID namespace.
             raise LookupError(f"process {process} is not in a control group of sandbox {container[:12]}")
@@ -52,7 +55,12 @@ class UsageReader:
             failure.callback(self._files.close)
             self._cpu = self._open(cpu, os.O_RDONLY)
             self._memory = self._open(memory, os.O_RDWR if os.access(memory, os.W_OK) else os.O_RDONLY)
+            self._tasks = self._open(tasks, os.O_RDONLY)
             failure.pop_all()
+        self._accounts = contextlib.ExitStack()
+        self._files.callback(lambda: self._accounts.close())
+        self._open_accounts: list[int] = []
+        self._known_tasks = b""
         self._last = UsageReading()
 
     def read(self, *, has_disks: bool = True) -> UsageReading:
@@ -85,18 +93,32 @@ class UsageReader:
 
     def close(self) -> None:
         self._files.close()
-        self._cpu = self._memory = -1  # their numbers may be those of other files soon
+        self._cpu = self._memory = self._tasks = -1  # their numbers may be those of other files soon
 
     def _read_disks(self) -> tuple[int, int]:
-        read_bytes = written_bytes = 0
-        # Opened each time: an open list of version 1 may be a second old.
-        for process in _read(self._processes).split()[:_MOST_PROCESSES]:
+        # The list of processes is expensive: the kernel builds it, and an open list of version 1 may be a second old.
+        # An ended process is noticed by its account. A process that starts when a thread of another one ends is not
+        # noticed at once, and its parent has its account later.
+        tasks = os.pread(self._tasks, _READ_BYTES, 0)
+        if tasks == self._known_tasks:
+            with contextlib.suppress(OSError):
+                return _sum_accounts([os.pread(account, _READ_BYTES, 0) for account in self._open_accounts])
+        self._accounts.close()
+        self._open_accounts, self._known_tasks = [], b""
+        processes = _read(self._processes).split()[:_MOST_PROCESSES]
+        texts = []
+        for process in processes:
             # A process may end before it is read. Its parent has its account then.
             with contextlib.suppress(OSError):
-                account = _read(f"{self._proc}/{process.decode('ascii')}/io").split()
-                read_bytes += int(account[account.index(b"read_bytes:") + 1])
-                written_bytes += int(account[account.index(b"write_bytes:") + 1])
-        return read_bytes, written_bytes
+                file = os.open(f"{self._proc}/{process.decode('ascii')}/io", os.O_RDONLY | os.O_CLOEXEC)
+                self._accounts.callback(os.close, file)
+                texts.append(os.pread(file, _READ_BYTES, 0))
+                self._open_accounts.append(file)
+        if len(processes) <= _MOST_KEPT:
+            self._known_tasks = tasks
+        else:
+            self._accounts.close()
+        return _sum_accounts(texts)
 
     def _open(self, path: Path, flags: int) -> int:
         file = os.open(path, flags | os.O_CLOEXEC)
@@ -105,6 +127,12 @@ class UsageReader:
 
 
 _PEAK_OF_V1 = "memory.max_usage_in_bytes"
+
+
+def _sum_accounts(texts: Iterable[bytes]) -> tuple[int, int]:
+    """Return the sums of `read_bytes` and `write_bytes` in texts of /proc/<pid>/io."""
+    rows = [text.split() for text in texts]
+    return sum(int(row[9]) for row in rows), sum(int(row[11]) for row in rows)
 
 
 def _read(path: str) -> bytes:
