@@ -257,9 +257,9 @@ def find_state(spec: ToolSpec, switches: Mapping[str, Switch], tenant: str, poli
     )
 
 
-RELEASING = frozenset({"session.close", "session.cancel"})
-"""Session verbs that only end work. Workers also serve them for tenants that are no longer registered, so that their
-sessions and calls can be cleaned up.
+RELEASING = frozenset({"session.close", "session.cancel", "session.delete_checkpoint"})
+"""Session verbs that only release resources. Workers also serve them for tenants that are no longer registered or have
+used up a budget, so that their sessions, calls and checkpoints can be cleaned up.
 """
 
 

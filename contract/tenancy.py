@@ -83,9 +83,11 @@ class Budgets(Record):
     cpu_s_per_day: float | None = Field(default=None, ge=0, description="CPU seconds of sandboxes per day.")
     cpu_s_per_month: float | None = Field(default=None, ge=0, description="CPU seconds of sandboxes per month.")
     stored_bytes_per_day: int | None = Field(
-        default=None, ge=0, description="Bytes of checkpoints and artifacts that are stored per day."
+        default=None,
+        ge=0,
+        description="Bytes of checkpoints, artifacts and uploads that are stored per day, less those deleted.",
     )
-    stored_bytes_per_month: int | None = Field(default=None, ge=0, description="Bytes that are stored per month.")
+    stored_bytes_per_month: int | None = Field(default=None, ge=0, description="The same per month.")
 
 
 class TenantPolicy(Record):

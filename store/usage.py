@@ -102,6 +102,9 @@ _COUNT_REPLY = USAGE_LUA + "count_reply(ARGV[1], KEYS[1], unpack(ARGV, 2, 5))"
 # KEYS: the session's usage. ARGV: prefix of the tenant's days, meter, totals.
 _COUNT = USAGE_LUA + "count_usage(ARGV[1], KEYS[1], ARGV[2], ARGV[3], 0, 0)"
 
+# ARGV: prefix of the tenant's days, stored bytes.
+_COUNT_STORED = USAGE_LUA + "count_usage(ARGV[1], '', '', '', 0, ARGV[2])"
+
 
 def usage_prefix(deployment: str, tenant: str) -> str:
     """Return the prefix of the keys of the hashes of a tenant's days. The number of the day since 1970 follows."""
@@ -125,8 +128,8 @@ def totals_of(usage: SessionUsage) -> str:
 class CallEnding:
     """The end of a call that has run. `code`: "" for a success. `sandbox`: "" for a call without a sandbox.
 
-    `stored_bytes`: size of the files that the call stored outside of its sandbox. `usage`: the totals of its session
-    that sandboxd has reported last.
+    `stored_bytes`: size of the files that the call stored outside of its sandbox, negative if it deleted them. `usage`:
+    the totals of its session that sandboxd has reported last.
     """
 
     deployment: str
@@ -209,6 +212,12 @@ class UsageStore:
         self._client = client
         self._deployment = deployment
         self._count_reply = client.register_script(_COUNT_REPLY)
+        self._count_stored = client.register_script(_COUNT_STORED)
+
+    async def count_stored(self, tenant: str, stored_bytes: int) -> None:
+        """Count an upload; a negative number for the deletion of a file."""
+        with broker_errors("the stored bytes were not counted"):
+            await self._count_stored(args=[usage_prefix(self._deployment, tenant), stored_bytes])
 
     async def count_reply(self, tenant: str, session: str, spending: ReplySpending) -> None:
         """Count a reply of a model that is not in the log of a run."""
@@ -259,10 +268,10 @@ class UsageStore:
         """Return what a session used; an empty mapping if nothing is known."""
         with broker_errors("the session's usage was not read"):
             fields: Any = await self._client.hgetall(session_usage_key(self._deployment, tenant, session))
-        return _add_up(fields.values())
+        return sum_packed(fields.values())
 
 
-def _add_up(fields: Iterable[bytes]) -> Mapping[str, int]:
+def sum_packed(fields: Iterable[bytes]) -> Mapping[str, int]:
     """Return the sums of packed amounts. Skips other values: every process that can write to Redis may write. Amounts
     that are 0 are left out.
     """
@@ -270,16 +279,16 @@ def _add_up(fields: Iterable[bytes]) -> Mapping[str, int]:
     for packed in fields:
         if len(packed) == _PACKED.size:
             for name, amount in zip(AMOUNTS, _PACKED.unpack(packed), strict=True):
-                sums[name] += int(amount) if math.isfinite(amount) and amount > 0 else 0
+                sums[name] += int(amount) if math.isfinite(amount) else 0
     return {name: amount for name, amount in sums.items() if amount}
 
 
 def _rows(day: int, fields: Mapping[bytes, bytes], by: By) -> list[UsageRow]:
     hours = sorted((int(hour), packed) for hour, packed in fields.items() if hour.isdigit())
     if by == "day":
-        periods = [(0, _add_up(packed for _, packed in hours))]
+        periods = [(0, sum_packed(packed for _, packed in hours))]
     else:
-        periods = [(hour, _add_up([packed])) for hour, packed in hours]
+        periods = [(hour, sum_packed([packed])) for hour, packed in hours]
     return [UsageRow(day * DAY_S + hour * HOUR_S, amounts) for hour, amounts in periods if amounts]
 
 

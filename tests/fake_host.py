@@ -85,10 +85,10 @@ class MemoryClient(SandboxClient):
         host.kept_of.append(name)
         return {"ok": True, "checkpoint": host.kept[-1]}
 
-    def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
+    def delete_checkpoint(self, name: str, checkpoint: str) -> dict[str, Any]:
         self._check()
         self._sandboxd.deleted.append(checkpoint)
-        return True
+        return {"deleted": True, "bytes": 0}
 
     def close(self, name: str, *, fence: int | None = None) -> bool:
         self._check()

@@ -228,10 +228,10 @@ class FakeSandboxClient(SandboxClient):
         self.names.append(name)
         return {"ok": True, "checkpoint": "c1", "bytes": 10240, "sha256": "0" * 64, "skipped": 0, "torn": False}
 
-    def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
+    def delete_checkpoint(self, name: str, checkpoint: str) -> dict[str, Any]:
         self.names.append(name)
         self.requests.append({"checkpoint": checkpoint})
-        return True
+        return {"deleted": True, "bytes": 10240}
 
     def close(self, name: str) -> bool:
         self.closed.append(name)

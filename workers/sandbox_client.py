@@ -152,16 +152,13 @@ class SandboxClient:
             {"verb": "fork", "sandbox": name, "children": list(children), "leave_jobs": leave_jobs}, ARCHIVE_TIMEOUT_S
         )
 
-    def delete_checkpoint(self, name: str, checkpoint: str) -> bool:
+    def delete_checkpoint(self, name: str, checkpoint: str) -> Mapping[str, Any]:
         """Delete a checkpoint of the tenant of the sandbox `name`.
 
-        Return False when there is no checkpoint with that id.
+        Return `deleted`, which is False when there is no checkpoint with that id, and its `bytes`.
         """
-        return bool(
-            self._request({"verb": "delete_checkpoint", "sandbox": name, "checkpoint": checkpoint}, OPEN_TIMEOUT_S)[
-                "deleted"
-            ]
-        )
+        answer = self._request({"verb": "delete_checkpoint", "sandbox": name, "checkpoint": checkpoint}, OPEN_TIMEOUT_S)
+        return {"deleted": answer["deleted"], "bytes": answer["bytes"]}
 
     def call(
         self,

@@ -38,7 +38,8 @@ async def upload_file(caller: AnyCaller, request: Request, response: Response) -
     """
     files = _files(caller)
     async with caller.app_state.files.turn(caller.identity.key_id):
-        stored = await files.upload(caller.tenant, request.stream())
+        await caller.tenants.check_budgets(caller.tenant)
+        stored = await files.upload(caller.tenant, request.stream(), caller.client.usage_store)
     response.headers["Location"] = f"/v1/files/{stored.id}"
     return view_file(stored)
 
@@ -81,7 +82,7 @@ async def delete_file(file_id: FileId, caller: AnyCaller) -> None:
     files = _files(caller)
     await files.get(caller.tenant, file_id)
     await caller.note_foreign("file.delete", file_id)
-    await files.delete(caller.tenant, file_id)
+    await files.delete(caller.tenant, file_id, caller.client.usage_store)
 
 
 async def _content(caller: Caller, files: StoredFiles, file: str) -> AsyncGenerator[bytes]:

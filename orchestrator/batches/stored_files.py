@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass
 
 from contract.archive_kinds import HEAD_BYTES, KNOWN_KINDS, find_kind
-from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from orchestrator.settings import OrchestratorSettings
 from store.archives.base import ArchiveStore, NotStored, in_pieces
 from store.archives.choice import open_client_store
@@ -18,6 +18,7 @@ from store.archives.files import (
     is_upload,
     new_file_id,
 )
+from store.usage import UsageStore
 
 MAX_UPLOADS = 1000
 """Maximum number of uploads that a tenant may have at a time."""
@@ -58,11 +59,12 @@ class StoredFiles:
             raise ConfigError(NO_STORE)
         return cls(open_client_store(settings.workspace_store))
 
-    async def upload(self, tenant: str, chunks: AsyncIterator[bytes]) -> StoredFile:
-        """Store an archive or a git bundle. The content is streamed and not held in memory. A failed upload leaves
-        nothing in the store.
+    async def upload(self, tenant: str, chunks: AsyncIterator[bytes], usage: UsageStore) -> StoredFile:
+        """Store an archive or a git bundle, and count its bytes. The content is streamed and not held in memory. A
+        failed upload leaves nothing in the store.
 
-        Raises ToolFailure: INVALID_ARGUMENTS for another kind of file, FILE_TOO_LARGE, QUOTA_EXCEEDED.
+        Raises ToolFailure: INVALID_ARGUMENTS for another kind of file, FILE_TOO_LARGE, QUOTA_EXCEEDED. Raises
+        BrokerUnavailable when Redis does not answer.
         """
         if len([file for file in await self._ids(tenant) if is_upload(file)]) >= MAX_UPLOADS:
             raise ToolFailure(
@@ -71,7 +73,13 @@ class StoredFiles:
             )
         file = new_file_id("file")
         await self._store.put(f"{tenant}/{file}", self._checked(in_pieces(chunks, _PIECE_BYTES)))
-        return await self.get(tenant, file)
+        stored = await self.get(tenant, file)
+        try:
+            await usage.count_stored(tenant, stored.bytes)
+        except BrokerUnavailable:
+            await self._store.delete(f"{tenant}/{file}")
+            raise
+        return stored
 
     async def get(self, tenant: str, file: str) -> StoredFile:
         """Return the size, hash and creation time of a file."""
@@ -93,10 +101,12 @@ class StoredFiles:
         except NotStored:
             raise _build_not_found_error(file) from None
 
-    async def delete(self, tenant: str, file: str) -> None:
-        """Delete a file."""
-        if not is_file_id(file) or not await self._store.delete(f"{tenant}/{file}"):
+    async def delete(self, tenant: str, file: str, usage: UsageStore) -> None:
+        """Delete a file, and subtract its bytes from the usage. Raises BrokerUnavailable when Redis does not answer."""
+        stored = await self.get(tenant, file)
+        if not await self._store.delete(f"{tenant}/{file}"):
             raise _build_not_found_error(file)
+        await usage.count_stored(tenant, -stored.bytes)
 
     async def list_page(self, tenant: str, before: str = "", limit: int = 50) -> tuple[list[StoredFile], str | None]:
         """Return the newest files that are older than `before`, and the id of the last file if there are more."""

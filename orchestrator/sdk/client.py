@@ -230,7 +230,7 @@ class ToolClient:
         does not answer.
         """
         owner = await self._as_tenant(tenant)
-        return await UsageStore(self._pool.redis, self._settings.deployment).read(owner, start, end, by)
+        return await self.usage_store.read(owner, start, end, by)
 
     async def budgets(self, tenant: str | None = None) -> list[BudgetState]:
         """Return the budgets of the tenant's policy with what is used of them. Raises ToolFailure(UNKNOWN_TENANT)."""
@@ -240,8 +240,7 @@ class ToolClient:
         """Return what a session used until its last call, or a few seconds ago (store/usage.py: show_amounts). The
         amounts are kept for a day after its last use.
         """
-        store = UsageStore(self._pool.redis, self._settings.deployment)
-        return show_amounts(await store.read_session(await self._as_tenant(tenant), session))
+        return show_amounts(await self.usage_store.read_session(await self._as_tenant(tenant), session))
 
     async def call_history(self, call: str, tenant: str | None = None) -> CallLife:
         """Return the history of a call, by its id or the id of its Celery task. `tenant` None: the tenant that has
@@ -413,6 +412,11 @@ class ToolClient:
     def approvals(self) -> ApprovalQueue:
         """Return the questions that wait for people. `actor` gives the identity that asks and answers."""
         return open_approvals(self._settings, self._pool.redis, self._pool.keys)
+
+    @property
+    def usage_store(self) -> UsageStore:
+        """Return the store of used resources, which counts uploads. It does not check the key of this client."""
+        return UsageStore(self._pool.redis, self._settings.deployment)
 
     async def audit(self) -> Audit:
         """Return the log of changes by operators. Raises ToolFailure(PERMISSION_DENIED) for a tenant's key."""

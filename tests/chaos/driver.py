@@ -113,6 +113,7 @@ class Driver:
             output=(result.output or "")[:200],
             answers=result.call_id,
             took_s=round(time.monotonic() - started, 2),
+            cpu_s=result.usage.cpu_s if result.usage is not None else 0.0,
         )
         return result
 

@@ -44,7 +44,7 @@ def _in_redis(client: "redis.Redis", deployment: str, *, has_orphans: bool) -> d
     queues = [key for key in keys if key.startswith(("host.", "pool.")) and not key.endswith(control_queue(""))]
     return {
         "calls": _open_calls(
-            client, deployment, [key for key in keys if _is_call(key, deployment)], has_orphans=has_orphans
+            client, deployment, [key for key in keys if is_call(key.encode())], has_orphans=has_orphans
         ),
         "messages": {queue: length for queue in queues if (length := client.llen(queue))},
         "slots": _held_slots(client, deployment),
@@ -58,9 +58,9 @@ def _held_slots(client: "redis.Redis", deployment: str) -> list[str]:
     )[:_SHOWN]
 
 
-def _is_call(key: str, deployment: str) -> bool:
-    parts = key.split(":")
-    return len(parts) == 5 and parts[:2] == ["toolcrew", deployment] and parts[3] == "call"
+def is_call(key: bytes) -> bool:
+    """Return whether a key is the record of a call, and not its events."""
+    return b":t:" in key and key.rpartition(b":")[2].startswith(b"call.")
 
 
 def _open_calls(client: "redis.Redis", deployment: str, keys: list[str], *, has_orphans: bool) -> dict[str, str]:

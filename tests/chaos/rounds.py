@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from orchestrator.settings import OrchestratorSettings
 from tests.chaos.blows import Blow, Struck, strike
 from tests.chaos.leftovers import find_leftovers, find_mounts
 from tests.chaos.load import Load, open_load
+from tests.chaos.usage import judge_usage, read_usage
 from tests.chaos.verdict import Verdict, count_acts, judge, read_lines
 from tests.host_harness import Harness, open_harness
 
@@ -75,13 +76,15 @@ def play(
         report.wrong += load.end()
         harness.has_orphans |= bool(load.killed())
         report.settled_s = settle(harness, report.wrong)
-        report.verdict = _judge(harness, load)
+        lines = [line for driver in load.drivers if driver.out.exists() for line in read_lines(driver.out)]
+        report.verdict = _judge(harness, load, lines)
+        with harness.open_redis() as client:
+            report.wrong += judge_usage(read_usage(client, harness.deployment), lines)
     report.wrong += report.verdict.wrong
     return report
 
 
-def _judge(harness: Harness, load: Load) -> Verdict:
-    lines = [line for driver in load.drivers if driver.out.exists() for line in read_lines(driver.out)]
+def _judge(harness: Harness, load: Load, lines: Sequence[Mapping[str, Any]]) -> Verdict:
     names = tuple(f"{driver.name}-" for driver in load.drivers)
     acts = {call: count for call, count in count_acts(harness.tally).items() if call.startswith(names)}
     return judge(lines, acts, load.killed())

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.usage import StoredUsage, judge_usage
 from tests.chaos.verdict import LONGEST_S, judge
 
 
@@ -57,3 +58,27 @@ def test_a_call_that_is_not_known_to_have_acted_may_have(code: str, acted: int) 
 def test_a_killed_orchestrator_is_owed_no_result_and_its_calls_still_act_once_at_most() -> None:
     assert judge([sent()], {"d-1": 1}, ["d"]).wrong == ()
     assert judge([sent()], {"d-1": 2}, ["d"]).wrong != ()
+
+
+def test_usage_that_is_the_sum_of_its_calls_and_sessions_is_right() -> None:
+    stored = StoredUsage({"calls": 1, "cpu_us": 5}, {"s": {"cpu_us": 3}, "t": {"cpu_us": 2}}, frozenset({"d-1"}))
+
+    assert list(judge_usage(stored, [sent(), result(cpu_s=3e-6)])) == []
+
+
+@pytest.mark.parametrize(
+    ("tenant", "sessions", "ended", "words"),
+    [
+        ({"calls": 2}, {}, {"d-1"}, "2 calls were counted, and 1 have a result"),
+        ({"calls": 1, "cpu_us": 4}, {"s": {"cpu_us": 2}}, {"d-1"}, "cpu_us: 4 of the tenant, and 2 of its sessions"),
+        ({}, {}, set(), "d-1 succeeded, and its result is not counted"),
+        ({"calls": 1, "cpu_us": 4}, {"s": {"cpu_us": 4}}, {"d-1"}, "its results have 1.5"),
+    ],
+)
+def test_wrong_usage_is_said(
+    tenant: dict[str, int], sessions: dict[str, dict[str, int]], ended: set[str], words: str
+) -> None:
+    used = {"cpu_s": 1.5 if "have 1.5" in words else 0.0}
+    (sentence,) = judge_usage(StoredUsage(tenant, sessions, frozenset(ended)), [sent(), result(**used)])
+
+    assert words in sentence

@@ -48,7 +48,7 @@ def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_reported_
         assert (sandbox["generation"], sandbox["rebuilt"], AT in sandbox["news"]) == (2, True, True)
         assert client.sessions()[0]["changed"] is True
         following = client.checkpoint(name, automatic=True)["checkpoint"]
-        assert client.delete_checkpoint(name, checkpoint)
+        assert client.delete_checkpoint(name, checkpoint)["deleted"]
         assert client.close(name)
         again = client.open("acme", "s2", restore=following)
         assert run_script(client, again, "cat /workspace/file") == "kept\n"

@@ -61,6 +61,8 @@ async def test_another_tenants_checkpoint_is_no_checkpoint(checkpoints: Checkpoi
 
 async def test_a_forgotten_one_is_gone(checkpoints: Checkpoints, root: Path) -> None:
     saved = await save(checkpoints, root)
+    assert await checkpoints.count_bytes("umbrella", saved.id) == 0
+    assert await checkpoints.count_bytes("acme", saved.id) == saved.bytes
     assert await checkpoints.forget("acme", saved.id) is True
     with pytest.raises(ToolFailure, match="no such checkpoint"):
         await checkpoints.load("acme", saved.id, LocalGuest(), roots=(str(root),))

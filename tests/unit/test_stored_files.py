@@ -2,18 +2,27 @@
 
 import gzip
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import redis.asyncio
 
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from orchestrator.batches import stored_files
 from orchestrator.batches.stored_files import StoredFiles
 from store.archives.files import SHARED, file_created_at, parse_location
 from store.archives.folder import FolderStore
+from store.usage import DAY_S, UsageStore, sum_rows
+from tests.conftest import RedisProcess
 
 TAR_GZ = gzip.compress(b"x")
+
+
+@pytest.fixture
+def usage(redis_server: RedisProcess) -> UsageStore:
+    return UsageStore(redis.asyncio.Redis.from_url(redis_server.url), "d")
 
 
 @pytest.fixture
@@ -26,19 +35,42 @@ async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
         yield part
 
 
-async def test_an_upload_is_what_was_sent_and_of_its_tenant_alone(files: StoredFiles) -> None:
-    stored = await files.upload("acme", chunks(TAR_GZ[:3], TAR_GZ[3:]))
+async def test_an_upload_is_what_was_sent_and_of_its_tenant_alone(files: StoredFiles, usage: UsageStore) -> None:
+    stored = await files.upload("acme", chunks(TAR_GZ[:3], TAR_GZ[3:]), usage)
     assert stored.bytes == len(TAR_GZ)
     assert b"".join([chunk async for chunk in files.read("acme", stored.id)]) == TAR_GZ
     assert [file.id for file in (await files.list_page("acme"))[0]] == [stored.id]
     assert (await files.list_page("rival"))[0] == []
-    for attempt in (files.get("rival", stored.id), files.delete("rival", stored.id)):
+    for attempt in (files.get("rival", stored.id), files.delete("rival", stored.id, usage)):
         with pytest.raises(ToolFailure) as refused:
             await attempt
         assert refused.value.code is ErrorCode.FILE_NOT_FOUND
     assert await files.find_missing("rival", [stored.id]) == [stored.id]
-    await files.delete("acme", stored.id)
+    await files.delete("acme", stored.id, usage)
     assert await files.find_missing("acme", [stored.id]) == [stored.id]
+
+
+async def test_an_upload_counts_until_it_is_deleted(files: StoredFiles, usage: UsageStore) -> None:
+    async def stored_bytes() -> int:
+        now = time.time()
+        return sum_rows(await usage.read("acme", now - DAY_S, now + DAY_S))["stored_bytes"]
+
+    first = await files.upload("acme", chunks(TAR_GZ), usage)
+    await files.upload("acme", chunks(TAR_GZ), usage)
+    assert await stored_bytes() == 2 * len(TAR_GZ)
+    await files.delete("acme", first.id, usage)
+    with pytest.raises(ToolFailure):
+        await files.delete("acme", first.id, usage)
+    assert await stored_bytes() == len(TAR_GZ)
+
+
+async def test_an_upload_that_cannot_be_counted_is_not_stored(
+    files: StoredFiles, usage: UsageStore, redis_server: RedisProcess
+) -> None:
+    redis_server.stop()
+    with pytest.raises(BrokerUnavailable):
+        await files.upload("acme", chunks(TAR_GZ), usage)
+    assert (await files.list_page("acme"))[0] == []
 
 
 @pytest.mark.parametrize(
@@ -50,20 +82,22 @@ async def test_an_upload_is_what_was_sent_and_of_its_tenant_alone(files: StoredF
     ],
 )
 async def test_a_refused_file_leaves_nothing(
-    files: StoredFiles, parts: tuple[bytes, ...], code: ErrorCode, tmp_path: Path
+    files: StoredFiles, usage: UsageStore, parts: tuple[bytes, ...], code: ErrorCode, tmp_path: Path
 ) -> None:
     with pytest.raises(ToolFailure) as refused:
-        await files.upload("acme", chunks(*parts))
+        await files.upload("acme", chunks(*parts), usage)
     assert refused.value.code is code
     assert [name for _, _, names in os.walk(tmp_path) for name in names] == []
 
 
-async def test_a_tenant_has_a_limited_number_of_uploads(files: StoredFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_tenant_has_a_limited_number_of_uploads(
+    files: StoredFiles, usage: UsageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stored_files, "MAX_UPLOADS", 1)
-    await files.upload("acme", chunks(TAR_GZ))
-    await files.upload("rival", chunks(TAR_GZ))
+    await files.upload("acme", chunks(TAR_GZ), usage)
+    await files.upload("rival", chunks(TAR_GZ), usage)
     with pytest.raises(ToolFailure) as refused:
-        await files.upload("acme", chunks(TAR_GZ))
+        await files.upload("acme", chunks(TAR_GZ), usage)
     assert refused.value.code is ErrorCode.QUOTA_EXCEEDED
 
 

@@ -65,3 +65,12 @@ async def test_the_result_of_a_lost_attempt_is_dropped_and_what_it_used_counts(h
 async def test_a_call_without_a_sandbox_counts_as_a_call(harness: Harness) -> None:
     assert harness.finish(ending())
     assert await harness.sums() == {"calls": 1}
+
+
+async def test_a_deletion_gives_its_bytes_back(harness: Harness) -> None:
+    assert harness.finish(ending(call="c1", stored_bytes=10))
+    assert harness.finish(ending(call="c2", stored_bytes=-10))
+    assert harness.finish(ending(call="c2", stored_bytes=-10))
+    assert await harness.sums() == {"calls": 2}
+    await harness.store.count_stored("acme", -7)
+    assert await harness.sums() == await harness.sums("hour") == {"calls": 2, "stored_bytes": -7}

@@ -38,7 +38,7 @@ ExecutorFactory = Callable[[], Executor]
 OnRefused = Callable[[RefusalReason], None]
 Body = Callable[..., "TaskResult"]
 
-STORING_VERBS = frozenset({"session.checkpoint", "session.save_files"})
+STORING_VERBS = {"session.checkpoint": 1, "session.save_files": 1, "session.delete_checkpoint": -1}
 CELERY_MARGIN_S = 30.0
 """Seconds after a call's own limit when Celery kills the process that runs it.
 
@@ -270,9 +270,9 @@ def _call_names(call: ToolCall, context: ToolContext) -> dict[str, str]:
 
 
 def _count_stored_bytes(result: ToolResult) -> int:
-    """Return the size of the files that a call stored outside of its sandbox."""
+    """Return the size of the files that a call stored outside of its sandbox; negative if it deleted them."""
     size = result.metadata.get("bytes") if result.name in STORING_VERBS and result.success else 0
-    return size if isinstance(size, int) else 0
+    return STORING_VERBS[result.name] * size if isinstance(size, int) and size else 0
 
 
 def _sandbox_id(result: ToolResult) -> str:

@@ -106,7 +106,10 @@ class ControlRequests:
             return await self._fork(header)
         if verb == "delete_checkpoint":
             tenant = parse_session(header).partition(":")[0]
-            return {"deleted": await self._checkpoints.forget(tenant, parse_text(header, "checkpoint"))}
+            checkpoint = parse_text(header, "checkpoint")
+            size = await self._checkpoints.count_bytes(tenant, checkpoint)
+            deleted = await self._checkpoints.forget(tenant, checkpoint)
+            return {"deleted": deleted, "bytes": size if deleted else 0}
         if verb == "save_files":
             return await self._save_files(header)
         if verb == "terms":

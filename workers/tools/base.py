@@ -306,8 +306,8 @@ class ToolEnvironment:
         fields = self._timed("fork", lambda: client.fork(self._name, names, leave_jobs=leave_jobs))
         return {name: fields[name] for name in ("image", "network", "hosts", "workspace", "options", "start_s")}
 
-    def delete_checkpoint(self, checkpoint: str) -> bool:
-        """Delete a checkpoint. Return False when there is no checkpoint with that id."""
+    def delete_checkpoint(self, checkpoint: str) -> Mapping[str, Any]:
+        """Delete a checkpoint (SandboxClient.delete_checkpoint)."""
         return self._client().delete_checkpoint(self._name, checkpoint)
 
     def close_sandbox(self) -> bool:

@@ -75,7 +75,7 @@ def _save_files(arguments: dict[str, Any], environment: ToolEnvironment) -> Outc
 
 
 def _delete_checkpoint(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
-    return Outcome(metadata={"deleted": environment.delete_checkpoint(arguments["checkpoint"])})
+    return Outcome(metadata=dict(environment.delete_checkpoint(arguments["checkpoint"])))
 
 
 def _exec(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:

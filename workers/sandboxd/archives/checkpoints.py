@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence, Set
 from dataclasses import dataclass
 
-from contract.errors import ErrorCode, ToolFailure
+from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from store.archives.base import ArchiveStore, NotStored
 from store.archives.files import KEPT_S, file_created_at, is_file_id
 from workers.sandboxd.archives.packing import ROOTS, Guest, Packing, pack_roots, unpack
@@ -89,6 +89,18 @@ class Checkpoints:
                 await unpack(sandbox, roots, chunks, facts.bytes)
         except NotStored:
             raise _build_missing_error(checkpoint) from None
+
+    async def count_bytes(self, tenant: str, checkpoint: str) -> int:
+        """Return the size of a checkpoint that a client requested; 0 for an automatic one, because the usage of its
+        tenant does not include it, and for one that is missing or unreadable.
+        """
+        name = _name(tenant, checkpoint)
+        if not _is_requested_checkpoint(name):
+            return 0
+        try:
+            return (await self._store.describe(name)).bytes
+        except (NotStored, SandboxUnavailable):
+            return 0
 
     async def forget(self, tenant: str, checkpoint: str) -> bool:
         """Delete a checkpoint. Returns False when the tenant has none of that id."""
