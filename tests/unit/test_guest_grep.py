@@ -78,6 +78,15 @@ def test_nothing_is_left_out_without_a_word(harness: Harness) -> None:
     assert harness.grep("hit", include_ignored=True, mode="files")["files"] == 4
 
 
+@pytest.mark.parametrize(("pattern", "lines"), [("hit", ["small:1: hit"]), ("nowhere", [])])
+def test_a_file_that_would_take_all_time_is_left_out(harness: Harness, pattern: str, lines: list[str]) -> None:
+    harness.make("small", "hit\n")
+    os.truncate(harness.make("endless", "hit\n"), 1 << 40)
+    found = harness.grep(pattern)
+    assert found.lines == lines
+    assert (found["large_names"], found["files"], found["partial"]) == (["endless"], len(lines), False)
+
+
 def test_a_file_that_is_named_is_searched_whatever_it_is(harness: Harness) -> None:
     harness.make(".gitignore", "*\n")
     harness.make("large.log", (b"x" * 1023 + b"\n") * (11 << 10) + b"hit\n")

@@ -9,6 +9,7 @@ import contextlib
 import os
 import select
 import signal
+import stat
 import time
 
 from guest.paths import ENVIRONMENT
@@ -121,6 +122,17 @@ class Child:
         """
         is_fault = self.status is not None and os.waitstatus_to_exitcode(self.status) == _FAULT
         return is_fault and not self.left_out.unreadable and not self.was_late
+
+    def find_largest_open(self) -> int:
+        """Return the size in bytes of the largest regular file that the process has open."""
+        largest, folder = 0, f"/proc/{self._pid}/fd"
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    status = os.stat(f"{folder}/{name}")
+                    if stat.S_ISREG(status.st_mode):
+                        largest = max(largest, status.st_size)
+        return largest
 
     def read_cpu_ticks(self) -> int:
         """Return the processor time of the process so far, in ticks of the clock."""

@@ -53,16 +53,19 @@ class Ripgrep:
         self._pattern = pattern
         self._argv = [program, *_ALWAYS, *_build_pattern_options(pattern)]
 
-    def start_counting(self, walk: Walk, names: NameFilter, names_only: bool) -> Callable[[int, int], int]:
+    def start_counting(
+        self, walk: Walk, names: NameFilter, names_only: bool, skips_large: bool
+    ) -> Callable[[int, int], int]:
         """Return a start function that counts the matching lines of all files, for `read_counting`.
 
-        It also reports what it leaves out, for `Child.left_out`.
+        It also reports what it leaves out, for `Child.left_out`. `skips_large`: ripgrep reads the size of every file
+        and leaves out large ones, which takes a sixth of its time.
         """
         return start_program(
             [
                 *self._argv,
                 b"--debug",
-                b"--max-filesize=%d" % MAX_FOUND_BYTES,
+                *([b"--max-filesize=%d" % MAX_FOUND_BYTES] if skips_large else []),
                 *self._counting(names_only),
                 *_build_file_options(walk, names),
                 b"--regexp",

@@ -7,8 +7,10 @@ oldest, up to the limit.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import itertools
 import os
+import time
 
 from guest.failures import FILE_TOO_LARGE, INTERNAL, TIMEOUT, Failure, describe_os_error
 from guest.search.clock import Clock
@@ -16,12 +18,14 @@ from guest.search.filter import NameFilter
 from guest.search.grep_children import Child
 from guest.search.grep_files import (
     HEAD_BYTES,
+    MAX_FOUND_BYTES,
     MAX_NAMED_BYTES,
     has_binary_head,
     is_binary,
     open_file,
     read_text,
 )
+from guest.search.grep_left_out import LeftOut
 from guest.search.grep_lines import FilePrinter, Mark, Page, find_offsets
 from guest.search.grep_patterns import GrepPattern
 from guest.search.grep_records import group_marks
@@ -40,8 +44,13 @@ if TYPE_CHECKING:
     from guest.supervisors import RequestContext
 
 _REST_S = 0.001
+_LARGE_CHECK_S = 0.05
 _FIRST_BATCH = 4
-_LAST_BATCH = 64
+_LAST_BATCH = 128
+
+
+class _LargeFileError(Exception):
+    """Raised when ripgrep reads a file that is larger than MAX_FOUND_BYTES."""
 
 
 def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
@@ -81,10 +90,10 @@ class _Search:
         self._paths: GuestPaths = context.paths
         self._clock = clock
         self._page = Page(request.max_lines, request.max_bytes)
-        # (negative modification time, path, count) of each file: in this order they sort newest first, then by path.
+        # (negative modification time, path, count) of each file, a heap: newest first, then by path. `_taken`: the
+        # first of them, which are checked for binary content.
         self._matches: list[tuple[int, bytes, int]] = []
-        # The first `_examined` matches have been checked for binary content.
-        self._examined = 0
+        self._taken: list[tuple[int, bytes, int]] = []
         self._binary: set[bytes] = set()
         self._unreadable: set[bytes] = set()
         self._large: list[bytes] = []
@@ -101,30 +110,51 @@ class _Search:
     def find_files(self, names: NameFilter) -> None:
         """Find the matching files below the start. Raises Failure.
 
-        ripgrep applies the ignore rules. Only the files that match are queried for their time and sorted.
+        ripgrep applies the ignore rules. Only the files that match are queried for their time and size. It starts
+        again if it reads a large file, and then leaves out all of them.
         """
-        takes_all = names.is_empty
         walk = Walk(self._start, self._paths, not self._request.include_ignored)
-        pipes = RulePipes(self._start, self._paths)
-        with Child(self._ripgrep.start_counting(walk, names, self._names_only), _REST_S) as child:
-            for raw, count in self._read_counts(child, pipes):
-                path = raw[2:]
-                # The filter of ripgrep covers only a part of include and exclude. A file may be removed meanwhile.
-                if takes_all or names.takes_path(path):
-                    with contextlib.suppress(OSError):
-                        self._matches.append((-os.lstat(path).st_mtime_ns, path, count))
-        left_out = child.left_out
+        try:
+            left_out, notes = self._count_files(walk, names, skips_large=False)
+        except _LargeFileError:
+            self._matches, self._large = [], []
+            left_out, notes = self._count_files(walk, names, skips_large=True)
         # A folder that is left out counts whatever its name.
         self._unreadable.update(path for path in left_out.unreadable if names.takes_path(path) or os.path.isdir(path))
-        self._large = [path for path in left_out.large if names.takes_path(path)]
+        self._large += [path for path in left_out.large if names.takes_path(path)]
         self._ignored = sum(names.takes_path(path) or os.path.isdir(path) for path in left_out.ignored)
-        self._bad_rules = sorted(left_out.bad_rules + pipes.notes)
-        self._matches.sort()
+        self._bad_rules = sorted(left_out.bad_rules + notes)
+        # Only the first of all matches are shown, so they are not sorted here.
+        heapq.heapify(self._matches)
         self._check_found()
         if not self._matches and not names.is_empty:
             with Child(self._ripgrep.start_listing(walk, names)) as child:
                 listed = child.read_records(b"\0", lambda: self._clock.is_over)
                 self._searched = sum(names.takes_path(path[2:]) for path in listed)
+
+    def _count_files(self, walk: Walk, names: NameFilter, *, skips_large: bool) -> tuple[LeftOut, list[str]]:
+        """Collect the matches. Returns what ripgrep left out, and notes on rule files.
+
+        Raises _LargeFileError unless `skips_large`.
+        """
+        takes_all = names.is_empty
+        pipes = RulePipes(self._start, self._paths)
+        with Child(self._ripgrep.start_counting(walk, names, self._names_only, skips_large), _REST_S) as child:
+            for raw, count in self._read_counts(child, pipes, skips_large):
+                path = raw[2:]
+                # The filter of ripgrep covers only a part of include and exclude.
+                if not takes_all and not names.takes_path(path):
+                    continue
+                try:
+                    status = os.lstat(path)
+                except OSError:
+                    # The file was removed meanwhile.
+                    continue
+                if status.st_size > MAX_FOUND_BYTES:
+                    self._large.append(path)
+                else:
+                    self._matches.append((-status.st_mtime_ns, path, count))
+        return child.left_out, pipes.notes
 
     def find_in_file(self, name: bytes) -> None:
         """Search the one file that the request names.
@@ -152,16 +182,30 @@ class _Search:
     def _names_only(self) -> bool:
         return self._request.mode == "files"
 
-    def _read_counts(self, child: Child, pipes: RulePipes | None = None) -> Iterator[tuple[bytes, int]]:
-        """Yield (path, count) of each matching file. Raises Failure if ripgrep rejects the pattern."""
+    def _read_counts(
+        self, child: Child, pipes: RulePipes | None = None, skips_large: bool = True
+    ) -> Iterator[tuple[bytes, int]]:
+        """Yield (path, count) of each matching file.
+
+        Raises Failure if ripgrep rejects the pattern, and _LargeFileError unless `skips_large`.
+        """
+        check_at = time.monotonic() + _LARGE_CHECK_S
 
         def is_late() -> bool:
+            nonlocal check_at
+            if not skips_large and time.monotonic() >= check_at:
+                if child.find_largest_open() > MAX_FOUND_BYTES:
+                    raise _LargeFileError
+                check_at = time.monotonic() + _LARGE_CHECK_S
             if pipes is not None:
                 pipes.release(child, lambda: self._clock.is_too_late_to_find)
             return self._clock.is_too_late_to_find
 
         yield from self._ripgrep.read_counting(child, self._names_only, is_late)
         if child.was_cut_off:
+            if not skips_large and not child.was_late:
+                # A line of a large file may need more memory than there is.
+                raise _LargeFileError
             self._is_partial = True
             self._was_killed = not child.was_late
         if child.has_refused:
@@ -191,13 +235,17 @@ class _Search:
             self._send_lines()
         else:
             self._send_names()
-        self._matches = [match for match in self._matches if match[1] not in self._binary]
+        self._matches += [match for match in self._taken if match[1] not in self._binary]
+
+    def _take(self) -> tuple[bytes, int]:
+        """Return path and count of the next match."""
+        match = heapq.heappop(self._matches)
+        self._taken.append(match)
+        return match[1], match[2]
 
     def _send_names(self) -> None:
-        for _, path, count in self._matches:
-            if self._shown_files == self._request.limit:
-                break
-            self._examined += 1
+        while self._matches and self._shown_files < self._request.limit:
+            path, count = self._take()
             if has_binary_head(path):
                 self._binary.add(path)
                 continue
@@ -210,19 +258,17 @@ class _Search:
 
     def _send_lines(self) -> None:
         remaining, batch = self._request.limit, _FIRST_BATCH
-        while remaining > 0 and self._examined < len(self._matches) and not self._page.is_full:
+        while remaining > 0 and self._matches and not self._page.is_full:
             paths: list[bytes] = []
             expected = 0
-            for _, path, count in self._matches[self._examined : self._examined + batch]:
-                if expected >= remaining:
-                    break
+            while self._matches and len(paths) < batch and expected < remaining:
+                path, count = self._take()
                 expected += count if self._request.max_per_file is None else min(count, self._request.max_per_file)
                 paths.append(path)
             remaining -= self._send_files(paths, remaining)
-            self._examined += len(paths)
-            batch = min(4 * batch, _LAST_BATCH)
+            batch = _LAST_BATCH
             if self._clock.is_over:
-                self._is_partial = self._is_partial or (remaining > 0 and self._examined < len(self._matches))
+                self._is_partial = self._is_partial or (remaining > 0 and bool(self._matches))
                 return
 
     def _send_files(self, paths: list[bytes], limit: int) -> int:
