@@ -2,8 +2,9 @@
 API, traces, and the progress of a batch.
 
 A run's log (store/run_log.py) has the events from which another process resumes the run: SessionOpening, SessionOpened,
-ModelReplied, CallReviewed, CallFinished, ArtifactsCopied and SubmissionTaken. The event stream of a hosted run
-(store/run_events.py) has all others. The stream of a batch (store/batches.py) has the PROGRESS_EVENTS of all its runs.
+ModelReplied, CallReviewed, CallFinished, StateForking, StateKept, ArtifactsCopied and SubmissionTaken. The event stream
+of a hosted run (store/run_events.py) has all others. The stream of a batch (store/batches.py) has the PROGRESS_EVENTS
+of all its runs.
 """
 
 import dataclasses
@@ -357,6 +358,25 @@ class CallReviewed(RunEvent):
     call_id: str
     approved: ToolCall | None = None
     refused: ToolResult | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateForking(RunEvent):
+    """The run's session is about to be forked into the session `session`, as the state after `step` steps."""
+
+    step: int
+    session: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateKept(RunEvent):
+    """The session `session` is the state after `step` steps, and no call uses it. "": the state could not be kept, for
+    the reason `problem`.
+    """
+
+    step: int
+    session: str
+    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,8 @@ class ItemEnvironment(SandboxOptions):
 
 class RunBody(Record):
     """An agent run. `history`: messages before the instruction, in the OpenAI format. `tools` None: all tools that
-    suit the model.
+    suit the model. `keep_states`: keep the state of the session before each request to the model, so that the run can
+    be forked there.
     """
 
     instruction: str = Field(min_length=1)
@@ -112,6 +113,7 @@ class RunBody(Record):
     limits: RunLimits = RunLimits()
     sampling: dict[str, JsonValue] = Field(default_factory=dict)
     """Fields that every request to the model contains unchanged (`ModelRequest.extra`)."""
+    keep_states: bool = Field(default=False, exclude_if=lambda keeps: not keeps)
 
 
 ARTIFACTS_FOLDER = "/output/artifacts"
@@ -141,9 +143,26 @@ class CallBody(Record):
     timeout_s: float | None = Field(default=None, gt=0)
 
 
+class ForkPoint(Record):
+    """The step of a run after which another run was forked from it. `step`: number of shared steps."""
+
+    run: str
+    step: int = Field(ge=0)
+
+
+class ForkSource(ForkPoint):
+    """The shared steps in the log of the forked run. `attempt`: of that run. `entries`: how many entries of the log the
+    fork begins with.
+    """
+
+    attempt: int = Field(ge=1)
+    entries: int = Field(ge=0)
+
+
 class BatchItem(Record):
     """A line of a batch, or one sample of it. `line`: its number in the file, from 1. `url`: the format of the body in
     its row. `priority`: items with a higher priority start first. `task`: the id of the line if it has a grader.
+    `forked_from`: where the log of a forked run begins; its `environment.fork` is the kept state.
     """
 
     model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
@@ -157,6 +176,7 @@ class BatchItem(Record):
     priority: int = Field(default=0, ge=-100, le=100)
     grader: Grader | None = Field(default=None, exclude_if=lambda grader: grader is None)
     task: str = Field(default="", exclude_if=lambda task: not task)
+    forked_from: ForkSource | None = Field(default=None, exclude_if=lambda source: source is None)
 
     @property
     def sources(self) -> list[str]:

@@ -35,7 +35,7 @@ local function delete_oldest(tenant, max_count)
   local function delete_run(run)
     for _, part in ipairs({':index', unpack(parts)}) do redis.call('ZREM', batch .. part, run) end
     local key = run_key(tenant, run)
-    redis.call('DEL', key, key .. ':log', key .. ':parts', key .. ':events', key .. ':transcript')
+    redis.call('DEL', key, key .. ':log', key .. ':parts', key .. ':events', key .. ':transcript', key .. ':forks')
   end
   for _, run in ipairs(redis.call('ZRANGE', index, 0, 9)) do
     if redis.call('EXISTS', run_key(tenant, run)) == 0 then delete_run(run) end
@@ -53,7 +53,8 @@ local function delete_oldest(tenant, max_count)
 end
 
 -- tenant, run, item, digest of the request, about, priority, session ('' for a new session), defaults, max waiting runs, max listed runs, time to live,
--- webhook ('' for none), claim of the process that executes the run itself ('' puts the run into the queue), its owner, seconds of the lease.
+-- webhook ('' for none), claim of the process that executes the run itself ('' puts the run into the queue), its owner, seconds of the lease,
+-- run from which it is forked ('' for none) and the number of shared steps.
 -- Returns `started`, `known` (the id exists with the same request), `other` (the id exists with another request), `full`, or `busy` and the run that uses
 -- the session.
 function steps.start_run()
@@ -80,6 +81,11 @@ function steps.start_run()
     'line', line, 'state', 'queued', 'attempt', 1, 'queued_at', stamp, 'created_at', stamp)
   redis.call('HSET', key, 'webhook', ARGV[15])
   redis.call('ZADD', index, line, run)
+  if ARGV[19] ~= '' then
+    local forks = run_key(tenant, ARGV[19]) .. ':forks'
+    redis.call('RPUSH', forks, ARGV[20] .. '|' .. run)
+    redis.call('EXPIRE', forks, ARGV[14])
+  end
   delete_oldest(tenant, tonumber(ARGV[13]))
   if token == '' then
     enqueue(tenant, HOSTED_BATCH, run)

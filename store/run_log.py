@@ -32,6 +32,8 @@ from contract.run_events import (
     RunEvent,
     SessionOpened,
     SessionOpening,
+    StateForking,
+    StateKept,
     SubmissionTaken,
     parse_event,
 )
@@ -64,7 +66,10 @@ def run_parts_key(deployment: str, tenant: str, run: str) -> str:
     return tenant_key(deployment, tenant, f"run.{run}:parts")
 
 
-LOGGED = (SessionOpening, SessionOpened, ModelReplied, CallReviewed, CallFinished, ArtifactsCopied, SubmissionTaken)
+LOGGED = (
+    SessionOpening, SessionOpened, ModelReplied, CallReviewed, CallFinished, StateForking, StateKept, ArtifactsCopied,
+    SubmissionTaken,
+)  # fmt: skip
 """The events from which another process resumes a run."""
 
 
@@ -97,7 +102,8 @@ _ARTIFACTS = "artifacts"
 """The field of the separate hash with the archive that waits for the grader."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 # KEYS: run, log, parts, usage of the run's session. ARGV: claim, index, entry, part ('' for none), time to live, '1' if
-# the entry is progress of the run, prefix of the tenant's days, whether there is a session, tokens and cost. Returns
+# the entry is progress of the run, prefix of the tenant's days, whether there is a session, tokens and cost, '1' if the
+# run keeps states. Returns
 # `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process holds the run); or
 # the number of entries, if Redis has lost the last entries.
 _APPEND = (
@@ -114,6 +120,7 @@ end
 redis.call('RPUSH', KEYS[2], ARGV[3])
 count_reply(ARGV[7], ARGV[8] == '1' and KEYS[4], unpack(ARGV, 9, 12))
 if ARGV[6] == '1' then redis.call('HDEL', KEYS[1], 'losses') end
+if ARGV[13] == '1' then redis.call('HSET', KEYS[1], 'has_states', '1') end
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
 return 'added'
@@ -244,7 +251,8 @@ class RunLog:
         names = (self._deployment, attempt.tenant, attempt.run)
         # A resumed run opens its session again, so a new session is not progress. Otherwise a run that kills every
         # holder at this point would be resumed without end.
-        is_further = not isinstance(self.entries[index].event, SessionOpening)
+        event = self.entries[index].event
+        is_further = not isinstance(event, SessionOpening | StateForking)
         spent = self._spending.get(index, ReplySpending())
         prefix, has_session = usage_prefix(self._deployment, attempt.tenant), int(self.session is not None)
         session = session_usage_key(self._deployment, attempt.tenant, self.session or "")
@@ -260,6 +268,7 @@ class RunLog:
                 prefix,
                 has_session,
                 *spent.amounts(),
+                "1" if isinstance(event, StateForking) else "0",
             ],
         )
         self.has_grown = self.has_grown or is_further
@@ -310,8 +319,8 @@ async def close_left_sessions(
 async def _find_sessions(
     client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Sequence[str]
 ) -> list[str]:
-    """Return all sessions that were opened or were about to be opened: at the begin of a log, and of a grader at its
-    end.
+    """Return all sessions that were opened or were about to be opened: at the begin of a log, of a grader at its end,
+    and of kept states anywhere.
     """
     sessions: list[str] = []
     for run, (attempt, first, items) in zip(runs, await _read_ends(client, deployment, tenant, runs), strict=True):
@@ -322,26 +331,31 @@ async def _find_sessions(
         pages = await _read(client, deployment, tenant, runs, first)
         session_pages = [
             [_session_of(keys, tenant, run, attempt, first + at, item) for at, item in enumerate(items)]
-            for run, (attempt, items) in zip(runs, pages, strict=True)
+            for run, (attempt, _, items) in zip(runs, pages, strict=True)
         ]
         sessions += [session for page in session_pages for session in page if session is not None]
         # After a page that contains only entries of sessions, more such entries may follow.
-        runs = [run for run, page in zip(runs, session_pages, strict=True) if len(page) == PAGE and None not in page]
+        runs = [
+            run
+            for run, (_, has_states, _), page in zip(runs, pages, session_pages, strict=True)
+            if len(page) == PAGE and (has_states or None not in page)
+        ]
         first += PAGE
     return list(dict.fromkeys(sessions))
 
 
 async def _read(
     client: "redis.asyncio.Redis", deployment: str, tenant: str, runs: Sequence[str], first: int
-) -> list[tuple[int, list[bytes]]]:
-    """Return a page of each run's log, with the attempt of the run."""
+) -> list[tuple[int, bool, list[bytes]]]:
+    """Return a page of each run's log, with the attempt of the run, and whether it has kept states."""
     pipe = client.pipeline(transaction=False)
     for run in runs:
-        pipe.hget(run_key(deployment, tenant, run), "attempt")
+        pipe.hmget(run_key(deployment, tenant, run), "attempt", "has_states")
         pipe.lrange(run_log_key(deployment, tenant, run), first, first + PAGE - 1)
     with broker_errors("the sessions of runs were not read"):
         replies: list[Any] = await pipe.execute()
-    return [(int(attempt or 1), items) for attempt, items in zip(replies[::2], replies[1::2], strict=True)]
+    rows = zip(replies[::2], replies[1::2], strict=True)
+    return [(int(attempt or 1), bool(has_states), items) for (attempt, has_states), items in rows]
 
 
 async def _read_ends(
@@ -369,7 +383,7 @@ def _session_of(keys: SigningKeys, tenant: str, run: str, attempt: int, index: i
         if not item.startswith(b'{"part"'):
             log.error("run_log_entry_refused", tenant=tenant, run=run, error=str(error))
         return None
-    return entry.event.session if isinstance(entry.event, SessionOpening | SessionOpened) else None
+    return entry.event.session if isinstance(entry.event, SessionOpening | SessionOpened | StateForking) else None
 
 
 # --- Transcripts ------------------------------------------------------------------------------------------------------

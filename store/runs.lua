@@ -133,8 +133,9 @@ local function end_run(tenant, run, outcome, failure, ended, transcript)
   end
   redis.call('HINCRBY', batch_at, failure == '' and 'succeeded' or 'failed:' .. failure, 1)
   extend_run_ttl(tenant, batch, run)
-  -- Without a transcript, readers take the replies of a hosted run from its log.
-  local log_ttl = batch == HOSTED_BATCH and (transcript or '') == '' and ttl_of(tenant, batch) or 3600
+  -- Without a transcript, readers take the replies of a hosted run from its log. The log of a run with kept states lives as long as these may.
+  local has_states = redis.call('HEXISTS', key, 'has_states') == 1
+  local log_ttl = batch == HOSTED_BATCH and (transcript or '') == '' and ttl_of(tenant, batch) or has_states and 86400 or 3600
   redis.call('EXPIRE', key .. ':log', log_ttl)
   redis.call('EXPIRE', key .. ':parts', log_ttl)
   end_batch_if_complete(tenant, batch)
@@ -335,7 +336,7 @@ function steps.give_back()
   redis.call('HSET', key, 'state', 'queued', 'claim', '', 'queued_at', stamp)
   if ARGV[8] == '1' then
     redis.call('HINCRBY', key, 'attempt', 1)
-    redis.call('HDEL', key, 'losses', 'told_step')
+    redis.call('HDEL', key, 'losses', 'told_step', 'has_states')
     redis.call('DEL', key .. ':log', key .. ':parts')
   end
   redis.call('SREM', batch_key(tenant, fields[2]) .. ':running', run)
@@ -441,7 +442,7 @@ function steps.retry()
       if #requeued == 0 then audit(ARGV[6], ARGV[7]) end
       redis.call('HSET', key, 'state', 'queued', 'outcome', '', 'failure', '', 'queued_at', stamp)
       redis.call('HSET', key, 'first_attempt', redis.call('HINCRBY', key, 'attempt', 1))
-      redis.call('HDEL', key, 'losses')
+      redis.call('HDEL', key, 'losses', 'has_states')
       redis.call('DEL', key .. ':log', key .. ':parts')
       redis.call('ZREM', batch_at .. ':ended', run)
       redis.call('HINCRBY', batch_at, 'failed:' .. failure, -1)

@@ -8,26 +8,20 @@ A program starts a hosted run on its own, without a batch. The run is an item of
 never ends.
 """
 
-import json
 import re
 import secrets
-import time
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import redis.asyncio
-from pydantic import Field
 from redis.exceptions import ConnectionError as LostConnection
 
-from contract.calls import CallUsage, Clocks, Record
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.functions.completions import Usage
 from contract.names import audit_key, deployment_key, runs_prefix, tenant_key
-from contract.run_events import Failure, FailureKind, RunEnded
+from contract.run_events import Failure, FailureKind
 from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.webhooks import Webhook
 from store.audit import AUDIT_LUA
@@ -42,13 +36,10 @@ from store.batches import (
     RowPlace,
     batch_key,
     batches_key,
-    decode_fields,
-    final_state,
     member,
     open_item,
     open_outcome,
     parse_batch,
-    readable,
     seal_defaults,
     seal_item,
     seal_outcome,
@@ -63,10 +54,10 @@ from store.run_log import (
     RunAttempt,
     RunLog,
     close_left_sessions,
-    pack_transcript,
     run_key,
     unpack_transcript,
 )
+from store.run_records import LISTED, HostedRun, HostedState, RunRecord, build_end, pack_end, parse_hosted, parse_run
 from store.tasks import retry_until_available
 from store.webhooks import seal_webhook
 from telemetry.logs import get_logger
@@ -79,7 +70,9 @@ MAX_KEPT = 100_000
 """Limit of listed hosted runs of a tenant. Above the limit, the oldest runs that have ended are removed."""
 MAX_BODY_BYTES = 1024 * 1024
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
-SHOWN_INSTRUCTION, SHOWN_ANSWER = 300, 2000
+SHOWN_INSTRUCTION = 300
+MAX_LISTED_FORKS = 1000
+"""Limit of the forks of one run that are read."""
 LEASE_S = 20.0
 AT_ONCE = 200
 """Maximum number of runs in one step of the script. Redis is blocked during a step."""
@@ -96,120 +89,6 @@ _SCRIPT = "\n".join(
     ]
 )
 T = TypeVar("T")
-
-
-class RunState(StrEnum):
-    QUEUED = "queued"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-class RunRecord(Record):
-    """The record of a run. Times are Unix seconds of Redis's clock. `claim`: the token of the run's holder. `attempt`:
-    1, or higher after a restart. `first_attempt`: the first attempt of the current series of automatic restarts.
-    `losses`: how often a holder has died since the log of the run last grew."""
-
-    batch: str
-    item: BatchItem
-    state: RunState
-    claim: str = ""
-    owner: str = ""
-    attempt: int = Field(default=1, ge=1)
-    first_attempt: int = Field(default=1, ge=1)
-    losses: int = 0
-    priority: int = 0
-    line: int = 0
-    queued_at: float = 0.0
-    started_at: float = 0.0
-    ended_at: float = 0.0
-    failure: str = ""
-    outcome: ItemOutcome | None = None
-
-
-_HOSTED_FIELDS = frozenset((
-    "digest", "about", "session", "created_at", "is_cancelled", "told", "told_step", "asking", "event_bytes", "trimmed",
-    "last_event", "end", "webhook", "webhook_tries", "webhook_notice",
-))  # fmt: skip
-"""Additional fields in the hash of a hosted run."""
-
-
-class HostedState(StrEnum):
-    """The state of a hosted run. `waiting_for_approval`: the run is in progress, and a call waits for a person's
-    approval."""
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    WAITING_FOR_APPROVAL = "waiting_for_approval"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_final(self) -> bool:
-        return self in (HostedState.SUCCEEDED, HostedState.FAILED, HostedState.CANCELLED)
-
-
-class RunEnd(Record):
-    """The end of a run. `failure` None: the run succeeded. `answer`: the last text of the model, even if a limit
-    stopped the run. `is_cut`: `answer` contains only the beginning, as in lists and events. `cost` None: no prices are
-    known. `clocks`, `call_usage`: sums over all calls. `sandbox_s`: time in which the run had a session of its own.
-    `artifacts`: the paths in the archive `artifacts_file`; empty in lists and events."""
-
-    answer: str = ""
-    is_cut: bool = False
-    stop_reason: str | None = None
-    steps: int = 0
-    usage: Usage = Usage()
-    cost: float | None = None
-    clocks: Clocks = Clocks()
-    call_usage: CallUsage = CallUsage()
-    sandbox_s: float = 0.0
-    failure: Failure | None = None
-    artifacts: tuple[str, ...] = ()
-    artifacts_missing: tuple[str, ...] = ()
-    artifacts_file: str | None = None
-
-
-class HostedRun(Record):
-    """A hosted run. `instruction`: its beginning. `attempt`: above 1 after a restart because of an infrastructure
-    failure. `end`: set exactly if the state is final. Times are Unix seconds of Redis's clock."""
-
-    id: str
-    tenant: str
-    state: HostedState
-    instruction: str
-    model: str | None = None
-    session: str | None = None
-    metadata: dict[str, str] = Field(default_factory=dict)
-    priority: int = 0
-    attempt: int = 1
-    created_at: float
-    started_at: float | None = None
-    ended_at: float | None = None
-    end: RunEnd | None = None
-
-
-class RunPage(Record):
-    """A page of hosted runs, the newest first. `next_cursor` None: this is the last page."""
-
-    runs: tuple[HostedRun, ...]
-    next_cursor: str | None = None
-
-
-class About(Record):
-    """The part of a hosted run's request that lists show."""
-
-    instruction: str
-    model: str | None = None
-    session: str | None = None
-    metadata: dict[str, str] = Field(default_factory=dict)
-
-
-LISTED = (
-    "state", "about", "priority", "attempt", "created_at", "started_at", "ended_at", "failure", "asking", "end",
-    "batch",
-)  # fmt: skip
-"""The fields of a run's hash that lists need."""
 
 
 @dataclass(frozen=True)
@@ -587,6 +466,7 @@ class RunQueue:
             RUN_TTL_S,
             seal_webhook(self.keys, tenant, "run", run, webhook),
             *(token, self.owner, LEASE_S),
+            *((item.forked_from.run, item.forked_from.step) if item.forked_from is not None else ("", 0)),
         )
         return [part.decode() for part in reply]
 
@@ -621,18 +501,23 @@ class RunQueue:
         )
         for _ in range(MAX_STEPS):
             reply, names = await self.step("list_runs", tenant, before, limit - len(runs), state_name, max_checked)
-            before, pipe = int(reply), self._client.pipeline(transaction=False)
-            for name in names:
-                pipe.hmget(run_key(self._deployment, tenant, name.decode()), *LISTED)
-            rows = await _ask(pipe.execute()) if names else []
-            parsed = [
-                parse_hosted(tenant, name.decode(), dict(zip(LISTED, row, strict=True)))
-                for name, row in zip(names, rows, strict=True)
-            ]
-            runs += [run for run in parsed if run is not None]
+            before = int(reply)
+            found = await self.find_hosted(tenant, [name.decode() for name in names])
+            runs += [run for run in found if run is not None]
             if not before or len(runs) >= limit:
                 break
         return runs, before
+
+    async def find_hosted(self, tenant: str, names: Sequence[str]) -> list[HostedRun | None]:
+        """Return these hosted runs as lists show them; None for a removed run and for an item of a batch."""
+        pipe = self._client.pipeline(transaction=False)
+        for name in names:
+            pipe.hmget(run_key(self._deployment, tenant, name), *LISTED)
+        rows = await _ask(pipe.execute()) if names else []
+        return [
+            parse_hosted(tenant, name, dict(zip(LISTED, row, strict=True)))
+            for name, row in zip(names, rows, strict=True)
+        ]
 
     async def cancel_hosted(self, tenant: str, run: str, entry: str) -> None:
         """End a hosted run. A waiting run ends at once; its holder ends a running run. `entry`: the entry for the
@@ -654,17 +539,28 @@ class RunQueue:
         packed: Any = await _ask(self._client.getrange(key, 0, MAX_TRANSCRIPT_BYTES))
         return unpack_transcript(run, packed) if packed else None
 
-    async def read_log(self, tenant: str, run: str, batch: str = HOSTED_BATCH) -> tuple[RunRecord, list[LogEntry]]:
-        """Return the record and the log of a run in `batch`. The log of a batch's run is removed an hour after its
-        end. Raises ToolFailure(FILE_NOT_FOUND): no such run. Raises ConfigError: the run cannot be verified or read.
+    async def read_log(
+        self, tenant: str, run: str, batch: str | None = HOSTED_BATCH
+    ) -> tuple[RunRecord, list[LogEntry]]:
+        """Return the record and the log of a run in `batch` (None: in any batch). The log of a batch's run is removed
+        an hour after its end; with kept states, a day after its end. Raises ToolFailure(FILE_NOT_FOUND): no such run.
+        Raises ConfigError: the run cannot be verified or read.
         """
         (fields,) = await self._fields([(tenant, run)])
-        if fields.get(b"batch") != batch.encode():
+        if b"item" not in fields or (batch is not None and fields.get(b"batch") != batch.encode()):
             raise not_found(run)
         record = parse_run(self.keys, tenant, run, fields)
         return record, (
             await RunLog.load(self._client, self._deployment, self.keys, RunAttempt(tenant, run, record.attempt))
         ).entries
+
+    async def forks(self, tenant: str, runs: Sequence[str]) -> list[list[tuple[int, str]]]:
+        """Return the forks of each run as (step, run), in the order of their start."""
+        pipe = self._client.pipeline(transaction=False)
+        for run in runs:
+            pipe.lrange(run_key(self._deployment, tenant, run) + ":forks", 0, MAX_LISTED_FORKS - 1)
+        rows = [[entry.decode().partition("|") for entry in row] for row in await _ask(pipe.execute())]
+        return [[(int(step), name) for step, _, name in row] for row in rows]
 
     async def step(self, operation: str, *arguments: Any) -> Any:
         """Execute a step of the script (runs.lua, hosted_runs.lua) and return its reply."""
@@ -713,88 +609,7 @@ def _cancelled(run: str, record: RunRecord) -> ItemOutcome:
     return ItemOutcome(custom_id=custom_id, run=run, status_code=499, failure=failure, attempt=attempt)
 
 
-def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, bytes]) -> RunRecord:
-    """Return the record in a run's hash. Raises ConfigError: a signed part belongs to another run, or another release
-    wrote it.
-    """
-    values: dict[str, Any] = decode_fields(fields)
-    values["item"] = open_item(keys, tenant, run, values.get("batch", ""), values.get("item", ""))
-    outcome = values.pop("outcome", "")
-    values["outcome"] = open_outcome(keys, tenant, run, outcome) if outcome else None
-    values = {name: value for name, value in values.items() if name not in _HOSTED_FIELDS}
-    with readable(f"run {run} of tenant {tenant}"):
-        return RunRecord.model_validate(values, strict=False)
-
-
 # --- The parts of a hosted run
 
 HOSTED_DEFAULTS = BatchDefaults(asks_people=True)
 """Defaults of a hosted run. Such a run has no terminal, so approval requests go to the queue of questions."""
-
-
-def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:
-    """Return the run in these fields; None if the run was removed or is an item of a batch. Raises ConfigError:
-    another release wrote the fields.
-    """
-    values = {name: value.decode() for name, value in fields.items() if value is not None}
-    if values.get("batch") != HOSTED_BATCH or "about" not in values:
-        return None
-    with readable(f"run {run} of tenant {tenant}"):
-        return HostedRun(
-            id=run,
-            tenant=tenant,
-            state=_state(values),
-            **About.model_validate_json(values["about"]).model_dump(),
-            priority=int(values.get("priority", 0)),
-            attempt=int(values.get("attempt", 1)),
-            created_at=float(values["created_at"]),
-            started_at=float(values.get("started_at") or 0) or None,
-            ended_at=float(values.get("ended_at") or 0) or None,
-            end=parse_end(values["end"]) if values.get("end") else None,
-        )
-
-
-def build_end(outcome: ItemOutcome) -> RunEnd:
-    """Return the end that an outcome describes, with the whole answer."""
-    body: Mapping[str, Any] = outcome.body or {}
-    values = {name: body[name] for name in RunEnd.model_fields if name in body}
-    return RunEnd.model_validate({**values, "failure": outcome.failure}, strict=False)
-
-
-def end_event(run: str, at: float, attempt: int, end: RunEnd) -> str:
-    """Return the last event of a run as JSON. The hash of the run stores the same text. A long answer is shortened."""
-    fields: dict[str, Any] = {name: value for name, value in end if name not in ("artifacts", "artifacts_missing")}
-    fields["is_cut"] = end.is_cut or len(end.answer) > SHOWN_ANSWER
-    fields["answer"] = end.answer[:SHOWN_ANSWER]
-    event = RunEnded(run=run, at=at, attempt=attempt, state=final_state(end.failure), **fields)
-    return json.dumps(event.to_json(), separators=(",", ":"))
-
-
-def pack_end(outcome: ItemOutcome) -> tuple[ItemOutcome, str, bytes]:
-    """Return the outcome for the record, the last event, and the packed transcript, which is stored separately. The
-    transcript is b"" if there is none or if it is too large.
-    """
-    body = dict(outcome.body or {})
-    transcript = body.pop("transcript", None)
-    stored = outcome.model_copy(update={"body": body}) if outcome.body is not None else outcome
-    packed = pack_transcript(transcript) if transcript is not None else b""
-    return stored, end_event(outcome.run, time.time(), outcome.attempt, build_end(stored)), packed
-
-
-def parse_end(text: str) -> RunEnd:
-    """Return the end that the last event of a run describes. Raises ValidationError: the event is invalid."""
-    event: dict[str, Any] = json.loads(text)
-    return RunEnd.model_validate({name: event[name] for name in RunEnd.model_fields if name in event}, strict=False)
-
-
-def _state(fields: Mapping[str, str]) -> HostedState:
-    match fields.get("state"):
-        case RunState.QUEUED.value:
-            return HostedState.QUEUED
-        case RunState.RUNNING.value:
-            return HostedState.WAITING_FOR_APPROVAL if int(fields.get("asking") or 0) else HostedState.RUNNING
-        case _:
-            failure = fields.get("failure", "")
-            if not failure:
-                return HostedState.SUCCEEDED
-            return HostedState.CANCELLED if failure == FailureKind.CANCELLED.value else HostedState.FAILED

@@ -1,5 +1,6 @@
 """Hosts and session locations in memory, for tests of the layers above."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from contract.hosts import HostReport
@@ -51,6 +52,14 @@ class MemorySessionStore(SessionStore):
             state=LocationState.OPEN, queue=queue, fence=1, start=start, ttl_s=ttl_s
         )
         return SessionAddress(queue, 1)
+
+    async def fork(
+        self, tenant: str, parent: str, starts: Mapping[str, str], queue: str, *, facts: str, limit: int
+    ) -> None:
+        location = self.known[tenant, parent]
+        for name, start in starts.items():
+            self.known[tenant, name] = location.model_copy(update={"start": start})
+            self.loss_facts[tenant, name] = facts
 
     async def find(self, tenant: str, session: str) -> SessionLocation | None:
         return self.known.get((tenant, session))

@@ -17,7 +17,8 @@ from orchestrator.runs.run_service import ServiceWork
 from orchestrator.runs.runner import Runner
 from store.batches import BatchEventWriter, ItemEnvironment, RunBody
 from store.run_events import EventBatch, RunEventStore
-from store.runs import HostedRun, RunClaim
+from store.run_records import HostedRun
+from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemorySessionStore

@@ -157,7 +157,7 @@ class ItemHarness(RunHarness):
         if name in self.answers:
             result = self.answers[name](call, context)
             return result if isinstance(result, ToolResult) else await result
-        if name == "open":
+        if name in ("open", "fork"):
             return ToolResult(call_id=call.id, name=call.name, success=True, metadata=OPENED)
         return ToolResult(call_id=call.id, name=call.name, success=True, output=f"said {call.arguments.get('text')}")
 

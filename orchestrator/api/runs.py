@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Header, Path, Query, Response
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from contract.calls import LONGEST_TIMEOUT_S, CallUsage
 from contract.clock import format_instant
@@ -15,6 +15,7 @@ from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.json_limits import is_deeper
 from contract.run_events import Failure
 from contract.sandboxes import SandboxOptions, pick_options
+from contract.session_locations import MAX_FORKS
 from contract.webhooks import Webhook
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
@@ -26,9 +27,9 @@ from orchestrator.dialects.profiles import ProfileName
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.hosted import HostedRuns
 from store.archives.files import MAX_LOCATION_CHARS, is_file_id
-from store.batches import ItemEnvironment, RunBody, RunLimits
+from store.batches import ForkPoint, ItemEnvironment, RunBody, RunLimits
 from store.run_events import parse_id
-from store.runs import HostedRun, HostedState
+from store.run_records import HostedRun, HostedState
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=responses())
 
@@ -47,6 +48,7 @@ class NewRun(SandboxOptions):
     sizes and user as in POST /v1/sessions, and the files of `workspace` or `restore`. `workspace`: an upload,
     artifacts, or a location of the store. `restore`: a checkpoint. `artifacts`: patterns below /workspace of the files
     to store at the end. `tools`: names of the tools that the model may call; null: all tools that suit the model.
+    `keep_states`: keep the state of the session before each request to the model, for POST /v1/runs/{id}/fork.
     `metadata`: returned with the run. `webhook`: the address that receives the end of the run.
     """
 
@@ -66,6 +68,7 @@ class NewRun(SandboxOptions):
     tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
     max_wall_s: float | None = Field(default=None, gt=0, le=30 * 86_400)
     max_tokens: int | None = Field(default=None, ge=1, le=2**53)
+    keep_states: bool = False
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
     priority: int = Field(default=0, ge=-100, le=100)
     webhook: Webhook | None = None
@@ -98,6 +101,7 @@ class NewRun(SandboxOptions):
             profile=self.profile,
             tools=tools,
             limits=limits,
+            keep_states=self.keep_states,
         )
 
     def environment(self) -> ItemEnvironment:
@@ -113,9 +117,19 @@ class NewRun(SandboxOptions):
         )
 
 
+class NewRunForks(BaseModel):
+    """A fork of a run. `step`: number of shared steps. `n`: number of new runs."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int = Field(ge=0)
+    n: int = Field(default=1, ge=1, le=MAX_FORKS)
+
+
 class RunView(BaseModel):
     """A run. The fields from `answer` on are set at the end of the run. `cost` is null if the model has no prices.
     `usage`: tokens. `call_usage`: what its calls used in sandboxes. `sandbox_s`: time with a session of its own.
+    `forked_from`: null if the run is no fork. The sums of a fork are without the shared steps; `steps` has them.
 
     `is_cut`: a list contains only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file`
     (GET /v1/files/{id}/content), not in lists. `artifacts_missing`: why other files are missing. Times are in ISO
@@ -134,6 +148,7 @@ class RunView(BaseModel):
     created_at: str
     started_at: str | None
     ended_at: str | None
+    forked_from: ForkPoint | None
     answer: str | None = None
     is_cut: bool = False
     stop_reason: str | None = None
@@ -147,6 +162,12 @@ class RunView(BaseModel):
     artifacts: tuple[str, ...] = ()
     artifacts_missing: tuple[str, ...] = ()
     artifacts_file: str | None = None
+
+
+class RunForks(BaseModel):
+    """The new runs of a fork."""
+
+    runs: list[RunView]
 
 
 class Transcript(BaseModel):
@@ -165,17 +186,12 @@ async def start_run(
     """Queue a run. An orchestrator starts the run within a moment. Another orchestrator continues the run if the first
     dies.
     """
-    run_id = (
-        hashlib.sha256(f"{caller.identity.key_id}\0{idempotency_key}".encode()).hexdigest()[:32]
-        if idempotency_key
-        else None
-    )
     await _check_upload(body.workspace, caller)
     run = await hosted(caller).start(
         caller.tenant,
         body.body(),
         body.environment(),
-        idempotency_key=run_id,
+        idempotency_key=_own_key(caller, idempotency_key),
         metadata=body.metadata,
         priority=body.priority,
         webhook=body.webhook,
@@ -213,6 +229,23 @@ async def cancel_run(run_id: RunId, caller: AnyCaller) -> RunView:
     """Cancel a run: a waiting run at once, a running run within 2 seconds. A run that has ended does not change."""
     with found():
         return view_run(await hosted(caller).cancel(caller.tenant, run_id, actor=caller.identity.actor()))
+
+
+@router.post("/{run_id}/fork", status_code=202, responses=responses(404))
+async def fork_run(
+    run_id: RunId,
+    body: NewRunForks,
+    caller: AnyCaller,
+    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+) -> RunForks:
+    """Queue runs that share the first steps of a run and continue from its session as it was then. The run must keep
+    its states; it may still be running. No request to the model and no call of the shared steps is repeated.
+    """
+    with found():
+        runs = await hosted(caller).fork(
+            caller.tenant, run_id, body.step, body.n, idempotency_key=_own_key(caller, idempotency_key)
+        )
+    return RunForks(runs=[view_run(run) for run in runs])
 
 
 @router.get("/{run_id}/transcript", responses=responses(404))
@@ -280,13 +313,29 @@ def hosted(caller: Caller) -> HostedRuns:
 def view_run(run: HostedRun) -> RunView:
     """Build the view of a run for clients."""
     fields = run.model_dump(
-        include={"id", "tenant", "state", "instruction", "model", "session", "metadata", "priority", "attempt"}
+        include={
+            "id",
+            "tenant",
+            "state",
+            "instruction",
+            "model",
+            "session",
+            "metadata",
+            "priority",
+            "attempt",
+            "forked_from",
+        }
     )
     instants = {name: _instant(getattr(run, name)) for name in ("created_at", "started_at", "ended_at")}
     if run.end is None:
         return RunView(**fields, **instants)
     end = run.end.model_dump(exclude={"failure": True, "usage": {"cost"}})
     return RunView(**fields, **instants, **end, failure=run.end.failure)
+
+
+def _own_key(caller: Caller, key: str | None) -> str | None:
+    """Return the idempotency key, which is separate for each API key."""
+    return hashlib.sha256(f"{caller.identity.key_id}\0{key}".encode()).hexdigest()[:32] if key else None
 
 
 async def _check_upload(workspace: str | None, caller: Caller) -> None:

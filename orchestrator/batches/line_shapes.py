@@ -154,6 +154,7 @@ class RunFields(EnvironmentFields):
     tools: list[_Name] | None = None
     limits: LimitFields = LimitFields()
     sampling: dict[str, Json] = {}
+    keep_states: bool = False
 
     def to_work(self) -> RunBody:
         """Return the run. Raises Unfit: a field cannot be accepted."""
@@ -179,6 +180,7 @@ class RunFields(EnvironmentFields):
             tools=None if self.tools is None else tuple(self.tools),
             limits=_limits(self.limits),
             sampling=self.sampling,
+            keep_states=self.keep_states,
         )
 
 

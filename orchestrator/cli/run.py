@@ -11,6 +11,7 @@ from rich.console import Console
 
 from contract.errors import ConfigError, OperatorError, ToolFailure
 from contract.run_events import CallFinished, RunEvent
+from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from orchestrator.cli.approvals import asks_elsewhere
 from orchestrator.cli.batches_options import check_format
 from orchestrator.cli.run_files import RunFiles
@@ -31,7 +32,7 @@ from orchestrator.loop.limits import StopReason
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import RunPrinter, escape_controls
 from store.batches import RunBody, RunLimits
-from store.runs import HostedRun, RunEnd
+from store.run_records import HostedRun, RunEnd
 
 
 class WorkspaceSaver:
@@ -130,6 +131,10 @@ def run(
     max_iterations: Annotated[
         int, typer.Option("--max-iterations", min=1, help="Largest number of model replies.")
     ] = 5,
+    keep_states: Annotated[
+        bool,
+        typer.Option("--keep-states", help="Keep the session's state after each step, so that the run can be forked."),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -166,16 +171,24 @@ def run(
         dialect=cast(Any, dialect),
         profile=cast(Any, profile),
         limits=RunLimits(max_iterations=max_iterations),
+        keep_states=keep_states,
     )
+    ttl_s = MAX_TTL_S if keep_states else DEFAULT_TTL_S
 
     async def work() -> tuple[HostedRun, Sequence[dict[str, Any]]]:
         if checkpoint:
             check_store()
+        if keep_states and load_settings().redis_url is None:
+            raise ConfigError(
+                "the states would be deleted with the embedded stack of this command: set TOOLCREW_REDIS_URL to a pool"
+            )
         run_files.append(files := RunFiles(output))
         view.asks_elsewhere = asks_elsewhere()
         async with (
             open_client(tenant) as client,
-            await client.open_session(workspace, restore=restore, network=network, options=options) as session,
+            await client.open_session(
+                workspace, ttl_s=ttl_s, restore=restore, network=network, options=options
+            ) as session,
         ):
             try:
                 result = await client.runs.execute(body, session, on_event)

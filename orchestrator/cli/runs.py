@@ -1,4 +1,4 @@
-"""`toolcrew runs`: list, show, follow and cancel the runs that programs started on a pool."""
+"""`toolcrew runs`: list, show, follow, fork and cancel the runs that programs started on a pool."""
 
 import json
 from typing import Annotated, Any
@@ -6,13 +6,14 @@ from typing import Annotated, Any
 import typer
 
 from contract.clock import format_instant
+from contract.session_locations import MAX_FORKS
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.runner import Json, Tenant, open_running, run_work
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
-from store.runs import HostedRun, HostedState, RunPage
+from store.run_records import HostedRun, HostedState, RunPage
 
-runs_app = typer.Typer(no_args_is_help=True, help="List, show, follow and cancel runs that programs started.")
+runs_app = typer.Typer(no_args_is_help=True, help="List, show, follow, fork and cancel runs that programs started.")
 RunName = Annotated[str, typer.Argument(help="The id of the run, as `list` shows it.")]
 _COLUMNS = ("id", "state", "created", "attempt", "session", "instruction")
 _MAX_CHARS = 60
@@ -104,6 +105,31 @@ def runs_show(
         typer.echo(escape_controls(f"{name:<14}{text}"))
     for message in messages:
         typer.echo(escape_controls(json.dumps(message, ensure_ascii=False)))
+
+
+@runs_app.command("fork")
+def runs_fork(
+    run: RunName,
+    step: Annotated[int, typer.Option("--step", min=0, help="Number of steps that the new runs share with RUN.")],
+    count: Annotated[int, typer.Option("--count", min=1, max=MAX_FORKS, help="Number of new runs.")] = 1,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> None:
+    """Start runs that share the first steps of a run, and print their ids.
+
+    They continue from the session as it was after these steps. RUN must have been started with --keep-states.
+    """
+
+    async def work() -> list[HostedRun]:
+        async with open_running("runs", tenant) as client:
+            return await client.runs.fork(run, step=step, n=count)
+
+    forks = run_work(work(), as_json)
+    if as_json:
+        typer.echo(json.dumps({"runs": [_view(fork) for fork in forks]}))
+        return
+    for fork in forks:
+        typer.echo(fork.id)
 
 
 @runs_app.command("cancel")

@@ -84,7 +84,8 @@ class Agent:
     run, which counts for its budgets. `switched_off`: existing tools that may not be called now; a model that calls one
     gets an explanation. `skills`: names of skills; a model that calls one as a tool gets its instructions. `profile`:
     decides how replies without a call are repaired. `files`: list of the files in the working directory, which
-    follows a request without an absolute path; "": none.
+    follows a request without an absolute path; "": none. `copied_steps`: the first steps of a run that was forked from
+    another run. They count for `max_iterations`, and for no other limit or sum: the other run has counted them.
 
     Call ids contain the run's id. If a second run used the same id, pools would treat its calls as repetitions of the
     first run's.
@@ -103,6 +104,7 @@ class Agent:
     skills: Collection[str] = ()
     profile: ModelProfile = STANDARD
     files: str = ""
+    copied_steps: int = 0
     _has_run: bool = field(default=False, init=False, repr=False, compare=False)
 
     async def run(self, request: str, *, history: Sequence[Message] = ()) -> RunResult:
@@ -269,6 +271,8 @@ class _Run:
         self._transcript.append(end.message)
         if reply.observed:
             self._transcript.append_observations(self._agent.dialect.build_observations(reply.observed))
+        if self._spending.steps <= self._agent.copied_steps:
+            return end
         for _, result in reply.observed:
             self._clocks += result.clocks
             self._call_usage += result.usage or CallUsage()

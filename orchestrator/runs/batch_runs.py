@@ -41,7 +41,8 @@ from store.batches import (
     build_recalled_end,
 )
 from store.model_endpoints import ModelEndpoints, StoredEndpoint
-from store.runs import RunQueue, RunRecord
+from store.run_records import RunRecord
+from store.runs import RunQueue
 from store.tasks import retry_until_available
 
 OpenDisplay = Callable[[Watched], Display]

@@ -23,14 +23,17 @@ from orchestrator.dialects.observations import build_tool_messages
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL
 from orchestrator.runs.endpoints import refuse_model
+from orchestrator.runs.run_forks import ForkTree, build_tree, check_count, plan_fork
 from orchestrator.settings import OrchestratorSettings
 from store.archives.files import TenantStore
 from store.audit import Actor, build_entry, entry_text
-from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, ItemEnvironment, RunBody
+from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, ForkPoint, ForkSource, ItemEnvironment, RunBody
 from store.connection import RedisClient
 from store.run_events import RunEventHub, not_found
 from store.run_log import LogEntry
+from store.run_records import About, HostedRun, HostedState, RunPage, RunRecord
 from store.runs import (
+    HOSTED_DEFAULTS,
     MAX_BODY_BYTES,
     MAX_KEPT,
     MAX_METADATA,
@@ -38,12 +41,7 @@ from store.runs import (
     MAX_METADATA_TEXT,
     MAX_PENDING,
     SHOWN_INSTRUCTION,
-    About,
-    HostedRun,
-    HostedState,
-    RunPage,
     RunQueue,
-    RunRecord,
 )
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
@@ -151,10 +149,37 @@ class HostedRuns:
         - UNKNOWN_TENANT: the tenant does not exist.
         - PERMISSION_DENIED: the tenant's policy does not allow the model.
         """
-        about = _build_about(body, environment, metadata or {})
+        return await self._start(
+            tenant,
+            body,
+            environment,
+            idempotency_key=idempotency_key,
+            metadata=metadata,
+            priority=priority,
+            webhook=webhook,
+            token=token,
+        )
+
+    async def _start(
+        self,
+        tenant: str,
+        body: RunBody,
+        environment: ItemEnvironment,
+        *,
+        idempotency_key: str | None,
+        metadata: Mapping[str, str] | None = None,
+        priority: int,
+        webhook: Webhook | None = None,
+        token: str = "",
+        forked_from: ForkSource | None = None,
+        count: int = 1,
+    ) -> HostedRun:
+        """Queue a run like `start`. `count`: number of runs, from this one on, for which the queue must have room."""
+        about = _build_about(body, environment, metadata or {}, forked_from)
         run = secrets.token_hex(12) if idempotency_key is None else _derive_run_id(tenant, idempotency_key)
         _check_files(environment, TenantStore(self._workspace_store, tenant))
         item = _build_item(run, body, environment, priority, is_own=bool(token))
+        item = item.model_copy(update={"forked_from": forked_from})
         policy = await self._tenants.policy(tenant)
         if body.model is not None and not policy.allows_model(body.model):
             raise refuse_model(tenant, body.model)
@@ -168,10 +193,53 @@ class HostedRuns:
         digest = hashlib.sha256(
             f"{text}\0{json.dumps(dict(metadata or {}), sort_keys=True)}{notice}".encode()
         ).hexdigest()
+        limits = (self._limits[0] - count + 1, self._limits[1])
         self._check_started(
-            tenant, await self.queue.start_hosted(tenant, run, item, digest, about, self._limits, webhook, token)
+            tenant, await self.queue.start_hosted(tenant, run, item, digest, about, limits, webhook, token)
         )
         return await self.get(tenant, run)
+
+    async def fork(
+        self, tenant: str, run: str, step: int, n: int = 1, *, idempotency_key: str | None = None
+    ) -> list[HostedRun]:
+        """Queue `n` runs that share the first `step` steps of a run, and continue from its session as it was then. No
+        shared request to the model and no shared call is repeated or counted again.
+
+        The run must keep its states (`RunBody.keep_states`); it may still be running. `step` 0: before the first reply.
+        `idempotency_key`: as in `start`.
+
+        Raises ToolFailure: INVALID_ARGUMENTS for a step without a state, SESSION_NOT_FOUND for a state that was
+        released or has expired, and as `start` does.
+        """
+        check_count(n)
+        record, entries = await self.queue.read_log(tenant, _checked(run), batch=None)
+        batch = record.batch
+        defaults = HOSTED_DEFAULTS if batch == HOSTED_BATCH else (await self.queue.batch(tenant, batch)).defaults
+        plan = plan_fork(run, record, entries, step, defaults)
+        if await self._sessions.find(tenant, plan.state) is None:
+            raise ToolFailure(
+                ErrorCode.SESSION_NOT_FOUND,
+                f"the state of run {run} after {step} steps was released: a state is kept for a day after its last "
+                "use, until the run is cancelled or retried. Fork another run",
+            )
+        names = [f"{idempotency_key}/{number}" if idempotency_key is not None else None for number in range(n)]
+        # The first fork is refused if there is no room for all of them.
+        return [
+            await self._start(
+                tenant,
+                plan.body,
+                plan.environment,
+                idempotency_key=name,
+                priority=plan.priority,
+                forked_from=plan.source,
+                count=n - number,
+            )
+            for number, name in enumerate(names)
+        ]
+
+    async def tree(self, tenant: str, run: HostedRun) -> ForkTree:
+        """Return the run and all its relatives, from the first run on (build_tree)."""
+        return await build_tree(self.queue, tenant, run)
 
     async def get(self, tenant: str, run: str) -> HostedRun:
         """Return a run with its complete answer."""
@@ -313,7 +381,9 @@ def _checked(run: str) -> str:
     return run
 
 
-def _build_about(body: RunBody, environment: ItemEnvironment, metadata: Mapping[str, str]) -> str:
+def _build_about(
+    body: RunBody, environment: ItemEnvironment, metadata: Mapping[str, str], source: ForkSource | None
+) -> str:
     """Return the fields that lists show, as JSON. Raises ToolFailure(INVALID_ARGUMENTS): the metadata is invalid."""
     is_long = any(
         not 1 <= len(name) <= MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT for name, text in metadata.items()
@@ -329,6 +399,7 @@ def _build_about(body: RunBody, environment: ItemEnvironment, metadata: Mapping[
             model=body.model,
             session=environment.session,
             metadata=dict(metadata),
+            forked_from=ForkPoint(run=source.run, step=source.step) if source is not None else None,
         )
         return about.model_dump_json()
     except ValueError as error:

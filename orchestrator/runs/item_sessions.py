@@ -6,18 +6,21 @@ from contextlib import suppress
 
 from pydantic import TypeAdapter
 
-from contract.errors import OperatorError, ToolFailure
+from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
+from contract.run_events import StateForking
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.sessions import Session, SessionInfo, SessionStart
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.run_slots import RunSlots
 from orchestrator.runs.session_turns import SessionTurns
-from store.tasks import retry_until_available
+from store.tasks import Backoff, retry_until_available
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+BUSY_S = 10.0
+"""Time for which the fork of a session waits for a checkpoint or another program's call, in seconds."""
 _INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
 
 
@@ -53,6 +56,42 @@ class ItemSessions:
             log.warning("session_not_closed", session=session.id, error=str(error))
             await self._abandon(session.tenant, session.id)
         self._turns.note_end()
+
+    async def keep_state(self, session: Session, journal: Journal) -> str:
+        """Keep the state of the session after the steps in the log, unless it is kept. Return why it was not kept; ""
+        if it was. Raises BrokerUnavailable.
+        """
+        step, last = journal.steps, journal.state
+        if isinstance(last, StateForking):
+            # An earlier process died while it made the fork. The host closes the fork, if there is one.
+            await retry_until_available(lambda: self._pool.dispatcher.forget_sessions(session.tenant, [last.session]))
+        elif last is not None and last.step == step:
+            return ""
+        name, problem, backoff = "", "", Backoff(BUSY_S)
+        while not name:
+            try:
+                name = await retry_until_available(lambda: self._fork(session, journal, step))
+            except (ToolFailure, OperatorError) as error:
+                if isinstance(error, BrokerUnavailable):
+                    raise
+                problem = str(error)
+                if error.code not in (ErrorCode.SESSION_BUSY, ErrorCode.RATE_LIMITED) or not await backoff.wait():
+                    break
+        problem = "" if name else problem
+        await journal.note_state(step, name, problem)
+        return problem
+
+    async def _fork(self, session: Session, journal: Journal, step: int) -> str:
+        """Fork the session once. Return the name of the fork, which is new in each attempt: a failed one is closed."""
+        name = new_session_name()
+        await journal.note_forking(step, name)
+        await session.fork_as([name], leave_jobs=True)
+        return name
+
+    async def release_states(self, tenant: str, journal: Journal) -> None:
+        """Close the kept states of a run that does not continue. If Redis stays unavailable, they expire later."""
+        with suppress(OperatorError, ToolFailure):
+            await retry_until_available(lambda: self._pool.dispatcher.forget_sessions(tenant, journal.states))
 
     async def abandon_last(self, tenant: str, journal: Journal) -> None:
         """Abandon the last session that the log names. If Redis stays unavailable or the tenant was removed, the

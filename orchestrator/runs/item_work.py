@@ -25,6 +25,7 @@ from contract.run_events import (
     Warned,
 )
 from contract.sandboxes import pick_options
+from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from orchestrator.admission import until_admitted
 from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import QueueApprover
@@ -43,6 +44,7 @@ from orchestrator.runs.journal import Journal, LoggedModel
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
 from orchestrator.runs.outcomes import build_outcome, judge_call, judge_error, judge_run
+from orchestrator.runs.run_forks import name_attempt
 from orchestrator.runs.run_gate import GatedModel, RunDeferred, RunGate
 from orchestrator.runs.run_parts import RunConfig, RunParts
 from orchestrator.runs.run_slots import RunSlot, RunSlots, SlotReleasingApprover
@@ -215,6 +217,10 @@ class ItemWork:
             spans.finish(ErrorCode.CANCELLED.value)
         await self._sessions.abandon_last(claim.tenant, journal)
 
+    async def release_states(self, claim: RunClaim, journal: Journal) -> None:
+        """Close the kept states of a run that is cancelled or starts again."""
+        await self._sessions.release_states(claim.tenant, journal)
+
     async def _session(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults) -> Session:
         """Return the session of the item or of the run's log, or open a new session."""
         environment, pool = claim.record.item.environment, self._pool
@@ -230,6 +236,7 @@ class ItemWork:
             restore=environment.restore,
             network=environment.network,
             fork=environment.fork,
+            ttl_s=MAX_TTL_S if keeps_states(claim.record.item) else DEFAULT_TTL_S,
             options=defaults.options.model_copy(update=pick_options(environment).model_dump()),
         )
         return await self._sessions.open(claim.tenant, journal, start)
@@ -282,6 +289,12 @@ class ItemWork:
         gate = self.gate.of(chosen_model.endpoint)
         model = GatedModel(billed, gate, claim.run)
         spans = current_run() if self._pool.tracer is not None else None
+        source = item.forked_from
+
+        async def keep_state() -> None:
+            if session is not None and (problem := await self._sessions.keep_state(session, journal)):
+                notify(f"the state of the session after {journal.steps} steps was not kept: {problem}")
+
         async with AsyncExitStack() as stack:
             slot = await stack.enter_async_context(self.slots.run())
             on_event, live = await stack.enter_async_context(self._listen(claim, on_event))
@@ -303,12 +316,20 @@ class ItemWork:
                 approver=self._approver(defaults, slot),
                 before_send=slot.wait,
                 journal=journal,
-                wrap_model=lambda _: LoggedModel(model, journal, work.sampling, is_over=is_over, live=live),
+                wrap_model=lambda _: LoggedModel(
+                    model,
+                    journal,
+                    work.sampling,
+                    is_over=is_over,
+                    live=live,
+                    before_request=keep_state if work.keep_states else None,
+                ),
                 is_chat=item.url == CHAT_URL,
             )
             with gate.request(claim.run):
                 agent = await retry_until_available(lambda: self._parts.build_agent(session, chosen_model, config))
-            agent = replace(agent, run_call=slot.wrap(agent.run_call))
+            copied_steps = source.step if source is not None else 0
+            agent = replace(agent, run_call=slot.wrap(agent.run_call), copied_steps=copied_steps)
             run = await agent.run(work.instruction, history=[dict(message) for message in work.history])
             if run.stop_reason is StopReason.MAX_WALL:
                 model.check_answered()
@@ -449,17 +470,19 @@ def _printable(texts: Iterable[str]) -> list[str]:
     return [os.fsencode(text).decode(errors="backslashreplace") for text in texts]
 
 
+def keeps_states(item: BatchItem) -> bool:
+    """Return whether the item is a run that keeps its states."""
+    return isinstance(item.work, RunBody) and item.work.keep_states
+
+
 def _needs_session(item: BatchItem) -> bool:
     """Return whether the item needs a sandbox. A run without tools and with a default environment needs none."""
     return isinstance(item.work, CallBody) or item.work.tools != () or item.environment != ItemEnvironment()
 
 
 def _run_name(claim: RunClaim, attempt: int | None = None) -> str:
-    """Return the run name of an attempt; None means the current attempt. Call ids derive from this name, so each
-    attempt needs a different name.
-    """
-    number = attempt or claim.record.attempt
-    return claim.run if number == 1 else f"{claim.run}-{number}"
+    """Return the run name of an attempt; None means the current attempt."""
+    return name_attempt(claim.run, attempt or claim.record.attempt)
 
 
 def _prices_of(defaults: BatchDefaults) -> Prices | None:

@@ -7,7 +7,7 @@ events. The process asks the model and the pool only for what the log does not c
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -25,6 +25,8 @@ from contract.run_events import (
     RunEvent,
     SessionOpened,
     SessionOpening,
+    StateForking,
+    StateKept,
     SubmissionTaken,
 )
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
@@ -107,6 +109,24 @@ class Journal:
         last = self._last((SessionOpening, SessionOpened))
         return last if isinstance(last, SessionOpened) else None
 
+    @property
+    def steps(self) -> int:
+        """Return the number of replies in the log. All but the last of these steps are complete."""
+        return sum(isinstance(entry.event, ModelReplied) for entry in self._log.entries)
+
+    @property
+    def state(self) -> StateForking | StateKept | None:
+        """Return the last event about a kept state; None if there is none."""
+        last = self._last((StateForking, StateKept))
+        return last if isinstance(last, StateForking | StateKept) else None
+
+    @property
+    def states(self) -> list[str]:
+        """Return the sessions that this run has made or was about to make for its states. The states of copied steps
+        belong to another run.
+        """
+        return [entry.event.session for entry in self._log.entries if isinstance(entry.event, StateForking)]
+
     def bill(self, session: str | None, prices: Prices | None) -> None:
         """Count new replies for the session, at these prices."""
         self._log.session, self._prices = session, prices
@@ -171,6 +191,14 @@ class Journal:
         self.has_lost_session = self.has_lost_session or _is_session_lost(result)
         await self._append(CallFinished(run=self._log.run, at=self._clock(), result=result))
 
+    async def note_forking(self, step: int, session: str) -> None:
+        """Log that this session is about to be forked from the run's session. A later process can then remove it."""
+        await self._append(StateForking(run=self._log.run, at=self._clock(), step=step, session=session))
+
+    async def note_state(self, step: int, session: str, problem: str = "") -> None:
+        """Log that the session is the state after `step` steps, or why that state was not kept."""
+        await self._append(StateKept(run=self._log.run, at=self._clock(), step=step, session=session, problem=problem))
+
     async def note_artifacts(self, paths: Iterable[str], missing: Iterable[str], file: str = "") -> ArtifactsCopied:
         """Log that the run's artifacts are copied, and return the logged event."""
         event = ArtifactsCopied(
@@ -225,7 +253,7 @@ class Journal:
         await asyncio.get_running_loop().create_future()
         raise AssertionError("no code sets it")
 
-    def _last(self, kinds: tuple[type[SessionOpening], type[SessionOpened]]) -> SessionOpening | SessionOpened | None:
+    def _last(self, kinds: tuple[type[RunEvent], ...]) -> RunEvent | None:
         """Return the last event of these types in the log; None if there is none."""
         events = (entry.event for entry in reversed(self._log.entries))
         return next((event for event in events if isinstance(event, kinds)), None)
@@ -270,15 +298,17 @@ class LoggedModel:
         *,
         is_over: bool = False,
         live: LiveText | None = None,
+        before_request: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`extra`: fields that every request contains. `is_over`: the run has already used its time, so no new
-        request is sent. `live`: shows replies while they arrive.
+        request is sent. `live`: shows replies while they arrive. `before_request`: is awaited before each new request.
         """
         self._model = model
         self._journal = journal
         self._extra = dict(extra)
         self._is_over = is_over
         self._live = live
+        self._before_request = before_request
 
     @property
     def name(self) -> str:
@@ -299,6 +329,8 @@ class LoggedModel:
                 "the run's sandbox is gone, closed or past its time to live while nobody worked the run: retry the item"
             )
         if chunks is None:
+            if self._before_request is not None:
+                await self._before_request()
             # Logging comes before the first yield: a process that resumes the run must see the same reply.
             sent_request = replace(request, extra={**request.extra, **self._extra})
             chunks = tuple(

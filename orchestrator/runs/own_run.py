@@ -21,7 +21,7 @@ from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
 from store.batches import BatchDefaults, BatchEventWriter, ItemEnvironment, RunBody
-from store.runs import HostedRun
+from store.run_records import HostedRun
 
 _DEFAULTS = BatchDefaults(retries=0)
 

@@ -30,6 +30,7 @@ from orchestrator.dialects.model import Usage
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
+from orchestrator.runs.run_forks import load_copied_steps
 from orchestrator.runs.run_gate import QUOTA_RETRY_S, RunDeferred
 from store.batches import (
     HOSTED_BATCH,
@@ -42,7 +43,7 @@ from store.batches import (
     find_sandbox_s,
 )
 from store.connection import RedisClient
-from store.run_log import RunLog
+from store.run_log import RunLog, RunTaken
 from store.runs import HOSTED_DEFAULTS, LEASE_S, BatchCancelled, RunClaim, RunQueue
 from store.tasks import cancel_all, check_cancelled
 from telemetry.logs import bound, get_logger
@@ -262,6 +263,9 @@ class Runner:
         self._publish(claim, claimed)
         try:
             run_log, defaults = await self._load(claim)
+        except RunTaken:
+            active.is_taken = True
+            return
         except ConfigError as error:
             # The log cannot be continued, so the effects of the run are unknown. An automatic retry could repeat
             # them.
@@ -296,11 +300,12 @@ class Runner:
         """Return the log of a run and the defaults of its batch.
 
         Waits while Redis does not answer: without its log, the run would pay for replies and execute calls twice.
-        Raises ConfigError: the log cannot be continued.
+        Raises ConfigError: the log cannot be continued. Raises RunTaken.
         """
         while True:
             try:
                 run_log = await RunLog.load(self.client, self.deployment, self.queue.keys, claim.attempt)
+                await load_copied_steps(self.queue, claim, run_log)
                 return run_log, await self._defaults_of(claim)
             except BrokerUnavailable as error:
                 log.warning("run_not_loaded", run=claim.run, error=str(error))
@@ -377,6 +382,8 @@ class Runner:
                 log.warning("outcome_not_noted", run=claim.run, error=str(error))
                 await asyncio.sleep(LOOK_S)
         if is_ours:
+            if is_retried and active.journal is not None:
+                await self.work.release_states(claim, active.journal)
             self._publish_end(claim, active, outcome, is_retried=is_retried)
 
     def _publish_end(self, claim: RunClaim, active: _ActiveRun, outcome: ItemOutcome, *, is_retried: bool) -> None:
@@ -426,6 +433,7 @@ class Runner:
         """Close the session of a cancelled run and store the cancellation as its outcome."""
         if active.journal is not None:
             await self.work.abandon(claim, active.journal)
+            await self.work.release_states(claim, active.journal)
         else:
             await self.queue.close_sessions(claim.tenant, [claim.run])
         message = (

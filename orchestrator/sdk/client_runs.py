@@ -10,7 +10,7 @@ from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.own_run import OwnRuns
 from store.audit import Actor
 from store.batches import ItemEnvironment, RunBody
-from store.runs import HostedRun, HostedState, RunPage
+from store.run_records import HostedRun, HostedState, RunPage
 
 
 class ClientRuns:
@@ -64,6 +64,12 @@ class ClientRuns:
         run. `on_event` receives every event of the run.
         """
         return await self._own.execute(await self._tenant(), body, session.id, on_event)
+
+    async def fork(self, run: str, *, step: int, n: int = 1, idempotency_key: str | None = None) -> list[HostedRun]:
+        """Queue `n` runs that share the first `step` steps of a run with `keep_states`, and continue from its session
+        as it was then (HostedRuns.fork).
+        """
+        return await self._hosted.fork(await self._tenant(), run, step, n, idempotency_key=idempotency_key)
 
     async def get(self, run: str) -> HostedRun:
         """Return the state of a run with its full answer."""

@@ -16,7 +16,7 @@ from orchestrator.cli.main import app
 from orchestrator.cli.run import WorkspaceSaver
 from orchestrator.dispatch.sessions import Checkpoint
 from orchestrator.loop.limits import StopReason
-from store.runs import HostedRun, HostedState, RunEnd
+from store.run_records import HostedRun, HostedState, RunEnd
 
 
 @pytest.mark.parametrize("name", ["TOOLCREW_REDIS_URL", "TOOLCREW_WORKSPACE_STORE"])

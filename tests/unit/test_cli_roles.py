@@ -84,6 +84,7 @@ OWN = {
     "models list": ["models", "list"],
     "run": ["run", "act", "--model", "scripted"],
     "runs cancel": ["runs", "cancel", "rival-run"],
+    "runs fork": ["runs", "fork", "rival-run", "--step", "1"],
     "runs list": ["runs", "list"],
     "runs show": ["runs", "show", "rival-run"],
     "secrets list": ["secrets", "list"],

@@ -26,7 +26,7 @@ from orchestrator.dialects.model import Usage
 from orchestrator.runs.event_publisher import MAX_BUFFERED_CHARS, MAX_OUTPUT_CHARS, RunEventBuffer
 from store import run_events
 from store.run_events import MAX_EVENT_BYTES, build_event, is_before
-from store.runs import HostedState
+from store.run_records import HostedState
 from tests.conftest import RedisProcess
 from tests.hosted_harness import SOON_S, HostedHarness, MadeHosted, open_hosted, types
 from tests.run_harness import build_outcome

@@ -12,7 +12,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import FailureKind
 from orchestrator.runs.hosted import HostedRuns
 from store.batches import RunBody
-from store.runs import HostedState
+from store.run_records import HostedState
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.hosted_harness import ECHO, HostedHarness, MadeHosted, open_hosted

@@ -18,7 +18,8 @@ from store.archives.files import new_file_id
 from store.audit import Actor, Audit
 from store.batches import HOSTED_BATCH, BatchEventWriter, BatchItem, ItemEnvironment, RunBody
 from store.run_log import MAX_TRANSCRIPT_BYTES
-from store.runs import BatchCancelled, HostedState, parse_run
+from store.run_records import HostedState, parse_run
+from store.runs import BatchCancelled
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.hosted_harness import ECHO, HostedHarness, MadeHosted, types

@@ -22,6 +22,8 @@ from contract.run_events import (
     RunReady,
     SessionOpened,
     SessionOpening,
+    StateForking,
+    StateKept,
     StepFinished,
     SubmissionTaken,
 )
@@ -50,6 +52,8 @@ SOON_S = 15.0
 STEP = [ModelReplied, CallReviewed, CallFinished]
 ENTRIES = [SessionOpening, SessionOpened, *STEP, *STEP, ModelReplied, ArtifactsCopied]
 GRADED = [SessionOpening, SessionOpened, CallFinished, SubmissionTaken, SessionOpening, SessionOpened]
+STATE = [StateForking, StateKept]
+KEPT = [SessionOpening, SessionOpened, *STATE, ModelReplied, CallFinished, *STATE, ModelReplied]
 TURNS = echo_then("two", "a", "b")
 
 
@@ -122,7 +126,7 @@ class StoppingLog:
 
 
 def test_every_kind_of_entry_is_among_them() -> None:
-    assert {*ENTRIES, *GRADED} == set(LOGGED)
+    assert {*ENTRIES, *GRADED, *KEPT} == set(LOGGED)
 
 
 @pytest.mark.parametrize("is_written", [False, True], ids=["before", "after"])
@@ -196,3 +200,39 @@ async def test_another_process_grades_in_a_new_session(
     assert second.places.known == {}
     working.cancel()
     await asyncio.wait({working}, timeout=SOON_S)
+
+
+@pytest.mark.parametrize("is_written", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("position", range(len(KEPT)), ids=lambda at: f"{at}-{KEPT[at].__name__}")
+async def test_another_process_keeps_each_state_once(make: Made, position: int, is_written: bool) -> None:
+    turns = echo_then("done", "a")
+    first = make(turns)
+    claim = await first.put(build_run(keep_states=True))
+    run_log = await RunLog.load(first.client, "d", KEY, claim.attempt)
+    stopping = StoppingLog(run_log, position, is_written=is_written)
+    task = asyncio.create_task(
+        first.work.work(claim, Journal(run_log, lambda: None), BatchDefaults(), first.run_events.append)
+    )
+    async with asyncio.timeout(SOON_S):
+        await stopping.stopped.wait()
+
+    logged = KEPT[: position + is_written]
+    second = make(turns[logged.count(ModelReplied) :])
+    again = await second.taken_over(claim)
+    continued = await RunLog.load(second.client, "d", KEY, again.attempt)
+    async with asyncio.timeout(SOON_S):
+        outcome = await second.work.work(
+            again, Journal(continued, lambda: None), BatchDefaults(), second.run_events.append
+        )
+
+    assert outcome.failure is None
+    lost = None if is_written else KEPT[position]
+    assert first.asked() + second.asked() == 2 + (lost is ModelReplied)
+    events = [entry.event for entry in continued.entries]
+    states = [event for event in events if isinstance(event, StateKept)]
+    assert [event.step for event in states] == [0, 1]
+    # A fork whose process died before it logged the fork is removed, and the state is forked again.
+    assert sum(isinstance(event, StateForking) for event in events) == 2 + (logged[-1:] == [StateForking])
+    assert set(second.places.known) == {("acme", event.session) for event in states}
+    task.cancel()
+    await asyncio.wait({task}, timeout=SOON_S)

@@ -8,7 +8,8 @@ import redis.asyncio
 from contract.errors import ToolFailure
 from contract.run_events import FailureKind
 from store.batches import BatchState
-from store.runs import AT_ONCE, RunState
+from store.run_records import RunState
+from store.runs import AT_ONCE
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness, build_item, build_outcome
 

@@ -16,7 +16,8 @@ from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
 from store.batches import BatchState, ItemOutcome
 from store.run_log import RunLog
-from store.runs import RunClaim, RunState
+from store.run_records import RunState
+from store.runs import RunClaim
 from tests.conftest import RedisProcess
 from tests.runner_harness import BATCH, RunnerHarness, WatchedQueue, Worker, open_harness, outcome_of
 

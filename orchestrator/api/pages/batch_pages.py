@@ -17,7 +17,7 @@ from orchestrator.runs.hosted import build_transcript
 from store.audit import Audit, build_entry
 from store.batches import BatchRecord, BatchState
 from store.overview import OverviewReader
-from store.runs import RunRecord
+from store.run_records import RunRecord
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

@@ -14,7 +14,7 @@ from orchestrator.api.pages.run_pages import newest_runs
 from store.batches import HOSTED_BATCH
 from store.overview import OverviewReader
 from store.run_events import RunEventStore
-from store.runs import HostedRun, HostedState
+from store.run_records import HostedRun, HostedState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 

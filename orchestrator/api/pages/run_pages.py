@@ -21,7 +21,7 @@ from orchestrator.api.pages.run_story import RunStory
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.runs.hosted import HostedRuns
 from store.run_events import RunEventStore
-from store.runs import HostedRun, HostedState
+from store.run_records import HostedRun, HostedState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -69,13 +69,15 @@ async def one_run(request: Request, run: RunId, person: Looking, done: str = "")
     viewer = await person.viewer()
     with _found():
         hosted_run = await _hosted(person).get(person.owner, run)
+        tree = await _hosted(person).tree(person.owner, hosted_run)
     trace = find_trace(person, run)
     if is_fragment(request):
-        return render("run.part.html", viewer, run=hosted_run, trace=trace)
+        return render("run.part.html", viewer, run=hosted_run, tree=tree, trace=trace)
     story, last = RunStory(), ""
     with _found():
         last = await _read_so_far(person, run, story)
-    values: dict[str, Any] = {"run": hosted_run, "story": story, "last": last, "trace": trace, "done": DONE.get(done)}
+    values: dict[str, Any] = {"run": hosted_run, "tree": tree, "story": story, "last": last, "trace": trace}
+    values["done"] = DONE.get(done)
     return await person.render("run.html", title=f"Run {run}", page="runs", **values)
 
 

@@ -37,7 +37,8 @@ from store.batches import (
     RunLimits,
 )
 from store.connection import open_redis
-from store.runs import HostedRun, HostedState, RunQueue
+from store.run_records import HostedRun, HostedState
+from store.runs import RunQueue
 from store.tenants import RedisTenants
 from tests.log_lines import read_log
 from tests.model_server.running import ModelServer, running_model_server

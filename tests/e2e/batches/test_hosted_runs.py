@@ -17,7 +17,7 @@ from orchestrator.runs.batch_service import BatchService
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 from store.batches import ItemEnvironment
-from store.runs import HostedRun, HostedState
+from store.run_records import HostedRun, HostedState
 from tests.model_server.running import running_model_server
 from tests.stack import Stack
 

@@ -1,0 +1,196 @@
+"""Forks of runs: new runs that begin with the first steps of another run's log, in forks of the session as it was then.
+
+A run with `keep_states` forks its session before each request to the model, and its log names the forks. Nothing calls
+such a session, so it keeps the state: a frozen layer of the disk, without a sandbox.
+
+The item of a fork names the kept state as the session to fork, and the shared steps of the other run's log. The
+orchestrator that claims the fork copies these entries into the fork's own log, and then resumes the fork like any other
+run. Copied entries have the call ids of the fork. So a call that is made later gets an id of its own, even if both runs
+make it in the same step.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.run_events import CallFinished, CallReviewed, ModelReplied, RunEvent, StateKept
+from contract.session_locations import MAX_FORKS
+from orchestrator.dialects.call_ids import build_call_id
+from store.batches import BatchDefaults, ForkSource, ItemEnvironment, RunBody, RunLimits
+from store.run_log import LogEntry, RunLog
+from store.run_records import HostedRun, RunRecord
+from store.runs import RunClaim, RunQueue
+
+MAX_TREE_RUNS = 200
+"""Limit of the runs in a tree of forks."""
+MAX_TREE_DEPTH = 50
+
+
+def name_attempt(run: str, attempt: int) -> str:
+    """Return the run name of an attempt. Call ids derive from this name, so each attempt needs a different name."""
+    return run if attempt == 1 else f"{run}-{attempt}"
+
+
+def copy_steps(entries: Iterable[LogEntry], step: int, parent: str, run: str, name: str) -> list[LogEntry]:
+    """Return the entries of the first `step` steps as entries of `run`. `parent`, `name`: the names of the attempts of
+    both runs.
+
+    Entries about the session of the other run are left out. The copied steps take no working time of the fork.
+    """
+    copied, steps = list[LogEntry](), 0
+    for event in (entry.event for entry in entries):
+        steps += isinstance(event, ModelReplied)
+        if steps > step:
+            break
+        match event:
+            case ModelReplied() | StateKept():
+                copied.append(LogEntry(replace(event, run=run)))
+            case CallReviewed() | CallFinished():
+                copied.append(LogEntry(_rename_call(replace(event, run=run), parent, name)))
+            case _:
+                pass
+    return copied
+
+
+def _rename_call(event: CallReviewed | CallFinished, parent: str, name: str) -> RunEvent:
+    """Return the event with the call id that the call has in the fork."""
+
+    def rename(record: Any, field: str) -> Any:
+        return record and record.model_copy(update={field: _rename(getattr(record, field), parent, name)})
+
+    if isinstance(event, CallFinished):
+        return replace(event, result=rename(event.result, "call_id"))
+    return replace(
+        event,
+        call_id=_rename(event.call_id, parent, name),
+        approved=rename(event.approved, "id"),
+        refused=rename(event.refused, "call_id"),
+    )
+
+
+def _rename(call_id: str, parent: str, name: str) -> str:
+    _, step, index = call_id.rsplit("-", 2)
+    assert call_id == build_call_id(parent, int(step), int(index)), "a run makes only calls with its own ids"
+    return build_call_id(name, int(step), int(index))
+
+
+async def load_copied_steps(queue: RunQueue, claim: RunClaim, run_log: RunLog) -> None:
+    """Copy the shared steps into the log of a fork, if the log does not have them yet.
+
+    Raises BrokerUnavailable, RunTaken. Raises ConfigError: the other run's log is no longer stored.
+    """
+    source = claim.record.item.forked_from
+    if source is None or len(run_log.entries) >= source.entries:
+        return
+    try:
+        record, entries = await queue.read_log(claim.tenant, source.run, batch=None)
+    except ToolFailure as failure:
+        raise _gone(source) from failure
+    names = name_attempt(source.run, source.attempt), name_attempt(claim.run, claim.record.attempt)
+    copied = copy_steps(entries, source.step, names[0], claim.run, names[1])
+    if record.attempt != source.attempt or len(copied) != source.entries:
+        raise _gone(source)
+    # An earlier holder may have died while it copied.
+    for entry in copied[len(run_log.entries) :]:
+        await run_log.append(entry)
+
+
+def _gone(source: ForkSource) -> ConfigError:
+    return ConfigError(
+        f"the log of run {source.run}, from which this run was forked, is no longer stored: fork another run"
+    )
+
+
+@dataclass(frozen=True)
+class ForkPlan:
+    """What the forks of a run begin with. `state`: the session of the kept state."""
+
+    source: ForkSource
+    state: str
+    body: RunBody
+    environment: ItemEnvironment
+    priority: int
+
+
+def plan_fork(run: str, record: RunRecord, entries: Sequence[LogEntry], step: int, defaults: BatchDefaults) -> ForkPlan:
+    """Return what forks of the run after `step` steps begin with. `defaults`: of the batch of the run.
+
+    Raises ToolFailure(INVALID_ARGUMENTS): the run has no state of that step.
+    """
+    body = record.item.work
+    states = {event.step: event for event in (entry.event for entry in entries) if isinstance(event, StateKept)}
+    if not isinstance(body, RunBody) or not body.keep_states:
+        raise _refused(f"run {run} keeps no states, so it cannot be forked: start it with `keep_states`")
+    if not entries:
+        raise _refused(f"the log of run {run} is empty or no longer stored: fork a run within a day of its end")
+    if step not in states:
+        shown = ", ".join(str(number) for number in sorted(states)) or "none yet"
+        raise _refused(
+            f"run {run} has no state after {step} steps: use one of its states ({shown}). A run keeps a state before "
+            "each request to the model"
+        )
+    if not states[step].session:
+        raise _refused(
+            f"the state of run {run} after {step} steps was not kept: {states[step].problem}. Use another step"
+        )
+    names = name_attempt(run, record.attempt)
+    count = len(copy_steps(entries, step, names, run, names))
+    limits = {**defaults.limits.model_dump(exclude_none=True), **body.limits.model_dump(exclude_none=True)}
+    own: dict[str, Any] = {
+        "model": body.model or defaults.model,
+        "dialect": body.dialect or defaults.dialect,
+        "profile": body.profile or defaults.profile,
+        "limits": RunLimits(**limits),
+    }
+    state = states[step].session
+    return ForkPlan(
+        source=ForkSource(run=run, step=step, attempt=record.attempt, entries=count),
+        state=state,
+        body=body.model_copy(update=own),
+        environment=ItemEnvironment(fork=state, artifacts=record.item.environment.artifacts),
+        priority=record.item.priority,
+    )
+
+
+def check_count(n: int) -> None:
+    """Raise ToolFailure(INVALID_ARGUMENTS) for a number of forks that cannot be made at once."""
+    if not 1 <= n <= MAX_FORKS:
+        raise _refused(f"a run is forked 1 to {MAX_FORKS} times, not {n}")
+
+
+def _refused(message: str) -> ToolFailure:
+    return ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)
+
+
+@dataclass
+class ForkTree:
+    """A run with its forks. `step`: the number of steps that it shares with the run above it; None for the first run.
+    `run` None: the run is no longer stored, or is an item of a batch.
+    """
+
+    name: str
+    step: int | None = None
+    run: HostedRun | None = None
+    forks: list["ForkTree"] = field(default_factory=list)
+
+
+async def build_tree(queue: RunQueue, tenant: str, run: HostedRun) -> ForkTree:
+    """Return the run and all its relatives, from the first run on. The tree has at most MAX_TREE_RUNS runs. Raises
+    BrokerUnavailable.
+    """
+    top = ForkTree(run.id, run=run)
+    for _ in range(MAX_TREE_DEPTH):
+        if top.run is None or top.run.forked_from is None:
+            break
+        name = top.run.forked_from.run
+        top = ForkTree(name, run=(await queue.find_hosted(tenant, [name]))[0])
+    level, free = [top], MAX_TREE_RUNS - 1
+    while level:
+        for node, rows in zip(level, await queue.forks(tenant, [node.name for node in level]), strict=True):
+            node.forks = [ForkTree(name, step) for step, name in sorted(rows, key=lambda row: row[0])[:free]]
+            free -= len(node.forks)
+        level = [fork for node in level for fork in node.forks]
+        for node, found in zip(level, await queue.find_hosted(tenant, [node.name for node in level]), strict=True):
+            node.run = found
+    return top

@@ -1,0 +1,226 @@
+"""Records of runs: what the hash of a run has, what lists show of a hosted run, and how a hosted run ended."""
+
+import json
+import time
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from contract.calls import CallUsage, Clocks, Record
+from contract.functions.completions import Usage
+from contract.run_events import Failure, FailureKind, RunEnded
+from contract.signing import SigningKeys
+from store.batches import (
+    HOSTED_BATCH,
+    BatchItem,
+    ForkPoint,
+    ItemOutcome,
+    decode_fields,
+    final_state,
+    open_item,
+    open_outcome,
+    readable,
+)
+from store.run_log import pack_transcript
+
+SHOWN_ANSWER = 2000
+
+
+class RunState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class RunRecord(Record):
+    """The record of a run. Times are Unix seconds of Redis's clock. `claim`: the token of the run's holder. `attempt`:
+    1, or higher after a restart. `first_attempt`: the first attempt of the current series of automatic restarts.
+    `losses`: how often a holder has died since the log of the run last grew."""
+
+    batch: str
+    item: BatchItem
+    state: RunState
+    claim: str = ""
+    owner: str = ""
+    attempt: int = Field(default=1, ge=1)
+    first_attempt: int = Field(default=1, ge=1)
+    losses: int = 0
+    priority: int = 0
+    line: int = 0
+    queued_at: float = 0.0
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    failure: str = ""
+    outcome: ItemOutcome | None = None
+
+
+_HOSTED_FIELDS = frozenset((
+    "digest", "about", "session", "created_at", "is_cancelled", "told", "told_step", "asking", "event_bytes", "trimmed",
+    "last_event", "end", "webhook", "webhook_tries", "webhook_notice", "has_states",
+))  # fmt: skip
+"""Additional fields in the hash of a hosted run."""
+
+
+class HostedState(StrEnum):
+    """The state of a hosted run. `waiting_for_approval`: the run is in progress, and a call waits for a person's
+    approval."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    WAITING_FOR_APPROVAL = "waiting_for_approval"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (HostedState.SUCCEEDED, HostedState.FAILED, HostedState.CANCELLED)
+
+
+class RunEnd(Record):
+    """The end of a run. `failure` None: the run succeeded. `answer`: the last text of the model, even if a limit
+    stopped the run. `is_cut`: `answer` contains only the beginning, as in lists and events. `cost` None: no prices are
+    known. `clocks`, `call_usage`: sums over all calls. `sandbox_s`: time in which the run had a session of its own.
+    `artifacts`: the paths in the archive `artifacts_file`; empty in lists and events."""
+
+    answer: str = ""
+    is_cut: bool = False
+    stop_reason: str | None = None
+    steps: int = 0
+    usage: Usage = Usage()
+    cost: float | None = None
+    clocks: Clocks = Clocks()
+    call_usage: CallUsage = CallUsage()
+    sandbox_s: float = 0.0
+    failure: Failure | None = None
+    artifacts: tuple[str, ...] = ()
+    artifacts_missing: tuple[str, ...] = ()
+    artifacts_file: str | None = None
+
+
+class HostedRun(Record):
+    """A hosted run. `instruction`: its beginning. `attempt`: above 1 after a restart because of an infrastructure
+    failure. `forked_from` None: the run is no fork. `end`: set exactly if the state is final. Times are Unix seconds of
+    Redis's clock."""
+
+    id: str
+    tenant: str
+    state: HostedState
+    instruction: str
+    model: str | None = None
+    session: str | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    priority: int = 0
+    attempt: int = 1
+    created_at: float
+    started_at: float | None = None
+    ended_at: float | None = None
+    forked_from: ForkPoint | None = None
+    end: RunEnd | None = None
+
+
+class RunPage(Record):
+    """A page of hosted runs, the newest first. `next_cursor` None: this is the last page."""
+
+    runs: tuple[HostedRun, ...]
+    next_cursor: str | None = None
+
+
+class About(Record):
+    """The part of a hosted run's request that lists show."""
+
+    instruction: str
+    model: str | None = None
+    session: str | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    forked_from: ForkPoint | None = Field(default=None, exclude_if=lambda point: point is None)
+
+
+LISTED = (
+    "state", "about", "priority", "attempt", "created_at", "started_at", "ended_at", "failure", "asking", "end",
+    "batch",
+)  # fmt: skip
+"""The fields of a run's hash that lists need."""
+
+
+def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, bytes]) -> RunRecord:
+    """Return the record in a run's hash. Raises ConfigError: a signed part belongs to another run, or another release
+    wrote it.
+    """
+    values: dict[str, Any] = decode_fields(fields)
+    values["item"] = open_item(keys, tenant, run, values.get("batch", ""), values.get("item", ""))
+    outcome = values.pop("outcome", "")
+    values["outcome"] = open_outcome(keys, tenant, run, outcome) if outcome else None
+    values = {name: value for name, value in values.items() if name not in _HOSTED_FIELDS}
+    with readable(f"run {run} of tenant {tenant}"):
+        return RunRecord.model_validate(values, strict=False)
+
+
+def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> HostedRun | None:
+    """Return the run in these fields; None if the run was removed or is an item of a batch. Raises ConfigError:
+    another release wrote the fields.
+    """
+    values = {name: value.decode() for name, value in fields.items() if value is not None}
+    if values.get("batch") != HOSTED_BATCH or "about" not in values:
+        return None
+    with readable(f"run {run} of tenant {tenant}"):
+        return HostedRun(
+            id=run,
+            tenant=tenant,
+            state=_state(values),
+            **dict(About.model_validate_json(values["about"])),
+            priority=int(values.get("priority", 0)),
+            attempt=int(values.get("attempt", 1)),
+            created_at=float(values["created_at"]),
+            started_at=float(values.get("started_at") or 0) or None,
+            ended_at=float(values.get("ended_at") or 0) or None,
+            end=parse_end(values["end"]) if values.get("end") else None,
+        )
+
+
+def build_end(outcome: ItemOutcome) -> RunEnd:
+    """Return the end that an outcome describes, with the whole answer."""
+    body: Mapping[str, Any] = outcome.body or {}
+    values = {name: body[name] for name in RunEnd.model_fields if name in body}
+    return RunEnd.model_validate({**values, "failure": outcome.failure}, strict=False)
+
+
+def end_event(run: str, at: float, attempt: int, end: RunEnd) -> str:
+    """Return the last event of a run as JSON. The hash of the run stores the same text. A long answer is shortened."""
+    fields: dict[str, Any] = {name: value for name, value in end if name not in ("artifacts", "artifacts_missing")}
+    fields["is_cut"] = end.is_cut or len(end.answer) > SHOWN_ANSWER
+    fields["answer"] = end.answer[:SHOWN_ANSWER]
+    event = RunEnded(run=run, at=at, attempt=attempt, state=final_state(end.failure), **fields)
+    return json.dumps(event.to_json(), separators=(",", ":"))
+
+
+def pack_end(outcome: ItemOutcome) -> tuple[ItemOutcome, str, bytes]:
+    """Return the outcome for the record, the last event, and the packed transcript, which is stored separately. The
+    transcript is b"" if there is none or if it is too large.
+    """
+    body = dict(outcome.body or {})
+    transcript = body.pop("transcript", None)
+    stored = outcome.model_copy(update={"body": body}) if outcome.body is not None else outcome
+    packed = pack_transcript(transcript) if transcript is not None else b""
+    return stored, end_event(outcome.run, time.time(), outcome.attempt, build_end(stored)), packed
+
+
+def parse_end(text: str) -> RunEnd:
+    """Return the end that the last event of a run describes. Raises ValidationError: the event is invalid."""
+    event: dict[str, Any] = json.loads(text)
+    return RunEnd.model_validate({name: event[name] for name in RunEnd.model_fields if name in event}, strict=False)
+
+
+def _state(fields: Mapping[str, str]) -> HostedState:
+    match fields.get("state"):
+        case RunState.QUEUED.value:
+            return HostedState.QUEUED
+        case RunState.RUNNING.value:
+            return HostedState.WAITING_FOR_APPROVAL if int(fields.get("asking") or 0) else HostedState.RUNNING
+        case _:
+            failure = fields.get("failure", "")
+            if not failure:
+                return HostedState.SUCCEEDED
+            return HostedState.CANCELLED if failure == FailureKind.CANCELLED.value else HostedState.FAILED

@@ -1,0 +1,287 @@
+"""Forks of runs on a real Redis: what a fork takes over from its run, and what it does not repeat or count again."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from contract.calls import ToolCall, ToolResult
+from contract.errors import ErrorCode, ToolFailure
+from contract.run_events import (
+    CallFinished,
+    CallReviewed,
+    ModelReplied,
+    RunEvent,
+    SessionOpened,
+    SessionOpening,
+    StateForking,
+    StateKept,
+)
+from orchestrator.dialects.call_ids import build_call_id
+from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.runs.run_forks import copy_steps
+from store.batches import BatchDefaults, RunBody
+from store.run_log import LogEntry, RunAttempt, RunLog
+from store.run_records import HostedState
+from tests.builders import KEY
+from tests.hosted_harness import HostedHarness, MadeHosted
+from tests.item_harness import build_run, echo_then
+
+KEEPING = RunBody(instruction="say it", tools=("echo",), keep_states=True)
+
+
+@pytest.fixture
+def harness(make_hosted: MadeHosted) -> HostedHarness:
+    harness = make_hosted(echo_then("done", "one", "two"))
+    harness.runs._sessions = harness.places
+    return harness
+
+
+async def refused(awaited: Any) -> ToolFailure:
+    with pytest.raises(ToolFailure) as failure:
+        await awaited
+    return failure.value
+
+
+async def run_to_end(harness: HostedHarness, *runs: str) -> None:
+    async with harness.working():
+        for run in runs:
+            await harness.events(run)
+
+
+def script(harness: HostedHarness, *turns: str) -> ScriptedModel:
+    """Let the model answer the next requests with `turns`."""
+    assert isinstance(harness.model, ScriptedModel)
+    harness.model.turns = turns
+    harness.model.requests.clear()
+    return harness.model
+
+
+def sent_echoes(harness: HostedHarness) -> list[str]:
+    return [call.arguments["text"] for call in harness.transport.calls if call.name == "echo"]
+
+
+# The log of a fork
+
+
+@pytest.mark.parametrize(("attempt", "name"), [("parent", "fork"), ("parent-2", "f" * 64)])
+def test_copied_entries_have_the_call_ids_of_the_fork(attempt: str, name: str) -> None:
+    def call_id(run: str, step: int) -> str:
+        return build_call_id(run, step, 0)
+
+    def build_step(step: int) -> list[RunEvent]:
+        call = ToolCall(id=call_id(attempt, step), name="echo")
+        result = ToolResult(call_id=call.id, name="echo", success=True, output=f"said {step}")
+        return [
+            StateForking(run="parent", step=step - 1, session=f"s{step - 1}"),
+            StateKept(run="parent", step=step - 1, session=f"s{step - 1}"),
+            ModelReplied(run="parent", chunks=({"step": step},)),
+            CallReviewed(run="parent", call_id=call.id, approved=call),
+            CallReviewed(run="parent", call_id=call.id, refused=result),
+            CallFinished(run="parent", result=result),
+        ]
+
+    opened = [SessionOpening(run="parent", session="s"), SessionOpened(run="parent", session="s", info={})]
+    entries = [LogEntry(event, 5.0) for event in [*opened, *build_step(1), *build_step(2), *build_step(3)]]
+
+    copied = copy_steps(entries, 2, attempt, "fork", name)
+
+    events: list[Any] = [entry.event for entry in copied]
+    step = [StateKept, ModelReplied, CallReviewed, CallReviewed, CallFinished]
+    assert [type(event) for event in events] == [*step, *step, StateKept]
+    assert {entry.wall_s for entry in copied} == {0.0}
+    assert {event.run for event in events} == {"fork"}
+    _, _, approved, refusal, finished = events[5:10]
+    ids = {approved.call_id, approved.approved.id, refusal.call_id, refusal.refused.call_id, finished.result.call_id}
+    assert ids == {call_id(name, 2)}
+    assert events[-1] == replace(events[-1], step=2, session="s2")
+    assert copy_steps(entries, 0, attempt, "fork", name) == copied[:1]
+
+
+# Forks
+
+
+async def test_forks_repeat_no_shared_step_and_continue_from_the_state(harness: HostedHarness) -> None:
+    run = await harness.start(KEEPING)
+    await run_to_end(harness, run)
+    assert (harness.asked(), sent_echoes(harness)) == (3, ["one", "two"])
+    parent = await harness.runs.get("acme", run)
+    _, entries = await harness.queue.read_log("acme", run)
+    states = {event.step: event.session for event in (entry.event for entry in entries) if isinstance(event, StateKept)}
+    assert list(states) == [0, 1, 2]
+    assert set(harness.places.known) == {("acme", session) for session in states.values()}
+
+    model = script(harness)
+    model.turns = lambda messages: (
+        "left" if "other" in str(messages[-1]["content"]) else Calls([("echo", {"text": "other"})])
+    )
+    harness.transport.calls.clear()
+    forks = await harness.runs.fork("acme", run, 1, 2)
+    for fork in forks:
+        await run_to_end(harness, fork.id)
+
+    forked = [call for call in harness.transport.calls if call.name == "session.fork"]
+    assert sent_echoes(harness) == ["other", "other"]
+    assert harness.asked() == 4
+    # Each fork has a session of its own, and keeps its own state before its last request.
+    assert len(forked) == 2 + 2
+    for fork in forks:
+        found = await harness.runs.get("acme", fork.id)
+        assert found.state is HostedState.SUCCEEDED
+        assert found.end is not None
+        assert (found.forked_from and (found.forked_from.run, found.forked_from.step)) == (run, 1)
+        assert (found.end.answer, found.end.steps) == ("left", 3)
+        # The parent has counted the first reply.
+        assert parent.end is not None
+        assert found.end.usage.prompt_tokens == parent.end.usage.prompt_tokens * 2 / 3
+        messages = await harness.runs.transcript("acme", fork.id)
+        assert [message.get("content") for message in messages if message["role"] == "tool"] == [
+            "said one",
+            "said other",
+        ]
+        _, copied = await harness.queue.read_log("acme", fork.id)
+        kept = {e.step: e.session for e in (entry.event for entry in copied) if isinstance(e, StateKept)}
+        assert (kept[0], kept[1]) == (states[0], states[1])
+        assert kept[2] not in states.values()
+    assert {"acme"} == {tenant for tenant, _ in harness.places.known}
+
+
+async def test_a_fork_of_a_fork_and_the_tree(harness: HostedHarness) -> None:
+    run = await harness.start(KEEPING)
+    await run_to_end(harness, run)
+    script(harness, *["left"] * 3)
+    (left,) = await harness.runs.fork("acme", run, 2)
+    (right,) = await harness.runs.fork("acme", run, 0)
+    await run_to_end(harness, left.id, right.id)
+    (below,) = await harness.runs.fork("acme", left.id, 1)
+    await run_to_end(harness, below.id)
+
+    for relative in (run, left.id, right.id, below.id):
+        tree = await harness.runs.tree("acme", await harness.runs.get("acme", relative))
+        assert tree.name == run
+        assert [(fork.step, fork.name) for fork in tree.forks] == [(0, right.id), (2, left.id)]
+        assert [(fork.step, fork.name) for fork in tree.forks[1].forks] == [(1, below.id)]
+        assert {fork.run and fork.run.state for fork in tree.forks} == {HostedState.SUCCEEDED}
+
+
+async def test_a_second_request_with_the_same_key_starts_nothing(harness: HostedHarness) -> None:
+    run = await harness.start(KEEPING)
+    await run_to_end(harness, run)
+    forks = await harness.runs.fork("acme", run, 1, 3, idempotency_key="k")
+    assert [fork.id for fork in await harness.runs.fork("acme", run, 1, 3, idempotency_key="k")] == [
+        fork.id for fork in forks
+    ]
+    assert len((await harness.queue.forks("acme", [run]))[0]) == 3
+    failure = await refused(harness.runs.fork("acme", run, 2, 3, idempotency_key="k"))
+    assert failure.code is ErrorCode.INVALID_ARGUMENTS
+
+
+async def test_a_fork_that_starts_again_has_the_shared_steps_again(harness: HostedHarness) -> None:
+    run = await harness.start(KEEPING)
+    await run_to_end(harness, run)
+    script(harness, "left")
+    (fork,) = await harness.runs.fork("acme", run, 2)
+    claim = await harness.claimed()
+    await harness.queue.give_back(claim, is_new=True)
+    await run_to_end(harness, fork.id)
+    found = await harness.runs.get("acme", fork.id)
+    assert found.end is not None
+    assert (found.attempt, found.end.answer, found.end.steps) == (2, "left", 3)
+    assert sent_echoes(harness) == ["one", "two"]
+
+
+async def test_a_process_that_dies_while_it_copies_leaves_the_rest_to_the_next(harness: HostedHarness) -> None:
+    run = await harness.start(KEEPING)
+    await run_to_end(harness, run)
+    script(harness, "left")
+    (fork,) = await harness.runs.fork("acme", run, 2)
+    claim = await harness.claimed()
+    _, entries = await harness.queue.read_log("acme", run)
+    partial = await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", fork.id, 1, claim.token))
+    for entry in copy_steps(entries, 2, run, fork.id, fork.id)[:3]:
+        await partial.append(entry)
+    await harness.die(claim)
+    await run_to_end(harness, fork.id)
+    found = await harness.runs.get("acme", fork.id)
+    assert found.end is not None
+    assert (found.end.answer, found.end.steps) == ("left", 3)
+    assert sent_echoes(harness) == ["one", "two"]
+
+
+# Refusals
+
+
+async def test_what_cannot_be_forked(harness: HostedHarness) -> None:
+    run = await harness.start(KEEPING)
+    early = await refused(harness.runs.fork("acme", run, 0))
+    assert early.code is ErrorCode.INVALID_ARGUMENTS
+    await run_to_end(harness, run)
+    beyond = await refused(harness.runs.fork("acme", run, 3))
+    assert (beyond.code, "(0, 1, 2)" in beyond.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+    for n in (0, 101):
+        assert (await refused(harness.runs.fork("acme", run, 1, n))).code is ErrorCode.INVALID_ARGUMENTS
+    foreign = await refused(harness.runs.fork("rival", run, 1))
+    unknown = await refused(harness.runs.fork("rival", "nosuch", 1))
+    assert foreign.code is unknown.code is ErrorCode.FILE_NOT_FOUND
+    assert foreign.message.replace(run, "nosuch") == unknown.message
+    harness.places.known.clear()
+    lost = await refused(harness.runs.fork("acme", run, 1))
+    assert lost.code is ErrorCode.SESSION_NOT_FOUND
+    script(harness, "done")
+    plain = await harness.start(RunBody(instruction="say it", tools=("echo",)))
+    await run_to_end(harness, plain)
+    unkept = await refused(harness.runs.fork("acme", plain, 0))
+    assert (unkept.code, "keep_states" in unkept.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+
+
+async def test_all_forks_start_or_none(harness: HostedHarness) -> None:
+    run = await harness.start(KEEPING)
+    await run_to_end(harness, run)
+    harness.runs._limits = (2, 100)
+    assert (await refused(harness.runs.fork("acme", run, 1, 3))).code is ErrorCode.QUOTA_EXCEEDED
+    assert (await harness.queue.forks("acme", [run]))[0] == []
+    assert len(await harness.runs.fork("acme", run, 1, 2)) == 2
+
+
+async def test_a_state_that_cannot_be_kept_does_not_end_the_run(harness: HostedHarness) -> None:
+    harness.answers["fork"] = lambda call, _: ToolResult.failed(call, ErrorCode.NO_SPACE, "the disk is full")
+    run = await harness.start(KEEPING)
+    async with harness.working():
+        events = await harness.events(run)
+    assert [event["message"] for event in events if event["type"] == "Warned"] == [
+        f"the state of the session after {step} steps was not kept: the disk is full" for step in range(3)
+    ]
+    failure = await refused(harness.runs.fork("acme", run, 1))
+    assert "the disk is full" in failure.message
+
+
+async def test_a_cancelled_run_leaves_no_states(harness: HostedHarness) -> None:
+    reached = asyncio.Event()
+
+    async def hang(call: Any, _: Any) -> ToolResult:
+        if call.arguments["text"] == "two":
+            reached.set()
+            await asyncio.get_running_loop().create_future()
+        return ToolResult(call_id=call.id, name=call.name, success=True, output="said one")
+
+    harness.answers["echo"] = hang
+    run = await harness.start(KEEPING)
+    async with harness.working():
+        await reached.wait()
+        assert len(harness.places.known) == 3
+        await harness.runs.cancel("acme", run)
+        await harness.events(run)
+    assert harness.places.known == {}
+
+
+async def test_runs_of_a_batch_are_forked_with_the_values_of_their_batch(harness: HostedHarness) -> None:
+    claim = await harness.put(build_run(keep_states=True))
+    outcome = await harness.worked(claim, BatchDefaults())
+    await harness.queue.finish(claim, outcome)
+    script(harness, "left")
+    (fork,) = await harness.runs.fork("acme", claim.run, 2)
+    await run_to_end(harness, fork.id)
+    found = await harness.runs.get("acme", fork.id)
+    assert found.end is not None
+    assert (found.end.answer, found.forked_from and found.forked_from.run) == ("left", claim.run)
