@@ -12,6 +12,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "openai-agents": ("agents",),
     "local-model": ("xllamacpp",),
     "harbor": ("harbor",),
+    "verifiers": ("verifiers",),
     "parquet": ("pyarrow",),
 }
 """Extra -> packages that the extra installs: those that toolcrew imports, and those that they require."""

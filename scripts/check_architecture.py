@@ -97,6 +97,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "inspect_ai": ("orchestrator/adapters/inspect_results.py", "orchestrator/adapters/inspect_sandbox.py"),
     "flower": ("orchestrator/operations/flower.py",),
     "harbor": ("orchestrator/adapters/harbor.py",),
+    "verifiers": ("orchestrator/adapters/verifiers.py",),
     "pyarrow": ("orchestrator/batches/rollouts.py",),
     "openai": ("orchestrator/models/openai.py",),
     "opentelemetry": ("telemetry/otlp.py",),

@@ -15,7 +15,7 @@ import os
 import re
 import tarfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,16 @@ class Graded:
     output: str = ""
 
 
+@dataclass(frozen=True)
+class Submission:
+    """The artifacts of an agent as a new archive. `refusal`: why they were refused; "" if they were not."""
+
+    archive: bytes = b""
+    files: int = 0
+    bytes: int = 0
+    refusal: str = ""
+
+
 def is_gradable(failure: Failure | None) -> bool:
     """Return whether an item that ended so has a result of its own. A model that reached a limit is graded too."""
     return failure is None or failure.kind in (FailureKind.MODEL, FailureKind.TOOL)
@@ -111,13 +121,6 @@ class Grading:
     def __init__(self, sessions: ItemSessions) -> None:
         self._sessions = sessions
 
-    async def note_start(self, session: Session, grader: Grader) -> None:
-        """List the files of the workspace before the agent begins, if the grader gets the files that change."""
-        if not grader.artifacts:
-            done = await _bash(session, _NOTE_START)
-            if done.returncode != 0:
-                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the files cannot be listed: {_end_of(done.stderr)}")
-
     async def take(
         self,
         session: Session,
@@ -127,18 +130,10 @@ class Grading:
         failure: Failure | None,
     ) -> SubmissionTaken:
         """End the background jobs of an item, take its artifacts and log them. Raises OperatorError, ToolFailure."""
-        await session.end_jobs()
-        try:
-            files = await _take_files(session, grader)
-        except _Refused as refusal:
-            return await journal.note_submission(body, failure, b"", refusal=str(refusal))
-        except ToolFailure as error:
-            if error.code not in _ABOUT_FILES:
-                raise
-            return await journal.note_submission(body, failure, b"", refusal=error.message[:500])
-        size = sum(len(content) for content, _ in files.values())
-        archive = await asyncio.to_thread(_pack, files)
-        return await journal.note_submission(body, failure, archive, files=len(files), bytes=size)
+        taken = await take_submission(session, grader)
+        return await journal.note_submission(
+            body, failure, taken.archive, files=taken.files, bytes=taken.bytes, refusal=taken.refusal
+        )
 
     async def grade(self, tenant: str, grader: Grader, journal: Journal, submission: SubmissionTaken) -> Graded:
         """Grade a submission in a new sandbox. Raises OperatorError, ToolFailure: there is no reward, and none of the
@@ -147,21 +142,7 @@ class Grading:
         if submission.refusal:
             return Graded(Grade(reward=0.0, refusal=submission.refusal))
         archive = await journal.load_artifacts(submission.sha256)
-        for attempt in range(1, TRIES + 1):
-            try:
-                return await self._grade_once(tenant, grader, journal, submission, archive)
-            except (OperatorError, ToolFailure) as error:
-                is_quota = isinstance(error, ToolFailure) and error.code in QUOTA_CODES
-                if judge_error(error).kind is not FailureKind.INFRASTRUCTURE or is_quota or attempt == TRIES:
-                    raise
-                log.warning("grading_retried", tenant=tenant, error=str(error))
-                await asyncio.sleep(RETRY_S)
-        raise AssertionError("the last try returns or raises")
-
-    async def _grade_once(
-        self, tenant: str, grader: Grader, journal: Journal, submission: SubmissionTaken, archive: bytes
-    ) -> Graded:
-        began = time.monotonic()
+        taken = Submission(archive, submission.files, submission.bytes)
         start = SessionStart(**source_of(grader.files), image=grader.image, network="none", options=grader.options)
 
         async def open_session() -> Session:
@@ -169,24 +150,73 @@ class Grading:
             await self._sessions.abandon_last(tenant, journal)
             return await self._sessions.open(tenant, journal, start)
 
-        session = await retry_until_available(open_session)
-        output = ""
+        async def grade_once() -> Graded:
+            began = time.monotonic()
+            session = await retry_until_available(open_session)
+            try:
+                return await grade_submission(session, grader, taken, began)
+            finally:
+                # The process that continues the run abandons the session.
+                if not is_being_cancelled():
+                    await self._sessions.close(session)
+
+        return await retry_grading(grade_once)
+
+
+async def note_start(session: Session, grader: Grader) -> None:
+    """List the files of the workspace before the agent begins, if the grader gets the files that change."""
+    if not grader.artifacts:
+        done = await _bash(session, _NOTE_START)
+        if done.returncode != 0:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the files cannot be listed: {_end_of(done.stderr)}")
+
+
+async def take_submission(session: Session, grader: Grader) -> Submission:
+    """End the background jobs of the agent and take its artifacts. Raises OperatorError, ToolFailure."""
+    await session.end_jobs()
+    try:
+        files = await _take_files(session, grader)
+    except _Refused as refusal:
+        return Submission(refusal=str(refusal))
+    except ToolFailure as error:
+        if error.code not in _ABOUT_FILES:
+            raise
+        return Submission(refusal=error.message[:500])
+    size = sum(len(content) for content, _ in files.values())
+    return Submission(await asyncio.to_thread(_pack, files), len(files), size)
+
+
+async def retry_grading(grade: Callable[[], Awaitable[Graded]]) -> Graded:
+    """Return the result of `grade`, which is repeated while the infrastructure fails. Raises its last error."""
+    for attempt in range(1, TRIES + 1):
         try:
-            done, reward = await _run_command(session, grader, archive)
-            output = _end_of(done.stdout + done.stderr)
-            scores = _judge(grader, done, reward)
-        except (_GraderFailed, InvalidReward) as error:
-            failure = Failure(kind=FailureKind.GRADER, code=GRADER_ERROR, message=str(error))
-            return Graded(failure=failure, output=output)
-        finally:
-            # The process that continues the run abandons the session.
-            if not is_being_cancelled():
-                await self._sessions.close(session)
-        seconds = time.monotonic() - began
-        grade = Grade(
-            reward=scores.pop("reward"), scores=scores, files=submission.files, bytes=submission.bytes, seconds=seconds
-        )
-        return Graded(grade, output=output)
+            return await grade()
+        except (OperatorError, ToolFailure) as error:
+            is_quota = isinstance(error, ToolFailure) and error.code in QUOTA_CODES
+            if judge_error(error).kind is not FailureKind.INFRASTRUCTURE or is_quota or attempt == TRIES:
+                raise
+            log.warning("grading_retried", error=str(error))
+            await asyncio.sleep(RETRY_S)
+    raise AssertionError("the last try returns or raises")
+
+
+async def grade_submission(session: Session, grader: Grader, submission: Submission, began: float) -> Graded:
+    """Grade a submission that was not refused, in a new session with the grader's files and image. `began`: the
+    monotonic time of its opening. Raises OperatorError, ToolFailure: there is no reward.
+    """
+    output = ""
+    try:
+        done, reward = await _run_command(session, grader, submission.archive)
+        output = _end_of(done.stdout + done.stderr)
+        scores = _judge(grader, done, reward)
+    except (_GraderFailed, InvalidReward) as error:
+        failure = Failure(kind=FailureKind.GRADER, code=GRADER_ERROR, message=str(error))
+        return Graded(failure=failure, output=output)
+    seconds = time.monotonic() - began
+    grade = Grade(
+        reward=scores.pop("reward"), scores=scores, files=submission.files, bytes=submission.bytes, seconds=seconds
+    )
+    return Graded(grade, output=output)
 
 
 async def _take_files(session: Session, grader: Grader) -> dict[str, tuple[bytes, bool]]:

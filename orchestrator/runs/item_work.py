@@ -38,7 +38,7 @@ from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
 from orchestrator.runs.billed_model import BilledModel
 from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.grading import Grading, is_gradable, source_of
+from orchestrator.runs.grading import Grading, is_gradable, note_start, source_of
 from orchestrator.runs.item_sessions import ItemSessions
 from orchestrator.runs.journal import Journal, LoggedModel
 from orchestrator.runs.live_text import LiveText
@@ -247,7 +247,7 @@ class ItemWork:
         """Execute the item. Return the body of its row and its failure; the failure is None for a success."""
         work, grader = claim.record.item.work, claim.record.item.grader
         if session is not None and grader is not None:
-            await self._grading.note_start(session, grader)
+            await note_start(session, grader)
         if isinstance(work, RunBody):
             try:
                 return await self._run(claim, work, journal, defaults, session, on_event)

@@ -38,6 +38,26 @@ TASKS: dict[str, dict[str, str]] = {
         "solution/solve.sh": "id -u > root; useradd -m bob; su bob -c 'id -un' > bob; ln -s root link\n",
         "tests/test.sh": f'if [ "$(cat /app/root /app/bob | paste -sd,)" = 0,bob ]; then {REWARD}',
     },
+    "variables": {
+        "image": "toolcrew-sandbox:dev",
+        "config": '[environment.env]\nPLACE = "here"\n[solution.env]\nWORD = "blue"\n[verifier.env]\nWANTED = "blue here"\n',
+        "solution/solve.sh": 'echo "$WORD $PLACE" > word\n',
+        "tests/test.sh": f'if [ "$(cat /app/word)" = "$WANTED" ]; then {REWARD}',
+    },
+    "healthy": {
+        "image": "toolcrew-sandbox:dev",
+        "config": '[environment.healthcheck]\ncommand = "grep -q up status"\ninterval_sec = 0.1\n',
+        "environment/status": "up\n",
+        "solution/solve.sh": "mv status seen\n",
+        "tests/expected/seen": "up\n",
+        "tests/test.sh": f"if cmp /tests/expected/seen /app/seen; then {REWARD}",
+    },
+    "separate": {
+        "image": "toolcrew-sandbox:dev",
+        "config": 'environment_mode = "separate"\n',
+        "solution/solve.sh": "mkdir -p /logs/artifacts; echo 42 > /logs/artifacts/answer; echo x > only-here\n",
+        "tests/test.sh": f"if grep -qx 42 /logs/artifacts/answer && [ ! -e /app/only-here ]; then {REWARD}",
+    },
 }
 
 
@@ -52,9 +72,10 @@ def rooted(engine: APIClient) -> Iterator[Stack]:
 def write_tasks(folder: Path) -> Path:
     for name, files in TASKS.items():
         image = f'docker_image = "{files["image"]}"\n' if "image" in files else ""
-        written = {"task.toml": CONFIG.replace("[agent]", f"{image}[agent]"), "instruction.md": "Do it.", **files}
+        config = CONFIG.replace("[agent]", f"{image}[agent]") + files.get("config", "")
+        written = {"task.toml": config, "instruction.md": "Do it.", **files}
         for path, text in written.items():
-            if path != "image":
+            if path not in ("image", "config"):
                 target = folder / name / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text(f"#!/bin/bash\n{text}" if path.endswith(".sh") else text)
