@@ -15,6 +15,7 @@ import pytest
 from docker import APIClient
 
 from orchestrator.runs.grading import TRIES
+from tests.containers import watch
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import ROOT, Stack, commands_in, open_stack
 from tests.waiting import wait_until
@@ -93,7 +94,7 @@ def test_only_a_grader_that_has_ended_gives_a_reward(pool: Stack, tmp_path: Path
     }
     with running_model_server(script) as server, running_eval(pool, server, tmp_path, graders) as process:
         for command in (agent_sleeps, *[grader_sleeps] * TRIES):
-            remove_container_of(pool, command)
+            end_sandbox_of(pool, command)
         traces = read_traces(tmp_path, process)
     rewards = {name: trace["rewards"]["graded"]["score"] for name, trace in traces.items() if trace["rewards"]}
     assert rewards == {"right": 1.0, "wrong": 0.0, "scored": 0.5}
@@ -120,8 +121,8 @@ def test_a_limit_of_verifiers_ends_the_agent_and_its_work_is_graded(pool: Stack,
     assert (trace["ok"], trace["stop_condition"], trace["rewards"]["graded"]["score"]) == (True, "max_turns", 1.0)
 
 
-def remove_container_of(stack: Stack, command: str) -> None:
-    """Wait until a sandbox runs the command, and remove its container."""
+def end_sandbox_of(stack: Stack, command: str) -> None:
+    """Wait until a sandbox runs the command, and end the sandbox."""
     found = list[str]()
 
     def is_running() -> bool:
@@ -133,4 +134,4 @@ def remove_container_of(stack: Stack, command: str) -> None:
         return bool(found)
 
     wait_until(is_running, START_S, f"{command} runs", pause_s=0.5)
-    stack.api.remove_container(found[0], force=True)
+    watch(stack.api, found[0]).end()
