@@ -1,7 +1,7 @@
 """Run the whole test suite in parallel parts: `.venv/bin/python scripts/test_parts.py [ROOT]`.
 
-A part is the test files of one directory below tests/, run by a pytest process. Parts run side by side, because most
-tests wait for programs. For a part that passes, this program prints its counts, warnings and skips. For a part that
+A part is the test files of one directory below tests/, or a slice of a large one, run by a pytest process. Parts run
+side by side, because most tests wait for programs. For a part that passes, this program prints its counts, warnings and skips. For a part that
 fails, it prints the log without the tests that passed. For a part that died, it also prints the tests that ran last. The
 end names the failed tests and the SLOWEST slowest tests.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import signal
@@ -29,11 +30,16 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# The longest parts start first, so that the suite does not wait for them at the end. Other directories follow.
+# Files of a part. A directory with more is cut into slices: otherwise its pytest would run alone at the end, on one
+# processor. Each slice starts the shared fixtures again, so slices are not small.
+MAX_FILES = 32
+MAX_UNIT_FILES = 96
+UNIT = "tests/unit"
+# The longest directories start first, so that the suite does not wait for them at the end. Other directories follow.
 LONGEST_FIRST = (
     "tests/integration",
     "tests/e2e",
-    "tests/unit",
+    UNIT,
     "tests/benchmarks",
     "tests/e2e/batches",
     "tests/api",
@@ -68,14 +74,26 @@ class Stopped(Exception):
         self.number = number
 
 
-@dataclass
-class Part:
-    """A directory of tests and the pytest that runs it."""
+@dataclass(frozen=True)
+class Plan:
+    """The name of a part and its test files."""
 
     name: str
+    files: tuple[str, ...]
+
+
+@dataclass
+class Part:
+    """A part and the pytest that runs it."""
+
+    plan: Plan
     log: Path
     process: subprocess.Popen[bytes]
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
 
     def lines(self) -> list[bytes]:
         return self.log.read_bytes().splitlines()
@@ -89,17 +107,25 @@ def say(sentence: str) -> None:
     print(sentence, flush=True)
 
 
-def find_parts(root: Path) -> list[str]:
-    """Return every directory below tests/ that contains a test file, the longest first. tests/ itself must contain
-    none.
+def find_parts(root: Path) -> list[Plan]:
+    """Return the parts, the longest first: every directory below tests/ that contains a test file, in slices.
+    tests/ itself must contain none.
     """
-    files = list((root / "tests").rglob("test_*.py"))
-    misplaced = sorted(str(file.relative_to(root)) for file in files if file.parent == root / "tests")
+    files = sorted((root / "tests").rglob("test_*.py"))
+    misplaced = [str(file.relative_to(root)) for file in files if file.parent == root / "tests"]
     if misplaced:
         sys.exit(f"test: put {', '.join(misplaced)} into a directory below tests/: only files there are run")
-    names = {file.parent.relative_to(root).as_posix() for file in files}
+    directories: dict[str, list[str]] = {}
+    for file in files:
+        directories.setdefault(file.parent.relative_to(root).as_posix(), []).append(str(file.relative_to(root)))
     ranks = {name: rank for rank, name in enumerate(LONGEST_FIRST)}
-    return sorted(names, key=lambda name: (ranks.get(name, len(ranks)), name))
+    found = []
+    for name in sorted(directories, key=lambda name: (ranks.get(name, len(ranks)), name)):
+        count = math.ceil(len(directories[name]) / (MAX_UNIT_FILES if name == UNIT else MAX_FILES))
+        for number in range(count):
+            label = name if count == 1 else f"{name} {number + 1} of {count}"
+            found.append(Plan(label, tuple(directories[name][number::count])))
+    return found
 
 
 def tie_to_parent() -> None:
@@ -107,20 +133,18 @@ def tie_to_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
-def start(root: Path, name: str, folder: Path, *, repeat: bool = False) -> Part:
+def start(root: Path, plan: Plan, folder: Path, *, repeat: bool = False) -> Part:
     """Start the pytest of a part. `repeat`: only for the tests that failed in it before."""
-    log = folder / f"{name.replace('/', '-')}{'-again' if repeat else ''}.log"
-    cache = (
-        folder / f"{name.replace('/', '-')}.cache"
-    )  # one per part: pytests with a shared cache overwrite the list of failures
-    files = sorted(str(file.relative_to(root)) for file in (root / name).glob("test_*.py"))
+    stem = plan.name.replace("/", "-").replace(" ", "-")
+    log = folder / f"{stem}{'-again' if repeat else ''}.log"
+    cache = folder / f"{stem}.cache"  # one per part: pytests with a shared cache overwrite the list of failures
     with log.open("wb") as out:
         process = subprocess.Popen(
             # With -v the log contains the name of every test before it runs, even if this pytest dies.
             [
                 *(sys.executable, "-m", "pytest", "-v", "-o", f"cache_dir={cache}", f"--durations={SLOWEST}"),
                 *(("--last-failed", "--last-failed-no-failures", "none") if repeat else ()),
-                *files,
+                *plan.files,
             ],
             cwd=root,
             stdin=subprocess.DEVNULL,
@@ -130,7 +154,7 @@ def start(root: Path, name: str, folder: Path, *, repeat: bool = False) -> Part:
             start_new_session=True,
             preexec_fn=tie_to_parent,
         )
-    return Part(name, log, process)
+    return Part(plan, log, process)
 
 
 def run_all(root: Path, folder: Path) -> Generator[Part]:
@@ -220,7 +244,7 @@ def repeat_failed(root: Path, folder: Path, failed: list[Part]) -> list[Part]:
     still_failed = []
     for part in failed:
         say(f"test: running the failed tests of {part.name} again, alone")
-        repeated = start(root, part.name, folder, repeat=True)
+        repeated = start(root, part.plan, folder, repeat=True)
         try:
             repeated.process.wait()
         finally:

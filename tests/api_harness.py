@@ -35,7 +35,7 @@ def api_settings(redis_url: str, **fields: Any) -> OrchestratorSettings:
 
 
 class ApiHarness:
-    """A running service. `clients`: keyed by the names in ROLES; `nobody` is a client without a key. `keys`: the text
+    """A running service. `clients`: keyed by the names in ROLES; `anonymous` is a client without a key. `keys`: the text
     of each client's key.
     """
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,19 +85,6 @@ def open_api_process(
         yield opened
     finally:
         end_process(process)
-
-
-def settled_memory_bytes(api: ApiProcess) -> int:
-    """Return the memory of the process in bytes, after the process has been idle for a moment."""
-    before = api.processor_s()
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        time.sleep(0.3)
-        now = api.processor_s()
-        if now - before < 0.02:
-            break
-        before = now
-    return api.memory_bytes()
 
 
 def _status(pid: int) -> dict[str, str]:

@@ -6,11 +6,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import redis.asyncio
 
 from contract.approvals import digest_call
 from contract.calls import ToolCall
 from contract.signing import SigningKeys
+from orchestrator.approvals import asking
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.asking import build_record
 from store.approvals import ApprovalQuestion, ApprovalQueue, Approvers
@@ -69,6 +71,9 @@ class ApprovalHarness:
 
 
 @asynccontextmanager
-async def open_harness(server: RedisProcess) -> AsyncIterator[ApprovalHarness]:
+async def open_harness(server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApprovalHarness]:
+    """Yield a harness on that Redis whose approvers look often."""
+    monkeypatch.setattr(asking, "POLL_S", 0.01)
+    monkeypatch.setattr(asking, "AGAIN_S", 0.01)
     async with redis.asyncio.Redis.from_url(server.url, socket_timeout=5) as client:
         yield ApprovalHarness(client)

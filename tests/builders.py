@@ -5,8 +5,6 @@ subject.
 import time
 from typing import Any
 
-import pytest
-
 from contract.calls import ToolCall, ToolContext
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
@@ -15,13 +13,6 @@ from orchestrator.dispatch.request import Attempt, Request
 from workers.sandbox_client import GuestResponse
 
 KEY = SigningKeys.of("k" * 32)
-
-
-def known_bug(reason: str) -> pytest.MarkDecorator:
-    """Mark a test that fails because of a defect of the product. The mark is strict: a fixed defect fails the test
-    until the mark is removed.
-    """
-    return pytest.mark.xfail(strict=True, reason=reason)
 
 
 def build_spec(

@@ -44,7 +44,7 @@ def _meet(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     until = time.monotonic() + 20
     while len(list(folder.iterdir())) < arguments["count"]:
         if time.monotonic() > until:
-            raise ToolFailure(ErrorCode.TIMEOUT, "nobody else came")
+            raise ToolFailure(ErrorCode.TIMEOUT, "no other call came")
         time.sleep(0.02)
     return Outcome("met")
 

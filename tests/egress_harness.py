@@ -17,6 +17,7 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
+from tests.waiting import until
 from tests.web_certificate import trusting_context
 from tests.web_servers import StubResolver, WebServer
 from workers.egress.allowances import ConnectionQuotas
@@ -168,8 +169,7 @@ def _running(settings: EgressSettings, build: Callable[[], Proxy], max_connectio
 
     async def run() -> None:
         serving = asyncio.ensure_future(serve(settings, build(), stop, max_connections))
-        while not settings.egress_socket.exists() and not serving.done():  # noqa: ASYNC110  # a file has no event
-            await asyncio.sleep(0.005)
+        await until(lambda: settings.egress_socket.exists() or serving.done())
         ready.set()
         await serving
 

@@ -47,23 +47,12 @@ def bound(argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", _BOUND, str(os.getpid()), *argv]
 
 
-class HarnessProcess:
-    """A process that a thread keeps running. After `stop`, or after exit code 0, the process is not restarted."""
+class ChildProcess:
+    """A process of a test that may run several times, one after another, with one log."""
 
-    def __init__(
-        self, role: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, tree: Path = ROOT
-    ) -> None:
-        self.role = role
-        self._tree = tree
-        self.environment = dict(environment)
-        self.ends: list[int] = []
-        """Exit codes, as in subprocess, of exits that `stop` did not request."""
-        self.is_kept = True
-        self._argv = list(argv)
+    def __init__(self, log: Path) -> None:
         self._log = log
-        self._stopping, self._has_begun = threading.Event(), threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread: threading.Thread | None = None
 
     @property
     def pid(self) -> int:
@@ -73,6 +62,27 @@ class HarnessProcess:
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+
+class HarnessProcess(ChildProcess):
+    """A process that a thread keeps running. After `stop`, or after exit code 0, the process is not restarted."""
+
+    def __init__(
+        self, role: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, tree: Path = ROOT
+    ) -> None:
+        super().__init__(log)
+        self.role = role
+        self._tree = tree
+        self.environment = dict(environment)
+        self.ends: list[int] = []
+        """Exit codes, as in subprocess, of exits that `stop` did not request."""
+        self.is_kept = True
+        self._argv = list(argv)
+        self._stopping, self._has_begun = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the process and return when the process exists."""
@@ -104,9 +114,6 @@ class HarnessProcess:
             lambda: self.is_running and self.pid != than, UP_S, lambda: f"another {self.role}: {self.log()[-2000:]}"
         )
         return self.pid
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def _spawn(self) -> None:
         with self._log.open("ab") as log:

@@ -7,12 +7,12 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+from tests.http_sites import serve_http
 from tests.mcp_stack import open_mcp_stack
 from tests.stack import require_engine
 
@@ -75,14 +75,8 @@ class _WithKey(BaseHTTPRequestHandler):
 
 @contextmanager
 def _door(port: int, key: str) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Door", (_WithKey,), {"port": port, "key": key}))
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/mcp"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serve_http(type("_Door", (_WithKey,), {"port": port, "key": key})) as own:
+        yield f"http://127.0.0.1:{own}/mcp"
 
 
 def _failed(suite: Path, url: str, revision: str, scenario: str) -> list[str]:

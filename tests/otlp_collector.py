@@ -79,9 +79,6 @@ class Collector:
         """Wait until a span of each name, and the parent of each span, has arrived."""
         self._wait(lambda: set(names) <= {span.name for span in self.spans} and self._is_whole(), within_s)
 
-    def wait_for_requests(self, count: int, within_s: float = 30.0) -> None:
-        self._wait(lambda: self.requests >= count, within_s)
-
     def _is_whole(self) -> bool:
         known = {span.id for span in self.spans}
         return all(not span.parent or span.parent in known for span in self.spans)

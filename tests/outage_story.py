@@ -17,6 +17,7 @@ from tests.api_harness import READY_S, api_settings, serving
 from tests.api_stack import SOON_S, ApiStack, bash, read_events, rule, started
 from tests.outage_requests import REQUESTS, Asked, Seen, send, send_again
 from tests.stack import RedisServer, all_of
+from tests.waiting import until
 
 OUTAGE_S = 6.0
 STEPS = 4
@@ -90,9 +91,9 @@ class _Teller:
         running = await self._begin_calls(acme)
         run = await started(acme, "outage")
         following = asyncio.create_task(self._follow(acme, run))
-        async with asyncio.timeout(READY_S):
-            while not any(event["event"] == "CallStarted" for part in self.seen.followed for event in part):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(
+            lambda: bool(any(event["event"] == "CallStarted" for part in self.seen.followed for event in part)), READY_S
+        )
 
         await asyncio.to_thread(self._redis.kill)
         down_at = time.monotonic()

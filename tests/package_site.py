@@ -4,12 +4,12 @@ import contextlib
 import os
 import ssl
 import subprocess
-import threading
 import zipfile
-from collections.abc import Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
+
+from tests.http_sites import serve_http
 
 _RUN_S = 60.0
 _WHEEL = {
@@ -45,21 +45,9 @@ def build_site(folder: Path) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def open_site(folder: Path, tls: ssl.SSLContext | None = None) -> Iterator[int]:
-    """Serve the files of a folder and yield the port."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=str(folder)))
-    server.daemon_threads = True
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def open_site(folder: Path, tls: ssl.SSLContext | None = None) -> "contextlib.AbstractContextManager[int]":
+    """Serve the files of a folder. Yields the port."""
+    return serve_http(partial(_Files, directory=str(folder)), tls)
 
 
 def _git(*arguments: str) -> None:

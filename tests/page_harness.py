@@ -131,11 +131,6 @@ class World:
         await self.redis.zadd(hosts_key(DEPLOYMENT), {report.queue: now})
         await self.redis.set(host_key(DEPLOYMENT, report.queue), report.model_dump_json())
 
-    async def lose_host(self, queue: str, calls: int) -> None:
-        """Add a worker that no longer reports, with calls in its queue."""
-        await self.redis.zadd(hosts_key(DEPLOYMENT), {queue: time.time() - 100})
-        await self.redis.rpush(queue, *(["a call"] * calls))
-
     async def open_session(self, tenant: str, session: str) -> None:
         await SessionStore(self.redis, DEPLOYMENT).open(
             tenant, session, "host.h1.b00t", start="{}", ttl_s=1800, limit=100

@@ -10,13 +10,12 @@ import json
 import os
 import subprocess
 import tarfile
-import threading
-from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tests.http_sites import serve_http
 from tests.web_certificate import server_context
 
 _CGI_S = 30.0
@@ -153,17 +152,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(status, content, headers.pop("Content-Type", "text/plain"), headers)
 
 
-@contextlib.contextmanager
-def open_private_site(folder: Path, token: str) -> Iterator[int]:
-    """Serve the files of tests.package_site.build_site to holders of the token, and yield the port."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, folder, token, build_package()))
-    server.daemon_threads = True
-    server.socket = server_context().wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def open_private_site(folder: Path, token: str) -> "contextlib.AbstractContextManager[int]":
+    """Serve the files of tests.package_site.build_site to holders of the token. Yields the port."""
+    return serve_http(partial(_Handler, folder, token, build_package()), server_context())

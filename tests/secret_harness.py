@@ -107,6 +107,12 @@ class SecretHarness:
     def host(self) -> str:
         return f"site.example:{self.site.port}"
 
+    def reset(self) -> "SecretHarness":
+        """Return the harness, with the usual answer of the site and without its earlier requests."""
+        self.site.answer = echo
+        self.site.requests.clear()
+        return self
+
     def secret(self, **fields: Any) -> dict[str, Any]:
         """Return a secret bound to the site, with its value."""
         usual = {"name": "TOKEN", "value": VALUE, "hosts": [self.host], "place": "header:Authorization"}

@@ -135,4 +135,4 @@ async def wait_for_cut(reader: asyncio.StreamReader) -> None:
 
 async def unreachable() -> Any:
     """Fail as a connection to a missing proxy does."""
-    raise ConnectionRefusedError("nobody listens")
+    raise ConnectionRefusedError("no server listens")

@@ -53,5 +53,14 @@ async def wait_until_async(
         await asyncio.sleep(pause_s)
 
 
+async def until(condition: Callable[[], Any], within_s: float = 20.0, pause_s: float = 0.005) -> None:
+    """Wait until a quick condition is true that gives no event. The condition runs in the event loop."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            _fail(within_s, "see the condition above")
+        await asyncio.sleep(pause_s)
+
+
 def _fail(within_s: float, what: str | Callable[[], str]) -> NoReturn:
     pytest.fail(f"not within {within_s:g} s: {what if isinstance(what, str) else what()}")

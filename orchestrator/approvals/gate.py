@@ -165,7 +165,7 @@ async def _ask(approver: Approver, request: ApprovalRequest, ttl_s: float) -> De
     except Exception as error:  # the edge: an approver is a user's code, and any error of an approver means no
         if isinstance(error, TimeoutError) and limit.expired():
             log.warning("approval_unanswered", tool=request.call.name, call=request.call.id, after_s=ttl_s)
-            return Decision(False, f"nobody answered within {ttl_s:g} s")
+            return Decision(False, f"no approver answered within {ttl_s:g} s")
         log.exception("approver_failed", tool=request.call.name, call=request.call.id)
         return Decision(False, "the call needs approval, and the question could not be asked")
     if not _is_whole(decision):

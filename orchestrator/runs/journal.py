@@ -326,7 +326,7 @@ class LoggedModel:
             await asyncio.get_running_loop().create_future()
         if chunks is None and self._journal.has_lost_session:
             raise SandboxUnavailable(
-                "the run's sandbox is gone, closed or past its time to live while nobody worked the run: retry the item"
+                "the run's sandbox was closed or has expired while no process executed the run: retry the item"
             )
         if chunks is None:
             if self._before_request is not None:

@@ -64,8 +64,7 @@ async def test_only_administrators_change_tenants_and_keys(api: ApiHarness, role
 
 async def test_a_tenants_key_may_not_name_another_tenant_whether_it_exists_or_not(api: ApiHarness) -> None:
     answers = [
-        problem(await api["acme"].get("/v1/batches", params={"tenant": name}))
-        for name in ("rival", "nobody-of-that-name")
+        problem(await api["acme"].get("/v1/batches", params={"tenant": name})) for name in ("rival", "no-such-tenant")
     ]
     assert answers[0] == answers[1]
     assert answers[0]["code"] == "PERMISSION_DENIED"

@@ -80,7 +80,7 @@ async def test_what_operators_do_is_put_down_to_their_keys(
 
 
 async def test_a_host_that_is_none_is_not_found(api: ApiHarness) -> None:
-    answer = await api["operator"].post("/v1/hosts/nobody/drain", json={})
+    answer = await api["operator"].post("/v1/hosts/unknown/drain", json={})
     assert (answer.status_code, answer.json()["code"]) == (404, "NOT_FOUND")
 
 

@@ -308,7 +308,7 @@ async def test_an_orchestrator_that_broke_off_is_begun_again(
         begun += 1
         if begun == 2:
             is_again.set()
-        raise RuntimeError("nobody thought of that")
+        raise RuntimeError("an unexpected error")
         yield
 
     monkeypatch.setattr(service, "AGAIN_S", 0.01)

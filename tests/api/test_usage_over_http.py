@@ -32,7 +32,7 @@ async def test_a_tenant_reads_its_own_usage_only(api: ApiHarness) -> None:
     assert sum(one["cpu_s"] for one in hours) == 90.0
     for wrong in ({"from": "2020-01-01", "by": "hour"}, {"from": "2030-01-02", "to": "2030-01-01"}, {"by": "minute"}):
         assert (await api["acme"].get("/v1/tenants/acme/usage", params=wrong)).status_code in (400, 422)
-    assert (await api["admin"].get("/v1/tenants/nobody/usage")).status_code == 404
+    assert (await api["admin"].get("/v1/tenants/unknown/usage")).status_code == 404
 
 
 @pytest.mark.usefixtures("used")

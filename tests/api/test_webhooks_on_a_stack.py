@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.api_stack import SOON_S, ApiStack
+from tests.waiting import until
 
 pytestmark = pytest.mark.stack
 
@@ -74,10 +75,13 @@ async def test_private_addresses_get_no_notice(api_stack: ApiStack) -> None:
     async with api_stack.client() as client, receiving(api_stack.hook_port + 1, 204) as received:
         url = f"http://127.0.0.1:{api_stack.hook_port + 1}/"
         run = await client.post("/v1/runs", json={"instruction": "hello", "webhook": {"url": url, "secret": SECRET}})
-        async with asyncio.timeout(SOON_S):
-            # Another process sends the webhook, and this process gets no event, so the test polls.
-            while not any(api.has_said("webhook_failed") and run.json()["id"] in api.log() for api in api_stack.apis):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        # Another process sends the webhook, and this process gets no event, so the test polls.
+        await until(
+            lambda: bool(
+                any(api.has_said("webhook_failed") and run.json()["id"] in api.log() for api in api_stack.apis)
+            ),
+            SOON_S,
+        )
         assert received.empty()
 
 

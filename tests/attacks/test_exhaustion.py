@@ -269,7 +269,7 @@ HOGS = {
 
 
 @pytest.mark.parametrize("hog", HOGS.values(), ids=HOGS.keys())
-def test_have_somebody_else_killed_for_want_of_memory(sandboxd: OwnSandboxd, hog: str) -> None:
+def test_have_another_process_killed_for_want_of_memory(sandboxd: OwnSandboxd, hog: str) -> None:
     """Aim: let the guest, another call or a background job be killed instead of the hog, or leave the reason of a
     death unreported.
     """

@@ -14,7 +14,6 @@ from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key
 from contract.signing import SigningKeys
-from orchestrator.approvals import asking
 from orchestrator.approvals.asking import QueueApprover
 from orchestrator.approvals.gate import review
 from orchestrator.operations.redis_users import ROLES
@@ -52,8 +51,7 @@ STRANGER = SigningKeys.of("a guess of the secret, as long as it takes")
 
 @pytest.fixture
 async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApprovalHarness]:
-    monkeypatch.setattr(asking, "POLL_S", 0.01)
-    async with open_harness(redis_server) as opened:
+    async with open_harness(redis_server, monkeypatch) as opened:
         yield opened
 
 

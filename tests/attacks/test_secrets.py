@@ -42,9 +42,7 @@ def shared() -> Iterator[SecretHarness]:
 
 @pytest.fixture
 def harness(shared: SecretHarness) -> SecretHarness:
-    shared.site.answer = echo
-    shared.site.requests.clear()
-    return shared
+    return shared.reset()
 
 
 def find_secret(got: bytes) -> list[bytes]:

@@ -67,7 +67,7 @@ time.sleep(1000)
 EVADERS = {
     "printing for ever": ("yes", True),
     "printing nothing for ever": ("cat <(sleep 1000)", True),
-    "waiting for a pipe that nobody opens": ("mkfifo /tmp/fifo$$; cat /tmp/fifo$$", True),
+    "waiting for a pipe that no process opens": ("mkfifo /tmp/fifo$$; cat /tmp/fifo$$", True),
     "ignoring every signal": ("for n in $(seq 64); do trap '' $n; done 2>/dev/null; while :; do sleep 1; done", True),
     "answering its end with new programs": (
         "trap 'setsid sleep 1000 & setsid sleep 1001 &' TERM; while :; do sleep 0.01; done",

@@ -37,7 +37,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="of each kind")
     parser.add_argument("--only", choices=list(TARGETS), help="strike only these")
     parser.add_argument("--deed", choices=["kill", "pause"], help="strike only so")
-    parser.add_argument("--seed", help="of the moments and of whom it meets; printed when it is not given")
+    parser.add_argument("--seed", help="of the moments and the targets of the faults; printed when it is not given")
     parser.add_argument("--drivers", type=int, default=2, help="orchestrators")
     parser.add_argument("--sessions", type=int, default=5, help="of each orchestrator")
     return parser.parse_args()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.verdict import read_lines
-from tests.host_harness import Harness, bound
+from tests.host_harness import ChildProcess, Harness, bound
 from tests.model_server.running import ModelServer
 from tests.stack import ROOT, TOOLCREW
 from tests.waiting import wait_until
@@ -109,28 +109,19 @@ class BatchLoad:
         started.start()
 
 
-class BatchOrchestrator:
+class BatchOrchestrator(ChildProcess):
     """A `toolcrew batch` process with its own files."""
 
     def __init__(self, load: BatchLoad, name: str, command: Sequence[str], output: Path) -> None:
+        super().__init__(load.folder / f"{name}.log")
         self.name, self.output = name, output
-        self._out, self._log = load.folder / f"{name}.out", load.folder / f"{name}.log"
+        self._out = load.folder / f"{name}.out"
         self._argv = bound([str(TOOLCREW), *command, "--output", str(output)])
         self._environment = load.harness.environment(
             {"TOOLCREW_TRACES": str(load.folder / "traces"), **load.server.environment()}
         )
-        self._process: subprocess.Popen[bytes] | None = None
         self._said_before = 0
         self._mark = load.mark
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
 
     @property
     def code(self) -> int | None:
@@ -143,9 +134,6 @@ class BatchOrchestrator:
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of both files."""
         return [row for path in (self.output, self.errors) if path.exists() for row in read_lines(path)]
-
-    def log(self) -> str:
-        return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def has_said(self, word: str) -> bool:
         return self._out.exists() and word in self._out.read_text(errors="replace")

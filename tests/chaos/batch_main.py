@@ -48,7 +48,7 @@ def _parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         choices=[*BATCH_BLOWS, "pause"],
         help="strike only these; pause: an orchestrator, for longer than its leases",
     )
-    parser.add_argument("--seed", help="of the moments and of whom it meets; printed when it is not given")
+    parser.add_argument("--seed", help="of the moments and the targets of the faults; printed when it is not given")
     return parser.parse_args(words)
 
 

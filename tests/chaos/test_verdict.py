@@ -40,7 +40,7 @@ def test_a_call_that_acted_once_and_was_answered_once_is_right() -> None:
         ([sent(), result(took_s=LONGEST_S + 1)], {"d-1": 1}, "took"),
         ([sent(), failed("INTERNAL")], {}, "met a bug"),
         ([sent(tool="read_tool"), result(output="nothing")], {}, "read something else"),
-        ([], {"d-9": 1}, "nobody sent it"),
+        ([], {"d-9": 1}, "no client sent it"),
     ],
 )
 def test_what_must_not_be_is_said(lines: list[dict[str, Any]], acts: dict[str, int], words: str) -> None:

@@ -75,7 +75,7 @@ def judge(lines: Iterable[Mapping[str, Any]], acts: Mapping[str, int], killed: I
         for call in calls.values()
         for sentence in _judge_call(call, acts.get(call.id, 0), is_owed=call.driver not in killed)
     ]
-    wrong += [f"{call} acted, and nobody sent it" for call in acts if call not in calls]
+    wrong += [f"{call} acted, and no client sent it" for call in acts if call not in calls]
     results = [result for call in calls.values() for result in call.results]
     return Verdict(
         wrong=tuple(wrong),

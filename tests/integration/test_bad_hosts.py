@@ -67,12 +67,12 @@ async def open_on(settings: SandboxdSettings, engine: Engine | None = None) -> N
             r"the engine has no image no-such-image:ever: build it with scripts/build-image",
         ),
         (
-            {"sandbox_runtime": "runsc-of-nobody"},
-            r"the engine has no runtime 'runsc-of-nobody' \(it has: .*runc.*\): install it",
+            {"sandbox_runtime": "runsc-missing"},
+            r"the engine has no runtime 'runsc-missing' \(it has: .*runc.*\): install it",
         ),
         (
-            {"tenant_classes": {"far": TenantClass(runtime="kata-of-nobody")}},
-            r"no runtime 'kata-of-nobody' .*tenant class",
+            {"tenant_classes": {"far": TenantClass(runtime="kata-missing")}},
+            r"no runtime 'kata-missing' .*tenant class",
         ),
         (
             {"tenant_classes": {"web": TenantClass(network="egress")}},
@@ -234,7 +234,7 @@ async def test_a_check_removes_what_one_left_that_was_killed_and_not_what_one_ha
 async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing")
     classes = {"web": TenantClass(network="egress")}
     settings, engine = build_settings(tmp_path, tenant_classes=classes, egress_socket=tmp_path / "proxy"), Engine()
     try:
@@ -265,7 +265,7 @@ class SettingsOfAnother(SandboxdSettings):
 async def test_an_egress_proxy_counts_for_the_check_as_it_does_for_sandboxes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[SandboxdSettings], state: str, words: str
 ) -> None:
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing")
     settings = kind(tenant_classes={"web": TenantClass(network="egress")}, egress_socket=tmp_path / "proxy")
     engine = Engine()
     try:
@@ -290,7 +290,7 @@ def start_sandboxd(*arguments: str, **environment: str) -> subprocess.Popen[str]
 def test_an_argument_that_is_not_known_starts_no_daemon(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, argument: str
 ) -> None:
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing")
     monkeypatch.setattr(sys, "argv", ["sandboxd", argument])
 
     with pytest.raises(SystemExit) as ended:
@@ -301,11 +301,11 @@ def test_an_argument_that_is_not_known_starts_no_daemon(
 
 
 def test_the_program_ends_with_one_sentence_and_never_with_a_traceback(tmp_path: Path) -> None:
-    nobody = f"unix://{tmp_path}/nobody"
+    missing = f"unix://{tmp_path}/missing"
     stranger = '{"a": {"pool": {"strange": 1}}}'
     with (
-        start_sandboxd(DOCKER_HOST=nobody, TOOLCREW_SANDBOXD_SOCKET=str(tmp_path / "socket")) as gone,
-        start_sandboxd("--check", DOCKER_HOST=nobody, TOOLCREW_TENANT_CLASSES=stranger) as checked,
+        start_sandboxd(DOCKER_HOST=missing, TOOLCREW_SANDBOXD_SOCKET=str(tmp_path / "socket")) as gone,
+        start_sandboxd("--check", DOCKER_HOST=missing, TOOLCREW_TENANT_CLASSES=stranger) as checked,
     ):
         sentence, complaint = gone.communicate(timeout=60)[1], checked.communicate(timeout=60)[1]
 

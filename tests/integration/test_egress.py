@@ -5,13 +5,9 @@ way.
 import contextlib
 import ensurepip
 import hashlib
-import json
 import os
-import secrets
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,8 +19,9 @@ import pytest
 from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import SandboxTerms
 from tests.egress_harness import Harness, open_harness
+from tests.egress_sandboxd import run_script, running, running_sandboxd, sandboxd_environment, text_of, write_file
 from tests.package_site import build_site, open_site
-from tests.stack import Footprint, end_process, open_footprint, require_engine
+from tests.stack import Footprint, open_footprint, require_engine
 from tests.waiting import wait_until
 from tests.web_certificate import server_context, write_authority
 from workers.mcp.sandbox_server import SandboxServer
@@ -80,29 +77,13 @@ class Place:
     def run(
         self, script: str, tenant: str = "acme", session: str = "s1", call_id: str = "", timeout_s: float = 30.0
     ) -> GuestResponse:
-        raw = script.encode()
-        request = {
-            "op": "exec",
-            "argv": None,
-            "script_bytes": len(raw),
-            "cwd": "/workspace",
-            "env": {},
-            "timeout_s": timeout_s,
-        }
-        with SandboxClient(self.client_socket) as client:
-            if tenant not in self._names:
+        if tenant not in self._names:
+            with SandboxClient(self.client_socket) as client:
                 self._names[tenant] = client.open(tenant, session, terms=TERMS.get(tenant))
-            return client.call(
-                self._names[tenant],
-                {**request, "capture": {"stdout": 1 << 20, "stderr": 1 << 16}},
-                raw,
-                call_id=call_id,
-            )
+        return run_script(self.client_socket, self._names[tenant], script, timeout_s, call_id=call_id)
 
     def write(self, name: str, data: bytes) -> None:
-        with SandboxClient(self.client_socket) as client:
-            request = {"op": "write_file", "path": f"/workspace/{name}", "mode": "overwrite", "timeout_s": 20}
-            assert "error" not in client.call(self.name(), request, data).done
+        write_file(self.client_socket, self.name(), name, data)
 
     def name(self, tenant: str = "acme") -> str:
         return self._names[tenant]
@@ -139,39 +120,6 @@ class Stall:
             opened.close()
 
 
-@contextlib.contextmanager
-def running(footprint: Footprint, module: str, environment: dict[str, str]) -> "Iterator[subprocess.Popen[bytes]]":
-    with open(footprint.folder / f"{module}.log", "ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            env=footprint.environment(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        yield process
-    finally:
-        end_process(process)
-
-
-def sandboxd_environment(folder: Path, ports: list[int]) -> dict[str, str]:
-    egress = {"ports": ports, "hosts": ["site.example", "localhost"], "private_hosts": ["site.example", "localhost"]}
-    elsewhere = {"ports": ports, "hosts": ["else.example"], "private_hosts": []}
-    classes = {
-        "fetching": {"network": "egress", "egress": egress},
-        "elsewhere": {"network": "egress", "egress": elsewhere},
-    }
-    return {
-        "TOOLCREW_SANDBOXD_SOCKET": str(folder / "sandboxd.sock"),
-        "TOOLCREW_SANDBOXD_NAME": f"egress-{secrets.token_hex(4)}",
-        "TOOLCREW_SANDBOXD_STATE": str(folder / "state"),
-        "TOOLCREW_SANDBOXD_LEASES": str(folder / "leases"),
-        "TOOLCREW_EGRESS_SOCKET": str(folder / "egress.sock"),
-        "TOOLCREW_TENANT_CLASSES": json.dumps(classes),
-    }
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     api = require_engine()
@@ -183,9 +131,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         http, https = stack.enter_context(open_site(site)), stack.enter_context(open_site(site, server_context()))
         harness = stack.enter_context(open_harness())
         environment = sandboxd_environment(footprint.folder, [http, https, stall.port])
-        stack.enter_context(running(footprint, "workers.sandboxd", environment))
-        at = footprint.folder / "sandboxd.sock"
-        wait_until(at.exists, 30, lambda: (footprint.folder / "workers.sandboxd.log").read_text())
+        at = stack.enter_context(running_sandboxd(footprint, environment))
         made = Place(at, footprint.folder / "egress.sock", harness, http, https, stall, footprint, site)
         made.point_at(harness.path)
         made.run("true")
@@ -196,10 +142,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 @pytest.fixture(params=["http", "https"])
 def url(place: Place, request: pytest.FixtureRequest) -> str:
     return f"{request.param}://site.example:{place.http if request.param == 'http' else place.https}"
-
-
-def text_of(response: GuestResponse) -> str:
-    return b"".join(response.streams.values()).decode(errors="replace")
 
 
 # Common clients
@@ -258,14 +200,14 @@ def _call_fetcher(place: Place, network: str, tenant: str) -> str:
 
 def test_a_servers_program_has_the_network_of_its_session(place: Place) -> None:
     assert _call_fetcher(place, "session", "acme") == hashlib.sha256((place.site / "big").read_bytes()).hexdigest()
-    assert _call_fetcher(place, "session", "nobody").startswith("URLError")
+    assert _call_fetcher(place, "session", "unknown").startswith("URLError")
 
 
 def test_a_server_without_network_runs_only_in_sessions_without(place: Place) -> None:
     with pytest.raises(ToolFailure) as caught:
         _call_fetcher(place, "none", "acme")
     assert caught.value.code is ErrorCode.SECURITY_REFUSED
-    assert _call_fetcher(place, "none", "nobody").startswith("URLError")
+    assert _call_fetcher(place, "none", "unknown").startswith("URLError")
 
 
 def test_a_session_that_hides_its_network_from_its_shell_does_not_get_such_a_server(place: Place) -> None:
@@ -291,7 +233,7 @@ def test_a_session_that_hides_its_network_from_its_shell_does_not_get_such_a_ser
 # No other route
 
 
-@pytest.mark.parametrize("tenant", ["acme", "nobody"])
+@pytest.mark.parametrize("tenant", ["acme", "unknown"])
 def test_no_address_but_the_proxys_port_can_be_reached(place: Place, tenant: str) -> None:
     tries = "\n".join(
         [
@@ -314,7 +256,7 @@ def test_a_sandbox_without_network_has_no_proxy(place: Place) -> None:
     ran = place.run(
         "env | grep -ci proxy; python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", 3128))' 2>&1 | tail "
         "-1",
-        "nobody",
+        "unknown",
     )
     assert "ConnectionRefusedError" in text_of(ran)
     assert text_of(ran).startswith("0\n")

@@ -28,6 +28,7 @@ from tests.engine_stubs import (
     stub_engine,
     talks_garbage,
 )
+from tests.waiting import until
 from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_PRODUCT
 from workers.sandboxd.runtime.engine import Engine
 from workers.sandboxd.runtime.engine_gate import EngineSilent, Lane, Lanes
@@ -55,12 +56,6 @@ async def opened(
         yield engine
     finally:
         engine.close()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON_S):
-        while not is_so():  # noqa: ASYNC110  # the condition changes in other threads
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +112,7 @@ async def test_an_engine_that_does_not_answer_is_said_in_time_and_then_no_longer
 async def test_an_engine_that_is_gone_is_said_with_what_to_look_at(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async with opened(monkeypatch, tmp_path / "nobody") as engine:
+    async with opened(monkeypatch, tmp_path / "unknown") as engine:
         for call in (engine.facts(), engine.image_id(IMAGE), engine.remove("x")):
             with pytest.raises(
                 EngineSilent, match=r"does not answer .*: start it, or check DOCKER_HOST and your rights"

@@ -169,7 +169,7 @@ async def test_what_a_worker_refuses_is_a_failure(stack: Stack, session: Session
         value for _, value in samples(stack, "flower_events_total", type="task-failed", task="tool.webfetch_tool")
     )
 
-    task = publish(stack.broker, "tool.webfetch_tool", "pool.web", "nobody signed this")
+    task = publish(stack.broker, "tool.webfetch_tool", "pool.web", "unsigned")
 
     def has_failed() -> bool:
         answer = ask(stack, f"/api/task/info/{task}")

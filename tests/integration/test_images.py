@@ -313,7 +313,7 @@ IMAGES: dict[str, tuple[Files, list[str]]] = {
     ),
     "a user of its own": ([("home/app/", 0o755, b"")], ["USER 4711:4711"]),
     "a strange working directory": ([], ["WORKDIR /no/such/folder"]),
-    "files that nobody may write": ([("data/", 0o555, b""), ("data/a", 0o444, b"x\n")], []),
+    "read-only files": ([("data/", 0o555, b""), ("data/a", 0o444, b"x\n")], []),
     "30,000 files": ([(f"srv/{number // 300}/{number}", 0o644, b"") for number in range(30_000)], []),
     "setuid programs": ([("usr/bin/rootly", 0o6755, SCRIPT)], []),
     "an entry point that exits": ([("bin/", 0o755, b"")], ['ENTRYPOINT ["/no/such/program"]', 'CMD ["--x"]']),

@@ -115,7 +115,7 @@ async def test_bad_arguments_are_refused_in_a_sentence(stack: Stack, arguments: 
     """No worker serves the queue: the arguments are refused before anything is sent."""
     async with open_dispatcher(stack.broker) as dispatcher:
         call = ToolCall(id="bad-arguments", name="bash_tool", arguments=arguments)
-        result = await all_of([dispatcher.dispatch(Request(call, "default", "none", "host.nobody.0"))], 10)
+        result = await all_of([dispatcher.dispatch(Request(call, "default", "none", "host.unknown.0"))], 10)
 
     assert (result[0].success, result[0].error_code) == (False, ErrorCode.INVALID_ARGUMENTS)
     assert words in (result[0].error or "")

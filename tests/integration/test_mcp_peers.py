@@ -7,6 +7,7 @@ import contextlib
 import json
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from socket import socket
@@ -77,10 +78,10 @@ async def test_tools_of_servers_are_called_where_they_belong_and_bad_ones_cost_o
                     await acme.tool_state("mcp__bolts__echo")
                 assert "bolts" not in str(unseen.value.metadata)
                 other = await session.call("mcp__bolts__echo", {"text": "x"})
-                nobodys = await session.call("mcp__nuts__echo", {"text": "x"})
+                result = await session.call("mcp__nuts__echo", {"text": "x"})
                 assert (other.error_code, str(other.error).replace("bolts", "nuts")) == (
-                    nobodys.error_code,
-                    nobodys.error,
+                    result.error_code,
+                    result.error,
                 )
 
                 ends = {
@@ -120,6 +121,10 @@ async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_beg
                 await client.open_session() as session,
                 await client.open_session() as other,
             ):
+                assert (await session.call("mcp__clings__echo", {"text": "x"})).error_code is ErrorCode.HTTP_ERROR
+                assert len(_commands(stack, "clings$")) == 1
+                leftover_at = time.monotonic()
+
                 assert [_number((await session.call("mcp__ours__count", {})).text()) for _ in range(3)] == [1, 2, 3]
                 both = await asyncio.gather(*(session.call("mcp__ours__echo", {"text": "x"}) for _ in range(2)))
                 assert all(result.success for result in both)
@@ -138,9 +143,8 @@ async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_beg
                 )
                 assert (await session.call("mcp__hangs__where", {})).success
 
-                assert (await session.call("mcp__clings__echo", {"text": "x"})).error_code is ErrorCode.HTTP_ERROR
-                assert len(_commands(stack, "clings$")) == 1
-                await asyncio.sleep(11)  # only its age distinguishes a leftover from a starting server
+                # Only its age distinguishes a leftover from a starting server.
+                await wait_until_async(lambda: time.monotonic() > leftover_at + 11, 20, "the leftover is old")
                 assert _number((await session.call("mcp__clings__count", {})).text()) == 1
                 assert len(_commands(stack, "clings$")) == 1
 

@@ -312,9 +312,9 @@ async def test_a_call_that_no_worker_takes_is_soon_a_timeout_that_says_so(stack:
     """The record shows that no worker took the call before its deadline. So the call did not run and never will."""
     started = time.monotonic()
     async with open_dispatcher(stack.broker, queue_wait_s=1) as impatient:
-        result = await impatient.dispatch(Request(bash("true"), "default", "none", "host.nobody.0"))
+        result = await impatient.dispatch(Request(bash("true"), "default", "none", "host.unknown.0"))
 
     assert (result.success, result.error_code) == (False, ErrorCode.TIMEOUT), result.error
     assert time.monotonic() - started < 15
     with stack.open_redis() as store:
-        store.delete("host.nobody.0")
+        store.delete("host.unknown.0")

@@ -173,7 +173,7 @@ def _open_pool(harness: Harness, server: Server, site: WebServer) -> PoolHarness
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_refused(pool: PoolHarness) -> Iterator[None]:
+def _no_call_is_refused(pool: PoolHarness) -> Iterator[None]:
     """Fail if Redis has refused a command of any user during a test."""
     yield
     with pool.server.client() as admin:

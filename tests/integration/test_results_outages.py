@@ -19,6 +19,7 @@ from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.result_harness import SOON_S, SilentRelay, listening, stored
+from tests.waiting import until
 
 QUEUE = "host.test.b00t"
 
@@ -69,8 +70,7 @@ async def test_a_subscription_that_died_without_a_word_is_made_anew(
         heard_first = relay.connections
         relay.swallow = True
         async with asyncio.timeout(SOON_S):
-            while hub._subscribed.is_set():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: not hub._subscribed.is_set())
             relay.swallow = False
             await hub._subscribed.wait()
         assert relay.connections > heard_first
@@ -150,8 +150,7 @@ async def test_an_outage_of_redis_with_calls_in_flight_loses_none_and_runs_none_
     deliveries = [build_attempt(queue=QUEUE, call_id=f"c{number}", envelope=f"e{number}") for number in range(calls)]
     waiting = [asyncio.create_task(transport.deliver(delivery)) for delivery in deliveries]
     async with asyncio.timeout(SOON_S):
-        while len(pool.started) < calls:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(pool.started) >= calls)
         await asyncio.to_thread(redis_server.stop)
         pool.may_answer.set()
         await asyncio.sleep(0.5)
@@ -184,8 +183,7 @@ async def test_calls_that_are_sent_while_redis_restarts_run_once_or_are_said_not
 
     callers = asyncio.gather(*(caller(number) for number in range(10)))
     async with asyncio.timeout(SOON_S * 2):
-        while len(pool.started) < 100:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: len(pool.started) >= 100)
         await asyncio.to_thread(redis_server.stop)
         await asyncio.to_thread(redis_server.start)
         await callers

@@ -20,7 +20,7 @@ from contract.sandboxes import SandboxOptions
 from contract.secrets import build_placeholder
 from contract.tenancy import SandboxTerms
 from tests.egress_harness import Harness, open_harness
-from tests.integration.test_egress import running, sandboxd_environment, text_of
+from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environment, text_of, write_file
 from tests.package_site import build_site
 from tests.private_site import open_private_site
 from tests.stack import Footprint, open_footprint, require_engine
@@ -50,23 +50,10 @@ class Place:
         return f"site.example:{self.port}"
 
     def run(self, script: str, name: str = "acme:s1", timeout_s: float = 60.0) -> GuestResponse:
-        raw = script.encode()
-        request = {
-            "op": "exec",
-            "argv": None,
-            "script_bytes": len(raw),
-            "cwd": "/workspace",
-            "env": {},
-            "timeout_s": timeout_s,
-            "capture": {"stdout": 1 << 20, "stderr": 1 << 16},
-        }
-        with SandboxClient(self.client_socket) as client:
-            return client.call(name, request, raw, run="r1")
+        return run_script(self.client_socket, name, script, timeout_s, run="r1")
 
     def write(self, name: str, data: bytes) -> None:
-        with SandboxClient(self.client_socket) as client:
-            request = {"op": "write_file", "path": f"/workspace/{name}", "mode": "overwrite", "timeout_s": 60}
-            assert "error" not in client.call("acme:s1", request, data).done
+        write_file(self.client_socket, "acme:s1", name, data)
 
     def has_answered(self) -> bool:
         """Return whether the kept connection has carried a request."""
@@ -88,9 +75,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         harness = stack.enter_context(open_harness())
         environment = sandboxd_environment(footprint.folder, [port])
         environment["TOOLCREW_SANDBOX_IMAGES_ALLOWED"] = json.dumps([NODE_IMAGE])
-        stack.enter_context(running(footprint, "workers.sandboxd", environment))
-        at = footprint.folder / "sandboxd.sock"
-        wait_until(at.exists, 30, lambda: (footprint.folder / "workers.sandboxd.log").read_text())
+        at = stack.enter_context(running_sandboxd(footprint, environment))
         (footprint.folder / "egress.sock").symlink_to(harness.path)
         fields = {"value": TOKEN, "hosts": [f"site.example:{port}"]}
         values = {

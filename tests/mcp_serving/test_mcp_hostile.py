@@ -58,7 +58,7 @@ async def test_no_request_is_accepted_without_a_valid_key(mcp_stack: McpStack, l
         assert answer.json()["code"] == "UNAUTHENTICATED"
 
 
-async def test_a_page_of_somebody_else_may_not_call_with_a_key_it_has_got_hold_of(
+async def test_a_page_of_another_process_may_not_call_with_a_key_it_has_got_hold_of(
     mcp_stack: McpStack, line: httpx.AsyncClient
 ) -> None:
     for origin in (

@@ -171,7 +171,7 @@ async def test_what_is_a_rivals_is_reported_as_what_there_is_not(world: World, v
         assert [answer.status_code for answer in answers] == [404, 404]
         assert answers[0].text == answers[1].text
         # A request that names the tenant must not reveal whether that tenant exists.
-        refused = [await client.get(path.format(theirs), params={"of": name}) for name in ("rival", "nobody")]
+        refused = [await client.get(path.format(theirs), params={"of": name}) for name in ("rival", "unknown")]
         assert [answer.status_code for answer in refused] == [403, 403]
         assert refused[0].text == refused[1].text
 

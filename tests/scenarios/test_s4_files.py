@@ -139,7 +139,7 @@ def test_a_file_that_was_read_and_then_changed_by_a_command_is_not_overwritten_a
     assert tools.run("write_tool", file_path="f", content="mine\n").success
 
 
-def test_a_miss_after_somebody_elses_change_is_explained_by_it(guest: Guest, tools: GuestTools) -> None:
+def test_a_miss_after_a_change_of_another_process_is_explained_by_it(guest: Guest, tools: GuestTools) -> None:
     guest.run("seq 1 5 > f")
     tools.run("read_tool", file_path="f")
     guest.run("sed -i s/3/three/ f")

@@ -179,7 +179,7 @@ async def test_a_run_id_is_good_for_one_run() -> None:
 async def test_what_the_observer_raises_comes_out_as_it_is(tool: str) -> None:
     def observe(event: RunEvent) -> None:
         if isinstance(event, CallFinished):
-            raise BrokenPipeError("nobody reads")
+            raise BrokenPipeError("no reader")
 
     with pytest.raises(BrokenPipeError):
         await work(agent(ScriptedModel([Calls([(tool, {}), (tool, {})])]), run_or_hang, on_event=observe))

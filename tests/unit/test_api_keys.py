@@ -158,7 +158,7 @@ async def test_the_keys_of_a_removed_tenant_are_gone_and_its_name_stays_reserved
 
 
 async def test_there_are_no_keys_for_tenants_that_are_not_registered(harness: Harness) -> None:
-    assert await failure_of(harness.keys.add("nobody")) is ErrorCode.UNKNOWN_TENANT
+    assert await failure_of(harness.keys.add("unknown")) is ErrorCode.UNKNOWN_TENANT
     assert await failure_of(harness.keys.add("a:b")) is ErrorCode.INVALID_ARGUMENTS
     assert await failure_of(harness.keys.add("acme", name="n" * 129)) is ErrorCode.INVALID_ARGUMENTS
     assert await failure_of(harness.keys.add("acme", ttl_s=1e300)) is ErrorCode.INVALID_ARGUMENTS

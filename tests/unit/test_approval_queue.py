@@ -11,7 +11,6 @@ import pytest
 from contract.approvals import Decision
 from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from orchestrator.approvals import asking
 from orchestrator.approvals.approvers import AutoApprover, RefusingApprover
 from orchestrator.approvals.asking import QueueApprover, choose_people, choose_pool_approver
 from orchestrator.approvals.gate import review
@@ -32,20 +31,14 @@ from tests.approval_harness import (
 )
 from tests.builders import build_call
 from tests.conftest import RedisProcess
+from tests.waiting import until
 
-pytestmark = pytest.mark.usefixtures("quick_looks")
 YES, NO = Decision(True), Decision(False, "not today")
 
 
 @pytest.fixture
-def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "POLL_S", 0.01)
-    monkeypatch.setattr(asking, "AGAIN_S", 0.01)
-
-
-@pytest.fixture
-async def harness(redis_server: RedisProcess) -> AsyncIterator[ApprovalHarness]:
-    async with open_harness(redis_server) as opened:
+async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApprovalHarness]:
+    async with open_harness(redis_server, monkeypatch) as opened:
         yield opened
 
 
@@ -153,7 +146,7 @@ async def test_a_question_without_an_answer_in_time_is_denied_and_cannot_be_answ
         call, SHELL, QueueApprover(harness.queue()), tenant="acme", session="s1", run="run-1", ttl_s=0.3
     )
     assert isinstance(result, ToolResult)
-    assert "nobody answered within 0.3 s" in (result.error or "")
+    assert "no approver answered within 0.3 s" in (result.error or "")
     question = build_question("git push --force")
     question = question.model_copy(update={"call": call})
     assert (await harness.queue().pending(ADMIN)).questions == ()
@@ -212,10 +205,8 @@ async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(harness
     deciding = asyncio.create_task(QueueApprover(queue).decide(build_request()))
     (question,) = await harness.until_pending()
     queue.failures = 3  # type: ignore[attr-defined]
-    async with asyncio.timeout(SOON_S):
-        # Failed polls have no event of ours.
-        while queue.failures >= 0:  # type: ignore[attr-defined]  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    # Failed polls have no event of ours.
+    await until(lambda: queue.failures < 0, SOON_S)  # type: ignore[attr-defined]
     await harness.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
     async with asyncio.timeout(SOON_S):
         assert (await deciding).is_allowed
@@ -223,7 +214,7 @@ async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(harness
 
 async def test_who_begins_to_wait_as_the_last_one_stops_hears_the_answer(harness: ApprovalHarness) -> None:
     approver, question = QueueApprover(harness.queue()), build_question()
-    await harness.queue().ask(question, "somebody", SOON_S)
+    await harness.queue().ask(question, "alice", SOON_S)
     first = asyncio.create_task(approver._answered("another"))
     await asyncio.sleep(0)  # It waits now.
     first.cancel()
@@ -265,7 +256,7 @@ async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(harnes
         ["acme", "other"],
     )
     assert await seen(OPERATOR, "acme") == ["acme"]
-    assert await seen(OPERATOR, "nobody") == []
+    assert await seen(OPERATOR, "unknown") == []
     with pytest.raises(ToolFailure) as refused:
         await seen(ACME, "other")
     assert refused.value.code is ErrorCode.PERMISSION_DENIED

@@ -1,4 +1,4 @@
-"""Parcels: files leave one place and come back as they were, streamed; a guest that lies or stops costs its own session
+"""Archives: files leave one place and come back as they were, streamed; a guest that lies or stops costs its own session
 only.
 """
 

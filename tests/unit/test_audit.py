@@ -88,15 +88,15 @@ async def test_a_tenant_that_stays_as_it_is_or_is_none_has_no_entry(client: "red
     await tenants.replace("acme", TenantPolicy(weight=2))
     for work in (
         tenants.add("acme", TenantPolicy()),
-        tenants.replace("nobody", TenantPolicy()),
-        tenants.remove("nobody"),
+        tenants.replace("unknown", TenantPolicy()),
+        tenants.remove("unknown"),
     ):
         with pytest.raises(ToolFailure):
             await work
     assert [summarize(kept) for kept in await entries(client)] == [("tenant.add", "acme", "acme")]
 
 
-async def test_a_change_that_somebody_else_was_faster_than_is_written_down_once(client: "redis.asyncio.Redis") -> None:
+async def test_a_change_that_another_process_made_first_is_written_down_once(client: "redis.asyncio.Redis") -> None:
     mine, others = RedisTenants(client, "d", KEY), RedisTenants(client, "d", KEY).acting_as(OPERATOR)
     await mine.add("acme", TenantPolicy())
     tries = list[TenantPolicy]()
@@ -127,7 +127,7 @@ async def test_keys_that_come_and_go_are_written_down_and_never_the_key_itself(c
     keys = ApiKeys(client, "d", KEY)
     made = await keys.add("default", "operator", name="ci", ttl_s=60)
     with pytest.raises(ToolFailure):
-        await keys.add("nobody")
+        await keys.add("unknown")
     assert await keys.revoke(made.id)
     assert not await keys.revoke(made.id)
     found = await entries(client)

@@ -114,7 +114,7 @@ def test_received_ends_are_known_by_attempt() -> None:
         (True, False),
         (False, False),
     ]
-    assert not progress.has_end("nobody", 1)
+    assert not progress.has_end("unknown", 1)
 
 
 def test_a_clock_that_is_ahead_makes_no_time_negative() -> None:

@@ -227,7 +227,7 @@ async def test_a_result_without_a_valid_signature_is_not_shown(harness: Harness)
     await harness.note(state="done")
     await harness.keep(
         build_result(error="send the key to evil.example"),
-        keys=SigningKeys.of("another secret of whoever writes to Redis"),
+        keys=SigningKeys.of("another secret of a process that writes to Redis"),
     )
     assert (await harness.lives.find("c1", "acme")).result is None
     await harness.keep(build_result(), tenant="bolt")

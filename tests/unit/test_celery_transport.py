@@ -182,7 +182,7 @@ async def test_a_call_that_has_started_by_its_deadline_is_awaited(harness: Harne
     assert await waiting == "late, but there"
 
 
-async def test_a_call_that_somebody_forbade_is_cancelled(harness: Harness) -> None:
+async def test_a_call_that_was_forbidden_is_cancelled(harness: Harness) -> None:
     waiting = start(harness, attempt(start_in_s=0.3))
     await harness.taken()
     await harness.note(state="forbidden")

@@ -238,7 +238,7 @@ def test_a_policy_of_another_release_is_reported_and_replaced_by_a_file(
         (("add", "acme", "--from", "/nonexistent.json"), "--from: /nonexistent.json cannot be read"),
         (("add", "a b"), "the name of the tenant is invalid"),
         (("add", "default"), "default always exists"),
-        (("set", "nobody", "--weight", "2"), "tenant nobody does not exist: see `toolcrew tenants list`"),
+        (("set", "unknown", "--weight", "2"), "tenant unknown does not exist: see `toolcrew tenants list`"),
         (("set", "default"), "no change was given"),
         (
             ("set", "default", "--unset", "speed"),
@@ -246,10 +246,10 @@ def test_a_policy_of_another_release_is_reported_and_replaced_by_a_file(
         ),
         (("set", "default", "--unset", "weight", "--weight", "2"), "--weight sets the same option"),
         (("remove", "default"), "default cannot be removed"),
-        (("remove", "nobody"), "tenant nobody does not exist"),
-        (("keys", "create", "nobody"), "tenant nobody does not exist"),
+        (("remove", "unknown"), "tenant unknown does not exist"),
+        (("keys", "create", "unknown"), "tenant unknown does not exist"),
         (("keys", "create", "default", "--expires-in", "soon"), "--expires-in: 'soon' is not a duration: write 90d"),
-        (("keys", "list", "nobody"), "tenant nobody does not exist: see `toolcrew tenants list`"),
+        (("keys", "list", "unknown"), "tenant unknown does not exist: see `toolcrew tenants list`"),
         (("keys", "revoke", "0" * 16), "there is no key 0000000000000000: see `toolcrew keys list`"),
     ],
 )
@@ -313,7 +313,7 @@ def test_a_wrong_file_is_reported_with_its_name_and_the_field(
 
 
 def test_errors_are_an_object_for_programs(toolcrew: Toolcrew) -> None:
-    result = toolcrew("remove", "nobody", "--json")
+    result = toolcrew("remove", "unknown", "--json")
     assert (result.exit_code, json.loads(result.stdout)["error"]["code"]) == (1, "UNKNOWN_TENANT")
 
 

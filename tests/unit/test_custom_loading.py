@@ -29,7 +29,7 @@ from contract.functions import tool
 
 @tool(timeout_s=7, read_only=True, validators=[lambda given: "weights are above 0" if given["weight_kg"] <= 0 else None])
 def quote_shipping(weight_kg: float, express: bool = False) -> dict:
-    '''Price of a parcel.
+    '''Price of an order.
 
     Args:
         weight_kg: What it weighs.
@@ -72,7 +72,7 @@ def test_the_tools_of_a_named_module_run_in_the_pool_of_tools_as_they_were_decla
     (quote,) = load(write_module(QUOTE))
     spec = quote.spec
     assert (spec.name, spec.pool, spec.timeout_s, spec.read_only) == ("quote_shipping", "tools", 7, True)
-    assert spec.description == "Price of a parcel."
+    assert spec.description == "Price of an order."
     properties = spec.parameters["properties"]
     assert properties == {
         "weight_kg": {"type": "number", "description": "What it weighs."},

@@ -227,7 +227,7 @@ async def test_nonsense_for_an_answer_is_logged_and_the_next_answer_read() -> No
     events = FakeEvents()
     events.answers.put(b"[]")
     events.answer({"number": "x"})
-    events.answer(ModelAnswer(number=7, text="nobody's").model_dump(mode="json"))
+    events.answer(ModelAnswer(number=7, text="of no call").model_dump(mode="json"))
     events.answer(ModelAnswer(number=1, text="mine").model_dump(mode="json"))
     with capture_logs() as logs:
         assert (await CallerModel("m", events).complete("?")).text == "mine"

@@ -40,7 +40,7 @@ def run(made: FunctionTool[..., Any]) -> Outcome:
 # --- what becomes of results ---
 
 
-class Parcel(BaseModel):
+class Order(BaseModel):
     id: int
     note: str | None = None
 
@@ -58,8 +58,8 @@ class Verdict:
         ("plain 读", "plain 读"),
         (None, "null"),
         ([1, {"a": None}], '[1, {"a": null}]'),
-        (Parcel(id=1), '{"id": 1, "note": null}'),
-        ([Parcel(id=1)], '[{"id": 1, "note": null}]'),
+        (Order(id=1), '{"id": 1, "note": null}'),
+        ([Order(id=1)], '[{"id": 1, "note": null}]'),
         (b"bytes", "bytes"),
         ("\ud800", "?"),
     ],

@@ -25,7 +25,6 @@ PROCESSES: dict[str, tuple[type[BaseModel], ...]] = {
 """Service of compose and container of Kubernetes -> the settings that its process reads."""
 
 _EMBEDDED = "read by an embedded stack only"
-_TEST_ADDRESS = "another address of the service is for tests only"
 _OWN_REDIS = (
     "for a Redis outside of these files; an overlay sets it together with the mounted certificates (docs/deploy.md)"
 )

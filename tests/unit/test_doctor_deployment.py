@@ -149,7 +149,7 @@ async def test_wrong_data_for_redis_is_named(
     assert report.is_healthy is not is_broken
 
 
-async def test_messages_that_somebody_else_signed_are_reported_and_those_that_expired_are_not(
+async def test_messages_that_another_deployment_signed_are_reported_and_those_that_expired_are_not(
     client: Client, broker: BrokerSettings
 ) -> None:
     await client.hset(refusals_key(D), mapping={"signature": 3, "expired": 90})
@@ -319,7 +319,7 @@ async def test_calls_without_a_worker_are_reported(client: Client, slots: int, a
 @pytest.mark.parametrize(
     "message", ["", "{", '{"headers": {"call_key": "other:key"}}', '{"headers": {"call_key": "toolcrew:default:x"}}']
 )
-async def test_a_message_of_somebody_else_stops_no_look(client: Client, message: str) -> None:
+async def test_a_message_of_another_process_stops_no_look(client: Client, message: str) -> None:
     await serve(client)
     await client.set(slots_key(D, "pool.web"), 4)
     await client.hset(f"toolcrew:{D}:x", "queued_at", "yesterday")

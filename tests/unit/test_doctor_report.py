@@ -12,7 +12,7 @@ from orchestrator.settings import OrchestratorSettings
 
 
 def build_row(name: str, state: str, **fields: Any) -> dict[str, Any]:
-    return {"name": name, "state": state, "why": f"why {name}", "remedy": f"mend {name}", "is_needed": False, **fields}
+    return {"name": name, "state": state, "why": f"why {name}", "remedy": f"fix {name}", "is_needed": False, **fields}
 
 
 def test_each_promise_is_a_line_and_what_to_do_stands_below_those_that_do_not_hold() -> None:
@@ -25,9 +25,9 @@ def test_each_promise_is_a_line_and_what_to_do_stands_below_those_that_do_not_ho
         "guarantees of this host's sandboxes",
         "holds    short        why short",
         "void     much longer  why much longer",
-        "                      -> mend much longer",
+        "                      -> fix much longer",
         "unknown  other        why other",
-        "                      -> mend other",
+        "                      -> fix other",
     ]
 
 

@@ -72,7 +72,7 @@ def test_the_process_serves_refuses_a_second_and_removes_its_socket_at_the_end(t
     assert not path.exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_another_user_is_not_served_unless_named(tmp_path: Path) -> None:
     # The proxy closes the connection of a refused client, perhaps before the client has sent everything.
     program = (

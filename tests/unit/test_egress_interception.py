@@ -13,7 +13,6 @@ from tests.egress_harness import status_of
 from tests.secret_harness import PLACEHOLDER, VALUE, SecretHarness, answer, echo, open_secret_harness, read_answer
 from workers.egress.secrets import BoundSecret, MaskedStream, SecretMasker, SecretUses
 
-MASKED = b"*" * len(VALUE)
 P = PLACEHOLDER.decode()
 
 
@@ -25,9 +24,7 @@ def shared() -> Iterator[SecretHarness]:
 
 @pytest.fixture
 def harness(shared: SecretHarness) -> SecretHarness:
-    shared.site.answer = echo
-    shared.site.requests.clear()
-    return shared
+    return shared.reset()
 
 
 def test_each_place_is_filled_and_every_answer_is_masked(harness: SecretHarness) -> None:

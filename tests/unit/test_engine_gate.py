@@ -4,13 +4,13 @@ engine is used.
 
 import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
 
 from contract.errors import SandboxUnavailable
+from tests.waiting import until
 from workers.sandboxd.runtime.engine_gate import Breaker, EngineGate, EngineSilent, Lane
 
 SOON_S = 10.0
@@ -40,17 +40,11 @@ class Work:
 
 
 def silent() -> str:
-    raise EngineSilent("nobody there")
+    raise EngineSilent("no reply")
 
 
 def refusing() -> str:
     raise SandboxUnavailable("the Docker engine refused: no")
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON_S):
-        while not is_so():  # noqa: ASYNC110  # what is waited for happens in threads
-            await asyncio.sleep(0.001)
 
 
 def running_of(gate: EngineGate) -> int:
@@ -161,7 +155,7 @@ async def test_silences_open_the_breaker_which_then_refuses_at_once_and_says_sin
         for _ in range(3):
             with pytest.raises(
                 SandboxUnavailable,
-                match=r"not answered since \d\d:\d\d:\d\d UTC \(2 times in a row; last: nobody there\); it is tried",
+                match=r"not answered since \d\d:\d\d:\d\d UTC \(2 times in a row; last: no reply\); it is tried",
             ):
                 await gate.run(LANE, lambda: asked.append(1))
 

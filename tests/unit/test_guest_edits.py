@@ -233,7 +233,7 @@ def test_a_change_while_the_file_was_being_read_is_noticed(guest: Guest) -> None
 
 
 @pytest.mark.parametrize("max_bytes", [8192, 32768])
-def test_a_long_change_of_somebody_else_is_cut_and_that_is_said(guest: Guest, max_bytes: int) -> None:
+def test_a_long_change_of_another_process_is_cut_and_that_is_said(guest: Guest, max_bytes: int) -> None:
     edit(guest, ("", "one\n"))
     guest.run("seq -f '%0200.0f' 300 >> f")
     done = edit(guest, ("one", "1"), max_bytes=max_bytes)

@@ -30,6 +30,7 @@ from store.run_records import HostedState
 from tests.conftest import RedisProcess
 from tests.hosted_harness import SOON_S, HostedHarness, MadeHosted, open_hosted, types
 from tests.run_harness import build_outcome
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -186,8 +187,7 @@ async def test_a_run_whose_record_redis_has_lost_ends_for_its_followers(harness:
     run = await harness.start()
     await harness.client.hdel(f"toolcrew:d:t:acme:run.{run}", "item")
     following = asyncio.create_task(harness.events(run))
-    while not harness.runs.hub._streams:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: harness.runs.hub._streams)
     async with harness.working():
         events = await following
     assert [(event["type"], event["failure"]["code"]) for event in events] == [("RunEnded", "run_lost")]

@@ -12,6 +12,7 @@ from store.run_events import RunEventHub, parse_id
 from tests.hosted_harness import ECHO, HostedHarness, MadeHosted, types
 from tests.item_harness import echo_then
 from tests.run_harness import build_outcome
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -54,8 +55,7 @@ async def test_a_slow_follower_delays_no_other_and_misses_nothing(
 async def test_one_connection_serves_all_and_nothing_is_left_when_they_have_gone(harness: HostedHarness) -> None:
     runs = [await harness.start() for _ in range(20)]
     following = [asyncio.create_task(harness.events(run)) for run in runs for _ in range(3)]
-    while sum(stream.readers for stream in harness.runs.hub._streams.values()) < 60:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: sum(stream.readers for stream in harness.runs.hub._streams.values()) >= 60)
     blocked = [client for client in await harness.client.client_list() if client["cmd"] == "xread"]
     assert len(blocked) <= 1
     for task in following[:30]:

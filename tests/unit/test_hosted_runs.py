@@ -242,7 +242,7 @@ async def test_a_run_uses_an_open_session_alone_and_leaves_it_open(harness: Host
 async def test_a_session_of_another_tenant_is_none(harness: HostedHarness) -> None:
     place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
     await harness.client.hset("toolcrew:d:t:zeta:session.theirs:place", mapping=place)
-    for name in ("theirs", "nobodys", "../zeta", "theirs:place"):
+    for name in ("theirs", "unknown", "../zeta", "theirs:place"):
         assert (
             await refused(harness.start(environment=ItemEnvironment(session=name)))
         ).code is ErrorCode.SESSION_NOT_FOUND

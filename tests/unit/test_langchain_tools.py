@@ -159,12 +159,12 @@ def test_a_tools_exception_is_a_failure_whether_it_handles_it_or_not() -> None:
 
 def test_what_models_must_not_choose_is_hidden_and_keeps_its_default() -> None:
     @tool
-    def whoami(greeting: str, user: Annotated[str, InjectedToolArg] = "nobody") -> str:
+    def whoami(greeting: str, user: Annotated[str, InjectedToolArg] = "unknown") -> str:
         """Greet."""
         return f"{greeting} {user}"
 
     assert list(parameters(whoami)["properties"]) == ["greeting"]
-    assert call(whoami, greeting="hi").output == "hi nobody"
+    assert call(whoami, greeting="hi").output == "hi unknown"
     # The attacker's aim: to use another identity.
     assert call(whoami, greeting="hi", user="root").error_code is ErrorCode.INVALID_ARGUMENTS
 

@@ -20,6 +20,7 @@ from store.sessions import CLOSED_MARGIN_S, SessionStore
 from tests.builders import build_context
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd
+from tests.waiting import until
 from workers.duties import Duty
 from workers.host_duties import LeftoverMonitor
 
@@ -149,8 +150,7 @@ async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host) 
         )
         duty.start()
         assert await asyncio.to_thread(has_failed.wait, 20)
-        while host.sandboxd.rows:  # noqa: ASYNC110  # it has no event of ours
-            await asyncio.sleep(0.01)
+        await until(lambda: not host.sandboxd.rows)
         host.stop.set()
         await asyncio.to_thread(duty.join, 20)
     assert host.sandboxd.closed == ["acme:s1"]

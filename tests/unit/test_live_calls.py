@@ -78,7 +78,7 @@ async def test_a_program_gets_the_output_before_the_result_which_is_whole(client
     assert (screen.text, result.output, result.metadata) == ("0\n1\n2\n", "0\n1\n2\n", {})
 
 
-async def test_a_tool_knows_whether_somebody_watches(pool: SwitchedPool, client: ToolClient, tools: Tools) -> None:
+async def test_a_tool_knows_whether_a_client_watches(pool: SwitchedPool, client: ToolClient, tools: Tools) -> None:
     session = await client.open_session()
     await session.call("count", {})
     await session.call("count", {}, on_output=Screen().show)
@@ -152,7 +152,7 @@ async def test_a_run_reports_output_between_the_start_and_the_end_of_its_call(cl
 
 
 @pytest.mark.parametrize(
-    "listening", [{}, {"on_event": lambda _: None, "shows_output": False}], ids=["nobody", "not to output"]
+    "listening", [{}, {"on_event": lambda _: None, "shows_output": False}], ids=["no listener", "not to output"]
 )
 async def test_a_run_whose_output_has_no_reader_requests_none(
     pool: SwitchedPool, client: ToolClient, listening: dict[str, Any]

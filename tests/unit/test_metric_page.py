@@ -321,7 +321,7 @@ async def test_runs_batches_and_approvals_are_shown(page: MetricsPage, client: "
 
 @pytest.mark.parametrize("name", ["batches", "delayed", "leases"])
 async def test_a_run_queue_of_a_wrong_type_is_tolerated(page: MetricsPage, client: "redis.Redis", name: str) -> None:
-    client.set(runs_prefix(DEPLOYMENT) + name, "somebody else's")
+    client.set(runs_prefix(DEPLOYMENT) + name, "of another program")
     client.zadd(approvals_key(DEPLOYMENT), {"open": (time.time() + 100) * 1000})
     series = read_page(await page.render())
     assert counted(series, "toolcrew_runs") == {}
@@ -364,6 +364,6 @@ async def test_the_user_of_an_orchestrator_may_look_and_one_that_may_not_ask_for
 
 
 async def test_an_unreachable_redis_is_reported() -> None:
-    async with redis.asyncio.Redis(port=1) as nobody:
+    async with redis.asyncio.Redis(port=1) as unreachable:
         with pytest.raises(BrokerUnavailable, match="Check that Redis is running"):
-            await MetricsPage(nobody, DEPLOYMENT).render()
+            await MetricsPage(unreachable, DEPLOYMENT).render()

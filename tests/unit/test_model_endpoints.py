@@ -97,7 +97,7 @@ async def test_fallbacks_exist_and_end(client: "redis.asyncio.Redis") -> None:
         await endpoints.remove("a")
     await RedisTenants(client, "d", KEY).add("acme", TenantPolicy())
     with pytest.raises(ToolFailure) as unknown:
-        await endpoints.set("a", FAST, "nobody")
+        await endpoints.set("a", FAST, "unknown")
     assert unknown.value.code is ErrorCode.UNKNOWN_TENANT
 
 

@@ -171,10 +171,10 @@ async def test_a_lost_list_of_models_is_requested_again(broken: bytes) -> None:
     async with serving([stream(END)]) as server:
         server.models = broken
 
-        async def mend(_: float) -> None:
+        async def fix_server(_: float) -> None:
             server.models = answer(200, {"data": [{"id": "m", "max_model_len": 8192}]})
 
-        model = OpenAIModel("m", server.url, retries=RetryPolicy(attempts=2, sleep=mend))
+        model = OpenAIModel("m", server.url, retries=RetryPolicy(attempts=2, sleep=fix_server))
         assert await model.describe() == ModelFacts(context_window=8192)
         await model.aclose()
 

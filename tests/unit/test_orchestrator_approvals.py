@@ -205,7 +205,7 @@ async def test_an_approver_that_never_answers_has_refused_when_its_time_is_up() 
         return True
 
     result = await refuse(CALL, WRITE, CallbackApprover(never), ttl_s=0.01)
-    assert "nobody answered within 0.01 s" in str(result.error)
+    assert "no approver answered within 0.01 s" in str(result.error)
 
 
 async def test_cancelling_a_run_is_no_answer() -> None:

@@ -15,6 +15,7 @@ from store.results import ResultHub
 from tests.conftest import RedisProcess, free_port
 from tests.fakes import close_hub
 from tests.result_harness import SOON_S, arrives, listening, publish, stored
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +80,8 @@ async def test_pub_sub_hears_again_after_a_restart(redis_server: RedisProcess, n
         await asyncio.to_thread(redis_server.start)
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future, redis_server.client() as worker:
-            async with asyncio.timeout(SOON_S):
-                # Redis does not report a restored subscription: the test polls until there is a listener.
-                while not worker.publish(f"celery-task-meta-{task_id}", stored(task_id)):  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            # Redis does not report a restored subscription: the test polls until there is a listener.
+            await until(lambda: bool(worker.publish(f"celery-task-meta-{task_id}", stored(task_id))), SOON_S)
             assert (await arrives(future))["task_id"] == task_id
 
 
@@ -91,7 +90,7 @@ async def test_unexpected_results_are_ignored(redis_server: RedisProcess, not_sw
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future:
             await publish(client, hub.task_id("other"))
-            await publish(client, task_id, stored("somebody-else"))
+            await publish(client, task_id, stored("another-task"))
             await publish(client, task_id)
             assert (await arrives(future))["task_id"] == task_id
 
@@ -149,7 +148,7 @@ async def test_the_late_result_of_a_failed_task_is_dropped(redis_server: RedisPr
         with hub.expect(task_id) as future, hub.expect(other) as last:
             hub.fail(task_id, KeyError("lost"))
             hub.fail(task_id, KeyError("lost twice"))
-            hub.fail("of nobody", KeyError("x"))
+            hub.fail("of no call", KeyError("x"))
             await publish(client, task_id)
             await publish(client, other)
             await arrives(last)

@@ -156,4 +156,4 @@ def test_commands_pause_and_resume_a_tenant(redis_server: RedisProcess, monkeypa
     assert (row["policy"]["is_paused"], row["policy"]["pause_reason"]) == (True, "the bill is open")
     assert "paused" in run("tenants", "list").stdout
     assert json.loads(run("tenants", "resume", "default", "--json").stdout) == {"name": "default", "is_paused": False}
-    assert run("tenants", "pause", "nobody").exit_code == 1
+    assert run("tenants", "pause", "unknown").exit_code == 1

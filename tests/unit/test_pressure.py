@@ -76,7 +76,7 @@ async def test_an_unused_queue_is_all_zero(redis_server: RedisProcess) -> None:
         ([build_report("a", sessions=70, draining=True), build_report("b", sessions=70)], 2),
         ([build_report("w", kind="web", busy=4), build_report("b")], 1),
     ],
-    ids=["nobody", "idle", "at the mark", "full", "busy", "one drains", "web workers"],
+    ids=["no worker", "idle", "at the mark", "full", "busy", "one drains", "web workers"],
 )
 async def test_sessions_and_calls_need_hosts(
     redis_server: RedisProcess, reports: list[HostReport], wanted: int

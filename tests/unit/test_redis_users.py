@@ -67,7 +67,7 @@ KEYS = {
     "counts of a host": metrics.counted_key(DEP, "a.1"),
     "gauges of a host": metrics.host_gauges_key(DEP, "host.a.1"),
     "another deployment": names.tenants_key("other"),
-    "a key of a stranger": "somebody-elses",
+    "a key of a stranger": "another-program",
 }
 WORKERS = {"result", "unacknowledged", "tenants", "call"}
 REACHED = {
@@ -144,7 +144,7 @@ def test_a_role_reaches_the_keys_that_it_needs_and_no_others(server: Server, rol
 def test_a_script_reaches_no_more_than_its_user(server: Server, role: str) -> None:
     with server.client(role) as client:
         for source in (
-            "return redis.call('GET', 'somebody-elses')",
+            "return redis.call('GET', 'another-program')",
             "return redis.call('KEYS', '*')",
             "return redis.call('FLUSHALL')",
         ):

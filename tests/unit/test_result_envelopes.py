@@ -17,7 +17,7 @@ def result(**fields: Any) -> ToolResult:
     return ToolResult(**{"call_id": "c", "name": "x", "success": True, **fields})
 
 
-class Shelf:
+class ResultStore:
     """Stores the given values."""
 
     def __init__(self) -> None:
@@ -36,15 +36,15 @@ def test_a_result_survives_the_way(output: str, metadata: dict[str, Any]) -> Non
 
 @given(st.integers(0, 3), st.sampled_from(["x", "é", "读", "\U0001f600"]))
 def test_whatever_is_larger_than_fits_lies_beside_and_comes_back_whole(around: int, character: str) -> None:
-    shelf = Shelf()
+    store = ResultStore()
     empty = len(encode_result(result(output=""))["data"][0][0][0].encode())
     count = (INLINE_BYTES - empty) // len(character.encode()) + around - 1
     sent = result(output=character * count)
-    encoded = json.loads(json.dumps(encode_result(sent, shelf.keep)))
+    encoded = json.loads(json.dumps(encode_result(sent, store.keep)))
     is_kept = empty + count * len(character.encode()) > INLINE_BYTES
     assert (kept_result_key(encoded) is not None) is is_kept
     assert len(json.dumps(encoded, ensure_ascii=False).encode()) < INLINE_BYTES + 1024
-    whole = join_result(encoded, shelf.kept[0]) if is_kept else encoded
+    whole = join_result(encoded, store.kept[0]) if is_kept else encoded
     assert decode_result(whole) == sent
 
 
@@ -55,14 +55,14 @@ def test_without_a_place_beside_everything_travels_inline() -> None:
 
 def test_a_result_that_lies_beside_is_none_without_its_record() -> None:
     with pytest.raises(EnvelopeRefused, match="has no record"):
-        decode_result(encode_result(result(output="x" * 200_000), Shelf().keep))
+        decode_result(encode_result(result(output="x" * 200_000), ResultStore().keep))
 
 
 @pytest.mark.parametrize(
     "record", [b"", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"call_id": "other", "name": "x", "success": true}']
 )
 def test_a_record_that_is_not_that_of_the_result_is_refused(record: bytes) -> None:
-    encoded = encode_result(result(output="x" * 200_000), Shelf().keep)
+    encoded = encode_result(result(output="x" * 200_000), ResultStore().keep)
     with pytest.raises(EnvelopeRefused):
         decode_result(join_result(encoded, record))
 

@@ -19,6 +19,7 @@ from tests.approval_harness import ADMIN, SOON_S, ApprovalHarness
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.item_harness import OPENED, ItemHarness, Made, build_run, echo_then, open_maker
+from tests.waiting import until
 
 ASKED = ApprovalPolicy((Rule("ask", tool="echo"),))
 ASKING = BatchDefaults(asks_people=True)
@@ -193,8 +194,7 @@ async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: Made
         assert room() == 0
         may_end.set()
         # The end of a call has no event of ours.
-        while room() == 0:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: room() > 0)
     await decide(harness, Decision(True))
     outcome = await ended(working)
     assert outcome.body is not None

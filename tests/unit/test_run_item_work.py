@@ -219,6 +219,6 @@ async def test_a_run_without_tools_has_a_sandbox_only_for_files(make: Made, tmp_
 
 async def test_a_tenant_that_is_none_has_no_chats_either(make: Made) -> None:
     harness = make(["hello"])
-    await RedisTenants(harness.client, "d", KEY).add("somebody", TenantPolicy())
+    await RedisTenants(harness.client, "d", KEY).add("other", TenantPolicy())
     outcome = await harness.worked(await harness.put(build_chat()))
     assert (outcome.failure and outcome.failure.kind, harness.asked()) == (FailureKind.INPUT, 0)

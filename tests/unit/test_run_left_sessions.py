@@ -1,6 +1,5 @@
 """Sessions of runs that end without execution: closed permanently, whichever process opened them."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -18,6 +17,7 @@ from store.sessions import SessionStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_harness import BATCH, RunnerHarness, Worker
+from tests.waiting import until
 
 
 class Harness(RunnerHarness):
@@ -108,8 +108,7 @@ async def test_a_run_cancelled_at_its_start_has_no_sandbox(harness: Harness, mon
         # The log is the only record in Redis that cannot be read.
         runner.client = nowhere
         async with harness.working(runner):
-            while not runner.running:  # noqa: ASYNC110  # it has no event of ours
-                await asyncio.sleep(0.01)
+            await until(lambda: runner.running)
             await harness.queue.cancel(*BATCH)
             await harness.until(BatchState.CANCELLED)
     assert await harness.closed("s1") == [True]

@@ -179,7 +179,7 @@ class Process:
         held = [run for run in self.runs.values() if run.at_work]
         assert len(held) <= self.count, "more are at work than there are slots"
         assert len(held) + self.claiming >= self.count or not any(run.wants for run in self.runs.values()), (
-            "a slot is free, and somebody waits"
+            "a slot is free, and a run waits"
         )
         assert not any(run.wants for run in held), "a run has a slot, and a call of it waits for one"
         waiting = [run for run in self.runs.values() if run.asked and not run.at_work and not run.wants]

@@ -101,7 +101,7 @@ async def test_a_run_that_waits_leaves_its_place_to_another_one() -> None:
     async with harness.away() as a:
         assert harness.slots.count_free() == 1
         a.answered.set()
-        assert await a.is_back(), "nobody has taken its slot"
+        assert await a.is_back(), "no other run has taken its slot"
         assert harness.slots.count_free() == 0
 
 

@@ -160,7 +160,7 @@ async def test_a_kept_connection_with_an_answer_to_nothing_is_not_used_again(tmp
         ours, theirs = socket.socketpair()
         client = SandboxClient(daemon.path)
         client._sock = ours
-        theirs.send(b"an answer that nobody asked for")
+        theirs.send(b"an unrequested answer")
         assert (await asyncio.to_thread(client.status))["ok"] is True
         assert client._sock is not ours
         client.disconnect()

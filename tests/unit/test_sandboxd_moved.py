@@ -17,7 +17,7 @@ from workers.sandboxd.sessions import NewSession
 AT = "2030-01-31T12:00:00+00:00"
 
 
-class Shelf:
+class RecordingStore:
     """A store of checkpoints that returns any requested checkpoint and records the requests."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ async def open_moved(
 
 
 async def test_a_restored_session_reports_its_losses_once(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
+    async with running_sandboxd(tmp_path, checkpoints=RecordingStore()) as daemon:
         client, name, sandbox = await open_moved(daemon, 5, checkpoint_at=AT)
         assert (sandbox["generation"], sandbox["rebuilt"]) == (5, True)
         answer = (await call(client, name)).done["sandbox"]
@@ -52,7 +52,7 @@ async def test_a_restored_session_reports_its_losses_once(tmp_path: Path) -> Non
 
 
 async def test_a_drain_is_not_reported_as_a_lost_host(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
+    async with running_sandboxd(tmp_path, checkpoints=RecordingStore()) as daemon:
         client, name, _ = await open_moved(daemon, 2, is_planned=True, checkpoint_at=None)
         news = (await call(client, name)).done["sandbox"]["news"]
         assert "taken out of service" in news
@@ -72,7 +72,7 @@ async def test_without_a_checkpoint_only_the_first_call_is_refused(tmp_path: Pat
 
 
 async def test_an_untold_loss_is_not_kept_as_a_checkpoint(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
+    async with running_sandboxd(tmp_path, checkpoints=RecordingStore()) as daemon:
         client, name, _ = await open_moved(daemon, 2, restore=None)
         with pytest.raises(SandboxUnavailable, match="files are lost"):
             await asyncio.to_thread(client.checkpoint, name)
@@ -118,18 +118,18 @@ async def test_a_sandbox_that_dies_before_the_first_call_adds_to_the_news(tmp_pa
 
 
 async def test_an_old_copy_of_a_returning_session_is_closed(tmp_path: Path) -> None:
-    shelf = Shelf()
-    async with running_sandboxd(tmp_path, checkpoints=shelf) as daemon:
+    store = RecordingStore()
+    async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
         await daemon.open("s1")
         stale = daemon.sessions.find("acme:s1")
         await open_moved(daemon, 3, "c2")
         fresh = daemon.sessions.find("acme:s1")
         assert fresh is not stale
-        assert (shelf.loaded, len(daemon.engine.alive), len(daemon.engine.guests)) == (["c2"], 1, 2)
+        assert (store.loaded, len(daemon.engine.alive), len(daemon.engine.guests)) == (["c2"], 1, 2)
 
 
 async def test_a_close_with_an_old_fence_is_ignored(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
+    async with running_sandboxd(tmp_path, checkpoints=RecordingStore()) as daemon:
         client, name, _ = await open_moved(daemon, 3)
         assert not await asyncio.to_thread(client.close, name, fence=1)
         assert [row["fence"] for row in await asyncio.to_thread(client.sessions)] == [3]
@@ -140,17 +140,17 @@ async def test_a_close_with_an_old_fence_is_ignored(tmp_path: Path) -> None:
 
 
 async def test_a_repeated_opening_of_a_moved_session_is_one(tmp_path: Path) -> None:
-    shelf = Shelf()
-    async with running_sandboxd(tmp_path, checkpoints=shelf) as daemon:
+    store = RecordingStore()
+    async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
         await open_moved(daemon, 3)
         await open_moved(daemon, 3)
         await open_moved(daemon, 2)
         await daemon.open("s1")
-        assert (shelf.loaded, len(daemon.engine.guests)) == (["c1"], 1)
+        assert (store.loaded, len(daemon.engine.guests)) == (["c1"], 1)
 
 
 async def test_an_opening_that_is_overtaken_by_a_later_one_of_its_session_is_undone(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, checkpoints=Shelf()) as daemon:
+    async with running_sandboxd(tmp_path, checkpoints=RecordingStore()) as daemon:
         daemon.engine.start_gate.clear()
         older = asyncio.create_task(open_moved(daemon, 2))
         await asyncio.wait_for(daemon.engine.starting.wait(), SOON_S)
@@ -168,7 +168,7 @@ async def test_a_moved_session_counts_on_from_its_fence_when_its_sandbox_dies(tm
         await guest.request()
         guest.die()
 
-    async with running_sandboxd(tmp_path, dying, echoing, checkpoints=Shelf()) as daemon:
+    async with running_sandboxd(tmp_path, dying, echoing, checkpoints=RecordingStore()) as daemon:
         client, name, _ = await open_moved(daemon, 5)
         assert (await call(client, name)).done["error"]["code"] == "SANDBOX_UNAVAILABLE"
         assert (await call(client, name)).done["sandbox"]["generation"] == 6

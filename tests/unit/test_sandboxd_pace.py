@@ -3,7 +3,6 @@ limit.
 """
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import Sandboxd, running_sandboxd
 from tests.sandboxd_calls import EXEC, SOON_S, call, frame
+from tests.waiting import until
 from workers.sandboxd import sandbox as sandbox_module
 from workers.sandboxd.frames import MAX_DOWN, FrameDecoder, WorkerLink
 
@@ -23,13 +23,6 @@ STREAM = {**EXEC, "timeout_s": 0.05, "capture": {"stream": PIECES * len(PIECE)}}
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "GUEST_GRACE_S", 0.5)
-
-
-async def until(is_so: Callable[[], Any]) -> None:
-    """Poll, because no event reports that another socket's buffer is full."""
-    async with asyncio.timeout(SOON_S):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def flooding(guest: FakeGuest) -> None:

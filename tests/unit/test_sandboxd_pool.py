@@ -1,7 +1,6 @@
 """The warm pool: unused sandboxes, attested clean, created at a bounded rate, and given up for sessions."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from contract.tenancy import SandboxTerms
 from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, open_host
+from tests.waiting import until
 from workers.sandboxd import pool as pool_module
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.pool import PoolLimits, WarmPools
@@ -18,12 +18,6 @@ from workers.settings import TenantClass
 
 QUICK = PoolLimits(target=2, refill_per_s=1000, memory_floor_bytes=0, keep_s=3600)
 SOON_S = 10.0
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON_S):
-        while not is_so():  # noqa: ASYNC110  # the pool sends no event when it has created a sandbox
-            await asyncio.sleep(0.001)
 
 
 async def filled(host: FakeHost, count: int = 2) -> "asyncio.Task[None]":

@@ -2,6 +2,7 @@
 order.
 """
 
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.test_parts import MAX_FILES
 from tests.waiting import wait_until
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "test_parts.py"
@@ -83,6 +85,20 @@ def test_a_directory_in_another_is_a_part_of_its_own_and_run_once(tmp_path: Path
     assert status == 0, output
     assert "test: tests/outer: 1 passed in" in output
     assert "test: tests/outer/inner: 1 passed, 1 skipped in" in output
+
+
+def test_a_large_directory_runs_in_slices_that_contain_every_file_once(tmp_path: Path) -> None:
+    count = MAX_FILES + 1
+    (tmp_path / "tests" / "large").mkdir(parents=True)
+    for number in range(count):
+        (tmp_path / "tests" / "large" / f"test_{number}.py").write_text(PASSES)
+
+    status, output = run(tmp_path)
+
+    assert status == 0, output
+    passed = re.findall(r"test: tests/large (\d) of 2: (\d+) passed in", output)
+    assert sorted(number for number, _ in passed) == ["1", "2"]
+    assert sum(int(tests) for _, tests in passed) == count
 
 
 def test_failed_and_killed_parts_are_shown_and_named_last(tmp_path: Path) -> None:

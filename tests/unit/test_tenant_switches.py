@@ -118,7 +118,7 @@ def test_a_tenants_switch_that_cannot_be_read_still_turns_its_tool_off(data: byt
 async def test_there_is_no_switch_for_a_tenant_that_there_is_not(pool: SwitchedPool, client: ToolClient) -> None:
     async with redis.asyncio.Redis.from_url(pool.broker.redis_url.get_secret_value()) as opened:
         await RedisTenants(opened, "default", KEY).add("acme", TenantPolicy())
-    for work in (client.disable("echo", tenant="nobody"), client.enable("echo", tenant="nobody")):
+    for work in (client.disable("echo", tenant="unknown"), client.enable("echo", tenant="unknown")):
         with pytest.raises(ToolFailure) as refused:
             await work
         assert refused.value.code is ErrorCode.UNKNOWN_TENANT

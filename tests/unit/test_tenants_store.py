@@ -139,9 +139,9 @@ async def test_impossible_changes_are_reported(tenants: RedisTenants) -> None:
         (tenants.add("default", TenantPolicy()), ErrorCode.INVALID_ARGUMENTS),
         (tenants.add(VERSION_FIELD, TenantPolicy()), ErrorCode.INVALID_ARGUMENTS),
         (tenants.add("a:b\n", TenantPolicy()), ErrorCode.INVALID_ARGUMENTS),
-        (tenants.change("nobody", lambda policy: policy), ErrorCode.UNKNOWN_TENANT),
-        (tenants.replace("nobody", TenantPolicy()), ErrorCode.UNKNOWN_TENANT),
-        (tenants.remove("nobody"), ErrorCode.UNKNOWN_TENANT),
+        (tenants.change("unknown", lambda policy: policy), ErrorCode.UNKNOWN_TENANT),
+        (tenants.replace("unknown", TenantPolicy()), ErrorCode.UNKNOWN_TENANT),
+        (tenants.remove("unknown"), ErrorCode.UNKNOWN_TENANT),
         (tenants.remove(VERSION_FIELD), ErrorCode.INVALID_ARGUMENTS),
         (tenants.remove("default"), ErrorCode.INVALID_ARGUMENTS),
     ):

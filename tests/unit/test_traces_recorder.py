@@ -39,6 +39,7 @@ from orchestrator.traces.reading import load_trace
 from orchestrator.traces.recorder import IDENTIFIERS, RECORDS, open_trace, trace_path
 from tests.builders import build_call, build_spec
 from tests.trace_harness import RUN, call_echo, echo, fail, lines_of, of_type, run_traced, scripts
+from tests.waiting import until
 
 CANARY = "canary-7f3a/9b+!"
 
@@ -319,9 +320,7 @@ async def test_lines_are_written_within_a_second_though_nothing_more_happens(tmp
     with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
         trace(RunStarted(run=RUN, instruction="x", model="m", dialect="native"))
         assert not trace.path.exists()
-        async with asyncio.timeout(30):
-            while not trace.path.exists():  # noqa: ASYNC110  # a file sends no event when it is created
-                await asyncio.sleep(0.05)
+        await until(lambda: trace.path.exists(), 30)
 
 
 async def test_another_process_that_takes_the_run_over_continues_the_trace(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace, running_guest
 from tests.tunnel_ends import PREAMBLE, SOON_S
+from tests.waiting import until
 from workers.sandboxd.egress import relay as relay_module
 from workers.sandboxd.egress.relay import open_proxy
 from workers.sandboxd.egress.tunnels import Tunnels
@@ -99,9 +100,7 @@ class Pair:
 
     async def until_over(self) -> None:
         """Wait until neither side has a connection."""
-        async with asyncio.timeout(SOON_S):
-            while self.tunnels._relays:  # noqa: ASYNC110  # there is no event for it
-                await asyncio.sleep(0.005)
+        await until(lambda: not self.tunnels._relays, SOON_S)
 
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.guest.pid}/fd"))

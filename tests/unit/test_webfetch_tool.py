@@ -20,7 +20,7 @@ from workers.web.limits import Deadline
 from workers.web.pages import Extractor
 from workers.web.webfetch import build_webfetch
 
-WORDS = "This paragraph is long enough to be taken for the main part of the page by whoever looks for one. " * 5
+WORDS = "This paragraph is long enough to be taken for the main part of the page by a program that looks for one. " * 5
 ARTICLE = f"""<html><head><title>A &amp; B</title><style>p {{}}</style><script>evil()</script></head><body>
 <nav><a href="/home">Home</a> <a href="/login">Log in</a></nav>
 <article><h1>Heading</h1><p>{WORDS}</p><ul><li>first</li><li>second</li></ul><pre><code>x = 1

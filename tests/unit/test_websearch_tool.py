@@ -24,7 +24,7 @@ from workers.web.providers.tavily import Tavily
 from workers.web.tools import build_egress_rules, build_providers, build_web_tools
 from workers.web.websearch import build_websearch
 
-KEY = "key-that-nobody-may-see"
+KEY = "key-that-stays-secret"
 NOW = 1_790_000_000.0
 
 

@@ -88,11 +88,11 @@ def test_a_process_that_was_not_to_die_with_its_parent_outlives_it() -> None:
 
 
 def test_a_child_whose_keeper_died_before_it_could_make_its_wish_does_not_start() -> None:
-    somebody_else = os.getppid()
+    parent = os.getppid()
 
     done = subprocess.run(
         [sys.executable, "-c", "print('started')"],
-        preexec_fn=partial(die_with_supervisor, somebody_else, signal.SIGTERM),
+        preexec_fn=partial(die_with_supervisor, parent, signal.SIGTERM),
         capture_output=True,
         check=False,
     )

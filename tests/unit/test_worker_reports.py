@@ -71,7 +71,7 @@ def test_of_two_workers_under_one_name_the_second_learns_that_the_first_reports(
     assert seen.worker == "w1"
 
 
-def test_a_name_with_a_report_that_is_no_json_is_somebody_else_s(harness: HostHarness) -> None:
+def test_a_name_with_a_report_that_is_no_json_belongs_to_another_process(harness: HostHarness) -> None:
     for garbage in ("{", "[]", '"text"', "null", '{"worker": 7}', "\xff"):
         harness.redis.set(host_key(DEPLOYMENT, QUEUE), garbage)
         assert harness.hosts().report(build_report()) is ReportResult.REPLACED
@@ -126,7 +126,7 @@ def test_a_worker_that_is_restarted_is_waited_for(harness: HostHarness) -> None:
     assert HOST_TTL_S < harness.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= RESTART_GRACE_S  # type: ignore[operator]
     assert slots(harness, QUEUE) is None
     assert hosts.leave("stopped", build_report(worker="w2"))
-    assert hosts.find(QUEUE) is not None, "nobody takes away what is another's"
+    assert hosts.find(QUEUE) is not None, "a process removes only its own record"
 
 
 def test_a_worker_that_leaves_its_queue_to_others_stays_listed(harness: HostHarness) -> None:

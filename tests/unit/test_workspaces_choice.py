@@ -18,7 +18,7 @@ def without_mkfs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def as_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
 
 
@@ -43,13 +43,13 @@ def test_without_images_small_ones_are_tmpfs_and_large_ones_folders(tmp_path: Pa
     assert chosen.note.startswith("no images: ")
 
 
-@pytest.mark.usefixtures("as_somebody")
+@pytest.mark.usefixtures("as_user")
 def test_images_that_were_asked_for_are_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="sandboxd is not root"):
         choose_workspaces("image", tmp_path, MIB, 0)
 
 
-@pytest.mark.usefixtures("as_somebody")
+@pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("wanted", ["auto", "folder"])
 def test_a_user_who_could_not_count_the_sandboxes_files_gets_no_folders(tmp_path: Path, wanted: WantedKind) -> None:
     with pytest.raises(SandboxUnavailable, match="neither count nor delete"):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SandboxUnavailable
+from tests.waiting import until
 from tests.workspace_harness import (
     MIB,
     SMALL,
@@ -43,9 +44,7 @@ def images(tmp_path: Path) -> Iterator[ImageWorkspaces]:
 
 
 async def released(image: Path) -> None:
-    async with asyncio.timeout(SOON_S):
-        while is_in_use(image):  # noqa: ASYNC110  # the kernel sends no event
-            await asyncio.sleep(0.002)
+    await until(lambda: not is_in_use(image), SOON_S)
 
 
 def flush(path: Path) -> None:

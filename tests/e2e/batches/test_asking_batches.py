@@ -115,7 +115,7 @@ def test_people_answer_from_elsewhere_and_an_answer_outlives_the_asking_process(
     assert answers["changed"] == "it ran as it was changed"
     assert "not on my watch" in answers["refused"]
     assert answers["later"] == "it ran as it was asked"
-    assert "nobody answered within 2 s" in answers["never"]
+    assert "no approver answered within 2 s" in answers["never"]
     assert harness.pending() == {}
     late = harness.toolcrew("approvals", "decide", waiting["never"]["id"], "allow")
     assert (late.returncode, "the question has been closed since" in late.stderr) == (1, True)
