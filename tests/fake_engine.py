@@ -40,6 +40,7 @@ class FakeGuest:
         self._frames: list[Frame] = []
         self.config = config
         self.attests: dict[str, Any] = {}
+        self.variables: dict[str, str] = {}
         self.gone = asyncio.Event()
 
     async def next(self) -> Frame:
@@ -99,6 +100,8 @@ async def echoing(guest: FakeGuest) -> None:
         if request["op"] == "attest":
             await guest.done(request, **{**CLEAN, **guest.attests})
             continue
+        if request["op"] == "set_variables":
+            guest.variables |= request["variables"]
         if request["op"] == "ping":
             await guest.send({"id": request["id"], "ev": "pong"})
             continue

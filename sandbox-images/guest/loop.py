@@ -19,12 +19,12 @@ from guest.attestation import attest
 from guest.calls import Call, Lanes
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
 from guest.commands.jobs import Job, Jobs
-from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
+from guest.failures import INVALID_ARGUMENTS, Failure, check_fields, describe_os_error
 from guest.frames import Frame, FrameDecoder, FrameError, HostGone, Outbox, encode_frame
 from guest.kernel import PR_SET_DUMPABLE, set_process_flag
 from guest.paths import GuestPaths
 from guest.processes import Cleanup, KillReport, kill_everything, merge_kills, reap
-from guest.requests import CALL_OPS, is_request_id
+from guest.requests import CALL_OPS, is_request_id, read_variables
 from guest.supervisors import FACTS, SupervisorHandle, Supervisors
 from guest.tunnels.tunnels import NET_OPS, Tunnels
 
@@ -251,6 +251,8 @@ class Loop:
             self._cancel(self._calls.get(call_id))
         elif op == "attest":
             self._attest(frame.header)
+        elif op == "set_variables":
+            self._set_variables(frame.header)
         elif op in CALL_OPS:
             if call_id in self._calls:
                 raise ProtocolError("a request uses the id of a running request")
@@ -264,6 +266,17 @@ class Loop:
         except (Failure, OSError) as error:
             fields = {"error": _to_failure(error).as_error()}
         self._send({"id": header["id"], "ev": "done", **fields})
+
+    def _set_variables(self, header: dict[str, object]) -> None:
+        """Add the session's variables to those of programs that start from now on."""
+        try:
+            check_fields(header, "variables")
+            self._paths.add_variables(read_variables(header, "variables"))
+        except Failure as error:
+            self._send({"id": header["id"], "ev": "done", "error": error.as_error()})
+            return
+        self._supervisors.retire_idle()  # it was forked with the variables from before
+        self._send({"id": header["id"], "ev": "done"})
 
     def _begin_call(self, frame: Frame) -> None:
         try:

@@ -54,9 +54,9 @@ class GuestPaths:
         self.ripgrep = ripgrep
         self.environment: Mapping[str, str] = ENVIRONMENT
 
-    def add_variables(self, image: Mapping[str, str]) -> None:
-        """Add the variables of the image that have a printable value. They replace the guest's own, the defaults."""
-        printable = {name: value for name, value in image.items() if value and value.isprintable()}
+    def add_variables(self, variables: Mapping[str, str]) -> None:
+        """Add the variables that have a printable value, of the image or of the session. They replace earlier ones."""
+        printable = {name: value for name, value in variables.items() if value and value.isprintable()}
         self.environment = {**self.environment, **printable}
 
     def offer_proxy(self, port: int) -> None:

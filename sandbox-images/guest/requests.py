@@ -55,7 +55,7 @@ class ExecRequest:
         self.script_bytes = read_whole(header, "script_bytes", 0, MAX_BODY, default=0)
         self.state = read_state(header)
         self.cwd = None if self.has_state and header.get("cwd") is None else read_text(header, "cwd")
-        self.env = _environment(header.get("env"))
+        self.env = read_variables(header, "env")
         self.stream_bytes: int | None = None
         self.caps: dict[str, int] = {}
         self._read_capture(header.get("capture"))
@@ -135,11 +135,15 @@ def _argv(value: object) -> list[str] | None:
     return value
 
 
-def _environment(value: object) -> dict[str, str]:
+def read_variables(header: dict[str, Any], field: str) -> dict[str, str]:
+    """Return the environment variables in a field of a header; none when it is missing. Raises Failure when a variable
+    is invalid.
+    """
+    value = header.get(field)
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise Failure(INVALID_ARGUMENTS, "'env' must be an object of strings")
+        raise Failure(INVALID_ARGUMENTS, f"{field!r} must be an object of strings")
     for name, text in value.items():
         if not name or "=" in name or "\0" in name or "\0" in text:
             raise Failure(INVALID_ARGUMENTS, f"{name!a} cannot be an environment variable")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.guest_harness import Done, Guest, needs_namespace
+from tests.guest_harness import Done, Guest, needs_namespace, running_guest
 
 pytestmark = needs_namespace
 
@@ -246,6 +246,19 @@ def test_a_state_that_a_program_has_written_breaks_no_command(guest: Guest, cont
 def test_the_secrets_of_another_session_do_not_last(guest: Guest) -> None:
     command(guest, "export TOKEN_2=tcs_placeholder_0 npm_config_cafile=/skills/authority/bundle.pem KEPT_2=tcs")
     assert said(guest, 'echo "$TOKEN_2|$npm_config_cafile|$KEPT_2"') == "||tcs\n"
+
+
+def test_programs_get_the_variables_of_the_session_from_then_on() -> None:
+    with running_guest() as guest:
+        command(guest, "export KEPT=1")
+        assert "error" not in guest.request("set_variables", variables={"TOKEN": "tcs_placeholder_1", "PAGER": "more"})
+        assert said(guest, 'echo "$TOKEN $PAGER $KEPT"', state="use") == "tcs_placeholder_1 cat 1\n"
+        assert guest.run('echo "$TOKEN $PAGER"').bytes_of("stdout") == b"tcs_placeholder_1 more\n"
+
+
+@pytest.mark.parametrize("fields", [{"variables": {"A=B": ""}}, {"variables": {"A": 1}}, {"variables": {}, "foo": 1}])
+def test_variables_that_are_none_are_refused(guest: Guest, fields: dict[str, object]) -> None:
+    assert guest.request("set_variables", **fields).code == "INVALID_ARGUMENTS"
 
 
 @pytest.mark.parametrize("name", ["shell", "folder"])

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from contract.errors import SandboxUnavailable
 from contract.tenancy import SandboxTerms
-from tests.fake_engine import FakeGuest, echoing
+from tests.fake_engine import CLEAN, FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, open_host
 from tests.waiting import until
 from workers.sandboxd import pool as pool_module
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.pool import PoolLimits, WarmPools
+from workers.sandboxd.runtime.hardening import AUTHORITIES
 from workers.sandboxd.sessions import NewSession
 from workers.settings import TenantClass
 
@@ -37,6 +39,36 @@ async def test_a_session_gets_a_warm_sandbox_with_its_workspace_and_the_pool_fil
         assert entry.workspace.name in workspaces.alive
         await until(lambda: len(host.alive) == 3)
         filling.cancel()
+
+
+async def test_a_session_with_secrets_gets_a_warm_sandbox_with_its_placeholders(tmp_path: Path) -> None:
+    async with open_host(tmp_path, pool=QUICK) as host:
+        (await filled(host)).cancel()
+        plan = replace(PLAN, secrets=(("TOKEN", "tcs_placeholder_1"),))
+        warm = set(host.alive)
+        entry = await host.sessions.open("acme:s", NewSession(plan, 60))
+        assert entry.sandbox is not None
+        assert entry.sandbox.container in warm
+        variables = host.engine.alive[entry.sandbox.container].variables
+        assert (variables["TOKEN"], variables["SSL_CERT_FILE"]) == ("tcs_placeholder_1", AUTHORITIES)
+        other = await host.sessions.open("acme:other", NewSession(PLAN, 60))
+        assert other.sandbox is not None
+        assert host.engine.alive[other.sandbox.container].variables == {}
+
+
+async def test_a_sandbox_whose_guest_takes_no_placeholders_serves_no_session(tmp_path: Path) -> None:
+    async def refusing(guest: FakeGuest) -> None:
+        await guest.hello()
+        while True:
+            request, _ = await guest.request()
+            fields = CLEAN if request["op"] == "attest" else {"error": {"code": "INTERNAL", "message": "no"}}
+            await guest.done(request, **fields)
+
+    async with open_host(tmp_path, refusing, pool=replace(QUICK, target=1)) as host:
+        (await filled(host, 1)).cancel()
+        with pytest.raises(SandboxUnavailable, match="did not take variables"):
+            await host.sessions.open("acme:s", NewSession(replace(PLAN, secrets=(("TOKEN", "tcs_1"),)), 60))
+        assert host.alive == []
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ async def test_a_session_gets_placeholders_and_the_authorities_and_no_value(tmp_
         await daemon.open("s1", terms=ALLOWED, options=SandboxOptions(secrets=("TOKEN",)))
         await daemon.open("s2", terms=ALLOWED)
         assert (await exchange(daemon, {"acme": {"TOKEN": TOKEN}}))["used"] == {"acme": ["TOKEN"]}
-        first, second = (dict(v.split("=", 1) for v in guest.config["Env"]) for guest in daemon.engine.guests[-2:])
+        first, second = (guest.variables for guest in daemon.engine.guests[-2:])
         assert (first["TOKEN"], first["SSL_CERT_FILE"]) == (build_placeholder("acme", "s1", "TOKEN"), AUTHORITIES)
         assert not {"TOKEN", "SSL_CERT_FILE"} & second.keys()
         state = await asyncio.to_thread(read_files, tmp_path)

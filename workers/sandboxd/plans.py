@@ -61,8 +61,8 @@ class SandboxPlan:
     cpus: float
     pids: int
     is_root: bool = False
-    secrets: tuple[tuple[str, str], ...] = ()
-    """Names of the session's secrets with their placeholders. A sandbox with secrets is never from the pool."""
+    secrets: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    """Names of the session's secrets with their placeholders. The sandbox gets them when the session gets it."""
     options: SandboxOptions = field(default=DEFAULT_OPTIONS, compare=False)
     timeout_s: float = field(default=MAX_TIMEOUT_S, compare=False)
     tenant_class: str = field(default=DEFAULT, compare=False)
@@ -442,5 +442,4 @@ class Profile:
             skills_volume=self._skills_volume,
             image_facts=image,
             is_root=plan.is_root,
-            secrets=plan.secrets,
         )

@@ -39,6 +39,7 @@ BODY_TIMEOUT_S = 60.0
 the body is complete.
 """
 HELLO_TIMEOUT_S = 20.0
+_VARIABLES_S = 5.0
 SLACK_BYTES = 256 * 1024
 """Number of bytes that a guest may send beyond the request before sandboxd treats the guest as hostile."""
 
@@ -218,6 +219,12 @@ class Sandbox:
                 f"the sandbox is lost: {done['error']['message'] if 'error' in done else done['sandbox_lost']}"
             )
         return done
+
+    async def set_variables(self, variables: Mapping[str, str]) -> None:
+        """Add variables to those of the programs that start from now on. Raises SandboxUnavailable."""
+        done = await self.ask({"op": "set_variables", "timeout_s": _VARIABLES_S, "variables": variables})
+        if "error" in done:
+            raise SandboxUnavailable(f"the guest did not take variables: {quote_text(done['error'])}")
 
     async def _feed_all(self, call: RunningCall, body: AsyncIterator[bytes]) -> None:
         async for piece in body:

@@ -19,6 +19,7 @@ from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.tenancy import SandboxTerms
 from workers.sandboxd.background import settle
 from workers.sandboxd.disks.base import Workspace, WorkspaceSize
+from workers.sandboxd.egress.secrets import AUTHORITY_VARIABLES
 from workers.sandboxd.factory import SandboxdEnding, SandboxFactory
 from workers.sandboxd.images import ImageNotReady, ImageRefused
 from workers.sandboxd.metering import UsageTotals
@@ -342,10 +343,14 @@ class Sessions:
         return entry
 
     async def _connect(self, entry: Session, sandbox: Sandbox) -> None:
-        """Connect a new sandbox to the session's usage and network."""
+        """Connect a new sandbox to the session's usage and network, and give its programs the placeholders of the
+        session's secrets.
+        """
         sandbox.meter.bill(entry.usage)
         if self._prepare_network is not None:
             await self._prepare_network(entry, sandbox)
+        if entry.plan.secrets:
+            await sandbox.set_variables({**dict(entry.plan.secrets), **AUTHORITY_VARIABLES})
 
     async def _make_pinned(self, plan: SandboxPlan, wait_s: float) -> tuple[SandboxPlan, Workspace, Sandbox]:
         """Start a sandbox from the present content of the image. The image is pulled first if needed; that takes no

@@ -15,7 +15,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.egress.relay import connect_proxy
+from workers.sandboxd.runtime.hardening import AUTHORITIES
 
+AUTHORITY_VARIABLES: Mapping[str, str] = dict.fromkeys(
+    (
+        *("SSL_CERT_FILE", "GIT_SSL_CAINFO", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "PIP_CERT"),
+        *("CURL_CA_BUNDLE", "npm_config_cafile"),
+    ),
+    AUTHORITIES,
+)
+"""Variables with which programs trust the proxy's authority."""
 LEASE_S = 10.0
 """Time without a confirmation after which values are forgotten."""
 WAIT_S = 5.0

@@ -39,13 +39,6 @@ EGRESS_ENVIRONMENT: Final[Mapping[str, str]] = {
 }
 AUTHORITIES: Final = f"{SKILLS_FOLDER}/authority/bundle.pem"
 """The certificate authorities that programs trust in a session with secrets."""
-SECRETS_ENVIRONMENT: Final[Mapping[str, str]] = dict.fromkeys(
-    (
-        *("SSL_CERT_FILE", "GIT_SSL_CAINFO", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "PIP_CERT"),
-        *("CURL_CA_BUNDLE", "npm_config_cafile"),
-    ),
-    AUTHORITIES,
-)
 # The engine's own defaults since 20.10. They are not requested, because naming them would drop the additions of a newer
 # engine.
 MASKED_PATHS: Final = frozenset({
@@ -133,8 +126,6 @@ class SandboxSpec:
     image_facts: ImageFacts = NO_IMAGE
     is_root: bool = False
     """Whether programs run as root of the sandbox's user namespace, over a root file system that they may change."""
-    secrets: tuple[tuple[str, str], ...] = ()
-    """Variables of the session's secrets, with their placeholders."""
 
     def __post_init__(self) -> None:
         if not self.image or not self.runtime:
@@ -266,8 +257,7 @@ def own_variables(spec: SandboxSpec) -> dict[str, str]:
     """Return the variables that are set over those of the image."""
     home = {"HOME": "/root"} if spec.is_root else {}
     egress = EGRESS_ENVIRONMENT if spec.network == "egress" else {}
-    secrets = SECRETS_ENVIRONMENT if spec.secrets else {}
-    return {**dict(spec.secrets), **ENVIRONMENT, **home, **egress, **secrets}
+    return {**ENVIRONMENT, **home, **egress}
 
 
 def _environment(spec: SandboxSpec) -> list[str]:
