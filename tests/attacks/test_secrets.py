@@ -9,6 +9,8 @@ import json
 import re
 import socket
 import ssl
+import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import quote
 
@@ -16,7 +18,7 @@ import pytest
 
 from contract.masking import find_encodings
 from contract.secrets import build_placeholder
-from tests.egress_harness import build_rules, read_all, read_some
+from tests.egress_harness import build_rules, read_all, read_some, status_of
 from tests.secret_harness import PLACEHOLDER, VALUE, SecretHarness, answer, echo, open_secret_harness, read_answer
 from tests.web_certificate import trusting_context
 from workers.egress.limits import ProxyLimits
@@ -408,13 +410,44 @@ def an_echo_in_other_encodings(harness: SecretHarness) -> bytes:
 
 @attempt
 def a_compressed_echo(harness: SecretHarness) -> bytes:
-    body = gzip.compress(RAW)
-    got = answered(harness, answer(body, "Content-Encoding: gzip"), "Accept-Encoding: gzip, br")
-    assert b" 502 " in got
+    bodies = [("gzip", gzip.compress(RAW)), ("x-gzip", gzip.compress(RAW)), ("deflate", zlib.compress(RAW))]
+    bodies += [("Deflate", zlib.compress(RAW, wbits=-15)), ("gzip", gzip.compress(RAW[:9]) + gzip.compress(RAW[9:]))]
+    got = b""
+    for coding, body in bodies:
+        said = answered(harness, answer(body, f"Content-Encoding: {coding}"), "Accept-Encoding: gzip, br")
+        assert b"*" * len(RAW) in said, coding
+        assert b"content-encoding" not in said.lower()
+        got += said
     assert b"Accept-Encoding: identity" in harness.site.seen
-    with contextlib.suppress(gzip.BadGzipFile, EOFError):
-        got += gzip.decompress(got.partition(b"\r\n\r\n")[2])
+    assert b"gzip, br" not in harness.site.seen
     return got
+
+
+@attempt
+def a_compressed_echo_in_pieces_of_one_byte(harness: SecretHarness) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = [b"1\r\n%c\r\n" % byte for byte in gzip.compress(b"<" + RAW + b">", 0)]
+    got = answered(harness, [head, *chunks, b"0\r\n\r\n"])
+    assert b" 200 " in got
+    return re.sub(rb"\r\n[0-9a-f]+\r\n", b"", got)
+
+
+@attempt
+def a_compressed_echo_that_nothing_decodes(harness: SecretHarness) -> bytes:
+    got = b""
+    for coding in ("br", "zstd", "compress", "gzip, gzip", "gzip, identity", "", "gzip\r\nContent-Encoding: gzip"):
+        said = answered(harness, answer(gzip.compress(gzip.compress(RAW, 0), 0), f"Content-Encoding: {coding}"))
+        assert b" 502 " in said, coding
+        got += said
+    return got
+
+
+@attempt
+def an_echo_that_is_not_compressed_as_it_says(harness: SecretHarness) -> bytes:
+    packed, head = gzip.compress(b"x"), b"\x1f\x8b\x08\x08\0\0\0\0\0\0"  # a gzip member with a file name
+    bodies = [RAW, packed + RAW, packed + b"\x1f\x8b" + RAW, packed[:-1], packed[:-8] + RAW]
+    bodies += [head + RAW + b"\0" + zlib.compress(b"x", wbits=-15) + packed[-8:], gzip.compress(RAW)[:-4]]
+    return b"".join(answered(harness, answer(body, "Content-Encoding: gzip")) for body in bodies)
 
 
 @attempt
@@ -434,6 +467,16 @@ def an_echo_in_parts(harness: SecretHarness) -> bytes:
         )
         assert b" 502 " in said
         got += said.partition(b"\r\n\r\n")[2]
+    assert b"range" not in harness.site.seen.lower()
+    return got
+
+
+@attempt
+def a_request_for_a_part_gets_the_whole(harness: SecretHarness) -> bytes:
+    whole = answer(b"<" + RAW + b">", "Accept-Ranges: bytes", 'ETag: "1"')
+    got = answered(harness, whole, "Range: bytes=0-3", 'If-Range: "1"')
+    assert got.startswith(b"HTTP/1.1 200 ")
+    assert b"accept-ranges: none" in got.lower()
     assert b"range" not in harness.site.seen.lower()
     return got
 
@@ -497,8 +540,33 @@ def test_an_attempt_obtains_nothing(name: str, harness: SecretHarness) -> None:
     assert find_secret(repr(harness.proxy.logs).encode()) == []
 
 
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_a_decompression_bomb_ends_at_the_quota_of_its_session_and_delays_no_other(
+    coding: str, harness: SecretHarness
+) -> None:
+    piece = zlib.compressobj(9, wbits=31 if coding == "gzip" else 15)
+    bomb = b"".join(piece.compress(bytes(1 << 20)) for _ in range(256)) + piece.flush()
+    harness.site.answer = lambda request: (
+        answer(bomb, f"Content-Encoding: {coding}") if b"/bomb" in request else answer(b"plain")
+    )
+    quota, rate = 24 << 20, 16 << 20
+    rules = {"max_bytes": quota, "bytes_per_second": rate}
+    with harness.connect(harness.secret(), session=f"bomb-{coding}", **rules) as client:
+        began = time.monotonic()
+        client.sendall(harness.get("/bomb"))
+        got = len(client.recv(65536))
+        assert status_of(harness.ask(harness.get("/"), session="another")) == 200
+        assert time.monotonic() - began < (quota / rate) * 0.7, "the other session was answered meanwhile"
+        with contextlib.suppress(ssl.SSLEOFError, ConnectionResetError):
+            while piece_of_it := client.recv(65536):
+                got += len(piece_of_it)
+        assert time.monotonic() - began > (quota / rate) * 0.7, "decoded bytes come at the session's rate"
+    assert quota * 0.9 < got < quota * 1.01
+    assert harness.proxy.wait_for_line(session=f"bomb-{coding}")["verdict"] == "bytes_spent"
+
+
 def test_an_attempt_that_succeeds_would_be_noticed(harness: SecretHarness) -> None:
-    assert len(ATTEMPTS) >= 40
+    assert len(ATTEMPTS) >= 54
     harness.ask(harness.get("/", BEARER))
     assert find_secret(harness.site.seen)
     assert find_secret(base64.b64encode(b"user:" + RAW))

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import time
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.web.bodies import BodyDecoder
+from workers.web.bodies import PIECE_BYTES, BodyDecoder, Inflater
 from workers.web.charsets import decode_body, known_charset
 from workers.web.documents import lay_out_json
 from workers.web.limits import FetchLimits
@@ -62,7 +63,7 @@ def test_deflate_without_a_header_is_read_as_well(data: bytes, size: int) -> Non
 
 @pytest.mark.parametrize("beyond", [0, 1, 100, 258, 300])
 def test_what_fits_into_no_piece_any_more_when_all_input_is_taken_comes_in_the_next(beyond: int) -> None:
-    data = b"a" * (256 * 1024 + beyond)
+    data = b"a" * (PIECE_BYTES + beyond)
     assert unpack("deflate", [raw_deflate(data)], FetchLimits(ratio=10_000)) == data
 
 
@@ -85,6 +86,15 @@ def test_a_bomb_is_stopped_inside_the_decoder(encoding: str) -> None:
     assert failed.value.code is ErrorCode.FILE_TOO_LARGE
     assert "100 times its size" in failed.value.message
     assert decoder.unpacked < len(bomb) * 100 + 1024 * 1024
+
+
+def test_no_piece_is_large_and_members_without_content_cost_little() -> None:
+    assert max(map(len, Inflater("gzip").feed(gzip.compress(bytes(8_000_000))))) == PIECE_BYTES
+    empty = Inflater("gzip")
+    began = time.process_time()
+    assert b"".join(empty.feed(gzip.compress(b"") * 50_000)) == b""
+    assert empty.is_whole
+    assert time.process_time() - began < 2, "the rest of the input is copied for every member"
 
 
 def test_the_ratio_is_counted_over_what_has_come_so_far() -> None:

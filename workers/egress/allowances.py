@@ -136,6 +136,16 @@ class ConnectionQuota:
         self._used += granted
         return granted
 
+    async def charge(self, count: int) -> None:
+        """Count bytes that the proxy itself has made, at the session's rate. Raises Refusal when the quota is used
+        up.
+        """
+        while count:
+            granted = await self.take(count)
+            if not granted:
+                raise self.build_spent_refusal()
+            count -= granted
+
     def give_back(self, count: int) -> None:
         """Return bytes that were taken and not read."""
         self._used -= count

@@ -8,7 +8,8 @@ that two parsers could read differently end the connection.
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from http import HTTPStatus
 from http.client import responses
 
@@ -31,11 +32,14 @@ from workers.egress.secrets import (
 from workers.egress.streams import ActivityClock, Stream, Work, run_all
 from workers.egress.tls import TlsStream
 from workers.egress.verdicts import EgressVerdict, Refusal, build_answer, refuse_bad_gateway, refuse_bad_request
+from workers.web.bodies import CODINGS, Inflater
 from workers.web.urls import Target
 
 _MAX_INTERIM = 16
-# An answer in parts or compressed could show a secret that nothing recognizes.
+# A part of an answer could show a secret in pieces that nothing recognizes, so the host sends the whole.
 _DROPPED = frozenset({b"accept-encoding", b"range", b"if-range", b"host"})
+_REWRITTEN = frozenset({b"content-encoding", b"content-length"})
+"""Headers that change when the proxy decodes an answer."""
 
 
 class SecretProxy:
@@ -226,11 +230,14 @@ class Interception:
 
     async def _forward_answer(self, inner: _Peer, outer: _Peer, masker: SecretMasker) -> None:
         try:
-            await self._start_answer(inner, await self._read_answer(inner, outer), masker)
+            inflater = await self._start_answer(inner, await self._read_answer(inner, outer), masker)
             stream = MaskedStream(masker)
             while isinstance(event := await outer.next(), h11.Data):
                 self._activity.record_activity()
-                await self._send_data(inner, stream.take(bytes(event.data)))
+                async for data in self._decode(bytes(event.data), inflater):
+                    await self._send_data(inner, stream.take(data))
+            if inflater is not None and not inflater.is_whole:
+                raise self._build_bad_answer("sends a compressed answer that is not complete")
             await self._send_data(inner, stream.finish())
             await inner.send(h11.EndOfMessage())
         except (h11.RemoteProtocolError, HeadError):
@@ -238,6 +245,20 @@ class Interception:
             raise self._build_bad_answer("does not answer in HTTP/1.1") from None
         except h11.LocalProtocolError:
             raise self._build_bad_answer("sends an answer that cannot be written again") from None
+        except zlib.error:
+            raise self._build_bad_answer("sends an answer that is not compressed as it says") from None
+
+    async def _decode(self, data: bytes, inflater: Inflater | None) -> AsyncIterator[bytes]:
+        """Yield a part of an answer in pieces. Decoded bytes count towards the session's quota and rate, which bounds
+        what a decompression bomb costs. Raises zlib.error and Refusal.
+        """
+        if inflater is None:
+            yield data
+            return
+        for piece in inflater.feed(data):
+            await self._quota.charge(len(piece))
+            yield piece
+            await asyncio.sleep(0)  # one read makes many pieces, and other connections must not wait for all of them
 
     async def _read_answer(self, inner: _Peer, outer: _Peer) -> h11.Response:
         for _ in range(_MAX_INTERIM):
@@ -251,13 +272,21 @@ class Interception:
                 await inner.send(h11.InformationalResponse(status_code=HTTPStatus.CONTINUE, headers=[]))
         raise self._build_bad_answer("sends interim answers without an end")
 
-    async def _start_answer(self, inner: _Peer, response: h11.Response, masker: SecretMasker) -> None:
+    async def _start_answer(self, inner: _Peer, response: h11.Response, masker: SecretMasker) -> Inflater | None:
+        """Send the head of an answer. Return the decoder of its body, or None when it is not compressed."""
         headers = _read_headers(response)
         parse_framing(headers)
-        encodings = {value.lower() for value in find_values(headers, b"content-encoding")} - {b"identity"}
-        if encodings or response.status_code == HTTPStatus.PARTIAL_CONTENT:
-            raise self._build_bad_answer("sends an answer in parts or compressed, which cannot be searched for secrets")
-        kept = [(masker.mask(header.name), masker.mask(header.value)) for header in drop_hop_by_hop(headers)]
+        passed = [header for header in drop_hop_by_hop(headers) if header.key != b"accept-ranges"]
+        codings = [value.lower().decode("latin-1") for value in find_values(headers, b"content-encoding")]
+        codings = [coding for coding in codings if coding != "identity"]
+        if len(codings) > 1 or not CODINGS.issuperset(codings) or response.status_code == HTTPStatus.PARTIAL_CONTENT:
+            raise self._build_bad_answer(
+                "sends a part of an answer, or a compressed one that cannot be searched for secrets"
+            )
+        if codings:
+            passed = [header for header in passed if header.key not in _REWRITTEN]
+        kept = [(masker.mask(header.name), masker.mask(header.value)) for header in passed]
+        kept.append((b"Accept-Ranges", b"none"))
         if response.http_version != b"1.1" or b"close" in b",".join(find_values(headers, b"connection")).lower():
             kept.append((b"Connection", b"close"))
         # The host's own words may be the secret.
@@ -265,6 +294,7 @@ class Interception:
         data = inner.http.send(h11.Response(status_code=response.status_code, headers=kept, reason=reason))
         self._has_answered = True
         await inner.tls.send(data or b"")
+        return Inflater(codings[0]) if codings else None
 
     async def _send_data(self, inner: _Peer, data: bytes) -> None:
         if data:
