@@ -1,4 +1,4 @@
-"""HTTP/1.1 requests and answers in the proxy: heads are checked and rewritten, bodies are parsed to their end.
+"""Requests to the proxy: their heads are checked and rewritten.
 
 A message that two parsers could read differently is refused. The proxy writes its own head from parsed parts and never
 forwards a head as it came.
@@ -7,7 +7,6 @@ forwards a head as it came.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from contract.errors import ToolFailure
 from workers.egress.verdicts import refuse_bad_request
@@ -37,13 +36,6 @@ _REQUEST_LINE = re.compile(rb"([A-Z][A-Z-]{0,19}) ([\x21-\x7e]+) HTTP/1\.([01])"
 _ABSOLUTE = re.compile(r"http://([^/?#]*)([^#]*)", re.IGNORECASE)
 _AUTHORITY = re.compile(r"[^/?#]*")
 _TUNNEL = re.compile(r"(?:\[[0-9a-f:.]+\]|[^\[\]:/?#@]+):[0-9]+", re.IGNORECASE)
-_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[\t ]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
-_TRAILER = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}:[\t\x20-\x7e\x80-\xff]*")
-_MAX_LINE_BYTES = 4096
-_MAX_TRAILER_BYTES = 16 * 1024
-LAST_CHUNK = b"0\r\n\r\n"
-_STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
-_SWITCHING = 101
 
 
 class HeadError(ValueError):
@@ -220,168 +212,3 @@ def _build_head(
     if framing.is_chunked:
         lines.append(b"Transfer-Encoding: chunked\r\n")
     return b"".join([*lines, b"Connection: close\r\n\r\n"])
-
-
-class Body(Protocol):
-    """A body that arrives in parts. `is_done`: its end was read; bytes after it are dropped."""
-
-    is_done: bool
-
-    def take(self, data: bytes) -> bytes:
-        """Return the content in `data`. Raises HeadError when the framing is invalid."""
-        ...
-
-    def finish(self) -> None:
-        """Accept the end of the connection. Raises HeadError: when the body is incomplete."""
-        ...
-
-
-class ExactBody:
-    """A body of `length` bytes."""
-
-    def __init__(self, length: int) -> None:
-        self._remaining = length
-        self.is_done = length == 0
-
-    def take(self, data: bytes) -> bytes:
-        content = data[: self._remaining]
-        self._remaining -= len(content)
-        self.is_done = self._remaining == 0
-        return content
-
-    def finish(self) -> None:
-        if not self.is_done:
-            raise HeadError(f"its body ended {self._remaining} bytes before its end")
-
-
-class OpenBody:
-    """A body that ends with the connection."""
-
-    is_done = False
-
-    def take(self, data: bytes) -> bytes:
-        return data
-
-    def finish(self) -> None:
-        self.is_done = True
-
-
-class ChunkedBody:
-    """A chunked body. Extensions and trailers are checked and dropped."""
-
-    def __init__(self) -> None:
-        self._buffer = b""
-        self._at = 0
-        self._remaining = 0
-        self._step = self._read_size
-        self._trailer_bytes = 0
-        self.is_done = False
-
-    def take(self, data: bytes) -> bytes:
-        # Copy the rest once per call, however small the chunks: a copy per chunk would make small chunks expensive.
-        self._buffer, self._at = self._buffer[self._at :] + data, 0
-        pieces: list[bytes] = []
-        while not self.is_done and (piece := self._step()) is not None:
-            pieces.append(piece)
-        return b"".join(pieces)
-
-    def finish(self) -> None:
-        if not self.is_done:
-            raise HeadError("its body ended in the middle of its chunks")
-
-    def _read_size(self) -> bytes | None:
-        line = self._take_line()
-        if line is None:
-            return None
-        match = _SIZE_LINE.fullmatch(line)
-        if match is None:
-            raise HeadError("the size of a chunk is not a number")
-        self._remaining = int(match[1], 16)
-        self._step = self._read_content if self._remaining else self._read_trailer
-        return b""
-
-    def _read_content(self) -> bytes | None:
-        content = self._buffer[self._at : self._at + self._remaining]
-        self._at += len(content)
-        self._remaining -= len(content)
-        if not self._remaining:
-            self._step = self._read_end
-        return content or None
-
-    def _read_end(self) -> bytes | None:
-        end = self._buffer[self._at : self._at + 2]
-        if end != b"\r\n"[: len(end)]:
-            raise HeadError("a chunk is not as long as it says")
-        if len(end) < 2:
-            return None
-        self._at += 2
-        self._step = self._read_size
-        return b""
-
-    def _read_trailer(self) -> bytes | None:
-        line = self._take_line()
-        if line is None:
-            return None
-        self._trailer_bytes += len(line)
-        if self._trailer_bytes > _MAX_TRAILER_BYTES or (line and not _TRAILER.fullmatch(line)):
-            raise HeadError("what follows its last chunk is not made of header lines")
-        self.is_done = not line
-        return b""
-
-    def _take_line(self) -> bytes | None:
-        end = self._buffer.find(b"\r\n", self._at, self._at + _MAX_LINE_BYTES + 2)
-        if end < 0:
-            if len(self._buffer) - self._at > _MAX_LINE_BYTES:
-                raise HeadError("a line between its chunks is too long")
-            return None
-        line = self._buffer[self._at : end]
-        self._at = end + 2
-        return line
-
-
-def build_body(framing: Framing, *, is_open: bool) -> Body:
-    """Return the parser of a body. Without a length the body is empty or, with `is_open`, ends with the connection."""
-    if framing.is_chunked:
-        return ChunkedBody()
-    if framing.length is None and is_open:
-        return OpenBody()
-    return ExactBody(framing.length or 0)
-
-
-def encode_chunk(content: bytes) -> bytes:
-    """Return one chunk, or nothing for empty content: an empty chunk would end the body."""
-    return b"%x\r\n%b\r\n" % (len(content), content) if content else b""
-
-
-@dataclass(frozen=True)
-class AnswerHead:
-    """`head`: the bytes for the client. `body`: the parser of the body; None for an interim answer (1xx), after which
-    another head follows. `is_chunked`: the client gets the body in chunks.
-    """
-
-    status: int
-    head: bytes
-    body: Body | None
-    is_chunked: bool
-
-
-def parse_answer(head: bytes, request: ProxyRequest, max_lines: int) -> AnswerHead:
-    """Return the head of the answer to `request`. Raises HeadError when it is not HTTP/1.1."""
-    first, headers = split_head(head, max_lines)
-    match = _STATUS_LINE.fullmatch(first)
-    if match is None:
-        raise HeadError("its first line is not that of an HTTP/1.1 answer")
-    status = int(match[1])
-    if status == _SWITCHING:
-        raise HeadError("it switches protocols without having been asked")
-    framing, passed = parse_framing(headers), drop_hop_by_hop(headers)
-    lines = [b"HTTP/1.1 " + first[9:] + b"\r\n", *(header.line for header in passed)]
-    if status < 200:
-        return AnswerHead(status, b"".join([*lines, b"\r\n"]), None, False)
-    has_body = request.method != "HEAD" and status not in (204, 304)
-    body = build_body(framing if has_body else Framing(length=0), is_open=has_body)
-    # An end by closing looks the same as a cut connection. Therefore the client gets chunks instead.
-    is_chunked = has_body and framing.length is None and not request.is_old
-    if is_chunked:
-        lines.append(b"Transfer-Encoding: chunked\r\n")
-    return AnswerHead(status, b"".join([*lines, b"Connection: close\r\n\r\n"]), body, is_chunked)

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 
+import h11
 import structlog
 
 from workers.egress.allowances import (
@@ -21,11 +22,11 @@ from workers.egress.allowances import (
     parse_opening,
 )
 from workers.egress.destinations import Destinations
-from workers.egress.exchange import Exchange, read_head
 from workers.egress.hellos import UNRECOGNIZED_NAME, HelloGate
 from workers.egress.http_messages import HeadError, ProxyRequest, parse_request
 from workers.egress.interception import Interception, SecretProxy, find_bound
-from workers.egress.limits import ProxyLimits
+from workers.egress.limits import CHUNK_BYTES, ProxyLimits
+from workers.egress.relaying import AnswerRewriter, Peer, PlainChannel, Relay
 from workers.egress.streams import ActivityClock, Stream, run_all, tunnel, watch
 from workers.egress.verdicts import EgressVerdict, Refusal, build_answer, refuse_bad_gateway, refuse_bad_request
 
@@ -187,7 +188,7 @@ class _Connection:
             async with asyncio.timeout(self._limits.request_s):
                 first = await self._client.receive(quota)
             async with asyncio.timeout(self._limits.header_s):
-                head, rest = await read_head(self._client, quota, self._limits, first) if first else (b"", b"")
+                head, rest = await _read_head(self._client, quota, self._limits, first) if first else (b"", b"")
         except TimeoutError:
             sentence = f"the head of the request did not come within {self._limits.header_s:g} s"
             raise Refusal(EgressVerdict.SLOW_REQUEST, HTTPStatus.REQUEST_TIMEOUT, sentence) from None
@@ -216,9 +217,42 @@ class _Connection:
         await interception.run(self._client, host, rest, lambda activity: watch(self._client, activity, self._limits))
 
     async def _exchange(self, host: Stream, request: ProxyRequest, rest: bytes, quota: ConnectionQuota) -> None:
-        activity = ActivityClock()
-        exchange = Exchange(self._client, host, request, rest, quota, activity, self._limits)
+        """Relay one request. Bytes after it are not a second request."""
+        activity, channel = ActivityClock(), PlainChannel(self._client, quota)
+        inner = Peer(channel, h11.SERVER, self._limits)
+        inner.http.receive_data(request.head + rest)
+        relay = Relay(
+            inner,
+            Peer(PlainChannel(host, quota), h11.CLIENT, self._limits),
+            request.target.host,
+            activity,
+            self._limits,
+        )
         try:
-            await exchange.run(watch(self._client, activity, self._limits))
+            head = inner.http.next_event()
+            if not isinstance(head, h11.Request):
+                raise refuse_bad_request("it is not HTTP/1.1")
+            forwarded = h11.Request(method=head.method, target=head.target, headers=head.headers.raw_items())
+            watching = watch(self._client, activity, self._limits)
+            await run_all(relay.run(forwarded, AnswerRewriter(), is_last=True), background=(watching,))
+        except h11.ProtocolError:
+            raise refuse_bad_request("it is not HTTP/1.1") from None
         finally:
-            self._is_http = not exchange.has_answered
+            self._is_http = not relay.has_answered
+
+
+_HEAD_END = b"\r\n\r\n"
+
+
+async def _read_head(stream: Stream, quota: ConnectionQuota, limits: ProxyLimits, head: bytes) -> tuple[bytes, bytes]:
+    """Return a head, with its empty line, and the bytes after it. `head`: bytes that were already read. Raises
+    HeadError.
+    """
+    while (end := head.find(_HEAD_END)) < 0:
+        if len(head) >= limits.header_bytes:
+            raise HeadError(f"its head has more than {limits.header_bytes // 1024} KiB")
+        data = await stream.receive(quota, min(CHUNK_BYTES, limits.header_bytes - len(head)))
+        if not data:
+            raise HeadError("the connection ended in the middle of its head")
+        head += data
+    return head[: end + 4], head[end + 4 :]

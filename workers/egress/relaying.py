@@ -1,0 +1,200 @@
+"""Relays an HTTP request and its answer. Both are parsed and framed again, so that no byte of one side can pass as a
+second request at the other side (request smuggling).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from http.client import responses
+from typing import Protocol
+
+import h11
+
+from workers.egress.allowances import ConnectionQuota
+from workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
+from workers.egress.limits import KIB, ProxyLimits
+from workers.egress.streams import ActivityClock, Stream
+from workers.egress.verdicts import EgressVerdict, Refusal, refuse_bad_gateway, refuse_bad_request
+
+_MAX_INTERIM = 16
+
+
+class Channel(Protocol):
+    """Bytes in both directions. Both methods raise OSError, and `receive` also Refusal."""
+
+    async def receive(self) -> bytes: ...
+
+    async def send(self, data: bytes) -> None: ...
+
+
+class PlainChannel:
+    """A stream without TLS."""
+
+    def __init__(self, stream: Stream, quota: ConnectionQuota) -> None:
+        self._stream, self._quota = stream, quota
+
+    async def receive(self) -> bytes:
+        return await self._stream.receive(self._quota)
+
+    async def send(self, data: bytes) -> None:
+        await self._stream.send(data)
+
+
+class Peer:
+    """One side: its bytes and its HTTP/1.1 parser."""
+
+    def __init__(self, channel: Channel, role: "type[h11.CLIENT] | type[h11.SERVER]", limits: ProxyLimits) -> None:
+        self.channel = channel
+        self.http = h11.Connection(role, max_incomplete_event_size=limits.header_bytes)
+
+    async def next(self) -> "h11.Event":
+        """Return the next event. Raises h11.RemoteProtocolError, OSError and Refusal."""
+        while (event := self.http.next_event()) is h11.NEED_DATA:
+            self.http.receive_data(await self.channel.receive())
+        assert event is not h11.PAUSED
+        return event  # type: ignore[return-value]
+
+    async def send(self, event: "h11.Event") -> None:
+        await self.channel.send(self.http.send(event) or b"")
+
+    @property
+    def is_done(self) -> bool:
+        return self.http.our_state is h11.DONE and self.http.their_state is h11.DONE
+
+
+class AnswerRewriter:
+    """Changes an answer on its way to the client. This one changes nothing."""
+
+    def rewrite_head(self, status: int, headers: list[Header]) -> list[Header]:
+        """Return the headers for the client. Raises Refusal."""
+        return headers
+
+    async def rewrite(self, data: bytes) -> AsyncIterator[bytes]:
+        """Yield the content for the client that can be sent now. Raises Refusal."""
+        yield data
+
+    def finish(self) -> bytes:
+        """Return the rest at the end of the body. Raises Refusal."""
+        return b""
+
+
+class Relay:
+    """Relays requests of `inner` to `outer`, the `host`, one after another. `has_answered`: whether the client has
+    received a part of the answer to the present request.
+    """
+
+    def __init__(self, inner: Peer, outer: Peer, host: str, activity: ActivityClock, limits: ProxyLimits) -> None:
+        self._inner, self._outer, self._host = inner, outer, host
+        self._activity, self._limits = activity, limits
+        self.has_answered = False
+
+    async def run(self, request: h11.Request, rewriter: AnswerRewriter, *, is_last: bool = False) -> None:
+        """Send the request with the body that the client sends, and forward the answer. `is_last`: bytes after the
+        request are not a second request. Raises Refusal and OSError.
+        """
+        self.has_answered = False
+        try:
+            await self._outer.send(request)
+        except h11.LocalProtocolError:
+            raise refuse_bad_request("it cannot be written again") from None
+        sending = asyncio.ensure_future(self._send_all(is_last=is_last))
+        answering = asyncio.ensure_future(self._forward_answer(rewriter))
+        try:
+            await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                sending.result()
+            await answering
+        finally:
+            for task in (sending, answering):
+                task.cancel()
+            await asyncio.gather(sending, answering, return_exceptions=True)
+
+    async def _send_all(self, *, is_last: bool) -> None:
+        await self._send_body()
+        while is_last and await self._inner.channel.receive():
+            pass  # read only to notice that the client leaves
+
+    async def _send_body(self) -> None:
+        """Forward the body. Trailers are dropped. A host that reads no more may still answer."""
+        try:
+            while isinstance(event := await self._inner.next(), h11.Data):
+                self._activity.record_activity()
+                if not await self._try_send(h11.Data(data=bytes(event.data))):
+                    return
+        except h11.RemoteProtocolError:
+            raise refuse_bad_request("its body is not HTTP/1.1") from None
+        await self._try_send(h11.EndOfMessage())
+
+    async def _try_send(self, event: "h11.Event") -> bool:
+        """Return whether the host still takes the request."""
+        try:
+            await self._outer.send(event)
+        except (OSError, h11.LocalProtocolError):
+            return False
+        return True
+
+    async def _forward_answer(self, rewriter: AnswerRewriter) -> None:
+        try:
+            await self._start_answer(await self._read_answer(), rewriter)
+            while isinstance(event := await self._outer.next(), h11.Data):
+                self._activity.record_activity()
+                async for data in rewriter.rewrite(bytes(event.data)):
+                    await self._send_data(data)
+            await self._send_data(rewriter.finish())
+            await self._inner.send(h11.EndOfMessage())
+        except HeadError as error:
+            raise build_bad_answer(self._host, f"does not answer in HTTP/1.1 ({error})") from None
+        except h11.RemoteProtocolError as error:
+            # The text of the error may quote the answer.
+            is_long = error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            more = f" (its head has more than {self._limits.header_bytes // KIB} KiB)" if is_long else ""
+            raise build_bad_answer(self._host, f"does not answer in HTTP/1.1{more}") from None
+        except h11.LocalProtocolError:
+            raise build_bad_answer(self._host, "sends an answer that cannot be written again") from None
+
+    async def _read_answer(self) -> h11.Response:
+        for _ in range(_MAX_INTERIM):
+            try:
+                event = await self._outer.next()
+            except h11.RemoteProtocolError:
+                if self._outer.http.trailing_data != (b"", True):
+                    raise
+                raise build_bad_answer(self._host, "closed the connection without an answer") from None
+            self._activity.record_activity()
+            if isinstance(event, h11.Response):
+                return event
+            is_go_ahead = isinstance(event, h11.InformationalResponse) and event.status_code == HTTPStatus.CONTINUE
+            if is_go_ahead and self._inner.http.they_are_waiting_for_100_continue:
+                go_ahead = h11.InformationalResponse(status_code=HTTPStatus.CONTINUE, headers=[], reason=b"Continue")
+                await self._inner.send(go_ahead)
+        raise build_bad_answer(self._host, "sends interim answers without an end")
+
+    async def _start_answer(self, response: h11.Response, rewriter: AnswerRewriter) -> None:
+        headers = read_headers(response)
+        parse_framing(headers)
+        if len(headers) > self._limits.header_lines:
+            raise HeadError(f"it has more than {self._limits.header_lines} header lines")
+        kept = rewriter.rewrite_head(response.status_code, drop_hop_by_hop(headers))
+        lines = [(header.name, header.value) for header in kept]
+        if response.http_version != b"1.1" or b"close" in b",".join(find_values(headers, b"connection")).lower():
+            lines.append((b"Connection", b"close"))
+        # The host's own words may be a secret.
+        reason = responses.get(response.status_code, "").encode()
+        data = self._inner.http.send(h11.Response(status_code=response.status_code, headers=lines, reason=reason))
+        self.has_answered = True
+        await self._inner.channel.send(data or b"")
+
+    async def _send_data(self, data: bytes) -> None:
+        if data:
+            await self._inner.send(h11.Data(data=data))
+            self._activity.record_activity()
+
+
+def build_bad_answer(host: str, problem: str) -> Refusal:
+    """Return the refusal for a host that answers badly."""
+    return refuse_bad_gateway(EgressVerdict.BAD_ANSWER, f"{host} {problem}: try again, or another source")
+
+
+def read_headers(message: h11.Request | h11.Response) -> tuple[Header, ...]:
+    """Return the headers of a message as they came."""
+    return tuple(Header(name.lower(), name, value) for name, value in message.headers.raw_items())
