@@ -39,9 +39,12 @@ def load_pins(name: str) -> dict[str, Version]:
 
 
 def load_requirements(*extras: str) -> list[Requirement]:
-    """Return the requirements of pyproject.toml: the project's dependencies and the named extras, or all extras."""
+    """Return the requirements of pyproject.toml: the project's dependencies and the named extras, or all that the lock
+    has. verifiers has an environment of its own (scripts/lock).
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
+    del optional["verifiers"]
     lines = [*project["dependencies"], *(line for extra in extras or optional for line in optional[extra])]
     # An extra may include another one, whose requirements are listed separately. The locks are for this Python.
     return [
