@@ -66,6 +66,9 @@ class Worker:
     async def abandon(self, claim: RunClaim, journal: Journal) -> None:
         self.abandoned.append(claim.run)
 
+    async def release_states(self, claim: RunClaim, journal: Journal) -> None:
+        """Do nothing: no states are kept."""
+
     def drop_spans(self, claim: RunClaim) -> None:
         """Do nothing: nothing is traced."""
 

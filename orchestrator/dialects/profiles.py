@@ -29,7 +29,7 @@ class ModelProfile:
     """
 
     name: Literal["small", "standard"]
-    dialect: Literal["native", "tags"] = "native"
+    dialect: Literal["native", "auto"] = "native"
     tools: tuple[str, ...] = ("all",)
     instruction: str = ""
     is_brief: bool = False
@@ -48,7 +48,7 @@ class ModelProfile:
 STANDARD = ModelProfile("standard")
 SMALL = ModelProfile(
     "small",
-    dialect="tags",
+    dialect="auto",
     # A model with 0.5 billion parameters cannot choose between tools. With a second tool it calculates without tools,
     # and wrongly.
     tools=(SHELL_TOOL,),

@@ -184,15 +184,18 @@ async def choose_profile(
     return STANDARD, "nothing says that the model is small"
 
 
-def choose_dialect(name: str, capabilities: Capabilities | None = None, profile: ModelProfile = STANDARD) -> Dialect:
-    """Return the dialect of that name.
+def choose_dialect(
+    name: str, capabilities: Capabilities | None = None, profile: ModelProfile = STANDARD, *, has_shell: bool = False
+) -> Dialect:
+    """Return the dialect of that name. `has_shell`: the run offers bash_tool, for which there are worked examples.
 
-    "auto" is tags for a small model, which completes the most jobs with it and in the fewest tokens (`scripts/bench
-    jobs`). For others it is native if the model calls tools natively or its capabilities are unknown, else tags. Raises
-    ConfigError for an unknown name.
+    "auto" is tags for a small model with examples: it completes the most jobs with tags, and in the fewest tokens
+    (`scripts/bench jobs`). Otherwise it is native if the model calls tools natively or its capabilities are unknown,
+    else tags. Raises ConfigError for an unknown name.
     """
     if name == "auto":
-        is_native = profile is not SMALL and (capabilities is None or capabilities.native_tools)
+        is_best_by_tags = profile.shows_examples and has_shell
+        is_native = not is_best_by_tags and (capabilities is None or capabilities.native_tools)
         name = "native" if is_native else "tags"
     if name == "native":
         # A small model gets no fields that it does not need.

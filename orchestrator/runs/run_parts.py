@@ -236,7 +236,7 @@ class RunParts:
         if self._pool.tally is not None:
             config = replace(config, on_event=self._pool.tally.watch_run(config.on_event, config.journal))
         run_call: RunCall = _refused
-        files = ""
+        files, has_shell = "", False
         if session is not None:
             info = await session.info()
             switches = switches_for(await self._pool.switches.switches(), session.tenant)
@@ -244,7 +244,8 @@ class RunParts:
             offer = await _of_workers(self._pool.offers.of(session.tenant))
             specs = await self._specs(offer, session.tenant, switches, names, info, options.context_tokens)
             skills = offer.skills
-            if profile.shows_files and any(spec.name == SHELL_TOOL for spec in specs):
+            has_shell = any(spec.name == SHELL_TOOL for spec in specs)
+            if profile.shows_files and has_shell:
                 # A resumed run lists them again: the log has no list, and the files may have changed.
                 files = await list_files(session)
             config.on_event(_ready(config.run, info))
@@ -257,7 +258,9 @@ class RunParts:
                 questions,
                 ActiveSkills(skills),
             ).run_call()
-        dialect: Dialect = PlainDialect() if config.is_chat else choose_dialect(name, capabilities, profile)
+        dialect: Dialect = (
+            PlainDialect() if config.is_chat else choose_dialect(name, capabilities, profile, has_shell=has_shell)
+        )
         if config.live is not None:
             config.live.use(lambda: dialect.open_reader(config.run, 0, reads_tags=options.enable_tool_action_parsing))
         return Agent(

@@ -62,6 +62,28 @@ async def test_a_run_is_cancelled_from_any_replica_and_its_command_with_it(api_s
         assert [(entry["actor"]["name"], entry["tenant"]) for entry in entries] == [("operator", "acme")]
 
 
+async def test_forks_of_a_run_repeat_no_step_and_belong_to_its_tenant(api_stack: ApiStack) -> None:
+    async with api_stack.client() as client, api_stack.client("rival", replica=1) as other:
+        run = await started(client, "steps", keep_states=True)
+        assert (await until_state(client, run, "succeeded"))["answer"] == f"{STEPS} steps"
+        path, key = f"/v1/runs/{run}/fork", {"Idempotency-Key": "forks"}
+        reply = await client.post(path, json={"step": 2, "n": 2}, headers=key)
+        assert reply.status_code == 202, reply.text
+        forks = [fork["id"] for fork in reply.json()["runs"]]
+        again = await client.post(path, json={"step": 2, "n": 2}, headers=key)
+        assert [fork["id"] for fork in again.json()["runs"]] == forks
+        for fork in forks:
+            ended = await until_state(client, fork, "succeeded")
+            # The file of the steps has only the lines of the shared steps and of the fork's own.
+            assert (ended["answer"], ended["forked_from"]) == (f"{STEPS} steps", {"run": run, "step": 2})
+        refusals = [
+            await client.post(path, json={"step": 9, "n": 1}),
+            await other.post(path, json={"step": 2, "n": 1}),
+            await client.post(f"/v1/runs/{forks[0]}x/fork", json={"step": 2, "n": 1}),
+        ]
+        assert [refusal.status_code for refusal in refusals] == [422, 404, 404]
+
+
 @asynccontextmanager
 async def asking(client: httpx.AsyncClient) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Yield a run that waits for approval, and its question."""

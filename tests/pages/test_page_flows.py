@@ -12,7 +12,7 @@ from contract.names import control_queue
 from contract.run_events import Failure, FailureKind, ModelReplied
 from store.approvals import AlreadyAnswered, ApprovalQuestion
 from store.audit import LOCAL, Actor, Audit
-from store.batches import BatchState, ItemOutcome, RunBody
+from store.batches import BatchState, ForkSource, ItemEnvironment, ItemOutcome, RunBody
 from store.run_log import LogEntry, RunLog
 from tests.batch_story import Attempt
 from tests.page_harness import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
@@ -63,6 +63,31 @@ async def test_a_run_is_seen_while_it_goes_on(world: World, visitors: Visitors) 
         await expect(page.get_by_role("heading", name="Answer")).to_be_visible()
         await expect(page.locator("#live-state")).to_contain_text("The run has ended")
         assert await page.evaluate("window.owned") is None
+
+
+async def test_the_tree_of_forks_leads_from_run_to_run(world: World, visitors: Visitors) -> None:
+    run = await world.hosted.start("acme", RunBody(instruction="Branch here"))
+    source = ForkSource(run=run.id, step=2, attempt=1, entries=0)
+    fork = await world.hosted._start(
+        "acme",
+        RunBody(instruction="Branch here"),
+        ItemEnvironment(),
+        idempotency_key=None,
+        priority=0,
+        forked_from=source,
+    )
+    async with visitors.visit("acme") as visit:
+        page = visit.page
+        await page.goto(f"/runs/{run.id}")
+        tree = page.get_by_role("region", name="Forks")
+        await expect(tree).to_contain_text("after step 2:")
+        await tree.get_by_role("link", name=fork.id).click()
+        await expect(page.get_by_role("heading", level=1)).to_contain_text(fork.id)
+        await expect(tree.locator("[aria-current=page]")).to_have_text(fork.id)
+        await page.get_by_role("link", name=run.id).first.click()
+        await expect(page.get_by_role("heading", level=1)).to_contain_text(run.id)
+    for one in (run, fork):
+        await world.hosted.cancel("acme", one.id)
 
 
 async def test_the_overview_shows_what_a_run_does(world: World, visitors: Visitors) -> None:

@@ -49,6 +49,9 @@ class Troubled:
     async def abandon(self, claim: RunClaim, journal: Journal) -> None:
         self.abandoned.append(claim.run)
 
+    async def release_states(self, claim: RunClaim, journal: Journal) -> None:
+        """Do nothing: no states are kept."""
+
     def drop_spans(self, claim: RunClaim) -> None:
         """Trace nothing."""
 
