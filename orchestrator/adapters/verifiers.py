@@ -94,7 +94,7 @@ class ToolcrewTask(vf.Task[ToolcrewTaskData, ToolcrewState]):  # type: ignore[mi
                 return await grade_submission(session, grader, submission, began)
 
         with _rollout_errors():
-            graded = await retry_grading(grade)
+            graded = await retry_grading(self.data.tenant, grade)
         if graded.grade is None:
             raise vf.TaskError(f"{graded.failure.message if graded.failure else ''}: {graded.output}")
         trace.state.grade = graded.grade

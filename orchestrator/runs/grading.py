@@ -160,7 +160,7 @@ class Grading:
                 if not is_being_cancelled():
                     await self._sessions.close(session)
 
-        return await retry_grading(grade_once)
+        return await retry_grading(tenant, grade_once)
 
 
 async def note_start(session: Session, grader: Grader) -> None:
@@ -186,8 +186,10 @@ async def take_submission(session: Session, grader: Grader) -> Submission:
     return Submission(await asyncio.to_thread(_pack, files), len(files), size)
 
 
-async def retry_grading(grade: Callable[[], Awaitable[Graded]]) -> Graded:
-    """Return the result of `grade`, which is repeated while the infrastructure fails. Raises its last error."""
+async def retry_grading(tenant: str | None, grade: Callable[[], Awaitable[Graded]]) -> Graded:
+    """Return the result of `grade`, which is repeated while the infrastructure fails. Raises its last error. `tenant`:
+    for the log.
+    """
     for attempt in range(1, TRIES + 1):
         try:
             return await grade()
@@ -195,7 +197,7 @@ async def retry_grading(grade: Callable[[], Awaitable[Graded]]) -> Graded:
             is_quota = isinstance(error, ToolFailure) and error.code in QUOTA_CODES
             if judge_error(error).kind is not FailureKind.INFRASTRUCTURE or is_quota or attempt == TRIES:
                 raise
-            log.warning("grading_retried", error=str(error))
+            log.warning("grading_retried", tenant=tenant, error=str(error))
             await asyncio.sleep(RETRY_S)
     raise AssertionError("the last try returns or raises")
 

@@ -16,8 +16,8 @@ from benchmarks.__main__ import NAMES
 from tests.stack import missing, require_engine
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 600.0
 # Alone the slowest benchmark takes 40 s; the local model is ten times slower beside other tests.
+LIMIT_S = 600.0
 
 
 @pytest.mark.stack
