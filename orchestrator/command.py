@@ -1,206 +1,128 @@
-"""The command `toolcrew`: the commands of the CLI, and `toolcrew serve`, which starts the services.
+"""`toolcrew`: the first page of its help, and the modules of its commands.
 
-Only this module imports both the CLI and the services.
+A module is imported when its command runs: importing the modules of all commands takes longer than most commands.
+Each command makes one library call. An error is one sentence on stderr, or one object on stdout with --json.
 """
 
-import asyncio
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Literal, Protocol
+import logging
+from importlib import import_module
+from importlib.metadata import version
+from typing import Annotated, Any, NamedTuple
 
 import typer
-
-from contract.extras import explain_missing
-from orchestrator.cli.main import OPERATE, app, main
-from orchestrator.cli.runner import Tenant, open_client, refuse_key, run_work
-from orchestrator.logs import configure_logging
-from orchestrator.runs.batch_service import BatchService
-from orchestrator.settings import child_environment, load_settings, program
-
-CONCURRENCY = 64
-
-__all__ = ["app", "main"]
-
-serve_app = typer.Typer(no_args_is_help=True, help="Run a service: the API, an MCP server, batches, a worker.")
-app.add_typer(serve_app, name="serve", rich_help_panel=OPERATE)
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 
-@serve_app.command("api")
-def serve_api(
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all addresses, behind a TLS proxy.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8080,
-    concurrency: Annotated[
-        int,
-        typer.Option(
-            "--concurrency",
-            min=0,
-            max=10_000,
-            help="Concurrent runs and batch items in this process; 0: other processes run them.",
-        ),
-    ] = CONCURRENCY,
-    traces: Annotated[
-        bool, typer.Option("--traces/--no-traces", help="Write a trace of each run to TOOLCREW_TRACES.")
-    ] = True,
-) -> None:
-    """Serve the HTTP API and its pages, and process their runs, until SIGTERM or Ctrl-C.
+class _Place(NamedTuple):
+    """Where a command, or the app of a noun with its verbs, is defined."""
 
-    Create API keys with `toolcrew keys create TENANT`. Several processes can serve one deployment.
-    """
-    # Imported here because importing the server takes longer than most other commands.
-    from orchestrator.api.service import ApiService
-
-    async def work() -> None:
-        settings = load_settings()
-        configure_logging(settings, "api")
-        await _run_until_signal(ApiService(settings, host, port, concurrency, has_traces=traces))
-
-    run_work(work(), as_json=False)
+    module: str
+    name: str
+    help: str
 
 
-@serve_app.command("mcp")
-def serve_mcp(
-    http: Annotated[
-        int | None,
-        typer.Option(
-            "--http", min=0, max=65535, help="Serve streamable HTTP on this port; 0: any free port. Default: stdio."
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option("--host", help="With --http: address to listen on.")] = "127.0.0.1",
-    origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--origin", help="With --http: also allow pages of this origin (https://name[:port]). Repeatable."
-        ),
-    ] = None,
-    session: Annotated[
-        str | None,
-        typer.Option(
-            "--session", help="Over stdio: run calls in this open session. Default: a new session per connection."
-        ),
-    ] = None,
-    tenant: Tenant = None,
-) -> None:
-    """Serve the pool's tools over the Model Context Protocol: to one client over stdin and stdout, or over HTTP.
+START, WORK, OPERATE = "Start here", "Runs, sessions and tools", "Operate a deployment"
+"""Sections of the help, in this order. Every command is in one section."""
+COMMANDS: dict[str, dict[str, _Place]] = {
+    START: {
+        "up": _Place("cli.up", "up", "Start Redis, workers, Flower and the API here, until Ctrl-C."),
+        "run": _Place("cli.run", "run", "Run an agent on one instruction and print its answer."),
+        "call": _Place("cli.call", "call", "Call one tool and print its result."),
+        "doctor": _Place("cli.doctor", "doctor", "Check this host and the deployment."),
+        "batches": _Place("cli.batches", "batches_app", "Run many instructions from a file, and follow them."),
+    },
+    WORK: {
+        "sessions": _Place("cli.sessions", "sessions_app", "Open, list, use and close sessions (sandboxes)."),
+        "runs": _Place("cli.runs", "runs_app", "List, show, follow, fork and cancel runs that programs started."),
+        "calls": _Place("cli.calls", "calls_app", "List, show and end calls."),
+        "approvals": _Place("cli.approvals", "approvals_app", "List the calls that wait for a decision, and decide."),
+        "traces": _Place("cli.traces", "traces_app", "Show and export the traces of runs."),
+        "tools": _Place("cli.tools", "tools_app", "List, show, enable and disable tools."),
+        "skills": _Place("cli.skills", "skills_app", "List, check, install and remove skills."),
+    },
+    OPERATE: {
+        "hosts": _Place("cli.hosts", "hosts_app", "List workers, and take hosts out of service."),
+        "tenants": _Place("cli.tenants", "tenants_app", "List, register, change and pause tenants."),
+        "keys": _Place("cli.keys", "keys_app", "Create, list and revoke API keys."),
+        "models": _Place("cli.models", "models_app", "List, set and remove model endpoints."),
+        "secrets": _Place("cli.secrets", "secrets_app", "Set, list and revoke secrets that sandboxes use."),
+        "changes": _Place("cli.changes", "changes_app", "List who changed what."),
+        "config": _Place("cli.config", "config_app", "Show settings, write Redis users, re-sign stored records."),
+        "serve": _Place("serve", "serve_app", "Run a service: the API, an MCP server, batches, a worker."),
+    },
+}
+_PLACES = {name: place for places in COMMANDS.values() for name, place in places.items()}
 
-    The server stops on SIGTERM or at the end of stdin.
 
-    Over HTTP, the API key identifies the tenant (`toolcrew keys create TENANT`). Over stdio, set --tenant or
-    TOOLCREW_API_KEY.
-    """
-    if http is None:
-        _refuse_with("--http", {"--origin": bool(origin), "--host": host != "127.0.0.1"})
-        run_work(_over_stdio(tenant, session), as_json=False)
+class Commands(TyperGroup):
+    """All commands; each is imported when it is first looked up."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_PLACES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands and cmd_name in _PLACES:
+            self.commands[cmd_name] = _import_command(cmd_name, _PLACES[cmd_name])
+        return self.commands.get(cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help of all commands without the frames of typer, so that it fits a terminal of 28 lines."""
+        typer.echo("Usage: toolcrew COMMAND ...  (toolcrew COMMAND --help shows its options)\n")
+        for part, places in COMMANDS.items():
+            typer.echo(f"{part}:")
+            for name, place in places.items():
+                typer.echo(f"  {name:<10} {place.help}")
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """Run the command line."""
+    # The command prints the error itself; a log line would print it twice.
+    logging.getLogger("orchestrator").setLevel(logging.CRITICAL)
+    app()
+
+
+def import_all() -> TyperGroup:
+    """Return the group of all commands, with their modules imported. For generated pages and tests."""
+    root = get_command(app)
+    assert isinstance(root, Commands)
+    for name in _PLACES:
+        root.get_command(None, name)
+    return root
+
+
+def _import_command(name: str, place: _Place) -> TyperCommand | TyperGroup:
+    defined = getattr(import_module(f"orchestrator.{place.module}"), place.name)
+    # typer builds commands only as children of a Typer.
+    parent = typer.Typer(pretty_exceptions_enable=False)
+    parent.callback()(lambda: None)
+    if isinstance(defined, typer.Typer):
+        parent.add_typer(defined, name=name, help=place.help)
     else:
-        _refuse_with("stdio (leave --http out)", {"--tenant": tenant is not None, "--session": session is not None})
-        run_work(_over_http(host, http, origin or []), as_json=False)
+        parent.command(name)(defined)
+    group = get_command(parent)
+    assert isinstance(group, TyperGroup)
+    command = group.commands[name]
+    assert isinstance(command, TyperCommand | TyperGroup)
+    return command
 
 
-@serve_app.command("batches")
-def serve_batches(
-    concurrency: Annotated[
-        int,
-        typer.Option(
-            "--concurrency",
-            min=1,
-            max=10_000,
-            help="Concurrent items in this process. The limit of a batch applies to all orchestrators together.",
-        ),
-    ] = CONCURRENCY,
-    tenant: Annotated[
-        list[str] | None, typer.Option("--tenant", help="Serve only this tenant. Repeatable. Default: all tenants.")
-    ] = None,
-    grace: Annotated[
-        float,
-        typer.Option(
-            "--grace", min=0.0, max=86_400.0, help="Seconds that running items have to finish after a stop signal."
-        ),
-    ] = 60.0,
-    traces: Annotated[
-        bool, typer.Option("--traces/--no-traces", help="Write a trace of each run to TOOLCREW_TRACES.")
-    ] = True,
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"toolcrew {version('toolcrew')}")
+        raise typer.Exit
+
+
+@app.callback()
+def begin(
+    is_version_asked: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
+    ] = False,
 ) -> None:
-    """Run the batches of all tenants that are submitted with --detach, until SIGTERM or Ctrl-C.
+    """Run the tools of LLM agents at scale, on the pool that TOOLCREW_REDIS_URL names.
 
-    After a signal, running items finish first; a second signal stops at once. Another orchestrator, or the next start,
-    continues unfinished items.
+    Without that variable, `run`, `call`, `tools` and `batches submit` start an embedded pool.
     """
-
-    async def serve() -> None:
-        settings = load_settings()
-        configure_logging(settings)
-        service = BatchService(settings, concurrency, tuple(tenant or ()), grace, traces)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, service.interrupt)
-        await service.run()
-
-    run_work(serve(), as_json=False)
-
-
-@serve_app.command("worker")
-def serve_worker(
-    kind: Annotated[
-        Literal["sandbox", "web"] | None, typer.Option("--kind", help="sandbox, or web. Default: TOOLCREW_WORKER_KIND.")
-    ] = None,
-) -> None:
-    """Run a Celery worker of TOOLCREW_REDIS_URL.
-
-    A worker of the kind sandbox runs next to this host's sandboxd (TOOLCREW_SANDBOXD_SOCKET). A worker of the kind web
-    has network access and no sandboxes.
-    """
-
-    async def check() -> None:
-        refuse_key(load_settings())
-
-    run_work(check(), as_json=False)
-    environment = {"TOOLCREW_WORKER_KIND": kind} if kind is not None else {}
-    command = program("workers")
-    os.execve(command[0], command, child_environment(environment))
-
-
-async def _over_stdio(tenant: str | None, session: str | None) -> None:
-    with _explain_missing_extra():
-        from orchestrator.mcp.stdio import serve_stdio
-    settings = load_settings()
-    configure_logging(settings, "mcp")
-    async with open_client(tenant) as client:
-        await serve_stdio(client, settings, session)
-
-
-async def _over_http(host: str, port: int, origins: list[str]) -> None:
-    with _explain_missing_extra():
-        from orchestrator.mcp.http_service import McpService
-    settings = load_settings()
-    configure_logging(settings, "mcp")
-    await _run_until_signal(McpService(settings, host, port, origins))
-
-
-@contextmanager
-def _explain_missing_extra() -> Iterator[None]:
-    """Raise ConfigError for an import of a package whose extra is not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise explain_missing(error) from error
-
-
-class _Service(Protocol):
-    def stop(self) -> None: ...
-
-    async def run(self) -> None: ...
-
-
-async def _run_until_signal(service: _Service) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, service.stop)
-    await service.run()
-
-
-def _refuse_with(transport: str, options: dict[str, bool]) -> None:
-    """Raise typer.BadParameter for options that only another transport supports."""
-    for name, is_set in options.items():
-        if is_set:
-            raise typer.BadParameter(f"{name} works only with {transport}; remove the option", param_hint=name)

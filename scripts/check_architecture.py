@@ -43,7 +43,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "guest": frozenset(),
 }
 
-# The entry points of the orchestrator. `orchestrator/command.py` combines them; shared code of two entry points is
+# The entry points of the orchestrator. `orchestrator/serve.py` combines them; shared code of two entry points is
 # elsewhere.
 _SURFACES = ("orchestrator.adapters", "orchestrator.api", "orchestrator.cli", "orchestrator.mcp")
 
@@ -80,6 +80,7 @@ _CELERY = ("orchestrator/dispatch/celery_transport.py", "orchestrator/operations
 _REDIS = ("store/*.py", "workers/celery_edge/*.py")
 _TERMINAL = (
     "orchestrator/command.py",
+    "orchestrator/serve.py",
     "orchestrator/cli/*.py",
     "orchestrator/terminal/*.py",
     "orchestrator/batches/live_progress.py",

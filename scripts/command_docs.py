@@ -16,10 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption  # noqa: E402
-from typer.main import get_command  # noqa: E402
 
 from orchestrator.cli.runner import EXIT_COMMAND, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_REFUSED  # noqa: E402
-from orchestrator.command import app  # noqa: E402
+from orchestrator.command import import_all  # noqa: E402
 from scripts.kept_pages import keep_page  # noqa: E402
 
 _KINDS = {int: "NUMBER", float: "NUMBER", Path: "PATH"}
@@ -48,9 +47,7 @@ Where a command differs it says so below.
 
 def build_page() -> str:
     """Return the text of the page."""
-    root = get_command(app)
-    assert isinstance(root, TyperGroup)
-    return INTRO + "".join(_section(path, command) for path, command in _leaves("toolcrew", root))
+    return INTRO + "".join(_section(path, command) for path, command in _leaves("toolcrew", import_all()))
 
 
 def _leaves(path: str, command: TyperCommand | TyperGroup) -> Iterator[tuple[str, TyperCommand | TyperGroup]]:

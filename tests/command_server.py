@@ -52,7 +52,10 @@ def open_command_server(folder: Path) -> Iterator[Path]:
 
 def serve(path: str) -> None:
     """Serve commands until SIGTERM."""
-    import orchestrator.command  # noqa: F401  # imported before the forks, so that no fork imports it again
+    from orchestrator.command import import_all
+
+    # All commands are imported before the forks, so that no fork imports one again.
+    import_all()
 
     # The server runs no threads, because a fork of a process with threads may inherit locked locks.
     with socket.socket(socket.AF_UNIX) as listener:

@@ -12,12 +12,13 @@ from contract.approvals import Decision
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.approvals.approvers import call_lines, make_visible
-from orchestrator.cli.runner import Json, Tenant, open_client, run_work
+from orchestrator.cli.clients import open_client
+from orchestrator.cli.runner import Json, Tenant, run_work
 from orchestrator.settings import load_settings
 from store.approvals import MAX_ARGUMENT_BYTES, MAX_PAGE, ApprovalAnswer, ApprovalQueue, PendingQuestion
 from store.audit import Actor
 
-approvals_app = typer.Typer(no_args_is_help=True, help="List the calls that wait for a decision, and decide.")
+approvals_app = typer.Typer(no_args_is_help=True)
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The id of the question, as `list` shows it.")]
 Reason = Annotated[

@@ -39,7 +39,8 @@ from orchestrator.cli.batches_views import (
     batches_list,
     batches_show,
 )
-from orchestrator.cli.runner import Json, Tenant, open_client, open_pool_client, run_work
+from orchestrator.cli.clients import open_client, open_pool_client
+from orchestrator.cli.runner import Json, Tenant, run_work
 from orchestrator.cli.session_options import Options
 from orchestrator.runs.batch_runs import RowPaths
 from orchestrator.runs.batches import check_batch_id, new_batch_id
@@ -50,7 +51,7 @@ from orchestrator.terminal.output import escape_controls
 from store.archives.files import MAX_WORKSPACE_BYTES
 from store.batches import BatchDefaults
 
-batches_app = typer.Typer(no_args_is_help=True, help="Run many instructions from a file, and follow them.")
+batches_app = typer.Typer(no_args_is_help=True)
 
 Output = Annotated[
     Path | None,

@@ -10,7 +10,8 @@ import typer
 from contract.errors import ConfigError
 from orchestrator.batches.rollouts import build_rollouts, write_jsonl, write_parquet
 from orchestrator.cli.batches_views import BatchId
-from orchestrator.cli.runner import Json, Tenant, open_pool_client, run_work
+from orchestrator.cli.clients import open_pool_client
+from orchestrator.cli.runner import Json, Tenant, run_work
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls
 from orchestrator.traces.reading import find_attempts, load_trace

@@ -21,7 +21,8 @@ from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.batches.transfers import download_artifacts
 from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import Json, OnlyTenant, Tenant, open_pool_client, run_work
+from orchestrator.cli.clients import open_pool_client
+from orchestrator.cli.runner import Json, OnlyTenant, Tenant, run_work
 from orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from orchestrator.runs.batch_status import build_status
 from orchestrator.sdk.client import ToolClient

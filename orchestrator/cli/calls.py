@@ -6,13 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.cli.runner import Json, Tenant, open_running, run_work
+from orchestrator.cli.clients import open_running
+from orchestrator.cli.runner import Json, Tenant, run_work
 from orchestrator.sdk.call_control import KilledCall
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.call_life import CallLife
 from store.call_list import CallPage
 
-calls_app = typer.Typer(no_args_is_help=True, help="List, show and end calls.")
+calls_app = typer.Typer(no_args_is_help=True)
 CallName = Annotated[
     str, typer.Argument(help="The id of the call from results or logs, or the id of its task in Flower.")
 ]

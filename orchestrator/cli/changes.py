@@ -7,7 +7,8 @@ import typer
 
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.cli.runner import Json, open_client, run_work
+from orchestrator.cli.clients import open_client
+from orchestrator.cli.runner import Json, run_work
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.audit import ACTIONS, MAX_PAGE, AuditAction, Audited
@@ -22,7 +23,7 @@ Actions = Annotated[
 Number = Annotated[int, typer.Option("-n", "--number", min=1, max=100_000, help="Largest number of entries to list.")]
 
 
-changes_app = typer.Typer(no_args_is_help=True, help="List who changed what.")
+changes_app = typer.Typer(no_args_is_help=True)
 
 
 @changes_app.callback()

@@ -22,7 +22,7 @@ from orchestrator.terminal.output import escape_controls
 from store.resealing import Resealed, reseal
 from telemetry.settings import load_tracing_settings
 
-config_app = typer.Typer(no_args_is_help=True, help="Show settings, write Redis users, re-sign stored records.")
+config_app = typer.Typer(no_args_is_help=True)
 
 MAX_CHARS = 100
 """Limit of a value in the text output, in characters. --json prints the whole value."""

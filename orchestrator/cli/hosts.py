@@ -15,7 +15,7 @@ from orchestrator.operations.drains import find_workers, follow_drain, order_dra
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.hosts import HostStore
 
-hosts_app = typer.Typer(no_args_is_help=True, help="List workers, and take hosts out of service.")
+hosts_app = typer.Typer(no_args_is_help=True)
 
 MIB = 1024 * 1024
 Host = Annotated[str, typer.Argument(help="The name that `toolcrew hosts list` shows, or the queue of one worker.")]

@@ -15,7 +15,7 @@ from orchestrator.cli.runner import Json, print_lines, run_work
 from orchestrator.terminal.output import table_rows
 from store.api_keys import ApiKeyRecord, Role
 
-keys_app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
+keys_app = typer.Typer(no_args_is_help=True)
 
 
 @keys_app.command("list")

@@ -12,7 +12,7 @@ from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, print_lines, run_work
 from orchestrator.terminal.output import table_rows
 
-models_app = typer.Typer(no_args_is_help=True, help="List, set and remove model endpoints.")
+models_app = typer.Typer(no_args_is_help=True)
 
 _OPTIONS = {"base_url": "url", "context_tokens": "context", "requests_per_minute": "rpm", "tokens_per_minute": "tpm"}
 """Field -> option, for options that are not named after their field."""

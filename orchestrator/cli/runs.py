@@ -8,12 +8,13 @@ import typer
 from contract.clock import format_instant
 from contract.session_locations import MAX_FORKS
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.cli.runner import Json, Tenant, open_running, run_work
+from orchestrator.cli.clients import open_running
+from orchestrator.cli.runner import Json, Tenant, run_work
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.run_records import HostedRun, HostedState, RunPage
 
-runs_app = typer.Typer(no_args_is_help=True, help="List, show, follow, fork and cancel runs that programs started.")
+runs_app = typer.Typer(no_args_is_help=True)
 RunName = Annotated[str, typer.Argument(help="The id of the run, as `list` shows it.")]
 _COLUMNS = ("id", "state", "created", "attempt", "session", "instruction")
 _MAX_CHARS = 60

@@ -18,7 +18,7 @@ from orchestrator.terminal.output import table_rows
 from store.audit import Role
 
 MAX_INPUT_CHARS = 64 * 1024
-secrets_app = typer.Typer(no_args_is_help=True, help="Set, list and revoke secrets that sandboxes use.")
+secrets_app = typer.Typer(no_args_is_help=True)
 OfDeployment = Annotated[
     bool, typer.Option("--deployment", help="A secret of the deployment itself, such as a model's API key.")
 ]

@@ -14,14 +14,15 @@ from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Tenant, open_running, run_work
+from orchestrator.cli.clients import open_running, run_with_notices
+from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Tenant, run_work
 from orchestrator.cli.session_options import Options
 from orchestrator.dispatch.sessions import Session
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls, table_rows
 from store.session_list import OpenSession, SessionPage
 
-sessions_app = typer.Typer(no_args_is_help=True, help="Open, list, use and close sessions (sandboxes).")
+sessions_app = typer.Typer(no_args_is_help=True)
 
 EXIT_NOT_RUN = 125
 """Exit code if the program was not run; `docker run` uses the same code."""
@@ -96,7 +97,7 @@ def sessions_open(
                 **info.options.model_dump(),
             }
 
-    session, fields = run_work(work(), as_json, reports_waiting=True)
+    session, fields = run_with_notices(work(), as_json)
     typer.echo(json.dumps(fields) if as_json else session.id)
 
 
@@ -117,7 +118,7 @@ def sessions_fork(
             forks = await (await client.session(session_id)).fork(number, leave_jobs=leave_jobs)
             return [fork.id for fork in forks]
 
-    ids = run_work(work(), as_json, reports_waiting=True)
+    ids = run_with_notices(work(), as_json)
     typer.echo(json.dumps({"sessions": ids}) if as_json else "\n".join(ids))
 
 
@@ -164,7 +165,7 @@ def sessions_exec(
             return await session.exec(command, stdin=content, cwd=cwd, timeout_s=timeout, on_output=on_output)
 
     try:
-        result = run_work(work(), as_json, reports_waiting=True)
+        result = run_with_notices(work(), as_json)
     except typer.Exit as stop:
         raise typer.Exit(EXIT_NOT_RUN if stop.exit_code == EXIT_ERROR else stop.exit_code) from None
     code = result.returncode if result.returncode >= 0 else EXIT_SIGNAL - result.returncode
@@ -213,7 +214,7 @@ def sessions_copy(
                 return await _copy_out(session, inner[1], Path(target))
             return await _copy_in(session, Path(source), remote[1])
 
-    copied = run_work(work(), as_json, reports_waiting=True)
+    copied = run_with_notices(work(), as_json)
     if as_json:
         typer.echo(json.dumps(copied))
     elif copied["left_out"]:

@@ -11,13 +11,14 @@ from contract.schema import find_nearest
 from contract.settings import check_environment
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary
-from orchestrator.cli.runner import EXIT_ERROR, Json, Tenant, fail, open_client, print_lines, run_work
+from orchestrator.cli.clients import open_client
+from orchestrator.cli.runner import EXIT_ERROR, Json, Tenant, fail, print_lines, run_work
 from orchestrator.sdk.skill_folders import examine_skill
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import table_rows
 from store.skills import InstalledSkill
 
-skills_app = typer.Typer(no_args_is_help=True, help="List, check, install and remove skills.")
+skills_app = typer.Typer(no_args_is_help=True)
 Source = Annotated[Path, typer.Argument(help="The folder of the skill, or a .zip file of it.")]
 
 

@@ -17,7 +17,7 @@ from orchestrator.terminal.output import escape_controls, table_rows
 from store.catalog import check_tools
 from store.overview import OverviewReader, TenantSummary
 
-tenants_app = typer.Typer(no_args_is_help=True, help="List, register, change and pause tenants.")
+tenants_app = typer.Typer(no_args_is_help=True)
 tenants_app.command("usage")(tenants_usage)
 
 Name = Annotated[str, typer.Argument(help="The tenant.")]

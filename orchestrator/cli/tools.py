@@ -11,13 +11,14 @@ from contract.clock import format_instant
 from contract.errors import ConfigError
 from contract.registry import Switch, ToolState
 from contract.tool_pages import render_tool
-from orchestrator.cli.runner import Json, Tenant, open_client, print_lines, run_work
+from orchestrator.cli.clients import open_client
+from orchestrator.cli.runner import Json, Tenant, print_lines, run_work
 from orchestrator.functions.openai_tools import convert_to_openai_tool
 from orchestrator.models.weights import load_weights
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import table_rows
 
-tools_app = typer.Typer(no_args_is_help=True, help="List, show, enable and disable tools.")
+tools_app = typer.Typer(no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The tool.")]
 OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only for this tenant. Default: for every tenant.")]

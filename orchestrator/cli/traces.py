@@ -18,7 +18,7 @@ from orchestrator.traces.page import build_page
 from orchestrator.traces.reading import Trace, find_attempts, load_trace
 from orchestrator.traces.text_view import build_json, build_lines
 
-traces_app = typer.Typer(no_args_is_help=True, help="Show and export the traces of runs.")
+traces_app = typer.Typer(no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The id of a run, or the path of its trace.")]
 RunTenant = Annotated[str | None, typer.Option("--tenant", help="The tenant of the run. Default: any tenant.")]

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from contract.call_events import MAX_WAITING_BYTES
 from contract.names import call_key
 from contract.run_events import CallFinished, OutputArrived, RunEvent
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient

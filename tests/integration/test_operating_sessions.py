@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import call_key, slots_key
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from store.call_life import CallLife

@@ -25,7 +25,7 @@ from contract.envelope import INLINE_BYTES
 from contract.names import catalog_key, host_key, hosts_key, place_key, tombstone_key
 from contract.tenancy import TenantPolicy
 from orchestrator.approvals import AutoApprover
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.operations.drains import find_workers, follow_drain, order_drain

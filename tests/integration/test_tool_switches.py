@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from contract.calls import ToolCall
 from contract.errors import ErrorCode
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session

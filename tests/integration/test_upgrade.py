@@ -23,7 +23,7 @@ from tests.stack import ROOT, TOOLCREW, UP_S, end_process
 from tests.waiting import wait_until, wait_until_async
 
 SESSIONS, ITEMS = 4, 3
-COMMAND = (sys.executable, "-c", "from orchestrator.cli.main import main; main()")
+COMMAND = (sys.executable, "-m", "orchestrator")
 """toolcrew, of the release in whose tree the command starts."""
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]

@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 
 _MAIN = """
 try:
-    from orchestrator.cli.main import main
+    from orchestrator.command import main
 except ModuleNotFoundError:  # the earlier releases
     from orchestrator.cli import main
 main()

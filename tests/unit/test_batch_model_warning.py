@@ -15,7 +15,7 @@ from contract.specs import Catalog, seal_catalog
 from orchestrator.batches.displays import LogDisplay, Watched
 from orchestrator.batches.progress import MAX_WARNINGS, BatchProgress
 from orchestrator.batches.report import build_report
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
 from orchestrator.models.scripted import EVERYTHING
 from orchestrator.runs.models import Models

@@ -13,7 +13,7 @@ from contract.names import catalog_key, catalog_names_key
 from contract.specs import Catalog, seal_catalog
 from orchestrator.batches.lines import BadBatch, load_lines
 from orchestrator.batches.tool_check import MAX_SHOWN, check_tools
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli.main import app
+from orchestrator.command import app
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from contract.run_events import ApprovalAsked
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.terminal.output import RunPrinter
 from store.api_keys import ApiKeys
 from store.approvals import ApprovalQueue

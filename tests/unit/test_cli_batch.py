@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
 from contract.webhooks import Webhook
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.runs.batches import run_id
 from store.batches import batch_key
 from store.webhooks import DueNotice, open_webhook

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from contract.names import call_key, tenants_key
 from contract.tenancy import TenantPolicy
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from store.api_keys import ApiKeys
 from store.tenants import RedisTenants
 from tests.conftest import RedisProcess

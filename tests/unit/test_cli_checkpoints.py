@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from orchestrator.cli.main import app
 from orchestrator.cli.run import WorkspaceSaver
+from orchestrator.command import app
 from orchestrator.dispatch.sessions import Checkpoint
 from orchestrator.loop.limits import StopReason
 from store.run_records import HostedRun, HostedState, RunEnd

@@ -13,15 +13,14 @@ import redis
 import redis.asyncio
 from click.testing import Result
 from typer.core import TyperCommand, TyperGroup
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from contract.names import call_key, catalog_key
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from orchestrator.cli import main as command_line
-from orchestrator.command import app
+from orchestrator import cli
+from orchestrator.command import app, import_all
 from store.api_keys import ApiKeys, Role
 from store.approvals import ApprovalQueue
 from store.audit import Audit, Audited
@@ -119,7 +118,7 @@ def leaves(command: TyperCommand | TyperGroup, path: tuple[str, ...] = ()) -> It
         yield " ".join(path), command
 
 
-ALL = dict(leaves(get_command(app)))  # type: ignore[arg-type]
+ALL = dict(leaves(import_all()))
 
 
 @dataclass
@@ -197,7 +196,7 @@ def test_every_command_is_in_one_of_the_lists() -> None:
 
 
 def test_one_module_opens_redis_for_commands() -> None:
-    sources = Path(command_line.__file__).parent.glob("*.py")
+    sources = Path(cli.__file__).parent.glob("*.py")
     assert [path.name for path in sources if "open_redis" in path.read_text()] == ["access.py"]
 
 

@@ -1,4 +1,4 @@
-"""Output of commands: help in groups, tables without None, audit entries in plain language, and lost calls without a
+"""Output of commands: tables without None, audit entries in plain language, and lost calls without a
 duration.
 """
 
@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from typer.core import TyperGroup
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from contract.calls import Clocks, ToolResult
@@ -17,19 +15,11 @@ from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from orchestrator.cli.main import OPERATE, START, WORK
 from orchestrator.command import app
 from orchestrator.terminal.output import format_times, table_rows
 from store.tenants import RedisTenants
 from tests.builders import build_call, build_spec
 from tests.conftest import RedisProcess
-
-
-def test_every_command_is_in_a_part_of_the_help() -> None:
-    root = get_command(app)
-    assert isinstance(root, TyperGroup)
-    parts = {name: getattr(command, "rich_help_panel", None) for name, command in root.commands.items()}
-    assert {name for name, part in parts.items() if part not in (START, WORK, OPERATE)} == set()
 
 
 def test_a_value_that_is_not_there_is_a_dash_in_a_table() -> None:

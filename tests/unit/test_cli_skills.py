@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 from tests.skill_harness import SHIPPED, write_skill

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import api_keys_key, catalog_names_key, tenants_key
 from contract.tenancy import Budgets, CommandRule, SandboxTerms, TenantPolicy
-from orchestrator.cli.main import app
 from orchestrator.cli.policy_options import OPTIONS, apply_options, policy_lines
+from orchestrator.command import app
 from tests.conftest import RedisProcess
 
 Toolcrew = Callable[..., Result]

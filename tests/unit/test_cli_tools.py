@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from contract.names import catalog_key, catalog_names_key, switches_key
 from contract.specs import Catalog, seal_catalog
 from contract.tool_pages import render_tool
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
 

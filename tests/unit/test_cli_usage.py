@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from contract.calls import SessionUsage
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from store.usage import WorkerUsageStore
 from tests.conftest import RedisProcess
 

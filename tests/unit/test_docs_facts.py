@@ -5,14 +5,14 @@ the pages stay within their size.
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from typer.main import get_command
 
 from contract.metrics import METRICS
 from contract.setting_names import OTHERS, SETTINGS
-from orchestrator.command import app
+from orchestrator.command import import_all
 
 ROOT = Path(__file__).parent.parent.parent
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
@@ -25,6 +25,9 @@ MAX_PICTURE_BYTES = 100_000
 IN_A_SKILL = "scripts/count.py"
 # Alerts of the deployment's own monitoring, without a runbook.
 NO_RUNBOOK = {"ToolcrewMetricsAway", "ToolcrewInfrastructureErrors"}
+
+
+COMMANDS: Any = import_all()
 
 
 def read_command_lines() -> set[str]:
@@ -40,7 +43,7 @@ def read_command_lines() -> set[str]:
 
 @pytest.mark.parametrize("line", sorted(read_command_lines()))
 def test_every_command_and_option_exists(line: str) -> None:
-    command = get_command(app)
+    command = COMMANDS
     for word in shlex.split(line)[1:]:
         inner = getattr(command, "commands", None)
         if inner is not None:

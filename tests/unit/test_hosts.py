@@ -14,7 +14,7 @@ from contract.names import POOL_WEB, control_queue, host_key, hosts_key
 from contract.sandboxes import LargestOptions
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.operations import drains
 from orchestrator.operations.drains import find_workers, follow_drain, order_drain
 from store import hosts as hosts_module

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key, tenants_key
 from contract.tenancy import TenantPolicy, seal_policy
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess

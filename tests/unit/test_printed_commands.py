@@ -13,7 +13,6 @@ import pytest
 import redis.asyncio
 from click.testing import Result
 from typer.core import TyperCommand, TyperGroup
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from contract.names import catalog_key, catalog_names_key
@@ -25,7 +24,7 @@ from contract.tenancy import TenantPolicy
 from orchestrator.batches.displays import Watched
 from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.report import build_report
-from orchestrator.command import app
+from orchestrator.command import app, import_all
 from orchestrator.terminal.commands import build_command
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
@@ -38,6 +37,7 @@ _MARKED = re.compile(r"`(toolcrew [^`]+)`|\((toolcrew [a-z][^()`]*)\)|<code>(too
 """Marks of a command in messages and pages."""
 SERVERS = {"toolcrew up", "toolcrew serve worker", "toolcrew serve worker --kind web"}
 """These run until they are stopped."""
+COMMANDS = import_all()
 
 
 def find_commands(text: str) -> list[str]:
@@ -49,7 +49,7 @@ def check_command(line: str) -> None:
     number.
     """
     words = ["1" if argument == "X" else argument for argument in shlex.split(line)[1:]]
-    command: object = get_command(app)
+    command: object = COMMANDS
     while isinstance(command, TyperGroup):
         assert words, f"`{line}` names a group of commands"
         if words[0] not in command.commands and not words[0].startswith("-"):
@@ -104,9 +104,7 @@ NO_HINTS = {
 
 def test_every_command_in_a_message_is_marked() -> None:
     """Else the test above would not see it, and a reader would not see where it ends."""
-    root = get_command(app)
-    assert isinstance(root, TyperGroup)
-    command = re.compile(rf"toolcrew (?:{'|'.join(root.commands)})\b[^\n]*")
+    command = re.compile(rf"toolcrew (?:{'|'.join(COMMANDS.commands)})\b[^\n]*")
     unmarked = {
         (path, option)
         for path, text in printed_texts()

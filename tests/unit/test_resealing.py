@@ -14,7 +14,7 @@ from contract.registry import Switch
 from contract.signing import SigningKeys
 from contract.specs import SkillSummary
 from contract.tenancy import TenantPolicy
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from store.api_keys import ApiKeys
 from store.connection import open_redis
 from store.model_endpoints import ModelEndpoints

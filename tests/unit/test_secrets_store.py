@@ -16,7 +16,7 @@ from contract.names import audit_key, secrets_key
 from contract.secrets import build_placeholder
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from store import secrets as stored
 from store.secrets import SecretStore, WorkerSecrets
 from store.tenants import RedisTenants

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from contract.names import POOL_WEB, host_key, hosts_key
 from contract.tenancy import TenantPolicy
 from orchestrator.api.pages.rendering import Viewer, build
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.metrics.page import MetricsPage
 from store.overview import Overview, OverviewReader
 from store.slots import count_slots_in_use

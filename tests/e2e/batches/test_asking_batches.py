@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.runs.batches import run_id
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import TOOLCREW, Footprint, Stack, run_toolcrew

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli.main import app
+from orchestrator.command import app
 from orchestrator.runs.batch_service import BatchService
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings

@@ -1,0 +1,83 @@
+"""The client of a command: of the pool that TOOLCREW_REDIS_URL names, or of an embedded stack."""
+
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import typer
+
+from contract.errors import ConfigError
+from contract.tenancy import DEFAULT_TENANT
+from orchestrator.admission import WaitNotice, once_per_reason, report_waiting
+from orchestrator.cli.runner import run_work
+from orchestrator.sdk.client import ToolClient
+from orchestrator.settings import load_settings
+from orchestrator.terminal.output import escape_controls
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def open_client(tenant: str | None = None, *, needs_workers: bool = True) -> AsyncIterator[ToolClient]:
+    """Open a client of the pool that TOOLCREW_REDIS_URL names, for `tenant` or the tenant of TOOLCREW_API_KEY. Without
+    that variable, start an embedded stack for this command.
+    """
+    settings = load_settings()
+    key = settings.api_key.get_secret_value() if settings.api_key is not None else None
+    if settings.redis_url is not None:
+        async with ToolClient.connect(
+            settings=settings, api_key=key, tenant=tenant, needs_workers=needs_workers
+        ) as client:
+            yield client
+    elif key is not None:
+        raise ConfigError(
+            "TOOLCREW_API_KEY is a key of a running pool: set TOOLCREW_REDIS_URL to that pool, or unset the key to "
+            "start an embedded stack"
+        )
+    else:
+        typer.echo(
+            "TOOLCREW_REDIS_URL is not set: starting an embedded stack for this command (`toolcrew up` keeps one "
+            "running)",
+            err=True,
+        )
+        async with ToolClient.embedded(settings=settings, tenant=tenant or DEFAULT_TENANT, workers_only=True) as client:
+            yield client
+
+
+@asynccontextmanager
+async def open_running(kind: str, tenant: str | None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
+    """Open a client of the pool that TOOLCREW_REDIS_URL names. `kind`: the objects of the command, for the message of
+    the ConfigError that is raised if the variable is not set.
+    """
+    if load_settings().redis_url is None:
+        raise ConfigError(
+            f"TOOLCREW_REDIS_URL is not set, and an embedded stack that ends with this command has no {kind}: set "
+            "it (`toolcrew up` prints it)"
+        )
+    async with open_client(tenant, needs_workers=needs_workers) as client:
+        yield client
+
+
+@asynccontextmanager
+async def open_pool_client(tenant: str | None = None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
+    """Open a client for commands about stored batches. Raises ConfigError if TOOLCREW_REDIS_URL is not set: a new
+    embedded stack has no batches.
+    """
+    if load_settings().redis_url is None:
+        raise ConfigError(
+            "TOOLCREW_REDIS_URL is not set. Set it to the Redis of the pool that stores the batch (`toolcrew up` "
+            "prints it). To continue a batch that ran on an embedded stack, submit its file again with the same --id "
+            "and --output"
+        )
+    async with open_client(tenant, needs_workers=needs_workers) as client:
+        yield client
+
+
+def run_with_notices(work: Coroutine[Any, Any, T], as_json: bool) -> T:
+    """Return the result of a command, like `run_work`. Print on stderr why a call waits, each reason once."""
+    with report_waiting(once_per_reason(_print_notice)):
+        return run_work(work, as_json)
+
+
+def _print_notice(notice: WaitNotice) -> None:
+    typer.echo(f"toolcrew: {escape_controls(notice.message)}", err=True)
