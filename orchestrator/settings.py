@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, JsonValue, SecretStr
 
 from contract.errors import ConfigError
-from contract.masking import SECRET_NAME
+from contract.masking import SECRET_NAME, Masker, secrets_of_settings
 from contract.settings import BrokerSettings, SharedSettings, read_environment
 from telemetry.settings import LogSettings
 
@@ -173,6 +173,13 @@ def secrets_of_environment() -> dict[str, str]:
     masking their values.
     """
     return {name: value for name, value in os.environ.items() if value and SECRET_NAME.search(name)}
+
+
+def build_masker(settings: OrchestratorSettings, more: Mapping[str, str] | None = None) -> Masker:
+    """Return a masker for the secrets that this process knows: secrets of the settings and the environment, and
+    `more` (kind -> value).
+    """
+    return Masker({**secrets_of_environment(), **secrets_of_settings(settings), **(more or {})})
 
 
 def _find_state_home() -> Path:

@@ -17,8 +17,7 @@ from contract.run_events import OnEvent, RunEvent
 from contract.specs import ToolSpec
 from contract.traceparent import SpanRef, attempt_span_id, call_span_id, run_span_id, trace_id_of
 from orchestrator.dialects.model import Model
-from orchestrator.settings import OrchestratorSettings, secrets_of_environment
-from orchestrator.traces.opening import build_masker
+from orchestrator.settings import OrchestratorSettings, build_masker, secrets_of_environment
 from telemetry import names
 from telemetry.logs import get_logger
 from telemetry.otlp import open_tracer
@@ -110,8 +109,8 @@ def call_attributes(tracer: Tracer, call: ToolCall) -> Attributes:
     }
 
 
-def end_call(tracer: Tracer, span: Span, result: ToolResult | None) -> None:
-    """End the span of a call. `result` None: the call was given up."""
+def end_call(tracer: Tracer, span: Span, result: ToolResult | None, at: float | None = None) -> None:
+    """End the span of a call, at `at` or now. `result` None: the call was given up."""
     if not span.ref.is_sampled:
         return
     if result is None:
@@ -123,7 +122,7 @@ def end_call(tracer: Tracer, span: Span, result: ToolResult | None) -> None:
     if result.sandbox is not None:
         attributes |= {names.SANDBOX: result.sandbox.id, names.GENERATION: result.sandbox.generation}
     span.set({**attributes, **tracer.content(names.TOOL_RESULT, result.text)})
-    span.end(error=result.error_code.value if result.error_code is not None else None)
+    span.end(error=result.error_code.value if result.error_code is not None else None, at=at)
 
 
 def _json(arguments: Mapping[str, Any]) -> str:
@@ -241,7 +240,7 @@ class RunSpans:
                     }
                 )
             case events.ModelAsked():
-                self._end_chat(NO_REPLY)
+                self._end_chat(NO_REPLY, event.at)
                 self._is_replayed = self._is_reported("")
                 if not self._is_replayed:
                     self._chat = self._begin_chat(event)
@@ -290,9 +289,9 @@ class RunSpans:
             self._chat.end(at=event.at)
             self._chat = None
 
-    def _end_chat(self, error: str) -> None:
+    def _end_chat(self, error: str, at: float | None = None) -> None:
         if self._chat is not None:
-            self._chat.end(error=error)
+            self._chat.end(error=error, at=at)
             self._chat = None
 
     def _begin_call(self, call: ToolCall, at: float) -> Span:
@@ -312,7 +311,7 @@ class RunSpans:
                 return
             # A call that could not be parsed has no CallStarted event, so its span starts here.
             span = self._begin_call(ToolCall(id=result.call_id, name=result.name), event.at)
-        end_call(self._tracer, span, result)
+        end_call(self._tracer, span, result, event.at)
 
     def _ended(self, event: events.RunFinished) -> None:
         attributes: dict[str, Any] = {

@@ -4,17 +4,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from contract.masking import Masker, passwords_of, secrets_of_settings
+from contract.masking import Masker, passwords_of
 from contract.run_events import OnEvent
-from orchestrator.settings import OrchestratorSettings, secrets_of_environment
+from orchestrator.settings import OrchestratorSettings, build_masker
 from orchestrator.traces.recorder import TraceRecorder, open_trace
-
-
-def build_masker(settings: OrchestratorSettings, more: Mapping[str, str] | None = None) -> Masker:
-    """Return a masker for the secrets that this process knows: secrets of the settings and the environment, and
-    `more` (kind -> value).
-    """
-    return Masker({**secrets_of_environment(), **secrets_of_settings(settings), **(more or {})})
 
 
 class Traces:

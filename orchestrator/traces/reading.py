@@ -32,7 +32,6 @@ from contract.run_events import (
     parse_event,
 )
 from orchestrator.dialects.model import Message, Usage
-from orchestrator.traces.blobs import BlobFolder, resolve
 from orchestrator.traces.recorder import VERSION, trace_path
 
 _HALF_PAIR = b"\\ud"
@@ -115,7 +114,7 @@ class Trace:
     """Content of a trace file.
 
     `torn`: number of interrupted lines. `damaged`: number of lines that are not events. `later`: number of lines of a
-    later release. `gaps`: number of missing lines. `missing_blobs`: hashes of missing blobs.
+    later release. `gaps`: number of missing lines.
     """
 
     path: Path
@@ -125,7 +124,6 @@ class Trace:
     damaged: int = 0
     later: int = 0
     gaps: int = 0
-    missing_blobs: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Build the steps and the other derived values."""
@@ -212,11 +210,6 @@ class Trace:
             (self.damaged, "lines are not lines of a trace and are skipped"),
             (self.later, "lines were written by a later release and are skipped: read them with that release"),
             (self.gaps, "lines are missing: they could not be written"),
-            (
-                len(self.missing_blobs),
-                "large parts are missing or damaged in the folder `blobs` next to the trace: they could not be "
-                "written, or were not copied with the trace",
-            ),
         ]
         lines = [f"{count} {sentence}" for count, sentence in counts if count]
         if self.end is None:
@@ -226,9 +219,7 @@ class Trace:
 
 def load_trace(path: Path) -> Trace:
     """Read a trace. Raises ConfigError: the file cannot be read, or has the format of an earlier release."""
-    blobs = BlobFolder(path.parent / "blobs")
     events: list[RunEvent] = []
-    missing: list[str] = []
     numbers: set[int] = set()
     tenant = ""
     torn = damaged = later = 0
@@ -241,7 +232,7 @@ def load_trace(path: Path) -> Trace:
                 torn, damaged = torn + (line is None and not is_complete), damaged + (line is not None or is_complete)
                 continue
             try:
-                event = _read_event(line, blobs, missing) if line["v"] == VERSION else None
+                event = _read_event(line) if line["v"] == VERSION else None
                 numbers.add(int(line.get("seq", 0)))
             except (ValueError, TypeError, OverflowError, OSError, RecursionError):
                 damaged += 1
@@ -261,7 +252,7 @@ def load_trace(path: Path) -> Trace:
             "read the trace with that release, or remove it"
         )
     gaps = max(numbers) + 1 - len(numbers) if numbers and not damaged else 0
-    return Trace(path, tenant, events, torn, damaged, later, gaps, sorted(set(missing)))
+    return Trace(path, tenant, events, torn, damaged, later, gaps)
 
 
 def find_trace(folder: Path, name: str, tenant: str | None = None) -> Path:
@@ -318,11 +309,11 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     return line if isinstance(line, dict) else None
 
 
-def _read_event(line: dict[str, Any], blobs: BlobFolder, missing: list[str]) -> RunEvent | None:
+def _read_event(line: dict[str, Any]) -> RunEvent | None:
     """Return the event of a line; None for a type that a later release added. Raises ValueError and others for an
     invalid line.
     """
-    event = parse_event({name: resolve(value, blobs, missing) for name, value in line.items()})
+    event = parse_event(line)
     if event is not None:
         format_instant(event.at)
     return event

@@ -1,4 +1,4 @@
-"""Writes the trace of one run: one line for each event. Secrets are masked, and large parts are stored by their hash.
+"""Writes the trace of one run: one line for each event. Secrets are masked.
 
 Invariants: a failure of the trace never ends the run. Every text is masked before it reaches the disk, except for
 identifiers that toolcrew creates.
@@ -24,7 +24,6 @@ from contract.run_events import (
     TextArrived,
     TextWithdrawn,
 )
-from orchestrator.traces.blobs import LITERAL, MAX_INLINE_BYTES, REFERENCE, BlobFolder, Kind, build_reference
 from orchestrator.traces.writer import TraceWriter, read_last_lines
 from telemetry.logs import get_logger
 
@@ -99,7 +98,6 @@ class TraceRecorder:
         self._masker = masker
         self._on_warning = on_warning
         self._on_event = on_event
-        self._blobs = BlobFolder(path.parent / "blobs")
         self._writer = TraceWriter(path, self._warn)
         self._seq = _next_seq(path)
         self._lost_lines = 0
@@ -158,60 +156,26 @@ class TraceRecorder:
         for name, value in fields.items():
             if name in RECORDS and isinstance(value, Mapping):
                 masked[name] = self._mask_fields(value)
+            elif isinstance(value, str) and name not in IDENTIFIERS:
+                # Mask the complete text first: a cut before could hide a part of a secret from the masker.
+                masked[name] = self._mask(value, 0)[: _LIMITS.get(name)]
             elif value is not None:
-                masked[name] = value if name in IDENTIFIERS else self._mask_field(value, _LIMITS.get(name))
+                masked[name] = value if name in IDENTIFIERS else self._mask(value, 0)
         return masked
-
-    def _mask_field(self, value: Any, limit: int | None) -> Any:
-        """Mask one field. A large field is stored by its hash."""
-        if isinstance(value, str):
-            return self._mask_text(value, limit)
-        masked = self._mask(value, 0)
-        if not isinstance(masked, dict | list):
-            return masked
-        data = _dump(masked)
-        if len(data) <= MAX_INLINE_BYTES:
-            return masked
-        return self._store(data, "object" if isinstance(masked, dict) else "list")
 
     def _mask(self, value: Any, depth: int) -> Any:
         """Return the value with all texts masked and with values that JSON allows."""
-        if isinstance(value, str):
-            return self._mask_text(value)
         if isinstance(value, float):
             return value if value - value == 0.0 else str(value)
         if value is None or isinstance(value, bool | int):
             return value
+        if isinstance(value, str) or not isinstance(value, Mapping | list | tuple):
+            return self._masker.mask(_replace_surrogates(str(value)))
         if depth >= MAX_DEPTH:
             return "[omitted: nested too deeply]"
         if isinstance(value, Mapping):
-            inner = {
-                self._masker.mask(_replace_surrogates(str(key))): self._mask(item, depth + 1)
-                for key, item in value.items()
-            }
-            # An object with a reserved key would look like a blob reference, so the object is wrapped.
-            return {LITERAL: inner} if REFERENCE in inner or LITERAL in inner else inner
-        if isinstance(value, list | tuple):
-            return [self._mask(item, depth + 1) for item in value]
-        return self._mask_text(str(value))
-
-    def _mask_text(self, text: str, limit: int | None = None) -> Any:
-        """Mask a text. A large text is stored by its hash."""
-        # Mask the complete text first: a cut before could hide a part of a secret from the masker.
-        masked = self._masker.mask(_replace_surrogates(text))[:limit]
-        # A character has at most four bytes, so most texts need not be encoded to check their size.
-        if len(masked) * 4 <= MAX_INLINE_BYTES or len(data := masked.encode()) <= MAX_INLINE_BYTES:
-            return masked
-        return self._store(data, "text")
-
-    def _store(self, data: bytes, kind: Kind) -> dict[str, Any]:
-        """Store a large part. A part that cannot be written is missing later, and readers report the missing part."""
-        reference = build_reference(data, kind)
-        try:
-            self._blobs.put(data, reference[REFERENCE])
-        except OSError as error:
-            self._writer.report_failure(error)
-        return reference
+            return {self._mask(str(key), depth): self._mask(item, depth + 1) for key, item in value.items()}
+        return [self._mask(item, depth + 1) for item in value]
 
     def _warn(self, sentence: str) -> None:
         """Store, log and pass on a warning."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 FLUSH_S = 1.0
 MAX_GATHERED_BYTES = 64 * 1024
-TAIL_BYTES = 1024 * 1024
+TAIL_BYTES = 32 * 1024 * 1024
+"""Length of the end of a file that is searched for the last complete line. A line with long messages has megabytes."""
 
 
 class TraceWriter:
@@ -97,7 +98,7 @@ class TraceWriter:
 
 
 def read_last_lines(path: Path) -> list[bytes]:
-    """Return the complete lines in the last megabyte of a file; no lines if the file does not exist."""
+    """Return the complete lines at the end of a file; no lines if the file does not exist."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

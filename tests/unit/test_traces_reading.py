@@ -3,7 +3,6 @@
 import json
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from contract.errors import ConfigError
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.traces.blobs import BlobFolder, build_reference
 from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.page import build_page
 from orchestrator.traces.reading import find_trace, load_trace
@@ -98,27 +96,6 @@ async def test_a_trace_without_an_end_says_so(tmp_path: Path) -> None:
     assert "   no result" in build_lines(trace)
 
 
-@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"other")])
-async def test_a_missing_or_changed_large_part_is_reported(tmp_path: Path, damage: Any) -> None:
-    path, _, _ = await run_traced(tmp_path, answer=lambda call: echo(call).model_copy(update={"output": "x" * 40_000}))
-    [damage(file) for file in (path.parent / "blobs").rglob("*") if file.is_file()]
-    trace = load_trace(path)
-    outputs = [call.result.output for call in trace.calls if call.result]
-    assert (len(trace.missing_blobs), outputs[0] and outputs[0][:25]) == (1, "[40000 bytes are missing:")
-
-
-async def test_a_large_part_names_no_file_elsewhere(tmp_path: Path) -> None:
-    path, _, _ = await run_traced(tmp_path)
-    (tmp_path / "acme" / "private").write_text("mine")
-    line = json.loads(path.read_text().splitlines()[0])
-    append(
-        path, json.dumps(line | {"instruction": {"$blob": "../private", "bytes": 4, "kind": "text"}}).encode() + b"\n"
-    )
-    trace = load_trace(path)
-    assert trace.start is not None
-    assert "mine" not in trace.start.instruction
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=5), st.floats(0, 1)
@@ -135,19 +112,6 @@ async def test_no_damage_raises(
     build_lines(trace)
     if trace.events:
         build_page(trace)
-
-
-async def test_blobs_of_blobs_do_not_grow_without_end(tmp_path: Path) -> None:
-    path, _, _ = await run_traced(tmp_path)
-    blobs = BlobFolder(path.parent / "blobs")
-    inner: Any = "x"
-    for _ in range(40):
-        data = json.dumps([inner, inner]).encode()
-        inner = build_reference(data, "list")
-        blobs.put(data, inner["$blob"])
-    line = next(line for line in map(json.loads, path.read_text().splitlines()) if line["type"] == "ModelAnswered")
-    append(path, json.dumps(line | {"message": {"content": inner}}).encode() + b"\n")
-    assert len(load_trace(path).missing_blobs) == 1
 
 
 async def test_half_a_surrogate_pair_of_a_foreign_writer_can_be_shown_and_exported(tmp_path: Path) -> None:

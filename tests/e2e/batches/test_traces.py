@@ -45,13 +45,13 @@ def forms_of(secret: str) -> list[str]:
 
 
 def read_all(folder: Path) -> list[str]:
-    """Return the trace's file and the files of its large parts."""
+    """Return the text of every file in the folder."""
     files = [file for file in folder.rglob("*") if file.is_file()]
-    assert len(files) > 1, "nothing was large enough to lie apart"
+    assert files
     return [file.read_text() for file in files]
 
 
-async def test_no_secret_is_in_a_trace_in_its_parts_or_in_what_is_made_of_it(
+async def test_no_secret_is_in_a_trace_or_in_what_is_made_of_it(
     traces: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {
