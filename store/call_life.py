@@ -1,5 +1,10 @@
-"""The state of one call across all processes: its record, its queue, its worker, its session and its result. This
-module only reads. The scripts that change a call are in store/calls.py.
+"""The state of one call across all processes: its record, its queue, its worker, its session and its result.
+
+Invariant: this module only reads, and shows one tenant's call to that tenant alone. A call of another tenant looks like
+a call that never existed. The scripts that change a call are in store/calls.py.
+
+The parts are read one after another, not in one step. A call can therefore end between two reads. A reader gets a state
+that the call has had, and never a result without a valid signature.
 """
 
 import json
@@ -36,8 +41,10 @@ from store.connection import broker_errors
 from store.run_log import run_key
 from store.sessions import parse_session_location
 
-MAX_LOOKED_AT = 200_000
-"""Maximum number of waiting calls that a search for one call reads."""
+MAX_TICKETS_READ = 200_000
+"""Maximum number of waiting calls that a search for one call reads. Calls wait by ticket, so a search by call id reads
+all of them.
+"""
 _TASK = re.compile(r"[0-9a-f]{12}-([A-Za-z0-9_-]{1,64})\.([1-9][0-9]{0,8})\.([A-Za-z0-9_-]{1,64})")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OWN_RUN = re.compile(r"([0-9a-f]{16})-[0-9]+-[0-9]+")
@@ -47,6 +54,7 @@ _OWN_RUN = re.compile(r"([0-9a-f]{16})-[0-9]+-[0-9]+")
 # (-1 if the call is not among the first 5,000), and the length of the queue.
 _POSITION = """
 local length, at = redis.call('LLEN', KEYS[1]), 0
+-- A limited number of messages: a long queue must not block Redis because a user looks at one call.
 while at < length and at < 5000 do
   local some = redis.call('LRANGE', KEYS[1], -at - 100, -at - 1)
   for index = #some, 1, -1 do
@@ -173,6 +181,7 @@ class CallLives:
         """Return the state of a tenant's call; None for an unknown call. A call that waits because its tenant is
         paused is known only to the program that sent it.
         """
+        # The id becomes a part of keys, and of a text that is searched for. A `:` could name a key of another kind.
         if not _NAME.fullmatch(call_id):
             return None
         record = await self._record(tenant, call_id)
@@ -183,6 +192,7 @@ class CallLives:
         if record.state is CallState.QUEUED:
             waiting = await self._in_queue(record)
         elif record.state is CallState.RUNNING:
+            # The record of a killed worker stays `running` until its sender marks the loss. Only the report shows it.
             is_held = bool(await _ask(self._client.exists(host_key(self._deployment, parse_holder(record.holder)[0]))))
         return CallLife(
             call=call_id,
@@ -251,6 +261,7 @@ class CallLives:
         try:
             return parse_record(fields)
         except ValidationError as error:
+            # Not "unknown call": the caller could take that for a call that did not run, and send it again.
             raise BrokerUnavailable(
                 f"the record of call {call_id} in Redis cannot be read: run the same release everywhere, or use a "
                 "later release"
@@ -258,6 +269,7 @@ class CallLives:
 
     async def _waiting_life(self, tenant: str, call_id: str) -> CallLife | None:
         """Return the state of a call that waits for its first slot."""
+        # One hash has the waiting calls of all tenants, and two tenants may use the same call id.
         tickets = [(ticket, fields) for ticket, fields in await self._tickets(call_id) if fields["tenant"] == tenant]
         if not tickets:
             return None
@@ -270,14 +282,15 @@ class CallLives:
 
     async def _tickets(self, call_id: str) -> list[tuple[str, dict[str, Any]]]:
         """Return the entries for a call id in the queue of admission, as pairs of ticket and fields."""
-        key, needle = f"{admission_prefix(self._deployment)}waiting", f'"call":"{call_id}"'.encode()
+        key, id_field = f"{admission_prefix(self._deployment)}waiting", f'"call":"{call_id}"'.encode()
         tickets: list[tuple[str, dict[str, Any]]] = []
-        cursor, looked_at = 0, 0
-        while looked_at < MAX_LOOKED_AT:
-            answer: Any = await _ask(self._client.hscan(key, cursor, count=1000))
-            cursor, rows = answer
-            tickets += [(ticket.decode(), json.loads(text)) for ticket, text in rows.items() if needle in text]
-            looked_at += len(rows)
+        cursor, rows_read = 0, 0
+        while rows_read < MAX_TICKETS_READ:
+            reply: Any = await _ask(self._client.hscan(key, cursor, count=1000))
+            cursor, rows = reply
+            # Most texts belong to other calls. A search for the bytes is much faster than parsing each text.
+            tickets += [(ticket.decode(), json.loads(text)) for ticket, text in rows.items() if id_field in text]
+            rows_read += len(rows)
             if not cursor:
                 break
         return tickets
@@ -309,6 +322,7 @@ class CallLives:
             result = decode_result(encoded, ResultSeal(self._keys, tenant, record.attempt)) if encoded else None
         except (ValueError, KeyError, EnvelopeRefused):
             return None
+        # A genuine result of another call under this key would pass the signature of its own call.
         return result if result is not None and result.call_id == call_id else None
 
     async def _run(self, tenant: str, call_id: str) -> tuple[str | None, str | None]:
@@ -316,6 +330,7 @@ class CallLives:
         run.
         """
         parts = call_id.split("-")
+        # An id of a later attempt or of a step has up to three parts more than the run, and a run's id may contain `-`.
         names = ["-".join(parts[:count]) for count in range(len(parts), max(0, len(parts) - 4), -1)]
         pipe = self._client.pipeline(transaction=False)
         for name in names:

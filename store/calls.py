@@ -191,8 +191,8 @@ FORGET_S = 600
 sent to the queue in that time.
 """
 READ_BATCH = 500
-KILLS_KEPT_S = 60
-MAX_KILLS_KEPT = 1000
+KILL_TTL_S = 60
+MAX_KILLS = 1000
 MAX_REASON_CHARS = 500
 
 # --- Scripts of orchestrators -----------------------------------------------------------------------------------------
@@ -217,8 +217,10 @@ if KEYS[5] then
   if redis.call('EXISTS', KEYS[6]) == 0 then return reply('host_lost') end
 end
 local first = ARGV[1] == '1'
+-- Also after the call has ended: a second run could act twice.
 if first and record[1] then return reply('duplicate') end
 if not first then
+  -- Only `renew` writes `queued` with an attempt that no nonce names. Otherwise another process sent or ended it.
   local was_sent = record[3] and string.match(record[3], '^%d+') == ARGV[1]
   if record[1] ~= 'queued' or record[2] ~= ARGV[1] or was_sent then return reply('duplicate') end
 end
@@ -267,6 +269,7 @@ return 'queued'
 _CHANGE = """
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'killed')
 if not record[1] then return '' end
+-- An operator has ended this call. Another attempt would run it in spite of that order.
 if record[3] and ARGV[2] == 'queued' then return 'forbidden' end
 local has_ended = record[1] == 'done' and ARGV[2] ~= 'queued'
 if record[2] ~= ARGV[1] or record[1] == 'forbidden' or has_ended then return record[1] end
@@ -284,6 +287,7 @@ return ARGV[2]
 # KEYS: call. ARGV: the expected attempt and state, the new state, the process that noticed the loss, the reason.
 # Returns 1 if the attempt and the state were as expected.
 _LOSE = """
+-- The caller read the record before the reports. If the call has started or ended since, the conclusion is void.
 local record = redis.call('HMGET', KEYS[1], 'attempt', 'state')
 if record[1] ~= ARGV[1] or record[2] ~= ARGV[2] then return 0 end
 local time = redis.call('TIME')
@@ -303,9 +307,9 @@ local time, state = redis.call('TIME'), record[1]
 local now = string.format('%d.%06d', time[1], time[2])
 local function note()
   redis.call('ZADD', KEYS[2], now, ARGV[1])
-  redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - {KILLS_KEPT_S})
-  redis.call('ZREMRANGEBYRANK', KEYS[2], 0, {-1 - MAX_KILLS_KEPT})
-  redis.call('EXPIRE', KEYS[2], {2 * KILLS_KEPT_S})
+  redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - {KILL_TTL_S})
+  redis.call('ZREMRANGEBYRANK', KEYS[2], 0, {-1 - MAX_KILLS})
+  redis.call('EXPIRE', KEYS[2], {2 * KILL_TTL_S})
 end
 if not state and ARGV[4] ~= '1' then
   note()
@@ -336,15 +340,17 @@ return state
 _REAP = """
 local now = tonumber(redis.call('TIME')[1])
 if redis.call('EXISTS', KEYS[1]) == 1 or now > tonumber(ARGV[9]) then return -1 end
+-- The tombstone comes first: a worker that was only slow finds it, starts nothing more, and ends.
 redis.call('SET', KEYS[4], '1', 'EX', ARGV[2])
 redis.call('DEL', KEYS[3])
 local last = redis.call('ZSCORE', KEYS[5], ARGV[1])
 if last and tonumber(last) < now - tonumber(ARGV[8]) then redis.call('ZREM', KEYS[5], ARGV[1]) end
-local taken = 0
-while taken < tonumber(ARGV[3]) do
+local removed = 0
+while removed < tonumber(ARGV[3]) do
   local message = redis.call('RPOP', KEYS[2])
   if not message then break end
-  taken = taken + 1
+  removed = removed + 1
+  -- Any process that can write to the queue chose this text. A message that cannot be read must not stop the script.
   local ok, fields = pcall(cjson.decode, message)
   if ok and type(fields) == 'table' and type(fields.headers) == 'table' and type(fields.headers.id) == 'string' then
     local call = type(fields.headers.call_key) == 'string' and fields.headers.call_key or ''
@@ -361,7 +367,7 @@ while taken < tonumber(ARGV[3]) do
     end
   end
 end
-return taken
+return removed
 """
 
 # --- Scripts of workers -----------------------------------------------------------------------------------------------
@@ -381,13 +387,14 @@ _GATE = """
 local time = redis.call('TIME')
 local now = string.format('%d.%06d', time[1], time[2])
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt', 'claim')
-local state, known, attempt = record[1], tonumber(record[2] or '1') or 1e9, tonumber(ARGV[1])
+local state, stored_attempt, attempt = record[1], tonumber(record[2] or '1') or 1e9, tonumber(ARGV[1])
 local verdict = 'granted'
-if state and known > attempt then verdict = 'superseded'
-elseif state and known == attempt and state ~= 'queued' then verdict = 'started'
-elseif state and known < attempt and state ~= 'queued' and state ~= 'lost' then verdict = 'started' end
+if state and stored_attempt > attempt then verdict = 'superseded'
+elseif state and stored_attempt == attempt and state ~= 'queued' then verdict = 'started'
+elseif state and stored_attempt < attempt and state ~= 'queued' and state ~= 'lost' then verdict = 'started' end
 local function note(...)
   redis.call('HSET', KEYS[1], 'attempt', ARGV[1], 'claim', ARGV[3], ...)
+  -- With the ticket, the record proves that no worker has decided. From here on, a loss may be a loss of effects.
   redis.call('HDEL', KEYS[1], 'ticket')
   redis.call('EXPIRE', KEYS[1], ARGV[2])
 end
@@ -402,6 +409,7 @@ _CLAIM = (
 if is_again and state == 'running' then return {'granted', now} end
 if is_again and state == 'forbidden' then return {'expired', now} end
 if verdict ~= 'granted' then return {verdict, now} end
+-- The deadline is compared here, not in the worker: the sender forbids the call by the same clock.
 if tonumber(now) > tonumber(ARGV[5]) then
   note('state', 'forbidden', 'ended_at', now)
   return {'expired', now}
@@ -409,6 +417,7 @@ end
 if ARGV[6] ~= '' then
   local place = redis.call('HMGET', KEYS[2], 'fence', 'state')
   local may_run = place[2] == 'open' or (ARGV[7] == '1' and place[2] == 'moving')
+  -- The record stays `queued`: the call has not begun, and its sender sends it to the present host of the session.
   if place[1] ~= ARGV[6] or not may_run then return {'moved', now} end
 end
 note('state', 'running', 'holder', ARGV[4], 'started_at', now, 'tool', ARGV[8], 'session', ARGV[9], 'node', ARGV[10])
@@ -420,6 +429,7 @@ return {'granted', now}
 _CONFIRM = (
     _GATE
     + """
+-- No check of the deadline or the fence: the call runs already, and the record must say so.
 if verdict == 'granted' then
   note('state', 'running', 'holder', ARGV[4], 'started_at', now, 'tool', ARGV[5], 'session', ARGV[6], 'node', ARGV[7])
 end
@@ -463,18 +473,20 @@ _FINISH = (
     USAGE_LUA
     + """
 if ARGV[3] ~= '' then
-  local known = redis.pcall('HMGET', KEYS[2], 'attempt', 'state')
-  local is_late = not known.err and (tonumber(known[1] or '0') or 0) > tonumber(ARGV[3])
-  local is_first = not known.err and not is_late and known[2] ~= 'done'
-  -- What a lost attempt has used counts too.
+  -- `pcall`: the key may have another type, and the caller must get its result all the same.
+  local record = redis.pcall('HMGET', KEYS[2], 'attempt', 'state')
+  local is_late = not record.err and (tonumber(record[1] or '0') or 0) > tonumber(ARGV[3])
+  local is_first = not record.err and not is_late and record[2] ~= 'done'
+  -- The usage of a lost attempt counts too: its sandbox did the work.
   count_usage(ARGV[7], KEYS[3], ARGV[9], ARGV[10], is_first and 1 or 0, is_first and ARGV[8] or 0)
   if is_late then return 0 end
-  if not known.err and known[2] ~= 'forbidden' then
+  if not record.err and record[2] ~= 'forbidden' then
     redis.call('HSET', KEYS[2], 'state', 'done', 'attempt', ARGV[3], 'code', ARGV[5], 'sandbox', ARGV[6],
       'ended_at', string.format('%d.%06d', usage_time[1], usage_time[2]))
     redis.call('EXPIRE', KEYS[2], ARGV[4])
   end
 end
+-- Stored before it is published, in one step: a caller that missed the message finds the key at its next sweep.
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
 redis.call('PUBLISH', KEYS[1], ARGV[1])
 return 1
@@ -538,7 +550,6 @@ class CallStore:
         """Return the time of Redis in Unix seconds. The records expire by this clock."""
         with broker_errors("Redis's time was not read"):
             seconds, micros = await self._client.time()
-        # Redis's clock, not the local one: processes compare times that different machines have written.
         return float(seconds + micros / 1e6)
 
     async def forbid(self, tenant: str, call_id: str, attempt: int) -> str:
@@ -760,6 +771,7 @@ class WorkerCallStore:
     def _decide(self, script: Any, keys: list[str], context: ToolContext, arguments: list[Any]) -> CallClaim:
         ttl_s = CALL_TTL_S + max(0, math.ceil(context.timeout_s - MAX_TIMEOUT_S))  # its end sets CALL_TTL_S
         with broker_errors("the call was not run, because its claim was not noted"):
+            # A token for each decision: with one per call, a repeated message would pass as the first one.
             verdict, now = script(keys=keys, args=[context.attempt, ttl_s, secrets.token_hex(8), *arguments])
         self._clock.learn(float(now))
         return CallClaim(verdict.decode())

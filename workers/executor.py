@@ -75,6 +75,7 @@ class CallPolicy:
         if self._tenants is None:
             return None
         if spec.name in RELEASING:
+            # Also for a tenant that was removed or has no rights any more: its sandboxes must still be closed.
             return SandboxTerms()
         try:
             policy = self._tenants.policy(tenant)
@@ -188,17 +189,22 @@ class Executor:
 
     def finish(self, call: ToolCall, context: ToolContext) -> FinishedCall:
         """Run the call as `execute` does, and return it with its result."""
+        # Wall time for people; monotonic time for durations, because a correction of the clock must not change them.
         received_at, received = time.time(), time.monotonic()
         environment: ToolEnvironment | None = None
         prepare = cache(lambda: _attempt(call, lambda: self._prepare(call, context)))
-        # The call is prepared while Redis decides about the claim.
+        # The call is prepared while Redis decides about the claim. `cache`: a claim that is sent again must not prepare
+        # the call twice.
         claim = _attempt(call, lambda: self._claims.claim(call, context, self._resources.holder, prepare))
         prepared = prepare()
         if isinstance(prepared, ToolResult):
+            # The record must say `forbidden` before the sender gets the refusal. Otherwise a repeated message could
+            # start the call when the reason for the refusal is gone.
             if claim in (CallClaim.GRANTED, CallClaim.MOVED):
                 claim = _attempt(call, lambda: self._claims.refuse(call, context, self._resources.holder))
             # The sender gets the refusal even if Redis cannot record it.
             claim = CallClaim.GRANTED if isinstance(claim, ToolResult) else claim
+        # No result: the caller waits for the result of the other message, and the first result that arrives counts.
         if claim in (CallClaim.STARTED, CallClaim.SUPERSEDED):
             raise CallRepeated(claim)
         if isinstance(claim, ToolResult):
@@ -229,6 +235,7 @@ class Executor:
         # Check before the arguments: a tool that is off reports that even for invalid arguments.
         self._policy.check_switches(tool.spec, context.tenant)
         if context.arguments_blob is not None:
+            # The signed context names the blob by its hash, so these arguments are those that the sender has signed.
             arguments_from_blob = decode_arguments(self.blobs.take(context.tenant, context.arguments_blob))
             call = call.model_copy(update={"arguments": arguments_from_blob})
         arguments, aliases = prepare_arguments(
@@ -248,6 +255,7 @@ class Executor:
                 prepared.call, lambda: self._build_result(self._handle(prepared, environment), environment), environment
             )
         finally:
+            # The stream of events must end before the result is stored: the caller reads it up to its last entry.
             hidden = environment.events.close() if environment.events.is_watched else 0
         added: dict[str, JsonValue] = {}
         if prepared.aliases:
@@ -278,6 +286,7 @@ class Executor:
             output=(outcome.output or "") + news if news else outcome.output,
             error=outcome.error + environment.loss_note(outcome.error) + news if outcome.error is not None else None,
             error_code=outcome.error_code,
+            # A tool must not claim that its call did not run. The sender would send it again.
             metadata=RunFailure.remove(outcome.metadata),
             truncated=outcome.truncated,
             blob=blob,
@@ -369,6 +378,8 @@ class UnconfirmedCalls:
         It is called again after BrokerUnavailable.
         """
         mark = object()
+        # One lock for both steps. Otherwise the thread could decide to end between them, and this claim would have
+        # none.
         with self._lock:
             self._unconfirmed[mark] = self._clock() + DURABLE_AFTER_S, confirm
             self._start()
@@ -383,9 +394,11 @@ class UnconfirmedCalls:
         for mark, (due_at, confirm) in list(self._unconfirmed.items()):
             if self._clock() < due_at:
                 continue
+            # The call may end during this step. Its record then says `done`, which a confirmation does not change.
             try:
                 confirm()
             except BrokerUnavailable as error:
+                # The other claims would only wait for the same time limit. They stay, and the next round confirms them.
                 log.warning("claims_not_confirmed", error=str(error))
                 return
             self._unconfirmed.pop(mark, None)

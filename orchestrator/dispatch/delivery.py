@@ -122,6 +122,7 @@ class Delivery:
             work = self._deliver(request)
             if self._monitor is None:
                 return await work
+            # The monitor surrounds all attempts: an order to end the call also reaches a call that waits for its slot.
             return await self._monitor.watch(request.tenant, request.call.id, work)
         except asyncio.CancelledError:
             pool_queue = POOL_QUEUES.get(request.spec.pool)
@@ -190,7 +191,8 @@ class Delivery:
         try:
             return await self._send_until_done(progress)
         except (OperatorError, ToolFailure) as error:
-            # A first attempt that was not sent has no record; every later attempt has one.
+            # A first attempt that was not sent has no record; every later attempt has one. Without an end, that record
+            # would say `queued` for a day. If Redis did not answer, the attempt may be in its queue.
             if progress.attempt > 1:
                 state = CallState.UNKNOWN if isinstance(error, BrokerUnavailable) else progress.state
                 await self._close_record(progress, state, error.code)
@@ -198,6 +200,7 @@ class Delivery:
 
     async def _send_until_done(self, progress: "_Progress") -> ToolResult:
         request = progress.request
+        # Only a run that another process began sets `sent_since`. Any other call skips this read of Redis.
         earlier = await self._find_earlier(progress) if request.sent_since is not None else None
         address = await self._find_address(request)
         while True:
@@ -210,6 +213,7 @@ class Delivery:
             try:
                 result = await self._send(request, target, progress.attempt, task)
             except NotSent as refused:
+                # The script pushed no message, so another place is safe, whatever the tool is.
                 if refused.reason == "duplicate" or address is None:
                     raise _used_before(progress.attempt) from None
                 if not await progress.untaken.wait():
@@ -219,6 +223,7 @@ class Delivery:
                 address = await self._refresh(request, address, is_lost=refused.reason == "host_lost")
                 continue
             except CallLost as lost:
+                # The reason of the loss comes from unsigned fields. "Not started" counts only with the signed ticket.
                 has_started = lost.has_started or not await self._is_unstarted(progress)
                 progress.note_loss(has_started)
                 address = await self._prepare_resend(progress, address, lost)
@@ -249,6 +254,7 @@ class Delivery:
             progress.note_loss(has_started=True)
         is_repeatable = is_lost and request.spec.idempotent and progress.losses < MAX_ATTEMPTS
         is_untaken = failure is not None and failure.is_temporary
+        # The record is renewed last: after that, the call must be sent, or its record says `queued` for a day.
         return (is_untaken or is_repeatable) and await progress.untaken.wait() and await self._renew(progress)
 
     async def _find_earlier(self, progress: "_Progress") -> CallRecord | None:
@@ -267,6 +273,7 @@ class Delivery:
                     "expired: it may or may not have acted; check its effects before you repeat it",
                 )
             return None
+        # Also for an attempt that was renewed and not published: the script accepts only the number in the record.
         progress.attempt = record.attempt
         if record.state is CallState.FORBIDDEN:
             raise DeliveryFailed(
@@ -274,6 +281,7 @@ class Delivery:
                 "the call was cancelled, or its deadline passed, before a worker took it; it was not run",
             )
         if not record.state.is_lost:
+            # A process may die between `renew` and the publish. The nonce then still names the attempt before.
             is_published = record.nonce.partition(":")[0] == str(record.attempt)
             return record if is_published else None
         is_unknown = record.state is CallState.UNKNOWN
@@ -292,6 +300,7 @@ class Delivery:
         try:
             record = await progress.calls.find(request.tenant, request.call.id)
         except BrokerUnavailable:
+            # Without a proof the call may have acted.
             return False
         return (
             record is not None
@@ -329,6 +338,8 @@ class Delivery:
         is_safe = request.spec.idempotent or not progress.may_have_acted
         if not is_safe or progress.losses >= MAX_ATTEMPTS:
             await self._give_up(progress, lost.reason)
+        # The address comes before the renewal. If no host can take the session, the record still says `lost`, and a
+        # late result of a worker that was only slow can still be stored.
         try:
             address = await self._refresh(request, address, is_lost=True) if address is not None else None
         except (OperatorError, ToolFailure) as error:
@@ -348,6 +359,7 @@ class Delivery:
         try:
             is_renewed = await progress.calls.renew(request.tenant, request.call.id, progress.attempt)
         except BrokerUnavailable as error:
+            # Redis may have renewed the record. The attempt is not counted, so nothing more is sent under its number.
             log.warning("call_not_sent_again", call=request.call.id, error=str(error))
             return False
         progress.attempt += is_renewed
@@ -397,12 +409,16 @@ class Delivery:
             except NotSent as refused:
                 if refused.reason != "no_slot":
                     raise
+                # The call was published in the hope that its slot was granted in the same pipeline. It was not.
                 await slot.wait()
                 result = await self._exchange(request, queue, fence, number)
+            # The sum, which sandboxd measures. The guest decides how it is divided, and could report a run time of zero
+            # to use slots for free.
             slot.used_s = result.clocks.sandbox_s + result.clocks.run_s
         return result
 
     def _slot_request(self, request: Request, queue: str) -> SlotRequest:
+        # All attempts share one wait: a call that is sent again must not wait longer than its caller allows.
         waited_s = self.clock() - request.context.sent_at
         return SlotRequest(
             tenant=request.tenant,
@@ -426,6 +442,8 @@ class Delivery:
         slot: str = "",
     ) -> ToolResult:
         """Sign and publish the call. Return its result after all its events."""
+        # The deadline may be over already, after a long wait for a slot or a first attempt. The worker would then
+        # refuse a call that has just got its slot.
         start_by = max(request.context.deadline_at, self.clock() + LEAST_WAIT_S)
         changed: dict[str, object] = {"attempt": number, "fence": fence, "deadline_at": start_by}
         spans = CURRENT_CALL.get()
@@ -439,6 +457,7 @@ class Delivery:
             if self._events is None or not request.handlers:
                 result = await self._await_result(attempt)
             else:
+                # The stream of events exists only while a caller listens, so it is opened before the publish.
                 async with self._events.listen(
                     request.tenant, request.call.id, request.handlers, request.wait_s
                 ) as reader:
@@ -468,6 +487,7 @@ class Delivery:
             ) from None
         except EnvelopeRefused as error:
             raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the result was refused: {error}") from error
+        # The seal covers tenant and attempt. A genuine result of another call of the tenant could be replayed here.
         if result.call_id != attempt.call_id:
             raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, "the result belongs to another call")
         return result

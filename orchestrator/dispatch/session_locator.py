@@ -1,5 +1,9 @@
 """Find the host of a session for every call. Choose a host for a new session, and another host when the first is lost
 or drains.
+
+Invariant: at most one host serves a session. Only the holder of a location's present fence may open the session or
+change its location, and every claim gives out a higher fence. This process decides nothing alone: it proposes a host,
+and a script in Redis accepts the proposal only if the fence is still the one that this process has read.
 """
 
 import asyncio
@@ -77,6 +81,7 @@ class SessionLocator:
         self._sessions, self._keys = sessions, keys
         self._hosts = hosts
         self._send_open = send_open
+        # A cached address may be out of date. The publish script compares its fence, so a call never reaches the host.
         self._addresses: dict[tuple[str, str], SessionAddress] = {}
         self._placed: Counter[str] = Counter()
         self._reported_at: dict[str, float] = {}
@@ -104,6 +109,7 @@ class SessionLocator:
         try:
             result, _ = await self._send_to_hosts(SessionOpening(tenant, session, arguments), address, policy, excluded)
         except BaseException:
+            # No caller knows the name of this session, so its location must not count towards the tenant's limit.
             await asyncio.shield(self._forget_quietly(tenant, session))
             raise
         if not result.success:
@@ -131,9 +137,13 @@ class SessionLocator:
         """Return the address as soon as the session has one and its host is not `silent`."""
         until = time.monotonic() + SETTLE_S
         while True:
+            # Read again in each round: while this call waits, another one may move the session, or its user may close
+            # it.
             location = await self._sessions.find(tenant, session)
             if location is None:
                 raise no_such_session()
+            # Before the attempt, so that the last attempt still counts when it alone takes longer than the rest of the
+            # time.
             is_late = time.monotonic() > until
             try:
                 address = await self._find_address(tenant, session, location, policy, silent)
@@ -157,6 +167,7 @@ class SessionLocator:
         """Return the address if the session has one now, else None."""
         if location.state is LocationState.MOVING:
             return await self._move(tenant, session, location, policy)
+        # With another fence, the session has moved since the call failed. The silence was that of its former host.
         is_silent = silent is not None and location.fence == silent.fence
         fate = await self._sessions.fate(location.queue) if is_silent else "alive"
         if fate == "given_up":
@@ -174,6 +185,7 @@ class SessionLocator:
         Raises ToolFailure(QUOTA_EXCEEDED), SandboxUnavailable, BrokerUnavailable.
         """
         arguments, queue = await self.start(tenant, session), str(facts["queue"])
+        # Sealed for each child: a start is valid only for the session that it names.
         starts = {name: seal_start(self._keys, tenant, name, arguments) for name in names}
         await self._sessions.fork(tenant, session, starts, queue, facts=json.dumps(dict(facts)), limit=policy.sandboxes)
         for name in names:
@@ -198,6 +210,7 @@ class SessionLocator:
         """Return the location of an open session, no matter which process opened it. Raises
         ToolFailure(SESSION_NOT_FOUND), BrokerUnavailable.
         """
+        # A client chose the name, which becomes a part of a key.
         location = await self._sessions.find(tenant, session) if _NAME.fullmatch(session) else None
         if location is None:
             raise no_such_session()
@@ -254,6 +267,7 @@ class SessionLocator:
         memory_bytes = max(arguments.get("options", {}).get("memory_bytes", 0), LOW_MEMORY_BYTES)
         needs = HostRequirements(policy.sandbox.tenant_class, arguments.get("image"), memory_bytes)
         queue = choose_host(reports, needs, placed=self._placed, excluded=excluded).queue
+        # Counted before the claim, without an await in between. Otherwise a burst of openings would choose one host.
         self._placed[queue] += 1
         return queue
 
@@ -307,6 +321,8 @@ class SessionLocator:
                         return result, address
                     continue
                 if result.success:
+                    # During a move, the location says `moving` until here, and other callers wait. If this process dies
+                    # before this line, `moving_until` ends the wait, and the next caller moves the session again.
                     await self._sessions.settle(
                         tenant, session, address.fence, LocationState.OPEN, json.dumps(result.metadata)
                     )
@@ -315,6 +331,7 @@ class SessionLocator:
                     await self._release(tenant, session, address.fence)
                 return result, address
         except BaseException:
+            # The host may open the session all the same. The next claim has a higher fence, which closes it there.
             await asyncio.shield(self._release(tenant, session, address.fence))
             raise
 
@@ -332,6 +349,7 @@ class SessionLocator:
                 "hosts list`"
             )
         queue = await self._choose(policy, opening.arguments, excluded)
+        # A move is claimed only from the state `moving` without a holder, so this process gives up its own claim first.
         await self._release(opening.tenant, opening.session, address.fence)
         claimed = await self._count_claim(
             queue,

@@ -1,4 +1,9 @@
-"""Session of calls that share one sandbox and workspace, from opening to closing."""
+"""Session of calls that share one sandbox and workspace, from opening to closing.
+
+Invariant: a session that this process opened is closed by it, or expires. Every path out of an opening, an import, a
+fork or a `with` block orders the close, also after an error or a cancellation. These orders run in `asyncio.shield`,
+because a second cancellation must not leave a sandbox that no process closes before its time to live.
+"""
 
 import asyncio
 import contextlib
@@ -29,7 +34,9 @@ from store.api_keys import Credential
 from store.blobs import Blobs
 
 COPY_TIMEOUT_S = 120.0
-# Prints pairs; each part ends with a NUL. A pair is `f` and a file, or the target of a link and the link.
+# The names are hostile and may contain line ends, so each part ends with a NUL. `printf x` protects line ends at the
+# end of a target from the shell, which removes them. Prints pairs; each part ends with a NUL. A pair is `f` and a file,
+# or the target of a link and the link.
 _LIST_FILES = """
 set -o pipefail
 find . -xdev -type f -printf 'f\\0%P\\0'
@@ -172,6 +179,8 @@ class Session:
             return (await parent.fork_as([name or new_session_name()]))[0]
         source = await asyncio.to_thread(load_source, start.workspace) if start.workspace is not None else None
         name = name or new_session_name()
+        # A task of its own: a cancellation must not stop the opening at a point where a host has made the sandbox and
+        # this process does not know it.
         opening = asyncio.ensure_future(dispatcher.open_session(tenant, name, start.arguments()))
         try:
             result = _require_success(await asyncio.shield(opening))
@@ -184,7 +193,10 @@ class Session:
             try:
                 await session._verb("import", {"kind": source.kind}, content=source.content, timeout_s=COPY_TIMEOUT_S)
             except BaseException:
-                await asyncio.shield(session.close())
+                # The caller gets the first error. A host that failed the import often fails the close too, and the
+                # session then expires.
+                with contextlib.suppress(OperatorError, ToolFailure):
+                    await asyncio.shield(session.close())
                 raise
         return session
 
@@ -229,6 +241,7 @@ class Session:
         """
         call = build_call(name, arguments, call_id)
         if isinstance(call, ToolResult):
+            # A model chose name and arguments. It gets a result that it can read, not an exception.
             return call
         return await self.send(Request(call, self.tenant, self.id, timeout_s=timeout_s), on_output)
 
@@ -246,7 +259,8 @@ class Session:
                 self._info = replace(self._info, sandbox=result.sandbox)
             return result
         except asyncio.CancelledError:
-            # Another process may be about to read a result that is stored.
+            # With `keeps_result` another process continues the run and reads the result, so the call must go on.
+            # Otherwise the order goes past the host's queue. For a call that is still on its way, it forbids the start.
             if not request.keeps_result:
                 await asyncio.shield(self._command("cancel", {"call_id": request.call.id}))
             raise
@@ -270,6 +284,7 @@ class Session:
         arguments: dict[str, Any] = {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
         result = await self._verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
         data = await self._content(result)
+        # One blob holds both streams, because a result carries one.
         cut = int(str(result.metadata["stdout_bytes"]))
         return ExecResult(
             returncode=int(str(result.metadata["returncode"])),
@@ -314,6 +329,7 @@ class Session:
 
     async def import_archive(self, archive: bytes, path: str) -> None:
         """Unpack a tar archive into a folder of the sandbox, which is created. Raises ToolFailure when that fails."""
+        # `--`: a path that begins with `-` is no option.
         created = await self.exec(["mkdir", "-p", "--", path])
         if created.returncode != 0:
             error = created.stderr.decode(errors="replace").strip()[-500:]
@@ -347,6 +363,7 @@ class Session:
 
         Raises ToolFailure(FILE_TOO_LARGE) beyond the operator's limit, SandboxUnavailable.
         """
+        # In a file: a list of names can be longer than the arguments of a call. In /output, where it is no artifact.
         names = f"/output/.files-{secrets.token_hex(8)}"
         listed = b"".join(os.fsencode(path) + b"\0" for path in paths)
         written = await self.exec(["bash", "-c", 'cat > "$1"', "list", names], stdin=listed, timeout_s=COPY_TIMEOUT_S)
@@ -394,7 +411,8 @@ class Session:
             ).metadata
             await self._dispatcher.add_forks(self.tenant, self.id, names, facts)
         except BaseException:
-            # The host may have made them.
+            # The host may have made them, and the answer was lost. Without a location, it closes them at its next
+            # check.
             with contextlib.suppress(BrokerUnavailable):
                 await asyncio.shield(self._dispatcher.forget_sessions(self.tenant, names))
             raise
@@ -415,6 +433,7 @@ class Session:
         failed.
         """
         if not self._closed:
+            # Set before the first await: a second close at the same time must not send a second order.
             self._closed = True
             try:
                 _require_success(await self._dispatcher.close_session(self.tenant, self.id))
@@ -438,6 +457,7 @@ class Session:
         """
         if self._closed:
             return
+        # The order goes out first: the wait below may be too short for a busy host, and is then given up.
         await self._command("close")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CANCEL_WAIT_S):
@@ -465,12 +485,14 @@ class Session:
         timeout_s: float,
         on_output: OnOutput | None = None,
     ) -> ToolResult:
+        # An envelope carries 1 MiB, and the content may have 64 MiB.
         blob = await self._blobs.leave(self.tenant, content) if content else None
         call = ToolCall(id=_call_id(), name=f"session.{name}", arguments=arguments)
         request = Request(call, self.tenant, self.id, timeout_s=timeout_s, blob=blob, audience="session")
         try:
             return _require_success(await self.send(request, on_output))
         finally:
+            # Only here: a lost attempt is sent again with the same blob.
             if blob is not None:
                 await self._blobs.drop(blob)
 
@@ -541,6 +563,7 @@ def build_call(name: str, arguments: Mapping[str, Any], call_id: str | None = No
         return ToolCall(id=call_id or _call_id(), name=name, arguments=dict(arguments))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
+    # A result names its call, and the refused name may not be a valid one.
     stand_in = ToolCall(id=_call_id(), name=name[:128] or "unknown")
     if first["loc"][0] == "name":
         return ToolResult.failed(stand_in, ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {name[:200]}")
@@ -554,6 +577,7 @@ def _parse_listing(output: bytes) -> WorkspaceListing:
     parts = [os.fsdecode(part) for part in output.split(b"\0")]
     if len(parts) % 2 == 0:
         raise ToolFailure(ErrorCode.INTERNAL, "the sandbox returned a file list in an unexpected format")
+    # A link counts as a file only if its target is inside: a reader on another machine has no other target.
     pairs = list(zip(parts[:-1:2], parts[1::2], strict=True))
     files = [path for target, path in pairs if target == "f" or target.startswith("/workspace/")]
     links = [path for target, path in pairs if target != "f" and not target.startswith("/workspace/")]

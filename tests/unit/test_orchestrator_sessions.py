@@ -54,6 +54,15 @@ async def test_names_of_sessions_cannot_be_guessed_or_repeated() -> None:
     assert (len(names), min(map(len, names)) >= 20) == (20, True)
 
 
+async def test_the_error_of_the_copy_is_raised_when_the_close_fails_too(tmp_path: Path) -> None:
+    lost = {"error_code": ErrorCode.SANDBOX_UNAVAILABLE, "error": "the host is lost"}
+    pool = Pool(**{"import": {"error_code": ErrorCode.NO_SPACE, "error": "full"}, "close": lost})
+    with pytest.raises(ToolFailure) as raised:
+        await pool.open(tmp_path)
+    assert raised.value.code is ErrorCode.NO_SPACE
+    assert pool.sent()[-1] == "close"
+
+
 async def test_a_workspace_that_could_not_be_copied_leaves_no_sandbox(tmp_path: Path) -> None:
     pool = Pool(**{"import": {"error_code": ErrorCode.NO_SPACE, "error": "full"}})
     with pytest.raises(ToolFailure, match="full"):
