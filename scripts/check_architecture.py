@@ -106,7 +106,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "typer": _TERMINAL,
     "rich": _TERMINAL,
     "http.server": (),
-    "jinja2": ("orchestrator/api/pages/*.py",),
+    "jinja2": ("orchestrator/api/pages/*.py", "orchestrator/offline_pages.py"),
     "markupsafe": ("orchestrator/api/pages/*.py",),
     "fastapi": ("orchestrator/api/*.py",),
     "mcp": _MCP,

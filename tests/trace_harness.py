@@ -1,22 +1,26 @@
 """Traced runs for tests: a scripted model, tools that are functions, and a folder."""
 
+import io
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
+from rich.console import Console
 
 from contract.calls import Clocks, SandboxInfo, ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.masking import Masker
 from contract.run_events import CallSent, OnEvent
+from orchestrator.cli.trace_printer import TracePrinter
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Model
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.traces.reading import Trace
 from orchestrator.traces.recorder import TraceRecorder, open_trace
 from tests.builders import build_spec
 
@@ -79,6 +83,13 @@ async def run_traced(
         )
         result = await agent.run("do it", history=history or [])
     return trace.path, result, trace
+
+
+def build_lines(trace: Trace, *, is_full: bool = False) -> list[str]:
+    """Return the lines of `toolcrew traces show`."""
+    out = io.StringIO()
+    TracePrinter(Console(file=out, width=200), is_full=is_full).show(trace)
+    return out.getvalue().splitlines()
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_c
 from orchestrator.api.problem_handlers import responses
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from orchestrator.batches.artifacts import MAX_PATTERNS
-from orchestrator.batches.strict_json import MAX_DEPTH
+from orchestrator.batches.lines import MAX_DEPTH
 from orchestrator.dialects.profiles import ProfileName
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.hosted import HostedRuns

@@ -9,7 +9,9 @@ from typing import IO, Any
 
 from contract.run_events import BatchNotice, RunEnded, RunEvent, RunRetried
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.figures import (
+from orchestrator.batches.progress import BatchProgress, ProgressSnapshot
+from orchestrator.batches.summary import Summary, build_summary, build_summary_lines
+from orchestrator.terminal.figures import (
     MAX_NOTE_CHARS,
     format_cost,
     format_count,
@@ -18,8 +20,6 @@ from orchestrator.batches.figures import (
     format_time,
     one_line,
 )
-from orchestrator.batches.progress import BatchProgress, ProgressSnapshot
-from orchestrator.batches.summary import Summary, build_summary, build_summary_lines
 
 STATUS_EVERY_S = 5.0
 

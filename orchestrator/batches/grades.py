@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from contract.calls import Record
 from contract.run_events import FailureKind, RunEnded
-from orchestrator.batches.figures import format_cost, format_count
+from orchestrator.terminal.figures import format_cost, format_count
 
 _Z = 1.959964
 """Quantile of the normal distribution for an interval of 95 %."""

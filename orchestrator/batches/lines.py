@@ -5,6 +5,7 @@ item runs.
 import codecs
 import difflib
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ErrorCode, OperatorError
+from contract.strict_json import InvalidJson, parse_object
 from orchestrator.batches.environments import EnvironmentChecker
 from orchestrator.batches.line_shapes import (
     BODIES,
@@ -29,7 +31,6 @@ from orchestrator.batches.line_shapes import (
     build_item,
     name_samples,
 )
-from orchestrator.batches.strict_json import NotStrict, find_columns, parse_object
 from store.archives.files import TenantStore
 from store.batches import CALLS_URL, MAX_ID_CHARS, MAX_INPUT_BYTES, MAX_ITEMS, RUNS_URL, BatchItem
 
@@ -79,6 +80,9 @@ MAX_SHOWN = 20
 """Number of errors that are shown. Further errors are only counted."""
 MAX_COUNTED = 1000
 """Number of hidden errors after which the rest of the file is not read."""
+MAX_VALUES, MAX_DEPTH = 20_000, 64
+"""Limits of one line."""
+_NOT_AN_OBJECT = "the line is not one JSON object"
 _MAX_VALUE_CHARS = 60
 _OUTER_NAMES = frozenset({"method", "url", "body"})
 """Fields that distinguish a line of OpenAI's shape from a short line."""
@@ -226,17 +230,18 @@ class _Reader:
 
     def _read_line(self, number: int, line: bytes) -> None:
         """Read one line: store its item or add its errors."""
-        text = ""
         try:
             text = _decode(line)
-            fields = parse_object(text)
-        except NotStrict as error:
-            return self._add_error(LineError(error.message, number, error.column))
-        errors = list(self._take(number, fields, text.count(",") + text.count("{") + text.count("[")))
-        visible = errors[: MAX_SHOWN - len(self.errors)]
-        for (_, message), column in zip(visible, find_columns(text, [path for path, _ in visible]), strict=True):
-            self._add_error(LineError(message, number, column))
-        self.more += len(errors) - len(visible)
+            fields = parse_object(text, MAX_VALUES, MAX_DEPTH)
+            # UTF-8 cannot encode half of a surrogate pair, which an escape may write.
+            json.dumps(fields, ensure_ascii=False).encode() if "\\u" in text else None
+        except UnicodeEncodeError:
+            return self._add_error(LineError("a text has half of a surrogate pair: write both halves", number))
+        except InvalidJson as error:
+            return self._add_error(LineError(f"{_NOT_AN_OBJECT} ({error.message}): fix it", number, error.column))
+        for path, message in self._take(number, fields, text.count(",") + text.count("{") + text.count("[")):
+            is_named = not path or message.startswith("`")
+            self._add_error(LineError(message if is_named else f"{_format_path(path)}: {message}", number))
         return None
 
     def _take(self, number: int, line_fields: dict[str, Any], values: int) -> Iterator[tuple[FieldPath, str]]:
@@ -336,12 +341,12 @@ class _Reader:
 
 
 def _decode(line: bytes) -> str:
-    """Decode a line. Raises NotStrict with the column of the first invalid byte."""
+    """Decode a line. Raises InvalidJson with the column of the first invalid byte."""
     try:
         return line.decode()
     except UnicodeDecodeError as error:
         at = len(line[: error.start].decode()) + 1
-        raise NotStrict(f"the line is not UTF-8 (byte 0x{line[error.start]:02x}): save the file as UTF-8", at) from None
+        raise InvalidJson(f"it is not UTF-8 (byte 0x{line[error.start]:02x})", at) from None
 
 
 def _parse(
@@ -363,7 +368,7 @@ def _parse(
 def _sentence(shape: type[BaseModel], problem: ErrorDetails, path: FieldPath) -> str:
     """Return the message for one validation error."""
     error_type, value, last = problem["type"], problem["input"], str(path[-1])
-    field = f"`{'.'.join(_short(str(step)) for step in path)}`"
+    field = _format_path(path)
     if error_type == "missing":
         return f"{field} is missing: add it"
     if error_type == "extra_forbidden":
@@ -391,6 +396,11 @@ def _nearest(shape: type[BaseModel], name: str, above: FieldPath) -> str:
         [suggestion] if (suggestion := _SUGGESTIONS.get(plain)) in names else difflib.get_close_matches(plain, names, 1)
     )
     return f"did you mean `{close[0]}`?" if close else f"the fields are {', '.join(sorted(names))}"
+
+
+def _format_path(path: FieldPath) -> str:
+    """Return the path of a field for a message."""
+    return f"`{'.'.join(_short(str(step)) for step in path)}`"
 
 
 def _format_value(value: object) -> str:

@@ -9,9 +9,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.text import Text
 
 from orchestrator.batches.displays import Display, JsonLines, LogDisplay, Watched
-from orchestrator.batches.figures import MAX_NOTE_CHARS, format_seconds, one_line
 from orchestrator.batches.progress import ProgressSnapshot
 from orchestrator.batches.summary import Summary, build_summary_lines
+from orchestrator.terminal.figures import MAX_NOTE_CHARS, format_seconds, one_line
 
 REFRESH_S = 0.25
 

@@ -5,24 +5,23 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from contract.calls import MAX_NAME_CHARS
 from contract.run_events import CallFinished, RunClaimed, RunEnded, RunEvent, RunReady, RunRetried, StepFinished
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.figures import (
+from orchestrator.batches.grades import format_grades
+from orchestrator.batches.progress import BatchProgress, ProgressSnapshot, Stage
+from orchestrator.batches.report_plots import Plot, add_up, build_plot, limit_time
+from orchestrator.batches.summary import Summary, build_summary
+from orchestrator.offline_pages import load_template, render_page
+from orchestrator.terminal.figures import (
     format_cost,
     format_count,
     format_rate,
     format_seconds,
     format_time,
-    one_line,
 )
-from orchestrator.batches.grades import format_grades
-from orchestrator.batches.markup import Markup, element, join, text
-from orchestrator.batches.progress import BatchProgress, ProgressSnapshot, Stage
-from orchestrator.batches.report_page import build_page, figure, paragraph, table
-from orchestrator.batches.report_plots import Line, add_up, limit_time, plot_lines
-from orchestrator.batches.summary import Summary, build_summary
 
 MAX_FAILED_ROWS = 500
 MAX_GROUP_ROWS = 50
@@ -35,6 +34,36 @@ MAX_CODE_CHARS = 64
 _TIMES = ("times", "mean", "p50", "p95", "max")
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of untrusted text. `text_columns`: columns that contain text and not numbers. `max_chars`: limit of the
+    text in a cell. The first column is the heading of the row.
+    """
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text_columns: Sequence[int] = (0,)
+    max_chars: int = 200
+
+
+Block = str | Table | Plot | list[str]
+"""A paragraph, a table, a plot or a list of sentences."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the report. `id`: in the page."""
+
+    id: str
+    heading: str
+    blocks: Sequence[Block]
+
+    def to_html(self) -> str:
+        """Return the content as HTML, with the classes of the pages' style sheets."""
+        return str(load_template("report_blocks.html").make_module().blocks(self))  # type: ignore[attr-defined]
+
+
 def build_report(
     events: Iterable[RunEvent], *, title: str, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
 ) -> str:
@@ -43,15 +72,15 @@ def build_report(
 
     `batch`, `tenant`: used in the commands on the page. `total`: number of items, if no event contains the number.
     """
-    return build_page(title, build_sections(events, batch=batch, tenant=tenant, total=total))
+    return render_page(
+        "report.html", title=title, sections=build_sections(events, batch=batch, tenant=tenant, total=total)
+    )
 
 
 def build_sections(
     batch_events: Iterable[RunEvent], *, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
-) -> list[tuple[str, str, Markup]]:
-    """Return the sections of the page as (id, heading, content). The sections use the classes of the page's style
-    sheet.
-    """
+) -> list[Section]:
+    """Return the sections of the page."""
     report = _Report(total)
     for event in batch_events:
         report.add(event)
@@ -137,8 +166,8 @@ class _Report:
         """Count a running item from its start to its end."""
         self._amounts["running"] += [(started, 1), (ended, -1)]
 
-    def sections(self, batch: str, tenant: str) -> list[tuple[str, str, Markup]]:
-        """Return the sections of the report as (id, heading, content)."""
+    def sections(self, batch: str, tenant: str) -> list[Section]:
+        """Return the sections of the report."""
         high = limit_time(self._progress.last_at)
         low = min(self._low, high)
         still = sorted(
@@ -149,17 +178,17 @@ class _Report:
         self._amounts["running"] += [(started, 1) for started, *_ in still]
         snapshot = self._progress.snapshot(high)
         return [
-            ("summary", "Summary", _summary(build_summary(snapshot, batch=batch or "ID", tenant=tenant), low)),
+            Section("summary", "Summary", _summary(build_summary(snapshot, batch=batch or "ID", tenant=tenant), low)),
             *self._grades(),
-            ("failures", "Failures", self._failures(snapshot)),
-            ("time", "Over time", self._over_time(low, high)),
-            ("tools", "Tools and waiting", self._tools()),
-            ("cost", "Tokens and cost", self._tokens(snapshot, low, high)),
-            ("slowest", "Slowest items", self._slowest_items(still, high)),
-            ("notes", "Notes", _notes(snapshot)),
+            Section("failures", "Failures", self._failures(snapshot)),
+            Section("time", "Over time", self._over_time(low, high)),
+            Section("tools", "Tools and waiting", self._tools()),
+            Section("cost", "Tokens and cost", self._tokens(snapshot, low, high)),
+            Section("slowest", "Slowest items", self._slowest_items(still, high)),
+            Section("notes", "Notes", _notes(snapshot)),
         ]
 
-    def _grades(self) -> list[tuple[str, str, Markup]]:
+    def _grades(self) -> list[Section]:
         """Return the section about rewards; no section without graded items."""
         grades = self._progress.summarize_grades()
         if grades is None:
@@ -168,14 +197,12 @@ class _Report:
             "Solved: reward 1. pass@k is the unbiased estimate, with Wilson's interval over the tasks. Items whose "
             "grader failed count as not solved."
         )
-        return [
-            ("grades", "Grades", join([table("Rewards", ("figure", "value"), format_grades(grades)), paragraph(note)]))
-        ]
+        return [Section("grades", "Grades", [Table("Rewards", ("figure", "value"), format_grades(grades)), note])]
 
-    def _failures(self, snapshot: ProgressSnapshot) -> Markup:
+    def _failures(self, snapshot: ProgressSnapshot) -> list[Block]:
         """Return the section about failed items."""
         if not snapshot.failed:
-            return paragraph("No item has failed.")
+            return ["No item has failed."]
         latest = self._progress.latest
         listed = sorted(
             (end for end in self._failed.values() if latest(end.item) == (end.attempt, Stage.ENDED)),
@@ -183,9 +210,9 @@ class _Report:
         )
         rows = [
             (
-                one_line(end.item, MAX_NAME_CHARS),
+                end.item,
                 end.failure.kind.value,
-                one_line(end.failure.code, MAX_CODE_CHARS),
+                end.failure.code[:MAX_CODE_CHARS],
                 str(end.attempt),
                 format_time(end.at),
                 end.failure.message,
@@ -199,29 +226,23 @@ class _Report:
         more = (
             f"{snapshot.failed - len(listed):,} more failed items are not listed here; the error file has all of them."
         )
-        return join(
-            [
-                paragraph(f"{snapshot.failed:,} failed: {kinds}. Items whose retry succeeded do not count."),
-                _groups(snapshot),
-                table(title, columns, rows, text_columns=(0, 1, 2, 4, 5), max_chars=MAX_CELL_CHARS),
-                paragraph(more if snapshot.failed > len(listed) else ""),
-            ]
-        )
+        return [
+            f"{snapshot.failed:,} failed: {kinds}. Items whose retry succeeded do not count.",
+            *_groups(snapshot),
+            Table(title, columns, rows, (0, 1, 2, 4, 5), MAX_CELL_CHARS),
+            *([more] if snapshot.failed > len(listed) else []),
+        ]
 
-    def _over_time(self, low: float, high: float) -> Markup:
+    def _over_time(self, low: float, high: float) -> list[Block]:
         """Return the section with the plots over time."""
-        ends = self._lines(low, high, succeeded="done", failed="failed")
-        if not ends and not self._amounts["running"]:
-            return paragraph("No item has started yet.")
-        parts = [paragraph(f"The time starts at {format_time(low)}.")]
-        if ends:
-            parts.append(figure(plot_lines("ends", "Ended items", ends, low, high), "Items that have ended, in total."))
-        if running := self._lines(low, high, running="third"):
-            plot = plot_lines("running", "Running items", running, low, high)
-            parts.append(figure(plot, "Items that run at the same time."))
-        return join(parts)
+        plots = [
+            *self._plot("ends", "Ended items", "Items that have ended, in total.", low, high, succeeded="done",
+                        failed="failed"),
+            *self._plot("running", "Running items", "Items that run at the same time.", low, high, running="third"),
+        ]  # fmt: skip
+        return [f"The time starts at {format_time(low)}.", *plots] if plots else ["No item has started yet."]
 
-    def _tools(self) -> Markup:
+    def _tools(self) -> list[Block]:
         """Return the section about calls and waiting times."""
         ordered = sorted(self._calls.items(), key=lambda pair: (-len(pair[1]), pair[0]))
         calls = [
@@ -229,35 +250,31 @@ class _Report:
             for tool, seconds in ordered
         ]
         waits = [(name, *_spread(seconds)) for name, seconds in sorted(self._times.items())]
-        parts = [paragraph("" if calls else "No tool has been called.")]
+        blocks: list[Block] = ["No tool has been called."]
         if calls:
-            parts.append(table("Calls by tool", ("tool", *_TIMES, "errors", "queued p95"), calls))
-            parts.append(
-                paragraph("Time from the request to the result. Queued: the part of it until a worker took the call.")
-            )
-        if waits:
-            parts.append(table("Waiting", ("for", *_TIMES), waits))
-        return join(parts)
+            note = "Time from the request to the result. Queued: the part of it until a worker took the call."
+            blocks = [Table("Calls by tool", ("tool", *_TIMES, "errors", "queued p95"), calls), note]
+        return [*blocks, *([Table("Waiting", ("for", *_TIMES), waits)] if waits else [])]
 
-    def _tokens(self, snapshot: ProgressSnapshot, low: float, high: float) -> Markup:
+    def _tokens(self, snapshot: ProgressSnapshot, low: float, high: float) -> list[Block]:
         """Return the section about tokens and cost."""
         total = f"{format_count(snapshot.prompt_tokens)} in, {format_count(snapshot.completion_tokens)} out"
         cost = format_cost(snapshot.cost, snapshot.cost_unknown)
-        parts = [paragraph(f"Tokens of all attempts: {total}. Cost of the attempts that have ended: {cost}.")]
-        if snapshot.prompt_tokens and (lines := self._lines(low, high, tokens_in="other", tokens_out="third")):
-            parts.append(figure(plot_lines("tokens", "Tokens", lines, low, high), "Tokens of ended items, in total."))
-        if lines := self._lines(low, high, cost="done"):
-            caption = "Cost of ended items, in total, in the currency of the prices."
-            parts.append(figure(plot_lines("costs", "Cost", lines, low, high), caption))
-        return join(parts)
+        blocks: list[Block] = [f"Tokens of all attempts: {total}. Cost of the attempts that have ended: {cost}."]
+        if snapshot.prompt_tokens:
+            caption = "Tokens of ended items, in total."
+            blocks += self._plot("tokens", "Tokens", caption, low, high, tokens_in="other", tokens_out="third")
+        caption = "Cost of ended items, in total, in the currency of the prices."
+        return [*blocks, *self._plot("costs", "Cost", caption, low, high, cost="done")]
 
-    def _lines(self, low: float, high: float, **styles: str) -> list[Line]:
-        """Return the lines that have points. An underscore in a name stands for a space."""
-        named = [(name.replace("_", " "), style) for name, style in styles.items()]
-        lines = [Line(name, style, add_up(self._amounts[name], low, high)) for name, style in named]
-        return [line for line in lines if line.points]
+    def _plot(self, id_: str, title: str, caption: str, low: float, high: float, **styles: str) -> list[Plot]:
+        """Return the plot of these amounts; no plot if none has points. An underscore in a name stands for a space."""
+        named = {name.replace("_", " "): style for name, style in styles.items()}
+        lines = {name: (style, add_up(self._amounts[name], low, high)) for name, style in named.items()}
+        lines = {name: line for name, line in lines.items() if line[1]}
+        return [build_plot(id_, title, caption, lines, low, high)] if lines else []
 
-    def _slowest_items(self, still: Sequence[tuple[float, str, int, str]], high: float) -> Markup:
+    def _slowest_items(self, still: Sequence[tuple[float, str, int, str]], high: float) -> list[Block]:
         """Return the section about the slowest items."""
         ended = [
             (item, format_seconds(seconds), str(attempt), ending, run)
@@ -268,15 +285,15 @@ class _Report:
             for started, item, attempt, run in still[:MAX_SLOWEST]
         ]
         columns = ("item", "time", "attempt", "state", "run")
-        parts = [
-            table(caption, columns, rows, text_columns=(0, 3, 4))
+        tables = [
+            Table(caption, columns, rows, (0, 3, 4))
             for caption, rows in (("Ended", ended), ("Running", running))
             if rows
         ]
-        return join(parts) if parts else paragraph("No item has started yet.")
+        return [*tables] or ["No item has started yet."]
 
 
-def _summary(s: Summary, low: float) -> Markup:
+def _summary(s: Summary, low: float) -> list[Block]:
     """Return the table of totals, with warnings and next steps."""
     rows = [
         ("items", f"{s.total:,}"),
@@ -296,34 +313,28 @@ def _summary(s: Summary, low: float) -> Markup:
         ("sandbox CPU time", format_seconds(s.cpu_s)),
         ("sandbox time", format_seconds(s.sandbox_s)),
     ]
-    steps = [element("li", text(sentence, 500)) for sentence in s.next]
-    next_steps = [paragraph("What to do next:"), element("ul", *steps)] if steps else []
-    warnings = [paragraph(f"Warning: {warning}") for warning in s.warnings]
-    return join([*warnings, table("Totals", ("figure", "value"), rows), *next_steps])
+    next_steps: list[Block] = ["What to do next:", list(s.next)] if s.next else []
+    warnings = [f"Warning: {warning}" for warning in s.warnings]
+    return [*warnings, Table("Totals", ("figure", "value"), rows), *next_steps]
 
 
-def _groups(snapshot: ProgressSnapshot) -> Markup:
+def _groups(snapshot: ProgressSnapshot) -> list[Block]:
     """Return the table of failures by code."""
     rows = [
-        (one_line(group.code, MAX_CODE_CHARS), group.kind.value, f"{group.count:,}", group.item, group.message)
+        (group.code[:MAX_CODE_CHARS], group.kind.value, f"{group.count:,}", group.item, group.message)
         for group in snapshot.groups[:MAX_GROUP_ROWS]
     ]
-    columns = ("code", "kind", "items", "example", "message")
     rest = snapshot.groups[MAX_GROUP_ROWS:]
-    more = f"{sum(group.count for group in rest):,} more failed with {len(rest):,} other codes." if rest else ""
-    return join(
-        [table("Failures by code", columns, rows, text_columns=(0, 1, 3, 4), max_chars=MAX_CELL_CHARS), paragraph(more)]
-    )
+    more = f"{sum(group.count for group in rest):,} more failed with {len(rest):,} other codes."
+    columns = ("code", "kind", "items", "example", "message")
+    return [Table("Failures by code", columns, rows, (0, 1, 3, 4), MAX_CELL_CHARS), *([more] if rest else [])]
 
 
-def _notes(snapshot: ProgressSnapshot) -> Markup:
+def _notes(snapshot: ProgressSnapshot) -> list[Block]:
     """Return the table of notices about the whole batch."""
     rows = [(format_time(note.at), note.message) for note in snapshot.notes]
-    if not rows:
-        return paragraph("There are none.")
-    return table(
-        "About the whole batch, the newest last", ("time", "note"), rows, text_columns=(0, 1), max_chars=MAX_CELL_CHARS
-    )
+    caption = "About the whole batch, the newest last"
+    return [Table(caption, ("time", "note"), rows, (0, 1), MAX_CELL_CHARS)] if rows else ["There are none."]
 
 
 def _spread(seconds: Sequence[float]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import math
 import re
 
-from orchestrator.batches.strict_json import NotStrict, parse_object
+from contract.strict_json import InvalidJson, parse_object
 
 MAX_REWARD_BYTES = 64 * 1024
 MAX_SCORES = 100
@@ -25,8 +25,8 @@ def parse_reward(content: bytes) -> dict[str, float]:
         raise InvalidReward(f"the reward file has {len(content)} bytes, and the limit is {MAX_REWARD_BYTES}")
     try:
         text = content.decode().strip()
-        scores = parse_object(text) if text.startswith("{") else {"reward": _parse_number(text)}
-    except (UnicodeDecodeError, NotStrict) as error:
+        scores = parse_object(text, MAX_SCORES) if text.startswith("{") else {"reward": _parse_number(text)}
+    except (UnicodeDecodeError, InvalidJson) as error:
         raise InvalidReward(f"the reward file is neither a number nor an object in JSON: {str(error)[:200]}") from error
     if len(scores) > MAX_SCORES or any(len(name) > MAX_SCORE_NAME for name in scores):
         raise InvalidReward(f"the reward file has more than {MAX_SCORES} numbers, or a name that is too long")

@@ -6,7 +6,10 @@ from typing import Literal
 
 from contract.run_events import FailureKind
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.figures import (
+from orchestrator.batches.grades import GradeSummary, format_grades
+from orchestrator.batches.progress import FailureGroup, ProgressSnapshot
+from orchestrator.terminal.commands import build_command, build_resubmission
+from orchestrator.terminal.figures import (
     MAX_NOTE_CHARS,
     format_cost,
     format_count,
@@ -14,9 +17,6 @@ from orchestrator.batches.figures import (
     format_seconds,
     one_line,
 )
-from orchestrator.batches.grades import GradeSummary, format_grades
-from orchestrator.batches.progress import FailureGroup, ProgressSnapshot
-from orchestrator.terminal.commands import build_command, build_resubmission
 
 MAX_SHOWN_GROUPS = 10
 

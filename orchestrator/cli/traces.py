@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
 
 from contract.errors import ConfigError
 from orchestrator.cli.run_files import write_private
 from orchestrator.cli.runner import Json, run_work
+from orchestrator.cli.trace_printer import TracePrinter, build_json
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls
 from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.export_otel import build_otel
 from orchestrator.traces.page import build_page
 from orchestrator.traces.reading import Trace, find_attempts, load_trace
-from orchestrator.traces.text_view import build_json, build_lines
 
 traces_app = typer.Typer(no_args_is_help=True)
 
@@ -38,8 +39,7 @@ def traces_show(
     if as_json:
         typer.echo(json.dumps(build_json(trace)))
     else:
-        for line in build_lines(trace, is_full=full):
-            typer.echo(line)
+        TracePrinter(Console(highlight=False), is_full=full).show(trace)
 
 
 @traces_app.command("export")

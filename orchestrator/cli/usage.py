@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestrator.batches.figures import format_cost, format_count, format_seconds
 from orchestrator.cli.clients import open_client
 from orchestrator.cli.runner import Json, Tenant, print_lines, run_work
+from orchestrator.terminal.figures import format_cost, format_count, format_seconds
 from orchestrator.terminal.output import table_rows
 from store.usage import DAY_S, By, show_amounts, sum_rows
 

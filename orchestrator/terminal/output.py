@@ -106,6 +106,10 @@ class RunPrinter:
     `asks_elsewhere`: approvals are requested in another place and not on this terminal.
     """
 
+    max_lines: int | None = MAX_SHOWN_LINES
+    """Limit of shown lines of one text."""
+    hint = "not shown"
+
     def __init__(self, console: Console, *, asks_elsewhere: bool = False) -> None:
         self._console = console
         self.asks_elsewhere = asks_elsewhere
@@ -177,12 +181,17 @@ class RunPrinter:
 
     def _result(self, result: ToolResult) -> None:
         """Show the result of a call."""
-        lines = result.text().rstrip("\n").split("\n")
-        for line in lines[:MAX_SHOWN_LINES]:
-            self._line(f"   {line}", "green" if result.success else "red")
-        if len(lines) > MAX_SHOWN_LINES:
-            self._line(f"   ... {len(lines) - MAX_SHOWN_LINES} more lines (not shown)", "dim")
-        self._line(f"   {format_times(result)}", "dim")
+        self._block(result.text(), "green" if result.success else "red")
+        code = result.metadata.get("exit_code")
+        self._line(f"   {format_times(result)}{f'   exit code {code}' if code else ''}", "dim")
+
+    def _block(self, text: str, style: str, head: str = "") -> None:
+        """Show the first lines of a text. `head`: before the first line."""
+        lines = text.rstrip("\n").split("\n")
+        for number, line in enumerate(lines[: self.max_lines]):
+            self._line(f"   {'' if number else head}{line}", style)
+        if self.max_lines is not None and len(lines) > self.max_lines:
+            self._line(f"   ... {len(lines) - self.max_lines} more lines ({self.hint})", "dim")
 
     def _piece(self, text: str) -> None:
         """Show a piece of text without a newline."""

@@ -178,6 +178,21 @@ class Trace:
         """Return the time from the first event of the attempt to its end, or to its last event, in seconds."""
         return max(0.0, (self.end or self.attempt[-1]).at - self.attempt[0].at)
 
+    def in_order(self) -> Iterator[RunEvent]:
+        """Yield the events of the last attempt for a reader: each reply before its calls, and each call with its
+        approval and its result.
+        """
+        of_steps = ModelAsked | ModelAnswered | CallStarted | CallSent | ApprovalAsked | ApprovalDecided | CallFinished
+        steps = {step.number: step for step in self.steps}
+        for event in self.attempt:
+            if not isinstance(event, of_steps):
+                yield event
+            if isinstance(event, StepStarted) and (step := steps.get(event.step)) is not None:
+                found: list[RunEvent | None] = [step.request, step.reply]
+                for call in step.calls:
+                    found += [call.started, call.approval_request, call.approval_decision, call.finished]
+                yield from (event for event in found if event is not None)
+
     def find_unrun_reason(self, call: TraceCall) -> str:
         """Return why a call did not run; "" if the call ran."""
         if call.started is None:

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.displays import Display, JsonLines, LogDisplay, Watched
-from orchestrator.batches.figures import format_cost, format_count, format_rate, format_seconds, format_time
 from orchestrator.batches.live_progress import LiveProgress, open_display
 from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.summary import build_summary, build_summary_lines
+from orchestrator.terminal.figures import format_cost, format_count, format_rate, format_seconds, format_time
 from store.batches import parse_batch_event
 from tests.batch_story import BEGAN, Attempt, ended, failed, tell_batch, tell_item
 

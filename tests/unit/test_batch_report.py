@@ -17,7 +17,6 @@ from contract.run_events import (
     FailureKind,
     RunEvent,
 )
-from orchestrator.batches.markup import Markup, element, text
 from orchestrator.batches.report import MAX_FAILED_ROWS, MAX_TOOLS, OTHER_TOOLS, build_report
 from orchestrator.batches.report_plots import POINTS, add_up
 from tests.batch_story import (
@@ -267,12 +266,6 @@ def test_an_item_cancelled_in_the_queue_never_ran() -> None:
     messages = [ended(at=BEGAN + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
     page = Page(build_report([*messages, *tell_item("a", Attempt(steps=9))], title="t"))
     assert "running: 1 at most" in page.text()
-
-
-def test_an_element_cannot_be_given_a_name_that_is_none() -> None:
-    with pytest.raises(ValueError, match="not an element name"):
-        element("a b")
-    assert element("p", text("<"), class_='"') == Markup('<p class="&quot;">&lt;</p>')
 
 
 def test_an_attempt_that_was_retried_ran_until_then() -> None:

@@ -55,6 +55,6 @@ def test_export_prints_or_writes_each_format(trace: Path, tmp_path: Path, to: st
 def test_a_page_is_its_owners_alone(trace: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert run("export", "run1", "--to", "html", "-o", str(page))[0] == 0
-    assert (page.read_text().startswith("<!doctype html>"), page.stat().st_mode & 0o777) == (True, 0o600)
+    assert (page.read_text().startswith("<!DOCTYPE html>"), page.stat().st_mode & 0o777) == (True, 0o600)
     code, _, errors = run("export", "run1", "--to", "html", "-o", str(tmp_path / "no" / "page.html"))
     assert (code, "give another file with -o" in errors) == (1, True)

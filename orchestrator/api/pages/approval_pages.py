@@ -13,6 +13,8 @@ from fastapi import APIRouter, Form, Request, Response
 
 from contract.approvals import Decision
 from contract.errors import ErrorCode, ToolFailure
+from contract.schema import MAX_VALUES
+from contract.strict_json import InvalidJson, parse_object
 from orchestrator.api.pages.operating import DONE, back
 from orchestrator.api.pages.people import Looking, Person, Sending, not_here
 from orchestrator.api.pages.rendering import render
@@ -157,29 +159,17 @@ def _may_decide(person: Person) -> bool:
 
 
 def _parse_arguments(text: str) -> dict[str, Any]:
-    """Parse the arguments. Raises ApiProblem for text that is not a JSON object or repeats a name.
-
-    JSON parsers disagree about repeated names, so a person and a tool could read different arguments.
+    """Parse the arguments. Raises ApiProblem for text that is not one JSON object, also for a repeated name: a person
+    and a tool could read different arguments.
     """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len({name for name, _ in pairs}) != len(pairs):
-            raise ValueError("an object contains a name twice")
-        return dict(pairs)
-
     try:
-        arguments = json.loads(text, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
+        return parse_object(text, MAX_VALUES)
+    except InvalidJson as error:
         raise ApiProblem(
             ErrorCode.INVALID_ARGUMENTS,
-            f"nothing was decided, because the arguments are not JSON ({error}). Go back and enter one object",
+            f"nothing was decided, because the arguments are not one JSON object ({error.message}). Go back and enter "
+            "{...}",
         ) from error
-    if not isinstance(arguments, dict):
-        raise ApiProblem(
-            ErrorCode.INVALID_ARGUMENTS,
-            "nothing was decided, because the arguments are not a JSON object. Go back and enter {...}",
-        )
-    return arguments
 
 
 def _build_problem(error: ToolFailure) -> Exception:

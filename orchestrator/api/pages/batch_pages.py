@@ -79,7 +79,7 @@ async def one_batch(request: Request, batch: BatchId, person: Looking, done: str
         sections = await asyncio.to_thread(
             build_sections, batch_events, batch=batch, tenant=runs.tenant, total=record.total
         )
-    shown = [(name, heading, Markup(content)) for name, heading, content in sections]
+    shown = [(section.id, section.heading, Markup(section.to_html())) for section in sections]
     return render(
         "batch.html",
         await person.viewer(),

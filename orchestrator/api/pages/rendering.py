@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from contract.clock import format_instant
 from orchestrator.api.pages.seen import build_json, count_odd, reveal, reveal_exactly, shorten
-from orchestrator.batches.figures import format_count, format_seconds
+from orchestrator.terminal.figures import format_count, format_seconds
 
 FOLDER = Path(__file__).parent
 _AGES = ((1, "s", 60), (60, "min", 3600), (3600, "h", 172_800), (86_400, "d", float("inf")))

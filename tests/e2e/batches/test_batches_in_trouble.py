@@ -114,7 +114,7 @@ def test_a_file_that_is_wrong_is_reported_line_by_line_and_nothing_is_begun(shel
     file.write_bytes(b"\n".join(lines))
     done = shell.run("batches", "submit", str(file), "--output", shell.out, "--id", "wrong")
     assert (done.returncode, done.stdout, Path(shell.out).exists()) == (1, "", False)
-    assert [number for number in range(1, 11) if f"  line {number}, column" in done.stderr] == [
+    assert [number for number in range(1, 11) if f"  line {number}" in done.stderr] == [
         2,
         3,
         4,

@@ -11,14 +11,15 @@ from urllib.parse import urlsplit
 import pytest
 
 from orchestrator import ToolClient
+from orchestrator.cli.trace_printer import build_json
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.export_otel import build_otel
 from orchestrator.traces.page import build_page
 from orchestrator.traces.reading import load_trace
-from orchestrator.traces.text_view import build_json, build_lines
 from tests.stack import Stack
+from tests.trace_harness import build_lines
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
 
