@@ -1,5 +1,9 @@
 """Client of sandboxd: blocking, one connection, one request at a time.
 
+Invariant: a request gets its own answer or an error, never the answer to another request. A connection that failed in
+the middle of a request is therefore closed and never used again. An error says whether sandboxd may have executed the
+request, because only a request that was certainly not executed may be repeated.
+
 Threads and forked processes must not share a client. The module also checks a guest's answer. The guest is hostile:
 its `done` is used only after a check against the shapes of docs/guest-protocol.md.
 """
@@ -187,7 +191,9 @@ class SandboxClient:
             **_build_terms_field(terms),
             **({"run": run} if run is not None else {}),
         }
+        # Bounded: sandboxd ends a sandbox that sends more than the request allows.
         gathered: dict[str, bytearray] = {}
+        # Before the connection: arguments that are too large are a failure of the call, not of sandboxd.
         first = _encoded(header, body[:_BODY_CHUNK])
         with self._errors():
             sock = self._connected()
@@ -197,9 +203,11 @@ class SandboxClient:
             sock.sendall(first)
             for at in range(_BODY_CHUNK, len(body), _BODY_CHUNK):
                 sock.sendall(_encoded({"verb": "data"}, body[at : at + _BODY_CHUNK]))
+            # From here, because the limit of the call starts in sandboxd when the body is complete.
             deadline = time.monotonic() + timeout_s
             while (frame := self._next(deadline)).header.get("ev") == "data":
                 stream = str(frame.header.get("stream"))
+                # While `on_data` waits for its reader, this connection is not read, and sandboxd stops the guest.
                 if on_data is not None:
                     on_data(stream, frame.body)
                 else:
@@ -289,6 +297,7 @@ class SandboxClient:
 
     def disconnect(self) -> None:
         """Close the connection. The next request opens a new one."""
+        # sandboxd cancels the call of a connection that ends. Half a frame of the old one must not reach the new one.
         if self._sock is not None:
             self._sock.close()
         self._sock = None
@@ -339,6 +348,7 @@ class SandboxClient:
     def _next(self, deadline: float) -> Frame:
         assert self._sock is not None
         while not self._waiting:
+            # One deadline for all frames. A limit for each would let a guest that prints slowly run without end.
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise TimeoutError("no answer in time")
@@ -371,6 +381,7 @@ class SandboxClient:
                 was_sent=self._was_sent,
             ) from error
         except BaseException:
+            # An interrupt, or an error in `on_data`: the rest of the answer is still on its way.
             self.disconnect()
             raise
 
@@ -426,6 +437,7 @@ def _code(text: str) -> ErrorCode:
 
 # --- A guest's answer -------------------------------------------------------------------------------------------------
 
+# Every field has a limit. A guest's numbers are added and stored in JSON, and its texts reach results, logs and models.
 _Count = Annotated[int, Field(ge=0, le=2**63)]
 _Code = Annotated[int, Field(ge=0, le=255)]
 _PathText = Annotated[str, Field(max_length=8192)]
@@ -455,6 +467,7 @@ _CODES = {
             ErrorCode.CANCELLED,
         )
     },
+    # Codes of the guest alone. Codes that concern the operator are not in this table.
     "NOT_A_REGULAR_FILE": ErrorCode.PATH_NOT_ALLOWED,
     "SPAWN_FAILED": ErrorCode.FILE_NOT_FOUND,
 }
@@ -471,6 +484,7 @@ class InvalidGuestAnswer(Exception):
 class _Shape(BaseModel):
     """Base of the answer shapes. Fields without a name here are ignored."""
 
+    # `strict`: text in place of a number would be converted. Without NaN, which passes every comparison as false.
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
@@ -652,9 +666,11 @@ def parse_guest_answer(request: Mapping[str, Any], done: Mapping[str, Any]) -> G
     """
     try:
         answer = GuestAnswer.model_validate(done)
+        # With an error, no other field is used, so no other field is checked.
         if answer.error is None:
             _SHAPES[str(request["op"])].model_validate(done)
     except ValidationError as error:
+        # `from None`: the original error quotes the value.
         raise InvalidGuestAnswer(_describe(error)) from None
     if answer.error is None:
         _check_streams(request, done)
@@ -680,11 +696,13 @@ def parse_error(answer: GuestAnswer) -> tuple[ErrorCode, str, dict[str, int]]:
 
 
 def _is_count(value: object) -> bool:
+    # JSON has true and false, and Python counts with both.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**63
 
 
 def _check_streams(request: Mapping[str, Any], done: Mapping[str, Any]) -> None:
     """Raise InvalidGuestAnswer unless `done` counts every stream of the request."""
+    # Tools read these entries by name. A missing one would be a KeyError in the tool, which looks like a bug of ours.
     expected = {"stdout", "stderr"} if "stream" in request.get("capture", {}) else set(request.get("capture", {}))
     missing = expected - set(done.get("streams", {}))
     if missing:

@@ -5,14 +5,19 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from contract.errors import SandboxUnavailable
+from tests.stack import missing
+from tests.unit.test_oci_bundle import build_spec
+from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, ListedContainer
 from workers.sandboxd.runtime.cgroups import PARENT, Cgroups
+from workers.sandboxd.runtime.hardening import ImageFacts
 from workers.sandboxd.runtime.id_ranges import IdRanges, id_map
 from workers.sandboxd.runtime.mounts import ID_RANGE
-from workers.sandboxd.runtime.oci import find_program
+from workers.sandboxd.runtime.oci import OciRuntime, find_program
 
 SANDBOX = "5a5a5a5a5a5a5a5a"
 
@@ -75,6 +80,40 @@ def test_no_two_ranges_of_a_host_overlap(tmp_path: Path) -> None:
             first.take()
         first.give_back(taken[0])
         assert first.take() == taken[0]
+
+
+class PinningEngine:
+    """An engine that makes every pin, and then fails."""
+
+    def __init__(self) -> None:
+        self.pins: list[str] = []
+
+    async def pin(self, name: str, *_: object) -> None:
+        self.pins.append(name)
+        raise SandboxUnavailable("the answer was lost")
+
+    async def list_containers(self, deployment: str, product: str) -> list[ListedContainer]:
+        labels = {LABEL_DEPLOYMENT: deployment}
+        return [ListedContainer(f"id of {name}", name, "created", labels, 0.0) for name in self.pins]
+
+    async def remove(self, name: str) -> None:
+        self.pins.remove(name)
+
+
+async def test_the_pin_of_a_failed_start_is_swept(tmp_path: Path) -> None:
+    program = find_program()
+    if os.geteuid() != 0 or program is None:
+        missing("no OCI runtime for root")
+    engine: Any = PinningEngine()
+    runtime = OciRuntime(engine, str(program), tmp_path, tmp_path / "oci")
+    try:
+        spec = build_spec(image_facts=ImageFacts(id="sha256:1", layers=("/layer",)), guest_volume="guest")
+        with pytest.raises(SandboxUnavailable):
+            await runtime.start(spec, "toolcrew-a-1")
+        assert [listed.name for listed in await runtime.list_sandboxes("d")] == engine.pins
+        assert len(engine.pins) == 1
+    finally:
+        await runtime.close()
 
 
 def test_a_block_is_free_again_when_its_sandboxd_ends(tmp_path: Path) -> None:

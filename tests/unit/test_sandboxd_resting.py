@@ -69,14 +69,14 @@ async def test_a_call_that_the_maximum_life_would_end_gets_a_new_sandbox(tmp_pat
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         _, first = await host.sessions.use("acme:s", "a", None, 600.0)
-        assert first.left_s() == pytest.approx(3_540, abs=30)
+        assert first.remaining_s() == pytest.approx(3_540, abs=30)
         first.started_at -= 3_000.0
         assert (await host.sessions.use("acme:s", "b", None, 500.0))[1] is first
         running = first.begin("running", EXEC, 0, lambda _: None)
         assert (await host.sessions.use("acme:s", "c", None, 600.0))[1] is first
         first.forget(running)
         _, second = await host.sessions.use("acme:s", "d", None, 600.0)
-        assert (second.generation, second.left_s() > 600, entry.news) == (2, True, None)
+        assert (second.generation, second.remaining_s() > 600, entry.news) == (2, True, None)
         assert host.suspension_store.unpacked
         assert host.alive == [second.container]
 

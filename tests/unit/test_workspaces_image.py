@@ -9,7 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tests.workspace_harness import (
     mounts_below,
     open_images,
 )
+from workers.sandboxd.disks import image
 from workers.sandboxd.disks.base import WorkspaceMount, WorkspaceSize
 from workers.sandboxd.disks.choice import find_obstacle
 from workers.sandboxd.disks.ext4 import find_tool, is_clean
@@ -164,6 +166,32 @@ async def test_a_cancelled_mount_leaves_no_mount(images: ImageWorkspaces, tmp_pa
         await asyncio.wait([holding])
         assert mounts_below(tmp_path) == []
     await released(tmp_path / "one" / "image")
+
+
+@pytest.mark.parametrize("step", ["attach_read_only", "mount_read_only"])
+async def test_a_cancelled_mount_of_a_layer_leaves_no_device(
+    images: ImageWorkspaces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    await images.make("layer", SMALL)
+    begun, may_end = threading.Event(), threading.Event()
+    run: Callable[..., int] = getattr(image, step)
+
+    def run_late(*arguments: object) -> int:
+        begun.set()
+        assert may_end.wait(SOON_S)
+        return run(*arguments)
+
+    monkeypatch.setattr(image, step, run_late)
+    mounting = asyncio.ensure_future(images.mount_layer("layer", SOON_S))
+    await asyncio.to_thread(begun.wait, SOON_S)
+    mounting.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await mounting
+
+    await images.remove("layer")
+
+    await until(lambda: loop_devices_below(tmp_path) == [], SOON_S)
 
 
 async def test_the_folder_below_a_missing_mount_is_read_only(images: ImageWorkspaces, tmp_path: Path) -> None:

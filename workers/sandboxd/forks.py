@@ -56,7 +56,8 @@ class SessionForker:
         """
         entry = self._sessions.find_open(name)
         self._sessions.check_room(len(children))
-        # A worker that disconnects must not stop it half-way.
+        # A worker that disconnects must not stop it half-way: the records of some children would exist without the
+        # others.
         await asyncio.shield(self._start(self._fork(entry, children, leaves_jobs=leaves_jobs)))
         depth = len(entry.workspace.layers)
         # A merge that failed, because the disk is too full, is tried again only some layers later.
@@ -106,6 +107,7 @@ class SessionForker:
                     workspace = session.workspace
                     if not isinstance(workspace, ImageWorkspace) or workspace.layers[-len(layers) :] != layers:
                         continue
+                    # Closed while this task waited for the lock: its record must not be written again.
                     if self._sessions.find(session.id) is not session:
                         continue
                     session.workspace = replace(workspace, layers=(*workspace.layers[: -len(layers)], name))
@@ -114,6 +116,7 @@ class SessionForker:
                     except SandboxUnavailable as error:
                         session.workspace = workspace
                         log.warning("layers_not_merged", layers=len(layers), error=str(error))
+            # Also the new one, if no session could take it over. Layers that some session still names stay.
             await self._sessions.discard_layers((name, *layers), size)
 
     async def _fork_running(
@@ -121,6 +124,7 @@ class SessionForker:
     ) -> None:
         if entry.is_busy:
             raise _busy("a call or a checkpoint of the session is running: fork it between its calls")
+        # Asked now, because a job may have ended, or begun in a call whose answer was lost.
         has_jobs = (await ask_attestation(sandbox)).jobs > 0
         if has_jobs and not leaves_jobs:
             raise _busy("a background job of the session is running: end it, or leave the jobs in the parent")
@@ -131,6 +135,8 @@ class SessionForker:
         try:
             self._stack(entry, children)
         finally:
+            # Also after an error: the parent has its new disk, so its old container, which writes to a frozen one, must
+            # end.
             if entry.sandbox is None:
                 heirs = [heir for name in (entry.id, *children) if (heir := self._sessions.find(name)) is not None]
                 handover = self._start(self._hand_over(sandbox, entry, heirs))
@@ -142,6 +148,7 @@ class SessionForker:
         try:
             archive = await self._store.pack(entry, sandbox)
         except SandboxUnavailable as error:
+            # Their files are safe on the frozen disk. /output and /tmp are lost, and the next call of each says so.
             log.error("fork_not_packed", container=sandbox.container[:12], error=str(error))
             for heir in heirs:
                 heir.lost = str(error)
@@ -209,6 +216,7 @@ class SessionForker:
         workspaces, workspace = self._factory.workspaces, entry.workspace
         assert isinstance(workspaces, ImageWorkspaces)
         assert isinstance(workspace, ImageWorkspace)
+        # Frozen, so that the copy shows one moment: jobs of the parent may write at any time.
         await sandbox.pause()
         try:
             return await workspaces.copy(secrets.token_hex(12), workspace)
@@ -216,6 +224,7 @@ class SessionForker:
             await sandbox.unpause()
 
     def _build_child(self, entry: Session, name: str, workspace: Workspace, archive: str | None) -> Session:
+        # Placeholders of secrets belong to one session. The proxy would not fill in those of the parent.
         plan = with_placeholders(entry.plan, name)
         child = Session(name, plan, entry.ttl_s, workspace, None, generation=0, terms=entry.terms)
         child.archive, child.lost, child.news = archive, entry.lost, entry.news

@@ -1,7 +1,8 @@
 """Table of the promises of a host's sandboxes, derived only from evidence.
 
-The functions are pure; program.py collects the `Evidence`. No row raises an exception, for any state of the engine
-and any facts about the host.
+Invariant: a promise that is shown as kept was observed. A fact that cannot be read makes a row `unknown`, never
+`holds`, so a row can only be too pessimistic. The functions are pure; program.py collects the `Evidence`. No row raises
+an exception, for any state of the engine and any facts about the host.
 """
 
 import re
@@ -64,6 +65,7 @@ def _read(path: Path) -> str | None:
 
 def _read_number(path: Path) -> int | None:
     text = _read(path) or ""
+    # Not `int` alone: it accepts signs, underscores and digits of other scripts.
     return int(text) if text.isascii() and text.isdigit() else None
 
 
@@ -144,6 +146,8 @@ def _judge_engine(evidence: Evidence) -> HostPromise:
 
 def _judge_profile(evidence: Evidence) -> HostPromise:
     name = "profile holds"
+    # The proof is a real sandbox. An engine may ignore an option of the profile and still start the container, so what
+    # was requested proves nothing.
     if evidence.problem is not None:
         return HostPromise(
             name,
@@ -190,6 +194,7 @@ def _judge_images(evidence: Evidence) -> HostPromise:
         return _engine_unknown(name)
     missing = sorted(image for image in evidence.plans.local_images() if evidence.images.get(image) is None)
     if missing:
+        # Without the default image no session opens. Other images concern only the tenants that ask for them.
         is_needed = evidence.settings.sandbox_image in missing
         return HostPromise(
             name,
@@ -216,6 +221,7 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
             "read the security advisories of the runtime",
         )
     program, _, own = (evidence.own_runtime or "").partition(" ")
+    # Upstream numbers say which faults runc has. For crun there is no such list here, so the row must not say `holds`.
     if program == "crun":
         return HostPromise(
             name,
@@ -223,6 +229,7 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
             f"crun {own} starts sandboxes, each in a user namespace; which faults it has is not known here",
             "compare the version with the security advisories of crun and your distribution",
         )
+    # The engine may come with another runc than the one that sandboxd runs itself.
     version = own or evidence.facts.components.get("runc", "")
     is_fixed = is_runc_fixed(version)
     if is_fixed is None:
@@ -257,6 +264,8 @@ def is_runc_fixed(version: str) -> bool | None:
     number = (int(match[1]), int(match[2]), int(match[3]))
     if number == RUNC_FIXED[-1] and match[4] is not None:
         return int(match[4]) >= _RUNC_FIRST_CANDIDATE
+    # Each series got the fixes in a release of its own: 1.2.9 has them, and the higher 1.3.2 has not. A series without
+    # an entry is older than all of them, and has them never, or is newer and began with them.
     series = [fixed for fixed in RUNC_FIXED if fixed[:2] == number[:2]]
     is_final = match[4] is None or number not in RUNC_FIXED
     return (number >= series[0] and is_final) if series else number > RUNC_FIXED[-1]
@@ -281,6 +290,7 @@ def _judge_access_control(evidence: Evidence) -> HostPromise:
     if evidence.facts is None:
         return _engine_unknown(name)
     modules = sorted(evidence.facts.security & {"apparmor", "selinux"})
+    # The host has a module, but its policy applies only to containers of the engine.
     if modules and evidence.own_runtime is not None:
         reason = f"sandboxes that sandboxd starts itself have no profile of {_list(modules)}"
         return HostPromise(name, "void", reason, "set TOOLCREW_SANDBOX_START=engine where you need one")
@@ -314,6 +324,7 @@ def _judge_resource_limits(evidence: Evidence) -> HostPromise:
         for resource, is_limited in (("memory", facts.has_memory_limit), ("processes", facts.has_pids_limit))
         if not is_limited
     ]
+    # Without swap nothing can be moved there. Unknown swaps (None) count as swaps.
     if not facts.has_swap_limit and evidence.host.swaps != ():
         missing.append("swap")
     if missing:
@@ -331,6 +342,7 @@ def _judge_memory(evidence: Evidence) -> HostPromise:
     host_bytes = evidence.host.memory_bytes
     if host_bytes is None:
         return HostPromise(name, "unknown", "the size of this host's memory cannot be read", "mount /proc")
+    # Files of a tmpfs are memory of the host, in addition to that of the programs. An unknown kind counts as tmpfs.
     is_tmpfs = evidence.workspaces is None or evidence.workspaces.kind == "tmpfs"
     sandbox_bytes = evidence.plans.largest_bytes(has_tmpfs_workspace=is_tmpfs)
     max_sandboxes = evidence.settings.max_sandboxes
@@ -366,6 +378,7 @@ def _judge_swap(evidence: Evidence) -> HostPromise:
     swaps = evidence.host.swaps
     if swaps is None:
         return HostPromise(name, "unknown", "/proc/swaps cannot be read", "mount /proc")
+    # zram is compressed memory. A mapped device may be encrypted, which its name does not show.
     on_disk = [device for device in swaps if not device.startswith("/dev/zram")]
     if not on_disk:
         return HostPromise(name, "holds", "no swap on a disk")
@@ -418,6 +431,7 @@ def _judge_persistence(evidence: Evidence) -> HostPromise:
 def _judge_inotify(evidence: Evidence) -> HostPromise:
     name = "per-user limits are separate"
     sharing, instances = _classes_on_shared_kernel(evidence), evidence.host.inotify_instances
+    # The kernel counts some resources per user, and all sandboxes of the engine have the uid 1000 of the host.
     if not sharing:
         return HostPromise(name, "holds", "each sandbox has a kernel with counters of its own")
     if evidence.own_runtime is not None:
@@ -432,6 +446,7 @@ def _judge_inotify(evidence: Evidence) -> HostPromise:
 def _judge_side_channels(evidence: Evidence) -> HostPromise:
     name = "no shared core or memory page"
     host = evidence.host
+    # One risk is enough for `void`, even if the other one cannot be read.
     risks = [risk for risk, is_on in (("hyper-threads", host.smt_active), ("KSM", host.ksm_running)) if is_on]
     if risks:
         return HostPromise(
@@ -475,6 +490,8 @@ def _judge_engine_host(evidence: Evidence) -> HostPromise:
     ours, theirs = evidence.host.kernel, evidence.facts.kernel
     if ours is None:
         return HostPromise(name, "unknown", "this host's kernel version cannot be read", "mount /proc")
+    # The socket may lead to another machine. The versions are equal on two machines by chance only, and the rows about
+    # this host would then be right in most cases.
     if ours != theirs:
         reason = (
             f"the engine's kernel is {theirs}, this host's kernel is {ours}: the rows about memory, swap and "
@@ -501,6 +518,8 @@ def _judge_egress(evidence: Evidence) -> HostPromise:
     )
 
 
+# By importance, not by name: an operator reads the table from the top, and the rows without which sandboxd does not
+# start explain many of the others.
 _ROWS: Final[tuple[Callable[[Evidence], HostPromise], ...]] = (
     _judge_engine,
     _judge_profile,
@@ -526,6 +545,7 @@ _ROWS: Final[tuple[Callable[[Evidence], HostPromise], ...]] = (
 
 
 def _classes_on_shared_kernel(evidence: Evidence) -> list[str]:
+    # By the name of the runtime, which is all that the engine reports. The row says so.
     default = evidence.settings.sandbox_runtime
     return sorted(
         name for name, terms in evidence.plans.classes.items() if not _SECOND_KERNEL.search(terms.runtime or default)

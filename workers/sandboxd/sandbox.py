@@ -1,5 +1,8 @@
 """Sandbox of a session: its container, its channel, and the calls that run in it.
 
+Invariant: every call gets exactly one answer, at a time that the guest cannot delay, and after an answer no process of
+the call runs. A container that broke a rule is never used again.
+
 The guest enforces the limit of a call, but the guest is untrusted. So sandboxd has a second, later limit for every
 call. The container is removed if the guest exceeds this limit, breaks the protocol or reports surviving processes.
 The call is answered only after the removal, when none of its processes can run.
@@ -153,12 +156,14 @@ class Sandbox:
             debug = self._channel.read_debug_text().decode("utf-8", "replace").strip()[-500:]
             raise SandboxUnavailable(f"the sandbox did not start: {self.lost}{': ' + debug if debug else ''}")
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Return the seconds in which a call certainly ends before the maximum life of the sandbox."""
         return self.started_at + self.spec.life_s - LIFE_MARGIN_S - time.monotonic()
 
     def begin(self, call_id: str, request: Mapping[str, Any], budget: int, sink: Sink) -> RunningCall:
         """Register a call. The caller then sends the request and its body with `feed`, and calls `start_clock`."""
+        # The id of the guest's side is random, because a worker chooses `call_id`. Two workers could choose the same
+        # one.
         call = RunningCall(
             guest_id=secrets.token_hex(16),
             call_id=call_id,
@@ -172,6 +177,7 @@ class Sandbox:
             self._answer(call, self._loss())
             return call
         self.calls[call.guest_id] = call
+        # A worker that stops in the middle of its body must not occupy the sandbox without a limit.
         self._arm(call, BODY_TIMEOUT_S, self.cancel)
         return call
 
@@ -213,6 +219,8 @@ class Sandbox:
             self.start_clock(call)
             done = await call.done
         finally:
+            # After an error or a cancellation the guest still works on the request. A request that has ended is
+            # ignored.
             self.cancel(call)
         if "sandbox_lost" in done:
             raise SandboxUnavailable(
@@ -228,6 +236,7 @@ class Sandbox:
 
     async def _feed_all(self, call: RunningCall, body: AsyncIterator[bytes]) -> None:
         async for piece in body:
+            # One piece at a time: a guest that does not read must not fill the memory of sandboxd.
             await self.drain()
             self.feed(call, {"op": "data"}, piece)
             if self._runs(call) and not call.is_cancelled:
@@ -239,6 +248,8 @@ class Sandbox:
         """
         if not self._runs(call) or call.is_cancelled:
             return
+        # The clock starts even if the guest never reads the cancel. The flag keeps a second cancel from starting it
+        # again, which would give the guest more time.
         call.is_cancelled = True
         self.feed(call, {"op": "cancel"}, b"")
         self._limit(call, 0.0)
@@ -256,6 +267,8 @@ class Sandbox:
 
     def hold(self, holder: object) -> None:
         """Stop reading from the guest until every holder has called `release`."""
+        # A slow worker stops the whole sandbox, also for calls of other workers. Without that, its output would have to
+        # wait in the memory of sandboxd, and a guest can print faster than any worker reads.
         if self._channel is not None and not self._holders:
             self._channel.pause()
         self._holders.add(holder)
@@ -296,12 +309,14 @@ class Sandbox:
             raise SandboxUnavailable(str(error)) from error
 
     def _removing(self) -> "asyncio.Task[SandboxUnavailable | None]":
+        # One removal at a time. A failed one is repeated only when a caller asks again, so the engine is not flooded.
         if self._removal is None or (self._removal.done() and not self.is_removed):
             self._removal = asyncio.get_running_loop().create_task(self._remove())
         return self._removal
 
     async def _remove(self) -> SandboxUnavailable | None:
         """Remove the container; return a failure instead of raising it, because possibly no task awaits this one."""
+        # Its counters end with its control group, so they are read first.
         self.meter.close()
         if self._channel is not None:
             self._channel.close()
@@ -321,6 +336,8 @@ class Sandbox:
         if self.lost is not None:
             # A frame that was already buffered at the loss is dropped: all calls were answered with the loss.
             return
+        # A correct guest sends only these frames. Any other one ends the sandbox: a guest that another program controls
+        # could otherwise try what sandboxd makes of it.
         kind = frame.header.get("ev")
         call = self.calls.get(str(frame.header.get("id")))
         if kind == "hello" and not self._hello.done():
@@ -349,6 +366,7 @@ class Sandbox:
             )
 
     def _take_data(self, call: RunningCall, frame: Frame) -> None:
+        # Charged before the check of the stream, so that every data frame costs something.
         call.budget -= len(frame.body) + FRAME_COST_BYTES
         if not has_stream(call.op, frame.header.get("stream")):
             self._violate("data of a stream that the request does not have")
@@ -382,6 +400,8 @@ class Sandbox:
 
     def _end_by_removal(self, call: RunningCall, done: dict[str, Any], reason: str) -> None:
         """Remove the container and answer the call afterwards, when none of its processes can run."""
+        # Out of the list first: `_lose` answers every call in the list at once, and this one has to wait for the
+        # removal.
         self.forget(call)
         started = time.monotonic()
         self._lose(reason)
@@ -409,6 +429,7 @@ class Sandbox:
             self.counts.oom += done.get("oom") is True
             if done.get("kill"):
                 self.counts.kills[str(done["kill"]["method"])] += 1
+        # The waiter may have been cancelled.
         if not call.done.done():
             call.done.set_result(done)
 
@@ -446,6 +467,7 @@ class Sandbox:
             return
         # `lost` is set first: the answers below run callbacks, which must already see the loss.
         self.lost = reason
+        # Connections end with the sandbox: its programs cannot read the answers any more.
         if self.tunnels is not None:
             self.tunnels.close()
         if not self._hello.done():
@@ -507,6 +529,7 @@ def count_survivors(header: Mapping[str, Any]) -> int:
     kill = header.get("kill")
     if kill is None:
         return 0
+    # In doubt there are survivors. A false zero would leave a process alive; a false one only costs a container.
     count = kill.get("survivors", 0) if isinstance(kill, dict) else 1
     return count if isinstance(count, int) else 1
 

@@ -1,8 +1,11 @@
 """The sessions of this host: open, prepare for a call, rebuild after a loss, evict, close.
 
-A session has at most one container. The lock of a session protects the change of its container: eviction, rebuild and
-close hold the lock, and a call that finds the sandbox not ready waits for it. A model must never find an empty
-workspace without an error that reports the loss. So a loss of files is recorded until one call has reported it.
+Invariant: a session has at most one container, and a model never finds an empty workspace without an error that reports
+the loss. The lock of a session protects the change of its container: eviction, rebuild and close hold the lock, and a
+call that finds the sandbox not ready waits for it. A loss of files is recorded until one call has reported it.
+
+A session in memory has a record on disk, which the next sandboxd adopts after kill -9. The record is written before
+anything depends on it, and deleted after the container and the workspace were removed.
 """
 
 import asyncio
@@ -101,6 +104,7 @@ class Sessions:
         Raises SandboxUnavailable: when the host is full or the engine refuses. Also raises the errors of `fill`.
         After an error nothing of the session remains.
         """
+        # A loop: while the stale session is closed, another request may open the session again.
         while True:
             entry = await self._open_or_join(session, start)
             if start.moved is None or entry.fence >= start.moved.fence:
@@ -123,6 +127,7 @@ class Sessions:
             self.check_room()
             # A separate task: a worker that disconnects during the start must not leave an unregistered container.
             starting = asyncio.get_running_loop().create_task(self._open(session, start))
+            # No await since the look-up: two requests for one session must not start two containers.
             self._starting[session] = starting
             starting.add_done_callback(lambda task: self._forget_start(session, task))
         return await asyncio.shield(self._starting[session])
@@ -148,11 +153,12 @@ class Sessions:
                 f"most, not {limit_s:g} s: ask for less, or ask the operator to raise `timeout_s` in `largest` of the "
                 "class",
             )
-        if entry.is_ready and entry.sandbox is not None and entry.sandbox.left_s() < limit_s:
+        if entry.is_ready and entry.sandbox is not None and entry.sandbox.remaining_s() < limit_s:
             # Its maximum life would end the call. A busy session keeps its sandbox, and its calls report the loss.
             await self.suspender.give_up(entry, must_be_idle=False)
         if not entry.is_ready or entry.unreported_loss is not None:
             await self._wait_ready(entry, call_id)
+        # The caller registers its call before its next await. From then on the session is busy and is not evicted.
         assert entry.sandbox is not None
         return entry, entry.sandbox
 
@@ -166,6 +172,7 @@ class Sessions:
             return
         was, entry.terms = entry.terms, terms
         connections = entry.sandbox.tunnels if entry.sandbox is not None else None
+        # A rule is checked when a connection opens. One that is open would keep the former rule as long as it likes.
         if connections is not None and _name_network(was) != _name_network(terms):
             connections.cut()
         self.suspender.try_keep(entry)
@@ -216,14 +223,19 @@ class Sessions:
         removal.
         """
         if session in self._starting:
+            # A start is not stopped half-way. Its session is closed as soon as it is in the list.
             await asyncio.wait({self._starting[session]})
         entry = self._sessions.get(session)
         if entry is None or fence not in (None, entry.fence):
             return False
+        # Before the lock, which a rebuild may hold for long. Calls that wait for that rebuild must not begin after it.
         entry.is_closing = True
         async with entry.lock:
             # Another close may have removed the session while this one waited for the lock.
             if self._sessions.get(session) is entry:
+                # The container first, because it holds the workspace. Then the record: after kill -9 or a refusal of
+                # the engine, the next sandboxd or the next sweep finds both by it. What forks share comes after the
+                # record, because it is deleted only when no session refers to it.
                 if entry.sandbox is not None:
                     await entry.sandbox.remove()
                 await self._factory.discard_workspace(entry.workspace)
@@ -248,6 +260,7 @@ class Sessions:
         """
         self._factory.is_ending = True
         await self._end_starts()
+        # The supervisor of sandboxd sends SIGKILL after some time. A clean removal without the packed state loses less.
         try:
             async with asyncio.timeout(within_s):
                 await settle(entry.handed_over() for entry in self.all())
@@ -285,6 +298,7 @@ class Sessions:
         """Return one row per session without tenant content, sorted by name and starting after `after`. The number of
         rows is limited to the capacity of an answer.
         """
+        # Pages by name and not by position: sessions come and go between two pages.
         names = heapq.nsmallest(MAX_ROWS, (name for name in self._sessions if name > after))
         return [self._sessions[name].describe() for name in names]
 
@@ -394,6 +408,7 @@ class Sessions:
 
     async def _wait_ready(self, entry: Session, call_id: str | None) -> None:
         """Wait until the sandbox is ready. A cancel request removes the id of a waiting call from `entry.waiting`."""
+        # A call that waits is not in the guest yet, so a cancel finds it only in this list.
         if call_id is not None:
             entry.waiting.append(call_id)
         try:
@@ -413,6 +428,7 @@ class Sessions:
         """Give a session, whose lock the caller holds, a running sandbox. Raises SandboxUnavailable."""
         sandbox = entry.sandbox
         lost = sandbox if sandbox is not None and sandbox.lost is not None else None
+        # A call that ran when the sandbox died has reported the loss in its own result.
         if lost is not None and not entry.workspace.outlives_container and not lost.is_loss_reported:
             lost.is_loss_reported = True
             entry.unreported_loss = FILES_LOST.format(f"the sandbox of this session died ({lost.lost})")
@@ -432,6 +448,8 @@ class Sessions:
         if entry.unreported_loss is not None:
             unreported_loss = entry.unreported_loss
             if is_call:
+                # Cleared before the answer is sent: sandboxd cannot know whether the model reads it. The record
+                # follows, so that a restart does not report the loss a second time.
                 entry.unreported_loss = None
                 self.suspender.try_keep(entry)
             raise SandboxUnavailable(unreported_loss)
@@ -447,6 +465,7 @@ class Sessions:
 
     async def _start_again(self, entry: Session) -> None:
         """Start a new container around the session's workspace, with the packed state of the last container."""
+        # After a fork, its state is still being packed. A container that starts now would begin without it.
         await entry.handed_over()
         async with self._factory.pinned(self._plan_again(entry)) as plan:
             await self._factory.slots.take()
@@ -472,6 +491,7 @@ class Sessions:
 
     async def forget_archive(self, entry: Session, archive: str | None) -> None:
         """Delete an archive that a session needed, unless a fork needs it, too."""
+        # A fork shares the archive of its parent. Without a session that has it, no fork can begin to share it.
         if all(other.archive != archive for other in self._sessions.values()):
             await self.suspender.forget_archive(entry, archive)
 
@@ -523,6 +543,7 @@ class Sessions:
             for entry in self.all()
             if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.checked_at < checked_before
         ]
+        # The first that can be packed is enough: each eviction costs a session its next start.
         for entry in sorted(idle, key=lambda entry: entry.used_at):
             if await self.suspender.give_up(entry):
                 return True

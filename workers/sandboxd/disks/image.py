@@ -1,5 +1,8 @@
 """Workspaces as ext4 images. The kernel enforces bytes and inodes, and the files outlive the container.
 
+Invariant: an image has one writer, and no reader while it has a writer. The lock of its file says so (loop_mounts.py);
+no table of this process is needed for it, so it also holds after kill -9.
+
 A workspace may lie over frozen ones, its layers: the runtime stacks them as an overlay whose changes go to the image of
 the workspace. A frozen image is never written again. Sessions that refer to a layer keep it from removal (sessions.py).
 """
@@ -85,6 +88,8 @@ class ImageWorkspace:
                 await run_to_end(lambda: self.owner.fill(place, self.size))
             async with AsyncExitStack() as stack:
                 layers = []
+                # The layers first: they are shared and quickly there. The lock of the own image is held only from here
+                # on.
                 for layer in self.layers:
                     layers.append(await self.owner.mount_layer(layer, self.release_s))
                     stack.callback(os.close, layers[-1])
@@ -124,6 +129,7 @@ class ImageWorkspaces:
     def stack(self, name: str, below: Workspace) -> ImageWorkspace:
         # A workspace that was never mounted has no image, and no files of its own.
         layers = (below.name, *below.layers) if self._image(below.name).exists() else below.layers
+        # Blocks, not sizes: the images are sparse. Without a limit, a session that forks in a loop would fill the disk.
         held = sum(self._image(layer).stat().st_blocks * 512 for layer in layers)
         if held > below.size.bytes * _LAYERS_TIMES or len(layers) > MAX_LAYERS:
             raise ToolFailure(
@@ -158,6 +164,7 @@ class ImageWorkspaces:
         place = self.store.of(name)
         if not all(image.is_file() for image in map(self._image, layers or (name,))) or not place.is_dir():
             return None
+        # The mount of a sandboxd that was killed would keep the lock of the image. That of a start here is in use.
         if name not in self.handing_over:
             _unmount(place)
         return ImageWorkspace(name, size, self, layers)
@@ -166,16 +173,19 @@ class ImageWorkspaces:
         """Return the descriptor of a read-only mount of a frozen workspace. Waits until the last container that could
         write to it has ended. Raises SandboxUnavailable.
         """
+        # The children of a fork may start at the same time. One of them makes the device.
         async with self._opening.setdefault(name, asyncio.Lock()):
             if name not in self._devices:
                 image = await _open_released(self._image(name), _try_layer, release_s)
-                self._devices[name] = await run_to_end(lambda: _attach_layer(image, self._image(name)))
+                # `undo`: a device that no caller receives would hold the lock of the layer until sandboxd ends.
+                self._devices[name] = await run_to_end(lambda: _attach_layer(image, self._image(name)), undo=os.close)
                 while len(self._devices) > _MOST_DEVICES:
                     # The sandboxes keep the device; only the next one gets another.
                     self._close_device(next(iter(self._devices)))
+            # A duplicate: the removal of the layer may close the device while the mount below is made.
             device = os.dup(self._devices[name])
         try:
-            return await run_to_end(lambda: mount_read_only(device))
+            return await run_to_end(lambda: mount_read_only(device), undo=os.close)
         except OSError as error:
             raise refused(f"the frozen workspace {name} cannot be mounted", error) from error
         finally:
@@ -262,6 +272,7 @@ async def _run_merging(target: Path, sources: Sequence[int]) -> None:
             async with asyncio.timeout(_MERGE_S):
                 _, error_output = await merging.communicate()
         except BaseException:
+            # The process holds the mounts of the layers. They must be free when the caller removes the new workspace.
             merging.kill()
             await merging.wait()
             raise
@@ -317,6 +328,8 @@ def _attach_layer(image: int, path: Path) -> int:
     try:
         if not is_clean(image):
             repair(path)
+        # From here on others may read too. `flock` gives up the lock for a moment when it changes its kind, and another
+        # process may take it then.
         if not try_lock(image, shared=True):
             raise SandboxUnavailable(f"{path} is used by another process: end it, and try again")
         return attach_read_only(image, path)
@@ -335,6 +348,8 @@ def _open_image(image: Path) -> int:
         ) from None
     except OSError as error:
         raise refused(f"the image of workspace {image.parent.name} cannot be opened", error) from error
+    # Checked on the descriptor: the path could lead to another file by now. A second name would be a second way to
+    # write to a mounted image.
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
         return fd

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Set
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -24,9 +25,9 @@ MOUNT = "mount"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
-async def run_to_end(work: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
+async def run_to_end(work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
     """Run blocking work in a thread and return its result. When the caller is cancelled, wait for the work first; then
-    `undo` reverts a success.
+    `undo` reverts a success. It gets the result, which no caller receives any more.
     """
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
@@ -40,7 +41,7 @@ async def run_to_end(work: Callable[[], T], undo: Callable[[], object] | None = 
         # The cancellation is raised, not an error of the work.
         if not running.cancelled() and running.exception() is None and undo is not None:
             try:
-                await run_to_end(undo)
+                await run_to_end(partial(undo, running.result()))
             except (
                 SandboxUnavailable
             ) as error:  # The caller must still see its cancellation. The next start removes what is left.
@@ -80,7 +81,7 @@ class WorkspaceStore:
         self._making.add(name)
         try:
             # A cancelled thread cannot be stopped, so the undo runs after the thread has ended.
-            return await run_to_end(lambda: self._open_new(place, fill), undo=lambda: self._delete(place))
+            return await run_to_end(lambda: self._open_new(place, fill), undo=lambda _: self._delete(place))
         finally:
             self._making.discard(name)
 

@@ -175,6 +175,7 @@ class OciRuntime:
             for layer in spec.workspace.layers:
                 disks.append(os.dup(layer))
                 stack.callback(os.close, disks[-1])
+            # From here on the folder leads every removal to what the thread makes, so nothing is undone here any more.
             lock = self._open(sandbox, name, spec)
             self._running[sandbox] = _Running(base)
             stack.pop_all()
@@ -182,6 +183,8 @@ class OciRuntime:
             self._threads, functools.partial(self._start, sandbox, spec, volumes, disks, lock)
         )
         try:
+            # A thread cannot be stopped. After a cancellation the caller removes the sandbox, and that waits for the
+            # lock.
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
             starting.add_done_callback(_close_unused)
@@ -189,6 +192,8 @@ class OciRuntime:
 
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
         running = self._running[_id_of(container)]
+        # From the file that the runtime program wrote, so that the check sees what was started and not what was
+        # intended.
         process = int((self._sandboxes / _id_of(container) / "pid").read_text(encoding="ascii"))
         return find_kernel_drift(process, spec, running.base, self._cgroups, _id_of(container))
 
@@ -247,11 +252,17 @@ class OciRuntime:
                 "scripts/build-image, or pull it"
             )
         if key not in self._pins:
-            # The name is known before the container exists, so that a sweep does not remove it.
+            # The name is stored before the container exists, so that a sweep does not remove it.
             pin = f"{PIN_PREFIX}{secrets.token_hex(8)}"
             self._pin_names[pin] = spec.image_facts.id
-            await self._engine.pin(pin, spec.image_facts.id, spec.labels, volumes)
-            self._pins[key] = {place: await self._engine.volume_path(volume) for place, volume in volumes.items()}
+            try:
+                await self._engine.pin(pin, spec.image_facts.id, spec.labels, volumes)
+                self._pins[key] = {place: await self._engine.volume_path(volume) for place, volume in volumes.items()}
+            except BaseException:
+                # The engine may have made the container all the same. The next start makes another pin, and a sweep
+                # removes one whose name is not stored.
+                self._pin_names.pop(pin, None)
+                raise
         return self._pins[key]
 
     async def _run(self, work: Callable[[], None]) -> None:
@@ -259,6 +270,7 @@ class OciRuntime:
 
     def _open(self, sandbox: str, name: str, spec: SandboxSpec) -> int:
         """Make the folder of a sandbox. Returns the locked descriptor of its lock."""
+        # Hidden until it has its lock and its labels: a removal that finds the folder relies on both.
         place = self._sandboxes / f".{sandbox}"
         with ExitStack() as failure:
             try:
@@ -299,6 +311,7 @@ class OciRuntime:
                     seccomp_bpf=self._filters.get(spec.is_root),
                 )
                 (place / "config.json").write_text(json.dumps(bundle), encoding="utf-8")
+                # Only the first disk is the session's own. Its layers belong to other sessions, too.
                 for index, disk in enumerate(disks):
                     set_attributes(disk, NOSUID | NODEV | (RDONLY if index else 0), namespace)
                 content = _Content(workspace=disks[0] if disks else None)
@@ -326,6 +339,7 @@ class OciRuntime:
 
     def _run_program(self, sandbox: str, running: _Running, lock: int) -> AttachedContainer:
         place = self._sandboxes / sandbox
+        # The channel is made here and not by the program: no path leads to it, so no other process can connect.
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         with theirs, ExitStack() as stack:
@@ -383,10 +397,12 @@ class OciRuntime:
         try:
             with self._locked(sandbox):
                 running = self._running.get(sandbox)
+                # A frozen process handles no signal, not even SIGKILL in version 1.
                 with contextlib.suppress(FileNotFoundError):
                     self._cgroups.thaw(sandbox)
                 if running is not None and running.process is not None:
                     _end_process(running.process)
+                # Also without a process of this sandboxd: the start may have been that of a sandboxd that was killed.
                 self._cgroups.kill(sandbox, _KILL_S)
                 self._cgroups.remove(sandbox, _KILL_S)
                 shutil.rmtree(self._state / sandbox, ignore_errors=True)
@@ -412,6 +428,7 @@ class OciRuntime:
     @contextmanager
     def _locked(self, sandbox: str) -> Iterator[None]:
         """Hold the lock of a sandbox. Raises OSError and TimeoutError."""
+        # A new open file each time: two removals in this process must exclude each other, too.
         fd = os.open(self._sandboxes / sandbox / "lock", os.O_RDWR | os.O_CLOEXEC)
         until = time.monotonic() + _LOCK_S
         try:
@@ -507,6 +524,7 @@ def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:
     """Make a folder of a disk, unless an earlier sandbox of the session has made it."""
     if place.exists():
         return
+    # Renamed last: a start that was killed in between must not leave a folder with the owner or the mode of the host.
     unfinished = place.with_name("unfinished")
     unfinished.mkdir(exist_ok=True)
     os.chown(unfinished, uid, gid)
