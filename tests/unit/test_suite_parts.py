@@ -2,6 +2,7 @@
 order.
 """
 
+import os
 import re
 import signal
 import subprocess
@@ -47,7 +48,11 @@ def start(root: Path, **parts: str) -> "subprocess.Popen[str]":
         (folder / f"test_{folder.name}.py").write_text(source)
     (root / "pytest.ini").write_text("[pytest]\naddopts = -ra\n")
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(root)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, str(SCRIPT), str(root)],
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
