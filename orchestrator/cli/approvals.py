@@ -13,7 +13,7 @@ from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.approvals.approvers import call_lines, make_visible
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, Tenant, run_work
+from orchestrator.cli.runner import Json, Output, Tenant, as_command, run_work
 from orchestrator.settings import load_settings
 from store.approvals import MAX_ARGUMENT_BYTES, MAX_PAGE, ApprovalAnswer, ApprovalQueue, PendingQuestion
 from store.audit import Actor
@@ -61,28 +61,21 @@ def asks_elsewhere() -> bool:
 
 
 @approvals_app.command("list")
-def approvals_list(tenant: Tenant = None, as_json: Json = False) -> None:
+@as_command
+async def approvals_list(tenant: Tenant = None, as_json: Json = False) -> Output:
     """List the calls that wait for a decision, with their exact arguments, the first to expire first.
 
     An operator sees the calls of every tenant. A tenant's key sees only the calls of that tenant.
     """
-
-    async def work() -> list[PendingQuestion]:
-        async with open_questions() as (queue, actor):
-            page = await queue.pending(actor, tenant, limit=MAX_PAGE)
-            found = [*page.questions]
-            while page.cursor is not None:
-                page = await queue.pending(actor, tenant, page.cursor, MAX_PAGE)
-                found += page.questions
-            return found
-
-    found = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps([pending_json(question) for question in found]))
-        return
-    for question in found:
-        typer.echo("\n".join(pending_lines(question)))
-    typer.echo(f"{len(found)} wait" if found else "nothing waits for a decision", err=True)
+    async with open_questions() as (queue, actor):
+        page = await queue.pending(actor, tenant, limit=MAX_PAGE)
+        found = [*page.questions]
+        while page.cursor is not None:
+            page = await queue.pending(actor, tenant, page.cursor, MAX_PAGE)
+            found += page.questions
+    lines = [line for question in found for line in pending_lines(question)]
+    note = f"{len(found)} wait" if found else "nothing waits for a decision"
+    return Output([pending_json(question) for question in found], lines, [note])
 
 
 @approvals_app.command("decide")

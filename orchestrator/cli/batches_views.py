@@ -22,12 +22,12 @@ from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.batches.transfers import download_artifacts
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.clients import open_pool_client
-from orchestrator.cli.runner import Json, OnlyTenant, Tenant, run_work
+from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_output, run_work
 from orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from orchestrator.runs.batch_status import build_status
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
-from orchestrator.terminal.output import escape_controls, table_rows
+from orchestrator.terminal.output import escape_controls
 
 BatchId = Annotated[str, typer.Argument(help="The id of the batch, as `submit` and `list` print it.")]
 Errors = Annotated[
@@ -40,30 +40,23 @@ JsonAsItGoes = Annotated[
 _COLUMNS = ("tenant", "id", "status", "total", "completed", "failed", "waiting", "running", "created", "name")
 
 
-def batches_list(tenant: OnlyTenant = None, as_json: Json = False) -> None:
+@as_command
+async def batches_list(tenant: OnlyTenant = None, as_json: Json = False) -> Output:
     """List the batches of the last 30 days of all registered tenants, newest first.
 
     A tenant's key lists only its own batches.
     """
-
-    async def work() -> list[dict[str, Any]]:
-        async with open_pool_client(tenant) as client:
-            queue, found = client.batch_runs().queue, list[dict[str, Any]]()
-            for name in await _find_tenants(client, tenant):
-                for batch, record in (await queue.list_batches(name)).batches.items():
-                    found.append({"tenant": name, **build_status(batch, record, await queue.counts(name, batch))})
-            return sorted(found, key=lambda status: str(status["created_at"]), reverse=True)
-
-    batches = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(batches))
-        return
+    async with open_pool_client(tenant) as client:
+        queue, found = client.batch_runs().queue, list[dict[str, Any]]()
+        for name in await _find_tenants(client, tenant):
+            for batch, record in (await queue.list_batches(name)).batches.items():
+                found.append({"tenant": name, **build_status(batch, record, await queue.counts(name, batch))})
+    found.sort(key=lambda status: str(status["created_at"]), reverse=True)
     rows = [
         {**status, **status["request_counts"], "created": status["created_at"], "name": status["name"] or ""}
-        for status in batches
+        for status in found
     ]
-    for line in table_rows(rows, _COLUMNS) if rows else ["no batch was submitted in the last 30 days"]:
-        typer.echo(escape_controls(line))
+    return list_output(found, rows, _COLUMNS, empty="no batch was submitted in the last 30 days")
 
 
 async def _find_tenants(client: ToolClient, tenant: str | None) -> list[str]:

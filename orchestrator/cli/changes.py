@@ -1,16 +1,15 @@
 """`toolcrew changes`: list the entries of the audit."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, run_work
+from orchestrator.cli.runner import Json, Output, as_command, list_output
 from orchestrator.settings import load_settings
-from orchestrator.terminal.output import escape_controls, table_rows
 from store.audit import ACTIONS, MAX_PAGE, AuditAction, Audited
 
 Tenants = Annotated[str | None, typer.Option("--tenant", help="Only changes that concern this tenant.")]
@@ -32,31 +31,24 @@ def changes() -> None:
 
 
 @changes_app.command("list")
-def changes_list(tenant: Tenants = None, action: Actions = None, number: Number = 50, as_json: Json = False) -> None:
+@as_command
+async def changes_list(
+    tenant: Tenants = None, action: Actions = None, number: Number = 50, as_json: Json = False
+) -> Output:
     """List changes of tools, tenants, keys, approvals, hosts and calls, newest first. Needs an operator's key."""
-
-    async def work() -> list[Audited]:
-        if load_settings().redis_url is None:
-            raise ConfigError(
-                "TOOLCREW_REDIS_URL is not set. Set it to the Redis of the pool whose audit you want to read"
-            )
-        actions, entries, cursor = _parse_actions(action or []), list[Audited](), None
-        async with open_client(needs_workers=False) as client:
-            log = await client.audit()
-            while len(entries) < number:
-                page = await log.read(cursor, min(MAX_PAGE, number - len(entries)), tenant=tenant, actions=actions)
-                entries += page.entries
-                if (cursor := page.cursor) is None:
-                    break
-        return entries
-
-    entries = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps([entry.to_json() | {"at": format_instant(entry.at)} for entry in entries]))
-        return
+    if load_settings().redis_url is None:
+        raise ConfigError("TOOLCREW_REDIS_URL is not set. Set it to the Redis of the pool whose audit you want to read")
+    actions, entries, cursor = _parse_actions(action or []), list[Audited](), None
+    async with open_client(needs_workers=False) as client:
+        log = await client.audit()
+        while len(entries) < number:
+            page = await log.read(cursor, min(MAX_PAGE, number - len(entries)), tenant=tenant, actions=actions)
+            entries += page.entries
+            if (cursor := page.cursor) is None:
+                break
+    data = [entry.to_json() | {"at": format_instant(entry.at)} for entry in entries]
     columns = ("at", "actor", "role", "action", "tenant", "target", "details")
-    for line in table_rows([_row(entry) for entry in entries], columns) if entries else ["no change matches"]:
-        typer.echo(escape_controls(line))
+    return list_output(data, [_row(entry) for entry in entries], columns, empty="no change matches")
 
 
 def _parse_actions(texts: list[str]) -> tuple[AuditAction, ...]:
@@ -74,7 +66,7 @@ def _quote_value(value: str) -> str:
     return value if value.isprintable() and value and " " not in value else json.dumps(value, ensure_ascii=False)
 
 
-def _row(audited: Audited) -> dict[str, str]:
+def _row(audited: Audited) -> dict[str, Any]:
     entry = audited.entry
     details = "  ".join(f"{name}={_quote_value(value)}" for name, value in entry.details.items())
     return {

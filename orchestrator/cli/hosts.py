@@ -1,6 +1,5 @@
 """`toolcrew hosts`: list workers, and take hosts out of service."""
 
-import json
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -10,9 +9,9 @@ from contract.clock import format_instant
 from contract.errors import OperatorError
 from contract.hosts import RESTART_GRACE_S, HostReport
 from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import Json, print_lines, run_work
+from orchestrator.cli.runner import Json, Output, as_command, list_output
 from orchestrator.operations.drains import find_workers, follow_drain, order_drain
-from orchestrator.terminal.output import escape_controls, table_rows
+from orchestrator.terminal.output import escape_controls
 from store.hosts import HostStore
 
 hosts_app = typer.Typer(no_args_is_help=True)
@@ -22,38 +21,38 @@ Host = Annotated[str, typer.Argument(help="The name that `toolcrew hosts list` s
 
 
 @hosts_app.command("list")
-def hosts_list(
+@as_command
+async def hosts_list(
     host: Annotated[str | None, typer.Argument(help="Only the workers of this host, with all fields.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Show all fields that each worker reports.")] = False,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """List the workers with their load, their state and the number of waiting calls."""
-
-    async def work() -> list[tuple[HostReport, dict[str, int]]]:
-        async with open_deployment("operator") as deployment:
-            reports = await deployment.hosts.read()
-            found = reports if host is None else find_workers(reports, host)
-            queues = sorted({queue for report in found for queue in (report.queue, *report.pools)})
-            waiting = await deployment.hosts.queued(queues)
-            return [(report, {queue: waiting[queue] for queue in (report.queue, *report.pools)}) for report in found]
-
-    found = run_work(work(), as_json)
-    rows = [report_json(report) | {"waiting": waiting} for report, waiting in found]
-    if as_json:
-        typer.echo(json.dumps(rows))
-    elif not rows:
-        print_lines(["no worker reports: start one (toolcrew serve worker)"])
-    elif full or host is not None:
-        for row in rows:
-            lines = (f"  {name:<18} {_format_value(value)}" for name, value in row.items() if name != "queue")
-            print_lines([row["queue"], *lines])
-    else:
-        columns = ("host", "kind", "state", "busy", "sessions", "waiting", "memory-free-mib", "reported-at", "queue")
-        print_lines(table_rows([_row(report, sum(waiting.values())) for report, waiting in found], columns))
+    async with open_deployment("operator") as deployment:
+        reports = await deployment.hosts.read()
+        found = reports if host is None else find_workers(reports, host)
+        waiting = await deployment.hosts.queued(
+            sorted({queue for report in found for queue in (report.queue, *report.pools)})
+        )
+    rows = [
+        report_json(report) | {"waiting": {queue: waiting[queue] for queue in (report.queue, *report.pools)}}
+        for report in found
+    ]
+    if full or host is not None:
+        lines = [
+            line
+            for row in rows
+            for line in (row["queue"], *(f"  {name:<18} {_format_value(row[name])}" for name in row if name != "queue"))
+        ]
+        return Output(rows, lines)
+    columns = ("host", "kind", "state", "busy", "sessions", "waiting", "memory-free-mib", "reported-at", "queue")
+    shown = [_row(report, sum(row["waiting"].values())) for report, row in zip(found, rows, strict=True)]
+    return list_output(rows, shown, columns, empty="no worker reports: start one (toolcrew serve worker)")
 
 
 @hosts_app.command("drain")
-def hosts_drain(
+@as_command
+async def hosts_drain(
     host: Host,
     wait: Annotated[bool, typer.Option("--wait", help="Return only when the workers have ended.")] = False,
     lossy: Annotated[
@@ -63,7 +62,7 @@ def hosts_drain(
         ),
     ] = False,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Take a host out of service.
 
     Its sessions are saved and continue on other hosts. Then its workers end with exit code 0.
@@ -73,29 +72,24 @@ def hosts_drain(
         if not as_json:
             typer.echo(escape_controls(line), err=True)
 
-    async def work() -> list[dict[str, Any]]:
-        async with open_deployment("operator") as deployment:
-            hosts, keys = deployment.hosts, deployment.signing_keys
-            found = find_workers(await hosts.read(), host)
-            reports = [report for report in found if report.worker]
-            if not reports:
-                raise OperatorError(
-                    f"{found[0].queue} has ended, and the pool waits {RESTART_GRACE_S} s for its restart. Start it and "
-                    "drain it, or wait: then its sessions continue on other hosts"
-                )
-            for report in reports:
-                await order_drain(hosts, report, keys, lossy=lossy, actor=deployment.actor)
-                print_progress(f"{report.queue} drains")
-            return [
-                await _follow_drain(hosts, report, print_progress) if wait else _end(report, "draining")
-                for report in reports
-            ]
-
-    rows = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps({"host": host, "workers": rows}))
-    elif not wait:
-        print_lines(["`toolcrew hosts list` shows the progress; --wait waits until the workers have ended"])
+    async with open_deployment("operator") as deployment:
+        hosts, keys = deployment.hosts, deployment.signing_keys
+        found = find_workers(await hosts.read(), host)
+        reports = [report for report in found if report.worker]
+        if not reports:
+            raise OperatorError(
+                f"{found[0].queue} has ended, and the pool waits {RESTART_GRACE_S} s for its restart. Start it and "
+                "drain it, or wait: then its sessions continue on other hosts"
+            )
+        for report in reports:
+            await order_drain(hosts, report, keys, lossy=lossy, actor=deployment.actor)
+            print_progress(f"{report.queue} drains")
+        rows = [
+            await _follow_drain(hosts, report, print_progress) if wait else _end(report, "draining")
+            for report in reports
+        ]
+    hint = "`toolcrew hosts list` shows the progress; --wait waits until the workers have ended"
+    return Output({"host": host, "workers": rows}, [] if wait else [hint])
 
 
 async def _follow_drain(hosts: HostStore, report: HostReport, print_progress: Callable[[str], None]) -> dict[str, Any]:

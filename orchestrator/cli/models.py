@@ -1,6 +1,5 @@
 """`toolcrew models`: list, set and remove model endpoints. No command shows an API key."""
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -9,8 +8,7 @@ from pydantic import ValidationError
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.model_endpoints import EndpointView, ModelEndpoint, endpoint_field
 from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import Json, print_lines, run_work
-from orchestrator.terminal.output import table_rows
+from orchestrator.cli.runner import Json, Output, as_command, list_output
 
 models_app = typer.Typer(no_args_is_help=True)
 
@@ -21,37 +19,32 @@ Owner = Annotated[str | None, typer.Option("--tenant", help="The tenant that own
 
 
 @models_app.command("list")
-def models_list(
+@as_command
+async def models_list(
     tenant: Annotated[
         str | None, typer.Option("--tenant", help="Only what this tenant may use. Default, for operators: all.")
     ] = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """List the model endpoints, without their API keys. A tenant's key sees those that the tenant may use."""
-
-    async def work() -> list[EndpointView]:
-        async with open_deployment("tenant") as deployment:
-            actor = deployment.actor
-            is_tenant = actor.role == "tenant"
-            of_tenant = tenant or (actor.tenant if is_tenant else None)
-            if is_tenant and not actor.may_act_for(of_tenant):
-                raise ToolFailure(
-                    ErrorCode.PERMISSION_DENIED,
-                    f"the API key belongs to tenant {actor.tenant}, not to {of_tenant}: omit --tenant",
-                )
-            policy = await deployment.tenants.policy(of_tenant) if of_tenant is not None else None
-            return await deployment.models.views(of_tenant, policy, shows_addresses=not is_tenant)
-
-    views = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps([view.model_dump() for view in views]))
-        return
+    async with open_deployment("tenant") as deployment:
+        actor = deployment.actor
+        is_tenant = actor.role == "tenant"
+        of_tenant = tenant or (actor.tenant if is_tenant else None)
+        if is_tenant and not actor.may_act_for(of_tenant):
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED,
+                f"the API key belongs to tenant {actor.tenant}, not to {of_tenant}: omit --tenant",
+            )
+        policy = await deployment.tenants.policy(of_tenant) if of_tenant is not None else None
+        views = await deployment.models.views(of_tenant, policy, shows_addresses=not is_tenant)
     columns = ("name", "tenant", "model", "url", "secret", "prices", "requests", "fallback", "state")
-    print_lines(table_rows([_row(view) for view in views], columns))
+    return list_output([view.model_dump() for view in views], [_row(view) for view in views], columns)
 
 
 @models_app.command("set")
-def models_set(
+@as_command
+async def models_set(
     name: Name,
     base_url: Annotated[
         str | None, typer.Option("--url", help="Base URL of the server; it usually ends in /v1.")
@@ -80,43 +73,31 @@ def models_set(
     unset: Annotated[list[str] | None, typer.Option("--unset", help="Name of an option to remove.")] = None,
     tenant: Owner = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Add or change a model endpoint. Options that are not given keep their values.
 
     Every process applies the change within 2 seconds. Limits hold for all orchestrators together.
     """
     given = {field: value for field, value in locals().items() if field in ModelEndpoint.model_fields}
-
-    async def work() -> ModelEndpoint:
-        async with open_deployment("admin") as deployment:
-            present = (await deployment.models.all()).get(endpoint_field(name, tenant))
-            values = {} if present is None or isinstance(present, ConfigError) else present.model_dump()
-            endpoint = _build(
-                {**values, **{field: value for field, value in given.items() if value is not None}}, unset
-            )
-            await deployment.models.set(name, endpoint, tenant)
-            return endpoint
-
-    endpoint = run_work(work(), as_json)
+    async with open_deployment("admin") as deployment:
+        present = (await deployment.models.all()).get(endpoint_field(name, tenant))
+        values = {} if present is None or isinstance(present, ConfigError) else present.model_dump()
+        endpoint = _build({**values, **{field: value for field, value in given.items() if value is not None}}, unset)
+        await deployment.models.set(name, endpoint, tenant)
     view = EndpointView(name=name, tenant=tenant, **endpoint.model_dump())
-    print_lines(
-        [json.dumps(view.model_dump()) if as_json else f"{name} is set: {endpoint.model} at {endpoint.base_url}"]
-    )
+    return Output(view.model_dump(), [f"{name} is set: {endpoint.model} at {endpoint.base_url}"])
 
 
 @models_app.command("remove")
-def models_remove(name: Name, tenant: Owner = None, as_json: Json = False) -> None:
+@as_command
+async def models_remove(name: Name, tenant: Owner = None, as_json: Json = False) -> Output:
     """Remove a model endpoint. Its runs end at their next request."""
-
-    async def work() -> None:
-        async with open_deployment("admin") as deployment:
-            if not await deployment.models.remove(name, tenant):
-                raise ToolFailure(
-                    ErrorCode.INVALID_ARGUMENTS, f"there is no model endpoint {name[:64]}: see `toolcrew models list`"
-                )
-
-    run_work(work(), as_json)
-    print_lines([json.dumps({"name": name, "state": "removed"}) if as_json else f"{name} is removed"])
+    async with open_deployment("admin") as deployment:
+        if not await deployment.models.remove(name, tenant):
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"there is no model endpoint {name[:64]}: see `toolcrew models list`"
+            )
+    return Output({"name": name, "state": "removed"}, [f"{name} is removed"])
 
 
 def _build(values: dict[str, Any], unset: list[str] | None) -> ModelEndpoint:

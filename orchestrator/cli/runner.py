@@ -6,14 +6,16 @@ Commands without a client start twice as fast with this module alone: `orchestra
 import asyncio
 import json
 import signal
-from collections.abc import Coroutine, Mapping
-from typing import Annotated, Any, NoReturn, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.terminal.output import escape_controls
+from orchestrator.terminal.output import escape_controls, table_rows
 
 EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, EXIT_COMMAND, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 """EXIT_COMMAND: the call succeeded, but the command that the tool ran ended with another exit code than 0."""
@@ -24,6 +26,7 @@ Tenant = Annotated[
 ]
 OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only this tenant.")]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -54,12 +57,47 @@ def run_work(work: Coroutine[Any, Any, T], as_json: bool) -> T:
         fail(failure.message + suggest_nearest(failure.metadata), failure.code.value, code, as_json)
 
 
+@dataclass(frozen=True)
+class Output:
+    """What a command prints. `data`: the object of --json. Without --json: `lines` on stdout and `notes` on stderr,
+    escaped.
+    """
+
+    data: Any
+    lines: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+def list_output(
+    data: Any, rows: list[dict[str, Any]], columns: Sequence[str], *, empty: str = "", notes: Sequence[str] = ()
+) -> Output:
+    """Return rows as a table. `empty`: the line without rows; "": the header alone."""
+    return Output(data, [empty] if empty and not rows else table_rows(rows, tuple(columns)), notes)
+
+
+def as_command(work: Callable[P, Coroutine[Any, Any, Output]]) -> Callable[P, None]:
+    """Return the command that runs `work` and prints its output. `work` has the parameter `as_json`."""
+
+    @wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        as_json = bool(kwargs["as_json"])
+        output = run_work(work(*args, **kwargs), as_json)
+        if as_json:
+            typer.echo(json.dumps(output.data))
+            return
+        print_lines(output.lines)
+        for note in output.notes:
+            typer.echo(escape_controls(note), err=True)
+
+    return run
+
+
 def exit_code_of(error_code: str | None) -> int:
     """Return the exit code for the error of a call or run."""
     return EXIT_REFUSED if error_code in (ErrorCode.PERMISSION_DENIED, ErrorCode.SECURITY_REFUSED) else EXIT_ERROR
 
 
-def print_lines(lines: list[str]) -> None:
+def print_lines(lines: Iterable[str]) -> None:
     """Print lines on stdout, escaped: workers, tenants and models may have put control characters into them."""
     for line in lines:
         typer.echo(escape_controls(line))

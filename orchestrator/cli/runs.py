@@ -9,10 +9,10 @@ from contract.clock import format_instant
 from contract.session_locations import MAX_FORKS
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.clients import open_running
-from orchestrator.cli.runner import Json, Tenant, run_work
+from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_output, run_work
 from orchestrator.terminal.commands import build_command
-from orchestrator.terminal.output import escape_controls, table_rows
-from store.run_records import HostedRun, HostedState, RunPage
+from orchestrator.terminal.output import escape_controls
+from store.run_records import HostedRun, HostedState
 
 runs_app = typer.Typer(no_args_is_help=True)
 RunName = Annotated[str, typer.Argument(help="The id of the run, as `list` shows it.")]
@@ -22,42 +22,30 @@ _TEXTS = ("text", "message", "reason", "answer", "instruction", "step", "charact
 
 
 @runs_app.command("list")
-def runs_list(
+@as_command
+async def runs_list(
     state: Annotated[HostedState | None, typer.Option("--state", help="Only runs in this state.")] = None,
     limit: Annotated[int, typer.Option("-n", "--limit", min=1, max=200, help="Largest number of runs to list.")] = 50,
     cursor: Annotated[str | None, typer.Option("--cursor", help="The `next_cursor` of the previous page.")] = None,
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """List the runs of the last 30 days, newest first."""
-
-    async def work() -> RunPage:
-        async with open_running("runs", tenant) as client:
-            return await client.runs.list(cursor=cursor, limit=limit, state=state)
-
-    page = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps({"runs": [_view(run) for run in page.runs], "next_cursor": page.next_cursor}))
-        return
+    async with open_running("runs", tenant) as client:
+        page = await client.runs.list(cursor=cursor, limit=limit, state=state)
+    views = [_view(run) for run in page.runs]
     rows = [
-        {**_view(run), "created": format_instant(run.created_at), "instruction": _first_line(run.instruction)}
-        for run in page.runs
+        {**view, "created": format_instant(run.created_at), "instruction": _first_line(run.instruction)}
+        for view, run in zip(views, page.runs, strict=True)
     ]
-    for line in table_rows(rows, _COLUMNS) if rows else ["no run of the last 30 days matches"]:
-        typer.echo(escape_controls(line))
+    notes = []
     if page.next_cursor is not None:
-        states = ("--state", state.value) if state is not None else ()
-        more = build_command(
-            "runs",
-            "list",
-            *states,
-            "--limit",
-            str(limit),
-            "--cursor",
-            page.next_cursor,
-            tenant=tenant or DEFAULT_TENANT,
-        )
-        typer.echo(f"there may be more runs: `{more}`", err=True)
+        options = [*(("--state", state.value) if state is not None else ()), "--limit", str(limit)]
+        options += ["--cursor", page.next_cursor]
+        more = build_command("runs", "list", *options, tenant=tenant or DEFAULT_TENANT)
+        notes = [f"there may be more runs: `{more}`"]
+    data = {"runs": views, "next_cursor": page.next_cursor}
+    return list_output(data, rows, _COLUMNS, empty="no run of the last 30 days matches", notes=notes)
 
 
 @runs_app.command("show")
@@ -109,44 +97,31 @@ def runs_show(
 
 
 @runs_app.command("fork")
-def runs_fork(
+@as_command
+async def runs_fork(
     run: RunName,
     step: Annotated[int, typer.Option("--step", min=0, help="Number of steps that the new runs share with RUN.")],
     count: Annotated[int, typer.Option("--count", min=1, max=MAX_FORKS, help="Number of new runs.")] = 1,
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Start runs that share the first steps of a run, and print their ids.
 
     They continue from the session as it was after these steps. RUN must have been started with --keep-states.
     """
-
-    async def work() -> list[HostedRun]:
-        async with open_running("runs", tenant) as client:
-            return await client.runs.fork(run, step=step, n=count)
-
-    forks = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps({"runs": [_view(fork) for fork in forks]}))
-        return
-    for fork in forks:
-        typer.echo(fork.id)
+    async with open_running("runs", tenant) as client:
+        forks = await client.runs.fork(run, step=step, n=count)
+    return Output({"runs": [_view(fork) for fork in forks]}, [fork.id for fork in forks])
 
 
 @runs_app.command("cancel")
-def runs_cancel(run: RunName, tenant: Tenant = None, as_json: Json = False) -> None:
+@as_command
+async def runs_cancel(run: RunName, tenant: Tenant = None, as_json: Json = False) -> Output:
     """Cancel a run. A run that waits ends at once, any other within 2 seconds."""
-
-    async def work() -> HostedRun:
-        async with open_running("runs", tenant) as client:
-            return await client.runs.cancel(run)
-
-    record = run_work(work(), as_json)
-    typer.echo(
-        json.dumps(_view(record))
-        if as_json
-        else f"{record.id} {'is being cancelled' if not record.state.is_final else record.state.value}"
-    )
+    async with open_running("runs", tenant) as client:
+        record = await client.runs.cancel(run)
+    state = record.state.value if record.state.is_final else "is being cancelled"
+    return Output(_view(record), [f"{record.id} {state}"])
 
 
 def _view(run: HostedRun) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`toolcrew secrets`: set, list and revoke secrets. A value is read from a file or from stdin, and never printed."""
 
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,8 +12,7 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.secrets import SecretInfo
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.access import Deployment, open_deployment
-from orchestrator.cli.runner import Json, Tenant, print_lines, run_work
-from orchestrator.terminal.output import table_rows
+from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_output
 from store.audit import Role
 
 MAX_INPUT_CHARS = 64 * 1024
@@ -26,7 +24,8 @@ Name = Annotated[str, typer.Argument(help="The name, and the variable in the san
 
 
 @secrets_app.command("set")
-def secrets_set(
+@as_command
+async def secrets_set(
     name: Name,
     host: Annotated[
         list[str] | None,
@@ -41,52 +40,38 @@ def secrets_set(
     of_deployment: OfDeployment = False,
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Store a secret, or replace it, within 2 seconds everywhere. Line ends after the value are omitted."""
-
-    async def work() -> SecretInfo:
-        async with open_deployment(_needed_role(of_deployment)) as deployment:
-            owner = _find_owner(deployment, tenant, of_deployment)
-            value = _read_value(source)
-            return await deployment.secrets.set(owner, name, value, hosts=tuple(host or ()), place=place)
-
-    info = run_work(work(), as_json)
-    shown = f"{name} is stored, revision {info.revision}, for {', '.join(info.hosts) or 'no sandbox'}"
-    print_lines([json.dumps(describe_secret(name, info)) if as_json else shown])
+    async with open_deployment(_needed_role(of_deployment)) as deployment:
+        owner = _find_owner(deployment, tenant, of_deployment)
+        info = await deployment.secrets.set(owner, name, _read_value(source), hosts=tuple(host or ()), place=place)
+    line = f"{name} is stored, revision {info.revision}, for {', '.join(info.hosts) or 'no sandbox'}"
+    return Output(describe_secret(name, info), [line])
 
 
 @secrets_app.command("list")
-def secrets_list(of_deployment: OfDeployment = False, tenant: Tenant = None, as_json: Json = False) -> None:
+@as_command
+async def secrets_list(of_deployment: OfDeployment = False, tenant: Tenant = None, as_json: Json = False) -> Output:
     """List the secrets by name, without their values. No command shows a value."""
-
-    async def work() -> list[dict[str, Any]]:
-        async with open_deployment(_needed_role(of_deployment)) as deployment:
-            found = await deployment.secrets.all(_find_owner(deployment, tenant, of_deployment))
-        return [describe_secret(name, info) for name, info in found.items()]
-
-    rows = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(rows))
-        return
+    async with open_deployment(_needed_role(of_deployment)) as deployment:
+        found = await deployment.secrets.all(_find_owner(deployment, tenant, of_deployment))
+    rows = [describe_secret(name, info) for name, info in found.items()]
     shown = [{**row, "hosts": ", ".join(row["hosts"]) or "-"} for row in rows]
-    print_lines(table_rows(shown, ("name", "hosts", "place", "revision", "changed", "state")))
+    return list_output(rows, shown, ("name", "hosts", "place", "revision", "changed", "state"))
 
 
 @secrets_app.command("revoke")
-def secrets_revoke(
+@as_command
+async def secrets_revoke(
     name: Name, of_deployment: OfDeployment = False, tenant: Tenant = None, as_json: Json = False
-) -> None:
+) -> Output:
     """Revoke a secret. It stops working everywhere within 2 seconds."""
-
-    async def work() -> None:
-        async with open_deployment(_needed_role(of_deployment)) as deployment:
-            if not await deployment.secrets.revoke(_find_owner(deployment, tenant, of_deployment), name):
-                raise ToolFailure(
-                    ErrorCode.INVALID_ARGUMENTS, f"there is no secret {name[:64]}: see `toolcrew secrets list`"
-                )
-
-    run_work(work(), as_json)
-    print_lines([json.dumps({"name": name, "state": "revoked"}) if as_json else f"{name} is revoked"])
+    async with open_deployment(_needed_role(of_deployment)) as deployment:
+        if not await deployment.secrets.revoke(_find_owner(deployment, tenant, of_deployment), name):
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"there is no secret {name[:64]}: see `toolcrew secrets list`"
+            )
+    return Output({"name": name, "state": "revoked"}, [f"{name} is revoked"])
 
 
 def describe_secret(name: str, info: SecretInfo | ConfigError) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.clients import open_running, run_with_notices
-from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Tenant, run_work
+from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Output, Tenant, as_command, list_output, run_work
 from orchestrator.cli.session_options import Options
 from orchestrator.dispatch.sessions import Session
 from orchestrator.terminal.commands import build_command
-from orchestrator.terminal.output import escape_controls, table_rows
-from store.session_list import OpenSession, SessionPage
+from orchestrator.terminal.output import escape_controls
+from store.session_list import OpenSession
 
 sessions_app = typer.Typer(no_args_is_help=True)
 
@@ -35,26 +35,21 @@ _COLUMNS = ("id", "tenant", "state", "host", "image", "opened", "ttl", "checkpoi
 
 
 @sessions_app.command("list")
-def sessions_list(cursor: Cursor = None, limit: Limit = 50, tenant: OnlyTenant = None, as_json: Json = False) -> None:
+@as_command
+async def sessions_list(
+    cursor: Cursor = None, limit: Limit = 50, tenant: OnlyTenant = None, as_json: Json = False
+) -> Output:
     """List the open sessions of all tenants, newest first. A tenant's key lists only its own sessions."""
-
-    async def work() -> SessionPage:
-        async with open_running("sessions", tenant) as client:
-            return await client.sessions(tenant, cursor=cursor, limit=limit)
-
-    page = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps({"sessions": [session.to_json() for session in page.sessions], "cursor": page.cursor}))
-        return
-    for line in (
-        table_rows([_row(session) for session in page.sessions], _COLUMNS) if page.sessions else ["no session is open"]
-    ):
-        typer.echo(escape_controls(line))
+    async with open_running("sessions", tenant) as client:
+        page = await client.sessions(tenant, cursor=cursor, limit=limit)
+    notes = []
     if page.cursor is not None:
-        more = build_command(
-            "sessions", "list", "--limit", str(limit), "--cursor", page.cursor, tenant=tenant or DEFAULT_TENANT
-        )
-        typer.echo(f"there are more sessions: `{more}`", err=True)
+        options = ["--limit", str(limit), "--cursor", page.cursor]
+        more = build_command("sessions", "list", *options, tenant=tenant or DEFAULT_TENANT)
+        notes = [f"there are more sessions: `{more}`"]
+    data = {"sessions": [session.to_json() for session in page.sessions], "cursor": page.cursor}
+    rows = [_row(session) for session in page.sessions]
+    return list_output(data, rows, _COLUMNS, empty="no session is open", notes=notes)
 
 
 @sessions_app.command("open")

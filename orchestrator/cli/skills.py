@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,10 +12,19 @@ from contract.settings import check_environment
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import EXIT_ERROR, Json, Tenant, fail, print_lines, run_work
+from orchestrator.cli.runner import (
+    EXIT_ERROR,
+    Json,
+    Output,
+    Tenant,
+    as_command,
+    fail,
+    list_output,
+    print_lines,
+    run_work,
+)
 from orchestrator.sdk.skill_folders import examine_skill
 from orchestrator.terminal.commands import build_command
-from orchestrator.terminal.output import table_rows
 from store.skills import InstalledSkill
 
 skills_app = typer.Typer(no_args_is_help=True)
@@ -23,33 +32,27 @@ Source = Annotated[Path, typer.Argument(help="The folder of the skill, or a .zip
 
 
 @skills_app.command("list")
-def skills_list(
+@as_command
+async def skills_list(
     name: Annotated[str | None, typer.Argument(help="Only this skill, with all fields.")] = None,
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """List the skills of a tenant, or show one skill.
 
     A tenant has the skills of the workers and the skills that were installed for it.
     """
-
-    async def work() -> tuple[list[SkillSummary], list[dict[str, Any]]]:
-        async with open_client(tenant) as client:
-            offer = await client.offer()
-            skills = list(offer.skills) if name is None else [await client.skill(name)]
-            return skills, [{**skill.model_dump(mode="json"), **offer.describe(skill.name)} for skill in skills]
-
-    skills, rows = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(rows))
-    elif name is None:
-        short = [
-            {**row, "description": str(row["description"])[:100], "scripts": "yes" if row["has_scripts"] else "no"}
-            for row in rows
-        ]
-        print_lines(table_rows(short, ("name", "source", "tool", "files", "scripts", "description")))
-    else:
-        print_lines(_describe_skill(skills[0]))
+    async with open_client(tenant) as client:
+        offer = await client.offer()
+        skills = list(offer.skills) if name is None else [await client.skill(name)]
+    rows = [{**skill.model_dump(mode="json"), **offer.describe(skill.name)} for skill in skills]
+    if name is not None:
+        return Output(rows, _describe_skill(skills[0]))
+    short = [
+        {**row, "description": str(row["description"])[:100], "scripts": "yes" if row["has_scripts"] else "no"}
+        for row in rows
+    ]
+    return list_output(rows, short, ("name", "source", "tool", "files", "scripts", "description"))
 
 
 def _describe_skill(skill: SkillSummary) -> list[str]:
@@ -101,26 +104,23 @@ def skills_install(
 
 
 @skills_app.command("remove")
-def skills_remove(
+@as_command
+async def skills_remove(
     name: Annotated[str, typer.Argument(help="A skill that was installed for the tenant.")],
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Remove a skill that was installed for a tenant. Runs that use it continue."""
-
-    async def work() -> None:
-        async with open_client(tenant) as client:
-            skills = await client.own_skills()
-            if not await skills.remove(name):
-                raise ToolFailure(
-                    ErrorCode.FILE_NOT_FOUND,
-                    f"tenant {skills.tenant} has no installed skill {name[:100]}: see "
-                    f"`{build_command('skills', 'list', tenant=skills.tenant)}`",
-                    nearest=find_nearest(name, await skills.all()),
-                )
-
-    run_work(work(), as_json)
-    print_lines([json.dumps({"name": name, "removed": True}) if as_json else f"{name} is removed"])
+    async with open_client(tenant) as client:
+        skills = await client.own_skills()
+        if not await skills.remove(name):
+            raise ToolFailure(
+                ErrorCode.FILE_NOT_FOUND,
+                f"tenant {skills.tenant} has no installed skill {name[:100]}: see "
+                f"`{build_command('skills', 'list', tenant=skills.tenant)}`",
+                nearest=find_nearest(name, await skills.all()),
+            )
+    return Output({"name": name, "removed": True}, [f"{name} is removed"])
 
 
 def _examine(source: Path, as_json: bool) -> SkillSummary:

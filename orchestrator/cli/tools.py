@@ -12,7 +12,7 @@ from contract.errors import ConfigError
 from contract.registry import Switch, ToolState
 from contract.tool_pages import render_tool
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, Tenant, print_lines, run_work
+from orchestrator.cli.runner import Json, Output, Tenant, as_command
 from orchestrator.functions.openai_tools import convert_to_openai_tool
 from orchestrator.models.weights import load_weights
 from orchestrator.settings import load_settings
@@ -25,34 +25,29 @@ OnlyTenant = Annotated[str | None, typer.Option("--tenant", help="Only for this 
 
 
 @tools_app.command("list")
-def tools_list(
+@as_command
+async def tools_list(
     tenant: Tenant = None,
     tokens: Annotated[
         bool,
         typer.Option("--tokens", help="Show the tokens of each tool in a request, as the local model counts them."),
     ] = False,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """List the tools of the pool with their state for the tenant: enabled, disabled, or forbidden by its policy.
 
     A model receives only the enabled tools.
     """
-
-    async def work() -> list[dict[str, Any]]:
-        async with open_client(tenant) as client:
-            states = await client.tool_states()
-        rows = [state_json(state) for state in states]
-        counts = await _count_tokens(states) if tokens else []
-        return [{**row, "tokens": count} for row, count in zip(rows, counts, strict=True)] if tokens else rows
-
-    rows = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(rows))
-        return
-    short = [{**row, "description": str(row["description"]).split(". ")[0]} for row in rows]
-    print_lines(table_rows(short, ("name", "state", "pool", *(("tokens",) if tokens else ()), "description")))
+    async with open_client(tenant) as client:
+        states = await client.tool_states()
+    rows = [state_json(state) for state in states]
     if tokens:
-        typer.echo(f"{sum(row['tokens'] for row in rows)} tokens together")
+        counts = await _count_tokens(states)
+        rows = [{**row, "tokens": count} for row, count in zip(rows, counts, strict=True)]
+    short = [{**row, "description": str(row["description"]).split(". ")[0]} for row in rows]
+    table = table_rows(short, ("name", "state", "pool", *(("tokens",) if tokens else ()), "description"))
+    total = [f"{sum(row['tokens'] for row in rows)} tokens together"] if tokens else []
+    return Output(rows, [*table, *total])
 
 
 async def _count_tokens(states: Sequence[ToolState]) -> list[int]:
@@ -67,62 +62,46 @@ async def _count_tokens(states: Sequence[ToolState]) -> list[int]:
 
 
 @tools_app.command("show")
-def tools_show(name: Name, tenant: Tenant = None, as_json: Json = False) -> None:
+@as_command
+async def tools_show(name: Name, tenant: Tenant = None, as_json: Json = False) -> Output:
     """Show a tool: its state for the tenant, its description, parameters, limits and flags.
 
     Operators also see for which tenants the tool is disabled.
     """
-
-    async def work() -> tuple[ToolState, dict[str, Switch]]:
-        async with open_client(tenant) as client:
-            other_tenants = await client.switched_tenants(name) if (await client.actor()).role != "tenant" else {}
-            return await client.tool_state(name), other_tenants
-
-    state, other_tenants = run_work(work(), as_json)
-    if as_json:
-        typer.echo(
-            json.dumps(
-                state_json(state)
-                | {"tenants": {tenant: _switch_json(switch) for tenant, switch in other_tenants.items()}}
-            )
-        )
-        return
+    async with open_client(tenant) as client:
+        others = await client.switched_tenants(name) if (await client.actor()).role != "tenant" else {}
+        state = await client.tool_state(name)
     head, *rest = state_lines(state)
-    print_lines(
-        [head, *(f"for tenant {tenant}: {_describe_switch(switch)}" for tenant, switch in other_tenants.items()), *rest]
+    return Output(
+        state_json(state) | {"tenants": {tenant: _switch_json(switch) for tenant, switch in others.items()}},
+        [head, *(f"for tenant {tenant}: {_describe_switch(switch)}" for tenant, switch in others.items()), *rest],
     )
 
 
 @tools_app.command("disable")
-def tools_disable(
+@as_command
+async def tools_disable(
     name: Name,
     reason: Annotated[str | None, typer.Option("--reason", help="The reason. A caller of the tool reads it.")] = None,
     tenant: OnlyTenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Disable a tool for every tenant or for one. Every process applies the change within 2 seconds."""
-
-    async def work() -> ToolState | None:
-        _require_pool()
-        async with open_client() as client:
-            return await client.disable(name, reason=reason, tenant=tenant)
-
-    _print_switched(name, "disabled", tenant, run_work(work(), as_json), as_json)
+    _require_pool()
+    async with open_client() as client:
+        return _describe_change(name, "disabled", tenant, await client.disable(name, reason=reason, tenant=tenant))
 
 
 @tools_app.command("enable")
-def tools_enable(name: Name, tenant: OnlyTenant = None, as_json: Json = False) -> None:
+@as_command
+async def tools_enable(name: Name, tenant: OnlyTenant = None, as_json: Json = False) -> Output:
     """Enable a tool again, for every tenant or for one.
 
     Without --tenant, the tool stays disabled for tenants for which it was disabled separately.
     """
-
-    async def work() -> ToolState | None:
-        _require_pool()
-        async with open_client() as client:
-            return await client.enable(name, tenant=tenant)
-
-    _print_switched(name, "enabled", tenant, run_work(work(), as_json), as_json)
+    _require_pool()
+    async with open_client() as client:
+        return _describe_change(name, "enabled", tenant, await client.enable(name, tenant=tenant))
 
 
 def state_json(state: ToolState) -> dict[str, Any]:
@@ -162,10 +141,7 @@ def _require_pool() -> None:
         )
 
 
-def _print_switched(name: str, now: str, tenant: str | None, state: ToolState | None, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(state_json(state) if state is not None else {"name": name, "state": now}))
-        return
+def _describe_change(name: str, now: str, tenant: str | None, state: ToolState | None) -> Output:
     line = f"{name} is {now}" + (f" for tenant {tenant}" if tenant is not None else "")
     if state is None:
         line += ", but no running worker serves it"
@@ -176,4 +152,4 @@ def _print_switched(name: str, now: str, tenant: str | None, state: ToolState | 
             if state.scope == "everywhere"
             else f", but it stays disabled for {tenant or 'this tenant'}"
         )
-    print_lines([line])
+    return Output(state_json(state) if state is not None else {"name": name, "state": now}, [line])

@@ -1,6 +1,5 @@
 """`toolcrew tenants usage`: what a tenant used, and its budgets."""
 
-import json
 import time
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -8,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, Tenant, print_lines, run_work
+from orchestrator.cli.runner import Json, Output, Tenant, as_command
 from orchestrator.terminal.figures import format_cost, format_count, format_seconds
 from orchestrator.terminal.output import table_rows
 from store.usage import DAY_S, By, show_amounts, sum_rows
@@ -17,7 +16,8 @@ DEFAULT_DAYS = {"day": 30, "hour": 1}
 _TIME = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"]
 
 
-def tenants_usage(
+@as_command
+async def tenants_usage(
     by: Annotated[By, typer.Option("--by", help="Length of the periods, in UTC.")] = "day",
     start: Annotated[
         datetime | None,
@@ -28,30 +28,24 @@ def tenants_usage(
     ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Show what a tenant used, by day or by hour, and its budgets."""
     until = _seconds(end) if end is not None else time.time()
     since = _seconds(start) if start is not None else until - DEFAULT_DAYS[by] * DAY_S
-
-    async def work() -> dict[str, Any]:
-        async with open_client(tenant, needs_workers=False) as client:
-            rows = await client.usage(since, until, by=by, tenant=tenant)
-            data, total = [row.to_json() for row in rows], show_amounts(sum_rows(rows))
-            budgets = [budget.to_json() for budget in await client.budgets(tenant)]
-            return {"tenant": tenant or client.tenant, "by": by, "data": data, "total": total, "budgets": budgets}
-
-    report = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(report))
-        return
-    rows = [_row(period) for period in [*report["data"], {"start": "total", **report["total"]}]]
-    print_lines(table_rows(rows, tuple(rows[0])))
-    if report["budgets"]:
-        budgets = [_budget_row(budget) for budget in report["budgets"]]
-        print_lines(["", *table_rows(budgets, tuple(budgets[0]))])
+    async with open_client(tenant, needs_workers=False) as client:
+        used = await client.usage(since, until, by=by, tenant=tenant)
+        budgets = [budget.to_json() for budget in await client.budgets(tenant)]
+        name = tenant or client.tenant
+    data, total = [row.to_json() for row in used], show_amounts(sum_rows(used))
+    rows = [_row(period) for period in [*data, {"start": "total", **total}]]
+    lines = table_rows(rows, tuple(rows[0]))
+    if budgets:
+        shown = [_budget_row(budget) for budget in budgets]
+        lines += ["", *table_rows(shown, tuple(shown[0]))]
+    return Output({"tenant": name, "by": by, "data": data, "total": total, "budgets": budgets}, lines)
 
 
-def _row(period: dict[str, Any]) -> dict[str, str]:
+def _row(period: dict[str, Any]) -> dict[str, Any]:
     return {
         "from": period["start"],
         "calls": format_count(period["calls"]),
@@ -67,7 +61,7 @@ def _row(period: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _budget_row(budget: dict[str, Any]) -> dict[str, str]:
+def _budget_row(budget: dict[str, Any]) -> dict[str, Any]:
     share = f"{budget['used'] / budget['limit']:.0%}" if budget["limit"] else "-"
     amounts = {name: f"{budget[name]:,.6g}" for name in ("used", "limit")}
     return {"budget": budget["name"], **amounts, "share": share, "resets-at": budget["resets_at"]}

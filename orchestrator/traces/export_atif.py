@@ -7,24 +7,15 @@ from contract.calls import ToolResult
 from contract.run_events import ReplyTokens, Warned
 from contract.traceparent import trace_id_of
 from orchestrator.dialects.thinking import THINK, THINK_END, strip_thinking
-from orchestrator.traces.atif_schema import (
-    AtifAgent,
-    AtifFinalMetrics,
-    AtifMetrics,
-    AtifObservation,
-    AtifObservationResult,
-    AtifStep,
-    AtifToolCall,
-    AtifTrajectory,
-)
 from orchestrator.traces.reading import Trace, TraceCall, TraceStep, format_instant
 
+VERSION = "ATIF-v1.7"
 _SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
 
 
 def build_atif(trace: Trace) -> dict[str, Any]:
-    """Return the document, validated against the complete schema. `extra` contains facts for which ATIF has no
-    field.
+    """Return the document. `extra` contains facts for which ATIF has no field. The tests check the document against
+    the schema of the public specification.
     """
     start = trace.start
     steps = [*_opening(trace), *(_agent_step(trace, step) for step in trace.steps)]
@@ -37,21 +28,26 @@ def build_atif(trace: Trace) -> dict[str, Any]:
         run |= {"stop_reason": trace.finished.stop_reason, "answer": trace.finished.answer}
     if trace.error is not None:
         run |= {"error": trace.error}
-    trajectory = AtifTrajectory(
-        session_id=trace.session or trace.run,
-        trajectory_id=trace.run,
-        agent=AtifAgent(
+    return {
+        "schema_version": VERSION,
+        "session_id": trace.session or trace.run,
+        "trajectory_id": trace.run,
+        "agent": _present(
             name="toolcrew",
             version=(start.release if start else "") or "unknown",
             model_name=start.model if start else None,
             tool_definitions=trace.tools or None,
             extra={"dialect": start.dialect} if start else None,
         ),
-        steps=[AtifStep.model_validate(step) for step in steps],
-        final_metrics=_final_metrics(trace, len(steps)),
-        extra={"toolcrew": run},
-    )
-    return trajectory.model_dump(mode="json", exclude_none=True)
+        "steps": steps,
+        "final_metrics": _final_metrics(trace, len(steps)),
+        "extra": {"toolcrew": run},
+    }
+
+
+def _present(**fields: Any) -> dict[str, Any]:
+    """Return the fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def split_thinking(message: dict[str, Any]) -> tuple[str, str | None]:
@@ -80,7 +76,7 @@ def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
             # The message belongs to an earlier conversation and not to this run.
             step |= {"is_copied_context": True, "llm_call_count": 0}
         other_fields = {key: value for key, value in message.items() if key not in ("role", "content")}
-        yield step | ({"extra": {"message": other_fields}} if other_fields else {})
+        yield _present(**step, extra={"message": other_fields} if other_fields else None)
 
 
 def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
@@ -90,7 +86,7 @@ def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
     fields: dict[str, Any] = {"source": "agent", "message": message, "extra": {"step": step.number}}
     if reply is not None:
         tokens = reply.tokens or ReplyTokens()
-        metrics = AtifMetrics(
+        metrics = _present(
             prompt_token_ids=list(tokens.prompt_token_ids) or None,
             completion_token_ids=list(tokens.completion_token_ids) or None,
             logprobs=list(tokens.logprobs) or None,
@@ -109,23 +105,21 @@ def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
         fields["model_name"] = trace.start.model
     if step.calls:
         fields["tool_calls"] = [_call(call, trace.find_unrun_reason(call)) for call in step.calls]
-        fields["observation"] = AtifObservation(
-            results=[_result(call, call.result) for call in step.calls if call.result is not None]
-        )
-    return fields
+        fields["observation"] = {
+            "results": [_result(call, call.result) for call in step.calls if call.result is not None]
+        }
+    return _present(**fields)
 
 
-def _call(call: TraceCall, unrun: str) -> AtifToolCall:
+def _call(call: TraceCall, unrun: str) -> dict[str, Any]:
     """Return the ATIF call. `unrun`: reason why the call did not run; "" if the call ran."""
     extra: dict[str, Any] = {"unrun": unrun} if unrun else {}
     if call.started is not None and call.arguments != call.started.call.arguments:
         extra["asked_arguments"] = call.started.call.arguments
-    return AtifToolCall(
-        tool_call_id=call.call_id, function_name=call.tool, arguments=call.arguments, extra=extra or None
-    )
+    return _present(tool_call_id=call.call_id, function_name=call.tool, arguments=call.arguments, extra=extra or None)
 
 
-def _result(call: TraceCall, result: ToolResult) -> AtifObservationResult:
+def _result(call: TraceCall, result: ToolResult) -> dict[str, Any]:
     """Return the ATIF result of a call."""
     extra = {
         "success": result.success,
@@ -134,25 +128,21 @@ def _result(call: TraceCall, result: ToolResult) -> AtifObservationResult:
         "output": result.output,
         "metadata": result.metadata,
         "seconds": call.seconds,
-        "clocks": result.clocks.model_dump(),
+        "clocks": result.clocks.model_dump(mode="json"),
         "truncated": result.truncated,
         "was_refused": call.was_refused,
     }
     if result.success:
         # The content already contains the output.
         del extra["output"]
-    return AtifObservationResult(
-        source_call_id=call.call_id,
-        content=result.text(),
-        extra={key: value for key, value in extra.items() if value is not None},
-    )
+    return {"source_call_id": call.call_id, "content": result.text(), "extra": _present(**extra)}
 
 
-def _final_metrics(trace: Trace, steps: int) -> AtifFinalMetrics:
+def _final_metrics(trace: Trace, steps: int) -> dict[str, Any]:
     """Return the totals of the run. ATIF has a field for dollars only, so the cost is in `extra`."""
     # The cost of a run is in the currency of its prices, which may not be dollars.
     extra = {"cost": trace.finished.cost} if trace.finished and trace.finished.cost is not None else None
-    return AtifFinalMetrics(
+    return _present(
         total_prompt_tokens=trace.usage.prompt_tokens,
         total_completion_tokens=trace.usage.completion_tokens,
         total_cached_tokens=trace.usage.cached_tokens,

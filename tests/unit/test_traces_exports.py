@@ -10,16 +10,18 @@ from pydantic import ValidationError
 
 from contract.errors import ErrorCode
 from orchestrator.models.scripted import Calls, ScriptedModel
-from orchestrator.traces.atif_schema import AtifTrajectory
 from orchestrator.traces.export_atif import build_atif
 from orchestrator.traces.export_otel import build_otel
 from orchestrator.traces.reading import load_trace
+from tests.atif_schema import AtifTrajectory
 from tests.trace_harness import call_echo, echo, fail, run_traced, scripts
 
 
 async def export(folder: Path, build: Any, *turns: Any, **options: Any) -> dict[str, Any]:
     path, _, _ = await run_traced(folder, ScriptedModel(list(turns)) if turns else None, **options)
     exported: dict[str, Any] = json.loads(json.dumps(build(load_trace(path))))
+    if build is build_atif:
+        AtifTrajectory.model_validate(exported)
     return exported
 
 

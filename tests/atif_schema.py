@@ -1,5 +1,5 @@
 """Schema of ATIF 1.7, the Agent Trajectory Interchange Format, as pydantic models. The schema and its rules follow
-the public specification.
+the public specification. Exported trajectories must fit it.
 """
 
 from datetime import datetime
