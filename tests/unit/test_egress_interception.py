@@ -2,15 +2,22 @@
 connections alone.
 """
 
+import asyncio
 import base64
 import ssl
+import time
 from collections.abc import Iterator
 
+import h11
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from contract.secrets import build_placeholder
+from contract.secrets import MAX_VALUE_CHARS, build_placeholder
 from tests.egress_harness import status_of
 from tests.secret_harness import PLACEHOLDER, VALUE, SecretHarness, answer, echo, open_secret_harness, read_answer
+from workers.egress.limits import ProxyLimits
+from workers.egress.relaying import Peer
 from workers.egress.secrets import BoundSecret, MaskedStream, SecretMasker, SecretUses
 
 P = PLACEHOLDER.decode()
@@ -95,6 +102,53 @@ def test_the_masker_finds_a_secret_in_pieces_of_any_size() -> None:
     assert stream.take(b"data: hello\n\n") == b"data: hello\n\n", "nothing is held back"
     assert stream.take(raw[:5]) == b""
     assert stream.finish() == raw[:5]
+
+
+@given(
+    pieces=st.lists(st.sampled_from([b"a", b"b", b"ab", b"aab", b"abaab", b"x", b"aaaa"]), max_size=30),
+    form=st.sampled_from([b"aa", b"aaaa", b"aba", b"ababa", b"aabaa", b"abaabaab", b"xaxax"]),
+)
+def test_every_byte_of_every_occurrence_is_masked_and_no_other_byte(pieces: list[bytes], form: bytes) -> None:
+    text = b"".join(pieces)
+    expected = bytearray(text)
+    for at in range(len(text)):
+        if text.startswith(form, at):
+            expected[at : at + len(form)] = b"*" * len(form)
+    assert SecretMasker([form]).mask(text) == bytes(expected)
+
+
+def test_a_secret_that_repeats_itself_costs_a_tenant_no_more_time_than_another() -> None:
+    """The attacker's aim: to stop the proxy for all tenants with a secret and an answer of its own."""
+    masker, answer_text = SecretMasker([b"a" * MAX_VALUE_CHARS]), b"a" * (2 * 1024 * 1024)
+    began = time.process_time()
+    assert masker.mask(answer_text) == b"*" * len(answer_text)
+    assert time.process_time() - began < 2.0
+
+
+async def test_a_body_of_many_small_chunks_leaves_turns_to_other_connections() -> None:
+    head = b"PUT / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    class OneRead:
+        async def receive(self) -> bytes:
+            return head + b"1\r\na\r\n" * 50 + b"0\r\n\r\n"
+
+        async def send(self, data: bytes) -> None:
+            raise AssertionError("nothing is sent")
+
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.ensure_future(count_turns())
+    peer = Peer(OneRead(), h11.SERVER, ProxyLimits())
+    while not isinstance(await peer.next(), h11.EndOfMessage):
+        pass
+    other.cancel()
+    assert turns >= 50
 
 
 def test_uses_of_one_kind_are_counted_and_reported_at_intervals() -> None:

@@ -1,8 +1,9 @@
 """Connects to the destination of a request: check the tenant's list, resolve once, judge every address, connect to a
 judged address.
 
-The name is resolved once and the socket connects to exactly the judged addresses. A second lookup could return another
-address (DNS rebinding). The peer of the connected socket is checked again.
+Invariant: a sandbox reaches only hosts of its tenant's list, and among private addresses only those that an operator
+has listed. The name is resolved once and the socket connects to exactly the judged addresses. A second lookup could
+return another address (DNS rebinding). The peer of the connected socket is checked again.
 """
 
 import asyncio
@@ -50,6 +51,7 @@ class ResolverPool:
 
     async def resolve(self, tenant: str, host: str, limit_s: float) -> tuple[Address, ...]:
         """Return the addresses of the name. Raises Refusal when it has none, or none in time."""
+        # A name server of a tenant may never answer, and a thread cannot be stopped. So a tenant has few of them.
         resolver, slots = self._find(tenant)
         async with slots:
             lookup = asyncio.get_running_loop().run_in_executor(
@@ -67,6 +69,7 @@ class ResolverPool:
         if tenant not in self._tenants:
             self._tenants[tenant] = (self._open_resolver(), asyncio.Semaphore(LOOKUPS_PER_TENANT))
         self._tenants.move_to_end(tenant)
+        # A tenant that returns gets a new resolver. It may then have a few more lookups for a moment.
         if len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
         return self._tenants[tenant]
@@ -111,6 +114,7 @@ class Destinations:
         deadline = loop.time() + self._limits.connect_s
         failure: Refusal | None = None
         for index, address in enumerate(addresses):
+            # An equal share of what remains: a silent first address must not use up the time of the others.
             share_s = max(0.05, (deadline - loop.time()) / (len(addresses) - index))
             try:
                 async with asyncio.timeout(share_s):
@@ -129,6 +133,7 @@ class Destinations:
 
 def check_listed(target: Target, rules: EgressRules) -> None:
     """Check the host and the port before a lookup: a name that is not listed is not resolved. Raises Refusal."""
+    # A lookup is a message to the outside: a program could put data into a name and ask the attacker's name server.
     if not _is_listed(target, rules.hosts):
         raise refuse(
             EgressVerdict.HOST_REFUSED,
@@ -160,6 +165,7 @@ def _is_private(address: Address) -> bool:
     """Return whether a private host may have the address. Link-local, metadata and multicast addresses are never
     allowed.
     """
+    # These answer with credentials of the machine. They lie in ranges that an operator may open.
     return address not in _METADATA and any(address in network for network in _PRIVATE)
 
 
@@ -173,6 +179,7 @@ def _format_hosts(hosts: Sequence[str]) -> str:
 async def _connect(target: Target, address: Address) -> socket.socket:
     sock = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
     try:
+        # The address, not the name: the kernel must not look anything up again.
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await asyncio.get_running_loop().sock_connect(sock, (str(address), target.port))

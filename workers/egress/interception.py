@@ -48,7 +48,7 @@ class SecretProxy:
         self.authority, self.uses, self.upstream = authority, uses, upstream
 
 
-class _Masking(AnswerRewriter):
+class MaskingRewriter(AnswerRewriter):
     """Masks secrets in an answer. A compressed answer is decoded first."""
 
     def __init__(self, masker: SecretMasker, host: str, quota: ConnectionQuota) -> None:
@@ -64,13 +64,15 @@ class _Masking(AnswerRewriter):
             raise build_bad_answer(
                 self._host, "sends a part of an answer, or a compressed one that cannot be searched for secrets"
             )
-        left_out = {b"accept-ranges"}
+        dropped = {b"accept-ranges"}
         if codings:
+            # Hosts may compress in spite of `Accept-Encoding: identity`. A secret is not visible in compressed bytes.
             self._inflater = Inflater(codings[0])
-            left_out |= _DECODED
+            dropped |= _DECODED
         mask = self._masker.mask
-        kept = [_header(mask(header.name), mask(header.value)) for header in headers if header.key not in left_out]
-        return [*kept, _header(b"Accept-Ranges", b"none")]
+        # Also the names: a host may use the value of a header as the name of another.
+        masked = [_header(mask(header.name), mask(header.value)) for header in headers if header.key not in dropped]
+        return [*masked, _header(b"Accept-Ranges", b"none")]
 
     async def rewrite(self, data: bytes) -> AsyncIterator[bytes]:
         """Yield masked content. Decoded bytes count towards the session's quota and rate, which bounds what a
@@ -102,6 +104,8 @@ class Interception:
         self._proxy, self._opening, self._target = proxy, opening, target
         self._quota, self._limits = quota, limits
         self._activity = ActivityClock()
+        # Filled in: only the secrets of this host. Masked: all of the session, because another host may have given one
+        # to this one.
         self._filler = SecretFiller(
             opening.tenant, opening.session, [one for one in opening.secrets if one.is_bound_to(target)]
         )
@@ -113,6 +117,7 @@ class Interception:
         await run_all(self._run(client, host, first), background=(watch(self._activity),))
 
     async def _run(self, client: Stream, host: Stream, first: bytes) -> None:
+        # The client first: without its greeting, the host is not asked for anything.
         tls = await self._greet(client, first)
         inner = Peer(tls, h11.SERVER, self._limits)
         try:
@@ -132,6 +137,8 @@ class Interception:
                     await tls.close()
 
     async def _greet(self, client: Stream, first: bytes) -> TlsStream:
+        # The name in the greeting must be that of the tunnel. Otherwise a program could reach one host under the rules,
+        # and with the secrets, of another.
         gate, data = HelloGate(self._target), first
         while not (passed := gate.pass_on(data)):
             data = await client.receive(self._quota)
@@ -165,17 +172,19 @@ class Interception:
             raise refuse_bad_request(f"it is no HTTP/1.1 request ({error})") from None
         except HeadError as error:
             raise refuse_bad_request(str(error)) from None
+        # Noted before the request is sent: a use that the host never saw is better than one that no report shows.
         for name in filled.used:
             self._proxy.uses.note(
                 self._opening.tenant, self._opening.session, self._opening.run, name, self._target.authority
             )
         headers = [(header.name, header.value) for header in filled.headers]
-        masking = _Masking(self._masker.plus(filled.credentials), self._target.host, self._quota)
+        masking = MaskingRewriter(self._masker.plus(filled.credentials), self._target.host, self._quota)
         await relay.run(_build_request(request.method, filled.target, headers), masking)
         return inner.is_done and outer.is_done
 
     async def _next_request(self, inner: Peer, outer: Peer) -> h11.Request | None:
         """Return the next request, or None when one side ends. A head must be complete in time."""
+        # A client may have sent its next request already. Then nothing is waited for.
         if inner.http.trailing_data == (b"", False):
             data = await self._wait_for_client(inner, outer)
             if data is None:
@@ -196,6 +205,7 @@ class Interception:
             asyncio.ensure_future(inner.channel.receive()),
             asyncio.ensure_future(outer.channel.receive()),
         )
+        # Bytes of the host before a request end the tunnel, too. They would be read as the answer to the next request.
         try:
             await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
             return reading.result() if reading.done() else None
@@ -214,6 +224,8 @@ class Interception:
             raise HeadError(f"it has more than {self._limits.header_lines} header lines")
         if not request.target.startswith(b"/") and (request.method, request.target) != (b"OPTIONS", b"*"):
             raise HeadError("its target is not a path")
+        # h11 has checked that there is exactly one. A host that serves several names could give the secret of one to
+        # another.
         [host] = find_values(headers, b"host")
         names = {f"{self._target.host}:{self._target.port}".encode()}
         if self._target.port == HTTPS_PORT:
@@ -222,11 +234,12 @@ class Interception:
             raise HeadError("its Host header names another host than its tunnel")
         if any(value.lower() != b"100-continue" for value in find_values(headers, b"expect")):
             raise HeadError("it expects something else than 100-continue")
-        kept = [header for header in drop_hop_by_hop(headers) if header.key not in _DROPPED]
-        kept += [_header(b"Host", self._target.authority.encode()), _header(b"Accept-Encoding", b"identity")]
+        forwarded = [header for header in drop_hop_by_hop(headers) if header.key not in _DROPPED]
+        forwarded += [_header(b"Host", self._target.authority.encode()), _header(b"Accept-Encoding", b"identity")]
         if framing.is_chunked:
-            kept.append(_header(b"Transfer-Encoding", b"chunked"))
-        return self._filler.fill(request.target, kept)
+            forwarded.append(_header(b"Transfer-Encoding", b"chunked"))
+        # Last, so that no check and no list of headers depends on the value of a secret.
+        return self._filler.fill(request.target, forwarded)
 
 
 def build_upstream_context() -> ssl.SSLContext:

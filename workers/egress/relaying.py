@@ -1,5 +1,8 @@
-"""Relays an HTTP request and its answer. Both are parsed and framed again, so that no byte of one side can pass as a
-second request at the other side (request smuggling).
+"""Relays an HTTP request and its answer.
+
+Invariant: both sides read the same messages. Requests and answers are parsed and framed again, so that no byte of one
+side can pass as a second request at the other side (request smuggling). What two parsers could read differently is
+refused.
 """
 
 import asyncio
@@ -51,6 +54,9 @@ class Peer:
         """Return the next event. Raises h11.RemoteProtocolError, OSError and Refusal."""
         while (event := self.http.next_event()) is h11.NEED_DATA:
             self.http.receive_data(await self.channel.receive())
+        # One read can contain thousands of small chunks, and the parser returns them without a wait. Other connections
+        # share this event loop.
+        await asyncio.sleep(0)
         assert event is not h11.PAUSED
         return event  # type: ignore[return-value]
 
@@ -97,10 +103,12 @@ class Relay:
             await self._outer.send(request)
         except h11.LocalProtocolError:
             raise refuse_bad_request("it cannot be written again") from None
+        # At the same time: a host may answer before it has the whole body, and may wait until its answer is read.
         sending = asyncio.ensure_future(self._send_all(is_last=is_last))
         answering = asyncio.ensure_future(self._forward_answer(rewriter))
         try:
             await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
+            # An error of the body counts only while there is no answer. A host may refuse a body and close its side.
             if not answering.done():
                 sending.result()
             await answering
@@ -153,10 +161,12 @@ class Relay:
             raise build_bad_answer(self._host, "sends an answer that cannot be written again") from None
 
     async def _read_answer(self) -> h11.Response:
+        # A host could send interim answers without an end, and each counts as activity.
         for _ in range(_MAX_INTERIM):
             try:
                 event = await self._outer.next()
             except h11.RemoteProtocolError:
+                # The parser reports the end of a connection and bytes that are no answer in the same way.
                 if self._outer.http.trailing_data != (b"", True):
                     raise
                 raise build_bad_answer(self._host, "closed the connection without an answer") from None
@@ -171,16 +181,18 @@ class Relay:
 
     async def _start_answer(self, response: h11.Response, rewriter: AnswerRewriter) -> None:
         headers = read_headers(response)
+        # Only for its check: h11 accepts framing that other clients read differently.
         parse_framing(headers)
         if len(headers) > self._limits.header_lines:
             raise HeadError(f"it has more than {self._limits.header_lines} header lines")
-        kept = rewriter.rewrite_head(response.status_code, drop_hop_by_hop(headers))
-        lines = [(header.name, header.value) for header in kept]
+        forwarded = rewriter.rewrite_head(response.status_code, drop_hop_by_hop(headers))
+        lines = [(header.name, header.value) for header in forwarded]
         if response.http_version != b"1.1" or b"close" in b",".join(find_values(headers, b"connection")).lower():
             lines.append((b"Connection", b"close"))
         # The host's own words may be a secret.
         reason = responses.get(response.status_code, "").encode()
         data = self._inner.http.send(h11.Response(status_code=response.status_code, headers=lines, reason=reason))
+        # Before the send: a part of the head may be out when it fails.
         self.has_answered = True
         await self._inner.channel.send(data or b"")
 

@@ -1,4 +1,9 @@
-"""Secrets of a session: put into requests to their hosts in place of placeholders, and masked in answers."""
+"""Secrets of a session: put into requests to their hosts in place of placeholders, and masked in answers.
+
+Invariant: a program in the sandbox sees a secret in none of its usual encodings (contract/masking.py), and a secret
+goes only to the place of a request that its owner has named. The proxy serves all tenants of a host in one event loop,
+so the time for an answer must not depend on what a tenant chose as a secret, or a host as an answer.
+"""
 
 import base64
 import binascii
@@ -37,6 +42,7 @@ class BoundSecret(BaseModel):
 
     def is_bound_to(self, target: Target) -> bool:
         """Return whether requests to the target may carry the secret."""
+        # An address is never bound: the secret belongs to a name, and TLS proves the name.
         names = {f"{target.host}:{target.port}", *([target.host] if target.port == HTTPS_PORT else [])}
         return target.literal is None and not names.isdisjoint(self.hosts)
 
@@ -68,6 +74,8 @@ class SecretFiller:
         credentials: list[bytes] = []
         filled = list(headers)
         for secret, placeholder, value in self._secrets:
+            # Only at its place: a program could put the placeholder where the host shows it to others, such as a
+            # comment.
             kind, _, name = secret.place.partition(":")
             before = (target, list(filled))
             if kind == "header":
@@ -94,6 +102,7 @@ def _fill_query(target: bytes, name: str, placeholder: bytes, value: bytes) -> b
     for at, part in enumerate(parts):
         key, equals, text = part.partition(b"=")
         if equals and unquote(key.decode("ascii")) == name and placeholder in text:
+            # Quoted, or a `&` in the secret would add a parameter.
             parts[at] = key + equals + text.replace(placeholder, quote(value, safe="").encode())
     return path + mark + b"&".join(parts)
 
@@ -106,6 +115,7 @@ def _fill_basic(header: Header, placeholder: bytes, value: bytes, credentials: l
         user, colon, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
     except binascii.Error:
         return header
+    # Only a whole password: its owner named the password as the place, not a part of it.
     if not colon or password != placeholder:
         return header
     credentials.append(base64.b64encode(user + colon + value))
@@ -130,13 +140,23 @@ class SecretMasker:
         return SecretMasker([*self._forms, *more]) if more else self
 
     def mask(self, data: bytes) -> bytes:
-        """Return the text with `*` in place of secrets."""
+        """Return the text with `*` in place of secrets. The time is linear in the length of the text."""
         lower, masked = data.lower(), bytearray(data)
         for form in self._forms:
             at = lower.find(form)
             while at >= 0:
-                masked[at : at + len(form)] = b"*" * len(form)
-                at = lower.find(form, at + 1)
+                following = lower.find(form, at + 1)
+                end = at + len(form)
+                if 0 < following < end:
+                    # Occurrences that overlap, such as those of `aaaa` in a long text of `a`. The text repeats itself
+                    # with the period of their distance, so all occurrences up to the end of that run are known at once.
+                    period = following - at
+                    run = _find_end_of_run(lower, following + len(form), period) - at - len(form)
+                    last = at + run - run % period
+                    end = last + len(form)
+                    following = lower.find(form, last + 1)
+                masked[at:end] = b"*" * (end - at)
+                at = following
         return bytes(masked)
 
     def count_held(self, data: bytes) -> int:
@@ -158,7 +178,7 @@ class MaskedStream:
         """Return the bytes that can be sent now."""
         raw = self._raw + data
         masked = bytearray(self._masker.mask(raw))
-        # A secret may have ended in the held bytes, whose start was already sent.
+        # A secret may have ended in the held bytes, whose start was already sent. The new text alone does not show it.
         for at, byte in enumerate(self._masked):
             if byte != self._raw[at]:
                 masked[at] = byte
@@ -169,6 +189,18 @@ class MaskedStream:
     def finish(self) -> bytes:
         """Return the rest at the end of the body."""
         return self._masked
+
+
+def _find_end_of_run(data: bytes, end: int, period: int) -> int:
+    """Return the first position from `end` on whose byte differs from the byte one period before it."""
+    size = 4096
+    while size and end < len(data):
+        piece = data[end : end + size]
+        if piece == data[end - period : end - period + len(piece)]:
+            end += len(piece)
+        else:
+            size = min(size, len(piece)) // 2
+    return end
 
 
 def _count_prefix(data: bytes, form: bytes) -> int:
@@ -202,6 +234,8 @@ class SecretUses:
     def note(self, tenant: str, session: str, run: str | None, secret: str, host: str) -> None:
         """Count one request with a secret."""
         key = (tenant, session, run or "", secret, host)
+        # A program chooses among the hosts of its secrets, so the kinds have a limit. The log keeps what is not
+        # counted.
         if key not in self._uses and len(self._uses) >= MAX_USES:
             log.error("secret_uses_not_reported", tenant=tenant, session=session, secret=secret, destination=host)
             return
