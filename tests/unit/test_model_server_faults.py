@@ -2,15 +2,13 @@
 error.
 """
 
-import time
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import pytest
 
 from contract.errors import ModelUnavailable
-from tests.model_server.in_process import OK, Lines, after_call, playing, read, user
+from tests.model_server.in_process import OK, playing, read, user
 
 
 def fault(kind: str, **fields: Any) -> dict[str, Any]:
@@ -29,34 +27,6 @@ async def test_the_client_retries_the_failed_first_requests() -> None:
         assert server.stats["identical_requests"] == 4
         assert server.stats["replies_repeated"] == 0
         assert server.stats["replies"] == 2
-
-
-@pytest.mark.parametrize("per", ["conversation", "step", "server"])
-async def test_counts_are_kept_for_each_conversation_step_or_the_server(per: str) -> None:
-    async with playing(fault("status", status=500, first=1, per=per), OK) as server:
-        statuses = []
-        for name in ("a", "b"):
-            for messages in ([user(f"[item {name}]")], after_call(f"[item {name}]", "x")):
-                statuses += [(await server.ask(*messages)).status_code for _ in range(2)]
-        expected = {"conversation": [500, 200, 200, 200] * 2, "step": [500, 200] * 4, "server": [500] + [200] * 7}
-        assert statuses == expected[per]
-
-
-async def play_dice(order: Sequence[int], seed: int) -> dict[int, list[int]]:
-    async with playing({"kind": "server", "seed": seed}, fault("status", status=503, probability=0.4), OK) as server:
-        drawn: dict[int, list[int]] = {}
-        for number in order:
-            drawn.setdefault(number, []).append((await server.ask(user(f"[item {number}]"))).status_code)
-        return drawn
-
-
-async def test_the_seed_sets_the_faults_for_any_order_of_requests() -> None:
-    numbers = [*range(20), *range(20)]
-    drawn = await play_dice(numbers, 1)
-    assert drawn == await play_dice(numbers[::-1], 1)
-    assert drawn != await play_dice(numbers, 2)
-    failed = sum(status == 503 for statuses in drawn.values() for status in statuses)
-    assert 5 < failed < 30
 
 
 @pytest.mark.parametrize("after_bytes", [0, 1, 200, 10**6])
@@ -93,22 +63,3 @@ async def test_a_wrong_shape_is_no_reply_to_the_orchestrator_s_client(shape: str
         with pytest.raises(ModelUnavailable):
             await read(server.model(streaming=streaming), user("go"))
         assert server.stats["faults"] == {"shape": 1}
-
-
-async def test_delays_add_up_with_the_reply_s_own_waits_and_with_other_faults() -> None:
-    slow = {"kind": "rule", "reply": {"text": "abcd", "chunk_chars": 1, "first_byte_s": 0.02, "chunk_s": [0.01, 0.02]}}
-    lines: Lines = [
-        fault("delay", first_byte_s=0.05),
-        fault("delay", chunk_s=0.01),
-        fault("status", status=500, when={"step": 1}),
-        slow,
-    ]
-    async with playing(*lines) as server:
-        started = time.monotonic()
-        assert (await server.ask(user("go"), stream=True)).text.count("data: ") == 7
-        # Seven events, six pauses. Only a lower bound: the machine may be busy.
-        assert time.monotonic() - started >= 0.02 + 0.05 + 6 * 0.02
-        started = time.monotonic()
-        assert (await server.ask(*after_call("go", "x"))).status_code == 500
-        assert time.monotonic() - started >= 0.05
-        assert server.stats["faults"] == {"delay": 4, "status": 1}

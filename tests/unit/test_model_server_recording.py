@@ -4,7 +4,6 @@ content.
 
 import asyncio
 import json
-import re
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +14,7 @@ import httpx
 import pytest
 
 from tests.model_server.in_process import TRUST_NOBODY
-from tests.model_server.recording import Recorder, digest_messages, load_pairs
+from tests.model_server.recording import Recorder, load_pairs
 from tests.model_server.script import Script, parse_script
 from tests.model_server.service import Chat, Source
 from tests.model_server.wire import Connection
@@ -120,40 +119,3 @@ async def test_a_reply_that_breaks_off_is_not_recorded_and_breaks_off_for_the_cl
             assert chat.counters.replies == 0
         await recorder.aclose()
     assert (tmp_path / "pairs.jsonl").read_bytes() == b""
-
-
-def build_call(call_id: str, arguments: str) -> dict[str, Any]:
-    function = {"name": "bash_tool", "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-    }
-
-
-def test_ids_orders_and_blanks_do_not_count_but_texts_do() -> None:
-    first = [HI, build_call("a", '{"x": 1, "y": 2}'), {"role": "tool", "tool_call_id": "a", "content": "out\n"}]
-    again = [HI, build_call("b", '{"y":2,"x":1}'), {"role": "tool", "tool_call_id": "b", "content": "out"}]
-    assert digest_messages(first) == digest_messages(again)
-    for changed in (
-        [*again[:2], {"role": "tool", "content": "other"}],
-        [HI, build_call("a", '{"x": 1}')],
-        [HI, build_call("a", "not JSON")],
-    ):
-        assert digest_messages(first) != digest_messages(changed)
-
-
-def test_ignored_patterns_do_not_change_the_digest() -> None:
-    ignored = [re.compile(r"\d+ ms")]
-    conversations = [[{"role": "user", "content": f"it took {number} ms"}] for number in (3, 4)]
-    assert digest_messages(conversations[0], ignored) == digest_messages(conversations[1], ignored)
-    assert digest_messages(conversations[0]) != digest_messages(conversations[1])
-
-
-async def test_a_torn_last_pair_is_left_out(tmp_path: Path) -> None:
-    file = tmp_path / "pairs.jsonl"
-    await record(file, lambda _: httpx.Response(200, json={}), (HI, False))
-    whole = file.read_bytes()
-    file.write_bytes(whole + whole[:40])
-    assert [pair.request["messages"] for pair in load_pairs(file)] == [[HI]]
-    assert json.loads(whole)["status"] == 200

@@ -16,7 +16,6 @@ from tests.waiting import wait_until
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "test_parts.py"
 PASSES = "def test_good(): pass\n"
-SKIPS = "import pytest\n@pytest.mark.skip(reason='no moon')\ndef test_by_night(): pass\n"
 FAILS = "def test_bad():\n    print('what it said')\n    assert 1 == 2\n"
 DIES = "import os\ndef test_first(): pass\ndef test_deadly(): os.abort()\n"
 FAILS_ONCE = """
@@ -62,36 +61,6 @@ def run(root: Path, **parts: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_passed_parts_are_counted_with_their_skips(tmp_path: Path) -> None:
-    status, output = run(tmp_path, one=PASSES, two=SKIPS)
-
-    assert status == 0, output
-    assert "test: tests/one: 1 passed in" in output
-    assert "no moon" in output
-    assert output.endswith("test: all parts passed\n")
-
-
-def test_the_slowest_tests_of_all_parts_are_named(tmp_path: Path) -> None:
-    slow = "import time\ndef test_slow(): time.sleep({})\n"
-    status, output = run(tmp_path, one=slow.format(0.02), two=slow.format(0.2))
-
-    assert status == 0, output
-    head, _, rest = output.partition("slowest tests:\n")
-    assert [line.split()[-1] for line in rest.splitlines()[:2]] == [
-        "tests/two/test_two.py::test_slow",
-        "tests/one/test_one.py::test_slow",
-    ]
-    assert "durations" not in head
-
-
-def test_a_directory_in_another_is_a_part_of_its_own_and_run_once(tmp_path: Path) -> None:
-    status, output = run(tmp_path, outer=PASSES, **{"outer/inner": PASSES + SKIPS})
-
-    assert status == 0, output
-    assert "test: tests/outer: 1 passed in" in output
-    assert "test: tests/outer/inner: 1 passed, 1 skipped in" in output
-
-
 def test_a_large_directory_runs_in_slices_that_contain_every_file_once(tmp_path: Path) -> None:
     count = MAX_FILES + 1
     (tmp_path / "tests" / "large").mkdir(parents=True)
@@ -130,38 +99,6 @@ def test_a_failed_test_runs_once_more_alone_and_is_reported_as_flaky_when_it_pas
     assert status == 0, output
     assert "test: flaky, passed when run alone:\nFAILED tests/race/test_race.py::test_race" in output
     assert (tmp_path / "runs").read_text() == "once "  # what passed does not run again
-
-
-def test_many_failures_are_not_repeated(tmp_path: Path) -> None:
-    many = "import pytest\n@pytest.mark.parametrize('number', range(4))\ndef test_bad(number): assert number < 0\n"
-    status, output = run(tmp_path, bad=many)
-
-    assert status == 1
-    assert "again, alone" not in output
-
-
-def test_a_fault_of_pytest_itself_fails_all_and_names_what_ran(tmp_path: Path) -> None:
-    (tmp_path / "tests" / "one").mkdir(parents=True)
-    (tmp_path / "tests" / "one" / "conftest.py").write_text(
-        "def pytest_runtest_logfinish(nodeid): raise RuntimeError('a plugin')\n"
-    )
-    (tmp_path / "tests" / "one" / "test_one.py").write_text(PASSES)
-
-    status, output = run(tmp_path, two=PASSES)
-
-    assert status == 3
-    assert "INTERNALERROR> RuntimeError: a plugin" in output
-    assert "it ran last:\ntests/one/test_one.py::test_good" in output
-
-
-def test_a_test_that_no_part_would_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_astray.py").write_text(PASSES)
-
-    status, output = run(tmp_path, one=PASSES)
-
-    assert status == 1
-    assert "put tests/test_astray.py into a directory below tests/" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
