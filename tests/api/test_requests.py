@@ -21,7 +21,6 @@ from orchestrator.runs.runner import Runner
 from store.idempotency import IdempotencyStore, SlotClaim
 from tests.api_harness import ApiHarness, api_settings, open_api, serving
 from tests.conftest import RedisProcess
-from tests.waiting import wait_until_async
 
 
 @pytest.mark.parametrize(
@@ -246,33 +245,6 @@ async def test_lists_come_in_pages(api: ApiHarness) -> None:
         if cursor is None:
             break
     assert names == ["default", "acme", "rival", *(f"t{number}" for number in range(5))]
-
-
-async def test_a_dead_redis_is_reported_as_such_and_comes_back(api: ApiHarness, redis_server: RedisProcess) -> None:
-    redis_server.stop()
-    try:
-        answer = await api["acme"].get("/v1/batches")
-        assert (answer.status_code, answer.json()["code"]) == (503, "BROKER_UNAVAILABLE")
-        assert "127.0.0.1" not in answer.text
-        assert int(answer.headers["retry-after"]) >= 1
-        assert (await api.anonymous.get("/healthz")).status_code == 200
-        ready = await api.anonymous.get("/readyz")
-        assert (ready.status_code, ready.json()["ready"]) == (503, False)
-    finally:
-        redis_server.start()
-    await eventually_ok(api)
-
-
-async def eventually_ok(api: ApiHarness) -> None:
-    # This Redis was not emptied: the keys are the earlier keys.
-    await wait_until_async(
-        lambda: (
-            httpx.get(f"{api.url}/v1/batches", headers={"Authorization": f"Bearer {api.keys['acme']}"}).status_code
-            == 200
-        ),
-        20,
-        "the API did not come back with its Redis",
-    )
 
 
 async def test_a_service_without_a_redis_serves_from_the_first_moment(redis_server: RedisProcess) -> None:

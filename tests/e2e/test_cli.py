@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -135,53 +134,12 @@ def test_call_reads_arguments_from_a_file_and_from_stdin(shell: Shell, tmp_path:
     assert by_stdin.stdout.strip() == "from stdin 尺寸"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text", "words"),
-    [
-        (["bash_tool", "command"], "", "is not k=v"),
-        (["bash_tool", "@/nowhere.json"], "", "cannot be read as JSON"),
-        (["bash_tool", "-"], "[1, 2]", "must be one JSON object"),
-        (["bash_tool", "-"], "{", "cannot be read as JSON"),
-    ],
-)
-def test_call_refuses_arguments_that_it_cannot_read(
-    footprint: Footprint, arguments: list[str], text: str, words: str
-) -> None:
-    """The arguments are refused before anything starts: no stack is running here."""
-    done = run_toolcrew(footprint, "call", *arguments, text=text)
-
-    assert done.returncode == 1
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_call_of_an_unknown_tool_fails_in_the_agreed_words(shell: Shell) -> None:
     done = shell.toolcrew("call", "bash_tol", "x=1")
 
     assert done.returncode == 1
     assert "Tool not found: bash_tol; similar names: bash_tool" in done.stderr
     assert done.stdout == ""
-
-
-def test_call_with_a_value_of_the_wrong_type_is_a_sentence(shell: Shell) -> None:
-    done = shell.toolcrew("call", "bash_tool", "-", text='{"command": ["ls"]}')
-
-    assert done.returncode == 1
-    assert "parameter 'command' must be string, not array" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_call_with_a_limit_that_makes_no_sense_is_a_sentence(shell: Shell) -> None:
-    done = shell.toolcrew("call", "bash_tool", "command=true", "--timeout", "-5")
-
-    assert done.returncode in (1, 2)
-    assert "Traceback" not in done.stderr
-
-
-def test_call_prints_output_unchanged_where_stdout_is_no_terminal(shell: Shell) -> None:
-    done = shell.toolcrew("call", "bash_tool", "command=printf abc")
-
-    assert done.stdout == "abc"
 
 
 def test_call_escapes_what_would_play_with_the_terminal(shell: Shell) -> None:
@@ -191,14 +149,6 @@ def test_call_escapes_what_would_play_with_the_terminal(shell: Shell) -> None:
     assert "red" in shown
     assert "\x1b[31m" not in shown
     assert "\x07" not in shown
-
-
-def test_call_brings_a_workspace_along(shell: Shell, tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("a,b\n1,2\n")
-
-    done = shell.toolcrew("call", "read_tool", "file_path=data.csv", "--workspace", str(tmp_path))
-
-    assert done.stdout.splitlines()[0] == "1\ta,b"
 
 
 def test_call_without_a_stack_starts_one_and_takes_it_down(footprint: Footprint) -> None:
@@ -241,34 +191,6 @@ def test_ctrl_c_in_a_call_ends_the_command_and_leaves_nothing(
     assert watched.containers() == []
 
 
-def test_a_call_that_runs_is_listed_with_its_host_and_can_be_found_by_its_session(shell: Shell) -> None:
-    opened = shell.toolcrew("call", "bash_tool", "command=true")
-    assert opened.returncode == 0
-    process = subprocess.Popen(
-        [TOOLCREW, "call", "bash_tool", "command=sleep 62"],
-        env=shell.footprint.environment(shell.environment),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-    def listed() -> list[dict[str, Any]]:
-        done = shell.toolcrew("calls", "list", "--json")
-        assert done.returncode == 0, done.stderr
-        calls: list[dict[str, Any]] = json.loads(done.stdout)["calls"]
-        return calls
-
-    try:
-        running = wait_until(lambda: [one for one in listed() if one["state"] == "running"], 60, "the call runs")
-        assert (running[0]["tool"], running[0]["tenant"]) == ("bash_tool", "default")
-        assert running[0]["host"]
-        assert running[0]["session"]
-        assert "done" in {one["state"] for one in listed()}
-        assert running[0]["call"] in shell.toolcrew("calls", "list").stdout
-    finally:
-        end_process(process)
-
-
 def test_a_call_that_is_terminated_closes_its_session_on_a_running_stack(stack: Stack, footprint: Footprint) -> None:
     """`timeout 10 toolcrew call ...`, or a supervisor, stops the command. The session must not occupy the shared pool
     for half an hour.
@@ -295,33 +217,6 @@ def test_a_call_that_is_terminated_closes_its_session_on_a_running_stack(stack: 
     for container in left:
         stack.api.remove_container(container, force=True)
     assert left == []
-
-
-def test_tools_ls_lists_what_a_model_may_call(shell: Shell) -> None:
-    as_json = shell.toolcrew("tools", "list", "--json")
-    as_text = shell.toolcrew("tools", "list")
-
-    rows = json.loads(as_json.stdout)
-    assert {"bash_tool", "read_tool", "write_tool"} <= {row["name"] for row in rows}
-    assert not [row for row in rows if row["name"].startswith("session.")]
-    assert all(row["parameters"]["type"] == "object" and row["description"] for row in rows)
-    assert "bash_tool" in as_text.stdout
-
-
-def test_doctor_finds_this_host_healthy(shell: Shell) -> None:
-    done = shell.toolcrew("doctor", "--json")
-
-    report = json.loads(done.stdout)
-    assert done.returncode == 0
-    assert report["healthy"] is True
-    assert {finding["name"] for finding in report["findings"]} >= {
-        "python",
-        "engine",
-        "image",
-        "sandbox",
-        "redis",
-        "model",
-    }
 
 
 def test_doctor_reports_what_is_missing_and_how_to_fix_it(footprint: Footprint) -> None:
@@ -414,8 +309,8 @@ def test_worker_start_without_settings_says_which_one_is_missing(footprint: Foot
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("dialect", ["native", "tags", "json", "auto"])
-def test_run_works_an_instruction_to_its_answer_in_every_dialect(shell: Shell, tmp_path: Path, dialect: str) -> None:
+def test_run_works_an_instruction_to_its_answer(shell: Shell, tmp_path: Path) -> None:
+    """tests/integration/test_agent_runs.py has every dialect."""
     workspace, saved = tmp_path / "in", tmp_path / "out"
     workspace.mkdir()
     (workspace / "numbers.txt").write_text("1\n2\n39\n")
@@ -429,8 +324,6 @@ def test_run_works_an_instruction_to_its_answer_in_every_dialect(shell: Shell, t
         str(saved),
         "--model",
         "scripted",
-        "--dialect",
-        dialect,
         "--json",
     )
 
@@ -477,12 +370,3 @@ def test_run_whose_call_was_refused_has_an_exit_code_of_its_own(shell: Shell, tm
 
     assert done.returncode == 3, done
     assert "SECURITY_REFUSED" in done.stdout
-
-
-def test_run_with_an_unknown_dialect_or_workspace_is_a_sentence(shell: Shell) -> None:
-    dialect = shell.toolcrew("run", "hello", "--model", "scripted", "--dialect", "morse")
-    workspace = shell.toolcrew("run", "hello", "--model", "scripted", "--workspace", "/nowhere")
-
-    assert (dialect.returncode, "native" in dialect.stderr) == (2, True), dialect
-    assert (workspace.returncode, workspace.stderr.startswith("toolcrew: ")) == (1, True), workspace
-    assert "Traceback" not in dialect.stderr + workspace.stderr

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ErrorCode
 from contract.model_endpoints import ModelEndpoint
-from contract.run_events import CallFinished, CallStarted, RunEvent, TextArrived
-from orchestrator.approvals import AutoApprover
+from contract.run_events import CallFinished, CallStarted, RunEvent
 from orchestrator.dialects.model import Message
 from orchestrator.dialects.tags import build_tag_call
 from orchestrator.dispatch.sessions import Session
@@ -72,16 +70,6 @@ async def test_a_run_at_a_configured_endpoint_costs_what_its_prices_say(client: 
     assert await endpoints.remove("priced")
 
 
-async def test_text_behind_a_tag_comes_after_the_call_has_run(client: ToolClient, session: Session) -> None:
-    seen: list[RunEvent] = []
-    model = ScriptedModel([WRITERS["tags"]("echo hi"), "ok"])
-    await client.run("go", session=session, model=model, dialect="tags", on_event=seen.append)
-    kinds = [type(event) for event in seen if isinstance(event, TextArrived | CallStarted | CallFinished)]
-    at = kinds.index(CallStarted)
-    assert kinds[at : at + 3] == [CallStarted, CallFinished, TextArrived]
-    assert set(kinds[:at]) == {TextArrived}
-
-
 async def test_read_only_calls_of_one_reply_run_side_by_side_in_one_sandbox(
     client: ToolClient, session: Session
 ) -> None:
@@ -125,32 +113,3 @@ async def test_a_cancelled_run_leaves_nothing_running_and_the_session_usable(
         await run
     await wait_until_async(lambda: "sleep 97" not in commands_in(container).values(), 10, "the command is gone")
     assert (await session.call("bash_tool", {"command": "echo still here"})).output == "still here\n"
-
-
-async def test_the_default_limit_of_a_call_is_the_options_and_a_timeout_is_reported(
-    client: ToolClient, session: Session
-) -> None:
-    model = ScriptedModel([Calls([("bash_tool", {"command": "sleep 60"})]), "It took too long."])
-    result = await client.run("wait", session=session, model=model, options=ReActOptions(tool_timeout_s=1))
-    assert result.answer == "It took too long."
-    assert model.requests[1].messages[-1]["content"].startswith(f"Error [{ErrorCode.TIMEOUT}]")
-
-
-async def test_tag_arguments_are_coerced_under_the_native_dialect_too(client: ToolClient, session: Session) -> None:
-    await session.write_file("/workspace/a.txt", b"one\ntwo\nthree\n")
-    model = ScriptedModel(
-        [build_tag_call("read_tool", {"path": "/workspace/a.txt", "offset": "2", "limit": "1"}), "ok"]
-    )
-    await client.run("read", session=session, model=model, dialect="native")
-    assert "two" in model.requests[1].messages[-1]["content"]
-    assert "three" not in model.requests[1].messages[-1]["content"]
-
-
-async def test_a_tool_that_asks_runs_when_the_approver_says_yes(stack: Stack) -> None:
-    model = ScriptedModel([Calls([("write_tool", {"path": "/workspace/n.txt", "content": "hi"})]), "ok"])
-    async with (
-        ToolClient.connect(stack.redis_url, approver=AutoApprover()) as client,
-        await client.open_session() as session,
-    ):
-        await client.run("write", session=session, model=model)
-        assert await session.read_file("/workspace/n.txt") == b"hi"

@@ -18,7 +18,6 @@ from contract.errors import OperatorError, SandboxUnavailable
 from tests.containers import IMAGE, open_engine
 from tests.engine_stubs import answers_nothing, refuses, stub_engine
 from tests.log_lines import read_last_words
-from workers.sandboxd.__main__ import main
 from workers.sandboxd.daemon import open_daemon
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.plans import Plans
@@ -110,22 +109,6 @@ async def test_an_engine_that_hangs_or_refuses_keeps_sandboxd_from_starting_in_t
     async with stub_engine(tmp_path / "engine", refuses(b"the database is locked")):
         with pytest.raises(SandboxUnavailable, match="refused: the database is locked"):
             await open_on(build_settings(tmp_path))
-
-
-async def test_a_second_sandboxd_of_the_same_name_is_reported_the_first_and_a_later_one_is_not(
-    api: APIClient, tmp_path: Path
-) -> None:
-    settings = build_settings(tmp_path, sandboxd_name="twin")
-    first = Lease.take(settings.sandboxd_leases, "twin")
-    try:
-        with pytest.raises(
-            SandboxUnavailable, match=r"another sandboxd named 'twin' lives on this host: .*TOOLCREW_SANDBOXD_NAME"
-        ):
-            await open_on(settings)
-    finally:
-        first.give_back()
-
-    await open_on(settings)
 
 
 OTHER_RUNTIME = "io.containerd.runc.v2"
@@ -284,20 +267,6 @@ def start_sandboxd(*arguments: str, **environment: str) -> subprocess.Popen[str]
     return subprocess.Popen(
         command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-
-
-@pytest.mark.parametrize("argument", ["--chek", "--json", "serve"])
-def test_an_argument_that_is_not_known_starts_no_daemon(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, argument: str
-) -> None:
-    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing")
-    monkeypatch.setattr(sys, "argv", ["sandboxd", argument])
-
-    with pytest.raises(SystemExit) as ended:
-        main()
-
-    assert ended.value.code == 2
-    assert "usage: python -m workers.sandboxd [-h] [--check] [--json]" in capsys.readouterr().err
 
 
 def test_the_program_ends_with_one_sentence_and_never_with_a_traceback(tmp_path: Path) -> None:

@@ -97,13 +97,6 @@ def test_a_program_killed_outright_leaves_nothing_of_its_embedded_stack(program:
     program.footprint.assert_nothing_left()
 
 
-def test_a_program_interrupted_in_a_call_leaves_nothing_when_it_has_ended(program: Program) -> None:
-    os.killpg(program.process.pid, signal.SIGINT)
-    program.process.wait(40)
-
-    program.footprint.assert_nothing_left(within_s=1)
-
-
 def test_a_keeper_killed_outright_takes_its_stack_along(program: Program) -> None:
     """No process and no container is left. The program itself removes the folder at its end, because the killed
     keeper could not.
@@ -130,13 +123,6 @@ def test_a_keeper_killed_after_its_redis_takes_a_worker_along_that_cannot_leave_
     os.kill(keeper, signal.SIGKILL)
 
     program.assert_alone(20)
-
-
-def test_a_keeper_killed_with_its_worker_leaves_no_process_of_the_pool(program: Program) -> None:
-    for role in ("redis", "worker", "orchestrator"):
-        os.kill(program.info.pids[role][0], signal.SIGKILL)
-
-    program.assert_alone(30)
 
 
 def test_a_worker_instructed_to_end_finishes_its_call_however_long_after(program: Program) -> None:
@@ -316,40 +302,6 @@ def test_a_redis_without_a_password_needs_a_secret(footprint: Footprint) -> None
 
         assert_says(done, "set TOOLCREW_SECRET")
         footprint.assert_nothing_left(within_s=2)
-
-
-@pytest.mark.parametrize(
-    "command", [("up",), ("doctor",), ("call", "bash_tool", "command=true")], ids=["up", "doctor", "call"]
-)
-def test_a_setting_that_cannot_be_read_is_named(footprint: Footprint, command: tuple[str, ...]) -> None:
-    done = run_toolcrew(footprint, *command, environment={"TOOLCREW_QUEUE_WAIT_S": "soon"})
-
-    assert_says(done, "TOOLCREW_QUEUE_WAIT_S")
-
-
-def test_a_second_sandboxd_on_a_socket_gives_way_to_the_first(stack: Stack, footprint: Footprint) -> None:
-    environment = {
-        "TOOLCREW_SANDBOXD_SOCKET": stack.info.sandboxd_socket,
-        "TOOLCREW_SANDBOXD_NAME": f"second-{os.getpid()}",
-    }
-
-    second = subprocess.run(
-        [sys.executable, "-m", "workers.sandboxd"],
-        env=footprint.environment(environment),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-    assert second.returncode == 1
-    assert "another sandboxd already listens on" in second.stderr
-    assert "Traceback" not in second.stderr
-    footprint.assert_nothing_left(within_s=2)
-    with_the_first = run_toolcrew(
-        footprint, "call", "bash_tool", "command=echo on", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
-    )
-    assert with_the_first.returncode == 0
 
 
 async def test_the_sdk_raises_the_operators_errors(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:

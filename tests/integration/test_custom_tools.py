@@ -27,7 +27,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from tests.stack import ROOT, Stack, children_of
-from tests.waiting import wait_until, wait_until_async
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.asyncio(loop_scope="module")]
 
@@ -169,26 +169,6 @@ async def test_an_installed_package_serves_its_tools_and_a_session_remembers(
         assert (await call(other, "quote_basket"))["total"] == 0
 
 
-async def test_arguments_are_checked_as_the_function_declares_them(shop: Session) -> None:
-    wrong = await shop.call("place_order", {"address": {"street": "Hauptstr. 1", "city": "Bonn", "country": "XX"}})
-    blank = await shop.call("place_order", {"address": {"street": " ", "city": "Bonn"}})
-    assert (wrong.error_code, "address.country" in str(wrong.error)) == (ErrorCode.INVALID_ARGUMENTS, True)
-    assert (blank.error_code, blank.error) == (
-        ErrorCode.INVALID_ARGUMENTS,
-        "place_order: give the street, with a number",
-    )
-
-
-async def test_the_callers_configuration_arrives_under_the_operators(shop: Session) -> None:
-    result = await send(shop, "quote_basket", config={"currency": "USD"})
-    assert '"currency": "JPY"' in str(result.output)
-
-
-async def test_what_a_tool_prints_is_in_the_workers_log(harness: Harness, shop: Session) -> None:
-    await call(shop, "quote_basket")
-    await wait_until_async(lambda: "articles" in harness.log.read_text(), 5, "the print is logged")
-
-
 async def test_processes_of_the_pool_count_together_and_lose_nothing(shop: Session) -> None:
     await asyncio.gather(*(call(shop, "count", times=10) for _ in range(4)))
     assert await call(shop, "count", times=1) == 41
@@ -211,17 +191,6 @@ async def test_a_tool_asks_the_model_of_the_run_and_the_run_pays(fresh_client: T
     assert 3000 < result.usage.completion_tokens < 4000
 
 
-async def test_several_questions_of_one_call_are_answered_each(fresh_client: ToolClient) -> None:
-    def reply(messages: list[Any]) -> Any:
-        words = str(messages[-1]["content"])
-        if words.startswith("q"):
-            return f"a{words[1:]}"
-        return words if messages[-1]["role"] == "tool" else Calls([("ask_often", {"times": 5})])
-
-    result = await fresh_client.run("Ask.", model=ScriptedModel(reply), dialect="native", tools=["ask_often"])
-    assert json.loads(result.answer) == [f"a{n}" for n in range(5)]
-
-
 async def test_a_call_whose_caller_has_no_model_is_refused(shop: Session) -> None:
     none = await shop.call("word_thanks", {"customer": "Ada"})
     assert (none.error_code, "its caller has none" in str(none.error)) == (ErrorCode.CONFIG_MISSING, True)
@@ -242,9 +211,3 @@ async def test_a_tool_that_leaves_costs_its_call_and_not_the_worker(harness: Har
     result = await shop.call("leave", {})
     assert (result.error_code, result.error) == (ErrorCode.INTERNAL, "SystemExit: 1")
     assert set(children_of(harness.worker.pid)) == before
-
-
-async def test_long_output_comes_cut_with_what_is_missing_said(shop: Session) -> None:
-    result = await shop.call("flood", {})
-    assert result.truncated
-    assert str(result.output).endswith("to see the rest call flood for less at a time]")

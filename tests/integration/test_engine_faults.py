@@ -34,7 +34,6 @@ from workers.sandboxd.runtime.engine import Engine
 from workers.sandboxd.runtime.engine_gate import EngineSilent, Lane, Lanes
 from workers.sandboxd.runtime.volumes import PRODUCT_GUEST
 
-SOON_S = 20.0
 PATIENT_S = 15.0
 DEPLOYMENT = f"faults-{secrets.token_hex(4)}"
 

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from tests.waiting import wait_until, wait_until_async
 pytest.importorskip("langchain_core")
 
 from langchain_core.messages import AIMessage, ToolMessage
-from langchain_core.tools import BaseTool, ToolException
+from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from orchestrator.adapters.langchain import PoolTool, as_langchain_tools
@@ -67,10 +67,6 @@ async def test_a_tool_call_gives_a_tool_message_with_the_metadata_as_artifact(to
     json.dumps(message.artifact)
 
 
-async def test_bare_arguments_give_the_text(tools: dict[str, PoolTool]) -> None:
-    assert await tools["bash_tool"].ainvoke({"command": "echo hello"}) == "hello\n"
-
-
 async def test_a_failure_is_a_tool_message_with_the_status_error_and_the_text_of_a_run(
     session: Session, tools: dict[str, PoolTool]
 ) -> None:
@@ -82,19 +78,6 @@ async def test_a_failure_is_a_tool_message_with_the_status_error_and_the_text_of
     assert await tools["read_tool"].ainvoke({"file_path": "/workspace/none.txt"}) == ours.text()
 
 
-async def test_who_wants_exceptions_gets_them(tools: dict[str, PoolTool]) -> None:
-    tools["read_tool"].handle_tool_error = False
-    with pytest.raises(ToolException, match="FILE_NOT_FOUND"):
-        await tools["read_tool"].ainvoke({"file_path": "/workspace/none.txt"})
-
-
-async def test_bad_arguments_are_answered_in_our_validators_words(session: Session, tools: dict[str, PoolTool]) -> None:
-    message = await tools["bash_tool"].ainvoke(asked("bash_tool", comand="ls"))
-    ours = await session.call("bash_tool", {"comand": "ls"})
-    assert ours.error_code is ErrorCode.INVALID_ARGUMENTS
-    assert (message.status, message.content) == ("error", ours.text())
-
-
 @pytest.mark.parametrize("wrong", [float("nan"), object()], ids=["no number", "no JSON"])
 async def test_arguments_that_cannot_be_encoded_are_an_error_of_the_model(
     tools: dict[str, PoolTool], wrong: object
@@ -102,19 +85,6 @@ async def test_arguments_that_cannot_be_encoded_are_an_error_of_the_model(
     message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="true", timeout=wrong))
     assert (message.status, message.artifact["error_code"]) == ("error", "INVALID_ARGUMENTS")
     assert "timeout" in message.content
-
-
-async def test_another_name_of_a_parameter_is_taken_and_reported(session: Session, tools: dict[str, PoolTool]) -> None:
-    await session.write_file("/workspace/a.txt", b"one")
-    message = await tools["read_tool"].ainvoke(asked("read_tool", path="/workspace/a.txt"))
-    assert (message.status, message.artifact["metadata"]["aliases_used"]) == ("success", ["path -> file_path"])
-
-
-async def test_a_tool_that_there_is_not_is_answered_with_the_nearest(client: ToolClient, session: Session) -> None:
-    tools = await client.session_tools(session, ["bash_tool"])
-    for name in ("write_tool", "", "x" * 500):
-        result = await tools.call(name, {})
-        assert (result.error_code, result.metadata["nearest"]) == (ErrorCode.TOOL_NOT_FOUND, ["bash_tool"])
 
 
 async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_reported(
@@ -133,41 +103,6 @@ async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_reported(
     assert [request.call.arguments["file_path"] for request in seen] == ["/workspace/a.txt"]
     with pytest.raises(ToolFailure):
         await session.read_file("/workspace/a.txt")
-
-
-async def test_a_client_without_an_approver_refuses(client: ToolClient, session: Session) -> None:
-    (write,) = await as_langchain_tools(client, session, ["write_tool"])
-    message = await write.ainvoke(asked("write_tool", file_path="/workspace/a.txt", content="x"))
-    assert message.artifact["error_code"] == "PERMISSION_DENIED"
-
-
-async def test_a_catastrophic_command_is_refused_despite_any_approval(tools: dict[str, PoolTool]) -> None:
-    message = await tools["bash_tool"].ainvoke(asked("bash_tool", command="rm -rf /"))
-    assert message.artifact["error_code"] == "SECURITY_REFUSED"
-
-
-async def test_cancelling_the_task_stops_the_call_in_the_sandbox(
-    stack: Stack, session: Session, tools: dict[str, PoolTool]
-) -> None:
-    where = await find_container(stack, session)
-    task = asyncio.create_task(tools["bash_tool"].ainvoke(asked("bash_tool", command="sleep 654")))
-    await wait_until_async(lambda: is_running(where, "sleep 654"), 20, "the command runs")
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await wait_until_async(lambda: not is_running(where, "sleep 654"), 10, "the command is gone")
-
-
-async def test_invoke_from_another_thread_gives_the_same(tools: dict[str, PoolTool]) -> None:
-    message = await asyncio.to_thread(tools["bash_tool"].invoke, asked("bash_tool", command="echo there"))
-    assert message.content == "there\n"
-
-
-async def test_ainvoke_from_another_loop_gives_the_same(tools: dict[str, PoolTool]) -> None:
-    message = await asyncio.to_thread(
-        lambda: asyncio.run(tools["bash_tool"].ainvoke(asked("bash_tool", command="echo there")))
-    )
-    assert message.content == "there\n"
 
 
 async def test_cancelling_in_another_loop_stops_the_call_in_the_sandbox(
@@ -198,21 +133,6 @@ async def test_names_choose_tools_and_one_that_is_none_is_said(client: ToolClien
     with pytest.raises(ToolFailure, match="has no tool 'bash'") as raised:
         await as_langchain_tools(client, session, ["bash"])
     assert "bash_tool" in raised.value.metadata["nearest"]
-
-
-async def test_a_tool_that_is_turned_off_later_says_so(
-    client: ToolClient, session: Session, switched_back: None
-) -> None:
-    (glob,) = await as_langchain_tools(client, session, ["glob_tool"])
-    await client.disable("glob_tool", reason="the disk is slow")
-    message = await glob.ainvoke(asked("glob_tool", pattern="*"))
-    assert (message.artifact["error_code"], "the disk is slow" in message.content) == ("TOOL_DISABLED", True)
-
-
-@pytest.fixture
-async def switched_back(client: ToolClient) -> AsyncIterator[None]:
-    yield
-    await client.enable("glob_tool")
 
 
 async def test_a_tool_node_of_langgraph_runs_them_side_by_side(tools: dict[str, PoolTool]) -> None:

@@ -36,20 +36,6 @@ async def test_a_line_arrives_long_before_its_command_ends(session: Session) -> 
     assert (result.output, "".join(pieces)) == ("begun\nended\n", "begun\nended\n")
 
 
-async def test_a_search_shows_its_lines_as_it_finds_them(session: Session) -> None:
-    await session.call("bash_tool", {"command": "mkdir found; for n in {1..30}; do echo hit >found/$n.txt; done"})
-    pieces = list[str]()
-    result = await session.call(
-        "grep_tool", {"pattern": "hit", "path": "found"}, on_output=lambda _, text: pieces.append(text)
-    )
-    lines, _, footer = str(result.output).rpartition("\n")
-    assert ("".join(pieces), footer) == (f"{lines}\n", "[30 matches in 30 files]")
-    assert len(pieces) > 1
-    names = await session.call("glob_tool", {"pattern": "found/1?.txt"})
-    assert str(names.output).count("found/1") == 10
-    assert str(names.output).endswith("\n[10 of 10; newest first]")
-
-
 async def test_nothing_of_a_watched_call_is_left_in_redis(stack: Stack, client: ToolClient, session: Session) -> None:
     """Only the record of the call's outcome remains. The record contains no output and expires by itself."""
     await session.call("bash_tool", {"command": "echo seen"}, call_id="watched-1", on_output=lambda *_: None)

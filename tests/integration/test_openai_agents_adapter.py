@@ -121,12 +121,6 @@ async def test_an_approver_of_ours_decides_where_one_is_given(client: ToolClient
     assert await session.read_file("/workspace/a.txt") == b"written"
 
 
-async def test_without_anybody_to_ask_what_needs_approval_is_refused(client: ToolClient, session: Session) -> None:
-    agent = play(await as_agents_tools(client, session, ["write_tool"]), ("write_tool", WRITE))
-    await run(agent)
-    assert read_by_model(agent)[0].startswith("Error [PERMISSION_DENIED]: write_tool was not run")
-
-
 async def test_a_run_that_is_asked_by_the_sdk_stops_and_goes_on_with_a_yes(
     client: ToolClient, session: Session
 ) -> None:

@@ -117,10 +117,6 @@ async def test_a_call_runs_in_its_tools_pool_with_tenant_session_and_limit(dispa
     assert result.sandbox is None
 
 
-async def test_a_session_need_not_exist(dispatcher: Dispatcher) -> None:
-    assert (await where(dispatcher)).metadata["session"] is None
-
-
 async def test_a_tool_that_needs_a_sandbox_learns_that_there_is_none(dispatcher: Dispatcher) -> None:
     result = await dispatcher.dispatch(Request(call("grasping_tool"), *ROUTE))
 

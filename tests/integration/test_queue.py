@@ -189,18 +189,6 @@ async def test_garbage_in_the_queue_does_not_stop_the_worker(own_stack: Stack) -
         await session.close()
 
 
-async def test_a_call_whose_id_has_run_does_not_run_again(stack: Stack, session: Session) -> None:
-    """A client that sends the call again gets the same result or an error. In both cases the command was executed
-    once.
-    """
-    first = await session.call("bash_tool", {"command": "echo ran >> log"}, call_id="twice-1")
-    second = await session.call("bash_tool", {"command": "echo ran >> log"}, call_id="twice-1")
-
-    assert first.success
-    assert second.error_code == ErrorCode.OUTCOME_UNKNOWN or second.output == first.output
-    assert await files_of(session) == "log\nran\n"
-
-
 async def test_a_call_whose_id_has_run_for_another_client_has_an_unknown_outcome(
     stack: Stack, session: Session
 ) -> None:

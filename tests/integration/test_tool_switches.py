@@ -8,11 +8,9 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from typer.testing import CliRunner
 
 from contract.calls import ToolCall
 from contract.errors import ErrorCode
-from orchestrator.command import app
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
@@ -72,15 +70,3 @@ async def test_every_worker_and_every_client_knows_within_two_seconds(
             assert (await session.exec(["true"])).returncode == 0
         assert await seconds_until(session, dispatcher, None) < SOON_S
         assert await seconds_until(session, None, None) < SOON_S
-
-
-def test_the_command_turns_a_tool_off_and_on(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOOLCREW_REDIS_URL", stack.redis_url)
-    toolcrew = CliRunner()
-    off = toolcrew.invoke(app, ["tools", "disable", "bash_tool", "--reason", "not today"])
-    try:
-        refused = toolcrew.invoke(app, ["call", "bash_tool", "command=true"])
-    finally:
-        on = toolcrew.invoke(app, ["tools", "enable", "bash_tool"])
-    assert (off.exit_code, off.stdout, on.stdout) == (0, "bash_tool is disabled\n", "bash_tool is enabled\n")
-    assert (refused.exit_code, "TOOL_DISABLED" in refused.stderr, "not today" in refused.stderr) == (1, True, True)
