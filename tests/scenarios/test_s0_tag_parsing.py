@@ -85,16 +85,6 @@ def chunk(text: str) -> Chunk:
     return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}
 
 
-def streamed(*chunks: str) -> ScriptedModel | StreamModel:
-    """Return a model whose first reply arrives in these chunks, and whose second reply is an answer."""
-
-    async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
-        for text in chunks if len(request.messages) == 2 else ("好了",):
-            yield chunk(text)
-
-    return StreamModel(stream)
-
-
 def parse(*chunks: str) -> list[TagEvent]:
     parser = TagStreamParser()
     return [event for text in chunks for event in parser.feed(text)] + parser.finish()

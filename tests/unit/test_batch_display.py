@@ -78,10 +78,6 @@ def test_every_display_counts_what_it_is_shown_and_ends_with_a_summary(stage: St
     assert "toolcrew batches resume b-1 --retry infrastructure" in shown.rstrip("\n").rpartition("tokens")[2]
 
 
-def test_every_display_ends_before_anything_has_happened(stage: Stage) -> None:
-    assert play(stage, []).endswith("\n")
-
-
 def test_every_display_ends_cleanly_when_it_is_interrupted_and_says_how_to_go_on(stage: Stage) -> None:
     events = tell_batch((Attempt(),), (Attempt(is_cut=True),))
 
@@ -122,12 +118,6 @@ def test_no_display_is_driven_by_the_id_of_its_batch(stage: Stage) -> None:
             display.show(batch_event)
     assert "toolcrew batches resume" in stage.text()
     assert not DANGEROUS.search(stage.text().replace("\n", ""))
-
-
-def test_no_display_counts_what_comes_twice(stage: Stage) -> None:
-    events = tell_batch((Attempt(),), (failed(),))
-    play(stage, [*events, *events[::-1]])
-    assert stage.progress.snapshot(BEGAN).calls == 8
 
 
 # --- on a terminal
@@ -304,13 +294,6 @@ def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
         "1 failed because of a tool, and would fail again: read the reasons in their rows",
         "read the rows in 'my errors.jsonl'",
     )
-
-
-def test_a_batch_that_went_well_has_nothing_to_be_tried_again() -> None:
-    progress = BatchProgress(1)
-    progress.add(ended(at=BEGAN, item="a", cost=1.5))
-    text = build_summary(progress.snapshot(BEGAN), batch="b")
-    assert text.next == ("read the rows with `toolcrew batches export b`",)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,10 @@ from orchestrator.batches.progress import MAX_GROUPS, MAX_NOTES, BatchProgress, 
 from tests.batch_story import (
     BEGAN,
     Attempt,
-    call_finished,
     claimed,
     ended,
     failed,
     retried,
-    step_finished,
     tell_batch,
     tell_item,
 )
@@ -59,19 +57,10 @@ def test_items_are_counted_where_they_stand() -> None:
     assert snapshot.retried == 1
 
 
-def test_an_item_that_is_tried_again_and_succeeds_is_no_failure() -> None:
-    snapshot = stand(tell_batch((failed(), Attempt()), (RETRIED, Attempt())))
-    assert (snapshot.done, snapshot.failed, snapshot.groups, snapshot.retried) == (2, 0, (), 2)
-
-
 def test_what_failed_attempts_spent_is_counted() -> None:
     snapshot = stand(tell_batch((failed(), Attempt()), (RETRIED, Attempt())))
     assert (snapshot.steps, snapshot.calls, snapshot.prompt_tokens, snapshot.completion_tokens) == (8, 16, 800, 80)
     assert snapshot.cost == 0.75
-
-
-def test_tokens_of_items_that_run_are_counted_as_they_come() -> None:
-    assert stand(list(tell_item("a", Attempt(steps=5, is_cut=True)))).prompt_tokens == 500
 
 
 def test_the_end_of_an_item_counts_for_missed_events() -> None:
@@ -82,11 +71,6 @@ def test_the_end_of_an_item_counts_for_missed_events() -> None:
 def test_a_cost_that_some_items_do_not_report_is_known_to_be_too_small() -> None:
     snapshot = stand(tell_batch((Attempt(cost=None),), (Attempt(),)))
     assert (snapshot.cost, snapshot.cost_unknown) == (0.25, 1)
-
-
-def test_items_are_in_the_count_before_the_total_is_reported() -> None:
-    snapshot = stand(list(tell_item("a", Attempt(is_cut=True))))
-    assert (snapshot.total, snapshot.running, snapshot.has_ended) == (1, 1, False)
 
 
 def test_an_item_that_another_process_continues_is_counted_once() -> None:
@@ -170,14 +154,6 @@ def test_notes_are_reported_once_and_the_newest_are_kept() -> None:
     ]
 
 
-def test_a_late_word_of_an_earlier_attempt_moves_nothing() -> None:
-    events: list[RunEvent] = [
-        ended(at=BEGAN, item="a", attempt=2),
-        ended(at=BEGAN + 9, item="a", failure=FailureKind.MODEL),
-    ]
-    assert (stand(events).done, stand(events).failed) == (1, 0)
-
-
 attempts = st.builds(
     Attempt,
     steps=st.integers(0, 3),
@@ -225,13 +201,6 @@ def test_what_is_reported_again_is_not_new(events: list[RunEvent], shuffle: obje
     for batch_event in events:
         progress.add(batch_event)
     assert not any(progress.add(batch_event) for batch_event in events)
-
-
-def test_a_long_item_has_each_of_its_many_calls_counted_once() -> None:
-    calls: list[RunEvent] = [call_finished(at=BEGAN, item="a", call=str(n), tool="t", seconds=0.1) for n in range(3000)]
-    steps: list[RunEvent] = [step_finished(at=BEGAN, item="a", step=n) for n in range(3000)]
-    snapshot = stand([*calls, *steps, *calls[::-1], *steps])
-    assert (snapshot.calls, snapshot.steps) == (3000, 3000)
 
 
 def test_items_that_have_ended_cost_little_memory() -> None:

@@ -100,14 +100,6 @@ def test_a_row_has_the_fields_of_openais_and_the_kind_of_its_failure() -> None:
     }
 
 
-def test_a_row_of_another_program_is_read_as_far_as_it_says_something() -> None:
-    row = parse_row(
-        b'{"id": "batch_req_1", "custom_id": "a", "response": null, "error": {"code": "x", "message": "y"}, "extra": 1}'
-    )
-    assert row.error is not None
-    assert row.error.kind is None
-
-
 @pytest.mark.parametrize(
     "line",
     [

@@ -1,30 +1,13 @@
 """The context that a function receives with its call, and the state that outlives the call."""
 
 import asyncio
-import dataclasses
 from typing import Any
 
 import pytest
 
-from contract.functions.call_context import CallContext, ModelAdapter
+from contract.functions.call_context import CallContext
 from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
-
-
-def test_a_context_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        CallContext("c1").cwd = "/"  # type: ignore[misc]
-
-
-def test_a_model_is_what_has_a_name_and_completes() -> None:
-    class Fake:
-        name = "fake"
-
-        async def complete(self, prompt: str) -> str:
-            return prompt
-
-    assert isinstance(Fake(), ModelAdapter)
-    assert not isinstance(object(), ModelAdapter)
 
 
 async def test_updates_by_threads_of_other_loops_lose_nothing() -> None:

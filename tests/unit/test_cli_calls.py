@@ -7,7 +7,7 @@ import redis.asyncio
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.names import call_key, tenants_key
+from contract.names import call_key
 from contract.tenancy import TenantPolicy
 from orchestrator.command import app
 from store.api_keys import ApiKeys
@@ -40,13 +40,6 @@ def test_a_call_is_shown_with_its_state_who_ran_it_and_when(redis_server: RedisP
     )
     assert (reply["started_at"], reply["ended_at"]) == ("2023-11-14T22:13:20.500Z", None)
     assert "host.a.b/w" in show(redis_server, "c1", "--tenant", "acme").stdout
-
-
-def test_an_operator_need_not_name_the_tenant(redis_server: RedisProcess) -> None:
-    with redis_server.client() as client:
-        client.hset(tenants_key("default"), "acme", "{}")
-        client.hset(call_key("default", "acme", "c1"), mapping={"state": "done"})
-    assert json.loads(show(redis_server, "c1", "--json").stdout)["tenant"] == "acme"
 
 
 def test_a_call_of_another_tenant_is_not_known_to_a_tenants_key(redis_server: RedisProcess) -> None:

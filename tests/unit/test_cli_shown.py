@@ -16,14 +16,10 @@ from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.command import app
-from orchestrator.terminal.output import format_times, table_rows
+from orchestrator.terminal.output import format_times
 from store.tenants import RedisTenants
 from tests.builders import build_call, build_spec
 from tests.conftest import RedisProcess
-
-
-def test_a_value_that_is_not_there_is_a_dash_in_a_table() -> None:
-    assert table_rows([{"a": None, "b": 1}], ("a", "b")) == ["a  b", "-  1"]
 
 
 @pytest.mark.parametrize("code", [ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN])

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from contract.names import catalog_key, catalog_names_key, switches_key
 from contract.specs import Catalog, seal_catalog
-from contract.tool_pages import render_tool
 from orchestrator.command import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
@@ -61,10 +60,6 @@ def test_list_shows_every_tool_with_state_pool_and_description(toolcrew: Toolcre
     ]
 
 
-def test_show_prints_the_state_and_the_page_of_the_tool(toolcrew: Toolcrew) -> None:
-    assert toolcrew("show", "echo_tool").stdout == f"echo_tool is enabled\n\n{render_tool(ECHO)}"
-
-
 def test_show_as_json_has_the_schema_and_who_turned_it_off(toolcrew: Toolcrew) -> None:
     toolcrew("disable", "echo_tool", "--reason", "it is being repaired")
     reply = as_json(toolcrew("show", "echo_tool", "--json"))
@@ -73,13 +68,6 @@ def test_show_as_json_has_the_schema_and_who_turned_it_off(toolcrew: Toolcrew) -
     assert re.fullmatch(r"20[0-9-]+T[0-9:]+Z", reply["switch"]["at"])
     head = toolcrew("show", "echo_tool").stdout.splitlines()[0]
     assert re.fullmatch(r"echo_tool is disabled: turned off by default at 20\S+Z \(it is being repaired\)", head)
-
-
-def test_disable_and_enable_say_what_is_so_now(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
-    assert toolcrew("disable", "echo_tool").stdout == "echo_tool is disabled\n"
-    assert as_json(toolcrew("enable", "echo_tool", "--json"))["state"] == "enabled"
-    with redis_server.client() as client:
-        assert client.hgetall(switches_key("default")) == {}
 
 
 def test_a_tool_whose_workers_are_away_can_be_turned_off_before_they_come_back(

@@ -45,14 +45,6 @@ def test_a_filter_of_plain_text_is_one_name_and_not_its_letters() -> None:
     assert len(filter_specs(specs, "all")) == 3
 
 
-def test_a_list_of_specs_is_a_snapshot() -> None:
-    registry = ToolRegistry([build_tool("a")])
-    before = registry.specs()
-    registry.register(build_tool("b"))
-    before.clear()
-    assert names(registry) == ["a", "b"]
-
-
 def test_a_disabled_tool_is_listed_and_found_but_not_shown_to_a_model() -> None:
     tool = build_tool("a")
     registry = ToolRegistry([tool, build_tool("b")])

@@ -62,20 +62,6 @@ def test_a_function_learns_whose_call_it_is(is_async: bool) -> None:
     )
 
 
-def test_the_configuration_is_the_callers_with_the_operators_last_word_and_each_call_has_its_own() -> None:
-    @tool
-    def look(context: CallContext) -> Any:
-        fields = {**context.config, "list": list(context.config["list"])}
-        context.config["list"].append("mine")
-        return fields
-
-    settings = {"server": "ours", "list": []}
-    calls, context = CustomCalls(settings), build_context(config={"server": "theirs", "colour": "red"})
-    for _ in range(2):
-        outcome = calls.build_handler(look)({}, ToolEnvironment(build_call("look"), context, WorkerResources({})))
-        assert outcome.output == '{"server": "ours", "colour": "red", "list": []}'
-
-
 def test_the_configuration_cannot_be_changed() -> None:
     @tool
     def meddle(context: CallContext) -> None:
@@ -122,15 +108,6 @@ def test_state_without_a_session_is_refused_in_words() -> None:
 
     outcome = run(count, context=build_context(session=None))
     assert (outcome.error_code, "belongs to no session" in str(outcome.error)) == (ErrorCode.SESSION_NOT_FOUND, True)
-
-
-def test_a_tool_that_needs_a_model_says_so_when_its_caller_has_none() -> None:
-    @tool
-    async def ask(context: CallContext) -> Any:
-        return await context.require_model().complete("?")
-
-    outcome = run(ask)
-    assert (outcome.error_code, "its caller has none" in str(outcome.error)) == (ErrorCode.CONFIG_MISSING, True)
 
 
 # --- how it is stopped ---

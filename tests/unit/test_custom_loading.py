@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from contract.errors import ConfigError
-from contract.functions import tool
 from contract.names import BUILTIN_TOOLS
 from tests.builders import build_call, build_context
 from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
@@ -135,10 +134,6 @@ def test_installed_packages_are_asked_by_default(write_module: WriteModule, tmp_
         load_custom_tools()
 
 
-def test_nothing_is_loaded_where_nothing_is_named() -> None:
-    assert load() == ()
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -160,12 +155,6 @@ def test_a_broken_module_is_named_with_what_is_wrong_and_what_to_do(
     sentence = refusal(write_module(text, "broken_tools"))
     assert "'broken_tools' of TOOLCREW_TOOL_MODULES" in sentence
     assert all(word in sentence for word in [*words, "fix the module"]), sentence
-
-
-def test_a_module_that_is_not_there_is_named() -> None:
-    assert "the module 'surely_not_there' of TOOLCREW_TOOL_MODULES cannot be loaded: ModuleNotFoundError" in refusal(
-        "surely_not_there"
-    )
 
 
 @pytest.mark.parametrize(
@@ -208,12 +197,6 @@ def test_a_foreign_tool_object_is_served_through_as_tool(write_module: WriteModu
     (search,) = load(module)
     outcome = search.handler({"q": "x"}, ToolEnvironment(build_call("search"), build_context(), WorkerResources({})))
     assert (search.spec.pool, outcome.output) == ("tools", '["x", "acme"]')
-
-
-def test_the_decorator_of_the_contract_is_the_programs_own() -> None:
-    import orchestrator
-
-    assert orchestrator.tool is tool
 
 
 def test_the_names_of_built_in_tools_are_those_of_the_built_in_tools() -> None:

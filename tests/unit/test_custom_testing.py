@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ConfigError, ErrorCode
+from contract.errors import ErrorCode
 from contract.functions import CallContext, ToolFailure, tool
 from workers.custom.testing import LocalWorker
 
@@ -42,11 +42,6 @@ async def sleep_async(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
-def test_a_call_gives_what_the_function_gives_with_its_defaults() -> None:
-    result = LocalWorker(count).call("count", {"text": "abc"})
-    assert (result.success, result.output, result.call_id) == (True, '{"characters": 3}', "call-1")
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -71,11 +66,6 @@ def test_a_tool_is_stopped_at_its_hard_limit_and_the_next_call_works(name: str) 
     )
     assert time.monotonic() - started < 10
     assert worker.call("count", {"text": "a"}).success
-
-
-def test_the_limit_of_a_call_may_be_shorter_than_the_tools() -> None:
-    result = LocalWorker(sleep).call("sleep", {"seconds": 30}, timeout_s=0.05)
-    assert "limit of 0.05 s" in str(result.error)
 
 
 def test_a_tool_that_cannot_be_stopped_is_reported_as_what_it_costs_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,26 +162,6 @@ def test_a_model_of_the_test_answers_and_without_one_the_tool_is_reported() -> N
 
     assert LocalWorker(ask, model=lambda messages: f"Re: {messages[0]['content']}").call("ask").output == "Re: Who?"
     assert LocalWorker(ask).call("ask").error_code is ErrorCode.CONFIG_MISSING
-
-
-def test_long_output_is_cut_as_there() -> None:
-    @tool
-    def flood() -> str:
-        """Flood."""
-        return "line\n" * 5000
-
-    result = LocalWorker(flood).call("flood")
-    assert result.truncated
-    assert "[Cut: 2000 of 5000 lines" in str(result.output)
-
-
-def test_tools_at_which_a_worker_would_not_start_are_refused() -> None:
-    @tool(name="bash_tool")
-    def mine() -> None:
-        """Take a name."""
-
-    with pytest.raises(ConfigError, match="the name of a built-in tool"):
-        LocalWorker(mine)
 
 
 def test_signal_handlers_and_alarms_of_the_test_process_are_unchanged() -> None:

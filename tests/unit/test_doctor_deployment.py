@@ -46,7 +46,6 @@ from tests.stack import free_port
 from workers.tools.builtin import build_registry
 
 D = "default"
-QUEUE = "host.h1.b00t"
 DISK = 100 * 1024**3
 Client = redis.asyncio.Redis
 

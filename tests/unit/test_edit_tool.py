@@ -57,11 +57,6 @@ def test_several_edits_and_the_count_go_as_they_are() -> None:
     assert bench.client.requests[0]["expected_count"] == 2
 
 
-def test_a_new_file_is_said() -> None:
-    result = Bench(answer(b"", created=True)).edit(file_path="a", old_string="", new_string="")
-    assert result.output == "created a"
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -157,8 +152,3 @@ def test_a_path_of_any_signs_is_shown_on_one_line() -> None:
 def test_an_answer_that_is_none_costs_the_sandbox(fields: dict[str, Any]) -> None:
     bench = Bench(answer(**fields))
     assert bench.edit(file_path="a", old_string="a", new_string="b").error_code is ErrorCode.SANDBOX_UNAVAILABLE
-
-
-def test_it_asks_for_permission_and_is_not_read_only() -> None:
-    spec = next(spec for spec in REGISTRY.specs() if spec.name == "edit_tool")
-    assert (spec.requires_permission, spec.read_only, spec.idempotent) == (True, False, False)

@@ -57,11 +57,6 @@ def pod_of(workload: str) -> dict[str, Any]:
     return spec
 
 
-def labels_of(workload: str) -> dict[str, str]:
-    labels: dict[str, str] = WORKLOADS[workload]["spec"]["template"]["metadata"]["labels"]
-    return labels
-
-
 def containers() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return each container with its workload. A duplicate name would hide a container."""
     found: dict[str, tuple[str, dict[str, Any]]] = {}

@@ -12,7 +12,7 @@ from orchestrator.dialects.model import Message, ModelRequest
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.profiles import SMALL
 from orchestrator.dialects.tags import TagsDialect
-from orchestrator.models.scripted import Calls, Raw, ScriptedModel, demo_script
+from orchestrator.models.scripted import ScriptedModel, demo_script
 from tests.builders import build_spec
 
 JOBS = {
@@ -34,35 +34,9 @@ async def test_each_request_gets_the_next_turn() -> None:
     assert [await text_of(model), await text_of(model, "x")] == ["first answer", "echo x"]
 
 
-async def test_text_comes_in_small_chunks() -> None:
-    chunks = [chunk async for chunk in ScriptedModel(["0123456789"], chunk_chars=3).stream(ModelRequest([]))]
-    assert [chunk["choices"][0]["delta"]["content"] for chunk in chunks[:4]] == ["012", "345", "678", "9"]
-
-
-async def test_raw_chunks_are_passed_on() -> None:
-    assert [chunk async for chunk in ScriptedModel([Raw([{"choices": []}])]).stream(ModelRequest([]))] == [
-        {"choices": []}
-    ]
-
-
-async def test_requests_are_kept_as_they_were() -> None:
-    model, messages = ScriptedModel(["a"]), [{"role": "user", "content": "hi"}]
-    async for _ in model.stream(ModelRequest(messages)):
-        messages.append({"role": "user", "content": "later"})
-    assert len(model.requests[0].messages) == 1
-
-
 async def test_a_script_that_has_ended_says_so() -> None:
     with pytest.raises(ModelUnavailable, match="has 0 turns"):
         await text_of(ScriptedModel([]))
-
-
-async def test_native_calls_are_read_back_with_their_arguments() -> None:
-    reader = NativeDialect().open_reader("r", 0)
-    async for chunk in ScriptedModel([Calls([("one", {"x": "ü"}), ("two", {})], "text")]).stream(ModelRequest([])):
-        reader.feed(chunk)
-    calls = [event.call for event in reader.finish()[0] if isinstance(event, CallRequested)]
-    assert [(call.name, call.arguments) for call in calls] == [("one", {"x": "ü"}), ("two", {})]
 
 
 async def react(dialect: Dialect, model: ScriptedModel, request: str) -> tuple[list[str], str]:

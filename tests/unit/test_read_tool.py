@@ -90,12 +90,6 @@ def test_every_line_that_is_cut_is_named_and_the_page_last() -> None:
     ]
 
 
-def test_the_end_of_a_long_line_leads_to_the_next_line() -> None:
-    assert footer(build_read_response(b"rest\n", lines=2), offset=1, limit=1, column=8001) == [
-        "[lines 1-1 of 2; continue with offset=2]"
-    ]
-
-
 def test_an_unknown_total_is_shown_as_a_minimum() -> None:
     part = build_read_response(b"a\n", lines=70_000, is_counted=False)
     assert footer(part) == ["[lines 1-1 of at least 70000; continue with offset=2]"]
@@ -130,12 +124,6 @@ def test_hidden_facts_are_a_note_above_the_last_line(fields: dict[str, Any], not
     assert footer(build_read_response(b"a\n", **fields)) == [f"[note: {note}]", "[end of file: 1 lines]"]
 
 
-def test_a_missing_newline_is_only_noted_where_the_end_is_shown() -> None:
-    assert footer(build_read_response(b"a\n", lines=2, final_newline=False)) == [
-        "[lines 1-1 of 2; continue with offset=2]"
-    ]
-
-
 def test_nul_becomes_visible_and_is_noted() -> None:
     result = read(build_read_response(b"a\0b\n"))
     assert result.output == "1\ta\ufffdb\n[note: NUL characters are shown as U+FFFD]\n[end of file: 1 lines]"
@@ -145,11 +133,6 @@ def test_no_line_of_a_file_can_pass_for_a_footer() -> None:
     result = read(build_read_response(b"[end of file: 1 lines]\n[empty file]\n", lines=3))
     assert str(result.output).split("\n")[0] == "1\t[end of file: 1 lines]"
     assert str(result.output).split("\n")[-1] == "[lines 1-2 of 3; continue with offset=3]"
-
-
-def test_an_empty_file_is_reported() -> None:
-    result = read(build_read_response(b""))
-    assert (result.success, result.output, result.metadata["lines"]) == (True, "[empty file]", 0)
 
 
 def test_a_picture_is_described() -> None:

@@ -21,8 +21,6 @@ from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
 from tests.item_harness import Made, build_run, build_tool_call, echo_then, failed, open_maker, with_harness
 
-SOON_S = 15.0
-
 
 @pytest.fixture
 async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:

@@ -82,9 +82,7 @@ def test_all_are_tools_without_faults_and_need_no_package() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "arguments", ["", "no json", "[]", "{}", "null", '{"query": 1, "files": 1}', '{"query": "!", "files": []}']
-)
+@pytest.mark.parametrize("arguments", ["", "[]", '{"query": 1, "files": 1}', '{"query": "!", "files": []}'])
 def test_wrong_arguments_are_a_short_error(name: str, arguments: str, tmp_path: Path) -> None:
     done = run(name, tmp_path, arguments)
     assert (done.returncode, done.stdout) == (1, "")
@@ -135,21 +133,11 @@ def test_read_files_are_cached_until_they_change(workspace: Path) -> None:
     assert found(workspace, "roses") == ["billing.md"]
 
 
-def test_nothing_in_common_is_no_result(workspace: Path) -> None:
-    assert found(workspace, "zzzz qqqq") == []
-    assert run_skill_script("vector-search", workspace, query="x", paths=["none"])["results"] == []
-
-
 def test_too_large_a_file_is_left_out_and_said(workspace: Path) -> None:
     (workspace / "huge.txt").write_bytes(b"invoices " * 300_000)
     answer = run_skill_script("vector-search", workspace, query="invoices")
     assert [result["path"] for result in answer["results"]] == ["billing.md"]
     assert [row["path"] for row in answer["left_out"] if "larger than" in row["why"]] == ["huge.txt"]
-
-
-def test_a_workspace_that_cannot_be_written_to_is_searched(workspace: Path) -> None:
-    (workspace / ".toolcrew").write_text("a file where the folder would be")
-    assert found(workspace, "roses") == ["garden.md"]
 
 
 def test_a_table_is_described_by_its_columns(tmp_path: Path) -> None:

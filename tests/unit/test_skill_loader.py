@@ -180,15 +180,6 @@ def test_a_link_that_leads_out_is_refused_and_one_inside_is_a_file(tmp_path: Pat
             load(inside)
 
 
-def test_a_link_that_leads_in_a_circle_is_no_file(tmp_path: Path) -> None:
-    folder = write_skill(tmp_path, "a")
-    (folder / "one").symlink_to("two")
-    (folder / "two").symlink_to("one")
-    for load in (load_skill, examine_skill):
-        load(folder)
-    assert [file.path for file in load_skill(folder).files] == ["SKILL.md"]
-
-
 def test_folders_may_be_nested_as_deep_as_anybody_needs(tmp_path: Path) -> None:
     folder = write_skill(tmp_path, "a")
     deep = folder.joinpath(*["d"] * 32)
@@ -214,14 +205,6 @@ def test_a_sidecar_that_is_broken_is_a_warning_and_the_skill_is_one(tmp_path: Pa
     assert warning.startswith("its skill.tool.json is not used")
 
 
-def test_the_links_of_a_skill_md_itself_lead_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("---\nname: a\ndescription: b\n---\n")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "SKILL.md").symlink_to("../secret")
-    with pytest.raises(SkillBroken, match="leads out"):
-        load_skill(tmp_path / "a")
-
-
 def test_too_many_or_too_large_files_are_refused(tmp_path: Path) -> None:
     many = write_skill(tmp_path, "many", files={f"f{number}": "" for number in range(rules.MAX_BUNDLE_FILES)})
     large = write_skill(tmp_path, "large")
@@ -241,11 +224,6 @@ def test_a_missing_run_bit_is_warned_of(tmp_path: Path) -> None:
     expected = "scripts/a.py begins with #! and has no run bit: chmod +x it"
     assert load_skill(folder).summary.warnings == (expected,)
     assert examine_skill(folder).skill.warnings == (expected,)
-
-
-def test_caches_and_histories_are_no_part_of_a_skill(tmp_path: Path) -> None:
-    folder = write_skill(tmp_path, "a", files={"scripts/__pycache__/x.pyc": "", ".git/HEAD": ""})
-    assert [file.path for file in load_skill(folder).files] == ["SKILL.md"]
 
 
 def test_the_digest_reports_names_run_bits_and_bytes_apart(tmp_path: Path) -> None:

@@ -59,11 +59,6 @@ async def refusal_of(connecting: AbstractAsyncContextManager[ToolClient]) -> Err
     return refused.value.code
 
 
-async def test_a_client_with_a_key_is_its_tenants(harness: Harness) -> None:
-    async with harness.connect((await harness.keys.add("acme")).text) as client:
-        assert client.tenant == "acme"
-
-
 async def test_a_client_is_not_another_tenants_unless_its_role_is_for_all(harness: Harness) -> None:
     assert (
         await refusal_of(harness.connect((await harness.keys.add("acme")).text, tenant="zeta"))

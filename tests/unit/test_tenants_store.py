@@ -21,7 +21,7 @@ from contract.tenancy import MAX_POLICY_BYTES, POLICY_FRESH_S, VERSION_FIELD, Co
 from store.api_keys import ApiKeys
 from store.connection import open_redis
 from store.tasks import SharedReads
-from store.tenants import MAX_CACHED_POLICIES, OpenTenants, PolicyCache, RedisTenants, StoredPolicy, WorkerTenants
+from store.tenants import MAX_CACHED_POLICIES, PolicyCache, RedisTenants, StoredPolicy, WorkerTenants
 from tests.builders import KEY as KEYS
 from tests.conftest import RedisProcess
 
@@ -167,15 +167,6 @@ async def test_concurrent_changes_are_not_lost(client: "redis.asyncio.Redis") ->
     assert (await stores[0].policy("acme")).in_flight == 11
 
 
-async def test_a_change_that_is_wrong_changes_nothing(tenants: RedisTenants) -> None:
-    def wrong(_: TenantPolicy) -> TenantPolicy:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "--weight: no")
-
-    await tenants.add("acme", TenantPolicy(weight=3))
-    assert await failure_of(tenants.change("acme", wrong)) is ErrorCode.INVALID_ARGUMENTS
-    assert (await tenants.policy("acme")).weight == 3
-
-
 async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_know_is_old(
     tenants: RedisTenants, client: "redis.asyncio.Redis", redis_server: RedisProcess
 ) -> None:
@@ -196,12 +187,6 @@ async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_kno
             worker.policy("acme")
 
 
-async def test_deployments_do_not_share_tenants(tenants: RedisTenants, redis_server: RedisProcess) -> None:
-    await tenants.add("acme", TenantPolicy(weight=3))
-    with redis_server.client() as blocking:
-        assert WorkerTenants(blocking, "live", KEYS).policy("acme").weight == 1
-
-
 async def test_a_policy_of_another_release_is_not_used(tenants: RedisTenants, redis_server: RedisProcess) -> None:
     with redis_server.client() as blocking:
         blocking.hset(KEY, "acme", KEYS.seal("policy acme", '{"speed": 9}'))
@@ -214,17 +199,6 @@ async def test_a_policy_of_another_release_is_not_used(tenants: RedisTenants, re
         assert isinstance((await tenants.all())["acme"], ConfigError)
         await tenants.replace("acme", TenantPolicy())
         assert WorkerTenants(blocking, "test", KEYS).policy("acme") == await tenants.policy("acme") == TenantPolicy()
-
-
-async def test_a_manual_change_is_seen(client: "redis.asyncio.Redis", redis_server: RedisProcess) -> None:
-    clock = Clock()
-    await client.hset(KEY, "acme", seal_policy(KEYS, "acme", TenantPolicy()))  # type: ignore[misc]
-    with redis_server.client() as blocking:
-        worker = WorkerTenants(blocking, "test", KEYS, clock)
-        assert worker.policy("acme").weight == 1
-        await client.hset(KEY, "acme", seal_policy(KEYS, "acme", TenantPolicy(weight=2)))  # type: ignore[misc]
-        clock.now += POLICY_FRESH_S
-        assert worker.policy("acme").weight == 2
 
 
 async def test_when_redis_is_away_nothing_is_assumed_on_either_side() -> None:
@@ -274,10 +248,6 @@ async def test_reads_do_not_grow_with_tenants(client: "redis.asyncio.Redis", red
             worker.policy(f"t{number}")
         after = count_commands(redis_server)
     assert (after["hget"] - before["hget"], after["hmget"] - before["hmget"]) == (1, 0)
-
-
-async def test_programs_without_a_pool_know_no_limits() -> None:
-    assert await OpenTenants().policy("anybody") == TenantPolicy()
 
 
 def seen(version: bytes, weight: int, tenant: str = "acme") -> StoredPolicy:

@@ -51,13 +51,6 @@ def test_a_page_reports_parameters_limits_flags_and_other_names() -> None:
     assert "command in `kind`" in page
 
 
-def test_a_parameter_that_may_be_anything_has_a_row() -> None:
-    page = render_tool(
-        ToolSpec(name="any", description="Any.", parameters={"type": "object", "properties": {"x": True}})
-    )
-    assert "| `x` | any |  |  |  |" in page
-
-
 def test_a_tool_without_parameters_says_so() -> None:
     page = render_tool(ToolSpec(name="now", description="The time.", parameters={"type": "object"}))
     assert "No parameters." in page

@@ -19,12 +19,10 @@ from contract.masking import Masker
 from contract.run_events import (
     CallFinished,
     OutputArrived,
-    RunEvent,
     RunStarted,
     SandboxClosed,
     SandboxReady,
     TextArrived,
-    parse_event,
 )
 from orchestrator.approvals import ApprovalPolicy, CallbackApprover, Decision, review
 from orchestrator.dialects.native import NativeDialect
@@ -39,20 +37,6 @@ from tests.trace_harness import RUN, call_echo, echo, fail, lines_of, of_type, r
 from tests.waiting import until
 
 CANARY = "canary-7f3a/9b+!"
-
-
-async def test_every_line_says_whose_it_is_and_can_be_read(tmp_path: Path) -> None:
-    path, _, _ = await run_traced(tmp_path)
-    lines = lines_of(path)
-    assert {(line["v"], line["tenant"], line["run"]) for line in lines} == {(2, "acme", RUN)}
-    assert [line["seq"] for line in lines] == list(range(len(lines)))
-    assert [type(parse_event(line)).__name__ for line in lines] == [line["type"] for line in lines]
-
-
-async def test_the_events_of_a_trace_are_those_of_the_run(tmp_path: Path) -> None:
-    seen: list[RunEvent] = []
-    path, _, _ = await run_traced(tmp_path, ScriptedModel([call_echo("a"), "done"], chunk_chars=2), also=seen.append)
-    assert load_trace(path).events == [event for event in seen if not isinstance(event, TextArrived)]
 
 
 async def test_a_request_holds_what_is_new_since_the_last_one_and_its_tools_once(tmp_path: Path) -> None:
@@ -77,26 +61,11 @@ async def test_a_request_that_changes_what_was_sent_is_reported_from_there_on(tm
     assert [step.messages for step in load_trace(path).steps] == [request.messages for request in model.requests]
 
 
-async def test_calls_by_tag_are_reported_before_the_reply_has_ended(tmp_path: Path) -> None:
-    path, _, _ = await run_traced(
-        tmp_path, ScriptedModel([build_tag_call("echo", {"text": "a"}) + " more", "done"]), dialect=TagsDialect()
-    )
-    kinds = [line["type"] for line in lines_of(path)]
-    assert kinds.index("CallFinished") < kinds.index("ModelAnswered")
-
-
 async def test_an_aborted_run_says_why(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable):
         await run_traced(tmp_path, ScriptedModel([]))
     [end] = of_type(tmp_path / "acme" / "run1.jsonl", "RunAborted")
     assert "the script has 0 turns" in end["reason"]
-
-
-async def test_a_malformed_call_has_a_result_and_was_not_called(tmp_path: Path) -> None:
-    path, _, _ = await run_traced(tmp_path, ScriptedModel([Calls([("echo", "{broken")]), "done"]))
-    results = [line["result"] for line in of_type(path, "CallFinished")]
-    assert of_type(path, "CallStarted") == []
-    assert [result["error_code"] for result in results] == ["INVALID_ARGUMENTS"]
 
 
 async def test_an_interrupted_reply_is_recorded_in_part(tmp_path: Path) -> None:
@@ -168,12 +137,6 @@ async def test_pieces_of_texts_are_not_in_a_trace(tmp_path: Path) -> None:
     text = trace.path.read_text()
     assert (CANARY[:8] in text, CANARY[8:] in text) == (False, False)
     assert [line["type"] for line in lines_of(trace.path)] == ["RunStarted"]
-
-
-async def test_events_of_other_runs_are_passed_over(tmp_path: Path) -> None:
-    with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
-        trace(RunStarted(run="other", instruction="x", model="m", dialect="native"))
-    assert not trace.path.exists()
 
 
 # Secrets

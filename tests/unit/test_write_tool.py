@@ -61,11 +61,6 @@ def test_what_was_written_is_said(mode: str, created: bool, expected: str) -> No
     ]
 
 
-def test_the_diff_and_the_notes_stand_below() -> None:
-    result = Bench(answer(b"@@ -1 +1 @@\n-a\n+b\n[note]", created=False)).write(file_path="a", content="b")
-    assert result.output == "overwrote a (4 bytes, 2 lines)\n@@ -1 +1 @@\n-a\n+b\n[note]"
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{"mode": "w"}, {"encoding": ""}, {"content": "\ud800"}, {"content": 5}, {"file_path": ""}, {"text": "x"}],
