@@ -1,5 +1,8 @@
 """Admission: weighted fair shares of the workers' slots.
 
+Invariant: a call is sent only with a slot, and a slot is returned exactly once, whatever ends the call. If this process
+dies, the leases of its slots end. If Redis loses its data, the renewals restore the slots of calls that run.
+
 The state is in Redis (store/slots.py), so all orchestrators of a deployment share the slots. The dispatcher requests a
 slot before it sends a call.
 """
@@ -203,6 +206,7 @@ class PausableAdmission:
 
         Also raises ToolFailure(RATE_LIMITED): the tenant is still paused after `wait_s`.
         """
+        # A paused tenant must still be able to close its sessions. They hold resources that other tenants wait for.
         if request.is_urgent:
             async with self._inner.slot(request, is_early=is_early) as slot:
                 yield slot
@@ -221,6 +225,7 @@ class PausableAdmission:
                 if not policy.is_paused:
                     yield slot
                     return
+                # Nothing ran in it, so the tenant is not charged.
                 slot.used_s = 0.0
 
     async def aclose(self) -> None:
@@ -235,16 +240,17 @@ class PausableAdmission:
         """Return the policy of the resumed tenant. Raises ToolFailure: the tenant is still paused at `until`, or too
         many of its calls wait.
         """
-        tenant, left_s = request.tenant, max(0.0, until - asyncio.get_running_loop().time())
+        tenant, remaining_s = request.tenant, max(0.0, until - asyncio.get_running_loop().time())
         # `inner` counts the call as waiting. The limit of this method is reached first: its message says that the
         # tenant is paused.
-        slot_hold = asyncio.ensure_future(self._hold_place(replace(request, wait_s=left_s + QUEUE_MARGIN_S)))
+        slot_hold = asyncio.ensure_future(self._hold_place(replace(request, wait_s=remaining_s + QUEUE_MARGIN_S)))
         self._waiting[tenant] += 1
         try:
+            # Counted before the look-up: the task ends when it counts no waiting call.
             watch = self._watches.get(tenant)
             if watch is None:
                 watch = self._watches[tenant] = begin_shared(self._watch(tenant), f"paused-{tenant}")
-            done, _ = await asyncio.wait({watch, slot_hold}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({watch, slot_hold}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             slot_hold.cancel()
             await asyncio.gather(slot_hold, return_exceptions=True)
@@ -253,6 +259,7 @@ class PausableAdmission:
                 del self._waiting[tenant]
         if watch in done:
             return await self._tenants.policy(tenant)
+        # It ends only with an error: too many calls wait, Redis does not answer, or the client was closed.
         if slot_hold in done:
             slot_hold.result()
         raise _still_paused(request, await self._tenants.policy(tenant))
@@ -275,6 +282,7 @@ class PausableAdmission:
         try:
             return (await self._tenants.policy(tenant)).is_paused
         except BrokerUnavailable as error:
+            # In doubt the pause holds. Operators use it to stop a tenant.
             log.warning("pause_not_known", tenant=tenant, error=str(error))
             return True
         except (ToolFailure, OperatorError):
@@ -357,16 +365,20 @@ class SharedAdmission:
             if not is_sent:
                 await self._wait(ticket)
         except BaseException:
+            # A grant may be on its way. Redis handles the release after it, and `_grant` returns a slot without a
+            # ticket.
             self._drop(ticket, 0.0)
             raise
         try:
             yield slot
         finally:
+            # At most the time for which the slot was held: `used_s` is computed from a result, which a worker wrote.
             held_s = _instant() - ticket.held_at if ticket.held_at is not None else 0.0
             self._drop(ticket, held_s if slot.used_s is None else max(0.0, min(slot.used_s, held_s)))
 
     async def aclose(self) -> None:
         """Release all slots. Waiting calls fail."""
+        # First, so that no new ticket is added while the releases are sent.
         self._is_closed = True
         for ticket in list(self._tickets.values()):
             if ticket.held_at is None and not ticket.granted.done():
@@ -441,6 +453,7 @@ class SharedAdmission:
                 # Redis granted the slot after the caller had stopped waiting.
                 self._steps.give_back(call, 0.0)
             elif ticket.held_at is None:
+                # Not for a second grant: renewals repeat grants that Redis cannot know to have arrived.
                 ticket.is_known, ticket.held_at = True, _instant()
                 self._end_wait(ticket)
                 if not ticket.granted.done():
@@ -463,6 +476,7 @@ class SharedAdmission:
             self._reconcile()
 
     def _on_failure(self, error: str, requested: frozenset[str]) -> None:
+        # Only the new requests fail. Calls that Redis has queued keep their place, and wait until their own limit.
         self._outage = error
         for call in requested:
             self._fail(call, _unavailable(f"Redis does not answer ({error})"))
@@ -477,6 +491,7 @@ class SharedAdmission:
         for call in unknown:
             ticket = self._tickets.get(call)
             if ticket is not None and ticket.held_at is not None:
+                # The call runs, whether Redis knows its slot or not. Without it, the queue would get too many calls.
                 self._steps.add(restore(call, ticket.request))
             elif ticket is not None:
                 ticket.is_known = False
@@ -486,6 +501,7 @@ class SharedAdmission:
         """Renew all leases. Redis returns the ids that it does not know."""
         held_calls = [call for call, ticket in self._tickets.items() if ticket.held_at is not None]
         waiting = [call for call, ticket in self._waiting.items() if ticket.is_known]
+        # In parts: Lua passes these ids as arguments of one command, and their number is limited.
         for at in range(0, len(held_calls), RENEW_AT_ONCE):
             self._steps.add(renew(held_calls[at : at + RENEW_AT_ONCE], ()))
         for at in range(0, len(waiting), RENEW_AT_ONCE):
@@ -510,6 +526,8 @@ class SharedAdmission:
         if self._wake is not None:
             self._wake.cancel()
         self._wake = None
+        # The wake of the last answer: it covers all tenants. Every orchestrator with waiting calls has this timer, so
+        # the death of one delays no other.
         if wake_s is not None and self._waiting and not self._is_closed:
             self._wake = asyncio.get_running_loop().call_later(max(SOONEST_WAKE_S, wake_s), self._steps.add, tick(()))
 

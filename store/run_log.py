@@ -182,6 +182,7 @@ class RunLog:
         with broker_errors("the run's log was not read"):
             seconds, micros = await client.time()
             clock.learn(seconds + micros / 1e6)
+            # Large parts are read afterwards. An entry is added in one step with its part, so the part is there.
             items: Any = await client.lrange(run_log_key(deployment, tenant, run), 0, -1)
             texts = [await _whole(client, deployment, tenant, run, index, item) for index, item in enumerate(items)]
         try:
@@ -203,7 +204,10 @@ class RunLog:
         """Append an entry, and count `spending` in the same step. Wait while Redis does not answer. Raises RunTaken:
         another process holds the run.
         """
+        # Calls of one step run at the same time. The position is a part of the signature, so entries must not race for
+        # it.
         async with self._one_at_a_time:
+            # In memory first. If this task is cancelled below, the next append adds this entry, too, or finds it there.
             self.entries.append(entry)
             index, failures = len(self.entries) - 1, 0
             if spending is not None:
@@ -217,6 +221,8 @@ class RunLog:
                     await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
                     failures += 1
                     continue
+                # The new holder continues from the entries that are there. Nothing that this one still does has an
+                # effect.
                 if reply == "taken":
                     raise RunTaken(self._attempt.run)
                 # If Redis has lost entries, the holder adds them again from memory.
@@ -224,6 +230,8 @@ class RunLog:
 
     async def keep_artifacts(self, archive: bytes) -> None:
         """Store the archive that waits for the grader, next to the log. Raises BrokerUnavailable."""
+        # A transaction: without its time to live, an archive would stay for good. Not signed: the log entry has its
+        # hash.
         pipe = self._client.pipeline(transaction=True)
         pipe.hset(self._parts_key, _ARTIFACTS, archive)
         pipe.expire(self._parts_key, RUN_TTL_S)
@@ -245,6 +253,7 @@ class RunLog:
         attempt = self._attempt
         purpose = entry_purpose(attempt.tenant, attempt.run, attempt.number, index)
         text = self._keys.seal(purpose, self.entries[index].to_text())
+        # Readers that look for sessions read pages of many logs, and must not load large results with them.
         item, part = text, ""
         if len(text.encode()) > INLINE_BYTES:
             item, part = json.dumps({"part": index}), text
@@ -323,6 +332,7 @@ async def _find_sessions(
     and of kept states anywhere.
     """
     sessions: list[str] = []
+    # The begin and the end of each log, so that a run with thousands of entries costs two pages.
     for run, (attempt, first, items) in zip(runs, await _read_ends(client, deployment, tenant, runs), strict=True):
         found = [_session_of(keys, tenant, run, attempt, first + at, item) for at, item in enumerate(items)]
         sessions += [session for session in found if session is not None]
@@ -362,6 +372,8 @@ async def _read_ends(
     client: "redis.asyncio.Redis", deployment: str, tenant: str, runs: Sequence[str]
 ) -> list[tuple[int, int, list[bytes]]]:
     """Return the last page of each run's log, with the attempt of the run and the position of the page."""
+    # A transaction, because the position of an entry is computed from the length, and decides whether it can be
+    # verified.
     pipe = client.pipeline(transaction=True)
     for run in runs:
         pipe.hget(run_key(deployment, tenant, run), "attempt")
@@ -403,6 +415,8 @@ def unpack_transcript(run: str, packed: bytes) -> list[dict[str, Any]]:
     """
     inflater = zlib.decompressobj()
     try:
+        # With a limit: some kilobytes of zeros would become gigabytes. The count of values bounds what JSON needs in
+        # memory.
         text = inflater.decompress(packed, MAX_TRANSCRIPT_BYTES).decode()
         if not inflater.eof or has_more_values_in_text(text, MAX_TRANSCRIPT_VALUES):
             raise ValueError("it is cut off, or larger than a transcript may be")

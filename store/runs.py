@@ -163,6 +163,7 @@ class RunQueue:
         self, tenant: str, batch: str, *, concurrency: int, defaults: BatchDefaults, is_detached: bool
     ) -> None:
         """Change how a batch continues."""
+        # Sealed: the defaults name the model and the tools of every run of the batch.
         sealed = seal_defaults(self.keys, tenant, batch, defaults)
         await self._set(tenant, batch, concurrency=concurrency, defaults=sealed, is_detached=int(is_detached))
 
@@ -216,6 +217,7 @@ class RunQueue:
                         expired.append(name)
                 except ConfigError as error:
                     log.error("batch_not_readable", tenant=tenant, batch=name, error=str(error))
+        # Records expire by themselves, and their names do not. The list is cleaned when it is read.
         if expired:
             await _ask(self._client.zrem(batches_key(self._deployment, tenant), *expired))
         return BatchPage(batches, older, f"{float(reply[-1]):.9f}/{names[-1]}" if older and names else None)
@@ -230,6 +232,8 @@ class RunQueue:
         """Stop starting runs of a batch. Waiting runs end as cancelled; the holders of running runs end those. Return
         how many waited.
         """
+        # In steps, because Redis is blocked during one. The first step stops new starts. If this process dies after it,
+        # the batch stays `cancelling`, and a repeated cancel ends the rest.
         record, dropped = await self.batch(tenant, batch), 0
         while waiting := await self.step("cancel", tenant, batch, AT_ONCE):
             names = [run.decode() for run in waiting]
@@ -247,6 +251,8 @@ class RunQueue:
         kind_names, count = [kind.value for kind in kinds], 0
         ended = await self.ended(tenant, batch, 0)
         for some in _in_steps(run for _, run in ended):
+            # With the first run that is queued, in the same step: no retry without an entry, and no entry without a
+            # retry.
             audited = entry if not count else ""
             count += len(
                 await self.step(
@@ -299,6 +305,7 @@ class RunQueue:
                 (run, seal_item(self.keys, tenant, run, batch, item), item.priority, item.line) for run, item in some
             ]
             count = int(await self.step("add", tenant, batch, *(value for entry in sealed for value in entry)))
+            # Cancelled between two steps. Runs of earlier steps are waiting, and the cancel ends them.
             if count < 0:
                 raise BatchCancelled(batch)
             added += count
@@ -313,6 +320,8 @@ class RunQueue:
         """
         limit = min(limit, AT_ONCE)
         filters = (member(*only) if only is not None else "", f",{','.join(tenants)}," if tenants else "")
+        # The tokens are made here, because a script of Redis has no secure random numbers. A token fences all later
+        # writes.
         reply, abandoned = await self.step(
             "claim", self.owner, limit, LEASE_S, *filters, *(secrets.token_hex(8) for _ in range(limit))
         )
@@ -320,12 +329,15 @@ class RunQueue:
         rows, claims = [tuple(part.decode() for part in row) for row in reply], list[RunClaim]()
         records = await self._fields([row[:2] for row in rows])
         for (tenant, run, token, kind), fields in zip(rows, records, strict=True):
+            # Redis lost the record after the step. The script removes the lease when it ends.
             if b"item" not in fields:
                 continue
             try:
                 is_resumed, record = kind == "resumed", parse_run(self.keys, tenant, run, fields)
                 claims.append(RunClaim(tenant, run, token, is_resumed, record))
             except ConfigError as error:
+                # A process of another release, or with other keys, may be able to read it. The delay keeps this process
+                # from claiming it at once again.
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
                 await self.step("give_back", tenant, run, token, LEASE_S, "")
         return claims
@@ -355,6 +367,7 @@ class RunQueue:
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
         rest: tuple[str | bytes, ...] = ()
         if claim.record.batch == HOSTED_BATCH:
+            # In the same step as the state: a follower that reads the last event finds the outcome there.
             outcome, event, transcript = pack_end(outcome)
             rest = (event, transcript)
         sealed = seal_outcome(self.keys, claim.tenant, claim.run, outcome)
@@ -399,6 +412,7 @@ class RunQueue:
                 run.decode()
                 for run in await self.step("settle", tenant, batch, *(part for entry in sealed for part in entry))
             }
+            # After the runs have ended: a run that another process has just claimed still needs its session.
             await self.close_sessions(tenant, ended)
             settled |= ended
         return settled
@@ -499,6 +513,7 @@ class RunQueue:
             state.value if state is not None else "",
             LOOKS if state is not None and not state.is_final else limit,
         )
+        # Runs in a rare state may be far apart. A page may then be short, and its cursor leads on.
         for _ in range(MAX_STEPS):
             reply, names = await self.step("list_runs", tenant, before, limit - len(runs), state_name, max_checked)
             before = int(reply)
@@ -536,6 +551,7 @@ class RunQueue:
         cannot be read.
         """
         key = tenant_key(self._deployment, tenant, f"run.{run}:transcript")
+        # GETRANGE and not GET: any process that can write to Redis may have stored a value of any size.
         packed: Any = await _ask(self._client.getrange(key, 0, MAX_TRANSCRIPT_BYTES))
         return unpack_transcript(run, packed) if packed else None
 

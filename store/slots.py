@@ -101,6 +101,7 @@ def script_arguments(
     now: float | None = None,
 ) -> list[str]:
     """Return ARGV of one step. `now`: Unix seconds; None: the clock of Redis."""
+    # One text for all operations: Lua limits the number of arguments.
     text = json.dumps(list(operations), separators=(",", ":"))
     return [
         admission_prefix(deployment),
@@ -256,6 +257,7 @@ class SlotStore:
         calls of the tenant already wait for the queue, so this request is not urgent. Return whether the request was
         sent.
         """
+        # Until the step is sent, a caller that gives up only removes its request. Redis never sees it.
         self._requests[call] = request
         self._is_hurried = self._is_hurried or not is_in_line
         is_sent_now = is_early and not self._is_sending
@@ -311,6 +313,8 @@ class SlotStore:
 
     def _send(self) -> None:
         """Send one step. Releases come first, so that the requests of the same step can use their slots."""
+        # One step at a time: a release must not overtake the request of its own call, and a full Redis is not given
+        # more.
         self._next, self._is_sending, self._is_hurried = None, True, False
         self._idle.clear()
         releases = dict(itertools.islice(self._releases.items(), AT_ONCE))
@@ -319,6 +323,8 @@ class SlotStore:
             self._other_operations[:OTHERS_AT_ONCE],
             self._other_operations[OTHERS_AT_ONCE:],
         )
+        # Requests leave the list when they are sent, and releases only when they are confirmed. A request that is sent
+        # twice could be granted after its caller has left; a release that is sent twice does nothing.
         for call in requests:
             del self._requests[call]
         operations = [
@@ -338,7 +344,8 @@ class SlotStore:
     def _take_answer(self, step: "_Step", done: "asyncio.Future[bytes]") -> None:
         error = done.exception()
         if isinstance(error, Unanswered) and error.may_have_run and not step.is_repeated:
-            # The connection may have been lost before Redis ran the step. Repeating a step is safe.
+            # The connection may have been lost before Redis ran the step. Repeating a step is safe. Only once: the
+            # callers must learn soon that Redis does not answer.
             self._run(replace(step, is_repeated=True))
             return
         self._is_sending = False
@@ -400,11 +407,13 @@ class GrantListener:
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["type"] == "subscribe":
+            # After the subscription is active. A check before it could miss a grant between the two.
             self._on_gap()
         elif message["type"] == "message":
             try:
                 calls = [str(call) for call in json.loads(message["data"])]
             except (ValueError, TypeError):
+                # Any process may publish here. The next renewal reports a grant that was lost with this message.
                 log.error("admission_grants_unreadable", size=len(message["data"]))
                 return
             self._on_grants(calls)

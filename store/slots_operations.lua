@@ -80,6 +80,7 @@ local function grant(queue)
     local tenant, pair = tenant_of({tenant = name}), pair_of(queue, name)
     local until_at = limit_of(tenant)
     if until_at then
+      -- Out of the ranks of this queue until the tenant may start calls again. Otherwise each step would choose it first.
       block(queue, pair, tenant, until_at)
     else
       -- An estimate may have changed since the tenant was ranked.
@@ -137,6 +138,7 @@ local function return_slot(id, text, used)
     add(pair, 'long', -1)
   end
   local run_s = math.max(0, math.min(used or math.huge, now - call.granted))
+  -- Zero without held calls: rounding errors must not add up over the days.
   fields.charged = fields.held == 0 and 0 or math.max(0, fields.charged - call.charge)
   fields.used = fields.used + run_s / weight_of(tenant)
   if used and used > 0 then
@@ -195,6 +197,8 @@ local function grant_at_once(id, call, queue, pair, tenant)
 end
 
 function operations.enqueue(id, call, policy)
+  -- The step may be a repetition, or the request may follow a loss that Redis did not have. A second slot would never be
+  -- returned.
   if redis.call('HEXISTS', prefix .. 'held', id) == 1 then return add_grant(id) end
   if waiting_call(id) then return end
   local queue, tenant = queue_of(call.queue), tenant_of(call)
@@ -206,6 +210,7 @@ function operations.enqueue(id, call, policy)
     return add_grant(id)
   end
   local is_long = estimate(call) >= LONG_S
+  -- Before the grant: a tenant at its limit must not get ahead of its own calls that wait.
   if tenant.fields.waiting >= tenant.fields.queued then
     table.insert(refused, {id, retry_after(call, tenant, pair)})
     return
@@ -238,6 +243,7 @@ end
 
 function operations.restore(id, call, policy)
   if redis.call('HEXISTS', prefix .. 'held', id) == 1 then return end
+  -- Redis may still have the call as waiting, from before its grant. Limits do not count: the call runs already.
   drop(id, 0)
   local queue, tenant = queue_of(call.queue), tenant_of(call)
   store_policy(tenant, policy)
@@ -267,6 +273,7 @@ function operations.renew(held, waiting)
   renew(held, 'held', report_unknown)
   renew(waiting, 'waiting', function(id)
     if redis.call('HEXISTS', prefix .. 'held', id) == 0 then return report_unknown(id) end
+    -- The orchestrator believes that this call waits: the message with its grant was lost.
     renew_lease(id)
     add_grant(id)
   end)
@@ -277,13 +284,13 @@ function operations.tick(...)
 end
 
 -- Ends the leases of orchestrators that have died. After an outage of Redis or of all orchestrators, live orchestrators get time to renew first.
--- `seen` is the time of a step at most a twentieth of a lease ago, so that most steps do not write the field.
+-- The field `seen` is the time of a step at most a twentieth of a lease ago, so that most steps do not write the field.
 local function end_expired_leases()
   local clock = redis.call('HMGET', prefix .. 'clock', 'seen', 'sweep_from')
-  local seen, sweep_from = tonumber(clock[1] or nil), tonumber(clock[2] or nil) or 0
-  local was_silent = seen and now - seen > lease / 2
+  local last_step_at, sweep_from = tonumber(clock[1] or nil), tonumber(clock[2] or nil) or 0
+  local was_silent = last_step_at and now - last_step_at > lease / 2
   if was_silent then sweep_from = now + lease / 2 end
-  if not seen or was_silent or now < seen or now - seen > lease / 20 then
+  if not last_step_at or was_silent or now < last_step_at or now - last_step_at > lease / 20 then
     redis.call('HSET', prefix .. 'clock', 'seen', string.format('%.17g', now), 'sweep_from', string.format('%.17g', sweep_from))
   end
   if now >= sweep_from then

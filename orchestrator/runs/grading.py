@@ -52,6 +52,8 @@ _NOTE_START = """
 export LC_ALL=C; set -o pipefail
 [ -e "$1" ] || { find . -xdev -type f -printf '%s %T@ %P\\0' | sort -z > "$1.part" && mv -- "$1.part" "$1"; }
 """
+# The list of the start is in the agent's sandbox, and the agent can change it. It then chooses which files it submits,
+# which it may do anyway.
 _LIST_CHANGED = """
 export LC_ALL=C; set -o pipefail
 [ -e "$1" ] || : > "$1"
@@ -130,9 +132,16 @@ class Grading:
         failure: Failure | None,
     ) -> SubmissionTaken:
         """End the background jobs of an item, take its artifacts and log them. Raises OperatorError, ToolFailure."""
-        taken = await take_submission(session, grader)
+        submission = await take_submission(session, grader)
+        # Logged before the grading: a process that resumes the run grades the same bytes, although the agent's session
+        # may be closed by then.
         return await journal.note_submission(
-            body, failure, taken.archive, files=taken.files, bytes=taken.bytes, refusal=taken.refusal
+            body,
+            failure,
+            submission.archive,
+            files=submission.files,
+            bytes=submission.bytes,
+            refusal=submission.refusal,
         )
 
     async def grade(self, tenant: str, grader: Grader, journal: Journal, submission: SubmissionTaken) -> Graded:
@@ -141,8 +150,10 @@ class Grading:
         """
         if submission.refusal:
             return Graded(Grade(reward=0.0, refusal=submission.refusal))
+        # Checked against the logged hash: the archive itself is not signed.
         archive = await journal.load_artifacts(submission.sha256)
-        taken = Submission(archive, submission.files, submission.bytes)
+        artifacts = Submission(archive, submission.files, submission.bytes)
+        # Without network: the artifacts are hostile, and could send the solutions of the grader to the outside.
         start = SessionStart(**source_of(grader.files), image=grader.image, network="none", options=grader.options)
 
         async def open_session() -> Session:
@@ -154,7 +165,7 @@ class Grading:
             began = time.monotonic()
             session = await retry_until_available(open_session)
             try:
-                return await grade_submission(session, grader, taken, began)
+                return await grade_submission(session, grader, artifacts, began)
             finally:
                 # The process that continues the run abandons the session.
                 if not is_being_cancelled():
@@ -173,6 +184,7 @@ async def note_start(session: Session, grader: Grader) -> None:
 
 async def take_submission(session: Session, grader: Grader) -> Submission:
     """End the background jobs of the agent and take its artifacts. Raises OperatorError, ToolFailure."""
+    # A job that still writes could show one file to the check and another one to the copy.
     await session.end_jobs()
     try:
         files = await _take_files(session, grader)
@@ -238,12 +250,14 @@ async def _list_names(session: Session, grader: Grader) -> list[str]:
         done = await _bash(session, _LIST_CHANGED)
     if done.timed_out or done.truncated:
         raise _Refused(f"the workspace has too many files for a list of the artifacts: at most {MAX_FILES} are copied")
+    # The agent may have replaced its `find`. What it prints is checked below, and again in the archive.
     if done.returncode not in (0, _UNREADABLE):
         raise _Refused(f"the files of the workspace cannot be listed: {_end_of(done.stderr)}")
     sizes = dict[str, int]()
     for entry in done.stdout.split(b"\0"):
         size, _, rest = entry.partition(b" ")
         if name := os.fsdecode(rest.partition(b" ")[2]):
+            # `int` of a very long number takes long. An unreadable size counts as too large.
             sizes[name] = int(size) if size.isdigit() and len(size) < 20 else MAX_BYTES + 1
     names = choose_paths(sizes, grader.artifacts)[0] if grader.artifacts else sorted(sizes)
     if len(names) > MAX_FILES:
@@ -285,11 +299,13 @@ def _read_archive(archive: bytes, names: frozenset[str]) -> dict[str, tuple[byte
     stream = io.BytesIO(archive)
     try:
         for entry in read_tar(stream, 2 * MAX_FILES + 1):
+            # A link could lead to a file of the grader when the archive is unpacked there.
             if entry.kind != "file" or entry.name not in names or entry.name in files:
                 raise _Refused(f"an artifact is no regular file, or changed while it was read: {entry.name[:100]!a}")
             files[entry.name] = entry.read(stream), entry.is_executable
     except ValueError as error:
         raise _Refused(f"the artifacts cannot be read: {error}") from error
+    # A name that is also the folder of another one cannot be unpacked, and which of them wins depends on the program.
     if files.keys() != names or any(str(above) in names for name in names for above in Path(name).parents):
         raise _Refused("the artifacts changed while they were read")
     _check_size(sum(len(content) for content, _ in files.values()))
@@ -313,6 +329,8 @@ async def _run_command(session: Session, grader: Grader, archive: bytes) -> tupl
     Raises SandboxUnavailable: the sandbox was replaced meanwhile, so that files may be missing, or another process has
     ended the command. Raises _GraderFailed.
     """
+    # After the import: from here on, a new sandbox would lack the artifacts, and a grader could read that as a failure
+    # of the agent.
     await session.import_archive(archive, ARTIFACTS_FOLDER)
     sandbox = await _identify(session)
     argv, env = ["bash", "-c", grader.command], {"ARTIFACTS": ARTIFACTS_FOLDER}
@@ -330,6 +348,7 @@ async def _run_command(session: Session, grader: Grader, archive: bytes) -> tupl
         except ToolFailure as error:
             if error.code not in _ABOUT_FILES:
                 raise
+    # Before the reward is used: a command that was ended may have written it only in part.
     if done.cancelled:
         raise SandboxUnavailable("the command of the grader was cancelled: retry the item")
     if await _identify(session) != sandbox:

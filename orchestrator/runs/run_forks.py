@@ -1,5 +1,8 @@
 """Forks of runs: new runs that begin with the first steps of another run's log, in forks of the session as it was then.
 
+Invariant: a fork has its own call ids, session and log from the begin. Nothing that it does can reach a call, a result
+or a file of the run that it was forked from, and that run may end, or be forked again, at any time.
+
 A run with `keep_states` forks its session before each request to the model, and its log names the forks. Nothing calls
 such a session, so it keeps the state: a frozen layer of the disk, without a sandbox.
 
@@ -38,6 +41,8 @@ def copy_steps(entries: Iterable[LogEntry], step: int, parent: str, run: str, na
 
     Entries about the session of the other run are left out. The copied steps take no working time of the fork.
     """
+    # Sessions, submissions and artifacts are left out: the fork has its own. `wall_s` is left out, because the limit of
+    # a fork's working time counts its own work.
     copied, steps = list[LogEntry](), 0
     for event in (entry.event for entry in entries):
         steps += isinstance(event, ModelReplied)
@@ -80,6 +85,8 @@ async def load_copied_steps(queue: RunQueue, claim: RunClaim, run_log: RunLog) -
 
     Raises BrokerUnavailable, RunTaken. Raises ConfigError: the other run's log is no longer stored.
     """
+    # The holder copies, not the program that starts the fork: only a holder may append, and the item already names the
+    # entries. A fork that was started is therefore complete, even if its starter dies.
     source = claim.record.item.forked_from
     if source is None or len(run_log.entries) >= source.entries:
         return
@@ -89,6 +96,8 @@ async def load_copied_steps(queue: RunQueue, claim: RunClaim, run_log: RunLog) -
         raise _gone(source) from failure
     names = name_attempt(source.run, source.attempt), name_attempt(claim.run, claim.record.attempt)
     copied = copy_steps(entries, source.step, names[0], claim.run, names[1])
+    # The other run was retried, or its log has expired in part. Fewer steps would be another run than the one that was
+    # asked for.
     if record.attempt != source.attempt or len(copied) != source.entries:
         raise _gone(source)
     # An earlier holder may have died while it copied.
@@ -136,6 +145,7 @@ def plan_fork(run: str, record: RunRecord, entries: Sequence[LogEntry], step: in
         )
     names = name_attempt(run, record.attempt)
     count = len(copy_steps(entries, step, names, run, names))
+    # Fixed now: the defaults of the batch may change before the fork is claimed.
     limits = {**defaults.limits.model_dump(exclude_none=True), **body.limits.model_dump(exclude_none=True)}
     own: dict[str, Any] = {
         "model": body.model or defaults.model,
@@ -180,6 +190,7 @@ async def build_tree(queue: RunQueue, tenant: str, run: HostedRun) -> ForkTree:
     BrokerUnavailable.
     """
     top = ForkTree(run.id, run=run)
+    # Limits in both directions. The lists of forks are not signed, so a forged one could lead in a circle.
     for _ in range(MAX_TREE_DEPTH):
         if top.run is None or top.run.forked_from is None:
             break

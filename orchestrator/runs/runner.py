@@ -163,6 +163,7 @@ class Runner:
             try:
                 await asyncio.wait((active.task,))
             except asyncio.CancelledError:
+                # The program has no other process for this run. Returned to the queue, it would run without its user.
                 self._end_cancelled(((claim.tenant, claim.run),))
                 raise
 
@@ -189,6 +190,8 @@ class Runner:
         """Claim runs for free slots until draining has ended or the model refuses this process."""
         while self._denied is None and not (self._is_draining and not self._active):
             check_cancelled()
+            # Before the claim: a run that ends while Redis answers sets the event again, and the wait below ends at
+            # once.
             self._freed.clear()
             self._note_answered()
             free = self.work.slots.count_free()
@@ -236,6 +239,7 @@ class Runner:
             log.exception("run_broke_off", run=claim.run)
         finally:
             self.work.drop_spans(claim)
+            # The key may belong to a later claim of the same run.
             if self._active.get(key) is active:
                 del self._active[key]
             self._freed.set()
@@ -291,6 +295,7 @@ class Runner:
                 await self.work.abandon(claim, active.journal)
                 await self._finish(claim, active, build_outcome(claim, judge_error(error)), defaults)
                 return
+            # The fault is that of this process, such as its API key. Other processes continue the runs.
             self._denied = error
             await self._give_back(claim, active)
         else:
@@ -328,7 +333,7 @@ class Runner:
         await self._give_back(claim, self._active[claim.tenant, claim.run], after_s)
 
     def _note_once(self, reported: set[tuple[str, str]], batch: tuple[str, str], message: str) -> None:
-        """Publish the message unless `noted` contains the batch."""
+        """Publish the message unless `reported` contains the batch."""
         if batch not in reported:
             reported.add(batch)
             self._note(batch, message)
@@ -381,6 +386,8 @@ class Runner:
             except BrokerUnavailable as error:
                 log.warning("outcome_not_noted", run=claim.run, error=str(error))
                 await asyncio.sleep(LOOK_S)
+        # The event follows the write. A process that dies in between loses an event, which the batch's counters show
+        # anyway; in the other order it could report an end that never happened.
         if is_ours:
             if is_retried and active.journal is not None:
                 await self.work.release_states(claim, active.journal)
@@ -414,6 +421,7 @@ class Runner:
         """Release a run because another process owns it, its batch is cancelled, or this process ends."""
         active.is_ending = active.is_interrupted = True
         if active.is_taken:
+            # The session belongs to the process that has the run now.
             return
         # If Redis does not answer, the lease expires and another process continues the run.
         with suppress(BrokerUnavailable):
@@ -477,6 +485,7 @@ class Runner:
         while True:
             check_cancelled()
             await asyncio.sleep(CANCELS_S)
+            # Without a hosted run there is nothing to ask Redis for, twice a second in every idle process.
             if any(one.claim.record.batch == HOSTED_BATCH for one in self._active.values()):
                 with suppress(BrokerUnavailable):
                     self._end_cancelled(await self.queue.cancels())
