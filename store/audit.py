@@ -17,6 +17,7 @@ import redis.asyncio
 from pydantic import Field, TypeAdapter, ValidationError
 
 from contract.calls import Identifier, Record
+from contract.clock import Instant
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key, tenant_audit_key, tenants_key
 from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
@@ -133,16 +134,13 @@ class AuditEntry(Record):
     details: dict[str, str] = Field(default_factory=dict, max_length=MAX_DETAILS)
 
 
-@dataclass(frozen=True)
-class Audited:
-    """A stored entry. `id`: unique in the deployment. `at`: Unix seconds of Redis's clock."""
+class Audited(AuditEntry):
+    """A stored change. `id`: unique in the deployment. `at`: by Redis's clock, in ISO 8601. `tenant`: the tenant that
+    the change is about; null: all tenants. `target`: the tool, tenant, key, approval, call, host, batch or run.
+    """
 
     id: str
-    at: float
-    entry: AuditEntry
-
-    def to_json(self) -> dict[str, Any]:
-        return {"id": self.id, "at": self.at, **self.entry.model_dump(mode="json")}
+    at: Instant
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ class Audit:
             for position, fields in rows:
                 cursor = position
                 stored = _parse(position, fields)
-                if stored is not None and _fits(stored.entry, tenant, actions, target):
+                if stored is not None and _fits(stored, tenant, actions, target):
                     entries.append(stored)
                     if len(entries) == limit:
                         return AuditPage(tuple(entries), str(cursor))
@@ -361,7 +359,7 @@ def _parse(position: _Position, fields: Mapping[bytes, bytes]) -> Audited | None
         entry = AuditEntry.model_validate_json(fields.get(b"entry", b""))
     except ValidationError:
         return None
-    return Audited(str(position), position.milliseconds / 1000, entry)
+    return Audited(**dict(entry), id=str(position), at=position.milliseconds / 1000)
 
 
 def _parse_cursor(text: str) -> _Position:

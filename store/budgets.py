@@ -6,13 +6,12 @@ So a call costs nothing more, and a budget is in force everywhere within 2 secon
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import redis.asyncio
 
-from contract.clock import format_instant
+from contract.calls import Record
+from contract.clock import Instant, format_instant
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import audit_key
 from contract.tenancy import POLICY_FRESH_S, Budgets
@@ -49,32 +48,20 @@ return 1
 )
 
 
-@dataclass(frozen=True)
-class BudgetState:
-    """A budget of a tenant. `name`: its field in the policy, such as cpu_s_per_day. `resets_at`: Unix seconds."""
+class BudgetState(Record):
+    """A budget of the tenant's policy. `name`: its field there, such as cpu_s_per_day. `used`: since the last reset.
+    `resets_at`: in ISO 8601.
+    """
 
     name: str
     limit: float
     used: float
-    resets_at: float
-
-    @property
-    def is_used_up(self) -> bool:
-        return self.used >= self.limit
+    is_used_up: bool
+    resets_at: Instant
 
     @property
     def is_nearly_used_up(self) -> bool:
         return self.used >= WARN_SHARE * self.limit
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the budget as JSON, with the instant in ISO 8601."""
-        return {
-            "name": self.name,
-            "limit": self.limit,
-            "used": self.used,
-            "is_used_up": self.is_used_up,
-            "resets_at": format_instant(self.resets_at),
-        }
 
 
 class BudgetStore:
@@ -122,7 +109,15 @@ class BudgetStore:
         for name, limit in limits.items():
             metric, _, period = name.rpartition("_per_")
             used = sum(_sum(row.amounts, metric) for row in rows if row.start >= starts[period].timestamp())
-            states.append(BudgetState(name, limit, used, resets[period].timestamp()))
+            states.append(
+                BudgetState(
+                    name=name,
+                    limit=limit,
+                    used=used,
+                    is_used_up=used >= limit,
+                    resets_at=resets[period].timestamp(),
+                )
+            )
         return states
 
     async def _refresh(self, tenant: str, budgets: Budgets) -> list[BudgetState]:
@@ -139,7 +134,7 @@ class BudgetStore:
 
     async def _notify(self, tenant: str, action: AuditAction, state: BudgetState) -> None:
         """Write a notice to the log and the audit, once in its period for each limit."""
-        details = {name: str(value) for name, value in state.to_json().items() if name != "is_used_up"}
+        details = {name: str(value) for name, value in state.model_dump(mode="json").items() if name != "is_used_up"}
         entry = entry_text(build_entry(_ACTOR, action, state.name, tenant=tenant, details=details))
         notice = f"{action} {state.name} {state.limit:g} {state.resets_at:.0f}"
         keys = [f"{usage_prefix(self._deployment, tenant)}notices", audit_key(self._deployment)]

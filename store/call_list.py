@@ -7,12 +7,12 @@ calls that have ended. The publish script writes the index, with the newest CALL
 
 import json
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from contract.clock import format_instant
+from contract.calls import Record
+from contract.clock import Instant
 from contract.hosts import parse_holder
 from contract.names import admission_prefix, call_key, host_of, tenant_calls_key
 from store.calls import CallRecord, CallState, parse_record
@@ -26,44 +26,29 @@ SESSION_COMMANDS = "session."
 _ORDER = ("waiting", CallState.QUEUED.value, CallState.RUNNING.value)
 
 
-@dataclass(frozen=True)
-class ListedCall:
-    """A call in a list. `state`: `waiting` (for a slot), or the state in its record. `reason`: why the call waits.
-    `since`: start of the state in Unix seconds, 0 if unknown.
+class ListedCall(Record):
+    """A call in a list. `state`: waiting (for a slot), queued, running, or the final state. `reason`: why the call
+    waits for a slot (paused, in_flight, rate, slots). `since`: the start of the state, in ISO 8601. Unknown values are
+    null.
     """
 
     call: str
     tenant: str
-    tool: str
+    tool: str | None
     state: str
-    since: float
     reason: WaitReason | None = None
-    session: str = ""
-    host: str = ""
-    code: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the call as JSON, with None for unknown values."""
-        return {
-            "call": self.call,
-            "tenant": self.tenant,
-            "tool": self.tool or None,
-            "state": self.state,
-            "reason": self.reason.value if self.reason is not None else None,
-            "session": self.session or None,
-            "host": self.host or None,
-            "error_code": self.code or None,
-            "since": format_instant(self.since) if self.since else None,
-        }
+    session: str | None = None
+    host: str | None = None
+    error_code: str | None = None
+    since: Instant | None = None
 
 
-@dataclass(frozen=True)
-class CallPage:
+class CallPage(Record):
     """A page of calls: first the calls that wait, then the calls in a queue, the running calls, and the calls that
     have ended, the latest first. `has_more`: other calls are not listed.
     """
 
-    calls: tuple[ListedCall, ...]
+    data: tuple[ListedCall, ...]
     has_more: bool
 
 
@@ -85,7 +70,7 @@ class CallList:
         names |= await self._recent(tenants, limit + 1)
         listed += await self._read_records(sorted(names), {(call.tenant, call.call) for call in listed})
         listed.sort(key=_rank)
-        return CallPage(tuple(listed[:limit]), is_cut or is_also_cut or len(listed) > limit)
+        return CallPage(data=tuple(listed[:limit]), has_more=is_cut or is_also_cut or len(listed) > limit)
 
     async def _scan(self, name: str, tenants: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
         """Return the entries of a hash of admission that are calls of these tenants. Also return whether some entries
@@ -147,9 +132,9 @@ def _build_waiting(entry: Mapping[str, Any], limits: Mapping[bytes, bytes]) -> L
     return ListedCall(
         call=str(entry["call"]),
         tenant=str(entry["tenant"]),
-        tool=str(entry.get("tool", "")),
+        tool=str(entry.get("tool", "")) or None,
         state="waiting",
-        since=float(entry.get("since", 0.0)),
+        since=float(entry.get("since", 0.0)) or None,
         reason=_find_reason(entry, limits),
         host=host_of(str(entry["queue"])),
     )
@@ -174,12 +159,12 @@ def _build_listed(tenant: str, call: str, record: CallRecord) -> ListedCall:
     return ListedCall(
         call=call,
         tenant=tenant,
-        tool=record.tool,
+        tool=record.tool or None,
         state=record.state.value,
-        since=record.ended_at if since is None else since,
-        session=record.session,
-        host=host_of(queue or record.queue) if queue or record.queue else "",
-        code=record.code,
+        since=(record.ended_at if since is None else since) or None,
+        session=record.session or None,
+        host=host_of(queue or record.queue) if queue or record.queue else None,
+        error_code=record.code or None,
     )
 
 
@@ -188,8 +173,8 @@ def _rank(call: ListedCall) -> tuple[int, float]:
     ended, with the latest at the top.
     """
     if call.state in _ORDER:
-        return _ORDER.index(call.state), call.since
-    return len(_ORDER), -call.since
+        return _ORDER.index(call.state), call.since or 0.0
+    return len(_ORDER), -(call.since or 0.0)
 
 
 async def _ask(command: Awaitable[Any]) -> Any:

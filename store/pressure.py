@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from contract.calls import Record
 from contract.names import admission_prefix, slots_key
 from store.connection import RedisClient, broker_errors, read_clock
 from store.hosts import HostStore
@@ -21,27 +22,22 @@ BUSY_SHARE = 0.9
 _WHAT = "the waiting calls were not counted"
 
 
-@dataclass(frozen=True)
-class QueuePressure:
-    """Demand of one queue. `held`: calls that have a slot. `waiting`: calls that would run with more slots; the oldest
-    has waited for `oldest_s` seconds. `stopped`: calls that wait because of their own tenant (a limit or a pause);
-    more workers would not help them. `demand`: `held` plus `waiting`.
+class QueuePressure(Record):
+    """Demand of one shared queue. `held`: calls that have a slot. `waiting`: calls that would run with more slots; the
+    oldest has waited for `oldest_s` seconds. `stopped`: calls that wait because of their own tenant (a limit or a
+    pause); more workers would not help them. `demand`: `held` plus `waiting`.
     """
 
-    queue: str
     slots: int
     held: int
     waiting: int
     stopped: int
     oldest_s: float
-
-    def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "demand": self.held + self.waiting}
+    demand: int
 
 
-@dataclass(frozen=True)
-class HostsPressure:
-    """Demand for sandbox hosts. `wanted`: the sufficient number of hosts of average size."""
+class HostsPressure(Record):
+    """All sandbox hosts. `wanted`: the sufficient number of hosts of average size."""
 
     hosts: int
     sessions: int
@@ -49,6 +45,13 @@ class HostsPressure:
     busy: int
     slots: int
     wanted: int
+
+
+class PoolPressure(Record):
+    """Demand and capacity. `queues`: by the name of the pool."""
+
+    queues: dict[str, QueuePressure]
+    hosts: HostsPressure
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,15 @@ class Pressure:
             running, slots = await self._numbers(name)
         since = scan.since.get(name)
         age_s = 0.0 if since is None else max(0.0, now - since)
-        return QueuePressure(name, slots, running, scan.waiting[name], scan.stopped[name], round(age_s, 3))
+        waiting = scan.waiting[name]
+        return QueuePressure(
+            slots=slots,
+            held=running,
+            waiting=waiting,
+            stopped=scan.stopped[name],
+            oldest_s=round(age_s, 3),
+            demand=running + waiting,
+        )
 
     async def hosts(self) -> HostsPressure:
         """Return the demand for hosts. The sessions of a draining host need another host, and its capacity does not
@@ -98,7 +109,12 @@ class Pressure:
             busy / (BUSY_SHARE * slots) if slots else 0.0,
         )
         return HostsPressure(
-            len(open_ones), sessions, max_sessions, busy, slots, max(1, math.ceil(needed * len(open_ones) - 1e-9))
+            hosts=len(open_ones),
+            sessions=sessions,
+            max_sessions=max_sessions,
+            busy=busy,
+            slots=slots,
+            wanted=max(1, math.ceil(needed * len(open_ones) - 1e-9)),
         )
 
     async def _waiting(self) -> _Scan:

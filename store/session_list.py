@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from contract.clock import format_instant
+from contract.calls import Record
+from contract.clock import Instant
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.names import host_of, place_key
 from contract.session_locations import SessionLocation, open_start, show_checkpoint
@@ -29,12 +30,10 @@ _CURSOR = re.compile(r"([0-9]{1,16})\.([A-Za-z0-9_-]{1,64})\.([A-Za-z0-9_-]{1,64
 _LIST = "the open sessions were not listed"
 
 
-@dataclass(frozen=True)
-class OpenSession:
-    """An open session. `host` and `queue` are empty while the session moves. `image` and `network` None: the session
-    uses those of its tenant's class.
-
-    `checkpoint`: the last checkpoint, taken at `checkpoint_at`, or None. Times are Unix seconds.
+class OpenSession(Record):
+    """An open session. `state`: open, or moving to another host; `host` and `queue` are then empty. `image` and
+    `network` null: the session uses those of its tenant's class. `fence`: grows with each move. `checkpoint`: the last
+    one, taken at `checkpoint_at`. Times are in ISO 8601.
     """
 
     id: str
@@ -45,18 +44,10 @@ class OpenSession:
     fence: int
     image: str | None
     network: str | None
-    opened_at: float
+    opened_at: Instant | None
     ttl_s: float
     checkpoint: str | None
-    checkpoint_at: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the session as JSON, with times in ISO 8601."""
-        at = self.checkpoint_at
-        return asdict(self) | {
-            "opened_at": format_instant(self.opened_at) if self.opened_at else None,
-            "checkpoint_at": format_instant(at) if at else None,
-        }
+    checkpoint_at: Instant | None
 
 
 @dataclass(frozen=True)
@@ -211,7 +202,7 @@ def _listed(row: _Row, location: SessionLocation, start: Mapping[str, Any]) -> O
         fence=location.fence,
         image=start.get("image"),
         network=start.get("network"),
-        opened_at=location.opened_at,
+        opened_at=location.opened_at or None,
         ttl_s=location.ttl_s,
         checkpoint=show_checkpoint(location.checkpoint),
         checkpoint_at=location.checkpoint_at or None,

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from orchestrator.api.shares import FILES_OF_A_KEY, LOOKS_OF_A_KEY, PAGES_OF_A_KEY, FairTurn, OpenStreams, Turns
 from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.http.app_state import AppState
 from orchestrator.settings import OrchestratorSettings
+from store.pressure import PoolPressure
 from store.tasks import SharedReads
 
 READY_FRESH_S = 1.0
@@ -49,7 +50,7 @@ class ApiState(AppState):
         super().__init__(settings)
         self.readiness = Fresh[Mapping[str, str]](READY_FRESH_S)
         # Autoscalers query every replica every few seconds, and counting the waiting calls reads all of them.
-        self.pressure = Fresh[dict[str, Any]](PRESSURE_FRESH_S)
+        self.pressure = Fresh[PoolPressure](PRESSURE_FRESH_S)
         self.streams = OpenStreams()
         self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.

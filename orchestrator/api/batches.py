@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import io
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
@@ -23,10 +23,10 @@ from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.dialects.profiles import ProfileName
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.runs.batch_runs import BatchRuns
-from orchestrator.runs.batch_status import build_status
+from orchestrator.runs.batch_status import BatchStatus, build_status
 from store.archives.files import TenantStore, is_file_id
 from store.audit import entry_text
-from store.batches import BatchDefaults, BatchRecord, RunLimits
+from store.batches import BatchDefaults, RunLimits
 from store.idempotency import KEPT_S
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
@@ -50,33 +50,7 @@ _BODY = {
 }
 
 
-class RequestCounts(BaseModel):
-    """Numbers of items: all, succeeded, failed, waiting and running."""
-
-    total: int
-    completed: int
-    failed: int
-    waiting: int
-    running: int
-
-
-class BatchView(BaseModel):
-    """A batch. `status`: in_progress, cancelling, cancelled or completed. `failed`: numbers of failures by kind.
-
-    Times are in ISO 8601.
-    """
-
-    id: str
-    status: str
-    name: str | None
-    request_counts: RequestCounts
-    failed: dict[str, int]
-    concurrency: int
-    created_at: str
-    ended_at: str | None
-
-
-class SubmittedBatch(BatchView):
+class SubmittedBatch(BatchStatus):
     """A batch that was just submitted. `warnings`: problems in the lines that do not prevent the batch."""
 
     warnings: list[str]
@@ -175,7 +149,7 @@ async def submit_batch(
 
 
 @router.get("")
-async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[BatchView]:
+async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[BatchStatus]:
     """List the tenant's batches, the newest first. Batches are stored for 30 days.
 
     A page may be shorter than `limit` and not be the last: check `next_cursor`.
@@ -183,18 +157,20 @@ async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 
     runs = _runs(caller)
     page = await runs.queue.list_batches(runs.tenant, decode_cursor(cursor) or "", limit)
     counts = await asyncio.gather(*(runs.queue.counts(runs.tenant, batch) for batch in page.batches))
-    views = [_view_of(batch, record, some) for (batch, record), some in zip(page.batches.items(), counts, strict=True)]
+    views = [
+        build_status(batch, record, some) for (batch, record), some in zip(page.batches.items(), counts, strict=True)
+    ]
     return Page(data=views, next_cursor=encode_cursor(page.cursor) if page.cursor is not None else None)
 
 
 @router.get("/{batch_id}", responses=responses(404))
-async def get_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
+async def get_batch(batch_id: BatchId, caller: AnyCaller) -> BatchStatus:
     """Return the state of a batch."""
     return await _view(await _find_batch(caller, batch_id), batch_id)
 
 
 @router.post("/{batch_id}/cancel", responses=responses(404))
-async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchView:
+async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchStatus:
     """Cancel a batch: start no further items and end the running items."""
     runs = await _find_batch(caller, batch_id)
     await caller.note_foreign("batch.cancel", batch_id)
@@ -263,14 +239,8 @@ async def _find_batch(caller: Caller, batch: str) -> BatchRuns:
     return runs
 
 
-async def _view(runs: BatchRuns, batch: str) -> BatchView:
-    return _view_of(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
-
-
-def _view_of(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> BatchView:
-    """Build the view of a batch for clients, without the local path of its rows."""
-    status = build_status(batch, record, counts)
-    return BatchView.model_validate({name: value for name, value in status.items() if name != "rows"})
+async def _view(runs: BatchRuns, batch: str) -> BatchStatus:
+    return build_status(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
 
 
 def _build_webhook(url: str | None, secret: str | None) -> Webhook | None:

@@ -12,7 +12,7 @@ from orchestrator.api.problem_handlers import responses
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.sdk.call_control import SHORT_LOOKUP_S, CallControl
 from store.call_life import CallLife, CallLives
-from store.call_list import CallList
+from store.call_list import CallList, CallPage
 
 router = APIRouter(prefix="/v1/calls", tags=["calls"], responses=responses())
 
@@ -36,38 +36,12 @@ class Killed(BaseModel):
     was_over: bool
 
 
-class ListedCallView(BaseModel):
-    """A call in a list.
-
-    `state`: waiting (for a slot), queued, running, or the final state. `reason`: why the call waits for a slot
-    (paused, in_flight, rate, slots). `since`: the start of the state, in ISO 8601.
-    """
-
-    call: str
-    tenant: str
-    tool: str | None
-    state: str
-    reason: str | None
-    session: str | None
-    host: str | None
-    error_code: str | None
-    since: str | None
-
-
-class CallListView(BaseModel):
-    """A list of calls. `has_more`: whether further calls exist that the list does not contain."""
-
-    data: list[ListedCallView]
-    has_more: bool
-
-
 @router.get("")
-async def list_calls(caller: AnyCaller, limit: Limit = 50) -> CallListView:
+async def list_calls(caller: AnyCaller, limit: Limit = 50) -> CallPage:
     """List the tenant's calls: waiting calls with the reason, then running calls, then recently ended calls."""
     app_state = caller.app_state
     async with app_state.looks.turn(caller.identity.key_id):
-        page = await CallList(app_state.parts.pool.redis, app_state.settings.deployment).read([caller.tenant], limit)
-    return CallListView.model_validate({"data": [call.to_json() for call in page.calls], "has_more": page.has_more})
+        return await CallList(app_state.parts.pool.redis, app_state.settings.deployment).read([caller.tenant], limit)
 
 
 @router.get("/{call_id}", responses=responses(404))

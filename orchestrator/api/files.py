@@ -5,9 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
 
-from contract.clock import format_instant
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
@@ -19,18 +17,8 @@ FileId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _CONTENT = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
-class FileView(BaseModel):
-    """A file. `id`: starts with `file-` for an upload and with `artifacts-` for artifacts. Times are in ISO 8601."""
-
-    id: str
-    bytes: int
-    sha256: str
-    created_at: str
-    expires_at: str
-
-
 @router.post("", status_code=201, openapi_extra={"requestBody": {"required": True, "content": _CONTENT}})
-async def upload_file(caller: AnyCaller, request: Request, response: Response) -> FileView:
+async def upload_file(caller: AnyCaller, request: Request, response: Response) -> StoredFile:
     """Upload an archive (tar, compressed tar, or zip) or a git bundle. The body is the file.
 
     The `workspace` of a run or of a line of a batch can refer to the file by its id. The file is deleted after 30
@@ -41,20 +29,20 @@ async def upload_file(caller: AnyCaller, request: Request, response: Response) -
         await caller.tenants.check_budgets(caller.tenant)
         stored = await files.upload(caller.tenant, request.stream(), caller.client.usage_store)
     response.headers["Location"] = f"/v1/files/{stored.id}"
-    return view_file(stored)
+    return stored
 
 
 @router.get("")
-async def list_files(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[FileView]:
+async def list_files(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 50) -> Page[StoredFile]:
     """List uploads and artifacts of the tenant, the newest first."""
     files, last = await _files(caller).list_page(caller.tenant, decode_cursor(cursor) or "", limit)
-    return Page(data=[view_file(file) for file in files], next_cursor=encode_cursor(last) if last else None)
+    return Page(data=files, next_cursor=encode_cursor(last) if last else None)
 
 
 @router.get("/{file_id}", responses=responses(404))
-async def get_file(file_id: FileId, caller: AnyCaller) -> FileView:
+async def get_file(file_id: FileId, caller: AnyCaller) -> StoredFile:
     """Return the size and the digest of a file."""
-    return view_file(await _files(caller).get(caller.tenant, file_id))
+    return await _files(caller).get(caller.tenant, file_id)
 
 
 @router.get(
@@ -94,14 +82,3 @@ async def _content(caller: Caller, files: StoredFiles, file: str) -> AsyncGenera
 def _files(caller: Caller) -> StoredFiles:
     """Return the store of files. Raises ConfigError when the deployment has no store."""
     return caller.app_state.stored_files()
-
-
-def view_file(stored: StoredFile) -> FileView:
-    """Build the view of a file for clients."""
-    return FileView(
-        id=stored.id,
-        bytes=stored.bytes,
-        sha256=stored.sha256,
-        created_at=format_instant(stored.created_at),
-        expires_at=format_instant(stored.expires_at),
-    )

@@ -17,6 +17,7 @@ from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_c
 from orchestrator.api.problem_handlers import responses
 from orchestrator.api.usage import Usage
 from orchestrator.dispatch.sessions import Session, SessionInfo
+from store.session_list import OpenSession
 
 PIECE_BYTES = 256 * 1024
 
@@ -95,23 +96,6 @@ class SessionView(SandboxOptions):
     usage: Usage | None = None
 
 
-class SessionRow(BaseModel):
-    """A session in a list. `state`: open, or moving to another host. `image` null: the image of the tenant's class.
-
-    Times are in ISO 8601.
-    """
-
-    id: str
-    tenant: str
-    host: str
-    state: str
-    image: str | None
-    network: str | None
-    ttl_s: float
-    opened_at: str | None
-    checkpoint: str | None
-
-
 class CheckpointView(BaseModel):
     """A checkpoint. `skipped`: number of sockets, which are not stored. `torn`: whether files
     changed during the copy.
@@ -166,18 +150,14 @@ async def list_sessions(
     cursor: Cursor = None,
     limit: Limit = 50,
     everybody: Annotated[bool, Query(description="Include all tenants, for operators' keys.")] = False,
-) -> Page[SessionRow]:
+) -> Page[OpenSession]:
     """List open sessions, the newest first."""
     if everybody and not caller.is_operator:
         raise ToolFailure(ErrorCode.PERMISSION_DENIED, "only operators may use `everybody`: omit it")
     page = await caller.client.sessions(
         tenant=None if everybody else caller.tenant, cursor=decode_cursor(cursor), limit=limit
     )
-    rows = [
-        SessionRow.model_validate({name: session.to_json()[name] for name in SessionRow.model_fields})
-        for session in page.sessions
-    ]
-    return Page(data=rows, next_cursor=encode_cursor(page.cursor) if page.cursor else None)
+    return Page(data=list(page.sessions), next_cursor=encode_cursor(page.cursor) if page.cursor else None)
 
 
 @router.get("/{session_id}", responses=responses(404))

@@ -1,19 +1,18 @@
 """Tenants and their API keys over HTTP, for operators and administrators."""
 
-from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
 from orchestrator.api.access import AdminCaller, Caller, OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, page_of
 from orchestrator.api.problem_handlers import responses
 from orchestrator.http.problems import ApiCode, ApiProblem
-from store.api_keys import ApiKeyRecord, Role
+from orchestrator.operations.views import KeyView, view_key
+from store.api_keys import Role
 from store.catalog import check_tools
 
 router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
@@ -52,19 +51,6 @@ class Removed(BaseModel):
     """A removed tenant. `keys`: number of API keys that were revoked."""
 
     keys: int
-
-
-class KeyView(BaseModel):
-    """Information about an API key, without the key itself. Times are in ISO 8601."""
-
-    id: str
-    tenant: str = ""
-    role: str = ""
-    name: str = ""
-    tail: str = ""
-    created_at: str | None = None
-    expires_at: str | None = None
-    state: str
 
 
 class NewKeyRequest(BaseModel):
@@ -149,9 +135,7 @@ async def list_keys(name: Name, caller: AdminCaller, cursor: Cursor = None, limi
     """List the tenant's API keys, the oldest first."""
     keys = await caller.app_state.parts.keys.all()
     mine = [
-        _key_view(key_id, key)
-        for key_id, key in keys.items()
-        if not isinstance(key, ConfigError) and key.tenant == name
+        view_key(key_id, key) for key_id, key in keys.items() if not isinstance(key, ConfigError) and key.tenant == name
     ]
     return page_of(mine, cursor, limit)
 
@@ -161,7 +145,7 @@ async def add_key(name: Name, body: NewKeyRequest, caller: AdminCaller, response
     """Create an API key. Only this response contains the key."""
     created = await caller.keys.add(name, body.role, name=body.name, ttl_s=body.ttl_s)
     response.headers["Cache-Control"] = "no-store"
-    return CreatedKey(id=created.id, key=created.text, info=_key_view(created.id, created.record))
+    return CreatedKey(id=created.id, key=created.text, info=view_key(created.id, created.record))
 
 
 @router.delete("/{name}/keys/{key_id}", status_code=204, responses=responses(404))
@@ -184,18 +168,3 @@ def _view(name: str, policy: TenantPolicy | ConfigError) -> TenantView:
     if isinstance(policy, ConfigError):
         return TenantView(name=name, policy=None, trouble=str(policy))
     return TenantView(name=name, policy=policy)
-
-
-def _key_view(key_id: str, key: ApiKeyRecord | ConfigError) -> KeyView:
-    if isinstance(key, ConfigError):
-        return KeyView(id=key_id, state=str(key))
-    is_over = key.expires_at is not None and key.expires_at <= datetime.now(UTC).timestamp()
-    fields: dict[str, Any] = key.model_dump(include={"tenant", "role", "name", "tail"})
-    expires_at = format_instant(key.expires_at) if key.expires_at is not None else None
-    return KeyView(
-        id=key_id,
-        **fields,
-        created_at=format_instant(key.created_at),
-        expires_at=expires_at,
-        state="expired" if is_over else "valid",
-    )

@@ -11,6 +11,7 @@ from contract.errors import ErrorCode
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.problem_handlers import responses
 from orchestrator.http.problems import ApiProblem
+from store.budgets import BudgetState
 from store.usage import DAY_S, By, show_amounts, sum_rows
 
 router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
@@ -45,16 +46,6 @@ class UsagePeriod(Usage):
     start: str
 
 
-class BudgetView(BaseModel):
-    """A budget of the tenant's policy. `used`: since the last reset. `resets_at`: in ISO 8601."""
-
-    name: str
-    limit: float
-    used: float
-    is_used_up: bool
-    resets_at: str
-
-
 class UsageReport(BaseModel):
     """Usage of a tenant. `data`: periods with use, the oldest first. `total`: their sum. `budgets`: those of now."""
 
@@ -62,7 +53,7 @@ class UsageReport(BaseModel):
     by: By
     data: list[UsagePeriod]
     total: Usage
-    budgets: list[BudgetView]
+    budgets: list[BudgetState]
 
 
 @router.get("/{name}/usage")
@@ -90,7 +81,7 @@ async def get_usage(
         _seconds(start) if start is not None else until - DEFAULT_DAYS * DAY_S, until, by=by, tenant=name
     )
     data = [UsagePeriod.model_validate(row.to_json()) for row in rows]
-    budgets = [BudgetView(**budget.to_json()) for budget in await caller.client.budgets(name)]
+    budgets = await caller.client.budgets(name)
     return UsageReport(tenant=name, by=by, data=data, total=Usage(**show_amounts(sum_rows(rows))), budgets=budgets)
 
 

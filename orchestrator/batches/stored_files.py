@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from dataclasses import dataclass
 
 from contract.archive_kinds import HEAD_BYTES, KNOWN_KINDS, find_kind
+from contract.calls import Record
+from contract.clock import Instant
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from orchestrator.settings import OrchestratorSettings
 from store.archives.base import ArchiveStore, NotStored, in_pieces
@@ -26,19 +27,16 @@ _PIECE_BYTES = 1024 * 1024
 _MAX_PARALLEL_CHECKS = 16
 
 
-@dataclass(frozen=True)
-class StoredFile:
-    """A file in the store. Times are in Unix seconds."""
+class StoredFile(Record):
+    """A file. `id`: starts with `file-` for an upload and with `artifacts-` for artifacts. At `expires_at` the store
+    deletes it. Times are in ISO 8601.
+    """
 
     id: str
     bytes: int
     sha256: str
-    created_at: float
-
-    @property
-    def expires_at(self) -> float:
-        """Return the time at which the store deletes the file."""
-        return self.created_at + KEPT_S
+    created_at: Instant
+    expires_at: Instant
 
 
 class StoredFiles:
@@ -90,7 +88,13 @@ class StoredFiles:
             facts = await self._store.describe(f"{tenant}/{file}")
         except NotStored:
             raise _build_not_found_error(file) from None
-        return StoredFile(file, facts.bytes, facts.sha256, created_at)
+        return StoredFile(
+            id=file,
+            bytes=facts.bytes,
+            sha256=facts.sha256,
+            created_at=created_at,
+            expires_at=created_at + KEPT_S,
+        )
 
     async def read(self, tenant: str, file: str) -> AsyncGenerator[bytes]:
         """Yield the content of a file. Raises SandboxUnavailable at the end if the content is damaged."""

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from orchestrator.runs.batch_status import build_status
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls
+from store.batches import BatchRecord
 
 BatchId = Annotated[str, typer.Argument(help="The id of the batch, as `submit` and `list` print it.")]
 Errors = Annotated[
@@ -50,13 +51,19 @@ async def batches_list(tenant: OnlyTenant = None, as_json: Json = False) -> Outp
         queue, found = client.batch_runs().queue, list[dict[str, Any]]()
         for name in await _find_tenants(client, tenant):
             for batch, record in (await queue.list_batches(name)).batches.items():
-                found.append({"tenant": name, **build_status(batch, record, await queue.counts(name, batch))})
+                found.append({"tenant": name, **_describe(batch, record, await queue.counts(name, batch))})
     found.sort(key=lambda status: str(status["created_at"]), reverse=True)
     rows = [
         {**status, **status["request_counts"], "created": status["created_at"], "name": status["name"] or ""}
         for status in found
     ]
     return list_output(found, rows, _COLUMNS, empty="no batch was submitted in the last 30 days")
+
+
+def _describe(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> dict[str, Any]:
+    """Return the status of a batch, and where its rows are."""
+    rows = record.rows.model_dump() if record.rows is not None else None
+    return {**build_status(batch, record, counts).model_dump(mode="json"), "rows": rows}
 
 
 async def _find_tenants(client: ToolClient, tenant: str | None) -> list[str]:
@@ -98,7 +105,7 @@ def batches_show(
     async def work() -> dict[str, Any]:
         async with open_pool_client(tenant) as client:
             runs = client.batch_runs()
-            return build_status(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
+            return _describe(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
 
     fields = run_work(work(), as_json)
     if as_json:

@@ -24,7 +24,7 @@ async def calls_list(
     """List waiting calls with the reason, then running calls, then calls that ended in the last day."""
     async with open_running("calls", tenant) as client:
         page = await client.list_calls(tenant, limit)
-    rows = [call.to_json() for call in page.calls]
+    rows = [call.model_dump(mode="json") for call in page.data]
     columns = ("call", "tool", "tenant", "state", "reason", "since", "host", "error_code")
     return list_output(
         {"calls": rows, "has_more": page.has_more},

@@ -46,7 +46,7 @@ async def changes_list(
             entries += page.entries
             if (cursor := page.cursor) is None:
                 break
-    data = [entry.to_json() | {"at": format_instant(entry.at)} for entry in entries]
+    data = [entry.model_dump(mode="json") for entry in entries]
     columns = ("at", "actor", "role", "action", "tenant", "target", "details")
     return list_output(data, [_row(entry) for entry in entries], columns, empty="no change matches")
 
@@ -66,11 +66,10 @@ def _quote_value(value: str) -> str:
     return value if value.isprintable() and value and " " not in value else json.dumps(value, ensure_ascii=False)
 
 
-def _row(audited: Audited) -> dict[str, Any]:
-    entry = audited.entry
+def _row(entry: Audited) -> dict[str, Any]:
     details = "  ".join(f"{name}={_quote_value(value)}" for name, value in entry.details.items())
     return {
-        "at": format_instant(audited.at),
+        "at": format_instant(entry.at),
         "actor": entry.actor.label().replace("\n", " "),
         "role": entry.actor.role,
         "action": entry.action,

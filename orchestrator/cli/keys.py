@@ -1,16 +1,15 @@
 """`toolcrew keys`: create, list and revoke API keys. A key says for which tenant a program calls."""
 
 import re
-from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from contract.clock import format_instant
-from contract.errors import ConfigError, ErrorCode, ToolFailure
+from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, Output, as_command, list_output
+from orchestrator.operations.views import view_key
 from store.api_keys import ApiKeyRecord, Role
 
 keys_app = typer.Typer(no_args_is_help=True)
@@ -27,12 +26,12 @@ async def keys_list(
             raise ToolFailure(ErrorCode.UNKNOWN_TENANT, f"tenant {tenant} does not exist: see `toolcrew tenants list`")
         found = await deployment.keys.all()
     rows = [
-        _key_json(key_id, key)
+        view_key(key_id, key).model_dump(mode="json")
         for key_id, key in found.items()
         if tenant is None or (isinstance(key, ApiKeyRecord) and key.tenant == tenant)
     ]
     shown = [{name: value or "-" for name, value in row.items()} for row in rows]
-    return list_output(rows, shown, ("id", "tenant", "role", "name", "tail", "created", "expires", "state"))
+    return list_output(rows, shown, ("id", "tenant", "role", "name", "tail", "created_at", "expires_at", "state"))
 
 
 @keys_app.command("create")
@@ -57,8 +56,8 @@ async def keys_create(
     ttl_s = _parse_duration(expires_in) if expires_in is not None else None
     async with open_deployment("admin") as deployment:
         created = await deployment.keys.add(tenant, role, name=name, ttl_s=ttl_s)
-    fields = {"key": created.text, **_key_json(created.id, created.record)}
-    until = f"until {fields['expires']}" if fields["expires"] else "until it is revoked"
+    fields = {"key": created.text, **view_key(created.id, created.record).model_dump(mode="json")}
+    until = f"until {fields['expires_at']}" if fields["expires_at"] else "until it is revoked"
     note = f"key {created.id} of tenant {tenant}, role {role}, {until}; store it now: it cannot be shown again"
     return Output(fields, [created.text], [note])
 
@@ -73,19 +72,6 @@ async def keys_revoke(
         if not await deployment.keys.revoke(key_id):
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"there is no key {key_id[:64]}: see `toolcrew keys list`")
     return Output({"id": key_id, "state": "revoked"}, [f"{key_id} is revoked"])
-
-
-def _key_json(key_id: str, key: ApiKeyRecord | ConfigError) -> dict[str, Any]:
-    if isinstance(key, ConfigError):
-        return {"id": key_id, "state": str(key)}
-    is_over = key.expires_at is not None and key.expires_at <= datetime.now(UTC).timestamp()
-    fields = {"id": key_id, "tenant": key.tenant, "role": key.role, "name": key.name, "tail": key.tail}
-    return {
-        **fields,
-        "created": format_instant(key.created_at),
-        "expires": format_instant(key.expires_at) if key.expires_at is not None else None,
-        "state": "expired" if is_over else "valid",
-    }
 
 
 def _parse_duration(text: str) -> float:

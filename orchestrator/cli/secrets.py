@@ -3,16 +3,15 @@
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.secrets import SecretInfo
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.access import Deployment, open_deployment
 from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_output
+from orchestrator.operations.views import view_secret
 from store.audit import Role
 
 MAX_INPUT_CHARS = 64 * 1024
@@ -46,7 +45,7 @@ async def secrets_set(
         owner = _find_owner(deployment, tenant, of_deployment)
         info = await deployment.secrets.set(owner, name, _read_value(source), hosts=tuple(host or ()), place=place)
     line = f"{name} is stored, revision {info.revision}, for {', '.join(info.hosts) or 'no sandbox'}"
-    return Output(describe_secret(name, info), [line])
+    return Output(view_secret(name, info).model_dump(mode="json"), [line])
 
 
 @secrets_app.command("list")
@@ -55,9 +54,9 @@ async def secrets_list(of_deployment: OfDeployment = False, tenant: Tenant = Non
     """List the secrets by name, without their values. No command shows a value."""
     async with open_deployment(_needed_role(of_deployment)) as deployment:
         found = await deployment.secrets.all(_find_owner(deployment, tenant, of_deployment))
-    rows = [describe_secret(name, info) for name, info in found.items()]
+    rows = [view_secret(name, info).model_dump(mode="json") for name, info in found.items()]
     shown = [{**row, "hosts": ", ".join(row["hosts"]) or "-"} for row in rows]
-    return list_output(rows, shown, ("name", "hosts", "place", "revision", "changed", "state"))
+    return list_output(rows, shown, ("name", "hosts", "place", "revision", "changed_at", "state"))
 
 
 @secrets_app.command("revoke")
@@ -72,22 +71,6 @@ async def secrets_revoke(
                 ErrorCode.INVALID_ARGUMENTS, f"there is no secret {name[:64]}: see `toolcrew secrets list`"
             )
     return Output({"name": name, "state": "revoked"}, [f"{name} is revoked"])
-
-
-def describe_secret(name: str, info: SecretInfo | ConfigError) -> dict[str, Any]:
-    """Return the fields of a secret for people and programs."""
-    if isinstance(info, ConfigError):
-        unknown = dict.fromkeys(("place", "revision", "created", "changed"))
-        return {"name": name, "hosts": [], **unknown, "state": str(info)}
-    return {
-        "name": name,
-        "hosts": list(info.hosts),
-        "place": info.place,
-        "revision": info.revision,
-        "created": format_instant(info.created_at),
-        "changed": format_instant(info.changed_at),
-        "state": "valid",
-    }
 
 
 def _needed_role(of_deployment: bool) -> Role:

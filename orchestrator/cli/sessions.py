@@ -47,7 +47,7 @@ async def sessions_list(
         options = ["--limit", str(limit), "--cursor", page.cursor]
         more = build_command("sessions", "list", *options, tenant=tenant or DEFAULT_TENANT)
         notes = [f"there are more sessions: `{more}`"]
-    data = {"sessions": [session.to_json() for session in page.sessions], "cursor": page.cursor}
+    data = {"sessions": [session.model_dump(mode="json") for session in page.sessions], "cursor": page.cursor}
     rows = [_row(session) for session in page.sessions]
     return list_output(data, rows, _COLUMNS, empty="no session is open", notes=notes)
 

@@ -34,7 +34,7 @@ async def tenants_usage(
     since = _seconds(start) if start is not None else until - DEFAULT_DAYS[by] * DAY_S
     async with open_client(tenant, needs_workers=False) as client:
         used = await client.usage(since, until, by=by, tenant=tenant)
-        budgets = [budget.to_json() for budget in await client.budgets(tenant)]
+        budgets = [budget.model_dump(mode="json") for budget in await client.budgets(tenant)]
         name = tenant or client.tenant
     data, total = [row.to_json() for row in used], show_amounts(sum_rows(used))
     rows = [_row(period) for period in [*data, {"start": "total", **total}]]

@@ -1,28 +1,49 @@
-"""Status of a batch as one object, for `--json`, for the API and for pages."""
+"""Status of a batch, for `--json`, for the API and for webhooks."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from contract.clock import format_instant
+from contract.calls import Record
+from contract.clock import Instant
 from store.batches import BatchRecord
 
 
-def build_status(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Return the status of a batch. Fields have the names of OpenAI's batches if they have the same meaning."""
+class RequestCounts(Record):
+    """Numbers of items: all, succeeded, failed, waiting and running."""
+
+    total: int
+    completed: int
+    failed: int
+    waiting: int = 0
+    running: int = 0
+
+
+class BatchStatus(Record):
+    """A batch. `status`: in_progress, cancelling, cancelled or completed. `failed`: numbers of failures by kind. Fields
+    have the names of OpenAI's batches if they have the same meaning. Times are in ISO 8601.
+    """
+
+    id: str
+    status: str
+    name: str | None
+    request_counts: RequestCounts
+    failed: dict[str, int]
+    concurrency: int
+    created_at: Instant
+    ended_at: Instant | None
+
+
+def build_status(batch: str, record: BatchRecord, counts: Mapping[str, int]) -> BatchStatus:
+    """Return the status of a batch."""
     failed = {kind.value: count for kind, count in record.failed.items() if count}
-    return {
-        "id": batch,
-        "status": record.state.value,
-        "name": record.name or None,
-        "request_counts": {
-            "total": record.total,
-            "completed": record.succeeded,
-            "failed": sum(failed.values()),
-            **counts,
-        },
-        "failed": failed,
-        "concurrency": record.concurrency,
-        "created_at": format_instant(record.created_at),
-        "ended_at": format_instant(record.ended_at) if record.ended_at else None,
-        "rows": record.rows.model_dump() if record.rows is not None else None,
-    }
+    return BatchStatus(
+        id=batch,
+        status=record.state.value,
+        name=record.name or None,
+        request_counts=RequestCounts(
+            total=record.total, completed=record.succeeded, failed=sum(failed.values()), **counts
+        ),
+        failed=failed,
+        concurrency=record.concurrency,
+        created_at=record.created_at,
+        ended_at=record.ended_at or None,
+    )

@@ -131,4 +131,4 @@ class WebhookSender:
             }
         record = await self._queue.batch(notice.tenant, notice.name)
         status = build_status(notice.name, record, await self._queue.counts(notice.tenant, notice.name))
-        return {name: status[name] for name in ("id", "status", "name", "request_counts", "failed")}
+        return status.model_dump(mode="json", include={"id", "status", "name", "request_counts", "failed"})

@@ -62,7 +62,7 @@ async def test_a_call_of_a_day_is_kept_for_longer_and_killed_like_any_other(stac
         with stack.open_redis() as redis:
             assert redis.ttl(call_key("default", "default", "of-a-day")) > CALL_TTL_S + MORE_S - 60
             assert redis.ttl(place_key("default", "default", session.id)) > LOCATION_MARGIN_S + MORE_S
-        listed = (await client.list_calls()).calls
+        listed = (await client.list_calls()).data
         assert ("of-a-day", "running") in {(row.call, row.state) for row in listed}
 
         await client.kill_call("of-a-day", reason="enough")

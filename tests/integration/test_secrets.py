@@ -69,7 +69,7 @@ class Place:
         client = open_redis(self.settings.broker())
         try:
             page = await Audit(client, "default").read(tenant="default", actions=("secret.use",))
-            return [one.entry for one in page.entries]
+            return list(page.entries)
         finally:
             await client.aclose()
 

@@ -108,9 +108,7 @@ async def test_a_run_is_cancelled(world: World, visitors: Visitors) -> None:
         await expect(visit.page.get_by_text("The cancellation has started")).to_be_visible()
         await expect(visit.page.get_by_role("heading", level=1)).to_contain_text("cancelled")
     entries = (await Audit(world.redis, DEPLOYMENT).read(actions=("run.cancel",))).entries
-    assert [(one.entry.target, one.entry.actor.name) for one in entries if one.entry.target == run.id] == [
-        (run.id, "operator")
-    ]
+    assert [(one.target, one.actor.name) for one in entries if one.target == run.id] == [(run.id, "operator")]
 
 
 async def test_the_runs_are_paged_through(world: World, visitors: Visitors) -> None:

@@ -281,7 +281,7 @@ async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(har
     with pytest.raises(AlreadyAnswered):
         await queue.decide(question.id, NO, digest=question.digest, actor=ADMIN)
     (kept,) = await harness.entries()
-    entry = kept.entry
+    entry = kept
     assert (entry.actor, entry.action, entry.tenant, entry.target) == (OPERATOR, "approval.allow", "acme", question.id)
     assert entry.details == {
         "tool": "bash_tool",

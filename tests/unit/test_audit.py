@@ -37,7 +37,7 @@ async def entries(client: "redis.asyncio.Redis") -> list[Audited]:
 
 
 def summarize(kept: Audited) -> tuple[str, str | None, str]:
-    return kept.entry.action, kept.entry.tenant, kept.entry.target
+    return kept.action, kept.tenant, kept.target
 
 
 async def test_every_switch_of_a_tool_is_written_down_with_who_turned_it_and_why(client: "redis.asyncio.Redis") -> None:
@@ -51,8 +51,8 @@ async def test_every_switch_of_a_tool_is_written_down_with_who_turned_it_and_why
         ("tool.disable", "acme", "echo"),
         ("tool.enable", None, "echo"),
     ]
-    assert found[0].entry.actor == OPERATOR
-    assert found[0].entry.details == {"reason": "it is being repaired"}
+    assert found[0].actor == OPERATOR
+    assert found[0].details == {"reason": "it is being repaired"}
 
 
 async def test_turning_on_what_is_on_is_no_change_and_has_no_entry(client: "redis.asyncio.Redis") -> None:
@@ -72,13 +72,13 @@ async def test_every_change_of_a_tenant_says_what_is_new(client: "redis.asyncio.
     assert [summarize(kept) for kept in found] == [
         (action, "acme", "acme") for action in ("tenant.add", "tenant.set", "tenant.pause", "tenant.remove")
     ]
-    assert [kept.entry.details for kept in found] == [
+    assert [kept.details for kept in found] == [
         {"weight": "2.0"},
         {"in_flight": "7"},
         {"queued": "9", "reason": "unpaid"},
         {},
     ]
-    assert {kept.entry.actor.key for kept in found} == {LOCAL}
+    assert {kept.actor.key for kept in found} == {LOCAL}
 
 
 async def test_a_tenant_that_stays_as_it_is_or_is_none_has_no_entry(client: "redis.asyncio.Redis") -> None:
@@ -117,7 +117,7 @@ async def test_a_change_that_another_process_made_first_is_written_down_once(cli
     assert await mine.change("acme", change) == TenantPolicy(in_flight=5, weight=3.0)
     found = await entries(client)
     assert len(tries) == 2
-    assert [(kept.entry.actor.key, kept.entry.details) for kept in found[1:]] == [
+    assert [(kept.actor.key, kept.details) for kept in found[1:]] == [
         (OPERATOR.key, {"in_flight": "5"}),
         (LOCAL, {"weight": "3.0"}),
     ]
@@ -132,7 +132,7 @@ async def test_keys_that_come_and_go_are_written_down_and_never_the_key_itself(c
     assert not await keys.revoke(made.id)
     found = await entries(client)
     assert [summarize(kept) for kept in found] == [("key.add", "default", made.id), ("key.remove", "default", made.id)]
-    assert found[0].entry.details.items() >= {("role", "operator"), ("name", "ci"), ("tail", made.text[-4:])}
+    assert found[0].details.items() >= {("role", "operator"), ("name", "ci"), ("tail", made.text[-4:])}
     kept = str(await client.xrange(audit_key("d")))
     assert made.text not in kept
     assert made.record.digest not in kept
@@ -143,7 +143,7 @@ async def test_a_key_whose_record_cannot_be_read_is_revoked_and_written_down(cli
     await client.hset("toolcrew:d:api-keys", "feed", "junk")
     assert await ApiKeys(client, "d", KEY).revoke("feed")
     (kept,) = await entries(client)
-    assert (summarize(kept), kept.entry.details) == (("key.remove", None, "feed"), {"record": "could not be read"})
+    assert (summarize(kept), kept.details) == (("key.remove", None, "feed"), {"record": "could not be read"})
 
 
 async def test_a_holder_of_a_key_acts_under_its_id_and_name(client: "redis.asyncio.Redis") -> None:
@@ -152,7 +152,7 @@ async def test_a_holder_of_a_key_acts_under_its_id_and_name(client: "redis.async
     actor = (await keys.authenticate(made.text)).actor()
     assert actor == Actor(key=made.id, role="admin", name="ada", tenant="default")
     await RedisTenants(client, "d", KEY).acting_as(actor).add("acme", TenantPolicy())
-    assert (await entries(client))[-1].entry.actor == actor
+    assert (await entries(client))[-1].actor == actor
 
 
 async def test_nothing_is_changed_when_it_cannot_be_written_down(client: "redis.asyncio.Redis") -> None:
@@ -193,12 +193,12 @@ async def test_pages_go_from_the_newest_to_the_oldest_without_a_gap_while_entrie
     log, found, cursor = Audit(client, "d"), list[str](), None
     for _ in range(3):
         page = await log.read(cursor, 10)
-        found += [kept.entry.target for kept in page.entries]
+        found += [kept.target for kept in page.entries]
         cursor = page.cursor
         await fill(client, 1, action="run.cancel")
     assert found == [f"c{at}" for at in reversed(range(25))]
     assert cursor is None
-    assert (await log.read(None, 1)).entries[0].entry.action == "run.cancel"
+    assert (await log.read(None, 1)).entries[0].action == "run.cancel"
 
 
 async def test_filters_find_what_is_far_back_by_as_many_looks_as_it_takes(
@@ -212,10 +212,10 @@ async def test_filters_find_what_is_far_back_by_as_many_looks_as_it_takes(
     while pages == 0 or cursor is not None:
         page = await log.read(cursor, 10, tenant="acme")
         found, cursor, pages = [*found, *page.entries], page.cursor, pages + 1
-    assert [kept.entry.target for kept in found] == ["c1", "c0"]
+    assert [kept.target for kept in found] == ["c1", "c0"]
     assert pages == 4
-    assert [kept.entry.target for kept in (await log.read(limit=10, actions=("run.cancel",))).entries] == []
-    assert [kept.entry.target for kept in (await log.read(limit=1, target="c29")).entries] == ["c29"]
+    assert [kept.target for kept in (await log.read(limit=10, actions=("run.cancel",))).entries] == []
+    assert [kept.target for kept in (await log.read(limit=1, target="c29")).entries] == ["c29"]
 
 
 async def test_the_oldest_go_when_there_are_too_many(
@@ -239,11 +239,9 @@ async def test_a_tenant_that_changes_much_pushes_out_only_its_own_entries(
     for at in range(500):
         await log.add(build_entry(build_tenant("acme"), "skill.install", f"s{at}", tenant="acme"))
     found = (await log.read(limit=1000)).entries
-    assert [one.entry.target for one in found if one.entry.action == "call.kill"] == [
-        f"c{at}" for at in reversed(range(50))
-    ]
-    assert [one.entry.target for one in found if one.entry.target == "mine"] == ["mine"]
-    assert 100 <= sum(one.entry.actor.tenant == "acme" for one in found) < 500
+    assert [one.target for one in found if one.action == "call.kill"] == [f"c{at}" for at in reversed(range(50))]
+    assert [one.target for one in found if one.target == "mine"] == ["mine"]
+    assert 100 <= sum(one.actor.tenant == "acme" for one in found) < 500
     assert [one.at for one in found] == sorted((one.at for one in found), reverse=True)
 
 
@@ -270,7 +268,7 @@ async def test_pages_over_several_streams_have_every_entry_once(
         targets, cursor = list[str](), None
         while not targets or cursor is not None:
             page = await log.read(cursor, limit)
-            targets, cursor = [*targets, *(one.entry.target for one in page.entries)], page.cursor
+            targets, cursor = [*targets, *(one.target for one in page.entries)], page.cursor
         assert targets == wanted
     ids = [one.id for one in (await log.read(limit=100)).entries]
     assert len(set(ids)) == len(ids)
@@ -286,7 +284,7 @@ async def test_entries_of_a_later_release_and_junk_are_no_obstacle(client: "redi
         audit_key("d"), {"entry": json.dumps({"actor": {"key": "x", "role": "admin"}, "action": "moon.land"})}
     )
     await client.xadd(audit_key("d"), {"other": "field"})
-    assert [kept.entry.target for kept in await entries(client)] == ["c0"]
+    assert [kept.target for kept in await entries(client)] == ["c0"]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Harness:
 
     async def notices(self) -> list[tuple[str, str]]:
         page = await self.audit.read(actions=("budget.warn", "budget.exceed"))
-        return [(row.entry.action, row.entry.target) for row in page.entries][::-1]
+        return [(row.action, row.target) for row in page.entries][::-1]
 
 
 @pytest.fixture

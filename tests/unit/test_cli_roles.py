@@ -271,7 +271,7 @@ def test_a_tenants_key_reaches_nothing_of_another_tenant(name: str, pool: Pool) 
 def test_the_audit_names_the_key_that_a_command_was_given(arguments: list[str], action: str, pool: Pool) -> None:
     done = pool.invoke(arguments, pool.keys["admin"])
     assert done.exit_code == 0, done.output
-    entry = pool.audit()[0].entry
+    entry = pool.audit()[0]
     assert (entry.action, entry.actor.name, entry.actor.role, entry.actor.tenant) == (
         action,
         "an admin",

@@ -317,7 +317,7 @@ def test_a_key_is_shown_once_on_stdout_alone(toolcrew: Toolcrew, redis_server: R
         key[-4:],
         "valid",
     )
-    assert row["created"][-1] == row["expires"][-1] == "Z"
+    assert row["created_at"][-1] == row["expires_at"][-1] == "Z"
     secret = key.split("_", 2)[2]
     with redis_server.client() as client:
         kept: Any = client.hgetall(api_keys_key("default"))

@@ -308,7 +308,7 @@ async def test_what_an_operator_ends_is_in_the_audit_and_what_a_tenant_ends_is_n
     await harness.runs.cancel("acme", second, actor=owner)
     assert (await refused(harness.runs.cancel("zeta", second, actor=operator))).code is ErrorCode.FILE_NOT_FOUND
     (result,) = (await Audit(harness.client, "d").read()).entries
-    assert (result.entry.action, result.entry.tenant, result.entry.target, result.entry.actor) == (
+    assert (result.action, result.tenant, result.target, result.actor) == (
         "run.cancel",
         "acme",
         first,

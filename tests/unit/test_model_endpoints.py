@@ -117,11 +117,11 @@ async def test_the_audit_says_who_changed_which_endpoint(client: "redis.asyncio.
     await endpoints.set("fast", OWN)
     await endpoints.remove("fast")
     found = (await Audit(client, "d").read()).entries
-    assert [(one.entry.action, one.entry.target, one.entry.actor.name) for one in found] == [
+    assert [(one.action, one.target, one.actor.name) for one in found] == [
         ("model.remove", "fast", "ada"),
         ("model.set", "fast", "ada"),
     ]
-    assert found[1].entry.details["secret"] == "ACME_KEY"
+    assert found[1].details["secret"] == "ACME_KEY"
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text().partition("## Model endpoints")[2]

@@ -69,7 +69,7 @@ async def test_a_session_reports_where_it_lives_and_of_its_last_checkpoint(clien
     assert session.host == "a"
     assert session.queue == "host.a.b1"
     assert (session.fence, session.image, session.ttl_s, session.checkpoint) == (1, "python", 60.0, "c1")
-    assert session.to_json()["checkpoint_at"] == "2023-11-14T22:13:20Z"
+    assert session.model_dump(mode="json")["checkpoint_at"] == "2023-11-14T22:13:20Z"
 
 
 async def test_sessions_of_other_tenants_are_not_among_ones_own(client: "redis.asyncio.Redis") -> None:

@@ -11,9 +11,9 @@ from contract.registry import Switch
 from orchestrator.api.pages.people import Looking, Person, Sending, not_here
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.api.secrets import view_secret
 from orchestrator.http.problems import ApiProblem
 from orchestrator.operations.drains import find_workers, order_drain
+from orchestrator.operations.views import view_secret
 from store.api_keys import ApiKeyRecord
 from store.audit import ACTIONS, Audit
 from store.hosts import HostStore
