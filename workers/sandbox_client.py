@@ -619,7 +619,6 @@ class _Glob(_Shape):
     ignored: _Count
     unreadable: _Count
     partial: bool
-    bad_rules: _Names
 
 
 class _Grep(_Shape):
@@ -638,7 +637,6 @@ class _Grep(_Shape):
     binary_names: _Names
     unreadable: _Count
     unreadable_names: _Names
-    bad_rules: _Names
     partial: bool
 
 

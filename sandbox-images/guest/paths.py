@@ -32,7 +32,6 @@ class GuestPaths:
         "roots",
         "state",
         "use_openat2",
-        "use_ripgrep",
         "workspace",
     )
 

@@ -49,14 +49,13 @@ def test_paths_and_a_last_line_that_counts() -> None:
 @pytest.mark.parametrize(
     ("fields", "arguments", "note"),
     [
-        ({"ignored": 3}, {}, "[3 more hidden by ignore rules; include_ignored=true shows them]"),
+        ({"ignored": 3}, {}, "[3 paths hidden by ignore rules; include_ignored=true searches them]"),
         ({"unreadable": 1}, {}, "[1 folder could not be read, or lie too deep]"),
         (
             {"partial": True},
             {},
             "[partial: the search reached its limit of time or memory, and there may be more; narrow pattern or path]",
         ),
-        ({"bad_rules": [".gitignore: line 2 is not UTF-8"]}, {}, "[ignore rules: .gitignore: line 2 is not UTF-8]"),
         ({}, {"pattern": "/workspace/*", "path": "src"}, "[path was not used: the pattern is absolute]"),
     ],
 )

@@ -120,7 +120,7 @@ def test_a_part_is_said_to_be_one_with_the_way_to_the_rest(
 @pytest.mark.parametrize(
     ("fields", "note"),
     [
-        ({"ignored": 2}, "[not searched: 2 paths hidden by ignore rules; include_ignored=true searches them]"),
+        ({"ignored": 2}, "[2 paths hidden by ignore rules; include_ignored=true searches them]"),
         (
             {"large": 1, "large_names": ["big.bin"]},
             "[not searched: 1 file over 10 MiB: big.bin; give one as path to search it]",
@@ -130,7 +130,6 @@ def test_a_part_is_said_to_be_one_with_the_way_to_the_rest(
             "[binary, not shown: 3 files that would match: a.o, b.o and 1 more]",
         ),
         ({"unreadable": 1, "unreadable_names": ["shut"]}, "[could not be read: shut]"),
-        ({"bad_rules": [".ignore: x"]}, "[ignore rules: .ignore: x]"),
         (
             {"partial": True},
             "[partial: the search reached its limit of time or memory, and there may be more; narrow path or include, "

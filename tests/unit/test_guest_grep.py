@@ -94,6 +94,15 @@ def test_a_file_that_is_named_is_searched_whatever_it_is(harness: Harness) -> No
     assert (found.lines, found["is_file"]) == ([f"large.log:{(11 << 10) + 1}: hit"], True)
 
 
+def test_a_type_of_ripgrep_or_a_known_other_name_selects_files(harness: Harness) -> None:
+    for name in ("a.py", "b.ts", "c.md", "Makefile"):
+        harness.make(name)
+    selected = {name: harness.grep("x", mode="files", type=name).lines for name in ("py", "typescript", "md", "make")}
+    assert selected == {"py": ["a.py"], "typescript": ["b.ts"], "md": ["c.md"], "make": ["Makefile"]}
+    assert harness.grep("x", type="nonsense").code == "INVALID_ARGUMENTS"
+    assert harness.grep("x", exclude="[a").code == "INVALID_PATTERN"
+
+
 def test_a_pattern_that_is_none_is_one_nowhere(harness: Harness) -> None:
     assert harness.grep("(").code == "INVALID_PATTERN"
 
@@ -204,7 +213,6 @@ def test_a_pipe_named_as_a_rule_file_does_not_stop_the_search(harness: Harness) 
     os.mkfifo(harness.workspace / "pipe")
     found = harness.grep("hit", timeout_s=3)
     assert found.lines == ["sub/a:1: hit"]
-    assert found["bad_rules"] == ["sub/.ignore: not a regular file, its rules are not applied"]
     assert harness.grep("hit", path="pipe").code == "NOT_A_REGULAR_FILE"
 
 

@@ -1,16 +1,12 @@
-"""The two engines of ripgrep agree, and the walk agrees with ripgrep on ignore files: over random trees, rules and
-patterns.
-"""
+"""The two engines of ripgrep agree: over random trees, rules and patterns."""
 
-import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.search_harness import Found, Harness
@@ -18,18 +14,6 @@ from tests.search_harness import Found, Harness
 pytestmark = pytest.mark.skipif(shutil.which("rg") is None, reason="needs ripgrep")
 QUICK = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-
-LISTING = (
-    "--no-config",
-    "--files",
-    "--hidden",
-    "--no-require-git",
-    "--no-ignore-global",
-    "--no-ignore-exclude",
-    "--no-ignore-messages",
-    "--null",
-    "--glob=!.git",
 )
 
 NAMES = st.sampled_from(
@@ -55,7 +39,6 @@ RULE_FILES = st.dictionaries(
     st.lists(st.one_of(RULES, st.sampled_from(["# note", "", "  ", "a.log  ", "\\!a", "[a"])), max_size=4),
     max_size=3,
 )
-REPOSITORIES = st.sampled_from([[], [], ["src"], [""]])
 
 
 def _patterns() -> st.SearchStrategy[str]:
@@ -117,29 +100,6 @@ def all_of(found: Found) -> tuple[str, dict[str, object], str | None]:
 def with_pcre(pattern: str) -> str:
     """Return a pattern with the same meaning that only PCRE2 accepts."""
     return f"(?:{pattern})(?=)"
-
-
-@QUICK
-@given(FILES, RULE_FILES, REPOSITORIES, st.sampled_from([".", "src", "build"]))
-def test_the_walk_shows_what_ripgrep_lists(
-    harness: Harness, files: dict[str, list[str]], rules: dict[str, list[str]], repositories: list[str], path: str
-) -> None:
-    assume(path not in files)
-    plant(harness, files, rules, repositories)
-    (harness.workspace / path).mkdir(exist_ok=True)
-    result = harness.glob("**/*", path=path)
-    prefix = "" if path == "." else f"{path}/"
-    assert set(result.lines) == {prefix + name for name in list_by_ripgrep(harness, path)}
-
-
-def list_by_ripgrep(harness: Harness, path: str) -> set[str]:
-    """List files as the tool does: rules above the folder apply unless the rules hide the folder."""
-    rules_above = path == "." or path in harness.glob("*", kind="dir").lines
-    options = [*LISTING] if rules_above else [*LISTING, "--no-ignore-parent"]
-    listed = subprocess.run(
-        ["rg", *options], cwd=harness.workspace / path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False
-    )
-    return {os.fsdecode(name.removeprefix(b"./")) for name in listed.stdout.split(b"\0") if name}
 
 
 @QUICK
@@ -219,33 +179,3 @@ def test_both_engines_agree_on_odd_files(harness: Harness, content: bytes | str,
     harness.clear()
     harness.make("odd", content)
     assert all_of(harness.grep(with_pcre(pattern))) == all_of(harness.grep(pattern))
-
-
-@pytest.mark.parametrize("type_name", ["py", "c", "make", "docker", "ts", "md", "readme"])
-def test_a_type_means_what_it_means_to_ripgrep(harness: Harness, type_name: str) -> None:
-    harness.clear()
-    for name in (
-        "a.py",
-        "b.c",
-        "b.h",
-        "c.h.in",
-        "Makefile",
-        "GNUmakefile",
-        "x.mk",
-        "Dockerfile.dev",
-        "a.ts",
-        "a.tsx",
-        "README.md",
-        "b.markdown",
-    ):
-        harness.make(name)
-    listed = subprocess.run(
-        ["rg", "--no-config", "--files", "-t", type_name],
-        cwd=harness.workspace,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        check=False,
-    )
-    expected = {line.decode().removeprefix("./") for line in listed.stdout.splitlines()}
-    assert expected
-    assert set(harness.grep("x", mode="files", type=type_name).lines) == expected

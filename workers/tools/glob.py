@@ -78,8 +78,6 @@ def _notes(arguments: dict[str, Any], done: Any) -> list[str]:
     elif shown < total:
         head += f"; {_next_step(arguments['limit'])}"
     notes = [f"[{head}]"]
-    if done["ignored"]:
-        notes.append(f"[{done['ignored']} more hidden by ignore rules; include_ignored=true shows them]")
     if done["unreadable"]:
         notes.append(f"[{count(done['unreadable'], 'folder')} could not be read, or lie too deep]")
     if arguments["pattern"].startswith("/") and arguments["path"] != ".":

@@ -132,7 +132,11 @@ def _notes(arguments: dict[str, Any], done: Any) -> list[str]:
     if done["binary"]:
         names = name_some(done["binary"], done["binary_names"])
         notes.append(f"[binary, not shown: {count(done['binary'], 'file')} that would match: {names}]")
-    notes += _skipped(done)
+    if done["large"]:
+        names = name_some(done["large"], done["large_names"])
+        notes.append(
+            f"[not searched: {count(done['large'], 'file')} over 10 MiB: {names}; give one as path to search it]"
+        )
     if done["unreadable"]:
         notes.append(f"[could not be read: {name_some(done['unreadable'], done['unreadable_names'])}]")
     return notes + build_common_notes(done, "path or include, or simplify the pattern")
@@ -164,21 +168,6 @@ def _next_step(arguments: dict[str, Any], done: Any, shown: int) -> str:
     if arguments.get("max_per_file") is not None:
         return f"at most {arguments['max_per_file']} of a file (max_per_file)"
     return "files changed or were removed during the search: search again"
-
-
-def _skipped(done: Any) -> list[str]:
-    notes = []
-    if done["ignored"]:
-        notes.append(
-            f"[not searched: {count(done['ignored'], 'path')} hidden by ignore rules; include_ignored=true searches "
-            "them]"
-        )
-    if done["large"]:
-        names = name_some(done["large"], done["large_names"])
-        notes.append(
-            f"[not searched: {count(done['large'], 'file')} over 10 MiB: {names}; give one as path to search it]"
-        )
-    return notes
 
 
 GREP_TOOL = WorkerTool(_SPEC, _grep)

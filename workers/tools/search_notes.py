@@ -43,11 +43,13 @@ def name_some(total: int, names: list[str]) -> str:
 
 
 def build_common_notes(done: Mapping[str, Any], arguments: str) -> list[str]:
-    """Return notes on invalid ignore rules and on an incomplete search.
+    """Return notes on paths that ignore rules hide, and on an incomplete search.
 
     `arguments` names those that make a search smaller.
     """
-    notes = [f"[ignore rules: {'; '.join(done['bad_rules'])}]"] if done["bad_rules"] else []
+    notes = []
+    if done["ignored"]:
+        notes.append(f"[{count(done['ignored'], 'path')} hidden by ignore rules; include_ignored=true searches them]")
     if done["partial"]:
         notes.append(
             f"[partial: the search reached its limit of time or memory, and there may be more; narrow {arguments}]"

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from guest.supervisors import Watch
 
 SEARCH_S = 20.0
-ENTRIES_A_CHECK = 512
-"""Maximum number of entries of one folder between two checks of the clock."""
 _SHARE_OF_LIMIT = 0.9
 _SHARE_TO_FIND = 0.8
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import os
 import stat
 
@@ -12,20 +14,20 @@ from guest.failures import (
     NOT_A_DIRECTORY,
     PATH_NOT_ALLOWED,
     Failure,
+    describe_os_error,
 )
 from guest.files.suggestions import escaped
-from guest.search.clock import ENTRIES_A_CHECK, Clock
-from guest.search.glob_patterns import MAX_PATTERN_CHARS, BadGlob, Glob, compile_any, expand_braces, has_magic
-from guest.search.names import build_names
+from guest.search.child import BlockedError, Child
+from guest.search.clock import Clock
+from guest.search.glob_patterns import MAX_PATTERN_CHARS, Globs, has_magic
+from guest.search.ripgrep import FileSelection, list_files
 from guest.search.start import Start, open_folder
-from guest.search.walk import Folder, Walk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     from guest.paths import GuestPaths
-    from guest.search.glob_patterns import Match
     from guest.search.requests import GlobRequest
     from guest.supervisors import ReportWriter, RequestContext
 
@@ -36,107 +38,45 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
     Raises Failure for an invalid pattern, and for a path that does not exist or is not allowed.
     """
     clock = Clock(context.watch, request.timeout_s)
-    pattern = GlobPattern(request.pattern, request.kind, request.path)
-    finder = _Finder(request, pattern, clock)
-    above = open_folder(pattern.path, context.paths)
-    literal, name = pattern.open_literal(above, context.paths)
-    if literal is not None:
-        finder.add_literal(literal, name, context.paths)
-    start = pattern.open_start(above, context.paths)
-    if pattern.failure is not None and not finder.has_literal:
-        raise pattern.failure
-    if start is not None and pattern.failure is None:
-        finder.walk(start, context.paths)
-    return finder.send(request.limit, request.max_bytes, context.writer)
-
-
-# A link counts as a file, even if its target is a directory. Links are listed and never followed.
-_KINDS: dict[str, Callable[[os.DirEntry[str]], bool]] = {
-    "file": lambda entry: entry.is_file(follow_symlinks=False) or entry.is_symlink(),
-    "dir": lambda entry: entry.is_dir(follow_symlinks=False),
-    "any": lambda _: True,
-}
-_MODES = {"file": (stat.S_IFREG, stat.S_IFLNK), "dir": (stat.S_IFDIR,)}
-
-
-class GlobPattern:
-    """Parsed pattern and the directory that it is relative to.
-
-    `kind` is the kind of entry to match. A slash at the end of the pattern selects directories.
-    """
-
-    def __init__(self, text: str, kind: str, path: str) -> None:
-        """Parse the pattern. Raises Failure if the text is empty, too long, or contains NUL or `..`."""
-        if not text.strip() or "\0" in text or len(text) > MAX_PATTERN_CHARS:
-            raise Failure(
-                INVALID_PATTERN,
-                f"the pattern must have 1 to {MAX_PATTERN_CHARS} characters and no NUL; **/* matches every file",
-            )
-        if ".." in text.split("/"):
-            raise Failure(PATH_NOT_ALLOWED, "a pattern cannot go up with '..': give the directory to search as path")
-        self.kind = "dir" if text.endswith("/") else kind
-        self.is_absolute = text.startswith("/")
-        self.path = "/" if self.is_absolute else path
-        self.text = text.strip("/") or "**"
-        # The error in the pattern. It is not raised yet, because the text may still be the literal name of an
-        # existing file.
-        self.failure: Failure | None = None
-        try:
-            # An absolute pattern with one part does not match at any depth.
-            self._globs = [Glob(part, any_depth=not self.is_absolute) for part in expand_braces(self.text)]
-        except BadGlob as error:
-            self._globs = []
-            self.failure = error.as_failure("the pattern", text)
-        self._prefix = self._find_prefix()
-        if self.is_absolute:
-            self.path = "/" + "/".join(self._prefix)
-
-    def _find_prefix(self) -> list[str]:
-        """Return the leading literal parts that all alternatives share. The walk can start there."""
-        heads = [glob.parts[:-1] if not glob.name_only else [] for glob in self._globs]
-        prefix = []
-        for parts in zip(*heads):
-            if len(set(parts)) > 1 or has_magic(parts[0]):
-                break
-            prefix.append(parts[0])
-        return prefix
-
-    def open_start(self, above: Start, paths: GuestPaths) -> Start | None:
-        """Open the directory to walk, or return None if the literal parts of the pattern do not exist.
-
-        Raises Failure.
-        """
-        return above if self.is_absolute else _open_below(self.path, self._prefix, above, paths)
-
-    def open_literal(self, above: Start, paths: GuestPaths) -> tuple[Start | None, str]:
-        """Open the directory for the pattern read as a literal path. Raises Failure.
-
-        Returns (directory or None if it does not exist, name in the directory).
-        """
-        *parts, name = self.text.split("/")
-        return _open_below(self.path, parts[len(self._prefix) :] if self.is_absolute else parts, above, paths), name
-
-    def matchers(self) -> tuple[Match | None, Match | None]:
-        """Return a function that tests names and a function that tests paths below the start. Raises Failure.
-
-        A function is None if no alternative of the pattern needs it.
-        """
-        skip = len(self._prefix)
-        globs = [Glob("/".join(glob.parts[skip:]), any_depth=False) if skip else glob for glob in self._globs]
-        by_name, by_path = (
-            [glob.regex for glob in globs if glob.name_only],
-            [glob.regex for glob in globs if not glob.name_only],
+    text, paths = request.pattern, context.paths
+    if not text.strip() or "\0" in text or len(text) > MAX_PATTERN_CHARS:
+        raise Failure(
+            INVALID_PATTERN,
+            f"the pattern must have 1 to {MAX_PATTERN_CHARS} characters and no NUL; **/* matches every file",
         )
-        return compile_any(by_name, "the pattern"), compile_any(by_path, "the pattern")
+    if ".." in text.split("/"):
+        raise Failure(PATH_NOT_ALLOWED, "a pattern cannot go up with '..': give the directory to search as path")
+    finder = _Finder(request, clock, paths)
+    is_absolute = text.startswith("/")
+    *folders, name = [part for part in text.split("/") if part not in ("", ".")] or ["**"]
+    # The search starts in the folder that the literal parts at the front of the pattern name.
+    literal = list(itertools.takewhile(lambda part: not has_magic(part), folders))
+    if is_absolute:
+        start: Start | None = open_folder("/" + "/".join(literal), paths)
+    else:
+        start = _open_below(open_folder(request.path, paths), request.path, literal, paths)
+    if start is None:
+        return finder.send(request, context.writer)
+    # A path that exists matches itself, even if it contains special characters or a rule ignores it.
+    rest = folders[len(literal) :]
+    finder.add_literal(_open_below(start, os.fsdecode(start.real), rest, paths), name)
+    try:
+        globs = Globs(["/".join(([""] if is_absolute or literal else []) + [*rest, name])], "the pattern")
+    except Failure:
+        if not finder.has_literal:
+            raise
+    else:
+        finder.search(start, globs)
+    return finder.send(request, context.writer)
 
 
-def _open_below(path: str, parts: list[str], above: Start, paths: GuestPaths) -> Start | None:
-    """Open the directory `parts` below `path`, which is open as `above`.
+def _open_below(start: Start, path: str, parts: list[str], paths: GuestPaths) -> Start | None:
+    """Open the directory `parts` below `path`, which is open as `start`.
 
     Returns None if it does not exist. Raises Failure.
     """
     if not parts:
-        return above
+        return start
     try:
         return open_folder("/".join((path.rstrip("/"), *parts)), paths, may_miss=True)
     except Failure as failure:
@@ -145,82 +85,105 @@ def _open_below(path: str, parts: list[str], above: Start, paths: GuestPaths) ->
         raise
 
 
+_REST_S = 0.001
+# A link to a file counts as a file. Links are listed and never followed.
+_KINDS = {"file": (stat.S_IFREG, stat.S_IFLNK), "dir": (stat.S_IFDIR,)}
+
+
 class _Finder:
     """Matches of one request, and counts of what was left out."""
 
-    def __init__(self, request: GlobRequest, pattern: GlobPattern, clock: Clock) -> None:
-        self._use_rules = not request.include_ignored
-        self._kind = pattern.kind
+    def __init__(self, request: GlobRequest, clock: Clock, paths: GuestPaths) -> None:
+        # A slash at the end of the pattern selects directories.
+        self._kind = "dir" if request.pattern.endswith("/") else request.kind
         self._clock = clock
-        self._by_name, self._by_path = pattern.matchers()
+        self._paths = paths
+        self._use_rules = not request.include_ignored
         # The tuples sort newest first, then by path.
         self._found: list[tuple[int, bytes]] = []
-        self._literal: bytes | None = None
+        self._literal = b""
         self._ignored = 0
         self._unreadable = 0
-        self._bad_rules: list[str] = []
         self._is_partial = False
-
-    def add_literal(self, folder: Start, name: str, paths: GuestPaths) -> None:
-        """Add the entry whose name is literally the pattern.
-
-        Such an entry matches even if the pattern contains special characters or a rule ignores the entry.
-        """
-        try:
-            status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
-        except OSError:
-            return
-        if os.path.join(folder.real, os.fsencode(name)) == os.path.realpath(paths.state):
-            return
-        if self._kind == "any" or stat.S_IFMT(status.st_mode) in _MODES[self._kind]:
-            self._literal = folder.shown + os.fsencode(name)
-            self._found.append((-status.st_mtime_ns, self._literal))
 
     @property
     def has_literal(self) -> bool:
-        return self._literal is not None
+        return bool(self._literal)
 
-    def walk(self, start: Start, paths: GuestPaths) -> None:
-        walk = Walk(start, paths, self._use_rules)
-        for folder in walk.folders():
-            self._look_at(folder, start.shown + os.fsencode(folder.prefix))
+    def add_literal(self, folder: Start | None, name: str) -> None:
+        """Add the entry whose name is literally the pattern, if it exists."""
+        if folder is None or os.path.join(folder.real, os.fsencode(name)) == os.path.realpath(self._paths.state):
+            return
+        path = folder.shown + os.fsencode(name)
+        if self._add(path, name, folder.fd):
+            self._literal = path
+
+    def search(self, start: Start, globs: Globs) -> None:
+        """Add the entries below the start that match."""
+        try:
+            os.fchdir(start.fd)
+        except OSError as error:
+            raise describe_os_error(error, start.show(b"")) from None
+        try:
+            self._list(start, globs, use_rules=self._use_rules)
+        except BlockedError:
+            self._found = [found for found in self._found if found[1] == self._literal]
+            self._list(start, globs, use_rules=False)
+
+    def _list(self, start: Start, globs: Globs, *, use_rules: bool) -> None:
+        selection = FileSelection(start, self._paths, use_rules)
+        with Child(list_files(self._paths.ripgrep, selection.options()), _REST_S) as child:
+            for path in child.read_records(b"\0", lambda: self._clock.is_over):
+                if self._kind == "file":
+                    self._take(start, globs, path[2:])
+        self._is_partial = child.was_cut_off
+        left_out = child.left_out
+        # ripgrep lists files only, and reports links to files.
+        paths = iter(left_out.special) if self._kind == "file" else self._walk(selection, set(left_out.ignored))
+        for path in paths:
+            self._take(start, globs, path)
+        self._ignored = sum(globs.match(os.fsdecode(path)) or os.path.isdir(path) for path in left_out.ignored)
+        self._unreadable = len(left_out.unreadable)
+
+    def _walk(self, selection: FileSelection, ignored: set[bytes]) -> Iterator[bytes]:
+        """Yield everything below the current directory, also directories, except for what ripgrep left out."""
+        pending = [b""]
+        while pending:
+            folder = pending.pop()
             if self._clock.is_over:
                 self._is_partial = True
-                break
-        self._unreadable = len(walk.unreadable)
-        self._bad_rules = walk.bad_rules
-
-    def _look_at(self, folder: Folder, shown: bytes) -> None:
-        by_name, by_path, is_wanted, prefix = self._by_name, self._by_path, _KINDS[self._kind], folder.prefix
-        for number, entry in enumerate(folder.entries, 1):
-            if not number % ENTRIES_A_CHECK and self._clock.is_over:
                 return
-            name = entry.name
-            if not ((by_name and by_name(name)) or (by_path and by_path(prefix + name))):
+            try:
+                with os.scandir(folder or b".") as entries:
+                    for entry in entries:
+                        path = folder + entry.name
+                        if path not in ignored and not selection.leaves_out(path, entry.name):
+                            yield path
+                            if entry.is_dir(follow_symlinks=False):
+                                pending.append(path + b"/")
+            except OSError:
+                # ripgrep has reported this folder.
                 continue
-            if not is_wanted(entry):
-                continue
-            path = shown + name.encode("utf-8", "surrogateescape")
-            if path == self._literal:
-                continue
-            if folder.hides(entry):
-                self._ignored += 1
-            else:
-                self._add(folder.fd, name, path)
 
-    def _add(self, fd: int, name: str, path: bytes) -> None:
+    def _take(self, start: Start, globs: Globs, path: bytes) -> None:
+        if (globs.accept_all or globs.match(os.fsdecode(path))) and start.shown + path != self._literal:
+            self._add(start.shown + path, path, None)
+
+    def _add(self, shown: bytes, path: bytes | str, folder: int | None) -> bool:
+        """Add an entry of the wanted kind. Returns whether there is one."""
         try:
-            changed = os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime_ns
+            status = os.stat(path, dir_fd=folder, follow_symlinks=False)
         except OSError:
-            # The entry was removed after it was listed.
-            return
-        self._found.append((-changed, path))
+            return False
+        if self._kind != "any" and stat.S_IFMT(status.st_mode) not in _KINDS[self._kind]:
+            return False
+        self._found.append((-status.st_mtime_ns, shown))
+        return True
 
-    def send(self, limit: int, max_bytes: int, writer: ReportWriter) -> dict[str, object]:
+    def send(self, request: GlobRequest, writer: ReportWriter) -> dict[str, object]:
         """Send the first matches. Returns the fields of the done event."""
-        self._found.sort()
-        lines, remaining_bytes = [], max_bytes
-        for _, path in self._found[:limit]:
+        lines, remaining_bytes = [], request.max_bytes
+        for _, path in heapq.nsmallest(request.limit, self._found):
             line = f"{escaped(path)}\n".encode()
             remaining_bytes -= len(line)
             if remaining_bytes < 0:
@@ -234,5 +197,4 @@ class _Finder:
             "ignored": self._ignored,
             "unreadable": self._unreadable,
             "partial": self._is_partial,
-            "bad_rules": build_names(map(os.fsencode, self._bad_rules)),
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from guest.failures import INVALID_PATTERN, Failure
+from guest.failures import INVALID_ARGUMENTS, INVALID_PATTERN, Failure
 from guest.files.suggestions import escaped
 
 MAX_PATTERN_BYTES = 131_000
@@ -23,6 +23,8 @@ _CARET = re.compile(r"^ {4}( *)\^+$", re.MULTILINE)
 PCRE_LINE_ENDS = "(*ANYCRLF)"
 """Start of a pattern for PCRE2. With --crlf, ripgrep 13 leaves the line end of a line without \\r in its text."""
 _PCRE = re.compile(r"PCRE2: error compiling pattern at offset (\d+): (.+)")
+_UNKNOWN_TYPE = re.compile(r"^(?:rg: )?unrecognized file type: (.*)$", re.MULTILINE)
+_BAD_GLOB = re.compile(r"^(?:rg: )?error parsing (glob .*)$", re.MULTILINE)
 _REASON = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 
@@ -54,7 +56,14 @@ class GrepPattern:
         self.needs_pcre = self._has_pcre_syntax() or len(text) > _MAX_OWN_CHARS
 
     def explain(self, error_text: str) -> Failure:
-        """Convert an error message of ripgrep about this pattern to a failure."""
+        """Convert an error message of ripgrep about this pattern, or about a type or a glob, to a failure."""
+        if (unknown := _UNKNOWN_TYPE.search(error_text)) is not None:
+            return Failure(
+                INVALID_ARGUMENTS,
+                f"unknown type '{escaped(unknown[1].encode())[:80]}': give the file extension in include, like *.py",
+            )
+        if (glob := _BAD_GLOB.search(error_text)) is not None:
+            return Failure(INVALID_PATTERN, f"exclude: {escaped(glob[1].encode())[:300]}")
         pcre = _PCRE.search(error_text)
         if pcre is not None:
             # The offset counts what Ripgrep puts before the pattern.

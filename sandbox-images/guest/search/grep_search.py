@@ -13,9 +13,8 @@ import os
 import time
 
 from guest.failures import FILE_TOO_LARGE, INTERNAL, TIMEOUT, Failure, describe_os_error
+from guest.search.child import BlockedError, Child
 from guest.search.clock import Clock
-from guest.search.filter import NameFilter
-from guest.search.grep_children import Child
 from guest.search.grep_files import (
     HEAD_BYTES,
     MAX_FOUND_BYTES,
@@ -25,15 +24,12 @@ from guest.search.grep_files import (
     open_file,
     read_text,
 )
-from guest.search.grep_left_out import LeftOut
 from guest.search.grep_lines import FilePrinter, Mark, Page, find_offsets
 from guest.search.grep_patterns import GrepPattern
 from guest.search.grep_records import group_marks
-from guest.search.grep_ripgrep import Ripgrep
 from guest.search.names import build_names
-from guest.search.rule_pipes import RulePipes
+from guest.search.ripgrep import FileSelection, NameFilter, Ripgrep, list_files
 from guest.search.start import Start, open_start
-from guest.search.walk import Walk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -97,7 +93,6 @@ class _Search:
         self._binary: set[bytes] = set()
         self._unreadable: set[bytes] = set()
         self._large: list[bytes] = []
-        self._bad_rules: list[str] = []
         self._ignored = 0
         # Number of files that include, exclude and type select. Counted only if none of them matches.
         self._searched: int | None = None
@@ -111,39 +106,41 @@ class _Search:
         """Find the matching files below the start. Raises Failure.
 
         ripgrep applies the ignore rules. Only the files that match are queried for their time and size. It starts
-        again if it reads a large file, and then leaves out all of them.
+        again if it reads a large file, and then leaves out all of them: to read the size of every file takes a sixth
+        of its time.
         """
-        walk = Walk(self._start, self._paths, not self._request.include_ignored)
-        try:
-            left_out, notes = self._count_files(walk, names, skips_large=False)
-        except _LargeFileError:
+        use_rules = not self._request.include_ignored
+        limits: list[bytes] = []
+        while True:
+            selection = FileSelection(self._start, self._paths, use_rules)
+            options = [*selection.options(names.included, names.excluded, names.type_name), *limits]
+            try:
+                self._count_files(options, names, skips_large=bool(limits))
+                break
+            except _LargeFileError:
+                limits = [b"--max-filesize=%d" % MAX_FOUND_BYTES]
+            except BlockedError:
+                use_rules = False
             self._matches, self._large = [], []
-            left_out, notes = self._count_files(walk, names, skips_large=True)
-        # A folder that is left out counts whatever its name.
-        self._unreadable.update(path for path in left_out.unreadable if names.takes_path(path) or os.path.isdir(path))
-        self._large += [path for path in left_out.large if names.takes_path(path)]
-        self._ignored = sum(names.takes_path(path) or os.path.isdir(path) for path in left_out.ignored)
-        self._bad_rules = sorted(left_out.bad_rules + notes)
         # Only the first of all matches are shown, so they are not sorted here.
         heapq.heapify(self._matches)
         self._check_found()
         if not self._matches and not names.is_empty:
-            with Child(self._ripgrep.start_listing(walk, names)) as child:
-                listed = child.read_records(b"\0", lambda: self._clock.is_over)
-                self._searched = sum(names.takes_path(path[2:]) for path in listed)
+            with Child(list_files(self._paths.ripgrep, options)) as child:
+                self._searched = sum(
+                    names.takes(path[2:]) for path in child.read_records(b"\0", lambda: self._clock.is_over)
+                )
 
-    def _count_files(self, walk: Walk, names: NameFilter, *, skips_large: bool) -> tuple[LeftOut, list[str]]:
-        """Collect the matches. Returns what ripgrep left out, and notes on rule files.
+    def _count_files(self, options: list[bytes], names: NameFilter, *, skips_large: bool) -> None:
+        """Collect the matches, and what ripgrep left out.
 
-        Raises _LargeFileError unless `skips_large`.
+        Raises BlockedError, and _LargeFileError unless `skips_large`.
         """
-        takes_all = names.is_empty
-        pipes = RulePipes(self._start, self._paths)
-        with Child(self._ripgrep.start_counting(walk, names, self._names_only, skips_large), _REST_S) as child:
-            for raw, count in self._read_counts(child, pipes, skips_large):
+        with Child(self._ripgrep.start_counting(options, self._names_only), _REST_S) as child:
+            for raw, count in self._read_counts(child, skips_large):
                 path = raw[2:]
-                # The filter of ripgrep covers only a part of include and exclude.
-                if not takes_all and not names.takes_path(path):
+                # The options may select more than include.
+                if not names.takes(path):
                     continue
                 try:
                     status = os.lstat(path)
@@ -154,7 +151,11 @@ class _Search:
                     self._large.append(path)
                 else:
                     self._matches.append((-status.st_mtime_ns, path, count))
-        return child.left_out, pipes.notes
+        # A folder that is left out counts whatever its name.
+        left_out = child.left_out
+        self._unreadable.update(path for path in left_out.unreadable if names.takes(path) or os.path.isdir(path))
+        self._large += [path for path in left_out.large if names.takes(path)]
+        self._ignored = sum(names.takes(path) or os.path.isdir(path) for path in left_out.ignored)
 
     def find_in_file(self, name: bytes) -> None:
         """Search the one file that the request names.
@@ -182,9 +183,7 @@ class _Search:
     def _names_only(self) -> bool:
         return self._request.mode == "files"
 
-    def _read_counts(
-        self, child: Child, pipes: RulePipes | None = None, skips_large: bool = True
-    ) -> Iterator[tuple[bytes, int]]:
+    def _read_counts(self, child: Child, skips_large: bool = True) -> Iterator[tuple[bytes, int]]:
         """Yield (path, count) of each matching file.
 
         Raises Failure if ripgrep rejects the pattern, and _LargeFileError unless `skips_large`.
@@ -197,8 +196,6 @@ class _Search:
                 if child.find_largest_open() > MAX_FOUND_BYTES:
                     raise _LargeFileError
                 check_at = time.monotonic() + _LARGE_CHECK_S
-            if pipes is not None:
-                pipes.release(child, lambda: self._clock.is_too_late_to_find)
             return self._clock.is_too_late_to_find
 
         yield from self._ripgrep.read_counting(child, self._names_only, is_late)
@@ -327,7 +324,6 @@ class _Search:
             "binary_names": build_names(map(self._named, sorted(self._binary))),
             "unreadable": len(self._unreadable),
             "unreadable_names": build_names(map(self._named, sorted(self._unreadable))),
-            "bad_rules": build_names(map(os.fsencode, self._bad_rules)),
             "partial": self._is_partial,
         }
 

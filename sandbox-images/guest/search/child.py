@@ -14,7 +14,7 @@ import time
 
 from guest.paths import ENVIRONMENT
 from guest.processes import offer_to_oom_killer
-from guest.search.grep_left_out import LeftOut
+from guest.search.left_out import LeftOut
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,14 @@ _READ_BYTES = 65_536
 _FAULT = 2
 _POLL_MS = 50
 _MANY_PIECES = 16
+_BLOCKED_S = 0.5
+# Idle threads of a process that waits for a pipe use less processor time than this in that time.
+_IDLE_TICKS = 5
 _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 33))
+
+
+class BlockedError(Exception):
+    """Raised when the process waits for a pipe that has the name of a rule file. ripgrep opens every rule file."""
 
 
 class Child:
@@ -63,28 +70,36 @@ class Child:
         """Yield the output piece by piece until the process ends or `is_late` returns True.
 
         `is_late` is called between pieces and raises Failure if the call is cancelled. When the pipe is full, the
-        process waits until the caller reads on.
+        process waits until the caller reads on. Raises BlockedError.
         """
         poller = select.poll()
         poller.register(self._out, select.POLLIN)
         poller.register(self._errors, select.POLLIN)
         open_fds, pieces = 2, 0
+        ticks, check_at = 0, time.monotonic() + _BLOCKED_S
         while open_fds:
             if is_late():
                 self.end()
                 return
-            for fd, _ in poller.poll(_POLL_MS):
+            ready = poller.poll(_POLL_MS)
+            if time.monotonic() >= check_at:
+                before, ticks = ticks, self._read_cpu_ticks()
+                if not ready and ticks - before < _IDLE_TICKS and not self._waits_for_disk():
+                    raise BlockedError
+                check_at = time.monotonic() + _BLOCKED_S
+            for fd, _ in ready:
                 data = os.read(fd, _READ_BYTES)
                 if not data:
                     poller.unregister(fd)
                     open_fds -= 1
-                elif fd == self._out:
+                    continue
+                if fd == self._out:
                     yield data
-                    pieces += 1
-                    if pieces > _MANY_PIECES:
-                        time.sleep(self._rest_s)
                 else:
                     self.left_out.feed(data)
+                pieces += 1
+            if pieces > _MANY_PIECES:
+                time.sleep(self._rest_s)
         if self._pid is not None:
             pid, self._pid = self._pid, None
             self.status = os.waitpid(pid, 0)[1]
@@ -134,11 +149,14 @@ class Child:
                         largest = max(largest, status.st_size)
         return largest
 
-    def read_cpu_ticks(self) -> int:
+    def _read_cpu_ticks(self) -> int:
         """Return the processor time of the process so far, in ticks of the clock."""
-        with open(f"/proc/{self._pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return int(fields[11]) + int(fields[12])
+        fields = _read_stat(f"/proc/{self._pid}/stat")
+        return int(fields[11]) + int(fields[12]) if fields else 0
+
+    def _waits_for_disk(self) -> bool:
+        folder = f"/proc/{self._pid}/task"
+        return any(_read_stat(f"{folder}/{thread}/stat")[:1] == [b"D"] for thread in os.listdir(folder))
 
     def end(self) -> None:
         """Kill the process if it still runs."""
@@ -170,3 +188,12 @@ def start_program(argv: list[bytes], inherited: tuple[int, ...] = ()) -> Callabl
             os.close(null)
 
     return start
+
+
+def _read_stat(path: str) -> list[bytes]:
+    """Return the fields of a process or thread after its name, or nothing if it has ended."""
+    try:
+        with open(path, "rb") as file:
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return []
