@@ -89,14 +89,16 @@ class FenceTracker:
         self._start_line()
 
 
-_SHELL_BLOCK = re.compile(
-    r"^ {0,3}```(?:bash|sh|shell|console)[ \t]*\n(.*?)\n {0,3}```[ \t]*$", re.DOTALL | re.MULTILINE
-)
+_SHELL_OPENING = re.compile(r"^ {0,3}```(?:bash|sh|shell|console)[ \t]*\n", re.MULTILINE)
+_CLOSING = re.compile(r"^ {0,3}```[ \t]*$", re.MULTILINE)
 _PROMPT = re.compile(r"^\$ ", re.MULTILINE)
 
 
 def find_command(text: str) -> str | None:
     """Return the command in the first shell code block of a text, without `$ ` prompts; None if there is none."""
-    match = _SHELL_BLOCK.search(text)
-    command = _PROMPT.sub("", match[1]).strip() if match is not None else ""
-    return command or None
+    opening = _SHELL_OPENING.search(text)
+    # One pattern for the whole block would search for an end after every opening: quadratic time in a model's text.
+    closing = _CLOSING.search(text, opening.end()) if opening is not None else None
+    if opening is None or closing is None:
+        return None
+    return _PROMPT.sub("", text[opening.end() : closing.start()]).strip() or None
