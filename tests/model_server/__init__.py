@@ -1,3 +1,3 @@
 """An OpenAI-compatible model server that plays a script or a recording, for end-to-end, chaos and benchmark runs. See
-docs/testing.md.
+tests/model_server/script.py.
 """

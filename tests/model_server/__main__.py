@@ -30,7 +30,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "script",
         nargs="?",
         type=Path,
-        help="JSON lines, as docs/testing.md tells; with --replay only its faults count",
+        help="JSON lines, as tests/model_server/script.py tells; with --replay only its faults count",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: one that is free")

@@ -29,7 +29,7 @@ class ModelServer:
     pid: int
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters, as listed in docs/testing.md."""
+        """Return the counters, as listed in tests/model_server/script.py."""
         with urllib.request.urlopen(f"{self._root}/stats", timeout=ANSWER_S) as answer:
             reply: dict[str, Any] = json.load(answer)
         return reply

@@ -1,5 +1,15 @@
 """Scripts of the model server: the records of their lines. A script is read from JSONL and checked completely before
 the server starts.
+
+conversation  what `key` finds in the first user message, otherwise a hash of it
+step          the number of assistant messages
+when          `conversation`, `step`, `observation` (pattern for the last tool result); the first matching rule answers
+reply         `text`, `calls`, `chunks`, `whole`, `finish_reason`, `usage`, `spelling` (`native`, `tags`, `json`),
+              `first_byte_s`, `chunk_s`
+templates     `{{item}}`, `{{step}}`, `{{attempt}}`, `{{user}}`, `{{observation}}`, `{{match.NAME}}`;
+              filters `strip`, `first_line`, `last_line`, `number`, `int`
+faults        `status`, `delay`, `cut`, `no_end`, `shape`; how often: `first`, `per`, `probability`, `during_s`
+counters      `GET /stats` (`requests`, `replies`, `replies_repeated`, `identical_requests`, `faults`, ...), `POST /reset`
 """
 
 import json
@@ -15,7 +25,7 @@ from tests.model_server.templates import find_unknown_places
 
 DEFAULT_KEY = r"\[item ([^\]\s]+)\]"
 MAX_SHOWN = 20
-_GUIDE = "docs/testing.md"
+_GUIDE = "tests/model_server/script.py"
 
 Span = (
     Annotated[float, Field(ge=0, le=3600)]
