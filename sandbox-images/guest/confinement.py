@@ -90,6 +90,7 @@ def pin_file(place: Place) -> int:
     The descriptor refers to the file itself, so that a later exchange of the name has no effect. Raises Failure when
     the file is a link or not a regular file, and OSError for other errors.
     """
+    # O_PATH opens nothing yet: opening a pipe or a device for reading could block, or have an effect.
     fd = os.open(place.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory)
     try:
         mode = os.fstat(fd).st_mode

@@ -114,7 +114,7 @@ class AgeLimit:
         return None if self._ends_at is None else self._ends_at - _now()
 
     def check(self) -> None:
-        """Raise LifeOver when the limit is reached."""
+        """Raise AgeLimitReached when the limit is reached."""
         remaining_s = self.remaining_s
         if remaining_s is not None and remaining_s <= 0:
             raise AgeLimitReached(f"the sandbox reached its maximum life of {self._life_s:g} s")
@@ -186,6 +186,7 @@ class Loop:
             poller.register(_STDOUT, select.POLLOUT)
         # When the host is slow, PID 1 stops reading reports. The pipes fill, the programs block, and PID 1's memory
         # stays small.
+        # Requests are still read: a cancel must get through to a program whose output the host does not read.
         if self._outbox.size < _OUTBOX_BYTES:
             for fd in self._supervisors.by_reports:
                 poller.register(fd, select.POLLIN)
@@ -205,6 +206,7 @@ class Loop:
         """Return the time until the next duty, in milliseconds, or None when there is none."""
         if self._ready_calls:
             return 0
+        # PID 1 has no handler for SIGCHLD, so it looks for dead children while some are expected.
         if self._supervisors.ending or self._cleanup.is_active:
             return _TICK_MS
         deadlines = [call.watch_at for call in self._supervisors.calls if not call.answered]
@@ -233,7 +235,7 @@ class Loop:
             self._process_request(frame)
 
     def _process_request(self, frame: Frame) -> None:
-        """Process a frame of the host. Raises BrokenProtocol when the protocol does not allow the frame."""
+        """Process a frame of the host. Raises ProtocolError when the protocol does not allow the frame."""
         header = frame.header
         op, call_id = header.get("op"), header.get("id")
         if op in NET_OPS:

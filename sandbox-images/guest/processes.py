@@ -351,6 +351,7 @@ def ask_to_end(group: int, report: KillReport) -> None:
     """
     with contextlib.suppress(OSError):
         report.pids.update(process.pid for process in read_descendants() if process.alive)
+    # A stopped program handles SIGTERM only after SIGCONT.
     for number in (_SIGTERM, _SIGCONT):
         try:
             os.killpg(group, number)

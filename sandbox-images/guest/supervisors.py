@@ -389,6 +389,7 @@ class Supervisor:
 
     def _leave_pid_1(self, first: Assignment) -> None:
         """Release what belongs to PID 1 and to other calls."""
+        # The host's channel. A program that inherits it could answer for the guest.
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         for fd in (0, 1):
             # Descriptors 0 and 1 stay open, so that no pipe of a program gets these numbers.
@@ -601,6 +602,8 @@ class Supervisors:
         The supervisor is killed instead when another supervisor already waits, or when its call was cancelled or
         overdue.
         """
+        # A cancel that was sent too late is still in the channel of the supervisor. The next call would read it as its
+        # own, so a supervisor whose call was cancelled serves no other call.
         call, handle.call = handle.call, None
         if not handle.is_free or handle.pid not in self._by_pid:
             return

@@ -139,7 +139,7 @@ class OciRuntime:
         self._skeleton = folder / skeleton_name()
         self._cgroups = Cgroups()
         self._running: dict[str, _Running] = {}
-        self._pins: dict[tuple[str, ...], Mapping[str, str]] = {}
+        self._pins: dict[tuple[str, ...], asyncio.Future[Mapping[str, str]]] = {}
         self._pin_names: dict[str, str] = {}
         """Name of a pin -> content id of its image."""
         self._filters: dict[bool, str] = {}
@@ -252,18 +252,24 @@ class OciRuntime:
                 "scripts/build-image, or pull it"
             )
         if key not in self._pins:
-            # The name is stored before the container exists, so that a sweep does not remove it.
-            pin = f"{PIN_PREFIX}{secrets.token_hex(8)}"
-            self._pin_names[pin] = spec.image_facts.id
-            try:
-                await self._engine.pin(pin, spec.image_facts.id, spec.labels, volumes)
-                self._pins[key] = {place: await self._engine.volume_path(volume) for place, volume in volumes.items()}
-            except BaseException:
-                # The engine may have made the container all the same. The next start makes another pin, and a sweep
-                # removes one whose name is not stored.
-                self._pin_names.pop(pin, None)
-                raise
-        return self._pins[key]
+            # A task, which starts at the same time share. A start that is cancelled must not leave a pin that no later
+            # start uses.
+            self._pins[key] = asyncio.ensure_future(self._make_pin(key, spec, volumes))
+        return await asyncio.shield(self._pins[key])
+
+    async def _make_pin(self, key: tuple[str, ...], spec: SandboxSpec, volumes: Mapping[str, str]) -> Mapping[str, str]:
+        # The name is stored before the container exists, so that a sweep does not remove it.
+        pin = f"{PIN_PREFIX}{secrets.token_hex(8)}"
+        self._pin_names[pin] = spec.image_facts.id
+        try:
+            await self._engine.pin(pin, spec.image_facts.id, spec.labels, volumes)
+            return {place: await self._engine.volume_path(volume) for place, volume in volumes.items()}
+        except BaseException:
+            # The engine may have made the container all the same. The next start makes another pin, and a sweep removes
+            # one whose name is not stored.
+            self._pin_names.pop(pin, None)
+            self._pins.pop(key, None)
+            raise
 
     async def _run(self, work: Callable[[], None]) -> None:
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._threads, work))
