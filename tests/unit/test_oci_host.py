@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from contract.errors import SandboxUnavailable
 from tests.stack import missing
 from tests.unit.test_oci_bundle import build_spec
-from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, ListedContainer
+from workers.sandboxd.disks.base import WorkspaceMount
+from workers.sandboxd.runtime.base import LABEL_DEADLINE, LABEL_DEPLOYMENT, LABEL_LEASE, ListedContainer
 from workers.sandboxd.runtime.cgroups import PARENT, Cgroups
-from workers.sandboxd.runtime.hardening import ImageFacts
+from workers.sandboxd.runtime.hardening import ImageFacts, SandboxSpec
 from workers.sandboxd.runtime.id_ranges import IdRanges, id_map
 from workers.sandboxd.runtime.mounts import ID_RANGE
 from workers.sandboxd.runtime.oci import OciRuntime, find_program
@@ -83,14 +85,21 @@ def test_no_two_ranges_of_a_host_overlap(tmp_path: Path) -> None:
 
 
 class PinningEngine:
-    """An engine that makes every pin, and then fails."""
+    """An engine that makes every pin, and then loses its answer if `loses_answers`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, loses_answers: bool = False) -> None:
         self.pins: list[str] = []
+        self.labels: dict[str, str] = {}
+        self._loses_answers = loses_answers
 
-    async def pin(self, name: str, *_: object) -> None:
+    async def pin(self, name: str, image: str, labels: dict[str, str], volumes: object) -> None:
         self.pins.append(name)
-        raise SandboxUnavailable("the answer was lost")
+        self.labels = labels
+        if self._loses_answers:
+            raise SandboxUnavailable("the answer was lost")
+
+    async def volume_path(self, volume: str) -> str:
+        return f"/volumes/{volume}"
 
     async def list_containers(self, deployment: str, product: str) -> list[ListedContainer]:
         labels = {LABEL_DEPLOYMENT: deployment}
@@ -100,20 +109,43 @@ class PinningEngine:
         self.pins.remove(name)
 
 
-async def test_the_pin_of_a_failed_start_is_swept(tmp_path: Path) -> None:
+@asynccontextmanager
+async def open_runtime(engine: Any, folder: Path) -> AsyncIterator[OciRuntime]:
     program = find_program()
     if os.geteuid() != 0 or program is None:
         missing("no OCI runtime for root")
-    engine: Any = PinningEngine()
-    runtime = OciRuntime(engine, str(program), tmp_path, tmp_path / "oci")
+    runtime = OciRuntime(engine, str(program), folder, folder / "oci")
     try:
-        spec = build_spec(image_facts=ImageFacts(id="sha256:1", layers=("/layer",)), guest_volume="guest")
-        with pytest.raises(SandboxUnavailable):
-            await runtime.start(spec, "toolcrew-a-1")
-        assert [listed.name for listed in await runtime.list_sandboxes("d")] == engine.pins
-        assert len(engine.pins) == 1
+        yield runtime
     finally:
         await runtime.close()
+
+
+def build_pinned_spec(**labels: str) -> SandboxSpec:
+    image = ImageFacts(id="sha256:1", layers=("/layer",))
+    return build_spec(image_facts=image, guest_volume="guest", labels=labels, workspace=WorkspaceMount("/missing"))
+
+
+async def test_the_pin_of_a_failed_start_is_swept(tmp_path: Path) -> None:
+    engine = PinningEngine(loses_answers=True)
+    async with open_runtime(engine, tmp_path) as runtime:
+        with pytest.raises(SandboxUnavailable):
+            await runtime.start(build_pinned_spec(), "toolcrew-a-1")
+        assert [listed.name for listed in await runtime.list_sandboxes("d")] == engine.pins
+        assert len(engine.pins) == 1
+
+
+async def test_a_pin_outlives_the_deadline_of_the_sandbox_that_began_it(tmp_path: Path) -> None:
+    engine = PinningEngine()
+    async with open_runtime(engine, tmp_path) as runtime:
+        for number in range(2):
+            with pytest.raises(SandboxUnavailable, match="/missing"):
+                await runtime.start(
+                    build_pinned_spec(**{LABEL_DEADLINE: "1", LABEL_LEASE: "x"}), f"toolcrew-a-{number}"
+                )
+        assert len(engine.pins) == 1
+        assert engine.labels == {LABEL_LEASE: "x"}
+    assert engine.pins == []
 
 
 def test_a_block_is_free_again_when_its_sandboxd_ends(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from workers.sandboxd.disks.image import (
 from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY
 from workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
+    LABEL_DEADLINE,
     LABEL_DEPLOYMENT,
     PRODUCT_PIN,
     AttachedContainer,
@@ -261,8 +262,11 @@ class OciRuntime:
         # The name is stored before the container exists, so that a sweep does not remove it.
         pin = f"{PIN_PREFIX}{secrets.token_hex(8)}"
         self._pin_names[pin] = spec.image_facts.id
+        # Without the deadline of the sandbox: a pin lives as long as this process. Another sandboxd of this engine
+        # would remove it at the deadline, and the image could then be removed below running sandboxes.
+        labels = {name: value for name, value in spec.labels.items() if name != LABEL_DEADLINE}
         try:
-            await self._engine.pin(pin, spec.image_facts.id, spec.labels, volumes)
+            await self._engine.pin(pin, spec.image_facts.id, labels, volumes)
             return {place: await self._engine.volume_path(volume) for place, volume in volumes.items()}
         except BaseException:
             # The engine may have made the container all the same. The next start makes another pin, and a sweep removes
