@@ -84,6 +84,14 @@ def printable(name: bytes | str) -> str:
     return raw.decode("utf-8", "backslashreplace")
 
 
+def escaped(name: bytes) -> str:
+    """Return a path as one line of text. Characters that are not printable appear as escapes."""
+    text = printable(name)
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
 def encode_text(text: str, what: str) -> bytes:
     """Return the bytes of a name or an argument. Raises Failure when the text cannot be encoded."""
     try:

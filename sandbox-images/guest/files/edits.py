@@ -193,7 +193,7 @@ def edit_text(request: EditTextRequest, context: RequestContext) -> dict[str, ob
 
 def _missing(path: str, context: RequestContext) -> Failure:
     # Imported only here, because the import takes longer than an edit.
-    from guest.files.suggestions import missing_file
+    from guest.search.suggestions import missing_file
 
     return missing_file(path, context.paths)
 

@@ -19,6 +19,7 @@ from guest.failures import (
     OFFSET_OUT_OF_RANGE,
     Failure,
     describe_os_error,
+    escaped,
 )
 from guest.files.encodings import TextForm, check_codec, find_sure_form, guess_form, guess_window
 from guest.files.file_types import HEAD_BYTES, find_type
@@ -26,7 +27,7 @@ from guest.files.line_page import LinePage
 from guest.files.requests import EMPTY_ANSWER, ReadTextRequest
 from guest.files.sha256 import new_digest
 from guest.files.snapshots import MAX_DATA_BYTES, forget, key_of, remember
-from guest.files.suggestions import escaped, missing_file
+from guest.search.suggestions import missing_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

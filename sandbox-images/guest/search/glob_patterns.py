@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from guest.failures import INVALID_PATTERN, Failure
-from guest.files.suggestions import escaped
+from guest.failures import INVALID_PATTERN, Failure, escaped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from guest.failures import (
     PATH_NOT_ALLOWED,
     Failure,
     describe_os_error,
+    escaped,
 )
-from guest.files.suggestions import escaped
 from guest.search.child import BlockedError, Child
 from guest.search.clock import Clock
 from guest.search.glob_patterns import MAX_PATTERN_CHARS, Globs, has_magic
@@ -25,7 +25,7 @@ from guest.search.start import Start, open_folder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from guest.paths import GuestPaths
     from guest.search.requests import GlobRequest
@@ -133,15 +133,17 @@ class _Finder:
     def _list(self, start: Start, globs: Globs, *, use_rules: bool) -> None:
         selection = FileSelection(start, self._paths, use_rules)
         with Child(list_files(self._paths.ripgrep, selection.options()), _REST_S) as child:
-            for path in child.read_records(b"\0", lambda: self._clock.is_over):
-                if self._kind == "file":
-                    self._take(start, globs, path[2:])
+            listed = child.read_records(b"\0", lambda: self._clock.is_over)
+            if self._kind == "file":
+                self._take(start, globs, (path[2:] for path in listed))
+            else:
+                for _ in listed:
+                    pass
         self._is_partial = child.was_cut_off
         left_out = child.left_out
         # ripgrep lists files only, and reports links to files.
-        paths = iter(left_out.special) if self._kind == "file" else self._walk(selection, set(left_out.ignored))
-        for path in paths:
-            self._take(start, globs, path)
+        others = left_out.special if self._kind == "file" else self._walk(selection, set(left_out.ignored))
+        self._take(start, globs, others)
         self._ignored = sum(globs.match(os.fsdecode(path)) or os.path.isdir(path) for path in left_out.ignored)
         self._unreadable = len(left_out.unreadable)
 
@@ -165,12 +167,15 @@ class _Finder:
                 # ripgrep has reported this folder.
                 continue
 
-    def _take(self, start: Start, globs: Globs, path: bytes) -> None:
-        if (globs.accept_all or globs.match(os.fsdecode(path))) and start.shown + path != self._literal:
-            self._add(start.shown + path, path, None)
+    def _take(self, start: Start, globs: Globs, paths: Iterable[bytes]) -> None:
+        """Add the entries of the wanted kind that match, except for the one that is added already."""
+        shown, is_known, takes_all = start.shown, self.has_literal, globs.accept_all
+        for path in paths:
+            if (takes_all or globs.match(os.fsdecode(path))) and not (is_known and shown + path == self._literal):
+                self._add(shown + path, path, None)
 
     def _add(self, shown: bytes, path: bytes | str, folder: int | None) -> bool:
-        """Add an entry of the wanted kind. Returns whether there is one."""
+        """Add an entry if it is of the wanted kind. Returns whether it is."""
         try:
             status = os.stat(path, dir_fd=folder, follow_symlinks=False)
         except OSError:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-from guest.failures import INVALID_ARGUMENTS, INVALID_PATTERN, Failure
-from guest.files.suggestions import escaped
+from guest.failures import INVALID_ARGUMENTS, INVALID_PATTERN, Failure, escaped
 
 MAX_PATTERN_BYTES = 131_000
 """Maximum size of a pattern, in bytes. It must fit into one argument of a program."""

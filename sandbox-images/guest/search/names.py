@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from guest.files.suggestions import escaped
+from guest.failures import escaped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

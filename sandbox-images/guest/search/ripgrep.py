@@ -129,6 +129,12 @@ def list_files(program: bytes, options: list[bytes]) -> Callable[[int, int], int
     return start_program([program, *_ALWAYS, b"--files", *options, b"--", b"./"])
 
 
+def list_all_files(program: bytes, folders: list[bytes]) -> Callable[[int, int], int]:
+    """Return a start function that lists the files below the folders, each followed by NUL."""
+    left_out = [b"--glob=!" + name for name in _VCS_NAMES]
+    return start_program([program, *_ALWAYS, b"--files", b"--hidden", *left_out, b"--", *folders])
+
+
 class Ripgrep:
     """ripgrep for one content search. It runs in the current directory of this process."""
 
