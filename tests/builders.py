@@ -90,8 +90,6 @@ def build_read_response(
         "newline": "lf" if count else "none",
         "final_newline": True,
         "type": "",
-        "width": 0,
-        "height": 0,
         "entries": 0,
     }
     return GuestResponse({**done, **fields}, {"file": raw})

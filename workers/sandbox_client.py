@@ -584,8 +584,6 @@ class _ReadText(_Shape):
     newline: Literal["none", "lf", "crlf", "cr", "mixed"]
     final_newline: bool
     type: Annotated[str, Field(pattern=r"\A[A-Za-z0-9 -]{0,60}\z")]
-    width: _Count
-    height: _Count
     entries: _Count
 
 

@@ -77,12 +77,11 @@ def test_a_character_that_the_end_of_a_sample_cuts_is_not_wrong(sign: str) -> No
 
 
 @pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
-@pytest.mark.parametrize(
-    "text", ["hello\nworld\n", CHINESE, "привет\n", "a\n" * 10_000], ids=["ascii", "han", "cyrillic", "long"]
-)
-def test_wide_encodings_are_known_without_a_mark(codec: str, text: str) -> None:
-    form = find_form(text.encode(codec))
-    assert (form.codec, form.bom, form.is_guess) == (codec, b"", True)
+def test_wide_encodings_without_a_mark_are_text_only_if_they_are_named(codec: str) -> None:
+    data = "hello\nworld\n".encode(codec)
+    with pytest.raises(Failure, match="not text"):
+        find_form(data)
+    assert find_form(data, codec).decode(data) == "hello\nworld\n"
 
 
 @pytest.mark.parametrize(
@@ -223,32 +222,11 @@ def test_anything_at_all_is_text_in_a_form_that_reads_it_or_is_refused(data: byt
         assert isinstance(form.decode(data), str)
 
 
-GIF = b"GIF89a" + (320).to_bytes(2, "little") + (200).to_bytes(2, "little")
-JPEG = b"\xff\xd8\xff\xe0\0\x04ab\xff\xff\xc2\0\x11\x08" + (480).to_bytes(2, "big") + (640).to_bytes(2, "big")
-WEBP_LOSSY = b"RIFF\0\0\0\0WEBPVP8 \0\0\0\0\0\0\0\x9d\x01\x2a" + (16).to_bytes(2, "little") + (9).to_bytes(2, "little")
-WEBP_LOSSLESS = b"RIFF\0\0\0\0WEBPVP8L\0\0\0\0\x2f" + (15 | 8 << 14).to_bytes(4, "little")
-WEBP_EXTENDED = b"RIFF\0\0\0\0WEBPVP8X\0\0\0\0\0\0\0\0" + (15).to_bytes(3, "little") + (8).to_bytes(3, "little")
-
-
-@pytest.mark.parametrize(
-    ("head", "size"),
-    [
-        (PNG, (640, 480)),
-        (GIF, (320, 200)),
-        (JPEG, (640, 480)),
-        (WEBP_LOSSY, (16, 9)),
-        (WEBP_LOSSLESS, (16, 9)),
-        (WEBP_EXTENDED, (16, 9)),
-    ],
-    ids=["png", "gif", "jpeg", "webp-lossy", "webp-lossless", "webp-extended"],
-)
-def test_a_picture_reports_its_size_as_far_as_its_beginning_goes(head: bytes, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("head", [PNG, b"GIF89a", b"\xff\xd8\xff\xe0", b"RIFF\0\0\0\0WEBP"])
+def test_a_picture_is_known_by_its_beginning(head: bytes) -> None:
     found = find_type(head)
     assert found is not None
-    assert (found.medium, found.width, found.height) == ("image", *size)
-    for end in range(12, len(head)):
-        cut = find_type(head[:end])
-        assert cut is None or cut.medium in ("image", "data")
+    assert found.medium == "image"
 
 
 @pytest.mark.parametrize(

@@ -136,12 +136,12 @@ def test_no_line_of_a_file_can_pass_for_a_footer() -> None:
 
 
 def test_a_picture_is_described() -> None:
-    result = read(build_read_response(b"", size=12345, kind="image", type="a PNG image", width=640, height=480))
+    result = read(build_read_response(b"", size=12345, kind="image", type="a PNG image"))
     assert result.success is True
-    assert result.output == "[a PNG image, 640x480 pixels, 12345 bytes: it cannot be shown as text]"
-    assert result.metadata == {"size_bytes": 12345, "type": "a PNG image", "width": 640, "height": 480}
-    unsized = read(build_read_response(b"", size=9, kind="document", type="a PDF document"))
-    assert unsized.output == "[a PDF document, 9 bytes: it cannot be shown as text]"
+    assert result.output == "[a PNG image, 12345 bytes: it cannot be shown as text]"
+    assert result.metadata == {"size_bytes": 12345, "type": "a PNG image"}
+    document = read(build_read_response(b"", size=9, kind="document", type="a PDF document"))
+    assert document.output == "[a PDF document, 9 bytes: it cannot be shown as text]"
 
 
 def test_a_directory_is_an_error_that_carries_the_names() -> None:

@@ -167,11 +167,10 @@ def _footer(first: int, last: int, done: Mapping[str, Any], *, is_end: bool) -> 
 
 
 def _picture(done: Mapping[str, Any]) -> Outcome:
-    size = f", {done['width']}x{done['height']} pixels" if done["width"] and done["height"] else ""
-    metadata: dict[str, JsonValue] = {"size_bytes": done["size"], "type": done["type"]}
-    if size:
-        metadata |= {"width": done["width"], "height": done["height"]}
-    return Outcome(f"[{done['type']}{size}, {done['size']} bytes: it cannot be shown as text]", metadata)
+    return Outcome(
+        f"[{done['type']}, {done['size']} bytes: it cannot be shown as text]",
+        {"size_bytes": done["size"], "type": done["type"]},
+    )
 
 
 def _directory(path: str, done: Mapping[str, Any], raw: bytes) -> Outcome:

@@ -5,6 +5,7 @@ The usual mistakes are tested one after the other. The explanation also shows th
 
 from __future__ import annotations
 
+import html
 import re
 import time
 import unicodedata
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from guest.files.edits import Edit
     from guest.files.file_texts import FileText
 
+    Normalize = Callable[[str], str]
+
 _MAX_BYTES = 16_777_216
 _TELLING_CHARS = 8
 _MAX_LINES = 500_000
@@ -27,7 +30,6 @@ _DIFF_CHARS = 2400
 _READ_AGAIN = "Read the file again with read_tool and copy the text as it is."
 _NUMBERED = re.compile(r"^[ ]*\d+(?:\t|→|\||: ?)", re.MULTILINE)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", '"': '"', "'": "'", "`": "`", "\\": "\\", "/": "/"}
-_ENTITIES = (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&#39;", "'"), ("&apos;", "'"), ("&amp;", "&"))
 _LOOK_ALIKE = str.maketrans(
     {
         **dict.fromkeys("\u2018\u2019\u201a\u201b\u2032\u00b4\u02b9\u02bc", "'"),
@@ -68,6 +70,97 @@ def explain_miss(edit: Edit, text: FileText, body: bytes, change: tuple[bytes, s
     return "\n".join(hints for hints in (cause or _READ_AGAIN, closest) if hints)
 
 
+class _Cause:
+    """Usual mistake: the text is in the file after `of_old` changed old_string and `of_body` changed the file.
+
+    Neither function may change the number of lines before the place. `words` has a placeholder for the line.
+    """
+
+    __slots__ = ("of_body", "of_old", "words")
+
+    def __init__(self, words: str, of_old: Normalize, of_body: Normalize | None = None) -> None:
+        self.words = words
+        self.of_old = of_old
+        self.of_body = of_body or _unchanged
+
+
+def _unchanged(text: str) -> str:
+    return text
+
+
+def _by_line(change: Normalize) -> Normalize:
+    return lambda text: "\n".join([change(line) for line in text.split("\n")])
+
+
+def _alike(words: str, change: Normalize) -> _Cause:
+    """Return the cause that old_string and the file differ only in what `change` removes."""
+    return _Cause(words, change, change)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([ntr\"'`\\/])", lambda found: _ESCAPES[found[1]], text)
+
+
+def _escape_breaks(text: str) -> str:
+    return text.replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _escape_quotes(text: str) -> str:
+    return text.replace('"', '\\"')
+
+
+def _escape_all(text: str) -> str:
+    return _escape_quotes(_escape_breaks(text.replace("\\", "\\\\")))
+
+
+def _squeeze(line: str) -> str:
+    """Return the line with one space for each run of spaces and tabs. Other characters that look like spaces stay."""
+    return " ".join(part for part in line.replace("\t", " ").split(" ") if part)
+
+
+def _fold(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).translate(_LOOK_ALIKE)
+
+
+_WITH_BACKSLASH = (
+    'The file has it with a backslash before characters (such as \\n, \\t, \\"), at line {line}: send these as they '
+    "are there."
+)
+_BLANKS_AT_ENDS = "It differs in blanks at the ends of lines, in the text from line {line} on."
+_INDENTATION = "Its indentation differs, in the text from line {line} on:"
+_LOOK_ALIKES = "It differs only in characters that look alike, at line {line}:"
+_CAUSES = (
+    _Cause(
+        "It differs from line {line} only in its line ends: give them as LF (\\n), which matches LF and CRLF.",
+        _unchanged,
+    ),
+    _Cause(
+        "Its lines begin with line numbers, as read_tool shows them, which are not in the file: leave them out. "
+        "Without them it stands at line {line}.",
+        lambda text: _NUMBERED.sub("", text),
+    ),
+    _Cause(
+        'It has escaped characters (such as \\n, \\t, \\") where the file has plain ones, at line {line}: send them '
+        "unescaped.",
+        _unescape,
+    ),
+    _Cause(_WITH_BACKSLASH, _escape_breaks),
+    _Cause(_WITH_BACKSLASH, _escape_quotes),
+    _Cause(_WITH_BACKSLASH, _escape_all),
+    _Cause(
+        "It has &lt;, &amp; or the like where the file has plain characters, at line {line}: send these.", html.unescape
+    ),
+    _alike(_INDENTATION, _by_line(lambda line: line.lstrip(" \t"))),
+    _Cause("Without the blanks and line ends at its own beginning and end it stands at line {line}.", str.strip),
+    _alike(_BLANKS_AT_ENDS, _by_line(lambda line: line.rstrip(" \t"))),
+    _alike(
+        "It differs only in blanks within or around its lines, in the text from line {line} on.", _by_line(_squeeze)
+    ),
+    _alike("It differs only in upper and lower case, at line {line}.", str.lower),
+    _alike(_LOOK_ALIKES, _fold),
+)
+
+
 class _Miss:
     """Search for the cause of one failed match. All texts have LF line ends."""
 
@@ -80,23 +173,41 @@ class _Miss:
 
     def find_cause(self) -> str | None:
         """Return a description of the first cause that applies, or None."""
-        for test in (
-            self._test_line_ends,
-            self._test_line_numbers,
-            self._test_escapes,
-            self._test_indentation,
-            self._test_trailing_blanks,
-            self._test_blanks,
-            self._test_case,
-            self._test_look_alikes,
-            self._test_replaced,
-        ):
+        for number, cause in enumerate(_CAUSES):
             if time.monotonic() >= self._until:
                 return None
-            cause = test()
-            if cause is not None:
-                return cause
-        return None
+            old, body = cause.of_old(self._old), cause.of_body(self._body)
+            # Without a change there is nothing new to find, except for line ends, which are changed already.
+            if not old.strip() or (number and old == self._old and body == self._body):
+                continue
+            at = body.find(old)
+            if at >= 0:
+                first = body.count("\n", 0, at)
+                return cause.words.format(line=first + 1) + self._describe_difference(cause, first)
+        # A short text may occur anywhere and proves nothing.
+        at = self._body.find(self._new) if len(self._new.strip()) >= _TELLING_CHARS else -1
+        if at < 0:
+            return None
+        line = self._body.count("\n", 0, at) + 1
+        return f"new_string is in the file already, at line {line}: the edit may have been made before."
+
+    def _describe_difference(self, cause: _Cause, first: int) -> str:
+        """Return what a diff could not show of a difference: blanks, and characters that look alike."""
+        if cause.words is _LOOK_ALIKES:
+            block = "\n".join(self._lines[first : first + self._old.count("\n") + 1])
+            ours, theirs = _name_signs(self._old, block), _name_signs(block, self._old)
+            return f" old_string has {ours or 'none of them'}, the file has {theirs or 'none of them'}."
+        if cause.words is not _INDENTATION:
+            return ""
+        for number, (ours, theirs) in enumerate(zip(self._old.split("\n"), self._lines[first:]), start=first + 1):
+            # The first line of old_string may begin in the middle of a line of the file.
+            is_aligned = number > first + 1 or ours.strip() == theirs.strip()
+            if ours.strip() and is_aligned and _indent_of(ours) != _indent_of(theirs):
+                return (
+                    f" line {number} of the file begins with {_indent_of(theirs)}, old_string has {_indent_of(ours)} "
+                    "there."
+                )
+        return " see the lines with read_tool."
 
     def describe_closest(self) -> str | None:
         """Return a diff from old_string to the most similar block, or None if no block is similar enough."""
@@ -124,166 +235,9 @@ class _Miss:
         end_note = "" if diff.is_whole else f"\n[diff cut; see {where} with read_tool]"
         return f"Closest: {where}, {ratio:.0%} alike (- is old_string, + the file):\n{shown}{end_note}"
 
-    def _where(self, position: int, body: str | None = None) -> str:
-        return f"line {(body if body is not None else self._body).count(chr(10), 0, position) + 1}"
-
-    def _test_line_ends(self) -> str | None:
-        at = self._body.find(self._old)
-        if at < 0:
-            return None
-        return (
-            f"It differs from {self._where(at)} only in its line ends: give them as LF (\\n), which matches LF and "
-            "CRLF."
-        )
-
-    def _test_line_numbers(self) -> str | None:
-        lines = [line for line in self._old.split("\n") if line.strip()]
-        if not lines or not all(_NUMBERED.match(line) for line in lines):
-            return None
-        old = _NUMBERED.sub("", self._old)
-        at = self._body.find(old) if old.strip() else -1
-        if at < 0 and "\t" not in lines[0]:
-            return None
-        self._old = old
-        where = (
-            f" Without them it stands at {self._where(at)}." if at >= 0 else " Without them it is not found, either."
-        )
-        return (
-            "Its lines begin with line numbers, as read_tool shows them, which are not in the file: leave them "
-            f"out.{where}"
-        )
-
-    def _test_escapes(self) -> str | None:
-        plain = re.sub(r"\\([ntr\"'`\\/])", lambda found: _ESCAPES[found[1]], self._old)
-        at = self._body.find(plain) if plain != self._old else -1
-        if at >= 0:
-            return (
-                'It has escaped characters (such as \\n, \\t, \\") where the file has plain ones, at '
-                f"{self._where(at)}: send them unescaped."
-            )
-        for escape in (
-            _escape_breaks,
-            _escape_quotes,
-            lambda text: _escape_quotes(_escape_breaks(text.replace("\\", "\\\\"))),
-        ):
-            escaped = escape(self._old)
-            at = self._body.find(escaped) if escaped != self._old else -1
-            if at >= 0:
-                return (
-                    'The file has it with a backslash before characters (such as \\n, \\t, \\"), at '
-                    f"{self._where(at)}: send these as they are there."
-                )
-        decoded = self._old
-        for entity, sign in _ENTITIES:
-            decoded = decoded.replace(entity, sign)
-        at = self._body.find(decoded) if decoded != self._old else -1
-        return (
-            f"It has &lt;, &amp; or the like where the file has plain characters, at {self._where(at)}: send these."
-            if at >= 0
-            else None
-        )
-
-    def _test_indentation(self) -> str | None:
-        match = self._find_by_line(lambda line: line.lstrip(" \t"))
-        if match is None:
-            return None
-        pairs = [
-            (number, line, self._lines[number])
-            for number, line in enumerate(self._old.split("\n"), start=match)
-            # The first line of old_string may begin in the middle of a line of the file.
-            if line.strip()
-            and number < len(self._lines)
-            and (number > match or self._lines[number].strip() == line.strip())
-        ]
-        number, ours, theirs = next(
-            (pair for pair in pairs if _indent_of(pair[1]) != _indent_of(pair[2])),
-            (match, self._old, self._lines[match]),
-        )
-        return (
-            f"Its indentation differs: line {number + 1} of the file begins with {_indent_of(theirs)}, "
-            f"old_string has {_indent_of(ours)} there."
-        )
-
-    def _test_trailing_blanks(self) -> str | None:
-        stripped = self._old.strip()
-        at = self._body.find(stripped) if stripped and stripped != self._old else -1
-        if at >= 0:
-            return f"Without the blanks and line ends at its own beginning and end it stands at {self._where(at)}."
-        match = self._find_by_line(lambda line: line.rstrip(" \t"))
-        return (
-            f"It differs in blanks at the ends of lines, in the text from line {match + 1} on."
-            if match is not None
-            else None
-        )
-
-    def _test_blanks(self) -> str | None:
-        match = self._find_by_line(_squeeze)
-        return (
-            f"It differs only in blanks within or around its lines, in the text from line {match + 1} on."
-            if match is not None
-            else None
-        )
-
-    def _test_case(self) -> str | None:
-        body = self._body.lower()
-        at = body.find(self._old.lower())
-        return f"It differs only in upper and lower case, at {self._where(at, body)}." if at >= 0 else None
-
-    def _test_look_alikes(self) -> str | None:
-        if self._body.isascii() and self._old.isascii():
-            return None
-        body, old = _fold(self._body), _fold(self._old)
-        at = body.find(old) if old.strip() else -1
-        if at < 0:
-            return None
-        first = body.count("\n", 0, at)
-        block = "\n".join(self._lines[first : first + self._old.count("\n") + 1])
-        ours, theirs = _name_signs(self._old, block), _name_signs(block, self._old)
-        return (
-            f"It differs only in characters that look alike, at line {first + 1}: old_string has "
-            f"{ours or 'none of them'}, the file has {theirs or 'none of them'}."
-        )
-
-    def _test_replaced(self) -> str | None:
-        # A short text may occur anywhere and proves nothing.
-        at = self._body.find(self._new) if len(self._new.strip()) >= _TELLING_CHARS else -1
-        return (
-            f"new_string is in the file already, at {self._where(at)}: the edit may have been made before."
-            if at >= 0
-            else None
-        )
-
-    def _find_by_line(self, change: Callable[[str], str]) -> int | None:
-        """Return the line, from 0, where old_string occurs, or None. `change` is first applied to each line of both
-        texts.
-        """
-        old = "\n".join(change(line) for line in self._old.split("\n"))
-        if not old.strip():
-            return None
-        body = "\n".join([change(line) for line in self._lines])
-        at = body.find(old)
-        return body.count("\n", 0, at) if at >= 0 else None
-
 
 def _decode(line: bytes) -> str:
     return line.decode("utf-8", "replace")
-
-
-def _squeeze(line: str) -> str:
-    """Return the line with one space for each run of spaces and tabs. Other characters that look like spaces stay."""
-    return " ".join(part for part in line.replace("\t", " ").split(" ") if part)
-
-
-def _escape_breaks(text: str) -> str:
-    return text.replace("\n", "\\n").replace("\t", "\\t")
-
-
-def _escape_quotes(text: str) -> str:
-    return text.replace('"', '\\"')
-
-
-def _fold(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).translate(_LOOK_ALIKE)
 
 
 def _name_signs(text: str, other: str) -> str:

@@ -1,7 +1,7 @@
 """Find the encoding of a text file.
 
-The order is: byte order mark, UTF-16 or UTF-32 without a mark, UTF-8 if the bytes are valid, otherwise the most
-likely guess.
+The order is: byte order mark, UTF-8 if the bytes are valid, otherwise the most likely guess. UTF-16 and UTF-32 need a
+mark, as for ripgrep; without one they are binary unless the request names them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, Failure
 from guest.files.file_types import find_type
 
 BINARY_SAMPLE = 8192
-"""Number of bytes at the start of a file that are searched for NUL. With a NUL, only UTF-16 or UTF-32 count as text."""
+"""Number of bytes at the start of a file that are searched for NUL. With a NUL, only a mark makes it text."""
 GUESS_BYTES = 65_536
 """Number of bytes after the first invalid UTF-8 byte that the guess examines.
 
@@ -70,7 +70,7 @@ def find_form(data: bytes, requested: str = "auto", is_whole: bool = True) -> Te
     Raises Failure: BINARY_FILE with the size of `data`, or INVALID_ARGUMENTS if `requested` is neither "auto" nor a
     text codec.
     """
-    form = find_sure_form(data, requested, is_whole)
+    form = find_sure_form(data, requested)
     if form is not None:
         return form
     wrong = find_wrong_utf8(data, is_whole)
@@ -80,13 +80,13 @@ def find_form(data: bytes, requested: str = "auto", is_whole: bool = True) -> Te
     return guess_form(data[start:end], start > 0)
 
 
-def find_sure_form(data: bytes, requested: str = "auto", is_whole: bool = True) -> TextForm | None:
+def find_sure_form(data: bytes, requested: str = "auto") -> TextForm | None:
     """Return the form as `find_form` does, or None if the content must be UTF-8 or a guess."""
     if requested != "auto":
         return _find_requested_form(data, requested)
     marked = _marked_form(data)
     if marked is None and b"\0" in data[:BINARY_SAMPLE]:
-        return _wide_form(data, is_whole)
+        raise _binary(data)
     return marked
 
 
@@ -167,18 +167,6 @@ def _marked_form(data: bytes) -> TextForm | None:
     return None
 
 
-def _wide_form(data: bytes, is_whole: bool) -> TextForm:
-    """Return the form of UTF-32 or UTF-16 text without a mark. Raises Failure(BINARY_FILE) if the data is neither."""
-    sample = data[:BINARY_SAMPLE]
-    if find_type(sample) is None:
-        for codec, width in (("utf-32", 4), ("utf-16", 2)):
-            wide = _likelier_end(sample, codec)
-            fits = len(data) % width == 0 or not is_whole
-            if fits and _is_wide_text(sample, wide) and _reads_like_text(sample, wide):
-                return TextForm(wide, is_guess=True)
-    raise _binary(data)
-
-
 def _likelier_end(data: bytes, codec: str) -> str:
     """Return the big-endian or the little-endian codec, whichever is more likely.
 
@@ -197,25 +185,6 @@ def _is_wide_text(sample: bytes, codec: str) -> bool:
     except UnicodeDecodeError:
         return False
     return "\0" not in text
-
-
-def _reads_like_text(sample: bytes, codec: str) -> bool:
-    """Return whether at least 95 % of the characters belong to common scripts, and some of them are ASCII."""
-    text = codecs.getincrementaldecoder(codec)().decode(sample)
-    usual = sum(1 for sign in text if sign in "\t\n\r\f" or (sign.isprintable() and _is_usual(sign)))
-    return any(" " <= sign <= "~" or sign == "\n" for sign in text) and usual >= 0.95 * len(text)
-
-
-def _is_usual(sign: str) -> bool:
-    # Ranges: scripts up to Hebrew and Arabic; dashes and quotes; kana and Han; Hangul; full-width forms and all
-    # above.
-    return (
-        sign < "\u0700"
-        or "\u2010" <= sign <= "\u2044"
-        or "\u3000" <= sign <= "\u9fff"
-        or "\uac00" <= sign <= "\ud7a3"
-        or sign >= "\uff00"
-    )
 
 
 def _binary(data: bytes) -> Failure:

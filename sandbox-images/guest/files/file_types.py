@@ -1,15 +1,9 @@
-"""Recognize files that are not text by their first bytes. For images, the width and height are also read."""
+"""Recognize files that are not text by their first bytes."""
 
 from __future__ import annotations
 
-import struct
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 HEAD_BYTES = 65_536
-"""Number of bytes that are enough to recognize the type. The size of a JPEG may come later and is then unknown."""
+"""Number of bytes at the start of a file that are examined for its type and its encoding."""
 
 _KINDS = (
     (b"\x7fELF", "an ELF program or library"),
@@ -38,30 +32,34 @@ _KINDS = (
     (b"wOF2", "a web font"),
     (b"MZ\x90\0", "a Windows program"),
 )
+_IMAGES = (
+    (b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"GIF87a", "a GIF image"),
+    (b"GIF89a", "a GIF image"),
+    (b"RIFF", "a WebP image"),
+)
 
 
 class FileType:
     """Type of a file that is not text.
 
     `medium` is "image" or "document" for files that a model may be able to view, and "data" for all others. `name`
-    includes its article. A `width` or `height` of 0 is unknown.
+    includes its article.
     """
 
-    __slots__ = ("height", "medium", "name", "width")
+    __slots__ = ("medium", "name")
 
-    def __init__(self, name: str, medium: str = "data", width: int = 0, height: int = 0) -> None:
+    def __init__(self, name: str, medium: str = "data") -> None:
         self.name = name
         self.medium = medium
-        self.width = width
-        self.height = height
 
 
 def find_type(head: bytes) -> FileType | None:
-    """Return the type of a file that begins with `head`, or None if the file may be text. A size of 0 is unknown."""
-    for magic, name, measure in _IMAGES:
+    """Return the type of a file that begins with `head`, or None if the file may be text."""
+    for magic, name in _IMAGES:
         if head.startswith(magic) and (name != "a WebP image" or head[8:12] == b"WEBP"):
-            width, height = _measured(measure, head)
-            return FileType(name, "image", width, height)
+            return FileType(name, "image")
     if head.startswith(b"%PDF-"):
         return FileType("a PDF document", "document")
     for magic, name in _KINDS:
@@ -70,52 +68,3 @@ def find_type(head: bytes) -> FileType | None:
     if head[4:8] == b"ftyp" and b"\0" in head[:4]:
         return FileType("an MP4 or HEIF file")
     return FileType("a tar archive") if head[257:262] == b"ustar" and b"\0" in head[:257] else None
-
-
-def _measured(measure: Callable[[bytes], tuple[int, int]], head: bytes) -> tuple[int, int]:
-    try:
-        return measure(head)
-    except (struct.error, IndexError):
-        return 0, 0
-
-
-def _measure_png(head: bytes) -> tuple[int, int]:
-    width, height = struct.unpack_from(">II", head, 16)
-    return width, height
-
-
-def _measure_gif(head: bytes) -> tuple[int, int]:
-    width, height = struct.unpack_from("<HH", head, 6)
-    return width, height
-
-
-def _measure_webp(head: bytes) -> tuple[int, int]:
-    chunk = head[12:16]
-    if chunk == b"VP8X":
-        return 1 + int.from_bytes(head[24:27], "little"), 1 + int.from_bytes(head[27:30], "little")
-    if chunk == b"VP8L":
-        bits = int.from_bytes(head[21:25], "little")
-        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    width, height = struct.unpack_from("<HH", head, 26)
-    return width & 0x3FFF, height & 0x3FFF
-
-
-def _measure_jpeg(head: bytes) -> tuple[int, int]:
-    """Return the size of a JPEG image: skip segments up to the frame segment, which contains the size."""
-    at = 2
-    while head[at] == 0xFF:
-        marker = head[at + 1]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = struct.unpack_from(">HH", head, at + 5)
-            return width, height
-        at += 1 if marker == 0xFF else 2 + int.from_bytes(head[at + 2 : at + 4], "big")
-    return 0, 0
-
-
-_IMAGES = (
-    (b"\x89PNG\r\n\x1a\n", "a PNG image", _measure_png),
-    (b"\xff\xd8\xff", "a JPEG image", _measure_jpeg),
-    (b"GIF87a", "a GIF image", _measure_gif),
-    (b"GIF89a", "a GIF image", _measure_gif),
-    (b"RIFF", "a WebP image", _measure_webp),
-)

@@ -30,8 +30,6 @@ EMPTY_ANSWER: dict[str, object] = {
     "newline": "none",
     "final_newline": True,
     "type": "",
-    "width": 0,
-    "height": 0,
     "entries": 0,
 }
 """Fields of the done event of a text read, with default values. Every answer has all of these fields."""

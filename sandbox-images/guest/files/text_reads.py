@@ -154,14 +154,7 @@ class _TextRead:
         if self._request.encoding == "auto" and not self._is_output:
             found = find_type(head)
             if found is not None and found.medium != "data":
-                fields = {
-                    "kind": found.medium,
-                    "type": found.name,
-                    "size": self._size,
-                    "width": found.width,
-                    "height": found.height,
-                }
-                return {**EMPTY_ANSWER, **fields}
+                return {**EMPTY_ANSWER, "kind": found.medium, "type": found.name, "size": self._size}
         form = self._find_form(head)
         try:
             scan = self._scan(form)
@@ -177,7 +170,7 @@ class _TextRead:
         if self._is_output and self._request.encoding == "auto":
             return TextForm("utf-8")
         try:
-            form = find_sure_form(head, self._request.encoding, is_whole=len(head) < HEAD_BYTES)
+            form = find_sure_form(head, self._request.encoding)
         except Failure as failure:
             raise self._named(failure) from None
         return form or TextForm("utf-8")
