@@ -1,4 +1,4 @@
-"""What a session may ask of its sandbox, within the limits of its tenant class."""
+"""The options that a session may set for its sandbox, within the limits of its tenant class."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal

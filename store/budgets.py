@@ -65,7 +65,7 @@ class BudgetState(Record):
 
 
 class BudgetStore:
-    """What tenants have used of their budgets. Every method raises BrokerUnavailable when Redis does not answer."""
+    """Spending of tenants within their budgets. Every method raises BrokerUnavailable when Redis does not answer."""
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client, self._deployment = client, deployment

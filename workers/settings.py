@@ -225,8 +225,8 @@ class SandboxdSettings(LogSettings):
     operator changes it with the size of the engine's disk.
     """
     sandbox_start: Literal["auto", "oci", "engine"] = "auto"
-    """What starts sandboxes: `oci` is sandboxd itself with crun or runc, which is faster and needs root on the engine's
-    host; `engine` is the Docker engine. The operator changes it when `auto` does not choose the wanted way.
+    """The starter of sandboxes: `oci` is sandboxd itself with crun or runc, which is faster and needs root on the
+    engine's host; `engine` is the Docker engine. The operator changes it when `auto` does not choose the wanted way.
     """
     sandbox_runtime: str = "runc"
     """The runtime of the Docker engine; `runsc` is gVisor. The operator changes it for stronger isolation."""

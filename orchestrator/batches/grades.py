@@ -54,7 +54,7 @@ class GradeSummary(Record):
 
 @dataclass(slots=True, frozen=True)
 class ItemGrade:
-    """What counts of the end of a graded item. `cost` None: unknown."""
+    """The part of the end of a graded item that counts. `cost` None: unknown."""
 
     task: str
     reward: float | None

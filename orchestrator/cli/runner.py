@@ -59,7 +59,7 @@ def run_work(work: Coroutine[Any, Any, T], as_json: bool) -> T:
 
 @dataclass(frozen=True)
 class Output:
-    """What a command prints. `data`: the object of --json. Without --json: `lines` on stdout and `notes` on stderr,
+    """The output of a command. `data`: the object of --json. Without --json: `lines` on stdout and `notes` on stderr,
     escaped.
     """
 

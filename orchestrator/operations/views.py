@@ -1,4 +1,4 @@
-"""What the API and the CLI show of secrets and API keys."""
+"""Secrets and API keys as the API and the CLI show them."""
 
 import time
 

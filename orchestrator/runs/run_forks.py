@@ -113,7 +113,7 @@ def _gone(source: ForkSource) -> ConfigError:
 
 @dataclass(frozen=True)
 class ForkPlan:
-    """What the forks of a run begin with. `state`: the session of the kept state."""
+    """The begin of the forks of a run. `state`: the session of the kept state."""
 
     source: ForkSource
     state: str

@@ -53,7 +53,7 @@ class HostStores:
 
 @dataclass(frozen=True)
 class SecretExchange:
-    """What sandboxd has of secrets: their values, and the proxy's report of their uses."""
+    """The secrets of sandboxd: their values, and the proxy's report of their uses."""
 
     values: SecretValues
     read_uses: Callable[[], Awaitable[Sequence[Any]]]

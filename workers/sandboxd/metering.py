@@ -30,7 +30,7 @@ class UsageTotals:
 
 @dataclass(eq=False)
 class CallMeter:
-    """What one request has used so far."""
+    """The usage of one request so far."""
 
     amounts: list[int] = field(default_factory=lambda: [0] * 4)
 

@@ -30,7 +30,7 @@ class Inflater:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the body may end here."""
+        """Return whether the body may end here."""
         return not self._unread and (self._stream is None or self._stream.eof)
 
     def _feed(self, data: bytes) -> Iterator[bytes]:

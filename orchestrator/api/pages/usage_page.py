@@ -39,7 +39,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class TenantUsage:
-    """What the page shows of a tenant. Charts without use are left out."""
+    """The part of the page about one tenant. Charts without use are left out."""
 
     tenant: str
     charts: tuple[Chart, ...]

@@ -130,12 +130,13 @@ class ImageWorkspaces:
         # A workspace that was never mounted has no image, and no files of its own.
         layers = (below.name, *below.layers) if self._image(below.name).exists() else below.layers
         # Blocks, not sizes: the images are sparse. Without a limit, a session that forks in a loop would fill the disk.
-        held = sum(self._image(layer).stat().st_blocks * 512 for layer in layers)
-        if held > below.size.bytes * _LAYERS_TIMES or len(layers) > MAX_LAYERS:
+        layer_bytes = sum(self._image(layer).stat().st_blocks * 512 for layer in layers)
+        if layer_bytes > below.size.bytes * _LAYERS_TIMES or len(layers) > MAX_LAYERS:
             raise ToolFailure(
                 ErrorCode.NO_SPACE,
-                f"the {len(layers)} frozen layers of this session hold {held} bytes, and the limits are {MAX_LAYERS} "
-                f"layers and {below.size.bytes * _LAYERS_TIMES} bytes: make a checkpoint, and open a session from it",
+                f"the {len(layers)} frozen layers of this session hold {layer_bytes} bytes, and the limits are "
+                f"{MAX_LAYERS} layers and {below.size.bytes * _LAYERS_TIMES} bytes: make a checkpoint, and open a "
+                "session from it",
             )
         place = self.store.of(name)
         try:

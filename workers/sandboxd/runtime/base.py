@@ -56,7 +56,7 @@ class SandboxRuntime(Protocol):
     """Starts and removes sandboxes. All methods raise SandboxUnavailable; the text says what to do."""
 
     stacks_layers: bool
-    """Whether it starts sandboxes on workspaces that lie over frozen ones."""
+    """True if the runtime starts sandboxes on workspaces that lie over frozen ones."""
 
     async def start(self, spec: SandboxSpec, name: str) -> AttachedContainer:
         """Start a sandbox. The caller removes it by that name after a failure, because a part of it may exist."""

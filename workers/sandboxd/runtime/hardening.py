@@ -125,7 +125,7 @@ class SandboxSpec:
     skills_volume: str | None = None
     image_facts: ImageFacts = NO_IMAGE
     is_root: bool = False
-    """Whether programs run as root of the sandbox's user namespace, over a root file system that they may change."""
+    """True if programs run as root of the sandbox's user namespace, over a root file system that they may change."""
 
     def __post_init__(self) -> None:
         if not self.image or not self.runtime:

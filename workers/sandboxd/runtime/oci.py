@@ -482,7 +482,7 @@ def _clone_workspace(folder: str) -> int:
 
 @dataclass(frozen=True)
 class _Content:
-    """What the disks of a session hold, as descriptors. `changes`: the folders of the overlay of the root file system,
+    """Content of a session's disks, as descriptors. `changes`: the folders of the overlay of the root file system,
     unless that is read-only. `changed`: folders with earlier changes, the latest first.
     """
 
