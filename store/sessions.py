@@ -55,6 +55,7 @@ from contract.session_locations import (
 )
 from contract.signing import SigningKeys
 from store.connection import RedisClient, SyncRedis, broker_errors
+from store.usage import COUNT_STORED_LUA, USAGE_LUA, usage_prefix
 
 HostFate = Literal["alive", "silent", "given_up"]
 MOVE_S = 600
@@ -241,9 +242,11 @@ return 'adopted'
 """
 
 # KEYS: location. ARGV: this worker's queue, the fence (also of a hold) or '' for any fence, checkpoint, its time, 1
-# for an automatic checkpoint. Returns 0 if the session does not belong to this worker; otherwise the previous
-# automatic checkpoint, or 1.
-_RECORD_CHECKPOINT = """
+# for an automatic checkpoint, prefix of the tenant's days of usage, bytes of an automatic checkpoint. Returns 0 if the
+# session does not belong to this worker; otherwise the previous automatic checkpoint, or 1.
+_RECORD_CHECKPOINT = (
+    USAGE_LUA
+    + """
 local location = redis.call('HMGET', KEYS[1], 'queue', 'state', 'fence', 'automatic', 'checkpoint_at')
 if location[1] ~= ARGV[1] then return 0 end
 if ARGV[2] == '' and location[2] ~= 'open' or ARGV[2] ~= '' and location[3] ~= ARGV[2] then return 0 end
@@ -252,10 +255,13 @@ if tonumber(ARGV[4]) >= tonumber(location[5] or '0') then
   redis.call('HSET', KEYS[1], 'checkpoint', ARGV[3], 'checkpoint_at', ARGV[4])
 end
 if ARGV[5] == '0' then return 1 end
-redis.call('HSET', KEYS[1], 'automatic', ARGV[3])
 -- If the client sends the command twice, the second one finds its own checkpoint.
-return location[4] and location[4] ~= '' and location[4] ~= ARGV[3] and location[4] or 1
+if location[4] == ARGV[3] then return 1 end
+redis.call('HSET', KEYS[1], 'automatic', ARGV[3])
+count_usage(ARGV[6], '', '', '', 0, ARGV[7])
+return location[4] and location[4] ~= '' and location[4] or 1
 """
+)
 
 # KEYS: location. ARGV: this worker's queue, fence, seconds. Returns the new fence, or 0 if the session does not belong
 # to this worker.
@@ -485,6 +491,7 @@ class WorkerSessionStore:
         self._prefix = host_prefix(host)
         self._adopt = client.register_script(_ADOPT)
         self._record = client.register_script(_RECORD_CHECKPOINT)
+        self._count_stored = client.register_script(COUNT_STORED_LUA)
         self._hold = client.register_script(_HOLD)
         self._end_hold = client.register_script(_END_HOLD)
         self._forget = client.register_script(_FORGET)
@@ -528,11 +535,13 @@ class WorkerSessionStore:
             if state == CLOSED or self._is_elsewhere(queue)
         }
 
-    def record_automatic(self, name: str, fence: int, checkpoint: str, taken_at: float) -> RecordedCheckpoint | None:
-        """Write an automatic checkpoint into the location. Another host can then open the session from the checkpoint.
-        Return None if the session has moved or was closed.
+    def record_automatic(
+        self, name: str, fence: int, checkpoint: str, taken_at: float, stored_bytes: int
+    ) -> RecordedCheckpoint | None:
+        """Write an automatic checkpoint into the location, and count its bytes. Another host can then open the session
+        from the checkpoint. Return None if the session has moved or was closed.
         """
-        result = self._recorded(name, str(fence), checkpoint, taken_at, is_automatic=True)
+        result = self._recorded(name, str(fence), checkpoint, taken_at, stored_bytes)
         if not result:
             return None
         previous = result.decode(errors="replace") if isinstance(result, bytes) else ""
@@ -541,7 +550,12 @@ class WorkerSessionStore:
 
     def record_requested(self, name: str, checkpoint: str, taken_at: float) -> bool:
         """Write a checkpoint that a caller requested into the location. Only that caller deletes the checkpoint."""
-        return bool(self._recorded(name, "", checkpoint, taken_at, is_automatic=False))
+        return bool(self._recorded(name, "", checkpoint, taken_at))
+
+    def count_deleted(self, name: str, stored_bytes: int) -> None:
+        """Subtract the bytes of an automatic checkpoint that was deleted."""
+        with broker_errors(_WHAT):
+            self._count_stored(args=[self._usage_prefix(name), -stored_bytes])
 
     def hold(self, name: str, fence: int, seconds: float) -> int | None:
         """Prevent new calls for `seconds`; callers wait. Return the fence of the hold; None if the session no longer
@@ -572,15 +586,24 @@ class WorkerSessionStore:
     def _is_elsewhere(self, queue: str | None) -> bool:
         return queue is not None and not queue.startswith(self._prefix)
 
-    def _recorded(self, name: str, fence: str, checkpoint: str, taken_at: float, *, is_automatic: bool) -> Any:
+    def _recorded(
+        self, name: str, fence: str, checkpoint: str, taken_at: float, automatic_bytes: int | None = None
+    ) -> Any:
         tenant, _, session = name.partition(":")
         sealed = seal_checkpoint(self._keys, tenant, session, checkpoint)
+        is_automatic, counted = int(automatic_bytes is not None), automatic_bytes or 0
+        prefix = self._usage_prefix(name)
         with broker_errors(_WHAT):
-            return self._record(keys=[self._key(name)], args=[self.queue, fence, sealed, taken_at, int(is_automatic)])
+            return self._record(
+                keys=[self._key(name)], args=[self.queue, fence, sealed, taken_at, is_automatic, prefix, counted]
+            )
 
     def _hold_ended(self, name: str, fence: int, state: LocationState, queue: str) -> bool:
         with broker_errors(_WHAT):
             return bool(self._end_hold(keys=[self._key(name)], args=[self.queue, fence, state.value, queue]))
+
+    def _usage_prefix(self, name: str) -> str:
+        return usage_prefix(self._deployment, name.partition(":")[0])
 
     def _key(self, name: str) -> str:
         tenant, _, session = name.partition(":")

@@ -103,7 +103,7 @@ _COUNT_REPLY = USAGE_LUA + "count_reply(ARGV[1], KEYS[1], unpack(ARGV, 2, 5))"
 _COUNT = USAGE_LUA + "count_usage(ARGV[1], KEYS[1], ARGV[2], ARGV[3], 0, 0)"
 
 # ARGV: prefix of the tenant's days, stored bytes.
-_COUNT_STORED = USAGE_LUA + "count_usage(ARGV[1], '', '', '', 0, ARGV[2])"
+COUNT_STORED_LUA = USAGE_LUA + "count_usage(ARGV[1], '', '', '', 0, ARGV[2])"
 
 
 def usage_prefix(deployment: str, tenant: str) -> str:
@@ -212,7 +212,7 @@ class UsageStore:
         self._client = client
         self._deployment = deployment
         self._count_reply = client.register_script(_COUNT_REPLY)
-        self._count_stored = client.register_script(_COUNT_STORED)
+        self._count_stored = client.register_script(COUNT_STORED_LUA)
 
     async def count_stored(self, tenant: str, stored_bytes: int) -> None:
         """Count an upload; a negative number for the deletion of a file."""

@@ -13,6 +13,7 @@ from contract.session_locations import SessionLocation, open_checkpoint, seal_ch
 from store.connection import SharedClock
 from store.hosts import WorkerHostStore
 from store.sessions import WorkerSessionStore, parse_session_location
+from store.usage import sum_packed, usage_prefix
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from workers.sandbox_client import SandboxClient
@@ -48,6 +49,7 @@ class MemorySandboxd:
         self.closed: list[str] = []
         self.refuse: dict[str, Exception] = {}
         self.before_checkpoint: Callable[[str], None] = lambda _name: None
+        self.checkpoint_bytes = 1000
         self.silent = False
         self.refusals = threading.Semaphore(0)  # one permit per call that a silent sandboxd refused
         self.boot = "b1"
@@ -83,12 +85,12 @@ class MemoryClient(SandboxClient):
         host.rows[name]["changed"] = False
         host.kept.append(f"c{len(host.kept) + 1}")
         host.kept_of.append(name)
-        return {"ok": True, "checkpoint": host.kept[-1]}
+        return {"ok": True, "checkpoint": host.kept[-1], "bytes": host.checkpoint_bytes}
 
     def delete_checkpoint(self, name: str, checkpoint: str) -> dict[str, Any]:
         self._check()
         self._sandboxd.deleted.append(checkpoint)
-        return {"deleted": True, "bytes": 0}
+        return {"deleted": True, "bytes": self._sandboxd.checkpoint_bytes}
 
     def close(self, name: str, *, fence: int | None = None) -> bool:
         self._check()
@@ -114,6 +116,11 @@ class HostHarness:
 
     def sessions(self, queue: str = "host.a.b1") -> WorkerSessionStore:
         return WorkerSessionStore(self.redis, DEPLOYMENT, queue.split(".")[1], queue, KEY)
+
+    def stored_bytes(self, tenant: str) -> int:
+        """Return the stored bytes of the tenant's usage since the beginning of the records."""
+        keys = self.redis.keys(f"{usage_prefix(DEPLOYMENT, tenant)}*")
+        return sum(sum_packed(self.redis.hgetall(key).values()).get("stored_bytes", 0) for key in keys)
 
     def hosts(self) -> WorkerHostStore:
         return WorkerHostStore(self.redis, DEPLOYMENT, self.clock)

@@ -55,8 +55,9 @@ class AutomaticCheckpoints:
         """
         # Take the time before the request: later changes are not in the checkpoint.
         taken_at = self._clock()
-        checkpoint = str(client.checkpoint(name, automatic=True)["checkpoint"])
-        recorded = self._record(name, fence, checkpoint, taken_at)
+        saved = client.checkpoint(name, automatic=True)
+        checkpoint = str(saved["checkpoint"])
+        recorded = self._record(name, fence, checkpoint, taken_at, int(saved["bytes"]))
         if recorded is None:
             client.delete_checkpoint(name, checkpoint)
             return None
@@ -73,15 +74,17 @@ class AutomaticCheckpoints:
         while self._superseded and self._superseded[0][0] <= time.monotonic():
             _, name, checkpoint = self._superseded.popleft()
             try:
-                client.delete_checkpoint(name, checkpoint)
+                self._sessions.count_deleted(name, int(client.delete_checkpoint(name, checkpoint)["bytes"]))
             except (OperatorError, ToolFailure) as error:
                 log.warning("checkpoint_not_deleted", checkpoint=checkpoint, error=str(error))
 
-    def _record(self, name: str, fence: int, checkpoint: str, taken_at: float) -> RecordedCheckpoint | None:
+    def _record(
+        self, name: str, fence: int, checkpoint: str, taken_at: float, stored_bytes: int
+    ) -> RecordedCheckpoint | None:
         """Record the checkpoint. Retry until Redis answers: without a record nothing refers to the checkpoint."""
         while True:
             try:
-                return self._sessions.record_automatic(name, fence, checkpoint, taken_at)
+                return self._sessions.record_automatic(name, fence, checkpoint, taken_at, stored_bytes)
             except BrokerUnavailable as error:
                 log.warning("checkpoint_not_noted", checkpoint=checkpoint, error=str(error))
                 if self._stop.wait(NOTE_RETRY_S):

@@ -22,7 +22,7 @@ class Usage(BaseModel):
     """Used resources. `calls`: those with a result. `cpu_s`: calls, background jobs and starts of sandboxes.
     `sandbox_s`: time of sessions with a container. `read_bytes`, `written_bytes`: disks, without the kernel's cache and
     files in memory. `network_bytes`: through the egress proxy, in both directions. `cost`: in the currency of the
-    models' prices; replies without token counts do not count. `stored_bytes`: checkpoints that callers requested,
+    models' prices; replies without token counts do not count. `stored_bytes`: checkpoints, also automatic ones,
     artifacts and uploads, less those that were deleted in the period. The number may be negative. Files that expire are
     not subtracted.
     """

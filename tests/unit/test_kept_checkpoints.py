@@ -63,6 +63,8 @@ async def test_a_forgotten_one_is_gone(checkpoints: Checkpoints, root: Path) -> 
     saved = await save(checkpoints, root)
     assert await checkpoints.count_bytes("umbrella", saved.id) == 0
     assert await checkpoints.count_bytes("acme", saved.id) == saved.bytes
+    automatic = await checkpoints.save("acme", LocalGuest(), roots=(str(root),), is_automatic=True)
+    assert await checkpoints.count_bytes("acme", automatic.id) == automatic.bytes
     assert await checkpoints.forget("acme", saved.id) is True
     with pytest.raises(ToolFailure, match="no such checkpoint"):
         await checkpoints.load("acme", saved.id, LocalGuest(), roots=(str(root),))

@@ -4,6 +4,7 @@ sessions on other hosts.
 
 import threading
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -76,6 +77,33 @@ def test_an_unused_earlier_checkpoint_is_deleted(redis_server: RedisProcess, mon
 
     assert host.sandboxd.deleted == ["c1"]
     assert host.harness.place("acme:s1").checkpoint == "c2"
+
+
+def test_the_bytes_of_automatic_checkpoints_count_until_they_are_deleted(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = HostHarness(redis_server)
+    host, tenant = Host(harness, every_s=0.001), "counted"
+    host.add(f"{tenant}:s1")
+    host.sandboxd.checkpoint_bytes = 1000
+    host.look()
+    assert harness.stored_bytes(tenant) == 1000
+    host.sandboxd.checkpoint_bytes = 300
+    host.sandboxd.rows[f"{tenant}:s1"]["changed"] = True
+    time.sleep(0.01)
+    host.look()
+    assert harness.stored_bytes(tenant) == 1300
+    host.sandboxd.checkpoint_bytes = 1000
+    monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float("inf"))
+    host.checkpoints.forget_superseded(host.sandboxd.client())
+    assert harness.stored_bytes(tenant) == 300
+
+
+def test_a_checkpoint_of_a_session_that_moved_counts_nothing(host: Host) -> None:
+    host.add("moved:s1")
+    host.sandboxd.before_checkpoint = lambda name: host.harness.put_place(name, queue="host.b.b1", fence=2)
+    host.look()
+    assert (host.sandboxd.deleted, host.harness.stored_bytes("moved")) == (["c1"], 0)
 
 
 def test_a_forged_checkpoint_is_not_deleted(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +235,8 @@ def test_a_checkpoint_that_may_have_been_recorded_is_not_deleted(host: Host) -> 
     host.add("acme:s1")
     note = host.checkpoints._sessions.record_automatic
 
-    def note_and_lose_the_answer(name: str, fence: int, checkpoint: str, taken_at: float) -> None:
-        note(name, fence, checkpoint, taken_at)
+    def note_and_lose_the_answer(*args: Any) -> None:
+        note(*args)
         host.stop.set()
         raise BrokerUnavailable("away")
 

@@ -231,25 +231,25 @@ def test_a_worker_does_not_start_without_redis(harness: HostHarness, monkeypatch
 def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
     harness.put_place("acme:s1", fence=2)
-    assert sessions.record_automatic("acme:s1", 1, "old", 10.0) is None
-    recorded = sessions.record_automatic("acme:s1", 2, "c1", 10.5)
+    assert sessions.record_automatic("acme:s1", 1, "old", 10.0, 0) is None
+    recorded = sessions.record_automatic("acme:s1", 2, "c1", 10.5, 0)
     assert recorded is not None
     assert recorded.previous is None
     place = harness.place("acme:s1")
     assert (place.checkpoint, place.checkpoint_at, place.automatic) == ("c1", 10.5, "c1")
     harness.put_place("acme:s1", queue="host.b.b1", fence=3)
-    assert sessions.record_automatic("acme:s1", 3, "c2", 11.0) is None
+    assert sessions.record_automatic("acme:s1", 3, "c2", 11.0, 0) is None
     assert not sessions.record_requested("acme:s1", "c2", 11.0)
-    assert sessions.record_automatic("acme:gone", 1, "c2", 11.0) is None
+    assert sessions.record_automatic("acme:gone", 1, "c2", 11.0, 0) is None
     assert not harness.redis.exists("toolcrew:d:t:acme:session.gone:place")
 
 
 def test_an_automatic_checkpoint_names_only_the_automatic_one_before(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
     harness.put_place("acme:s1")
-    sessions.record_automatic("acme:s1", 1, "c1", 1.0)
+    sessions.record_automatic("acme:s1", 1, "c1", 1.0, 0)
     assert sessions.record_requested("acme:s1", "asked", 2.0)
-    recorded = sessions.record_automatic("acme:s1", 1, "c2", 3.0)
+    recorded = sessions.record_automatic("acme:s1", 1, "c2", 3.0, 0)
     assert recorded is not None
     assert recorded.previous == "c1"
     assert harness.place("acme:s1").checkpoint == "c2"
@@ -258,7 +258,7 @@ def test_an_automatic_checkpoint_names_only_the_automatic_one_before(harness: Ho
 def test_a_checkpoint_that_took_long_does_not_take_the_place_of_a_newer_one(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
     harness.put_place("acme:s1")
-    sessions.record_automatic("acme:s1", 1, "newer", 1_700_000_010.5)
+    sessions.record_automatic("acme:s1", 1, "newer", 1_700_000_010.5, 0)
     assert sessions.record_requested("acme:s1", "older", 1_700_000_000.25)
     place = harness.place("acme:s1")
     assert (place.checkpoint, place.checkpoint_at) == ("newer", 1_700_000_010.5)
@@ -267,8 +267,8 @@ def test_a_checkpoint_that_took_long_does_not_take_the_place_of_a_newer_one(harn
 def test_a_note_that_was_sent_twice_does_not_name_itself_as_superseded(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
     harness.put_place("acme:s1")
-    sessions.record_automatic("acme:s1", 1, "c1", 1.0)
-    recorded = sessions.record_automatic("acme:s1", 1, "c1", 1.0)
+    sessions.record_automatic("acme:s1", 1, "c1", 1.0, 0)
+    recorded = sessions.record_automatic("acme:s1", 1, "c1", 1.0, 0)
     assert recorded is not None
     assert recorded.previous is None
 
@@ -285,7 +285,7 @@ def test_a_held_session_is_exclusive_until_its_release(harness: HostHarness) -> 
     assert sessions.hold("acme:s1", 6, 60) is None
     assert not sessions.release("acme:s1", 5)
 
-    assert sessions.record_automatic("acme:s1", 6, "c1", 1.0) is not None
+    assert sessions.record_automatic("acme:s1", 6, "c1", 1.0, 0) is not None
     assert sessions.release("acme:s1", 6)
 
     moved = harness.place("acme:s1")

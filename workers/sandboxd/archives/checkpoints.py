@@ -91,14 +91,9 @@ class Checkpoints:
             raise _build_missing_error(checkpoint) from None
 
     async def count_bytes(self, tenant: str, checkpoint: str) -> int:
-        """Return the size of a checkpoint that a client requested; 0 for an automatic one, because the usage of its
-        tenant does not include it, and for one that is missing or unreadable.
-        """
-        name = _name(tenant, checkpoint)
-        if not _is_requested_checkpoint(name):
-            return 0
+        """Return the size of a checkpoint; 0 for one that is missing or unreadable."""
         try:
-            return (await self._store.describe(name)).bytes
+            return (await self._store.describe(_name(tenant, checkpoint))).bytes
         except (NotStored, SandboxUnavailable):
             return 0
 
