@@ -189,6 +189,21 @@ async def in_pieces(chunks: AsyncIterator[bytes], size: int) -> AsyncIterator[by
         yield bytes(gathered)
 
 
+async def read_head(chunks: AsyncIterator[bytes], size: int) -> bytes:
+    """Return the first chunks: at least `size` bytes, or all that there are."""
+    head = bytearray()
+    while len(head) < size and (chunk := await anext(chunks, None)) is not None:
+        head += chunk
+    return bytes(head)
+
+
+async def join_chunks(head: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield bytes that were read before, and the rest."""
+    yield head
+    async for chunk in rest:
+        yield chunk
+
+
 class StoreThreads:
     """Limits the number of operations that run at the same time. An operation that hangs keeps its slot until it
     ends.

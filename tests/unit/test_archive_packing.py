@@ -15,7 +15,15 @@ import pytest
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from tests.local_guest import LocalGuest
 from workers.sandboxd.archives import packing as packing_module
-from workers.sandboxd.archives.packing import ArchiveFacts, Guest, Packing, count_max_bytes, pack_roots, unpack
+from workers.sandboxd.archives.packing import (
+    ArchiveFacts,
+    Guest,
+    Packing,
+    count_max_bytes,
+    pack_roots,
+    unpack,
+    unpack_roots,
+)
 from workers.sandboxd.frames import Frame
 
 MIB = 1024 * 1024
@@ -85,7 +93,7 @@ async def moved(root: Path) -> LocalGuest:
     data, _ = await packed(guest, root)
     os.rename(root, f"{root}-before")
     os.mkdir(root)
-    await unpack(guest, (str(root),), reading(data), len(data))
+    await unpack(guest, unpack_roots((str(root),)), reading(data), len(data))
     return guest
 
 
@@ -250,12 +258,12 @@ async def test_an_archive_that_ends_too_early_is_not_taken_for_whole(root: Path)
     guest = LocalGuest()
     data, _ = await packed(guest, root)
     with pytest.raises(SandboxUnavailable, match="and not"):
-        await unpack(guest, (str(root),), reading(data[: len(data) // 2]), len(data))
+        await unpack(guest, unpack_roots((str(root),)), reading(data[: len(data) // 2]), len(data))
 
 
 async def test_what_is_no_archive_is_said(root: Path) -> None:
     with pytest.raises(ToolFailure, match="could not be unpacked"):
-        await unpack(LocalGuest(), (str(root),), reading(b"no tar at all" * 100_000), 1_300_000)
+        await unpack(LocalGuest(), unpack_roots((str(root),)), reading(b"no tar at all" * 100_000), 1_300_000)
 
 
 async def test_the_stores_own_error_is_what_is_raised(root: Path) -> None:
@@ -267,7 +275,7 @@ async def test_the_stores_own_error_is_what_is_raised(root: Path) -> None:
         raise SandboxUnavailable("damaged")
 
     with pytest.raises(SandboxUnavailable, match="damaged"):
-        await unpack(LocalGuest(), (str(root),), damaged(), len(data))
+        await unpack(LocalGuest(), unpack_roots((str(root),)), damaged(), len(data))
 
 
 async def test_nothing_outside_of_the_roots_is_unpacked(root: Path, tmp_path: Path) -> None:
@@ -279,7 +287,7 @@ async def test_nothing_outside_of_the_roots_is_unpacked(root: Path, tmp_path: Pa
     data, _ = await packed(guest, root, other)
     (other / "f").unlink()
     (root / "f").unlink()
-    await unpack(guest, (str(root),), reading(data), len(data))
+    await unpack(guest, unpack_roots((str(root),)), reading(data), len(data))
     assert ((root / "f").exists(), (other / "f").exists()) == (True, False)
 
 
@@ -287,7 +295,7 @@ async def test_a_workspace_without_room_for_it_is_said() -> None:
     full = b"tar: f: Cannot write: No space left on device"
     guest = ScriptedGuest(saying, lambda request, sink: saying(request, sink, stderr=full, exit_code=2), never)
     with pytest.raises(ToolFailure) as refused:
-        await unpack(guest, ("/workspace",), reading(bytes(5 * MIB)), 5 * MIB)
+        await unpack(guest, unpack_roots(("/workspace",)), reading(bytes(5 * MIB)), 5 * MIB)
     assert (refused.value.code, guest.cancelled) == (ErrorCode.NO_SPACE, 1)
 
 
@@ -296,7 +304,7 @@ async def test_a_guest_that_takes_nothing_does_not_keep_the_restore(monkeypatch:
     guest = ScriptedGuest(
         saying, never, lambda request, sink: saying(request, sink, stderr=b"cat: no room", exit_code=1)
     )
-    waiting = asyncio.ensure_future(unpack(guest, ("/workspace",), reading(bytes(5 * MIB)), 5 * MIB))
+    waiting = asyncio.ensure_future(unpack(guest, unpack_roots(("/workspace",)), reading(bytes(5 * MIB)), 5 * MIB))
     with pytest.raises(ToolFailure, match="could not be unpacked"):
         await asyncio.wait_for(waiting, 10)
     assert guest.cancelled == 1

@@ -23,8 +23,9 @@ class RecordingStore:
     def __init__(self) -> None:
         self.loaded: list[str] = []
 
-    async def load(self, _tenant: str, checkpoint: str, _sandbox: object) -> None:
+    async def load(self, _tenant: str, checkpoint: str, _sandbox: object, *, root_image: str | None) -> bool:
         self.loaded.append(checkpoint)
+        return True
 
 
 async def open_moved(

@@ -411,12 +411,13 @@ class SlowCheckpoints:
     def __init__(self) -> None:
         self.begun, self.go_on, self.loads, self.is_broken = asyncio.Event(), asyncio.Event(), 0, False
 
-    async def load(self, tenant: str, checkpoint: str, sandbox: Sandbox) -> None:
+    async def load(self, tenant: str, checkpoint: str, sandbox: Sandbox, *, root_image: str | None) -> bool:
         self.loads += 1
         self.begun.set()
         await self.go_on.wait()
         if self.is_broken:
             raise ToolFailure(ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
+        return True
 
 
 async def test_a_session_is_usable_after_its_single_restore(tmp_path: Path) -> None:

@@ -38,6 +38,10 @@ from workers.sandboxd.skill_store import SkillStore
 
 MAX_FENCE = 2**53
 MAX_SECRETS_BYTES = 64 * 1024 * 1024
+_WITHOUT_ROOT = (
+    "the checkpoint of this session has changes outside of /workspace, which were left out: they need an image with "
+    "the same content, and root inside"
+)
 IMAGE_WAIT_S = 500.0
 """Time that an opening with an image waits for its pull, in seconds. The worker waits 540 s for such an opening."""
 
@@ -201,7 +205,9 @@ class ControlRequests:
         return partial(self._load_workspace, workspace) if workspace is not None else None
 
     async def _restore(self, checkpoint: str, session: Session, sandbox: Sandbox) -> None:
-        await self._checkpoints.load(session.tenant, checkpoint, sandbox)
+        image = sandbox.spec.image_facts.id if sandbox.spec.is_root else None
+        if not await self._checkpoints.load(session.tenant, checkpoint, sandbox, root_image=image):
+            session.add_news(_WITHOUT_ROOT)
 
     async def _load_workspace(self, workspace: str, session: Session, sandbox: Sandbox) -> None:
         await self._files.load(session.tenant, workspace, sandbox)
@@ -246,8 +252,9 @@ class ControlRequests:
             # Reset before packing: a request that ends during packing may have written after its file was read.
             session.activity.has_written = False
             try:
+                changes = await sandbox.list_changes()
                 saved = await self._checkpoints.save(
-                    session.tenant, sandbox, max_bytes=max_bytes, is_automatic=is_automatic
+                    session.tenant, sandbox, max_bytes=max_bytes, changes=changes, is_automatic=is_automatic
                 )
             except BaseException:
                 session.activity.has_written = True

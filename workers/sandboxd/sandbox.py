@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.disks.changes import RootChanges
 from workers.sandboxd.frames import Frame, GuestChannel
 from workers.sandboxd.metering import SandboxMeter
 from workers.sandboxd.runtime.base import AttachedContainer, SandboxRuntime
@@ -288,6 +289,12 @@ class Sandbox:
     async def unpause(self) -> None:
         """Thaw all processes. Raises SandboxUnavailable."""
         await self.runtime.unpause(self.container)
+
+    async def list_changes(self) -> RootChanges | None:
+        """Return what was changed in the root file system, or None when that is read-only. Raises ToolFailure
+        (FILE_TOO_LARGE) and SandboxUnavailable.
+        """
+        return await self.runtime.list_changes(self.container, self.spec)
 
     def end(self, reason: str) -> None:
         """Remove the container in the background. Its calls are answered with `reason`."""

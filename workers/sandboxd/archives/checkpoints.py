@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Sequence, Set
 from dataclasses import dataclass
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from store.archives.base import ArchiveStore, NotStored
+from store.archives.base import ArchiveStore, NotStored, join_chunks
 from store.archives.files import KEPT_S, file_created_at, is_file_id
-from workers.sandboxd.archives.packing import ROOTS, Guest, Packing, pack_roots, unpack
+from workers.sandboxd.archives.packing import ROOTS, Guest, Packing, pack_roots, unpack, unpack_roots
+from workers.sandboxd.archives.root_changes import encode_changes, pack_changes, split_changes, unpack_changes
+from workers.sandboxd.disks.changes import RootChanges
 
 MAX_ARCHIVE_BYTES = 16 * 1024**3
 WHOLE_S = 500.0
@@ -60,33 +62,52 @@ class Checkpoints:
         *,
         roots: tuple[str, ...] = ROOTS,
         max_bytes: int = MAX_ARCHIVE_BYTES,
+        changes: RootChanges | None = None,
         is_automatic: bool = False,
     ) -> StoredCheckpoint:
-        """Save the roots of a sandbox. `is_automatic`: no client requested it, so it does not count towards the limit
-        and is deleted by its age.
+        """Save the roots of a sandbox, and the changes of its root file system. `is_automatic`: no client requested it,
+        so it does not count towards the limit and is deleted by its age.
 
         Raises ToolFailure: NO_SPACE when the tenant has too many, TIMEOUT, and like `Packing.chunks`.
         """
         if not is_automatic:
             await self._check_count(tenant)
         name = _build_automatic_id() if is_automatic else secrets.token_urlsafe(18)
-        packing = Packing(sandbox, pack_roots(roots), max_bytes)
+        head = b"" if changes is None else encode_changes(changes)
+        argv, stdin = (pack_roots(roots), b"") if changes is None else pack_changes(changes, roots)
+        packing = Packing(sandbox, argv, max_bytes, stdin)
         async with _limit_time("kept", self._save_s), contextlib.aclosing(packing.chunks()) as chunks:
-            stored = await self._store.put(f"{tenant}/{name}", chunks)
+            stored = await self._store.put(f"{tenant}/{name}", join_chunks(head, chunks))
         facts = packing.facts
         assert facts is not None
         return StoredCheckpoint(name, stored.bytes, stored.sha256, facts.skipped, facts.is_torn)
 
-    async def load(self, tenant: str, checkpoint: str, sandbox: Guest, *, roots: tuple[str, ...] = ROOTS) -> None:
+    async def load(
+        self,
+        tenant: str,
+        checkpoint: str,
+        sandbox: Guest,
+        *,
+        roots: tuple[str, ...] = ROOTS,
+        root_image: str | None = None,
+    ) -> bool:
         """Unpack a checkpoint into an empty sandbox. When it raises, the sandbox holds a part and must not be used.
+        `root_image`: the content id of the sandbox's image, if its root file system may be changed.
 
-        Raises ToolFailure: FILE_NOT_FOUND when the tenant has no such checkpoint, TIMEOUT, and like `unpack`.
+        Returns False if changes of the root file system were left out: they are over another image, or this root file
+        system is read-only. Raises ToolFailure: FILE_NOT_FOUND when the tenant has no such checkpoint, TIMEOUT, and
+        like `unpack`.
         """
         name = _name(tenant, checkpoint)
         try:
             facts = await self._store.describe(name)
             async with _limit_time("restored", WHOLE_S), contextlib.aclosing(self._store.get(name)) as chunks:
-                await unpack(sandbox, roots, chunks, facts.bytes)
+                changes, rest, size = await split_changes(chunks, facts.bytes)
+                if changes is not None and changes.image == root_image:
+                    await unpack_changes(sandbox, changes, rest, size)
+                    return True
+                await unpack(sandbox, unpack_roots(roots), rest, size)
+                return changes is None
         except NotStored:
             raise _build_missing_error(checkpoint) from None
 

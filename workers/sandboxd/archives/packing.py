@@ -28,7 +28,9 @@ _STDERR_BYTES = 65_536
 _LAST_ERROR_S = 5.0
 _CHANGED = 1
 """Exit code of tar when a file changed or disappeared during the reading."""
-_FULL = (b"No space left", b"File too large", b"Disk quota exceeded")
+_VANISHED = b"Warning: Cannot stat"
+"""Message of tar, with --ignore-failed-read, when a file of a list disappeared."""
+_FULL = (b"No space left", b"File too large", b"Disk quota exceeded", b"File size limit exceeded")
 
 # Files that their own user may not read are made readable while tar runs. Modes are restored from the deepest folder
 # upwards.
@@ -43,18 +45,12 @@ trap put_back EXIT
 tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner -C / -- "${@#/}"
 """
 _MAKE_FIFO = 'mkfifo -m 600 -- "$1"'
-# Open the FIFO for reading and writing, or the end of each chunk would end the stream. head knows the total. Exclude
-# /tmp itself: its user may fill it but not change its mode, and tar would try.
+# Exclude /tmp itself: its user may fill it but not change its mode, and tar would try.
 _TAR = (
-    "tar -x -f - -p --delay-directory-restore --no-overwrite-dir --no-same-owner "
-    "--anchored --no-wildcards --no-recursion --exclude=tmp --recursion -C / --"
+    *("tar", "-x", "-f", "-", "-p", "--delay-directory-restore", "--no-overwrite-dir", "--no-same-owner"),
+    *("--anchored", "--no-wildcards", "--no-recursion", "--exclude=tmp", "--recursion", "-C", "/", "--"),
 )
-_UNPACK = f"""
-trap 'rm -f -- "$1"' EXIT
-head -c "$2" 0<>"$1" | {_TAR} "${{@:3}}"
-exit "${{PIPESTATUS[1]}}"
-"""
-_UNPACK_SMALL = f'{_TAR} "$@"'
+# Open the FIFO for reading and writing, or the end of each chunk would end the stream. head knows the total.
 # Ends with the exit code of the program that reads the stream.
 _READ_FIFO = """
 trap 'rm -f -- "$1"' EXIT
@@ -116,6 +112,11 @@ def pack_roots(roots: Sequence[str]) -> list[str]:
     return ["bash", "-c", _PACK, "pack", *roots]
 
 
+def unpack_roots(roots: Sequence[str]) -> list[str]:
+    """Return the program that unpacks what is below these folders from its standard input."""
+    return [*_TAR, *(root.removeprefix("/") for root in roots)]
+
+
 def pack_list(names: str, folder: str) -> list[str]:
     """Return the program that packs selected files of a folder. The file `names` lists the names, each with a NUL at
     its end. The program deletes this list.
@@ -126,11 +127,14 @@ def pack_list(names: str, folder: str) -> list[str]:
 class Packing:
     """Packs one archive: read `chunks` once, then `facts`."""
 
-    def __init__(self, guest: Guest, argv: list[str], max_bytes: int) -> None:
-        """Create the packing. `argv`: a program of `pack_roots` or `pack_list`."""
+    def __init__(self, guest: Guest, argv: list[str], max_bytes: int, stdin: bytes = b"") -> None:
+        """Create the packing. `argv`: a program of `pack_roots`, `pack_list` or `pack_changes` (root_changes.py), which
+        reads `stdin`.
+        """
         self._guest = guest
         self._argv = argv
         self._max_bytes = max_bytes
+        self._stdin = stdin
         self.facts: ArchiveFacts | None = None
 
     async def chunks(self) -> AsyncGenerator[bytes]:
@@ -142,7 +146,8 @@ class Packing:
         """
         flow, tally = _OutputQueue(self._guest), ArchiveHash()
         request = _exec(self._argv, {"stream": self._max_bytes + 1})
-        packing = asyncio.ensure_future(self._guest.ask(request, sink=flow.take))
+        body, size = _split_frames(self._stdin), len(self._stdin)
+        packing = asyncio.ensure_future(self._guest.ask(request, sink=flow.take, body=body, body_bytes=size))
         packing.add_done_callback(lambda _: flow.end())
         try:
             while (chunk := await flow.next()) is not None:
@@ -159,32 +164,37 @@ class Packing:
             await _cancel(packing)
         _check_done(done, flow.stderr, "packed", (0, _CHANGED))
         packed = tally.facts()
-        self.facts = ArchiveFacts(
-            packed.bytes, packed.sha256, flow.stderr.count(b"socket ignored"), done["exit_code"] == _CHANGED
-        )
+        is_torn = done["exit_code"] == _CHANGED or _VANISHED in flow.stderr
+        self.facts = ArchiveFacts(packed.bytes, packed.sha256, flow.stderr.count(b"socket ignored"), is_torn)
 
 
-async def unpack(guest: Guest, roots: tuple[str, ...], read: AsyncIterator[bytes], total: int) -> None:
-    """Unpack an archive of these roots and of `total` bytes into a guest.
+async def unpack(guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], total: int) -> None:
+    """Unpack an archive of `total` bytes into a guest. `argv`: a program that reads it, such as of `unpack_roots`.
 
     Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and the errors of `read`. Some files
     may then be unpacked.
     """
-    names = [root.removeprefix("/") for root in roots]
     if total <= _PIECE_BYTES:  # one program in place of three: most forks and evictions
-        data, stderr = b"", bytearray()
+        data = b""
         async for chunk in read:
             data += chunk
             if len(data) > total:
                 break
         _check_size(len(data), total)
-        request = _exec(["bash", "-c", _UNPACK_SMALL, "unpack", *names])
-        body = _split_frames(data)
-        done = await guest.ask(request, sink=_collect_stderr(stderr), body=body, body_bytes=total)
+        await run_with_input(guest, argv, data)
     else:
-        done, stderr = await _stream_in(
-            guest, lambda fifo: ["bash", "-c", _UNPACK, "unpack", fifo, str(total), *names], read, total
-        )
+        done, stderr = await _stream_in(guest, argv, read, total)
+        _check_done(done, stderr, "unpacked")
+
+
+async def run_with_input(guest: Guest, argv: Sequence[str], data: bytes) -> None:
+    """Run a program of an unpacking with these bytes on its standard input, which the guest holds in memory. Raises as
+    `unpack`.
+    """
+    stderr = bytearray()
+    done = await guest.ask(
+        _exec(list(argv)), sink=_collect_stderr(stderr), body=_split_frames(data), body_bytes=len(data)
+    )
     _check_done(done, stderr, "unpacked")
 
 
@@ -194,9 +204,7 @@ async def stream_in(
     """Run a program in the guest with these bytes on its standard input, a pipe. Return its end and its stderr.
     Raises as `unpack`.
     """
-    done, stderr = await _stream_in(
-        guest, lambda fifo: ["bash", "-c", _READ_FIFO, "read", fifo, str(total), *argv], read, total
-    )
+    done, stderr = await _stream_in(guest, argv, read, total)
     return done, bytes(stderr).decode("utf-8", "replace")
 
 
@@ -224,13 +232,14 @@ async def run_with_file(
 
 
 async def _stream_in(
-    guest: Guest, build_argv: Callable[[str], list[str]], read: AsyncIterator[bytes], total: int
+    guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], total: int
 ) -> tuple[dict[str, Any], bytearray]:
     """Feed a program that reads a FIFO, a piece at a time: the guest holds a whole piece in memory."""
     fifo, stderr = f"{_FIFO_FOLDER}/.archive-{secrets.token_hex(8)}", bytearray()
     done = await guest.ask(_exec(["bash", "-c", _MAKE_FIFO, "make", fifo]), sink=_collect_stderr(stderr))
     _check_done(done, stderr, "unpacked")
-    unpacking = asyncio.ensure_future(guest.ask(_exec(build_argv(fifo)), sink=_collect_stderr(stderr)))
+    reader = ["bash", "-c", _READ_FIFO, "read", fifo, str(total), *argv]
+    unpacking = asyncio.ensure_future(guest.ask(_exec(reader), sink=_collect_stderr(stderr)))
     try:
         sent = 0
         async for piece in in_pieces(read, _PIECE_BYTES):
@@ -369,6 +378,6 @@ def _check_done(
         )
     raise ToolFailure(
         ErrorCode.INTERNAL,
-        f"the session's files could not be {what}: tar ended with {quote_text(code)}: "
+        f"the session's files could not be {what}: the program ended with {quote_text(code)}: "
         f"{quote_text(bytes(stderr[-200:]).decode('utf-8', 'replace'))}",
     )

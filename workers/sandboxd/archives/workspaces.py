@@ -5,12 +5,12 @@ both.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 
 from contract.archive_kinds import HEAD_BYTES, KNOWN_KINDS, find_kind
 from contract.errors import ErrorCode, ToolFailure
-from store.archives.base import ArchiveStore, NotStored, StoredFacts
+from store.archives.base import ArchiveStore, NotStored, StoredFacts, join_chunks, read_head
 from store.archives.files import MAX_WORKSPACE_BYTES, NO_STORE, is_file_id, is_location, parse_location
 from workers.sandboxd.archives.imports import build_import, check_import
 from workers.sandboxd.archives.packing import Guest, Packing, pack_list, run_with_file, stream_in
@@ -94,15 +94,13 @@ class WorkspaceFiles:
 
 
 async def _load(workspace: str, size: int, chunks: AsyncGenerator[bytes], sandbox: Guest) -> None:
-    head = bytearray()
-    while len(head) < HEAD_BYTES and (chunk := await anext(chunks, None)) is not None:
-        head += chunk
-    kind = find_kind(bytes(head))
+    head = await read_head(chunks, HEAD_BYTES)
+    kind = find_kind(head)
     if kind is None:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS, f"the workspace {workspace[:200]} is of no known kind: give {KNOWN_KINDS}"
         )
-    argv, read = build_import(kind, _FOLDER), _join_chunks(bytes(head), chunks)
+    argv, read = build_import(kind, _FOLDER), join_chunks(head, chunks)
     async with asyncio.timeout(WHOLE_S):
         if kind in _SEEKING_KINDS:
             # /output is on the disk of the session, which has a quota.
@@ -118,12 +116,6 @@ async def _load(workspace: str, size: int, chunks: AsyncGenerator[bytes], sandbo
         timed_out=done.get("timed_out") is True,
         timeout_s=WHOLE_S,
     )
-
-
-async def _join_chunks(head: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield head
-    async for chunk in rest:
-        yield chunk
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ class Merge:
 
     def run(self) -> None:
         """Merge all folders. Raises OSError."""
-        with _descended(self.sources[0], ()) as top:
+        with descended(self.sources[0], ()) as top:
             _copy_attributes(top, self.target)
         pending: list[tuple[_Path, list[int]]] = [((), list(range(len(self.sources))))]
         times: list[tuple[_Path, int]] = [((), 0)]
@@ -48,7 +48,7 @@ class Merge:
                 times.append(((*path, name), below[0]))
         # Last, because every new entry changes the time of its folder.
         for path, number in times:
-            with _descended(self.target, path) as target, _descended(self.sources[number], path) as source:
+            with descended(self.target, path) as target, descended(self.sources[number], path) as source:
                 _copy_times(os.fstat(source), target)
 
     def _merge_folder(self, path: _Path, numbers: Sequence[int]) -> list[tuple[str, list[int]]]:
@@ -57,13 +57,13 @@ class Merge:
         subfolders, seen = list[tuple[str, list[int]]](), set[str]()
         try:
             folders += [_descend(self.sources[number], path) for number in numbers]
-            with _descended(self.target, path) as target:
+            with descended(self.target, path) as target:
                 for at, folder in enumerate(folders):
                     for name in sorted(set(os.listdir(folder)) - seen):
                         seen.add(name)
                         status = os.lstat(name, dir_fd=folder)
                         if stat.S_ISDIR(status.st_mode):
-                            below, is_opaque = _find_below(name, folders[at:])
+                            below, is_opaque = find_below(name, folders[at:])
                             _make_folder(name, folder, target, is_opaque=is_opaque)
                             subfolders.append((name, [numbers[at + offset] for offset in below]))
                         else:
@@ -76,7 +76,7 @@ class Merge:
     def _copy(self, path: _Path, folder: int, target: int, status: os.stat_result, number: int) -> None:
         name, identity = path[-1], (number, status.st_dev, status.st_ino)
         if status.st_nlink > 1 and (first := self._links.setdefault(identity, path)) != path:
-            with _descended(self.target, first[:-1]) as other:
+            with descended(self.target, first[:-1]) as other:
                 os.link(first[-1], name, src_dir_fd=other, dst_dir_fd=target, follow_symlinks=False)
         elif stat.S_ISREG(status.st_mode):
             _copy_file(name, folder, target)
@@ -89,7 +89,7 @@ class Merge:
             os.chown(name, status.st_uid, status.st_gid, dir_fd=target, follow_symlinks=False)
 
 
-def _find_below(name: str, folders: Sequence[int]) -> tuple[list[int], bool]:
+def find_below(name: str, folders: Sequence[int]) -> tuple[list[int], bool]:
     """Return the positions of the folders whose subfolders of that name are one merged folder, and whether it hides
     what deeper layers have.
     """
@@ -114,7 +114,7 @@ def _find_below(name: str, folders: Sequence[int]) -> tuple[list[int], bool]:
 
 def _make_folder(name: str, folder: int, target: int, *, is_opaque: bool) -> None:
     os.mkdir(name, 0o700, dir_fd=target)
-    with _descended(folder, (name,)) as source, _descended(target, (name,)) as made:
+    with descended(folder, (name,)) as source, descended(target, (name,)) as made:
         _copy_attributes(source, made)
         if is_opaque:
             os.setxattr(made, _OPAQUE, b"y")
@@ -160,7 +160,7 @@ def _descend(top: int, path: _Path) -> int:
 
 
 @contextmanager
-def _descended(top: int, path: _Path) -> Iterator[int]:
+def descended(top: int, path: _Path) -> Iterator[int]:
     fd = _descend(top, path)
     try:
         yield fd

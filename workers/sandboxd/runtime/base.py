@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from workers.sandboxd.disks.changes import RootChanges
 from workers.sandboxd.runtime.hardening import SandboxSpec
 
 LABEL_PRODUCT: Final = "toolcrew.product"
@@ -64,6 +65,13 @@ class SandboxRuntime(Protocol):
 
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
         """Return a sentence for every property of a running sandbox that differs from its specification."""
+        ...
+
+    async def list_changes(self, container: str, spec: SandboxSpec) -> RootChanges | None:
+        """Return what a running sandbox has changed in its root file system, or None when that cannot be changed.
+
+        Raises ToolFailure (FILE_TOO_LARGE) when the list is too long.
+        """
         ...
 
     async def pause(self, container: str) -> None:

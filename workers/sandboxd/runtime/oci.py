@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
@@ -33,6 +34,7 @@ from typing import Final
 import structlog
 
 from contract.errors import SandboxUnavailable
+from workers.sandboxd.disks.changes import RootChanges, list_changes
 from workers.sandboxd.disks.image import (
     CHANGES,
     FOLDER_FLAGS,
@@ -42,6 +44,7 @@ from workers.sandboxd.disks.image import (
     open_workspaces,
 )
 from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY
+from workers.sandboxd.disks.workspace_store import run_to_end
 from workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEADLINE,
@@ -88,10 +91,13 @@ _ERROR_CHARS: Final = 500
 
 @dataclass
 class _Running:
-    """A sandbox of this process. `process`: a descriptor of its PID 1."""
+    """A sandbox of this process. `process`: a descriptor of its PID 1. `changes`: descriptors of the folders with the
+    changes of its root file system, the latest first.
+    """
 
     base: int
     process: int | None = None
+    changes: Sequence[int] = ()
 
 
 def find_obstacle(facts: EngineFacts) -> str | None:
@@ -140,6 +146,7 @@ class OciRuntime:
         self._skeleton = folder / skeleton_name()
         self._cgroups = Cgroups()
         self._running: dict[str, _Running] = {}
+        self._forgetting = threading.Lock()
         self._pins: dict[tuple[str, ...], asyncio.Future[Mapping[str, str]]] = {}
         self._pin_names: dict[str, str] = {}
         """Name of a pin -> content id of its image."""
@@ -197,6 +204,15 @@ class OciRuntime:
         # intended.
         process = int((self._sandboxes / _id_of(container) / "pid").read_text(encoding="ascii"))
         return find_kernel_drift(process, spec, running.base, self._cgroups, _id_of(container))
+
+    async def list_changes(self, container: str, spec: SandboxSpec) -> RootChanges | None:
+        if not spec.is_root:
+            return None
+        # A removal closes the descriptors, whose numbers may then be those of another session.
+        with self._forgetting:
+            running = self._running.get(_id_of(container))
+            layers = [os.dup(fd) for fd in running.changes] if running is not None else []
+        return await run_to_end(lambda: _list_and_close(spec.image_facts.id, layers))
 
     async def pause(self, container: str) -> None:
         await self._run(lambda: _freeze(self._cgroups, _id_of(container), is_wanted=True))
@@ -342,6 +358,8 @@ class OciRuntime:
                         stack.callback(os.close, mount)
                         attach(mount, ROOTS / sandbox / folder.lstrip("/"))
                     started = self._run_program(sandbox, running, lock)
+                if content.changes is not None:
+                    running.changes = [os.dup(fd) for fd in (content.changes[0], *content.changed)]
                 self._keep_filter(sandbox, spec)
                 return started
             except OSError as error:
@@ -428,11 +446,12 @@ class OciRuntime:
 
     def _forget(self, sandbox: str) -> None:
         """Free what this process holds for a sandbox that has ended. Of two removals at the same time one does it."""
-        ended = self._running.pop(sandbox, None)
+        with self._forgetting:
+            ended = self._running.pop(sandbox, None)
         if ended is None:
             return
-        if ended.process is not None:
-            os.close(ended.process)
+        for fd in (*ended.changes, *(() if ended.process is None else (ended.process,))):
+            os.close(fd)
         self._ranges.give_back(ended.base)
 
     @contextmanager
@@ -471,6 +490,16 @@ class OciRuntime:
 def _id_of(name: str) -> str:
     """Return the id of a sandbox: the random part of its name."""
     return name.rpartition("-")[2]
+
+
+def _list_and_close(image: str, layers: Sequence[int]) -> RootChanges:
+    try:
+        return list_changes(image, layers)
+    except OSError as error:
+        raise SandboxUnavailable(f"the changes of the root file system cannot be listed: {error}") from error
+    finally:
+        for fd in layers:
+            os.close(fd)
 
 
 def _clone_workspace(folder: str) -> int:

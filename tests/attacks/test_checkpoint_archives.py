@@ -1,0 +1,249 @@
+"""Attacks by a checkpoint whose archive is forged, of a session whose programs are root inside. A guest writes the
+bytes of its archive, so it can have any content. Restored, it harms at most its own sandbox.
+"""
+
+import asyncio
+import copy
+import hashlib
+import io
+import json
+import os
+import stat
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from docker import APIClient
+
+from contract.errors import SandboxUnavailable, ToolFailure
+from store.archives.folder import FolderStore
+from tests.attack_sandboxd import HostileSession, OwnSandboxd, open_own_sandboxd
+from tests.containers import IMAGE
+from workers.sandbox_client import SandboxClient
+from workers.sandboxd.archives.root_changes import encode_changes
+from workers.sandboxd.disks.changes import RootChanges
+
+pytestmark = pytest.mark.stack
+
+DISK_BYTES = 64 * 1024 * 1024
+TIB = 1024**4
+CLASSES = {"default": {"user": "root", "workspace_bytes": DISK_BYTES}, "plain": {}}
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="toolcrew-store-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def rooted(engine: APIClient, store: Path) -> Iterator[OwnSandboxd]:
+    settings = {
+        "TOOLCREW_TENANT_CLASSES": json.dumps(CLASSES),
+        "TOOLCREW_SANDBOX_START": "oci",
+        "TOOLCREW_WORKSPACE_STORE": str(store),
+    }
+    with open_own_sandboxd(engine, settings) as opened:
+        yield opened
+
+
+@pytest.fixture
+def image(engine: APIClient) -> str:
+    return str(engine.inspect_image(IMAGE)["Id"])
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Iterator[Path]:
+    """A file of the host, which must stay as it is."""
+    (tmp_path / "canary").write_text("untouched")
+    yield tmp_path / "canary"
+    assert (tmp_path / "canary").read_text() == "untouched"
+    assert os.listdir(tmp_path) == ["canary"]
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, content: bytes = b"evil\n", **fields: object) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, len(content) if kind == tarfile.REGTYPE else 0
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info
+
+
+def pack(*members: tarfile.TarInfo) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for info in members:
+            archive.addfile(info, io.BytesIO(b"evil\n".ljust(info.size, b"\0")))
+    return file.getvalue()
+
+
+def put(store: Path, archive: bytes) -> str:
+    """Store a forged archive, as its tenant's guest could."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield archive
+
+    name = hashlib.sha256(archive).hexdigest()[:20]
+    asyncio.run(FolderStore(store).put(f"acme/{name}", chunks()))
+    return name
+
+
+def restore(rooted: OwnSandboxd, checkpoint: str) -> HostileSession | None:
+    """Open a session from a checkpoint. Returns None when it is refused; then nothing is left of it."""
+    client = SandboxClient(rooted.path)
+    before = len(client.sessions())
+    try:
+        name = client.open("acme", checkpoint, restore=checkpoint)
+    except (ToolFailure, SandboxUnavailable):
+        assert (len(client.sessions()), client.status()["sandboxes"]) == (before, before)
+        client.disconnect()
+        return None
+    return HostileSession(rooted.path, client, rooted.api, name)
+
+
+def check_harmless(session: HostileSession) -> None:
+    """Check what holds for every sandbox: its programs, its files, and its mounts."""
+    assert session.is_well()
+    own = range(session.watched.host_id(0), session.watched.host_id(0) + 65_536)
+    for folder, _, files in os.walk(session.watched.root / "usr/local"):
+        for name in (".", *files):
+            status = os.lstat(Path(folder, name))
+            assert status.st_uid in own
+            assert stat.S_IFMT(status.st_mode) not in (stat.S_IFBLK, stat.S_IFCHR)
+    for line in session.watched.mounts().splitlines():
+        fields = line.split(" ")
+        if fields[4] in ("/", "/workspace", "/opt/toolcrew", "/output"):
+            assert {"nosuid", "nodev"} <= set(fields[5].split(",")), line
+
+
+LINK, HARD, BLOCK, CHAR = tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.BLKTYPE, tarfile.CHRTYPE
+ARCHIVES = {
+    "names with dots": [member("../../../../../../../../canary"), member("./usr/../../../../canary")],
+    "absolute names": [member("/canary"), member("//etc/passwd")],
+    "a link and a name below it": [
+        member("./usr/local/out", LINK, linkname="/proc/1/root"),
+        member("./usr/local/out/x"),
+    ],
+    "a link out and a name below it": [member("./out", LINK, linkname="../../../.."), member("./out/canary")],
+    "a hard link out": [member("./usr/local/hard", HARD, linkname="../../../../../../../../canary")],
+    "the disk of the host": [member("./usr/local/disk", BLOCK, devmajor=254, devminor=0, mode=0o666)],
+    "the memory of the host": [member("./usr/local/mem", CHAR, devmajor=1, devminor=1, mode=0o666)],
+    "a whiteout by hand": [member("./etc/passwd", CHAR, devmajor=0, devminor=0)],
+    "the guest": [member("./opt/toolcrew/bin/bash"), member("opt/toolcrew/mine")],
+    "PID 1": [member("./proc/1/mem"), member("./proc/sys/kernel/core_pattern")],
+    "control groups": [member("./sys/fs/cgroup/memory/release_agent")],
+    "a setuid program": [member("./usr/local/bin/sh2", mode=0o6755, uid=0, gid=0)],
+    "an owner of the host": [member("./usr/local/hosts", uid=2_000_000, gid=2_000_000)],
+    "a place over a mount": [
+        member("./opt/toolcrew", LINK, linkname="/tmp"),
+        member("./workspace", LINK, linkname="/"),
+    ],
+    "a file beyond every disk": [member("./usr/local/large", size=2 * DISK_BYTES)],
+}
+LISTS = {
+    "the guest": b"./opt/toolcrew\0/opt/toolcrew\0./opt\0",
+    "mounts": b"./proc\0./sys\0./dev\0./workspace\0./output\0/\0.\0",
+    "names with dots": b"../../../..\0./../canary\0" + b"../" * 1000 + b"canary\0",
+    "options": b"--no-preserve-root\0-rf\0--\0/\0",
+    "everything": b"./usr\0./bin\0./lib\0./etc\0",
+    "no end": b"./usr/bin/env" * 3000,
+    "many names": b"./x\0" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("attack", ARCHIVES)
+def test_put_a_file_where_it_has_power(rooted: OwnSandboxd, store: Path, image: str, canary: Path, attack: str) -> None:
+    """Aim: a file of the host, a device, a program of the guest, or an owner outside."""
+    changes = RootChanges(image, b"", b"", b"")
+    for info in (members := copy.deepcopy(ARCHIVES[attack])):
+        info.name, info.linkname = (text.replace("canary", str(canary)[1:]) for text in (info.name, info.linkname))
+    session = restore(rooted, put(store, encode_changes(changes) + pack(*members)))
+    if session is not None:
+        check_harmless(session)
+        session.close()
+    check_next(rooted)
+
+
+@pytest.mark.parametrize("attack", LISTS)
+@pytest.mark.parametrize("when", ["replaced", "removed"])
+def test_remove_what_is_not_its_own(
+    rooted: OwnSandboxd, store: Path, image: str, canary: Path, attack: str, when: str
+) -> None:
+    """Aim: files of the host, of the image for others, or of the guest."""
+    lists = {"replaced": b"", "removed": b"", when: LISTS[attack].replace(b"canary", os.fsencode(canary)[1:])}
+    changes = RootChanges(image, b"", **lists)
+    session = restore(rooted, put(store, encode_changes(changes) + pack(member("./etc/mine"))))
+    if session is not None:
+        session.close()
+    check_next(rooted)
+
+
+def sparse(size: int) -> bytes:
+    """Return an archive with a file that is a hole of `size` bytes."""
+    info = member("./usr/local/sparse", tarfile.GNUTYPE_SPARSE)
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    # The place of the real size in a header of GNU tar, in base 256.
+    block[483:495] = b"\x80" + size.to_bytes(11, "big")
+    block[148:156] = b" " * 8
+    block[148:156] = f"{sum(block):06o}\0 ".encode()
+    return bytes(block) + bytes(1024)
+
+
+@pytest.mark.parametrize("size", [100 * TIB, 2**63 - 1, 2**80])
+def test_restore_a_giant_file_of_holes(rooted: OwnSandboxd, store: Path, image: str, canary: Path, size: int) -> None:
+    """Aim: the disk or the memory of the host."""
+    rooted.forget_peak()
+    before = rooted.peak_bytes()
+    session = restore(rooted, put(store, encode_changes(RootChanges(image, b"", b"", b"")) + sparse(size)))
+    if session is not None:
+        check_harmless(session)
+        session.close()
+    assert rooted.peak_bytes() - before < 64 * 1024 * 1024
+    check_next(rooted)
+
+
+def head(content: bytes, size: int | None = None) -> bytes:
+    info = member(".toolcrew-root-changes")
+    info.size = len(content) if size is None else size
+    return info.tobuf(tarfile.USTAR_FORMAT if info.size < 8**11 else tarfile.GNU_FORMAT) + content.ljust(1024, b"\0")
+
+
+@pytest.mark.parametrize(
+    "archive",
+    [
+        head(b"", 8 * 1024**3),
+        head(b"", 2**62),
+        head(b"x" * 500),
+        head(b"sha256:" + b"0" * 64 + b" 999999999\nabc"),
+        head(b"sha256:" + b"0" * 64 + b" -1\nabc"),
+        head(b"{image} 5\nabc"),
+        head(b"{image} 0\n", 100_000),
+        head(b"")[:700],
+        b"",
+    ],
+    ids=range(9),
+)
+def test_break_the_reader_of_the_list(
+    rooted: OwnSandboxd, store: Path, image: str, canary: Path, archive: bytes
+) -> None:
+    """Aim: memory of sandboxd, or a checkpoint that counts as restored and is not."""
+    rooted.forget_peak()
+    before = rooted.peak_bytes()
+    session = restore(rooted, put(store, archive.replace(b"{image}", image.encode())))
+    if session is not None:
+        check_harmless(session)
+        session.close()
+    assert rooted.peak_bytes() - before < 64 * 1024 * 1024
+    check_next(rooted)
+
+
+def check_next(rooted: OwnSandboxd) -> None:
+    """Check that another session of the same image is as if nothing had happened."""
+    with rooted.session(tenant="other", session="next") as session:
+        assert session.is_well()
+        look = (
+            "head -c 4 /etc/passwd; ls /usr/local/bin; ls -A /workspace; ls /usr/bin/env /etc/mine /canary 2>/dev/null"
+        )
+        assert session.bash(look).streams["merged"] == b"root/usr/bin/env\n"

@@ -1,0 +1,90 @@
+"""The part of a checkpoint that has the changes of the root file system of a session.
+
+Such an archive begins with a member that tar takes for a file (`_NAME`): the content id of the image, and the names of
+what was replaced and removed. sandboxd makes it and takes it off again. All else is packed and unpacked as root inside
+the sandbox, so a forged archive can do what its session could do anyway: no device, no id of another sandbox, no file
+outside, and not more than the disk of the session has.
+"""
+
+import re
+import tarfile
+from collections.abc import AsyncIterator, Sequence
+
+from contract.errors import SandboxUnavailable
+from store.archives.base import join_chunks, read_head
+from workers.sandboxd.archives.packing import Guest, run_with_input, unpack
+from workers.sandboxd.disks.changes import MAX_LIST_BYTES, RootChanges
+
+_NAME = ".toolcrew-root-changes"
+_HEAD = re.compile(rb"(sha256:[0-9a-f]{64}) ([0-9]{1,9})\n")
+_HEAD_BYTES = 100
+# Standard input has the names of folders, and then of what is packed with everything below. A file of the list may
+# disappear meanwhile.
+_PACK = """
+{ head -c "$1"; xargs -0 -r bash -c 'find "$@" -xdev -print0' find; } |
+tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner --ignore-failed-read -C / \\
+    --no-recursion --null --files-from=- --recursion -- "${@:2}"
+exit "${PIPESTATUS[1]}"
+"""
+# tar replaces files, and folders only if they are empty.
+_CLEAR = """
+xargs -0 -r bash -c '
+    for path; do
+        if [[ -d $path && ! -L $path ]]; then rm -rf --one-file-system -- "$path" || exit 1; fi
+    done' clear
+"""
+_UNPACK = ("tar", "-x", "-f", "-", "-p", "--same-owner", "--numeric-owner", "--delay-directory-restore", "-C", "/")
+_REMOVE = ("xargs", "-0", "-r", "rm", "-rf", "--one-file-system", "--")
+
+
+def pack_changes(changes: RootChanges, roots: Sequence[str]) -> tuple[list[str], bytes]:
+    """Return the program that packs the changes and all files below the folders, and its standard input."""
+    argv = ["bash", "-c", _PACK, "pack", str(len(changes.folders)), *(root.removeprefix("/") for root in roots)]
+    return argv, changes.folders + changes.replaced
+
+
+async def unpack_changes(guest: Guest, changes: RootChanges, read: AsyncIterator[bytes], total: int) -> None:
+    """Unpack an archive with changes into a guest that has the same image. Raises as `unpack`."""
+    await run_with_input(guest, ["bash", "-c", _CLEAR], changes.replaced)
+    await unpack(guest, _UNPACK, read, total)
+    # Last, because the programs of the image that unpack may need what a newer version of them does not.
+    await run_with_input(guest, _REMOVE, changes.removed)
+
+
+def encode_changes(changes: RootChanges) -> bytes:
+    """Return the member with which the archive begins."""
+    content = f"{changes.image} {len(changes.replaced)}\n".encode() + changes.replaced + changes.removed
+    member = tarfile.TarInfo(_NAME)
+    member.size = len(content)
+    return member.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % tarfile.BLOCKSIZE)
+
+
+async def split_changes(
+    chunks: AsyncIterator[bytes], total: int
+) -> tuple[RootChanges | None, AsyncIterator[bytes], int]:
+    """Take the changes off the beginning of an archive of `total` bytes. Returns None in their place when it has none;
+    and the rest, with its size. Raises SandboxUnavailable.
+    """
+    head = await read_head(chunks, tarfile.BLOCKSIZE)
+    size = _parse_size(head[: tarfile.BLOCKSIZE])
+    if size is None:
+        return None, join_chunks(head, chunks), total
+    end = tarfile.BLOCKSIZE + size + -size % tarfile.BLOCKSIZE
+    head += await read_head(chunks, end - len(head))
+    content = head[tarfile.BLOCKSIZE : tarfile.BLOCKSIZE + size]
+    match = _HEAD.match(content, 0, _HEAD_BYTES)
+    if match is None or len(content) < size:
+        raise SandboxUnavailable("the stored changes of the root file system are damaged: restore another checkpoint")
+    start = match.end()
+    middle = start + int(match[2])
+    changes = RootChanges(match[1].decode(), b"", content[start:middle], content[middle:])
+    return changes, join_chunks(head[end:], chunks), total - end
+
+
+def _parse_size(block: bytes) -> int | None:
+    """Return the size of the member, or None when the archive begins with another one."""
+    try:
+        member = tarfile.TarInfo.frombuf(block, "ascii", "replace")
+    except tarfile.HeaderError:
+        return None
+    return member.size if member.name == _NAME and 0 <= member.size <= 2 * MAX_LIST_BYTES else None
