@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from guest.failures import check_fields
+from guest.fields import check_fields
 from guest.paths import GuestPaths
 from guest.processes import read_processes
 

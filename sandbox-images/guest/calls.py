@@ -94,7 +94,7 @@ class Call:
         if self.body.failure is not None:
             raise self.body.failure
         self.request = parse_call(self.header)
-        self.lane = getattr(self.request, "lane", None)
+        self.lane = self.request.lane
         self._is_exec = isinstance(self.request, ExecRequest)
         self.oom_kills = read_oom_kills() if self._is_exec else None
         self._started_at = time.monotonic()

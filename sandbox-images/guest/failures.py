@@ -1,13 +1,9 @@
-"""Failures of a request: the closed set of error codes, and the checks of a header's fields."""
+"""Failures of a request: the closed set of error codes, and the text of messages."""
 
 from __future__ import annotations
 
 import errno
 import os
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 INVALID_ARGUMENTS = "INVALID_ARGUMENTS"
 FILE_NOT_FOUND = "FILE_NOT_FOUND"
@@ -49,7 +45,6 @@ _CODE_OF_ERRNO = {
 }
 MESSAGE_CHARS = 4000
 MAX_BODY = 67_108_864
-_COMMON = frozenset(("id", "op", "body_bytes", "timeout_s"))
 
 
 class Failure(Exception):
@@ -98,36 +93,3 @@ def encode_text(text: str, what: str) -> bytes:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         raise Failure(INVALID_ARGUMENTS, f"{what} has a character that cannot be encoded") from None
-
-
-def check_fields(header: dict[str, Any], *names: str) -> None:
-    """Raise Failure when the header has a field that is neither common to all requests nor one of `names`."""
-    unknown = header.keys() - _COMMON - set(names)
-    if unknown:
-        raise Failure(INVALID_ARGUMENTS, f"unknown field {min(unknown)!a}")
-
-
-def read_whole(header: dict[str, Any], name: str, least: int, most: int | None, default: int | None = None) -> int:
-    """Return an integer field from `least` to `most`. Raises Failure when the value is missing or invalid."""
-    value = header.get(name, default)
-    # In Python, bool is a subclass of int. JSON's true is not a number.
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be a whole number {bounds}")
-    return value
-
-
-def read_timeout(header: dict[str, Any]) -> float:
-    """Return the time limit of a request, in seconds. Raises Failure when the value is missing or invalid."""
-    value = header.get("timeout_s")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
-        raise Failure(INVALID_ARGUMENTS, "'timeout_s' must be a number above 0")
-    return float(value)
-
-
-def read_text(header: dict[str, Any], name: str) -> str:
-    """Return a text field, which is not empty and has no NUL. Raises Failure when the value is missing or invalid."""
-    value = header.get(name)
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be a string, not empty and without NUL")
-    return value

@@ -19,7 +19,8 @@ from guest.attestation import attest
 from guest.calls import Call, Lanes
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
 from guest.commands.jobs import Job, Jobs
-from guest.failures import INVALID_ARGUMENTS, Failure, check_fields, describe_os_error
+from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
+from guest.fields import check_fields
 from guest.frames import Frame, FrameDecoder, FrameError, HostGone, Outbox, encode_frame
 from guest.kernel import PR_SET_DUMPABLE, set_process_flag
 from guest.paths import GuestPaths

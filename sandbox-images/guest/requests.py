@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
-from guest.failures import INVALID_ARGUMENTS, MAX_BODY, Failure, check_fields, read_text, read_timeout, read_whole
+from guest.failures import INVALID_ARGUMENTS, MAX_BODY, Failure
+from guest.fields import Request, choice, optional, read_flag, read_text, read_whole, whole
 from guest.files.requests import EditTextRequest, ReadFileRequest, ReadTextRequest, WriteFileRequest, WriteTextRequest
 from guest.search.requests import GlobRequest, GrepRequest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, TypeGuard
+    from typing import Any, ClassVar, TypeGuard
 
     from guest.supervisors import RequestContext
 
@@ -19,11 +20,53 @@ if TYPE_CHECKING:
     SearchRequest = GlobRequest | GrepRequest
 
 STREAM_STDERR_BYTES = 65_536
-STATES = ("none", "use", "keep", "fresh")
 _STREAMS = ("stdout", "stderr", "merged")
 
 
-class ExecRequest:
+def _read_argv(header: dict[str, Any], name: str) -> list[str]:
+    value = header[name]
+    if not isinstance(value, list) or not value or not all(isinstance(part, str) for part in value):
+        raise Failure(INVALID_ARGUMENTS, "'argv' must be null or a list of strings, not empty")
+    if not value[0] or any("\0" in part for part in value):
+        raise Failure(INVALID_ARGUMENTS, "'argv' has a NUL byte or names no program")
+    return value
+
+
+def _read_spill(header: dict[str, Any], name: str) -> tuple[int, int]:
+    value = header[name]
+    if not isinstance(value, dict) or set(value) != {"bytes", "lines"}:
+        raise Failure(INVALID_ARGUMENTS, "'spill' must be null or an object of 'bytes' and 'lines'")
+    return read_whole(value, "bytes", 0, MAX_BODY), read_whole(value, "lines", 0, None)
+
+
+def _read_capture(header: dict[str, Any], name: str) -> tuple[int | None, dict[str, int]]:
+    """Return the limit of a stream that is sent as it arrives, or None, and the numbers of bytes to return."""
+    capture = header.get(name)
+    if not isinstance(capture, dict):
+        raise Failure(INVALID_ARGUMENTS, "'capture' must be an object")
+    if set(capture) == {"stream"}:
+        return read_whole(capture, "stream", 0, None), {"stdout": 0, "stderr": STREAM_STDERR_BYTES}
+    if capture.keys() <= set(_STREAMS):
+        return None, {stream: read_whole(capture, stream, 0, MAX_BODY, default=0) for stream in _STREAMS}
+    raise Failure(INVALID_ARGUMENTS, "'capture' has 'stream' alone, or 'stdout', 'stderr' and 'merged'")
+
+
+def read_variables(header: dict[str, Any], name: str) -> dict[str, str]:
+    """Return the environment variables in a field of a header; none when it is missing. Raises Failure when a variable
+    is invalid.
+    """
+    value = header.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be an object of strings")
+    for variable, text in value.items():
+        if not variable or "=" in variable or "\0" in variable or "\0" in text:
+            raise Failure(INVALID_ARGUMENTS, f"{variable!a} cannot be an environment variable")
+    return value
+
+
+class ExecRequest(Request):
     """Run one program.
 
     `caps`: the number of bytes to return of each stream. `stream_bytes`: limit of stdout that is sent as it arrives,
@@ -35,33 +78,42 @@ class ExecRequest:
     None: the session's folder.
     """
 
-    __slots__ = (
-        "argv",
-        "caps",
-        "cwd",
-        "env",
-        "live_bytes",
-        "script_bytes",
-        "spill",
-        "state",
-        "stream_bytes",
-        "timeout_s",
-    )
+    FIELDS: ClassVar = {
+        "argv": optional(_read_argv),
+        "script_bytes": whole(0, MAX_BODY, default=0),
+        "state": choice("none", "use", "keep", "fresh", default="none"),
+        "cwd": optional(read_text),
+        "env": read_variables,
+        "capture": _read_capture,
+        "spill": optional(_read_spill),
+        "live": read_flag,
+        "max_bytes": whole(0, default=0),
+    }
+    argv: list[str] | None
+    script_bytes: int
+    state: str
+    cwd: str | None
+    env: dict[str, str]
+    capture: tuple[int | None, dict[str, int]]
+    spill: tuple[int, int] | None
+    live: bool
+    max_bytes: int
 
     def __init__(self, header: dict[str, Any]) -> None:
-        check_fields(header, "argv", "script_bytes", "cwd", "env", "capture", "state", "spill", "live", "max_bytes")
-        self.timeout_s = read_timeout(header)
-        self.argv = _argv(header.get("argv"))
-        self.script_bytes = read_whole(header, "script_bytes", 0, MAX_BODY, default=0)
-        self.state = read_state(header)
-        self.cwd = None if self.has_state and header.get("cwd") is None else read_text(header, "cwd")
-        self.env = read_variables(header, "env")
-        self.stream_bytes: int | None = None
-        self.caps: dict[str, int] = {}
-        self._read_capture(header.get("capture"))
-        self.spill = _spill(header.get("spill"))
-        self.live_bytes = read_whole(header, "max_bytes", 0, None, default=0) if _flag(header, "live") else 0
-        self._check_script(header)
+        super().__init__(header)
+        self.stream_bytes, self.caps = self.capture
+        self.live_bytes = self.max_bytes if self.live else 0
+        if self.cwd is None and not self.has_state:
+            raise Failure(INVALID_ARGUMENTS, "'cwd' is missing")
+        if self.argv is not None and self.script_bytes:
+            raise Failure(INVALID_ARGUMENTS, "'argv' and a script exclude each other")
+        if self.has_state and (self.argv is not None or self.env):
+            raise Failure(
+                INVALID_ARGUMENTS,
+                "with a 'state' neither 'argv' nor 'env' can be given: it is a script's, and has the environment",
+            )
+        if self.argv is None and self.script_bytes > read_whole(header, "body_bytes", 0, MAX_BODY):
+            raise Failure(INVALID_ARGUMENTS, "'script_bytes' is more than the body has")
 
     @property
     def has_state(self) -> bool:
@@ -77,77 +129,6 @@ class ExecRequest:
     def lane(self) -> str | None:
         """Return "shell" when the command stores a state, else None. Commands of a lane run one after the other."""
         return "shell" if self.keeps_state else None
-
-    def _check_script(self, header: dict[str, Any]) -> None:
-        if self.argv is not None and self.script_bytes:
-            raise Failure(INVALID_ARGUMENTS, "'argv' and a script exclude each other")
-        if self.has_state and (self.argv is not None or self.env):
-            raise Failure(
-                INVALID_ARGUMENTS,
-                "with a 'state' neither 'argv' nor 'env' can be given: it is a script's, and has the environment",
-            )
-        if self.argv is None and self.script_bytes > read_whole(header, "body_bytes", 0, MAX_BODY):
-            raise Failure(INVALID_ARGUMENTS, "'script_bytes' is more than the body has")
-
-    def _read_capture(self, capture: object) -> None:
-        if not isinstance(capture, dict):
-            raise Failure(INVALID_ARGUMENTS, "'capture' must be an object")
-        if set(capture) == {"stream"}:
-            self.stream_bytes = read_whole(capture, "stream", 0, None)
-            self.caps = {"stdout": 0, "stderr": STREAM_STDERR_BYTES}
-        elif capture.keys() <= set(_STREAMS):
-            self.caps = {name: read_whole(capture, name, 0, MAX_BODY, default=0) for name in _STREAMS}
-        else:
-            raise Failure(INVALID_ARGUMENTS, "'capture' has 'stream' alone, or 'stdout', 'stderr' and 'merged'")
-
-
-def read_state(header: dict[str, Any]) -> str:
-    """Return the `state` field of a header; "none" when it is missing. Raises Failure when the value is invalid."""
-    state = header.get("state", "none")
-    if state not in STATES:
-        raise Failure(INVALID_ARGUMENTS, f"'state' must be one of {', '.join(STATES)}")
-    return str(state)
-
-
-def _flag(header: dict[str, Any], name: str) -> bool:
-    value = header.get(name, False)
-    if not isinstance(value, bool):
-        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be true or false")
-    return value
-
-
-def _spill(value: object) -> tuple[int, int] | None:
-    """Return the numbers of bytes and lines above which output goes to a file, or None."""
-    if value is None:
-        return None
-    if not isinstance(value, dict) or set(value) != {"bytes", "lines"}:
-        raise Failure(INVALID_ARGUMENTS, "'spill' must be null or an object of 'bytes' and 'lines'")
-    return read_whole(value, "bytes", 0, MAX_BODY), read_whole(value, "lines", 0, None)
-
-
-def _argv(value: object) -> list[str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or not value or not all(isinstance(part, str) for part in value):
-        raise Failure(INVALID_ARGUMENTS, "'argv' must be null or a list of strings, not empty")
-    if not value[0] or any("\0" in part for part in value):
-        raise Failure(INVALID_ARGUMENTS, "'argv' has a NUL byte or names no program")
-    return value
-
-
-def read_variables(header: dict[str, Any], field: str) -> dict[str, str]:
-    """Return the environment variables in a field of a header; none when it is missing. Raises Failure when a variable
-    is invalid.
-    """
-    value = header.get(field)
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise Failure(INVALID_ARGUMENTS, f"{field!r} must be an object of strings")
-    for name, text in value.items():
-        if not name or "=" in name or "\0" in name or "\0" in text:
-            raise Failure(INVALID_ARGUMENTS, f"{name!a} cannot be an environment variable")
-    return value
 
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
 from workers.web.egress import WebAccessRules
 from workers.web.limits import Deadline, FetchLimits
-from workers.web.resolver import Resolver, SystemResolver
+from workers.web.resolver import Resolver, SystemResolver, find_addresses
 
 T = TypeVar("T")
 
@@ -94,11 +94,7 @@ class HttpServer:
             self.addresses, frozenset({target.port}), frozenset({target.host} if self.entry.private else ())
         )
         rules.check_target(target)
-        addresses = (
-            (target.literal,)
-            if target.literal is not None
-            else self.resolver.resolve(target.host, deadline, FetchLimits.resolve_s)
-        )
+        addresses = find_addresses(self.resolver, target, deadline, FetchLimits())
         rules.check_addresses(target, addresses)
         return JudgedTransport(self.name, target, addresses, self.tls, deadline)
 

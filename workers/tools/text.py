@@ -4,6 +4,7 @@ Bytes are decoded, folded as a terminal would show them, and cut to a head and a
 fact about the end of a command is one line in brackets.
 """
 
+import codecs
 import json
 import re
 import signal
@@ -22,6 +23,8 @@ MAX_LINES = 2000
 HEAD_LINES = MAX_LINES // 4
 NARROWER = "narrow the command, or send its output to a file and read parts"
 """Advice when the rest of an output was not kept."""
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
+"""Bytes that only continue a code point."""
 _ESCAPE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
     r"|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # OSC: titles, links
@@ -138,32 +141,15 @@ def _from_edge(data: bytes) -> bytes:
 
 def _without_broken_end(data: bytes) -> bytes:
     """Remove an incomplete code point at the end. Bytes that are not UTF-8 stay."""
-    for length in range(1, min(3, len(data)) + 1):
-        byte = data[-length]
-        if not _continues(byte):
-            return data[:-length] if _size_of(byte) > length else data
-    return data
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data[-3:])
+    return data[: len(data) - len(decoder.getstate()[0])]
 
 
 def _without_broken_start(data: bytes) -> bytes:
     """Remove the rest of a code point at the start. Bytes that are not UTF-8 stay."""
-    rest = next((at for at, byte in enumerate(data[:4]) if not _continues(byte)), len(data))
+    rest = len(data[:4]) - len(data[:4].lstrip(_CONTINUATIONS))
     return data[rest:] if rest <= 3 else data
-
-
-def _continues(byte: int) -> bool:
-    return 0x80 <= byte < 0xC0
-
-
-def _size_of(first: int) -> int:
-    """Return the number of bytes of the code point that starts with `first`; 1 when `first` starts no longer code
-    point.
-    """
-    if 0xC2 <= first < 0xE0:
-        return 2
-    if 0xE0 <= first < 0xF0:
-        return 3
-    return 4 if 0xF0 <= first < 0xF5 else 1
 
 
 _STATE_LOSS_REASONS = {

@@ -15,7 +15,7 @@ from workers.web.egress import WebAccessRules
 from workers.web.exchange import ConnectionOptions, Head, HttpRequest, HttpResponse, exchange
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.media_types import media_type, reads_as_text
-from workers.web.resolver import Resolver
+from workers.web.resolver import Resolver, find_addresses
 from workers.web.urls import Target, parse_location, parse_url, refused
 
 ACCEPT = "text/html,application/xhtml+xml,text/markdown,text/plain,application/json;q=0.9,*/*;q=0.5"
@@ -143,8 +143,7 @@ class Fetcher:
         return target
 
     def _send_request(self, target: Target, deadline: Deadline, stored: WebPage | None) -> HttpResponse:
-        addresses = [target.literal] if target.literal is not None else []
-        addresses = addresses or list(self._resolver.resolve(target.host, deadline, self._limits.resolve_s))
+        addresses = find_addresses(self._resolver, target, deadline, self._limits)
         self._rules.check_addresses(target, addresses)
         # Every hop gets a new request, so no header for one origin reaches the next origin.
         request = HttpRequest(target, headers={"Accept": ACCEPT, **_conditions(target, stored)})

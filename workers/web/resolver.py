@@ -7,8 +7,8 @@ import threading
 from typing import Protocol
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.web.limits import Deadline
-from workers.web.urls import Address
+from workers.web.limits import Deadline, FetchLimits
+from workers.web.urls import Address, Target
 
 MAX_ANSWERS = 16
 MAX_LOOKUPS = 8
@@ -65,6 +65,13 @@ def _look_up(host: str, answer: "queue.SimpleQueue[list[str] | OSError]") -> Non
         answer.put(error)
     except UnicodeError:
         answer.put(OSError(0, "the name cannot be looked up"))
+
+
+def find_addresses(resolver: Resolver, target: Target, deadline: Deadline, limits: FetchLimits) -> tuple[Address, ...]:
+    """Return the address in the URL, or every address of its name. Raises ToolFailure as Resolver does."""
+    if target.literal is not None:
+        return (target.literal,)
+    return resolver.resolve(target.host, deadline, limits.resolve_s)
 
 
 def parse_answers(host: str, answers: list[str]) -> tuple[Address, ...]:

@@ -10,7 +10,7 @@ from workers.web.connections import build_tls
 from workers.web.egress import WebAccessRules
 from workers.web.exchange import ConnectionOptions, HttpRequest, exchange
 from workers.web.limits import Deadline, FetchLimits
-from workers.web.resolver import Resolver
+from workers.web.resolver import Resolver, find_addresses
 from workers.web.urls import parse_url
 
 WEBHOOK_SPEC = ToolSpec(
@@ -43,8 +43,7 @@ def build_webhook(
     def handler(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
         deadline, target = Deadline(environment.context.timeout_s), parse_url(arguments["url"])
         rules.check_target(target)
-        addresses = [target.literal] if target.literal is not None else []
-        addresses = addresses or list(resolver.resolve(target.host, deadline, bounds.resolve_s))
+        addresses = find_addresses(resolver, target, deadline, bounds)
         rules.check_addresses(target, addresses)
         request = HttpRequest(target, "POST", arguments["headers"], arguments["body"].encode())
         response = exchange(request, ConnectionOptions(addresses, bounds, deadline, context), lambda _: 0)

@@ -57,7 +57,7 @@ class JobKeeper:
         Raises Failure and OSError when the job cannot be started. No process of the job runs then.
         """
         self._start()
-        self._watch(time.monotonic() + self._request.wait_s, is_start=True)
+        self._watch(time.monotonic() + self._request.wait_ms / 1000, is_start=True)
         self._answer(self._report_output(self._request.max_bytes))
         while not (self._has_reported_end and self._state != RUNNING):
             if not self._watch(None):

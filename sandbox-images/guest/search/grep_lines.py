@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -9,6 +11,7 @@ if TYPE_CHECKING:
 MAX_LINE_CHARS = 500
 # Maximum number of bytes of one character in UTF-8.
 _CHAR_BYTES = 4
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
 _GAP = "--\n"
 
 
@@ -165,18 +168,13 @@ def cut_line(line: bytes, column: int) -> tuple[bool, str]:
 
 
 def _without_torn_start(data: bytes) -> bytes:
-    for at in range(min(_CHAR_BYTES, len(data))):
-        if data[at] & 0xC0 != 0x80:
-            return data[at:]
-    return data
+    """Return the data without the rest of a character at its start. Bytes that are not UTF-8 stay."""
+    rest = len(data[:_CHAR_BYTES]) - len(data[:_CHAR_BYTES].lstrip(_CONTINUATIONS))
+    return data[rest:] if rest < _CHAR_BYTES else data
 
 
 def _without_torn_end(data: bytes, is_torn: bool) -> bytes:
     """Return the data without an incomplete character at its end."""
-    if is_torn:
-        for back in range(1, min(_CHAR_BYTES, len(data)) + 1):
-            if data[-back] & 0xC0 == 0xC0:
-                return data[:-back]
-            if data[-back] < 0x80:
-                return data
-    return data
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data[1 - _CHAR_BYTES :])
+    return data[: len(data) - len(decoder.getstate()[0])] if is_torn else data

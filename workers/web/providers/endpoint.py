@@ -19,7 +19,7 @@ from contract.json_limits import has_more_values_in_text
 from workers.web.connections import build_tls
 from workers.web.exchange import ConnectionOptions, HttpRequest, HttpResponse, exchange
 from workers.web.limits import Deadline, FetchLimits
-from workers.web.resolver import Resolver
+from workers.web.resolver import Resolver, find_addresses
 from workers.web.urls import parse_url
 
 MAX_WAIT_S = 5.0
@@ -86,11 +86,7 @@ class SearchEndpoint:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes, deadline: Deadline
     ) -> HttpResponse:
         target = parse_url(self.base_url.rstrip("/") + path)
-        addresses = (
-            (target.literal,)
-            if target.literal is not None
-            else self.resolver.resolve(target.host, deadline, self.limits.resolve_s)
-        )
+        addresses = find_addresses(self.resolver, target, deadline, self.limits)
         return exchange(
             HttpRequest(target, method, headers, body),
             ConnectionOptions(addresses, self.limits, deadline, self.tls),

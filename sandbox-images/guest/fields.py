@@ -1,0 +1,111 @@
+"""Fields of a request's header: each class of requests declares its fields, each with the function that reads it."""
+
+from __future__ import annotations
+
+from guest.failures import INVALID_ARGUMENTS, MAX_BODY, Failure
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, ClassVar
+
+    Reader = Callable[[dict[str, Any], str], Any]
+
+_COMMON = frozenset(("id", "op", "body_bytes", "timeout_s"))
+
+
+class Request:
+    """Request with the fields of `FIELDS` as attributes. The constructor raises Failure for any other field."""
+
+    FIELDS: ClassVar[dict[str, Reader]] = {}
+    timeout_s: float
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        check_fields(header, *self.FIELDS)
+        self.timeout_s = read_timeout(header)
+        for name, read in self.FIELDS.items():
+            setattr(self, name, read(header, name))
+
+    @property
+    def lane(self) -> str | None:
+        """Return the name of the lane, or None. Requests of one lane run one after the other."""
+        return None
+
+
+def check_fields(header: dict[str, Any], *names: str) -> None:
+    """Raise Failure when the header has a field that is neither common to all requests nor one of `names`."""
+    unknown = header.keys() - _COMMON - set(names)
+    if unknown:
+        raise Failure(INVALID_ARGUMENTS, f"unknown field {min(unknown)!a}")
+
+
+def read_whole(header: dict[str, Any], name: str, least: int, most: int | None, default: int | None = None) -> int:
+    """Return an integer field from `least` to `most`. Raises Failure when the value is missing or invalid."""
+    value = header.get(name, default)
+    # In Python, bool is a subclass of int. JSON's true is not a number.
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be a whole number {bounds}")
+    return value
+
+
+def read_timeout(header: dict[str, Any]) -> float:
+    """Return the time limit of a request, in seconds. Raises Failure when the value is missing or invalid."""
+    value = header.get("timeout_s")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+        raise Failure(INVALID_ARGUMENTS, "'timeout_s' must be a number above 0")
+    return float(value)
+
+
+def read_text(header: dict[str, Any], name: str) -> str:
+    """Return a text field, which is not empty and has no NUL. Raises Failure when the value is missing or invalid."""
+    value = header.get(name)
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be a string, not empty and without NUL")
+    return value
+
+
+def read_any_text(header: dict[str, Any], name: str) -> str:
+    """Return a text that may be empty or contain NUL: its use reports what is wrong with it."""
+    value = header.get(name)
+    if not isinstance(value, str):
+        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be a string")
+    return value
+
+
+def read_flag(header: dict[str, Any], name: str) -> bool:
+    """Return a boolean field; False when it is missing."""
+    value = header.get(name, False)
+    if not isinstance(value, bool):
+        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be true or false")
+    return value
+
+
+def read_script_bytes(header: dict[str, Any], name: str) -> int:
+    """Return the size of a script, which is the start of the body."""
+    size = read_whole(header, name, 1, MAX_BODY)
+    if size > read_whole(header, "body_bytes", 0, MAX_BODY):
+        raise Failure(INVALID_ARGUMENTS, f"{name!r} is more than the body has")
+    return size
+
+
+def optional(read: Reader) -> Reader:
+    """Return a reader of a field that may be missing or null; it is then None."""
+    return lambda header, name: None if header.get(name) is None else read(header, name)
+
+
+def whole(least: int, most: int | None = None, default: int | None = None) -> Reader:
+    """Return a reader of an integer from `least` to `most`."""
+    return lambda header, name: read_whole(header, name, least, most, default)
+
+
+def choice(*choices: str, default: str | None = None) -> Reader:
+    """Return a reader of one of several texts."""
+
+    def read(header: dict[str, Any], name: str) -> str:
+        value = header.get(name, default)
+        if value not in choices:
+            raise Failure(INVALID_ARGUMENTS, f"{name!r} must be one of {', '.join(choices)}")
+        return str(value)
+
+    return read
