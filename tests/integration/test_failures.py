@@ -87,23 +87,6 @@ async def test_a_killed_sandboxd_is_started_again_and_its_sessions_keep_their_fi
     own_stack.footprint.assert_nothing_left()
 
 
-async def test_a_sandboxd_instructed_to_end_by_another_process_gives_its_sessions_to_the_next(own_stack: Stack) -> None:
-    """Sessions end only with the whole stack. A sandboxd that stops in order packs the files that exist only in its
-    containers.
-    """
-    async with ToolClient.connect(own_stack.redis_url) as client:
-        session = await client.open_session()
-        assert (await session.call("bash_tool", {"command": "echo content > file; export word=kept"})).success
-        result = own_stack.pid("sandboxd")
-
-        os.kill(result, signal.SIGTERM)
-
-        await asyncio.to_thread(own_stack.wait_for_another, "sandboxd", result)
-        assert await retried(session, 'cat file; echo "$word"') == "content\nkept\n"
-    assert own_stack.end() == 0
-    own_stack.footprint.assert_nothing_left()
-
-
 async def test_a_stack_that_ends_just_after_its_sandboxd_was_killed_leaves_no_frozen_sandbox(engine: APIClient) -> None:
     """A frozen guest cannot notice the loss of its sandboxd. The next sandboxd must remove the guest before the stack
     ends.
@@ -287,13 +270,3 @@ async def test_a_worker_that_redis_refuses_runs_nothing_and_blames_redis_not_a_b
 
     assert (result.success, later.metadata["stdout"]) == (False, "")
     assert result.error_code == ErrorCode.BROKER_UNAVAILABLE, result.error
-
-
-async def test_a_client_that_is_killed_leaves_its_session_to_expire_only(stack: Stack, client: ToolClient) -> None:
-    """A stack keeps only the session of a lost program, and only for the session's time to live."""
-    session = await client.open_session(ttl_s=2)
-    container = await container_of(stack, session)
-    call = await start_call(stack, session, "sleep 1")
-    await call
-
-    await wait_until_async(lambda: not stack.has_container(container), 20, "the session's container is removed")

@@ -24,7 +24,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from contract.errors import ErrorCode
 from orchestrator.dispatch.sessions import Session
 from orchestrator.operations.flower import DEFAULTS
-from orchestrator.sdk.client import ToolClient
 from tests.log_lines import read_events
 from tests.queue_by_hand import publish
 from tests.stack import UP_S, Stack, open_stack
@@ -346,19 +345,6 @@ async def test_a_flower_whose_file_is_torn_begins_anew_and_says_so(stack: Stack,
     events = read_events(stack.log("flower"))
     assert {event["service"] for event in events} == {"flower"}
     assert [event for event in events if "Failed to load state" in event.get("message", "")]
-
-
-async def test_flower_goes_on_when_redis_was_away(stack: Stack) -> None:
-    killed = stack.pid("redis")
-    os.kill(killed, signal.SIGKILL)
-    await asyncio.to_thread(stack.wait_for_another, "redis", killed)
-
-    async with ToolClient.connect(stack.redis_url) as client:
-        async with asyncio.timeout(UP_S):
-            while not (await (session := await client.open_session()).call("bash_tool", {"command": "true"})).success:
-                await session.close()
-        await until_it_hears(stack, session)
-        await session.close()
 
 
 async def test_it_keeps_no_more_calls_than_it_may(stack: Stack, session: Session) -> None:

@@ -6,13 +6,12 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from docker import APIClient
 
 from contract.errors import SandboxUnavailable
-from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script, start_call, wait_running
+from tests.daemons import Daemon, Daemons, bash, open_daemons, start_call, wait_running
 from tests.engine_stubs import relayed_engine
 from tests.stack import missing
 from tests.waiting import wait_until, wait_until_async
@@ -180,26 +179,6 @@ def _try_bash(client: SandboxClient, name: str, script: str) -> GuestResponse | 
         return bash(client, name, script)
     except SandboxUnavailable:
         return None
-
-
-def test_two_hundred_calls_at_once_over_twenty_sessions_are_all_answered_right(pooled: Daemon) -> None:
-    sessions = [f"acme:s{number}" for number in range(20)]
-
-    def ask(number: int) -> str:
-        with pooled.client() as client:
-            return run_script(client, sessions[number % 20], f"echo $(cat own) {number}")
-
-    def open_one(name: str) -> None:
-        with pooled.client() as client:
-            client.open("acme", name.partition(":")[2])
-            bash(client, name, f"echo {name} > own")
-
-    with ThreadPoolExecutor(200) as threads:
-        list(threads.map(open_one, sessions))
-        answers = list(threads.map(ask, range(200)))
-        list(threads.map(lambda name: pooled.client().close(name), sessions))
-
-    assert answers == [f"acme:s{number % 20} {number}\n" for number in range(200)]
 
 
 def test_a_warm_sandbox_is_handed_over_clean_and_to_one_session_only(pooled: Daemon) -> None:

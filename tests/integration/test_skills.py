@@ -4,6 +4,7 @@ run in the session's sandbox.
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from tests.skill_harness import SHIPPED, write_skill
-from tests.stack import open_stack, run_toolcrew
+from tests.stack import Stack, open_stack, run_toolcrew
 from workers.skills.loader import load_skill
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
@@ -28,6 +29,24 @@ import json, os, sys
 place = os.environ["SKILL_DIR"]
 print(json.dumps({"args": json.load(sys.stdin), "cwd": os.getcwd(), "beside": open(place + "/data/word.txt").read(), "folder": place}))
 """
+
+
+KEEP_HOUSE = "name: keep-house\ndescription: Tidies up.\nallowed-tools: Bash(git clean:*)"
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the operator's folder of the shared stack, with two skills."""
+    folder = tmp_path_factory.mktemp("system")
+    write_skill(folder, "late", files={"scripts/run.sh": "echo everybodys"})
+    write_skill(folder, "keep-house", KEEP_HOUSE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stack(engine: APIClient, system: Path) -> Iterator[Stack]:
+    with open_stack(engine, {"TOOLCREW_SKILLS": str(system)}) as opened:
+        yield opened
 
 
 async def use(session: Session, **arguments: object) -> ToolResult:
@@ -173,79 +192,70 @@ async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(engine: APIClient, tm
 
 
 async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_loaded_it(
-    engine: APIClient, tmp_path: Path
+    stack: Stack, system: Path
 ) -> None:
-    front = "name: keep-house\ndescription: Tidies up.\nallowed-tools: Bash(git clean:*)"
-    digest = load_skill(write_skill(tmp_path, "keep-house", front)).summary.digest
+    digest = load_skill(system / "keep-house").summary.digest
     clean, asked = ("bash_tool", {"command": "git clean -fd"}), list[str]()
 
     def refuse(request: ApprovalRequest) -> bool:
         asked.append(str(request.call.arguments["command"]))
         return False
 
-    with open_stack(engine, {"TOOLCREW_SKILLS": str(tmp_path)}) as stack:
-        environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
-        run_toolcrew(stack.footprint, "tenants", "set", "default", "--trust-skill", digest, environment=environment)
-        async with ToolClient.connect(stack.redis_url, approver=CallbackApprover(refuse)) as client:
-            steps = [
-                Calls([clean]),
-                Calls([("keep-house", {})]),
-                Calls([clean]),
-                Calls([("bash_tool", {"command": "git reset --hard"})]),
-            ]
-            result = await client.run(
-                "tidy up", model=ScriptedModel([*steps, "done"]), tools=["bash_tool", "skill_tool"]
-            )
-            text = next(spec for spec in await client.tools() if spec.name == "skill_tool").description
+    environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
+    run_toolcrew(stack.footprint, "tenants", "set", "default", "--trust-skill", digest, environment=environment)
+    async with ToolClient.connect(stack.redis_url, approver=CallbackApprover(refuse)) as client:
+        steps = [
+            Calls([clean]),
+            Calls([("keep-house", {})]),
+            Calls([clean]),
+            Calls([("bash_tool", {"command": "git reset --hard"})]),
+        ]
+        result = await client.run("tidy up", model=ScriptedModel([*steps, "done"]), tools=["bash_tool", "skill_tool"])
+        text = next(spec for spec in await client.tools() if spec.name == "skill_tool").description
     assert result.answer == "done"
     assert asked == ["git clean -fd", "git reset --hard"]
     assert "- keep-house: Tidies up." in text
 
 
-async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(engine: APIClient, tmp_path: Path) -> None:
-    system, own = tmp_path / "system", tmp_path / "own"
-    write_skill(system, "late", files={"scripts/run.sh": "echo everybodys"})
+async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(stack: Stack, tmp_path: Path) -> None:
+    own = tmp_path / "own"
     write_skill(own, "echo", files={"scripts/echo.py": ECHO, "data/word.txt": "secret of acme"})
     write_skill(own, "late", files={"scripts/run.sh": "echo ours"})
     run = {"action": "run", "script": "echo.py"}
-    with open_stack(engine, {"TOOLCREW_SKILLS": str(system)}) as stack:
-        environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
-        for name in ("echo", "late"):
-            run_toolcrew(
-                stack.footprint, "skills", "install", str(own / name), "--tenant", "acme", environment=environment
-            )
-        async with (
-            ToolClient.connect(stack.redis_url, tenant="acme") as acme,
-            ToolClient.connect(stack.redis_url, tenant="rival") as rival,
-            await acme.open_session() as mine,
-            await rival.open_session() as theirs,
-        ):
-            assert [skill.name for skill in await acme.skills()] == ["echo", "late"]
-            assert [skill.name for skill in await rival.skills()] == ["late"]
-            assert (
-                "- echo: Does echo."
-                in next(spec for spec in await acme.tools() if spec.name == "skill_tool").description
-            )
-            reply = json.loads((await use(mine, name="echo", **run)).text())
-            assert reply["beside"] == "secret of acme"
-            assert (await use(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
+    environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
+    for name in ("echo", "late"):
+        run_toolcrew(stack.footprint, "skills", "install", str(own / name), "--tenant", "acme", environment=environment)
+    async with (
+        ToolClient.connect(stack.redis_url, tenant="acme") as acme,
+        ToolClient.connect(stack.redis_url, tenant="rival") as rival,
+        await acme.open_session() as mine,
+        await rival.open_session() as theirs,
+    ):
+        assert [skill.name for skill in await acme.skills()] == ["echo", "keep-house", "late"]
+        assert [skill.name for skill in await rival.skills()] == ["keep-house", "late"]
+        assert (
+            "- echo: Does echo." in next(spec for spec in await acme.tools() if spec.name == "skill_tool").description
+        )
+        reply = json.loads((await use(mine, name="echo", **run)).text())
+        assert reply["beside"] == "secret of acme"
+        assert (await use(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
 
-            refused = await use(theirs, name="echo", **run)
-            assert (refused.error_code, "acme" in refused.text()) == (ErrorCode.FILE_NOT_FOUND, False)
-            assert (await use(theirs, name="late", action="run", script="run.sh")).text() == "everybodys\n"
-            assert "echo" not in (await use(theirs, action="list")).text()
-            looked = await theirs.call("bash_tool", {"command": "ls /skills; ls -R /skills/*"})
-            assert "Permission denied" in looked.text()
-            assert "word.txt" not in looked.text()
+        refused = await use(theirs, name="echo", **run)
+        assert (refused.error_code, "acme" in refused.text()) == (ErrorCode.FILE_NOT_FOUND, False)
+        assert (await use(theirs, name="late", action="run", script="run.sh")).text() == "everybodys\n"
+        assert "echo" not in (await use(theirs, action="list")).text()
+        looked = await theirs.call("bash_tool", {"command": "ls /skills; ls -R /skills/*"})
+        assert "Permission denied" in looked.text()
+        assert "word.txt" not in looked.text()
 
-            # A skill that is requested by name gives its instructions; a removed skill is not found.
-            steps = [Calls([("echo", {})]), "done"]
-            model = ScriptedModel(steps)
-            assert (await acme.run("go", model=model)).answer == "done"
-            assert '<skill name="echo">' in str(model.requests[-1].messages)
-            assert await (await acme.own_skills()).remove("echo")
-            gone = await use(mine, name="echo", **run)
-            assert gone.error_code is ErrorCode.FILE_NOT_FOUND
+        # A skill that is requested by name gives its instructions; a removed skill is not found.
+        steps = [Calls([("echo", {})]), "done"]
+        model = ScriptedModel(steps)
+        assert (await acme.run("go", model=model)).answer == "done"
+        assert '<skill name="echo">' in str(model.requests[-1].messages)
+        assert await (await acme.own_skills()).remove("echo")
+        gone = await use(mine, name="echo", **run)
+        assert gone.error_code is ErrorCode.FILE_NOT_FOUND
 
 
 SHOUT = """#!/usr/bin/env python3
@@ -331,52 +341,45 @@ async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(engi
             assert (await mine.call("shout", {"text": "hi"})).error_code is ErrorCode.TOOL_NOT_FOUND
 
 
-async def test_a_session_has_skills_of_its_own_before_all_others(engine: APIClient, tmp_path: Path) -> None:
-    write_skill(tmp_path, "late", files={"scripts/run.sh": "echo everybodys"})
+async def test_a_session_has_skills_of_its_own_before_all_others(stack: Stack) -> None:
     front = "---\nname: {0}\ndescription: Does {0} here.\n---\nDo it.\n"
-    with open_stack(engine, {"TOOLCREW_SKILLS": str(tmp_path)}) as stack:
-        async with (
-            ToolClient.connect(stack.redis_url) as client,
-            await client.open_session() as mine,
-            await client.open_session() as other,
-        ):
-            for name in ("late", "own"):
-                await mine.write_file(f".skills/{name}/SKILL.md", front.format(name).encode())
-            await mine.write_file(
-                ".skills/own/scripts/run.py",
-                b"#!/usr/bin/env python3\nimport os, sys\nprint(os.environ['SKILL_DIR'], sys.stdin.read())\n",
-            )
-            await mine.write_file(".skills/late/scripts/run.sh", b"echo ours\n")
-            assert (await use(mine, action="list")).text() == "- late: Does late here.\n- own: Does own here."
-            assert (await use(other, action="list")).text() == "- late: Does late."
-            loaded = await use(mine, name="own")
-            assert "- scripts/run.py" in loaded.text()
-            assert "digest" not in loaded.metadata
-            ran = await use(mine, name="own", action="run", script="run.py", args={"a": 1})
-            assert ran.text() == '/workspace/.skills/own {"a": 1}\n'
-            assert (await use(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
-            assert (await use(other, name="late", action="run", script="run.sh")).text() == "everybodys\n"
-            assert (await use(other, name="own")).error_code is ErrorCode.FILE_NOT_FOUND
+    async with (
+        ToolClient.connect(stack.redis_url) as client,
+        await client.open_session() as mine,
+        await client.open_session() as other,
+    ):
+        for name in ("late", "own"):
+            await mine.write_file(f".skills/{name}/SKILL.md", front.format(name).encode())
+        await mine.write_file(
+            ".skills/own/scripts/run.py",
+            b"#!/usr/bin/env python3\nimport os, sys\nprint(os.environ['SKILL_DIR'], sys.stdin.read())\n",
+        )
+        await mine.write_file(".skills/late/scripts/run.sh", b"echo ours\n")
+        assert (
+            await use(mine, action="list")
+        ).text() == "- keep-house: Tidies up.\n- late: Does late here.\n- own: Does own here."
+        assert (await use(other, action="list")).text() == "- keep-house: Tidies up.\n- late: Does late."
+        loaded = await use(mine, name="own")
+        assert "- scripts/run.py" in loaded.text()
+        assert "digest" not in loaded.metadata
+        ran = await use(mine, name="own", action="run", script="run.py", args={"a": 1})
+        assert ran.text() == '/workspace/.skills/own {"a": 1}\n'
+        assert (await use(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
+        assert (await use(other, name="late", action="run", script="run.sh")).text() == "everybodys\n"
+        assert (await use(other, name="own")).error_code is ErrorCode.FILE_NOT_FOUND
 
-            # Only regular files of the folder belong to the skill.
-            await mine.call(
-                "bash_tool",
-                {"command": "ln -s /etc/passwd .skills/own/link; mkfifo .skills/own/pipe; ln -s /etc .skills/etc"},
-            )
-            assert "link" not in (await use(mine, name="own")).text()
-            assert (await use(mine, name="own", action="read", path="link")).error_code is ErrorCode.FILE_NOT_FOUND
-            for name in ("../../etc", "etc", ".", "own/scripts"):
-                assert (await use(mine, name=name)).error_code is ErrorCode.FILE_NOT_FOUND
-            await mine.call("bash_tool", {"command": "head -c 20000000 /dev/zero >.skills/own/big"})
-            large = await use(mine, name="own")
-            assert (large.error_code, "larger than the 16 MiB" in large.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
-            await mine.write_file(".skills/own/SKILL.md", b"no front matter")
-            await mine.call("bash_tool", {"command": "rm .skills/own/big"})
-            assert "is no skill: it has no front matter" in (await use(mine, name="own")).text()
-
-
-async def test_with_an_empty_folder_there_are_no_skills(engine: APIClient, tmp_path: Path) -> None:
-    with open_stack(engine, {"TOOLCREW_SKILLS": str(tmp_path)}) as stack:
-        async with ToolClient.connect(stack.redis_url) as client:
-            assert not {"vector-search", "word-count"} & {spec.name for spec in await client.tools()}
-            assert await client.skills() == ()
+        # Only regular files of the folder belong to the skill.
+        await mine.call(
+            "bash_tool",
+            {"command": "ln -s /etc/passwd .skills/own/link; mkfifo .skills/own/pipe; ln -s /etc .skills/etc"},
+        )
+        assert "link" not in (await use(mine, name="own")).text()
+        assert (await use(mine, name="own", action="read", path="link")).error_code is ErrorCode.FILE_NOT_FOUND
+        for name in ("../../etc", "etc", ".", "own/scripts"):
+            assert (await use(mine, name=name)).error_code is ErrorCode.FILE_NOT_FOUND
+        await mine.call("bash_tool", {"command": "head -c 20000000 /dev/zero >.skills/own/big"})
+        large = await use(mine, name="own")
+        assert (large.error_code, "larger than the 16 MiB" in large.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
+        await mine.write_file(".skills/own/SKILL.md", b"no front matter")
+        await mine.call("bash_tool", {"command": "rm .skills/own/big"})
+        assert "is no skill: it has no front matter" in (await use(mine, name="own")).text()

@@ -86,13 +86,6 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "PAUSE_POLL_S", 0.01)
 
 
-async def test_a_call_of_a_tenant_that_is_served_has_its_slot_at_once() -> None:
-    slots, tenants = Slots(), Tenants()
-    request = build_request(tenants.now)
-    assert await take(PausableAdmission(slots, tenants), request) == "ran"
-    assert (slots.asked, slots.used) == ([request], [2.0])
-
-
 async def test_calls_of_a_paused_tenant_wait_and_go_on_when_it_is_resumed() -> None:
     slots, tenants = Slots(), Tenants(PAUSED)
     admission = PausableAdmission(slots, tenants)

@@ -114,20 +114,6 @@ async def test_a_call_of_a_paused_tenant_is_counted_as_waiting_and_reported(
     await caller.end()
 
 
-async def test_a_paused_call_that_is_cancelled_is_not_counted_any_more(
-    client: "redis.asyncio.Redis", tenants: RedisTenants, admission: PausableAdmission
-) -> None:
-    await tenants.add("acme", TenantPolicy(is_paused=True))
-    caller = Caller(admission, await tenants.policy("acme"))
-    await caller.notice()
-
-    caller.task.cancel()
-    await asyncio.gather(caller.task, return_exceptions=True)
-    await admission.aclose()
-
-    assert (await read_tenant(client)).waiting == 0
-
-
 @pytest.mark.parametrize(
     ("policy", "reason", "words"),
     [
@@ -151,23 +137,6 @@ async def test_a_call_behind_a_limit_of_its_tenant_names_the_limit(
     await asyncio.gather(second.task, return_exceptions=True)
     await first.end()
     assert first.notices.empty()
-
-
-async def test_a_call_that_finds_no_free_slot_says_so(tenants: RedisTenants, admission: PausableAdmission) -> None:
-    await tenants.add("acme", TenantPolicy())
-    callers = [Caller(admission, TenantPolicy()) for _ in range(3)]
-    for caller in callers:
-        await asyncio.wait_for(caller.has_slot.wait(), SOON_S)
-
-    waiting = Caller(admission, TenantPolicy())
-    notice = await waiting.notice()
-
-    assert notice.reason is WaitReason.SLOTS
-    assert "no free slot" in notice.message
-    await callers.pop().end()
-    await asyncio.wait_for(waiting.has_slot.wait(), SOON_S)
-    for caller in [*callers, waiting]:
-        await caller.end()
 
 
 async def test_a_run_warns_once_that_its_tenant_is_paused(redis_server: RedisProcess) -> None:

@@ -9,7 +9,7 @@ import pytest
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ContextWindowExceeded
 from contract.model_endpoints import Prices
-from contract.run_events import CallFinished, RunAborted, RunEvent, Warned
+from contract.run_events import CallFinished, RunEvent, Warned
 from orchestrator.dialects.base import Dialect, Usage
 from orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
 from orchestrator.dialects.native import NativeDialect
@@ -83,18 +83,6 @@ async def test_calls_that_ran_before_the_wall_limit_stay_in_the_transcript(tool:
     assert [event.result.success for event in seen if isinstance(event, CallFinished)] == [True, False, False]
 
 
-async def test_a_tag_call_that_ran_before_the_wall_limit_stays_in_the_transcript() -> None:
-    tag = '<tool_action name="echo"><text value="a" /></tool_action>'
-
-    async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
-        yield chunk(f"First {tag} then")
-        await asyncio.Event().wait()
-
-    one = agent(StreamModel(stream), run_or_hang, TagsDialect(), options=ReActOptions(max_wall_s=WALL_S))
-    result = await work(one)
-    assert [message["content"] for message in result.transcript.messages()[2:]] == [f"First {tag} then", "did a"]
-
-
 async def test_a_native_call_that_was_half_read_at_the_wall_limit_has_its_answer_too() -> None:
     tag = '<tool_action name="echo"><text value="hang" /></tool_action>'
     entry = {"index": 0, "id": "c", "function": {"name": "echo", "arguments": "{"}}
@@ -105,15 +93,6 @@ async def test_a_native_call_that_was_half_read_at_the_wall_limit_has_its_answer
 
     one = agent(StreamModel(stream), run_or_hang, TagsDialect(), options=ReActOptions(max_wall_s=WALL_S))
     assert unanswered((await work(one)).transcript.messages()) == []
-
-
-async def test_a_wall_limit_before_any_call_leaves_the_transcript_as_it_was() -> None:
-    async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
-        yield chunk("half an ans")
-        await asyncio.Event().wait()
-
-    result = await work(agent(StreamModel(stream), run_or_hang, options=ReActOptions(max_wall_s=WALL_S)))
-    assert [message["role"] for message in result.transcript] == ["system", "user"]
 
 
 async def test_a_wall_limit_releases_the_connection_to_the_model() -> None:
@@ -185,17 +164,6 @@ async def test_what_the_observer_raises_comes_out_as_it_is(tool: str) -> None:
         await work(agent(ScriptedModel([Calls([(tool, {}), (tool, {})])]), run_or_hang, on_event=observe))
 
 
-async def test_whatever_ends_a_run_is_reported_as_its_end() -> None:
-    async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
-        raise KeyError("choices")
-        yield
-
-    seen: list[RunEvent] = []
-    with pytest.raises(KeyError):
-        await work(agent(StreamModel(stream), run_or_hang, on_event=seen.append))
-    assert isinstance(seen[-1], RunAborted)
-
-
 @pytest.mark.parametrize("tool", ["echo", "read"], ids=["one after another", "side by side"])
 async def test_a_tool_whose_own_work_was_cancelled_fails_and_the_run_goes_on(tool: str) -> None:
     async def run_call(call: ToolCall) -> ToolResult:
@@ -230,18 +198,6 @@ async def test_history_as_programs_keep_it_is_taken() -> None:
         "user",
     ]
     assert "an old result" in model.requests[0].messages[3]["content"]
-
-
-async def test_results_in_the_history_are_shortened_as_older_ones() -> None:
-    entry = {"id": "c", "type": "function", "function": {"name": "echo", "arguments": "{}"}}
-    history: list[Message] = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": None, "tool_calls": [entry]},
-        {"role": "tool", "tool_call_id": "c", "content": "z" * 50_000},
-    ]
-    model = ScriptedModel(["ok"])
-    await work(agent(model, run_or_hang, options=ReActOptions(context_tokens=4000)), history=history)
-    assert "left out to fit the context window" in model.requests[0].messages[3]["content"]
 
 
 # Refusals in the middle

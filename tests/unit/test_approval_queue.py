@@ -16,7 +16,7 @@ from orchestrator.approvals.asking import QueueApprover, choose_people, choose_p
 from orchestrator.approvals.gate import review
 from orchestrator.settings import OrchestratorSettings
 from store import approvals as queue_file
-from store.approvals import AlreadyAnswered, ApprovalQueue, OtherCall, QuestionOver, UnknownQuestion, question_id
+from store.approvals import AlreadyAnswered, ApprovalQueue, OtherCall, QuestionOver, UnknownQuestion
 from tests.approval_harness import (
     ACME,
     ADMIN,
@@ -59,19 +59,6 @@ async def test_a_question_is_shown_exactly_and_answered_from_another_process(har
         assert await deciding == Decision(True, digest=request.digest)
     assert answer.describe().startswith("allowed by ann at ")
     assert (await harness.queue().pending(ADMIN)).questions == ()
-
-
-async def test_a_refusal_has_its_reason_and_other_arguments_come_as_they_were_given(harness: ApprovalHarness) -> None:
-    approver = QueueApprover(harness.queue())
-    first, second = (asyncio.create_task(approver.decide(build_request(number=number))) for number in (1, 2))
-    await harness.until_pending(2)
-    questions = [build_question(number=number) for number in (1, 2)]
-    changed = Decision(True, "safer", {"command": "ls", "big": 2**70, "text": "\u202e\x00é"})
-    await harness.queue().decide(questions[0].id, NO, digest=questions[0].digest, actor=ADMIN)
-    await harness.queue().decide(questions[1].id, changed, digest=questions[1].digest, actor=ADMIN)
-    async with asyncio.timeout(SOON_S):
-        assert await first == dataclasses.replace(NO, digest=questions[0].digest)
-        assert await second == dataclasses.replace(changed, digest=questions[1].digest)
 
 
 async def test_the_gate_runs_the_changed_call_and_judges_it_once_more(harness: ApprovalHarness) -> None:
@@ -262,16 +249,6 @@ async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(harnes
     assert refused.value.code is ErrorCode.PERMISSION_DENIED
 
 
-async def test_where_operators_answer_a_tenant_only_looks(harness: ApprovalHarness) -> None:
-    queue, question = harness.queue(approvers="operator"), build_question()
-    await queue.ask(question, "x", 60)
-    assert (await queue.get(question.id, ACME)).question == question
-    with pytest.raises(ToolFailure) as refused:
-        await queue.decide(question.id, YES, digest=question.digest, actor=ACME)
-    assert refused.value.code is ErrorCode.PERMISSION_DENIED
-    assert (await queue.decide(question.id, YES, digest=question.digest, actor=OPERATOR)).by == OPERATOR
-
-
 async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(harness: ApprovalHarness) -> None:
     queue, question = harness.queue(), build_question()
     await queue.ask(question, "x", 60)
@@ -321,29 +298,6 @@ async def test_what_is_no_cursor_is_refused(harness: ApprovalHarness, cursor: st
     with pytest.raises(ToolFailure) as refused:
         await harness.queue().pending(ADMIN, cursor=cursor)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
-
-
-async def test_an_expired_question_vanishes_from_every_list(harness: ApprovalHarness) -> None:
-    queue = harness.queue()
-    await queue.ask(build_question(number=1), "x", 0.01)
-    await asyncio.sleep(0.05)
-    assert (await queue.pending(ADMIN)).questions == ()
-    await queue.ask(build_question(number=2), "x", 60)
-    assert (
-        await harness.client.zcard("toolcrew:d:approvals")
-        == await harness.client.zcard("toolcrew:d:t:acme:approvals")
-        == 1
-    )
-
-
-async def test_the_id_of_a_question_is_known_beforehand_and_another_for_any_other_run() -> None:
-    request = build_request()
-    assert build_question().id == question_id("acme", "run-1", request.digest)
-    ids = {
-        build_question(**fields).id
-        for fields in ({}, {"run": "run-2"}, {"tenant": "b"}, {"session": None}, {"number": 2})
-    }  # type: ignore[arg-type]
-    assert len(ids) == 5
 
 
 async def test_redis_away_is_reported_and_nothing_is_assumed(harness: ApprovalHarness) -> None:

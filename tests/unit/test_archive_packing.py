@@ -162,18 +162,6 @@ async def test_of_a_large_workspace_only_pieces_are_in_flight(root: Path) -> Non
     assert guest.most_in_flight <= 4 * MIB
 
 
-async def test_who_writes_slowly_holds_the_guest_up(root: Path) -> None:
-    (root / "large").write_bytes(bytes(range(256)) * 4096 * 16)
-    guest = LocalGuest()
-    packing = Packing(guest, pack_roots((str(root),)), 64 * MIB)
-    chunks = packing.chunks()
-    first = await anext(chunks)
-    await asyncio.wait_for(guest.was_held.wait(), 5)
-    rest = [chunk async for chunk in chunks]
-    assert packing.facts is not None
-    assert packing.facts.bytes == len(first) + sum(map(len, rest)) > 16 * MIB
-
-
 async def test_an_archive_that_is_too_large_ends_at_the_limit(root: Path) -> None:
     (root / "large").write_bytes(b"x" * 3 * MIB)
     guest = LocalGuest()
@@ -261,11 +249,6 @@ async def test_an_archive_that_ends_too_early_is_not_taken_for_whole(root: Path)
         await unpack(guest, unpack_roots((str(root),)), reading(data[: len(data) // 2]), len(data))
 
 
-async def test_what_is_no_archive_is_said(root: Path) -> None:
-    with pytest.raises(ToolFailure, match="could not be unpacked"):
-        await unpack(LocalGuest(), unpack_roots((str(root),)), reading(b"no tar at all" * 100_000), 1_300_000)
-
-
 async def test_the_stores_own_error_is_what_is_raised(root: Path) -> None:
     (root / "f").write_bytes(b"x" * MIB)
     data, _ = await packed(LocalGuest(), root)
@@ -308,11 +291,6 @@ async def test_a_guest_that_takes_nothing_does_not_keep_the_restore(monkeypatch:
     with pytest.raises(ToolFailure, match="could not be unpacked"):
         await asyncio.wait_for(waiting, 10)
     assert guest.cancelled == 1
-
-
-async def test_no_fifo_is_left_behind(root: Path) -> None:
-    await moved(root)
-    assert os.listdir(root.parent / "fifos") == []
 
 
 def test_room_is_counted_for_files_and_their_names() -> None:

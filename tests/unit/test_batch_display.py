@@ -135,14 +135,6 @@ def test_a_terminal_is_drawn_at_most_four_times_a_second() -> None:
     assert sum(drawn) <= 0.01 * len(drawn) / 0.25 + 1
 
 
-def test_a_terminal_keeps_the_summary_and_nothing_of_the_display() -> None:
-    stage = Stage("live")
-    play(stage, tell_batch((Attempt(),)), every_s=1)
-    after = stage.out.getvalue().rpartition("\x1b[2K")[2]
-    assert "batch b-1: done, 1 of 1 succeeded, 0 failed" in after
-    assert "━" not in after
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_a_terminal_shows_the_bar_the_counts_the_rate_the_cost_and_the_last_notice(width: int) -> None:
     stage = Stage("live", width=width)

@@ -2,7 +2,6 @@
 position.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -82,15 +81,6 @@ def test_a_short_line_is_a_run(tmp_path: Path) -> None:
     assert (item.custom_id, item.line, item.url, item.priority) == ("a", 1, RUNS_URL, 3)
 
 
-def test_short_lines_of_runs_and_of_calls_may_stand_in_one_file() -> None:
-    file = read(
-        '{"id":"a","instruction":"Count"}\n{"id":"b","tool":"bash_tool","arguments":{"command":"ls"},"timeout_s":5}\n'
-    )
-    assert [item.url for item in file.items] == [RUNS_URL, CALLS_URL]
-    assert file.items[1].work == CallBody(name="bash_tool", arguments={"command": "ls"}, timeout_s=5)
-    assert file.url is None
-
-
 def test_a_line_of_openais_shape_is_a_run_a_call_or_a_chat() -> None:
     run = read(openai_line(input="Count", restore="c1", history=[{"role": "user", "content": "Hi"}])).items[0]
     call = read(openai_line(url=CALLS_URL, name="bash_tool", arguments={"command": "ls"})).items[0]
@@ -114,20 +104,6 @@ def test_a_line_of_openais_shape_is_a_run_a_call_or_a_chat() -> None:
         limits=RunLimits(max_iterations=1),
         sampling={"max_tokens": 5},
     )
-
-
-def test_parts_of_text_are_one_instruction() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    work = read(chat_line({"role": "user", "content": parts})).items[0].work
-    assert isinstance(work, RunBody)
-    assert work.instruction == "one\ntwo"
-
-
-def test_a_byte_order_mark_windows_line_ends_and_blank_lines_are_no_errors() -> None:
-    raw = b'\xef\xbb\xbf{"id":"a","instruction":"x"}\r\n\r\n  \n{"id":"b","instruction":"y"}'
-    file = read(raw)
-    assert [(item.custom_id, item.line) for item in file.items] == [("a", 1), ("b", 4)]
-    assert (file.sha256, file.bytes) == (hashlib.sha256(raw).hexdigest(), len(raw))
 
 
 @calmly
@@ -302,12 +278,6 @@ def test_all_that_is_wrong_is_reported_at_once_the_first_twenty_in_words() -> No
         "tasks.jsonl has 31 errors; nothing was started. Fix the file and submit it again\n  line 1: "
     )
     assert str(caught.value).endswith("\n  and 11 more")
-
-
-def test_a_workspace_is_looked_for_in_the_folder_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "deep" / "ws").mkdir(parents=True)
-    (tmp_path / "tasks.jsonl").write_text('{"id":"a","instruction":"x","workspace":"./deep/../deep/ws"}')
-    assert load_lines(tmp_path / "tasks.jsonl").items[0].environment.workspace == str(tmp_path / "deep" / "ws")
 
 
 def test_a_workspace_is_an_archive_or_instructed_to_be_none(tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from contract.names import catalog_key
-from contract.run_events import BatchNotice, RunEvent
+from contract.run_events import BatchNotice
 from contract.specs import Catalog, seal_catalog
 from orchestrator.batches.displays import LogDisplay, Watched
-from orchestrator.batches.progress import MAX_WARNINGS, BatchProgress
-from orchestrator.batches.report import build_report
+from orchestrator.batches.progress import BatchProgress
 from orchestrator.command import app
 from orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
 from orchestrator.models.scripted import EVERYTHING
@@ -46,12 +45,6 @@ async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_
     assert [(note.message, note.is_warning) for note in notes] == [(FALLBACK_WARNING, True)]
 
 
-async def test_a_named_model_warns_of_nothing(make: Made) -> None:
-    harness = make(echo_then("one"))
-    await harness.worked(await harness.put(build_run()))
-    assert [event for event in harness.run_events if isinstance(event, BatchNotice)] == []
-
-
 def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
     out = io.StringIO()
     with LogDisplay(Watched("b", BatchProgress(1)), out, has_past=True) as display:
@@ -59,23 +52,6 @@ def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
         display.show(warning(at=2.0))
     assert out.getvalue().count("no model is set") == 2
     assert f"  warning: {FALLBACK_WARNING}" in out.getvalue().splitlines()
-
-
-def test_the_report_begins_with_the_warning() -> None:
-    batch_events: list[RunEvent] = [BatchNotice(at=1.0, message="submitted", total=1), warning()]
-    page = build_report(batch_events, title="Batch b")
-    assert page.index("Warning: no model is set") < page.index("Totals")
-
-
-def test_few_warnings_are_kept_whatever_their_order() -> None:
-    warnings = [warning(message=f"w{number}") for number in range(2 * MAX_WARNINGS)]
-    kept = []
-    for order in (warnings, warnings[::-1], warnings * 2):
-        progress = BatchProgress(1)
-        for one in order:
-            progress.add(one)
-        kept.append(progress.snapshot(2.0).warnings)
-    assert kept == [tuple(f"w{number}" for number in range(MAX_WARNINGS))] * 3
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 a state.
 """
 
-import tracemalloc
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,12 +55,6 @@ def test_items_are_counted_where_they_stand() -> None:
     assert snapshot.retried == 1
 
 
-def test_what_failed_attempts_spent_is_counted() -> None:
-    snapshot = stand(tell_batch((failed(), Attempt()), (RETRIED, Attempt())))
-    assert (snapshot.steps, snapshot.calls, snapshot.prompt_tokens, snapshot.completion_tokens) == (8, 16, 800, 80)
-    assert snapshot.cost == 0.75
-
-
 def test_the_end_of_an_item_counts_for_missed_events() -> None:
     snapshot = stand([ended(at=BEGAN, item="a", steps=3, calls=4, tokens=(50, 5))])
     assert (snapshot.steps, snapshot.calls, snapshot.prompt_tokens, snapshot.cost) == (3, 4, 50, None)
@@ -99,11 +91,6 @@ def test_received_ends_are_known_by_attempt() -> None:
         (False, False),
     ]
     assert not progress.has_end("unknown", 1)
-
-
-def test_a_clock_that_is_ahead_makes_no_time_negative() -> None:
-    snapshot = stand([claimed(at=BEGAN + 60, item="a", waited_s=-3)], BEGAN)
-    assert (snapshot.wall_s, snapshot.items_per_s) == (0, 0)
 
 
 def test_the_rates_are_those_of_the_whole_time() -> None:
@@ -201,17 +188,3 @@ def test_what_is_reported_again_is_not_new(events: list[RunEvent], shuffle: obje
     for batch_event in events:
         progress.add(batch_event)
     assert not any(progress.add(batch_event) for batch_event in events)
-
-
-def test_items_that_have_ended_cost_little_memory() -> None:
-    """An item costs the same with 2 and with 20 calls: some hundred bytes."""
-    events = [list(tell_item(f"item-{number:032}", Attempt(steps=5, calls_a_step=4))) for number in range(1000)]
-    progress = BatchProgress(1000)
-    tracemalloc.start()
-    for batch_events in events:
-        for batch_event in batch_events:
-            progress.add(batch_event)
-    used = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert progress.snapshot(NOW).done == 1000
-    assert used < 400_000

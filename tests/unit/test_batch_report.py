@@ -23,10 +23,8 @@ from tests.batch_story import (
     BEGAN,
     Attempt,
     call_finished,
-    claimed,
     ended,
     failed,
-    retried,
     step_finished,
     tell_batch,
     tell_item,
@@ -145,11 +143,6 @@ def test_the_page_is_made_for_readers_who_do_not_see_it() -> None:
     assert "width=device-width" in "".join(page.values("content"))
 
 
-def test_nothing_makes_a_page_too() -> None:
-    page = Page(build_report([], title="Nothing yet"))
-    assert "No item has started yet." in page.texts
-
-
 def test_failures_beyond_the_first_are_counted_and_the_page_says_so() -> None:
     events = [
         batch_event
@@ -226,19 +219,6 @@ def test_an_item_cancelled_in_the_queue_never_ran() -> None:
     messages = [ended(at=BEGAN + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
     page = Page(build_report([*messages, *tell_item("a", Attempt(steps=9))], title="t"))
     assert "running: 1 at most" in page.text()
-
-
-def test_an_attempt_that_was_retried_ran_until_then() -> None:
-    events: list[RunEvent] = [
-        claimed(at=BEGAN, item="a"),
-        retried(at=BEGAN + 5, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE),
-        claimed(at=BEGAN + 10, item="a", attempt=2),
-        ended(at=BEGAN + 20, item="a", attempt=2, seconds=10),
-    ]
-    shown = Page(build_report(events, title="t"))
-    (running,) = [value for tag, name, value in shown.attributes if name == "points" and value.count(" ") == POINTS][1:]
-    heights = [point.partition(",")[2] for point in running.split()]
-    assert heights[0] == heights[-2] != heights[POINTS // 3] == heights[-1]
 
 
 def test_times_of_a_tool_have_its_errors_and_waits() -> None:

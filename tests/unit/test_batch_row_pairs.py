@@ -18,13 +18,6 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "out.jsonl", tmp_path / "err.jsonl"
 
 
-def test_successes_and_failures_go_to_a_file_each(pair: tuple[Path, Path]) -> None:
-    with RowFiles.open(*pair, any_row) as files:
-        assert files.append([build_outcome("a"), build_outcome("b", fails=True)]) == ["a", "b"]
-        assert (sorted(files.succeeded), sorted(files.failed)) == (["a"], ["b"])
-    assert [ids_of(path) for path in pair] == [["a"], ["b"]]
-
-
 def test_an_item_that_succeeds_later_leaves_the_errors_when_all_is_settled(pair: tuple[Path, Path]) -> None:
     with RowFiles.open(*pair, any_row) as files:
         files.append([build_outcome(name, fails=True) for name in "abc"])

@@ -1,6 +1,5 @@
 """A row states how its item ended, in the format of OpenAI's batch output."""
 
-import json
 from typing import Any
 
 import pytest
@@ -9,12 +8,10 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 from pydantic import JsonValue, ValidationError
 
-from contract.calls import CallUsage, Clocks, ToolResult
-from contract.errors import ErrorCode
+from contract.calls import CallUsage, Clocks
 from contract.run_events import Failure, FailureKind
 from orchestrator.batches.rows import (
     build_answer_body,
-    build_call_body,
     build_chat_body,
     build_row,
     build_row_line,
@@ -183,10 +180,3 @@ def test_the_body_of_a_chat_is_read_by_openais_own_client(reason: StopReason, fi
     )
     assert completion.usage is not None
     assert completion.usage.total_tokens == 15
-
-
-def test_the_body_of_a_call_is_its_result() -> None:
-    result = ToolResult(call_id="c", name="bash_tool", success=False, error="too long", error_code=ErrorCode.TIMEOUT)
-    body = build_call_body(result, artifacts=["a"])
-    assert body.pop("artifacts") == ["a"]
-    assert ToolResult.model_validate(json.loads(json.dumps(body))) == result

@@ -68,14 +68,6 @@ def test_lines_that_name_paths_are_reported_when_they_are_handed_over(tmp_path: 
     assert text[2].strip().startswith("line 2: the workspace or")
 
 
-async def test_the_sdk_cannot_hand_over_paths_either(harness: RunHarness, tmp_path: Path) -> None:
-    batches = Batches(harness.queue, BatchEventWriter(harness.client, "d"), "acme")
-    file = load_lines(write(tmp_path, '{"id": "b", "instruction": "x", "workspace": "."}'))
-    with pytest.raises(BadBatch, match=r"line 1: the workspace or"):
-        await batches.submit(file, batch="b", is_detached=True)
-    assert await harness.client.keys() == []
-
-
 async def test_only_what_is_handed_over_is_taken_and_only_of_the_tenants_that_are_served(harness: RunHarness) -> None:
     await harness.submit(1, batch="kept", is_detached=False)
     await harness.submit(1, batch="given")

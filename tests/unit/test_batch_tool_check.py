@@ -82,19 +82,6 @@ def test_an_alias_is_accepted_with_one_warning_for_all_its_lines(
     assert "warning: line 2 and 1 more: `cmd` is an alias of the parameter `command` of bash_tool" in done.stderr
 
 
-def test_a_tool_whose_workers_are_not_running_can_be_submitted(
-    submit: Callable[[Path], Result], tmp_path: Path
-) -> None:
-    done = submit(
-        write(
-            tmp_path,
-            call("webfetch_tool", url="https://example.org"),
-            {"instruction": "act", "tools": ["webfetch_tool"]},
-        )
-    )
-    assert done.exit_code == 0, done.stderr
-
-
 def test_the_first_problems_are_shown_and_the_others_counted(tmp_path: Path) -> None:
     file = load_lines(write(tmp_path, *(call("bash_tol") for _ in range(MAX_SHOWN + 5))))
     with pytest.raises(BadBatch) as refused:

@@ -71,15 +71,6 @@ async def test_a_submission_that_is_sent_again_begins_nothing_anew_and_changes_n
     assert await harness.end(None) == []
 
 
-async def test_a_submission_that_is_sent_again_leaves_a_cancelled_batch_cancelled(harness: Harness) -> None:
-    await harness.batches.submit(build_file(3), batch="b", goes_on=False)
-    await forget_item(harness, "item-2")
-    await harness.batches.cancel("b")
-    await harness.batches.submit(build_file(3), batch="b", goes_on=False)
-    assert (await harness.batches.status("b")).state is not BatchState.IN_PROGRESS
-    assert await harness.end(None, None, None) == []
-
-
 async def test_a_submission_that_broke_off_and_is_sent_again_is_completed(harness: Harness) -> None:
     await harness.batches.submit(build_file(3), batch="b", goes_on=False)
     await forget_item(harness, "item-2")
@@ -134,18 +125,6 @@ async def test_only_the_asked_kinds_are_retried_and_a_second_time_there_is_nothi
     assert (await harness.batches.status("b")).state is BatchState.COMPLETED
 
 
-async def test_a_submission_that_broke_off_can_be_cancelled_and_gone_on_with(harness: Harness) -> None:
-    await harness.batches.submit(build_file(1), batch="b")
-    await harness.client.hset("toolcrew:d:t:acme:batch.b", "total", "3")
-    assert await harness.end(None) == ["item-1"]
-    assert await harness.batches.cancel("b") == 0
-    assert (await harness.batches.status("b")).state is BatchState.CANCELLED
-    # No item may start again: only the items that were never queued continue.
-    await harness.batches.submit(build_file(3), batch="b")
-    assert await harness.end(None, None) == ["item-2", "item-3"]
-    assert (await harness.batches.status("b")).state is BatchState.COMPLETED
-
-
 async def test_items_that_redis_lost_are_worked_when_the_file_is_submitted_again(harness: Harness) -> None:
     await harness.batches.submit(build_file(3), batch="b")
     await harness.client.delete(*(f"toolcrew:d:t:acme:run.{run_id('acme', 'b', f'item-{line}')}" for line in (1, 2)))
@@ -179,14 +158,6 @@ async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_reported_an
     assert failure.value.code is ErrorCode.CANCELLED
     record = await harness.batches.status("b")
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, AT_ONCE)
-
-
-async def test_a_cancellation_that_broke_off_before_it_ended_anything_can_be_gone_on_with(harness: Harness) -> None:
-    await harness.batches.submit(build_file(2), batch="b")
-    await harness.client.hset("toolcrew:d:t:acme:batch.b", "state", "cancelling")
-    assert await harness.batches.resume("b") == 0
-    assert await harness.end(None, None) == ["item-1", "item-2"]
-    assert (await harness.batches.status("b")).state is BatchState.COMPLETED
 
 
 async def test_runs_of_tenants_batches_and_items_are_never_the_same() -> None:

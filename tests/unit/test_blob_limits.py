@@ -46,20 +46,6 @@ def check_refused(raised: pytest.ExceptionInfo[ToolFailure]) -> None:
     assert raised.value.code is ErrorCode.QUOTA_EXCEEDED
 
 
-async def test_both_sides_share_a_limit_for_each_tenant_and_pool(harness: Harness) -> None:
-    await harness.own.leave("acme", bytes(MOST // 2))
-    harness.workers.leave("acme", bytes(MOST // 2))
-    with pytest.raises(ToolFailure) as refused:
-        await harness.own.leave("acme", b"x")
-    check_refused(refused)
-    with pytest.raises(ToolFailure) as refused:
-        harness.workers.leave("acme", b"x")
-    check_refused(refused)
-    assert len(harness.keys()) == 2
-    harness.workers.leave("rival", bytes(MOST))
-    harness.web.leave("acme", bytes(MOST))
-
-
 @pytest.mark.parametrize("is_large", [False, True])
 async def test_a_blob_beyond_the_limit_leaves_nothing(
     harness: Harness, is_large: bool, monkeypatch: pytest.MonkeyPatch
@@ -86,14 +72,6 @@ async def test_what_was_read_dropped_or_has_expired_gives_its_room_back(harness:
     assert harness.sync.hlen("toolcrew:d:t:acme:blob-sandbox.sizes") == 2
 
 
-async def test_small_blobs_count_enough_that_there_are_few_of_them(harness: Harness) -> None:
-    for _ in range(4):
-        await harness.own.leave("acme", b"x")
-    with pytest.raises(ToolFailure) as refused:
-        await harness.own.leave("acme", b"x")
-    check_refused(refused)
-
-
 async def test_a_call_waits_until_another_call_has_given_back_room(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,8 +90,3 @@ async def test_a_call_waits_until_another_call_has_given_back_room(
     assert not second.done()
     await harness.own.drop(first)
     assert await harness.own.take("acme", await asyncio.wait_for(second, 10)) == b"second"
-
-
-async def test_the_list_of_sizes_expires_after_all_blobs(harness: Harness) -> None:
-    key = harness.workers.leave("acme", b"x", 3660)
-    assert harness.sync.ttl("toolcrew:d:t:acme:blob-sandbox.sizes") > harness.sync.ttl(key)

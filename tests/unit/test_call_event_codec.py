@@ -28,11 +28,6 @@ def test_output_of_any_kind_comes_back_from_pieces_that_are_small_enough(text: s
     assert [len(str(event.payload["text"])) for event in events] == [characters for characters, _ in pieces]
 
 
-def test_half_a_surrogate_pair_does_not_stop_the_output() -> None:
-    [(characters, data)] = encode_output("stdout", "a\ud800b")
-    assert (characters, decode_event(data).payload["text"]) == (3, "a?b")
-
-
 @given(st.binary(max_size=300))
 def test_bytes_of_any_kind_are_an_event_or_are_refused(data: bytes) -> None:
     for read in (decode_event, decode_answer):

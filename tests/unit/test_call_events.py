@@ -23,7 +23,7 @@ from contract.call_events import (
 from contract.calls import ToolResult
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.call_events import CallEventListener, output_handler
-from store.call_events import WorkerCallEventStore, call_event_keys, wakes_key
+from store.call_events import WorkerCallEventStore, call_event_keys
 from store.connection import connect_once
 from tests.builders import KEY
 from tests.event_harness import DEPLOYMENT, EventHarness, Screen, run_call
@@ -83,18 +83,6 @@ async def test_a_piece_that_nothing_follows_is_sent_by_itself(harness: EventHarn
         await running
 
 
-async def test_streams_keep_their_names_and_their_order(harness: EventHarness) -> None:
-    screen = Screen()
-
-    def work(writer: CallEventWriter) -> None:
-        for stream, text in (("stdout", "1"), ("stderr", "2"), ("stderr", "3"), ("stdout", "4")):
-            writer.show(stream, text)
-
-    await harness.hear(work, screen.show)
-    assert "".join(text for _, text in screen.pieces) == "1234"
-    assert (screen.text("stdout"), screen.text("stderr")) == ("14", "23")
-
-
 async def test_one_listener_hears_many_calls_and_mixes_nothing_up(harness: EventHarness) -> None:
     screens = {f"call-{number}": Screen() for number in range(20)}
 
@@ -130,16 +118,6 @@ async def test_calls_that_end_together_are_read_together(
     await asyncio.gather(*map(one, range(100)))
     assert [screen.text() for screen in screens] == [str(number) for number in range(100)]
     assert len(round_trips) < 50
-
-
-async def test_a_call_of_one_id_is_another_call_for_another_tenant(harness: EventHarness) -> None:
-    mine, theirs = Screen(), Screen()
-    async with (
-        harness.events.listen("acme", "call-1", {OUTPUT: output_handler(mine.show)}, 30),
-        harness.events.listen("evil", "call-1", {OUTPUT: output_handler(theirs.show)}, 30),
-    ):
-        await asyncio.to_thread(run_call, lambda writer: writer.show("stdout", "secret"), harness.writer(tenant="acme"))
-    assert (mine.text(), theirs.text()) == ("secret", "")
 
 
 async def test_nothing_is_left_in_redis_when_the_call_is_over(harness: EventHarness) -> None:
@@ -212,19 +190,6 @@ async def test_a_consumer_that_stops_taking_costs_the_call_a_bounded_time_and_is
     assert waiting <= MAX_WAITING_EVENTS + 1
 
 
-async def test_many_small_pauses_do_not_add_up_for_ever(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "MAX_PAUSE_S", 0.3)
-
-    async def on_output(_: str, text: str) -> None:
-        await asyncio.sleep(0.02)
-
-    started = time.monotonic()
-    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
-        hidden = await asyncio.to_thread(run_call, lambda w: w.show("stdout", "x" * 2_000_000), harness.writer())
-    assert hidden > 0
-    assert time.monotonic() - started < 3
-
-
 async def test_a_handler_that_raises_costs_neither_the_call_nor_the_others(harness: EventHarness) -> None:
     screen = Screen()
 
@@ -255,17 +220,6 @@ async def test_entries_that_are_none_of_ours_are_skipped(harness: EventHarness) 
 
     await harness.hear(work, screen.show)
     assert screen.text() == "after"
-
-
-async def test_a_wake_up_for_a_call_without_a_listener_is_ignored(harness: EventHarness) -> None:
-    screen = Screen()
-
-    def work(writer: CallEventWriter) -> None:
-        harness.plain.zadd(wakes_key(DEPLOYMENT, harness.events.id), {b"\xff": 0, "acme:other": 1, "evil:call-1": 2})
-        writer.show("stdout", "x")
-
-    await harness.hear(work, screen.show)
-    assert screen.text() == "x"
 
 
 async def test_events_whose_wake_up_was_lost_come_before_the_result_after_however_long_a_silence(

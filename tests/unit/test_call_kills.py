@@ -179,22 +179,6 @@ async def test_a_call_that_will_not_end_is_said_to_be_one(harness: Harness, monk
         await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
 
 
-async def test_the_result_of_a_killed_call_names_the_actor_and_the_reason(harness: Harness) -> None:
-    await harness.note(state="done", killed="the call was killed by anne: enough")
-    result = await harness.monitor.watch("acme", "c1", result_of(ErrorCode.CANCELLED, output="so far"))
-    assert (result.error_code, result.error, result.output) == (
-        ErrorCode.CANCELLED,
-        "the call was killed by anne: enough; killed",
-        "so far",
-    )
-
-
-async def test_a_program_of_a_session_that_was_killed_has_failed_too(harness: Harness) -> None:
-    await harness.note(state="done", killed="the call was killed by anne")
-    result = await harness.monitor.watch("acme", "c1", result_of(metadata={"cancelled": True, "returncode": -15}))
-    assert (result.success, result.error_code) == (False, ErrorCode.CANCELLED)
-
-
 @pytest.mark.parametrize("code", [None, ErrorCode.TIMEOUT])
 async def test_a_call_that_ended_by_itself_just_then_has_its_own_result(
     harness: Harness, code: ErrorCode | None
@@ -241,18 +225,6 @@ async def test_a_killed_call_is_not_sent_again_when_its_host_is_lost(harness: Ha
     assert await ledger.renew("acme", "c2", 1) is True
 
 
-async def test_calls_of_the_same_id_of_other_tenants_go_on(harness: Harness) -> None:
-    """The attacker's aim: to end another tenant's call by its id."""
-    await harness.note(tenant="bolt")
-    other = asyncio.create_task(harness.monitor.watch("bolt", "c1", wait_for_ever()))
-    await asyncio.sleep(0)
-    with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
-        await harness.control.kill("acme", "c1", ANNE)
-    assert (await harness.state(tenant="bolt"), other.done()) == ("queued", False)
-    other.cancel()
-    await asyncio.gather(other, return_exceptions=True)
-
-
 @pytest.mark.parametrize("call_id", ["never-was", "", "x" * 65, "c1:events", "*", "c1\n"])
 async def test_of_a_call_that_is_none_nothing_is_noted(harness: Harness, call_id: str) -> None:
     with pytest.raises(ToolFailure) as refused:
@@ -286,38 +258,6 @@ async def test_a_program_that_is_stopped_itself_is_not_reported_a_kill(harness: 
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-
-
-async def test_a_task_goes_on_after_its_call_was_killed(harness: Harness) -> None:
-    """The cancellation is the kill's own and leaves nothing behind."""
-
-    async def work() -> str:
-        with pytest.raises(ToolFailure):
-            await harness.monitor.watch("acme", "c1", wait_for_ever())
-        await asyncio.sleep(0)
-        task = asyncio.current_task()
-        return f"went on {task.cancelling() if task is not None else None}"
-
-    running = asyncio.create_task(work())
-    await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
-    assert await asyncio.wait_for(running, SOON_S) == "went on 0"
-
-
-async def test_no_orders_are_read_when_there_are_no_calls(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(since: float) -> list[Any]:
-        raise AssertionError(since)
-
-    await harness.monitor.watch("acme", "c1", result_of())
-    monkeypatch.setattr(harness.kills, "recent_kills", refuse)
-    await harness.monitor.find_kills()
-
-
-async def test_the_orders_are_few_however_many_are_given(harness: Harness) -> None:
-    """The attacker's aim: to fill Redis, and to flood every program with orders."""
-    for number in range(1100):
-        await harness.kills.kill(KillOrder(tenant="acme", call=f"c{number}", by="anne"))
-    assert await harness.client.zcard(kills_key("d")) == 1000
-    assert await harness.client.ttl(kills_key("d")) > 0
 
 
 async def test_what_is_no_order_is_passed_over(harness: Harness) -> None:

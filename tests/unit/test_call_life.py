@@ -113,14 +113,6 @@ async def test_a_call_in_the_queue_reports_how_many_are_taken_before_it(harness:
     ]
 
 
-async def test_a_call_that_a_worker_has_just_taken_is_not_said_to_stand_anywhere(harness: Harness) -> None:
-    await harness.queue("c2")
-    await harness.note()
-    waiting = (await harness.lives.find("c1", "acme")).waiting
-    assert waiting is not None
-    assert (waiting.ahead, waiting.waiting) == (None, 1)
-
-
 @pytest.mark.parametrize("is_there", [True, False])
 async def test_a_running_call_reports_its_worker_and_whether_that_still_reports(
     harness: Harness, is_there: bool
@@ -206,22 +198,6 @@ async def test_a_lost_call_says_when_who_noticed_the_code_and_what_to_do(
     assert reply["run_s"] is None
 
 
-async def test_a_call_that_ended_normally_has_no_advice(harness: Harness) -> None:
-    await harness.note(state="done", ended_at=100.0)
-    assert (await harness.lives.find("c1", "acme")).to_json()["advice"] is None
-
-
-async def test_the_result_of_a_failed_task_is_found(harness: Harness) -> None:
-    encoded = encode_result(build_result(error="no engine"), seal=ResultSeal(KEY, "acme"))
-    await harness.note(state="done")
-    await harness.client.set(
-        result_key(TASK), json.dumps({"status": "FAILURE", "result": {"exc_type": "x"}, "answer": encoded})
-    )
-    result = (await harness.lives.find("c1", "acme")).result
-    assert result is not None
-    assert result.error == "no engine"
-
-
 async def test_a_result_without_a_valid_signature_is_not_shown(harness: Harness) -> None:
     """The attacker's aim: to show an operator a result that the call never returned."""
     await harness.note(state="done")
@@ -265,11 +241,6 @@ async def test_a_call_of_a_run_reports_run_and_batch(harness: Harness, call: str
     await harness.note(call, state="done")
     life = await harness.lives.find(call, "acme")
     assert (life.run, life.batch) == (run, batch)
-
-
-async def test_a_call_of_a_run_that_a_program_worked_by_itself_reports_the_run(harness: Harness) -> None:
-    await harness.note("0123456789abcdef-1-0", state="done")
-    assert (await harness.lives.find("0123456789abcdef-1-0", "acme")).run == "0123456789abcdef"
 
 
 async def test_a_call_is_found_by_the_id_of_its_task(harness: Harness) -> None:

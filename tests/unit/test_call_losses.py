@@ -75,11 +75,6 @@ async def report(client: "redis.asyncio.Redis", key: str = QUEUE, **fields: Any)
     await client.set(host_key("d", key), REPORT.model_copy(update=fields).model_dump_json())
 
 
-async def test_a_call_that_a_living_worker_runs_is_waited_for(client: "redis.asyncio.Redis") -> None:
-    await report(client)
-    assert await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"}) is None
-
-
 @pytest.mark.parametrize("worker", [None, "w2"])
 async def test_a_call_whose_worker_is_gone_is_lost_though_another_has_taken_its_place(
     client: "redis.asyncio.Redis", worker: str | None
@@ -150,19 +145,6 @@ async def test_the_record_of_a_lost_call_says_when_who_noticed_and_why(client: "
     assert (ended.code, ended.ended_at) == ("OUTCOME_UNKNOWN", record.ended_at)
 
 
-async def test_a_call_that_is_sent_again_is_no_longer_lost(client: "redis.asyncio.Redis") -> None:
-    assert await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"})
-    assert await CallStore(client, "d").renew("acme", "c1", 1)
-    record = await CallStore(client, "d").find("acme", "c1")
-    assert record is not None
-    assert (record.state, record.ended_at, record.noticed_by, record.reason) == (CallState.QUEUED, 0.0, "", "")
-
-
-async def test_a_call_that_waits_for_a_living_host_is_waited_for(client: "redis.asyncio.Redis") -> None:
-    await report(client)
-    assert await Watching(client).look({"state": "queued"}) is None
-
-
 async def test_a_call_that_waits_for_a_host_that_is_gone_was_not_started(client: "redis.asyncio.Redis") -> None:
     lost = await Watching(client).look({"state": "queued"})
     assert lost is not None
@@ -179,10 +161,6 @@ async def test_a_call_in_a_pool_is_lost_with_the_worker_that_runs_it(client: "re
     assert lost.has_started
 
 
-async def test_a_call_that_waits_in_a_pool_is_waited_for(client: "redis.asyncio.Redis") -> None:
-    assert await Watching(client).look({"state": "queued"}, sticky=False) is None
-
-
 async def test_a_call_that_has_ended_and_whose_result_does_not_come_is_lost_after_a_while(
     client: "redis.asyncio.Redis",
 ) -> None:
@@ -190,18 +168,6 @@ async def test_a_call_that_has_ended_and_whose_result_does_not_come_is_lost_afte
     lost = await Watching(client).look({"state": "done", "holder": f"{QUEUE}/w1"})
     assert lost is not None
     assert "result of the call was lost" in lost.reason
-
-
-async def test_a_new_call_is_not_even_looked_at(client: "redis.asyncio.Redis") -> None:
-    watching = Watching(client)
-    attempt = build_attempt(queue=QUEUE, session="s1", fence=1)
-    await client.hset(
-        call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": "host.gone.x/w"}
-    )
-    await watching.settle()
-    with watching.monitor.over("t1", attempt):
-        await watching.monitor.find_losses()
-    assert watching.failed == {}
 
 
 @pytest.mark.parametrize("pause_s", [5.0, 60.0])
@@ -283,10 +249,6 @@ async def test_a_loss_that_was_noted_while_its_answer_was_lost_is_reported(
     assert lost.has_started is has_started
 
 
-async def test_a_later_attempt_of_the_same_call_is_left_alone(client: "redis.asyncio.Redis") -> None:
-    assert await Watching(client).look({"state": "running", "holder": "host.gone.x/w", "attempt": 2}) is None
-
-
 @pytest.mark.parametrize(("state", "is_told"), [("running", True), ("done", True), ("queued", False), ("lost", False)])
 async def test_a_call_that_redis_forgot_was_sent_again_is_lost_when_no_worker_would_start_it(
     client: "redis.asyncio.Redis", state: str, is_told: bool
@@ -364,22 +326,3 @@ async def test_a_message_that_names_a_key_of_another_kind_holds_up_no_other(clie
     await client.lpush(QUEUE, message("t1", call_key="a text", call_attempt=1), message("t2"))
     assert await CallStore(client, "d").reap(QUEUE, await now_of(client))
     assert await client.exists(result_key("t1"), result_key("t2")) == 2
-
-
-async def test_a_living_host_is_not_reaped(client: "redis.asyncio.Redis") -> None:
-    await report(client)
-    await client.lpush(QUEUE, message("t"))
-    assert not await CallStore(client, "d").reap(QUEUE, await now_of(client))
-    assert (await client.llen(QUEUE), await client.exists(tombstone_key("d", QUEUE))) == (1, 0)
-
-
-async def test_hosts_that_are_silent_are_found_by_their_last_report(client: "redis.asyncio.Redis") -> None:
-    now = (await client.time())[0]
-    await report(client)
-    await client.zadd(
-        hosts_key("d"), {QUEUE: now - 60, "host.dead.x": now - 60, "host.young.x": now, "host.old.x": now - 3600}
-    )
-    assert sorted(await CallStore(client, "d").reap_all(now)) == ["host.dead.x", "host.old.x"]
-    # A host that has been silent for long is forgotten. Others are checked
-    # again, because a message may have been on its way to them.
-    assert sorted(await client.zrange(hosts_key("d"), 0, -1)) == [QUEUE.encode(), b"host.dead.x", b"host.young.x"]

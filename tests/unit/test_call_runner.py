@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from contract.calls import MAX_ERROR_CHARS, ToolCall, ToolResult
+from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.registry import Switch
-from contract.run_events import CallFinished, CallStarted, RunEvent
+from contract.run_events import RunEvent
 from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.loop.call_runner import CallRunner
 from tests.builders import build_spec
@@ -139,16 +139,6 @@ async def test_no_more_calls_run_at_once_than_allowed() -> None:
     assert (gate.most, len(gate.began)) == (2, 6)
 
 
-async def test_cancelling_ends_every_call_that_runs() -> None:
-    gate = Gate()
-    working = asyncio.create_task(runner(gate.run).run([asked("read", n) for n in range(3)]))
-    await asyncio.wait_for(gate.three_run.wait(), SOON_S)
-    working.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await working
-    assert gate.running == 0
-
-
 async def test_one_failing_call_does_not_end_its_neighbours() -> None:
     async def run_call(call: ToolCall) -> ToolResult:
         await asyncio.sleep(0)
@@ -173,12 +163,6 @@ async def test_text_arguments_become_the_schemas_types_and_json_ones_stay() -> N
         [asked("read", 0, is_text=True, n="5"), asked("read", 1, n="5"), asked("read", 2, is_text=True, n="5.5")]
     )
     assert [call.arguments["n"] for call in seen] == [5, "5", "5.5"]
-
-
-async def test_every_call_is_reported_when_it_begins_and_when_it_ends() -> None:
-    seen: list[RunEvent] = []
-    await runner(Gate(free=True).run, seen=seen).run([asked("write", 0), MalformedCall("r-1-1", "write", "bad", "raw")])
-    assert [type(event) for event in seen] == [CallStarted, CallFinished, CallFinished]
 
 
 class Stubborn:
@@ -209,33 +193,8 @@ async def test_the_third_identical_failing_call_is_answered_with_a_changed_messa
     assert "failed 4 times" in messages[3]
 
 
-async def test_other_arguments_are_another_call() -> None:
-    model = Stubborn(failing)
-    messages = [await model.ask(asked("read", index, path=path)) for index, path in enumerate("abcabc")]
-    assert not any("exact call" in text for text in messages)
-
-
-async def test_a_success_forgets_the_failures() -> None:
-    answers = iter([failing, failing, done, failing, failing])
-    model = Stubborn(lambda call: next(answers)(call))
-    messages = [await model.ask(asked("read", index)) for index in range(5)]
-    assert not any("exact call" in text for text in messages)
-
-
 async def test_a_command_that_keeps_failing_counts_though_its_call_succeeds() -> None:
     model = Stubborn(lambda call: done(call, "not found\n[exit code 127]", metadata={"exit_code": 127}))
     messages = [await model.ask(asked("write", index)) for index in range(3)]
     assert messages[0] == messages[1]
     assert "This exact call" in messages[2]
-
-
-async def test_the_same_malformed_call_counts_too() -> None:
-    model = Stubborn(done)
-    messages = [await model.ask(MalformedCall(f"r-{n}-0", "write", "bad", "<raw")) for n in range(3)]
-    assert messages[0] == messages[1] != messages[2]
-
-
-async def test_a_changed_message_fits_a_result() -> None:
-    model = Stubborn(lambda call: ToolResult.failed(call, ErrorCode.INTERNAL, "x" * MAX_ERROR_CHARS))
-    messages = [await model.ask(asked("read", index)) for index in range(3)]
-    assert messages[2].endswith("answer with what you know.")

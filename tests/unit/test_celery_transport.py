@@ -124,19 +124,6 @@ async def test_the_call_is_watched_over_from_when_it_was_sent_until_it_has_ended
     assert harness.watch.watched == []
 
 
-async def test_the_answer_of_a_failed_task_arrives_as_that_of_any_other(harness: Harness) -> None:
-    waiting = start(harness, attempt())
-    await harness.answer(await harness.taken(), {"exc_type": "CallNotServed"}, status="FAILURE", answer="done")
-    assert await waiting == "done"
-
-
-async def test_a_waiting_caller_learns_that_the_call_is_lost(harness: Harness) -> None:
-    waiting = start(harness, attempt())
-    harness.hub.fail(await harness.taken(), CallLost("its host is gone", has_started=True))
-    with pytest.raises(CallLost, match="its host is gone"):
-        await waiting
-
-
 async def test_one_id_is_not_sent_twice_at_a_time_and_another_tenants_is(harness: Harness) -> None:
     waiting = start(harness, attempt())
     task_id = await harness.taken()
@@ -225,11 +212,6 @@ async def test_a_large_result_is_fetched_and_deleted(harness: Harness) -> None:
     async with asyncio.timeout(SOON_S):
         while await harness.server.exists(blob_key("default", "acme", "sandbox", "b1"), result_key(task_id)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-async def test_a_large_output_does_not_travel_through_the_subscription(harness: Harness) -> None:
-    encoded, _ = large("x" * 256 * 1024)
-    assert len(json.dumps(encoded)) < 1024
 
 
 @pytest.mark.parametrize(

@@ -80,28 +80,6 @@ def test_what_waits_is_shown_with_its_exact_arguments_and_the_warning_last(
     assert shown.stderr == "1 wait\n"
 
 
-def test_programs_get_questions_as_they_are(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
-    (question,) = ask(redis_server, "rm -rf \u202e/data")
-    (reply,) = json.loads(toolcrew("approvals", "list", "--json").stdout)
-    assert reply["id"] == question.id
-    assert reply["call"]["arguments"] == {"command": "rm -rf \u202e/data"}
-    assert (reply["tenant"], reply["run"], reply["digest"], reply["warning"]) == (
-        "acme",
-        "run-1",
-        question.digest,
-        "it removes files",
-    )
-
-
-def test_half_a_character_is_shown_and_answered_like_any_other(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
-    (question,) = ask(redis_server, "ls \ud83d")
-    assert "\\ud83d" in toolcrew("approvals", "list").stdout
-    assert json.loads(toolcrew("approvals", "list", "--json").stdout)[0]["call"]["arguments"] == {
-        "command": "ls \ud83d"
-    }
-    assert toolcrew("approvals", "decide", question.id, "allow").exit_code == 0
-
-
 def test_a_call_is_allowed_refused_and_changed(toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path) -> None:
     first, second, third = ask(redis_server, "a", "b", "c")
     other = tmp_path / "arguments.json"

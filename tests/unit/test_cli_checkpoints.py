@@ -27,11 +27,6 @@ def test_a_checkpoint_that_would_go_with_the_stack_is_refused(name: str, monkeyp
     assert (done.exit_code, name in done.stderr) == (1, True)
 
 
-def test_a_network_that_there_is_not_is_a_mistake_of_usage() -> None:
-    done = CliRunner().invoke(app, ["call", "bash_tool", "command=true", "--network", "host"])
-    assert (done.exit_code, "egress" in done.stderr) == (2, True)
-
-
 class FailingSession:
     """Returns the scripted result, or raises the scripted exception."""
 

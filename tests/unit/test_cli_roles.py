@@ -19,7 +19,6 @@ from contract.names import call_key, catalog_key
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from orchestrator import cli
 from orchestrator.command import app, import_all
 from store.api_keys import ApiKeys, Role
 from store.approvals import ApprovalQueue
@@ -193,11 +192,6 @@ def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_every_command_is_in_one_of_the_lists() -> None:
     lists = [set(one) for one in (REFUSED, PROCESSES, LOCAL, OWN)]
     assert sorted(name for one in lists for name in one) == sorted(ALL)
-
-
-def test_one_module_opens_redis_for_commands() -> None:
-    sources = Path(cli.__file__).parent.glob("*.py")
-    assert [path.name for path in sources if "open_redis" in path.read_text()] == ["access.py"]
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

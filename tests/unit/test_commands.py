@@ -156,24 +156,6 @@ def test_a_command_inside_another_is_found(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "echo 'rm x'",
-        'echo "rm x; rm x"',
-        "echo rm x",
-        "cat > notes <<'E'\nrm x\nE\nls",
-        "cat <<-E\n\trm x\n\tE\nls",
-        "# rm x\nls",
-        "git commit -m 'then rm x'",
-        "echo $'rm x'",
-    ],
-)
-def test_a_mention_is_no_command(text: str) -> None:
-    assert ("rm", "x") not in argvs(text)
-    assert not parse_commands(text).is_opaque
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
         "$X a",
         "a$X b",
         "$(echo rm) x",
@@ -213,10 +195,6 @@ def test_what_cannot_be_reported_is_opaque_and_says_why(text: str) -> None:
     assert parse_commands(text).opaque
 
 
-def test_what_comes_before_a_text_becomes_unreadable_is_still_read() -> None:
-    assert argvs("rm x; " + "$(" * 50)[0] == ("rm", "x")
-
-
 def test_redirections_here_documents_and_pipelines_are_reported() -> None:
     first, second = parse_commands("A=b cat <<E 2>&1 >out | sort 2> err >&2 &>> both\nbody\nE").commands
     assert (first.assignments, first.stdin, [word.text for word in first.outputs]) == (("A=b",), "body", ["out"])
@@ -225,11 +203,6 @@ def test_redirections_here_documents_and_pipelines_are_reported() -> None:
         ("cat",),
         True,
     )
-
-
-def test_the_body_of_a_function_is_distinguished() -> None:
-    inside, outside = parse_commands("f() { a & }; b").commands
-    assert (inside.function, inside.is_concurrent, outside.function) == ("f", True, "")
 
 
 def test_an_arithmetic_shift_begins_no_here_document_that_would_hide_a_command() -> None:

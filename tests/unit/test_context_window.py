@@ -16,16 +16,6 @@ def messages(*contents: str) -> list[Message]:
     ]
 
 
-def test_without_a_limit_nothing_is_shortened() -> None:
-    given_ones = messages(LONG, LONG)
-    assert ContextWindow().fit(given_ones, [0], [1]) == (given_ones, 0)
-
-
-def test_what_fits_stays() -> None:
-    given_ones = messages("a", "b")
-    assert ContextWindow(1000).fit(given_ones, [0], [1]) == (given_ones, 0)
-
-
 def test_the_oldest_results_are_shortened_first_and_only_as_many_as_need_be() -> None:
     given_ones = messages(LONG, LONG, LONG)
     fitted, shortened = ContextWindow(40_000).fit(given_ones, [0, 1], [2])
@@ -36,39 +26,11 @@ def test_the_oldest_results_are_shortened_first_and_only_as_many_as_need_be() ->
     assert f"[... {len(LONG) - KEPT_CHARS} characters of this result are left out to fit the context window" in content
 
 
-def test_the_newest_results_are_shortened_only_when_all_older_ones_do_not_suffice() -> None:
-    fitted, shortened = ContextWindow(4000).fit(messages(LONG, LONG, LONG), [0, 1], [2])
-    assert (shortened, [len(message["content"]) < 1000 for message in fitted]) == (3, [True, True, False])
-    assert sum(len(message["content"]) for message in fitted) < 3000 * 3.5
-
-
-def test_messages_that_are_no_results_are_never_touched() -> None:
-    given_ones = messages(LONG, LONG)
-    assert ContextWindow(10).fit(given_ones, [], [1])[0][0] == given_ones[0]
-
-
 def test_what_a_request_really_took_sets_the_scale() -> None:
     window, given_ones = ContextWindow(40_000), messages(LONG, LONG)
     assert window.fit(given_ones, [0], [1])[1] == 0
     window.learn(given_ones, Usage(prompt_tokens=100_000))
     assert window.fit(given_ones, [0], [1])[1] > 0
-
-
-def test_a_refusal_with_a_limit_shortens_what_was_refused() -> None:
-    window, given_ones = ContextWindow(), messages(LONG, LONG)
-    window.shrink(24_000, given_ones)
-    assert (window.limit_tokens, window.fit(given_ones, [0], [1])[1]) == (24_000, 1)
-
-
-def test_refusals_without_a_limit_shorten_more_and_more() -> None:
-    window, given_ones = ContextWindow(), messages(*[LONG] * 6)
-    counts = []
-    for _ in range(4):
-        fitted, _ = window.fit(given_ones, range(5), [5])
-        window.shrink(None, fitted)
-        counts.append(window.fit(given_ones, range(5), [5])[1])
-    assert counts == sorted(counts)
-    assert counts[0] > 0
 
 
 def test_tools_take_their_own_room_and_not_that_of_every_byte() -> None:
@@ -79,17 +41,6 @@ def test_tools_take_their_own_room_and_not_that_of_every_byte() -> None:
     given_ones = messages("short", "x" * 20_000)
     assert window.fit(given_ones, [], [1]) == (given_ones, 0)
     assert ContextWindow(20_000, tools).fit(messages("short", "x" * 20_000), [], [1])[1] == 1
-
-
-def test_the_newest_result_keeps_as_much_as_fits() -> None:
-    fitted, shortened = ContextWindow(10_000).fit(messages("x" * 30_000), [], [0])
-    assert shortened == 1
-    assert 7500 * 3.5 - 400 < len(fitted[0]["content"]) < 7500 * 3.5
-
-
-def test_the_newest_result_keeps_as_much_as_fits_whatever_its_characters() -> None:
-    fitted, _ = ContextWindow(10_000).fit(messages("天" * 10_000), [], [0])
-    assert 7500 * 3.5 - 1200 < len(fitted[0]["content"].encode()) < 7500 * 3.5
 
 
 @given(

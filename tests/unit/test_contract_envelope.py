@@ -325,12 +325,6 @@ def test_a_result_of_another_shape_is_refused(change: dict[str, Any]) -> None:
         decode_result({**data, **change})
 
 
-@pytest.mark.parametrize("data", [None, "text", 1, [], {}])
-def test_a_result_that_is_no_object_is_refused(data: Any) -> None:
-    with pytest.raises(EnvelopeRefused):
-        decode_result(data)
-
-
 @pytest.mark.parametrize("maxlen", [None, 46, 80, 160, 1024, 100_000])
 def test_what_celery_shows_of_a_result_has_neither_output_nor_metadata(maxlen: int | None) -> None:
     """Celery logs a result, and sends it to Flower, through its `saferepr`, which shows three levels."""

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from jsonschema import SchemaError
 
-from contract.registry import Switch, Tool, ToolRegistry, filter_specs
+from contract.registry import Switch, Tool, ToolRegistry
 from tests.builders import build_spec
 
 
@@ -37,12 +37,6 @@ def test_a_tool_with_an_invalid_schema_is_refused_when_it_is_registered() -> Non
 def test_a_filter_returns_the_named_tools_in_the_order_of_their_names(filters: list[str], expected: list[str]) -> None:
     registry = ToolRegistry([build_tool("b"), build_tool("a")])
     assert [spec.name for spec in registry.specs(filters)] == expected
-
-
-def test_a_filter_of_plain_text_is_one_name_and_not_its_letters() -> None:
-    specs = [build_spec("a"), build_spec("b"), build_spec("ab")]
-    assert [spec.name for spec in filter_specs(specs, "ab")] == ["ab"]
-    assert len(filter_specs(specs, "all")) == 3
 
 
 def test_a_disabled_tool_is_listed_and_found_but_not_shown_to_a_model() -> None:

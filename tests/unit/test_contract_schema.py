@@ -53,12 +53,6 @@ def test_a_default_fills_a_missing_parameter(
     assert prepare(properties, arguments, required=required) == prepared
 
 
-def test_a_default_is_each_calls_own_copy() -> None:
-    spec = build_spec(properties={"names": {"type": "array", "default": []}})
-    prepare_arguments(spec, {})[0]["names"].append("x")
-    assert prepare_arguments(spec, {})[0] == {"names": []}
-
-
 FLAT = {
     **LIMITS,
     "mode": {"type": "string", "enum": ["a", "b"], "default": "a"},
@@ -177,10 +171,6 @@ def test_the_error_message_names_the_facts(
 ) -> None:
     message = complaint(properties, arguments)
     assert [fact for fact in facts if fact not in message] == []
-
-
-def test_a_missing_required_parameter_is_named() -> None:
-    assert "'query' is required" in complaint(LIMITS, {}, required=["query"])
 
 
 def test_one_message_names_every_invalid_parameter() -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 
 from contract.errors import ConfigError
 from contract.settings import BrokerSettings
@@ -17,10 +17,6 @@ def build_settings(url: str, secret: str | None = None, **fields: Any) -> Broker
 
 
 # What signs
-
-
-def test_the_secret_signs_when_there_is_one() -> None:
-    assert build_settings("redis://:pw@h/0", "s3cret").signing_keys() == SigningKeys.of("s3cret", deployment="default")
 
 
 def test_previous_secrets_are_accepted_beside_it() -> None:
@@ -45,16 +41,6 @@ def test_the_password_of_one_user_of_several_signs_nothing(url: str) -> None:
     with pytest.raises(ConfigError, match="other Redis users than 'worker'"):
         build_settings(url, **master).signing_keys()
     assert build_settings(url, "s", **master).signing_keys() == SigningKeys.of("s", deployment="default")
-
-
-def test_host_and_database_do_not_change_the_keys() -> None:
-    urls = ("redis://:pw@a:1/0", "redis://default:pw@b:2/3", "rediss://:pw@c/0")
-    assert {build_settings(url).signing_keys() for url in urls} == {SigningKeys.of("pw", deployment="default")}
-
-
-def test_two_spellings_of_one_password_give_one_key() -> None:
-    assert build_settings("redis://:p%77@h/0").signing_keys() == SigningKeys.of("pw", deployment="default")
-    assert build_settings("redis://:p%40w%2F@h/0").signing_keys() == SigningKeys.of("p@w/", deployment="default")
 
 
 # Where Redis is
@@ -165,9 +151,3 @@ def test_the_address_of_sentinels_for_messages_has_no_password_either() -> None:
 def test_nothing_secret_shows_in_a_print() -> None:
     shown = repr(build_settings("redis://:hunter2@h/0", "hunter2", secrets_previous=("hunter2",)))
     assert "hunter2" not in shown
-
-
-@pytest.mark.parametrize("deployment", ["", "a:b", "a b", "x" * 65, "a\n"])
-def test_a_deployment_is_an_identifier(deployment: str) -> None:
-    with pytest.raises(ValidationError):
-        build_settings("redis://:pw@h/0", deployment=deployment)

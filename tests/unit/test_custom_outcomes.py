@@ -149,18 +149,6 @@ def test_long_output_is_cut_and_what_is_missing_is_said(text: str, expected: str
     assert text.startswith(head)
 
 
-@pytest.mark.parametrize(
-    "text", ["line\n" * 2000, "x" * 32768, "读" * 10_922, ""], ids=["lines", "bytes", "characters", "nothing"]
-)
-def test_output_at_the_limit_is_whole(text: str) -> None:
-    @tool
-    def give() -> str:
-        return text
-
-    outcome = run(give)
-    assert (outcome.output, outcome.truncated) == (text, False)
-
-
 def test_metadata_is_bounded_and_its_loss_is_said() -> None:
     @tool
     def give() -> ToolResult:

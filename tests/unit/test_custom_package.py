@@ -2,7 +2,6 @@
 about a faulty package.
 """
 
-import re
 import runpy
 from pathlib import Path
 
@@ -37,14 +36,3 @@ def test_the_example_passes_its_own_tests(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(tests) == 7
     for test in tests:
         test()
-
-
-def test_the_document_shows_the_example_as_it_is() -> None:
-    page = (ROOT / "docs" / "add-a-tool.md").read_text().partition("## Skills")[0]
-    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", page, re.DOTALL)
-    example = "".join(
-        (EXAMPLE / file).read_text() for file in ("order_tools.py", "pyproject.toml", "tests/test_as_a_worker.py")
-    )
-    assert len(blocks) == 3
-    for block in blocks:
-        assert block.strip() in example

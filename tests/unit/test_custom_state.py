@@ -81,12 +81,6 @@ async def test_every_use_puts_off_the_day_on_which_a_state_is_forgotten(
         assert client.keys("*") == [key.encode()]
 
 
-async def test_reading_makes_nothing(redis_server: RedisProcess, states: list[RedisState]) -> None:
-    assert await states[0].get("a") is None
-    with redis_server.client() as client:
-        assert client.keys("*") == []
-
-
 async def test_without_redis_a_tool_fails_and_its_effects_remain() -> None:
     nowhere = BrokerSettings.model_validate({"redis_url": f"redis://127.0.0.1:{free_port()}/0"})
     state = StateStore.of(nowhere).open("acme", "s1")

@@ -42,20 +42,6 @@ async def sleep_async(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"text": 3}, "count: parameter 'text' must be string, not integer 3"),
-        ({}, "count: parameter 'text' is required"),
-        ({"text": " "}, "count: give a text that is not blank"),
-    ],
-)
-def test_arguments_are_checked_by_schema_and_validators(arguments: dict[str, Any], error: str) -> None:
-    result = LocalWorker(count).call("count", arguments)
-    assert result.error_code is ErrorCode.INVALID_ARGUMENTS
-    assert str(result.error).startswith(error)
-
-
 @pytest.mark.parametrize("name", ["sleep", "sleep_async"])
 def test_a_tool_is_stopped_at_its_hard_limit_and_the_next_call_works(name: str) -> None:
     worker, started = LocalWorker(sleep, sleep_async, count), time.monotonic()

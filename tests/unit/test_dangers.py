@@ -252,15 +252,6 @@ def test_where_a_command_starts_decides_what_its_paths_mean() -> None:
     assert level("cd /tmp && rm -rf ~") is Level.CATASTROPHIC
 
 
-def test_a_named_danger_is_reported_rather_than_that_the_text_cannot_be_read() -> None:
-    assert "removes folders" in classify(parse_commands("f() { ls; }; rm -rf /srv/x")).reason
-
-
 @given(st.text())
 def test_any_text_can_be_classified(text: str) -> None:
     assert classify(parse_commands(text)).level in Level
-
-
-@given(st.text(alphabet=st.characters(blacklist_characters="'\x00"), max_size=40))
-def test_quoted_text_is_harmless(text: str) -> None:
-    assert level(f"echo '{text}'") is Level.NONE

@@ -140,15 +140,6 @@ async def test_it_is_sent_three_times_and_not_for_ever(client: "redis.asyncio.Re
     assert await harness.state() == CallState.UNKNOWN
 
 
-async def test_a_lost_call_of_any_other_tool_that_has_begun_is_reported_as_it_is(client: "redis.asyncio.Redis") -> None:
-    harness = Harness(client, CallLost("the host is gone", has_started=True))
-    result = await harness.call("acts")
-    assert (result.error_code, len(harness.fleet.calls)) == (ErrorCode.OUTCOME_UNKNOWN, 1)
-    assert "may or may not have acted" in str(result.error)
-    assert "the host is gone" in str(result.error)
-    assert await harness.state() == CallState.UNKNOWN
-
-
 async def test_a_lost_call_that_has_surely_not_begun_is_sent_again_whatever_its_tool(
     client: "redis.asyncio.Redis",
 ) -> None:
@@ -260,15 +251,6 @@ async def test_verbs_that_a_worker_could_not_begin_are_not_left_open_either(clie
     harness.fleet.verb_ends = [refuse, refuse]
     assert (await harness.dispatcher.close_session("acme", "s1")).success
     assert [await client.hget(call_key("d", "acme", call), "state") for call in refused] == [b"lost"] * 3
-
-
-async def test_being_lost_and_not_being_taken_are_counted_apart(client: "redis.asyncio.Redis") -> None:
-    refuse = refusing(ErrorCode.HOST_LOST, "moved", not_run="moved")
-    gone = [CallLost("gone", has_started=True) for _ in range(3)]
-    assert (await Harness(client, refuse, refuse, refuse, *gone[:2]).call("safe")).success
-    await client.flushall()
-    result = await Harness(client, refuse, *gone).call("safe")
-    assert (result.error_code, "attempt 3 of 3" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
 
 
 async def test_a_call_of_which_an_earlier_attempt_may_have_acted_is_not_reported_as_not_run(

@@ -88,11 +88,6 @@ async def test_a_call_on_its_way_is_awaited_where_it_was_sent(
     )
 
 
-async def test_an_attempt_that_was_noted_and_never_sent_is_sent(client: "redis.asyncio.Redis") -> None:
-    result, (delivery,) = await gone_on_with(client, "acts", state="queued", attempt="2", nonce="1:ab")
-    assert (result.success, delivery.published_as, delivery.number) == (True, None, 2)
-
-
 @pytest.mark.parametrize(
     ("state", "code"), [("forbidden", ErrorCode.CANCELLED), ("unknown", ErrorCode.OUTCOME_UNKNOWN)]
 )
@@ -111,11 +106,6 @@ async def test_what_was_lost_while_it_ran_is_sent_again_only_when_that_is_safe(
     result, deliveries = await gone_on_with(client, tool, state="lost", holder="h1/w1/7")
     assert [one.number for one in deliveries] == sent
     assert result.error_code is (None if sent else ErrorCode.OUTCOME_UNKNOWN)
-
-
-async def test_what_was_lost_before_it_began_is_sent_again_whatever_its_tool(client: "redis.asyncio.Redis") -> None:
-    result, (delivery,) = await gone_on_with(client, "acts", state="lost", ticket=seal_ticket(KEY, "acme", "c1", 1))
-    assert (result.success, delivery.number, delivery.published_as) == (True, 2, None)
 
 
 @pytest.mark.parametrize("ticket", ["", seal_ticket(KEY, "acme", "c1", 2), seal_ticket(KEY, "acme", "other", 1)])

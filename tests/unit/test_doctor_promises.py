@@ -171,25 +171,6 @@ def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
     }
 
 
-def test_a_class_on_the_shared_kernel_is_named_beside_one_that_is_apart() -> None:
-    classes = {"trusted": TenantClass(runtime="runc")}
-
-    row = row_of(build_evidence(tenant_classes=classes), "hostile tenants are isolated")
-
-    assert row.state == "void"
-    assert "class trusted:" in row.why
-
-
-def test_the_memory_that_is_asked_for_is_that_of_the_largest_class() -> None:
-    classes = {"big": TenantClass(memory_reserve_bytes=64 * GIB), "small": TenantClass(memory_reserve_bytes=GIB)}
-
-    row = row_of(build_evidence(tenant_classes=classes), "memory suffices for all sandboxes")
-
-    assert row.state == "void"
-    assert "200 sandboxes of up to 65696 MiB" in row.why  # the mounts in memory, too
-    assert "TOOLCREW_MAX_SANDBOXES to 15" in row.remedy
-
-
 def test_a_missing_image_of_a_class_is_named() -> None:
     classes = {"data": TenantClass(image="theirs:2")}
 

@@ -40,11 +40,6 @@ def test_a_void_promise_makes_no_host_unhealthy_and_a_missing_need_does() -> Non
     assert not report.is_healthy
 
 
-def test_without_a_table_nothing_is_shown() -> None:
-    assert Report().promise_lines() == []
-    assert Report().to_json() == {"healthy": True, "findings": [], "promises": []}
-
-
 @pytest.mark.parametrize(
     ("at_term", "left"), [("rm sandbox; exit 1", []), ("", ["sandbox"])], ids=["in order", "by force"]
 )

@@ -81,14 +81,6 @@ def test_a_call_that_is_neither_form_is_refused_before_anything_is_sent(argument
     assert bench.client.requests == []
 
 
-def test_names_of_other_agents_are_taken() -> None:
-    bench = Bench(answer(), answer())
-    result = bench.edit(filePath="a", oldString="x", newString="y", replaceAll=True)
-    assert (result.success, json.loads(bench.client.bodies[0])[0]["replace_all"]) == (True, True)
-    bench = Bench(answer())
-    assert bench.edit(path="a", old_str="x", new_str="y", allow_multiple=True).success
-
-
 def test_names_of_other_agents_are_taken_within_edits_and_reported() -> None:
     edits = [
         {"oldString": "a", "newString": "b"},
@@ -139,13 +131,6 @@ def test_a_failure_of_the_guest_reads_as_it_is(code: str) -> None:
         file_path="a", old_string="a", new_string="b"
     )
     assert result.text() == f"Error [{code}]: a: words"
-
-
-def test_a_path_of_any_signs_is_shown_on_one_line() -> None:
-    assert (
-        Bench(answer()).edit(file_path="a\n\udcff", old_string="a", new_string="b").output
-        == "replaced 1 in a\ufffd?\n1\tnew"
-    )
 
 
 @pytest.mark.parametrize("fields", [{"replaced": -1}, {"replaced": None}, {"encoding": "a b"}, {"created": 1}])

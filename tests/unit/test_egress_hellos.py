@@ -44,10 +44,6 @@ def test_the_name_of_a_real_greeting_is_found(name: str | None, found: str, vers
     assert parse_hello(build_hello(name, version) + b"what follows") == found
 
 
-def test_a_greeting_that_is_not_complete_waits_for_the_rest() -> None:
-    assert {parse_hello(HELLO[:at]) for at in range(len(HELLO))} == {None}
-
-
 def test_a_greeting_in_a_few_records_is_read_and_one_in_many_refused() -> None:
     assert parse_hello(split_records(HELLO, 100)) == "site.example"
     with pytest.raises(HelloError, match="too many records"):

@@ -63,14 +63,6 @@ def test_one_caller_at_a_time_probes() -> None:
     assert breaker.admit() is BreakerDecision.PROBE
 
 
-def test_calls_that_were_under_way_when_it_opened_do_not_lengthen_the_pause() -> None:
-    clock = Clock()
-    breaker = open_breaker(clock)
-
-    assert not any(breaker.failed("no answer") for _ in range(20))
-    assert breaker.next_try_s == 1.0
-
-
 def test_an_engine_that_answers_probes_and_nothing_else_is_asked_ever_less_often() -> None:
     clock = Clock()
     breaker = open_breaker(clock)
@@ -83,27 +75,6 @@ def test_an_engine_that_answers_probes_and_nothing_else_is_asked_ever_less_often
         pauses.append(breaker.next_try_s)
 
     assert pauses == [2, 4, 8, 16]
-
-
-def test_an_answer_to_a_call_makes_the_next_pause_short_again() -> None:
-    clock = Clock()
-    breaker = open_breaker(clock)
-    fail_probe(breaker, clock)
-    breaker.answered()
-
-    assert [breaker.failed("no answer") for _ in range(3)] == [False, False, True]
-    assert breaker.next_try_s == 1.0
-
-
-def test_it_reports_since_when_the_engine_is_silent() -> None:
-    clock = Clock()
-    breaker = Breaker(clock)
-    breaker.failed("no answer")
-    clock.now += 7
-
-    assert breaker.silent_s == 7
-    breaker.answered()
-    assert breaker.silent_s == 0
 
 
 MOVES = st.lists(

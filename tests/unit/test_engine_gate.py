@@ -43,10 +43,6 @@ def silent() -> str:
     raise EngineSilent("no reply")
 
 
-def refusing() -> str:
-    raise SandboxUnavailable("the Docker engine refused: no")
-
-
 def running_of(gate: EngineGate) -> int:
     return int(gate.describe()["running"]["starts"])
 
@@ -61,17 +57,6 @@ async def test_no_more_calls_of_a_kind_run_at_a_time_than_its_lane_has() -> None
     assert await asyncio.gather(*calls) == ["done"] * 8
     assert work.most == 2
     assert running_of(gate) == 0
-
-
-async def test_a_busy_kind_does_not_hold_up_another() -> None:
-    gate, work = EngineGate(silent), Work()
-    calls = [asyncio.create_task(gate.run(LANE, work)) for _ in range(3)]
-    await until(lambda: work.running == 2)
-
-    assert await gate.run(replace(LANE, name="looks"), lambda: "seen") == "seen"
-
-    work.go.set()
-    await asyncio.gather(*calls)
 
 
 async def test_a_call_that_waits_too_long_learns_how_many_wait() -> None:
@@ -138,14 +123,6 @@ async def test_the_result_of_a_cancelled_call_is_handed_over_and_not_lost() -> N
     assert late == ["done"]
 
 
-async def test_a_result_that_is_taken_is_not_handed_over_as_well() -> None:
-    gate, late = EngineGate(silent), list[str]()
-
-    assert await gate.run(LANE, lambda: "done", late.append) == "done"
-    await asyncio.sleep(0)
-    assert late == []
-
-
 async def test_silences_open_the_breaker_which_then_refuses_at_once_and_says_since_when() -> None:
     gate, asked = EngineGate(silent, Breaker(threshold=2)), list[int]()
     with capture_logs() as logs:
@@ -162,15 +139,6 @@ async def test_silences_open_the_breaker_which_then_refuses_at_once_and_says_sin
     assert asked == []
     assert [entry["event"] for entry in logs] == ["engine_breaker_opened"]
     assert gate.describe()["breaker"] == "open"
-
-
-async def test_an_engine_that_refuses_with_words_never_opens_the_breaker() -> None:
-    gate = EngineGate(silent, Breaker(threshold=2))
-    for _ in range(10):
-        with pytest.raises(SandboxUnavailable, match="refused"):
-            await gate.run(LANE, refusing)
-
-    assert gate.describe()["breaker"] == "closed"
 
 
 async def test_a_caller_that_waits_when_the_breaker_opens_is_informed_at_once() -> None:

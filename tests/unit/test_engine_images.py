@@ -64,12 +64,6 @@ async def pull(
     return progress
 
 
-async def test_the_progress_is_the_sum_of_the_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {**_DOWNLOADING, "id": "b", "progressDetail": {"current": 7}}
-    events = [_DOWNLOADING, more, {**_DOWNLOADING, "progressDetail": {"current": 50, "total": 50}}, {"status": "Done"}]
-    assert (await pull(tmp_path, monkeypatch, pulls(*events))).bytes() == (57, 57)
-
-
 @pytest.mark.parametrize(
     ("behaviour", "words"),
     [

@@ -1,7 +1,5 @@
 """Sealed results: a client with write access to Redis cannot forge the result of a call."""
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,16 +12,6 @@ from tests.builders import KEY, build_call, build_context
 
 RESULT = ToolResult(call_id="c1", name="bash_tool", success=True, output="fine")
 SEAL = ResultSeal(KEY, "acme")
-
-
-def test_what_a_worker_signed_comes_out() -> None:
-    stored = json.loads(json.dumps(encode_result(RESULT, seal=SEAL)))
-    assert decode_result(stored, SEAL) == RESULT
-
-
-def test_a_previous_key_is_accepted() -> None:
-    stored = encode_result(RESULT, seal=ResultSeal(SigningKeys.of("old"), "acme"))
-    assert decode_result(stored, ResultSeal(SigningKeys.of("new", ["old"]), "acme")) == RESULT
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,6 @@ def test_a_header_of_the_largest_size_passes_and_one_byte_more_does_not() -> Non
         encode_frame({"a": "x" * (MAX_HEADER - 7)}, max_total=MAX_UP)
 
 
-def test_a_length_is_refused_before_its_bytes_come() -> None:
-    with pytest.raises(FrameError):
-        FrameDecoder(MAX_UP).feed((MAX_UP + 1).to_bytes(4, "big"))
-
-
 def test_a_broken_decoder_stays_broken() -> None:
     decoder = FrameDecoder(MAX_UP)
     with pytest.raises(FrameError):

@@ -15,8 +15,6 @@ from typing_extensions import TypedDict
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.functions.call_context import CallContext
-from contract.functions.docstrings import parse_docstring
-from contract.functions.function_schemas import is_async
 from contract.registry import Tool
 from contract.schema import prepare_arguments
 from orchestrator.functions.function_tools import as_tool, tool
@@ -124,21 +122,6 @@ def test_a_decorator_with_arguments_sets_limits_and_flags() -> None:
     assert (spec.requires_permission, spec.dangerous, spec.read_only, spec.idempotent) == (True, True, False, True)
 
 
-def test_a_function_without_docstring_is_described_by_its_name() -> None:
-    assert tool(name="noop")(lambda: None).spec.description
-    assert tool(name="echo")(lambda city: city).spec.parameters["required"] == ["city"]
-
-
-def test_an_async_function_stays_async() -> None:
-    @tool
-    async def shout(text: str) -> str:
-        return text.upper()
-
-    assert is_async(shout.handler)
-    assert run(shout, text="a") == "A"
-    assert asyncio.run(shout("b")) == "B"
-
-
 def test_a_positional_option_is_refused_with_the_syntax_of_options() -> None:
     with pytest.raises(TypeError, match=r"@tool\(name="):
         tool("search")  # type: ignore[call-overload]
@@ -186,13 +169,6 @@ def test_every_kind_of_hint_has_its_json_form() -> None:
     assert found["anything"] == {"default": None}
 
 
-def test_no_reference_and_no_title_is_left_but_properties_of_that_name() -> None:
-    made = as_tool(everything)
-    assert "$ref" not in str(made.spec.parameters)
-    assert "$defs" not in made.spec.parameters
-    assert properties(made)["place"]["properties"]["title"] == {"type": "string"}
-
-
 def test_a_function_gets_its_own_types_back() -> None:
     arguments = {
         "unit": "C",
@@ -215,14 +191,6 @@ def test_a_type_that_contains_itself_keeps_its_definition() -> None:
     assert run(walk, node={"name": "a", "children": [{"name": "b"}]}) == "b"
     with pytest.raises(ToolFailure):
         run(walk, node={"name": "a", "children": [{"name": 5}]})
-
-
-def test_an_optional_parameter_can_be_given_as_text() -> None:
-    @tool
-    def page(limit: int | None = None) -> int | None:
-        return limit
-
-    assert prepare_arguments(page.spec, {"limit": "5"}, text=True)[0] == {"limit": 5}
 
 
 def test_what_only_the_function_can_check_is_reported_as_invalid_arguments() -> None:
@@ -251,14 +219,6 @@ def test_a_default_that_is_no_json_stays_the_functions_own() -> None:
     assert run(find, key="a") is True
 
 
-def test_names_that_a_model_class_could_not_have_are_fine() -> None:
-    @tool
-    def odd(model_config: int, schema: str, _private: int, p0: int) -> list[Any]:
-        return [model_config, schema, _private, p0]
-
-    assert run(odd, model_config=1, schema="s", _private=2, p0=3) == [1, "s", 2, 3]
-
-
 # Signatures
 
 
@@ -269,13 +229,6 @@ def test_the_context_is_filled_in_and_not_shown() -> None:
 
     assert list(properties(where)) == ["path"]
     assert run(where, path="a") == "/here/a"
-
-
-@pytest.mark.parametrize("name", ["context", "ctx"])
-def test_a_parameter_called_context_without_a_hint_gets_it_too(name: str) -> None:
-    made = tool(name="join")(eval(f"lambda path, {name}: {name}.cwd + path"))
-    assert list(properties(made)) == ["path"]
-    assert run(made, path="/a") == "/here/a"
 
 
 def test_an_optional_context_is_one_and_a_context_of_another_type_is_not() -> None:
@@ -366,15 +319,3 @@ def test_a_generator_is_no_tool() -> None:
 
 
 # Docstrings
-
-
-def test_a_docstring_without_sections_is_all_description() -> None:
-    assert parse_docstring("One: two.\n\nThree.").description == "One: two.\n\nThree."
-    assert parse_docstring(None).description == ""
-
-
-def test_other_sections_belong_to_no_component() -> None:
-    parsed = parse_docstring(
-        "Does.\n\nArgs:\n    a: First.\n\n    b (int, optional): Second.\n\nRaises:\n    ValueError: never\n"
-    )
-    assert (parsed.description, parsed.parameters) == ("Does.", {"a": "First.", "b": "Second."})

@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import math
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from contract.calls import SandboxInfo, ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
 from contract.run_events import Failure, FailureKind, Grade, RunEnded
-from orchestrator.batches.grades import build_item_grade, pass_at_k, summarize, wilson
+from orchestrator.batches.grades import build_item_grade, summarize
 from orchestrator.batches.lines import BadBatch, load_lines
 from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.report import build_report
@@ -364,15 +363,6 @@ def end(item: str, reward: float | None, kind: FailureKind | None = None, **fiel
     return RunEnded(run=item, item=item, state="x", failure=failure, grade=grade, task=task, **fields)
 
 
-def test_pass_at_k_is_the_share_of_the_choices_with_a_solution() -> None:
-    for n in range(1, 12):
-        for c in range(n + 1):
-            for k in range(1, n + 1):
-                expected = 1 - math.comb(n - c, k) / math.comb(n, k)
-                assert pass_at_k(n, c, k) == pytest.approx(expected)
-    assert pass_at_k(1000, 1, 1000) == 1
-
-
 def test_only_failures_of_the_infrastructure_do_not_count() -> None:
     ends = [
         *(end(f"a#{number}", 1.0, cost=0.5) for number in range(3)),
@@ -395,13 +385,6 @@ def test_only_failures_of_the_infrastructure_do_not_count() -> None:
     ]
     assert summary.cost_per_solved == pytest.approx(0.5)
     assert summarize([]) is None
-
-
-def test_the_interval_is_that_of_wilson() -> None:
-    assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    low, high = wilson(0.0, 10)
-    assert (low, high) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert wilson(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
 
 
 def test_repeated_and_reordered_events_give_the_same_figures_and_the_page_shows_them() -> None:

@@ -138,22 +138,6 @@ def test_it_reports_the_file_system_of_the_workspace(shared_guest: Guest) -> Non
     assert found.workspace_type == max(holding, key=lambda pair: pair[0])[1]
 
 
-@needs_namespace
-def test_an_unknown_field_is_refused(shared_guest: Guest) -> None:
-    assert shared_guest.request("attest", foo=1).code == "INVALID_ARGUMENTS"
-
-
-@needs_namespace
-def test_it_takes_no_process_and_little_time(guest: Guest) -> None:
-    took = []
-    for _ in range(20):
-        started_at = time.perf_counter()
-        guest.request("attest")
-        took.append(time.perf_counter() - started_at)
-    assert guest.others() == {}
-    assert min(took) < 0.01
-
-
 # --- the maximum life -------------------------------------------------------------------------------------------------
 
 
@@ -216,12 +200,6 @@ def test_a_time_that_the_sandbox_was_stopped_counts() -> None:
 
 
 # --- options, and the other side --------------------------------------------------------------------------------------
-
-
-def test_options_are_read() -> None:
-    options = parse_options(["--life", "86400", "--proxy", "3128"])
-    assert (options.life_s, options.proxy_port) == (86400.0, 3128)
-    assert parse_options([]).life_s is None
 
 
 @pytest.mark.parametrize(

@@ -155,13 +155,6 @@ async def test_pulls_do_not_wait_in_an_endless_line(
     await asyncio.gather(*tasks)
 
 
-async def test_an_image_that_the_engine_has_is_not_pulled(engine: MemoryEngine, tmp_path: Path) -> None:
-    images = build(engine, tmp_path)
-    own = engine.tag("ghcr.io/team/own")
-    assert await use(images, "ghcr.io/team/own") == own
-    assert engine.pulled == []
-
-
 async def test_a_local_image_is_never_pulled(engine: MemoryEngine, tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match=r"no image local: build it .* begins with a registry"):
         await use(build(engine, tmp_path), "local")
@@ -365,15 +358,6 @@ async def test_random_use_never_takes_an_image_from_its_user(engine: MemoryEngin
 # Restarts
 
 
-async def test_the_next_sandboxd_knows_what_was_pulled(engine: MemoryEngine, tmp_path: Path) -> None:
-    await use(build(engine, tmp_path), "ghcr.io/team/a")
-    images = build(engine, tmp_path, budget=0)
-    await images.refresh()
-    assert images.describe()["image_cache"]["bytes"] == SIZE
-    await images.evict()
-    assert engine.images == {}
-
-
 @pytest.mark.parametrize("is_complete", [True, False])
 async def test_a_pull_that_a_kill_interrupted_counts_if_it_was_complete(
     engine: MemoryEngine, tmp_path: Path, is_complete: bool
@@ -411,15 +395,6 @@ async def test_an_image_that_arrives_while_the_engine_is_asked_stays_known(
     monkeypatch.setattr(engine, "list", list_late)
     await images.refresh()
     assert images.describe()["image_cache"]["bytes"] == SIZE
-
-
-async def test_an_image_that_the_operator_removed_is_forgotten(engine: MemoryEngine, tmp_path: Path) -> None:
-    images = build(engine, tmp_path)
-    await use(images, "ghcr.io/team/a")
-    engine.images.clear()
-    await images.refresh()
-    assert images.describe()["image_cache"]["bytes"] == 0
-    assert Records(tmp_path).images() == []
 
 
 async def test_the_report_names_what_may_be_pulled_and_is_here(

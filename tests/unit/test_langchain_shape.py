@@ -82,19 +82,6 @@ def echo(value: Any) -> Any:
     return value
 
 
-SHAPED = [
-    shaped(tool_call_schema=WeatherArgs, invoke=echo),
-    shaped(args_schema=WeatherArgs, ainvoke=echo),
-    shaped(get_input_schema=lambda: WeatherArgs, _run=echo),
-    shaped(args_schema=None, invoke=echo),
-]
-
-
-@pytest.mark.parametrize("value", SHAPED, ids=range(len(SHAPED)))
-def test_name_description_any_schema_and_any_way_to_run_make_the_shape(value: Any) -> None:
-    assert is_langchain_shaped(value)
-
-
 LACKING = [
     SimpleNamespace(name="x", args_schema=WeatherArgs, invoke=echo),
     SimpleNamespace(description="x", args_schema=WeatherArgs, invoke=echo),
@@ -220,13 +207,6 @@ FORMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("form", FORMS, ids=["openai", "anthropic", "bedrock", "json-schema", "execute"])
 def test_every_dict_form_becomes_one(form: dict[str, Any]) -> None:
     assert convert_to_openai_tool(form) == described(PLAIN)
-
-
-def test_converting_changes_nothing_that_was_given() -> None:
-    entry = described({**PLAIN})
-    before = repr(entry)
-    convert_to_openai_tool(entry, strict=True)
-    assert repr(entry) == before
 
 
 @pytest.mark.parametrize("value", [{}, {"description": "x"}, 5, None, int], ids=repr)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from contract.errors import ContextWindowExceeded, ModelRefused, ModelUnavailable
+from contract.errors import ContextWindowExceeded, ModelRefused
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.capabilities import (
     LIFETIME_S,
@@ -221,25 +221,10 @@ async def test_results_are_cached_in_a_file_and_in_memory(tmp_path: Path) -> Non
     assert probe.asked == 1
 
 
-async def test_each_model_and_endpoint_is_probed(tmp_path: Path) -> None:
-    probe, cache = Probe(), CapabilityCache(tmp_path)
-    await find(cache, probe, "one")
-    await find(cache, probe, "two")
-    await cache.find("http://other/v1", "one", probe)
-    assert probe.asked == 3
-
-
 async def test_callers_at_the_same_time_ask_once() -> None:
     probe, cache = Probe(), CapabilityCache(None)
     capabilities = await asyncio.gather(*(find(cache, probe) for _ in range(10)))
     assert (capabilities, probe.asked) == ([EVERYTHING] * 10, 1)
-
-
-async def test_a_failed_probe_is_not_kept(tmp_path: Path) -> None:
-    cache = CapabilityCache(tmp_path)
-    with pytest.raises(ModelUnavailable):
-        await find(cache, Probe(ModelUnavailable("down")))
-    assert await find(cache, Probe()) == EVERYTHING
 
 
 async def test_after_thirty_days_the_probe_repeats(tmp_path: Path) -> None:
@@ -279,19 +264,6 @@ async def test_an_unwritable_folder_only_disables_the_cache(tmp_path: Path, capl
     (tmp_path / "file").touch()
     assert await find(CapabilityCache(tmp_path / "file"), Probe()) == EVERYTHING
     assert "capabilities_not_saved" in caplog.text
-
-
-async def test_no_half_written_file_is_left(tmp_path: Path) -> None:
-    await find(CapabilityCache(tmp_path), Probe())
-    assert [path.suffix for path in files(tmp_path)] == [".json"]
-
-
-async def test_the_cache_names_no_credentials(tmp_path: Path) -> None:
-    model = OpenAIModel("m", "http://user:hunter2@127.0.0.1:9/v1", "sk-hunter3", retries=0)
-    await CapabilityCache(tmp_path).find(model.address, model.name, Probe())
-    await model.aclose()
-    [path] = files(tmp_path)
-    assert "hunter" not in path.read_text() + path.name
 
 
 async def test_a_known_model_is_not_probed_and_a_model_without_an_address_is_not_cached(tmp_path: Path) -> None:

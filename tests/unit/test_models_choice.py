@@ -7,7 +7,7 @@ from orchestrator.models.choice import choose_model, find_shipped
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.scripted import EVERYTHING
 from orchestrator.settings import OrchestratorSettings, load_settings
-from tests.model_endpoint import answer, failure, read, serving
+from tests.model_endpoint import answer, read, serving
 
 
 async def test_streaming_and_retries_are_as_the_settings_say() -> None:
@@ -20,13 +20,6 @@ async def test_streaming_and_retries_are_as_the_settings_say() -> None:
             assert chosen.capabilities is None
             assert len(await read(chosen.model)) == 2
         assert [body["stream"] for body in server.bodies] == [False] * 3
-
-
-async def test_no_retries_are_none() -> None:
-    async with serving([answer(503, {})]) as server:
-        async with choose_model(OrchestratorSettings(openai_base_url=server.url, model="m", model_retries=0)) as chosen:
-            await failure(read(chosen.model))
-        assert len(server.bodies) == 1
 
 
 async def test_the_scripted_model_need_not_be_probed() -> None:

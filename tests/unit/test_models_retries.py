@@ -9,7 +9,7 @@ import pytest
 from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelRefused
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.openai import OpenAIModel
-from orchestrator.models.retries import RetryPolicy, compute_backoff_s, is_retried_status, parse_retry_after
+from orchestrator.models.retries import RetryPolicy, parse_retry_after
 from tests.model_endpoint import END, HELLO, ROLE, Waits, answer, cut_stream, failure, read, serving, stream
 
 KEY = "sk-very-secret-key"
@@ -23,17 +23,6 @@ def now() -> float:
 @pytest.fixture
 def waits() -> Waits:
     return Waits()
-
-
-def test_the_bound_of_the_wait_doubles_up_to_the_longest() -> None:
-    waits = [compute_backoff_s(RetryPolicy(base_s=0.5, max_wait_s=6), attempt, lambda: 1.0) for attempt in range(1, 7)]
-    assert waits == [0.5, 1, 2, 4, 6, 6]
-
-
-def test_the_wait_is_anything_from_nothing_to_its_bound() -> None:
-    assert compute_backoff_s(RetryPolicy(), 4, lambda: 0.0) == 0
-    assert compute_backoff_s(RetryPolicy(), 4, lambda: 0.25) == 1
-    assert 0 <= compute_backoff_s(RetryPolicy(), 5000) <= 60
 
 
 @pytest.mark.parametrize("wrong", [{"attempts": 0}, {"base_s": -1}, {"max_wait_s": -1}, {"factor": 0.5}])
@@ -65,11 +54,6 @@ def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> Non
 )
 def test_retry_after_is_read_in_three_forms(headers: dict[str, str], seconds: float | None) -> None:
     assert parse_retry_after(headers, now) == seconds
-
-
-def test_statuses_that_may_pass_later_are_retried_and_those_that_will_not_are_not() -> None:
-    assert [status for status in (408, 409, 429, 500, 502, 503, 504, 529) if not is_retried_status(status)] == []
-    assert [status for status in (200, 400, 401, 403, 404, 413, 422, 501) if is_retried_status(status)] == []
 
 
 # Against a server
@@ -203,24 +187,3 @@ async def test_a_reply_that_grows_too_long_is_no_interruption(waits: Waits) -> N
         error = await failure(read(build(server.url, waits)))
     assert isinstance(error, ContextWindowExceeded)
     assert error.limit_tokens == 512
-
-
-async def test_a_reply_that_has_ended_is_whole_although_its_tail_is_lost(waits: Waits) -> None:
-    async with serving([cut_stream(HELLO, END)]) as server:
-        assert await read(build(server.url, waits)) == [HELLO, END]
-
-
-async def test_each_retry_is_logged_without_server_text(waits: Waits, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving([answer(503, {"error": {"message": KEY}}), b"", stream(END)]) as server:
-        await read(build(server.url, waits))
-    lines = [record.getMessage() for record in caplog.records if "model_retry" in record.getMessage()]
-    assert [("attempt=1" in line, 'reason="status 503"' in line) for line in lines] == [(True, True), (False, False)]
-    assert all("wait_s=" in line and KEY not in line for line in lines)
-
-
-async def test_a_whole_reply_is_retried_alike(waits: Waits) -> None:
-    whole = answer(200, {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]})
-    replies = [answer(503, {}), answer(200, {"error": {"message": "busy", "code": 502}}), whole]
-    async with serving(replies) as server:
-        assert len(await read(build(server.url, waits, streaming=False))) == 2
-    assert len(waits.kept) == 2

@@ -67,11 +67,6 @@ def test_the_chunks_are_joined_into_the_cache_without_importing_them(tmp_path: P
     assert not [name for name in sys.modules if name.startswith("toolcrew_test_chunk")]
 
 
-def test_a_bad_file_in_the_cache_is_replaced(tmp_path: Path, chunks: Path) -> None:
-    put(tmp_path / "cache" / "tiny.gguf", CONTENT[:-1] + b"x")
-    assert find(tmp_path).read_bytes() == CONTENT
-
-
 @pytest.mark.parametrize("damage", [lambda part: part.write_bytes(b"x" * part.stat().st_size), Path.unlink])
 def test_damaged_chunks_are_not_used_and_leave_nothing_behind(tmp_path: Path, chunks: Path, damage: object) -> None:
     damage(chunks / "toolcrew_test_chunk2" / "data" / "part02.bin")  # type: ignore[operator]
@@ -104,12 +99,6 @@ async def hub(content: bytes) -> AsyncIterator[tuple[str, list[str]]]:
         yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", heads
 
 
-async def test_the_hub_gets_the_same_file_name(tmp_path: Path) -> None:
-    async with hub(CONTENT) as (url, heads):
-        assert (await asyncio.to_thread(find, tmp_path, None, url)).read_bytes() == CONTENT
-    assert heads[0].startswith("GET /owner/repo/resolve/main/tiny.gguf ")
-
-
 async def test_a_download_goes_on_where_it_stopped_and_reports_its_progress(tmp_path: Path) -> None:
     put(tmp_path / "cache" / "tiny.gguf.part", CONTENT[:1000])
     progress: list[tuple[int, int]] = []
@@ -130,12 +119,6 @@ async def test_a_hub_that_serves_another_file_is_passed_over(tmp_path: Path) -> 
         with pytest.raises(ConfigError):
             await asyncio.to_thread(find, tmp_path, None, url)
     assert not list((tmp_path / "cache").glob("*.part"))
-
-
-async def test_installed_weights_are_not_downloaded_again(tmp_path: Path, chunks: Path) -> None:
-    async with hub(CONTENT) as (url, heads):
-        assert (await asyncio.to_thread(find, tmp_path, None, url)).read_bytes() == CONTENT
-    assert heads == []
 
 
 async def test_a_hub_that_sends_too_much_is_passed_over(tmp_path: Path) -> None:

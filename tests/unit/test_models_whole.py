@@ -9,7 +9,7 @@ from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
 from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
 from orchestrator.models.openai import OpenAIModel
-from tests.model_endpoint import END, HELLO, ROLE, USAGE, answer, failure, read, serving, text_of
+from tests.model_endpoint import answer, failure, read, serving, text_of
 
 
 def whole(message: dict[str, Any], finish_reason: str | None = "stop", **rest: Any) -> dict[str, Any]:
@@ -56,10 +56,6 @@ def test_a_refusal_is_text_only_where_there_is_none() -> None:
     assert assemble(whole({"content": "yes", "refusal": "I cannot"})).text == "yes"
 
 
-def test_reasoning_is_never_text() -> None:
-    assert assemble(whole({"content": None, "reasoning_content": "hm", "reasoning": "hm"})).text == ""
-
-
 @pytest.mark.parametrize(
     "reply",
     [None, "<html>", [], {}, {"choices": []}, {"choices": [None]}, {"choices": [{"message": "hi"}]}, {"choices": 7}],
@@ -75,10 +71,6 @@ def test_chunks_of_any_shape_are_let_through(chunk: Chunk) -> None:
     assert normalize(chunk) == chunk
     assert not has_content(chunk)
     assert not is_end(chunk)
-
-
-def test_a_role_usage_or_an_end_is_no_content_and_text_is() -> None:
-    assert [has_content(chunk) for chunk in (ROLE, END, USAGE, HELLO)] == [False, False, False, True]
 
 
 async def test_a_model_that_does_not_stream_sends_no_stream_options_and_reads_one_reply() -> None:

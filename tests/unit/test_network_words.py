@@ -5,17 +5,11 @@ import pytest
 from contract.specs import MOST_SECONDS, NO_NETWORK
 from orchestrator.dialects.prompts import generate_tool_prompt
 from orchestrator.dispatch.sessions import SessionInfo
-from tests.builders import build_spec
 from workers.tools.builtin import build_registry
 
 
 def info(**fields: object) -> SessionInfo:
     return SessionInfo(session="s", tenant="acme", host="h", queue="q", image="i", sandbox=None, start_s=0.1, **fields)  # type: ignore[arg-type]
-
-
-def test_without_network_nothing_changes() -> None:
-    for spec in build_registry().specs():
-        assert spec.with_network(info().describe_network()) == spec
 
 
 def test_with_egress_the_description_of_bash_names_the_hosts_and_no_longer_says_that_there_is_none() -> None:
@@ -35,19 +29,6 @@ def test_a_tool_of_another_pool_has_no_sandbox_to_report_of() -> None:
     assert bash.with_network("with all of it") == bash
 
 
-def test_an_authors_own_words_stay_as_they_are() -> None:
-    spec = build_spec(
-        "count", description="Counts, also without network. It runs in the session's sandbox, without network."
-    )
-    description = spec.with_network("with all of it").description
-    assert description == "Counts, also without network. It runs in the session's sandbox, with all of it."
-
-
-def test_without_a_larger_limit_of_the_class_nothing_changes() -> None:
-    for spec in build_registry().specs():
-        assert info().describe_tool(spec) is spec or info().describe_tool(spec) == spec
-
-
 @pytest.mark.parametrize("name", ["bash_tool", "read_tool"])
 def test_only_tools_that_may_run_longer_name_the_limit_of_the_class(name: str) -> None:
     spec = next(spec for spec in build_registry().specs() if spec.name == name)
@@ -62,8 +43,3 @@ def test_a_schema_names_the_limit_of_the_class() -> None:
     assert isinstance(properties, dict)
     assert isinstance(properties["timeout"], dict)
     assert properties["timeout"]["description"] == MOST_SECONDS.format(7200)
-
-
-def test_a_skill_that_names_its_own_limit_keeps_it() -> None:
-    skill = build_spec("count", is_installed_skill=True, max_timeout_s=60)
-    assert info(timeout_s=7200.0).describe_tool(skill) == skill

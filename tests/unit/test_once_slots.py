@@ -68,15 +68,6 @@ async def test_a_release_that_comes_late_leaves_what_another_request_holds(slots
     assert await slots.claim(third) == json.loads(RECORD)
 
 
-async def test_a_claim_after_its_release_is_void(slots: IdempotencyStore, client: "redis.asyncio.Redis") -> None:
-    mine, again = slots.name("key", "word", "d", "1"), slots.name("key", "word", "d", "2")
-    await slots.release(mine)
-    await slots.claim(mine)
-    assert await slots.claim(again) is None
-    await slots.keep(again, RECORD)
-    assert 0 < await client.ttl(mine.gone) <= PENDING_S
-
-
 async def test_an_answer_that_redis_has_lost_the_claim_of_is_kept(slots: IdempotencyStore) -> None:
     mine = slots.name("key", "word", "d", "1")
     await slots.keep(mine, RECORD)

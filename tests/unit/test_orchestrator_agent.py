@@ -23,7 +23,7 @@ from contract.run_events import (
     TextArrived,
     Warned,
 )
-from orchestrator.dialects.base import Dialect, MalformedCall, ReplyEnd, Text, Usage
+from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.tags import TagsDialect
@@ -99,20 +99,6 @@ async def test_the_first_request_holds_instruction_request_and_tools() -> None:
     assert [tool["function"]["name"] for tool in request.tools] == ["echo"]
 
 
-async def test_ids_of_calls_are_ours_and_never_the_same_twice() -> None:
-    tools = Tools()
-    await work(ScriptedModel([Calls([("echo", {})] * 2), echo("a"), "done"]), run_call=tools.run)
-    assert len({call.id for call in tools.calls}) == 3
-    assert all(call.id.startswith("r1-") for call in tools.calls)
-
-
-async def test_a_malformed_call_is_reported_and_not_run() -> None:
-    model, tools = ScriptedModel([Calls([("echo", '{"text": ')]), "Sorry."]), Tools()
-    result = await work(model, run_call=tools.run)
-    assert (tools.calls, result.answer) == ([], "Sorry.")
-    assert model.requests[1].messages[-1]["content"].startswith("Error [INVALID_ARGUMENTS]")
-
-
 async def test_a_malformed_call_among_good_ones_does_not_stop_them() -> None:
     model, tools = (
         ScriptedModel([Calls([("echo", {"text": "a"}), ("echo", "["), ("echo", {"text": "c"})]), "done"]),
@@ -122,36 +108,6 @@ async def test_a_malformed_call_among_good_ones_does_not_stop_them() -> None:
     contents = [message["content"] for message in model.requests[1].messages[-3:]]
     assert [call.arguments["text"] for call in tools.calls] == ["a", "c"]
     assert (contents[0], contents[1][:5], contents[2]) == ("did a", "Error", "did c")
-
-
-class OddDialect(NativeDialect):
-    """Makes every reply a malformed call from the test, and then an answer."""
-
-    def __init__(self, malformed: MalformedCall) -> None:
-        super().__init__()
-        self._events: list[Any] = [malformed]
-
-    def open_reader(self, run: str, step: int, *, reads_tags: bool = True) -> Any:
-        events, self._events = self._events, []
-
-        class Reader:
-            def feed(self, _: Chunk) -> list[Any]:
-                return []
-
-            def finish(self, *, is_broken: bool = False) -> tuple[list[Any], ReplyEnd]:
-                return events or [Text("ok")], ReplyEnd({"role": "assistant", "content": "ok"}, "ok", "stop", Usage())
-
-        return Reader()
-
-
-@pytest.mark.parametrize(
-    "malformed",
-    [MalformedCall("c1", "x" * 200, "bad", ""), MalformedCall("c1", "x", "y" * 20_000, "")],
-    ids=["name", "reason"],
-)
-async def test_a_malformed_call_of_any_length_is_reported(malformed: MalformedCall) -> None:
-    result = await work(ScriptedModel(["", ""]), dialect=OddDialect(malformed))
-    assert result.stop_reason is StopReason.ANSWERED
 
 
 # Stopping
@@ -169,11 +125,6 @@ async def test_a_model_that_always_calls_stops_at_the_limit_with_a_warning() -> 
     )
 
 
-async def test_an_answer_in_the_last_step_is_an_answer() -> None:
-    result = await work(ScriptedModel([echo("a"), "done"]), max_iterations=2)
-    assert result.stop_reason is StopReason.ANSWERED
-
-
 @pytest.mark.parametrize("reply", ["", " \n", Raw([]), Raw([{"choices": []}])])
 async def test_an_empty_reply_is_no_answer(reply: Any) -> None:
     seen: list[RunEvent] = []
@@ -185,11 +136,6 @@ async def test_an_empty_reply_is_no_answer(reply: Any) -> None:
 async def test_a_reply_cut_by_the_server_stops_the_run() -> None:
     result = await work(ScriptedModel([Raw([text_chunk("half an ans", "length")])]))
     assert (result.stop_reason, result.answer) == (StopReason.CUT_REPLY, "half an ans")
-
-
-async def test_a_token_budget_stops_between_steps() -> None:
-    result = await work(ScriptedModel(lambda _: Calls([("echo", {})], "words")), max_tokens=1)
-    assert (result.stop_reason, result.steps) == (StopReason.MAX_TOKENS, 1)
 
 
 async def test_a_wall_clock_budget_ends_what_is_running_and_keeps_the_last_reply() -> None:
@@ -241,25 +187,6 @@ async def test_events_report_the_run_in_order() -> None:
     ]
 
 
-async def test_text_is_shown_piece_by_piece_and_the_pieces_are_the_answer() -> None:
-    seen: list[RunEvent] = []
-    result = await work(ScriptedModel(["a long enough answer"], chunk_chars=3), seen=seen)
-    pieces = [event.text for event in seen if isinstance(event, TextArrived)]
-    assert (len(pieces) > 1, "".join(pieces)) == (True, result.answer)
-
-
-async def test_clocks_and_tokens_are_summed_over_the_run() -> None:
-    result = await work(ScriptedModel([echo("a"), echo("b"), "done"]))
-    assert result.clocks == Clocks(queued_s=2, sandbox_s=4, run_s=6, transfer_s=8)
-    assert result.usage == Usage(3, len("done"))
-
-
-async def test_the_time_of_the_model_is_never_negative() -> None:
-    seen: list[RunEvent] = []
-    await work(ScriptedModel([Calls([("echo", {})] * 3), "done"]), seen=seen)
-    assert all(event.model_s >= 0 for event in seen if isinstance(event, StepFinished))
-
-
 # Streams
 
 
@@ -272,17 +199,6 @@ async def test_a_stream_that_dies_raises_and_leaves_no_task() -> None:
     with pytest.raises(ModelUnavailable, match="went away"):
         await work(StreamModel(dying))
     assert tasks_left() == before
-
-
-async def test_calls_of_a_stream_that_died_ran_once() -> None:
-    async def dying(_: ModelRequest) -> AsyncIterator[Chunk]:
-        yield text_chunk('<tool_action name="echo"><text value="a" /></tool_action>')
-        raise ModelUnavailable("gone")
-
-    tools = Tools()
-    with pytest.raises(ModelUnavailable):
-        await work(StreamModel(dying), run_call=tools.run, dialect=TagsDialect())
-    assert len(tools.calls) == 1
 
 
 async def test_the_stream_is_read_on_while_a_tool_runs() -> None:
@@ -327,17 +243,6 @@ async def test_cancelling_in_the_middle_of_a_call_leaves_no_task_and_closes_the_
     with pytest.raises(asyncio.CancelledError):
         await running
     assert (tasks_left(), closed.is_set()) == (before, True)
-
-
-async def test_an_exception_of_the_call_path_does_not_end_the_loop() -> None:
-    async def broken(_: ToolCall) -> ToolResult:
-        raise ZeroDivisionError("by zero")
-
-    before, model = tasks_left(), ScriptedModel([echo("a"), "It is broken."])
-    result = await work(model, run_call=broken)
-    assert (result.answer, result.stop_reason) == ("It is broken.", StopReason.ANSWERED)
-    assert model.requests[1].messages[-1]["content"] == "Error [INTERNAL]: ZeroDivisionError: by zero"
-    assert tasks_left() == before
 
 
 async def test_a_stream_that_cancels_itself_does_not_hang_the_run() -> None:

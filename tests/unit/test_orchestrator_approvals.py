@@ -27,7 +27,7 @@ from orchestrator.approvals import (
     digest_call,
     review,
 )
-from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict
+from orchestrator.approvals.policies import ApprovalPolicy, Verdict
 from tests.builders import build_call, build_spec
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
@@ -64,11 +64,6 @@ async def allow(call: ToolCall, spec: ToolSpec, approver: Any, **terms: Any) -> 
     return reviewed
 
 
-async def test_a_tool_without_permission_needs_no_approval() -> None:
-    call = build_call(text="x")
-    assert await allow(call, build_spec(), RefusingApprover()) == call
-
-
 @pytest.mark.parametrize("flag", ["requires_permission", "dangerous"])
 async def test_a_marked_tool_without_anybody_to_ask_is_refused(flag: str) -> None:
     result = await refuse(build_call(), build_spec(**{flag: True}), RefusingApprover())
@@ -80,26 +75,6 @@ async def test_an_approved_call_runs_with_arguments_of_its_own_checked_and_compl
     CALL.arguments["path"] = "a"
     assert (reviewed.id, reviewed.arguments) == (CALL.id, {"path": "a", "mode": 420})
     assert reviewed.arguments is not CALL.arguments
-
-
-async def test_an_invalid_call_asks_no_approver() -> None:
-    approver = Recorder()
-    result = await refuse(build_call("write_tool", path=5), WRITE, approver)
-    assert (result.error_code, approver.requests) == (ErrorCode.INVALID_ARGUMENTS, [])
-
-
-async def test_a_denied_call_asks_no_approver() -> None:
-    approver = Recorder()
-    catastrophic = await refuse(build_call("bash_tool", command="rm -rf /"), BASH, approver)
-    forbidden = await refuse(CALL, WRITE, approver, policy=ApprovalPolicy((Rule("deny", tool="write_tool"),)))
-    assert (catastrophic.error_code, forbidden.error_code) == (ErrorCode.SECURITY_REFUSED, ErrorCode.PERMISSION_DENIED)
-    assert approver.requests == []
-
-
-async def test_an_alias_does_not_hide_a_command() -> None:
-    spec = BASH.model_copy(update={"aliases": {"cmd": "command"}})
-    result = await refuse(build_call("bash_tool", cmd="rm -rf /"), spec, AutoApprover())
-    assert result.error_code is ErrorCode.SECURITY_REFUSED
 
 
 async def test_the_request_has_owner_reason_and_expiry() -> None:
@@ -151,21 +126,6 @@ def test_an_approval_is_used_up_by_a_wrong_attempt_too() -> None:
         approval.redeem("other", 0.0)
     with pytest.raises(ToolFailure, match="already used"):
         approval.redeem("digest", 0.0)
-
-
-async def test_changed_arguments_replace_the_models_and_are_completed() -> None:
-    changed = {"path": "b"}
-    reviewed = await allow(CALL, WRITE, Recorder(changed))
-    changed["path"] = "c"
-    assert (reviewed.id, reviewed.arguments) == (CALL.id, {"path": "b", "mode": 420})
-
-
-@pytest.mark.parametrize(
-    "changed", [{"path": 5}, {"other": "x"}, {"path": {"a", "b"}}, {"path": "x", "mode": float("nan")}]
-)
-async def test_changed_arguments_are_validated_again(changed: dict[str, Any]) -> None:
-    result = await refuse(CALL, WRITE, Recorder(changed))
-    assert result.error_code is ErrorCode.INVALID_ARGUMENTS
 
 
 async def test_changed_arguments_are_judged_again_without_a_second_question() -> None:
@@ -274,14 +234,6 @@ def test_the_setting_chooses_the_approver_and_fails_closed(mode: str, interactiv
     assert isinstance(choose_approver(mode, is_interactive=interactive), kind)  # type: ignore[arg-type]
 
 
-async def test_a_time_limit_of_the_approvers_own_is_a_failure_of_it() -> None:
-    async def give_up(_: ApprovalRequest) -> bool:
-        raise TimeoutError
-
-    result = await refuse(build_call("bash_tool", command="sudo ls"), BASH, CallbackApprover(give_up))
-    assert "the question could not be asked" in str(result.error)
-
-
 async def test_without_a_terminal_the_refusal_names_the_reason_and_settings() -> None:
     result = await refuse(
         build_call("bash_tool", command="git push --force"), BASH, choose_approver("ask", is_interactive=False)
@@ -368,21 +320,3 @@ async def test_a_withdrawn_question_leaves_nothing_that_takes_the_next_line(pipe
     os.write(person, b"y\nrest\n")
     assert (await approver.decide(ApprovalRequest(CALL, WRITE))).is_allowed
     assert os.read(stream.fileno(), 100) == b"rest\n"
-
-
-async def test_a_console_asks_one_question_at_a_time(pipe: tuple[int, TextIO]) -> None:
-    person, stream = pipe
-    first, shown, approver = await ask(stream)
-    second = asyncio.create_task(approver.decide(ApprovalRequest(CALL, WRITE)))
-    await asyncio.sleep(0)
-    assert shown.getvalue().count("run it?") == 1
-    os.write(person, b"y\nn\n")
-    assert [(await first).is_allowed, (await second).is_allowed] == [True, False]
-
-
-async def test_the_end_of_input_is_no_even_after_a_y_without_enter(terminal: tuple[int, TextIO]) -> None:
-    person, stream = terminal
-    asking, _, _ = await ask(stream)
-    # Ctrl-D twice ends a line that was begun, and then the input.
-    os.write(person, b"y\x04\x04")
-    assert not (await asking).is_allowed

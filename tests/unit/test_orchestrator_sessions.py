@@ -48,12 +48,6 @@ class Pool:
         return ToolResult(**{"call_id": call.id, "name": call.name, "success": "error_code" not in answer, **answer})
 
 
-async def test_names_of_sessions_cannot_be_guessed_or_repeated() -> None:
-    pool = Pool()
-    names = {(await pool.open()).id for _ in range(20)}
-    assert (len(names), min(map(len, names)) >= 20) == (20, True)
-
-
 async def test_the_error_of_the_copy_is_raised_when_the_close_fails_too(tmp_path: Path) -> None:
     lost = {"error_code": ErrorCode.SANDBOX_UNAVAILABLE, "error": "the host is lost"}
     pool = Pool(**{"import": {"error_code": ErrorCode.NO_SPACE, "error": "full"}, "close": lost})

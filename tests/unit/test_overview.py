@@ -9,13 +9,11 @@ import pytest
 import redis
 import redis.asyncio
 
-from contract.errors import BrokerUnavailable
 from contract.names import host_key, hosts_key, tenants_key
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy, seal_policy
-from store.approvals import approvals_key
 from store.connection import open_redis
-from store.overview import MOST_BATCHES, OverviewReader
+from store.overview import OverviewReader
 from store.tenants import RedisTenants
 from tests.admission_harness import DEPLOYMENT, Harness, set_slots
 from tests.builders import KEY
@@ -53,17 +51,6 @@ async def test_an_empty_deployment_has_nothing_but_its_pools(reader: OverviewRea
         ("pool.web", 0, 0),
     ]
     assert (seen.slots, seen.slots_in_use, seen.sessions, seen.waiting, seen.running, seen.approvals) == (0,) * 6
-
-
-async def test_hosts_are_listed_as_they_report(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
-    await report_host(client, "h1", busy=3, sessions=7)
-    await report_host(client, "h2", busy=1, sessions=2)
-
-    seen = await reader.read()
-
-    assert [report.host for report in seen.hosts] == ["h1", "h2"]
-    assert (seen.slots, seen.sessions) == (8, 9)
-    assert [report.busy for report in seen.hosts] == [3, 1]
 
 
 async def test_a_queue_reports_what_waits_and_for_how_long(
@@ -151,31 +138,6 @@ async def test_batches_are_listed_until_they_end(client: "redis.asyncio.Redis", 
     batches = {batch.batch: (batch.tenant, batch.total, batch.running, batch.waiting) for batch in seen.batches}
     assert batches == {"waits": ("acme", 3, 1, 2), "runs": ("bolt", 1, 1, 0)}
     assert seen.running == 2
-
-
-async def test_a_bounded_number_of_batches_is_listed(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
-    runs = RunHarness(client)
-    for number in range(MOST_BATCHES + 3):
-        await runs.submit(1, batch=f"b{number}")
-
-    seen = await reader.read()
-
-    assert len(seen.batches) == MOST_BATCHES
-
-
-async def test_expired_approvals_are_not_counted(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
-    await client.zadd(approvals_key(DEPLOYMENT), {"old": (time.time() - 5) * 1000, "new": (time.time() + 60) * 1000})
-
-    assert (await reader.read()).approvals == 1
-
-
-async def test_a_dead_redis_is_a_short_error() -> None:
-    nowhere = open_redis(BrokerSettings.model_validate({"redis_url": "redis://127.0.0.1:1/0"}))
-    try:
-        with pytest.raises(BrokerUnavailable, match="Check that Redis is running"):
-            await OverviewReader(nowhere, DEPLOYMENT, KEY).read()
-    finally:
-        await nowhere.aclose()
 
 
 async def test_a_thousand_tenants_take_no_more_round_trips_than_one(

@@ -81,16 +81,6 @@ async def test_nothing_of_a_paused_tenant_is_claimed_and_others_are_not_held_up(
     assert await claimed(harness) == ["acme/b-1", "acme/b-2"]
 
 
-async def test_a_batch_selected_by_name_waits_as_well(harness: RunHarness) -> None:
-    tenants = RedisTenants(harness.client, "d", KEY)
-    await tenants.add("acme", TenantPolicy())
-    await harness.submit(1, is_detached=False)
-    await tenants.pause("acme")
-    assert await harness.queue.claim(5, ("acme", "b")) == []
-    await tenants.resume("acme")
-    assert len(await harness.queue.claim(5, ("acme", "b"))) == 1
-
-
 async def test_a_run_of_a_dead_process_waits_and_continues(harness: RunHarness) -> None:
     tenants = RedisTenants(harness.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())

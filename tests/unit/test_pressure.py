@@ -60,13 +60,6 @@ async def test_calls_at_the_limit_of_their_tenant_need_no_worker(redis_server: R
     assert demand.demand == 1
 
 
-async def test_an_unused_queue_is_all_zero(redis_server: RedisProcess) -> None:
-    async with open_pressure(redis_server) as pressure:
-        assert await pressure.queue(POOL_WEB) == QueuePressure(
-            slots=0, held=0, waiting=0, stopped=0, oldest_s=0.0, demand=0
-        )
-
-
 @pytest.mark.parametrize(
     ("reports", "wanted"),
     [

@@ -24,7 +24,6 @@ from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.capabilities import Capabilities, CapabilityCache, ModelFacts
 from orchestrator.models.choice import ChosenModel, choose_profile
 from orchestrator.models.scripted import Calls, ScriptedModel
-from tests.builders import build_spec
 from workers.tools.builtin import BASH_TOOL, EDIT_TOOL, GREP_TOOL
 
 NO_FACTS = ModelFacts()
@@ -93,12 +92,6 @@ def test_a_small_model_sees_first_sentences_and_what_a_call_needs() -> None:
     assert bash["description"].count(".") == 1
     assert {"file_path", "old_string", "new_string", "edits"} <= edit["parameters"]["properties"].keys()
     assert STANDARD.present([BASH_TOOL.spec]) == [BASH_TOOL.spec]
-
-
-def test_optional_parameters_of_a_custom_tool_stay() -> None:
-    spec = build_spec("weather", properties={"city": {"type": "string"}, "day": {"type": "string"}}, required=["city"])
-    [shown] = SMALL.present([spec])
-    assert shown.parameters["properties"] == spec.parameters["properties"]
 
 
 def test_hidden_parameters_are_accepted_and_not_shown() -> None:

@@ -165,12 +165,6 @@ async def test_a_used_call_id_is_not_sent(publisher: Publisher, server: "redis.R
     assert server.llen(QUEUE) == 1
 
 
-async def test_two_tenants_may_use_one_call_id(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
-    await publisher.publish(build_call_message(attempt(tenant="other"), "hub-task-2", "d"))
-    assert server.llen(QUEUE) == 2
-
-
 async def test_a_renewed_call_is_sent_once_as_a_new_attempt(publisher: Publisher, server: "redis.Redis") -> None:
     await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     server.hset(
@@ -209,16 +203,6 @@ async def test_lost_scripts_are_loaded_again(publisher: Publisher, server: "redi
         *(publisher.publish(build_call_message(attempt(f"d{number}"), f"hub-{number}", "d")) for number in range(3))
     )
     assert server.llen(QUEUE) == 4
-
-
-async def test_the_shared_clock_learns_the_time_of_redis(redis_server: RedisProcess) -> None:
-    client = redis.asyncio.Redis.from_url(redis_server.url)
-    clock = SharedClock(lambda: time.time() - 60)
-    scripts = ScriptConnection(client)
-    await Publisher(scripts, "d", clock).publish(build_call_message(attempt(), "hub-task", "d"))
-    await scripts.aclose()
-    await client.aclose()
-    assert 55 < clock.offset_s < 65
 
 
 async def test_a_cancelled_call_is_not_sent(publisher: Publisher, server: "redis.Redis") -> None:
@@ -373,29 +357,11 @@ async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: R
 # Forbidding
 
 
-async def test_a_waiting_call_is_forbidden_and_says_that_it_waited(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
-    assert [await forbid(server), await forbid(server)] == ["queued", "forbidden"]
-    assert record(server).state is CallState.FORBIDDEN
-
-
-async def test_an_unknown_call_is_forbidden(publisher: Publisher, server: "redis.Redis") -> None:
-    assert await forbid(server) == "queued"
-    assert record(server).state is CallState.FORBIDDEN
-    assert server.ttl(call_key("d", "acme", "c1")) > 0
-
-
 @pytest.mark.parametrize("state", ["running", "done", "lost", "unknown"])
 async def test_a_call_that_has_started_stays_as_it_is(publisher: Publisher, server: "redis.Redis", state: str) -> None:
     server.hset(call_key("d", "acme", "c1"), mapping={"state": state, "attempt": 1})
     assert await forbid(server) == state
     assert record(server).state == state
-
-
-async def test_another_attempt_is_not_forbidden_by_the_one_before(publisher: Publisher, server: "redis.Redis") -> None:
-    server.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
-    assert await forbid(server, attempt=1) == "superseded"
-    assert record(server).state is CallState.QUEUED
 
 
 @pytest.mark.parametrize(

@@ -250,15 +250,6 @@ def test_a_file_that_cannot_be_written_leaves_none_of_the_two(folder: Path, lost
     assert list(folder.iterdir()) == []
 
 
-def test_the_command_writes_the_requested_roles(folder: Path) -> None:
-    ran = CliRunner().invoke(
-        config_app, ["users", "--role", "worker", "--role", "web", "--out", "w.acl", "--passwords", "w.env"]
-    )
-    assert ran.exit_code == 0, ran.output
-    lines = (folder / "w.acl").read_text().splitlines()
-    assert [line.split()[1] for line in lines] == ["default", "worker", "web"]
-
-
 def test_the_command_reports_programs_what_it_wrote(folder: Path) -> None:
     ran = CliRunner().invoke(config_app, ["users", "--role", "web", "--json"])
     assert json.loads(ran.stdout) == {

@@ -7,8 +7,6 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from contract.errors import ModelInterrupted
 from orchestrator.dialects.model import Chunk
@@ -40,30 +38,9 @@ def show(replies: list[list[str]]) -> Display:
     return display
 
 
-def test_text_of_a_whole_reply_is_shown_as_it_comes() -> None:
-    assert show([["a", "b"]]).shown == ["a", "b"]
-
-
-def test_the_same_text_is_not_shown_again() -> None:
-    assert show([["The ans"], ["The", " answer", " is 4"]]).shown == ["The ans", "wer", " is 4"]
-
-
 def test_other_words_take_the_place_of_what_was_shown() -> None:
     display = show([["It is five"], ["It is", " four."]])
     assert (display.text, display.shown) == ("It is four.", ["It is five", "our."])
-
-
-def test_a_shorter_reply_takes_back_the_rest() -> None:
-    assert show([["a long reply"], ["a long"]]).text == "a long"
-
-
-def test_a_reply_may_break_off_repeatedly() -> None:
-    assert show([["abc"], ["ab"], ["abcd"], ["abcd", "e"]]).shown == ["abc", "d", "e"]
-
-
-@given(st.lists(st.lists(st.text("ab", max_size=4), max_size=4), min_size=1, max_size=4))
-def test_in_the_end_the_last_reply_stands(replies: list[list[str]]) -> None:
-    assert show(replies).text == "".join(replies[-1])
 
 
 def test_the_cost_of_the_same_text_again_grows_with_its_length_only() -> None:

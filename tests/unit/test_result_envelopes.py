@@ -28,12 +28,6 @@ class ResultStore:
         return f"key-{len(self.kept)}"
 
 
-@given(st.text(), st.dictionaries(st.text(), st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text()))
-def test_a_result_survives_the_way(output: str, metadata: dict[str, Any]) -> None:
-    sent = result(output=output, metadata=metadata)
-    assert decode_result(json.loads(json.dumps(encode_result(sent)))) == sent
-
-
 @given(st.integers(0, 3), st.sampled_from(["x", "é", "读", "\U0001f600"]))
 def test_whatever_is_larger_than_fits_lies_beside_and_comes_back_whole(around: int, character: str) -> None:
     store = ResultStore()
@@ -65,25 +59,6 @@ def test_a_record_that_is_not_that_of_the_result_is_refused(record: bytes) -> No
     encoded = encode_result(result(output="x" * 200_000), ResultStore().keep)
     with pytest.raises(EnvelopeRefused):
         decode_result(join_result(encoded, record))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        None,
-        1,
-        "x",
-        [],
-        {},
-        {"kept": None},
-        {"kept": "k"},
-        {"kept": [["k"]]},
-        {"kept": [[[1]]]},
-        {"kept": [[["a", "b"]]]},
-    ],
-)
-def test_an_invalid_key_name_is_none(data: Any) -> None:
-    assert kept_result_key(data) is None
 
 
 @pytest.mark.parametrize(

@@ -164,25 +164,6 @@ async def test_a_stopped_process_leaves_the_session_open(make: Made) -> None:
     assert harness.sent() == ["open", "echo"]
 
 
-async def test_a_run_that_ends_removes_its_session(make: Made) -> None:
-    reached = asyncio.Event()
-    first, second = make(echo_then("one", "a"), answers={"echo": hangs_at("a", reached)}), make()
-    claim = await first.put(build_run())
-    await broken_off(first, claim, reached)
-    # A process that never ran a call of this run continues it.
-    again = await second.taken_over(claim)
-    await second.work.abandon(again, await second.journal(again))
-    assert [(queue, call.name) for queue, call in second.transport.commands] == [("host.h1.b00t", "session.close")]
-    assert second.places.known == {}
-
-
-async def test_to_abandon_a_run_that_never_had_a_session_says_nothing_to_anybody(make: Made) -> None:
-    harness = make()
-    claim = await harness.put(build_run())
-    await harness.work.abandon(claim, await harness.journal(claim))
-    assert harness.sent() == []
-
-
 # Beginning anew
 
 

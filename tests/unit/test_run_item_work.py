@@ -11,12 +11,9 @@ import pytest
 from contract.calls import ToolResult
 from contract.errors import ContextWindowExceeded, ErrorCode, ModelRefused
 from contract.run_events import PROGRESS_EVENTS, CallFinished, FailureKind, RunReady, StepFinished
-from contract.tenancy import TenantPolicy
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from store.batches import RunLimits
-from store.tenants import RedisTenants
-from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
 from tests.item_harness import Made, build_run, build_tool_call, echo_then, failed, open_maker, with_harness
@@ -78,11 +75,6 @@ async def test_a_failed_single_call_sets_the_kind_of_failure(make: Made, code: E
     outcome = await harness.worked(await harness.put(build_tool_call()))
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code, outcome.failure.message) == (kind, code.value, "a sentence")
-
-
-async def test_a_tool_that_fails_in_a_run_is_the_models_to_deal_with(make: Made) -> None:
-    harness = make(echo_then("so what", "a"), answers={"echo": failed(ErrorCode.HOST_LOST)})
-    assert (await harness.worked(await harness.put(build_run()))).failure is None
 
 
 async def test_a_run_that_reaches_a_limit_is_a_failure_of_the_model_with_what_there_is(make: Made) -> None:
@@ -187,18 +179,6 @@ async def test_a_chat_asks_for_no_sandbox_and_says_what_its_line_says(make: Made
     assert request.tools == []
 
 
-async def test_a_chat_needs_no_pool_that_works(make: Made) -> None:
-    harness = make(["hello"], answers={"open": failed(ErrorCode.SANDBOX_UNAVAILABLE)})
-    assert (await harness.worked(await harness.put(build_chat()))).failure is None
-
-
-async def test_a_call_in_a_chat_is_text(make: Made) -> None:
-    text = '<tool_action name="echo"><text>x</text></tool_action>'
-    outcome = await make([text]).worked(await make().put(build_chat()))
-    assert outcome.body is not None
-    assert outcome.body["choices"][0]["message"]["content"] == text  # type: ignore[index,call-overload]
-
-
 async def test_a_model_that_calls_a_tool_in_a_chat_runs_nothing(make: Made) -> None:
     harness = make(echo_then("never", "x"))
     outcome = await harness.worked(await harness.put(build_chat()))
@@ -213,10 +193,3 @@ async def test_a_run_without_tools_has_a_sandbox_only_for_files(make: Made, tmp_
     await harness.client.flushall()
     assert (await harness.worked(await harness.put(other))).failure is None
     assert harness.sent() == ["open", "close"]
-
-
-async def test_a_tenant_that_is_none_has_no_chats_either(make: Made) -> None:
-    harness = make(["hello"])
-    await RedisTenants(harness.client, "d", KEY).add("other", TenantPolicy())
-    outcome = await harness.worked(await harness.put(build_chat()))
-    assert (outcome.failure and outcome.failure.kind, harness.asked()) == (FailureKind.INPUT, 0)

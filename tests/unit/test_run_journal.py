@@ -100,12 +100,6 @@ async def test_only_calls_of_the_last_reply_of_the_log_may_have_been_sent(harnes
     assert not resumed.is_catching_up
 
 
-async def test_own_entries_do_not_make_a_run_resumed(harness: RunHarness) -> None:
-    journal = await journal_of(harness, await claimed(harness))
-    await journal.note_opening("s1")
-    assert not journal.is_resumed
-
-
 async def test_an_incomplete_reply_is_neither_logged_nor_published(harness: RunHarness) -> None:
     async def torn(request: ModelRequest) -> AsyncIterator[Chunk]:
         yield {"choices": [{"index": 0, "delta": {"content": "half"}}]}

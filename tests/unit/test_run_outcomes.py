@@ -20,7 +20,7 @@ from orchestrator.dialects.model import Usage
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
 from orchestrator.loop.transcript import Transcript
-from orchestrator.runs.outcomes import judge_call, judge_error, judge_run, status_of
+from orchestrator.runs.outcomes import judge_call, judge_error, judge_run
 from tests.builders import build_call
 
 ERRORS: list[tuple[Exception, FailureKind]] = [
@@ -47,15 +47,6 @@ def test_every_error_has_a_kind(error: Exception, kind: FailureKind) -> None:
     assert (failure.kind, "x" in failure.message) == (kind, True)
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(ContextWindowExceeded("x"), "context_window_exceeded"), (ModelRefused("x"), "model_refused")],
-    ids=["window", "refusal"],
-)
-def test_a_refusal_of_the_model_is_no_network_failure(error: Exception, code: str) -> None:
-    assert judge_error(error).code == code
-
-
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_every_way_in_which_a_call_fails_is_the_tools_or_the_infrastructures(code: ErrorCode) -> None:
     failure = judge_call(ToolResult.failed(build_call(), code, "no"))
@@ -74,17 +65,6 @@ def test_every_way_in_which_a_call_fails_is_the_tools_or_the_infrastructures(cod
     assert (failure.code, failure.message) == (code.value, "no")
 
 
-def test_a_call_that_ran_into_its_limit_is_the_tools_failure() -> None:
-    result = ToolResult.failed(build_call(), ErrorCode.TIMEOUT, "no").model_copy(update={"clocks": Clocks(run_s=1)})
-    failure = judge_call(result)
-    assert failure is not None
-    assert failure.kind is FailureKind.TOOL
-
-
-def test_a_successful_call_is_no_failure() -> None:
-    assert judge_call(ToolResult(call_id="c", name="echo", success=True)) is None
-
-
 @pytest.mark.parametrize("reason", list(StopReason))
 def test_only_a_run_that_answered_is_a_success_and_every_other_end_says_why(reason: StopReason) -> None:
     failure = judge_run(RunResult("", reason, 1, Transcript({"role": "system", "content": ""}), Usage(), Clocks()))
@@ -96,10 +76,3 @@ def test_only_a_run_that_answered_is_a_success_and_every_other_end_says_why(reas
         is_budget = reason is StopReason.BUDGET_EXCEEDED
         kind, code = (FailureKind.INFRASTRUCTURE, "BUDGET_EXCEEDED") if is_budget else (FailureKind.MODEL, reason.value)
         assert (failure.kind, failure.code, bool(failure.message)) == (kind, code, True)
-
-
-def test_a_status_reports_whose_fault_it_is() -> None:
-    statuses = [
-        status_of(judge_error(error)) for error in (ModelRefused("x"), ConfigError("x"), BrokerUnavailable("x"))
-    ]
-    assert (status_of(None), statuses) == (200, [422, 400, 503])

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.asyncio
 
-from contract.errors import ToolFailure
 from contract.run_events import FailureKind
 from store.batches import BatchState
 from store.run_records import RunState
@@ -30,35 +29,12 @@ async def test_runs_are_claimed_once_in_the_order_of_their_lines(harness: RunHar
     assert await harness.queue.claim(9) == []
 
 
-async def test_urgent_runs_start_first(harness: RunHarness) -> None:
-    await harness.submit(2)
-    await harness.queue.add("acme", "b", [("urgent", build_item(3, priority=5))])
-    assert [claim.run for claim in await harness.queue.claim(9)] == ["urgent", "b-1", "b-2"]
-
-
 async def test_batches_take_turns_and_none_has_more_at_a_time_than_it_may(harness: RunHarness) -> None:
     await harness.submit(9, batch="b", concurrency=3)
     await harness.submit(9, batch="c", tenant="other")
     claimed = [claim.run for claim in await harness.queue.claim(8)]
     assert sorted(claimed[:6]) == ["b-1", "b-2", "b-3", "c-1", "c-2", "c-3"]
     assert claimed[6:] == ["c-4", "c-5"]
-
-
-async def test_a_claim_for_one_batch_gets_no_other_run(harness: RunHarness) -> None:
-    await harness.submit(3, batch="b")
-    await harness.submit(2, batch="c", tenant="other")
-    (dead,) = await harness.queue.claim(1, ("acme", "b"))
-    await harness.die(dead)
-    assert [claim.run for claim in await harness.other.claim(9, ("other", "c"))] == ["c-1", "c-2"]
-    assert await harness.other.claim(9, ("other", "d")) == []
-    assert [claim.run for claim in await harness.queue.claim(9, ("acme", "b"))] == ["b-1", "b-2", "b-3"]
-
-
-async def test_a_submission_that_comes_again_adds_nothing(harness: RunHarness) -> None:
-    await harness.submit(3)
-    await harness.submit(3)
-    assert len(await harness.queue.claim(9)) == 3
-    assert await harness.queue.items("acme", "b") == ["b-1", "b-2", "b-3"]
 
 
 async def test_a_large_batch_is_added_and_claimed_in_steps(harness: RunHarness) -> None:
@@ -88,17 +64,6 @@ async def test_a_run_that_is_renewed_stays_whose_it_is(harness: RunHarness) -> N
     await harness.die(claim)
     assert await harness.queue.renew([claim]) == (set(), set())
     assert await harness.other.claim(1) == []
-
-
-async def test_a_repeated_end_counts_once(harness: RunHarness) -> None:
-    await harness.submit(2)
-    (claim, _) = await harness.queue.claim(2)
-    outcome = build_outcome(claim)
-    assert await harness.queue.finish(claim, outcome)
-    assert await harness.queue.finish(claim, outcome)
-    record = await harness.queue.batch("acme", "b")
-    assert (record.succeeded, record.state) == (1, BatchState.IN_PROGRESS)
-    assert await harness.queue.ended("acme", "b", 0) == [(1, "b-1")]
 
 
 async def test_a_batch_is_complete_when_every_run_has_ended(harness: RunHarness) -> None:
@@ -156,8 +121,3 @@ async def test_a_cancelled_batch_starts_nothing_and_ends_every_item(harness: Run
         await harness.queue.finish(claim, build_outcome(claim, FailureKind.CANCELLED))
     record = await harness.queue.batch("acme", "b")
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, AT_ONCE + 50)
-
-
-async def test_an_unknown_batch_is_reported(harness: RunHarness) -> None:
-    with pytest.raises(ToolFailure, match=r"batch x of tenant .* was not found"):
-        await harness.queue.batch("acme", "x")

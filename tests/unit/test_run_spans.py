@@ -204,12 +204,6 @@ async def test_the_wait_for_an_approval_is_a_part_of_its_call(make: Made) -> Non
     assert call.error == "PERMISSION_DENIED"
 
 
-async def test_while_tracing_is_off_nothing_of_it_is_sent(make: Made) -> None:
-    harness = make(echo_then("said", "a"))
-    await harness.worked(await harness.put(build_run()))
-    assert {context.trace for context in harness.transport.contexts} == {None}
-
-
 async def test_the_id_of_a_call_is_that_of_its_trace_file(client: "redis.asyncio.Redis") -> None:
     ended: list[Span] = []
     harness = test_delivery.Harness(client)

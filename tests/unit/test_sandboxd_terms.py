@@ -263,27 +263,12 @@ def test_an_image_that_class_and_terms_do_not_both_match_is_refused(
         PATTERNS.choose(SandboxTerms(tenant_class=tenant_class, images=images), requested)
 
 
-def test_a_malformed_image_is_refused_with_what_is_wrong() -> None:
-    with pytest.raises(ToolFailure, match="invalid tag") as refused:
-        PATTERNS.choose(SandboxTerms(), "python:")
-    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
-
-
-def test_a_tenant_with_patterns_only_has_no_default_image() -> None:
-    with pytest.raises(ToolFailure, match="or name an image"):
-        PATTERNS.choose(SandboxTerms(tenant_class="wide", images=("ghcr.io/team/*",)))
-
-
 @pytest.mark.parametrize(
     ("image", "is_pulled"), [(TEAM, True), ("node:20", True), ("python:3", False), ("default", False)]
 )
 def test_only_an_entry_with_a_registry_lets_an_image_be_pulled(image: str, is_pulled: bool) -> None:
     assert PATTERNS.may_pull(PATTERNS.choose(SandboxTerms(tenant_class="wide"), image)) == is_pulled
     assert not PATTERNS.may_pull(replace(PATTERNS.standard(), image=image))
-
-
-def test_only_names_without_a_registry_must_be_in_the_engine() -> None:
-    assert PATTERNS.local_images() == {"default", "python:3"}
 
 
 def test_a_plan_that_is_revised_keeps_the_content_of_its_image() -> None:
@@ -381,13 +366,6 @@ async def test_terms_can_be_set_for_all_sessions_of_a_tenant(tmp_path: Path) -> 
         assert await asyncio.to_thread(client.send_terms, "acme", SandboxTerms()) == 2
         cuts = {name: standing(daemon.sessions.find(name)).cuts for name in ("acme:s1", "acme:s2", "umbrella:s1")}
         assert cuts == {"acme:s1": 1, "acme:s2": 1, "umbrella:s1": 0}
-
-
-async def test_terms_that_change_nothing_of_the_network_cut_nothing(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
-        client, name = await daemon.open(terms=OPEN)
-        await call(client, name, terms=OPEN.model_copy(update={"workspace_bytes": 5 * MIB}))
-        assert standing(daemon.sessions.find(name)).cuts == 0
 
 
 async def test_a_repeated_open_without_terms_leaves_those_of_the_session(tmp_path: Path) -> None:

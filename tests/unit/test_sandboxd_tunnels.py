@@ -32,15 +32,6 @@ async def test_the_proxy_gets_the_identity_before_the_first_byte(tmp_path: Path)
         assert proxy.preamble == PREAMBLE
 
 
-async def test_bytes_go_both_ways(tmp_path: Path) -> None:
-    async with running_tunnels(tmp_path) as guest:
-        proxy = await guest.open_through(1)
-        guest.tell("net_data", 1, b"question")
-        assert await proxy.read(8) == b"question"
-        await proxy.say(b"answer")
-        assert await guest.hear_data(1, 6) == b"answer"
-
-
 async def test_data_sent_before_the_proxy_answers_is_buffered(tmp_path: Path) -> None:
     async with running_tunnels(tmp_path) as guest:
         guest.open(1)

@@ -63,31 +63,12 @@ def test_one_tenants_pages_are_not_anothers(site: Site) -> None:
     assert [site.fetch(tenant=tenant).source for tenant in ("acme", "other", "acme")] == ["network", "network", "cache"]
 
 
-def test_a_fragment_does_not_make_another_page(site: Site) -> None:
-    assert [site.fetch("/#a").source, site.fetch("/#b").source] == ["network", "cache"]
-
-
-def test_no_store_is_heeded(site: Site) -> None:
-    site.server.replies["/"] = answer("one", cache_control="private, no-store")
-    assert [site.fetch().source, site.fetch(reads_on=True).source] == ["network", "network"]
-    assert not site.web.store.pages
-
-
 def test_reading_on_does_not_fetch_again_whatever_the_page_says_of_its_age(site: Site) -> None:
     site.server.replies["/"] = answer("one", cache_control="no-cache")
     assert site.fetch().source == "network"
     site.server.replies["/"] = answer("two")
     assert site.fetch(reads_on=True, after_s=10).page.body == b"one"
     assert site.fetch(after_s=10).page.body == b"two"
-
-
-def test_a_page_that_says_it_gets_old_sooner_is_asked_for_sooner(site: Site) -> None:
-    site.server.replies["/"] = answer("one", cache_control="max-age=60")
-    assert [site.fetch().source, site.fetch(after_s=59).source, site.fetch(after_s=2).source] == [
-        "network",
-        "cache",
-        "network",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -119,23 +100,11 @@ def test_only_the_url_that_gave_a_page_is_reported_it(site: Site) -> None:
     assert [site.server.header("if-none-match", at) for at in range(4)] == [None, None, None, '"v1"']
 
 
-def test_a_304_from_elsewhere_than_the_page_confirms_nothing(site: Site) -> None:
-    site.server.replies |= {"/start": redirect("/page"), "/page": answer("one", etag='"v1"')}
-    site.fetch("/start")
-    site.server.replies["/start"] = b"HTTP/1.1 304 Not Modified\r\n\r\n"
-    assert site.fetch("/start", after_s=FRESH_S + 1).page.status == 304
-
-
 @pytest.mark.parametrize("status", [404, 500, 203, 204])
 def test_only_a_plain_success_is_kept(site: Site, status: int) -> None:
     site.server.replies["/"] = answer("" if status == 204 else "x", status, content_length="")
     site.fetch()
     assert not site.web.store.pages
-
-
-def test_a_304_to_a_question_that_was_not_asked_is_an_error_status(site: Site) -> None:
-    site.server.replies["/"] = b"HTTP/1.1 304 Not Modified\r\n\r\n"
-    assert site.fetch().page.status == 304
 
 
 @pytest.mark.parametrize(

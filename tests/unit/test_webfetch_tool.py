@@ -11,7 +11,6 @@ import pytest
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
-from contract.schema import check_schema
 from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect, run_tool
 from workers.tools.base import WorkerTool
 from workers.web import pages
@@ -85,16 +84,6 @@ def test_the_main_part_comes_as_markdown_without_what_is_around_it(server: WebSe
         assert unwanted not in body
 
 
-def test_a_partial_page_names_the_way_to_the_whole_page(server: WebServer) -> None:
-    server.replies["/"] = answer(ARTICLE.replace("</nav>", "<p>menu</p>" * 100 + "</nav>"))
-    result = fetch(server)
-    match = re.search(
-        r"the main part of a page with (\d+) characters of text; format=html gives all of it", footer_of(result)
-    )
-    assert match is not None
-    assert int(match[1]) > len(body_of(result))
-
-
 def test_text_has_no_markup_and_html_has_all_of_it(server: WebServer) -> None:
     server.replies["/"] = answer(ARTICLE)
     text, html = body_of(fetch(server, format="text")), body_of(fetch(server, format="html"))
@@ -116,21 +105,6 @@ def test_what_nests_too_deep_is_read_whole_and_that_is_said(server: WebServer) -
     result = fetch(server)
     assert body_of(result) == "deep\nafter"
     assert "the text of the whole page: it nests too deep" in footer_of(result)
-
-
-def test_the_titles_of_pictures_are_not_the_pages(server: WebServer) -> None:
-    icon = "<svg><title>Icon</title></svg>"
-    server.replies["/"] = answer(
-        f"<html><head><title>Page</title></head><body>{icon}<p>{WORDS}</p><title>again</title></body></html>"
-    )
-    server.replies["/none"] = answer(f"<body>{icon}<p>{WORDS}</p></body>")
-    assert (fetch(server).metadata["title"], fetch(server, "/none").metadata["title"]) == ("Page", "")
-
-
-def test_a_title_that_is_not_closed_does_not_swallow_the_page(server: WebServer) -> None:
-    server.replies["/"] = answer("<title>Page<body><p>text</p>", 404)
-    result = fetch(server)
-    assert (result.metadata["title"], "\ntext\n" in result.text()) == ("Page", True)
 
 
 def test_a_page_without_text_says_so(server: WebServer) -> None:
@@ -223,25 +197,6 @@ def test_an_error_reports_the_status_and_the_beginning_of_what_the_server_says(s
         assert footer_of(result) == "[the first 500 characters of the answer's text]"
 
 
-def test_the_text_of_an_error_page_is_reported_without_its_tags(server: WebServer) -> None:
-    server.replies["/"] = answer("<html><title>t</title><h1>Gone</h1><script>x()</script>", 410)
-    assert "\n# Gone\n" in fetch(server).text()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"format": "pdf"}, {"timeout": 0}, {"timeout": 121}, {"start": -1}, {"max_chars": 999}, {"max_chars": 100_001}],
-)
-def test_arguments_out_of_bounds_are_refused(server: WebServer, arguments: dict[str, object]) -> None:
-    assert fetch(server, **arguments).error_code is ErrorCode.INVALID_ARGUMENTS
-
-
-def test_the_spec_says_what_the_tool_is() -> None:
-    spec = build_webfetch(build_web().fetcher).spec
-    check_schema(spec.parameters)
-    assert (spec.pool, spec.read_only, spec.idempotent, spec.requires_permission) == ("web", True, True, False)
-
-
 # What a hostile page tries
 
 
@@ -267,12 +222,6 @@ def test_a_page_that_keeps_the_parser_busy_costs_its_limit_and_says_what_to_do(s
     with pytest.raises(ToolFailure) as failed:
         Extractor(parse_s=0.3).extract("<!--" * 500_000, "http://a.example/", "markdown", Deadline(20))
     assert (failed.value.code, "format=html" in failed.value.message) == (ErrorCode.FILE_TOO_LARGE, True)
-
-
-def test_a_page_past_the_deadline_is_a_timeout(server: WebServer) -> None:
-    with pytest.raises(ToolFailure) as failed:
-        Extractor().extract("<!--" * 500_000, "http://a.example/", "markdown", Deadline(0.2))
-    assert failed.value.code is ErrorCode.TIMEOUT
 
 
 @pytest.mark.parametrize(

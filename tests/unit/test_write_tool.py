@@ -71,11 +71,6 @@ def test_arguments_that_are_none_are_refused_before_anything_is_sent(arguments: 
     assert bench.client.requests == []
 
 
-@pytest.mark.parametrize("name", ["path", "filename", "filePath"])
-def test_a_file_may_be_named_as_other_agents_do(name: str) -> None:
-    assert Bench(answer()).write(**{name: "a"}).metadata["aliases_used"] == [f"{name} -> file_path"]
-
-
 @pytest.mark.parametrize(
     "code", ["STALE_FILE", "NO_SPACE", "FILE_EXISTS", "IS_DIRECTORY", "NOT_A_DIRECTORY", "PATH_NOT_ALLOWED"]
 )
