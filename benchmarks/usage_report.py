@@ -16,8 +16,7 @@ from orchestrator.settings import load_settings
 from store.calls import _FINISH, FinishedCalls
 from store.connection import SyncRedis, WorkerScript, connect, open_redis
 from store.usage import AMOUNTS, DAY_S, USAGE_LUA, CallEnding, UsageStore, pack_amounts, sum_rows, usage_prefix
-from workers.sandboxd.metering import SandboxMeter, UsageTotals
-from workers.sandboxd.runtime.usage import UsageReader
+from workers.sandboxd.metering import SandboxMeter, UsageReader, UsageTotals
 
 CALLS, DAYS = 1_000_000, 31
 ROUNDS = size(200, 2)

@@ -15,7 +15,7 @@ from orchestrator.sdk.client import ToolClient
 from tests.containers import watch
 from tests.stack import Stack, all_of, commands_in, open_stack, run_toolcrew
 from tests.waiting import wait_until_async
-from workers.sandboxd.runtime.usage import UsageReader
+from workers.sandboxd.metering import UsageReader
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.sandboxd.metering import SandboxMeter, UsageTotals
-from workers.sandboxd.runtime.usage import UsageReader, UsageReading
+from workers.sandboxd.metering import SandboxMeter, UsageReader, UsageReading, UsageTotals
 
 
 class Counters(UsageReader):

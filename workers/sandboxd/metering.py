@@ -1,17 +1,160 @@
-"""Divides what a sandbox uses among its calls, and sums it for its session.
+"""Measures what the processes of a sandbox use, divides it among the sandbox's calls, and sums it for its session.
 
 Invariant: every microsecond and byte of a reading counts once for the session and at most once for a call. Calls that
 overlap share equally what is used while they run. What is used while no call runs counts for the session only.
+
+CPU time and memory come from the control group. Bytes of disks come from the kernel's accounts of the processes: in
+version 1 a group does not count writes that the kernel makes later, and in version 2 it counts those to a workspace on
+a loop device twice. The account of an ended process goes to its parent, and at last to PID 1. A program that ignores
+SIGCHLD can hide the bytes of its children.
 """
 
+import contextlib
+import os
 import secrets
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import add, sub
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from contract.calls import CallUsage
-from workers.sandboxd.runtime.usage import UsageReader, UsageReading
+from workers.sandboxd.runtime.cgroups import ROOT
+
+_MOST_PROCESSES = 64
+"""Processes whose accounts are read at a time, because one event loop serves all sandboxes."""
+_MOST_KEPT = 8
+"""Processes whose accounts stay open. A sandbox at rest has one process, and between two calls two."""
+_READ_BYTES = 4096
+
+
+class UsageReading(NamedTuple):
+    """Totals since the start of a sandbox."""
+
+    cpu_us: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class UsageReader:
+    """Reads the totals of a sandbox until `close`."""
+
+    def __init__(self, container: str, process: int, proc: Path = Path("/proc"), root: Path = ROOT) -> None:
+        """`process`: PID 1 of the sandbox. Raises OSError and LookupError: this process does not see the sandbox or its
+        control group.
+        """
+        self._proc = str(proc)
+        paths = _parse_groups((proc / str(process) / "cgroup").read_text(encoding="ascii"))
+        self._is_v2 = "cpuacct" not in paths
+        if self._is_v2:
+            group = root / paths[""].lstrip("/")
+            cpu, memory, tasks = group / "cpu.stat", group / "memory.peak", group / "pids.current"
+        else:
+            group = root / "cpuacct" / paths["cpuacct"].lstrip("/")
+            cpu, memory = group / "cpuacct.usage", root / "memory" / paths["memory"].lstrip("/") / _PEAK_OF_V1
+            tasks = root / "pids" / paths["pids"].lstrip("/") / "pids.current"
+        if container not in group.name:
+            # The engine's number of a process is that of another process in a sandboxd with its own PID namespace.
+            raise LookupError(f"process {process} is not in a control group of sandbox {container[:12]}")
+        self._processes = str(group / "cgroup.procs")
+        self._files = contextlib.ExitStack()
+        with contextlib.ExitStack() as failure:
+            failure.callback(self._files.close)
+            self._cpu = self._open(cpu, os.O_RDONLY)
+            self._memory = self._open(memory, os.O_RDWR if os.access(memory, os.W_OK) else os.O_RDONLY)
+            self._tasks = self._open(tasks, os.O_RDONLY)
+            failure.pop_all()
+        self._accounts = contextlib.ExitStack()
+        self._files.callback(lambda: self._accounts.close())
+        self._open_accounts: list[int] = []
+        self._known_tasks = b""
+        self._last = UsageReading()
+
+    def read(self, *, has_disks: bool = True) -> UsageReading:
+        """Return the totals, which never fall. Those of an ended sandbox are the last ones that were read. Reading the
+        bytes of disks takes most of the time; without `has_disks` they are the last ones too.
+        """
+        last = self._last
+        try:
+            cpu = os.pread(self._cpu, _READ_BYTES, 0)
+            read_bytes, written_bytes = self._read_disks() if has_disks else last[1:]
+        except OSError:
+            return last
+        cpu_us = int(cpu.split()[1]) if self._is_v2 else int(cpu) // 1000
+        self._last = UsageReading(
+            max(cpu_us, last.cpu_us), max(read_bytes, last.read_bytes), max(written_bytes, last.written_bytes)
+        )
+        return self._last
+
+    def reset_peak(self) -> None:
+        """Begin a new peak of memory. Before Linux 6.12 version 2 cannot: the peak is then that since the start."""
+        with contextlib.suppress(OSError):
+            os.pwrite(self._memory, b"0", 0)
+
+    def read_peak(self) -> int:
+        """Return the highest memory since the last reset, in bytes; 0 when the sandbox has ended."""
+        try:
+            return int(os.pread(self._memory, _READ_BYTES, 0))
+        except OSError:
+            return 0
+
+    def close(self) -> None:
+        self._files.close()
+        self._cpu = self._memory = self._tasks = -1  # their numbers may be those of other files soon
+
+    def _read_disks(self) -> tuple[int, int]:
+        # The list of processes is expensive: the kernel builds it, and an open list of version 1 may be a second old.
+        # An ended process is noticed by its account. A process that starts when a thread of another one ends is not
+        # noticed at once, and its parent has its account later.
+        tasks = os.pread(self._tasks, _READ_BYTES, 0)
+        if tasks == self._known_tasks:
+            with contextlib.suppress(OSError):
+                return _sum_accounts([os.pread(account, _READ_BYTES, 0) for account in self._open_accounts])
+        self._accounts.close()
+        self._open_accounts, self._known_tasks = [], b""
+        processes = _read(self._processes).split()[:_MOST_PROCESSES]
+        texts = []
+        for process in processes:
+            # A process may end before it is read. Its parent has its account then.
+            with contextlib.suppress(OSError):
+                file = os.open(f"{self._proc}/{process.decode('ascii')}/io", os.O_RDONLY | os.O_CLOEXEC)
+                self._accounts.callback(os.close, file)
+                texts.append(os.pread(file, _READ_BYTES, 0))
+                self._open_accounts.append(file)
+        if len(processes) <= _MOST_KEPT:
+            self._known_tasks = tasks
+        else:
+            self._accounts.close()
+        return _sum_accounts(texts)
+
+    def _open(self, path: Path, flags: int) -> int:
+        file = os.open(path, flags | os.O_CLOEXEC)
+        self._files.callback(os.close, file)
+        return file
+
+
+_PEAK_OF_V1 = "memory.max_usage_in_bytes"
+
+
+def _sum_accounts(texts: Iterable[bytes]) -> tuple[int, int]:
+    """Return the sums of `read_bytes` and `write_bytes` in texts of /proc/<pid>/io."""
+    rows = [text.split() for text in texts]
+    return sum(int(row[9]) for row in rows), sum(int(row[11]) for row in rows)
+
+
+def _read(path: str) -> bytes:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, _READ_BYTES)
+    finally:
+        os.close(file)
+
+
+def _parse_groups(text: str) -> Mapping[str, str]:
+    """Return the path of the group of each controller of version 1; "" has that of version 2."""
+    rows = (line.split(":", 2) for line in text.splitlines())
+    return {controller: path for _, controllers, path in rows for controller in controllers.split(",")}
 
 
 @dataclass(eq=False)

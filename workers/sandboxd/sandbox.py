@@ -22,10 +22,9 @@ import structlog
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.disks.changes import RootChanges
 from workers.sandboxd.frames import Frame, GuestChannel
-from workers.sandboxd.metering import SandboxMeter
+from workers.sandboxd.metering import SandboxMeter, UsageReader
 from workers.sandboxd.runtime.base import AttachedContainer, SandboxRuntime
 from workers.sandboxd.runtime.hardening import SandboxSpec
-from workers.sandboxd.runtime.usage import UsageReader
 
 log = structlog.get_logger(__name__)
 
