@@ -230,7 +230,7 @@ class RunLog:
 
     async def keep_artifacts(self, archive: bytes) -> None:
         """Store the archive that waits for the grader, next to the log. Raises BrokerUnavailable."""
-        # A transaction: without its time to live, an archive would stay for good. Not signed: the log entry has its
+        # A transaction: without its time to live, an archive would stay permanently. Not signed: the log entry has its
         # hash.
         pipe = self._client.pipeline(transaction=True)
         pipe.hset(self._parts_key, _ARTIFACTS, archive)
@@ -332,7 +332,7 @@ async def _find_sessions(
     and of kept states anywhere.
     """
     sessions: list[str] = []
-    # The begin and the end of each log, so that a run with thousands of entries costs two pages.
+    # The start and the end of each log, so that a run with thousands of entries costs two pages.
     for run, (attempt, first, items) in zip(runs, await _read_ends(client, deployment, tenant, runs), strict=True):
         found = [_session_of(keys, tenant, run, attempt, first + at, item) for at, item in enumerate(items)]
         sessions += [session for session in found if session is not None]

@@ -1,6 +1,6 @@
 """Forks of runs: new runs that begin with the first steps of another run's log, in forks of the session as it was then.
 
-Invariant: a fork has its own call ids, session and log from the begin. Nothing that it does can reach a call, a result
+Invariant: a fork has its own call ids, session and log from its start. Nothing that it does can reach a call, a result
 or a file of the run that it was forked from, and that run may end, or be forked again, at any time.
 
 A run with `keep_states` forks its session before each request to the model, and its log names the forks. Nothing calls
@@ -113,7 +113,7 @@ def _gone(source: ForkSource) -> ConfigError:
 
 @dataclass(frozen=True)
 class ForkPlan:
-    """The begin of the forks of a run. `state`: the session of the kept state."""
+    """The start of the forks of a run. `state`: the session of the kept state."""
 
     source: ForkSource
     state: str
