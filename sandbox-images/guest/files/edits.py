@@ -27,7 +27,6 @@ from guest.files.edited_text import EditedText
 from guest.files.file_states import FileState, read_whole, shorten
 from guest.files.file_texts import FileText
 from guest.files.placeholders import find_placeholder
-from guest.files.sha256 import RunningDigest
 from guest.files.versions import BodyContent, BytesContent, OldFile, Version, open_old
 
 TYPE_CHECKING = False
@@ -229,14 +228,8 @@ class _FileEdit:
         pieces = text.join(edited.parts)
         self._note_text(text, edited)
         self._note_foreign_change(data, old)
-        # A thread computes the digest of a large content during the write. The `finally` clause waits for it, so that
-        # no thread runs on after a failure.
-        digest = RunningDigest(pieces)
-        try:
-            status = Version(self._place, BytesContent(*pieces), self._context.watch).replace(old, is_known=True)
-        finally:
-            digest.result()
-        self._state.note_pieces(pieces, digest.result(), status)
+        status = Version(self._place, BytesContent(*pieces), self._context.watch).replace(old, is_known=True)
+        self._state.note(pieces, status)
         self._context.writer.send("file", self._view(text, edited))
         return {
             "created": old is None,

@@ -78,20 +78,16 @@ class FileState:
         known_data = self.known_data
         return known_data or b"", describe_change(known_data, data)
 
-    def note(self, data: bytes, status: os.stat_result) -> bool:
-        """Record `data` as the content that the session knows.
+    def note(self, pieces: tuple[bytes | memoryview, ...], status: os.stat_result) -> bool:
+        """Record the content, which may be in pieces, as the content that the session knows.
 
         Returns False if an older record remains in place. The caller must then not reject a call because of that
         record.
         """
-        return self.note_pieces((data,), digest_of(data), status)
-
-    def note_pieces(self, pieces: tuple[bytes | memoryview, ...], digest: bytes, status: os.stat_result) -> bool:
-        """Record a content that is in pieces and whose digest is already known. Otherwise the same as `note`."""
         size = sum(map(len, pieces))
         if size <= MAX_BYTES:
             data = b"".join(pieces) if size <= MAX_DATA_BYTES else None
-            return remember(self._paths, self._path, digest, data, status.st_ctime_ns)
+            return remember(self._paths, self._path, digest_of(*pieces), data, status.st_ctime_ns)
         self.forget()
         return True
 

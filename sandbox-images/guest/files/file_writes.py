@@ -49,7 +49,7 @@ def _note(state: FileState, appended: OldFile | None, content: BodyContent, stat
     After an append to a file that the session did not know, the session still does not know the file.
     """
     if appended is None and content.size <= MAX_BYTES:
-        state.note(b"".join(content.blocks()), status)
+        state.note(tuple(content.blocks()), status)
     elif state.is_known:
         # Another process may have changed the file before the append. The stored content no longer fits, and a later
         # overwrite must not be rejected because of this session's own append.

@@ -307,7 +307,7 @@ class _Memory:
 
     def __init__(self, size: int) -> None:
         self.data: bytes | None = b""
-        self._digest = new_digest(size) if size <= DIGEST_BYTES else None
+        self._digest = new_digest() if size <= DIGEST_BYTES else None
         self._bytes = 0
 
     def take(self, block: bytes) -> None:

@@ -95,7 +95,7 @@ class _TextWrite:
         pieces = (form.bom, self._encode(form, self._without_mark(form)))
         version = Version(self._place, BytesContent(*pieces), self._context.watch)
         status = version.create() if mode == "create" else version.replace(None, is_known=True)
-        self._state.note(b"".join(pieces), status)
+        self._state.note(pieces, status)
         return status, form, status.st_size
 
     def _overwrite(self, old: OldFile) -> tuple[os.stat_result, TextForm, int]:
@@ -108,7 +108,7 @@ class _TextWrite:
             self._compare(data, content, old.status)
         version = Version(self._place, BytesContent(content), self._context.watch)
         status = version.replace(old, is_known=data is not None)
-        self._state.note(content, status)
+        self._state.note((content,), status)
         return status, form, status.st_size
 
     def _append(self, old: OldFile) -> tuple[os.stat_result, TextForm, int]:
@@ -138,7 +138,7 @@ class _TextWrite:
             self._state.forget()
         elif self._state.is_known and not is_stale:
             # The session still has not seen what it did not know before the append.
-            self._state.note(data + content, status)
+            self._state.note((data, content), status)
         return status, form, len(content)
 
     def _without_mark(self, form: TextForm) -> str:
@@ -207,7 +207,7 @@ class _TextWrite:
             message = describe_stale(self._place.shown, self._state.known_data, data)
             # Record the present content first: the same call succeeds when the client sends it again. If the record
             # fails, every repeated call would be rejected, so the write goes ahead.
-            if self._state.note(data, status):
+            if self._state.note((data,), status):
                 raise message
         if data == content:
             self._notes.append("[the file had this content already]")
