@@ -5,6 +5,7 @@ Each command makes one library call. An error is one sentence on stderr, or one 
 """
 
 import logging
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple
@@ -65,6 +66,13 @@ class Commands(TyperGroup):
         if cmd_name not in self.commands and cmd_name in _PLACES:
             self.commands[cmd_name] = _import_command(cmd_name, _PLACES[cmd_name])
         return self.commands.get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # typer suggests only names of commands that are imported.
+        if args[0] not in _PLACES:
+            nearest = get_close_matches(args[0], _PLACES, 1)
+            ctx.fail(f"No such command '{args[0]}'." + (f" Did you mean '{nearest[0]}'?" if nearest else ""))
+        return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help of all commands without the frames of typer, so that it fits a terminal of 28 lines."""

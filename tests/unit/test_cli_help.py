@@ -35,6 +35,14 @@ def test_a_command_starts_without_the_packages_that_it_does_not_use(module: str,
     assert absent.isdisjoint(done.stdout.split())
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("sesions", "sessions"), ("zzz", None)])
+def test_an_unknown_command_is_answered_with_the_nearest_name(typed: str, meant: str | None) -> None:
+    done = CliRunner().invoke(app, [typed])
+    assert (done.exit_code, f"'{typed}'" in done.output) == (2, True)
+    assert ("Did you mean" in done.output) == (meant is not None)
+    assert meant is None or f"'{meant}'" in done.output
+
+
 def test_every_other_command_is_a_plural_noun_and_a_verb() -> None:
     groups = {name: command for name, command in import_all().commands.items() if name not in ALONE}
     assert all(isinstance(group, TyperGroup) and name.endswith("s") for name, group in groups.items())
