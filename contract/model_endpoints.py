@@ -19,7 +19,13 @@ ENDPOINTS_FRESH_S = 1.0
 """Highest age of a process's copy of the endpoints."""
 MAX_FALLBACKS = 3
 """Longest chain of fallbacks that one request follows."""
+WAIT_NOTICE_S = 0.5
+"""Waiting time after which a request that waits for a limit is reported, in seconds."""
 BlockReason = Literal["rate_limit", "down"]
+BLOCK_CAUSES: Mapping[str, str] = {
+    "rate_limit": "the rate limit of its server",
+    "down": "its server does not answer",
+}
 EndpointName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 ENDPOINT_NAME: TypeAdapter[str] = TypeAdapter(EndpointName)
 Price = Annotated[float, Field(ge=0, le=1e6)]

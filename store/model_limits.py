@@ -7,12 +7,19 @@ the leases of a killed process expire after LEASE_S.
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from contract.errors import BrokerUnavailable
-from contract.model_endpoints import BlockReason, EndpointBlocked, ModelEndpoint, RequestLease
+from contract.model_endpoints import (
+    BLOCK_CAUSES,
+    WAIT_NOTICE_S,
+    BlockReason,
+    EndpointBlocked,
+    ModelEndpoint,
+    RequestLease,
+)
 from contract.names import model_limits_key
 from store.connection import RedisClient, broker_errors, read_clock
 from store.tasks import begin_shared, retry_until_available
@@ -28,6 +35,12 @@ MAX_SPREAD_S = 2.0
 """Longest time over which the requests of all processes are spread after a block, in seconds."""
 MAX_BLOCK_S = 3600.0
 """Longest time for which a reply of a server can block its endpoint, in seconds."""
+_CAUSES: Mapping[str, str] = {
+    "concurrency": "concurrency limit {limit}",
+    "requests_per_minute": "limit of {limit} requests per minute",
+    "tokens_per_minute": "limit of {limit} tokens per minute",
+    **BLOCK_CAUSES,
+}
 
 _CLOCK = """
 local time = redis.call('TIME')
@@ -38,13 +51,14 @@ _ACQUIRE = (
     _CLOCK
     + """
 -- KEYS: block, leases, window. ARGV: lease, its seconds, concurrency, requests and tokens per minute ('' for no limit),
--- tokens of this request. Returns a state, and the seconds of the block or the second of this request.
+-- tokens of this request. Returns a state, the seconds of the block or the second of this request, and the reason of
+-- the block or the limit that is reached.
 local block = redis.call('HMGET', KEYS[1], 'until', 'reason')
 local left = tonumber(block[1] or 0) - now
 if left > 0 then return {'blocked', tostring(left), block[2]} end
 if ARGV[3] ~= '' then
   redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
-  if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[3]) then return {'busy', '0', ''} end
+  if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[3]) then return {'busy', '0', 'concurrency'} end
 end
 if ARGV[4] ~= '' or ARGV[5] ~= '' then
   local rows, requests, tokens = redis.call('HGETALL', KEYS[3]), 0, 0
@@ -55,8 +69,10 @@ if ARGV[4] ~= '' or ARGV[5] ~= '' then
     else tokens = tokens + count end
   end
   -- A request with more tokens than the limit still starts when the window is empty.
-  if requests >= (tonumber(ARGV[4]) or math.huge) then return {'busy', '0', ''} end
-  if tokens > 0 and tokens + ARGV[6] > (tonumber(ARGV[5]) or math.huge) then return {'busy', '0', ''} end
+  if requests >= (tonumber(ARGV[4]) or math.huge) then return {'busy', '0', 'requests_per_minute'} end
+  if tokens > 0 and tokens + ARGV[6] > (tonumber(ARGV[5]) or math.huge) then
+    return {'busy', '0', 'tokens_per_minute'}
+  end
   redis.call('HINCRBY', KEYS[3], 'r' .. time[1], 1)
   redis.call('HINCRBY', KEYS[3], 't' .. time[1], ARGV[6])
   redis.call('EXPIRE', KEYS[3], 120)
@@ -133,22 +149,31 @@ class SharedLimits:
         self._block_script = client.register_script(_BLOCK)
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
+        self._waits_for = ""
         self._held: set[str] = set()
         self._renewing: asyncio.Task[None] | None = None
 
-    async def acquire(self, estimate: Callable[[], int], max_wait_s: float) -> RequestLease:
-        """Wait until one more request may be sent. `estimate` returns its tokens, if they are limited.
+    async def acquire(
+        self, estimate: Callable[[], int], max_wait_s: float, on_wait: Callable[[str], object] = lambda _: None
+    ) -> RequestLease:
+        """Wait until one more request may be sent. `estimate` returns its tokens, if they are limited. `on_wait`
+        receives the cause of a wait that is longer than WAIT_NOTICE_S.
 
         Raises EndpointBlocked: the endpoint is blocked for longer than `max_wait_s`. Raises BrokerUnavailable: Redis
         does not answer for long.
         """
         counts_tokens = self._bounds is not None and self._bounds.tokens_per_minute is not None
         lease = RequestLease(tokens=estimate() if counts_tokens else 0)
+        with self._noticing(on_wait):
+            return await self._wait(lease, max_wait_s)
+
+    async def _wait(self, lease: RequestLease, max_wait_s: float) -> RequestLease:
         # Only the first request in line asks Redis, so the load on Redis does not grow with the line.
         async with self._turn:
             while True:
                 self._released.clear()
                 state, value, reason = await self._ask(lease)
+                self._waits_for = reason
                 if state == "ok":
                     self._hold(lease)
                     return RequestLease(value, lease.tokens, lease.id)
@@ -160,6 +185,20 @@ class SharedLimits:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await (self._released.wait() if state == "busy" else asyncio.sleep(wait_s))
+
+    @contextmanager
+    def _noticing(self, on_wait: Callable[[str], object]) -> Iterator[None]:
+        """Report the cause of a wait in the block. All requests in line wait for what the first one waits for."""
+
+        def report() -> None:
+            if self._waits_for in _CAUSES:
+                on_wait(_CAUSES[self._waits_for].format(limit=getattr(self._bounds, self._waits_for, None)))
+
+        timer = asyncio.get_running_loop().call_later(WAIT_NOTICE_S, report)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def release(self, lease: RequestLease, tokens: int) -> None:
         """End a request. `tokens`: those that the server counted; 0: it did not count. A failure is only logged: the

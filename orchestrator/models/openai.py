@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from orchestrator.models.failures import (
     is_rate_limit,
     is_transient,
 )
+from orchestrator.models.notices import notify_of_wait
 from orchestrator.models.request_limits import LocalLimits, RequestLimits
 from orchestrator.models.retries import DEFAULT_RETRIES, RetryPolicy, compute_backoff_s, parse_retry_after
 from telemetry.logs import get_logger
@@ -155,7 +157,9 @@ class OpenAIModel:
     async def _acquire(self, request: ModelRequest, attempts: "_Attempts") -> RequestLease:
         """Wait until the request may be sent. Raises ModelUnavailable when its endpoint is blocked for too long."""
         try:
-            lease = await self.limits.acquire(lambda: _estimate_tokens(request), self._policy.max_wait_s)
+            lease = await self.limits.acquire(
+                lambda: _estimate_tokens(request), self._policy.max_wait_s, partial(notify_of_wait, self._endpoint.name)
+            )
         except EndpointBlocked as blocked:
             failure = (
                 AttemptFailure("connection")

@@ -7,13 +7,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from contract.model_endpoints import BlockReason, EndpointBlocked, RequestLease
+from contract.model_endpoints import BLOCK_CAUSES, WAIT_NOTICE_S, BlockReason, EndpointBlocked, RequestLease
 
 
 class RequestLimits(Protocol):
     """The limits of one endpoint. Methods behave as those of SharedLimits."""
 
-    async def acquire(self, estimate: Callable[[], int], max_wait_s: float) -> RequestLease: ...
+    async def acquire(
+        self, estimate: Callable[[], int], max_wait_s: float, on_wait: Callable[[str], object] = ...
+    ) -> RequestLease: ...
 
     async def release(self, lease: RequestLease, tokens: int) -> None: ...
 
@@ -27,10 +29,14 @@ class LocalLimits:
         self._sleep = sleep
         self._until = float("-inf")
 
-    async def acquire(self, estimate: Callable[[], int], max_wait_s: float) -> RequestLease:
+    async def acquire(
+        self, estimate: Callable[[], int], max_wait_s: float, on_wait: Callable[[str], object] = lambda _: None
+    ) -> RequestLease:
         left_s = self._until - time.monotonic()
         if left_s > max_wait_s:
             raise EndpointBlocked(left_s, "rate_limit")
+        if left_s > WAIT_NOTICE_S:
+            on_wait(BLOCK_CAUSES["rate_limit"])
         if left_s > 0:
             await self._sleep(left_s)
         return RequestLease()

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from contract.signing import SigningKeys
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.dialects.reader import read_usage
 from orchestrator.models.capabilities import ModelFacts
+from orchestrator.models.notices import notify
 from orchestrator.models.request_limits import RequestLimits
 from orchestrator.models.retries import RetryPolicy
 from orchestrator.settings import OrchestratorSettings
@@ -31,8 +32,6 @@ FALLBACK_AFTER_S = 5.0
 """
 DOWN_S = 30.0
 """Seconds in which all requests go to the fallback at once, after an endpoint answered none."""
-
-OnNotice = Callable[[str], object]
 
 
 @dataclass
@@ -147,13 +146,11 @@ class EndpointModel:
     from the next request on.
 
     Another endpoint answers, its fallback, if the endpoint has answered no attempt for FALLBACK_AFTER_S or its rate
-    limit requests a longer wait. `notify` receives a sentence about each such request.
+    limit requests a longer wait. The run gets a notice of each such request.
     """
 
-    def __init__(
-        self, clients: EndpointClients, tenant: str, stored: StoredEndpoint, notify: OnNotice, falls_back: bool = True
-    ) -> None:
-        self._clients, self._tenant, self._stored, self._notify = clients, tenant, stored, notify
+    def __init__(self, clients: EndpointClients, tenant: str, stored: StoredEndpoint, falls_back: bool = True) -> None:
+        self._clients, self._tenant, self._stored = clients, tenant, stored
         self._falls_back = falls_back
 
     @property
@@ -171,7 +168,7 @@ class EndpointModel:
 
     def without_fallback(self) -> Model:
         """Return the same endpoint for probes: the capabilities of a fallback are not those of the endpoint."""
-        return EndpointModel(self._clients, self._tenant, self._stored, self._notify, falls_back=False)
+        return EndpointModel(self._clients, self._tenant, self._stored, falls_back=False)
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         """Yield the reply, with its cost in its usage if the endpoint has prices.
@@ -199,7 +196,7 @@ class EndpointModel:
                     # While the endpoint answers other requests, this one may be the cause.
                     if not isinstance(error, ModelBlocked) and client.answered_at < asked_at:
                         await client.limits.block(DOWN_S, "down")
-                    self._notify(f"{error}; the model endpoint {fallback} answers instead")
+                    notify(f"{error}; the model endpoint {fallback} answers instead")
             name = fallback
         raise ConfigError(f"the fallbacks of the model endpoint {self._stored.name} do not end: change them")
 

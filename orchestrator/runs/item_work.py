@@ -36,6 +36,7 @@ from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session, SessionStart, build_call
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.choice import FALLBACK_WARNING
+from orchestrator.models.notices import report_notices
 from orchestrator.runs.billed_model import BilledModel
 from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.grading import Grading, is_gradable, note_start, source_of
@@ -273,7 +274,7 @@ class ItemWork:
         def notify(message: str) -> None:
             on_event(Warned(run=agent_run, message=message))
 
-        chosen_model = await self._models.get(claim.tenant, work.model or defaults.model, notify)
+        chosen_model = await self._models.get(claim.tenant, work.model or defaults.model)
         options, is_over = _options(work.limits, defaults, chosen_model.prices), False
         if options.max_wall_s is not None:
             # Earlier processes have already used a part of the time limit.
@@ -296,6 +297,7 @@ class ItemWork:
                 notify(f"the state of the session after {journal.steps} steps was not kept: {problem}")
 
         async with AsyncExitStack() as stack:
+            stack.enter_context(report_notices(notify))
             slot = await stack.enter_async_context(self.slots.run())
             on_event, live = await stack.enter_async_context(self._listen(claim, on_event))
             if self._traces is not None:

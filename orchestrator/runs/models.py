@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from orchestrator.dialects.model import Model
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import LOCAL, ChosenModel, choose_model
-from orchestrator.runs.endpoints import EndpointClients, EndpointModel, OnNotice
+from orchestrator.runs.endpoints import EndpointClients, EndpointModel
 from orchestrator.settings import OrchestratorSettings
 
 
@@ -25,9 +25,9 @@ class Models:
         self._open: dict[str | None, tuple[ChosenModel, AsyncExitStack]] = {}
         self._opening = asyncio.Lock()
 
-    async def get(self, tenant: str, name: str | None, notify: OnNotice = lambda _: None) -> ChosenModel:
+    async def get(self, tenant: str, name: str | None) -> ChosenModel:
         """Return the model that a run of the tenant means by `name`: a configured endpoint, else the model of that name
-        at the endpoint of the environment. None: the default model. `notify` receives notices about the run's requests.
+        at the endpoint of the environment. None: the default model.
 
         Raises ConfigError, ModelUnavailable. Raises ToolFailure(PERMISSION_DENIED): the tenant's policy does not allow
         the model.
@@ -40,7 +40,7 @@ class Models:
         if stored is None:
             return await self._get(name)
         return ChosenModel(
-            EndpointModel(self._clients, tenant, stored, notify),
+            EndpointModel(self._clients, tenant, stored),
             endpoint=stored.id,
             prices=stored.endpoint.prices,
             context_tokens=stored.endpoint.context_tokens,

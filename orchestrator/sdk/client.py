@@ -27,6 +27,7 @@ from orchestrator.dispatch.tenant_catalog import Offer
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.choice import ChosenModel
+from orchestrator.models.notices import report_notices
 from orchestrator.operations.local_stack import StackInfo, embedded_stack
 from orchestrator.runs.batch_runs import BatchRuns
 from orchestrator.runs.hosted import HostedRuns
@@ -513,7 +514,8 @@ class ToolClient:
                 emit = spans.before(emit)
             name, own_model = (model, None) if isinstance(model, str) else (None, model)
             models = await stack.enter_async_context(Models(self._settings, self._pool, own_model))
-            chosen_model = await models.get(tenant, name, lambda message: emit(Warned(run=run, message=message)))
+            stack.enter_context(report_notices(lambda message: emit(Warned(run=run, message=message))))
+            chosen_model = await models.get(tenant, name)
             if spans is not None:
                 spans.know_model(chosen_model.model)
             if session is None:

@@ -49,6 +49,38 @@ async def test_requests_wait_for_the_end_of_a_short_block(build: Build) -> None:
     assert asyncio.get_running_loop().time() - began >= 0.3
 
 
+@pytest.mark.parametrize(
+    ("bounds", "cause"),
+    [
+        ({"concurrency": 1}, "concurrency limit 1"),
+        ({"requests_per_minute": 1}, "limit of 1 requests per minute"),
+        ({"tokens_per_minute": 5}, "limit of 5 tokens per minute"),
+    ],
+)
+async def test_every_request_in_line_learns_what_it_waits_for(
+    build: Build, monkeypatch: pytest.MonkeyPatch, bounds: dict[str, int], cause: str
+) -> None:
+    monkeypatch.setattr(model_limits, "WAIT_NOTICE_S", 0.05)
+    limits, causes = build(**bounds), asyncio.Queue[str]()
+    await limits.acquire(lambda: 5, 60.0, causes.put_nowait)
+    assert causes.empty()
+    waiting = [asyncio.create_task(limits.acquire(lambda: 5, 60.0, causes.put_nowait)) for _ in range(2)]
+
+    assert [await asyncio.wait_for(causes.get(), 10) for _ in waiting] == [cause] * 2
+
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+
+
+async def test_a_wait_for_the_end_of_a_block_is_reported(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_limits, "WAIT_NOTICE_S", 0.05)
+    limits, causes = build(), list[str]()
+    await limits.block(0.3, "rate_limit")
+    await limits.acquire(lambda: 0, 60.0, causes.append)
+    assert causes == ["the rate limit of its server"]
+
+
 async def test_no_more_requests_than_allowed_run_at_once_in_all_orchestrators(build: Build) -> None:
     running, most = 0, 0
 

@@ -16,11 +16,14 @@ from contract.model_endpoints import ModelEndpoint
 from contract.run_events import FailureKind, Warned
 from contract.tenancy import TenantPolicy
 from orchestrator.dialects.model import ModelRequest
+from orchestrator.models.notices import report_notices
 from orchestrator.runs import endpoints as endpoints_module
 from orchestrator.runs.run_gate import RunDeferred
 from store import model_endpoints as endpoint_store
+from store import model_limits
 from store import tenants as tenant_store
 from store.model_endpoints import ModelEndpoints
+from store.model_limits import SharedLimits
 from store.secrets import SecretStore
 from store.tenants import RedisTenants
 from tests.builders import KEY
@@ -65,8 +68,10 @@ def use_endpoints(harness: ItemHarness) -> ModelEndpoints:
 
 
 async def ask(models: Any, name: str = "fast", notices: list[str] | None = None) -> str:
-    chosen = await models.get("acme", name, (notices if notices is not None else []).append)
-    return text_of([chunk async for chunk in chosen.model.stream(ModelRequest([{"role": "user", "content": "hi"}]))])
+    chosen = await models.get("acme", name)
+    request = ModelRequest([{"role": "user", "content": "hi"}])
+    with report_notices((notices if notices is not None else []).append):
+        return text_of([chunk async for chunk in chosen.model.stream(request)])
 
 
 @asynccontextmanager
@@ -164,6 +169,36 @@ async def test_the_list_of_models_waits_for_no_lease(client: "redis.asyncio.Redi
         assert (await chosen.describe()).context_window == 4096
         server.gate.set()
         await running
+
+
+async def test_a_run_that_waits_for_a_limit_of_its_model_says_so_once(
+    make: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_limits, "WAIT_NOTICE_S", 0.02)
+    harness = make()
+    endpoints = use_endpoints(harness)
+    # Another orchestrator has the only lease whenever the run begins a step.
+    async with serving([CALLS, CALLS, REPLY]) as server:
+        bounds = build_endpoint(server, concurrency=1)
+        await endpoints.set("fast", bounds)
+        stored = await endpoints.find("acme", "fast")
+        assert stored is not None
+        other = SharedLimits(harness.client, "d", stored.id, bounds)
+        leases = [await other.acquire(lambda: 0, 60.0)]
+        running = asyncio.create_task(harness.worked(await harness.put(build_run(model="fast"))))
+
+        def waits() -> list[str]:
+            return [event.message for event in harness.run_events if isinstance(event, Warned)]
+
+        await wait_until_async(lambda: waits() or running.done(), 30, "no notice came")
+        for _ in range(2):
+            next_lease = asyncio.create_task(other.acquire(lambda: 0, 60.0))
+            await other.release(leases.pop(), 0)
+            leases.append(await next_lease)
+        await other.release(leases.pop(), 0)
+        outcome = await running
+        assert (outcome.failure, len(server.bodies)) == (None, 3)
+        assert [("fast" in wait, "concurrency limit 1" in wait) for wait in waits()] == [(True, True)]
 
 
 # Policy and keys
