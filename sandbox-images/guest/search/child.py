@@ -38,15 +38,18 @@ class BlockedError(Exception):
 class Child:
     """Search process. Use it as a context manager: the process has ended when the block ends."""
 
-    def __init__(self, start: Callable[[int, int], int], rest_s: float = 0.0) -> None:
+    def __init__(
+        self, start: Callable[[int, int], int], rest_s: float = 0.0, *, opens_rule_files: bool = False
+    ) -> None:
         """Start the process.
 
         `start` receives descriptors for stdout and stderr and returns the process ID. Raises OSError.
 
         `rest_s`: pause between reads in seconds, used after many small pieces of output. Reading a small piece costs
-        more than its content is worth.
+        more than its content is worth. `opens_rule_files`: the process may wait for a pipe, see BlockedError.
         """
         self._rest_s = rest_s
+        self._opens_rule_files = opens_rule_files
         self._out, out = os.pipe()
         self._errors, errors = os.pipe()
         try:
@@ -82,9 +85,9 @@ class Child:
                 self.end()
                 return
             ready = poller.poll(_POLL_MS)
-            if time.monotonic() >= check_at:
+            if self._opens_rule_files and time.monotonic() >= check_at:
                 before, ticks = ticks, self._read_cpu_ticks()
-                if not ready and ticks - before < _IDLE_TICKS and not self._waits_for_disk():
+                if not ready and ticks - before < _IDLE_TICKS and not self._has_work():
                     raise BlockedError
                 check_at = time.monotonic() + _BLOCKED_S
             for fd, _ in ready:
@@ -154,9 +157,10 @@ class Child:
         fields = _read_stat(f"/proc/{self._pid}/stat")
         return int(fields[11]) + int(fields[12]) if fields else 0
 
-    def _waits_for_disk(self) -> bool:
+    def _has_work(self) -> bool:
+        """Return whether a thread waits for the processor or for the disk, as on a busy host."""
         folder = f"/proc/{self._pid}/task"
-        return any(_read_stat(f"{folder}/{thread}/stat")[:1] == [b"D"] for thread in os.listdir(folder))
+        return any(_read_stat(f"{folder}/{thread}/stat")[:1] in ([b"R"], [b"D"]) for thread in os.listdir(folder))
 
     def end(self) -> None:
         """Kill the process if it still runs."""

@@ -132,7 +132,8 @@ class _Finder:
 
     def _list(self, start: Start, globs: Globs, *, use_rules: bool) -> None:
         selection = FileSelection(start, self._paths, use_rules)
-        with Child(list_files(self._paths.ripgrep, selection.options()), _REST_S) as child:
+        start_listing = list_files(self._paths.ripgrep, selection.options())
+        with Child(start_listing, _REST_S, opens_rule_files=use_rules) as child:
             listed = child.read_records(b"\0", lambda: self._clock.is_over)
             if self._kind == "file":
                 self._take(start, globs, (path[2:] for path in listed))

@@ -115,7 +115,7 @@ class _Search:
             selection = FileSelection(self._start, self._paths, use_rules)
             options = [*selection.options(names.included, names.excluded, names.type_name), *limits]
             try:
-                self._count_files(options, names, skips_large=bool(limits))
+                self._count_files(options, names, skips_large=bool(limits), use_rules=use_rules)
                 break
             except _LargeFileError:
                 limits = [b"--max-filesize=%d" % MAX_FOUND_BYTES]
@@ -131,12 +131,13 @@ class _Search:
                     names.takes(path[2:]) for path in child.read_records(b"\0", lambda: self._clock.is_over)
                 )
 
-    def _count_files(self, options: list[bytes], names: NameFilter, *, skips_large: bool) -> None:
+    def _count_files(self, options: list[bytes], names: NameFilter, *, skips_large: bool, use_rules: bool) -> None:
         """Collect the matches, and what ripgrep left out.
 
         Raises BlockedError, and _LargeFileError unless `skips_large`.
         """
-        with Child(self._ripgrep.start_counting(options, self._names_only), _REST_S) as child:
+        start = self._ripgrep.start_counting(options, self._names_only)
+        with Child(start, _REST_S, opens_rule_files=use_rules) as child:
             for raw, count in self._read_counts(child, skips_large):
                 path = raw[2:]
                 # The options may select more than include.

@@ -14,7 +14,7 @@ import time
 
 from guest.commands.shell_state import read_folder
 from guest.failures import FILE_NOT_FOUND, Failure, encode_text, escaped
-from guest.search.child import BlockedError, Child
+from guest.search.child import Child
 from guest.search.ripgrep import list_all_files
 
 TYPE_CHECKING = False
@@ -110,7 +110,7 @@ def _list_candidates(tried: bytes, paths: GuestPaths) -> Iterator[bytes]:
             )
     until = time.monotonic() + MAX_S
     folders: set[bytes] = set()
-    with contextlib.suppress(BlockedError), Child(list_all_files(paths.ripgrep, roots)) as child:
+    with Child(list_all_files(paths.ripgrep, roots)) as child:
         for count, path in enumerate(child.read_records(b"\0", lambda: time.monotonic() > until)):
             if count == MAX_ENTRIES:
                 return
