@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
@@ -43,6 +43,15 @@ class Record(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, ser_json_bytes="base64", val_json_bytes="base64"
     )
+
+
+R = TypeVar("R", bound=Record)
+
+
+def pick_fields(kind: type[R], source: BaseModel, **others: Any) -> R:
+    """Return a record with the values that the fields of the same name have in `source`, and `others`."""
+    names = kind.model_fields.keys() & type(source).model_fields.keys()
+    return kind(**{name: getattr(source, name) for name in names} | others)
 
 
 class ToolCall(Record):

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Record
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Record, pick_fields
 from contract.secrets import MAX_SECRETS, SecretName
 
 MIB = 1024 * 1024
@@ -57,4 +57,4 @@ DEFAULT_OPTIONS = SandboxOptions()
 
 def pick_options(record: SandboxOptions) -> SandboxOptions:
     """Return only the options of a record that has more fields."""
-    return SandboxOptions(**{name: getattr(record, name) for name in SandboxOptions.model_fields})
+    return pick_fields(SandboxOptions, record)

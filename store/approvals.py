@@ -213,10 +213,6 @@ class PendingQuestion:
     created_at: float
     expires_at: float
 
-    def to_json(self) -> dict[str, Any]:
-        # Not through JSON: arguments may contain halves of surrogate pairs.
-        return {**self.question.model_dump(), "created_at": self.created_at, "expires_at": self.expires_at}
-
 
 @dataclass(frozen=True)
 class QuestionPage:

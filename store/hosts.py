@@ -143,14 +143,8 @@ class HostStore:
 
     async def read(self) -> list[HostReport]:
         """Return the reports without a cache."""
-        with broker_errors(_WHAT):
-            names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
-            queues = sorted(name.decode(errors="replace") for name in names)
-            texts: Any = (
-                await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
-            )
-        reports = [self._parse(queue, text) for queue, text in zip(queues, texts, strict=True)]
-        return [report for report in reports if report is not None]
+        found = await self.find_all(await self._listed())
+        return [report for report in found.values() if report is not None]
 
     async def find(self, queue: str) -> HostReport | None:
         """Return the last report of a listed instance; None if there is none, or if this release cannot read it."""
@@ -158,11 +152,7 @@ class HostStore:
 
     async def find_all(self, queues: Sequence[str]) -> dict[str, HostReport | None]:
         """Return the last reports of these instances; None for an instance that does not report."""
-        with broker_errors(_WHAT):
-            texts: Any = (
-                await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
-            )
-        return {queue: self._parse(queue, text) for queue, text in zip(queues, texts, strict=True)}
+        return {queue: self._parse(queue, text) for queue, text in (await self._texts(queues)).items()}
 
     async def queued(self, queues: Sequence[str]) -> dict[str, int]:
         """Return how many calls wait in each queue."""
@@ -174,25 +164,14 @@ class HostStore:
 
     async def dead_queues(self) -> dict[str, int]:
         """Return the queues of listed instances without a report, each with the number of its waiting calls."""
-        with broker_errors(_WHAT):
-            names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
+        listed = set(await self._listed())
         # The list was read before the reports. In the other order, a host that starts in between would appear dead.
-        living = {report.queue for report in await self.read()}
-        return await self.queued(sorted({name.decode(errors="replace") for name in names} - living))
+        return await self.queued(sorted(listed - {report.queue for report in await self.read()}))
 
     async def find_unreadable(self) -> set[str]:
         """Return the instances whose reports this release cannot read."""
-        with broker_errors(_WHAT):
-            names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
-            queues = [name.decode(errors="replace") for name in names]
-            texts: Any = (
-                await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
-            )
-        return {
-            queue
-            for queue, text in zip(queues, texts, strict=True)
-            if text is not None and _parse_readable(text) is None
-        }
+        texts = await self._texts(await self._listed())
+        return {queue for queue, text in texts.items() if text is not None and _parse_readable(text) is None}
 
     async def send_drain(self, queue: str, envelope: str, entry: AuditEntry) -> None:
         """Add a drain order to a worker's control list, and the entry to the audit log, in one step."""
@@ -211,6 +190,20 @@ class HostStore:
     async def now(self) -> float:
         """Return Redis's time, which all workers use."""
         return await read_clock(self._client)
+
+    async def _listed(self) -> list[str]:
+        """Return the listed instances, sorted."""
+        with broker_errors(_WHAT):
+            names: Any = await self._client.zrange(hosts_key(self._deployment), 0, -1)
+        return sorted(name.decode(errors="replace") for name in names)
+
+    async def _texts(self, queues: Sequence[str]) -> dict[str, bytes | None]:
+        """Return the stored text of each instance's report."""
+        with broker_errors(_WHAT):
+            texts: Any = (
+                await self._client.mget([host_key(self._deployment, queue) for queue in queues]) if queues else []
+            )
+        return dict(zip(queues, texts, strict=True))
 
     def _parse(self, queue: str, text: bytes | None) -> HostReport | None:
         try:

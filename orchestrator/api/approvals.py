@@ -6,18 +6,18 @@ from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from contract.approvals import Decision
-from contract.clock import format_instant
+from contract.clock import Instant
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
 from orchestrator.http.problems import ApiCode, ApiProblem
+from orchestrator.operations.views import ApprovalView, view_approval
 from store.approvals import (
     AlreadyAnswered,
     ApprovalAnswer,
     ApprovalQueue,
     OtherCall,
-    PendingQuestion,
     QuestionOver,
     UnknownQuestion,
 )
@@ -26,29 +26,6 @@ from store.audit import Actor
 router = APIRouter(prefix="/v1/approvals", tags=["approvals"], responses=responses())
 
 ApprovalId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-
-
-class ApprovalView(BaseModel):
-    """A call that waits for a decision.
-
-    `arguments`: the exact arguments of the call. `command`: the shell command, if the tool has one. `warning`: why the
-    call is dangerous, "" for other calls. `digest`: to be sent with the decision. Times are in ISO 8601. A decision
-    after `expires_at` has no effect.
-    """
-
-    id: str
-    tenant: str
-    session: str | None
-    run: str
-    call_id: str
-    tool: str
-    arguments: dict[str, Any]
-    command: str | None
-    reason: str
-    warning: str
-    digest: str
-    created_at: str
-    expires_at: str
 
 
 class NewAnswer(BaseModel):
@@ -76,7 +53,7 @@ class AnswerView(BaseModel):
     reason: str
     arguments: dict[str, Any] | None
     by: Actor
-    at: str
+    at: Instant
 
 
 @router.get("")
@@ -92,7 +69,7 @@ async def list_approvals(
     actor, tenant = caller.identity.actor(), None if everybody else caller.tenant
     page = await _queue(caller).pending(actor, tenant, decode_cursor(cursor), limit)
     return Page(
-        data=[_view(question) for question in page.questions],
+        data=[view_approval(question) for question in page.questions],
         next_cursor=encode_cursor(page.cursor) if page.cursor else None,
     )
 
@@ -101,7 +78,7 @@ async def list_approvals(
 async def get_approval(approval_id: ApprovalId, caller: AnyCaller) -> ApprovalView:
     """Return one call that waits for a decision."""
     try:
-        return _view(await _queue(caller).get(approval_id, caller.identity.actor()))
+        return view_approval(await _queue(caller).get(approval_id, caller.identity.actor()))
     except ToolFailure as failure:
         raise _build_problem(failure) from failure
 
@@ -138,19 +115,5 @@ def _build_problem(failure: ToolFailure) -> Exception:
             return failure
 
 
-def _view(pending: PendingQuestion) -> ApprovalView:
-    question = pending.question
-    fields = question.model_dump(include={"id", "tenant", "session", "run", "command", "reason", "warning", "digest"})
-    return ApprovalView(
-        **fields,
-        call_id=question.call.id,
-        tool=question.call.name,
-        arguments=dict(question.call.arguments),
-        created_at=format_instant(pending.created_at, "milliseconds"),
-        expires_at=format_instant(pending.expires_at, "milliseconds"),
-    )
-
-
 def _answer_view(answer: ApprovalAnswer) -> AnswerView:
-    fields = answer.model_dump(include={"id", "tenant", "tool", "is_allowed", "reason", "arguments"})
-    return AnswerView(**fields, by=answer.by, at=format_instant(answer.at, "milliseconds"))
+    return AnswerView.model_validate(answer.model_dump(include=set(AnswerView.model_fields)))

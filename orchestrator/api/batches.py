@@ -11,6 +11,7 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from contract.calls import pick_fields
 from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import FailureKind
 from contract.sandboxes import SandboxOptions, pick_options
@@ -115,18 +116,8 @@ async def submit_batch(
     )
     await _check_uploads(caller, file)
     runs = _runs(caller)
-    limits = RunLimits(
-        max_iterations=options.max_iterations, max_wall_s=options.max_wall_s, max_tokens=options.max_tokens
-    )
-    defaults = BatchDefaults(
-        model=options.model,
-        dialect=options.dialect,
-        profile=options.profile,
-        limits=limits,
-        options=pick_options(options),
-        retries=options.retries,
-        asks_people=options.ask,
-    )
+    limits, sandbox = pick_fields(RunLimits, options), pick_options(options)
+    defaults = pick_fields(BatchDefaults, options, limits=limits, options=sandbox, asks_people=options.ask)
     await runs.check_models(file, defaults)
     warnings = await runs.check_tools(file, "the body")
     submission = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, Self
 from fastapi import APIRouter, Header, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from contract.calls import LONGEST_TIMEOUT_S, CallUsage
-from contract.clock import format_instant
+from contract.calls import LONGEST_TIMEOUT_S, CallUsage, pick_fields
+from contract.clock import Instant
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.json_limits import is_deeper
 from contract.run_events import Failure
-from contract.sandboxes import SandboxOptions, pick_options
+from contract.sandboxes import SandboxOptions
 from contract.session_locations import MAX_FORKS
 from contract.webhooks import Webhook
 from orchestrator.api.access import AnyCaller, Caller
@@ -86,35 +86,11 @@ class NewRun(SandboxOptions):
 
     def body(self) -> RunBody:
         """Return the instruction, the model settings and the limits of the run."""
-        limits = RunLimits(
-            max_iterations=self.max_iterations,
-            tool_timeout_s=self.tool_timeout_s,
-            max_wall_s=self.max_wall_s,
-            max_tokens=self.max_tokens,
-        )
-        tools = tuple(self.tools) if self.tools is not None else None
-        return RunBody(
-            instruction=self.instruction,
-            history=tuple(self.history),
-            model=self.model,
-            dialect=self.dialect,
-            profile=self.profile,
-            tools=tools,
-            limits=limits,
-            keep_states=self.keep_states,
-        )
+        return pick_fields(RunBody, self, limits=pick_fields(RunLimits, self))
 
     def environment(self) -> ItemEnvironment:
         """Return where the run works: its session, or how to open one."""
-        return ItemEnvironment(
-            workspace=self.workspace,
-            restore=self.restore,
-            image=self.image,
-            network=self.network,
-            artifacts=tuple(self.artifacts),
-            session=self.session,
-            **pick_options(self).model_dump(),
-        )
+        return pick_fields(ItemEnvironment, self)
 
 
 class NewRunForks(BaseModel):
@@ -145,9 +121,9 @@ class RunView(BaseModel):
     metadata: dict[str, str]
     priority: int
     attempt: int
-    created_at: str
-    started_at: str | None
-    ended_at: str | None
+    created_at: Instant
+    started_at: Instant | None
+    ended_at: Instant | None
     forked_from: ForkPoint | None
     answer: str | None = None
     is_cut: bool = False
@@ -312,25 +288,9 @@ def hosted(caller: Caller) -> HostedRuns:
 
 def view_run(run: HostedRun) -> RunView:
     """Build the view of a run for clients."""
-    fields = run.model_dump(
-        include={
-            "id",
-            "tenant",
-            "state",
-            "instruction",
-            "model",
-            "session",
-            "metadata",
-            "priority",
-            "attempt",
-            "forked_from",
-        }
-    )
-    instants = {name: _instant(getattr(run, name)) for name in ("created_at", "started_at", "ended_at")}
-    if run.end is None:
-        return RunView(**fields, **instants)
-    end = run.end.model_dump(exclude={"failure": True, "usage": {"cost"}})
-    return RunView(**fields, **instants, **end, failure=run.end.failure)
+    fields = run.model_dump(include=set(RunView.model_fields))
+    end = run.end.model_dump(exclude={"failure": True, "usage": {"cost"}}) if run.end is not None else {}
+    return RunView(**fields, **end, failure=run.end.failure if run.end is not None else None)
 
 
 def _own_key(caller: Caller, key: str | None) -> str | None:
@@ -343,7 +303,3 @@ async def _check_upload(workspace: str | None, caller: Caller) -> None:
     settings = caller.app_state.settings
     if workspace is not None and is_file_id(workspace) and settings.workspace_store is not None:
         await caller.app_state.stored_files().get(caller.tenant, workspace)
-
-
-def _instant(at: float | None) -> str | None:
-    return format_instant(at, "milliseconds") if at is not None else None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_NAME_CHARS, MAX_TIMEOUT_S
+from contract.calls import LONGEST_TIMEOUT_S, MAX_NAME_CHARS, MAX_TIMEOUT_S, pick_fields
 from contract.sandboxes import SandboxOptions, pick_options
 from orchestrator.dialects.profiles import ProfileName
 from store.batches import (
@@ -92,15 +92,7 @@ class GraderFields(SandboxOptions, Shape):
             )
         if reward_file is not None and not reward_file.startswith(_READABLE):
             raise InvalidField(("grader", "reward_file"), "a reward is read only below /workspace, /output or /tmp")
-        return Grader(
-            command=self.command,
-            files=self.files,
-            image=self.image,
-            artifacts=tuple(self.artifacts),
-            reward_file=reward_file,
-            timeout_s=self.timeout_s,
-            options=pick_options(self),
-        )
+        return pick_fields(Grader, self, reward_file=reward_file, options=pick_options(self))
 
 
 class EnvironmentFields(SandboxOptions, Shape):
@@ -125,15 +117,7 @@ class EnvironmentFields(SandboxOptions, Shape):
                 ("restore",),
                 "a session starts from a workspace or from a checkpoint: remove `workspace` or `restore`",
             )
-        environment = ItemEnvironment(
-            workspace=self.workspace,
-            restore=self.restore,
-            image=self.image,
-            network=self.network,
-            fork=self.fork,
-            artifacts=tuple(self.artifacts),
-            **pick_options(self).model_dump(),
-        )
+        environment = pick_fields(ItemEnvironment, self)
         if self.fork is not None and environment != ItemEnvironment(fork=self.fork, artifacts=environment.artifacts):
             raise InvalidField(
                 ("fork",),
@@ -171,17 +155,7 @@ class RunFields(EnvironmentFields):
                 raise InvalidField(
                     ("sampling", name[:64]), f"`{name[:64]}` is no sampling field: use {', '.join(_RUN_SAMPLING)}"
                 )
-        return RunBody(
-            instruction=self.instruction or self.input or "",
-            history=tuple(self.history),
-            model=self.model,
-            dialect=self.dialect,
-            profile=self.profile,
-            tools=None if self.tools is None else tuple(self.tools),
-            limits=_limits(self.limits),
-            sampling=self.sampling,
-            keep_states=self.keep_states,
-        )
+        return pick_fields(RunBody, self, instruction=self.instruction or self.input or "", limits=_limits(self.limits))
 
 
 class CallFields(EnvironmentFields):
@@ -193,7 +167,7 @@ class CallFields(EnvironmentFields):
 
     def to_work(self) -> CallBody:
         """Return the tool call."""
-        return CallBody(name=self.name, arguments=self.arguments, timeout_s=self.timeout_s)
+        return pick_fields(CallBody, self)
 
 
 class ShortRun(RunFields):

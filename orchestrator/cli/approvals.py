@@ -13,7 +13,8 @@ from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.approvals.approvers import call_lines, make_visible
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import Json, Output, Tenant, as_command, run_work
+from orchestrator.cli.runner import Json, Output, Tenant, as_command
+from orchestrator.operations.views import view_approval
 from orchestrator.settings import load_settings
 from store.approvals import MAX_ARGUMENT_BYTES, MAX_PAGE, ApprovalAnswer, ApprovalQueue, PendingQuestion
 from store.audit import Actor
@@ -75,11 +76,12 @@ async def approvals_list(tenant: Tenant = None, as_json: Json = False) -> Output
             found += page.questions
     lines = [line for question in found for line in pending_lines(question)]
     note = f"{len(found)} wait" if found else "nothing waits for a decision"
-    return Output([pending_json(question) for question in found], lines, [note])
+    return Output([view_approval(question).model_dump(mode="json") for question in found], lines, [note])
 
 
 @approvals_app.command("decide")
-def approvals_decide(
+@as_command
+async def approvals_decide(
     id_: Id,
     decision: Annotated[
         Literal["allow", "deny"],
@@ -97,23 +99,20 @@ def approvals_decide(
     ] = None,
     digest: Digest = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Allow or deny a call."""
     if decision == "deny" and arguments is not None:
         raise typer.BadParameter("--arguments needs the decision allow: leave --arguments out to deny the call")
-
-    async def work() -> ApprovalAnswer:
-        return await _decide(id_, Decision(decision == "allow", reason, _read_arguments(arguments)), digest)
-
-    _print_answer(run_work(work(), as_json), as_json)
-
-
-def pending_json(pending: PendingQuestion) -> dict[str, Any]:
-    """Return a question as JSON for programs, with instants in ISO 8601."""
-    return pending.to_json() | {
-        "created_at": format_instant(pending.created_at),
-        "expires_at": format_instant(pending.expires_at),
+    answer = await _decide(id_, Decision(decision == "allow", reason, _read_arguments(arguments)), digest)
+    state, is_changed = "allowed" if answer.is_allowed else "denied", answer.arguments is not None
+    fields = {
+        "id": answer.id,
+        "state": state,
+        "tool": answer.tool,
+        "digest": answer.digest,
+        "arguments_changed": is_changed,
     }
+    return Output(fields, [make_visible(f"{answer.tool} is {state}{' with other arguments' if is_changed else ''}")])
 
 
 def pending_lines(pending: PendingQuestion) -> list[str]:
@@ -157,17 +156,3 @@ def _read_arguments(text: str | None) -> dict[str, Any] | None:
             ErrorCode.INVALID_ARGUMENTS, f"the arguments must be one JSON object of at most {MAX_ARGUMENT_BYTES} bytes"
         )
     return found
-
-
-def _print_answer(answer: ApprovalAnswer, as_json: bool) -> None:
-    if as_json:
-        fields = {
-            "id": answer.id,
-            "state": "allowed" if answer.is_allowed else "denied",
-            "tool": answer.tool,
-            "digest": answer.digest,
-        }
-        typer.echo(json.dumps(fields | {"arguments_changed": answer.arguments is not None}))
-        return
-    suffix = " with other arguments" if answer.arguments is not None else ""
-    typer.echo(make_visible(f"{answer.tool} is {'allowed' if answer.is_allowed else 'denied'}{suffix}"))

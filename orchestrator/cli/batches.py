@@ -40,7 +40,7 @@ from orchestrator.cli.batches_views import (
     batches_show,
 )
 from orchestrator.cli.clients import open_client, open_pool_client
-from orchestrator.cli.runner import Json, Tenant, run_work
+from orchestrator.cli.runner import Json, Output, Tenant, as_command, run_work
 from orchestrator.cli.session_options import Options
 from orchestrator.runs.batch_runs import RowPaths
 from orchestrator.runs.batches import check_batch_id, new_batch_id
@@ -53,7 +53,7 @@ from store.batches import BatchDefaults
 
 batches_app = typer.Typer(no_args_is_help=True)
 
-Output = Annotated[
+RowsFile = Annotated[
     Path | None,
     typer.Option("--output", help="The file for rows of successful items. Default: the file that was used before."),
 ]
@@ -195,7 +195,7 @@ def resume(
             help="Retry only items that failed so: model, tool, grader, infrastructure, input, cancelled, or all.",
         ),
     ] = None,
-    output: Output = None,
+    output: RowsFile = None,
     errors: Errors = None,
     concurrency: Concurrency = None,
     tenant: Tenant = None,
@@ -211,19 +211,13 @@ def resume(
 
 
 @batches_app.command("cancel")
-def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> None:
+@as_command
+async def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> Output:
     """Cancel a batch: stop running items and start no others. `resume` continues it."""
-
-    async def work() -> int:
-        async with open_pool_client(tenant) as client:
-            return await client.batch_runs().batches.cancel(batch)
-
-    waiting = run_work(work(), as_json)
-    typer.echo(
-        json.dumps({"batch": batch, "not_begun": waiting})
-        if as_json
-        else f"{batch} is being cancelled; {waiting} items had not started"
-    )
+    async with open_pool_client(tenant) as client:
+        waiting = await client.batch_runs().batches.cancel(batch)
+    line = f"{batch} is being cancelled; {waiting} items had not started"
+    return Output({"batch": batch, "not_begun": waiting}, [line])
 
 
 batches_app.command("list")(batches_list)

@@ -1,6 +1,5 @@
 """`toolcrew batches rollouts`: write the rollout records of a batch."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,14 +10,14 @@ from contract.errors import ConfigError
 from orchestrator.batches.rollouts import build_rollouts, write_jsonl, write_parquet
 from orchestrator.cli.batches_views import BatchId
 from orchestrator.cli.clients import open_pool_client
-from orchestrator.cli.runner import Json, Tenant, run_work
+from orchestrator.cli.runner import Json, Output, Tenant, as_command
 from orchestrator.settings import load_settings
-from orchestrator.terminal.output import escape_controls
 from orchestrator.traces.reading import find_attempts, load_trace
 from store.batches import BatchItem, ItemOutcome, RunBody
 
 
-def batches_rollouts(
+@as_command
+async def batches_rollouts(
     batch: BatchId,
     output: Annotated[Path, typer.Option("--output", help="The file to write.")],
     file_format: Annotated[
@@ -27,34 +26,25 @@ def batches_rollouts(
     ] = "jsonl",
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Write a record for each request to the model, with its tokens and the reward of its item, for training.
 
     Reads the traces of the batch on this machine (TOOLCREW_TRACES).
     """
-
-    async def work() -> tuple[int, int]:
-        async with open_pool_client(tenant) as client:
-            runs, missing = client.batch_runs(), list[str]()
-            await runs.batches.status(batch)
-            ended = [(item, outcome) async for item, outcome in runs.ended(batch) if isinstance(item.work, RunBody)]
-            write = write_jsonl if file_format == "jsonl" else write_parquet
-            try:
-                count = write(output, _read_records(ended, runs.tenant, missing))
-            except OSError as error:
-                raise ConfigError(
-                    f"{output} cannot be written ({error.strerror or error}): give another path"
-                ) from error
-            return count, len(missing)
-
-    count, missing = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps({"batch": batch, "records": count, "items_without_trace": missing}))
-        return
-    typer.echo(f"{count} records", err=True)
+    async with open_pool_client(tenant) as client:
+        runs, missing = client.batch_runs(), list[str]()
+        await runs.batches.status(batch)
+        ended = [(item, outcome) async for item, outcome in runs.ended(batch) if isinstance(item.work, RunBody)]
+        write = write_jsonl if file_format == "jsonl" else write_parquet
+        try:
+            count = write(output, _read_records(ended, runs.tenant, missing))
+        except OSError as error:
+            raise ConfigError(f"{output} cannot be written ({error.strerror or error}): give another path") from error
+    notes = [f"{count} records"]
     if missing:
-        note = f"{missing} items have no trace in {load_settings().traces}: run this where they ran"
-        typer.echo(f"toolcrew: warning: {escape_controls(note)}", err=True)
+        place = load_settings().traces
+        notes.append(f"toolcrew: warning: {len(missing)} items have no trace in {place}: run this where they ran")
+    return Output({"batch": batch, "records": count, "items_without_trace": len(missing)}, notes=notes)
 
 
 def _read_records(

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from contract.calls import LONGEST_TIMEOUT_S, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from orchestrator.cli.clients import open_client, open_running, run_with_notices
-from orchestrator.cli.runner import EXIT_COMMAND, Json, Tenant, exit_code_of, suggest_nearest
+from orchestrator.cli.clients import open_client, open_running, show_waiting
+from orchestrator.cli.runner import EXIT_COMMAND, Json, Tenant, exit_code_of, run_work, suggest_nearest
 from orchestrator.cli.session_options import Network, Options, Restore, Workspace
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import build_call
@@ -77,7 +77,8 @@ def call(
                 request = Request(call, session.tenant, session.id, timeout_s=timeout, text_arguments=is_text)
                 return await session.send(request, on_output)
 
-    result = run_with_notices(work(), as_json)
+    with show_waiting():
+        result = run_work(work(), as_json)
     if as_json:
         typer.echo(result.model_dump_json())
     else:

@@ -1,20 +1,16 @@
 """The client of a command: of the pool that TOOLCREW_REDIS_URL names, or of an embedded stack."""
 
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
 
 import typer
 
 from contract.errors import ConfigError
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.admission import WaitNotice, once_per_reason, report_waiting
-from orchestrator.cli.runner import run_work
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
 from orchestrator.terminal.output import escape_controls
-
-T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -47,15 +43,16 @@ async def open_client(tenant: str | None = None, *, needs_workers: bool = True) 
 @asynccontextmanager
 async def open_running(kind: str, tenant: str | None, *, needs_workers: bool = False) -> AsyncIterator[ToolClient]:
     """Open a client of the pool that TOOLCREW_REDIS_URL names. `kind`: the objects of the command, for the message of
-    the ConfigError that is raised if the variable is not set.
+    the ConfigError that is raised if the variable is not set. Prints why calls wait.
     """
     if load_settings().redis_url is None:
         raise ConfigError(
             f"TOOLCREW_REDIS_URL is not set, and an embedded stack that ends with this command has no {kind}: set "
             "it (`toolcrew up` prints it)"
         )
-    async with open_client(tenant, needs_workers=needs_workers) as client:
-        yield client
+    with show_waiting():
+        async with open_client(tenant, needs_workers=needs_workers) as client:
+            yield client
 
 
 @asynccontextmanager
@@ -73,11 +70,10 @@ async def open_pool_client(tenant: str | None = None, *, needs_workers: bool = F
         yield client
 
 
-def run_with_notices(work: Coroutine[Any, Any, T], as_json: bool) -> T:
-    """Return the result of a command, like `run_work`. Print on stderr why a call waits, each reason once."""
-    with report_waiting(once_per_reason(_print_notice)):
-        return run_work(work, as_json)
+def show_waiting() -> AbstractContextManager[None]:
+    """Print on stderr why a call of this block waits, each reason once."""
 
+    def print_notice(notice: WaitNotice) -> None:
+        typer.echo(f"toolcrew: {escape_controls(notice.message)}", err=True)
 
-def _print_notice(notice: WaitNotice) -> None:
-    typer.echo(f"toolcrew: {escape_controls(notice.message)}", err=True)
+    return report_waiting(once_per_reason(print_notice))

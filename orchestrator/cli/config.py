@@ -15,11 +15,10 @@ from pydantic import BaseModel
 from contract.errors import ConfigError, OperatorError
 from contract.setting_rows import build_rows
 from orchestrator.cli.access import open_deployment
-from orchestrator.cli.runner import EXIT_ERROR, Json, run_work
+from orchestrator.cli.runner import EXIT_ERROR, Json, Output, as_command
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from orchestrator.settings import child_environment, load_settings, program
-from orchestrator.terminal.output import escape_controls
-from store.resealing import Resealed, reseal
+from store.resealing import reseal
 from telemetry.settings import load_tracing_settings
 
 config_app = typer.Typer(no_args_is_help=True)
@@ -34,32 +33,30 @@ PROCESSES: dict[str, Callable[[], BaseModel]] = {
 
 
 @config_app.command("show")
-def config_show(
+@as_command
+async def config_show(
     origin: Annotated[bool, typer.Option("--origin", help="Show the origin and the default of each setting.")] = False,
     is_set: Annotated[bool, typer.Option("--set", help="Only settings that the environment sets.")] = False,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Show every setting of every process in this environment, with secrets masked.
 
     Another host has its own environment: run the command there. Exit code 1: a process would not start with these
     settings.
     """
-    processes = run_work(read_settings(), as_json)
+    processes = await read_settings()
     if is_set:
         processes = [
             {**process, "settings": [row for row in process["settings"] if row["origin"] != "default"]}
             for process in processes
         ]
-    if as_json:
-        typer.echo(json.dumps({"processes": processes}))
-    else:
-        for line in _lines(processes, has_origin=origin):
-            typer.echo(escape_controls(line))
-    raise typer.Exit(EXIT_ERROR if any(process["problem"] for process in processes) else 0)
+    exit_code = EXIT_ERROR if any(process["problem"] for process in processes) else 0
+    return Output({"processes": processes}, list(_lines(processes, has_origin=origin)), exit_code=exit_code)
 
 
 @config_app.command("users")
-def config_users(
+@as_command
+async def config_users(
     roles: Annotated[
         list[str] | None, typer.Option("--role", help=f"One of {', '.join(ROLES)}; repeat the option. Default: all.")
     ] = None,
@@ -70,49 +67,35 @@ def config_users(
         "redis-passwords.env"
     ),
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Write users for Redis with new random passwords.
 
     The ACL file contains hashes of the passwords; the env file contains the passwords. The rules apply to the
     deployment that TOOLCREW_DEPLOYMENT names. Existing files are not overwritten.
     """
-
-    async def work() -> None:
-        _write_users(roles or list(ROLES), out, passwords)
-
-    run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps({"acl_file": str(out), "passwords_file": str(passwords), "roles": roles or list(ROLES)}))
-        return
-    typer.echo(
+    written = roles or list(ROLES)
+    _write_users(written, out, passwords)
+    note = (
         f"wrote {out} (for Redis: aclfile {out}) and {passwords} (keep it secret; give each process only the "
-        "password of its own user)",
-        err=True,
+        "password of its own user)"
     )
+    return Output({"acl_file": str(out), "passwords_file": str(passwords), "roles": written}, notes=[note])
 
 
 @config_app.command("reseal")
-def config_reseal(as_json: Json = False) -> None:
+@as_command
+async def config_reseal(as_json: Json = False) -> Output:
     """Sign API keys, policies, switches and installed skills again with the current secret.
 
     Run the command after TOOLCREW_SECRET has changed in every process and before the old secret is removed from
     TOOLCREW_SECRETS_PREVIOUS. The command is safe to repeat.
     """
-
-    async def work() -> Resealed:
-        async with open_deployment("admin") as deployment:
-            return await reseal(deployment.redis, deployment.broker.deployment, deployment.signing_keys)
-
-    done = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps({"signed": done.signed, "refused": done.refused}))
-        return
-    typer.echo(f"{done.signed} records have a new signature")
-    for name in done.refused:
-        typer.echo(
-            f"{escape_controls(name)} cannot be verified and was not signed: remove the record or set it again",
-            err=True,
-        )
+    async with open_deployment("admin") as deployment:
+        done = await reseal(deployment.redis, deployment.broker.deployment, deployment.signing_keys)
+    notes = [
+        f"{name} cannot be verified and was not signed: remove the record or set it again" for name in done.refused
+    ]
+    return Output(asdict(done), [f"{done.signed} records have a new signature"], notes)
 
 
 def _lines(processes: list[dict[str, Any]], *, has_origin: bool) -> Iterator[str]:

@@ -1,18 +1,16 @@
 """`toolcrew doctor`: check this host and its deployment."""
 
-import json
 from typing import Annotated, Literal
 
 import typer
 
-from orchestrator.cli.runner import EXIT_ERROR, Json, run_work
+from orchestrator.cli.runner import EXIT_ERROR, Json, Output, as_command
 from orchestrator.operations.doctor import examine
-from orchestrator.operations.findings import Report
 from orchestrator.settings import load_settings
-from orchestrator.terminal.output import escape_controls
 
 
-def doctor(
+@as_command
+async def doctor(
     only: Annotated[
         Literal["host", "deployment"] | None,
         typer.Option(
@@ -24,7 +22,7 @@ def doctor(
         bool, typer.Option("--deep", help="Also open a session on each host and run a program in it.")
     ] = False,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Check this host and the deployment.
 
     Each problem is printed with its fix.
@@ -32,14 +30,6 @@ def doctor(
     On this host: engine, image and kernel. In the deployment: Redis, workers, queues, tools, tenants, API keys, Flower,
     the API, model and tracing. Exit code 1: something is broken.
     """
-
-    async def work() -> Report:
-        return await examine(load_settings(), only or "all", is_deep=deep)
-
-    report = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(report.to_json()))
-    else:
-        for line in [*report.lines(), *report.promise_lines()]:
-            typer.echo(escape_controls(line))
-    raise typer.Exit(0 if report.is_healthy else EXIT_ERROR)
+    report = await examine(load_settings(), only or "all", is_deep=deep)
+    lines = [*report.lines(), *report.promise_lines()]
+    return Output(report.to_json(), lines, exit_code=0 if report.is_healthy else EXIT_ERROR)

@@ -11,6 +11,7 @@ from contract.hosts import RESTART_GRACE_S, HostReport
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.runner import Json, Output, as_command, list_output
 from orchestrator.operations.drains import find_workers, follow_drain, order_drain
+from orchestrator.operations.views import view_host
 from orchestrator.terminal.output import escape_controls
 from store.hosts import HostStore
 
@@ -34,10 +35,7 @@ async def hosts_list(
         waiting = await deployment.hosts.queued(
             sorted({queue for report in found for queue in (report.queue, *report.pools)})
         )
-    rows = [
-        report_json(report) | {"waiting": {queue: waiting[queue] for queue in (report.queue, *report.pools)}}
-        for report in found
-    ]
+    rows = [view_host(report, waiting).model_dump(mode="json") for report in found]
     if full or host is not None:
         lines = [
             line
@@ -105,16 +103,6 @@ async def _follow_drain(hosts: HostStore, report: HostReport, print_progress: Ca
         else:
             print_progress(f"{report.queue}: {last.trouble or f'{last.busy} calls run'}")
     return _end(report, "drained")
-
-
-def report_json(report: HostReport) -> dict[str, Any]:
-    """Return a report as JSON for programs, with instants in ISO 8601 and sizes in bytes."""
-    fields = report.model_dump(mode="json", exclude={"process"})
-    return fields | {
-        "state": report.state,
-        "started_at": format_instant(report.started_at),
-        "reported_at": format_instant(report.reported_at),
-    }
 
 
 def _end(report: HostReport, state: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from contract.run_events import CallFinished, RunEvent
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from orchestrator.cli.approvals import asks_elsewhere
 from orchestrator.cli.batches_options import check_format
-from orchestrator.cli.clients import open_client, run_with_notices
+from orchestrator.cli.clients import open_client, show_waiting
 from orchestrator.cli.run_files import RunFiles
-from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, exit_code_of, fail
+from orchestrator.cli.runner import EXIT_ERROR, EXIT_LIMIT, EXIT_REFUSED, Json, Tenant, exit_code_of, fail, run_work
 from orchestrator.cli.session_options import Network, Options, Restore, Workspace
 from orchestrator.dispatch.sessions import Checkpoint, Session
 from orchestrator.loop.limits import StopReason
@@ -189,7 +189,8 @@ def run(
             return result, await client.runs.transcript(result.id) if as_json else ()
 
     try:
-        result, transcript = run_with_notices(work(), as_json)
+        with show_waiting():
+            result, transcript = run_work(work(), as_json)
     finally:
         _print_files(run_files, as_json)
     end = result.end or RunEnd()

@@ -59,13 +59,14 @@ def run_work(work: Coroutine[Any, Any, T], as_json: bool) -> T:
 
 @dataclass(frozen=True)
 class Output:
-    """The output of a command. `data`: the object of --json. Without --json: `lines` on stdout and `notes` on stderr,
-    escaped.
+    """The output of a command, and its exit code. `data`: the object of --json. Without --json: `lines` on stdout and
+    `notes` on stderr, escaped.
     """
 
     data: Any
     lines: Sequence[str] = ()
     notes: Sequence[str] = ()
+    exit_code: int = 0
 
 
 def list_output(
@@ -84,10 +85,11 @@ def as_command(work: Callable[P, Coroutine[Any, Any, Output]]) -> Callable[P, No
         output = run_work(work(*args, **kwargs), as_json)
         if as_json:
             typer.echo(json.dumps(output.data))
-            return
-        print_lines(output.lines)
-        for note in output.notes:
-            typer.echo(escape_controls(note), err=True)
+        else:
+            print_lines(output.lines)
+            for note in output.notes:
+                typer.echo(escape_controls(note), err=True)
+        raise typer.Exit(output.exit_code)
 
     return run
 

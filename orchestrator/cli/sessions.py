@@ -14,7 +14,7 @@ from contract.clock import format_instant
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.cli.clients import open_running, run_with_notices
+from orchestrator.cli.clients import open_running
 from orchestrator.cli.runner import EXIT_ERROR, Json, OnlyTenant, Output, Tenant, as_command, list_output, run_work
 from orchestrator.cli.session_options import Options
 from orchestrator.dispatch.sessions import Session
@@ -53,7 +53,8 @@ async def sessions_list(
 
 
 @sessions_app.command("open")
-def sessions_open(
+@as_command
+async def sessions_open(
     image: Annotated[
         str | None, typer.Option("--image", help="An image that the tenant may use. Default: the image of its class.")
     ] = None,
@@ -74,30 +75,20 @@ def sessions_open(
     ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Open a session and print its id."""
-
-    async def work() -> tuple[Session, dict[str, Any]]:
-        async with open_running("sessions", tenant, needs_workers=True) as client:
-            session = await client.open_session(
-                workspace, image=image, ttl_s=ttl, network=network, restore=restore, options=options
-            )
-            info = await session.info()
-            return session, {
-                "id": session.id,
-                "tenant": session.tenant,
-                "host": info.host,
-                "image": info.image,
-                "network": info.network,
-                **info.options.model_dump(),
-            }
-
-    session, fields = run_with_notices(work(), as_json)
-    typer.echo(json.dumps(fields) if as_json else session.id)
+    async with open_running("sessions", tenant, needs_workers=True) as client:
+        session = await client.open_session(
+            workspace, image=image, ttl_s=ttl, network=network, restore=restore, options=options
+        )
+        info = await session.info()
+    place = {"host": info.host, "image": info.image, "network": info.network}
+    return Output({"id": session.id, "tenant": session.tenant, **place, **info.options.model_dump()}, [session.id])
 
 
 @sessions_app.command("fork")
-def sessions_fork(
+@as_command
+async def sessions_fork(
     session_id: Id,
     number: Annotated[int, typer.Option("--number", "-n", min=1, max=MAX_FORKS, help="Number of new sessions.")] = 1,
     leave_jobs: Annotated[
@@ -105,16 +96,12 @@ def sessions_fork(
     ] = False,
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Make sessions with the files and the shell of a session, and print their ids."""
-
-    async def work() -> list[str]:
-        async with open_running("sessions", tenant, needs_workers=True) as client:
-            forks = await (await client.session(session_id)).fork(number, leave_jobs=leave_jobs)
-            return [fork.id for fork in forks]
-
-    ids = run_with_notices(work(), as_json)
-    typer.echo(json.dumps({"sessions": ids}) if as_json else "\n".join(ids))
+    async with open_running("sessions", tenant, needs_workers=True) as client:
+        forks = await (await client.session(session_id)).fork(number, leave_jobs=leave_jobs)
+    ids = [fork.id for fork in forks]
+    return Output({"sessions": ids}, ids)
 
 
 @sessions_app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -160,7 +147,7 @@ def sessions_exec(
             return await session.exec(command, stdin=content, cwd=cwd, timeout_s=timeout, on_output=on_output)
 
     try:
-        result = run_with_notices(work(), as_json)
+        result = run_work(work(), as_json)
     except typer.Exit as stop:
         raise typer.Exit(EXIT_NOT_RUN if stop.exit_code == EXIT_ERROR else stop.exit_code) from None
     code = result.returncode if result.returncode >= 0 else EXIT_SIGNAL - result.returncode
@@ -182,73 +169,55 @@ def sessions_exec(
 
 
 @sessions_app.command("copy")
-def sessions_copy(
+@as_command
+async def sessions_copy(
     source: Annotated[str, typer.Argument(help="A local file or folder, or SESSION:PATH.")],
     target: Annotated[str, typer.Argument(help="SESSION:PATH, or a local path.")],
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Copy a file or a folder of at most 64 MiB into a session or out of one.
 
     If the target is a folder, the copy is put into it. Otherwise the copy gets the name of the target.
     """
-
-    async def work() -> dict[str, Any]:
-        inner, outer = _parse_remote(source), _parse_remote(target)
-        if (inner is None) == (outer is None):
-            raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS,
-                "exactly one of the two paths must be in a session: write it as SESSION:PATH, and the local path as "
-                "./PATH",
-            )
-        remote = inner or outer
-        assert remote is not None
-        async with open_running("sessions", tenant) as client:
-            session = await client.session(remote[0], tenant=tenant)
-            if inner is not None:
-                return await _copy_out(session, inner[1], Path(target))
-            return await _copy_in(session, Path(source), remote[1])
-
-    copied = run_with_notices(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(copied))
-    elif copied["left_out"]:
-        typer.echo(
-            escape_controls(
-                f"not copied, because they point out of it or are special files: {', '.join(copied['left_out'])}"
-            ),
-            err=True,
+    inner, outer = _parse_remote(source), _parse_remote(target)
+    if (inner is None) == (outer is None):
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            "exactly one of the two paths must be in a session: write it as SESSION:PATH, and the local path as ./PATH",
         )
+    remote = inner or outer
+    assert remote is not None
+    async with open_running("sessions", tenant) as client:
+        session = await client.session(remote[0], tenant=tenant)
+        if inner is not None:
+            copied = await _copy_out(session, inner[1], Path(target))
+        else:
+            copied = await _copy_in(session, Path(source), remote[1])
+    left_out = ", ".join(copied["left_out"])
+    notes = [f"not copied, because they point out of it or are special files: {left_out}"] if left_out else []
+    return Output(copied, notes=notes)
 
 
 @sessions_app.command("close")
-def sessions_close(
+@as_command
+async def sessions_close(
     session_ids: Annotated[list[str], typer.Argument(help="The ids of the sessions.")],
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Close sessions and remove their sandboxes and files. Tries every session, even if one fails."""
     closed: list[str] = []
     failed: dict[str, str] = {}
-
-    async def work() -> None:
-        async with open_running("sessions", tenant) as client:
-            for name in dict.fromkeys(session_ids):
-                try:
-                    await (await client.session(name, tenant=tenant)).close()
-                    closed.append(name)
-                except (ToolFailure, OperatorError) as error:
-                    failed[name] = str(error)
-
-    run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps({"closed": closed, "failed": failed}))
-    else:
-        for name in closed:
-            typer.echo(name)
-        for name, message in failed.items():
-            typer.echo(escape_controls(f"toolcrew: {name}: {message}"), err=True)
-    raise typer.Exit(EXIT_ERROR if failed else 0)
+    async with open_running("sessions", tenant) as client:
+        for name in dict.fromkeys(session_ids):
+            try:
+                await (await client.session(name, tenant=tenant)).close()
+                closed.append(name)
+            except (ToolFailure, OperatorError) as error:
+                failed[name] = str(error)
+    notes = [f"toolcrew: {name}: {message}" for name, message in failed.items()]
+    return Output({"closed": closed, "failed": failed}, closed, notes, EXIT_ERROR if failed else 0)
 
 
 class _OutputPrinter:

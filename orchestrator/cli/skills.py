@@ -1,6 +1,5 @@
 """`toolcrew skills`: list the skills of a tenant, and check, install and remove its own skills."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,17 +11,7 @@ from contract.settings import check_environment
 from contract.skills import SkillBroken
 from contract.specs import SkillSummary
 from orchestrator.cli.clients import open_client
-from orchestrator.cli.runner import (
-    EXIT_ERROR,
-    Json,
-    Output,
-    Tenant,
-    as_command,
-    fail,
-    list_output,
-    print_lines,
-    run_work,
-)
+from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_output
 from orchestrator.sdk.skill_folders import examine_skill
 from orchestrator.terminal.commands import build_command
 from store.skills import InstalledSkill
@@ -59,12 +48,16 @@ def _describe_skill(skill: SkillSummary) -> list[str]:
     details = (("license", skill.license), ("compatibility", skill.compatibility), ("digest", skill.digest))
     size = f"{skill.files} files, {skill.bytes} bytes, {'with' if skill.has_scripts else 'without'} scripts"
     fields = [f"{key}: {value}" for key, value in details if value is not None]
-    warnings = [f"warning: {warning}" for warning in skill.warnings]
-    return [skill.name, "", skill.description, "", size, *fields, *warnings]
+    return [skill.name, "", skill.description, "", size, *fields, *_warn(skill)]
+
+
+def _warn(skill: SkillSummary) -> list[str]:
+    return [f"warning: {warning}" for warning in skill.warnings]
 
 
 @skills_app.command("install")
-def skills_install(
+@as_command
+async def skills_install(
     source: Source,
     replace: Annotated[bool, typer.Option("--replace", help="Replace the tenant's skill of the same name.")] = False,
     check: Annotated[
@@ -72,35 +65,24 @@ def skills_install(
     ] = False,
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output:
     """Install a skill for one tenant. It replaces the workers' skill of the same name.
 
     New runs of the tenant use the skill; no other tenant sees it. Exit code 1: the skill cannot be loaded.
     """
-    if check:
-        skill = _examine(source, as_json)
-        lines = [*(f"warning: {warning}" for warning in skill.warnings), f"{skill.name} is a valid skill"]
-        print_lines([json.dumps(skill.model_dump(mode="json"))] if as_json else lines)
-        return
-
-    async def work() -> InstalledSkill:
-        async with open_client(tenant) as client:
-            return await (await client.own_skills()).install(source, replace=replace)
-
     try:
-        installed = run_work(work(), as_json)
+        if check:
+            check_environment()
+            stored: SkillSummary | InstalledSkill = (skill := examine_skill(source).skill)
+            done = "is a valid skill"
+        else:
+            async with open_client(tenant) as client:
+                stored = installed = await (await client.own_skills()).install(source, replace=replace)
+            skill = installed.skill
+            done = f"is installed ({skill.files} files, digest {skill.digest})"
     except SkillBroken as broken:
-        fail(f"{source}: {broken}", ConfigError.code.value, EXIT_ERROR, as_json)
-    if as_json:
-        typer.echo(json.dumps(installed.model_dump(mode="json")))
-        return
-    skill = installed.skill
-    print_lines(
-        [
-            *(f"warning: {warning}" for warning in skill.warnings),
-            f"{skill.name} is installed ({skill.files} files, digest {skill.digest})",
-        ]
-    )
+        raise ConfigError(f"{source}: {broken}") from broken
+    return Output(stored.model_dump(mode="json"), [*_warn(skill), f"{skill.name} {done}"])
 
 
 @skills_app.command("remove")
@@ -121,11 +103,3 @@ async def skills_remove(
                 nearest=find_nearest(name, await skills.all()),
             )
     return Output({"name": name, "removed": True}, [f"{name} is removed"])
-
-
-def _examine(source: Path, as_json: bool) -> SkillSummary:
-    try:
-        check_environment()
-        return examine_skill(source).skill
-    except (SkillBroken, ConfigError) as broken:
-        fail(f"{source}: {broken}", ConfigError.code.value, EXIT_ERROR, as_json)

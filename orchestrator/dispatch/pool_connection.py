@@ -1,10 +1,11 @@
 """Connection to a pool of hosts: all objects that a dispatcher needs, opened and closed together."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
+from contract.errors import BrokerUnavailable, ConfigError, OperatorError
 from contract.masking import passwords_of
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
@@ -30,7 +31,13 @@ from store.sessions import SessionStore
 from store.skills import SkillStore
 from store.switches import RedisSwitches
 from store.tenants import RedisTenants
+from telemetry.logs import get_logger
 from telemetry.spans import Tracer
+
+log = get_logger(__name__)
+
+AGAIN_S = 1.0
+"""Interval between the attempts to open a pool that is not up yet, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -124,3 +131,37 @@ async def open_pool(
         yield PoolConnection(
             redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, tracer, tally
         )
+
+
+async def wait_for_pool(
+    stack: AsyncExitStack,
+    settings: OrchestratorSettings,
+    is_over: asyncio.Event,
+    *,
+    needs_workers: bool = True,
+    on_problem: Callable[[OperatorError], None] = lambda _: None,
+) -> PoolConnection | None:
+    """Open the pool in `stack` as soon as Redis answers and, with `needs_workers`, a worker is up. Return None if
+    `is_over` is set before that. `on_problem` receives the error of each failed attempt.
+    """
+    logged = ""
+    while not is_over.is_set():
+        try:
+            return await stack.enter_async_context(
+                open_pool(
+                    settings.broker(),
+                    queue_wait_s=settings.queue_wait_s,
+                    needs_workers=needs_workers,
+                    settings=settings,
+                )
+            )
+        except (BrokerUnavailable, ConfigError) as error:
+            on_problem(error)
+            # Log a reason once, not at each attempt.
+            if str(error) != logged:
+                logged = str(error)
+                log.warning("pool_not_there", error=logged)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(AGAIN_S):
+                await is_over.wait()
+    return None

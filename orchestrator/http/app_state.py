@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from contract.errors import BrokerUnavailable, ConfigError, OperatorError
 from orchestrator.approvals import DEFAULT_POLICY, Approver, RefusingApprover
 from orchestrator.approvals.policies import ApprovalPolicy, load_policy
-from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
+from orchestrator.dispatch.pool_connection import PoolConnection, wait_for_pool
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.http.session_cache import SessionCache
 from orchestrator.metrics.page import MetricsPage
@@ -81,8 +81,6 @@ log = get_logger(__name__)
 
 MAX_CLIENTS = 1000
 """Limit of the cached clients. Building a client takes longer than a request."""
-AGAIN_S = 1.0
-"""Interval in seconds between attempts to reach Redis when the service starts."""
 BACKGROUND_S = 5.0
 """Time in seconds that background tasks have to end after the service stops."""
 
@@ -173,9 +171,12 @@ class AppState:
 
     async def _keep(self, work: ConnectedWork, is_over: asyncio.Event) -> None:
         async with AsyncExitStack() as stack:
-            parts = await self._connected(stack, is_over)
-            if parts is None:
+            pool = await wait_for_pool(
+                stack, self.settings, is_over, needs_workers=False, on_problem=self._note_problem
+            )
+            if pool is None:
                 return
+            parts = self._built(pool)
             stack.push_async_callback(parts.runs.hub.close)
             stack.push_async_callback(self.background.end, BACKGROUND_S)
             await stack.enter_async_context(work(parts))
@@ -187,6 +188,9 @@ class AppState:
             finally:
                 self._parts = None
 
+    def _note_problem(self, error: OperatorError) -> None:
+        self._problem = _first_sentence(error)
+
     def _built(self, pool: PoolConnection) -> ConnectedParts:
         settings, deployment = self.settings, self.settings.deployment
         approvals = ApprovalQueue(pool.redis, deployment, pool.keys, settings.approvers)
@@ -194,27 +198,6 @@ class AppState:
         return ConnectedParts(
             pool, ApiKeys(pool.redis, deployment, pool.keys), approvals, HostedRuns.on(pool, settings), metrics
         )
-
-    async def _connected(self, stack: AsyncExitStack, is_over: asyncio.Event) -> ConnectedParts | None:
-        """Connect to the pool and return the parts, or None when the service stops before a connection."""
-        settings = self.settings
-        logged = ""
-        while not is_over.is_set():
-            try:
-                opening = open_pool(
-                    settings.broker(), queue_wait_s=settings.queue_wait_s, needs_workers=False, settings=settings
-                )
-                pool = await stack.enter_async_context(opening)
-                return self._built(pool)
-            except (BrokerUnavailable, ConfigError) as error:
-                self._problem = _first_sentence(error)
-                if str(error) != logged:
-                    logged = str(error)
-                    log.warning("pool_not_there", error=logged)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(AGAIN_S):
-                    await is_over.wait()
-        return None
 
 
 def _first_sentence(error: OperatorError) -> str:

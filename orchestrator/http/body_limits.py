@@ -123,9 +123,14 @@ class HeldBodies:
         """
         other_bytes = self._of[owner] - already
         if other_bytes and self._of[owner] + count > TENANT_BYTES:
-            return _too_many_of_owner()
+            detail = (
+                f"the bodies of your tenant's requests take {TENANT_BYTES // 2**20} MiB, which is the limit of a "
+                "tenant: wait until other requests have ended, then send the request again"
+            )
+            return _refusal(ApiCode.TOO_MANY_REQUESTS, detail, **{"Retry-After": "2"})
         if self.total + count > HELD_BYTES:
-            return _too_many()
+            detail = "the service has no memory for another body: send it again in a moment, or to another replica"
+            return _refusal(ApiCode.NOT_READY, detail)
         self._of[owner] += count
         self.total += count
         return None
@@ -197,7 +202,8 @@ class _Body:
         if not self._is_whole:
             return {**message, "body": b""}
         if has_more_values_in_text(body.decode(errors="replace"), JSON_VALUES):
-            return self._refuse(_too_many_values())
+            detail = f"the body has more than {JSON_VALUES} values: send fewer at a time, or send a file"
+            return self._refuse(_refusal(ApiCode.BODY_TOO_LARGE, detail))
         return {**message, "body": bytes(body)}
 
     def _reserve(self, count: int) -> Response | None:
@@ -247,34 +253,20 @@ async def _throw_away(receive: Receive) -> None:
         count += len(message.get("body", b""))
 
 
+def _refusal(code: ApiCode, detail: str, **headers: str) -> Response:
+    return build_response(code, detail, headers={"Connection": "close", **headers})
+
+
 def _too_large(limit: int) -> Response:
     detail = f"the body is too large: send at most {limit} bytes, or send large content in parts"
-    return build_response(ApiCode.BODY_TOO_LARGE, detail, headers={"Connection": "close"})
-
-
-def _too_many_values() -> Response:
-    detail = f"the body has more than {JSON_VALUES} values: send fewer at a time, or send large content in a file"
-    return build_response(ApiCode.BODY_TOO_LARGE, detail, headers={"Connection": "close"})
-
-
-def _too_many() -> Response:
-    detail = "the service has no memory for another body: send it again in a moment, or to another replica"
-    return build_response(ApiCode.NOT_READY, detail, headers={"Connection": "close"})
-
-
-def _too_many_of_owner() -> Response:
-    detail = (
-        f"the bodies of your tenant's requests take {TENANT_BYTES // 2**20} MiB, which is the limit of a tenant: "
-        "wait until other requests have ended, then send the request again"
-    )
-    return build_response(ApiCode.TOO_MANY_REQUESTS, detail, headers={"Connection": "close", "Retry-After": "2"})
+    return _refusal(ApiCode.BODY_TOO_LARGE, detail)
 
 
 def _too_slow() -> Response:
     detail = (
         f"the body stopped, or was slower than {LEAST_BYTES_PER_S} bytes per second: send it again, faster or in parts"
     )
-    return build_response(ApiCode.TOO_SLOW, detail, headers={"Connection": "close"})
+    return _refusal(ApiCode.TOO_SLOW, detail)
 
 
 def find_header(scope: Scope, header: bytes) -> bytes | None:

@@ -6,11 +6,10 @@ import asyncio
 import importlib.util
 import json
 import os
-import socket
 from pathlib import Path
-from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+import httpx
 
 from contract.errors import ConfigError
 from contract.signing import SigningKeys
@@ -60,27 +59,20 @@ def _checks_of(body: bytes) -> str:
         return "the response contains no reason"
 
 
-class _Stays(HTTPRedirectHandler):
-    """Refuses redirects, because the key must not be sent to another address."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
 def _get(url: str, key: str | None) -> tuple[int, bytes]:
     """Return status and body; 0 and the reason when nothing answers. The request bypasses the environment's proxies,
-    which are for external addresses.
+    which are for external addresses. It follows no redirect, because the key must not be sent to another address.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with build_opener(ProxyHandler({}), _Stays).open(Request(url, headers=headers), timeout=ANSWER_S) as answer:
-            return int(answer.status), bytes(answer.read(MAX_ANSWER_BYTES))
-    except HTTPError as error:
-        with error:
-            return error.code, error.read(MAX_ANSWER_BYTES)
-    except URLError as error:
-        return 0, str(error.reason).encode()
-    except (OSError, ValueError) as error:
+        with httpx.stream("GET", url, headers=headers, timeout=ANSWER_S, trust_env=False) as response:
+            body = b""
+            for piece in response.iter_bytes():
+                body += piece
+                if len(body) >= MAX_ANSWER_BYTES:
+                    break
+            return response.status_code, body
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         return 0, (str(error) or type(error).__name__).encode()
 
 
@@ -211,7 +203,7 @@ def _nearest(path: Path) -> Path:
 
 
 async def _examine_collector(endpoint: str, report: Report) -> None:
-    problem = await asyncio.to_thread(_connect, endpoint)
+    problem = await _connect(endpoint)
     name = _without_login(endpoint)
     if problem is None:
         report.good("tracing", f"spans go to {name}, which answers")
@@ -223,12 +215,14 @@ async def _examine_collector(endpoint: str, report: Report) -> None:
         )
 
 
-def _connect(endpoint: str) -> str | None:
+async def _connect(endpoint: str) -> str | None:
     """Return why there is no connection; None if there is one."""
-    parts = urlsplit(endpoint)
     try:
+        parts = urlsplit(endpoint)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        with socket.create_connection((parts.hostname or "", port), timeout=ANSWER_S):
-            return None
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(parts.hostname or "", port)
+        writer.close()
+        return None
     except (OSError, ValueError) as error:
         return str(error) or type(error).__name__

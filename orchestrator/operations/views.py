@@ -1,13 +1,18 @@
-"""Secrets and API keys as the API and the CLI show them."""
+"""Secrets, API keys, hosts and approvals as the API and the CLI show them."""
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel, Field
 
 from contract.clock import Instant
 from contract.errors import ConfigError
+from contract.hosts import HostReport
+from contract.sandboxes import LargestOptions
 from contract.secrets import SecretInfo
 from store.api_keys import ApiKeyRecord
+from store.approvals import PendingQuestion
 
 
 class SecretView(BaseModel):
@@ -37,6 +42,65 @@ class KeyView(BaseModel):
     state: str
 
 
+class HostView(BaseModel):
+    """A live worker. Sizes are in bytes, times in ISO 8601.
+
+    `largest`: the most that sessions of a class may ask for, without classes that allow no more than they give.
+    `images`: names and patterns that sessions may use. `images_present`: images that the host may pull and already has.
+    `waiting`: numbers of calls in the worker's queue and in the queues of the pools that it serves.
+    """
+
+    host: str
+    kind: str
+    state: str
+    queue: str
+    worker: str
+    release: str
+    pools: list[str]
+    slots: int
+    busy: int
+    sessions: int
+    max_sessions: int
+    sandboxes: int
+    max_sandboxes: int
+    memory_free_bytes: int
+    disk_free_bytes: int
+    classes: list[str]
+    largest: dict[str, LargestOptions] = {}
+    images: list[str]
+    images_present: list[str] = []
+    store: str
+    healthy: bool
+    draining: bool
+    trouble: str
+    started_at: Instant
+    reported_at: Instant
+    waiting: dict[str, int]
+
+
+class ApprovalView(BaseModel):
+    """A call that waits for a decision.
+
+    `arguments`: the exact arguments of the call. `command`: the shell command, if the tool has one. `warning`: why the
+    call is dangerous, "" for other calls. `digest`: to be sent with the decision. Times are in ISO 8601. A decision
+    after `expires_at` has no effect.
+    """
+
+    id: str
+    tenant: str
+    session: str | None
+    run: str
+    call_id: str
+    tool: str
+    arguments: dict[str, Any]
+    command: str | None
+    reason: str
+    warning: str
+    digest: str
+    created_at: Instant
+    expires_at: Instant
+
+
 def view_secret(name: str, info: SecretInfo | ConfigError) -> SecretView:
     """Return the view of a secret, or of a record that cannot be read."""
     if isinstance(info, ConfigError):
@@ -51,3 +115,24 @@ def view_key(key_id: str, key: ApiKeyRecord | ConfigError) -> KeyView:
     is_over = key.expires_at is not None and key.expires_at <= time.time()
     fields = key.model_dump(include=set(KeyView.model_fields))
     return KeyView(id=key_id, **fields, state="expired" if is_over else "valid")
+
+
+def view_host(report: HostReport, waiting: Mapping[str, int]) -> HostView:
+    """Return the view of a worker. `waiting`: numbers of calls by queue."""
+    fields = report.model_dump(include=set(HostView.model_fields))
+    queues = {queue: waiting.get(queue, 0) for queue in (report.queue, *report.pools)}
+    return HostView.model_validate({**fields, "state": report.state, "waiting": queues})
+
+
+def view_approval(pending: PendingQuestion) -> ApprovalView:
+    """Return the view of an open question."""
+    question = pending.question
+    fields = question.model_dump(include=set(ApprovalView.model_fields))
+    return ApprovalView(
+        **fields,
+        call_id=question.call.id,
+        tool=question.call.name,
+        arguments=dict(question.call.arguments),
+        created_at=pending.created_at,
+        expires_at=pending.expires_at,
+    )

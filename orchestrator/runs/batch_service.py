@@ -2,12 +2,11 @@
 stopped.
 """
 
-import asyncio
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 
-from contract.errors import BrokerUnavailable, ConfigError
-from orchestrator.dispatch.pool_connection import PoolConnection, open_pool
+from contract.errors import ConfigError
+from orchestrator.dispatch.pool_connection import PoolConnection, wait_for_pool
 from orchestrator.runs.run_service import RunService, Stopping, open_runner
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
@@ -15,9 +14,6 @@ from telemetry.logs import get_logger
 from telemetry.settings import load_tracing_settings
 
 log = get_logger(__name__)
-
-POOL_AGAIN_S = 2.0
-"""Pause before the next attempt to open a pool that is not up yet, in seconds."""
 
 
 @dataclass
@@ -61,27 +57,13 @@ class BatchService:
             await RunService(runner, self.grace_s, self._stopping).run()
         log.info("stopped", orchestrator=runner.queue.owner)
 
+    async def _pool(self, stack: AsyncExitStack) -> PoolConnection | None:
+        """Open the pool when Redis answers and a worker is up. Return None if interrupted before that."""
+        return await wait_for_pool(stack, self.settings, self._stopping.draining)
+
     def _runner(self, pool: PoolConnection) -> AbstractAsyncContextManager[Runner]:
         """Return the runner of the service."""
         return open_runner(self.settings, pool, self.concurrency, tenants=self.tenants, has_traces=self.has_traces)
-
-    async def _pool(self, stack: AsyncExitStack) -> PoolConnection | None:
-        """Open the pool when Redis answers and a worker is up. Return None if interrupted before that."""
-        logged = ""
-        while not self._stopping.draining.is_set():
-            try:
-                return await stack.enter_async_context(
-                    open_pool(self.settings.broker(), queue_wait_s=self.settings.queue_wait_s, settings=self.settings)
-                )
-            except (BrokerUnavailable, ConfigError) as error:
-                # Log a reason once, not at each attempt.
-                if str(error) != logged:
-                    logged = str(error)
-                    log.warning("pool_not_there", error=logged)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(POOL_AGAIN_S):
-                    await self._stopping.draining.wait()
-        return None
 
 
 def _check(settings: OrchestratorSettings) -> None:

@@ -22,7 +22,8 @@ from orchestrator.admission import (
     waiting_listener,
 )
 from orchestrator.api.calls import NewCall, _stream
-from orchestrator.cli.clients import run_with_notices
+from orchestrator.cli.clients import show_waiting
+from orchestrator.cli.runner import run_work
 from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
 from store.connection import open_redis
@@ -182,8 +183,8 @@ def test_a_command_prints_one_line_when_its_calls_wait(
             await admission.aclose()
             await client.aclose()
 
-    with pytest.raises(typer.Exit):
-        run_with_notices(work(), as_json=False)
+    with pytest.raises(typer.Exit), show_waiting():
+        run_work(work(), as_json=False)
 
     assert capsys.readouterr().err.splitlines() == [
         "toolcrew: bash_tool waits: tenant acme has 1 calls in flight, which is its limit; it waits at most 1 s",

@@ -15,8 +15,8 @@ import yaml
 from kubernetes_validate import validate
 
 from contract.names import POOL_QUEUES
-from orchestrator.api.pressure import HostsDemand, QueueDemand
 from orchestrator.settings import OrchestratorSettings
+from store.pressure import HostsPressure, QueuePressure
 from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,8 +289,8 @@ def test_any_node_makes_a_name_that_a_host_may_have(node: str, host: str, monkey
 
 
 def test_autoscalers_read_numbers_that_the_api_shows_with_a_key() -> None:
-    numbers = {f"hosts.{name}" for name in HostsDemand.model_fields}
-    numbers |= {f"queues.{pool}.{name}" for pool in POOL_QUEUES for name in QueueDemand.model_fields}
+    numbers = {f"hosts.{name}" for name in HostsPressure.model_fields}
+    numbers |= {f"queues.{pool}.{name}" for pool in POOL_QUEUES for name in QueuePressure.model_fields}
     key = DOCUMENTS["keda/network.yaml:TriggerAuthentication:api-key"]
     assert key["spec"]["secretTargetRef"] == [{"parameter": "token", "name": "keda", "key": "token"}]
     scaled = [document for document in DOCUMENTS.values() if document["kind"] == "ScaledObject"]
