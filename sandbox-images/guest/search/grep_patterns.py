@@ -1,7 +1,7 @@
-r"""Check the regular expression of a request, choose the engine of ripgrep and explain errors in the pattern.
+"""Check the regular expression of a request and explain errors in the pattern.
 
-ripgrep's own engine takes time that is linear in the text. PCRE2 is used only for what that engine does not have:
-look-around, backreferences, atomic groups and possessive repetitions.
+ripgrep's own engine takes time that is linear in the text. PCRE2 is used only for a pattern that this engine refuses
+because it lacks the syntax: look-around, backreferences and atomic groups.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ MAX_PATTERN_BYTES = 131_000
 """Maximum size of a pattern, in bytes. It must fit into one argument of a program."""
 # Maximum length of a pattern for ripgrep's own engine. For longer patterns it would build very large tables.
 _MAX_OWN_CHARS = 8192
-_TOKEN = re.compile(
-    r"\\(?P<escape>.)|(?P<group>\(\?(?:<?[=!]|>|\(|P=))|(?P<open>\[)|(?P<possessive>[*+?}]\+)|.", re.DOTALL
-)
 _OPERATORS = re.compile(r"\\[wdsbWDSB.]|\.[*+?]|[\])][*+?]|\||^\^|\$$|\[\^|\(\?")
 _CARET = re.compile(r"^ {4}( *)\^+$", re.MULTILINE)
 PCRE_LINE_ENDS = "(*ANYCRLF)"
 """Start of a pattern for PCRE2. With --crlf, ripgrep 13 leaves the line end of a line without \\r in its text."""
 _PCRE = re.compile(r"PCRE2: error compiling pattern at offset (\d+): (.+)")
+_ONLY_PCRE = re.compile(r"^error: (?:.* not supported|unrecognized flag)$", re.MULTILINE)
+_LINE_END = re.compile(r"^(?:rg: )?the literal '\"\\n\"' is not allowed", re.MULTILINE)
 _UNKNOWN_TYPE = re.compile(r"^(?:rg: )?unrecognized file type: (.*)$", re.MULTILINE)
 _BAD_GLOB = re.compile(r"^(?:rg: )?error parsing (glob .*)$", re.MULTILINE)
 _REASON = re.compile(r"^error: (.+)$", re.MULTILINE)
@@ -50,9 +49,15 @@ class GrepPattern:
                 INVALID_PATTERN, f"the pattern has {size} bytes, more than {MAX_PATTERN_BYTES}: look for a part of it"
             )
         if "\n" in text and not multiline:
-            raise self._spans_lines(text.index("\n"))
-        self._tokens = [] if fixed_strings else list(_TOKEN.finditer(text))
-        self.needs_pcre = self._has_pcre_syntax() or len(text) > _MAX_OWN_CHARS
+            raise self._spans_lines()
+        self.needs_pcre = len(text) > _MAX_OWN_CHARS
+
+    def turn_to_pcre(self, error_text: str) -> bool:
+        """Return whether the pattern needs PCRE2, by an error message of ripgrep's own engine."""
+        if self.needs_pcre or _ONLY_PCRE.search(error_text) is None:
+            return False
+        self.needs_pcre = True
+        return True
 
     def explain(self, error_text: str) -> Failure:
         """Convert an error message of ripgrep about this pattern, or about a type or a glob, to a failure."""
@@ -63,6 +68,8 @@ class GrepPattern:
             )
         if (glob := _BAD_GLOB.search(error_text)) is not None:
             return Failure(INVALID_PATTERN, f"exclude: {escaped(glob[1].encode())[:300]}")
+        if _LINE_END.search(error_text) is not None:
+            return self._spans_lines()
         pcre = _PCRE.search(error_text)
         if pcre is not None:
             # The offset counts what Ripgrep puts before the pattern.
@@ -74,21 +81,6 @@ class GrepPattern:
         reason_text = reason[1] if reason else (lines[0] if lines else "not understood")
         return self._build_failure(reason_text[:300], len(caret[1]) + 1 if caret and "\n" not in self.text else None)
 
-    def _has_pcre_syntax(self) -> bool:
-        """Return whether only PCRE2 can accept the pattern. Raises Failure if no line can match the pattern."""
-        has_pcre_syntax = False
-        in_class = 0
-        for token in self._tokens:
-            if token.start() < in_class:
-                continue
-            if token["open"]:
-                in_class = _end_of_class(self.text, token.start())
-            elif token["escape"] == "n" and not self.multiline:
-                raise self._spans_lines(token.start())
-            elif token["group"] or token["possessive"] or (token["escape"] or "?") in "123456789":
-                has_pcre_syntax = True
-        return has_pcre_syntax
-
     def _build_failure(self, reason: str, position: int | None) -> Failure:
         where = f" at character {position}" if position is not None else ""
         message = f"not a regular expression{where}: {reason}; the pattern was {_shorten(self.text)}"
@@ -96,10 +88,10 @@ class GrepPattern:
             message += "; if it is meant literally, retry with fixed_strings=true"
         return Failure(INVALID_PATTERN, message)
 
-    def _spans_lines(self, at: int) -> Failure:
+    def _spans_lines(self) -> Failure:
         message = (
-            f"the pattern has a line end at character {at + 1}, and no single line matches it: set multiline=true; it "
-            f"was {_shorten(self.text)}"
+            "the pattern has a line end, and no single line matches it: set multiline=true; it was "
+            f"{_shorten(self.text)}"
         )
         return Failure(INVALID_PATTERN, message)
 
@@ -107,20 +99,3 @@ class GrepPattern:
 def _shorten(text: str) -> str:
     shown = text if len(text) <= 200 else f"{text[:200]}..."
     return f"'{escaped(shown.encode('utf-8', 'backslashreplace'))}'"
-
-
-def _end_of_class(text: str, start: int) -> int:
-    """Return the position after the class that opens at `start`, or the end of the text if the class is not closed."""
-    at = start + 1
-    at += text[at : at + 1] == "^"
-    at += text[at : at + 1] == "]"
-    while at < len(text):
-        if text[at] == "\\":
-            at += 1
-        elif text[at] == "[" and text[at + 1 : at + 2] == ":":
-            closing = text.find(":]", at + 2)
-            at = closing + 1 if closing >= 0 else at
-        elif text[at] == "]":
-            return at + 1
-        at += 1
-    return len(text)

@@ -49,6 +49,10 @@ class _LargeFileError(Exception):
     """Raised when ripgrep reads a file that is larger than MAX_FOUND_BYTES."""
 
 
+class _NeedsPcreError(Exception):
+    """Raised when the pattern has syntax that only PCRE2 has."""
+
+
 def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
     """Send the matching lines.
 
@@ -65,10 +69,11 @@ def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
     except OSError as error:
         raise describe_os_error(error, start.show(b"")) from None
     search = _Search(request, pattern, start, context, clock)
-    if start.file is None:
-        search.find_files(names)
-    else:
-        search.find_in_file(start.file)
+    try:
+        search.find(names)
+    except _NeedsPcreError:
+        search = _Search(request, pattern, start, context, clock)
+        search.find(names)
     search.send()
     return search.fields()
 
@@ -102,8 +107,15 @@ class _Search:
 
     # --- which files --------------------------------------------------------------------------------------------------
 
-    def find_files(self, names: NameFilter) -> None:
-        """Find the matching files below the start. Raises Failure.
+    def find(self, names: NameFilter) -> None:
+        """Find the matching files, or the matches of the one file. Raises Failure, and _NeedsPcreError."""
+        if self._start.file is None:
+            self._find_files(names)
+        else:
+            self._find_in_file(self._start.file)
+
+    def _find_files(self, names: NameFilter) -> None:
+        """Find the matching files below the start.
 
         ripgrep applies the ignore rules. Only the files that match are queried for their time and size. It starts
         again if it reads a large file, and then leaves out all of them: to read the size of every file takes a sixth
@@ -158,10 +170,10 @@ class _Search:
         self._large += [path for path in left_out.large if names.takes(path)]
         self._ignored = sum(names.takes(path) or os.path.isdir(path) for path in left_out.ignored)
 
-    def find_in_file(self, name: bytes) -> None:
+    def _find_in_file(self, name: bytes) -> None:
         """Search the one file that the request names.
 
-        No filter and no ignore rule applies, and the size limit is larger. Raises Failure.
+        No filter and no ignore rule applies, and the size limit is larger.
         """
         shown = self._start.show(name)
         try:
@@ -207,6 +219,8 @@ class _Search:
             self._is_partial = True
             self._was_killed = not child.was_late
         if child.has_refused:
+            if self._pattern.turn_to_pcre(child.left_out.text):
+                raise _NeedsPcreError
             raise self._pattern.explain(child.left_out.text)
 
     def _check_found(self) -> None:
