@@ -86,15 +86,6 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def after_call(text: str, result: str) -> list[dict[str, Any]]:
-    call = {"id": "c", "type": "function", "function": {"name": "bash_tool", "arguments": "{}"}}
-    return [
-        user(text),
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": result},
-    ]
-
-
 async def read(model: OpenAIModel, *messages: dict[str, Any], tools: Lines = ()) -> NativeReply:
     """Return a reply as the orchestrator's own client parses the reply."""
     assembler = NativeCallAssembler()

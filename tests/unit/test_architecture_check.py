@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -76,13 +75,6 @@ def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
         pytest.param(
             "contract/x.py", "import orchestrator.loop.agent", "arrow", id="contract imports the orchestrator"
         ),
-        pytest.param("contract/x.py", "from workers import tasks", "arrow", id="contract imports the workers"),
-        pytest.param(
-            "orchestrator/x.py",
-            "from workers.celery_edge.tasks import celery",
-            "arrow",
-            id="orchestrator imports workers",
-        ),
         pytest.param(
             "workers/x.py", "def f():\n    import orchestrator", "arrow", id="workers import orchestrator, late"
         ),
@@ -92,15 +84,12 @@ def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
         pytest.param("workers/x.py", "import guest", "arrow", id="the host imports the guest"),
         pytest.param("orchestrator/loop/x.py", "import orchestrator.dispatch", "arrow", id="the loop imports dispatch"),
         pytest.param("orchestrator/mcp/x.py", "import orchestrator.api.app", "arrow", id="MCP imports the API"),
-        pytest.param("orchestrator/cli/x.py", "from orchestrator import mcp", "arrow", id="the CLI imports MCP"),
         pytest.param(
             "orchestrator/cli/x.py",
             "def f():\n    from orchestrator.api.app import build_app",
             "arrow",
             id="the CLI imports the API, late",
         ),
-        pytest.param("orchestrator/api/x.py", "import orchestrator.cli.run", "arrow", id="the API imports the CLI"),
-        pytest.param("orchestrator/adapters/x.py", "import orchestrator.cli.run", "arrow", id="an adapter does"),
         pytest.param("orchestrator/models/x.py", "from store import calls", "arrow", id="a model imports the store"),
         pytest.param(
             "sandbox-images/guest/x.py", "from contract import calls", "arrow", id="the guest imports contract"
@@ -108,20 +97,14 @@ def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
         pytest.param("sandbox-images/guest/x.py", "import structlog", "third-party", id="the guest imports a package"),
         pytest.param("contract/x.py", "import structlog", "third-party", id="contract imports a package"),
         pytest.param("contract/x.py", "import socket", "contract-acts", id="contract opens sockets"),
-        pytest.param("contract/x.py", "from urllib import request", "contract-acts", id="contract fetches"),
         pytest.param("contract/x.py", "import asyncio.locks", "contract-acts", id="contract imports asyncio"),
         pytest.param("contract/x.py", "async def f() -> None: ...", "contract-acts", id="contract is async"),
         pytest.param("contract/x.py", "TEXT = open('x')", "contract-acts", id="contract opens files"),
-        pytest.param(
-            "contract/x.py", "def f(p):\n    return p.read_text()", "contract-acts", id="contract reads files"
-        ),
         pytest.param("orchestrator/dispatch/dispatcher.py", "import celery.result", "wall", id="celery"),
-        pytest.param("workers/executor.py", "from kombu import Queue", "wall", id="kombu"),
         pytest.param("workers/executor.py", "import billiard", "wall", id="billiard"),
         pytest.param("workers/sandboxd/pool.py", "from docker.errors import APIError", "wall", id="docker"),
         pytest.param("orchestrator/models/local.py", "import openai", "wall", id="openai"),
         pytest.param("orchestrator/admission.py", "from redis.asyncio import Redis", "wall", id="redis"),
-        pytest.param("workers/executor.py", "import redis", "wall", id="redis in a worker"),
         pytest.param("orchestrator/batch.py", "import typer", "wall", id="typer"),
         pytest.param("orchestrator/http/x.py", "import fastapi", "wall", id="fastapi"),
         pytest.param("orchestrator/api/server.py", "import uvicorn", "wall", id="uvicorn"),
@@ -134,7 +117,6 @@ def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
         pytest.param(
             "orchestrator/operations/local_stack.py", "import os\nE = dict(os.environ)", "environment", id="os.environ"
         ),
-        pytest.param("workers/x.py", "import os\nE = os.getenv('HOME')", "environment", id="os.getenv"),
         pytest.param("workers/x.py", "from os import environ as e", "environment", id="environ under another name"),
         pytest.param("contract/x.py", "import os\nos.putenv('A', 'b')", "environment", id="the environment is written"),
         pytest.param(
@@ -143,15 +125,8 @@ def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
             "constructor",
             id="eight",
         ),
-        pytest.param(
-            "orchestrator/x.py",
-            "class C:\n    def __init__(self, a, b, c, d, e, f, g, **h): ...",
-            "constructor",
-            id="**",
-        ),
         pytest.param("workers/x.py", "def f(:", "syntax", id="a file that is not Python"),
         pytest.param("tests/unit/test_x.py", "\n" * 801, "length", id="a test over 800 lines"),
-        pytest.param("workers/x.py", "X = 1\n" * 801, "length", id="a module over 800 lines"),
         pytest.param("scripts/x", "#!/bin/sh\n" + "true\n" * 801, "length", id="a script over 800 lines"),
     ],
 )
@@ -161,23 +136,6 @@ def test_a_broken_rule_is_found_where_it_is_broken(tmp_path: Path, path: str, so
     assert [(where, name) for where, _, name in found] == [(path, rule)]
     if rule in ("arrow", "wall", "third-party"):
         assert found[0][1] == 1 + len(source.splitlines())  # the last line, below the docstring
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param("class C:\n    def __init__(self, a, b, c, d, e, *, f, g): ...", id="seven"),
-        pytest.param("class C:\n    def open(self, a, b, c, d, e, f, g, h): ...", id="no constructor"),
-        pytest.param(
-            "from dataclasses import dataclass\n@dataclass\nclass C:\n"
-            + "".join(f"    {n}: int\n" for n in "abcdefgh"),
-            id="a dataclass",
-        ),
-    ],
-)
-def test_a_constructor_of_up_to_seven_parameters_and_a_record_of_more_pass(tmp_path: Path, source: str) -> None:
-    write_tree(tmp_path, {**CLEAN_TREE, "workers/x.py": source})
-    assert CHECK.check_tree(tmp_path) == []
 
 
 @pytest.mark.parametrize("package", ["contract", "orchestrator", "workers", "sandbox-images/guest", "tests"])
@@ -226,16 +184,6 @@ def test_an_import_for_the_type_checker_alone_still_may_not_cross_a_wall(tmp_pat
     late = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import orchestrator"
     write_tree(tmp_path, {**CLEAN_TREE, "workers/a.py": late})
     assert [rule for _, _, rule in find_violations(tmp_path)] == ["arrow"]
-
-
-def test_the_script_prints_a_line_per_violation_and_exits_with_1(tmp_path: Path) -> None:
-    write_tree(tmp_path, {**CLEAN_TREE, "workers/x.py": "import docker\nimport orchestrator"})
-    ran = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, check=False)
-    assert ran.returncode == 1
-    assert ran.stdout.splitlines() == [
-        "workers/x.py:2: wall: docker may be imported only in workers/sandboxd/runtime/*.py",
-        "workers/x.py:3: arrow: workers must not import orchestrator",
-    ]
 
 
 def test_this_repository_keeps_its_own_rules() -> None:

@@ -2,13 +2,12 @@
 right from wrong.
 """
 
-import csv
 import importlib.util
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,22 +69,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- Expected answers -------------------------------------------------------------------------------------------------
-
-
-class Tables:
-    """The CSV files, read by Python's own reader."""
-
-    def __getattr__(self, name: str) -> list[dict[str, str]]:
-        with (DATA / "workspace" / f"{name}.csv").open(newline="") as file:
-            return list(csv.DictReader(file))
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def nile(t: Tables, first: int, last: int) -> float:
-    return mean([float(row["volume"]) for row in t.nile if first <= int(row["year"]) <= last])
 
 
 @pytest.mark.parametrize("line", read_lines(FIX / "expected.jsonl"), ids=lambda line: str(line["id"]))
@@ -219,35 +202,3 @@ def test_wrong_missing_double_failed_and_torn_rows_are_distinguished(tmp_path: P
     assert "\x1b" not in done.stdout
     assert "'stranger' belongs to no item" in done.stdout
     assert "not a row" in done.stdout
-
-
-def relink(link: Path, target: Path) -> None:
-    link.unlink()
-    link.symlink_to(target)
-
-
-# Artifacts that a model may leave in order to pass without a repair.
-CHEATS: dict[str, Callable[[Path], object]] = {
-    "an exit with code 0 before the tests": lambda place: (place / "roman.py").write_text("import os\nos._exit(0)\n"),
-    "tests without the failing one": lambda place: (place / "test_roman.py").write_text("import unittest\n"),
-    "a unittest of its own": lambda place: (place / "unittest.py").write_text("raise SystemExit(0)\n"),
-    "a package in the module's place": lambda place: shutil.copytree(FIX / "projects" / "invoice", place / "roman"),
-    "a module that cannot be imported": lambda place: (place / "roman.py").write_text("raise ImportError\n"),
-    "a test that is skipped": lambda place: (place / "roman.py").write_text(
-        "import unittest\nraise unittest.SkipTest('later')\n"
-    ),
-    "a link to another file": lambda place: relink(place / "roman.py", FIX / "projects" / "recent" / "recent.py"),
-    "a flood where the report goes": lambda place: (place / "roman.py").write_text(
-        "import os\nwhile True:\n    os.write(3, b'x' * 9999)\n"
-    ),
-    "nothing": lambda place: shutil.rmtree(place),
-}
-
-
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_a_project_that_was_not_repaired_does_not_pass_by(cheat: str, tmp_path: Path) -> None:
-    place = tmp_path / "roman"
-    shutil.copytree(FIX / "projects" / "roman", place)
-    CHEATS[cheat](place)
-    verdict = load_module(FIX / "check.py").judge_project({"id": "roman", "tests": 5}, tmp_path)
-    assert (verdict.outcome, verdict.item) == ("wrong", "roman"), verdict

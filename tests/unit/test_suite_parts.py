@@ -3,7 +3,6 @@ order.
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from scripts.test_parts import MAX_FILES
 from tests.waiting import wait_until
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "test_parts.py"
@@ -59,20 +57,6 @@ def run(root: Path, **parts: str) -> tuple[int, str]:
     process = start(root, **parts)
     output, _ = process.communicate(timeout=100)
     return process.returncode, output
-
-
-def test_a_large_directory_runs_in_slices_that_contain_every_file_once(tmp_path: Path) -> None:
-    count = MAX_FILES + 1
-    (tmp_path / "tests" / "large").mkdir(parents=True)
-    for number in range(count):
-        (tmp_path / "tests" / "large" / f"test_{number}.py").write_text(PASSES)
-
-    status, output = run(tmp_path)
-
-    assert status == 0, output
-    passed = re.findall(r"test: tests/large (\d) of 2: (\d+) passed in", output)
-    assert sorted(number for number, _ in passed) == ["1", "2"]
-    assert sum(int(tests) for _, tests in passed) == count
 
 
 def test_failed_and_killed_parts_are_shown_and_named_last(tmp_path: Path) -> None:
