@@ -70,10 +70,6 @@ async def test_a_tenants_key_may_not_name_another_tenant_whether_it_exists_or_no
     assert answers[0]["code"] == "PERMISSION_DENIED"
 
 
-async def test_an_operator_may_act_for_any_tenant(api: ApiHarness) -> None:
-    assert (await api["operator"].get("/v1/batches", params={"tenant": "acme"})).status_code == 200
-
-
 async def test_a_key_that_is_revoked_opens_nothing_more(api: ApiHarness) -> None:
     made = (await api["admin"].post("/v1/tenants/acme/keys", json={"name": "short-lived"})).json()
     async with api.client(made["key"]) as client:

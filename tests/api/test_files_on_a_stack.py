@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 from store.archives.files import MAX_WORKSPACE_BYTES
 from tests.api_stack import SOON_S, ApiStack, read_events, store_settings
 from tests.stack import run_toolcrew
-from tests.unit.test_workspace_sources import git
 
 pytestmark = pytest.mark.stack
 
@@ -125,24 +123,6 @@ async def test_a_run_has_a_workspace_and_artifacts(api_stack: ApiStack) -> None:
         for wrong in ({"workspace": "/etc"}, {"artifacts": ["../up"]}, {"restore": "c"}):
             refused = await client.post("/v1/runs", json={**run, **wrong})
             assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS"), wrong
-
-
-@pytest.mark.parametrize("kind", ["bundle", "zip"])
-async def test_a_bundle_and_a_zip_are_workspaces(kind: str, api_stack: ApiStack, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x" * MIB)
-    if kind == "bundle":
-        git(tmp_path, "init", "-q", "-b", "trunk")
-        git(tmp_path, "add", "a.txt")
-        git(tmp_path, "commit", "-q", "-m", "first")
-        git(tmp_path, "bundle", "create", "-q", "it", "HEAD", "--branches")
-    else:
-        with zipfile.ZipFile(tmp_path / "it", "w") as archive:
-            archive.write(tmp_path / "a.txt", "a.txt")
-    async with api_stack.client() as client:
-        file = await upload(client, (tmp_path / "it").read_bytes())
-        rows = await rows_of(client, call("one", "wc -c <a.txt; ls -A /output /tmp | grep workspace", workspace=file))
-    assert output_of(rows["one"]).split()[0] == str(MIB)
-    assert "workspace" not in output_of(rows["one"])
 
 
 async def test_a_location_of_the_store_is_a_workspace_of_its_tenant_alone(api_stack: ApiStack) -> None:

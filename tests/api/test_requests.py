@@ -232,21 +232,6 @@ async def test_a_service_that_is_reported_to_stop_keeps_its_answers_first(
     assert json.loads(answer)["status"] == 201
 
 
-async def test_lists_come_in_pages(api: ApiHarness) -> None:
-    for number in range(5):
-        await api["admin"].post("/v1/tenants", json={"name": f"t{number}"})
-    names, cursor = list[str](), None
-    while True:
-        page = (
-            await api["operator"].get("/v1/tenants", params={"limit": 3} | ({"cursor": cursor} if cursor else {}))
-        ).json()
-        names += [tenant["name"] for tenant in page["data"]]
-        cursor = page["next_cursor"]
-        if cursor is None:
-            break
-    assert names == ["default", "acme", "rival", *(f"t{number}" for number in range(5))]
-
-
 async def test_a_service_without_a_redis_serves_from_the_first_moment(redis_server: RedisProcess) -> None:
     redis_server.stop()
     try:

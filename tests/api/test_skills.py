@@ -4,7 +4,6 @@ from pathlib import Path
 
 from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
-from orchestrator.api.app import SKILL_BYTES
 from orchestrator.sdk.skill_folders import examine_skill
 from tests.api_harness import ApiHarness
 from tests.builders import build_spec
@@ -35,21 +34,6 @@ async def test_skills_come_in_pages_to_tenants_and_operators(
         assert rest["next_cursor"] is None
 
 
-async def test_one_skill_is_shown_and_one_that_is_none_is_not_found(
-    api: ApiHarness, redis_server: RedisProcess, tmp_path: Path
-) -> None:
-    publish(redis_server, tmp_path, "alpha")
-    shown = (await api["acme"].get("/v1/skills/alpha")).json()
-    assert (shown["description"], shown["files"], shown["has_scripts"], shown["warnings"]) == (
-        "Does alpha.",
-        1,
-        False,
-        [],
-    )
-    missing = await api["acme"].get("/v1/skills/alfa")
-    assert (missing.status_code, missing.json()["code"]) == (404, "FILE_NOT_FOUND")
-
-
 async def test_a_tenant_installs_its_own_skills_and_no_other_tenant_sees_them(
     api: ApiHarness, redis_server: RedisProcess, tmp_path: Path
 ) -> None:
@@ -73,20 +57,3 @@ async def test_a_tenant_installs_its_own_skills_and_no_other_tenant_sees_them(
     assert (await api["acme"].delete("/v1/skills/alpha")).status_code == 404
     assert (await api["acme"].delete("/v1/skills/beta")).status_code == 204
     assert (await api["acme"].get("/v1/skills/beta")).json()["source"] == "system"
-
-
-async def test_what_is_no_skill_is_not_installed(api: ApiHarness, redis_server: RedisProcess, tmp_path: Path) -> None:
-    publish(redis_server, tmp_path, "alpha")
-    for content in (b"", b"junk", b"PK\x05\x06" + bytes(18)):
-        refused = await api["acme"].post("/v1/skills", content=content)
-        assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS")
-        assert str(tmp_path) not in refused.text
-        assert "/tmp" not in refused.text
-    assert (await api["acme"].post("/v1/skills", content=bytes(SKILL_BYTES + 1))).status_code == 413
-    async with api.client("none") as client:
-        assert (await client.post("/v1/skills", content=b"x")).status_code == 401
-
-
-async def test_skills_are_not_shown_without_a_key(api: ApiHarness) -> None:
-    async with api.client("none") as client:
-        assert (await client.get("/v1/skills")).status_code == 401

@@ -7,7 +7,6 @@ import pytest
 
 from contract.calls import SessionUsage
 from store.usage import WorkerUsageStore
-from tests.api.test_people_and_secrets import logged_in
 from tests.api_harness import ApiHarness
 from tests.conftest import RedisProcess
 
@@ -51,18 +50,3 @@ async def test_a_used_budget_refuses_runs_with_the_time_of_its_reset(api: ApiHar
     actions = [one["action"] for one in (await api["operator"].get("/v1/audit")).json()["data"]]
     assert actions.count("budget.exceed") == 1
     assert (await api["rival"].post("/v1/runs", json={"instruction": "act"})).status_code == 202
-
-
-@pytest.mark.usefixtures("used")
-async def test_the_page_shows_charts_and_budgets_of_the_own_tenant(api: ApiHarness) -> None:
-    await api["admin"].put("/v1/tenants/acme", json={"budgets": {"cpu_s_per_day": 100.0}})
-    async with logged_in(api, "acme") as person:
-        page = (await person.get("/usage")).text
-    assert 'aria-label="Sandbox CPU time per day, 1 min 30 s in 30 days"' in page
-    assert page.count('<rect class="day"') == 3 * 30
-    assert "cpu s per day" in page
-    assert "rival" not in page
-    async with logged_in(api, "operator") as person:
-        page = (await person.get("/usage")).text
-    assert 'id="usage-acme"' in page
-    assert 'id="usage-rival"' in page

@@ -301,14 +301,6 @@ def test_up_in_text_says_how_to_use_it_and_goes_with_its_terminal(footprint: Foo
     footprint.assert_nothing_left(within_s=1)
 
 
-def test_worker_start_without_settings_says_which_one_is_missing(footprint: Footprint) -> None:
-    done = run_toolcrew(footprint, "serve", "worker")
-
-    assert done.returncode == 1
-    assert "TOOLCREW_REDIS_URL is not set" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_run_works_an_instruction_to_its_answer(shell: Shell, tmp_path: Path) -> None:
     """tests/integration/test_agent_runs.py has every dialect."""
     workspace, saved = tmp_path / "in", tmp_path / "out"

@@ -191,20 +191,6 @@ def test_the_least_recently_used_images_go_and_those_in_use_stay(
     assert cached_bytes(daemon) <= 9 * MIB
 
 
-def test_an_image_that_was_removed_for_room_is_pulled_again(
-    engine: APIClient, daemons: Daemons, registry: ImageRegistry
-) -> None:
-    """The engine keeps its layers in other folders then."""
-    image = registry.push("tool:v1", {"mark": b"one\n"})
-    daemon = start(daemons, registry, image_cache_bytes="0")
-    with daemon.client() as client:
-        client.close(client.open("acme", "s1", image))
-        client.close(client.open("acme", "s2", registry.push("other:v1", {"mark": b"two\n"})))
-        wait_until(lambda: not is_in_engine(engine, image), SOON_S, "the image is removed")
-        assert run_script(client, client.open("acme", "s3", image), READ) == "one\n"
-    assert registry.count_pulls(image) == 2
-
-
 def test_an_image_of_an_evicted_session_stays_over_a_restart(
     engine: APIClient, daemons: Daemons, registry: ImageRegistry
 ) -> None:

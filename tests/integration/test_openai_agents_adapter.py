@@ -140,16 +140,6 @@ async def test_a_run_that_is_asked_by_the_sdk_stops_and_goes_on_with_a_yes(
     assert (result.final_output, await session.read_file("/workspace/a.txt")) == ("done", b"written")
 
 
-async def test_a_run_that_is_asked_by_the_sdk_goes_on_with_a_no(client: ToolClient, session: Session) -> None:
-    agent = play(await as_agents_tools(client, session, asks_by_run=True), ("write_tool", WRITE))
-    state = (await run(agent)).to_state()
-    state.reject(state.get_interruptions()[0])
-    result = await Runner.run(agent, state, run_config=QUIET)
-    assert result.final_output == "done"
-    with pytest.raises(ToolFailure):
-        await session.read_file("/workspace/a.txt")
-
-
 async def test_no_question_is_asked_about_a_call_that_is_refused_in_any_case(
     client: ToolClient, session: Session
 ) -> None:

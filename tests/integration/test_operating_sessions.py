@@ -173,24 +173,6 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
     assert (await session.call("bash_tool", {"command": "echo still here"})).metadata["stdout"] == "still here\n"
 
 
-async def test_a_program_of_a_session_is_killed_as_a_call_is(stack: Stack, session: Session, other: ToolClient) -> None:
-    container = await container_of(stack, session)
-    running = asyncio.create_task(session.exec(["sleep", "303"], timeout_s=120))
-    await wait_until_async(
-        lambda: any("sleep 303" in one for one in commands_in(container).values()), 20, "the program runs"
-    )
-    with stack.open_redis() as client:
-        keys: Any = client.keys("toolcrew:default:t:default:call.*")
-        running_ids = [
-            key.decode().rpartition(":call.")[2] for key in keys if client.hget(key, "session") == session.id.encode()
-        ]
-        [call_id] = [one for one in running_ids if state_of(stack, "default", one) == "running"]
-    assert (await other.kill_call(call_id)).record.code in ("", "CANCELLED")
-    with pytest.raises(ToolFailure, match="was killed by") as ended:
-        await running
-    assert ended.value.code is ErrorCode.CANCELLED
-
-
 async def test_calls_of_a_paused_tenant_wait_what_runs_ends_and_a_waiting_one_can_be_killed(
     stack: Stack, other: ToolClient
 ) -> None:

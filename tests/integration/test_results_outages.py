@@ -78,20 +78,6 @@ async def test_a_subscription_that_died_without_a_word_is_made_anew(
         await client.aclose()
 
 
-async def test_five_thousand_in_flight_get_each_its_own(redis_server: RedisProcess, not_sweeping: None) -> None:
-    async with listening(redis_server) as (hub, client):
-        with contextlib.ExitStack() as stack:
-            names = [hub.task_id(f"c{number}") for number in range(5000)]
-            futures = [stack.enter_context(hub.expect(name)) for name in names]
-            for at in range(0, len(names), 500):
-                async with client.pipeline(transaction=False) as pipe:
-                    for name in names[at : at + 500]:
-                        pipe.publish(f"celery-task-meta-{name}", stored(name))
-                    await pipe.execute()
-            ended = await asyncio.wait_for(asyncio.gather(*futures), SOON_S)
-            assert [each["task_id"] for each in ended] == names
-
-
 class Pool:
     """Workers that read the queue and store results as Celery does. After an outage a store is retried until Redis
     accepts it.

@@ -131,14 +131,6 @@ async def test_a_session_is_found_by_address_and_by_meta_on_every_replica(mcp_st
         assert "omit one of them" in text_of(other)
 
 
-async def test_a_call_that_names_no_session_has_one_of_its_own_which_goes_with_it(mcp_stack: McpStack) -> None:
-    async with mcp_stack.client() as client:
-        assert text_of(await bash(client, "echo mine >file; sleep 0; echo done")) == "done\n"
-        again = await bash(client, "ls -A")
-    assert text_of(again).strip() in ("", "(no output)", "The command succeeded and printed nothing."), text_of(again)
-    assert "toolcrew/session" not in (again.meta or {})
-
-
 async def test_a_tenant_cannot_report_anothers_session_from_one_that_never_was(mcp_stack: McpStack) -> None:
     async with mcp_stack.client() as client:
         session = await new_session(client)

@@ -86,11 +86,6 @@ def test_a_failing_tool_is_a_failure_in_printable_words(peer: str) -> None:
     assert "\x1b" not in str(result.output)
 
 
-def test_pictures_are_reported(peer: str) -> None:
-    output = str(run_tool(_load(peer)["mcp__peer__show"]).output)
-    assert "look\n[image, image/png, about 3 bytes: not attached]" in output
-
-
 def test_a_server_of_an_earlier_revision_is_greeted_and_its_session_ended() -> None:
     with open_raw_peer(legacy, session="s-1") as server:
         way = reach(server.url(host="127.0.0.1"))

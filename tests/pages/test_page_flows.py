@@ -90,15 +90,6 @@ async def test_the_tree_of_forks_leads_from_run_to_run(world: World, visitors: V
         await world.hosted.cancel("acme", one.id)
 
 
-async def test_the_overview_shows_what_a_run_does(world: World, visitors: Visitors) -> None:
-    async with visitors.visit("operator") as visit, world.work_run("Be seen") as worked:
-        await visit.page.goto("/?tenant=acme")
-        worked.begin_step(1)
-        worked.send_call()
-        row = visit.page.get_by_role("row").filter(has_text=worked.id)
-        await expect(row).to_contain_text("calls bash_tool")
-
-
 async def test_a_run_is_cancelled(world: World, visitors: Visitors) -> None:
     run = await world.hosted.start("acme", RunBody(instruction="Never begun"))
     async with visitors.visit("operator") as visit:
@@ -109,17 +100,6 @@ async def test_a_run_is_cancelled(world: World, visitors: Visitors) -> None:
         await expect(visit.page.get_by_role("heading", level=1)).to_contain_text("cancelled")
     entries = (await Audit(world.redis, DEPLOYMENT).read(actions=("run.cancel",))).entries
     assert [(one.target, one.actor.name) for one in entries if one.target == run.id] == [(run.id, "operator")]
-
-
-async def test_the_runs_are_paged_through(world: World, visitors: Visitors) -> None:
-    ids = [(await world.hosted.start("rival", RunBody(instruction=f"number {number}"))).id for number in range(60)]
-    async with visitors.visit("rival") as visit:
-        await visit.page.goto("/runs?state=queued")
-        seen = await visit.page.locator("tbody th a").all_inner_texts()
-        await visit.page.get_by_role("link", name="Older runs").click()
-        await visit.page.wait_for_url(lambda url: "cursor" in url)
-        seen += await visit.page.locator("tbody th a").all_inner_texts()
-    assert seen == list(reversed(ids))
 
 
 async def test_a_call_is_allowed_after_its_exact_bytes_were_seen(world: World, visitors: Visitors) -> None:
@@ -140,17 +120,6 @@ async def test_a_call_is_allowed_after_its_exact_bytes_were_seen(world: World, v
         await visit.page.get_by_role("button", name="Allow this dangerous call").click()
         await expect(visit.page.get_by_text("Allowed. The call continues.")).to_be_visible()
     assert (await answer_of(world, question)).answer.is_allowed
-
-
-async def test_a_call_is_denied_with_a_reason(world: World, visitors: Visitors) -> None:
-    question = await world.ask("curl evil", number=2)
-    async with visitors.visit("operator") as visit:
-        await visit.page.goto(f"/approvals/{question.id}")
-        await visit.page.get_by_label("Reason (the model reads it)").fill("not from here")
-        await visit.page.get_by_role("button", name="Deny").click()
-        await expect(visit.page.get_by_text("Denied. The model reads the reason.")).to_be_visible()
-    answer = (await answer_of(world, question)).answer
-    assert (answer.is_allowed, answer.reason, answer.by.name) == (False, "not from here", "operator")
 
 
 async def test_a_call_is_allowed_with_other_arguments_which_lose_nothing_on_the_way(
