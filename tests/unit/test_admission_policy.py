@@ -209,21 +209,3 @@ def test_an_urgent_call_passes_everything_and_counts(harness: Harness) -> None:
     urgent = harness.ask(policy=policy, is_urgent=True)
     assert urgent in harness.held
     assert harness.numbers()[f"queue:{QUEUE}"]["held"] == 2
-
-
-def test_nothing_is_left_of_who_has_gone(harness: Harness) -> None:
-    """Only sums remain, and they expire by themselves."""
-    policy = TenantPolicy(in_flight=2, rate_per_s=5, burst=1)
-    calls = [
-        harness.ask(tenant, queue=queue, policy=policy)
-        for tenant in ("a", "b")
-        for queue in (QUEUE, "host.b.1")
-        for _ in range(5)
-    ]
-    for call in calls:
-        harness.now += 0.3
-        harness.end(call, 0.2)
-    harness.now += 5
-    harness.step(tick([]))
-    lasting = [key for key in harness.client.scan_iter("toolcrew:d:admission:*") if harness.client.ttl(key) == -1]
-    assert lasting == [b"toolcrew:d:admission:clock"]

@@ -184,18 +184,6 @@ async def test_a_record_that_cannot_be_verified_authenticates_no_key_and_can_be_
     assert await failure_of(elsewhere.authenticate(text)) is ErrorCode.UNAUTHENTICATED
 
 
-async def test_keys_are_listed_oldest_first_and_one_that_cannot_be_read_is_reported(harness: Harness) -> None:
-    made = []
-    for _ in range(3):
-        made.append((await harness.keys.add("acme")).id)
-        harness.clock.now += 1
-    assert list(await harness.keys.all()) == made
-    await harness.client.hset(KEY, "0" * 16, '{"tenant": "acme", "role": "root"}')  # type: ignore[misc]
-    assert isinstance((await harness.keys.all())["0" * 16], ConfigError)
-    with pytest.raises(ConfigError, match="keys revoke 0000000000000000"):
-        await harness.keys.authenticate(f"tc_{'0' * 16}_{'A' * 43}")
-
-
 async def test_a_thousand_calls_with_a_key_ask_redis_once(harness: Harness, redis_server: RedisProcess) -> None:
     text, other = (await harness.keys.add("acme")).text, harness.elsewhere()
     with redis_server.client() as client:
@@ -211,16 +199,6 @@ async def test_what_is_remembered_of_keys_is_bounded(harness: Harness) -> None:
     harness.keys._cache = {str(number): (record, 0.0) for number in range(MAX_KNOWN)}
     await harness.keys.authenticate(text)
     assert len(harness.keys._cache) == MAX_KNOWN
-
-
-async def test_a_credential_is_for_its_tenant_unless_its_role_is_for_all(harness: Harness) -> None:
-    for role, code in (("tenant", ErrorCode.PERMISSION_DENIED), ("operator", None), ("admin", None)):
-        credential = Credential(harness.keys, (await harness.keys.add("acme", role)).text)  # type: ignore[arg-type]
-        assert (await credential.check("acme")).role == role
-        if code is None:
-            assert (await credential.check("other")).tenant == "acme"
-        else:
-            assert await failure_of(credential.check("other")) is code
 
 
 async def test_a_credential_ends_with_its_key(harness: Harness) -> None:

@@ -21,7 +21,6 @@ from tests.approval_harness import (
     ACME,
     ADMIN,
     OPERATOR,
-    OTHER,
     SHELL,
     SOON_S,
     ApprovalHarness,
@@ -92,26 +91,6 @@ async def test_a_process_that_continues_a_run_finds_its_question_and_the_answer(
             NO, digest=question.digest
         )
     assert (await harness.queue().pending(ADMIN)).questions == ()
-
-
-async def test_a_question_that_is_asked_again_is_one_question_that_waits_anew(harness: ApprovalHarness) -> None:
-    queue, question = harness.queue(), build_question()
-    await queue.ask(question, "first", 10)
-    (before,) = (await queue.pending(ADMIN)).questions
-    await queue.ask(question, "second", 60)
-    (after,) = (await queue.pending(ADMIN)).questions
-    assert (after.question, after.created_at) == (before.question, before.created_at)
-    assert after.expires_at - before.expires_at > 40
-
-
-async def test_one_that_lost_its_run_does_not_withdraw_what_the_next_has_asked_again(harness: ApprovalHarness) -> None:
-    queue, question = harness.queue(), build_question()
-    await queue.ask(question, "first", 60)
-    await queue.ask(question, "second", 60)
-    await queue.withdraw(question, "first")
-    assert len((await queue.pending(ADMIN)).questions) == 1
-    await queue.withdraw(question, "second")
-    assert (await queue.pending(ADMIN)).questions == ()
 
 
 async def test_a_question_is_withdrawn_when_its_call_is_cancelled(harness: ApprovalHarness) -> None:
@@ -226,27 +205,6 @@ async def test_a_bug_in_the_look_ends_the_wait_instead_of_lasting_to_the_limit(h
 
 
 # Permissions to see and answer
-
-
-async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(harness: ApprovalHarness) -> None:
-    queue = harness.queue()
-    for tenant in ("acme", "other"):
-        await queue.ask(build_question(tenant=tenant), "x", 60)
-
-    async def seen(actor: object, tenant: str | None = None) -> list[str]:
-        return sorted(one.question.tenant for one in (await queue.pending(actor, tenant)).questions)  # type: ignore[arg-type]
-
-    assert (await seen(ACME), await seen(OTHER), await seen(OPERATOR), await seen(ADMIN)) == (
-        ["acme"],
-        ["other"],
-        ["acme", "other"],
-        ["acme", "other"],
-    )
-    assert await seen(OPERATOR, "acme") == ["acme"]
-    assert await seen(OPERATOR, "unknown") == []
-    with pytest.raises(ToolFailure) as refused:
-        await seen(ACME, "other")
-    assert refused.value.code is ErrorCode.PERMISSION_DENIED
 
 
 async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(harness: ApprovalHarness) -> None:

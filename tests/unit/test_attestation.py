@@ -65,6 +65,12 @@ def test_whatever_a_field_holds_the_answer_is_read_as_it_is_or_refused(field: st
     assert len(found.workspace_type) <= 40
 
 
+@given(JSON.filter(lambda value: isinstance(value, dict)))
+def test_no_other_object_passes(done: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        parse_attestation(done)
+
+
 @pytest.mark.parametrize("value", [True, -1, 1.0, "0", None, 2**63])
 def test_what_is_no_count_is_refused(value: object) -> None:
     with pytest.raises(ValueError):

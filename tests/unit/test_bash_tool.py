@@ -64,22 +64,6 @@ def output_of(**fields: Any) -> str:
 # A command
 
 
-def test_a_command_runs_in_the_sessions_state_and_its_whole_output_may_go_to_a_file() -> None:
-    bench = Bench(build_exec_response())
-    bench.bash("echo é", stdin="in", cwd="sub")
-    assert bench.client.bodies == ["echo éin".encode()]
-    wanted = {
-        "script_bytes": 7,
-        "cwd": "sub",
-        "argv": None,
-        "state": "keep",
-        "env": {},
-        "spill": {"bytes": 32768, "lines": 2000},
-    }
-    assert {name: bench.request[name] for name in wanted} == wanted
-    assert "live" not in bench.request
-
-
 def test_a_timeout_gives_what_was_printed_until_then() -> None:
     response = build_exec_response(b"half\n", exit_code=None, signal=15, timed_out=True, kill=KILL)
     result = Bench(response, timeout_s=2).bash()

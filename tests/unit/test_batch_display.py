@@ -123,18 +123,6 @@ def test_no_display_is_driven_by_the_id_of_its_batch(stage: Stage) -> None:
 # --- on a terminal
 
 
-def test_a_terminal_is_drawn_at_most_four_times_a_second() -> None:
-    stage = Stage("live")
-    drawn = []
-    with stage.open() as display:
-        for batch_event in tell_batch(*[(Attempt(),)] * 20):
-            stage.now += 0.01
-            before = len(stage.out.getvalue())
-            display.show(batch_event)
-            drawn.append(len(stage.out.getvalue()) > before)
-    assert sum(drawn) <= 0.01 * len(drawn) / 0.25 + 1
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_a_terminal_shows_the_bar_the_counts_the_rate_the_cost_and_the_last_notice(width: int) -> None:
     stage = Stage("live", width=width)
@@ -200,34 +188,6 @@ def test_failures_retries_and_notices_have_a_line_each_with_its_time_and_none_co
         "i-0 failed (infrastructure HOST_LOST) and is queued again",
         "i-1 failed (model cut_reply): it broke off",
     ]
-
-
-def test_a_resumed_batch_does_not_repeat_its_past_unless_it_is_asked_for() -> None:
-    events = list(tell_item("a", failed(), at=BEGAN - 86_400))
-    watched = Watched("b", BatchProgress(), wall=lambda: BEGAN)
-    for has_past in (False, True):
-        out = io.StringIO()
-        with LogDisplay(watched, out, has_past=has_past) as display:
-            for batch_event in events:
-                display.show(batch_event)
-        assert ("a failed (infrastructure HOST_LOST)" in out.getvalue()) == has_past
-        watched = Watched("b", BatchProgress(), wall=lambda: BEGAN)
-
-
-def test_the_rate_counts_what_has_ended_since_the_display_was_opened() -> None:
-    stage = Stage("lines")
-    with stage.open() as display:
-        for number in range(60):
-            display.show(ended(at=BEGAN - 86_400, item=f"before-{number}", seconds=1))
-        for number in range(20):
-            stage.now += 1
-            display.show(ended(at=BEGAN + stage.now, item=str(number), seconds=1))
-        stage.progress.add(BatchNotice(at=BEGAN, message="", total=100))
-        stage.now += 5
-        display.tick()
-    last = next(line for line in reversed(stage.text().splitlines()) if "queued;" in line)
-    assert "80 of 100 done" in last
-    assert "0.8 items/s; ETA 25.0 s" in last
 
 
 # --- for a program

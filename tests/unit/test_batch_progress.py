@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from contract.run_events import (
     BatchNotice,
     FailureKind,
-    RunEnded,
     RunEvent,
 )
 from orchestrator.batches.progress import MAX_GROUPS, MAX_NOTES, BatchProgress, ProgressSnapshot, Stage
@@ -70,34 +69,6 @@ def test_an_item_that_another_process_continues_is_counted_once() -> None:
     for order in (events, events[::-1], events * 2):
         snapshot = stand(order, BEGAN + 910)
         assert (snapshot.running, snapshot.resumed) == (1, 1)
-
-
-def test_received_ends_are_known_by_attempt() -> None:
-    progress = BatchProgress()
-    for batch_event in tell_batch(
-        (Attempt(),),
-        (Attempt(is_retried=True, failure=FailureKind.TOOL), Attempt(is_cut=True)),
-        (Attempt(is_cut=True),),
-    ):
-        progress.add(batch_event)
-    known = [
-        batch_event.item
-        for batch_event in tell_batch((Attempt(),), (Attempt(),), (Attempt(),))
-        if isinstance(batch_event, RunEnded)
-    ]
-    assert [(progress.has_end(name, 1), progress.has_end(name, 2)) for name in known] == [
-        (True, False),
-        (True, False),
-        (False, False),
-    ]
-    assert not progress.has_end("unknown", 1)
-
-
-def test_the_rates_are_those_of_the_whole_time() -> None:
-    events = tell_batch(*[(Attempt(step_s=5, waited_s=0),)] * 20, every_s=0, total=20)
-    snapshot = stand(events)
-    assert (snapshot.wall_s, snapshot.items_per_s, snapshot.calls_per_s) == (10, 2, 8)
-    assert stand(events, total=40).items_per_s == 20 / 1000
 
 
 def test_the_latest_attempt_is_known_with_its_stage() -> None:

@@ -117,12 +117,6 @@ def test_rows_of_another_batch_are_refused(path: Path) -> None:
     assert path.read_bytes() == raw("a", "b") + raw("c")[:-5]
 
 
-def test_a_file_that_is_open_is_not_opened_again(path: Path) -> None:
-    with RowFile.open(path, any_row), pytest.raises(ConfigError, match="another process is writing rows"):
-        RowFile.open(path, any_row)
-    RowFile.open(path, any_row).close()
-
-
 def test_of_two_processes_one_writes_and_when_it_is_killed_the_other_finds_whole_rows(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from orchestrator.batches.row_files import RowFile\n"

@@ -21,7 +21,6 @@ from contract.tenancy import TenantPolicy
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BadBatch, load_lines
 from orchestrator.runs.batch_service import BatchService
-from orchestrator.runs.batches import Batches
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.models import Models
@@ -75,16 +74,6 @@ async def test_only_what_is_handed_over_is_taken_and_only_of_the_tenants_that_ar
     assert [claim.run for claim in await harness.queue.claim(9, None, ("zeta", "unknown"))] == ["theirs-1"]
     assert [claim.run for claim in await harness.queue.claim(9)] == ["given-1"]
     assert [claim.run for claim in await harness.queue.claim(9, ("acme", "kept"))] == ["kept-1"]
-
-
-async def test_who_submits_a_batch_again_decides_again_who_works_it(harness: RunHarness, tmp_path: Path) -> None:
-    batches = Batches(harness.queue, BatchEventWriter(harness.client, "d"), "acme")
-    file = load_lines(write(tmp_path, '{"id": "a", "instruction": "x"}'))
-    await batches.submit(file, batch="b", is_detached=True)
-    await batches.submit(file, batch="b")
-    assert await harness.queue.claim(9) == []
-    await batches.submit(file, batch="b", is_detached=True)
-    assert len(await harness.queue.claim(9)) == 1
 
 
 async def test_runs_of_dead_processes_that_must_wait_do_not_hide_runs_that_may_be_claimed(harness: RunHarness) -> None:

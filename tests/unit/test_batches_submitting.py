@@ -44,21 +44,6 @@ def build_file(count: int, sha256: str = "a" * 64) -> BatchFile:
     return BatchFile(tuple(build_item(number) for number in range(1, count + 1)), sha256, 100, None)
 
 
-async def test_the_same_file_under_the_same_id_is_gone_on_with(harness: Harness) -> None:
-    assert await harness.batches.submit(build_file(3), batch="b") == "b"
-    await harness.end(*KINDS)
-    await harness.batches.submit(build_file(3), batch="b", concurrency=2, defaults=BatchDefaults(model="m"))
-    record = await harness.batches.status("b")
-    assert (record.state, record.total, record.concurrency, record.defaults.model) == (
-        BatchState.IN_PROGRESS,
-        3,
-        2,
-        "m",
-    )
-    assert await harness.end(None, None) == ["item-3"]
-    assert (await harness.batches.status("b")).state is BatchState.COMPLETED
-
-
 async def test_a_submission_that_is_sent_again_begins_nothing_anew_and_changes_nothing(harness: Harness) -> None:
     await harness.batches.submit(build_file(3), batch="b", defaults=BatchDefaults(model="m"), goes_on=False)
     await harness.end(*KINDS)
@@ -158,12 +143,3 @@ async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_reported_an
     assert failure.value.code is ErrorCode.CANCELLED
     record = await harness.batches.status("b")
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, AT_ONCE)
-
-
-async def test_runs_of_tenants_batches_and_items_are_never_the_same() -> None:
-    names = {
-        run_id(*names)
-        for names in (("a", "b", "c"), ("a", "bc", ""), ("ab", "c", ""), ("a", "b", "d"), ("a", "", "b\0c"))
-    }
-    assert len(names) == 5
-    assert run_id("a", "b", "c") == run_id("a", "b", "c")

@@ -17,8 +17,6 @@ from contract.call_events import (
     MAX_WAITING_EVENTS,
     MODEL,
     OUTPUT,
-    encode_event,
-    entry_fields,
 )
 from contract.calls import ToolResult
 from contract.settings import BrokerSettings
@@ -94,36 +92,6 @@ async def test_one_listener_hears_many_calls_and_mixes_nothing_up(harness: Event
     await asyncio.gather(*(one(call_id) for call_id in screens))
     for call_id, screen in screens.items():
         assert screen.text() == "".join(f"{call_id} {n};" for n in range(20))
-
-
-async def test_calls_that_end_together_are_read_together(
-    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    screens, round_trips, ended = [Screen() for _ in range(100)], list[int](), asyncio.Barrier(100)
-    open_pipeline = harness.redis.pipeline
-
-    async def one(number: int) -> None:
-        handlers = {OUTPUT: output_handler(screens[number].show)}
-        async with harness.events.listen("acme", f"call-{number}", handlers, 30) as reader:
-            assert reader is not None
-            # No wake-up: what is still unread when the result comes.
-            harness.plain.xadd(
-                reader.keys.events, entry_fields(encode_event(OUTPUT, {"stream": "stdout", "text": str(number)}))
-            )  # type: ignore[arg-type]
-            if await ended.wait() == 0:
-                monkeypatch.setattr(
-                    harness.redis, "pipeline", lambda **options: round_trips.append(1) or open_pipeline(**options)
-                )
-
-    await asyncio.gather(*map(one, range(100)))
-    assert [screen.text() for screen in screens] == [str(number) for number in range(100)]
-    assert len(round_trips) < 50
-
-
-async def test_nothing_is_left_in_redis_when_the_call_is_over(harness: EventHarness) -> None:
-    await harness.hear(lambda writer: writer.show("stdout", "x" * 100_000), Screen().show)
-    await harness.events.close()
-    assert harness.names() == []
 
 
 async def test_a_cancelled_caller_leaves_nothing_and_its_worker_writes_nothing_more(harness: EventHarness) -> None:

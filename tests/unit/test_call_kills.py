@@ -127,33 +127,6 @@ async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_
     assert await harness.state() == "forbidden"
 
 
-async def test_an_unknown_call_is_reported_at_once_and_its_order_stays(harness: Harness) -> None:
-    began = asyncio.get_running_loop().time()
-    with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
-        await harness.control.kill("acme", "c1", ANNE, lookup_s=0.0)
-    assert asyncio.get_running_loop().time() - began < control_module.LOOKUP_S
-    assert await harness.audited() == []
-    # A call that its program was about to make also never starts.
-    with pytest.raises(ToolFailure, match="killed by anne"):
-        await asyncio.wait_for(harness.monitor.watch("acme", "c1", wait_for_ever()), SOON_S)
-
-
-async def test_a_call_that_runs_is_ended_where_it_runs(harness: Harness) -> None:
-    await harness.note(state="running", holder="host.b.b2/w1")
-    killed = await harness.control.kill("acme", "c1", ANNE, "enough")
-    assert (killed.record.state, killed.record.code, killed.record.killed) == (
-        CallState.DONE,
-        "CANCELLED",
-        "the call was killed by anne: enough",
-    )
-    [(order, route)] = harness.orders.sent_orders
-    assert (order.name, order.arguments, route) == (
-        "session.cancel",
-        {"call_id": "c1"},
-        ("acme", "s1", "host.b.b2"),
-    )
-
-
 async def test_the_order_is_repeated_until_the_call_has_ended(harness: Harness) -> None:
     """The order may reach the host before the call does."""
     await harness.note(state="running", holder="host.b.b2/w1")

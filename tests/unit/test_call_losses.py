@@ -1,16 +1,11 @@
 """Workers that die with a call are detected, once and reliably. Live workers are not affected. Over a real Redis."""
 
-import asyncio
 import json
-import threading
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import redis.asyncio
-from celery import Celery
-from celery.events import EventReceiver
-from celery.events.state import State
 
 from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
@@ -21,9 +16,7 @@ from orchestrator.dispatch.transport import CallLost
 from store.calls import CallState, CallStore
 from store.hosts import HostStore
 from tests.builders import build_attempt
-from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
-from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 
@@ -85,49 +78,6 @@ async def test_a_call_whose_worker_is_gone_is_lost_though_another_has_taken_its_
     assert lost is not None
     assert (lost.has_started, f"{QUEUE}/w1" in lost.reason) == (True, True)
     assert await client.hget(call_key("d", "acme", "c1"), "state") == b"lost"
-
-
-class Listener:
-    """Celery's own receiver of events, as Flower has it, in a thread."""
-
-    def __init__(self, url: str) -> None:
-        self.state = State()
-        self._app = Celery("flower", broker=url, set_as_current=False)
-        self._has_failed = threading.Event()
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
-
-    def _listen(self) -> None:
-        with self._app.connection() as connection:
-            self._receiver = EventReceiver(connection, handlers={"task-failed": self._take}, app=self._app)
-            self._receiver.capture(limit=None, timeout=None, wakeup=False)
-
-    def _take(self, event: dict[str, Any]) -> None:
-        self.state.event(event)
-        self._receiver.should_stop = True
-        self._has_failed.set()
-
-    def wait(self) -> Any:
-        """Return the failed task."""
-        assert self._has_failed.wait(10)
-        self._thread.join(10)
-        self._app.close()
-        return self.state.tasks["t1"]
-
-
-async def test_celery_receives_the_failure_of_a_lost_task_in_the_name_of_its_worker(
-    redis_server: RedisProcess, client: "redis.asyncio.Redis"
-) -> None:
-    listener = Listener(redis_server.url)
-    with redis_server.client() as watcher:
-        # Celery subscribes when it reads for the first time.
-        await wait_until_async(watcher.pubsub_numpat, 10, "Celery has subscribed to events")
-    lost = await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1", "node": "a@machine"})
-    assert lost is not None
-    task = await asyncio.to_thread(listener.wait)
-    assert (task.state, task.name, task.worker.hostname) == ("FAILURE", "tool.x", "a@machine")
-    assert task.kwargs == "call c1, tenant acme, session s1"
-    assert "stopped reporting" in task.exception
 
 
 async def test_the_record_of_a_lost_call_says_when_who_noticed_and_why(client: "redis.asyncio.Redis") -> None:

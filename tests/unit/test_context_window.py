@@ -33,16 +33,6 @@ def test_what_a_request_really_took_sets_the_scale() -> None:
     assert window.fit(given_ones, [0], [1])[1] > 0
 
 
-def test_tools_take_their_own_room_and_not_that_of_every_byte() -> None:
-    tools = [{"type": "function", "function": {"name": f"t{n}", "description": "d" * 3000}} for n in range(20)]
-    asked = messages("short")
-    window = ContextWindow(32_000, tools)
-    window.learn(asked, Usage(prompt_tokens=window.estimate(asked, {}).prompt_tokens))
-    given_ones = messages("short", "x" * 20_000)
-    assert window.fit(given_ones, [], [1]) == (given_ones, 0)
-    assert ContextWindow(20_000, tools).fit(messages("short", "x" * 20_000), [], [1])[1] == 1
-
-
 @given(
     contents=st.lists(st.text(max_size=3000), min_size=1, max_size=8),
     limit=st.integers(1, 4000),

@@ -68,22 +68,6 @@ def test_the_faults_of_the_model_are_not_the_operators() -> None:
     assert ErrorCode.OUTCOME_UNKNOWN in OPERATOR_CODES
 
 
-@pytest.mark.parametrize(
-    ("result", "text"),
-    [
-        (ToolResult(call_id="c", name="x", success=True, output="hi"), "hi"),
-        (ToolResult(call_id="c", name="x", success=True), ""),
-        (ToolResult.failed(build_call(), ErrorCode.TIMEOUT, "too slow"), "Error [TIMEOUT]: too slow"),
-        (
-            ToolResult.failed(build_call(), ErrorCode.TIMEOUT, "too slow", output="half"),
-            "Error [TIMEOUT]: too slow\nhalf",
-        ),
-    ],
-)
-def test_a_model_reads_the_output_or_the_error_and_what_was_printed(result: ToolResult, text: str) -> None:
-    assert result.text() == text
-
-
 def test_bytes_survive_json() -> None:
     result = ExecResult(returncode=-9, stdout=b"\xff\x00", stderr=b"", kill=KillReport(**KILL))
     assert ExecResult.model_validate_json(result.model_dump_json()) == result

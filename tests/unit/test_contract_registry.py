@@ -23,22 +23,6 @@ def test_a_tool_with_an_invalid_schema_is_refused_when_it_is_registered() -> Non
         ToolRegistry([Tool(spec, "handler")])
 
 
-@pytest.mark.parametrize(
-    ("filters", "expected"),
-    [
-        (["b"], ["b"]),
-        (["b", "nothing"], ["b"]),
-        ([], []),
-        (["all"], ["a", "b"]),
-        (["b", "all"], ["a", "b"]),
-        (("a", "a"), ["a"]),
-    ],
-)
-def test_a_filter_returns_the_named_tools_in_the_order_of_their_names(filters: list[str], expected: list[str]) -> None:
-    registry = ToolRegistry([build_tool("b"), build_tool("a")])
-    assert [spec.name for spec in registry.specs(filters)] == expected
-
-
 def test_a_disabled_tool_is_listed_and_found_but_not_shown_to_a_model() -> None:
     tool = build_tool("a")
     registry = ToolRegistry([tool, build_tool("b")])

@@ -33,26 +33,6 @@ def complaint(properties: dict[str, Any], arguments: dict[str, Any], **how: Any)
 # Defaults
 
 
-DEPTH = {"type": "object", "properties": {"depth": {"type": "integer", "default": 3}}}
-
-
-@pytest.mark.parametrize(
-    ("properties", "arguments", "required", "prepared"),
-    [
-        pytest.param(LIMITS, {}, [], {"limit": 10}, id="missing parameter"),
-        pytest.param(LIMITS, {"limit": 3}, [], {"limit": 3}, id="given parameter"),
-        pytest.param(LIMITS, {}, ["limit"], {"limit": 10}, id="required parameter"),
-        pytest.param({"a": {"default": None}}, {}, [], {"a": None}, id="default of null"),
-        pytest.param({"b": {"type": "boolean", "default": False}}, {}, [], {"b": False}, id="default of false"),
-        pytest.param({"options": DEPTH}, {"options": {}}, [], {"options": {"depth": 3}}, id="inside an object"),
-    ],
-)
-def test_a_default_fills_a_missing_parameter(
-    properties: dict[str, Any], arguments: dict[str, Any], required: list[str], prepared: dict[str, Any]
-) -> None:
-    assert prepare(properties, arguments, required=required) == prepared
-
-
 FLAT = {
     **LIMITS,
     "mode": {"type": "string", "enum": ["a", "b"], "default": "a"},

@@ -70,15 +70,6 @@ def test_the_configuration_cannot_be_changed() -> None:
     assert "TypeError" in str(run(meddle).error)
 
 
-def test_a_plain_function_runs_in_the_main_thread_and_waits_for_coroutines() -> None:
-    @tool
-    def look(context: CallContext) -> Any:
-        assert threading.current_thread() is threading.main_thread()
-        return [context.wait(asyncio.sleep(0, n)) for n in (1, 2)]
-
-    assert run(look).output == "[1, 2]"
-
-
 def test_waiting_in_an_async_function_is_an_error_instead_of_a_deadlock() -> None:
     @tool
     async def look(context: CallContext) -> Any:

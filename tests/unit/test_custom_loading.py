@@ -13,10 +13,9 @@ import pytest
 from contract.errors import ConfigError
 from contract.names import BUILTIN_TOOLS
 from tests.builders import build_call, build_context
-from tests.fakes import MemoryBlobs, MemoryLedger, build_executor
 from workers.custom.loading import load_custom_tools
 from workers.skills.tool import build_skill_tool
-from workers.tools.base import ToolEnvironment, WorkerRegistry, WorkerResources, WorkerTool
+from workers.tools.base import ToolEnvironment, WorkerResources, WorkerTool
 from workers.tools.builtin import build_registry
 from workers.web.webfetch import WEBFETCH_SPEC
 from workers.web.websearch import WEBSEARCH_SPEC
@@ -77,21 +76,6 @@ def test_the_tools_of_a_named_module_run_in_the_pool_of_tools_as_they_were_decla
         "weight_kg": {"type": "number", "description": "What it weighs."},
         "express": {"type": "boolean", "default": False},
     }
-
-
-def test_a_loaded_tool_is_validated_filled_and_run_by_the_executor(write_module: WriteModule) -> None:
-    registry = WorkerRegistry(load(write_module(QUOTE)))
-    executor = build_executor(registry, None, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "pool.tools"})
-
-    def run(call_id: str, **arguments: object) -> tuple[bool, str | None]:
-        result = executor.execute(
-            build_call("quote_shipping", call_id=call_id, **arguments), build_context(session=None)
-        )
-        return result.success, result.output or result.error
-
-    assert run("a", weight_kg=2.0) == (True, '{"price": 2.0}')
-    assert run("b", weight_kg="2") == (False, "quote_shipping: parameter 'weight_kg' must be number, not string \"2\"")
-    assert run("c", weight_kg=-1.0) == (False, "quote_shipping: weights are above 0")
 
 
 @pytest.mark.parametrize(

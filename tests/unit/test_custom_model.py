@@ -112,15 +112,6 @@ async def test_a_prompt_is_answered_by_the_callers_model() -> None:
     assert (completion.text, bridge.model.name) == ("You said: 读 this", "scripted")
 
 
-async def test_messages_and_the_bound_of_the_reply_arrive_as_they_were_given() -> None:
-    bridge = Bridge(lambda _: "ok")
-
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    await bridge.ask(messages, max_tokens=7)
-    (request,) = bridge.script.requests
-    assert (request.messages, request.tools, request.extra) == (messages, [], {"max_tokens": 7})
-
-
 async def test_several_questions_may_be_open_and_each_gets_its_own_answer() -> None:
     bridge = Bridge(lambda messages: str(messages[-1]["content"]))
     serving = asyncio.create_task(bridge.serve(5))

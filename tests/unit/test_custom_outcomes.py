@@ -177,16 +177,6 @@ def test_what_is_shown_is_the_beginning_in_whole_lines_or_characters(text: str, 
 # --- what becomes of errors ---
 
 
-def test_a_tool_failure_keeps_its_code_and_message_and_is_not_logged_as_a_bug(logs: Logs) -> None:
-    @tool
-    async def fail() -> None:
-        raise ToolFailure(ErrorCode.FILE_NOT_FOUND, "there is no order 5: list them first", near=[4, 6])
-
-    outcome = run(fail)
-    assert (outcome.error_code, outcome.metadata, logs) == (ErrorCode.FILE_NOT_FOUND, {"near": [4, 6]}, [])
-    assert outcome.error == "there is no order 5: list them first"
-
-
 class Silent(Exception):
     def __str__(self) -> str:
         raise RuntimeError("not even this")

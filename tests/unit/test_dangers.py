@@ -255,3 +255,8 @@ def test_where_a_command_starts_decides_what_its_paths_mean() -> None:
 @given(st.text())
 def test_any_text_can_be_classified(text: str) -> None:
     assert classify(parse_commands(text)).level in Level
+
+
+@given(st.text(alphabet=st.characters(blacklist_characters="'\x00"), max_size=40))
+def test_quoted_text_is_harmless(text: str) -> None:
+    assert level(f"echo '{text}'") is Level.NONE

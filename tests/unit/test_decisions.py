@@ -140,3 +140,11 @@ def test_any_text_is_a_decision_or_a_value_error(text: str) -> None:
         parse_tool_decision(text)
     before, decision, behind = find_tool_decision(text)
     assert decision is not None or (before, behind) == (text, "")
+
+
+@given(tool=st.text(min_size=1), arguments=st.dictionaries(st.text(), JSON), words=st.text("ab\n `"))
+def test_a_decision_that_was_written_is_read_again(tool: str, arguments: dict[str, Any], words: str) -> None:
+    written = json.dumps({"tool": tool, "arguments": arguments})
+    expected = ToolDecisionOutput(tool, arguments)
+    assert parse_tool_decision(written) == expected
+    assert find_tool_decision(words + written + words) == (words, expected, words)

@@ -82,14 +82,6 @@ async def test_the_api_is_asked_whether_it_is_ready(status: int, body: bytes, is
     assert report.is_healthy is is_good
 
 
-async def test_pages_that_do_not_answer_are_reported_and_those_that_are_not_named_are_no_fault() -> None:
-    report, url = Report(), f"http://127.0.0.1:{free_port()}"
-    await examine_pages(settings_of(flower_url=url), report)
-
-    assert ["TOOLCREW_FLOWER_URL" in found.remedy for found in of(report, "flower")] == [True]
-    assert [found.is_good for found in of(report, "api")] == [True]
-
-
 LISTED = json.dumps({"data": [{"id": "m1"}, {"id": "m2"}]}).encode()
 
 

@@ -160,17 +160,6 @@ def test_each_lack_of_a_host_voids_its_own_promise_and_says_what_to_do(
     assert state == "holds" or row.remedy
 
 
-def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
-    evidence = build_evidence(
-        facts={"seccomp": False, "runtimes": (), "security": frozenset()}, host={"swaps": ("/dev/sda2",)}
-    )
-
-    assert {row.name for row in judge(evidence) if row.is_needed and row.state == "void"} == {
-        "system calls are filtered",
-        "runtimes are installed",
-    }
-
-
 def test_a_missing_image_of_a_class_is_named() -> None:
     classes = {"data": TenantClass(image="theirs:2")}
 

@@ -21,14 +21,6 @@ def open_breaker(clock: Clock) -> Breaker:
     return breaker
 
 
-def fail_probe(breaker: Breaker, clock: Clock) -> float:
-    """Wait until a probe is allowed, and let it fail. Return the new pause."""
-    clock.now += breaker.next_try_s
-    assert breaker.admit() is BreakerDecision.PROBE
-    breaker.probe_failed("still no answer")
-    return breaker.next_try_s
-
-
 def test_a_few_silences_in_a_row_open_it_and_an_answer_between_does_not() -> None:
     breaker = Breaker(Clock(), threshold=3)
 
@@ -38,15 +30,6 @@ def test_a_few_silences_in_a_row_open_it_and_an_answer_between_does_not() -> Non
     assert not breaker.is_open
     assert breaker.failed("no answer") is True
     assert breaker.admit() is BreakerDecision.REFUSE
-
-
-def test_the_pause_grows_with_each_failed_probe_up_to_its_longest() -> None:
-    clock = Clock()
-    breaker = open_breaker(clock)
-
-    assert breaker.next_try_s == 1.0
-    assert [fail_probe(breaker, clock) for _ in range(6)] == [2, 4, 8, 16, 30, 30]
-    assert breaker.last_error == "still no answer"
 
 
 def test_one_caller_at_a_time_probes() -> None:
@@ -61,20 +44,6 @@ def test_one_caller_at_a_time_probes() -> None:
     ]
     breaker.probe_dropped()
     assert breaker.admit() is BreakerDecision.PROBE
-
-
-def test_an_engine_that_answers_probes_and_nothing_else_is_asked_ever_less_often() -> None:
-    clock = Clock()
-    breaker = open_breaker(clock)
-    pauses = []
-    for _ in range(4):
-        clock.now += breaker.next_try_s
-        breaker.admit()
-        assert breaker.probe_answered() is True
-        assert breaker.failed("no answer") is True
-        pauses.append(breaker.next_try_s)
-
-    assert pauses == [2, 4, 8, 16]
 
 
 MOVES = st.lists(

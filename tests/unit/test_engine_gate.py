@@ -85,19 +85,6 @@ async def test_a_lane_with_as_many_waiting_as_it_may_have_refuses_at_once() -> N
     assert await asyncio.gather(*calls) == ["done"] * 3
 
 
-async def test_a_caller_that_leaves_the_queue_takes_no_turn_along() -> None:
-    gate, work = EngineGate(silent), Work()
-    calls = [asyncio.create_task(gate.run(LANE, work)) for _ in range(4)]
-    await until(lambda: work.running == 2)
-    calls[2].cancel()
-    await asyncio.wait({calls[2]})
-    work.go.set()
-
-    assert await asyncio.gather(*calls[:2], calls[3]) == ["done"] * 3
-    assert work.begun == 3
-    assert running_of(gate) == 0
-
-
 async def test_a_hung_call_is_given_up_at_its_deadline_and_holds_its_turn_until_its_thread_ends() -> None:
     gate, work, late = EngineGate(silent), Work(), list[str]()
 
@@ -181,17 +168,6 @@ async def test_a_probe_that_hangs_is_a_probe_that_failed_and_no_second_thread_is
     assert work.begun == 1
 
     work.go.set()
-    assert await gate.run(LANE, lambda: "done") == "done"
-
-
-async def test_an_answer_that_comes_late_shows_the_engine_alive() -> None:
-    gate, work = EngineGate(silent, Breaker(threshold=1)), Work()
-    with pytest.raises(EngineSilent):
-        await gate.run(HASTY, work)
-    assert gate.describe()["breaker"] == "open"
-
-    work.go.set()
-    await until(lambda: gate.describe()["breaker"] == "closed")
     assert await gate.run(LANE, lambda: "done") == "done"
 
 

@@ -105,23 +105,6 @@ def test_what_is_decorated_stays_callable_as_the_function() -> None:
     assert (double.__name__, double.__doc__, str(inspect.signature(double))) == ("double", "Twice.", "(n: int) -> int")  # type: ignore[attr-defined]
 
 
-def test_a_decorator_with_arguments_sets_limits_and_flags() -> None:
-    @tool(
-        name="wipe_all",
-        description="Wipes.",
-        timeout_s=5,
-        requires_permission=True,
-        dangerous=True,
-        read_only=False,
-        idempotent=True,
-    )
-    def wipe() -> None: ...
-
-    spec = wipe.spec
-    assert (spec.name, spec.description, spec.timeout_s) == ("wipe_all", "Wipes.", 5)
-    assert (spec.requires_permission, spec.dangerous, spec.read_only, spec.idempotent) == (True, True, False, True)
-
-
 def test_a_positional_option_is_refused_with_the_syntax_of_options() -> None:
     with pytest.raises(TypeError, match=r"@tool\(name="):
         tool("search")  # type: ignore[call-overload]
@@ -220,15 +203,6 @@ def test_a_default_that_is_no_json_stays_the_functions_own() -> None:
 
 
 # Signatures
-
-
-def test_the_context_is_filled_in_and_not_shown() -> None:
-    @tool
-    def where(path: str, value: CallContext) -> str:
-        return f"{value.cwd}/{path}"
-
-    assert list(properties(where)) == ["path"]
-    assert run(where, path="a") == "/here/a"
 
 
 def test_an_optional_context_is_one_and_a_context_of_another_type_is_not() -> None:

@@ -60,13 +60,6 @@ def test_a_call_is_made_sure_of_once_and_not_before_it_cannot_be_forgotten(monke
         assert [watched.look_later(), watched.look_later()] == [1, 1]
 
 
-def test_a_call_that_has_ended_is_made_sure_of_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch)
-    with pytest.raises(ValueError, match="of the call"), watched.held.over(watched.confirm):
-        raise ValueError("of the call")
-    assert watched.look_later() == 0
-
-
 def test_a_redis_that_is_away_is_reported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     watched.is_away = True

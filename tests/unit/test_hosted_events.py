@@ -77,13 +77,6 @@ def test_texts_are_joined_up_to_the_next_event_of_another_type(buffer: RunEventB
     assert [event["text"] for event in take_events(buffer)] == ["e"]
 
 
-def test_alternating_outputs_are_joined_by_stream(buffer: RunEventBuffer) -> None:
-    for number in range(100):
-        buffer.on_event(OutputArrived(run="r", call_id="c", stream=("stdout", "stderr")[number % 2], text="x"))
-    outputs = [(event["stream"], len(event["text"])) for event in take_events(buffer)]
-    assert outputs == [("stdout", 50), ("stderr", 50)]
-
-
 def test_too_much_output_is_omitted_with_one_event(buffer: RunEventBuffer) -> None:
     for _ in range(100):
         buffer.on_event(OutputArrived(run="r", call_id="c", stream="stdout", text="x" * 10_000))

@@ -146,20 +146,6 @@ async def test_a_run_whose_tenant_is_gone_fails_and_says_so(make_hosted: MadeHos
     assert found.end.failure.code == "UNKNOWN_TENANT"
 
 
-async def test_a_long_answer_is_whole_where_the_run_is_read_and_cut_where_runs_are_listed(
-    make_hosted: MadeHosted,
-) -> None:
-    harness = make_hosted(["x" * 50_000])
-    run = await harness.start()
-    async with harness.working():
-        found = await harness.ended(run)
-    listed = (await harness.runs.list("acme")).runs[0]
-    assert found.end is not None
-    assert listed.end is not None
-    assert (len(found.end.answer), found.end.is_cut) == (50_000, False)
-    assert (len(listed.end.answer), listed.end.is_cut) == (2000, True)
-
-
 # What may be started
 
 
@@ -316,13 +302,6 @@ async def test_what_an_operator_ends_is_in_the_audit_and_what_a_tenant_ends_is_n
     )
 
 
-async def test_a_run_that_has_ended_stays_as_it_is(harness: HostedHarness) -> None:
-    run = await harness.start()
-    async with harness.working():
-        await harness.ended(run)
-    assert (await harness.runs.cancel("acme", run)).state is HostedState.SUCCEEDED
-
-
 # Visibility
 
 
@@ -353,14 +332,6 @@ async def test_the_standing_batch_cannot_be_changed(harness: HostedHarness) -> N
 
 
 # Together with batches
-
-
-async def test_runs_and_batches_of_a_tenant_take_turns(harness: HostedHarness) -> None:
-    await harness.submit(3)
-    runs = [await harness.start() for _ in range(3)]
-    claims = [claim.run for claim in await harness.queue.claim(6)]
-    assert claims[0] in ("b-1", runs[0])
-    assert len({claim in runs for claim in claims[:2]}) == 2
 
 
 async def test_an_item_without_a_session_has_the_bytes_of_the_release_before(harness: HostedHarness) -> None:

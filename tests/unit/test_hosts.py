@@ -271,13 +271,6 @@ def test_a_worker_whose_restart_is_awaited_is_not_said_to_drain(harness: HostHar
     assert "has ended, and the pool waits 30 s for its restart" in done.stderr
 
 
-def test_without_a_pool_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
-    done = CliRunner().invoke(app, ["hosts", "list"])
-    assert done.exit_code == 1
-    assert "TOOLCREW_REDIS_URL is not set" in done.stderr
-
-
 # --- what a worker says of itself -------------------------------------------------------------------------------------
 
 

@@ -172,16 +172,6 @@ async def test_a_slow_pull_goes_on_after_the_wait(engine: MemoryEngine, tmp_path
     assert len(engine.pulled) == 1
 
 
-async def test_a_failed_pull_leaves_nothing_and_is_tried_again(engine: MemoryEngine, tmp_path: Path) -> None:
-    images = build(engine, tmp_path)
-    engine.failure = "manifest unknown"
-    with pytest.raises(ImageRefused, match="has no such image"):
-        await use(images, "ghcr.io/team/a")
-    assert Records(tmp_path).images() == []
-    engine.failure = None
-    await use(images, "ghcr.io/team/a")
-
-
 @pytest.mark.parametrize(
     ("reason", "kind", "words"),
     [
@@ -244,28 +234,7 @@ def test_a_login_for_something_else_than_a_registry_is_refused(registry: str) ->
 # Pins
 
 
-async def test_a_plan_keeps_its_content_while_the_engine_has_it(engine: MemoryEngine, tmp_path: Path) -> None:
-    images = build(engine, tmp_path)
-    first = engine.tag("ghcr.io/team/a")
-    second = engine.tag("ghcr.io/team/a")
-    async with images.pinned(plan_of("ghcr.io/team/a", first)) as plan:
-        assert plan.image_id == first
-    engine.untagged.clear()
-    async with images.pinned(plan_of("ghcr.io/team/a", first)) as plan:
-        assert plan.image_id == second
-
-
 # Removal
-
-
-async def test_the_least_recently_used_image_goes_first(engine: MemoryEngine, tmp_path: Path) -> None:
-    images = build(engine, tmp_path, budget=2 * SIZE)
-    for name in ("a", "b", "c", "a"):
-        await use(images, f"ghcr.io/team/{name}")
-    await images.evict()
-    assert sorted(engine.images) == ["ghcr.io/team/a:latest", "ghcr.io/team/c:latest"]
-    assert images.describe()["image_cache"] == {"bytes": 2 * SIZE, "budget_bytes": 2 * SIZE}
-    assert {record.name for record in Records(tmp_path).images()} == set(engine.images)
 
 
 async def test_what_is_in_use_or_not_pulled_here_stays(engine: MemoryEngine, tmp_path: Path) -> None:

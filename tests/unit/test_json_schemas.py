@@ -20,11 +20,6 @@ def test_a_reference_is_replaced_and_what_stands_beside_it_wins() -> None:
     }
 
 
-def test_the_older_place_of_definitions_is_read_too() -> None:
-    schema = {"items": {"$ref": "#/definitions/Point"}, "definitions": {"Point": POINT}}
-    assert plain_schema(schema) == {"items": {"type": "object", "properties": {"x": {"type": "integer"}}}}
-
-
 def test_definitions_that_contain_each_other_stay_whole() -> None:
     def refers(name: str) -> dict[str, Any]:
         return {"type": "object", "properties": {"next": {"$ref": f"#/$defs/{name}"}}}

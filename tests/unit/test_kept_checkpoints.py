@@ -29,14 +29,6 @@ async def save(checkpoints: Checkpoints, root: Path, tenant: str = "acme") -> St
     return await checkpoints.save(tenant, LocalGuest(), roots=(str(root),))
 
 
-async def test_what_was_saved_is_loaded_as_often_as_one_likes(checkpoints: Checkpoints, root: Path) -> None:
-    saved = await save(checkpoints, root)
-    for _ in range(2):
-        (root / "f").unlink()
-        await checkpoints.load("acme", saved.id, LocalGuest(), roots=(str(root),))
-        assert (root / "f").read_text() == "kept"
-
-
 async def test_its_size_and_sum_are_those_of_the_stored_file(
     checkpoints: Checkpoints, root: Path, tmp_path: Path
 ) -> None:
@@ -136,11 +128,6 @@ async def test_two_daemons_with_one_folder_have_each_others_checkpoints(
         True,
         False,
     )
-
-
-async def test_ids_of_equal_files_differ_and_are_long(checkpoints: Checkpoints, root: Path) -> None:
-    ids = {(await save(checkpoints, root)).id, (await save(checkpoints, root)).id}
-    assert (len(ids), min(map(len, ids)) >= 24) == (2, True)
 
 
 async def test_forgotten_entries_can_be_cleared(checkpoints: Checkpoints, root: Path) -> None:

@@ -218,12 +218,6 @@ def test_what_is_no_tool_is_an_error(value: Any) -> None:
 # convert_to_openai_tool: Python
 
 
-def test_a_pydantic_class_is_named_described_and_inlined() -> None:
-    assert convert_to_openai_tool(WeatherArgs) == described(
-        WEATHER, name="WeatherArgs", description="Weather of a city."
-    )
-
-
 def test_a_typed_dict_is_a_class_too() -> None:
     class Query(TypedDict):
         """Asks."""

@@ -47,12 +47,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "PAUSE_S", 0.001)
 
 
-def test_a_small_result_leaves_nothing_behind() -> None:
-    blobs = Failing(0, ValueError())
-    assert decode_result(encode_result_message(result("small"), CALL, CONTEXT, blobs, KEY), SEAL).output == "small"
-    assert blobs.kept == []
-
-
 def test_a_large_one_lies_under_a_key_of_the_tenants_for_longer_than_its_message(redis_server: RedisProcess) -> None:
     client: Any = redis.Redis.from_url(redis_server.url)
     encoded = encode_result_message(result("x" * 256 * 1024), CALL, CONTEXT, WorkerBlobs(client, "d", "sandbox"), KEY)

@@ -72,12 +72,6 @@ class Screen:
         self.text += text
 
 
-async def test_a_program_gets_the_output_before_the_result_which_is_whole(client: ToolClient) -> None:
-    screen = Screen()
-    result = await (await client.open_session()).call("count", {}, on_output=screen.show)
-    assert (screen.text, result.output, result.metadata) == ("0\n1\n2\n", "0\n1\n2\n", {})
-
-
 async def test_a_tool_knows_whether_a_client_watches(pool: SwitchedPool, client: ToolClient, tools: Tools) -> None:
     session = await client.open_session()
     await session.call("count", {})

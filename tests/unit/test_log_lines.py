@@ -16,7 +16,6 @@ from orchestrator.operations.local_stack import find_last_words
 from telemetry.log_lines import (
     FIELDS,
     MAX_LINE_BYTES,
-    LogEvent,
     LogLines,
     RecordLines,
     describe_exception,
@@ -53,10 +52,6 @@ def test_a_line_begins_with_when_how_urgent_what_and_whose() -> None:
         build("console", why="no room", gone=None, ok=False)
         == '08:53:20.000 info     call_ended               service=worker why="no room" gone= ok=false'
     )
-
-
-def test_what_is_not_known_of_a_call_is_left_out() -> None:
-    assert set(read(session=None, run="r")) == {"timestamp", "level", "event", "service", "run"}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -158,13 +153,6 @@ def test_records_of_libraries_are_one_event_with_their_words() -> None:
     )
     wrong = logging.LogRecord("celery.worker", logging.WARNING, "f", 1, "%d", ("x",), None)
     assert json.loads(lines.format(wrong))["message"] == "%d ('x',)"
-
-
-def test_a_program_with_its_own_logging_sees_our_events_as_text() -> None:
-    assert (
-        str(LogEvent("call_not_served", {"error": "no\x1b room", "call": "c"}))
-        == 'event=call_not_served error="no\\\\x1b room" call=c'
-    )
 
 
 def test_last_words_are_found_again() -> None:

@@ -67,17 +67,6 @@ def test_the_address_of_redis_is_hidden() -> None:
     assert "try again" in answer.structured_content["text"]
 
 
-def test_without_the_protocols_package_the_command_says_what_to_install() -> None:
-    program = (
-        "import sys; sys.modules['mcp'] = None; from orchestrator.command import main; sys.argv = ['toolcrew', "
-        "'serve', 'mcp']; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert "pip install 'toolcrew[mcp]'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -180,15 +180,6 @@ def test_a_histogram_that_is_too_much_goes_under_other_whole(client: "redis.Redi
     assert [read_value(client, CALL_SECONDS, "late", part=part) for part in (COUNT, SUM, "le:1")] == [0, 0, 0]
 
 
-def test_invalid_values_are_replaced_by_counts(client: "redis.Redis") -> None:
-    client.hset(SUMS, f"\t{SANDBOX_OOM.name}", "hello")
-    client.hset(SUMS, f"#{SANDBOX_OOM.name}", "many")
-    counts = Counts()
-    counts.count(SANDBOX_OOM)
-    send(client, counts)
-    assert read_value(client, SANDBOX_OOM) == 1
-
-
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.booleans()), max_size=20))
 def test_lost_replies_do_not_change_the_counts(redis_process: RedisProcess, story: list[tuple[str, int, bool]]) -> None:
     with redis_process.client() as client:

@@ -150,17 +150,6 @@ async def test_hosts_report_their_load_and_their_sandboxes(page: MetricsPage, cl
     assert series[key("toolcrew_calls", state="running")] == 6
 
 
-async def test_the_page_shows_the_length_and_oldest_age_of_a_queue(page: MetricsPage, client: "redis.Redis") -> None:
-    report(client, build_report("h1"))
-    queue_call(client, QUEUE, 40, "oldest")
-    queue_call(client, QUEUE, 5, "newest")
-    series = read_page(await page.render())
-    assert series[key("toolcrew_queue_messages", queue=QUEUE)] == 2
-    assert 40 <= series[key("toolcrew_queue_oldest_message_seconds", queue=QUEUE)] < 100
-    assert series[key("toolcrew_queue_oldest_message_seconds", queue=POOL_WEB)] == 0
-    assert series[key("toolcrew_dead_host_queues")] == 0
-
-
 async def test_the_queue_of_a_silent_host_is_shown_as_dead(page: MetricsPage, client: "redis.Redis") -> None:
     client.zadd(hosts_key(DEPLOYMENT), {"host.gone.1": 1, "host.empty.1": 1, "pool.gone.1": 1})
     queue_call(client, "host.gone.1", 300)

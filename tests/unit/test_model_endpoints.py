@@ -17,7 +17,6 @@ from contract.names import model_endpoints_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.command import app
-from store.audit import Actor, Audit
 from store.model_endpoints import ModelEndpoints
 from store.tenants import RedisTenants
 from tests.builders import KEY
@@ -110,18 +109,6 @@ async def test_a_forged_endpoint_is_not_used(client: "redis.asyncio.Redis", keys
     for tenant in ("acme", "rival"):
         with pytest.raises(ConfigError, match="cannot be verified"):
             await endpoints.find(tenant, "fast")
-
-
-async def test_the_audit_says_who_changed_which_endpoint(client: "redis.asyncio.Redis") -> None:
-    endpoints = ModelEndpoints(client, "d", KEY).acting_as(Actor(key="local", role="admin", name="ada"))
-    await endpoints.set("fast", OWN)
-    await endpoints.remove("fast")
-    found = (await Audit(client, "d").read()).entries
-    assert [(one.action, one.target, one.actor.name) for one in found] == [
-        ("model.remove", "fast", "ada"),
-        ("model.set", "fast", "ada"),
-    ]
-    assert found[1].details["secret"] == "ACME_KEY"
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text().partition("## Model endpoints")[2]

@@ -303,20 +303,3 @@ async def test_the_endpoint_of_the_environment_shares_its_rate_limits_by_key(cli
             await ask(other, "m")
         assert len(server.bodies) == 2
         assert SECRET.encode() not in b"".join(await client.keys())
-
-
-async def test_the_lease_of_a_killed_process_is_free_for_another(
-    redis_server: RedisProcess, client: "redis.asyncio.Redis"
-) -> None:
-    async with serving([REPLY]) as server:
-        await ModelEndpoints(client, "d", KEY).set("fast", build_endpoint(server, concurrency=1))
-        server.gate.clear()
-        async with orchestrator(redis_server, 1, lease_s=2.0) as killed:
-            await wait_until_async(lambda: server.bodies, 30, "no request arrived")
-            killed.kill()
-            await killed.wait()
-            assert await client.zcard("toolcrew:d:model-limits:fast:leases") == 1
-            server.gate.set()
-            async with orchestrator(redis_server, 1) as waiting:
-                assert await waiting.wait() == 0
-        assert len(server.bodies) == 2

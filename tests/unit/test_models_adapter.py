@@ -9,7 +9,7 @@ import pytest
 from contract.errors import ErrorCode, ModelInterrupted, ToolFailure
 from orchestrator.dialects.model import Chunk, ModelRequest, Usage
 from orchestrator.models.adapter import BudgetedModel, Completion
-from orchestrator.models.scripted import Raw, ScriptedModel
+from orchestrator.models.scripted import ScriptedModel
 from tests.fakes import StreamModel
 from tests.model_endpoint import END, HELLO
 
@@ -37,15 +37,6 @@ async def test_more_calls_than_allowed_are_refused_and_do_not_reach_the_model() 
     assert (len(model.requests), len(failures)) == (2, 3)
     assert failures[0].code is ErrorCode.PERMISSION_DENIED
     assert "budget of 2 calls" in failures[0].message
-
-
-async def test_a_server_that_does_not_count_does_not_make_the_budget_endless() -> None:
-    chunk = {"choices": [{"index": 0, "delta": {"content": "x" * 400}, "finish_reason": "stop"}]}
-    adapter = BudgetedModel(ScriptedModel(lambda _: Raw([chunk])), max_tokens=100)
-    await adapter.complete("x")
-    assert adapter.usage == Usage()
-    with pytest.raises(ToolFailure, match="its budget is 100"):
-        await adapter.complete("x")
 
 
 async def test_questions_at_once_or_without_an_answer_count_as_well() -> None:

@@ -43,21 +43,6 @@ def test_a_setting_that_makes_no_sense_is_named(name: str, value: str, monkeypat
         load_settings()
 
 
-def test_the_models_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "MODEL_STREAMING": "false",
-        "MODEL_RETRIES": "0",
-        "MODEL_CONTEXT_TOKENS": "4096",
-        "DIALECT": "auto",
-    }.items():
-        monkeypatch.setenv(f"TOOLCREW_{name}", value)
-    settings = load_settings()
-    assert settings.model_streaming is False
-    assert settings.model_retries == 0
-    assert settings.model_context_tokens == 4096
-    assert settings.dialect == "auto"
-
-
 @pytest.mark.parametrize("name", ["local", "scripted"])
 async def test_the_name_of_a_shipped_model_is_refused_while_a_server_is_named(name: str) -> None:
     for settings, expected in (

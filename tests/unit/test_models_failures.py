@@ -8,7 +8,6 @@ import pytest
 
 from contract.errors import (
     ContextWindowExceeded,
-    ModelDenied,
     ModelRefused,
 )
 from orchestrator.models.failures import (
@@ -121,11 +120,6 @@ def test_a_request_that_is_refused_for_what_is_in_it_says_why_without_the_key(st
     assert error.detail == "no *** here"
 
 
-def test_every_kind_of_break_may_pass_later_and_what_is_no_endpoint_will_not() -> None:
-    assert all(is_transient(AttemptFailure(kind)) for kind in ("timeout", "connection", "broken", "unfinished"))
-    assert not any(is_transient(AttemptFailure(kind)) for kind in ("no_chat", "unknown"))
-
-
 @pytest.mark.parametrize(
     "body", [None, [], 7, "", {"message": None}, {"message": {"a": 1}}, {"code": None, "type": []}]
 )
@@ -139,24 +133,3 @@ def test_a_reason_that_nests_deeper_than_can_be_written_is_none() -> None:
     for _ in range(5000):
         body = {"message": body}
     assert "nested too deep" in str(build_error(AttemptFailure("status", 400, body), ENDPOINT))
-
-
-@pytest.mark.parametrize(
-    ("failure", "is_denial"),
-    [
-        (AttemptFailure("status", 401, {"message": "no"}), True),
-        (AttemptFailure("status", 402, {"message": "pay"}), True),
-        (AttemptFailure("status", 403, {"message": "no"}), True),
-        (AttemptFailure("status", 404, {"message": "no such model"}), True),
-        (AttemptFailure("status", 429, {"message": "pay", "code": "insufficient_quota"}), True),
-        (AttemptFailure("in_reply", body={"message": "no", "code": 401}), True),
-        (AttemptFailure("status", 404, {"message": "no endpoint takes tools"}), False),
-        (AttemptFailure("status", 429, {"message": "slower"}), False),
-        (AttemptFailure("status", 503, {"message": "later"}), False),
-        (AttemptFailure("connection"), False),
-    ],
-)
-def test_refused_keys_accounts_and_names_differ_from_refused_requests(failure: AttemptFailure, is_denial: bool) -> None:
-    error = build_error(failure, ENDPOINT)
-    assert isinstance(error, ModelDenied) is is_denial
-    assert not is_denial or error.is_unknown_model is (failure.status == 404)  # type: ignore[attr-defined]

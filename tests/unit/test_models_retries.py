@@ -6,7 +6,7 @@ from email.utils import formatdate
 
 import pytest
 
-from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelRefused
+from contract.errors import ContextWindowExceeded, ModelInterrupted
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.retries import RetryPolicy, parse_retry_after
@@ -71,14 +71,6 @@ async def test_a_busy_server_is_retried(status: int, waits: Waits) -> None:
     assert 0 <= wait <= 0.5
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422, 501])
-async def test_a_request_that_will_not_pass_is_sent_once(status: int, waits: Waits) -> None:
-    async with serving([answer(status, {"error": {"message": "no"}}), stream(END)]) as server:
-        await failure(read(build(server.url, waits)))
-        assert len(server.bodies) == 1
-    assert waits.kept == []
-
-
 async def test_a_used_up_quota_is_no_rate_limit(waits: Waits) -> None:
     async with serving(
         [answer(429, {"error": {"code": "insufficient_quota", "message": "pay"}}), stream(END)]
@@ -90,16 +82,6 @@ async def test_a_used_up_quota_is_no_rate_limit(waits: Waits) -> None:
 async def test_a_server_that_says_not_to_retry_is_obeyed(waits: Waits) -> None:
     async with serving([answer(503, {}, x_should_retry="false"), stream(END)]) as server:
         await failure(read(build(server.url, waits)))
-    assert waits.kept == []
-
-
-async def test_a_template_that_fails_is_a_refusal_although_the_status_says_later(waits: Waits) -> None:
-    async with serving(
-        [answer(500, {"error": {"message": "tools param requires --jinja flag"}}), stream(END)]
-    ) as server:
-        error = await failure(read(build(server.url, waits)))
-    assert isinstance(error, ModelRefused)
-    assert error.detail == "tools param requires --jinja flag"
     assert waits.kept == []
 
 
@@ -127,11 +109,6 @@ async def test_it_gives_up_after_the_attempts_and_says_how_many(waits: Waits) ->
         assert "(tried 3 times)" in str(await failure(read(build(server.url, waits))))
         assert len(server.bodies) == 3
     assert len(waits.kept) == 2
-
-
-async def test_a_connection_that_is_dropped_is_tried_again(waits: Waits) -> None:
-    async with serving([b"", b"", stream(END)]) as server:
-        assert await read(build(server.url, waits)) == [END]
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,6 @@ def test_damaged_chunks_are_not_used_and_leave_nothing_behind(tmp_path: Path, ch
     assert not list((tmp_path / "cache").glob("*"))
 
 
-def test_without_any_source_the_error_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="TOOLCREW_MODEL_FILE"):
-        find(tmp_path, hub_url="http://127.0.0.1:9")
-
-
 @asynccontextmanager
 async def hub(content: bytes) -> AsyncIterator[tuple[str, list[str]]]:
     """A hub that serves one file and supports byte ranges."""

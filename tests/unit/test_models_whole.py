@@ -32,21 +32,6 @@ def call(name: str, arguments: Any, **rest: Any) -> dict[str, Any]:
     return {"id": f"id-{name}", "type": "function", "function": {"name": name, "arguments": arguments}, **rest}
 
 
-def test_text_finish_reason_and_usage_come_in_that_order() -> None:
-    chunks = list(split_reply(whole({"role": "assistant", "content": "hi"}, usage={"prompt_tokens": 3})) or ())
-    assert text_of(chunks) == "hi"
-    assert chunks[1]["choices"][0]["finish_reason"] == "stop"
-    assert chunks[2]["usage"] == {"prompt_tokens": 3}
-
-
-@pytest.mark.parametrize("index", [{}, {"index": 0}, {"index": None}])
-def test_calls_keep_their_order_for_any_index(index: dict[str, Any]) -> None:
-    reply = assemble(
-        whole({"content": None, "tool_calls": [call("one", '{"x": 1}', **index), call("two", "{}", **index)]})
-    )
-    assert [(made.name, made.arguments) for made in reply.calls] == [("one", {"x": 1}), ("two", {})]
-
-
 def test_entries_that_are_no_calls_are_left_out() -> None:
     assert [made.name for made in assemble(whole({"tool_calls": [None, "x", call("one", {})]})).calls] == ["one"]
 
@@ -54,14 +39,6 @@ def test_entries_that_are_no_calls_are_left_out() -> None:
 def test_a_refusal_is_text_only_where_there_is_none() -> None:
     assert assemble(whole({"content": None, "refusal": "I cannot"})).text == "I cannot"
     assert assemble(whole({"content": "yes", "refusal": "I cannot"})).text == "yes"
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [None, "<html>", [], {}, {"choices": []}, {"choices": [None]}, {"choices": [{"message": "hi"}]}, {"choices": 7}],
-)
-def test_an_invalid_completion_has_no_chunks(reply: Any) -> None:
-    assert split_reply(reply) is None
 
 
 @pytest.mark.parametrize(

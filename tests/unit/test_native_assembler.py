@@ -96,20 +96,9 @@ def test_without_an_index_a_new_id_or_name_starts_a_call_and_the_rest_continues_
     assert [call[1:] for call in assembled] == [A[1:], B[1:]]
 
 
-def test_a_call_without_an_id_gets_one_of_run_step_and_position() -> None:
-    [first, second] = calls(entry(0, name="one"), entry(1, name="two"))
-    assert "run-3-0" in first[0]
-    assert "run-3-1" in second[0]
-
-
 def test_an_id_that_two_calls_share_is_given_to_the_first_only() -> None:
     ids = [call[0] for call in calls(entry(0, "same", "one"), entry(1, "same", "two"))]
     assert ids[0] == "same" != ids[1]
-
-
-@pytest.mark.parametrize("arguments", ["", "  \n", None, ..., "null"])
-def test_absent_arguments_are_an_empty_object(arguments: Any) -> None:
-    assert calls(entry(0, "a", "one", arguments)) == [("a", "one", {})]
 
 
 BROKEN = [
@@ -139,37 +128,6 @@ def test_without_strict_the_broken_call_is_listed_and_its_neighbour_kept(raw: st
     reply = assemble(delta(entry(0, "a", "one", '{"x":1}'), entry(1, "b", "two", raw)), strict=False)
     assert [call.name for call in reply.calls] == ["one"]
     assert [(call.name, call.raw) for call in reply.malformed] == [("two", raw)]
-
-
-def test_a_call_without_a_name_is_malformed() -> None:
-    with pytest.raises(ValueError, match="no tool name"):
-        assemble(delta(entry(0, "a", arguments='{"x":1}')))
-
-
-@pytest.mark.parametrize("reason", ["stop", "end_turn", "tool_calls", "length", None])
-def test_calls_count_for_any_finish_reason(reason: str | None) -> None:
-    reply = assemble(delta(entry(0, "a", "one", "{}")), delta(finish=reason))
-    assert (len(reply.calls), reply.finish_reason) == (1, reason)
-
-
-@pytest.mark.parametrize(
-    "chunk",
-    [
-        {},
-        {"choices": []},
-        {"choices": None, "usage": {}},
-        {"choices": [{"index": 0}]},
-        {"choices": [{"delta": None}]},
-        {"choices": [7]},
-    ],
-)
-def test_chunks_without_a_delta_are_skipped(chunk: dict[str, Any]) -> None:
-    assert NativeCallAssembler().feed(chunk) == []
-
-
-@pytest.mark.parametrize("junk", [None, 7, "x", [], {"index": True}, {"function": "x"}])
-def test_entries_that_are_no_calls_are_skipped(junk: Any) -> None:
-    assert assemble(delta(junk)).calls == []
 
 
 def test_surrogate_halves_from_separate_deltas_are_joined() -> None:

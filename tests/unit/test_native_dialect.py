@@ -6,13 +6,9 @@ from typing import Any
 import pytest
 
 from contract.calls import ToolResult
-from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.native import NativeDialect
 
-SPEC = ToolSpec(
-    name="bash_tool", description="Runs.", parameters={"type": "object", "properties": {"command": {"type": "string"}}}
-)
 TAG = '<tool_action name="read_tool"><path value="a" /></tool_action>'
 
 
@@ -44,12 +40,6 @@ def result(name: str = "bash_tool", output: str = "out") -> ToolResult:
     return ToolResult(call_id="r1-2-0", name=name, success=True, output=output)
 
 
-def test_tools_travel_in_the_request_and_not_in_the_system_prompt() -> None:
-    dialect = NativeDialect()
-    assert [tool["function"]["name"] for tool in dialect.build_request([], [SPEC]).tools] == ["bash_tool"]
-    assert "bash_tool" not in dialect.build_system("Be brief.", [SPEC])
-
-
 def test_a_call_has_our_id_and_keeps_the_models_beside_it() -> None:
     [event], _ = read(chunk(call(0, "call:odd id!")))
     assert isinstance(event, CallRequested)
@@ -68,11 +58,6 @@ def test_the_transcript_message_carries_the_models_ids_and_arguments() -> None:
     function = {"name": "bash_tool", "arguments": '{"command": "ls"}'}
     expected = [{"id": "c1", "type": "function", "function": function}]
     assert end.message == {"role": "assistant", "content": "Let me look.", "tool_calls": expected}
-
-
-def test_a_malformed_call_comes_between_its_valid_neighbours() -> None:
-    events, _ = read(chunk(call(0, "a"), call(1, "b", arguments="{broken"), call(2, "c")))
-    assert [type(event) for event in events] == [CallRequested, MalformedCall, CallRequested]
 
 
 @pytest.mark.parametrize("raw", ["{broken", "[1]", "NaN"])
@@ -119,17 +104,6 @@ def test_tags_are_text_in_a_reply_with_native_calls(later: str) -> None:
     events, _ = read(chunk(content=f"a{TAG}b{later}"), chunk(call(0, "c")), chunk(content=TAG))
     assert "".join(event.text for event in events if isinstance(event, Text)) == f"a{TAG}b{later}{TAG}"
     assert [event.model_id for event in events if isinstance(event, CallRequested)] == ["c"]
-
-
-def test_with_tag_parsing_off_tags_are_text() -> None:
-    events, _ = read(chunk(content=TAG), reads_tags=False)
-    assert events == [Text(TAG)]
-
-
-def test_a_tag_result_under_the_native_dialect_is_sent_as_a_user_message() -> None:
-    observations = NativeDialect().build_observations([("r1-2-0", result())])
-    [message] = NativeDialect().build_request(observations, []).messages
-    assert message["role"] == "user"
 
 
 def test_short_ids_are_nine_alphanumerics_and_a_fitting_one_is_kept() -> None:

@@ -11,16 +11,7 @@ import pytest
 from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ErrorCode, ModelUnavailable
 from contract.run_events import (
-    CallFinished,
-    CallStarted,
-    ModelAnswered,
-    ModelAsked,
     RunEvent,
-    RunFinished,
-    RunStarted,
-    StepFinished,
-    StepStarted,
-    TextArrived,
     Warned,
 )
 from orchestrator.dialects.base import Dialect
@@ -91,14 +82,6 @@ def tasks_left() -> set[str]:
 # Answering and calling
 
 
-async def test_the_first_request_holds_instruction_request_and_tools() -> None:
-    model = ScriptedModel(["ok"])
-    await work(model)
-    [request] = model.requests
-    assert ("Be brief." in request.messages[0]["content"], request.messages[1]["content"]) == (True, "do it")
-    assert [tool["function"]["name"] for tool in request.tools] == ["echo"]
-
-
 async def test_a_malformed_call_among_good_ones_does_not_stop_them() -> None:
     model, tools = (
         ScriptedModel([Calls([("echo", {"text": "a"}), ("echo", "["), ("echo", {"text": "c"})]), "done"]),
@@ -111,18 +94,6 @@ async def test_a_malformed_call_among_good_ones_does_not_stop_them() -> None:
 
 
 # Stopping
-
-
-async def test_a_model_that_always_calls_stops_at_the_limit_with_a_warning() -> None:
-    model, tools, seen = ScriptedModel(lambda _: Calls([("echo", {})], "Working.")), Tools(), []
-    result = await work(model, run_call=tools.run, seen=seen, max_iterations=3)
-    assert result.stop_reason == StopReason.MAX_ITERATIONS
-    assert result.answer == "Working."
-    assert len(model.requests) == 3
-    assert len(tools.calls) == 3
-    assert next(event.message for event in seen if isinstance(event, Warned)).startswith(
-        "stopped by the limit max_iterations after 3 steps"
-    )
 
 
 @pytest.mark.parametrize("reply", ["", " \n", Raw([]), Raw([{"choices": []}])])
@@ -161,44 +132,7 @@ async def test_a_wall_clock_budget_ends_what_is_running_and_keeps_the_last_reply
 # Events
 
 
-async def test_events_report_the_run_in_order() -> None:
-    seen: list[RunEvent] = []
-    await work(ScriptedModel([Calls([("echo", {"text": "a"})], "Let me see."), "done"]), seen=seen)
-    kinds = [
-        type(event)
-        for at, event in enumerate(seen)
-        if not (isinstance(event, TextArrived) and isinstance(seen[at - 1], TextArrived))
-    ]
-    assert kinds == [
-        RunStarted,
-        StepStarted,
-        ModelAsked,
-        TextArrived,
-        ModelAnswered,
-        CallStarted,
-        CallFinished,
-        StepFinished,
-        StepStarted,
-        ModelAsked,
-        TextArrived,
-        ModelAnswered,
-        StepFinished,
-        RunFinished,
-    ]
-
-
 # Streams
-
-
-async def test_a_stream_that_dies_raises_and_leaves_no_task() -> None:
-    async def dying(_: ModelRequest) -> AsyncIterator[Chunk]:
-        yield text_chunk("half")
-        raise ModelUnavailable("the endpoint went away")
-
-    before = tasks_left()
-    with pytest.raises(ModelUnavailable, match="went away"):
-        await work(StreamModel(dying))
-    assert tasks_left() == before
 
 
 async def test_the_stream_is_read_on_while_a_tool_runs() -> None:

@@ -112,10 +112,6 @@ def test_the_limits_of_the_tool_hold(
     assert effective_limit(build_spec(**tool), arguments, request) == limit_s
 
 
-def test_a_configured_limit_below_the_default_bounds_every_call() -> None:
-    assert effective_limit(build_spec(), {}, Request(build_call(), *ROUTE, default_timeout_s=2)) == 2
-
-
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
 async def test_a_limit_that_is_none_is_a_result(timeout_s: float) -> None:
     assert (await Harness().call(timeout_s=timeout_s)).error_code is ErrorCode.INVALID_ARGUMENTS

@@ -213,15 +213,6 @@ async def test_closing_ends_also_when_a_cancellation_is_swallowed(not_sweeping: 
     assert finished
 
 
-async def test_two_hubs_do_not_hear_each_other(redis_server: RedisProcess, not_sweeping: None) -> None:
-    async with listening(redis_server) as (first, client), listening(redis_server) as (two, _):
-        assert first.id != two.id
-        with first.expect(first.task_id("c")) as future, two.expect(two.task_id("c")) as other:
-            await publish(client, first.task_id("c"))
-            await arrives(future)
-            assert not other.done()
-
-
 async def test_a_silent_redis_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     timeout = asyncio.timeout

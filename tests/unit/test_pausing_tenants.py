@@ -115,16 +115,6 @@ async def test_very_many_paused_batches_do_not_keep_the_others_waiting(harness: 
     assert ["bolt/b-1"] in claims
 
 
-async def test_in_an_open_pool_every_name_is_paused_with_the_default_one(harness: RunHarness) -> None:
-    tenants = RedisTenants(harness.client, "d", KEY)
-    await harness.submit(1, tenant="anybody")
-    await tenants.pause("default")
-    assert (await claimed(harness), (await tenants.policy("anybody")).is_paused) == ([], True)
-    await tenants.add("registered", TenantPolicy())
-    # The tenant does not exist. The run gets that error when it starts.
-    assert await claimed(harness) == ["anybody/b-1"]
-
-
 async def test_text_in_a_policy_pauses_no_tenant(harness: RunHarness) -> None:
     """The aim: to stop a tenant by the name of a tool."""
     await RedisTenants(harness.client, "d", KEY).add(

@@ -148,12 +148,6 @@ async def pools(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
     await opened.close()
 
 
-async def test_the_catalogs_of_all_pools_are_one(pools: Pools) -> None:
-    pools.publish(sandbox=(build_spec("bash"),))
-    pools.publish(web=(WEB,), tools=(TOOLS,))
-    assert await pools.names() == ["bash", "own_tool", "web_tool"]
-
-
 async def test_the_catalogs_are_read_in_one_round_trip(pools: Pools) -> None:
     pools.publish(sandbox=(build_spec("bash"),), web=(WEB,))
     pools.store.config_resetstat()
@@ -188,14 +182,6 @@ async def test_a_pool_without_a_worker_leaves_the_catalog_and_its_tools_say_whic
     result = await missing.dispatch(Request(build_call("web_tool"), *ROUTE))
     assert result.error_code == ErrorCode.CONFIG_MISSING
     assert result.error == "no worker serves web_tool now: start one with `toolcrew serve worker --kind web`"
-
-
-async def test_an_orchestrator_that_never_saw_the_pool_says_the_same(pools: Pools) -> None:
-    pools.publish(sandbox=(build_spec("bash"),), tools=(TOOLS,))
-    pools.store.delete(catalog_key("d", "tools"))
-    assert await pools.names() == ["bash"]
-    assert "--kind web" in (pools.catalog.explain_missing("own_tool") or "")
-    assert pools.catalog.explain_missing("unheard_of") is None
 
 
 async def test_sessions_without_a_worker_of_sandboxes_say_which_to_start(pools: Pools) -> None:

@@ -82,14 +82,6 @@ def test_the_calls_of_the_examples_are_what_a_model_should_write() -> None:
 # --- every tool -------------------------------------------------------------------------------------------------------
 
 
-def test_the_tool_prompt_names_describes_and_lists_parameters() -> None:
-    prompt = generate_tool_prompt([SPEC])
-    assert "read_tool: Reads a file." in prompt
-    assert "path (string, required): of the file" in prompt
-    assert "limit (integer | null, optional, default 5)" in prompt
-    assert 'mode ("a" | "b", optional)' in prompt
-
-
 def test_without_tools_the_prompt_is_the_sentence_that_there_are_none() -> None:
     assert generate_tool_prompt([]) == NO_TOOLS
     assert "No tools are currently available" in NO_TOOLS
@@ -133,20 +125,6 @@ def test_a_recursive_schema_is_described_once() -> None:
     assert "start (" in describe_tools([spec])
 
 
-@pytest.mark.parametrize(
-    ("fields", "limits"),
-    [
-        ({}, "(sandbox without network; time limit 30 s, at most 600 s)"),
-        ({"timeout_s": 120}, "(sandbox without network; time limit 120 s, at most 600 s)"),
-        ({"timeout_s": 60, "max_timeout_s": 60}, "(sandbox without network; time limit 60 s)"),
-        ({"max_timeout_s": 10}, "(sandbox without network; time limit 10 s)"),
-        ({"pool": "local", "max_timeout_s": 5}, "(no sandbox; time limit 5 s)"),
-    ],
-)
-def test_the_prompt_reports_each_tools_network_and_time_limit(fields: dict[str, Any], limits: str) -> None:
-    assert describe_tools([build_spec(**fields)]).splitlines()[-1] == f"  {limits}"
-
-
 def test_specs_tools_and_mappings_are_described_alike_but_for_limits() -> None:
     mapping = {"name": "read_tool", "description": "Reads a file.", "parameters": SCHEMA}
     by_spec = describe_tools([SPEC]).splitlines()
@@ -167,17 +145,6 @@ def test_the_examples_are_calls_that_the_parser_reads() -> None:
         ("bash_tool", {"command": "COMMAND"}),
         ("write_tool", {"file_path": "FILE_PATH", "content": "first line\nsecond line"}),
     ]
-
-
-def test_a_sample_value_is_one_of_its_type_and_escaped() -> None:
-    properties: dict[str, Any] = {
-        "mode": {"enum": ["\"<&>'", "b"]},
-        "count": {"type": "integer", "minimum": 3},
-        "flag": {"type": "boolean"},
-        "items": {"type": "array"},
-    }
-    (call,) = calls_in(generate_tool_prompt([build_spec(properties=properties, required=list(properties))]))
-    assert call.arguments == {"mode": "\"<&>'", "count": "3", "flag": "true", "items": "[]"}
 
 
 def test_a_tool_that_no_tag_can_call_is_not_the_example() -> None:

@@ -43,13 +43,6 @@ def refused(code: str, message: str = "a.txt: words") -> ToolResult:
     return read(GuestResponse({"error": {"code": code, "message": message}}))
 
 
-def test_lines_are_numbered_and_the_end_is_marked() -> None:
-    result = read(build_read_response(b"one\ntwo\n"))
-    assert result.output == "1\tone\n2\ttwo\n[end of file: 2 lines]"
-    assert result.truncated is False
-    assert result.metadata == {"size_bytes": 8, "lines": 2, "encoding": "utf-8", "newline": "lf"}
-
-
 def test_the_requested_page_fits_the_output_with_its_footer() -> None:
     bench = Bench(build_read_response(b""), timeout_s=7)
     bench.read(offset=5, limit=10, column=3, encoding="gbk")
@@ -79,15 +72,6 @@ def test_a_line_that_is_cut_says_how_to_go_on_in_it() -> None:
         "x\n[line 1 cut at 2000 of 9000 characters; continue with offset=1 limit=1 column=2001]"
     )
     assert result.truncated
-
-
-def test_every_line_that_is_cut_is_named_and_the_page_last() -> None:
-    cut = build_read_response(b"x\ny\nz\n", lines=7, cuts=[[4, 2000, 9000], [6, 2000, 2001]])
-    assert footer(cut, offset=4) == [
-        "[line 4 cut at 2000 of 9000 characters; continue with offset=4 limit=1 column=2001]",
-        "[line 6 cut at 2000 of 2001 characters; continue with offset=6 limit=1 column=2001]",
-        "[lines 4-6 of 7; continue with offset=7]",
-    ]
 
 
 def test_an_unknown_total_is_shown_as_a_minimum() -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from contract.errors import ModelInterrupted
 from orchestrator.dialects.model import Chunk
@@ -41,6 +43,11 @@ def show(replies: list[list[str]]) -> Display:
 def test_other_words_take_the_place_of_what_was_shown() -> None:
     display = show([["It is five"], ["It is", " four."]])
     assert (display.text, display.shown) == ("It is four.", ["It is five", "our."])
+
+
+@given(st.lists(st.lists(st.text("ab", max_size=4), max_size=4), min_size=1, max_size=4))
+def test_in_the_end_the_last_reply_stands(replies: list[list[str]]) -> None:
+    assert show(replies).text == "".join(replies[-1])
 
 
 def test_the_cost_of_the_same_text_again_grows_with_its_length_only() -> None:
@@ -96,14 +103,3 @@ async def test_a_stream_that_is_cancelled_from_within_is_a_break() -> None:
 
     with pytest.raises(ModelInterrupted):
         await read(stream(), [])
-
-
-async def test_an_error_comes_after_the_received_chunks() -> None:
-    async def stream() -> AsyncIterator[Chunk]:
-        yield {"choices": []}
-        raise KeyError("x")
-
-    got: list[Chunk] = []
-    with pytest.raises(KeyError):
-        await read(stream(), got)
-    assert len(got) == 1

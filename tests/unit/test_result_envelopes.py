@@ -28,6 +28,12 @@ class ResultStore:
         return f"key-{len(self.kept)}"
 
 
+@given(st.text(), st.dictionaries(st.text(), st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text()))
+def test_a_result_survives_the_way(output: str, metadata: dict[str, Any]) -> None:
+    sent = result(output=output, metadata=metadata)
+    assert decode_result(json.loads(json.dumps(encode_result(sent)))) == sent
+
+
 @given(st.integers(0, 3), st.sampled_from(["x", "é", "读", "\U0001f600"]))
 def test_whatever_is_larger_than_fits_lies_beside_and_comes_back_whole(around: int, character: str) -> None:
     store = ResultStore()

@@ -10,7 +10,7 @@ import pytest
 
 from contract.calls import ToolResult
 from contract.errors import ContextWindowExceeded, ErrorCode, ModelRefused
-from contract.run_events import PROGRESS_EVENTS, CallFinished, FailureKind, RunReady, StepFinished
+from contract.run_events import FailureKind
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from store.batches import RunLimits
@@ -35,19 +35,6 @@ async def test_a_run_that_answers_is_a_success_and_its_session_is_closed(make: M
     assert outcome.body is not None
     assert (outcome.body["answer"], outcome.body["steps"]) == ("two", 3)
     assert harness.sent() == ["open", "echo", "echo", "close"]
-
-
-async def test_events_are_reported(make: Made) -> None:
-    harness = make(echo_then("two", "a", "b"))
-    await harness.worked(await harness.put(build_run()))
-    assert [type(event) for event in harness.run_events if isinstance(event, PROGRESS_EVENTS)] == [
-        RunReady,
-        CallFinished,
-        StepFinished,
-        CallFinished,
-        StepFinished,
-        StepFinished,
-    ]
 
 
 async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None:

@@ -217,15 +217,3 @@ async def test_a_lost_sandbox_stops_requests_to_the_model(harness: RunHarness) -
         with pytest.raises(SandboxUnavailable, match="retry the item"):
             await read(LoggedModel(played, candidate, {}))
     assert played.requests == []
-
-
-async def test_entries_have_the_time_of_redis(harness: RunHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def now() -> tuple[int, int]:
-        return int(time.time()) + 5 * 3600, 0
-
-    monkeypatch.setattr(harness.client, "time", now)
-    claim = await claimed(harness)
-    run_log = await RunLog.load(harness.client, "d", KEY, claim.attempt)
-    journal = Journal(run_log, lambda: None)
-    await journal.note_result("c1", done("c1"))
-    assert run_log.entries[-1].event.at - time.time() == pytest.approx(5 * 3600, abs=60)

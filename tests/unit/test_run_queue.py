@@ -37,14 +37,6 @@ async def test_batches_take_turns_and_none_has_more_at_a_time_than_it_may(harnes
     assert claimed[6:] == ["c-4", "c-5"]
 
 
-async def test_a_large_batch_is_added_and_claimed_in_steps(harness: RunHarness) -> None:
-    count = 2 * AT_ONCE + 1
-    await harness.submit(count, concurrency=count)
-    claims = [claim for _ in range(4) for claim in await harness.queue.claim(count)]
-    assert [claim.run for claim in claims] == [f"b-{number}" for number in range(1, count + 1)]
-    assert await harness.queue.renew(claims) == (set(), set())
-
-
 async def test_the_run_of_a_process_that_died_goes_to_another_which_goes_on_with_it(harness: RunHarness) -> None:
     await harness.submit(1)
     (dead,) = await harness.queue.claim(1)
@@ -94,21 +86,6 @@ async def test_only_items_with_the_chosen_failure_are_retried(harness: RunHarnes
     record = await harness.queue.batch("acme", "b")
     assert (record.state, record.succeeded, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 2, 0)
     assert [run for _, run in await harness.queue.ended("acme", "b", 3)] == ["b-3"]
-
-
-async def test_a_returned_run_resumes_or_restarts(harness: RunHarness) -> None:
-    await harness.submit(2)
-    (first, two) = await harness.queue.claim(2)
-    await harness.client.rpush("toolcrew:d:t:acme:run.b-1:log", "{}")
-    await harness.client.rpush("toolcrew:d:t:acme:run.b-2:log", "{}")
-    assert await harness.queue.give_back(first)
-    assert await harness.queue.give_back(two, after_s=0.3, is_new=True)
-    (resumed,) = await harness.other.claim(9)
-    assert (resumed.run, resumed.is_resumed, resumed.record.attempt) == ("b-1", True, 1)
-    assert await harness.other.claim(9) == []
-    await harness.client.zadd("toolcrew:d:runs:delayed", {"acme|b-2": 1.0})
-    (again,) = await harness.other.claim(9)
-    assert (again.run, again.is_resumed, again.record.attempt) == ("b-2", False, 2)
 
 
 async def test_a_cancelled_batch_starts_nothing_and_ends_every_item(harness: RunHarness) -> None:

@@ -13,14 +13,13 @@ import redis.asyncio
 from contract.approvals import Decision
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode
-from contract.traceparent import attempt_span_id, call_span_id, parse_traceparent, run_span_id, trace_id_of
+from contract.traceparent import attempt_span_id
 from orchestrator.approvals import AutoApprover
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dispatch.delivery import Pool
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.middleware import TracedCalls
-from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import CallLost
 from orchestrator.runs.item_work import ItemWork
@@ -66,11 +65,6 @@ def traced(harness: ItemHarness, ended: list[Span]) -> ItemHarness:
     return harness
 
 
-def by_name(spans: list[Span]) -> dict[str, Span]:
-    assert len({span.name for span in spans}) == len(spans), sorted(span.name for span in spans)
-    return {span.name: span for span in spans}
-
-
 def assert_one_tree(spans: list[Span]) -> None:
     span_ids = {span.ref.span_id for span in spans}
     assert len(span_ids) == len(spans), "a span was sent twice"
@@ -95,28 +89,6 @@ async def test_each_attempt_has_a_span_that_links_to_the_one_before(client: "red
     assert (first.error, second.error, second.links) == ("CALL_LOST", "", (first.ref,))
     contexts = [context.trace for _, context in harness.fleet.calls]
     assert contexts == [str(first.ref), str(second.ref)]
-
-
-async def test_an_item_with_its_session_is_one_trace_under_ids_made_of_its_run(make: Made) -> None:
-    ended: list[Span] = []
-    harness = traced(make(echo_then("said", "a")), ended)
-    claim = await harness.put(build_run())
-    assert (await harness.worked(claim)).failure is None
-    assert_one_tree(ended)
-    root = next(span for span in ended if span.parent is None)
-    assert (root.ref.trace_id, root.ref.span_id) == (trace_id_of("acme", claim.run), run_span_id("acme", claim.run))
-    assert (root.name, root.attributes["toolcrew.batch"], root.error) == ("invoke_agent toolcrew", "b", "")
-    assert {"session.open", "session.close", "execute_tool echo", "send echo"} <= {span.name for span in ended}
-    (sent,) = [
-        context
-        for call, context in zip(harness.transport.calls, harness.transport.contexts, strict=True)
-        if call.name == "echo"
-    ]
-    assert sent.trace is not None
-    assert (
-        parse_traceparent(sent.trace).span_id
-        == by_name([span for span in ended if span.name == "send echo"])["send echo"].ref.span_id
-    )
 
 
 async def test_a_single_call_is_a_trace_and_shows_its_failure(make: Made) -> None:
@@ -202,12 +174,3 @@ async def test_the_wait_for_an_approval_is_a_part_of_its_call(make: Made) -> Non
     assert approval.parent is not None
     assert (approval.parent.span_id, approval.attributes["toolcrew.is_allowed"]) == (call.ref.span_id, False)
     assert call.error == "PERMISSION_DENIED"
-
-
-async def test_the_id_of_a_call_is_that_of_its_trace_file(client: "redis.asyncio.Redis") -> None:
-    ended: list[Span] = []
-    harness = test_delivery.Harness(client)
-    harness.dispatcher._middleware = [TracedCalls(Tracer(ended.append, lambda _: True))]
-    await harness.open()
-    await harness.dispatcher.dispatch(Request(ToolCall(id="c9", name="safe"), "acme", "s1"))
-    assert next(span for span in ended if span.name == "execute_tool safe").ref.span_id == call_span_id("c9")

@@ -167,15 +167,6 @@ async def test_a_kept_connection_with_an_answer_to_nothing_is_not_used_again(tmp
         theirs.close()
 
 
-async def test_a_kept_connection_that_stands_is_used_again(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client = daemon.client()
-        await asyncio.to_thread(client.status)
-        sock = client._sock
-        await asyncio.to_thread(client.status)
-        assert client._sock is sock
-
-
 def test_the_socket_is_open_to_other_users_only_when_some_may_connect() -> None:
     own = os.geteuid()
     assert socket_mode({own}) == 0o600

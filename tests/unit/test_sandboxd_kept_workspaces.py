@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SandboxUnavailable
-from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import (
     PLAN,
     FakeHost,
     KeptWorkspaces,
     MemorySuspensionStore,
     build_host,
-    end_host,
     open_host,
     running_sandboxd,
 )
@@ -47,30 +45,6 @@ async def test_a_session_is_rebuilt_around_its_workspace_at_once_and_says_so_onc
         assert "news" not in entry.describe_sandbox(sandbox)
         mounts = [guest.config["HostConfig"]["Mounts"][0]["Source"] for guest in host.engine.guests]
         assert mounts[0] == mounts[1]
-
-
-async def test_a_call_that_saw_the_loss_says_that_the_files_are_kept_and_the_next_has_no_news(tmp_path: Path) -> None:
-    async def dying(guest: FakeGuest) -> None:
-        await guest.hello()
-        await guest.request()
-        guest.die()
-
-    async with running_sandboxd(tmp_path, dying, echoing, workspaces=KeptWorkspaces()) as daemon:
-        client, name = await daemon.open()
-        done = (await asyncio.to_thread(client.call, name, EXEC)).done
-        assert (done["error"]["code"], done["workspace_kept"]) == ("SANDBOX_UNAVAILABLE", True)
-        again = (await asyncio.to_thread(client.call, name, EXEC)).done
-        assert again["sandbox"] | {"id": ""} == {"id": "", "generation": 2, "rebuilt": True}
-
-
-async def test_a_session_that_is_given_up_comes_back_with_what_was_packed(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
-        assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
-        assert (host.alive, list(host.suspension_store.archives.values())) == ([], ["acme:s"])
-        _, sandbox = await host.sessions.use("acme:s")
-        assert (sandbox.generation, host.suspension_store.archives, len(host.suspension_store.unpacked)) == (2, {}, 1)
-        assert entry.describe_sandbox(sandbox) == {"id": sandbox.container[:12], "generation": 2, "rebuilt": False}
 
 
 async def test_a_session_that_cannot_be_packed_keeps_its_container(tmp_path: Path) -> None:
@@ -143,33 +117,6 @@ async def test_five_hundred_sessions_live_in_a_few_containers(tmp_path: Path) ->
         assert (len(host.alive), len(host.sessions)) == (5, 60)
 
 
-async def test_the_next_sandboxd_takes_sessions_over_and_reports_what_they_lost(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
-    first = build_host(tmp_path, workspaces=workspaces)
-    await first.sessions.open("acme:killed", NewSession(PLAN, 60))
-    first.lease.give_back()
-    async with open_host(tmp_path, workspaces=workspaces) as second:
-        assert second.sessions.adopt() == 1
-        entry, sandbox = await second.sessions.use("acme:killed")
-        assert (sandbox.generation, entry.tenant) == (2, "acme")
-        assert "sandboxd was started anew" in entry.describe_sandbox(sandbox)["news"]
-    await first.engine.end()
-
-
-async def test_a_sandboxd_that_ends_in_order_keeps_sessions_whole(tmp_path: Path) -> None:
-    workspaces, suspension_store = KeptWorkspaces(), MemorySuspensionStore()
-    first = build_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store)
-    await first.sessions.open("acme:s", NewSession(PLAN, 60))
-    await first.sessions.suspend_all(5)
-    assert first.alive == []
-    first.lease.give_back()
-    await first.engine.end()
-    async with open_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store) as second:
-        second.sessions.adopt()
-        entry, sandbox = await second.sessions.use("acme:s")
-        assert (entry.describe_sandbox(sandbox).get("news"), len(suspension_store.unpacked)) == (None, 1)
-
-
 async def test_a_kept_session_whose_workspace_is_missing_is_not_taken_over(tmp_path: Path) -> None:
     first = build_host(tmp_path, workspaces=KeptWorkspaces())
     await first.sessions.open("acme:s", NewSession(PLAN, 60))
@@ -223,20 +170,6 @@ async def test_an_overfull_workspace_ends_its_sandbox_once_and_leaves_room_to_de
         workspaces.overfull = {entry.workspace.name: 3 * PLAN.workspace_bytes}
         await host.monitor.end_overfull()
         assert sandbox.lost is not None
-
-
-async def test_a_restarted_host_with_memory_workspaces_keeps_what_was_packed(tmp_path: Path) -> None:
-    suspension_store = MemorySuspensionStore()
-    first = build_host(tmp_path, suspension_store=suspension_store)
-    await first.sessions.open("acme:packed", NewSession(PLAN, 60))
-    await first.sessions.suspend_all(5)
-    first.lease.give_back()
-    await first.engine.end()
-    second = build_host(tmp_path, suspension_store=suspension_store)
-    assert second.sessions.adopt() == 1
-    await second.sessions.use("acme:packed")
-    assert (len(suspension_store.unpacked), second.records.sessions()) == (1, [])
-    await end_host(second)
 
 
 async def test_a_nearly_full_disk_stops_sessions_that_write(tmp_path: Path) -> None:

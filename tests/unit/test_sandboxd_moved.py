@@ -52,14 +52,6 @@ async def test_a_restored_session_reports_its_losses_once(tmp_path: Path) -> Non
         assert "news" not in (await call(client, name)).done["sandbox"]
 
 
-async def test_a_drain_is_not_reported_as_a_lost_host(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, checkpoints=RecordingStore()) as daemon:
-        client, name, _ = await open_moved(daemon, 2, is_planned=True, checkpoint_at=None)
-        news = (await call(client, name)).done["sandbox"]["news"]
-        assert "taken out of service" in news
-        assert "its last checkpoint" in news
-
-
 async def test_without_a_checkpoint_only_the_first_call_is_refused(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         client, name, _ = await open_moved(daemon, 2, restore=None)
@@ -138,16 +130,6 @@ async def test_a_close_with_an_old_fence_is_ignored(tmp_path: Path) -> None:
         assert not daemon.engine.alive
         with pytest.raises(ToolFailure, match="fence must be a whole number"):
             await asyncio.to_thread(client.close, name, fence=-1)
-
-
-async def test_a_repeated_opening_of_a_moved_session_is_one(tmp_path: Path) -> None:
-    store = RecordingStore()
-    async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
-        await open_moved(daemon, 3)
-        await open_moved(daemon, 3)
-        await open_moved(daemon, 2)
-        await daemon.open("s1")
-        assert (store.loaded, len(daemon.engine.guests)) == (["c1"], 1)
 
 
 async def test_an_opening_that_is_overtaken_by_a_later_one_of_its_session_is_undone(tmp_path: Path) -> None:

@@ -123,24 +123,6 @@ async def test_a_worker_that_stops_sending_frees_its_session(tmp_path: Path, mon
         writer.close()
 
 
-async def test_a_second_cancel_does_not_put_off_the_end(tmp_path: Path, short_grace: None) -> None:
-    async def deaf(guest: FakeGuest) -> None:
-        await guest.hello()
-        await guest.gone.wait()
-
-    async with running_sandboxd(tmp_path, deaf) as daemon:
-        _, name = await daemon.open()
-        entry = daemon.sessions.find(name)
-        assert entry is not None
-        running = entry.sandbox.begin("c", EXEC, 0, lambda _: None)
-        entry.sandbox.cancel(running)
-        ends_by = running.ends_by
-        entry.sandbox.cancel(running)
-        entry.sandbox.start_clock(running)
-        assert running.ends_by == ends_by
-        assert (await asyncio.wait_for(running.done, SOON_S))["error"]["code"] == "CANCELLED"
-
-
 async def test_a_call_begun_in_a_lost_sandbox_is_answered_at_once(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         _, name = await daemon.open()
@@ -167,27 +149,3 @@ async def test_unread_output_is_bounded(tmp_path: Path) -> None:
     assert await asyncio.wait_for(links[0].next(), SOON_S) is None
     links[0].close()
     server.close()
-
-
-async def test_a_call_costs_no_task_of_its_own(tmp_path: Path) -> None:
-    running = asyncio.Event()
-
-    async def patient(guest: FakeGuest) -> None:
-        await guest.hello()
-        for _ in range(2):
-            request, _ = await guest.request()
-            running.set()
-            await guest.done(request)
-
-    async with running_sandboxd(tmp_path, patient) as daemon:
-        client, name = await daemon.open()
-        await call(client, name)
-        before = len(asyncio.all_tasks())
-        seen: list[int] = []
-        entry = daemon.sessions.find(name)
-        assert entry is not None
-        begin = entry.sandbox.begin
-        entry.sandbox.begin = lambda *given: (seen.append(len(asyncio.all_tasks())), begin(*given))[1]  # type: ignore[method-assign]
-        await call(client, name)
-        # Two of the test's own: `call` waits for a thread.
-        assert max(seen) <= before + 2

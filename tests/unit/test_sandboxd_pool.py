@@ -104,15 +104,6 @@ async def test_a_sandbox_that_died_in_the_pool_is_replaced(tmp_path: Path) -> No
         filling.cancel()
 
 
-async def test_another_plan_gets_a_sandbox_of_its_own(tmp_path: Path) -> None:
-    async with open_host(tmp_path, pool=QUICK) as host:
-        (await filled(host)).cancel()
-        entry = await host.sessions.open("acme:s", NewSession(replace(PLAN, image="python"), 60))
-        assert entry.sandbox is not None
-        assert host.engine.alive[entry.sandbox.container].config["Image"] == "python"
-        assert len(host.pools) == 2
-
-
 async def test_the_pool_gives_its_places_up_for_sessions(tmp_path: Path) -> None:
     async with open_host(tmp_path, pool=QUICK, limit=2) as host:
         (await filled(host)).cancel()
@@ -133,13 +124,6 @@ async def test_the_pool_is_not_filled_while_memory_is_short(tmp_path: Path, monk
         await asyncio.wait_for(is_asked.wait(), SOON_S)
         assert host.engine.guests == []
         filling.cancel()
-
-
-async def test_it_is_filled_at_the_given_rate(tmp_path: Path) -> None:
-    async with open_host(tmp_path, pool=replace(QUICK, target=4, refill_per_s=20)) as host:
-        started = asyncio.get_running_loop().time()
-        (await filled(host, 4)).cancel()
-        assert asyncio.get_running_loop().time() - started >= 3 / 20
 
 
 async def test_a_failed_fill_leaves_no_workspace_and_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,14 +100,6 @@ async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path
         assert (entry.archive is not None, host.engine.paused, host.alive) == (True, set(), [])
 
 
-async def test_a_frozen_session_is_thawed_before_it_is_packed(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
-        await host.sessions.suspender.pause(entry)
-        assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
-        assert len(host.engine.thawed) == 1
-
-
 async def test_a_slow_pack_does_not_delay_the_freeze_of_others(tmp_path: Path) -> None:
     suspension_store = SlowSuspensionStore()
     async with open_host(
@@ -390,16 +382,6 @@ async def test_a_checkpoint_does_not_use_up_the_loss_report(tmp_path: Path) -> N
         with pytest.raises(SandboxUnavailable, match="files are lost"):
             await asyncio.to_thread(client.call, name, EXEC)
         assert "error" not in (await asyncio.to_thread(client.call, name, EXEC)).done
-
-
-async def test_opening_an_open_session_leaves_the_news_to_its_next_call(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces()) as daemon:
-        client, name = await daemon.open()
-        entry = daemon.sessions.find(name)
-        assert entry is not None
-        entry.news = "something is gone"
-        assert "news" not in (await asyncio.to_thread(client.describe_open, name, None, 60))["sandbox"]
-        assert (await asyncio.to_thread(client.call, name, EXEC)).done["sandbox"]["news"] == "something is gone"
 
 
 # Restoring

@@ -208,27 +208,6 @@ async def test_a_worker_that_leaves_cancels_its_call(tmp_path: Path, request_: d
         await asyncio.wait_for(cancelled.wait(), SOON_S)
 
 
-async def test_the_sandbox_of_a_worker_that_left_serves_the_next_one(tmp_path: Path) -> None:
-    started = asyncio.Event()
-
-    async def patient(guest: FakeGuest) -> None:
-        await guest.hello()
-        first, _ = await guest.request()
-        started.set()
-        await guest.next()
-        await guest.done(first, cancelled=True)
-        second, _ = await guest.request()
-        await guest.done(second, exit_code=0)
-
-    async with running_sandboxd(tmp_path, patient) as daemon:
-        client, name = await daemon.open()
-        _, writer = await asyncio.open_unix_connection(str(daemon.path))
-        writer.write(frame({"verb": "call", "sandbox": name, "call": "c", "request": EXEC}))
-        await started.wait()
-        writer.close()
-        assert (await call(client, name)).done["sandbox"]["generation"] == 1
-
-
 async def test_a_client_without_a_daemon_says_what_to_check(tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="is it running on this host"):
         SandboxClient(tmp_path / "none.sock").status()

@@ -136,28 +136,6 @@ async def test_a_row_has_what_a_worker_decides_by(tmp_path: Path) -> None:
         assert 0 <= fields["idle_s"] < SOON_S
 
 
-async def test_a_call_that_runs_is_counted_and_its_session_is_not_idle(tmp_path: Path) -> None:
-    started, go = asyncio.Event(), asyncio.Event()
-
-    async def slow(guest: FakeGuest) -> None:
-        await guest.hello()
-        request, _ = await guest.request()
-        started.set()
-        await go.wait()
-        await guest.done(request, exit_code=0)
-
-    async with running_sandboxd(tmp_path, slow) as daemon:
-        client, name = await daemon.open()
-        running = asyncio.create_task(call(client, name))
-        await asyncio.wait_for(started.wait(), SOON_S)
-        fields = await row(daemon)
-        assert (fields["calls"], fields["idle_s"], fields["changed"]) == (1, 0.0, False)
-        go.set()
-        await running
-        fields = await row(daemon)
-        assert (fields["calls"], fields["changed"]) == (0, True)
-
-
 async def test_a_job_that_was_started_is_counted(tmp_path: Path) -> None:
     async def starting(guest: FakeGuest) -> None:
         await guest.hello()
@@ -216,19 +194,6 @@ async def test_a_checkpoint_that_failed_answers_for_nothing(tmp_path: Path) -> N
             await asyncio.to_thread(client.checkpoint, name)
         fields = await row(daemon)
         assert (fields["changed"], fields["checkpoint"]) == (True, None)
-
-
-async def test_an_automatic_checkpoint_is_no_use_of_its_session(tmp_path: Path) -> None:
-    store = Store()
-    async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
-        client, name = await daemon.open()
-        entry = daemon.sessions.find(name)
-        assert entry is not None
-        entry.used_at -= 100
-        await asyncio.to_thread(client.checkpoint, name, automatic=True)
-        assert entry.idle_s() > 99
-        await asyncio.to_thread(client.checkpoint, name)
-        assert (entry.idle_s() < SOON_S, store.automatic) == (True, [True, False])
 
 
 async def test_an_automatic_checkpoint_that_grows_old_is_worth_another(tmp_path: Path) -> None:

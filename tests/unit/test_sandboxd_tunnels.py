@@ -32,15 +32,6 @@ async def test_the_proxy_gets_the_identity_before_the_first_byte(tmp_path: Path)
         assert proxy.preamble == PREAMBLE
 
 
-async def test_data_sent_before_the_proxy_answers_is_buffered(tmp_path: Path) -> None:
-    async with running_tunnels(tmp_path) as guest:
-        guest.open(1)
-        guest.tell("net_data", 1, b"early")
-        guest.tell("net_end", 1)
-        proxy = await asyncio.wait_for(guest.proxied.get(), SOON_S)
-        assert await proxy.read_all() == b"early"
-
-
 async def test_a_connection_whose_sides_both_end_is_closed_by_both(tmp_path: Path) -> None:
     async with running_tunnels(tmp_path) as guest:
         proxy = await guest.open_through(1)
@@ -166,35 +157,6 @@ async def test_nothing_is_read_from_the_proxy_for_a_guest_that_is_behind(tmp_pat
         guest.drained.set()
         for number in range(1, 9):
             await guest.hear_data(number, 2 * WINDOW)
-
-
-async def test_a_megabyte_each_way_arrives_whole(tmp_path: Path) -> None:
-    data = os.urandom(1024 * 1024)
-    async with running_tunnels(tmp_path) as guest:
-        proxy = await guest.open_through(1)
-
-        async def echo() -> None:
-            while piece := await proxy.reader.read(PIECE):
-                await proxy.say(piece)
-            proxy.writer.close()
-
-        echoing = asyncio.create_task(echo())
-        back, sent, room, owed = b"", 0, WINDOW, 0
-        while len(back) < len(data):
-            while room and sent < len(data):
-                piece = data[sent : sent + min(room, PIECE)]
-                guest.tell("net_data", 1, piece)
-                sent, room = sent + len(piece), room - len(piece)
-            op, header, body = await guest.hear(1)
-            back, owed = back + body, owed + len(body)
-            room += header["bytes"] if op == "net_room" else 0
-            if owed >= GRANT:
-                guest.tell("net_room", 1, bytes=owed)
-                owed = 0
-        guest.tell("net_end", 1)
-        await asyncio.wait_for(echoing, SOON_S)
-        assert back == data
-        assert guest.violations == []
 
 
 # Without a proxy

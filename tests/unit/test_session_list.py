@@ -6,7 +6,7 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.names import place_key, seen_tenants_key
+from contract.names import place_key
 from contract.session_locations import LocationState, seal_start
 from contract.signing import SigningKeys
 from store.session_list import SessionList
@@ -51,12 +51,6 @@ async def test_more_sessions_than_are_read_at_once_are_listed_too(client: "redis
     names = await open_some(client, 450)
     assert await read_all(client, None, 1000) == names
     assert await read_all(client, "acme", 150) == names
-
-
-async def test_sessions_of_the_same_microsecond_are_listed_once_each(client: "redis.asyncio.Redis") -> None:
-    names = await open_some(client, 4)
-    await client.zadd(tenant_open_sessions_key("d", "acme"), dict.fromkeys(names, 1_700_000_000_000_000))
-    assert await read_all(client, "acme", 1) == sorted(names, reverse=True)
 
 
 async def test_a_session_reports_where_it_lives_and_of_its_last_checkpoint(client: "redis.asyncio.Redis") -> None:
@@ -127,12 +121,6 @@ async def test_a_session_without_a_signature_is_not_listed(client: "redis.asynci
     names = await open_some(client, 2)
     await client.hset(place_key("d", "acme", "acme-0"), "start", start)
     assert await read_all(client, "acme", 50) == names[:1]
-
-
-async def test_tenants_that_have_opened_sessions_are_remembered(client: "redis.asyncio.Redis") -> None:
-    await open_some(client, 1, "acme")
-    await open_some(client, 2, "bolt")
-    assert await client.zrange(seen_tenants_key("d"), 0, -1) == [b"acme", b"bolt"]
 
 
 @pytest.mark.parametrize(

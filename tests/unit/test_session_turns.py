@@ -106,13 +106,6 @@ async def test_while_redis_is_away_items_wait_and_none_fails() -> None:
     assert hosts.opened == ["one", "two"]
 
 
-async def test_where_no_host_can_take_it_the_opening_itself_says_why() -> None:
-    hosts, done = Hosts(None), asyncio.Event()
-    done.set()
-    await hosts.open("asks", done)
-    assert hosts.opened == ["asks"]
-
-
 async def test_an_unknown_tenant_does_not_delay_the_next() -> None:
     hosts, done = Hosts(ToolFailure(ErrorCode.UNKNOWN_TENANT, "no")), asyncio.Event()
     with pytest.raises(ToolFailure):

@@ -103,22 +103,6 @@ def test_a_question_finds_its_passage_also_in_other_forms_of_its_words(workspace
     assert found(workspace, query)[0] == path
 
 
-def test_a_result_names_its_lines_and_what_was_not_searched(workspace: Path) -> None:
-    answer = run_skill_script("vector-search", workspace, query="retransmission", paths=["deep", "picture.bin", "none"])
-    (result,) = answer["results"]
-    first, last = map(int, result["lines"].split("-"))
-    assert "Retransmission begins then." in (workspace / "deep/network.txt").read_text().splitlines()[first - 1 : last]
-    assert 0 < result["score"] <= 1
-    assert {row["path"] for row in answer["left_out"]} == {"picture.bin", "none"}
-    assert answer["searched"]["files"] == 1
-
-
-def test_only_the_requested_files_are_searched(workspace: Path) -> None:
-    assert found(workspace, "invoices gateway", pattern="*.txt") == ["deep/network.txt"]
-    assert found(workspace, "invoices gateway", paths=["billing.md"]) == ["billing.md"]
-    assert found(workspace, "invoices", limit=50) == ["billing.md"]
-
-
 def test_read_files_are_cached_until_they_change(workspace: Path) -> None:
     assert found(workspace, "roses") == ["garden.md"]
     files = sorted((workspace / ".toolcrew" / "vector-search").iterdir())
@@ -131,13 +115,6 @@ def test_read_files_are_cached_until_they_change(workspace: Path) -> None:
     for path in files:
         path.write_text("{" if path != files[0] else path.read_text())
     assert found(workspace, "roses") == ["billing.md"]
-
-
-def test_too_large_a_file_is_left_out_and_said(workspace: Path) -> None:
-    (workspace / "huge.txt").write_bytes(b"invoices " * 300_000)
-    answer = run_skill_script("vector-search", workspace, query="invoices")
-    assert [result["path"] for result in answer["results"]] == ["billing.md"]
-    assert [row["path"] for row in answer["left_out"] if "larger than" in row["why"]] == ["huge.txt"]
 
 
 def test_a_table_is_described_by_its_columns(tmp_path: Path) -> None:

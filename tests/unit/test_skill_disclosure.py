@@ -25,12 +25,6 @@ def describe(skills: list[SkillSummary], uses: dict[str, int] | None = None, win
     return spec.description
 
 
-def test_all_skills_are_listed_while_there_is_room() -> None:
-    skills = [build_skill("alpha", "Does\nalpha."), build_skill("beta")]
-    assert describe(skills) == "Use a skill. Skills:\n- alpha: Does alpha.\n- beta: Does it."
-    assert describe([]) == "Use a skill. There are no skills now."
-
-
 def test_those_that_are_used_least_are_left_out_and_it_says_so() -> None:
     skills = [build_skill(f"s{number:02}", "x" * 900) for number in range(20)]
     description = describe(skills, {"s19": 3, "s05": 1})
@@ -39,13 +33,6 @@ def test_those_that_are_used_least_are_left_out_and_it_says_so() -> None:
     assert names == ["s00", "s01", "s02", "s03", "s04", "s05", "s06", "s07", "s19"]
     assert lines[0].endswith("Skills, those that are used most:")
     assert lines[-1] == "[11 more: action list names them]"
-
-
-def test_a_small_window_has_less_room() -> None:
-    skills = [build_skill(name, "x" * 100) for name in ("alpha", "beta", "gamma")]
-    assert [name for name in ("alpha", "beta", "gamma") if f"- {name}" in describe(skills, {"beta": 1}, 2000)] == [
-        "beta"
-    ]
 
 
 @given(

@@ -23,18 +23,6 @@ def summary(name: str = "word-count", description: str = "Counts words.") -> Ski
     return SkillSummary(name=name, description=description, digest="0" * 64, files=2, bytes=1)
 
 
-def test_the_entrypoint_is_enough() -> None:
-    sidecar = parse()
-    assert (sidecar.args, sidecar.interpreter, sidecar.timeout, sidecar.network) == ("json-stdin", None, None, False)
-    spec = build_skill_spec(summary(), sidecar)
-    assert spec.name == "word-count"
-    assert spec.pool == "sandbox"
-    assert spec.requires_permission is False
-    assert spec.dangerous is False
-    assert spec.timeout_s is None
-    assert spec.description == "Counts words. It runs in the session's sandbox, without network."
-
-
 def test_all_that_it_says_is_in_the_spec() -> None:
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     sidecar = parse(

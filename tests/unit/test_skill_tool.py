@@ -1,8 +1,6 @@
 """skill_tool over a scripted guest: its output, its refusals, and its requests to the sandbox."""
 
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -115,20 +113,6 @@ def test_unreadable_files_are_refused(root: Path, arguments: dict[str, Any], cod
 def test_a_name_that_is_none_gets_the_nearest(root: Path) -> None:
     result = Bench(root).use(name="alfa")
     assert (result.error_code, "there are alpha" in result.text()) == (ErrorCode.FILE_NOT_FOUND, True)
-
-
-def test_a_script_is_run_with_json_from_where_the_bundle_lies(root: Path) -> None:
-    bench = Bench(root, build_exec_response(b"1\n"))
-    assert bench.use(name="alpha", action="run", script="a.py", args={"x": 1}).text() == "1\n"
-    place, archive = bench.client.skills[bench.skills[0].summary.digest]
-    (run,) = bench.client.requests
-    assert run["argv"] == ["python3", f"{place}/scripts/a.py"]
-    assert run["cwd"] == "/workspace"
-    assert run["env"] == {"SKILL_DIR": place}
-    assert json.loads(bench.client.bodies[-1]) == {"x": 1}
-    with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
-        assert packed.getnames() == [file.path for file in bench.skills[0].files]
-        assert packed.getmember("scripts/a.py").mode == 0o755
 
 
 def test_a_bundle_that_is_there_is_not_brought_again(root: Path) -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from contract.calls import ToolResult
-from contract.errors import ErrorCode
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.profiles import STANDARD, ModelProfile
@@ -42,11 +41,6 @@ def test_a_call_comes_as_soon_as_its_tag_is_complete() -> None:
     assert (event.call.id, event.call.arguments, event.raw) == ("r1-2-0", {"path": "a"}, TAG)
 
 
-def test_calls_of_one_reply_have_ids_of_their_own() -> None:
-    events, _ = read(chunk(TAG + TAG))
-    assert [event.call.id for event in events if isinstance(event, CallRequested)] == ["r1-2-0", "r1-2-1"]
-
-
 def test_the_transcript_keeps_the_tags_and_the_answer_text_does_not() -> None:
     _, end = read(chunk(f"a{TAG}b"))
     assert end.message == {"role": "assistant", "content": f"a{TAG}b"}
@@ -72,10 +66,6 @@ def test_native_calls_win_from_there_on_and_what_ran_is_not_undone() -> None:
     assert "".join(event.text for event in events if isinstance(event, Text)) == f"<tool_action na{TAG}"
 
 
-def test_with_tag_parsing_off_tags_are_text() -> None:
-    assert read(chunk(TAG), reads_tags=False)[0] == [Text(TAG)]
-
-
 def sent(*results: ToolResult, profile: ModelProfile = STANDARD) -> Any:
     """Return the message that the model gets for these results."""
     dialect = TagsDialect(profile=profile)
@@ -85,29 +75,6 @@ def sent(*results: ToolResult, profile: ModelProfile = STANDARD) -> Any:
     return message
 
 
-def test_a_result_is_kept_as_a_tool_message() -> None:
-    [message] = TagsDialect().build_observations([("r1-2-0", result("11"))])
-    assert message == {"role": "tool", "tool_call_id": "r1-2-0", "name": "read_tool", "content": "11"}
-
-
-def test_a_result_is_sent_as_a_user_message_that_names_the_tool() -> None:
-    assert sent(result("11")) == {"role": "user", "content": "Tool result for read_tool:\n11"}
-
-
-def test_results_of_one_reply_share_a_message_in_order() -> None:
-    assert (
-        sent(result("1"), result("2", "r1-2-1"))["content"]
-        == "Tool result for read_tool:\n1\n\nTool result for read_tool:\n2"
-    )
-
-
 def test_a_closing_hint_ends_the_message() -> None:
     profile = ModelProfile("small", result_hint="Answer now.")
     assert sent(result("1"), profile=profile)["content"].endswith("1\n\nAnswer now.")
-
-
-def test_a_failure_shows_its_code() -> None:
-    failed = ToolResult(
-        call_id="a", name="x", success=False, error="Tool not found: x", error_code=ErrorCode.TOOL_NOT_FOUND
-    )
-    assert sent(failed)["content"] == "Tool result for x:\nError [TOOL_NOT_FOUND]: Tool not found: x"

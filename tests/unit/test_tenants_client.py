@@ -79,11 +79,3 @@ async def test_a_session_is_not_another_tenants(harness: Harness) -> None:
         with pytest.raises(ToolFailure) as refused:
             await client.open_session(tenant="zeta")
     assert refused.value.code is ErrorCode.PERMISSION_DENIED
-
-
-async def test_models_see_the_tools_of_the_tenant(harness: Harness) -> None:
-    async with harness.connect(tenant="acme") as client:
-        assert [spec.name for spec in await client.tools()] == ["grep_tool", "read_tool"]
-        assert [spec.name for spec in await client.tools(["bash_tool", "read_tool"])] == ["read_tool"]
-    async with harness.connect(tenant="zeta") as client:
-        assert [spec.name for spec in await client.tools()] == ["bash_tool", "grep_tool", "read_tool"]

@@ -43,9 +43,6 @@ def refusal(policy: TenantPolicy, spec: Any, **arguments: Any) -> ErrorCode | No
     return None
 
 
-HEAVY_DEFAULT = seal_policy(KEY, "default", TenantPolicy(weight=3)).encode()
-
-
 def look(
     own: bytes | None = None, default: bytes | None = None, fields: int = 0, version: bytes | None = None
 ) -> StoredPolicy:
@@ -166,16 +163,6 @@ def test_rules_that_ask_or_allow_refuse_nothing_of_a_program() -> None:
     assert refusal(TenantPolicy(commands=rules), BASH, command="git push; rm -rf /srv/x") is None
 
 
-def test_a_refusal_names_tool_and_tenant_and_what_to_do() -> None:
-    with pytest.raises(
-        ToolFailure,
-        match=r"bash_tool was not run: it is not allowed for tenant acme; .* \(toolcrew tenants set acme --tools",
-    ):
-        check_call(TenantPolicy(tools=()), "acme", BASH, {"command": "ls"})
-    with pytest.raises(ToolFailure, match="commands with 'git push' are forbidden by the policy of tenant acme"):
-        check_call(TenantPolicy(commands=(NO_PUSH,)), "acme", BASH, {"command": "git push"})
-
-
 @pytest.mark.parametrize("padding", [0, 100_000])
 async def test_the_orchestrator_refuses_the_same_however_long_the_command(padding: int) -> None:
     policy = TenantPolicy(commands=(NO_PUSH,))
@@ -200,20 +187,6 @@ def test_a_tenants_rules_stand_beside_those_of_the_program() -> None:
     ]
     assert joined.decide("other", BASH, {"command": "git push"}).action == "allow"
     assert with_tenant_rules(own, TenantPolicy(), "acme") is own
-
-
-def test_without_registered_tenants_any_name_is_the_default_tenant() -> None:
-    assert look().policy("anybody", KEY) == TenantPolicy()
-    assert look(default=HEAVY_DEFAULT, fields=2, version=b"v").policy("anybody", KEY).weight == 3
-
-
-def test_with_registered_tenants_unknown_names_are_refused() -> None:
-    closed = look(default=HEAVY_DEFAULT, fields=3, version=b"v")
-    assert closed.policy("default", KEY).weight == 3
-    assert look(own=seal_policy(KEY, "acme", TenantPolicy(weight=2)).encode(), fields=1).policy("acme", KEY).weight == 2
-    with pytest.raises(ToolFailure, match=r"tenant anybody does not exist.*toolcrew tenants add anybody") as refused:
-        closed.policy("anybody", KEY)
-    assert refused.value.code is ErrorCode.UNKNOWN_TENANT
 
 
 @pytest.mark.parametrize(

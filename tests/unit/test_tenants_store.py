@@ -60,17 +60,6 @@ async def failure_of(work: Any) -> ErrorCode:
     return failed.value.code
 
 
-async def test_a_tenant_is_what_it_was_registered_and_changed_to_until_it_is_removed(tenants: RedisTenants) -> None:
-    await tenants.add("acme", TenantPolicy(weight=3))
-    assert (await tenants.policy("acme")).weight == 3
-    changed = await tenants.change("acme", lambda policy: policy.model_copy(update={"in_flight": 5}))
-    assert await tenants.policy("acme") == changed == TenantPolicy(weight=3, in_flight=5)
-    await tenants.replace("acme", TenantPolicy())
-    assert await tenants.policy("acme") == TenantPolicy()
-    assert await tenants.remove("acme") == 0
-    assert dict(await tenants.all()) == {}
-
-
 async def test_names_are_closed_from_the_first_tenant_on_and_stay_closed_after_the_last(tenants: RedisTenants) -> None:
     assert await tenants.policy("anybody") == TenantPolicy()
     await tenants.change("default", lambda policy: policy.model_copy(update={"weight": 2.0}))

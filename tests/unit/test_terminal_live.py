@@ -1,7 +1,6 @@
 """Output of running calls on a terminal: bounded, escaped, dimmed, and separate from later output."""
 
 import io
-import re
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +9,6 @@ from rich.console import Console
 from contract.calls import ToolCall, ToolResult
 from contract.run_events import CallFinished, CallStarted, OutputArrived, RunEvent, TextArrived
 from orchestrator.terminal.output import (
-    MAX_LINE_CHARS,
     MAX_LIVE_LINES,
     MAX_LIVE_LINES_OF_CALL,
     LiveLines,
@@ -49,10 +47,6 @@ def test_a_run_shows_lines_as_they_come_and_then_the_result() -> None:
     lines = shown.splitlines()
     assert lines[1:3] == ["   | one", "   | two"]
     assert lines[3:5] == ["   one", "   two"]
-
-
-def test_a_run_dims_what_is_not_the_result() -> None:
-    assert "\x1b[2m   | one" in run_view(output("one\n"), is_terminal=True)
 
 
 def test_a_run_shows_a_few_lines_at_a_time_and_says_how_many_more_there_were() -> None:
@@ -96,52 +90,6 @@ def live(*texts: str, is_terminal: bool = True) -> str:
 
 def test_on_no_terminal_every_line_is_shown_and_the_last_though_it_does_not_end() -> None:
     assert live("a\nb", "c\nd", is_terminal=False) == "a\nbc\nd\n"
-
-
-def on_screen(written: str) -> str:
-    """Return the terminal's screen after these bytes. The terminal supports lines, moving up, and erasing a line."""
-    lines, row = [""], 0
-    for part in re.findall(r"\x1b\[\??\d*[a-zA-Z]|\n|\r|[^\x1b\n\r]+", written):
-        if part == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif part.endswith("A") and part.startswith("\x1b"):
-            row -= int(part[2:-1])
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif not part.startswith("\x1b") and part != "\r":
-            lines[row] = part
-    return "\n".join(lines)
-
-
-def test_live_lines_are_removed_after_the_call() -> None:
-    file = io.StringIO()
-    with LiveOutput(Console(file=file, width=80, force_terminal=True, color_system=None)) as shown:
-        shown.show("stdout", "".join(f"line {number}\n" for number in range(100)) + "rest")
-        assert shown._live is not None
-        shown._live.refresh()
-        assert on_screen(file.getvalue()).split("\n") == [*(f"line {number}" for number in range(93, 100)), "rest"]
-    assert on_screen(file.getvalue()).strip() == ""
-
-
-def test_a_call_that_shows_nothing_leaves_nothing_on_the_screen() -> None:
-    assert live(is_terminal=False) == ""
-
-
-def test_a_line_without_end_is_kept_no_longer_than_it_is_shown() -> None:
-    lines = LiveLines()
-    for _ in range(1000):
-        assert lines.feed("stdout", "x" * 1000) == []
-    assert len(lines.rest()[0]) == MAX_LINE_CHARS + 3
-    assert lines.feed("stdout", "\nnext\n")[1] == "next"
-
-
-def test_a_line_that_is_written_over_is_shown_as_it_stands_now() -> None:
-    lines = LiveLines()
-    for percent in range(100):
-        assert lines.feed("stderr", f"{percent}% done\r") == []
-    assert lines.rest() == ["99% done"]
-    assert lines.feed("stderr", "100% done\r\nnext\r\n") == ["100% done", "next"]
 
 
 @given(st.lists(st.text(alphabet="ab\n", max_size=20), max_size=20))

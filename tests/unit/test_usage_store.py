@@ -62,11 +62,6 @@ async def test_the_result_of_a_lost_attempt_is_dropped_and_what_it_used_counts(h
     assert await harness.sums() == {"calls": 1, "cpu_us": 1_500_000, "written_bytes": 10, "stored_bytes": 5}
 
 
-async def test_a_call_without_a_sandbox_counts_as_a_call(harness: Harness) -> None:
-    assert harness.finish(ending())
-    assert await harness.sums() == {"calls": 1}
-
-
 async def test_a_deletion_gives_its_bytes_back(harness: Harness) -> None:
     assert harness.finish(ending(call="c1", stored_bytes=10))
     assert harness.finish(ending(call="c2", stored_bytes=-10))

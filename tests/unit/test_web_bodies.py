@@ -124,11 +124,6 @@ def test_a_packed_body_that_ends_too_early_is_an_error_and_not_half_a_page(encod
     assert unpack(encoding, []) == b""
 
 
-def test_what_is_not_packed_as_the_header_says_is_refused() -> None:
-    refused = refusal("gzip", [b"<html>plain</html>"])
-    assert (refused.code, "gzip" in refused.message) == (ErrorCode.NETWORK_ERROR, True)
-
-
 # Charsets
 
 
@@ -166,11 +161,6 @@ def test_text_without_any_sign_of_its_charset_is_guessed_well_enough_to_read() -
     ) * 20
     decoded = decode_body(text.encode("cp1251"), None, is_html=False)
     assert (decoded.text, decoded.source) == (text, "guess")
-
-
-def test_bytes_that_the_charset_does_not_have_are_counted() -> None:
-    decoded = decode_body(b"a\xffb\xfec", "utf-8", is_html=False)
-    assert (decoded.text, decoded.replaced) == ("a\ufffdb\ufffdc", 2)
 
 
 @pytest.mark.parametrize(

@@ -84,14 +84,6 @@ def test_an_unchanged_old_page_is_revalidated(site: Site, header: str, value: st
     assert site.fetch(after_s=FRESH_S - 1).source == "cache"
 
 
-def test_an_old_page_that_has_changed_is_replaced(site: Site) -> None:
-    site.server.replies["/"] = answer("one", etag='"v1"')
-    site.fetch()
-    site.server.replies["/"] = answer("two", etag='"v2"')
-    assert site.fetch(after_s=FRESH_S + 1).page.body == b"two"
-    assert site.fetch().page.etag == '"v2"'
-
-
 def test_only_the_url_that_gave_a_page_is_reported_it(site: Site) -> None:
     site.server.replies |= {"/start": redirect("/page"), "/page": answer("one", etag='"v1"')}
     site.fetch("/start")

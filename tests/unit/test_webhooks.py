@@ -102,11 +102,6 @@ async def test_the_end_of_a_batch_is_announced_once_and_signed(harness: Harness)
     assert SECRET not in json.dumps(sent)
 
 
-async def test_a_batch_without_a_webhook_is_not_announced(harness: Harness) -> None:
-    await harness.end_batch(None)
-    assert await harness.due() == {}
-
-
 async def test_the_end_of_a_run_is_announced(harness: Harness) -> None:
     receiver = Receiver(200)
     run = await harness.hosted.start("acme", RunBody(instruction="x"), metadata={"for": "tests"}, webhook=HOOK)

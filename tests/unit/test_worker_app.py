@@ -3,23 +3,12 @@
 import socket
 import subprocess
 import sys
-from typing import Any
 
-import pytest
 from pydantic import SecretStr
 
 from contract.settings import BrokerSettings
 from tests.stack import ROOT
 from workers.celery_edge.app import reserve_node_name
-from workers.settings import WorkerSettings
-
-
-@pytest.mark.parametrize(
-    ("settings", "slots"),
-    [({}, 16), ({"worker_kind": "web"}, 4), ({"concurrency": 7}, 7), ({"worker_kind": "web", "concurrency": 9}, 9)],
-)
-def test_a_thread_is_cheap_and_a_process_is_not(settings: dict[str, Any], slots: int) -> None:
-    assert WorkerSettings.model_validate({"redis_url": "redis://127.0.0.1", **settings}).concurrency == slots
 
 
 def test_two_workers_of_one_name_on_a_machine_have_two_names_and_a_free_one_is_taken_again() -> None:

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 from celery import Celery
 from kombu import Connection, Queue
-from kombu.transport import TRANSPORT_ALIASES
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
 from contract.settings import BrokerSettings
 from tests.conftest import RedisProcess
 from workers.celery_edge.app import build_app
-from workers.celery_edge.broker import Transport
 
 QUEUE = "host.h1.b00t"
 
@@ -107,12 +105,6 @@ class Reader:
 
     def close(self) -> None:
         self.connection.release()
-
-
-def test_the_apps_of_a_worker_use_it(app: Celery) -> None:
-    with app.connection_for_read() as connection:
-        assert isinstance(connection.transport, Transport)
-    assert TRANSPORT_ALIASES["rediss"] == TRANSPORT_ALIASES["redis"]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=lambda data: repr(data[:60]))

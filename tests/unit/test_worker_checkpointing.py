@@ -133,24 +133,6 @@ def test_only_checkpoints_of_ended_sessions_are_deleted(host: Host, monkeypatch:
     assert sorted(host.sandboxd.deleted) == sorted([checkpoints["acme:closed"], checkpoints["acme:expired"]])
 
 
-def test_sessions_without_a_place_of_ours_are_not_kept(host: Host) -> None:
-    host.sandboxd.add("acme:direct")
-    host.sandboxd.add("acme:elsewhere")
-    host.harness.put_place("acme:elsewhere", queue="host.b.b1")
-    assert host.look() == 0
-    assert host.sandboxd.kept == []
-
-
-def test_a_session_that_moved_while_it_was_kept_leaves_nothing(host: Host) -> None:
-    host.add("acme:s1")
-    host.sandboxd.before_checkpoint = lambda name: host.harness.put_place(
-        name, queue="host.b.b1", fence=2, checkpoint="theirs"
-    )
-    assert host.look() == 0
-    assert host.sandboxd.deleted == ["c1"]
-    assert host.harness.place("acme:s1").checkpoint == "theirs"
-
-
 def test_one_session_that_cannot_be_kept_holds_up_no_other_and_is_tried_less_and_less(host: Host) -> None:
     host.add("acme:full")
     host.add("acme:fine")

@@ -166,13 +166,6 @@ def test_a_redis_that_goes_and_comes_back_is_read_again(harness: Harness, redis_
     assert harness.sandboxd.cancelled == [("acme:s1", "after")]
 
 
-def test_a_key_of_another_type_is_waited_out(harness: Harness) -> None:
-    harness.redis.set(control_queue(QUEUE), "a string")
-    harness.redis.delete(control_queue(QUEUE))
-    harness.send(order(call_id="after"))
-    assert harness.sandboxd.was_asked()
-
-
 def test_cancelling_a_call_that_still_waits_keeps_it_from_ever_starting(harness: Harness) -> None:
     harness.send(order(call_id="queued"), order(call_id="c9"))
     assert harness.sandboxd.was_asked()

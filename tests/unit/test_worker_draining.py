@@ -89,14 +89,6 @@ def test_what_changed_while_a_session_was_kept_is_kept_too(host: Host) -> None:
     assert host.harness.place("acme:s1").checkpoint == "c2"
 
 
-def test_what_has_not_changed_since_it_was_kept_is_not_kept_again(host: Host) -> None:
-    host.add("acme:s1", checkpoint="before")
-    host.sandboxd.rows["acme:s1"]["changed"] = False
-    host.run()
-    assert host.sandboxd.kept == []
-    assert host.harness.place("acme:s1").checkpoint == "before"
-
-
 def test_a_session_whose_call_runs_is_served_until_it_has_ended(host: Host) -> None:
     host.add("acme:busy")
     host.add("acme:idle")
@@ -173,15 +165,6 @@ def test_with_a_store_of_its_own_a_lossy_drain_keeps_nothing(host: Host) -> None
     assert (place.state, place.queue, place.checkpoint) == (LocationState.MOVING, "", "")
 
 
-def test_sessions_of_others_are_left_alone(host: Host) -> None:
-    host.add("acme:elsewhere", queue="host.b.b1")
-    host.add("acme:opening", state="moving", moving_until=9e9)
-    host.sandboxd.add("acme:direct")
-    host.run()
-    assert host.sandboxd.closed == []
-    assert host.sandboxd.kept == []
-
-
 def test_a_session_that_is_closed_while_it_is_kept_leaves_no_checkpoint(host: Host) -> None:
     host.add("acme:s1")
     host.sandboxd.before_checkpoint = host.harness.drop_place
@@ -230,16 +213,3 @@ def test_a_sandboxd_that_stays_silent_holds_a_drain_up_until_its_deadline_only(h
     assert host.harness.place("acme:s1").checkpoint == "older", (
         "its next call finds the host gone, and goes on from there"
     )
-
-
-def test_a_silent_sandboxd_holds_a_drain_up_and_does_not_end_it(host: Host) -> None:
-    host.add("acme:s1")
-    host.sandboxd.silent = True
-    thread = host.begin()
-    for _ in range(2):
-        assert host.sandboxd.refusals.acquire(timeout=20)
-    assert not host.ended
-    host.sandboxd.silent = False
-    thread.join(20)
-    assert host.ended == [True]
-    assert host.sandboxd.closed == ["acme:s1"]

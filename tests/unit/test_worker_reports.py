@@ -46,23 +46,6 @@ def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock
     assert listed == pytest.approx(harness.redis.time()[0], abs=5)
 
 
-def test_a_worker_with_a_wrong_clock_reports_redis_s_time(harness: HostHarness) -> None:
-    harness.clock = SharedClock(lambda: time.time() - 60)
-    hosts = harness.hosts()
-    hosts.report(build_report())
-    hosts.report(build_report())
-    seen = hosts.find(QUEUE)
-    assert seen is not None
-    assert seen.reported_at == pytest.approx(time.time(), abs=10)
-    assert harness.clock.offset_s == pytest.approx(60, abs=5)
-
-
-def test_an_incarnation_that_was_given_up_is_reported_and_reports_nothing(harness: HostHarness) -> None:
-    harness.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
-    assert harness.hosts().report(build_report()) is ReportResult.GIVEN_UP
-    assert harness.hosts().find(QUEUE) is None
-
-
 def test_of_two_workers_under_one_name_the_second_learns_that_the_first_reports(harness: HostHarness) -> None:
     harness.hosts().report(build_report(worker="w1"))
     assert harness.hosts().report(build_report(worker="w2")) is ReportResult.REPLACED
@@ -129,56 +112,11 @@ def test_a_worker_that_is_restarted_is_waited_for(harness: HostHarness) -> None:
     assert hosts.find(QUEUE) is not None, "a process removes only its own record"
 
 
-def test_a_worker_that_leaves_its_queue_to_others_stays_listed(harness: HostHarness) -> None:
-    hosts = harness.hosts()
-    hosts.report(build_report())
-    hosts.leave("stopped", build_report())
-    assert hosts.find(QUEUE) is None
-    assert is_due_for_the_reaper(harness, QUEUE)
-
-
-def test_what_is_reported_of_a_host_is_distinguished_from_others_and_dismissed_by_its_worker(
-    harness: HostHarness,
-) -> None:
-    for queue in ("host.a.b1", "host.a.b2", "host.ab.b1", "pool.a.x"):
-        harness.hosts().report(build_report(queue))
-    hosts = harness.hosts()
-    first, second = hosts.reports("a")
-    assert (first.queue, second.queue) == ("host.a.b1", "host.a.b2")
-    hosts.dismiss(first.model_copy(update={"worker": "another"}))
-    hosts.dismiss(second)
-    assert [report.queue for report in hosts.reports("a")] == ["host.a.b1"]
-    assert is_due_for_the_reaper(harness, "host.a.b2")
-    assert not is_due_for_the_reaper(harness, "host.a.b1")
-
-
-def is_due_for_the_reaper(harness: HostHarness, queue: str) -> bool:
-    """Return whether orchestrators consider the host for removal, because it does not report any more."""
-    listed = harness.redis.zscore(hosts_key(DEPLOYMENT), queue)
-    return listed is not None and float(listed) <= harness.redis.time()[0] - HOST_TTL_S  # type: ignore[arg-type,index]
-
-
 # --- taking a name ----------------------------------------------------------------------------------------------------
 
 
 def take(harness: HostHarness, worker: str = "w2", boot: str = "b1") -> Incarnation:
     return take_incarnation("a", boot, harness.hosts(), lambda queue: build_report(queue, worker))
-
-
-def test_each_process_has_a_new_name(harness: HostHarness) -> None:
-    assert take(harness, "w1").queue == "host.a.b1"
-    harness.hosts().leave("stopped", build_report())
-    assert take(harness, "w2").queue == "host.a.b1.2"
-    harness.redis.delete(host_key(DEPLOYMENT, "host.a.b1.2"), hosts_key(DEPLOYMENT))
-    harness.redis.set(tombstone_key(DEPLOYMENT, "host.a.b1"), "1")
-    assert take(harness, "w3").queue == "host.a.b1.2"
-
-
-def test_who_ended_in_order_is_not_waited_for(harness: HostHarness) -> None:
-    take(harness, "w1")
-    harness.hosts().leave("restarting", build_report())
-    taken = take(harness)
-    assert (taken.queue, [report.queue for report in taken.ended]) == ("host.a.b1.2", ["host.a.b1"])
 
 
 @pytest.mark.parametrize(

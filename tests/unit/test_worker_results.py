@@ -137,18 +137,6 @@ def test_a_call_that_redis_has_forgotten_is_done_all_the_same(harness: Harness) 
     assert record.state is CallState.DONE
 
 
-def test_a_record_that_is_none_of_ours_keeps_no_answer_back(harness: Harness) -> None:
-    harness.client.set(KEY, "a text")
-    harness.store()
-    assert harness.stored()["result"] == ENCODED
-
-
-def test_what_celery_shows_of_an_answer_has_nothing_of_its_record() -> None:
-    answer = TaskResult(ENCODED, None)
-    assert repr(answer) == repr({"v": 2, "call_id": "c1", "success": True})
-    assert "secret" not in repr(answer)
-
-
 @pytest.mark.parametrize("state", ["SUCCESS", "FAILURE"])
 def test_an_answer_outlives_a_redis_that_is_away(harness: Harness, redis_server: RedisProcess, state: str) -> None:
     harness.store()

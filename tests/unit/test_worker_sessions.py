@@ -64,12 +64,6 @@ def test_a_session_held_by_a_killed_worker_is_served_again(harness: HostHarness)
     assert harness.sessions(OURS).adopt(["acme:s2"]) == {"acme:s2": AdoptionResult.HELD}
 
 
-def test_a_restarted_worker_goes_on_with_its_sessions_as_they_are(harness: HostHarness) -> None:
-    harness.put_place("acme:s1", queue=OURS, fence=3)
-    assert harness.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.OURS}
-    assert harness.place("acme:s1").fence == 3
-
-
 @pytest.mark.parametrize("queue", ["host.b.b1", "host.ab.b1", "host.a", "pool.a.b1", ""])
 def test_a_session_that_lives_elsewhere_is_not_taken_back(harness: HostHarness, queue: str) -> None:
     harness.put_place("acme:s1", queue=queue, fence=3)
@@ -99,11 +93,6 @@ def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(harn
         duty = start_retries(starting, sandboxd)
         duty.join(20)
     assert sandboxd.closed == ["acme:s1"]
-
-
-def test_a_session_without_a_place_is_left_to_its_time_to_live(harness: HostHarness) -> None:
-    assert harness.sessions(OURS).adopt(["acme:direct"]) == {"acme:direct": AdoptionResult.NONE}
-    assert harness.sessions(OURS).find(["acme:direct"]) == {}
 
 
 def test_a_place_that_is_none_of_ours_is_no_place(harness: HostHarness) -> None:
@@ -244,26 +233,6 @@ def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(harness:
     assert not harness.redis.exists("toolcrew:d:t:acme:session.gone:place")
 
 
-def test_an_automatic_checkpoint_names_only_the_automatic_one_before(harness: HostHarness) -> None:
-    sessions = harness.sessions("host.a.b1")
-    harness.put_place("acme:s1")
-    sessions.record_automatic("acme:s1", 1, "c1", 1.0, 0)
-    assert sessions.record_requested("acme:s1", "asked", 2.0)
-    recorded = sessions.record_automatic("acme:s1", 1, "c2", 3.0, 0)
-    assert recorded is not None
-    assert recorded.previous == "c1"
-    assert harness.place("acme:s1").checkpoint == "c2"
-
-
-def test_a_checkpoint_that_took_long_does_not_take_the_place_of_a_newer_one(harness: HostHarness) -> None:
-    sessions = harness.sessions("host.a.b1")
-    harness.put_place("acme:s1")
-    sessions.record_automatic("acme:s1", 1, "newer", 1_700_000_010.5, 0)
-    assert sessions.record_requested("acme:s1", "older", 1_700_000_000.25)
-    place = harness.place("acme:s1")
-    assert (place.checkpoint, place.checkpoint_at) == ("newer", 1_700_000_010.5)
-
-
 def test_a_note_that_was_sent_twice_does_not_name_itself_as_superseded(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
     harness.put_place("acme:s1")
@@ -294,13 +263,3 @@ def test_a_held_session_is_exclusive_until_its_release(harness: HostHarness) -> 
     assert moved.fence == 6
     assert moved.checkpoint == "c1"
     assert moved.moving_until == 0.0
-
-
-def test_a_session_that_is_not_quiet_is_served_again_where_it_was(harness: HostHarness) -> None:
-    sessions = harness.sessions("host.a.b1")
-    harness.put_place("acme:s1")
-    fence = sessions.hold("acme:s1", 1, 60)
-    assert fence is not None
-    assert sessions.unhold("acme:s1", fence)
-    place = harness.place("acme:s1")
-    assert (place.state, place.queue, place.fence) == (LocationState.OPEN, "host.a.b1", 2)

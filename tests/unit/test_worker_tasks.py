@@ -71,21 +71,9 @@ def edge(one_edge: Edge) -> Edge:
     return one_edge
 
 
-def test_every_tool_has_a_task_of_its_name(edge: Edge) -> None:
-    assert edge.names() == {task_name(spec.name) for spec in build_registry().specs()}
-
-
 def test_the_tasks_of_a_worker_are_its_own_apps_alone(edge: Edge) -> None:
     other = Celery("other", broker="memory://", set_as_current=False)
     assert edge.names() & set(other.tasks) == set()
-
-
-def test_one_executor_serves_the_calls_of_a_thread(edge: Edge) -> None:
-    for number in ("1", "2"):
-        edge.run(
-            "session.close", encode_call(build_call("session.close", call_id=f"many-{number}"), build_context(), KEY)
-        )
-    assert edge.built == 1
 
 
 def test_an_envelope_for_another_tool_than_its_task_is_refused(edge: Edge) -> None:

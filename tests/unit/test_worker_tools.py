@@ -74,13 +74,6 @@ def test_exec_of_a_killed_program_returns_the_signal(fields: dict[str, Any], cod
     assert (result.success, result.metadata["returncode"], result.metadata["timed_out"]) == (True, code, True)
 
 
-@pytest.mark.parametrize(("total", "is_dropped"), [(1, False), (2, True)])
-def test_exec_says_when_output_was_dropped(total: int, is_dropped: bool) -> None:
-    counts = {name: {"total": size, "head": 1, "tail": 0} for name, size in (("stdout", total), ("stderr", 1))}
-    result = Bench(build_exec_response(b"x", b"y", streams=counts)).run("session.exec", argv=["x"])
-    assert result.truncated is is_dropped
-
-
 @pytest.mark.parametrize(
     ("fields", "stderr", "code"),
     [
@@ -108,9 +101,3 @@ def test_an_export_that_does_not_fit_is_an_error_and_not_half_an_archive() -> No
     counts = {"stdout": {"total": 99, "head": 3, "tail": 0}, "stderr": {"total": 0, "head": 0, "tail": 0}}
     result = Bench(build_exec_response(b"tar", streams=counts)).run("session.export")
     assert (result.error_code, result.blob) == (ErrorCode.FILE_TOO_LARGE, None)
-
-
-def test_what_changes_files_asks_for_permission_and_what_reads_does_not() -> None:
-    flags = {spec.name: (spec.requires_permission, spec.read_only) for spec in build_registry().specs()}
-    assert flags["write_tool"] == (True, False)
-    assert flags["read_tool"] == (False, True)

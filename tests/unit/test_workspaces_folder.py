@@ -35,14 +35,6 @@ async def test_too_many_bytes_are_found_and_how_many_they_are(workspaces: Folder
     assert overfull["big"] >= 5 * MIB
 
 
-async def test_too_many_files_are_found(workspaces: FolderWorkspaces) -> None:
-    files = await open_one(workspaces, "many", WorkspaceSize(MIB, 10))
-    for number in range(11):
-        (files / str(number)).touch()
-
-    assert list(await workspaces.find_overfull()) == ["many"]
-
-
 async def test_a_cancellation_is_one_also_when_what_was_made_will_not_go(
     workspaces: FolderWorkspaces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,10 +99,6 @@ def test_odd_names_and_special_files_are_deleted(tree: Path) -> None:
     assert not tree.exists()
 
 
-def test_removing_what_is_not_there_is_fine(tmp_path: Path) -> None:
-    remove_tree(tmp_path / "nothing")
-
-
 def test_the_sandboxes_own_user_can_delete_and_count_folders_without_rights() -> None:
     def work() -> None:
         folder = Path(tempfile.mkdtemp())
