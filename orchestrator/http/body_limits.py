@@ -152,7 +152,9 @@ class _Body:
         """Store the limit of the body. `length`: Content-Length of the request, or 0 without the header."""
         self._scope, self._receive = scope, receive
         self._max_bytes, self._length, self._is_streamed = limit.max_bytes, length, limit.is_streamed
-        is_json = self._max_bytes == JSON_BYTES and b"json" in (find_header(scope, b"content-type") or b"json")
+        # Media types are case-insensitive, and the parser reads a body of any of their spellings.
+        media_type = (find_header(scope, b"content-type") or b"json").lower()
+        is_json = self._max_bytes == JSON_BYTES and b"json" in media_type
         self._json = bytearray() if is_json else None
         self._reserved_bodies = reserved_bodies
         self._owner = ""
