@@ -59,7 +59,7 @@ _READ = ToolSpec(
 
 _NEXT_MOVE = {
     ErrorCode.BINARY_FILE: (
-        "look at it with bash_tool (file, xxd | head), or read it all the same with encoding=latin-1"
+        "look at it with bash_tool (file, xxd | head), or read it all the same with encoding=utf-16 or latin-1"
     ),
     ErrorCode.FILE_TOO_LARGE: "use bash_tool with tail, sed -n or cut -c to reach it",
     ErrorCode.FILE_NOT_FOUND: "glob_tool finds files by pattern",
