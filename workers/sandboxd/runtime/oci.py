@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -97,7 +97,7 @@ class _Running:
 
     base: int
     process: int | None = None
-    changes: Sequence[int] = ()
+    changes: list[int] = field(default_factory=list)
 
 
 def find_obstacle(facts: EngineFacts) -> str | None:
@@ -359,7 +359,8 @@ class OciRuntime:
                         attach(mount, ROOTS / sandbox / folder.lstrip("/"))
                     started = self._run_program(sandbox, running, lock)
                 if content.changes is not None:
-                    running.changes = [os.dup(fd) for fd in (content.changes[0], *content.changed)]
+                    for fd in (content.changes[0], *content.changed):
+                        running.changes.append(os.dup(fd))
                 self._keep_filter(sandbox, spec)
                 return started
             except OSError as error:
