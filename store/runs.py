@@ -8,6 +8,7 @@ A program starts a hosted run on its own, without a batch. The run is an item of
 never ends.
 """
 
+import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -76,6 +77,8 @@ MAX_LISTED_FORKS = 1000
 LEASE_S = 20.0
 AT_ONCE = 200
 """Maximum number of runs in one step of the script. Redis is blocked during a step."""
+STEP_CHARS = 4 * 1024 * 1024
+"""Size of sealed items after which one step adds no further item."""
 LOOKS, MAX_STEPS = 2000, 10
 """LOOKS: how many runs one step reads to find runs in a given state. MAX_STEPS: most steps for one page."""
 _CURSOR = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)/([A-Za-z0-9_-]{1,64})")
@@ -299,17 +302,27 @@ class RunQueue:
         """Add the runs that do not exist yet; they can be claimed at once. Return how many were added. Raises
         BatchCancelled: the batch is cancelled; no more runs are added.
         """
-        added = 0
-        for some in _in_steps(runs):
-            sealed = [
-                (run, seal_item(self.keys, tenant, run, batch, item), item.priority, item.line) for run, item in some
-            ]
-            count = int(await self.step("add", tenant, batch, *(value for entry in sealed for value in entry)))
+        added, waiting = 0, iter(runs)
+        # In threads: an item has up to 16 MB, and the caller may parse each one again when it is read.
+        while values := await asyncio.to_thread(self._seal_step, tenant, batch, waiting):
+            count = int(await self.step("add", tenant, batch, *values))
             # Cancelled between two steps. Runs of earlier steps are waiting, and the cancel ends them.
             if count < 0:
                 raise BatchCancelled(batch)
             added += count
         return added
+
+    def _seal_step(self, tenant: str, batch: str, runs: Iterator[tuple[str, BatchItem]]) -> list[str | int]:
+        """Return the arguments of one step for the next runs: at most AT_ONCE, and few of them if they are large."""
+        values, size = list[str | int](), 0
+        # Redis serves no other client during a step, so its time must not depend on the size of the items.
+        for run, item in islice(runs, AT_ONCE):
+            sealed = seal_item(self.keys, tenant, run, batch, item)
+            values += (run, sealed, item.priority, item.line)
+            size += len(sealed)
+            if size > STEP_CHARS:
+                break
+        return values
 
     async def claim(
         self, limit: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()

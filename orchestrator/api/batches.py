@@ -249,10 +249,8 @@ def _build_webhook(url: str | None, secret: str | None) -> Webhook | None:
 
 async def _check_uploads(caller: Caller, file: BatchFile) -> None:
     """Raise BadBatch for lines with a workspace, or files of a grader, that the tenant has not uploaded."""
-    lines = dict[str, int]()
-    for item in file.items:
-        for path in filter(is_file_id, item.sources):
-            lines.setdefault(path, item.line)
+    # In a thread, because each pass parses large items again.
+    lines = await asyncio.to_thread(_find_uploads, file)
     missing = await caller.app_state.stored_files().find_missing(caller.tenant, lines) if lines else []
     if missing:
         errors = [
@@ -260,6 +258,15 @@ async def _check_uploads(caller: Caller, file: BatchFile) -> None:
             for name in missing
         ]
         raise BadBatch("the body", errors[:MAX_SHOWN], max(0, len(errors) - MAX_SHOWN))
+
+
+def _find_uploads(file: BatchFile) -> dict[str, int]:
+    """Return the first line that names each file of the store."""
+    lines = dict[str, int]()
+    for item in file.items:
+        for path in filter(is_file_id, item.sources):
+            lines.setdefault(path, item.line)
+    return lines
 
 
 async def _read(request: Request, key: str, store: TenantStore) -> BatchFile:

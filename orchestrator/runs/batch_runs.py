@@ -125,7 +125,8 @@ class BatchRuns:
         ToolFailure(INVALID_ARGUMENTS): a line has a max_cost, and its model no prices.
         """
         policy = await self._pool.tenants.policy(self.tenant)
-        for name in sorted(models_of(file, defaults)):
+        # In threads, because each pass parses large items again, for seconds in a file of many values.
+        for name in sorted(await asyncio.to_thread(models_of, file, defaults)):
             if not policy.allows_model(name):
                 raise refuse_model(self.tenant, name)
         endpoints = await ModelEndpoints(self._pool.redis, self._settings.deployment, self._pool.keys).of(self.tenant)
@@ -134,7 +135,7 @@ class BatchRuns:
             for name, stored in endpoints.items()
             if isinstance(stored, StoredEndpoint) and stored.endpoint.prices is not None
         }
-        check_prices(file, defaults, self._settings.model, priced)
+        await asyncio.to_thread(check_prices, file, defaults, self._settings.model, priced)
 
     async def check_tools(self, file: BatchFile, name: str) -> list[str]:
         """Check the tools that a file names, and the arguments of its calls. Call this method before

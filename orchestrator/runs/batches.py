@@ -1,5 +1,6 @@
 """Submits, resumes, cancels and reads the batches of one tenant."""
 
+import asyncio
 import hashlib
 import re
 import secrets
@@ -73,7 +74,9 @@ class Batches:
         batch is detached and its lines name paths of this machine.
         """
         if is_detached:
-            check_detached(file, defaults.artifacts if defaults is not None else None, name or "the batch")
+            artifacts = defaults.artifacts if defaults is not None else None
+            # In a thread, because the pass parses large items again.
+            await asyncio.to_thread(check_detached, file, artifacts, name or "the batch")
         batch_id = batch or new_batch_id()
         check_batch_id(batch_id)
         record = BatchRecord(

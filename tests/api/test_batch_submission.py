@@ -1,7 +1,14 @@
 """Batches over HTTP are checked against the tools of their tenant before any item is queued."""
 
+import json
+import threading
+
+import pytest
+
 from contract.names import catalog_key
 from contract.specs import Catalog, seal_catalog
+from orchestrator.batches import lines
+from store.batches import BatchItem
 from tests.api_harness import ApiHarness
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
@@ -29,3 +36,24 @@ async def test_a_batch_that_cannot_be_checked_is_accepted_and_says_so(api: ApiHa
     accepted = await api["acme"].post("/v1/batches", content='{"id": "a", "tool": "bash_tol"}', headers=HEADERS)
     assert accepted.status_code == 201
     assert accepted.json()["warnings"] == ["no worker is online, so the names and arguments of tools were not checked"]
+
+
+async def test_no_large_item_is_parsed_in_the_event_loop_of_the_service(
+    api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse, threads = lines._parse_item, list[int]()
+
+    def parse_item(stored: BatchItem | bytes) -> BatchItem:
+        threads.append(threading.get_ident())
+        return parse(stored)
+
+    monkeypatch.setattr(lines, "_parse_item", parse_item)
+    with redis_server.client() as store:
+        store.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=())))
+    history = [{"role": "user", "content": "x"}] * lines.MANY_VALUES
+    content = json.dumps({"id": "a", "instruction": "x", "history": history})
+    accepted = await api["acme"].post("/v1/batches", content=content, headers=HEADERS)
+    assert accepted.status_code == 201
+    # The service runs in the thread of this test.
+    assert threads
+    assert threading.get_ident() not in threads

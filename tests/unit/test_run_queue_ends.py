@@ -11,8 +11,8 @@ from contract.errors import ConfigError, ToolFailure
 from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.follower import Follower
-from store.batches import RUN_TTL_S, BatchEventReader, BatchState
-from store.runs import AT_ONCE, BatchCancelled, RunQueue
+from store.batches import RUN_TTL_S, BatchEventReader, BatchState, RunBody
+from store.runs import AT_ONCE, STEP_CHARS, BatchCancelled, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness, build_item, build_outcome
@@ -94,6 +94,21 @@ async def test_a_cancelled_batch_takes_no_items_until_it_is_reopened(harness: Ru
     assert await harness.queue.reopen("acme", "b")
     assert await harness.queue.add("acme", "b", more) == 1
     assert [claim.run for claim in await harness.queue.claim(9)] == ["b-2"]
+
+
+async def test_large_items_are_added_in_several_steps(harness: RunHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    await harness.submit(0)
+    step, sizes = harness.queue.step, list[int]()
+
+    async def measured(operation: str, *arguments: Any) -> Any:
+        sizes.append(sum(len(str(argument)) for argument in arguments))
+        return await step(operation, *arguments)
+
+    monkeypatch.setattr(harness.queue, "step", measured)
+    large = RunBody(instruction="x" * (STEP_CHARS // 2))
+    assert await harness.queue.add("acme", "b", [(f"b-{n}", build_item(n, work=large)) for n in range(1, 7)]) == 6
+    assert len(sizes) == 3
+    assert max(sizes) < 2 * STEP_CHARS
 
 
 async def test_a_batch_that_is_complete_is_not_opened_again_for_nothing(harness: RunHarness) -> None:
