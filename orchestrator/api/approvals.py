@@ -9,7 +9,7 @@ from contract.approvals import Decision
 from contract.clock import Instant
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from orchestrator.api.problem_handlers import responses
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.operations.views import ApprovalView, view_approval
@@ -68,10 +68,7 @@ async def list_approvals(
         raise ToolFailure(ErrorCode.PERMISSION_DENIED, "only operators may use `everybody`: omit it")
     actor, tenant = caller.identity.actor(), None if everybody else caller.tenant
     page = await _queue(caller).pending(actor, tenant, decode_cursor(cursor), limit)
-    return Page(
-        data=[view_approval(question) for question in page.questions],
-        next_cursor=encode_cursor(page.cursor) if page.cursor else None,
-    )
+    return page_from(map(view_approval, page.questions), page.cursor)
 
 
 @router.get("/{approval_id}", responses=responses(404, 409))

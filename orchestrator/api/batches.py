@@ -17,7 +17,7 @@ from contract.run_events import FailureKind
 from contract.sandboxes import SandboxOptions, pick_options
 from contract.webhooks import MAX_URL_CHARS, Webhook
 from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from orchestrator.api.problem_handlers import responses
 from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError, read_lines
 from orchestrator.batches.rows import build_row, build_row_line
@@ -151,7 +151,7 @@ async def list_batches(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 
     views = [
         build_status(batch, record, some) for (batch, record), some in zip(page.batches.items(), counts, strict=True)
     ]
-    return Page(data=views, next_cursor=encode_cursor(page.cursor) if page.cursor is not None else None)
+    return page_from(views, page.cursor)
 
 
 @router.get("/{batch_id}", responses=responses(404))

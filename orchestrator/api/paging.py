@@ -3,6 +3,7 @@
 import base64
 import binascii
 import re
+from collections.abc import Iterable
 from typing import Annotated, Generic, TypeVar
 
 from fastapi import Query
@@ -47,6 +48,11 @@ def decode_cursor(cursor: str | None) -> str | None:
     return position
 
 
+def page_from(items: Iterable[T], position: str | None) -> Page[T]:
+    """Return a page of a list that continues at `position`; None: it is the last page."""
+    return Page(data=list(items), next_cursor=encode_cursor(position) if position else None)
+
+
 def page_of(items: list[T], cursor: str | None, limit: int) -> Page[T]:
     """Return a page of a list that is completely in memory. Its cursors are indexes."""
     position = decode_cursor(cursor) or "0"
@@ -55,5 +61,4 @@ def page_of(items: list[T], cursor: str | None, limit: int) -> Page[T]:
             ErrorCode.INVALID_ARGUMENTS, "the cursor belongs to another list: use the cursor of a page of this list"
         )
     start = int(position)
-    more = start + limit < len(items)
-    return Page(data=items[start : start + limit], next_cursor=encode_cursor(str(start + limit)) if more else None)
+    return page_from(items[start : start + limit], str(start + limit) if start + limit < len(items) else None)

@@ -18,7 +18,7 @@ from contract.sandboxes import SandboxOptions
 from contract.session_locations import MAX_FORKS
 from contract.webhooks import Webhook
 from orchestrator.api.access import AnyCaller, Caller
-from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from orchestrator.api.problem_handlers import responses
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from orchestrator.batches.artifacts import MAX_PATTERNS
@@ -187,10 +187,7 @@ async def list_runs(
     `next_cursor`.
     """
     page = await hosted(caller).list(caller.tenant, cursor=decode_cursor(cursor), limit=limit, state=state)
-    return Page(
-        data=[view_run(run) for run in page.runs],
-        next_cursor=encode_cursor(page.next_cursor) if page.next_cursor else None,
-    )
+    return page_from(map(view_run, page.runs), page.next_cursor)
 
 
 @router.get("/{run_id}", responses=responses(404))

@@ -13,10 +13,10 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.sandboxes import SandboxOptions, pick_options
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from orchestrator.api.access import AnyCaller
-from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
+from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from orchestrator.api.problem_handlers import responses
 from orchestrator.api.usage import Usage
-from orchestrator.dispatch.sessions import Session, SessionInfo
+from orchestrator.dispatch.sessions import Checkpoint, Session, SessionInfo
 from store.session_list import OpenSession
 
 PIECE_BYTES = 256 * 1024
@@ -96,18 +96,6 @@ class SessionView(SandboxOptions):
     usage: Usage | None = None
 
 
-class CheckpointView(BaseModel):
-    """A checkpoint. `skipped`: number of sockets, which are not stored. `torn`: whether files
-    changed during the copy.
-    """
-
-    id: str
-    bytes: int
-    sha256: str
-    skipped: int
-    torn: bool
-
-
 class NewForks(BaseModel):
     """A fork. `n`: number of new sessions. `leave_jobs`: background jobs continue in the forked session only. Without
     it, a session with a background job is not forked.
@@ -157,7 +145,7 @@ async def list_sessions(
     page = await caller.client.sessions(
         tenant=None if everybody else caller.tenant, cursor=decode_cursor(cursor), limit=limit
     )
-    return Page(data=list(page.sessions), next_cursor=encode_cursor(page.cursor) if page.cursor else None)
+    return page_from(page.sessions, page.cursor)
 
 
 @router.get("/{session_id}", responses=responses(404))
@@ -176,16 +164,9 @@ async def close_session(session_id: SessionId, caller: AnyCaller) -> None:
 
 
 @router.post("/{session_id}/checkpoints", status_code=201, responses=responses(404))
-async def checkpoint_session(session_id: SessionId, caller: AnyCaller) -> CheckpointView:
+async def checkpoint_session(session_id: SessionId, caller: AnyCaller) -> Checkpoint:
     """Store a checkpoint of the session's files and shell. New sessions can start from the checkpoint."""
-    checkpoint = await (await caller.client.session(session_id)).checkpoint()
-    return CheckpointView(
-        id=checkpoint.id,
-        bytes=checkpoint.bytes,
-        sha256=checkpoint.sha256,
-        skipped=checkpoint.skipped,
-        torn=checkpoint.torn,
-    )
+    return await (await caller.client.session(session_id)).checkpoint()
 
 
 @router.post("/{session_id}/fork", status_code=201, responses=responses(404, 409))

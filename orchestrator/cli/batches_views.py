@@ -1,7 +1,6 @@
 """The views of `toolcrew batches`: list, show and export."""
 
 import asyncio
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,12 +21,11 @@ from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.batches.transfers import download_artifacts
 from orchestrator.cli.access import open_deployment
 from orchestrator.cli.clients import open_pool_client
-from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_output, run_work
+from orchestrator.cli.runner import Json, OnlyTenant, Output, Tenant, as_command, list_output
 from orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from orchestrator.runs.batch_status import build_status
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import load_settings
-from orchestrator.terminal.output import escape_controls
 from store.batches import BatchRecord
 
 BatchId = Annotated[str, typer.Argument(help="The id of the batch, as `submit` and `list` print it.")]
@@ -74,7 +72,8 @@ async def _find_tenants(client: ToolClient, tenant: str | None) -> list[str]:
         return sorted({client.tenant, DEFAULT_TENANT, *await deployment.tenants.all()})
 
 
-def batches_show(
+@as_command
+async def batches_show(
     batch: BatchId,
     logs: Annotated[
         bool, typer.Option("--logs", help="Print its latest failures, retries and notices instead.")
@@ -86,7 +85,7 @@ def batches_show(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object; for events, one object per line.")
     ] = False,
-) -> None:
+) -> Output | None:
     """Show the counts and the state of a batch, or its events."""
 
     def open_log(watched: Watched) -> Display:
@@ -94,34 +93,22 @@ def batches_show(
             return open_display(watched, Console(), as_json=as_json)
         return LogDisplay(watched, sys.stdout, has_past=True)
 
-    async def print_events() -> None:
-        async with open_pool_client(tenant) as client:
-            await client.batch_runs().show(batch, open_log, follow=follow)
-
-    if logs or follow:
-        run_work(print_events(), as_json)
-        return
-
-    async def work() -> dict[str, Any]:
-        async with open_pool_client(tenant) as client:
-            runs = client.batch_runs()
-            return _describe(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
-
-    fields = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(fields))
-        return
-    counts = fields.pop("request_counts")
-    fields["items"] = ", ".join(f"{count} {name}" for name, count in counts.items())
-    fields["failed"] = ", ".join(f"{count} {kind}" for kind, count in fields["failed"].items())
-    if fields["rows"] is not None:
-        fields["rows"] = f"{fields['rows']['output']}, {fields['rows']['errors']} on {fields['rows']['host']}"
-    for name, value in fields.items():
-        if value not in (None, ""):
-            typer.echo(escape_controls(f"{name:<12}{value}"))
+    async with open_pool_client(tenant) as client:
+        runs = client.batch_runs()
+        if logs or follow:
+            await runs.show(batch, open_log, follow=follow)
+            return None
+        fields = _describe(batch, await runs.batches.status(batch), await runs.queue.counts(runs.tenant, batch))
+    shown = {name: value for name, value in fields.items() if name != "request_counts"}
+    shown["items"] = ", ".join(f"{count} {name}" for name, count in fields["request_counts"].items())
+    shown["failed"] = ", ".join(f"{count} {kind}" for kind, count in fields["failed"].items())
+    if (rows := fields["rows"]) is not None:
+        shown["rows"] = f"{rows['output']}, {rows['errors']} on {rows['host']}"
+    return Output(fields, [f"{name:<12}{value}" for name, value in shown.items() if value not in (None, "")])
 
 
-def batches_export(
+@as_command
+async def batches_export(
     batch: BatchId,
     output: Annotated[
         Path | None, typer.Option("--output", help="Write the rows to this file. Default: print all of them.")
@@ -147,7 +134,7 @@ def batches_export(
     ] = None,
     tenant: Tenant = None,
     as_json: Json = False,
-) -> None:
+) -> Output | None:
     """Print or write the rows of finished items, or write a report."""
     if errors is not None and output is None:
         raise typer.BadParameter("--errors needs --output: without it all rows are printed")
@@ -156,38 +143,30 @@ def batches_export(
     if page is not None and output is not None:
         raise typer.BadParameter("--html and --output exclude each other: export rows and report one after the other")
     if page is not None:
-        _export_report(batch, page, events, tenant, as_json=as_json)
+        await _export_report(batch, page, events, tenant)
+        return Output({"batch": batch, "page": str(page)}, [str(page)])
+    stored = StoredFiles.of(load_settings()) if artifacts is not None else None
+    async with open_pool_client(tenant) as client:
+        runs = client.batch_runs()
+        if artifacts is not None and stored is not None:
+            async for outcome in runs.outcomes(batch):
+                await download_artifacts(outcome, stored, runs.tenant, artifacts)
+        if output is None:
+            await _print_rows(runs, batch)
+            return None
+        with await runs.open_rows_again(RowPaths(output, errors), batch) as rows:
+            count = await runs.write_rows(batch, rows)
+    return Output({"batch": batch, "rows": count}, notes=[f"{count} rows"])
+
+
+async def _export_report(batch: str, page: Path, events: Path | None, tenant: str | None) -> None:
+    if events is not None:
+        await asyncio.to_thread(_write_page, page, batch, tenant or DEFAULT_TENANT, read_batch_events(events))
         return
-
-    async def work() -> int:
-        stored = StoredFiles.of(load_settings()) if artifacts is not None else None
-        async with open_pool_client(tenant) as client:
-            runs = client.batch_runs()
-            if artifacts is not None and stored is not None:
-                async for outcome in runs.outcomes(batch):
-                    await download_artifacts(outcome, stored, runs.tenant, artifacts)
-            if output is None:
-                return await _print_rows(runs, batch)
-            with await runs.open_rows_again(RowPaths(output, errors), batch) as rows:
-                return await runs.write_rows(batch, rows)
-
-    count = run_work(work(), as_json)
-    if output is not None:
-        typer.echo(json.dumps({"batch": batch, "rows": count}) if as_json else f"{count} rows", err=not as_json)
-
-
-def _export_report(batch: str, page: Path, events: Path | None, tenant: str | None, *, as_json: bool) -> None:
-    async def work() -> None:
-        if events is not None:
-            await asyncio.to_thread(_write_page, page, batch, tenant or DEFAULT_TENANT, read_batch_events(events))
-            return
-        async with open_pool_client(tenant) as client:
-            runs = client.batch_runs()
-            total = (await runs.batches.status(batch)).total
-            await asyncio.to_thread(_write_page, page, batch, runs.tenant, await runs.batch_events(batch), total)
-
-    run_work(work(), as_json)
-    typer.echo(json.dumps({"batch": batch, "page": str(page)}) if as_json else str(page))
+    async with open_pool_client(tenant) as client:
+        runs = client.batch_runs()
+        total = (await runs.batches.status(batch)).total
+        await asyncio.to_thread(_write_page, page, batch, runs.tenant, await runs.batch_events(batch), total)
 
 
 def _write_page(page: Path, batch: str, tenant: str, batch_events: Iterable[RunEvent], total: int = 0) -> None:
@@ -198,10 +177,7 @@ def _write_page(page: Path, batch: str, tenant: str, batch_events: Iterable[RunE
         raise ConfigError(f"{page} cannot be written ({error.strerror or error}): give another path") from error
 
 
-async def _print_rows(runs: BatchRuns, batch: str) -> int:
+async def _print_rows(runs: BatchRuns, batch: str) -> None:
     await runs.batches.status(batch)
-    count = 0
     async for outcome in runs.outcomes(batch):
         typer.echo(build_row_line(build_row(outcome)).decode(), nl=False)
-        count += 1
-    return count

@@ -76,13 +76,17 @@ def list_output(
     return Output(data, [empty] if empty and not rows else table_rows(rows, tuple(columns)), notes)
 
 
-def as_command(work: Callable[P, Coroutine[Any, Any, Output]]) -> Callable[P, None]:
-    """Return the command that runs `work` and prints its output. `work` has the parameter `as_json`."""
+def as_command(work: Callable[P, Coroutine[Any, Any, Output | None]]) -> Callable[P, None]:
+    """Return the command that runs `work` and prints its output; None: `work` has printed it. `work` has the parameter
+    `as_json`.
+    """
 
     @wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         as_json = bool(kwargs["as_json"])
         output = run_work(work(*args, **kwargs), as_json)
+        if output is None:
+            return
         if as_json:
             typer.echo(json.dumps(output.data))
         else:

@@ -9,7 +9,7 @@ from contract.clock import format_instant
 from contract.session_locations import MAX_FORKS
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.cli.clients import open_running
-from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_output, run_work
+from orchestrator.cli.runner import Json, Output, Tenant, as_command, list_output
 from orchestrator.terminal.commands import build_command
 from orchestrator.terminal.output import escape_controls
 from store.run_records import HostedRun, HostedState
@@ -49,7 +49,8 @@ async def runs_list(
 
 
 @runs_app.command("show")
-def runs_show(
+@as_command
+async def runs_show(
     run: RunName,
     transcript: Annotated[bool, typer.Option("--transcript", help="Also print its messages.")] = False,
     events: Annotated[bool, typer.Option("--events", help="Print its events instead, one per line.")] = False,
@@ -61,11 +62,10 @@ def runs_show(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object; for events, one object per line.")
     ] = False,
-) -> None:
+) -> Output | None:
     """Show the state of a run and its outcome, or its events."""
-
-    async def print_events() -> None:
-        async with open_running("runs", tenant) as client:
+    async with open_running("runs", tenant) as client:
+        if events or follow:
             async for event, text in (
                 client.runs.follow(run, after) if follow else client.runs.stored_events(run, after)
             ):
@@ -73,27 +73,17 @@ def runs_show(
                 typer.echo(
                     json.dumps({"id": event, **fields}) if as_json else escape_controls(_describe_event(event, fields))
                 )
-
-    if events or follow:
-        run_work(print_events(), as_json)
-        return
-
-    async def work() -> dict[str, Any]:
-        async with open_running("runs", tenant) as client:
-            view = _view(await client.runs.get(run))
-            return view | ({"transcript": list(await client.runs.transcript(run))} if transcript else {})
-
-    fields = run_work(work(), as_json)
-    if as_json:
-        typer.echo(json.dumps(fields))
-        return
-    end = fields.pop("end") or {}
-    messages = fields.pop("transcript", [])
-    for name, value in {**fields, **end}.items():
-        text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
-        typer.echo(escape_controls(f"{name:<14}{text}"))
-    for message in messages:
-        typer.echo(escape_controls(json.dumps(message, ensure_ascii=False)))
+            return None
+        view = _view(await client.runs.get(run))
+        messages = list(await client.runs.transcript(run)) if transcript else []
+    shown = {name: value for name, value in view.items() if name != "end"} | (view["end"] or {})
+    texts = {
+        name: json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
+        for name, value in shown.items()
+    }
+    lines = [f"{name:<14}{text}" for name, text in texts.items()]
+    lines += [json.dumps(message, ensure_ascii=False) for message in messages]
+    return Output(view | ({"transcript": messages} if transcript else {}), lines)
 
 
 @runs_app.command("fork")

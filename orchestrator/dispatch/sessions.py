@@ -50,8 +50,8 @@ CANCEL_WAIT_S = 5.0
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Files, shell state and outputs of a session at one moment. `skipped`: sockets, which are not stored. `torn`:
-    files that changed while they were read.
+    """Files, shell state and outputs of a session at one moment. `skipped`: number of sockets, which are not stored.
+    `torn`: whether files changed while they were read.
     """
 
     id: str
