@@ -11,15 +11,20 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract.errors import ErrorCode, OperatorError
+from contract.errors import ErrorCode, OperatorError, ToolFailure
 
 ROOT = "/workspace"
 MAX_PATTERN_CHARS = 1024
 MAX_PATTERNS = 100
+MATCH_S = 20.0
+"""Limit of the CPU time of one search. A tenant writes the patterns, and its sandbox the paths: without a limit, 100
+patterns and a thousand deep paths take hours.
+"""
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 _MAX_NAME_CHARS = 200
 _MAX_PREFIX_CHARS = 140
@@ -94,14 +99,21 @@ class Copied:
 
 
 def choose_paths(paths: Iterable[str], patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the paths that match a pattern, sorted, and the patterns without a match. Raises ValueError: a pattern
-    is invalid.
+    """Return the paths that match a pattern, sorted, and the patterns without a match. Call it in a thread.
+
+    Raises ValueError: a pattern is invalid. Raises ToolFailure(INVALID_PATTERN): the search takes more than MATCH_S.
     """
     parsed = [Pattern(text) for text in patterns]
     unmatched = set(range(len(parsed)))
-    selected = []
+    selected, began = [], time.thread_time()
     for path in paths:
         hits = {number for number, pattern in enumerate(parsed) if pattern.matches(path)}
+        if time.thread_time() - began > MATCH_S:
+            raise ToolFailure(
+                ErrorCode.INVALID_PATTERN,
+                f"the search for artifacts took more than {MATCH_S:g} s: use fewer patterns and fewer `**`, or leave "
+                "fewer files in the workspace",
+            )
         if hits:
             selected.append(path)
             unmatched -= hits

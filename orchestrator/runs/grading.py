@@ -69,6 +69,7 @@ _ABOUT_FILES = frozenset(
         ErrorCode.FILE_NOT_FOUND,
         ErrorCode.FILE_TOO_LARGE,
         ErrorCode.INVALID_ARGUMENTS,
+        ErrorCode.INVALID_PATTERN,
         ErrorCode.IS_DIRECTORY,
         ErrorCode.NOT_A_DIRECTORY,
         ErrorCode.NO_SPACE,
@@ -259,7 +260,9 @@ async def _list_names(session: Session, grader: Grader) -> list[str]:
         if name := os.fsdecode(rest.partition(b" ")[2]):
             # `int` of a very long number takes long. An unreadable size counts as too large.
             sizes[name] = int(size) if size.isdigit() and len(size) < 20 else MAX_BYTES + 1
-    names = choose_paths(sizes, grader.artifacts)[0] if grader.artifacts else sorted(sizes)
+    names = sorted(sizes)
+    if grader.artifacts:
+        names, _ = await asyncio.to_thread(choose_paths, sizes, grader.artifacts)
     if len(names) > MAX_FILES:
         raise _Refused(f"{len(names)} files are artifacts, and the limit is {MAX_FILES}")
     _check_names(names)

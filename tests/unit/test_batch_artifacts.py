@@ -9,11 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from contract.errors import ErrorCode, ToolFailure
+from orchestrator.batches import artifacts
 from orchestrator.batches.artifacts import (
     ArtifactsNotWritten,
     Pattern,
     artifact_folder,
     build_folder_name,
+    choose_paths,
     copy_artifacts,
 )
 from store.batches import MAX_ID_CHARS
@@ -95,6 +98,14 @@ def test_a_pattern_that_does_not_stay_in_the_workspace_is_refused(text: str) -> 
 
 def test_a_name_made_to_keep_a_pattern_busy_does_not() -> None:
     assert not Pattern("/".join(["**", "*a*a*a*a*a*a*b"] * 8)).matches("/".join(["a" * 250] * 60))
+
+
+def test_a_search_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "MATCH_S", 0.2)
+    deep = ["/".join(["a"] * 200) + str(number) for number in range(1000)]
+    with pytest.raises(ToolFailure) as failure:
+        choose_paths(deep, ["/".join(["**", "*"] * 50) + "/x"] * 5)
+    assert failure.value.code is ErrorCode.INVALID_PATTERN
 
 
 def test_files_are_copied_with_their_folders_and_links_to_files_become_files(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import tarfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from contract.calls import SandboxInfo, ToolCall, ToolContext, ToolResult
-from contract.errors import ErrorCode
+from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import Failure, FailureKind, Grade, RunEnded
 from orchestrator.batches.grades import build_item_grade, summarize
 from orchestrator.batches.lines import BadBatch, load_lines
@@ -151,6 +152,25 @@ async def test_artifacts_that_break_the_rules_have_the_reward_0(
     assert outcome.grade is not None
     assert (outcome.grade.reward, bool(outcome.grade.refusal), outcome.failure) == (0.0, True, None)
     assert harness.sent().count("open") == 1
+
+
+async def test_a_search_for_artifacts_blocks_no_other_item_and_has_a_limit(
+    make: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[int]()
+
+    def search(*_: object) -> None:
+        threads.append(threading.get_ident())
+        raise ToolFailure(ErrorCode.INVALID_PATTERN, "too slow")
+
+    monkeypatch.setattr(grading, "choose_paths", search)
+    harness = make()
+    Sandboxes(harness)
+    outcome = await harness.worked(await harness.put(graded(build_tool_call(), artifacts=("**",))))
+    assert outcome.grade is not None
+    assert (outcome.grade.reward, outcome.grade.refusal, outcome.failure) == (0.0, "too slow", None)
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_the_grader_gets_files_with_plain_headers_only(make: Made) -> None:
