@@ -1,6 +1,7 @@
 """API keys: the stored fields and the access of a key. A wrong, expired or revoked key gives no access."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,13 +15,16 @@ from contract.names import api_keys_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
-from store.api_keys import KEY_FRESH_S, MAX_KNOWN, ApiKeyRecord, ApiKeys, Credential
+from store.api_keys import KEY_FRESH_S, MAX_KNOWN, ApiKeyRecord, ApiKeys, Credential, Identity
 from store.connection import open_redis
 from store.tenants import RedisTenants
 from tests.builders import KEY as KEYS
 from tests.conftest import RedisProcess
 
 KEY = api_keys_key("test")
+
+
+KEY_FORM = re.compile(r"tc_[0-9a-f]{16}_[A-Za-z0-9_-]{43}")
 
 
 class Wall:
@@ -66,6 +70,13 @@ def make_old(keys: ApiKeys) -> None:
     """Age the cached keys by the cache's maximum age."""
     for key_id, (record, asked_at) in keys._cache.items():
         keys._cache[key_id] = (record, asked_at - KEY_FRESH_S)
+
+
+async def test_a_key_opens_for_its_tenant_and_role(harness: Harness) -> None:
+    made = await harness.keys.add("acme", "operator", name="ci")
+    assert KEY_FORM.fullmatch(made.text)
+    assert await harness.elsewhere().authenticate(made.text) == Identity("acme", "operator", made.id)
+    assert (await harness.keys.authenticate((await harness.keys.add("default")).text)).tenant == "default"
 
 
 async def test_nothing_of_a_key_is_kept_but_a_digest_and_its_end(harness: Harness, redis_server: RedisProcess) -> None:
@@ -199,6 +210,16 @@ async def test_what_is_remembered_of_keys_is_bounded(harness: Harness) -> None:
     harness.keys._cache = {str(number): (record, 0.0) for number in range(MAX_KNOWN)}
     await harness.keys.authenticate(text)
     assert len(harness.keys._cache) == MAX_KNOWN
+
+
+async def test_a_credential_is_for_its_tenant_unless_its_role_is_for_all(harness: Harness) -> None:
+    for role, code in (("tenant", ErrorCode.PERMISSION_DENIED), ("operator", None), ("admin", None)):
+        credential = Credential(harness.keys, (await harness.keys.add("acme", role)).text)  # type: ignore[arg-type]
+        assert (await credential.check("acme")).role == role
+        if code is None:
+            assert (await credential.check("other")).tenant == "acme"
+        else:
+            assert await failure_of(credential.check("other")) is code
 
 
 async def test_a_credential_ends_with_its_key(harness: Harness) -> None:

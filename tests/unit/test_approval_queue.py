@@ -21,6 +21,7 @@ from tests.approval_harness import (
     ACME,
     ADMIN,
     OPERATOR,
+    OTHER,
     SHELL,
     SOON_S,
     ApprovalHarness,
@@ -202,6 +203,27 @@ async def test_a_bug_in_the_look_ends_the_wait_instead_of_lasting_to_the_limit(h
         async with asyncio.timeout(SOON_S):
             await QueueApprover(queue).decide(build_request())
     assert (await harness.queue().pending(ADMIN)).questions == ()
+
+
+async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(harness: ApprovalHarness) -> None:
+    queue = harness.queue()
+    for tenant in ("acme", "other"):
+        await queue.ask(build_question(tenant=tenant), "x", 60)
+
+    async def seen(actor: object, tenant: str | None = None) -> list[str]:
+        return sorted(one.question.tenant for one in (await queue.pending(actor, tenant)).questions)  # type: ignore[arg-type]
+
+    assert (await seen(ACME), await seen(OTHER), await seen(OPERATOR), await seen(ADMIN)) == (
+        ["acme"],
+        ["other"],
+        ["acme", "other"],
+        ["acme", "other"],
+    )
+    assert await seen(OPERATOR, "acme") == ["acme"]
+    assert await seen(OPERATOR, "unknown") == []
+    with pytest.raises(ToolFailure) as refused:
+        await seen(ACME, "other")
+    assert refused.value.code is ErrorCode.PERMISSION_DENIED
 
 
 # Permissions to see and answer

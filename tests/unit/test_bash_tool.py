@@ -326,3 +326,7 @@ def test_jobs_are_listed() -> None:
         action="list"
     )
     assert str(result.output).split("\n")[1] == "job-2\twas killed, by SIGTERM\t2 s ago\tserve\t/output/jobs/job-1.log"
+
+
+def test_hostile_output_is_text() -> None:
+    assert Bench(build_exec_response(b"\xff\x00\x1b[2J\xf0\x9f")).bash().output == "\ufffd\ufffd\ufffd"

@@ -143,3 +143,12 @@ async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_reported_an
     assert failure.value.code is ErrorCode.CANCELLED
     record = await harness.batches.status("b")
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, AT_ONCE)
+
+
+async def test_runs_of_tenants_batches_and_items_are_never_the_same() -> None:
+    names = {
+        run_id(*names)
+        for names in (("a", "b", "c"), ("a", "bc", ""), ("ab", "c", ""), ("a", "b", "d"), ("a", "", "b\0c"))
+    }
+    assert len(names) == 5
+    assert run_id("a", "b", "c") == run_id("a", "b", "c")

@@ -94,6 +94,16 @@ async def test_one_listener_hears_many_calls_and_mixes_nothing_up(harness: Event
         assert screen.text() == "".join(f"{call_id} {n};" for n in range(20))
 
 
+async def test_a_call_of_one_id_is_another_call_for_another_tenant(harness: EventHarness) -> None:
+    mine, theirs = Screen(), Screen()
+    async with (
+        harness.events.listen("acme", "call-1", {OUTPUT: output_handler(mine.show)}, 30),
+        harness.events.listen("evil", "call-1", {OUTPUT: output_handler(theirs.show)}, 30),
+    ):
+        await asyncio.to_thread(run_call, lambda writer: writer.show("stdout", "secret"), harness.writer(tenant="acme"))
+    assert (mine.text(), theirs.text()) == ("secret", "")
+
+
 async def test_a_cancelled_caller_leaves_nothing_and_its_worker_writes_nothing_more(harness: EventHarness) -> None:
     async def caller() -> None:
         async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):

@@ -198,6 +198,18 @@ async def test_a_killed_call_is_not_sent_again_when_its_host_is_lost(harness: Ha
     assert await ledger.renew("acme", "c2", 1) is True
 
 
+async def test_calls_of_the_same_id_of_other_tenants_go_on(harness: Harness) -> None:
+    """The attacker's aim: to end another tenant's call by its id."""
+    await harness.note(tenant="bolt")
+    other = asyncio.create_task(harness.monitor.watch("bolt", "c1", wait_for_ever()))
+    await asyncio.sleep(0)
+    with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
+        await harness.control.kill("acme", "c1", ANNE)
+    assert (await harness.state(tenant="bolt"), other.done()) == ("queued", False)
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+
+
 @pytest.mark.parametrize("call_id", ["never-was", "", "x" * 65, "c1:events", "*", "c1\n"])
 async def test_of_a_call_that_is_none_nothing_is_noted(harness: Harness, call_id: str) -> None:
     with pytest.raises(ToolFailure) as refused:

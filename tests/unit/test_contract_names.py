@@ -43,6 +43,14 @@ def test_no_other_key_passes_for_a_blob(key: str) -> None:
     assert not names.is_blob_of(key, "prod", "acme")
 
 
+def test_keys_of_two_tenants_or_two_calls_never_meet() -> None:
+    keys = [names.call_key("d", tenant, call) for tenant in ("a", "b") for call in ("1", "2")]
+    keys += [names.blob_key("d", tenant, "sandbox", call) for tenant in ("a", "b") for call in ("1", "2")]
+    keys += [names.catalog_key(deployment, pool) for deployment in ("d", "e") for pool in names.CATALOG_POOLS]
+    keys += [names.catalog_names_key(deployment, pool) for deployment in ("d", "e") for pool in names.CATALOG_POOLS]
+    assert len(set(keys)) == len(keys)
+
+
 def test_a_hub_hears_its_own_results_and_those_of_few_others() -> None:
     pattern = names.result_channel_pattern("abc123")
     assert pattern.endswith("*")

@@ -1,5 +1,7 @@
 """Sealed results: a client with write access to Redis cannot forge the result of a call."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,11 @@ from tests.builders import KEY, build_call, build_context
 
 RESULT = ToolResult(call_id="c1", name="bash_tool", success=True, output="fine")
 SEAL = ResultSeal(KEY, "acme")
+
+
+def test_what_a_worker_signed_comes_out() -> None:
+    stored = json.loads(json.dumps(encode_result(RESULT, seal=SEAL)))
+    assert decode_result(stored, SEAL) == RESULT
 
 
 @pytest.mark.parametrize(

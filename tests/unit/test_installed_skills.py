@@ -67,6 +67,14 @@ async def test_what_is_installed_is_the_skill_that_a_worker_gets(harness: Harnes
     assert b'"ann"' in entry[b"entry"]
 
 
+async def test_a_tenant_has_its_own_and_learns_of_no_other(harness: Harness, tmp_path: Path) -> None:
+    await harness.installer("acme").install(write_skill(tmp_path, "echo"))
+    for tenant in ("rival", "acm", "acme:", "acme:x", ""):
+        assert harness.worker.find(tenant, "echo") is None
+        assert harness.worker.all(tenant) == {}
+        assert await harness.installer(tenant).all() == {}
+
+
 async def test_a_skill_that_is_replaced_or_removed_leaves_nothing_behind(harness: Harness, tmp_path: Path) -> None:
     first = await harness.installer().install(write_skill(tmp_path / "1", "echo"))
     with pytest.raises(ToolFailure, match="already has a skill echo"):

@@ -133,3 +133,7 @@ def test_a_reason_that_nests_deeper_than_can_be_written_is_none() -> None:
     for _ in range(5000):
         body = {"message": body}
     assert "nested too deep" in str(build_error(AttemptFailure("status", 400, body), ENDPOINT))
+
+
+def test_the_key_is_in_no_representation_of_its_endpoint() -> None:
+    assert "sk-secret" not in repr(ENDPOINT)

@@ -130,6 +130,11 @@ def test_without_strict_the_broken_call_is_listed_and_its_neighbour_kept(raw: st
     assert [(call.name, call.raw) for call in reply.malformed] == [("two", raw)]
 
 
+def test_foreign_markup_is_plain_text() -> None:
+    markup = "<｜DSML｜function_calls><｜DSML｜invoke>"
+    assert NativeCallAssembler().feed(delta(content=markup)) == [Text(markup)]
+
+
 def test_surrogate_halves_from_separate_deltas_are_joined() -> None:
     assembler = NativeCallAssembler()
     events = assembler.feed(delta(content="a\ud83d")) + assembler.feed(delta(content="\ude00b"))

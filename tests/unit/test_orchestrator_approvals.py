@@ -27,7 +27,7 @@ from orchestrator.approvals import (
     digest_call,
     review,
 )
-from orchestrator.approvals.policies import ApprovalPolicy, Verdict
+from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict
 from tests.builders import build_call, build_spec
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
@@ -75,6 +75,14 @@ async def test_an_approved_call_runs_with_arguments_of_its_own_checked_and_compl
     CALL.arguments["path"] = "a"
     assert (reviewed.id, reviewed.arguments) == (CALL.id, {"path": "a", "mode": 420})
     assert reviewed.arguments is not CALL.arguments
+
+
+async def test_a_denied_call_asks_no_approver() -> None:
+    approver = Recorder()
+    catastrophic = await refuse(build_call("bash_tool", command="rm -rf /"), BASH, approver)
+    forbidden = await refuse(CALL, WRITE, approver, policy=ApprovalPolicy((Rule("deny", tool="write_tool"),)))
+    assert (catastrophic.error_code, forbidden.error_code) == (ErrorCode.SECURITY_REFUSED, ErrorCode.PERMISSION_DENIED)
+    assert approver.requests == []
 
 
 async def test_the_request_has_owner_reason_and_expiry() -> None:
@@ -126,6 +134,14 @@ def test_an_approval_is_used_up_by_a_wrong_attempt_too() -> None:
         approval.redeem("other", 0.0)
     with pytest.raises(ToolFailure, match="already used"):
         approval.redeem("digest", 0.0)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"path": 5}, {"other": "x"}, {"path": {"a", "b"}}, {"path": "x", "mode": float("nan")}]
+)
+async def test_changed_arguments_are_validated_again(changed: dict[str, Any]) -> None:
+    result = await refuse(CALL, WRITE, Recorder(changed))
+    assert result.error_code is ErrorCode.INVALID_ARGUMENTS
 
 
 async def test_changed_arguments_are_judged_again_without_a_second_question() -> None:

@@ -153,6 +153,12 @@ async def test_a_used_call_id_is_not_sent(publisher: Publisher, server: "redis.R
     assert server.llen(QUEUE) == 1
 
 
+async def test_two_tenants_may_use_one_call_id(publisher: Publisher, server: "redis.Redis") -> None:
+    await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
+    await publisher.publish(build_call_message(attempt(tenant="other"), "hub-task-2", "d"))
+    assert server.llen(QUEUE) == 2
+
+
 async def test_a_renewed_call_is_sent_once_as_a_new_attempt(publisher: Publisher, server: "redis.Redis") -> None:
     await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     server.hset(

@@ -37,6 +37,16 @@ async def test_batches_take_turns_and_none_has_more_at_a_time_than_it_may(harnes
     assert claimed[6:] == ["c-4", "c-5"]
 
 
+async def test_a_claim_for_one_batch_gets_no_other_run(harness: RunHarness) -> None:
+    await harness.submit(3, batch="b")
+    await harness.submit(2, batch="c", tenant="other")
+    (dead,) = await harness.queue.claim(1, ("acme", "b"))
+    await harness.die(dead)
+    assert [claim.run for claim in await harness.other.claim(9, ("other", "c"))] == ["c-1", "c-2"]
+    assert await harness.other.claim(9, ("other", "d")) == []
+    assert [claim.run for claim in await harness.queue.claim(9, ("acme", "b"))] == ["b-1", "b-2", "b-3"]
+
+
 async def test_the_run_of_a_process_that_died_goes_to_another_which_goes_on_with_it(harness: RunHarness) -> None:
     await harness.submit(1)
     (dead,) = await harness.queue.claim(1)

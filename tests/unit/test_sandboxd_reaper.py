@@ -52,6 +52,13 @@ async def test_containers_of_this_sandboxd_stay(tmp_path: Path) -> None:
         assert await host.reaper.sweep() == 0
 
 
+async def test_another_deployment_is_never_touched(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        host.engine.listed = [listed("a", sandboxd="test", deployment="other", labels={"toolcrew.deadline": "1"})]
+        assert await host.reaper.sweep() == 0
+        assert len(host.engine.listed) == 1
+
+
 async def test_containers_past_their_deadline_are_removed(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         labels = [{"toolcrew.deadline": str(int(time.time()) + shift)} for shift in (-61, -30, 60)]

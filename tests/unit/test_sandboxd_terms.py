@@ -101,6 +101,11 @@ def test_a_tenant_without_the_classs_own_image_gets_the_first_of_its_own() -> No
         PLANS.choose(SandboxTerms(tenant_class="open", images=("evil",)))
 
 
+def test_an_image_beyond_the_tenants_terms_is_refused_with_the_ones_within() -> None:
+    with pytest.raises(ToolFailure, match="image 'python' is not allowed on this host; allowed: node"):
+        PLANS.choose(SandboxTerms(tenant_class="open", images=("node", "evil")), "python")
+
+
 @pytest.mark.parametrize("network", ["egress", "everything"])
 def test_more_network_than_terms_and_class_both_have_is_refused(network: str) -> None:
     for terms in (

@@ -72,6 +72,12 @@ async def test_a_worker_rereads_old_switches(switches: RedisSwitches, redis_serv
         assert board.find("echo", "acme") is None
 
 
+async def test_deployments_do_not_share_switches(switches: RedisSwitches, redis_server: RedisProcess) -> None:
+    await switches.turn_off("echo", OFF)
+    with redis_server.client() as client:
+        assert WorkerSwitches(client, "other", KEY).find("echo", "acme") is None
+
+
 def test_a_worker_asks_redis_at_most_once_a_second() -> None:
     client, clock = CountingRedis(), Clock()
     board = WorkerSwitches(client, "test", KEY, clock)  # type: ignore[arg-type]

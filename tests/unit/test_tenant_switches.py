@@ -10,7 +10,7 @@ import redis.asyncio
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import switches_key
-from contract.registry import Switch
+from contract.registry import Switch, find_switch, parse_switches
 from contract.tenancy import TenantPolicy
 from orchestrator.sdk.client import ToolClient
 from store.api_keys import ApiKeys, Credential
@@ -107,6 +107,11 @@ async def test_an_operator_sees_for_which_tenants_a_tool_is_off(client: ToolClie
     await client.disable("other", tenant="beta")
     await client.disable("echo")
     assert list(await client.switched_tenants("echo")) == ["acme", "beta"]
+
+
+@pytest.mark.parametrize("data", [b"junk", b"", b'{"by": 3}'])
+def test_a_tenants_switch_that_cannot_be_read_still_turns_its_tool_off(data: bytes) -> None:
+    assert find_switch(parse_switches(KEY, {b"acme/echo": data}), "echo", "acme") is not None
 
 
 async def test_there_is_no_switch_for_a_tenant_that_there_is_not(pool: SwitchedPool, client: ToolClient) -> None:

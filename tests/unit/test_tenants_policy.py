@@ -43,6 +43,9 @@ def refusal(policy: TenantPolicy, spec: Any, **arguments: Any) -> ErrorCode | No
     return None
 
 
+HEAVY_DEFAULT = seal_policy(KEY, "default", TenantPolicy(weight=3)).encode()
+
+
 def look(
     own: bytes | None = None, default: bytes | None = None, fields: int = 0, version: bytes | None = None
 ) -> StoredPolicy:
@@ -187,6 +190,15 @@ def test_a_tenants_rules_stand_beside_those_of_the_program() -> None:
     ]
     assert joined.decide("other", BASH, {"command": "git push"}).action == "allow"
     assert with_tenant_rules(own, TenantPolicy(), "acme") is own
+
+
+def test_with_registered_tenants_unknown_names_are_refused() -> None:
+    closed = look(default=HEAVY_DEFAULT, fields=3, version=b"v")
+    assert closed.policy("default", KEY).weight == 3
+    assert look(own=seal_policy(KEY, "acme", TenantPolicy(weight=2)).encode(), fields=1).policy("acme", KEY).weight == 2
+    with pytest.raises(ToolFailure, match=r"tenant anybody does not exist.*toolcrew tenants add anybody") as refused:
+        closed.policy("anybody", KEY)
+    assert refused.value.code is ErrorCode.UNKNOWN_TENANT
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,12 @@ async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_kno
             worker.policy("acme")
 
 
+async def test_deployments_do_not_share_tenants(tenants: RedisTenants, redis_server: RedisProcess) -> None:
+    await tenants.add("acme", TenantPolicy(weight=3))
+    with redis_server.client() as blocking:
+        assert WorkerTenants(blocking, "live", KEYS).policy("acme").weight == 1
+
+
 async def test_a_policy_of_another_release_is_not_used(tenants: RedisTenants, redis_server: RedisProcess) -> None:
     with redis_server.client() as blocking:
         blocking.hset(KEY, "acme", KEYS.seal("policy acme", '{"speed": 9}'))

@@ -77,6 +77,24 @@ def test_a_key_is_known_by_its_shape(text: str, kind: str) -> None:
     assert text not in MASKER.mask(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("redis://:p4ss@host:6379/0", "redis://:[masked: password]@host:6379/0"),
+        ("https://me:p@ss:word@host/x", "https://me:[masked: password]@host/x"),
+        (
+            "aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
+            "aws_secret_access_key = [masked: AWS key]",
+        ),
+        ("Authorization: Bearer abc123def456", "Authorization: Bearer [masked: bearer token]"),
+        ('{"Authorization": "Basic dXNlcjpwYXNz"}', '{"Authorization": "Basic [masked: credentials]"}'),
+    ],
+)
+def test_text_around_a_secret_stays(text: str, masked: str) -> None:
+    assert MASKER.mask(text) == masked
+    assert MASKER.mask(masked) == masked
+
+
 def test_a_value_too_short_to_report_is_not_looked_for() -> None:
     assert Masker({"k": "abc"}).mask("abcabc") == "abcabc"
 

@@ -165,6 +165,15 @@ def test_with_a_store_of_its_own_a_lossy_drain_keeps_nothing(host: Host) -> None
     assert (place.state, place.queue, place.checkpoint) == (LocationState.MOVING, "", "")
 
 
+def test_sessions_of_others_are_left_alone(host: Host) -> None:
+    host.add("acme:elsewhere", queue="host.b.b1")
+    host.add("acme:opening", state="moving", moving_until=9e9)
+    host.sandboxd.add("acme:direct")
+    host.run()
+    assert host.sandboxd.closed == []
+    assert host.sandboxd.kept == []
+
+
 def test_a_session_that_is_closed_while_it_is_kept_leaves_no_checkpoint(host: Host) -> None:
     host.add("acme:s1")
     host.sandboxd.before_checkpoint = host.harness.drop_place

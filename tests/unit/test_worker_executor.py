@@ -99,6 +99,12 @@ def test_a_bug_in_a_check_of_arguments_is_refused_like_any_other_call() -> None:
     assert (harness.execute().error_code, harness.ledger.refused) == (ErrorCode.INTERNAL, {("acme", "call-1")})
 
 
+def test_one_id_of_two_tenants_is_two_calls() -> None:
+    harness = Harness()
+    results = [harness.execute(context=build_context(tenant=tenant)) for tenant in ("one", "two")]
+    assert [result.success for result in results] == [True, True]
+
+
 def test_arguments_are_checked_again_and_invalid_ones_claim_nothing() -> None:
     harness = Harness(checks=[lambda arguments: "text must not shout" if arguments.get("text") == "HEY" else None])
     refused = harness.execute(build_call(text="HEY"))

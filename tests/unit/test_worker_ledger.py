@@ -77,6 +77,13 @@ def test_the_record_of_a_running_call_outlives_its_limit(book: Book) -> None:
     assert book.client.ttl(key) > CALL_TTL_S + LONGEST_TIMEOUT_S - MAX_TIMEOUT_S - 30
 
 
+def test_one_id_of_two_tenants_or_two_deployments_is_two_calls(book: Book) -> None:
+    assert [book.claim(), book.claim(tenant="rival")] == [CallClaim.GRANTED, CallClaim.GRANTED]
+    assert (
+        WorkerCallStore(book.client, "other", SharedClock()).claim(CALL, build_context(), HOLDER) is CallClaim.GRANTED
+    )
+
+
 EXPECTED = {
     # state of the record: verdict for a message of the same attempt, of the next one, of the one before
     None: (CallClaim.GRANTED, CallClaim.GRANTED, CallClaim.GRANTED),
@@ -106,6 +113,15 @@ def test_the_table_of_cases_holds_for_starting_and_for_refusing(book: Book, stat
             assert record.attempt == attempt
         elif record is not None:
             assert (record.state, record.attempt) == (state, 2)
+
+
+def test_what_is_refused_never_starts_and_is_refused_once(book: Book) -> None:
+    book.write(CallState.QUEUED)
+    assert [book.ledger.refuse(CALL, build_context(), HOLDER) for _ in range(2)] == [
+        CallClaim.GRANTED,
+        CallClaim.STARTED,
+    ]
+    assert book.claim() is CallClaim.STARTED
 
 
 def test_a_worker_takes_back_its_own_claim_of_a_call_that_it_refuses(book: Book) -> None:
