@@ -12,8 +12,9 @@ import yaml
 
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from orchestrator.settings import OrchestratorSettings
+from workers.egress.daemon import MAX_CONNECTIONS
 from workers.sandboxd.runtime.oci import FOLDER
-from workers.settings import WorkerSettings
+from workers.settings import EgressSettings, SandboxdSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower")
@@ -79,8 +80,25 @@ def find_stages() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+def find_user(service: str) -> tuple[int, int]:
+    """Return the uid and the gid of a service's image."""
+    found = re.findall(r"^USER (\d+):(\d+)$", find_stages()[service], flags=re.MULTILINE)
+    assert len(found) == 1, f"{service} needs one numeric USER"
+    return int(found[0][0]), int(found[0][1])
+
+
 def find_services_naming(word: str) -> set[str]:
     return {name for name in SERVICES if word in yaml.safe_dump(load_service(name))}
+
+
+def test_the_file_holds_these_services() -> None:
+    assert set(COMPOSE["services"]) == set(SERVICES)
+
+
+def test_only_sandboxd_is_given_the_engine() -> None:
+    assert find_services_naming("docker.sock") == {"sandboxd"}
+    assert find_services_naming("DOCKER_HOST") == set()
+    assert "/var/run/docker.sock" in find_mounts("sandboxd")
 
 
 def test_no_service_but_sandboxd_sees_a_path_of_the_host() -> None:
@@ -106,12 +124,55 @@ def test_sandboxd_has_the_rights_to_start_sandboxes_and_no_other() -> None:
     assert f"{FOLDER}:{FOLDER}" in sandboxd["volumes"]
 
 
+def test_sandboxd_has_no_network() -> None:
+    sandboxd = load_service("sandboxd")
+    assert sandboxd["network_mode"] == "none"
+    assert not {"networks", "ports", "extra_hosts"} & sandboxd.keys()
+
+
 def test_the_egress_proxy_has_the_way_out_and_nothing_else() -> None:
     egress = load_service("egress")
     assert egress["networks"] == ["egress"]
     assert set(find_mounts("egress").values()) == {"egress-socket"}
     assert not {"ports", "extra_hosts"} & egress.keys()
     assert not any(word in yaml.safe_dump(egress) for word in ("REDIS", "SECRET", "sandboxd", "API_KEY"))
+
+
+def test_the_egress_proxy_and_sandboxd_share_a_private_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {**load_environment("sandboxd"), **load_environment("egress")}.items():
+        monkeypatch.setenv(key, value)
+    proxy, sandboxd = EgressSettings(), SandboxdSettings()
+    assert proxy.egress_socket == sandboxd.egress_socket
+    proxy_uid, proxy_gid = find_user("egress")
+    sandboxd_uid, sandboxd_gid = find_user("sandboxd")
+    assert proxy.egress_allow_uids == [sandboxd_uid]
+    assert sandboxd.egress_uids == [proxy_uid]
+    folder = proxy.egress_socket.parent
+    assert f"install -d -o {proxy_uid} -g {sandboxd_gid} -m 0750 {folder}" in find_stages()["runtime"]
+    assert sandboxd_gid != proxy_gid
+    assert {name for name in SERVICES if "egress-socket" in find_mounts(name).values()} == {"sandboxd", "egress"}
+    assert f"egress-socket:{folder}:ro" in load_service("sandboxd")["volumes"]
+
+
+def test_what_tenants_may_reach_is_reported_to_sandboxd_alone() -> None:
+    assert find_services_naming("TOOLCREW_TENANT_CLASSES") == {"sandboxd"}
+
+
+def test_the_egress_proxy_may_open_two_files_a_connection() -> None:
+    assert load_service("egress")["ulimits"]["nofile"] >= 2 * MAX_CONNECTIONS + 256
+
+
+def test_the_worker_is_on_the_network_without_a_way_out_and_on_no_other() -> None:
+    assert load_service("worker")["networks"] == ["backend"]
+    assert COMPOSE["networks"]["backend"]["internal"] is True
+
+
+def test_the_network_without_a_way_out_does_not_lead_to_the_host_either() -> None:
+    assert COMPOSE["networks"]["backend"]["driver_opts"]["com.docker.network.bridge.inhibit_ipv4"] == "true"
+
+
+def test_a_worker_cannot_ask_names_of_the_world() -> None:
+    assert load_service("worker")["dns"] == "127.0.0.1"
 
 
 def test_the_web_worker_reaches_the_web_and_no_sandbox() -> None:
@@ -127,6 +188,10 @@ def test_only_flower_and_the_api_publish_a_port_and_on_loopback_unless_reported(
     assert {name for name in SERVICES if "ports" in load_service(name)} == {"flower", "api"}
     assert load_service("api")["ports"] == ["${TOOLCREW_API_BIND:-127.0.0.1}:${TOOLCREW_API_PORT:-8080}:8080"]
     assert load_service("flower")["ports"] == ["${TOOLCREW_FLOWER_BIND:-127.0.0.1}:${TOOLCREW_FLOWER_PORT:-5555}:5555"]
+
+
+def test_redis_is_on_the_inner_network_alone() -> None:
+    assert load_service("redis")["networks"] == ["backend"]
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -184,6 +249,21 @@ class TestEveryService:
         assert (service["build"]["context"], service["build"]["target"]) == (".", name)
         assert name in find_stages()
 
+    def test_puts_no_secret_on_a_command_line(self, name: str) -> None:
+        service = load_service(name)
+        words = [*service["healthcheck"]["test"], *service.get("command", [])]
+        assert [word for word in words if VARIABLE.search(word)] == []
+
+
+def test_the_healthcheck_of_the_orchestrator_is_a_call_through_the_whole_path() -> None:
+    assert load_service("orchestrator")["healthcheck"]["test"] == [
+        "CMD",
+        "toolcrew",
+        "call",
+        "bash_tool",
+        "command=true",
+    ]
+
 
 @pytest.mark.parametrize("secret", SECRETS)
 def test_a_stack_without_its_secrets_is_refused(secret: str) -> None:
@@ -217,6 +297,33 @@ def test_every_variable_is_reported_in_the_example_and_no_secret_has_a_value_the
     passed_on = {key for name in SERVICES for key, value in load_service(name)["environment"].items() if value is None}
     assert result.keys() == {found["name"] for found in VARIABLE.finditer(TEXT)} | passed_on
     assert {result[secret] for secret in SECRETS} == {""}
+
+
+def test_every_service_but_sandboxd_has_an_unprivileged_uid_of_its_own() -> None:
+    uids = {name: find_user(name)[0] for name in SERVICES}
+    assert uids.pop("sandboxd") == 0
+    assert all(uid >= 1000 for uid in uids.values())
+    assert len(set(uids.values())) == len(uids)
+
+
+def test_the_socket_of_sandboxd_is_for_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_uid, worker_gid = find_user("worker")
+    for key, value in load_environment("sandboxd").items():
+        monkeypatch.setenv(key, value)
+    settings = SandboxdSettings()
+    assert settings.sandboxd_allow_uids == [worker_uid]
+    assert find_user("sandboxd")[1] == worker_gid
+    assert f"install -d -o 0 -g {worker_gid} -m 0750 {settings.sandboxd_socket.parent}" in find_stages()["runtime"]
+    web_uid, web_gid = find_user("web-worker")
+    assert web_uid != worker_uid
+    assert web_gid != worker_gid
+    mounting = {name for name in SERVICES if "sandboxd-socket" in find_mounts(name).values()}
+    assert mounting == {"sandboxd", "worker"}
+    assert f"sandboxd-socket:{settings.sandboxd_socket.parent}:ro" in load_service("worker")["volumes"]
+
+
+def test_two_stacks_on_one_engine_do_not_sweep_each_others_sandboxes() -> None:
+    assert load_environment("sandboxd", COMPOSE_PROJECT_NAME="other")["TOOLCREW_SANDBOXD_NAME"] == "other"
 
 
 @pytest.mark.parametrize("name", WORKERS)
@@ -278,6 +385,12 @@ def test_a_new_env_file_has_every_secret_and_is_never_overwritten(tmp_path: Path
     assert subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 1
 
 
+def test_a_worker_keeps_its_name_over_restarts() -> None:
+    assert load_service("worker")["hostname"] == load_environment("worker")["TOOLCREW_HOST"] == "worker"
+    # Of the kind web a node's name begins with "web-".
+    assert load_service("web-worker")["hostname"] == f"web-{load_environment('web-worker')['TOOLCREW_HOST']}"
+
+
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_worker_has_memory_for_its_calls(name: str) -> None:
     # With sandboxes, a call is a thread that waits. Otherwise, each call has its own process.
@@ -290,6 +403,17 @@ def test_a_worker_has_memory_for_its_calls(name: str) -> None:
 def test_a_worker_is_well_when_its_own_node_answers(name: str) -> None:
     prefix = "web-" if load_environment(name).get("TOOLCREW_WORKER_KIND") == "web" else ""
     assert f'--destination "{prefix}$$TOOLCREW_HOST@$$(hostname)"' in load_service(name)["healthcheck"]["test"][1]
+
+
+def test_flower_is_behind_a_password_and_remembers_what_it_shows() -> None:
+    environment = load_environment("flower", TOOLCREW_FLOWER_PASSWORD="p")
+    assert environment["FLOWER_BASIC_AUTH"] == "toolcrew:p"
+    assert environment["FLOWER_PERSISTENT"] == "True"
+    assert find_mounts("flower") == {str(Path(environment["FLOWER_DB"]).parent): "flower-state"}
+    # All else is as its own defaults say (orchestrator/operations/flower.py).
+    assert {name for name in environment if name.startswith("FLOWER_")} == {
+        "FLOWER_BASIC_AUTH", "FLOWER_ADDRESS", "FLOWER_PORT", "FLOWER_PERSISTENT", "FLOWER_DB",
+    }  # fmt: skip
 
 
 def test_redis_keeps_what_it_was_reported_and_drops_nothing_to_make_room() -> None:

@@ -91,6 +91,15 @@ def test_compose_passes_every_setting_on_or_the_reason_is_listed(service: str) -
     assert not missing, f"docker-compose.yml, {service}: pass {missing} on, or list them in ABSENT with the reason"
 
 
+def test_no_setting_is_both_passed_on_and_listed_as_absent() -> None:
+    for where, name in ABSENT:
+        services = PROCESSES if where == "*" else (where,)
+        assert not [service for service in services if name in COMPOSE[service]["environment"]], name
+        assert any(name in names for service in services for names in read_variables(service)), (
+            f"{name} is no setting of {where}"
+        )
+
+
 @pytest.mark.parametrize("service", PROCESSES)
 def test_kubernetes_passes_every_setting_on_from_one_map(service: str) -> None:
     assert {"configMapRef": {"name": "settings", "optional": True}} in KUBERNETES[service]["envFrom"]

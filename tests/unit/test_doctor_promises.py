@@ -160,6 +160,26 @@ def test_each_lack_of_a_host_voids_its_own_promise_and_says_what_to_do(
     assert state == "holds" or row.remedy
 
 
+def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
+    evidence = build_evidence(
+        facts={"seccomp": False, "runtimes": (), "security": frozenset()}, host={"swaps": ("/dev/sda2",)}
+    )
+
+    assert {row.name for row in judge(evidence) if row.is_needed and row.state == "void"} == {
+        "system calls are filtered",
+        "runtimes are installed",
+    }
+
+
+def test_a_class_on_the_shared_kernel_is_named_beside_one_that_is_apart() -> None:
+    classes = {"trusted": TenantClass(runtime="runc")}
+
+    row = row_of(build_evidence(tenant_classes=classes), "hostile tenants are isolated")
+
+    assert row.state == "void"
+    assert "class trusted:" in row.why
+
+
 def test_a_missing_image_of_a_class_is_named() -> None:
     classes = {"data": TenantClass(image="theirs:2")}
 

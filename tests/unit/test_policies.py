@@ -42,6 +42,11 @@ def test_without_rules_a_command_is_judged_by_its_danger(command: str, action: s
     assert decide(command).action == action
 
 
+def test_a_dangerous_command_carries_a_warning_that_names_why() -> None:
+    verdict = decide("git push --force")
+    assert (verdict.is_dangerous, verdict.warning) == (True, "this command overwrites what others pushed")
+
+
 def test_a_catastrophic_command_is_a_security_refusal_that_no_rule_lifts() -> None:
     verdict = decide("rm -rf /", Rule("allow"), allow("rm"))
     assert (verdict.action, verdict.code) == ("deny", ErrorCode.SECURITY_REFUSED)
@@ -147,6 +152,10 @@ def test_every_word_of_an_allowed_prefix_must_stand_as_written() -> None:
     assert decide("set -- x; git pu$@sh --force", allow("git", "push"), allow("set")).action == "ask"
 
 
+def test_a_rule_without_prefix_allows_what_cannot_be_read_too() -> None:
+    assert decide("eval $X > out", Rule("allow", tool="bash_tool")).action == "allow"
+
+
 def test_arguments_that_are_no_text_are_judged() -> None:
     assert ApprovalPolicy().decide("acme", BASH, {"command": 5}).action == "ask"
     assert ApprovalPolicy().decide("acme", BASH, {"command": ["rm", "-rf", "/"]}).action == "deny"
@@ -199,6 +208,11 @@ def test_rules_about_commands_are_about_those_sent_to_a_job() -> None:
     sent = {"action": "input", "command": "", "stdin": "git push origin\n"}
     assert ApprovalPolicy((deny("git", "push"),)).decide("acme", BASH, sent).code is ErrorCode.SECURITY_REFUSED
     assert ApprovalPolicy((allow("rm"),)).decide("acme", BASH, {**sent, "stdin": "rm -rf /srv/a\n"}).action == "allow"
+
+
+def test_a_tool_without_a_sandbox_has_no_folder_of_its_own() -> None:
+    spec = BASH.model_copy(update={"pool": "local"})
+    assert ApprovalPolicy().decide("acme", spec, {"command": "rm -rf build"}).action == "ask"
 
 
 TOML = (
