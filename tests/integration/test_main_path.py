@@ -5,6 +5,7 @@ import os
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -235,3 +236,28 @@ async def test_an_unused_session_expires(stack: Stack, client: ToolClient) -> No
 
     await wait_until_async(lambda: not stack.has_container(sandbox.id), 20, "the idle session's container is removed")
     await session.close()
+
+
+async def test_redis_holds_no_password_and_no_output_under_our_own_keys(stack: Stack, session: Session) -> None:
+    await session.call("bash_tool", {"command": "echo only-in-the-result"})
+
+    with stack.open_redis() as redis:
+        texts = [_read_key(redis, key) for key in redis.scan_iter(match="toolcrew:*", count=1000)]
+
+    assert texts
+    assert not any("only-in-the-result" in text for text in texts)
+    assert not any(stack.info.redis_url in text for text in texts)
+
+
+def _read_key(redis: Any, key: bytes) -> str:
+    """Return the value of a key, of any type."""
+    readers = {
+        b"string": redis.get,
+        b"hash": redis.hgetall,
+        b"list": lambda name: redis.lrange(name, 0, -1),
+        b"set": redis.smembers,
+        b"zset": lambda name: redis.zrange(name, 0, -1),
+        b"stream": redis.xrange,
+        b"none": lambda _: None,
+    }
+    return str(readers[redis.type(key)](key))
