@@ -7,6 +7,8 @@ local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local stamp = string.format('%.6f', now)
 -- The batch of the runs that programs start one by one (hosted_runs.lua).
 local HOSTED_BATCH = '@runs'
+-- How many due notices of webhooks one step reads to find those of other tenants.
+local WEBHOOK_LOOKS = 5000
 
 local function split(text)
   local bar = string.find(text, '|', 1, true)
@@ -162,9 +164,18 @@ local steps = {}
 
 -- max count, seconds. Claims notices that are due; no other process receives them for these seconds.
 -- Returns {tenant, kind, name, webhook, tries, time of the end} for each.
+-- The oldest are first, but a tenant has at most a quarter of them while others wait: its receivers may be slow, and the sender waits for all.
 function steps.claim_webhooks()
-  local notices = {}
-  for _, member in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'webhooks', '-inf', now, 'LIMIT', 0, tonumber(ARGV[4]))) do
+  local limit, notices = tonumber(ARGV[4]), {}
+  local chosen, others, counts = {}, {}, {}
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', runs .. 'webhooks', '-inf', now, 'LIMIT', 0, WEBHOOK_LOOKS)) do
+    local tenant = split(member)
+    counts[tenant] = (counts[tenant] or 0) + 1
+    table.insert(counts[tenant] <= limit / 4 and chosen or others, member)
+  end
+  for index = 1, math.min(#others, limit - #chosen) do table.insert(chosen, others[index]) end
+  for index = 1, math.min(#chosen, limit) do
+    local member = chosen[index]
     local tenant, rest = split(member)
     local kind, name = split(rest)
     local key = kind == 'run' and run_key(tenant, name) or batch_key(tenant, name)

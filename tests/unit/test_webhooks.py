@@ -147,6 +147,19 @@ async def test_a_sender_that_dies_loses_no_notice(harness: Harness) -> None:
     assert await harness.due() == {}
 
 
+async def test_a_tenant_with_many_notices_delays_no_notice_of_another(harness: Harness) -> None:
+    for tenant, count in (("acme", 40), ("rival", 1)):
+        for _ in range(count):
+            run = await harness.hosted.start(tenant, RunBody(instruction="x"), webhook=HOOK)
+            await harness.hosted.cancel(tenant, run.id)
+    notices = DueNotices(harness.queue.step)
+    first = [notice.tenant for notice in await notices.claim(16, 60)]
+    # Free slots go to the tenant that has more notices.
+    assert (first.count("rival"), first.count("acme")) == (1, 15)
+    assert [notice.tenant for notice in await notices.claim(16, 60)] == ["acme"] * 16
+    assert len(await notices.claim(16, 60)) == 9
+
+
 async def test_a_forged_webhook_is_dropped(harness: Harness) -> None:
     receiver = Receiver(200)
     await harness.end_batch()
