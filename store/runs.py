@@ -381,7 +381,8 @@ class RunQueue:
         rest: tuple[str | bytes, ...] = ()
         if claim.record.batch == HOSTED_BATCH:
             # In the same step as the state: a follower that reads the last event finds the outcome there.
-            outcome, event, transcript = pack_end(outcome)
+            # In a thread: a transcript may have 64 MB, which take seconds to compress.
+            outcome, event, transcript = await asyncio.to_thread(pack_end, outcome)
             rest = (event, transcript)
         sealed = seal_outcome(self.keys, claim.tenant, claim.run, outcome)
         return bool(await self.step("finish", claim.tenant, claim.run, claim.token, sealed, kind, *rest))

@@ -1,6 +1,7 @@
 """Runs that programs start: executed to their end, cancelled in every state, and listed page by page."""
 
 import asyncio
+import threading
 import tracemalloc
 import zlib
 from typing import Any
@@ -13,10 +14,10 @@ from orchestrator.batches.lines import BatchFile
 from orchestrator.dispatch.sessions import Session, SessionStart
 from orchestrator.runs.batches import Batches
 from orchestrator.runs.hosted import HostedRuns
-from store import run_log
+from store import run_log, runs
 from store.archives.files import new_file_id
 from store.audit import Actor, Audit
-from store.batches import HOSTED_BATCH, BatchEventWriter, BatchItem, ItemEnvironment, RunBody
+from store.batches import HOSTED_BATCH, BatchEventWriter, BatchItem, ItemEnvironment, ItemOutcome, RunBody
 from store.run_log import MAX_TRANSCRIPT_BYTES
 from store.run_records import HostedState, parse_run
 from store.runs import BatchCancelled
@@ -94,6 +95,23 @@ async def test_the_transcript_is_reported_while_the_run_works_and_whole_afterwar
         "assistant",
     ]
     assert after[1:3] == before
+
+
+async def test_a_transcript_is_packed_outside_of_the_event_loop(
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack, threads = runs.pack_end, list[int]()
+
+    def pack_end(outcome: ItemOutcome) -> Any:
+        threads.append(threading.get_ident())
+        return pack(outcome)
+
+    monkeypatch.setattr(runs, "pack_end", pack_end)
+    run = await harness.start()
+    async with harness.working():
+        await harness.events(run)
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
 
 
 async def test_a_transcript_that_is_too_large_is_read_from_the_log(
