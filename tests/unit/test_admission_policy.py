@@ -99,11 +99,32 @@ def test_a_queue_without_known_workers_lets_a_few_pass_to_learn_that_its_host_is
     assert len(harness.kept("held")) == 4
 
 
+def test_more_slots_are_given_out_when_more_workers_report_of_themselves(harness: Harness) -> None:
+    for _ in range(20):
+        harness.ask()
+    before = len(harness.kept("held"))
+    set_slots(harness.client, 10)
+    harness.step(tick([QUEUE]))
+    assert (before, len(harness.kept("held"))) == (3, 9)
+
+
 def test_seconds_are_shared_out_by_weight(harness: Harness) -> None:
     used = play(
         harness, {"heavy": TenantPolicy(weight=3), "light": TenantPolicy()}, {"heavy": 0.5, "light": 0.5}, for_s=40
     )
     assert share(used, "heavy") == pytest.approx(0.75, rel=0.05)
+
+
+def test_seconds_are_shared_out_and_not_calls(harness: Harness) -> None:
+    used = play(harness, {"quick": TenantPolicy(), "slow": TenantPolicy()}, {"quick": 0.25, "slow": 0.75}, for_s=30)
+    assert share(used, "quick") == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_tenant_that_was_away_has_saved_nothing_up(harness: Harness) -> None:
+    seconds = {"stayed": 0.25, "came": 0.25}
+    play(harness, {"stayed": TenantPolicy()}, seconds, for_s=15)
+    used = play(harness, {"stayed": TenantPolicy(), "came": TenantPolicy()}, seconds, for_s=10)
+    assert share(used, "came") == pytest.approx(0.5, rel=0.1)
 
 
 def test_a_tenant_that_comes_and_goes_with_every_call_gets_no_more_than_its_share(harness: Harness) -> None:
@@ -155,6 +176,14 @@ def test_long_calls_of_all_tenants_leave_the_broker_s_queue_to_short_ones(harnes
     assert tenants(harness)["quick"] == 1
 
 
+def test_short_calls_pass_the_long_ones_of_their_own_tenant_that_may_not_go(harness: Harness) -> None:
+    harness.learn("acme", 0.01, tool="read_tool")
+    for _ in range(10):
+        harness.ask(tool="bash_tool")
+    harness.ask(tool="read_tool")
+    assert Counter(call["tool"] for call in harness.kept("held").values()) == {"bash_tool": 3, "read_tool": 1}
+
+
 def test_a_tenant_whose_calls_turn_out_long_gets_no_more_of_them(harness: Harness) -> None:
     harness.learn("hog", 0.01)
     first = harness.ask("hog")
@@ -176,6 +205,12 @@ def test_a_cap_holds_over_all_queues_and_wakes_what_waits_in_another(harness: Ha
     assert there not in harness.held
     harness.end(here[0])
     assert there in harness.held
+
+
+def test_a_higher_cap_holds_from_the_next_request_on(harness: Harness) -> None:
+    waiting = [harness.ask(policy=TenantPolicy(in_flight=1)) for _ in range(3)]
+    harness.ask(policy=TenantPolicy(in_flight=3))
+    assert harness.held == waiting
 
 
 def test_calls_begin_no_faster_than_the_tenants_rate(harness: Harness) -> None:
@@ -209,3 +244,29 @@ def test_an_urgent_call_passes_everything_and_counts(harness: Harness) -> None:
     urgent = harness.ask(policy=policy, is_urgent=True)
     assert urgent in harness.held
     assert harness.numbers()[f"queue:{QUEUE}"]["held"] == 2
+
+
+def test_a_call_that_did_not_run_costs_nothing_and_teaches_nothing(harness: Harness) -> None:
+    call = harness.ask()
+    harness.now += 20
+    harness.end(call, 0.0)
+    assert harness.numbers()[f"pair:{QUEUE}|acme"]["used"] == 0
+    assert not harness.client.exists("toolcrew:d:admission:estimates:acme")
+
+
+def test_nothing_is_left_of_who_has_gone(harness: Harness) -> None:
+    """Only sums remain, and they expire by themselves."""
+    policy = TenantPolicy(in_flight=2, rate_per_s=5, burst=1)
+    calls = [
+        harness.ask(tenant, queue=queue, policy=policy)
+        for tenant in ("a", "b")
+        for queue in (QUEUE, "host.b.1")
+        for _ in range(5)
+    ]
+    for call in calls:
+        harness.now += 0.3
+        harness.end(call, 0.2)
+    harness.now += 5
+    harness.step(tick([]))
+    lasting = [key for key in harness.client.scan_iter("toolcrew:d:admission:*") if harness.client.ttl(key) == -1]
+    assert lasting == [b"toolcrew:d:admission:clock"]

@@ -17,11 +17,13 @@ from contract.call_events import (
     MAX_WAITING_EVENTS,
     MODEL,
     OUTPUT,
+    encode_event,
+    entry_fields,
 )
 from contract.calls import ToolResult
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.call_events import CallEventListener, output_handler
-from store.call_events import WorkerCallEventStore, call_event_keys
+from store.call_events import WorkerCallEventStore, call_event_keys, wakes_key
 from store.connection import connect_once
 from tests.builders import KEY
 from tests.event_harness import DEPLOYMENT, EventHarness, Screen, run_call
@@ -81,6 +83,18 @@ async def test_a_piece_that_nothing_follows_is_sent_by_itself(harness: EventHarn
         await running
 
 
+async def test_streams_keep_their_names_and_their_order(harness: EventHarness) -> None:
+    screen = Screen()
+
+    def work(writer: CallEventWriter) -> None:
+        for stream, text in (("stdout", "1"), ("stderr", "2"), ("stderr", "3"), ("stdout", "4")):
+            writer.show(stream, text)
+
+    await harness.hear(work, screen.show)
+    assert "".join(text for _, text in screen.pieces) == "1234"
+    assert (screen.text("stdout"), screen.text("stderr")) == ("14", "23")
+
+
 async def test_one_listener_hears_many_calls_and_mixes_nothing_up(harness: EventHarness) -> None:
     screens = {f"call-{number}": Screen() for number in range(20)}
 
@@ -94,6 +108,30 @@ async def test_one_listener_hears_many_calls_and_mixes_nothing_up(harness: Event
         assert screen.text() == "".join(f"{call_id} {n};" for n in range(20))
 
 
+async def test_calls_that_end_together_are_read_together(
+    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screens, round_trips, ended = [Screen() for _ in range(100)], list[int](), asyncio.Barrier(100)
+    open_pipeline = harness.redis.pipeline
+
+    async def one(number: int) -> None:
+        handlers = {OUTPUT: output_handler(screens[number].show)}
+        async with harness.events.listen("acme", f"call-{number}", handlers, 30) as reader:
+            assert reader is not None
+            # No wake-up: what is still unread when the result comes.
+            harness.plain.xadd(
+                reader.keys.events, entry_fields(encode_event(OUTPUT, {"stream": "stdout", "text": str(number)}))
+            )  # type: ignore[arg-type]
+            if await ended.wait() == 0:
+                monkeypatch.setattr(
+                    harness.redis, "pipeline", lambda **options: round_trips.append(1) or open_pipeline(**options)
+                )
+
+    await asyncio.gather(*map(one, range(100)))
+    assert [screen.text() for screen in screens] == [str(number) for number in range(100)]
+    assert len(round_trips) < 50
+
+
 async def test_a_call_of_one_id_is_another_call_for_another_tenant(harness: EventHarness) -> None:
     mine, theirs = Screen(), Screen()
     async with (
@@ -102,6 +140,12 @@ async def test_a_call_of_one_id_is_another_call_for_another_tenant(harness: Even
     ):
         await asyncio.to_thread(run_call, lambda writer: writer.show("stdout", "secret"), harness.writer(tenant="acme"))
     assert (mine.text(), theirs.text()) == ("secret", "")
+
+
+async def test_nothing_is_left_in_redis_when_the_call_is_over(harness: EventHarness) -> None:
+    await harness.hear(lambda writer: writer.show("stdout", "x" * 100_000), Screen().show)
+    await harness.events.close()
+    assert harness.names() == []
 
 
 async def test_a_cancelled_caller_leaves_nothing_and_its_worker_writes_nothing_more(harness: EventHarness) -> None:
@@ -168,6 +212,19 @@ async def test_a_consumer_that_stops_taking_costs_the_call_a_bounded_time_and_is
     assert waiting <= MAX_WAITING_EVENTS + 1
 
 
+async def test_many_small_pauses_do_not_add_up_for_ever(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "MAX_PAUSE_S", 0.3)
+
+    async def on_output(_: str, text: str) -> None:
+        await asyncio.sleep(0.02)
+
+    started = time.monotonic()
+    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
+        hidden = await asyncio.to_thread(run_call, lambda w: w.show("stdout", "x" * 2_000_000), harness.writer())
+    assert hidden > 0
+    assert time.monotonic() - started < 3
+
+
 async def test_a_handler_that_raises_costs_neither_the_call_nor_the_others(harness: EventHarness) -> None:
     screen = Screen()
 
@@ -198,6 +255,17 @@ async def test_entries_that_are_none_of_ours_are_skipped(harness: EventHarness) 
 
     await harness.hear(work, screen.show)
     assert screen.text() == "after"
+
+
+async def test_a_wake_up_for_a_call_without_a_listener_is_ignored(harness: EventHarness) -> None:
+    screen = Screen()
+
+    def work(writer: CallEventWriter) -> None:
+        harness.plain.zadd(wakes_key(DEPLOYMENT, harness.events.id), {b"\xff": 0, "acme:other": 1, "evil:call-1": 2})
+        writer.show("stdout", "x")
+
+    await harness.hear(work, screen.show)
+    assert screen.text() == "x"
 
 
 async def test_events_whose_wake_up_was_lost_come_before_the_result_after_however_long_a_silence(

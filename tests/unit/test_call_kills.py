@@ -127,6 +127,33 @@ async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_
     assert await harness.state() == "forbidden"
 
 
+async def test_an_unknown_call_is_reported_at_once_and_its_order_stays(harness: Harness) -> None:
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
+        await harness.control.kill("acme", "c1", ANNE, lookup_s=0.0)
+    assert asyncio.get_running_loop().time() - began < control_module.LOOKUP_S
+    assert await harness.audited() == []
+    # A call that its program was about to make also never starts.
+    with pytest.raises(ToolFailure, match="killed by anne"):
+        await asyncio.wait_for(harness.monitor.watch("acme", "c1", wait_for_ever()), SOON_S)
+
+
+async def test_a_call_that_runs_is_ended_where_it_runs(harness: Harness) -> None:
+    await harness.note(state="running", holder="host.b.b2/w1")
+    killed = await harness.control.kill("acme", "c1", ANNE, "enough")
+    assert (killed.record.state, killed.record.code, killed.record.killed) == (
+        CallState.DONE,
+        "CANCELLED",
+        "the call was killed by anne: enough",
+    )
+    [(order, route)] = harness.orders.sent_orders
+    assert (order.name, order.arguments, route) == (
+        "session.cancel",
+        {"call_id": "c1"},
+        ("acme", "s1", "host.b.b2"),
+    )
+
+
 async def test_the_order_is_repeated_until_the_call_has_ended(harness: Harness) -> None:
     """The order may reach the host before the call does."""
     await harness.note(state="running", holder="host.b.b2/w1")
@@ -150,6 +177,22 @@ async def test_a_call_that_will_not_end_is_said_to_be_one(harness: Harness, monk
     harness.orders.obey = ignore
     with pytest.raises(OperatorError, match="was killed but still runs"):
         await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
+
+
+async def test_the_result_of_a_killed_call_names_the_actor_and_the_reason(harness: Harness) -> None:
+    await harness.note(state="done", killed="the call was killed by anne: enough")
+    result = await harness.monitor.watch("acme", "c1", result_of(ErrorCode.CANCELLED, output="so far"))
+    assert (result.error_code, result.error, result.output) == (
+        ErrorCode.CANCELLED,
+        "the call was killed by anne: enough; killed",
+        "so far",
+    )
+
+
+async def test_a_program_of_a_session_that_was_killed_has_failed_too(harness: Harness) -> None:
+    await harness.note(state="done", killed="the call was killed by anne")
+    result = await harness.monitor.watch("acme", "c1", result_of(metadata={"cancelled": True, "returncode": -15}))
+    assert (result.success, result.error_code) == (False, ErrorCode.CANCELLED)
 
 
 @pytest.mark.parametrize("code", [None, ErrorCode.TIMEOUT])
@@ -243,6 +286,38 @@ async def test_a_program_that_is_stopped_itself_is_not_reported_a_kill(harness: 
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
+
+
+async def test_a_task_goes_on_after_its_call_was_killed(harness: Harness) -> None:
+    """The cancellation is the kill's own and leaves nothing behind."""
+
+    async def work() -> str:
+        with pytest.raises(ToolFailure):
+            await harness.monitor.watch("acme", "c1", wait_for_ever())
+        await asyncio.sleep(0)
+        task = asyncio.current_task()
+        return f"went on {task.cancelling() if task is not None else None}"
+
+    running = asyncio.create_task(work())
+    await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
+    assert await asyncio.wait_for(running, SOON_S) == "went on 0"
+
+
+async def test_no_orders_are_read_when_there_are_no_calls(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(since: float) -> list[Any]:
+        raise AssertionError(since)
+
+    await harness.monitor.watch("acme", "c1", result_of())
+    monkeypatch.setattr(harness.kills, "recent_kills", refuse)
+    await harness.monitor.find_kills()
+
+
+async def test_the_orders_are_few_however_many_are_given(harness: Harness) -> None:
+    """The attacker's aim: to fill Redis, and to flood every program with orders."""
+    for number in range(1100):
+        await harness.kills.kill(KillOrder(tenant="acme", call=f"c{number}", by="anne"))
+    assert await harness.client.zcard(kills_key("d")) == 1000
+    assert await harness.client.ttl(kills_key("d")) > 0
 
 
 async def test_what_is_no_order_is_passed_over(harness: Harness) -> None:

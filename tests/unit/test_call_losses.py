@@ -1,11 +1,16 @@
 """Workers that die with a call are detected, once and reliably. Live workers are not affected. Over a real Redis."""
 
+import asyncio
 import json
+import threading
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import redis.asyncio
+from celery import Celery
+from celery.events import EventReceiver
+from celery.events.state import State
 
 from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
@@ -16,7 +21,9 @@ from orchestrator.dispatch.transport import CallLost
 from store.calls import CallState, CallStore
 from store.hosts import HostStore
 from tests.builders import build_attempt
+from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 
@@ -68,6 +75,11 @@ async def report(client: "redis.asyncio.Redis", key: str = QUEUE, **fields: Any)
     await client.set(host_key("d", key), REPORT.model_copy(update=fields).model_dump_json())
 
 
+async def test_a_call_that_a_living_worker_runs_is_waited_for(client: "redis.asyncio.Redis") -> None:
+    await report(client)
+    assert await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"}) is None
+
+
 @pytest.mark.parametrize("worker", [None, "w2"])
 async def test_a_call_whose_worker_is_gone_is_lost_though_another_has_taken_its_place(
     client: "redis.asyncio.Redis", worker: str | None
@@ -78,6 +90,49 @@ async def test_a_call_whose_worker_is_gone_is_lost_though_another_has_taken_its_
     assert lost is not None
     assert (lost.has_started, f"{QUEUE}/w1" in lost.reason) == (True, True)
     assert await client.hget(call_key("d", "acme", "c1"), "state") == b"lost"
+
+
+class Listener:
+    """Celery's own receiver of events, as Flower has it, in a thread."""
+
+    def __init__(self, url: str) -> None:
+        self.state = State()
+        self._app = Celery("flower", broker=url, set_as_current=False)
+        self._has_failed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        with self._app.connection() as connection:
+            self._receiver = EventReceiver(connection, handlers={"task-failed": self._take}, app=self._app)
+            self._receiver.capture(limit=None, timeout=None, wakeup=False)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.state.event(event)
+        self._receiver.should_stop = True
+        self._has_failed.set()
+
+    def wait(self) -> Any:
+        """Return the failed task."""
+        assert self._has_failed.wait(10)
+        self._thread.join(10)
+        self._app.close()
+        return self.state.tasks["t1"]
+
+
+async def test_celery_receives_the_failure_of_a_lost_task_in_the_name_of_its_worker(
+    redis_server: RedisProcess, client: "redis.asyncio.Redis"
+) -> None:
+    listener = Listener(redis_server.url)
+    with redis_server.client() as watcher:
+        # Celery subscribes when it reads for the first time.
+        await wait_until_async(watcher.pubsub_numpat, 10, "Celery has subscribed to events")
+    lost = await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1", "node": "a@machine"})
+    assert lost is not None
+    task = await asyncio.to_thread(listener.wait)
+    assert (task.state, task.name, task.worker.hostname) == ("FAILURE", "tool.x", "a@machine")
+    assert task.kwargs == "call c1, tenant acme, session s1"
+    assert "stopped reporting" in task.exception
 
 
 async def test_the_record_of_a_lost_call_says_when_who_noticed_and_why(client: "redis.asyncio.Redis") -> None:
@@ -93,6 +148,19 @@ async def test_the_record_of_a_lost_call_says_when_who_noticed_and_why(client: "
     ended = await CallStore(client, "d").find("acme", "c1")
     assert ended is not None
     assert (ended.code, ended.ended_at) == ("OUTCOME_UNKNOWN", record.ended_at)
+
+
+async def test_a_call_that_is_sent_again_is_no_longer_lost(client: "redis.asyncio.Redis") -> None:
+    assert await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"})
+    assert await CallStore(client, "d").renew("acme", "c1", 1)
+    record = await CallStore(client, "d").find("acme", "c1")
+    assert record is not None
+    assert (record.state, record.ended_at, record.noticed_by, record.reason) == (CallState.QUEUED, 0.0, "", "")
+
+
+async def test_a_call_that_waits_for_a_living_host_is_waited_for(client: "redis.asyncio.Redis") -> None:
+    await report(client)
+    assert await Watching(client).look({"state": "queued"}) is None
 
 
 async def test_a_call_that_waits_for_a_host_that_is_gone_was_not_started(client: "redis.asyncio.Redis") -> None:
@@ -111,6 +179,10 @@ async def test_a_call_in_a_pool_is_lost_with_the_worker_that_runs_it(client: "re
     assert lost.has_started
 
 
+async def test_a_call_that_waits_in_a_pool_is_waited_for(client: "redis.asyncio.Redis") -> None:
+    assert await Watching(client).look({"state": "queued"}, sticky=False) is None
+
+
 async def test_a_call_that_has_ended_and_whose_result_does_not_come_is_lost_after_a_while(
     client: "redis.asyncio.Redis",
 ) -> None:
@@ -118,6 +190,18 @@ async def test_a_call_that_has_ended_and_whose_result_does_not_come_is_lost_afte
     lost = await Watching(client).look({"state": "done", "holder": f"{QUEUE}/w1"})
     assert lost is not None
     assert "result of the call was lost" in lost.reason
+
+
+async def test_a_new_call_is_not_even_looked_at(client: "redis.asyncio.Redis") -> None:
+    watching = Watching(client)
+    attempt = build_attempt(queue=QUEUE, session="s1", fence=1)
+    await client.hset(
+        call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": "host.gone.x/w"}
+    )
+    await watching.settle()
+    with watching.monitor.over("t1", attempt):
+        await watching.monitor.find_losses()
+    assert watching.failed == {}
 
 
 @pytest.mark.parametrize("pause_s", [5.0, 60.0])
@@ -199,6 +283,10 @@ async def test_a_loss_that_was_noted_while_its_answer_was_lost_is_reported(
     assert lost.has_started is has_started
 
 
+async def test_a_later_attempt_of_the_same_call_is_left_alone(client: "redis.asyncio.Redis") -> None:
+    assert await Watching(client).look({"state": "running", "holder": "host.gone.x/w", "attempt": 2}) is None
+
+
 @pytest.mark.parametrize(("state", "is_told"), [("running", True), ("done", True), ("queued", False), ("lost", False)])
 async def test_a_call_that_redis_forgot_was_sent_again_is_lost_when_no_worker_would_start_it(
     client: "redis.asyncio.Redis", state: str, is_told: bool
@@ -276,3 +364,22 @@ async def test_a_message_that_names_a_key_of_another_kind_holds_up_no_other(clie
     await client.lpush(QUEUE, message("t1", call_key="a text", call_attempt=1), message("t2"))
     assert await CallStore(client, "d").reap(QUEUE, await now_of(client))
     assert await client.exists(result_key("t1"), result_key("t2")) == 2
+
+
+async def test_a_living_host_is_not_reaped(client: "redis.asyncio.Redis") -> None:
+    await report(client)
+    await client.lpush(QUEUE, message("t"))
+    assert not await CallStore(client, "d").reap(QUEUE, await now_of(client))
+    assert (await client.llen(QUEUE), await client.exists(tombstone_key("d", QUEUE))) == (1, 0)
+
+
+async def test_hosts_that_are_silent_are_found_by_their_last_report(client: "redis.asyncio.Redis") -> None:
+    now = (await client.time())[0]
+    await report(client)
+    await client.zadd(
+        hosts_key("d"), {QUEUE: now - 60, "host.dead.x": now - 60, "host.young.x": now, "host.old.x": now - 3600}
+    )
+    assert sorted(await CallStore(client, "d").reap_all(now)) == ["host.dead.x", "host.old.x"]
+    # A host that has been silent for long is forgotten. Others are checked
+    # again, because a message may have been on its way to them.
+    assert sorted(await client.zrange(hosts_key("d"), 0, -1)) == [QUEUE.encode(), b"host.dead.x", b"host.young.x"]

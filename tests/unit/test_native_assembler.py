@@ -85,6 +85,11 @@ def test_entries_are_assembled_to_calls(entries: list[Any], expected: list[Any])
     assert calls(*entries) == expected
 
 
+def test_two_entries_of_one_index_in_one_delta_are_merged() -> None:
+    reply = assemble(delta(entry(0, "a", "one", ""), entry(0, arguments='{"x":1}')))
+    assert [(call.id, call.name, call.arguments) for call in reply.calls] == [A]
+
+
 @pytest.mark.parametrize("index", [..., None])
 def test_without_an_index_a_known_id_continues_its_call(index: Any) -> None:
     first, second = entry(index, "a", "one", '{"x"'), entry(index, "b", "two", '{"y"')
@@ -96,9 +101,24 @@ def test_without_an_index_a_new_id_or_name_starts_a_call_and_the_rest_continues_
     assert [call[1:] for call in assembled] == [A[1:], B[1:]]
 
 
+def test_name_fragments_before_the_arguments_are_joined() -> None:
+    assert calls(entry(0, "a", "o"), entry(0, name="ne"), entry(0, arguments='{"x":1}')) == [A]
+
+
+def test_a_call_without_an_id_gets_one_of_run_step_and_position() -> None:
+    [first, second] = calls(entry(0, name="one"), entry(1, name="two"))
+    assert "run-3-0" in first[0]
+    assert "run-3-1" in second[0]
+
+
 def test_an_id_that_two_calls_share_is_given_to_the_first_only() -> None:
     ids = [call[0] for call in calls(entry(0, "same", "one"), entry(1, "same", "two"))]
     assert ids[0] == "same" != ids[1]
+
+
+@pytest.mark.parametrize("arguments", ["", "  \n", None, ..., "null"])
+def test_absent_arguments_are_an_empty_object(arguments: Any) -> None:
+    assert calls(entry(0, "a", "one", arguments)) == [("a", "one", {})]
 
 
 BROKEN = [
@@ -130,9 +150,47 @@ def test_without_strict_the_broken_call_is_listed_and_its_neighbour_kept(raw: st
     assert [(call.name, call.raw) for call in reply.malformed] == [("two", raw)]
 
 
+def test_a_call_without_a_name_is_malformed() -> None:
+    with pytest.raises(ValueError, match="no tool name"):
+        assemble(delta(entry(0, "a", arguments='{"x":1}')))
+
+
+@pytest.mark.parametrize("reason", ["stop", "end_turn", "tool_calls", "length", None])
+def test_calls_count_for_any_finish_reason(reason: str | None) -> None:
+    reply = assemble(delta(entry(0, "a", "one", "{}")), delta(finish=reason))
+    assert (len(reply.calls), reply.finish_reason) == (1, reason)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {},
+        {"choices": []},
+        {"choices": None, "usage": {}},
+        {"choices": [{"index": 0}]},
+        {"choices": [{"delta": None}]},
+        {"choices": [7]},
+    ],
+)
+def test_chunks_without_a_delta_are_skipped(chunk: dict[str, Any]) -> None:
+    assert NativeCallAssembler().feed(chunk) == []
+
+
+@pytest.mark.parametrize("junk", [None, 7, "x", [], {"index": True}, {"function": "x"}])
+def test_entries_that_are_no_calls_are_skipped(junk: Any) -> None:
+    assert assemble(delta(junk)).calls == []
+
+
 def test_foreign_markup_is_plain_text() -> None:
     markup = "<｜DSML｜function_calls><｜DSML｜invoke>"
     assert NativeCallAssembler().feed(delta(content=markup)) == [Text(markup)]
+
+
+def test_content_is_shown_at_once_and_kept() -> None:
+    assembler = NativeCallAssembler()
+    assert assembler.feed(delta(content="Hel")) == [Text("Hel")]
+    assembler.feed(delta(content="lo"))
+    assert assembler.finish().text == "Hello"
 
 
 def test_surrogate_halves_from_separate_deltas_are_joined() -> None:
@@ -174,6 +232,13 @@ def test_eight_times_the_deltas_take_about_eight_times_as_long(kind: str) -> Non
     small, large = (min(seconds(count) for _ in range(2)) for count in (2_000, 16_000))
     # Linear is 8, a square 64.
     assert large < 24 * small
+
+
+def test_a_half_that_stays_alone_is_replaced() -> None:
+    reply = assemble(
+        delta(entry(0, "a", "one", '{"x":"\ud83d'), content="\ud83d"), delta(entry(0, arguments='\ude00\\ud83d"}'))
+    )
+    assert (reply.text, reply.calls[0].arguments) == ("\ufffd", {"x": "\U0001f600\ufffd"})
 
 
 JSON = st.dictionaries(

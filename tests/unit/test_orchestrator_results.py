@@ -52,6 +52,17 @@ async def test_the_sweep_finds_a_result_without_a_message(redis_server: RedisPro
             assert (await arrives(future))["task_id"] == task_id
 
 
+async def test_a_sweep_finds_many(redis_server: RedisProcess, sweeping: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "SWEEP_BATCH", 3)
+    async with listening(redis_server) as (hub, client):
+        ids = [hub.task_id(f"c{number}") for number in range(10)]
+        futures = {}
+        for task_id in ids:
+            futures[task_id] = hub._waiting.setdefault(task_id, asyncio.get_running_loop().create_future())
+        await client.mset({f"celery-task-meta-{task_id}": stored(task_id) for task_id in ids})
+        assert [(await arrives(futures[task_id]))["task_id"] for task_id in ids] == ids
+
+
 async def test_a_result_after_a_restart_of_redis_arrives(redis_server: RedisProcess, sweeping: None) -> None:
     async with listening(redis_server) as (hub, _):
         task_id = hub.task_id("c1")
@@ -72,6 +83,36 @@ async def test_pub_sub_hears_again_after_a_restart(redis_server: RedisProcess, n
             # Redis does not report a restored subscription: the test polls until there is a listener.
             await until(lambda: bool(worker.publish(f"celery-task-meta-{task_id}", stored(task_id))), SOON_S)
             assert (await arrives(future))["task_id"] == task_id
+
+
+async def test_unexpected_results_are_ignored(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await publish(client, hub.task_id("other"))
+            await publish(client, task_id, stored("another-task"))
+            await publish(client, task_id)
+            assert (await arrives(future))["task_id"] == task_id
+
+
+async def test_a_task_that_has_only_started_is_not_a_result(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await publish(client, task_id, stored(task_id, "STARTED"))
+            await publish(client, task_id)
+            assert (await arrives(future))["status"] == "SUCCESS"
+
+
+async def test_the_first_of_two_results_counts(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id, other = hub.task_id("c1"), hub.task_id("c2")
+        with hub.expect(task_id) as future, hub.expect(other) as last:
+            await publish(client, task_id, stored(task_id, result="first"))
+            await publish(client, task_id, stored(task_id, result="second"))
+            await publish(client, other)
+            await arrives(last)
+            assert future.result()["result"] == "first"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +187,17 @@ async def test_a_result_that_was_taken_or_dropped_is_deleted(
                 await asyncio.sleep(0.01)
 
 
+async def test_closing_deletes_what_was_taken(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, client):
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future:
+            await client.set(f"celery-task-meta-{task_id}", stored(task_id))
+            await publish(client, task_id)
+            await arrives(future)
+        await hub.close()
+        assert await client.dbsize() == 0
+
+
 async def test_a_second_wait_for_one_id_is_refused(redis_server: RedisProcess, not_sweeping: None) -> None:
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
@@ -211,6 +263,15 @@ async def test_closing_ends_also_when_a_cancellation_is_swallowed(not_sweeping: 
         closing.cancel()
         await asyncio.gather(closing, return_exceptions=True)
     assert finished
+
+
+async def test_two_hubs_do_not_hear_each_other(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (first, client), listening(redis_server) as (two, _):
+        assert first.id != two.id
+        with first.expect(first.task_id("c")) as future, two.expect(two.task_id("c")) as other:
+            await publish(client, first.task_id("c"))
+            await arrives(future)
+            assert not other.done()
 
 
 async def test_a_silent_redis_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,18 @@ async def test_a_call_is_in_its_queue_and_in_the_ledger(publisher: Publisher, se
     assert 0 < server.ttl(call_key("d", "acme", "c1")) <= CALL_TTL_S
 
 
+async def test_a_call_of_a_pool_needs_neither_host_nor_place(publisher: Publisher, redis_server: RedisProcess) -> None:
+    await publisher.publish(build_call_message(attempt(queue="pool.web"), "hub-task", "d"))
+    with redis_server.client() as client:
+        assert client.llen("pool.web") == 1
+        assert record(client).session == ""
+
+
+async def test_each_call_renews_the_location_of_its_session(publisher: Publisher, server: "redis.Redis") -> None:
+    await publisher.publish(build_call_message(attempt(**IN_SESSION), "hub-task", "d"))
+    assert 901 + LOCATION_MARGIN_S - 30 < server.ttl(PLACE) <= 901 + LOCATION_MARGIN_S
+
+
 async def test_a_location_lives_as_long_as_the_longest_call_of_its_session(
     publisher: Publisher, server: "redis.Redis"
 ) -> None:
@@ -181,6 +193,34 @@ async def test_an_unexpected_attempt_fails(publisher: Publisher, server: "redis.
     assert server.llen(QUEUE) == 0
 
 
+async def test_concurrent_calls_keep_their_order(publisher: Publisher, server: "redis.Redis") -> None:
+    server.config_resetstat()
+    await asyncio.gather(
+        *(publisher.publish(build_call_message(attempt(f"c{number}"), f"hub-{number}", "d")) for number in range(500))
+    )
+    sent = [json.loads(item)["headers"]["id"] for item in server.lrange(QUEUE, 0, -1)]
+    assert sent == [f"hub-{number}" for number in reversed(range(500))]
+
+
+async def test_lost_scripts_are_loaded_again(publisher: Publisher, server: "redis.Redis") -> None:
+    await publisher.publish(build_call_message(attempt("c1"), "hub-1", "d"))
+    server.script_flush()
+    await asyncio.gather(
+        *(publisher.publish(build_call_message(attempt(f"d{number}"), f"hub-{number}", "d")) for number in range(3))
+    )
+    assert server.llen(QUEUE) == 4
+
+
+async def test_the_shared_clock_learns_the_time_of_redis(redis_server: RedisProcess) -> None:
+    client = redis.asyncio.Redis.from_url(redis_server.url)
+    clock = SharedClock(lambda: time.time() - 60)
+    scripts = ScriptConnection(client)
+    await Publisher(scripts, "d", clock).publish(build_call_message(attempt(), "hub-task", "d"))
+    await scripts.aclose()
+    await client.aclose()
+    assert 55 < clock.offset_s < 65
+
+
 async def test_a_cancelled_call_is_not_sent(publisher: Publisher, server: "redis.Redis") -> None:
     sending = asyncio.create_task(publisher.publish(build_call_message(attempt("c1"), "hub-1", "d")))
     cancelled = asyncio.create_task(publisher.publish(build_call_message(attempt("c2"), "hub-2", "d")))
@@ -189,6 +229,15 @@ async def test_a_cancelled_call_is_not_sent(publisher: Publisher, server: "redis
     await asyncio.gather(sending, cancelled, return_exceptions=True)
     await publisher.publish(build_call_message(attempt("c3"), "hub-3", "d"))
     assert [json.loads(item)["headers"]["id"] for item in server.lrange(QUEUE, 0, -1)] == ["hub-3", "hub-1"]
+
+
+async def test_after_a_restart_of_redis_the_next_call_is_sent(publisher: Publisher, redis_server: RedisProcess) -> None:
+    await publisher.publish(build_call_message(attempt("c1"), "hub-1", "d"))
+    await asyncio.to_thread(redis_server.stop)
+    await asyncio.to_thread(redis_server.start)
+    await publisher.publish(build_call_message(attempt("c2"), "hub-2", "d"))
+    with redis_server.client() as client:
+        assert client.llen(QUEUE) == 2
 
 
 @pytest.mark.parametrize("is_connected", [False, True])
@@ -324,11 +373,29 @@ async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: R
 # Forbidding
 
 
+async def test_a_waiting_call_is_forbidden_and_says_that_it_waited(publisher: Publisher, server: "redis.Redis") -> None:
+    await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
+    assert [await forbid(server), await forbid(server)] == ["queued", "forbidden"]
+    assert record(server).state is CallState.FORBIDDEN
+
+
+async def test_an_unknown_call_is_forbidden(publisher: Publisher, server: "redis.Redis") -> None:
+    assert await forbid(server) == "queued"
+    assert record(server).state is CallState.FORBIDDEN
+    assert server.ttl(call_key("d", "acme", "c1")) > 0
+
+
 @pytest.mark.parametrize("state", ["running", "done", "lost", "unknown"])
 async def test_a_call_that_has_started_stays_as_it_is(publisher: Publisher, server: "redis.Redis", state: str) -> None:
     server.hset(call_key("d", "acme", "c1"), mapping={"state": state, "attempt": 1})
     assert await forbid(server) == state
     assert record(server).state == state
+
+
+async def test_another_attempt_is_not_forbidden_by_the_one_before(publisher: Publisher, server: "redis.Redis") -> None:
+    server.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
+    assert await forbid(server, attempt=1) == "superseded"
+    assert record(server).state is CallState.QUEUED
 
 
 @pytest.mark.parametrize(

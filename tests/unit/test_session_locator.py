@@ -67,6 +67,16 @@ def build_locator(client: "redis.asyncio.Redis", hosts: Hosts) -> SessionLocator
     return SessionLocator(SessionStore(client, "d"), hosts, hosts.send_open, KEY)
 
 
+async def test_a_session_stays_with_the_host_that_opened_it(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a", "b")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {"ttl_s": 60})
+    address = await locator.find("acme", "s1", DEFAULT)
+    # Another process finds the same.
+    assert await build_locator(client, hosts).find("acme", "s1", DEFAULT) == address
+    assert (address.queue, address.fence) == (hosts.opened[0][0], 1)
+
+
 async def test_a_session_is_found_by_its_tenant_only(client: "redis.asyncio.Redis") -> None:
     locator = build_locator(client, Hosts("a"))
     await locator.open("acme", "s1", DEFAULT, {})
@@ -85,6 +95,13 @@ async def test_the_sandbox_quota_counts_only_open_sessions(client: "redis.asynci
     await locator.open("other", "s1", policy, {})
     await locator.forget("acme", "s1")
     await locator.open("acme", "s4", policy, {})
+
+
+async def test_sessions_whose_time_ran_out_do_not_count(client: "redis.asyncio.Redis") -> None:
+    locator, policy = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=1)
+    await locator.open("acme", "s1", policy, {})
+    await client.delete(place_key("d", "acme", "s1"))
+    await locator.open("acme", "s2", policy, {})
 
 
 async def test_an_opening_goes_to_another_host_when_the_first_is_lost_on_the_way(client: "redis.asyncio.Redis") -> None:
@@ -131,6 +148,21 @@ async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Red
         assert not (await locator.open("acme", "s1", DEFAULT, {})).success
     assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
     assert await client.keys("*:sessions") == []
+
+
+async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_checkpoint(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    locator = build_locator(client, hosts)
+    start = {"image": "base", "ttl_s": 60, "restore": "c0", "options": {"cpus": 0.5, "user": "root"}}
+    await locator.open("acme", "s1", DEFAULT, start)
+    await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c7"), "checkpoint_at": 1_700_000_000})
+    seen = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, "host.a.b00t")
+    hosts.all["host.b.b00t"] = build_report("b")
+    assert await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
+    _, opening, _ = hosts.opened[-1]
+    assert {name: opening.arguments[name] for name in start} == {**start, "restore": "c7"}
+    assert opening.arguments["moved"]["checkpoint_at"] == "2023-11-14T22:13:20+00:00"
 
 
 async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redis.asyncio.Redis") -> None:
@@ -247,6 +279,32 @@ async def test_an_older_checkpoint_is_tried_after_another_host_refused(client: "
     ]
 
 
+async def test_ended_incarnations_are_forgotten(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts()
+    locator = build_locator(client, hosts)
+    for number in range(5):
+        hosts.all = {f"host.a.b{number}": build_report("a")}
+        await locator.open("acme", f"s{number}", DEFAULT, {})
+    assert len(locator._placed) == 1
+
+
+async def test_a_move_reports_no_time_for_another_checkpoint(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    await client.hset(
+        place_key("d", "acme", "s1"), mapping={**checkpoints("asked", "older"), "checkpoint_at": 1_700_000_000}
+    )
+    seen = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, seen.queue)
+    hosts.all["host.b.b00t"] = build_report("b")
+    missing = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
+    hosts.answer = lambda opening: missing if opening.arguments.get("restore") == "asked" else None
+    await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    last = hosts.opened[-1][1].arguments
+    assert (last["restore"], last["moved"]["checkpoint_at"]) == ("older", None)
+
+
 async def test_openings_that_were_refused_do_not_fill_hosts(client: "redis.asyncio.Redis") -> None:
     hosts, full = Hosts(), TenantPolicy(sandboxes=0)
     hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
@@ -275,6 +333,18 @@ async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redi
     assert set(await asyncio.gather(*waiting)) == {SessionAddress("host.a.b00t", 2)}
 
 
+async def test_a_session_of_a_stopped_host_is_moved(client: "redis.asyncio.Redis") -> None:
+    """Such a host has neither a report nor a tombstone."""
+    hosts = Hosts("a")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    seen = await locator.find("acme", "s1", DEFAULT)
+    del hosts.all[seen.queue]
+    await client.zrem(hosts_key("d"), seen.queue)
+    hosts.all["host.b.b00t"] = build_report("b")
+    assert await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
+
+
 async def test_open_sessions_are_bounded(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(homes_module, "MAX_CACHED", 2)
     locator = build_locator(client, Hosts("a"))
@@ -297,6 +367,16 @@ async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.a
     place = await places.find("acme", "s1")
     assert place is not None
     assert (place.state, place.queue, place.fence) == (LocationState.OPEN, "host.b.b00t", 2)
+
+
+async def test_an_opening_that_a_full_host_refuses_goes_to_another(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    hosts.all["host.b.b00t"] = build_report("b", sessions=50)
+    full = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
+    hosts.answers["host.a.b00t"] = full
+    locator = build_locator(client, hosts)
+    assert (await locator.open("acme", "s1", DEFAULT, {})).success
+    assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
 
 
 async def test_a_refusal_of_all_hosts_gives_their_reasons(client: "redis.asyncio.Redis") -> None:

@@ -59,6 +59,14 @@ class CountingRedis:
         return dict(self.hash)
 
 
+async def test_a_tool_that_was_turned_off_is_off_until_it_is_turned_on(switches: RedisSwitches) -> None:
+    await switches.turn_off("echo", OFF)
+    assert await switches.switches() == {"echo": OFF}
+    assert await switches.turn_on("echo")
+    assert await switches.switches() == {}
+    assert not await switches.turn_on("echo")
+
+
 async def test_a_worker_rereads_old_switches(switches: RedisSwitches, redis_server: RedisProcess) -> None:
     clock = Clock()
     with redis_server.client() as client:
@@ -70,6 +78,17 @@ async def test_a_worker_rereads_old_switches(switches: RedisSwitches, redis_serv
         await switches.turn_on("echo")
         clock.now += SWITCHES_FRESH_S
         assert board.find("echo", "acme") is None
+
+
+async def test_another_orchestrator_rereads_switches(switches: RedisSwitches, redis_server: RedisProcess) -> None:
+    client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
+    other = RedisSwitches(client, "test", KEY)
+    assert await other.switches() == {}
+    await switches.turn_off("echo", OFF)
+    assert await other.switches() == {}
+    other._cache.read_at -= SWITCHES_FRESH_S
+    assert await other.switches() == {"echo": OFF}
+    await client.aclose()
 
 
 async def test_deployments_do_not_share_switches(switches: RedisSwitches, redis_server: RedisProcess) -> None:
@@ -127,6 +146,13 @@ def test_a_switch_that_cannot_be_read_still_turns_its_tool_off(data: bytes) -> N
     assert parse_switches(KEY, {b"echo": data}).keys() == {"echo"}
 
 
+def test_a_call_of_a_tool_that_is_off_gets_the_reason() -> None:
+    sentence = OFF.refusal("echo")
+    assert "turned off the tool echo" in sentence
+    assert "it is being repaired" in sentence
+    assert "another tool" in sentence
+
+
 def test_a_reason_without_end_is_refused_before_it_is_kept() -> None:
     with pytest.raises(ToolFailure) as refused:
         build_switch("ada", "x" * 2000)
@@ -176,6 +202,14 @@ def test_a_worker_does_not_run_what_is_off_and_runs_the_next_call_when_it_is_on_
     assert harness.executor.execute(build_call(call_id="call-2"), build_context()).success
 
 
+def test_a_worker_does_not_run_what_its_own_registry_has_off() -> None:
+    harness = Harness()
+    harness.registry.disable("echo")
+    assert harness.executor.execute(build_call(), build_context()).error_code is ErrorCode.TOOL_DISABLED
+    harness.registry.enable("echo")
+    assert harness.executor.execute(build_call(call_id="call-2"), build_context()).success
+
+
 def test_switches_do_not_stop_session_verbs() -> None:
     verb = "session.close"
     harness = Harness(Board(**{verb: OFF}), name=verb, audience="session")
@@ -194,6 +228,16 @@ async def dispatch(name: str, board: Any, audience: Any = "model") -> tuple[Tool
     dispatcher = Dispatcher(transport, TenantCatalog(catalog), KEY, queue_wait_s=60, rules=CallRules(switches=board))
     result = await dispatcher.dispatch(Request(build_call(name), "acme", "s1", "q", audience=audience))
     return result, len(transport.deliveries)
+
+
+async def test_the_dispatcher_does_not_send_what_is_off() -> None:
+    result, sent = await dispatch("echo", Board(echo=OFF))
+    assert (result.error_code, result.error, sent) == (ErrorCode.TOOL_DISABLED, OFF.refusal("echo"), 0)
+
+
+async def test_the_dispatcher_reports_an_unknown_tool_from_one_that_is_off() -> None:
+    result, _ = await dispatch("nothing", Board(nothing=OFF))
+    assert result.error_code is ErrorCode.TOOL_NOT_FOUND
 
 
 async def test_the_dispatcher_sends_nothing_when_the_switches_are_not_known() -> None:

@@ -1,5 +1,6 @@
 """The executor: every call ends with exactly one result and the right code, whatever happens to the call."""
 
+import time
 from typing import Any
 
 import pytest
@@ -51,6 +52,13 @@ class Harness:
 def ask_guest(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     bench.run({"op": "exec", "timeout_s": 1})
     return Outcome("done")
+
+
+def test_an_unknown_tool_is_named_exactly_and_never_starts() -> None:
+    harness = Harness()
+    result = harness.execute(build_call("nope"))
+    assert (result.error_code, result.error) == (ErrorCode.TOOL_NOT_FOUND, "Tool not found: nope")
+    assert (harness.ledger.claimed, harness.ledger.refused) == (set(), {("acme", "call-1")})
 
 
 @pytest.mark.parametrize(
@@ -112,12 +120,37 @@ def test_arguments_are_checked_again_and_invalid_ones_claim_nothing() -> None:
     assert (harness.runs, harness.ledger.claimed, harness.ledger.refused) == (0, set(), {("acme", "call-1")})
 
 
+def test_text_is_coerced_only_when_the_context_says_that_it_came_as_text() -> None:
+    harness = Harness(
+        lambda arguments, _: Outcome(repr(arguments["n"])),
+        properties={"n": {"type": ["integer", "null"], "default": None}},
+    )
+    assert harness.execute(build_call(n="5"), build_context(text_arguments=True)).output == "5"
+
+
 def test_aliases_that_were_used_are_noted_also_on_a_failure() -> None:
     def fail(*_: Any) -> Outcome:
         raise ToolFailure(ErrorCode.NO_MATCH, "nothing", near="x")
 
     result = Harness(fail, aliases={"words": "text"}).execute(build_call(words="a"))
     assert result.metadata == {"near": "x", "aliases_used": ["words -> text"]}
+
+
+def test_a_failure_of_the_tool_is_the_models_to_read() -> None:
+    def fail(*_: Any) -> Outcome:
+        raise ToolFailure(ErrorCode.NO_MATCH, "nothing like it", nearest="b")
+
+    with capture_logs() as logs:
+        result = Harness(fail).execute()
+    assert result.error_code == ErrorCode.NO_MATCH
+    assert result.error == "nothing like it"
+    assert result.metadata == {"nearest": "b"}
+    assert logs == []
+
+
+def test_an_outcome_with_an_error_keeps_what_was_printed() -> None:
+    result = Harness(lambda *_: Outcome("half", error="too slow", error_code=ErrorCode.TIMEOUT)).execute()
+    assert (result.success, result.output, result.error_code) == (False, "half", ErrorCode.TIMEOUT)
 
 
 @pytest.mark.parametrize("error", [SandboxUnavailable("sandboxd is gone"), BrokerUnavailable("Redis is gone")])
@@ -165,6 +198,14 @@ def test_kill_report_sandbox_and_clocks_are_passed_on() -> None:
     assert (result.clocks.run_s, result.clocks.sandbox_s) == (0.5, 0.25)
 
 
+def test_kill_report_and_sandbox_are_passed_on_with_an_error() -> None:
+    done = {"error": {"code": "TIMEOUT", "message": "too slow"}, "kill": KILL, "sandbox": {"id": "c0ffee"}}
+    result = Harness(ask_guest, GuestResponse(done)).execute()
+    assert result.error_code == ErrorCode.TIMEOUT
+    assert result.kill == KillReport(**KILL)
+    assert result.sandbox == SandboxInfo(id="c0ffee")
+
+
 def test_the_time_in_the_queue_starts_when_the_call_was_sent() -> None:
     context = build_context(sent_at=1000.0, deadline_at=2000.0)
     harness = Harness()
@@ -172,6 +213,10 @@ def test_the_time_in_the_queue_starts_when_the_call_was_sent() -> None:
         harness.executor._registry, harness.client, harness.ledger, harness.blobs, FACTS, clock=lambda: 1002.5
     )
     assert executor.execute(build_call(), context).clocks.queued_s == pytest.approx(2.5, abs=0.5)
+
+
+def test_a_clock_that_runs_behind_the_senders_gives_no_negative_time() -> None:
+    assert Harness().execute(context=build_context(sent_at=time.time() + 30)).clocks.queued_s == 0
 
 
 @pytest.mark.parametrize(
@@ -220,6 +265,11 @@ def test_content_is_taken_for_the_tool_and_given_back_by_it() -> None:
     key = harness.blobs.leave("acme", b"abc")
     result = harness.execute(context=build_context(blob=key))
     assert harness.blobs.kept == {result.blob: b"cba"}
+
+
+def test_an_empty_blob_is_still_a_blob() -> None:
+    harness = Harness(lambda *_: Outcome(blob=b""))
+    assert harness.blobs.kept.get(harness.execute().blob or "none") == b""
 
 
 def test_content_that_is_gone_stops_the_call_before_it_runs() -> None:
@@ -351,3 +401,8 @@ def test_a_guests_code_is_one_of_ours_or_internal(guest_code: Any, code: ErrorCo
     assert (
         Harness(ask_guest, GuestResponse({"error": {"code": guest_code, "message": "x"}})).execute().error_code is code
     )
+
+
+def test_a_long_message_of_a_guest_is_cut() -> None:
+    result = Harness(ask_guest, GuestResponse({"error": {"code": "NO_SPACE", "message": "x" * 1_000_000}})).execute()
+    assert len(str(result.error)) <= 4000
