@@ -20,7 +20,7 @@ from store.connection import open_redis
 from store.tenants import RedisTenants
 
 SLOTS = 4
-FLOOD = size(2000, 40)
+FLOOD = size(2000, 200)
 FEW = size(10, 2)
 ROUNDS = size(5, 1)
 LEAD_S = size(2.0, 0.2)

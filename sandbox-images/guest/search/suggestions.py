@@ -98,19 +98,20 @@ def _count_equal(parts: list[bytes], others: list[bytes]) -> int:
 
 def _list_candidates(tried: bytes, paths: GuestPaths) -> Iterator[bytes]:
     """Yield paths in the deepest existing folder of `tried`, then files and their folders below the readable roots."""
-    roots = [os.path.realpath(root) for root in paths.readable if root]
+    # The root b"" is the whole file system: its folder is listed, and it is too large to be searched.
+    readable = [os.path.realpath(root) if root else root for root in paths.readable]
     folder = os.path.realpath(os.path.dirname(tried))
     while not os.path.isdir(folder) and len(folder) > 1:
         folder = os.path.dirname(folder)
     # A link may have led out of the roots. The state of the guest is not shown.
-    if any((folder + b"/").startswith(root + b"/") for root in roots):
+    if any((folder + b"/").startswith(root + b"/") for root in readable):
         with contextlib.suppress(OSError):
             yield from (
                 path for name in os.listdir(folder)[:MAX_ENTRIES] if (path := os.path.join(folder, name)) != paths.state
             )
     until = time.monotonic() + MAX_S
     folders: set[bytes] = set()
-    with Child(list_all_files(paths.ripgrep, roots)) as child:
+    with Child(list_all_files(paths.ripgrep, [root for root in readable if root])) as child:
         for count, path in enumerate(child.read_records(b"\0", lambda: time.monotonic() > until)):
             if count == MAX_ENTRIES:
                 return
@@ -118,7 +119,7 @@ def _list_candidates(tried: bytes, paths: GuestPaths) -> Iterator[bytes]:
                 continue
             yield path
             folder = os.path.dirname(path)
-            while folder not in folders and folder not in roots:
+            while folder not in folders and folder not in readable:
                 folders.add(folder)
                 yield folder
                 folder = os.path.dirname(folder)
