@@ -66,9 +66,12 @@ class Failed(Exception):
 
 
 class ServerProcess:
-    """The server process and its pending requests. `failure`: the reason why the server was ended."""
+    """The server process and its pending requests. `failure`: the reason why the server was ended. `changed` is set
+    when it was.
+    """
 
-    def __init__(self, job: Message, environment: Message) -> None:
+    def __init__(self, job: Message, environment: Message, changed: asyncio.Event) -> None:
+        self.changed = changed
         self.max_bytes = int(job["max_bytes"])
         self.waiting: dict[int, asyncio.Future[Message]] = {}
         self.count = 0
@@ -214,6 +217,8 @@ class ServerProcess:
         if self.failure is not None:
             return
         self.failure = failure
+        # The daemon looks at `failure` when a signal reports the end of the process, which may be before this step.
+        self.changed.set()
         for reply in self.waiting.values():
             if not reply.done():
                 reply.set_exception(failure)
@@ -261,7 +266,7 @@ class DriverDaemon:
         try:
             if self.server is None or self.server.failure is not None:
                 self.server = None
-                self.server = ServerProcess(job, environment)
+                self.server = ServerProcess(job, environment, self.changed)
             return {"reply": await self.server.answer(job, disconnected)}
         except Failed as failure:
             return {"failure": failure.kind, "detail": failure.detail}
