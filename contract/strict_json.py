@@ -1,5 +1,5 @@
-"""Strict parser of one JSON object that a person or a model wrote. It repairs nothing: a repaired text would mean
-something that nobody asked for, and parsers disagree about repeated keys.
+"""Strict parser of one JSON object that a person or a model wrote. It repairs nothing: a repaired text may mean
+something else than its author meant, and parsers disagree about repeated keys.
 """
 
 import json
