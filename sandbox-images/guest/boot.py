@@ -10,6 +10,6 @@ try:
     options = parse_options(sys.argv[1:])
 except ValueError as error:
     sys.exit(f"toolcrew guest: {error}")
-paths = GuestPaths(has_all_files=os.geteuid() == 0)
+paths = GuestPaths(has_all_files=os.geteuid() == 0, cpus=options.cpus)
 paths.add_variables(os.environ)
 main(options, paths)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
-_MAX_LIFE_S = 1e9
+_MAX_NUMBER = 1e9
 _READ_BYTES = 65_536
 # While more bytes than this wait for the host, reports stay in their pipes.
 _OUTBOX_BYTES = 262_144
@@ -48,18 +48,20 @@ class Options:
     """Options of the guest.
 
     `life_s`: time from the start until the sandbox ends by itself, in seconds, or None for no limit. `proxy_port`:
-    the port of the proxy, or None without network.
+    the port of the proxy, or None without network. `cpus`: the sandbox's limit of processor time, as a number of CPUs.
     """
 
-    __slots__ = ("life_s", "proxy_port")
+    __slots__ = ("cpus", "life_s", "proxy_port")
 
-    def __init__(self, life_s: float | None = None, proxy_port: int | None = None) -> None:
+    def __init__(self, life_s: float | None = None, proxy_port: int | None = None, cpus: float = 1.0) -> None:
         self.life_s = life_s
         self.proxy_port = proxy_port
+        self.cpus = cpus
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """Parse `--life SECONDS`, above 0, and `--proxy PORT`. Raises ValueError for every other argument.
+    """Parse `--life SECONDS` and `--cpus NUMBER`, above 0, and `--proxy PORT`. Raises ValueError for every other
+    argument.
 
     A limit that is misread would be no limit.
     """
@@ -70,7 +72,9 @@ def parse_options(arguments: Sequence[str]) -> Options:
         if value is None:
             raise ValueError(f"option {name} has no value")
         if name == "--life":
-            options.life_s = _parse_life(value)
+            options.life_s = _parse_number(name, value)
+        elif name == "--cpus":
+            options.cpus = _parse_number(name, value)
         elif name == "--proxy":
             options.proxy_port = _parse_port(value)
         else:
@@ -78,12 +82,12 @@ def parse_options(arguments: Sequence[str]) -> Options:
     return options
 
 
-def _parse_life(value: str) -> float:
-    life_s = float(value)
+def _parse_number(name: str, value: str) -> float:
+    number = float(value)
     # "nan" and "inf" are refused too: no clock ever reaches them.
-    if not 0 < life_s < _MAX_LIFE_S:
-        raise ValueError(f"--life {value} is not a number of seconds above 0")
-    return life_s
+    if not 0 < number < _MAX_NUMBER:
+        raise ValueError(f"{name} {value} is not a number above 0")
+    return number
 
 
 def _parse_port(value: str) -> int:

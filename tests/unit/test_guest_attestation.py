@@ -212,6 +212,8 @@ def test_a_time_that_the_sandbox_was_stopped_counts() -> None:
         "--life inf",
         "--life 1e10",
         "--life x",
+        "--cpus 0",
+        "--cpus nan",
         "--proxy 0",
         "--proxy 65536",
         "--limit 3",

@@ -54,7 +54,7 @@ def inspected_of(config: Mapping[str, Any]) -> dict[str, Any]:
 GOLDEN: dict[str, Any] = {
     "Image": "toolcrew-sandbox@sha256:0",
     "User": "1000:1000",
-    "Entrypoint": ["/opt/toolcrew/bin/python3", "-I", "-S", "-u", "/opt/toolcrew", "--life", "86400"],
+    "Entrypoint": ["/opt/toolcrew/bin/python3", "-I", "-S", "-u", "/opt/toolcrew", "--life", "86400", "--cpus", "1"],
     "Cmd": [],
     "WorkingDir": "/workspace",
     "Env": ["HOME=/workspace", "LANG=C.UTF-8", "TERM=dumb"],

@@ -114,9 +114,13 @@ class _Finder:
         """Add the entry whose name is literally the pattern, if it exists."""
         if folder is None or os.path.join(folder.real, os.fsencode(name)) == os.path.realpath(self._paths.state):
             return
-        path = folder.shown + os.fsencode(name)
-        if self._add(path, name, folder.fd):
-            self._literal = path
+        try:
+            status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
+        except OSError:
+            return
+        if self._is_wanted(status):
+            self._literal = folder.shown + os.fsencode(name)
+            self._found.append((-status.st_mtime_ns, self._literal))
 
     def search(self, start: Start, globs: Globs) -> None:
         """Add the entries below the start that match."""
@@ -170,21 +174,20 @@ class _Finder:
 
     def _take(self, start: Start, globs: Globs, paths: Iterable[bytes]) -> None:
         """Add the entries of the wanted kind that match, except for the one that is added already."""
-        shown, is_known, takes_all = start.shown, self.has_literal, globs.accept_all
+        takes_all, literal = globs.accept_all, self._literal
         for path in paths:
-            if (takes_all or globs.match(os.fsdecode(path))) and not (is_known and shown + path == self._literal):
-                self._add(shown + path, path, None)
+            if takes_all or globs.match(os.fsdecode(path)):
+                try:
+                    status = os.lstat(path)
+                except OSError:
+                    # The file was removed meanwhile.
+                    continue
+                shown = start.shown + path
+                if self._is_wanted(status) and shown != literal:
+                    self._found.append((-status.st_mtime_ns, shown))
 
-    def _add(self, shown: bytes, path: bytes | str, folder: int | None) -> bool:
-        """Add an entry if it is of the wanted kind. Returns whether it is."""
-        try:
-            status = os.stat(path, dir_fd=folder, follow_symlinks=False)
-        except OSError:
-            return False
-        if self._kind != "any" and stat.S_IFMT(status.st_mode) not in _KINDS[self._kind]:
-            return False
-        self._found.append((-status.st_mtime_ns, shown))
-        return True
+    def _is_wanted(self, status: os.stat_result) -> bool:
+        return self._kind == "any" or stat.S_IFMT(status.st_mode) in _KINDS[self._kind]
 
     def send(self, request: GlobRequest, writer: ReportWriter) -> dict[str, object]:
         """Send the first matches. Returns the fields of the done event."""

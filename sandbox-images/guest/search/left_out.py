@@ -8,8 +8,10 @@ import re
 _MAX_BYTES = 4 << 20
 _MAX_LINE_BYTES = 16_384
 _GAVE_UP = b"PCRE2: error matching"
-# An error about a file. The name may contain line ends.
-_OS_ERROR = re.compile(rb"^(?:rg: )?\./(.*?): [^:\n]*\(os error \d+\)$", re.MULTILINE | re.DOTALL)
+# An error about a file. The name may contain line ends. With one thread, ripgrep repeats the name of a folder.
+_OS_ERROR = re.compile(
+    rb"^(?:rg: )?\./(.*?): (?:IO error for operation on \./\1: )?[^:\n]*\(os error \d+\)$", re.MULTILINE | re.DOTALL
+)
 # ripgrep does not say which file has these rules, and applies no rule of the file.
 _RULES_ERROR = re.compile(rb"^(?:rg: )?Compiled regex exceeds size limit[^\n]*$", re.MULTILINE)
 # ripgrep 13 and 14 write these with --debug.

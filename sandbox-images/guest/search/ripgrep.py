@@ -124,23 +124,23 @@ class FileSelection:
         return [*options, *(f"--type-add=wanted:{name}".encode() for name in names), b"--type=wanted"]
 
 
-def list_files(program: bytes, options: list[bytes]) -> Callable[[int, int], int]:
+def list_files(command: Sequence[bytes], options: list[bytes]) -> Callable[[int, int], int]:
     """Return a start function that lists the files that a search looks at, each followed by NUL."""
-    return start_program([program, *_ALWAYS, b"--files", *options, b"--", b"./"])
+    return start_program([*command, *_ALWAYS, b"--files", *options, b"--", b"./"])
 
 
-def list_all_files(program: bytes, folders: list[bytes]) -> Callable[[int, int], int]:
+def list_all_files(command: Sequence[bytes], folders: list[bytes]) -> Callable[[int, int], int]:
     """Return a start function that lists the files below the folders, each followed by NUL."""
     left_out = [b"--glob=!" + name for name in _VCS_NAMES]
-    return start_program([program, *_ALWAYS, b"--files", b"--hidden", *left_out, b"--", *folders])
+    return start_program([*command, *_ALWAYS, b"--files", b"--hidden", *left_out, b"--", *folders])
 
 
 class Ripgrep:
     """ripgrep for one content search. It runs in the current directory of this process."""
 
-    def __init__(self, program: bytes, pattern: GrepPattern) -> None:
+    def __init__(self, command: Sequence[bytes], pattern: GrepPattern) -> None:
         self._pattern = pattern
-        self._argv = [program, *_ALWAYS, *_build_pattern_options(pattern)]
+        self._argv = [*command, *_ALWAYS, *_build_pattern_options(pattern)]
 
     def start_counting(self, file_options: list[bytes], names_only: bool) -> Callable[[int, int], int]:
         """Return a start function that counts the matching lines of all files, for `read_counting`.

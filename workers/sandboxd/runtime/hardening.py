@@ -250,7 +250,7 @@ IPC_SYSCTLS: Final[Mapping[str, str]] = {
 def guest_command(spec: SandboxSpec) -> list[str]:
     """Return the command of PID 1."""
     proxy = ["--proxy", str(PROXY_PORT)] if spec.network == "egress" else []
-    return [*GUEST_COMMAND, "--life", f"{spec.life_s:g}", *proxy]
+    return [*GUEST_COMMAND, "--life", f"{spec.life_s:g}", "--cpus", f"{spec.limits.cpus:g}", *proxy]
 
 
 def own_variables(spec: SandboxSpec) -> dict[str, str]:
