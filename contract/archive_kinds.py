@@ -1,4 +1,4 @@
-"""The kind of an archive or a git bundle, by its first bytes."""
+"""Detection of the kind of an archive or a git bundle from the first bytes of a file."""
 
 import tarfile
 
@@ -17,7 +17,7 @@ _MAGIC = (
 
 
 def find_kind(head: bytes) -> str | None:
-    """Return the kind of a file by its first bytes; None for an unknown kind. Decompresses nothing."""
+    """Return the kind of a file from its first bytes; None for an unknown kind. Decompresses nothing."""
     for magic, kind in _MAGIC:
         if head.startswith(magic):
             return kind

@@ -49,7 +49,9 @@ R = TypeVar("R", bound=Record)
 
 
 def pick_fields(kind: type[R], source: BaseModel, **others: Any) -> R:
-    """Return a record with the values that the fields of the same name have in `source`, and `others`."""
+    """Return a record of the class `kind`. Fields that `source` also has are copied from it; `others` are the other
+    fields.
+    """
     names = kind.model_fields.keys() & type(source).model_fields.keys()
     return kind(**{name: getattr(source, name) for name in names} | others)
 
@@ -63,11 +65,9 @@ class ToolCall(Record):
 
 
 class ToolContext(Record):
-    """Context that is sent with a call.
-
-    `deadline_at`: Unix seconds after which a worker must not start it. `timeout_s`: hard limit of the run itself.
-    `blob`: key of bytes in Redis for this call (file content, stdin), or None. It ends with their SHA-256
-    (store/blobs.py).
+    """Context that is sent with a call. `deadline_at`: a worker must not start the call after this time, in Unix
+    seconds. `timeout_s`: hard limit of the run itself. `blob`: key of bytes in Redis for this call (file content,
+    stdin), or None. The key ends with the SHA-256 of the bytes (store/blobs.py).
     """
 
     tenant: Identifier
@@ -118,10 +118,10 @@ class Clocks(Record):
 
 
 class CallUsage(Record):
-    """Resources that a call used in its sandbox. Calls of one session that overlap share what was used meanwhile.
-
-    `memory_peak_bytes`: highest memory of the whole sandbox during the call, with cached files. `read_bytes` and
-    `written_bytes`: to and from disks; the kernel may write them later. `network_bytes`: both directions.
+    """Resources that a call used in its sandbox. Overlapping calls of one session share the resources that were used
+    during the overlap. `memory_peak_bytes`: highest memory of the whole sandbox during the call, with cached files.
+    `read_bytes` and `written_bytes`: to and from disks; the kernel may write them later. `network_bytes`: both
+    directions.
     """
 
     cpu_s: float = Field(default=0.0, ge=0)
@@ -142,11 +142,9 @@ class CallUsage(Record):
 
 
 class SessionUsage(Record):
-    """Totals of a session since a sandboxd has it, which only grow. `meter`: random id of the totals. A session gets
-    another meter on another host, and after a restart of sandboxd.
-
-    They include the start of its sandboxes, background jobs, and calls whose results were lost. `sandbox_s`: time in
-    which the session had a sandbox.
+    """Totals of a session in one sandboxd, which only grow. `meter`: random id of the totals. A session gets another
+    meter on another host, and after a restart of sandboxd. The totals include the start of its sandboxes, background
+    jobs, and calls whose results were lost. `sandbox_s`: time in which the session had a sandbox.
     """
 
     meter: Identifier

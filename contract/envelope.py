@@ -78,7 +78,7 @@ def decode_call(text: str, keys: SigningKeys) -> tuple[ToolCall, ToolContext]:
             "signature",
         )
     if not keys.holds(key_id, PURPOSE, f"{version}.{key_id}.{body}".encode(errors="surrogatepass"), signature):
-        raise EnvelopeRefused("signature does not match: the envelope was changed, or its key was guessed", "signature")
+        raise EnvelopeRefused("signature does not match: the envelope was changed or forged", "signature")
     try:
         signed = _SignedCall.model_validate(from_json(body, allow_inf_nan=False))
     except (ValidationError, ValueError) as error:

@@ -103,7 +103,9 @@ class EndpointBlocked(Exception):
 
 @dataclass(frozen=True)
 class RequestLease:
-    """The right to send one request. `second`: when it was given, in Unix seconds. `tokens`: their estimate."""
+    """The right to send one request. `second`: when the lease was granted, in Unix seconds. `tokens`: the estimated
+    tokens of the request.
+    """
 
     second: str = ""
     tokens: int = 0

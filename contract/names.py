@@ -167,8 +167,10 @@ def refusals_key(deployment: str) -> str:
 
 
 def runs_prefix(deployment: str) -> str:
-    """Return the prefix of the keys of the queue of runs (store/runs.py): `leases` (sorted set, by when they end),
-    `delayed` (by when they are due), `batches` (those that have work, by when one was last claimed from), `cancels`."""
+    """Return the prefix of the keys of the queue of runs (store/runs.py): `leases` (sorted set, by the end of each
+    lease), `delayed` (by the time at which a run is due), `batches` (batches with waiting runs, by the time of the last
+    claim), `cancels`.
+    """
     return deployment_key(deployment, "runs:")
 
 

@@ -22,7 +22,7 @@ from contract.functions.completions import Usage
 
 
 class FailureKind(StrEnum):
-    """The origin of a run's failure. Only after `infrastructure` is the same attempt worth another try."""
+    """The origin of a run's failure. Repeating the same attempt is useful only after `infrastructure`."""
 
     MODEL = "model"
     """The model gave no usable answer: cut, empty or malformed replies, a limit of the run, or a request that the
@@ -135,7 +135,9 @@ _TRACE_ONLY = ("kept", "new_messages", "new_tools", "extra")
 
 
 class ReplyTokens(Record):
-    """Tokens of a request and its reply, as the endpoint gave them. A list is empty if the endpoint did not give it."""
+    """Tokens of a request and its reply, as reported by the endpoint. A list is empty if the endpoint did not report
+    it.
+    """
 
     prompt_token_ids: tuple[int, ...] = ()
     completion_token_ids: tuple[int, ...] = ()
@@ -145,7 +147,7 @@ class ReplyTokens(Record):
 @dataclass(frozen=True, kw_only=True)
 class ModelAnswered(RunEvent):
     """A reply was read to its end, or was interrupted. `model_s`: seconds since the request, without the calls that ran
-    during the reply. `tokens` None: the endpoint gave none.
+    during the reply. `tokens` None: the endpoint reported none.
     """
 
     step: int
@@ -181,7 +183,9 @@ class TextArrived(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TextWithdrawn(RunEvent):
-    """The reply was interrupted and came again with another text: the last `characters` of the step's text are void."""
+    """The reply was interrupted and requested again, and its new text differs. The last `characters` characters of the
+    step's text are void.
+    """
 
     characters: int
 
@@ -353,7 +357,7 @@ class ModelReplied(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CallReviewed(RunEvent):
-    """An approver has decided: the call as it may run, or the result that refuses it."""
+    """An approver decided about a call. The event has the approved call, or the result that refuses the call."""
 
     call_id: str
     approved: ToolCall | None = None
@@ -370,8 +374,8 @@ class StateForking(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class StateKept(RunEvent):
-    """The session `session` is the state after `step` steps, and no call uses it. "": the state could not be kept, for
-    the reason `problem`.
+    """The session `session` stores the state after `step` steps, and no call uses it. "": the state could not be
+    stored; `problem` is the reason.
     """
 
     step: int
@@ -392,9 +396,8 @@ class ArtifactsCopied(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionTaken(RunEvent):
-    """The agent's work has ended with `body` and `failure`, and its artifacts were taken: only the grading is left.
-
-    `sha256`: of the archive of the artifacts; "" if they were refused, for the reason `refusal`.
+    """The agent's work has ended with `body` and `failure`, and its artifacts were copied. Only the grading remains.
+    `sha256`: hash of the archive of the artifacts; "" if they were refused; `refusal` is then the reason.
     """
 
     body: dict[str, JsonValue] | None
@@ -464,7 +467,7 @@ class OutputOmitted(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class EventsOmitted(RunEvent):
-    """So many pieces of text or output were not published while Redis did not answer."""
+    """`count` pieces of text or output were not published, because Redis did not answer."""
 
     count: int
 
@@ -476,8 +479,8 @@ class EventsMissed(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchNotice(RunEvent):
-    """A message about a whole batch, `run` "": submitted, resumed, cancelling, an endpoint that does not answer.
-    `is_warning`: the summary repeats it.
+    """A message about a whole batch, such as: submitted, resumed, cancelling, an endpoint that does not answer. `run`
+    is "". `is_warning`: the summary repeats the message.
     """
 
     run: str = ""

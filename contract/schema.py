@@ -400,9 +400,9 @@ def _simple_parameter(schema: Any) -> _Parameter | None:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts about a schema. `parts`: how many parts a check of one value looks at, at most. `simple`: its simple
-    parameters, by name; None when a default is a list or does not fit, or the schema asks for more than parameters
-    and which of them are required: then `validator` decides alone. `defaults`: of all its parameters.
+    """Facts about a schema. `parts`: the most parts of the schema that a check of one value reads. `simple`: its simple
+    parameters, by name. `simple` is None if a default is a list or is invalid, or if the schema has other rules than
+    parameters and required names; then only `validator` decides. `defaults`: of all its parameters.
     """
 
     schema: Mapping[str, Any]

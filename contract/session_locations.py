@@ -67,7 +67,8 @@ def open_start(keys: SigningKeys, tenant: str, session: str, location: SessionLo
         return dict(json.loads(keys.unseal(f"start {tenant} {session}", location.start)))
     except EnvelopeRefused as error:
         raise SandboxUnavailable(
-            f"how the session was opened cannot be verified, so it is not opened again: open a new one. {error}"
+            f"the signature of the session's options is not valid, so the session is not opened again: open a new "
+            f"session. {error}"
         ) from error
 
 

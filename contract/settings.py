@@ -59,7 +59,7 @@ def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
 def _describe_error(
     settings: type[BaseSettings], field_name: str, kind: str, message: str, below: tuple[int | str, ...]
 ) -> str:
-    """`field_name`: the field, or the variable that set it."""
+    """Return the error of a setting as a sentence. `field_name`: the field, or the variable that set it."""
     is_field = field_name in settings.model_fields
     name = variable_names(field_name, settings.model_fields[field_name])[0] if is_field else field_name.upper()
     if kind == "missing":
@@ -139,8 +139,8 @@ class BrokerSettings(BaseModel):
         files = self._tls_files()
         if self.is_sentinel and not self.redis_sentinel_master:
             raise ConfigError(
-                "TOOLCREW_REDIS_URL names sentinels: set TOOLCREW_REDIS_SENTINEL_MASTER to the name under which they "
-                "watch the master"
+                "TOOLCREW_REDIS_URL names sentinels: set TOOLCREW_REDIS_SENTINEL_MASTER to the master's name at the "
+                "sentinels"
             )
         if not self.is_sentinel and self.redis_sentinel_master:
             raise ConfigError(
@@ -300,8 +300,8 @@ def _has_other_options(query: str) -> bool:
 
 
 def _check_other(part: SplitResult, first: SplitResult) -> None:
-    """Raise ConfigError for a later sentinel with other options or credentials of Redis than the first. Only the first
-    address is read for these.
+    """Raise ConfigError if a later sentinel has options or Redis credentials that differ from those of the first. Only
+    the first address is read for these.
     """
     if part.query:
         raise ConfigError("TOOLCREW_REDIS_URL has options behind a later sentinel: write them behind its first address")

@@ -95,7 +95,7 @@ def parse_skill(text: str, folder: str) -> SkillText:
         raise SkillBroken("its front matter has no name: add `name: " + (folder or "my-skill") + "`")
     if not _USABLE_NAME.fullmatch(name):
         raise SkillBroken(
-            f"its name {name[:100]!r} cannot be used: take small letters, digits and single hyphens, at most "
+            f"its name {name[:100]!r} cannot be used: use lower-case letters, digits and single hyphens, at most "
             f"{STANDARD_NAME_CHARS}"
         )
     if not _STANDARD_NAME.fullmatch(name) or len(name) > STANDARD_NAME_CHARS:
@@ -207,10 +207,10 @@ def _parse_yaml(front: str) -> dict[Any, Any]:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 2} of SKILL.md" if mark is not None else ""
         raise SkillBroken(
-            f"its front matter is no YAML{line} ({getattr(error, 'problem', None) or type(error).__name__})"
+            f"its front matter is not valid YAML{line} ({getattr(error, 'problem', None) or type(error).__name__})"
         ) from error
     if not isinstance(fields, dict):
-        raise SkillBroken("its front matter is no list of `key: value`")
+        raise SkillBroken("its front matter is not a list of `key: value`")
     return fields
 
 

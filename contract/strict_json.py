@@ -62,7 +62,7 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = set[str]()
         for name, _ in pairs:
             if name in names:
-                raise ValueError(f"the key '{name[:100]}' comes twice")
+                raise ValueError(f"the key '{name[:100]}' occurs twice")
             names.add(name)
     return value
 
@@ -74,7 +74,7 @@ def _refuse_constant(name: str) -> Any:
 def _parse_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is too large a number")
+        raise ValueError(f"{text[:40]} is a number that is too large")
     return number
 
 

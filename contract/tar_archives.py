@@ -98,7 +98,7 @@ def _build_entry(header: bytes, flag: bytes, at: int, size: int, fields: dict[st
         size = _decimal(fields["size"])
     link = fields.get("linkpath") or _text(header[157:257])
     if len(name.encode("utf-8", "surrogateescape")) > MAX_NAME_BYTES or "\0" in name or "\0" in link:
-        raise TarRefused("an entry has a name that no file can have")
+        raise TarRefused("an entry has a name that is not a valid file name")
     return TarEntry(
         name.rstrip("/") or name, kind, bool(_number(header[100:108]) & 0o100), at, size if kind == "file" else 0, link
     )
@@ -143,13 +143,13 @@ def _number(field: bytes) -> int:
         return int.from_bytes(field[1:], "big")
     digits = field.strip(b"\0 ")
     if digits.strip(b"01234567"):
-        raise TarRefused("a header has a field that is no number")
+        raise TarRefused("a header has a field that is not a number")
     return int(digits or b"0", 8)
 
 
 def _decimal(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 20:
-        raise TarRefused("an extended header has a size that is no number")
+        raise TarRefused("an extended header has a size that is not a number")
     return int(text)
 
 

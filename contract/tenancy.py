@@ -196,21 +196,20 @@ def parse_policy(keys: SigningKeys, tenant: str, sealed: bytes) -> TenantPolicy:
     advice = f"run the same release everywhere, or set it again (toolcrew tenants set {tenant} --from FILE)"
     if len(sealed) > MAX_POLICY_BYTES:
         raise ConfigError(
-            f"the policy of tenant {tenant} is larger than {MAX_POLICY_BYTES} bytes, so nothing is served for it: "
-            f"{advice}"
+            f"the policy of tenant {tenant} is larger than {MAX_POLICY_BYTES} bytes, so its calls are refused: {advice}"
         )
     try:
         return TenantPolicy.model_validate_json(keys.unseal(f"policy {tenant}", sealed), strict=True)
     except EnvelopeRefused as error:
         raise RecordRefused(
-            f"the policy of tenant {tenant} cannot be verified, so nothing is served for it: {advice}. {error}"
+            f"the policy of tenant {tenant} cannot be verified, so its calls are refused: {advice}. {error}"
         ) from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field_path = ".".join(str(part) for part in first["loc"])
         reason = f"{field_path}: {first['msg']}" if field_path else first["msg"]
         raise ConfigError(
-            f"the policy of tenant {tenant} cannot be read ({reason}), so nothing is served for it: {advice}"
+            f"the policy of tenant {tenant} cannot be read ({reason}), so its calls are refused: {advice}"
         ) from error
 
 

@@ -16,7 +16,7 @@ from typer.main import get_command
 
 
 class _Place(NamedTuple):
-    """Where a command, or the app of a noun with its verbs, is defined."""
+    """Location of the code of a command, or of a group of commands."""
 
     module: str
     name: str

@@ -339,7 +339,9 @@ def final_state(failure: Failure | None) -> str:
 
 
 def build_recalled_end(outcome: ItemOutcome, at: float) -> RunEnded:
-    """Return the end of an item from its row, without times. For an item that ended before its events were recorded."""
+    """Return the end of an item, built from its row, without times. Used for an item that ended before its events were
+    recorded.
+    """
     body = outcome.body or {}
     usage, steps = body.get("usage"), body.get("steps")
     counts = usage if isinstance(usage, dict) else {}
@@ -373,7 +375,9 @@ def find_sandbox_s(body: Mapping[str, Any]) -> float:
 
 
 def find_call_usage(body: Mapping[str, Any]) -> CallUsage:
-    """Return what the calls of an item used, from the body of its row: that of a run, or of a single call."""
+    """Return the resources that the calls of an item used, from the body of its row. The body belongs to a run or to a
+    single call.
+    """
     try:
         return CallUsage.model_validate(body.get("call_usage") or body.get("usage") or {})
     except ValidationError:

@@ -352,8 +352,8 @@ class MetricsStore:
 
 
 def _split(tenants: Mapping[str, Sequence[str]]) -> Iterator[Sequence[tuple[str, Sequence[str]]]]:
-    """Yield the same rows in parts of at most LOOK_AT_ONCE tenants. One tenant of a queue costs as much as one row of
-    the other reads.
+    """Split the rows into parts of at most LOOK_AT_ONCE tenants, because reading one tenant of a queue takes as long as
+    reading one row elsewhere.
     """
     rows, free = list[tuple[str, Sequence[str]]](), LOOK_AT_ONCE
     for queue, names in tenants.items():

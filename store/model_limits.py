@@ -188,7 +188,7 @@ class SharedLimits:
 
     @contextmanager
     def _noticing(self, on_wait: Callable[[str], object]) -> Iterator[None]:
-        """Report the cause of a wait in the block. All requests in line wait for what the first one waits for."""
+        """Report why a request waits in the block. All requests in line wait for the same cause as the first one."""
 
         def report() -> None:
             if self._waits_for in _CAUSES:

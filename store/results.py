@@ -178,7 +178,7 @@ class ResultHub:
             answer = await pubsub.parse_response(block=False, timeout=QUIET_S)
             if answer is None:
                 if clock() - received_at > SILENCE_S:
-                    raise ConnectionError(f"nothing was heard for {SILENCE_S:g} s")
+                    raise ConnectionError(f"no message arrived for {SILENCE_S:g} s")
                 await pubsub.ping("results")
                 continue
             received_at = clock()

@@ -328,8 +328,8 @@ async def close_left_sessions(
 async def _find_sessions(
     client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Sequence[str]
 ) -> list[str]:
-    """Return all sessions that were opened or were about to be opened: at the begin of a log, of a grader at its end,
-    and of kept states anywhere.
+    """Return all sessions that were opened or were about to be opened. Their entries are at the beginning of a log;
+    entries of the grader are at the end; entries of kept states are anywhere.
     """
     sessions: list[str] = []
     # The start and the end of each log, so that a run with thousands of entries costs two pages.

@@ -251,7 +251,7 @@ class RedisTenants:
         return mine
 
     async def policy(self, tenant: str) -> TenantPolicy:
-        """Return the tenant's policy, as TenantSource. No policy is assumed while Redis does not answer."""
+        """Return the tenant's policy, as TenantSource describes. No policy is assumed while Redis does not answer."""
         if self._cache.is_stale():
             await self._checks.read(VERSION_FIELD, self._check)
         return self._cache.find(tenant) or await self._looks.read(tenant, lambda: self._look(tenant))
@@ -262,7 +262,7 @@ class RedisTenants:
             await self._budgets.check(tenant, budgets)
 
     async def budgets(self, tenant: str) -> list[BudgetState]:
-        """Return the tenant's budgets with what is used of them. Raises like `policy`."""
+        """Return the tenant's budgets with the used amounts. Raises the same errors as `policy`."""
         return await self._budgets.read(tenant, (await self.policy(tenant)).budgets)
 
     async def all(self) -> Mapping[str, TenantPolicy | ConfigError]:

@@ -112,8 +112,8 @@ def usage_prefix(deployment: str, tenant: str) -> str:
 
 
 def session_usage_key(deployment: str, tenant: str, session: str) -> str:
-    """Return the key of the hash of what a session used: a field for each meter, with the totals that are counted, and
-    one for its replies.
+    """Return the key of the hash with the usage of a session. It has a field with the counted totals of each meter, and
+    a field for the replies of models.
     """
     return tenant_key(deployment, tenant, f"session.{session}:usage")
 
@@ -148,7 +148,7 @@ class CallEnding:
         return session_usage_key(self.deployment, self.tenant, self.session or "")
 
     def amounts(self) -> list[str | int]:
-        """Return the arguments of the script about what was used."""
+        """Return the used amounts as arguments of the script."""
         metered = [self.usage.meter, totals_of(self.usage)] if self.usage is not None else ["", ""]
         return [usage_prefix(self.deployment, self.tenant), self.stored_bytes, *metered]
 
@@ -185,7 +185,7 @@ class UsageRow:
 
 
 def show_amounts(amounts: Mapping[str, int]) -> dict[str, float | int]:
-    """Return the amounts in seconds, bytes, tokens, and currency, by names that say so."""
+    """Return the amounts in seconds, bytes, tokens, and currency, by names that contain the unit."""
     shown: dict[str, float | int] = {}
     for name in AMOUNTS:
         amount = amounts.get(name, 0)
@@ -250,7 +250,7 @@ class UsageStore:
         return [row for row in rows if start - length_s < row.start < end]
 
     async def read_today(self, tenants: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
-        """Return the amounts since 00:00 UTC of the tenants that used anything."""
+        """Return the amounts since 00:00 UTC of every tenant that used something."""
         used: dict[str, Mapping[str, int]] = {}
         day = int(time.time() // DAY_S)
         for at in range(0, len(tenants), AT_ONCE):

@@ -74,14 +74,16 @@ class LossReport:
         return result
 
     def shutdown(self) -> None:
-        """End an export that waits to be repeated. Both the processor and the end of its time call this."""
+        """Stop an export that waits for its next try. The processor calls this method when it stops, and when its time
+        limit has passed.
+        """
         if not self._is_shut:
             self._is_shut = True
             self._exporter.shutdown()
 
 
 class _Otel:
-    """OpenTelemetry's exporter, batches, sampler and resource, as its own variables set them up."""
+    """OpenTelemetry's exporter, batches, sampler and resource, configured by OpenTelemetry's own variables."""
 
     def __init__(self, service: str, warn: Callable[[str], None]) -> None:
         from opentelemetry import trace

@@ -137,7 +137,7 @@ def clean_text(text: str, limit: int = MAX_TEXT_CHARS) -> str:
 
 
 def _cut(text: str, limit: int, more: int = 0) -> str:
-    """`more`: characters that are left out already."""
+    """Return the text, cut to `limit` characters. `more`: number of characters that were omitted before."""
     left_out = more + max(0, len(text) - limit)
     return f"{text[:limit]}... [{left_out} characters left out]" if left_out else text
 

@@ -128,15 +128,15 @@ class ControlListener:
         elif (context.session is None and self._handler.needs_session) or (
             call.name == "session.cancel" and not isinstance(call.arguments.get("call_id"), str)
         ):
-            raise EnvelopeRefused(f"{call.name} does not say which session or call it means")
+            raise EnvelopeRefused(f"{call.name} names no session or call")
         if self._clock() > context.deadline_at:
-            raise EnvelopeRefused(f"{call.name} came past its deadline", "expired")
+            raise EnvelopeRefused(f"{call.name} arrived after its deadline", "expired")
         return call, context
 
     def _check_drain(self, call: ToolCall) -> None:
         """Raise EnvelopeRefused unless the drain order is for this worker. Several workers may read the same list."""
         if call.arguments.get("queue") != self._own:
-            raise EnvelopeRefused(f"the order to drain is not for {self._own}", "wrong_task")
+            raise EnvelopeRefused(f"the drain order is not for {self._own}", "wrong_task")
 
     def _obey(self, call: ToolCall, context: ToolContext, data: bytes) -> None:
         try:

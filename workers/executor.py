@@ -302,7 +302,7 @@ class Executor:
                 raise
             # The call has acted. On BROKER_UNAVAILABLE or QUOTA_EXCEEDED a caller would send it again.
             raise ToolFailure(
-                ErrorCode.OUTCOME_UNKNOWN, f"the call has run, and its result is lost: {error}"
+                ErrorCode.OUTCOME_UNKNOWN, f"the call has run, but its result is lost: {error}"
             ) from error
 
 
@@ -335,7 +335,7 @@ def _sandboxd_away(call: ToolCall, error: SandboxdUnreachable) -> ToolResult:
     log.error("sandboxd_away", tool=call.name, call=call.id, was_sent=error.was_sent, error=str(error))
     if not error.was_sent:
         return _not_run(ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, str(error)), RunFailure.SANDBOXD)
-    message = f"{error}; the call may or may not have acted: look before you repeat it"
+    message = f"{error}; the call may or may not have acted: check its effects before you repeat it"
     return ToolResult.failed(call, ErrorCode.OUTCOME_UNKNOWN, message, metadata=RunFailure.LOST.metadata)
 
 

@@ -370,8 +370,8 @@ class SandboxClient:
         except TimeoutError as error:
             self.disconnect()
             raise SandboxdUnreachable(
-                f"sandboxd at {self._path} gave no answer in time: the host is busy, or the session is still being "
-                "brought back; try again, and see sandboxd's log when it stays so",
+                f"sandboxd at {self._path} did not answer in time: the host is busy, or the session is still being "
+                f"restored. Try again, and check sandboxd's log if it repeats",
                 was_sent=self._was_sent,
             ) from error
         except (OSError, FrameError) as error:

@@ -1,7 +1,6 @@
-"""Unix sockets of toolcrew's daemons: where a socket may lie, and the user at its other end.
-
-Invariant: at a socket's path only its daemon listens. A second daemon never replaces the socket of a running one, and
-no other user can put a socket in its place.
+"""Unix sockets of toolcrew's daemons: the permissions of a socket's folder, and the user at the other end of a
+connection. Invariant: at a socket's path only its daemon listens. A second daemon never replaces the socket of a
+running one, and no other user can put a socket in its place.
 """
 
 import contextlib

@@ -301,7 +301,7 @@ def _find_in_shell(words: Words, stdin: str | None) -> NestedCommands:
         )
     if stdin is not None:
         return NestedCommands(scripts=(stdin,))
-    return NestedCommands(opaque="a shell runs whatever it is fed")
+    return NestedCommands(opaque="a shell runs any text that it receives")
 
 
 def _find_in_arguments(name: str, words: Words) -> NestedCommands:

@@ -117,7 +117,7 @@ def _build_catastrophic(reason: str) -> Danger:
 
 def _check_fork_bomb(command: Command, folder: str) -> Danger:
     if command.function and command.is_concurrent and command.argv[:1] == (command.function,):
-        return _build_catastrophic("is a fork bomb: a function that starts itself beside itself")
+        return _build_catastrophic("is a fork bomb: a function that starts two copies of itself")
     return NO_DANGER
 
 
@@ -135,7 +135,7 @@ def _check_removal(command: Command, folder: str, is_in_own_folder: bool) -> Dan
     if operands and not command.is_fed and all(_is_own_name(word, is_in_own_folder) for word in operands):
         return NO_DANGER
     if is_recursive:
-        return _build_dangerous("removes folders with all that is in them")
+        return _build_dangerous("removes folders with their content")
     if _has_short(flags, "f") or _has_long(flags, "--force", 3):
         return _build_dangerous("removes files without asking")
     paths = [_resolve(folder, word.text) for word in operands]
@@ -155,8 +155,8 @@ def _check_find(command: Command, folder: str) -> Danger:
             break
         starts.append(word)
     if any(is_whole_tree(word, folder) for word in starts) and not any(word in argv for word in _FILTERS):
-        return _build_catastrophic("removes everything that it finds under a whole tree")
-    return _build_dangerous("removes all that it finds")
+        return _build_catastrophic("removes everything that it finds under a system folder")
+    return _build_dangerous("removes every file that it finds")
 
 
 def _has_removing_action(argv: tuple[str, ...]) -> bool:
@@ -186,7 +186,7 @@ def _has_removing_action(argv: tuple[str, ...]) -> bool:
 
 def _check_move(command: Command, folder: str) -> Danger:
     if command.program == "mv" and any(is_whole_tree(word, folder) for word in split_flags(command)[1][:-1]):
-        return _build_catastrophic("moves a whole tree away")
+        return _build_catastrophic("moves a system folder away")
     return NO_DANGER
 
 
@@ -198,7 +198,7 @@ def _check_device(command: Command, folder: str) -> Danger:
     for target in command.argv[1:]:
         if is_device(target):
             return _build_catastrophic(f"overwrites the device {target}")
-    return _build_dangerous(f"formats or wipes what it is pointed at ({name})")
+    return _build_dangerous(f"formats or wipes a device or file ({name})")
 
 
 def _check_written_files(command: Command, folder: str) -> Danger:
@@ -227,10 +227,10 @@ def _check_permissions(command: Command, folder: str) -> Danger:
     flags, operands = split_flags(command)
     is_recursive = _has_short(flags, "R") or _has_long(flags, "--recursive", 3)
     if is_recursive and any(is_whole_tree(word, folder) for word in operands[1:]):
-        return _build_dangerous(f"changes rights or owners of a whole tree ({command.program})")
+        return _build_dangerous(f"changes permissions or owners of a system folder ({command.program})")
     mode = operands[0].text if operands else ""
     if command.program == "chmod" and is_recursive and any(_BAD_MODE.fullmatch(part) for part in mode.split(",")):
-        return _build_dangerous("lets everybody write to a folder and all that is in it")
+        return _build_dangerous("lets every user write to a folder and its content")
     if command.program == "chmod" and any(_SET_ID_MODE.fullmatch(part) for part in mode.split(",")):
         return _build_dangerous("makes a program run with its owner's rights")
     return NO_DANGER

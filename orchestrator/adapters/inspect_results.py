@@ -1,4 +1,4 @@
-"""Results and exceptions that Inspect expects, from those of a session."""
+"""Conversion of a session's results and exceptions to those that Inspect expects."""
 
 import errno
 from collections.abc import Iterator

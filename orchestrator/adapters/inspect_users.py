@@ -1,6 +1,5 @@
-"""Programs and files of a sandbox as one of its users, with the rights of that user.
-
-They go through the Python that every sandbox has, whatever is in its image. Only root of a sandbox can change the user.
+"""Access to programs and files of a sandbox with the rights of one of its users. Every access uses the Python of the
+toolkit that every sandbox has, and needs no program of the image. Only root of a sandbox can change the user.
 """
 
 import errno
@@ -50,8 +49,8 @@ except OSError as error:
 
 
 def run_as(user: str, command: list[str]) -> list[str]:
-    """Return the command that runs a command as that user. As by a shell, it exits with 126 for a program that the user
-    may not start, with 127 for one that does not exist, and with 1 for a user that does not exist.
+    """Return the command that runs a command as that user. Its exit codes are those of a shell: 126 for a program that
+    the user may not start, 127 for a missing program. Exit code 1 means that the user does not exist.
     """
     return command if user == OWN else _call(user, "run", *command)
 

@@ -18,9 +18,9 @@ Tenant = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 @router.get("/models")
 async def list_models(caller: AnyCaller, cursor: Cursor = None, limit: Limit = 100) -> Page[EndpointView]:
-    """List the model endpoints that the tenant's runs may use, without addresses.
-
-    An operator's key sees addresses. Without `tenant`, it lists all endpoints, of the deployment and of every tenant.
+    """List the model endpoints that the tenant's runs may use, without addresses. The response to an operator's key
+    contains addresses. Without `tenant`, the response to an operator has all endpoints, of the deployment and of every
+    tenant.
     """
     if caller.is_operator and caller.tenant == caller.identity.tenant:
         return page_of(await caller.models.views(), cursor, limit)

@@ -73,7 +73,7 @@ class QueueApprover:
         # that an answer copied to another question in Redis approves nothing.
         if (answer.id, answer.digest) != (question.id, question.digest):
             raise EnvelopeRefused(
-                "the answer belongs to another question: another process has moved it in Redis", "signature"
+                "the answer belongs to another question: another process has copied it in Redis", "signature"
             )
         return answer.to_decision()
 

@@ -54,7 +54,7 @@ class GradeSummary(Record):
 
 @dataclass(slots=True, frozen=True)
 class ItemGrade:
-    """The part of the end of a graded item that counts. `cost` None: unknown."""
+    """The values of an ended, graded item that its figures need. `cost` None: unknown."""
 
     task: str
     reward: float | None
@@ -65,7 +65,7 @@ class ItemGrade:
 
 
 def build_item_grade(end: RunEnded) -> ItemGrade | None:
-    """Return what counts of an end; None if the item has no grader."""
+    """Return the values that the figures need, from the end of an item; None if the item has no grader."""
     if not end.task:
         return None
     grade = end.grade

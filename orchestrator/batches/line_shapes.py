@@ -153,7 +153,7 @@ class RunFields(EnvironmentFields):
         for name in self.sampling:
             if name not in _RUN_SAMPLING:
                 raise InvalidField(
-                    ("sampling", name[:64]), f"`{name[:64]}` is no sampling field: use {', '.join(_RUN_SAMPLING)}"
+                    ("sampling", name[:64]), f"`{name[:64]}` is not a sampling field: use {', '.join(_RUN_SAMPLING)}"
                 )
         return pick_fields(RunBody, self, instruction=self.instruction or self.input or "", limits=_limits(self.limits))
 

@@ -14,9 +14,9 @@ def models_of(file: BatchFile, defaults: BatchDefaults) -> set[str]:
 
 
 def check_prices(file: BatchFile, defaults: BatchDefaults, default_model: str | None, priced: Collection[str]) -> None:
-    """Raise ToolFailure(INVALID_ARGUMENTS) for a line with a limit of its cost whose model has no prices. One error now
-    replaces one failure per item later. `priced`: names of models with prices. `default_model`: of lines that name
-    none.
+    """Raise ToolFailure(INVALID_ARGUMENTS) for a line with a cost limit whose model has no prices. Without this check,
+    each item of such a line would fail later. `priced`: names of models with prices. `default_model`: the model of
+    lines that name none.
     """
     if defaults.prompt_price is not None:
         return

@@ -67,7 +67,7 @@ def build_defaults(
 
 
 def check_format(dialect: str | None, profile: str | None) -> None:
-    """Raises BadParameter for an unknown dialect or profile."""
+    """Check the names. Raises BadParameter: the dialect or the profile is unknown."""
     if dialect is not None and dialect not in DIALECTS:
         raise typer.BadParameter(f"--dialect is {', '.join(DIALECTS[:-1])} or {DIALECTS[-1]}, not '{dialect}'")
     if profile not in (None, *PROFILE_NAMES):
@@ -95,7 +95,7 @@ def parse_webhook(url: str | None, secret: Path | None, *, is_detached: bool) ->
 
 
 def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool = False) -> None:
-    """Raises ConfigError if lines need an option that is not set. One error now replaces one failure per item later."""
+    """Check that the lines need no option that is not set. Otherwise each item would fail later. Raises ConfigError."""
     items_with_artifacts = [item for item in file.items if item.environment.artifacts]
     if items_with_artifacts and defaults.artifacts is None and not is_detached:
         raise ConfigError(

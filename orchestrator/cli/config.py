@@ -167,7 +167,9 @@ async def _read_worker_settings() -> list[dict[str, Any]]:
 
 
 def _write_users(roles: list[str], out: Path, passwords_file: Path) -> None:
-    """Raises ConfigError for an unknown role, and for a file that exists or cannot be written."""
+    """Write the ACL file and the file of passwords. Raises ConfigError for an unknown role, and for a file that exists
+    or cannot be written.
+    """
     passwords = {role: secrets.token_urlsafe(32) for role in roles}
     lines = build_users(
         load_settings().deployment, {role: hash_password(password) for role, password in passwords.items()}

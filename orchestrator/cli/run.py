@@ -84,7 +84,9 @@ class WorkspaceSaver:
 
 
 def check_store() -> None:
-    """Raises ConfigError if a checkpoint would be deleted with the embedded stack of this command."""
+    """Check that a checkpoint would not be deleted with the embedded stack of this command. Raises ConfigError if it
+    would.
+    """
     settings = load_settings()
     if settings.redis_url is None and settings.workspace_store is None:
         raise ConfigError(

@@ -21,7 +21,7 @@ class RunFiles:
     """The trace of a run and, with `output`, the trajectory that is built from it."""
 
     def __init__(self, output: Path | None) -> None:
-        """Raises ConfigError for a file that cannot be written, before the run costs anything."""
+        """Prepare the files before the run costs anything. Raises ConfigError for a file that cannot be written."""
         self._folder, self._output = load_settings().traces, output
         self._run = ""
         self._tenant = DEFAULT_TENANT

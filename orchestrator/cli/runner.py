@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 
 def refuse_key(settings: OrchestratorSettings) -> None:
-    """Raises ConfigError if TOOLCREW_API_KEY is set. For commands that start a process with the secrets of the
-    deployment: an API key does not limit such a process.
+    """Refuse to run with TOOLCREW_API_KEY, for commands that start a process with the secrets of the deployment: an API
+    key does not limit such a process. Raises ConfigError if it is set.
     """
     if settings.api_key is not None:
         raise ConfigError(
-            "TOOLCREW_API_KEY is set, and this command starts a process that works for every tenant: unset the key"
+            "TOOLCREW_API_KEY is set, and this command starts a process that serves every tenant: unset the key"
         )
 
 

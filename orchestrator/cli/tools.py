@@ -133,7 +133,7 @@ def _describe_switch(switch: Switch) -> str:
 
 
 def _require_pool() -> None:
-    """Raises ConfigError if no pool outlives this command."""
+    """Check that the pool outlives this command. Raises ConfigError if it does not."""
     if load_settings().redis_url is None:
         raise ConfigError(
             "TOOLCREW_REDIS_URL is not set, and a change in an embedded stack would end with this command: set it to "

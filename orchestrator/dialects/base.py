@@ -55,15 +55,16 @@ class ReplyEnd:
 
 
 class ReplyReader(Protocol):
-    """Reads one reply. Text + raw of calls + raw of errors = what the model wrote."""
+    """Reads one reply. The texts and the raw texts of calls and errors, joined in order, are exactly what the model
+    wrote.
+    """
 
     def feed(self, chunk: Chunk) -> list[Event]: ...
 
     def finish(self, *, is_broken: bool = False) -> tuple[list[Event], ReplyEnd]:
-        """Return the last events and the end of the reply.
-
-        In a reply cut by `length`, the last call comes as MalformedCall, even if it is complete. When the stream broke
-        off (`is_broken`), so does every call that was not yet returned.
+        """Return the last events and the end of the reply. In a reply cut by `length`, the last call is a
+        MalformedCall, even if it is complete. If the stream broke off (`is_broken`), every call that was not yet
+        returned is a MalformedCall.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Events of the tag parser: text, calls, malformed calls. Text + raw of calls + raw of errors = the input."""
+"""Events of the tag parser: text, calls, malformed calls. Their texts and raw texts, joined in order, are the input."""
 
 from dataclasses import dataclass
 

@@ -21,13 +21,10 @@ _new = object.__new__
 
 
 class TagStreamParser:
-    """Parses the text of one reply into events.
-
-    Text is emitted at once, except for at most 12 characters that may begin a tag. A tag is buffered until it is
-    complete. Text + raw of calls + raw of errors = input. Chunk boundaries change only where texts are split.
-
-    `ignore_fenced`: tags inside Markdown code fences are text. `max_tag_chars`: a longer tag is malformed; a value
-    below 64 raises ValueError.
+    """Parses the text of one reply into events. Text is emitted at once, except for at most 12 characters that may
+    begin a tag. A tag is buffered until it is complete. The texts and raw texts of the events, joined in order, are the
+    input. Chunk boundaries change only where texts are split. `ignore_fenced`: tags inside Markdown code fences are
+    text. `max_tag_chars`: a longer tag is malformed; a value below 64 raises ValueError.
     """
 
     def __init__(self, *, ignore_fenced: bool = False, max_tag_chars: int = MAX_TAG_CHARS) -> None:

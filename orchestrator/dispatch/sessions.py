@@ -246,7 +246,7 @@ class Session:
         return await self.send(Request(call, self.tenant, self.id, timeout_s=timeout_s), on_output)
 
     async def send(self, request: Request, on_output: OnOutput | None = None) -> ToolResult:
-        """Send a complete request of this session. Otherwise like `call`."""
+        """Send a complete request of this session. In all other respects like `call`."""
         if on_output is not None:
             request.handlers = {**request.handlers, OUTPUT: output_handler(on_output)}
         try:

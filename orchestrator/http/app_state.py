@@ -51,7 +51,7 @@ class RateLimiter:
             wait_s = max(1, round((1.0 - tokens) / self._per_s + 0.5))
             raise ApiProblem(
                 ApiCode.TOO_MANY_REQUESTS,
-                f"more than {self._per_s:g} requests a second with this key: come again in {wait_s} s, or have the "
+                f"more than {self._per_s:g} requests a second with this key: send it again in {wait_s} s, or have the "
                 "operator raise TOOLCREW_API_RATE",
                 headers={"Retry-After": str(wait_s)},
             )

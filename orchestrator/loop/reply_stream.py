@@ -54,7 +54,7 @@ class ReadAhead:
         except asyncio.CancelledError:
             assert self._task is not None
             if not self._task.cancelling():
-                return ModelInterrupted("the model's stream was cancelled from within")
+                return ModelInterrupted("the model's stream cancelled itself")
             # When cancelled while the queue was full, the stream itself was not cancelled and must be closed.
             close = getattr(self._stream, "aclose", None)
             if close is not None:

@@ -74,5 +74,7 @@ async def _check_arguments(ctx: Context, call_next: CallNext) -> HandlerResult:
         if not isinstance(params.get("name"), str):
             raise MCPError(INVALID_PARAMS, "tools/call: give the tool's name as a string in `name`")
         if not isinstance(params.get("arguments", {}), Mapping | None):
-            raise MCPError(INVALID_PARAMS, "tools/call: `arguments` must be an object, parameter to value")
+            raise MCPError(
+                INVALID_PARAMS, "tools/call: `arguments` must be an object that maps parameter names to values"
+            )
     return await call_next(ctx)

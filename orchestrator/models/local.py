@@ -64,7 +64,7 @@ class LocalModelServer:
         return [len(reply.json()["tokens"]) for reply in replies]
 
     async def __aenter__(self) -> "LocalModelServer":
-        """Raises ModelUnavailable when the server does not come up in time."""
+        """Start the server. Raises ModelUnavailable when it does not start in time."""
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await self._start()
@@ -100,7 +100,7 @@ class LocalModelServer:
         if not line:
             raise ModelUnavailable(
                 f"the local model's server ended while loading {self._weights}: is xllamacpp installed (pip install "
-                "'toolcrew[local-model]')? Run `python -m orchestrator.models.local_server` by hand to see why"
+                "'toolcrew[local-model]')? Run `python -m orchestrator.models.local_server` yourself to see the reason"
             )
         ready = json.loads(line)
         self.base_url, self.model_name = ready["base_url"], ready["model"]

@@ -1,5 +1,5 @@
-"""When a request to a model may be sent: the limits of its endpoint, shared by all orchestrators of a pool
-(store/model_limits.py) or, in a program without a pool, by the requests of one model.
+"""Limits on requests to a model. The limits of an endpoint are shared by all orchestrators of a pool
+(store/model_limits.py). In a program without a pool, the requests of one model share them.
 """
 
 import asyncio

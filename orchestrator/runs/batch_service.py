@@ -70,8 +70,8 @@ def _check(settings: OrchestratorSettings) -> None:
     """Raise ConfigError for settings that waiting does not fix."""
     if settings.api_key is not None:
         raise ConfigError(
-            "TOOLCREW_API_KEY is set, and a key is one tenant's, while this serves every tenant with the deployment's "
-            "own secret: unset it (`toolcrew batches resume BATCH` works a batch of one tenant)"
+            "TOOLCREW_API_KEY is set, but this command serves every tenant with the deployment's own secret: unset it "
+            "(`toolcrew batches resume BATCH` runs a batch of one tenant)"
         )
     if settings.redis_url is None:
         raise ConfigError(

@@ -129,8 +129,8 @@ class Batches:
         if queued < record.total:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"only {queued} of the {record.total} lines of batch {batch} were queued before its submission broke "
-                f"off: submit the same file again with `{build_resubmission(batch, self.tenant)}` to go on with it",
+                f"only {queued} of the {record.total} lines of batch {batch} were queued before its submission was "
+                f"interrupted: submit the same file again with `{build_resubmission(batch, self.tenant)}` to continue",
             )
         again = await self._queue.retry(self.tenant, batch, kinds, entry)
         await self._queue.reopen(self.tenant, batch)
@@ -167,9 +167,9 @@ class Batches:
         except BatchCancelled:
             raise ToolFailure(
                 ErrorCode.CANCELLED,
-                f"the batch {batch} was cancelled while its lines were queued, and those that were not yet there are "
-                f"left out: submit the same file again with `{build_resubmission(batch, self.tenant)}` to go on with "
-                "it",
+                f"the batch {batch} was cancelled while its lines were queued, and the remaining lines were not "
+                f"queued: submit the same file again with `{build_resubmission(batch, self.tenant)}` to "
+                "continue",
             ) from None
 
     def _runs(self, batch: str, items: Sequence[BatchItem]) -> Iterator[tuple[str, BatchItem]]:
@@ -182,8 +182,8 @@ class Batches:
         if record.sha256 != file.sha256:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"the batch {batch} was submitted with another file: submit this one under an id of its own, or that "
-                "file to go on with it",
+                f"the batch {batch} was submitted with another file: submit this file with "
+                "another id, or the other file to continue the batch",
             )
 
     async def _change(

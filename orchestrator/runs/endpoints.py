@@ -198,7 +198,7 @@ class EndpointModel:
                         await client.limits.block(DOWN_S, "down")
                     notify(f"{error}; the model endpoint {fallback} answers instead")
             name = fallback
-        raise ConfigError(f"the fallbacks of the model endpoint {self._stored.name} do not end: change them")
+        raise ConfigError(f"the fallbacks of the model endpoint {self._stored.name} form a loop: change them")
 
     async def _find_fallback(self, stored: StoredEndpoint, error: ModelUnavailable) -> str | None:
         """Return the endpoint that answers instead; None if the error is final for the request."""

@@ -85,9 +85,9 @@ class Follower:
             return await self._queue.batch(self._tenant, self._batch)
         except ToolFailure as error:
             raise BatchLost(
-                f"Redis has lost batch {self._batch} while it ran: its data was flushed or lost. The rows "
-                "that were written stay: see that Redis keeps its data, then submit the same file again with `--id "
-                f"{self._batch}` and the same --output, which works the lines without one"
+                f"Redis has lost batch {self._batch} while it ran. The written rows are not lost: check that Redis "
+                f"keeps its data, then submit the same file again with `--id "
+                f"{self._batch}` and the same --output, which runs the lines without a row"
             ) from error
 
     async def _write_missed(self) -> bool:

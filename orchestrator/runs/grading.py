@@ -107,7 +107,7 @@ class Submission:
 
 
 def is_gradable(failure: Failure | None) -> bool:
-    """Return whether an item that ended so has a result of its own. A model that reached a limit is graded too."""
+    """Return whether an item with this end has a result to grade. A model that reached a limit is graded too."""
     return failure is None or failure.kind in (FailureKind.MODEL, FailureKind.TOOL)
 
 
@@ -304,7 +304,7 @@ def _read_archive(archive: bytes, names: frozenset[str]) -> dict[str, tuple[byte
         for entry in read_tar(stream, 2 * MAX_FILES + 1):
             # A link could lead to a file of the grader when the archive is unpacked there.
             if entry.kind != "file" or entry.name not in names or entry.name in files:
-                raise _Refused(f"an artifact is no regular file, or changed while it was read: {entry.name[:100]!a}")
+                raise _Refused(f"an artifact is not a regular file, or changed while it was read: {entry.name[:100]!a}")
             files[entry.name] = entry.read(stream), entry.is_executable
     except ValueError as error:
         raise _Refused(f"the artifacts cannot be read: {error}") from error
@@ -373,7 +373,7 @@ def _judge(grader: Grader, done: ExecResult, reward: bytes | None) -> dict[str, 
     if done.returncode != 0:
         raise _GraderFailed(f"the grader ended with exit code {done.returncode}, so its reward file does not count")
     if reward is None:
-        raise _GraderFailed(f"the grader left no file {grader.reward_file} that can be read")
+        raise _GraderFailed(f"the grader wrote no file {grader.reward_file} that can be read")
     return parse_reward(reward)
 
 

@@ -256,7 +256,7 @@ class HostedRuns:
         """
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"{limit} runs cannot be listed at once: give 1 to {MAX_PAGE}"
+                ErrorCode.INVALID_ARGUMENTS, f"{limit} runs cannot be listed at once: use a limit from 1 to {MAX_PAGE}"
             )
         runs, before = await self.queue.list_hosted(tenant, _parse_cursor(cursor), limit, state)
         return RunPage(runs=tuple(runs), next_cursor=str(before) if before else None)
@@ -305,7 +305,7 @@ class HostedRuns:
         if not _NAME.fullmatch(session) or await self._sessions.find(tenant, session) is None:
             raise ToolFailure(
                 ErrorCode.SESSION_NOT_FOUND,
-                "no session of this name is open: open one, or leave the session out, so that the run opens its own",
+                "there is no open session with this name: open one, or omit the session, so that the run opens its own",
             )
 
     def _check_started(self, tenant: str, reply: Sequence[str]) -> None:
@@ -420,7 +420,7 @@ def _parse_cursor(cursor: str | None) -> int:
     if cursor is None:
         return 2**53
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= 15):
-        raise _refused("this is no cursor of a list of runs: give `next_cursor` as it came, or none to begin")
+        raise _refused("the cursor is invalid: send `next_cursor` of the previous page, or omit it for the first page")
     return int(cursor)
 
 

@@ -294,7 +294,7 @@ class ItemWork:
 
         async def keep_state() -> None:
             if session is not None and (problem := await self._sessions.keep_state(session, journal)):
-                notify(f"the state of the session after {journal.steps} steps was not kept: {problem}")
+                notify(f"the state of the session after {journal.steps} steps was not stored: {problem}")
 
         async with AsyncExitStack() as stack:
             stack.enter_context(report_notices(notify))
@@ -503,4 +503,4 @@ def _options(limits: RunLimits, defaults: BatchDefaults, prices: Prices | None) 
     try:
         return ReActOptions(**fields)
     except ValueError as error:
-        raise ConfigError(f"the item's limits cannot be kept: {error}") from error
+        raise ConfigError(f"the item's limits contradict each other: {error}") from error

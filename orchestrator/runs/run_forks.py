@@ -141,7 +141,7 @@ def plan_fork(run: str, record: RunRecord, entries: Sequence[LogEntry], step: in
         )
     if not states[step].session:
         raise _refused(
-            f"the state of run {run} after {step} steps was not kept: {states[step].problem}. Use another step"
+            f"the state of run {run} after {step} steps was not stored: {states[step].problem}. Use another step"
         )
     names = name_attempt(run, record.attempt)
     count = len(copy_steps(entries, step, names, run, names))

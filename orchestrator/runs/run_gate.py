@@ -253,8 +253,8 @@ class GatedModel:
         """
         if self._asked_at is not None and not self._gate.has_answered_since(self._asked_at):
             raise ModelUnavailable(
-                "the model had not begun to answer when the run's time was up (max_wall_s): check that it is up, or "
-                "allow more time"
+                "the model had not begun to answer when the run reached its time limit (max_wall_s): check that the "
+                "model server runs, or raise the limit"
             )
 
     async def aclose(self) -> None:

@@ -94,7 +94,7 @@ def _list_skills(skills: Iterable[SkillSummary], uses: Mapping[str, int], max_ch
     if len(shown) == len(lines):
         return "\n".join(["Skills:", *shown])
     hidden = len(lines) - len(shown)
-    return "\n".join(["Skills, those that are used most:", *shown, f"[{hidden} more: action list names them]"])
+    return "\n".join(["Skills, those that are used most:", *shown, f"[{hidden} more: use action list to see them]"])
 
 
 def _choose_lines(lines: Mapping[str, str], uses: Mapping[str, int], chars_left: int) -> list[str]:

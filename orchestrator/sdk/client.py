@@ -234,7 +234,7 @@ class ToolClient:
         return await self.usage_store.read(owner, start, end, by)
 
     async def budgets(self, tenant: str | None = None) -> list[BudgetState]:
-        """Return the budgets of the tenant's policy with what is used of them. Raises ToolFailure(UNKNOWN_TENANT)."""
+        """Return the budgets of the tenant's policy with the used amounts. Raises ToolFailure(UNKNOWN_TENANT)."""
         return await self._tenants.budgets(await self._as_tenant(tenant))
 
     async def session_usage(self, session: str, *, tenant: str | None = None) -> dict[str, float | int]:

@@ -115,7 +115,7 @@ def _check_kernel_folders(place: Place) -> None:
     real = os.path.normpath(os.path.join(os.readlink(f"/proc/self/fd/{place.directory}".encode()), place.name))
     if any(real == folder or real.startswith(folder + b"/") for folder in KERNEL_FOLDERS):
         place.close()
-        raise Failure(PATH_NOT_ALLOWED, f"{place.shown}: a file of the kernel; use a command")
+        raise Failure(PATH_NOT_ALLOWED, f"{place.shown}: a file of the kernel; use bash_tool")
 
 
 class _Resolver:

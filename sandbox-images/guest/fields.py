@@ -85,7 +85,7 @@ def read_script_bytes(header: dict[str, Any], name: str) -> int:
     """Return the size of a script, which is the start of the body."""
     size = read_whole(header, name, 1, MAX_BODY)
     if size > read_whole(header, "body_bytes", 0, MAX_BODY):
-        raise Failure(INVALID_ARGUMENTS, f"{name!r} is more than the body has")
+        raise Failure(INVALID_ARGUMENTS, f"{name!r} is larger than the body")
     return size
 
 

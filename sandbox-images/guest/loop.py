@@ -469,7 +469,7 @@ class Loop:
 def _build_job_end(job: Job, request: object) -> dict[str, object]:
     """Return the answer about a job after its keeper has ended, from the last report of the keeper."""
     if isinstance(request, JobInputRequest):
-        return {"error": Failure(INVALID_ARGUMENTS, f"{job.id} has ended: it reads nothing any more").as_error()}
+        return {"error": Failure(INVALID_ARGUMENTS, f"{job.id} has ended and reads no more input").as_error()}
     stream = {"total": 0, "head": 0, "tail": 0}
     done: dict[str, object] = {"job": job.as_field(), "streams": {"merged": stream}}
     return {**done, "kill": None} if isinstance(request, JobKillRequest) else done
@@ -484,7 +484,7 @@ def _build_held_end(call: Call, report: KillReport) -> dict[str, object]:
 def _to_failure(error: Failure | OSError) -> Failure:
     if isinstance(error, Failure):
         return error
-    return describe_os_error(error, "the sandbox has no room for another request")
+    return describe_os_error(error, "the sandbox cannot accept another request")
 
 
 def _has_survivors(done: dict[str, object]) -> bool:

@@ -106,14 +106,14 @@ class ExecRequest(Request):
         if self.cwd is None and not self.has_state:
             raise Failure(INVALID_ARGUMENTS, "'cwd' is missing")
         if self.argv is not None and self.script_bytes:
-            raise Failure(INVALID_ARGUMENTS, "'argv' and a script exclude each other")
+            raise Failure(INVALID_ARGUMENTS, "'argv' and a script cannot be combined")
         if self.has_state and (self.argv is not None or self.env):
             raise Failure(
                 INVALID_ARGUMENTS,
-                "with a 'state' neither 'argv' nor 'env' can be given: it is a script's, and has the environment",
+                "'argv' and 'env' cannot be combined with 'state', which is for scripts and contains the environment",
             )
         if self.argv is None and self.script_bytes > read_whole(header, "body_bytes", 0, MAX_BODY):
-            raise Failure(INVALID_ARGUMENTS, "'script_bytes' is more than the body has")
+            raise Failure(INVALID_ARGUMENTS, "'script_bytes' is larger than the body")
 
     @property
     def has_state(self) -> bool:

@@ -180,7 +180,7 @@ class FsspecStore:
         try:
             self._fs.put_file(str(local), self._path(name, _DATA))
             if is_void.is_set():
-                raise TimeoutError("the file was sent too late")
+                raise TimeoutError("the file was not sent in time")
             self._fs.pipe_file(self._path(name, _FACTS), encode_facts(facts))
         except Exception:  # any error of the store's package; without facts, the data would never be found and deleted
             with contextlib.suppress(Exception):

@@ -138,9 +138,9 @@ async def test_a_name_that_is_taken_is_refused_and_its_files_stay(kept: Open) ->
 async def test_a_name_cannot_lead_out_of_the_folder(kept: Open, name: str) -> None:
     workspaces = kept()
 
-    with pytest.raises(ValueError, match="cannot be a workspace's name"):
+    with pytest.raises(ValueError, match="is not a valid workspace name"):
         await workspaces.make(name, SMALL)
-    with pytest.raises(ValueError, match="cannot be a workspace's name"):
+    with pytest.raises(ValueError, match="is not a valid workspace name"):
         workspaces.find(name, SMALL)
 
 

@@ -93,7 +93,7 @@ class EngineWithoutSeccomp(Engine):
 
 
 async def test_a_kernel_without_seccomp_gets_no_sandboxes(api: APIClient, tmp_path: Path) -> None:
-    with pytest.raises(SandboxUnavailable, match="runs without seccomp, so sandboxes would not hold"):
+    with pytest.raises(SandboxUnavailable, match="runs without seccomp, so sandboxes would not be isolated"):
         await open_on(build_settings(tmp_path), EngineWithoutSeccomp())
 
 

@@ -382,4 +382,4 @@ async def test_a_session_has_skills_of_its_own_before_all_others(stack: Stack) -
         assert (large.error_code, "larger than the 16 MiB" in large.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
         await mine.write_file(".skills/own/SKILL.md", b"no front matter")
         await mine.call("bash_tool", {"command": "rm .skills/own/big"})
-        assert "is no skill: it has no front matter" in (await use(mine, name="own")).text()
+        assert "is not a valid skill: it has no front matter" in (await use(mine, name="own")).text()

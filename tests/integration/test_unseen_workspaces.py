@@ -54,5 +54,5 @@ async def test_it_takes_the_next_best_kind_and_says_why(tmp_path: Path) -> None:
 
 
 async def test_it_does_not_start_where_images_were_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(SandboxUnavailable, match=r"does not get its workspace: .*its quota is not in force"):
+    with pytest.raises(SandboxUnavailable, match=r"does not have its workspace: .*its quota is not in force"):
         await open_on(tmp_path, sandbox_workspace="image")

@@ -162,7 +162,7 @@ def test_a_tenant_of_an_earlier_release_has_no_rights_until_its_policy_is_set_ag
     assert added.returncode == 0, added.stderr
     try:
         listed = run_in(ROOT, new_host, *COMMAND, "tenants", "list")
-        assert "policy of tenant acme cannot be verified, so nothing is served for it" in listed.stdout
+        assert "policy of tenant acme cannot be verified, so its calls are refused" in listed.stdout
         (tmp_path / "policy.json").write_text(json.dumps({"tools": ["read_tool"]}))
         again = run_in(ROOT, new_host, *COMMAND, "tenants", "set", "acme", "--from", str(tmp_path / "policy.json"))
         assert again.returncode == 0, again.stderr

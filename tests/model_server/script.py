@@ -299,7 +299,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} comes twice: keep one of them")
+        raise ValueError(f"the key {twice!r} occurs twice: keep one of them")
     return value
 
 

@@ -106,7 +106,7 @@ async def test_an_image_that_hides_its_workspace_is_refused_each_time() -> None:
     )
     for _ in range(2):
         with pytest.raises(
-            WorkspaceMissed, match=r"image acme/tools:1 does not get its workspace: .*must be folders in an image"
+            WorkspaceMissed, match=r"image acme/tools:1 does not have its workspace: .*must be folders in an image"
         ):
             await check.check(PLAN, SIZE, guest)
 

@@ -227,7 +227,7 @@ def test_what_is_quoted_dangerous_or_unreadable_is_for_others_to_judge(command: 
         ({"action": "list", "reset_state": True}, "leave 'reset_state' out"),
         ({"action": "kill", "job_id": "job-1", "stdin": "y"}, "action kill sends nothing to a job"),
         ({"command": "ls", "job_id": "job-1"}, "job_id goes with action"),
-        ({"command": "ls", "background": True, "reset_state": True}, "a job leaves the session's state alone"),
+        ({"command": "ls", "background": True, "reset_state": True}, "a job does not change the session's state"),
         ({"action": "input", "job_id": "job-1"}, "needs text in 'stdin'"),
         ({"command": "echo \ud800"}, "surrogate"),
     ],
@@ -253,7 +253,7 @@ def test_a_job_reports_its_id_its_log_and_the_ways_on() -> None:
 
 
 def test_a_jobs_input_that_was_not_sent_is_reported_and_the_job_is_not_lost() -> None:
-    refusal = ToolFailure(ErrorCode.INVALID_ARGUMENTS, "job-1 has ended: it reads nothing any more")
+    refusal = ToolFailure(ErrorCode.INVALID_ARGUMENTS, "job-1 has ended and reads no more input")
     result = Bench(job_response(), refusal).bash("true", background=True, stdin="hi")
     assert (result.success, result.metadata["job_id"]) == (True, "job-1")
     assert "[its stdin was not sent: job-1 has ended" in str(result.output)
@@ -282,7 +282,8 @@ def test_a_jobs_input_may_end_before_it_begins() -> None:
         ),
         (
             job_response(state="lost"),
-            "(no new output)\n[job-1 lost: a program killed the supervisor of the job, and all its processes were ended]",
+            "(no new output)\n[job-1 lost: a program killed the supervisor of the job, and all its processes were "
+            "ended]",
         ),
         (
             job_response(state="exited", exit_code=0, unread=7),

@@ -142,7 +142,7 @@ def test_a_session_has_only_so_many_connections_and_gets_new_ones_when_they_end(
     place = f"site.example:{echo}"
     with harness.tunnel(rules, place, session="many"), harness.tunnel(rules, place, session="many") as second:
         data = harness.ask(rules, get(place + "/"), session="many")
-        assert (status_of(data), "2 connections open, and may have 2" in body_of(data)) == (429, True)
+        assert (status_of(data), "2 open connections, and the limit is 2" in body_of(data)) == (429, True)
         with harness.tunnel(rules, place, session="other"):
             pass
         second.shutdown(socket.SHUT_WR)
@@ -237,7 +237,7 @@ def test_a_host_that_does_not_answer_is_given_up_with_a_sentence(server: WebServ
     with open_harness(limits=IDLE) as harness:
         data = harness.ask(build_rules(server), get(f"site.example:{server.port}/"))
         server.ending.set()
-    assert (status_of(data), "nothing came or went for 0.3 s" in body_of(data)) == (502, True)
+    assert (status_of(data), "no data was sent or received for 0.3 s" in body_of(data)) == (502, True)
 
 
 def test_a_connection_that_lives_too_long_is_ended_however_busy(echo: int) -> None:

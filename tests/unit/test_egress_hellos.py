@@ -79,14 +79,14 @@ def test_the_right_greeting_passes_whole_whatever_the_pieces() -> None:
 
 @pytest.mark.parametrize("name", ["evil.example", "site.example.evil.example", "w.site.example"])
 def test_a_greeting_for_another_server_is_refused(name: str) -> None:
-    assert "greets another server in TLS (SNI) than site.example" in refused(gate_for(), build_hello(name))
+    assert "names another server in its TLS greeting (SNI) than site.example" in refused(gate_for(), build_hello(name))
 
 
 def test_a_greeting_without_a_name_is_refused_unless_an_address_was_asked_for() -> None:
     bare = build_hello(None)
     assert "names no server" in refused(gate_for(), bare)
     assert gate_for("https://127.0.0.1/").pass_on(bare) == bare
-    assert "greets another" in refused(gate_for("https://127.0.0.1/"), HELLO)
+    assert "names another" in refused(gate_for("https://127.0.0.1/"), HELLO)
 
 
 def test_two_names_in_a_greeting_are_refused() -> None:
@@ -105,7 +105,7 @@ def test_two_names_in_a_greeting_are_refused() -> None:
     size = int.from_bytes(message[at : at + 2], "big") + len(extension)
     message = message[:at] + size.to_bytes(2, "big") + extension + message[at + 2 :]
     data = b"\x01" + len(message).to_bytes(3, "big") + message
-    assert "carries nothing else" in refused(gate_for(), b"\x16\x03\x01" + len(data).to_bytes(2, "big") + data)
+    assert "must use TLS" in refused(gate_for(), b"\x16\x03\x01" + len(data).to_bytes(2, "big") + data)
 
 
 @pytest.mark.parametrize(

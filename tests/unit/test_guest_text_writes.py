@@ -224,5 +224,5 @@ def test_an_append_to_what_another_program_changed_says_so(guest: Guest) -> None
 def test_a_file_that_may_not_be_written_says_what_to_do_and_stays(guest: Guest) -> None:
     guest.run("echo old > f; chmod 444 f")
     done = write(guest, "f", "new\n")
-    assert (done.code, "chmod it with bash_tool" in done["error"]["message"]) == ("PERMISSION_DENIED", True)
+    assert (done.code, "use chmod in bash_tool" in done["error"]["message"]) == ("PERMISSION_DENIED", True)
     assert content(guest, "f") == b"old\n"

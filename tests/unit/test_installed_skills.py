@@ -119,7 +119,7 @@ async def test_what_is_not_what_was_installed_is_not_used(harness: Harness, tmp_
         None,
     ):
         await (harness.client.set(key, content) if content is not None else harness.client.delete(key))
-        with pytest.raises(ToolFailure, match="whoever installed it has to do so again") as refused:
+        with pytest.raises(ToolFailure, match="install it again") as refused:
             harness.worker.find("acme", "echo")
         assert refused.value.code is ErrorCode.STALE_FILE
 

@@ -154,7 +154,7 @@ def test_an_idle_server_ends_with_all_that_it_started(box: LocalSandbox, tmp_pat
         ("floods", ErrorCode.FILE_TOO_LARGE, "sent more than"),
         ("floods_lines", ErrorCode.FILE_TOO_LARGE, "sent more than"),
         ("forges", ErrorCode.HTTP_ERROR, "violates the protocol"),
-        ("hangs", ErrorCode.TIMEOUT, "look before you repeat it"),
+        ("hangs", ErrorCode.TIMEOUT, "check them before you repeat the call"),
     ],
 )
 def test_a_bad_call_ends_the_server(box: LocalSandbox, tmp_path: Path, how: str, code: ErrorCode, words: str) -> None:

@@ -102,11 +102,11 @@ def test_a_bad_server_is_reported(how: str, code: ErrorCode, words: str) -> None
 def test_a_silent_server_is_ended_at_the_limit() -> None:
     failure = _failure("hangs", timeout_s=2.0)
     assert failure.code is ErrorCode.TIMEOUT
-    assert "look before you repeat it" in failure.message
+    assert "check them before you repeat the call" in failure.message
 
 
 def test_a_missing_program_is_reported() -> None:
-    with pytest.raises(ToolFailure, match="put it into the image") as caught:
+    with pytest.raises(ToolFailure, match="add the server to the image") as caught:
         _call(_server(command="/nonexistent/server"))
     assert caught.value.code is ErrorCode.CONFIG_MISSING
 

@@ -93,7 +93,7 @@ async def test_the_request_has_owner_reason_and_expiry() -> None:
     assert (request.tenant, request.session, request.expires_at) == ("acme", "s1", 1060.0)
     assert request.call == call
     assert request.command == "rm -rf /srv/build"
-    assert request.warning == "this command removes folders with all that is in them"
+    assert request.warning == "this command removes folders with their content"
     assert request.digest == digest_call(call, "acme", "s1")
 
 
@@ -233,7 +233,7 @@ async def test_the_console_shows_tool_tenant_arguments_command_and_warning() -> 
     assert shown.getvalue() == (
         '\nbash_tool needs approval (tenant acme, session s1)\n{\n  "command": "rm -rf /srv/build"\n}\ncommand:\n  '
         "| rm -rf /srv/build\n"
-        "WARNING: this command removes folders with all that is in them\nrun it? [y/N] "
+        "WARNING: this command removes folders with their content\nrun it? [y/N] "
     )
 
 

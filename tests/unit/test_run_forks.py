@@ -250,7 +250,7 @@ async def test_a_state_that_cannot_be_kept_does_not_end_the_run(harness: HostedH
     async with harness.working():
         events = await harness.events(run)
     assert [event["message"] for event in events if event["type"] == "Warned"] == [
-        f"the state of the session after {step} steps was not kept: the disk is full" for step in range(3)
+        f"the state of the session after {step} steps was not stored: the disk is full" for step in range(3)
     ]
     failure = await refused(harness.runs.fork("acme", run, 1))
     assert "the disk is full" in failure.message

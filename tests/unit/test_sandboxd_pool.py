@@ -66,7 +66,7 @@ async def test_a_sandbox_whose_guest_takes_no_placeholders_serves_no_session(tmp
 
     async with open_host(tmp_path, refusing, pool=replace(QUICK, target=1)) as host:
         (await filled(host, 1)).cancel()
-        with pytest.raises(SandboxUnavailable, match="did not take variables"):
+        with pytest.raises(SandboxUnavailable, match="did not accept variables"):
             await host.sessions.open("acme:s", NewSession(replace(PLAN, secrets=(("TOKEN", "tcs_1"),)), 60))
         assert host.alive == []
 

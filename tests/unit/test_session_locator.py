@@ -428,6 +428,8 @@ async def test_forged_arguments_do_not_reopen_a_session(client: "redis.asyncio.R
     await client.hset(place_key("d", "acme", "s1"), "start", forged)  # type: ignore[misc]
     await hosts.lose(client, place.queue)
     opened = len(hosts.opened)
-    with pytest.raises(SandboxUnavailable, match="cannot be verified, so it is not opened again: open a new one"):
+    with pytest.raises(
+        SandboxUnavailable, match="is not valid, so the session is not opened again: open a new session"
+    ):
         await build_locator(client, hosts).refresh("acme", "s1", seen, DEFAULT, is_lost=True)
     assert len(hosts.opened) == opened

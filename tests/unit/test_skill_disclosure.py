@@ -32,7 +32,7 @@ def test_those_that_are_used_least_are_left_out_and_it_says_so() -> None:
     names = [line[2:5] for line in lines if line.startswith("- ")]
     assert names == ["s00", "s01", "s02", "s03", "s04", "s05", "s06", "s07", "s19"]
     assert lines[0].endswith("Skills, those that are used most:")
-    assert lines[-1] == "[11 more: action list names them]"
+    assert lines[-1] == "[11 more: use action list to see them]"
 
 
 @given(
@@ -42,7 +42,7 @@ def test_those_that_are_used_least_are_left_out_and_it_says_so() -> None:
 def test_the_list_of_skills_is_bounded(sizes: list[tuple[int, int]], window: int) -> None:
     skills = [build_skill(f"s{number}", "x" * size) for number, size in sizes]
     description = describe(skills, {}, window)
-    notes = len("Skills, those that are used most:\n") + len("\n[99 more: action list names them]")
+    notes = len("Skills, those that are used most:\n") + len("\n[99 more: use action list to see them]")
     assert len(description) <= min(MAX_CHARS, len(SKILL_TOOL.description) + window * 0.08) + notes
     named = description.count("- s")
     assert named == len(skills) or f"[{len(skills) - named} more" in description

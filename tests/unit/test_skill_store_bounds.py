@@ -34,5 +34,5 @@ async def test_a_tenant_evicts_only_its_own_skills(tmp_path: Path, monkeypatch: 
     assert store.find("acme", load_skill(tmp_path / "1" / "a").summary.digest) == first
     await put(store, tmp_path / "3", "rival", "c")
     await put(store, tmp_path / "4", "", "d")
-    with pytest.raises(SandboxUnavailable, match="start sandboxd anew"):
+    with pytest.raises(SandboxUnavailable, match="restart sandboxd"):
         await put(store, tmp_path / "5", "", "e")

@@ -219,7 +219,7 @@ def test_a_policy_that_cannot_be_read_serves_nothing_and_says_what_to_do(text: b
     sealed = KEY.seal("policy acme", text.decode(errors="replace")).encode()
     with pytest.raises(
         ConfigError,
-        match=r"policy of tenant acme cannot be read .*nothing is served.*toolcrew tenants set acme --from FILE",
+        match=r"policy of tenant acme cannot be read .*its calls are refused.*toolcrew tenants set acme --from FILE",
     ):
         look(own=sealed, fields=1).policy("acme", KEY)
     policies = parse_tenants(
@@ -242,7 +242,8 @@ def test_a_policy_that_cannot_be_read_serves_nothing_and_says_what_to_do(text: b
 )
 def test_a_policy_that_cannot_be_verified_gives_no_rights_and_says_what_to_do(forged: bytes) -> None:
     with pytest.raises(
-        ConfigError, match=r"cannot be verified, so nothing is served.*tenants set acme --from FILE.*TOOLCREW_SECRET"
+        ConfigError,
+        match=r"cannot be verified, so its calls are refused.*tenants set acme --from FILE.*TOOLCREW_SECRET",
     ):
         look(own=forged, fields=1).policy("acme", KEY)
 

@@ -194,11 +194,12 @@ class _NoBlobs:
     """A blob store without blobs: calls of operators' tools have no bytes."""
 
     def take(self, tenant: str, key: str) -> bytes:
-        raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, "a call of a test has no content beside its arguments")
+        raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, "a call of a test has no content except its arguments")
 
     def leave(self, tenant: str, data: bytes, ttl_s: int = 0) -> str:
         raise ToolFailure(
-            ErrorCode.FILE_TOO_LARGE, f"{len(data)} bytes beside a result, at most {MAX_BLOB_BYTES} and here none"
+            ErrorCode.FILE_TOO_LARGE,
+            f"{len(data)} bytes of content for a result; the limit is {MAX_BLOB_BYTES} and here none",
         )
 
 

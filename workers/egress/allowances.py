@@ -158,8 +158,8 @@ class ConnectionQuota:
     def build_spent_refusal(self) -> Refusal:
         return refuse_exhausted(
             EgressVerdict.BYTES_SPENT,
-            f"this session has sent and received the {self._max_bytes} bytes that its quota allows: work with the data "
-            "that you have",
+            f"this session has sent and received the {self._max_bytes} bytes of its network quota: continue without "
+            f"the network",
         )
 
 
@@ -202,14 +202,14 @@ class ConnectionQuotas:
         if quota.connections >= max_connections:
             raise refuse_exhausted(
                 EgressVerdict.TOO_MANY_CONNECTIONS,
-                f"this session has {quota.connections} connections open, and may have {max_connections}: wait until "
-                "one ends, or use fewer at a time",
+                f"this session has {quota.connections} open connections, and the limit is {max_connections}: wait "
+                f"until one ends, or use fewer connections",
             )
         if self._tenants[opening.tenant] >= self._max_tenant_connections:
             raise refuse_exhausted(
                 EgressVerdict.TOO_MANY_CONNECTIONS,
-                f"this tenant's sessions have {self._max_tenant_connections} connections open, all that they may: try "
-                "again later",
+                f"this tenant's sessions have {self._max_tenant_connections} open connections, which is the limit: "
+                f"try again later",
             )
 
     def _find(self, opening: EgressOpening) -> ConnectionQuota:

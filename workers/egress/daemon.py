@@ -140,6 +140,7 @@ def _allow_files(max_connections: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed_files, hard))
         if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < needed_files:
             raise ConfigError(
-                f"{max_connections} connections need {needed_files} open files, and this process may have {hard}: "
+                f"{max_connections} connections need {needed_files} open files, and the limit of this process is "
+                f"{hard}: "
                 "raise the limit (ulimit -n)"
             )

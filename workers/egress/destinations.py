@@ -105,8 +105,8 @@ class Destinations:
             if not is_exception and self._addresses.refusal(address) is not None:
                 raise refuse(
                     EgressVerdict.ADDRESS_REFUSED,
-                    f"{target.host} does not lead to a public address, and others are closed to sandboxes: "
-                    "use another host, or ask the operator to list it under private_hosts",
+                    f"{target.host} has no public address, and sandboxes may not use other addresses: use another "
+                    f"host, or ask the operator to add it to private_hosts",
                 )
 
     async def _connect_to_first(self, target: Target, addresses: Sequence[Address]) -> socket.socket:
@@ -143,12 +143,12 @@ def check_listed(target: Target, rules: EgressRules) -> None:
         ports = ", ".join(map(str, sorted(rules.ports))) or "none"
         raise refuse(
             EgressVerdict.PORT_REFUSED,
-            f"port {target.port} of {target.host} is closed to this tenant; open ports: {ports}",
+            f"port {target.port} of {target.host} is not allowed for this tenant; allowed ports: {ports}",
         )
     if target.literal is None and is_private_name(target.host) and not _is_listed(target, rules.private_hosts):
         raise refuse(
             EgressVerdict.HOST_REFUSED,
-            f"{target.host} is a name of a private network: ask the operator to list it under private_hosts, too",
+            f"{target.host} is a name of a private network: ask the operator to add it to private_hosts as well",
         )
 
 

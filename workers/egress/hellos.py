@@ -38,7 +38,7 @@ class _Cursor:
 
     def take(self, count: int) -> bytes:
         if count > self.left:
-            raise HelloError("the greeting is shorter than it says")
+            raise HelloError("the greeting is shorter than its length field")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -70,14 +70,14 @@ def _join_records(data: bytes) -> bytes | None:
         _check_start(records.take(3))
         length = records.number(2)
         if not 0 < length <= _MAX_RECORD_BYTES:
-            raise HelloError("a record of a size that there is not")
+            raise HelloError("a record with an invalid size")
         message += records.take(min(length, records.left))
         if message[:1] not in (b"", bytes([_CLIENT_HELLO])):
-            raise HelloError("the first message is no ClientHello")
+            raise HelloError("the first message is not a ClientHello")
         if len(message) >= 4:
             size = int.from_bytes(message[1:4], "big")
             if size > _MAX_HELLO_BYTES:
-                raise HelloError("a ClientHello of a size that there is not")
+                raise HelloError("a ClientHello with an invalid size")
             if len(message) - 4 >= size:
                 return message[4 : 4 + size]
         if not records.left:
@@ -87,7 +87,7 @@ def _join_records(data: bytes) -> bytes | None:
 
 def _check_start(start: bytes) -> None:
     if (start[:1] or b"\x16") != b"\x16" or (start[1:2] or b"\x03") != b"\x03":
-        raise HelloError("no TLS record")
+        raise HelloError("not a TLS record")
 
 
 def _find_name(hello: _Cursor) -> str:
@@ -109,7 +109,7 @@ def _find_name(hello: _Cursor) -> str:
 
 def _read_name(entries: _Cursor) -> str:
     if entries.number(1) != 0:
-        raise HelloError("a server name of a kind that there is not")
+        raise HelloError("a server name of an unknown kind")
     name = entries.vector(2)
     if entries.left or not name.left:
         raise HelloError("not exactly one server name")
@@ -154,13 +154,15 @@ class HelloGate:
             return
         if not name:
             raise self._build_refusal("names no server in its TLS greeting (SNI): use a client that does")
-        raise self._build_refusal(f"greets another server in TLS (SNI) than {host}: ask for a tunnel to that one")
+        raise self._build_refusal(
+            f"names another server in its TLS greeting (SNI) than {host}: request a tunnel to that server"
+        )
 
     def _pass_non_tls(self) -> bytes:
         if self._buffered[:1] == b"\x16" or self._target.port in TLS_ONLY_PORTS:
             raise self._build_refusal(
-                f"does not speak TLS, and a tunnel to port {self._target.port} carries nothing else: "
-                "for http send the proxy the whole http:// URL instead of CONNECT"
+                f"does not speak TLS, and a tunnel to port {self._target.port} must use TLS: for http, send the proxy "
+                f"the whole http:// URL instead of CONNECT"
             )
         return self._release()
 

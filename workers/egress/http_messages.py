@@ -66,12 +66,12 @@ class Framing:
 def split_head(head: bytes, max_lines: int) -> tuple[bytes, tuple[Header, ...]]:
     """Return the first line and the headers of a head that ends with its empty line. Raises HeadError."""
     if not head.endswith(b"\r\n\r\n"):
-        raise HeadError("its head has no end")
+        raise HeadError("its head is not complete")
     first, *lines = head[:-4].split(b"\r\n")
     if len(lines) > max_lines:
         raise HeadError(f"it has more than {max_lines} header lines")
     if not _VALUE.fullmatch(first):
-        raise HeadError("its first line has a control character in it")
+        raise HeadError("its first line contains a control character")
     return first, tuple(_parse_header(line) for line in lines)
 
 
@@ -82,7 +82,7 @@ def _parse_header(line: bytes) -> Header:
     if not colon or not _NAME.fullmatch(name):
         raise HeadError("a header line has no valid name")
     if not _VALUE.fullmatch(value):
-        raise HeadError(f"the header {name.decode('ascii')} has a control character in it")
+        raise HeadError(f"the header {name.decode('ascii')} contains a control character")
     return Header(name.lower(), name, value.strip(b" \t"))
 
 
@@ -97,12 +97,12 @@ def parse_framing(headers: Sequence[Header]) -> Framing:
         if lengths:
             raise HeadError("it has both Content-Length and Transfer-Encoding")
         if len(encodings) > 1 or encodings[0].lower() != b"chunked":
-            raise HeadError("its Transfer-Encoding is not just 'chunked'")
+            raise HeadError("its Transfer-Encoding is not 'chunked' alone")
         return Framing(is_chunked=True)
     if not lengths:
         return Framing()
     if len(lengths) > 1 or not _LENGTH.fullmatch(lengths[0]):
-        raise HeadError("its Content-Length is not one plain number")
+        raise HeadError("its Content-Length is not a single number")
     return Framing(length=int(lengths[0]))
 
 
@@ -112,7 +112,7 @@ def drop_hop_by_hop(headers: Sequence[Header]) -> list[Header]:
     """
     listed = {name.strip(b" \t").lower() for value in find_values(headers, b"connection") for name in value.split(b",")}
     if listed & _END_TO_END:
-        raise HeadError("its Connection header names a header that has to be passed on")
+        raise HeadError("its Connection header names a header that must be forwarded")
     return [header for header in headers if header.key not in _HOP_BY_HOP and header.key not in listed]
 
 
@@ -175,7 +175,7 @@ def _parse_absolute(url: str) -> tuple[Target, str]:
 
 def _parse_authority(scheme: str, authority: str) -> Target:
     if not _AUTHORITY.fullmatch(authority):
-        raise HeadError("its Host header is no host")
+        raise HeadError("its Host header is not a host name")
     try:
         return parse_url(f"{scheme}://{authority}/")
     except ToolFailure as failure:
@@ -198,7 +198,7 @@ def _check_host(headers: tuple[Header, ...], target: Target, *, is_needed: bool)
 
 def _check_expectation(headers: tuple[Header, ...]) -> None:
     if any(value.lower() != b"100-continue" for value in find_values(headers, b"expect")):
-        raise HeadError("it expects something else than 100-continue")
+        raise HeadError("its Expect header is not 100-continue")
 
 
 def _build_head(

@@ -62,7 +62,7 @@ class MaskingRewriter(AnswerRewriter):
         codings = [coding for coding in codings if coding != "identity"]
         if len(codings) > 1 or not CODINGS.issuperset(codings) or status == HTTPStatus.PARTIAL_CONTENT:
             raise build_bad_answer(
-                self._host, "sends a part of an answer, or a compressed one that cannot be searched for secrets"
+                self._host, "sends a partial answer, or a compressed answer that cannot be searched for secrets"
             )
         dropped = {b"accept-ranges"}
         if codings:
@@ -87,7 +87,7 @@ class MaskingRewriter(AnswerRewriter):
                 yield self._stream.take(piece)
                 await asyncio.sleep(0)  # one read makes many pieces, and other connections must not wait for all
         except zlib.error:
-            raise build_bad_answer(self._host, "sends an answer that is not compressed as it says") from None
+            raise build_bad_answer(self._host, "sends an answer with an incorrect Content-Encoding") from None
 
     def finish(self) -> bytes:
         if self._inflater is not None and not self._inflater.is_whole:
@@ -169,7 +169,7 @@ class Interception:
                 return False
             filled = self._fill(request)
         except h11.RemoteProtocolError as error:
-            raise refuse_bad_request(f"it is no HTTP/1.1 request ({error})") from None
+            raise refuse_bad_request(f"it is not an HTTP/1.1 request ({error})") from None
         except HeadError as error:
             raise refuse_bad_request(str(error)) from None
         # Noted before the request is sent: a use that the host never saw is better than one that no report shows.
@@ -233,7 +233,7 @@ class Interception:
         if host.lower() not in names:
             raise HeadError("its Host header names another host than its tunnel")
         if any(value.lower() != b"100-continue" for value in find_values(headers, b"expect")):
-            raise HeadError("it expects something else than 100-continue")
+            raise HeadError("its Expect header is not 100-continue")
         forwarded = [header for header in drop_hop_by_hop(headers) if header.key not in _DROPPED]
         forwarded += [_header(b"Host", self._target.authority.encode()), _header(b"Accept-Encoding", b"identity")]
         if framing.is_chunked:
@@ -262,4 +262,4 @@ def _build_request(method: bytes, target: bytes, headers: list[tuple[bytes, byte
     try:
         return h11.Request(method=method, target=target, headers=headers)
     except h11.LocalProtocolError:
-        raise refuse_bad_request("it cannot be written again") from None
+        raise refuse_bad_request("it cannot be forwarded") from None

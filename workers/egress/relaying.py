@@ -102,7 +102,7 @@ class Relay:
         try:
             await self._outer.send(request)
         except h11.LocalProtocolError:
-            raise refuse_bad_request("it cannot be written again") from None
+            raise refuse_bad_request("it cannot be forwarded") from None
         # At the same time: a host may answer before it has the whole body, and may wait until its answer is read.
         sending = asyncio.ensure_future(self._send_all(is_last=is_last))
         answering = asyncio.ensure_future(self._forward_answer(rewriter))
@@ -158,7 +158,7 @@ class Relay:
             more = f" (its head has more than {self._limits.header_bytes // KIB} KiB)" if is_long else ""
             raise build_bad_answer(self._host, f"does not answer in HTTP/1.1{more}") from None
         except h11.LocalProtocolError:
-            raise build_bad_answer(self._host, "sends an answer that cannot be written again") from None
+            raise build_bad_answer(self._host, "sends an answer that cannot be forwarded") from None
 
     async def _read_answer(self) -> h11.Response:
         # A host could send interim answers without an end, and each counts as activity.

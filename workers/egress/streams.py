@@ -150,10 +150,12 @@ async def watch(client: Stream, activity: ActivityClock, limits: ProxyLimits) ->
         if client.is_ended and client.has_left():
             raise refuse_bad_gateway(EgressVerdict.BROKEN_OFF, "the client left")
         if activity.idle_s >= limits.idle_s:
-            raise refuse_bad_gateway(EgressVerdict.IDLE, f"nothing came or went for {limits.idle_s:g} s: try again")
+            raise refuse_bad_gateway(
+                EgressVerdict.IDLE, f"no data was sent or received for {limits.idle_s:g} s: try again"
+            )
         if activity.age_s >= limits.total_s:
             raise refuse_bad_gateway(
-                EgressVerdict.TOO_LONG, f"a connection lasts {limits.total_s:g} s at most: go on with another one"
+                EgressVerdict.TOO_LONG, f"a connection lasts {limits.total_s:g} s at most: open another connection"
             )
 
 

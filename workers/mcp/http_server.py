@@ -149,6 +149,6 @@ def _mark_possibly_done(failure: ToolFailure) -> ToolFailure:
         return failure
     return ToolFailure(
         failure.code,
-        f"{failure.message}; the call may or may not have acted: look before you repeat it",
+        f"{failure.message}; the call may or may not have acted: check its effects before you repeat it",
         **failure.metadata,
     )

@@ -3,7 +3,7 @@ the replies.
 
 Without arguments the program reads one job from standard input, runs it, and ends. With the name of an abstract
 socket and a number of seconds the program keeps the server running. Each connection (sandbox_visit.py) then brings a
-job. The program ends after so many seconds without a connection, or when the server has ended and no connection is
+job. The program ends after that many seconds without a connection, or when the server has ended and no connection is
 open.
 
 The program uses only the standard library of Python 3.9, because it runs on any Python of an image. The worker treats
@@ -66,8 +66,8 @@ class Failed(Exception):
 
 
 class ServerProcess:
-    """The server process and its pending requests. `failure`: the reason why the server was ended. `changed` is set
-    when it was.
+    """The server process and its pending requests. `failure`: the reason why the server was ended; None while it runs.
+    `changed` is set when the server ends.
     """
 
     def __init__(self, job: Message, environment: Message, changed: asyncio.Event) -> None:

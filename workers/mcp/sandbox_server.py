@@ -233,14 +233,14 @@ class SandboxServer:
         if failure == "network":
             return ToolFailure(
                 ErrorCode.SECURITY_REFUSED,
-                f"the MCP server {self.name} is not run in a session with network: call its tools in one without, or "
-                "use another tool",
+                f"the MCP server {self.name} does not run in a session with network: use a session without network, "
+                f"or another tool",
             )
         if failure == "not_started":
             return ToolFailure(
                 ErrorCode.CONFIG_MISSING,
-                f"the MCP server {self.name} cannot be started in this sandbox ({detail}): use another tool, or have "
-                "the operator put it into the image",
+                f"the MCP server {self.name} cannot be started in this sandbox ({detail}): use another tool, or ask "
+                f"the operator to add the server to the image",
             )
         if failure == "hangs":
             return self._hangs(timeout_s)
@@ -254,14 +254,14 @@ class SandboxServer:
     def _hangs(self, timeout_s: float) -> ToolFailure:
         return ToolFailure(
             ErrorCode.TIMEOUT,
-            f"the MCP server {self.name} did not answer within {timeout_s:g} s and was ended; what it did until then "
-            "stays done: look before you repeat it",
+            f"the MCP server {self.name} did not answer within {timeout_s:g} s and was ended. Its effects until then "
+            f"remain: check them before you repeat the call",
         )
 
     def _floods(self) -> ToolFailure:
         return ToolFailure(
             ErrorCode.FILE_TOO_LARGE,
-            f"the MCP server {self.name} sent more than {ANSWER_BYTES} bytes and was ended: ask it for less at a time",
+            f"the MCP server {self.name} sent more than {ANSWER_BYTES} bytes and was ended: request less data per call",
         )
 
     def _find_reply(self, answer: Mapping[str, Any]) -> ServerReply:
@@ -291,9 +291,9 @@ class _Dispatcher:
         return reply.result
 
     async def notify(self, method: str, params: Mapping[str, Any] | None, opts: CallOptions | None = None) -> None:
-        raise NotImplementedError("the driver sends the only notifications")
+        raise NotImplementedError("only the driver sends notifications")
 
     async def run(
         self, on_request: Any, on_notify: Any, on_notify_intercept: Any = None, *, task_status: Any = None
     ) -> None:
-        raise NotImplementedError("nothing comes unasked")
+        raise NotImplementedError("the driver sends no unrequested messages")

@@ -316,7 +316,7 @@ def parse_skill(header: Mapping[str, Any]) -> tuple[str, str, int]:
     """
     digest = parse_text(header, "digest")
     if not _DIGEST.fullmatch(digest):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "digest must be a sha256 in hex")
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "digest must be a SHA-256 in hexadecimal")
     scope = "" if header.get("shared") is True else parse_session(header).partition(":")[0]
     return scope, digest, parse_count(header, "body_bytes")
 

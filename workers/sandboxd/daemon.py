@@ -270,7 +270,8 @@ async def check_host(settings: SandboxdSettings, engine: Engine, facts: EngineFa
     """Raise SandboxUnavailable when seccomp, a runtime or the image is missing."""
     if not facts.seccomp:
         raise SandboxUnavailable(
-            "the Docker engine runs without seccomp, so sandboxes would not hold: use an engine built with it"
+            "the Docker engine runs without seccomp, so sandboxes would not be isolated: use an engine that was built "
+            "with seccomp"
         )
     missing = sorted(plans.runtimes() - set(facts.runtimes))
     if missing:
@@ -396,7 +397,7 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
         await factory.discard(sandbox, workspace)
     if drift:
         advice = "Look for an engine plugin that changes containers, or use another engine or runtime"
-        raise SandboxUnavailable(f"this host does not keep the sandbox profile: {' '.join(drift)} {advice}")
+        raise SandboxUnavailable(f"this host does not apply the sandbox profile: {' '.join(drift)} {advice}")
     dirt = find_dirt(attestation)
     if dirt:
         raise SandboxUnavailable(

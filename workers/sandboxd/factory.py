@@ -394,6 +394,6 @@ class StartCheck:
         misfits = find_misfits(attestation, size.bytes, size.inodes) if self._is_hard else []
         if misfits:
             raise WorkspaceMissed(
-                f"a sandbox of image {plan.image} does not get its workspace: {'; '.join(misfits)}; {FOLDERS}"
+                f"a sandbox of image {plan.image} does not have its workspace: {'; '.join(misfits)}; {FOLDERS}"
             )
         self._passed.add(checked)

@@ -88,7 +88,9 @@ class UsageReader:
         return self._last
 
     def reset_peak(self) -> None:
-        """Begin a new peak of memory. Before Linux 6.12 version 2 cannot: the peak is then that since the start."""
+        """Start a new measurement of the peak of memory. Version 2 cannot do this before Linux 6.12: the peak is then
+        the highest memory since the start.
+        """
         with contextlib.suppress(OSError):
             os.pwrite(self._memory, b"0", 0)
 

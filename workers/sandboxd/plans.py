@@ -128,8 +128,8 @@ class Plans:
         if plan.is_root and "root" not in (granted.user, granted.largest.user):
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"sessions of class '{terms.tenant_class}' no longer run as root, but the disk of this session is made "
-                "for it: open a new session",
+                f"sessions of class '{terms.tenant_class}' no longer run as root, but this session's disk was made "
+                f"for root: open a new session",
             )
         is_kept = self._allows(granted, terms, plan.image)
         image = plan.image if is_kept else self._image(granted, terms, None)
@@ -259,7 +259,7 @@ class Plans:
         if requested is None or not allowed:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"none of the tenant's images is one of class '{terms.tenant_class}' on this host, which has: "
+                f"no image of the tenant's policy is allowed in class '{terms.tenant_class}' on this host, which has: "
                 f"{_join(self._entries(granted))}; add one to the tenant's policy, or name an image",
             )
         try:
@@ -333,8 +333,8 @@ def _network(granted: TenantClass, terms: SandboxTerms, requested: str | None) -
         return "none"
     raise ToolFailure(
         ErrorCode.INVALID_ARGUMENTS,
-        f"network '{str(requested)[:40]}' is not allowed for this tenant: leave it out, or ask the operator for a "
-        "policy and a class with it",
+        f"network '{str(requested)[:40]}' is not allowed for this tenant: omit it, or ask the operator for a policy "
+        f"and a class that allow it",
     )
 
 
@@ -364,7 +364,7 @@ def _check_secrets(terms: SandboxTerms, plan: SandboxPlan) -> None:
     if refused:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"the tenant's policy does not allow the secret {refused[0]}: leave it out, or ask the operator for it",
+            f"the tenant's policy does not allow the secret {refused[0]}: omit it, or ask the operator to allow it",
         )
     if names and plan.network != "egress":
         raise ToolFailure(

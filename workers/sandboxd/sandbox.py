@@ -232,7 +232,7 @@ class Sandbox:
         """Add variables to those of the programs that start from now on. Raises SandboxUnavailable."""
         done = await self.ask({"op": "set_variables", "timeout_s": _VARIABLES_S, "variables": variables})
         if "error" in done:
-            raise SandboxUnavailable(f"the guest did not take variables: {quote_text(done['error'])}")
+            raise SandboxUnavailable(f"the guest did not accept variables: {quote_text(done['error'])}")
 
     async def _feed_all(self, call: RunningCall, body: AsyncIterator[bytes]) -> None:
         async for piece in body:

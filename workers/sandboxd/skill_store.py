@@ -114,8 +114,8 @@ class SkillStore:
             )
         if self._bytes.total() + size > MAX_TOTAL_BYTES:
             raise SandboxUnavailable(
-                f"the skills of this host take more than {MAX_TOTAL_BYTES // 2**30} GiB: remove some, and start "
-                "sandboxd anew"
+                f"the skills of this host take more than {MAX_TOTAL_BYTES // 2**30} GiB: remove some, and restart "
+                f"sandboxd"
             )
         name = hmac.new(self._secret, f"{scope}\0{digest}".encode(), hashlib.sha256).hexdigest()[:32]
         with tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as archive:
@@ -186,5 +186,5 @@ def _parents(path: str) -> list[str]:
 
 def _build_mismatch(digest: str) -> ToolFailure:
     return ToolFailure(
-        ErrorCode.INVALID_ARGUMENTS, f"what was sent is not the archive of the skill with the digest {digest}"
+        ErrorCode.INVALID_ARGUMENTS, f"the received data is not the archive of the skill with the digest {digest}"
     )

@@ -68,12 +68,12 @@ class InstalledSkillCache:
                 raise SkillBroken("Redis has lost its files")
             # Check the digest before the files are parsed: another program may have written them.
             if hashlib.sha256(data).hexdigest() != record.bundle_sha256:
-                raise SkillBroken("its files are not those that were installed")
+                raise SkillBroken("its files differ from the installed ones")
             skill = load_members(f"installed skill of tenant {tenant}", name, expand_bundle(data), owner=tenant)
         except SkillBroken as broken:
             log.error("installed_skill_broken", tenant=tenant, skill=name, error=str(broken))
             raise ToolFailure(
                 ErrorCode.STALE_FILE,
-                f"the skill {name} cannot be used ({broken}): whoever installed it has to do so again",
+                f"the skill {name} cannot be used ({broken}): install it again",
             ) from broken
         return skill

@@ -211,8 +211,8 @@ def read_bundled(skill: Skill, file: BundleFile, at_most: int | None = None) -> 
 def _stale(skill: Skill) -> ToolFailure:
     return ToolFailure(
         ErrorCode.STALE_FILE,
-        f"the files of the skill {skill.name} were changed since its worker loaded them: its operator has to restart "
-        "the worker",
+        f"the files of the skill {skill.name} have changed since the worker loaded them: ask the operator to restart "
+        f"the worker",
     )
 
 

@@ -42,7 +42,7 @@ class SessionSkills:
         try:
             return self._load(name, _read_folder(name, environment), environment.context.tenant)
         except SkillBroken as broken:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{ROOT}/{name} is no skill: {broken}") from broken
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{ROOT}/{name} is not a valid skill: {broken}") from broken
 
     def _load(self, name: str, archive: bytes, tenant: str) -> Skill:
         answer = self._examiner.examine((name, "--tar", f"--owner={tenant}"), archive)
@@ -146,7 +146,7 @@ def _read_folder(name: str, environment: ToolEnvironment) -> bytes:
         raise ToolFailure(ErrorCode.TIMEOUT, f"reading {ROOT}/{name} took all of {environment.context.timeout_s:g} s")
     data = response.streams.get("stdout", b"")
     if int(response.done["streams"]["stdout"]["total"]) > len(data):
-        raise SkillBroken(f"it is larger than the {MAX_BYTES // 1024 // 1024} MiB that a session's own may have")
+        raise SkillBroken(f"it is larger than the {MAX_BYTES // 1024 // 1024} MiB that a skill of a session may have")
     if response.done["exit_code"] != 0:
         raise SkillBroken("tar could not read all of its files")
     return data

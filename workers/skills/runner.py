@@ -71,7 +71,7 @@ def _run(
     if remaining_s <= 0:
         raise ToolFailure(
             ErrorCode.TIMEOUT,
-            f"bringing the skill's files to the sandbox took all of {context.timeout_s:g} s: try again",
+            f"copying the skill's files to the sandbox took all of {context.timeout_s:g} s: try again",
         )
     request = {
         "op": "exec",
@@ -122,8 +122,8 @@ def _command(skill: Skill, file: BundleFile, path: str) -> list[str]:
         return [path]
     raise ToolFailure(
         ErrorCode.INVALID_ARGUMENTS,
-        f"{show_name(file.path)} of the skill {skill.name} cannot be run: it has neither a line #! nor a run bit, and "
-        f"its name ends in none of {', '.join(INTERPRETERS)}; read it and do what it does with bash_tool",
+        f"{show_name(file.path)} of the skill {skill.name} cannot be run: it has no #! line and no execute "
+        f"permission, and its suffix is none of {', '.join(INTERPRETERS)}; read it and run its steps with bash_tool",
     )
 
 

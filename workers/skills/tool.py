@@ -183,7 +183,7 @@ def _run_tool(skill: Skill, arguments: Mapping[str, JsonValue], environment: Too
     if skill.tool is None:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"parameter 'script' is required: the skill {skill.name} is no tool itself; action load names its scripts",
+            f"parameter 'script' is required: the skill {skill.name} is not a tool; use action load to see its scripts",
         )
     prepared, _ = prepare_arguments(skill.tool.spec, arguments)
     return run_entrypoint(skill, skill.tool.sidecar, prepared, environment)
@@ -231,7 +231,8 @@ def _read(skill: Skill, arguments: Mapping[str, Any]) -> Outcome:
         raise ToolFailure(ErrorCode.FILE_NOT_FOUND, f"the skill {skill.name} has no file {show_name(path)}: {nearest}")
     if file.size > MAX_READ_BYTES:
         raise ToolFailure(
-            ErrorCode.FILE_TOO_LARGE, f"{show_name(path)} has {file.size} bytes: have a script of the skill work on it"
+            ErrorCode.FILE_TOO_LARGE,
+            f"{show_name(path)} has {file.size} bytes: use a script of the skill to process it",
         )
     try:
         text = read_bundled(skill, file).decode()
@@ -240,14 +241,14 @@ def _read(skill: Skill, arguments: Mapping[str, Any]) -> Outcome:
     if "\0" in text:
         raise ToolFailure(
             ErrorCode.BINARY_FILE,
-            f"{show_name(path)} is no text ({file.size} bytes): have a script of the skill work on it",
+            f"{show_name(path)} is not text ({file.size} bytes): use a script of the skill to process it",
         )
     lines = text.removesuffix("\n").split("\n") if text else []
     if not lines:
         return Outcome("[empty file]", {"lines": 0, "size_bytes": file.size})
     if first > len(lines):
         raise ToolFailure(
-            ErrorCode.OFFSET_OUT_OF_RANGE, f"{show_name(path)} has {len(lines)} lines: take a smaller offset"
+            ErrorCode.OFFSET_OUT_OF_RANGE, f"{show_name(path)} has {len(lines)} lines: use a smaller offset"
         )
     return _page(lines, first, limit, file.size)
 

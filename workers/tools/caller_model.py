@@ -65,7 +65,8 @@ class CallerModel:
             if not limit.expired():
                 raise
             raise ToolFailure(
-                ErrorCode.TIMEOUT, f"the model did not answer in {timeout_s:g} s: ask for less, or give it more time"
+                ErrorCode.TIMEOUT,
+                f"the model did not answer in {timeout_s:g} s: send a shorter prompt, or raise the time limit",
             ) from None
         finally:
             self._answers.forget(question.number)
@@ -76,7 +77,7 @@ class CallerModel:
             is_received = self._events.send(MODEL, question.model_dump(mode="json"))
         except ValueError as error:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {error}; send a shorter prompt"
+                ErrorCode.INVALID_ARGUMENTS, f"the question to the model is invalid: {error}; send a shorter prompt"
             ) from error
         if not is_received:
             raise ToolFailure(ErrorCode.CONFIG_MISSING, _NO_MODEL)
@@ -156,7 +157,7 @@ def _build_question(
         first = error.errors(include_url=False, include_input=False)[0]
         field_path = ".".join(str(part) for part in first["loc"])
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the model cannot be asked this: {field_path}: {first['msg']}"
+            ErrorCode.INVALID_ARGUMENTS, f"the question to the model is invalid: {field_path}: {first['msg']}"
         ) from error
 
 

@@ -24,7 +24,7 @@ def start_job(arguments: Mapping[str, Any], environment: ToolEnvironment) -> Out
     if arguments["reset_state"]:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            "a job leaves the session's state alone: give reset_state with a command in the foreground",
+            "a job does not change the session's state: use reset_state with a command in the foreground",
         )
     request = {
         "op": "job_start",

@@ -182,8 +182,8 @@ def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     if int(done["streams"]["stdout"]["total"]) > len(data):
         raise ToolFailure(
             ErrorCode.FILE_TOO_LARGE,
-            f"the folder is larger than the {MAX_BLOB_BYTES} bytes that can be copied out: delete what is not needed, "
-            "read single files, or keep all of it as a checkpoint",
+            f"the folder is larger than the {MAX_BLOB_BYTES} bytes that can be copied out: delete files that you do "
+            f"not need, read single files, or make a checkpoint",
         )
     return Outcome(metadata={"size_bytes": len(data)}, blob=data)
 

@@ -43,7 +43,7 @@ def encode(text: str, name: str) -> bytes:
     except UnicodeEncodeError as error:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"{name} holds half of a surrogate pair at character {error.start}; send whole characters",
+            f"{name} contains half of a surrogate pair at character {error.start}; send whole characters",
         ) from error
 
 

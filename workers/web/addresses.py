@@ -126,5 +126,5 @@ def check_peer(sock: socket.socket, address: Address, target: Target) -> None:
     peer = ipaddress.ip_address(str(sock.getpeername()[0]))
     if int(peer) != int(address) or peer.version != address.version:
         raise ToolFailure(
-            ErrorCode.SECURITY_REFUSED, f"the connection to {target.host} led to another address than the checked one"
+            ErrorCode.SECURITY_REFUSED, f"the connection to {target.host} reached another address than the checked one"
         )

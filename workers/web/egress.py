@@ -52,7 +52,7 @@ class WebAccessRules:
         for address in addresses:
             reason = self.addresses.refusal(address)
             if reason is not None:
-                raise refused(f"{target.host} leads to an address that is not public ({reason})")
+                raise refused(f"{target.host} has an address that is not public ({reason})")
 
     def _is_allowed(self, target: Target) -> bool:
         # An entry with a port allows only that port of the host.

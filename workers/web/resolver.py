@@ -41,7 +41,7 @@ class SystemResolver:
         # process with threads.
         self._lookups = [lookup for lookup in self._lookups if lookup.is_alive()]
         if len(self._lookups) >= self._max_lookups:
-            raise _failed(ErrorCode.TIMEOUT, f"DNS: too many lookups are under way to look up {host}; try again later")
+            raise _failed(ErrorCode.TIMEOUT, f"DNS: too many lookups are running to look up {host}; try again later")
         answer: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
         lookup = threading.Thread(target=_look_up, args=(host, answer), name="dns", daemon=True)
         self._lookups.append(lookup)

@@ -95,7 +95,7 @@ def _check_characters(text: str) -> None:
         raise _invalid(f"more than {MAX_URL_CHARS} characters")
     for at, character in enumerate(text):
         if character == "\\" or unicodedata.category(character) in _UNSAFE_CATEGORIES:
-            raise _invalid(f"character {at} (U+{ord(character):04X}) may not stand in a URL; write it percent-encoded")
+            raise _invalid(f"character {at} (U+{ord(character):04X}) is not allowed in a URL; write it percent-encoded")
 
 
 def _split(rest: str) -> tuple[str, str]:
@@ -134,7 +134,7 @@ def _parse_ipv6(text: str) -> Address:
     except ValueError:
         raise refused("its host is not an IPv6 address") from None
     if str(address) != text or "%" in text:
-        raise refused("its IPv6 address is not in the usual spelling; a zone is not accepted")
+        raise refused("its IPv6 address is not in the standard form; a zone is not allowed")
     return address
 
 
@@ -144,9 +144,9 @@ def _parse_ipv4(host: str, *, is_plain: bool) -> Address | None:
     try:
         address = ipaddress.IPv4Address(host)
     except ValueError:
-        raise refused("its host is a number but no plain IPv4 address of four decimal parts") from None
+        raise refused("its host is a number, but not an IPv4 address of four decimal parts") from None
     if str(address) != host or not is_plain:
-        raise refused("its IPv4 address is not in the usual spelling")
+        raise refused("its IPv4 address is not in the standard form")
     return address
 
 

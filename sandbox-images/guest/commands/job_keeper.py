@@ -223,7 +223,7 @@ class JobKeeper:
     def _add_input(self, request: JobInputRequest) -> None:
         """Add the body of a request to the job's input. Raises Failure when the job cannot read the input."""
         if self._state != RUNNING:
-            raise Failure(INVALID_ARGUMENTS, f"{self._request.job} has ended: it reads nothing any more")
+            raise Failure(INVALID_ARGUMENTS, f"{self._request.job} has ended and reads no more input")
         if self._stdin < 0 or self._closes_input:
             raise Failure(INVALID_ARGUMENTS, f"the standard input of {self._request.job} is closed")
         body = self._pipes.body
@@ -232,7 +232,7 @@ class JobKeeper:
             waiting = len(self._input)
             raise Failure(
                 INVALID_ARGUMENTS,
-                f"{self._request.job} has not read {waiting} bytes of earlier input yet: send this later",
+                f"{self._request.job} has not read {waiting} bytes of earlier input: send this input later",
             )
         self._input += data
         self._closes_input = request.close

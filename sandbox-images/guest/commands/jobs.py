@@ -71,7 +71,7 @@ class Jobs:
             if ended is None:
                 running = ", ".join(self._jobs)
                 raise Failure(
-                    INVALID_ARGUMENTS, f"{MAX_JOBS} jobs run already, and more are not allowed: kill one of {running}"
+                    INVALID_ARGUMENTS, f"{MAX_JOBS} jobs run already, which is the limit: kill one of {running}"
                 )
             self.forget(ended)
         self._count += 1

@@ -201,7 +201,7 @@ def _read_edits(context: RequestContext) -> list[Edit]:
     try:
         listed = json.loads(b"".join(BodyContent(context.body).blocks()))
     except (ValueError, RecursionError):
-        raise Failure(INVALID_ARGUMENTS, "the body is no JSON") from None
+        raise Failure(INVALID_ARGUMENTS, "the body is not JSON") from None
     if not isinstance(listed, list) or not 1 <= len(listed) <= _MAX_EDITS:
         raise Failure(INVALID_ARGUMENTS, f"the body must be a list of 1 to {_MAX_EDITS} edits")
     return [Edit(fields, number, len(listed)) for number, fields in enumerate(listed, start=1)]
@@ -224,7 +224,7 @@ class _FileEdit:
             self._context.watch.check()
             self._apply_edit(edit, text, edited, data)
         if old is not None and edited.equals(text.body):
-            raise Failure(NO_CHANGE, f"{self._place.shown}: the edits leave the file as it was; nothing was written")
+            raise Failure(NO_CHANGE, f"{self._place.shown}: the edits do not change the file; nothing was written")
         pieces = text.join(edited.parts)
         self._note_text(text, edited)
         self._note_foreign_change(data, old)
@@ -284,8 +284,8 @@ class _FileEdit:
         if edited.body:
             raise Failure(
                 INVALID_ARGUMENTS,
-                f"{edit.name}{self._place.shown}: has {len(edited.body)} bytes, and an empty old_string only creates a "
-                "file or fills an empty one; name the text to replace, or use write_tool",
+                f"{edit.name}{self._place.shown}: has {len(edited.body)} bytes, and an empty old_string is only for a "
+                f"new or an empty file; give the text to replace, or use write_tool",
             )
         if new:
             edited.replace((0, 0), new)

@@ -197,5 +197,5 @@ def _binary(data: bytes) -> Failure:
 def _unknown(name: str) -> Failure:
     shown = name[:_MAX_NAME].encode("ascii", "backslashreplace").decode()
     return Failure(
-        INVALID_ARGUMENTS, f"no encoding of text files is called '{shown}'; try auto, utf-8, utf-16, gb18030 or latin-1"
+        INVALID_ARGUMENTS, f"there is no text encoding '{shown}'; try auto, utf-8, utf-16, gb18030 or latin-1"
     )

@@ -113,7 +113,7 @@ def describe_change(known_data: bytes | None, data: bytes) -> str:
     except Failure:
         return "[not text: no diff]"
     if before is None:
-        return "[its content then was not kept: no diff; read it with read_tool]"
+        return "[its content then was not stored: no diff; read it with read_tool]"
     # Imported only here: few calls meet such a change, and a new process often serves each call.
     from guest.files.diffs import build_diff
 

@@ -31,7 +31,7 @@ class FileText:
                 body = body.decode(self.form.codec, "surrogatepass").encode("utf-8", "surrogatepass")
             except UnicodeDecodeError:
                 raise Failure(
-                    BINARY_FILE, f"{shown}: no whole {self.form.codec}: change it with bash_tool", size=len(data)
+                    BINARY_FILE, f"{shown}: not valid {self.form.codec}: change it with bash_tool", size=len(data)
                 ) from None
         self.body = body
 

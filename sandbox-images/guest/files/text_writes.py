@@ -50,7 +50,7 @@ def _read_body(context: RequestContext) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise Failure(INVALID_ARGUMENTS, f"the content is no UTF-8 at byte {error.start}") from None
+        raise Failure(INVALID_ARGUMENTS, f"the content is not UTF-8 at byte {error.start}") from None
 
 
 class _TextWrite:

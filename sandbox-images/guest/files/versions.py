@@ -101,7 +101,7 @@ def open_old(place: Place, flags: int) -> OldFile | None:
     except PermissionError:
         raise Failure(
             PERMISSION_DENIED,
-            f"{place.shown}: its mode does not let it be changed; if it is meant to be, chmod it with bash_tool",
+            f"{place.shown}: its permissions do not allow a change; if it should be changed, use chmod in bash_tool",
         ) from None
     finally:
         os.close(pinned)
@@ -238,7 +238,7 @@ class Version:
         if (before.st_ino, before.st_size, before.st_mtime_ns) != (now.st_ino, now.st_size, now.st_mtime_ns):
             raise Failure(
                 STALE_FILE,
-                f"{self._place.shown}: changed while its new version was made, and was left as it is; read it again",
+                f"{self._place.shown}: changed while its new version was made, and was not written; read it again",
             )
 
     def _drop(self, name: bytes) -> None:
@@ -257,7 +257,7 @@ class Version:
                 error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if error.errno == errno.EFBIG:
                 raise Failure(
-                    NO_SPACE, f"{self._place.shown}: {self._content.size} bytes are more than a file here may have"
+                    NO_SPACE, f"{self._place.shown}: {self._content.size} bytes exceed the limit of a file"
                 ) from None
             raise describe_os_error(error, self._place.shown) from None
 
@@ -272,8 +272,8 @@ class Version:
         )
         return Failure(
             NO_SPACE,
-            f"{self._place.shown}: no space left: {what}; nothing was changed; remove what is not needed, then try "
-            "again",
+            f"{self._place.shown}: no space left: {what}; nothing was changed; remove files that you do not need, "
+            f"then try again",
         )
 
     def _exists(self) -> Failure:

@@ -86,7 +86,7 @@ def _split(pattern: str) -> list[str]:
     """Return the parts of a pattern, with `**` before a name at any depth, and after a folder."""
     parts = [part for part in pattern.split("/") if part not in ("", ".")]
     if not parts:
-        raise re.error("no name in it")
+        raise re.error("the pattern contains no name")
     if "/" not in pattern.rstrip("/"):
         parts.insert(0, "**")
     return [*parts, "**"] if pattern.endswith("/") else parts
@@ -123,7 +123,7 @@ def _translate(part: str) -> str:
         elif token["other"] == "*":
             pieces.append("")
         elif token["other"] in ("[", "{", "\\"):
-            raise re.error(f"put \\ before a {token['other']} that is meant as it is")
+            raise re.error(f"put \\ before a {token['other']} that is literal text")
         else:
             pieces[-1] += "[^/]" if token["other"] == "?" else re.escape(token["other"])
     if len(pieces) == 1:

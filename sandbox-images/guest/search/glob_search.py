@@ -45,7 +45,7 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
             f"the pattern must have 1 to {MAX_PATTERN_CHARS} characters and no NUL; **/* matches every file",
         )
     if ".." in text.split("/"):
-        raise Failure(PATH_NOT_ALLOWED, "a pattern cannot go up with '..': give the directory to search as path")
+        raise Failure(PATH_NOT_ALLOWED, "a pattern cannot contain '..': give the directory to search as path")
     finder = _Finder(request, clock, paths)
     is_absolute = text.startswith("/")
     *folders, name = [part for part in text.split("/") if part not in ("", ".")] or ["**"]

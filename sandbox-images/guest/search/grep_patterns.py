@@ -36,7 +36,7 @@ class GrepPattern:
         self.multiline = multiline
         if not text:
             raise Failure(
-                INVALID_PATTERN, "the pattern is empty: give what to look for; . matches every line that is not empty"
+                INVALID_PATTERN, "the pattern is empty: give the text to find; . matches every line that is not empty"
             )
         if "\0" in text:
             raise Failure(INVALID_PATTERN, "the pattern has a NUL character, which no text file has")
@@ -46,7 +46,7 @@ class GrepPattern:
             raise self._build_failure("half of a surrogate pair", error.start + 1) from None
         if size > MAX_PATTERN_BYTES:
             raise Failure(
-                INVALID_PATTERN, f"the pattern has {size} bytes, more than {MAX_PATTERN_BYTES}: look for a part of it"
+                INVALID_PATTERN, f"the pattern has {size} bytes, more than {MAX_PATTERN_BYTES}: search for a part of it"
             )
         if "\n" in text and not multiline:
             raise self._spans_lines()

@@ -230,13 +230,13 @@ class _Search:
         if self._was_killed:
             raise Failure(
                 INTERNAL,
-                "the search was killed before it found anything, for want of memory or processes: narrow path or "
-                "include, or end what runs beside it",
+                "the search was killed before it found anything, because memory or processes ran out: narrow path or "
+                "include, or end other processes",
             )
         raise Failure(
             TIMEOUT,
-            f"nothing found in {self._clock.seconds:g} s, and not all was searched: narrow path or include, or "
-            "simplify the pattern",
+            f"nothing found in {self._clock.seconds:g} s, and not all files were searched: narrow path or include, or "
+            f"simplify the pattern",
         )
 
     # --- which lines --------------------------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ def _read_globs(text: str | None, what: str) -> list[str]:
         raise Failure(INVALID_PATTERN, f"{what} has {len(text)} characters, more than {MAX_PATTERN_CHARS}")
     globs = split_list(text)
     if any(".." in glob.split("/") for glob in globs):
-        raise Failure(PATH_NOT_ALLOWED, f"{what} cannot go up with '..': give the directory to search as path")
+        raise Failure(PATH_NOT_ALLOWED, f"{what} cannot contain '..': give the directory to search as path")
     return globs
 
 

@@ -59,7 +59,7 @@ def open_start(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
     # The check uses the path of the open descriptor. A swapped name or a link cannot bypass this check.
     if _is_below(start.real, os.path.realpath(paths.state)):
         os.close(start.fd)
-        raise Failure(PATH_NOT_ALLOWED, f"{place.shown}: kept by the sandbox for itself")
+        raise Failure(PATH_NOT_ALLOWED, f"{place.shown}: reserved for the sandbox itself")
     return start
 
 
@@ -70,7 +70,7 @@ def open_folder(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
         os.close(start.fd)
         raise Failure(
             NOT_A_DIRECTORY,
-            f"{escaped(os.fsencode(path))}: is a file; give the folder that it is in, or its name as the pattern",
+            f"{escaped(os.fsencode(path))}: is a file; give its folder, or its name as the pattern",
         )
     return start
 

@@ -123,7 +123,9 @@ class Checkpoints:
         return await self._store.delete(_name(tenant, checkpoint))
 
     async def forget_old(self, max_age_s: float = AUTOMATIC_MAX_AGE_S) -> int:
-        """Delete the automatic checkpoints of this store that are older, and expired files. Return how many."""
+        """Delete the automatic checkpoints of this store that are older than `max_age_s` seconds, and expired files.
+        Return how many were deleted.
+        """
         now = time.time()
         return await self._forget_all(
             [name for name in await self._store.list() if _is_older(name, now - max_age_s, now - KEPT_S)]
@@ -148,8 +150,7 @@ class Checkpoints:
         if len(names) >= self._max_checkpoints:
             raise ToolFailure(
                 ErrorCode.NO_SPACE,
-                f"tenant '{tenant}' keeps {self._max_checkpoints} checkpoints, the most that are allowed: delete "
-                "one that is not needed",
+                f"tenant '{tenant}' keeps {self._max_checkpoints} checkpoints, which is the limit: delete a checkpoint",
             )
 
 
@@ -163,7 +164,7 @@ async def _limit_time(what: str, within_s: float) -> AsyncIterator[None]:
             raise
         raise ToolFailure(
             ErrorCode.TIMEOUT,
-            f"the session's files were not {what} within {within_s:g} s: try again, or have fewer files in the session",
+            f"the session's files were not {what} within {within_s:g} s: try again, or delete files of the session",
         ) from None
 
 
@@ -197,6 +198,6 @@ def _parse_automatic_time(name: str) -> float | None:
 def _build_missing_error(checkpoint: str) -> ToolFailure:
     return ToolFailure(
         ErrorCode.FILE_NOT_FOUND,
-        f"no such checkpoint: {checkpoint[:64]!r}; it was deleted, is another tenant's, or lies on another host: "
-        "hosts share checkpoints when TOOLCREW_WORKSPACE_STORE names one store for all",
+        f"no such checkpoint: {checkpoint[:64]!r}; it was deleted, belongs to another tenant, or is stored on another "
+        f"host. Hosts share checkpoints if TOOLCREW_WORKSPACE_STORE names the same store on all of them",
     )

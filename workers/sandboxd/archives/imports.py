@@ -70,14 +70,14 @@ def build_import(kind: str, folder: str) -> list[str]:
 def check_import(kind: str, exit_code: int | None, error_output: str, *, timed_out: bool, timeout_s: float) -> None:
     """Raise ToolFailure unless the import is complete. `error_output`: the text on stderr."""
     if exit_code == _FILE_TOO_LARGE or (exit_code != 0 and any(marker in error_output for marker in _NO_ROOM)):
-        raise ToolFailure(ErrorCode.NO_SPACE, f"the {kind} does not fit into the workspace: give a smaller one")
+        raise ToolFailure(ErrorCode.NO_SPACE, f"the {kind} does not fit into the workspace: use a smaller one")
     if timed_out:
-        raise ToolFailure(ErrorCode.TIMEOUT, f"the {kind} was not unpacked within {timeout_s:g} s: give a smaller one")
+        raise ToolFailure(ErrorCode.TIMEOUT, f"the {kind} was not unpacked within {timeout_s:g} s: use a smaller one")
     if exit_code == _OUTSIDE or any(marker in error_output for marker in _LEADS_OUT):
         raise ToolFailure(
             ErrorCode.PATH_NOT_ALLOWED,
-            f"the {kind} holds names that lead out of the workspace (absolute, or with '..'): pack it with relative "
-            "names",
+            f"the {kind} contains names that lead out of the workspace (absolute, or with '..'): pack it with "
+            f"relative names",
         )
     if exit_code != 0:
         raise ToolFailure(

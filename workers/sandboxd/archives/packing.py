@@ -155,7 +155,8 @@ class Packing:
                 if tally.bytes > self._max_bytes:
                     raise ToolFailure(
                         ErrorCode.FILE_TOO_LARGE,
-                        f"the files of the session are more than {self._max_bytes} bytes: delete what is not needed",
+                        f"the files of the session are more than {self._max_bytes} bytes: delete files that you do "
+                        f"not need",
                     )
                 yield chunk
             done = await packing
@@ -255,7 +256,7 @@ async def _stream_in(
 
 def _check_size(sent: int, total: int) -> None:
     if sent != total:
-        raise SandboxUnavailable(f"the stored files have {sent} bytes and not {total}: use other ones")
+        raise SandboxUnavailable(f"the stored files have {sent} bytes instead of {total}: use other files")
 
 
 async def _feed(guest: Guest, fifo: str, piece: bytes, unpacking: "asyncio.Future[dict[str, Any]]") -> bool:

@@ -1,9 +1,8 @@
-"""The part of a checkpoint that has the changes of the root file system of a session.
-
-Such an archive begins with a member that tar takes for a file (`_NAME`): the content id of the image, and the names of
-what was replaced and removed. sandboxd makes it and takes it off again. All else is packed and unpacked as root inside
-the sandbox, so a forged archive can do what its session could do anyway: no device, no id of another sandbox, no file
-outside, and not more than the disk of the session has.
+"""The part of a checkpoint that contains the changes of the root file system of a session. Such an archive begins with
+a member that tar reads as a file (`_NAME`). It has the content id of the image, and the names of replaced and removed
+files. sandboxd adds this member, and removes it before it unpacks the rest. The rest is packed and unpacked as root
+inside the sandbox. So a forged archive can do only what its session can do: it can create no device, use no id of
+another sandbox, write no file outside, and use no more than the disk of the session.
 """
 
 import re
@@ -62,8 +61,8 @@ def encode_changes(changes: RootChanges) -> bytes:
 async def split_changes(
     chunks: AsyncIterator[bytes], total: int
 ) -> tuple[RootChanges | None, AsyncIterator[bytes], int]:
-    """Take the changes off the beginning of an archive of `total` bytes. Returns None in their place when it has none;
-    and the rest, with its size. Raises SandboxUnavailable.
+    """Remove the changes from the beginning of an archive of `total` bytes, and return them; None if there are none.
+    Also return the rest and its size. Raises SandboxUnavailable.
     """
     head = await read_head(chunks, tarfile.BLOCKSIZE)
     size = _parse_size(head[: tarfile.BLOCKSIZE])

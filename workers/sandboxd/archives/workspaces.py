@@ -67,7 +67,7 @@ class WorkspaceFiles:
         Raises ToolFailure: FILE_TOO_LARGE, TIMEOUT. Also raises the errors of `Packing.chunks`.
         """
         if not is_file_id(file):
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is not the id of a file")
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is not a file id")
         self._check_shared()
         packing = Packing(sandbox, pack_list(names, _FOLDER), self._max_bytes)
         with _report_errors(file):
@@ -98,7 +98,7 @@ async def _load(workspace: str, size: int, chunks: AsyncGenerator[bytes], sandbo
     kind = find_kind(head)
     if kind is None:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the workspace {workspace[:200]} is of no known kind: give {KNOWN_KINDS}"
+            ErrorCode.INVALID_ARGUMENTS, f"the workspace {workspace[:200]} has an unknown type: use {KNOWN_KINDS}"
         )
     argv, read = build_import(kind, _FOLDER), join_chunks(head, chunks)
     async with asyncio.timeout(WHOLE_S):
@@ -131,5 +131,5 @@ def _report_errors(file: str) -> Iterator[None]:
     except TimeoutError:
         raise ToolFailure(
             ErrorCode.TIMEOUT,
-            f"the files of {file[:200]} were not copied within {WHOLE_S:g} s: give fewer or smaller files",
+            f"the files of {file[:200]} were not copied within {WHOLE_S:g} s: use fewer or smaller files",
         ) from None

@@ -1,7 +1,6 @@
-"""The list of what a session has changed in the root file system of its image, read from the layers of its overlay.
-
-The list has names only. The files themselves are packed and unpacked by programs inside the sandbox, which see them as
-the session does, and which cannot do more than the session could.
+"""The list of the changes that a session made in the root file system of its image, read from the layers of its
+overlay. The list has names only. Programs inside the sandbox pack and unpack the files themselves. They see the files
+as the session does, and cannot do more than the session could.
 """
 
 import errno
@@ -23,10 +22,9 @@ _NOT_KEPT = frozenset(("tmp",))
 
 @dataclass(frozen=True)
 class RootChanges:
-    """Changes of the root file system over an image. `image`: its content id. Names begin with `./` and end with NUL.
-
-    `folders`: folders that lie over those of the image. `replaced`: what lies there in place of what the image may
-    have, with everything below. `removed`: what only the image has.
+    """Changes of the root file system of an image. `image`: its content id. Names begin with `./` and end with NUL.
+    `folders`: folders that the session's layers merge with those of the image. `replaced`: files and whole folders that
+    hide what the image has there. `removed`: names of the image that the session removed.
     """
 
     image: str
@@ -50,17 +48,16 @@ class _ChangeList:
         if self._bytes > MAX_LIST_BYTES:
             raise ToolFailure(
                 ErrorCode.FILE_TOO_LARGE,
-                "the session has changed too many files outside of /workspace for a checkpoint: delete what is not "
-                "needed, or make an image with them",
+                "the session has changed too many files outside of /workspace for a checkpoint: delete files that you "
+                "do not need, or build an image with them",
             )
         names += name
 
 
 def list_changes(image: str, layers: Sequence[int]) -> RootChanges:
-    """List the changes in `layers`: descriptors of the folders that lie over the image, the top one first. Programs
-    may write to them meanwhile.
-
-    Folders that are as the image does not have them are not entered. Raises ToolFailure (FILE_TOO_LARGE) and OSError.
+    """List the changes in `layers`: descriptors of the folders over the image, the top one first. Programs may write to
+    them during the call. A folder that the image does not have is listed as a whole, without its content. Raises
+    ToolFailure (FILE_TOO_LARGE) and OSError.
     """
     found = _ChangeList()
     pending: list[tuple[tuple[str, ...], list[int]]] = [((), list(range(len(layers))))]
@@ -72,7 +69,7 @@ def list_changes(image: str, layers: Sequence[int]) -> RootChanges:
 
 
 def _list_folder(path: tuple[str, ...], layers: Sequence[int], found: _ChangeList) -> list[tuple[str, list[int]]]:
-    """List a folder of all layers that have it. Returns the folders in it that are to be listed, with the positions of
+    """List a folder of all layers that contain it. Return the subfolders that must be listed too, with the positions of
     their layers.
     """
     subfolders, seen = list[tuple[str, list[int]]](), set[str]()

@@ -120,7 +120,7 @@ def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
         blocks += max(0, missing_blocks) + max(0, missing_blocks) // 32
         inodes += max(0, missing_inodes)
     raise SandboxUnavailable(
-        f"mkfs.ext4 makes no file system with room for {size.bytes} bytes and {size.inodes} files: ask for other sizes"
+        f"mkfs.ext4 cannot make a file system for {size.bytes} bytes and {size.inodes} files: use other sizes"
     )
 
 
@@ -146,7 +146,7 @@ def repair(image: Path) -> None:
         status, output = _run("e2fsck", "-y", str(image))
     if status & ~_CORRECTED:
         raise SandboxUnavailable(
-            f"the file system of {image} was damaged when the host went down, and e2fsck cannot repair it ({output}): "
+            f"the file system of {image} was damaged when the host crashed, and e2fsck cannot repair it ({output}): "
             "open a new session"
         )
 
@@ -225,7 +225,7 @@ def _check_lock_is_kept(image: Path) -> None:
     try:
         if try_lock(fd):
             raise SandboxUnavailable(
-                "this kernel's loop devices do not keep the lock of their file: use tmpfs or folder workspaces"
+                "loop devices of this kernel do not keep the lock of their file: use tmpfs or folder workspaces"
             )
     finally:
         os.close(fd)

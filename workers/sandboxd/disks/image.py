@@ -76,9 +76,7 @@ class ImageWorkspace:
     async def mounted(self) -> AsyncIterator[WorkspaceMount]:
         place, handing_over = self.owner.store.of(self.name), self.owner.handing_over
         if self.name in handing_over:
-            raise SandboxUnavailable(
-                f"workspace {self.name} is being given to another container: try again when that has been made"
-            )
+            raise SandboxUnavailable(f"workspace {self.name} is being mounted for another container: try again later")
         # A second start would remove the mount of the first start before the first container has it.
         handing_over.add(self.name)
         try:

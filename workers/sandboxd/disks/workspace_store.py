@@ -66,7 +66,7 @@ class WorkspaceStore:
         digits, _ and -.
         """
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} cannot be a workspace's name: 1 to 128 letters, digits, _ and -")
+            raise ValueError(f"{name!r} is not a valid workspace name: use 1 to 128 letters, digits, _ and -")
         return self.folder / name
 
     async def make(self, name: str, fill: Callable[[Path], T]) -> T:
@@ -77,7 +77,7 @@ class WorkspaceStore:
         """
         place = self.of(name)
         if name in self._making:
-            raise SandboxUnavailable(f"a workspace {name} is being made already: choose another name")
+            raise SandboxUnavailable(f"a workspace {name} is already being made: choose another name")
         self._making.add(name)
         try:
             # A cancelled thread cannot be stopped, so the undo runs after the thread has ended.

@@ -48,7 +48,9 @@ async def open_proxy(path: Path | None, preamble: Mapping[str, Any], uids: froze
     Raises OSError with a text for the operator when there is no proxy (None), and like `connect_proxy`.
     """
     if path is None:
-        raise OSError("a kept session has network egress, and TOOLCREW_EGRESS_SOCKET is not set: set it again")
+        raise OSError(
+            "a session of an earlier sandboxd has network egress, but TOOLCREW_EGRESS_SOCKET is not set: set it again"
+        )
     reader, writer = await connect_proxy(path, uids)
     # Bytes that wait for the proxy are already counted in the guest's window.
     writer.transport.set_write_buffer_limits(high=0)

@@ -1,7 +1,7 @@
 """The configuration of a sandbox for an OCI runtime (`config.json` of the runtime specification), and its root folder.
-
-The rows are those of hardening.py, said in the terms of the specification. Two are stronger than the engine's: a user
-namespace of its own, and mount points that come from sandboxd, so no link of an image can lead a mount elsewhere.
+The rules are those of hardening.py, in the terms of the specification. Two rules are stronger than those of the engine.
+Each sandbox has its own user namespace. The mount points come from sandboxd, so no link of an image can lead a mount
+elsewhere.
 """
 
 import errno
@@ -136,9 +136,9 @@ def build_environment(spec: SandboxSpec) -> list[str]:
 
 
 def build_seccomp(profile: str, *, is_root: bool) -> dict[str, Any]:
-    """Return the filter of the specification, from a profile of the engine (seccomp.json). For root inside, a netlink
-    socket is refused as by a kernel without it: `useradd` gives up after EPERM, because it takes the kernel's audit
-    log for present and broken.
+    """Return the filter of the specification, from a profile of the engine (seccomp.json). With root inside, a netlink
+    socket is refused with the error of a kernel without netlink. After EPERM `useradd` would fail, because EPERM means
+    to it that the kernel's audit log exists and is broken.
     """
     content = json.loads(profile)
     architecture, name = _ARCHITECTURES[platform.machine()]

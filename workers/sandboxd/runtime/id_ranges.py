@@ -57,8 +57,8 @@ class IdRanges:
 
 
 def id_map(base: int, own: int) -> str:
-    """Return the map of a user namespace for files. `own`: the user or group of this process, which must have an id in
-    it: else it could make no file, and an overlay whose changes it maps would silently be read-only.
+    """Return the id map of a user namespace for files. `own`: the user or group of this process. The map must contain
+    it. Otherwise this process could create no file, and an overlay with these ids would silently be read-only.
     """
     return f"0 {base} {ID_RANGE}\n{ID_RANGE} {own} 1\n"
 

@@ -56,9 +56,9 @@ def mount_overlay(
     upper: tuple[int, int] | None = None,
     options: Mapping[str, str] | None = None,
 ) -> int:
-    """Return the descriptor of an overlay over the folders of `lower`, the top one first, read-only unless it has an
-    `upper`: descriptors of the folder for changes and of its work folder, both below one mount that has the same
-    `id_map`. A descriptor in `lower` is of a folder in a mount that has it, too. Raises OSError.
+    """Return the descriptor of an overlay over the folders of `lower`, the top one first. The overlay is read-only
+    without `upper`: descriptors of the folder for changes and of its work folder. Both must be below one mount with the
+    same `id_map`. Every folder in `lower` must also be in a mount with this `id_map`. Raises OSError.
     """
     with ExitStack() as stack:
         context = stack.enter_context(open_context("overlay"))

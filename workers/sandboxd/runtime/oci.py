@@ -101,8 +101,8 @@ class _Running:
 
 
 def find_obstacle(facts: EngineFacts) -> str | None:
-    """Return why this process cannot start sandboxes itself, or None when nothing is missing. Whether the kernel can do
-    all of it shows the proof of a real sandbox (daemon.py).
+    """Return why this process cannot start sandboxes itself, or None when nothing is missing. A test with a real
+    sandbox (daemon.py) shows whether the kernel supports all of it.
     """
     if os.geteuid() != 0:
         return "sandboxd is not root"
@@ -446,7 +446,9 @@ class OciRuntime:
                 ) from error
 
     def _forget(self, sandbox: str) -> None:
-        """Free what this process holds for a sandbox that has ended. Of two removals at the same time one does it."""
+        """Free the resources that this process has for an ended sandbox. If two removals run at the same time, only one
+        of them does this.
+        """
         with self._forgetting:
             ended = self._running.pop(sandbox, None)
         if ended is None:
@@ -523,9 +525,9 @@ class _Content:
 
 @contextmanager
 def _divided(disks: Sequence[int], namespace: int, sandbox: str, *, root: int | None) -> Iterator[_Content]:
-    """Divide a session's disk between the changes of the root file system and the workspace, which share its size, and
-    stack both on those of its layers. `root`: the host id of root inside, or None without changes of the root file
-    system; the disk of such a session without layers is its workspace. Raises OSError.
+    """Divide a session's disk between the changes of the root file system and the workspace. Both share the size of the
+    disk, and are stacked on those of the layers below. `root`: the host id of root inside; None without changes of the
+    root file system. Without such changes and without layers, the disk is the workspace. Raises OSError.
     """
     disk, *layers = disks
     place = ROOTS / f"{sandbox}.disk"
