@@ -68,7 +68,8 @@ class Grade(Record):
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
     """Base of all events. `at`: Unix seconds. `attempt`: of the run, from 1. `item`: the custom_id of its batch line;
-    "" for a run that is no line of a batch.
+    "" for a run that is no line of a batch. `wall_s`: in a log, the working time of the run until the event, in
+    seconds. The setup and the time without a holder do not count.
     """
 
     # Pydantic reads it when it parses an event.
@@ -78,12 +79,14 @@ class RunEvent:
     at: float = field(default_factory=time.time)
     attempt: int = 1
     item: str = ""
+    wall_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data, with the name of the class as `type`."""
         data = {name: _plain(getattr(self, name)) for name in (f.name for f in dataclasses.fields(self))}
-        if not self.item:
-            del data["item"]
+        for name in ("item", "wall_s"):
+            if not data[name]:
+                del data[name]
         return {"type": type(self).__name__, **data}
 
     def to_trace(self) -> dict[str, Any]:

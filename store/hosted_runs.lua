@@ -35,7 +35,8 @@ local function delete_oldest(tenant, max_count)
   local function delete_run(run)
     for _, part in ipairs({':index', unpack(parts)}) do redis.call('ZREM', batch .. part, run) end
     local key = run_key(tenant, run)
-    redis.call('DEL', key, key .. ':log', key .. ':parts', key .. ':events', key .. ':transcript', key .. ':forks')
+    redis.call('DEL', key, key .. ':events', key .. ':transcript', key .. ':forks')
+    delete_log(key)
   end
   for _, run in ipairs(redis.call('ZRANGE', index, 0, 9)) do
     if redis.call('EXISTS', run_key(tenant, run)) == 0 then delete_run(run) end

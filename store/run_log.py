@@ -13,7 +13,7 @@ shown, so it is not signed.
 import asyncio
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -61,9 +61,14 @@ def run_log_key(deployment: str, tenant: str, run: str) -> str:
     return tenant_key(deployment, tenant, f"run.{run}:log")
 
 
-def run_parts_key(deployment: str, tenant: str, run: str) -> str:
-    """Return the key of the hash of entries that are too large for the list, by their positions."""
-    return tenant_key(deployment, tenant, f"run.{run}:parts")
+def run_sessions_key(deployment: str, tenant: str, run: str) -> str:
+    """Return the key of the set of a run's sessions, signed. They are also in the log, which may be large."""
+    return tenant_key(deployment, tenant, f"run.{run}:sessions")
+
+
+def run_artifacts_key(deployment: str, tenant: str, run: str) -> str:
+    """Return the key of the archive that waits for the grader of a run."""
+    return tenant_key(deployment, tenant, f"run.{run}:artifacts")
 
 
 LOGGED = (
@@ -73,37 +78,20 @@ LOGGED = (
 """The events from which another process resumes a run."""
 
 
-@dataclass(frozen=True)
-class LogEntry:
-    """An event of a log. `wall_s`: the working time of the run until the event, in seconds. The setup and the time
-    without a holder do not count.
-    """
-
-    event: RunEvent
-    wall_s: float = 0.0
-
-    def to_text(self) -> str:
-        """Return the JSON that is signed."""
-        return json.dumps({"wall_s": self.wall_s, "event": self.event.to_json()}, separators=(",", ":"))
-
-
-def parse_entry(text: str | bytes) -> LogEntry:
-    """Return the entry in a text. Raises ValueError: another release wrote the entry."""
-    data = json.loads(text)
-    event = parse_event(data["event"]) if isinstance(data, dict) and isinstance(data.get("event"), dict) else None
+def parse_entry(text: str | bytes) -> RunEvent:
+    """Return the event in a text. Raises ValueError: another release wrote it."""
+    event = parse_event(json.loads(text))
     if not isinstance(event, LOGGED):
         raise ValueError("the entry is not an event of a run log")
-    return LogEntry(event, float(data.get("wall_s", 0.0)))
+    return event
 
 
-INLINE_BYTES = 64 * 1024
-"""Limit of an entry in the list, in bytes. A larger entry is stored in a separate hash."""
-_ARTIFACTS = "artifacts"
-"""The field of the separate hash with the archive that waits for the grader."""
+PAGE = 64
+"""Number of entries of a log that are read at a time."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
-# KEYS: run, log, parts, usage of the run's session. ARGV: claim, index, entry, part ('' for none), time to live, '1' if
-# the entry is progress of the run, prefix of the tenant's days, whether there is a session, tokens and cost, '1' if the
-# run keeps states. Returns
+# KEYS: run, log, sessions, usage of the run's session. ARGV: claim, index, entry, signed session of the entry ('' for
+# none), time to live, '1' if the entry is progress of the run, prefix of the tenant's days, whether there is a session,
+# tokens and cost, '1' if the run keeps states. Returns
 # `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process holds the run); or
 # the number of entries, if Redis has lost the last entries.
 _APPEND = (
@@ -113,16 +101,12 @@ if redis.call('HGET', KEYS[1], 'claim') ~= ARGV[1] then return 'taken' end
 local length, index = redis.call('LLEN', KEYS[2]), tonumber(ARGV[2])
 if length > index then return 'there' end
 if length < index then return tostring(length) end
-if ARGV[4] ~= '' then
-  redis.call('HSET', KEYS[3], ARGV[2], ARGV[4])
-  redis.call('EXPIRE', KEYS[3], ARGV[5])
-end
 redis.call('RPUSH', KEYS[2], ARGV[3])
+if ARGV[4] ~= '' then redis.call('SADD', KEYS[3], ARGV[4]) end
 count_reply(ARGV[7], ARGV[8] == '1' and KEYS[4], unpack(ARGV, 9, 12))
 if ARGV[6] == '1' then redis.call('HDEL', KEYS[1], 'losses') end
 if ARGV[13] == '1' then redis.call('HSET', KEYS[1], 'has_states', '1') end
-redis.call('EXPIRE', KEYS[1], ARGV[5])
-redis.call('EXPIRE', KEYS[2], ARGV[5])
+for at = 1, 3 do redis.call('EXPIRE', KEYS[at], ARGV[5]) end
 return 'added'
 """
 )
@@ -153,13 +137,13 @@ class RunLog:
         deployment: str,
         keys: SigningKeys,
         attempt: RunAttempt,
-        entries: list[LogEntry],
+        entries: list[RunEvent],
         clock: SharedClock,
     ) -> None:
         self.clock = clock
         self._client = client
         self._append = client.register_script(_APPEND)
-        self._parts_key = run_parts_key(deployment, attempt.tenant, attempt.run)
+        self._artifacts_key = run_artifacts_key(deployment, attempt.tenant, attempt.run)
         self._deployment, self._keys, self._attempt = deployment, keys, attempt
         self.run = attempt.run
         self.entries = entries
@@ -182,9 +166,10 @@ class RunLog:
         with broker_errors("the run's log was not read"):
             seconds, micros = await client.time()
             clock.learn(seconds + micros / 1e6)
-            # Large parts are read afterwards. An entry is added in one step with its part, so the part is there.
-            items: Any = await client.lrange(run_log_key(deployment, tenant, run), 0, -1)
-            texts = [await _whole(client, deployment, tenant, run, index, item) for index, item in enumerate(items)]
+            key, texts = run_log_key(deployment, tenant, run), list[str | bytes]()
+            # In pages: an entry may have a megabyte, and Redis serves no other client while it reads.
+            while page := await client.lrange(key, len(texts), len(texts) + PAGE - 1):
+                texts += page
         try:
             opened = [
                 keys.unseal(entry_purpose(tenant, run, attempt.number, index), text) for index, text in enumerate(texts)
@@ -200,7 +185,7 @@ class RunLog:
             ) from error
         return cls(client, deployment, keys, attempt, entries, clock)
 
-    async def append(self, entry: LogEntry, spending: ReplySpending | None = None) -> None:
+    async def append(self, entry: RunEvent, spending: ReplySpending | None = None) -> None:
         """Append an entry, and count `spending` in the same step. Wait while Redis does not answer. Raises RunTaken:
         another process holds the run.
         """
@@ -230,48 +215,41 @@ class RunLog:
 
     async def keep_artifacts(self, archive: bytes) -> None:
         """Store the archive that waits for the grader, next to the log. Raises BrokerUnavailable."""
-        # A transaction: without its time to live, an archive would stay permanently. Not signed: the log entry has its
-        # hash.
-        pipe = self._client.pipeline(transaction=True)
-        pipe.hset(self._parts_key, _ARTIFACTS, archive)
-        pipe.expire(self._parts_key, RUN_TTL_S)
+        # Not signed: the log entry has its hash.
         with broker_errors("the artifacts were not stored"):
-            await pipe.execute()
+            await self._client.set(self._artifacts_key, archive, ex=RUN_TTL_S)
 
     async def load_artifacts(self) -> bytes | None:
         """Return the archive; None if it is no longer stored. The caller checks its hash. Raises BrokerUnavailable."""
         with broker_errors("the artifacts were not read"):
-            archive: Any = await self._client.hget(self._parts_key, _ARTIFACTS)
+            archive: Any = await self._client.get(self._artifacts_key)
         return archive if isinstance(archive, bytes) else None
 
     async def drop_artifacts(self) -> None:
         """Delete the archive. If Redis does not answer, it expires with the log."""
         with suppress(BrokerUnavailable), broker_errors("the artifacts were not deleted"):
-            await self._client.hdel(self._parts_key, _ARTIFACTS)
+            await self._client.delete(self._artifacts_key)
 
     async def _add(self, index: int) -> str:
-        attempt = self._attempt
+        attempt, event = self._attempt, self.entries[index]
         purpose = entry_purpose(attempt.tenant, attempt.run, attempt.number, index)
-        text = self._keys.seal(purpose, self.entries[index].to_text())
-        # Readers that look for sessions read pages of many logs, and must not load large results with them.
-        item, part = text, ""
-        if len(text.encode()) > INLINE_BYTES:
-            item, part = json.dumps({"part": index}), text
+        text = self._keys.seal(purpose, json.dumps(event.to_json(), separators=(",", ":")))
+        opened = event.session if isinstance(event, SessionOpening | StateForking) else ""
+        sealed = self._keys.seal(session_purpose(attempt.tenant, attempt.run), opened) if opened else ""
         names = (self._deployment, attempt.tenant, attempt.run)
         # A resumed run opens its session again, so a new session is not progress. Otherwise a run that kills every
         # holder at this point would be resumed without end.
-        event = self.entries[index].event
         is_further = not isinstance(event, SessionOpening | StateForking)
         spent = self._spending.get(index, ReplySpending())
         prefix, has_session = usage_prefix(self._deployment, attempt.tenant), int(self.session is not None)
         session = session_usage_key(self._deployment, attempt.tenant, self.session or "")
         reply = await self._append(
-            keys=[run_key(*names), run_log_key(*names), run_parts_key(*names), session],
+            keys=[run_key(*names), run_log_key(*names), run_sessions_key(*names), session],
             args=[
                 attempt.claim,
                 index,
-                item,
-                part,
+                text,
+                sealed,
                 RUN_TTL_S,
                 "1" if is_further else "0",
                 prefix,
@@ -289,113 +267,37 @@ def entry_purpose(tenant: str, run: str, attempt: int, index: int) -> str:
     return f"log {tenant} {run} {attempt} {index}"
 
 
-async def _whole(
-    client: "redis.asyncio.Redis", deployment: str, tenant: str, run: str, index: int, item: bytes
-) -> bytes:
-    """Return the text of an entry, which may be stored in the separate hash."""
-    if not item.startswith(b'{"part"'):
-        return item
-    text: Any = await client.hget(run_parts_key(deployment, tenant, run), str(index))
-    if not isinstance(text, bytes):
-        raise ConfigError(
-            f"a part of the log of run {run} is missing in Redis: check that Redis evicts no keys, then retry the item"
-        )
-    return text
+def session_purpose(tenant: str, run: str) -> str:
+    """Return the signing purpose of the session of a run."""
+    return f"session {tenant} {run}"
 
 
 AT_ONCE = 100
-PAGE = 16
-"""Number of entries of a log that are read at a time. The entries of the session come first. There are two of them, or
-more if processes died while they opened the session.
-"""
 
 
 async def close_left_sessions(
     client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Iterable[str]
 ) -> int:
-    """Close the sessions of these runs. Return how many sessions their logs contain. The hosts remove the sandboxes.
-    Raises BrokerUnavailable when Redis does not answer.
+    """Close all sessions that these runs have opened or were about to open, also those of graders and of kept states.
+    Return how many there are. The hosts remove the sandboxes. Raises BrokerUnavailable when Redis does not answer.
     """
-    names, store = list(runs), SessionStore(client, deployment)
-    count = 0
+    names, store, count = list(runs), SessionStore(client, deployment), 0
     for at in range(0, len(names), AT_ONCE):
-        for session in await _find_sessions(client, deployment, keys, tenant, names[at : at + AT_ONCE]):
+        some, pipe = names[at : at + AT_ONCE], client.pipeline(transaction=False)
+        for run in some:
+            pipe.smembers(run_sessions_key(deployment, tenant, run))
+        with broker_errors("the sessions of runs were not read"):
+            rows = await pipe.execute()
+        for run, sealed in ((run, sealed) for run, row in zip(some, rows, strict=True) for sealed in row):
+            try:
+                # A session that this process cannot verify may belong to another run.
+                session = keys.unseal(session_purpose(tenant, run), sealed)
+            except EnvelopeRefused as error:
+                log.error("run_session_refused", tenant=tenant, run=run, error=str(error))
+                continue
             await store.close(tenant, session)
             count += 1
     return count
-
-
-async def _find_sessions(
-    client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Sequence[str]
-) -> list[str]:
-    """Return all sessions that were opened or were about to be opened. Their entries are at the beginning of a log;
-    entries of the grader are at the end; entries of kept states are anywhere.
-    """
-    sessions: list[str] = []
-    # The start and the end of each log, so that a run with thousands of entries costs two pages.
-    for run, (attempt, first, items) in zip(runs, await _read_ends(client, deployment, tenant, runs), strict=True):
-        found = [_session_of(keys, tenant, run, attempt, first + at, item) for at, item in enumerate(items)]
-        sessions += [session for session in found if session is not None]
-    first = 0
-    while runs:
-        pages = await _read(client, deployment, tenant, runs, first)
-        session_pages = [
-            [_session_of(keys, tenant, run, attempt, first + at, item) for at, item in enumerate(items)]
-            for run, (attempt, _, items) in zip(runs, pages, strict=True)
-        ]
-        sessions += [session for page in session_pages for session in page if session is not None]
-        # After a page that contains only entries of sessions, more such entries may follow.
-        runs = [
-            run
-            for run, (_, has_states, _), page in zip(runs, pages, session_pages, strict=True)
-            if len(page) == PAGE and (has_states or None not in page)
-        ]
-        first += PAGE
-    return list(dict.fromkeys(sessions))
-
-
-async def _read(
-    client: "redis.asyncio.Redis", deployment: str, tenant: str, runs: Sequence[str], first: int
-) -> list[tuple[int, bool, list[bytes]]]:
-    """Return a page of each run's log, with the attempt of the run, and whether it has kept states."""
-    pipe = client.pipeline(transaction=False)
-    for run in runs:
-        pipe.hmget(run_key(deployment, tenant, run), "attempt", "has_states")
-        pipe.lrange(run_log_key(deployment, tenant, run), first, first + PAGE - 1)
-    with broker_errors("the sessions of runs were not read"):
-        replies: list[Any] = await pipe.execute()
-    rows = zip(replies[::2], replies[1::2], strict=True)
-    return [(int(attempt or 1), bool(has_states), items) for (attempt, has_states), items in rows]
-
-
-async def _read_ends(
-    client: "redis.asyncio.Redis", deployment: str, tenant: str, runs: Sequence[str]
-) -> list[tuple[int, int, list[bytes]]]:
-    """Return the last page of each run's log, with the attempt of the run and the position of the page."""
-    # A transaction, because the position of an entry is computed from the length, and decides whether it can be
-    # verified.
-    pipe = client.pipeline(transaction=True)
-    for run in runs:
-        pipe.hget(run_key(deployment, tenant, run), "attempt")
-        pipe.llen(run_log_key(deployment, tenant, run))
-        pipe.lrange(run_log_key(deployment, tenant, run), -PAGE, -1)
-    with broker_errors("the sessions of runs were not read"):
-        replies: list[Any] = await pipe.execute()
-    rows = zip(replies[::3], replies[1::3], replies[2::3], strict=True)
-    return [(int(attempt or 1), max(0, length - len(items)), items) for attempt, length, items in rows]
-
-
-def _session_of(keys: SigningKeys, tenant: str, run: str, attempt: int, index: int, item: bytes) -> str | None:
-    """Return the session in an entry of a log; None for other entries. An entry that this process cannot verify must
-    not close a session.
-    """
-    try:
-        entry = parse_entry(keys.unseal(entry_purpose(tenant, run, attempt, index), item))
-    except (EnvelopeRefused, ValueError) as error:
-        if not item.startswith(b'{"part"'):
-            log.error("run_log_entry_refused", tenant=tenant, run=run, error=str(error))
-        return None
-    return entry.event.session if isinstance(entry.event, SessionOpening | SessionOpened | StateForking) else None
 
 
 # --- Transcripts ------------------------------------------------------------------------------------------------------

@@ -40,6 +40,10 @@ local function extend_run_ttl(tenant, batch, run) redis.call('EXPIRE', run_key(t
 -- The run with the lowest rank comes first: the highest priority, then the lowest line.
 local function rank(priority, line) return -tonumber(priority) * 1e9 + tonumber(line) end
 
+-- The log of a run and the keys that belong to it (store/run_log.py).
+local log_parts = {':log', ':sessions', ':artifacts'}
+local function delete_log(key) for _, part in ipairs(log_parts) do redis.call('DEL', key .. part) end end
+
 local function enqueue(tenant, batch, run)
   local fields = redis.call('HMGET', run_key(tenant, run), 'priority', 'line')
   local waiting = batch_key(tenant, batch) .. ':waiting'
@@ -138,8 +142,7 @@ local function end_run(tenant, run, outcome, failure, ended, transcript)
   -- Without a transcript, readers take the replies of a hosted run from its log. The log of a run with kept states lives as long as these may.
   local has_states = redis.call('HEXISTS', key, 'has_states') == 1
   local log_ttl = batch == HOSTED_BATCH and (transcript or '') == '' and ttl_of(tenant, batch) or has_states and 86400 or 3600
-  redis.call('EXPIRE', key .. ':log', log_ttl)
-  redis.call('EXPIRE', key .. ':parts', log_ttl)
+  for _, part in ipairs(log_parts) do redis.call('EXPIRE', key .. part, log_ttl) end
   end_batch_if_complete(tenant, batch)
   return batch
 end
@@ -348,7 +351,7 @@ function steps.give_back()
   if ARGV[8] == '1' then
     redis.call('HINCRBY', key, 'attempt', 1)
     redis.call('HDEL', key, 'losses', 'told_step', 'has_states')
-    redis.call('DEL', key .. ':log', key .. ':parts')
+    delete_log(key)
   end
   redis.call('SREM', batch_key(tenant, fields[2]) .. ':running', run)
   redis.call('ZREM', runs .. 'leases', tenant .. '|' .. run)
@@ -454,7 +457,7 @@ function steps.retry()
       redis.call('HSET', key, 'state', 'queued', 'outcome', '', 'failure', '', 'queued_at', stamp)
       redis.call('HSET', key, 'first_attempt', redis.call('HINCRBY', key, 'attempt', 1))
       redis.call('HDEL', key, 'losses', 'has_states')
-      redis.call('DEL', key .. ':log', key .. ':parts')
+      delete_log(key)
       redis.call('ZREM', batch_at .. ':ended', run)
       redis.call('HINCRBY', batch_at, 'failed:' .. failure, -1)
       enqueue(tenant, batch, run)

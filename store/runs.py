@@ -22,7 +22,7 @@ from redis.exceptions import ConnectionError as LostConnection
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.names import audit_key, deployment_key, runs_prefix, tenant_key
-from contract.run_events import Failure, FailureKind
+from contract.run_events import Failure, FailureKind, RunEvent
 from contract.signing import UNSEAL_LUA, SigningKeys
 from contract.webhooks import Webhook
 from store.audit import AUDIT_LUA
@@ -51,7 +51,6 @@ from store.connection import broker_errors
 from store.run_events import not_found
 from store.run_log import (
     MAX_TRANSCRIPT_BYTES,
-    LogEntry,
     RunAttempt,
     RunLog,
     close_left_sessions,
@@ -571,7 +570,7 @@ class RunQueue:
 
     async def read_log(
         self, tenant: str, run: str, batch: str | None = HOSTED_BATCH
-    ) -> tuple[RunRecord, list[LogEntry]]:
+    ) -> tuple[RunRecord, list[RunEvent]]:
         """Return the record and the log of a run in `batch` (None: in any batch). The log of a batch's run is removed
         an hour after its end; with kept states, a day after its end. Raises ToolFailure(FILE_NOT_FOUND): no such run.
         Raises ConfigError: the run cannot be verified or read.

@@ -137,9 +137,9 @@ class Grading:
         # Logged before the grading: a process that resumes the run grades the same bytes, although the agent's session
         # may be closed by then.
         return await journal.note_submission(
-            body,
-            failure,
             submission.archive,
+            body=body,
+            failure=failure,
             files=submission.files,
             bytes=submission.bytes,
             refusal=submission.refusal,

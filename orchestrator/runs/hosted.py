@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
-from contract.run_events import CallFinished, ModelReplied
+from contract.run_events import CallFinished, ModelReplied, RunEvent
 from contract.signing import SigningKeys
 from contract.webhooks import Webhook
 from orchestrator.batches.environments import EnvironmentChecker
@@ -30,7 +30,6 @@ from store.audit import Actor, build_entry, entry_text
 from store.batches import HOSTED_BATCH, RUNS_URL, BatchItem, ForkPoint, ForkSource, ItemEnvironment, RunBody
 from store.connection import RedisClient
 from store.run_events import RunEventHub, not_found
-from store.run_log import LogEntry
 from store.run_records import About, HostedRun, HostedState, RunPage, RunRecord
 from store.runs import (
     HOSTED_DEFAULTS,
@@ -47,7 +46,7 @@ from store.sessions import SessionStore
 from store.tenants import RedisTenants
 
 
-def build_transcript(run: str, record: RunRecord, entries: Sequence[LogEntry]) -> list[dict[str, Any]]:
+def build_transcript(run: str, record: RunRecord, entries: Sequence[RunEvent]) -> list[dict[str, Any]]:
     """Return the messages so far: the request, each reply, and the results of the reply's calls.
 
     Each result is a tool message here, whichever form the model received. The system prompt is missing, because an
@@ -59,7 +58,7 @@ def build_transcript(run: str, record: RunRecord, entries: Sequence[LogEntry]) -
         messages.append({"role": "user", "content": record.item.work.instruction})
     # Attempts after the first have another name, and call ids derive from this name.
     name, step, model_ids = run if record.attempt == 1 else f"{run}-{record.attempt}", 0, dict[str, str]()
-    for event in (entry.event for entry in entries):
+    for event in entries:
         if isinstance(event, ModelReplied):
             step += 1
             reader = NativeDialect().open_reader(name, step, reads_tags=False)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pydantic import TypeAdapter
 
 from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFailure
-from contract.run_events import StateForking
+from contract.run_events import SessionOpened, SessionOpening, StateForking, StateKept
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.sessions import Session, SessionInfo, SessionStart
@@ -37,9 +37,10 @@ class ItemSessions:
         name, pool = new_session_name(), self._pool
         async with self._slots.lend():
             async with self._turns.turn(tenant, start.image):
-                await journal.note_opening(name)
+                await journal.note(SessionOpening, session=name)
                 session = await Session.open(pool.dispatcher, pool.blobs, tenant=tenant, start=start, name=name)
-            await journal.note_opened(name, _INFO.dump_python(await session.info(), mode="json"))
+            info = _INFO.dump_python(await session.info(), mode="json")
+            await journal.note(SessionOpened, session=name, info=info)
         return session
 
     def resume(self, tenant: str, info: object) -> Session:
@@ -78,13 +79,13 @@ class ItemSessions:
                 if error.code not in (ErrorCode.SESSION_BUSY, ErrorCode.RATE_LIMITED) or not await backoff.wait():
                     break
         problem = "" if name else problem
-        await journal.note_state(step, name, problem)
+        await journal.note(StateKept, step=step, session=name, problem=problem)
         return problem
 
     async def _fork(self, session: Session, journal: Journal, step: int) -> str:
         """Fork the session once. Return the name of the fork, which is new in each attempt: a failed one is closed."""
         name = new_session_name()
-        await journal.note_forking(step, name)
+        await journal.note(StateForking, step=step, session=name)
         await session.fork_as([name], leave_jobs=True)
         return name
 

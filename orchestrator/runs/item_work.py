@@ -414,7 +414,7 @@ class ItemWork:
                 sent_since=journal.began_at if journal.is_resumed else None,
             )
             result = await until_admitted(lambda: session.send(request))
-        await journal.note_result(call_id, result)
+        await journal.note(CallFinished, result=result)
         self._pool.dispatcher.settle(claim.tenant, call_id)
         on_event(CallFinished(run=claim.run, result=result, seconds=time.monotonic() - began))
         return result
@@ -448,7 +448,7 @@ class ItemWork:
         if paths:
             await session.save_files(file, paths)
         missing = Copied(unmatched=tuple(idle), skipped=tuple(skipped)).missing()
-        return await journal.note_artifacts(_printable(paths), _printable(missing), file)
+        return await journal.note(ArtifactsCopied, paths=_printable(paths), missing=_printable(missing), file=file)
 
     async def _export(self, item: BatchItem, journal: Journal, folder_of_all: str, session: Session) -> ArtifactsCopied:
         """Copy the artifacts to the item's folder on this machine. Return the logged event."""
@@ -456,7 +456,7 @@ class ItemWork:
         with tempfile.TemporaryDirectory(prefix="toolcrew-artifacts-") as folder:
             await session.export(folder)
             copied = await asyncio.to_thread(copy_artifacts, Path(folder), item.environment.artifacts, target)
-        return await journal.note_artifacts(_printable(copied.paths), _printable(copied.missing()))
+        return await journal.note(ArtifactsCopied, paths=_printable(copied.paths), missing=_printable(copied.missing()))
 
 
 class _CopiedOut(TypedDict, total=False):
@@ -467,9 +467,9 @@ class _CopiedOut(TypedDict, total=False):
     file: str
 
 
-def _printable(texts: Iterable[str]) -> list[str]:
+def _printable(texts: Iterable[str]) -> tuple[str, ...]:
     """Return the texts as valid UTF-8 for a row. A file name can contain any bytes."""
-    return [os.fsencode(text).decode(errors="backslashreplace") for text in texts]
+    return tuple(os.fsencode(text).decode(errors="backslashreplace") for text in texts)
 
 
 def keeps_states(item: BatchItem) -> bool:

@@ -9,9 +9,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
-
-from pydantic import JsonValue
+from typing import Any, NoReturn, TypeVar
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable
@@ -20,7 +18,6 @@ from contract.run_events import (
     ArtifactsCopied,
     CallFinished,
     CallReviewed,
-    Failure,
     ModelReplied,
     RunEvent,
     SessionOpened,
@@ -33,9 +30,11 @@ from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.runs.billed_model import price_reply
 from orchestrator.runs.chunks import join_chunks
 from orchestrator.runs.live_text import LiveText
-from store.run_log import LogEntry, RunLog, RunTaken
+from store.run_log import RunLog, RunTaken
 from store.tasks import retry_until_available
 from store.usage import ReplySpending
+
+E = TypeVar("E", bound=RunEvent)
 
 
 class Journal:
@@ -54,25 +53,17 @@ class Journal:
         # Another host may continue this log and its clock may differ. All times of a log come from the log's own
         # clock.
         self._log, self._on_taken, self._clock = run_log, on_taken, clock or run_log.clock
-        logged = [entry.event for entry in run_log.entries]
+        logged = list(run_log.entries)
         self._replies = [event for event in logged if isinstance(event, ModelReplied)]
         self._reviews = {event.call_id: event for event in logged if isinstance(event, CallReviewed)}
         self._results = {event.result.call_id: event.result for event in logged if isinstance(event, CallFinished)}
-        self.artifacts = next((event for event in logged if isinstance(event, ArtifactsCopied)), None)
-        """The logged copy of the run's artifacts; None if no artifacts are copied yet."""
-        self.submission = next((event for event in logged if isinstance(event, SubmissionTaken)), None)
-        """The logged end of the agent's work; None if the grading has not begun."""
         self.is_resumed = bool(logged)
         """True if the log has entries: this process or an earlier process has already started the run."""
-        self.has_lost_session = any(_is_session_lost(result) for result in self._results.values())
-        """True if a call found that the run's session no longer exists. Later replies of the model would rest on a
-        lost sandbox.
-        """
         # Number of replies that the loop has requested. A number above the count of logged replies means a new reply.
         self._replayed = 0
         self._begun_at: float | None = None
         self._prices: Prices | None = None
-        self.spent_wall_s = max((entry.wall_s for entry in run_log.entries), default=0.0)
+        self.spent_wall_s = max((event.wall_s for event in logged), default=0.0)
         """Working time of the run at the end of its log, in seconds."""
 
     @property
@@ -90,7 +81,7 @@ class Journal:
     @property
     def began_at(self) -> float | None:
         """Return the time of the first log entry, in Unix seconds; None if the log is empty."""
-        return self._log.entries[0].event.at if self._log.entries else None
+        return self._log.entries[0].at if self._log.entries else None
 
     @property
     def has_grown(self) -> bool:
@@ -98,26 +89,44 @@ class Journal:
         return self._log.has_grown
 
     @property
+    def has_lost_session(self) -> bool:
+        """Return whether a call found that the run's session no longer exists. Later replies of the model would rest on
+        a lost sandbox.
+        """
+        results = (event.result for event in self._log.entries if isinstance(event, CallFinished))
+        return any(result.error_code is ErrorCode.SESSION_NOT_FOUND for result in results)
+
+    @property
+    def artifacts(self) -> ArtifactsCopied | None:
+        """Return the logged copy of the run's artifacts; None if no artifacts are copied yet."""
+        return self._last(ArtifactsCopied)
+
+    @property
+    def submission(self) -> SubmissionTaken | None:
+        """Return the logged end of the agent's work; None if the grading has not begun."""
+        return self._last(SubmissionTaken)
+
+    @property
     def opening(self) -> str | None:
         """Return the session that the run was opening when its log ended; None otherwise. The session may not exist."""
-        last = self._last((SessionOpening, SessionOpened))
+        last = self._last(SessionOpening, SessionOpened)
         return last.session if isinstance(last, SessionOpening) else None
 
     @property
     def session(self) -> SessionOpened | None:
         """Return the open session of the run; None if no session is open."""
-        last = self._last((SessionOpening, SessionOpened))
+        last = self._last(SessionOpening, SessionOpened)
         return last if isinstance(last, SessionOpened) else None
 
     @property
     def steps(self) -> int:
         """Return the number of replies in the log. All but the last of these steps are complete."""
-        return sum(isinstance(entry.event, ModelReplied) for entry in self._log.entries)
+        return sum(isinstance(event, ModelReplied) for event in self._log.entries)
 
     @property
     def state(self) -> StateForking | StateKept | None:
         """Return the last event about a kept state; None if there is none."""
-        last = self._last((StateForking, StateKept))
+        last = self._last(StateForking, StateKept)
         return last if isinstance(last, StateForking | StateKept) else None
 
     @property
@@ -125,7 +134,7 @@ class Journal:
         """Return the sessions that this run has made or was about to make for its states. The states of copied steps
         belong to another run.
         """
-        return [entry.event.session for entry in self._log.entries if isinstance(entry.event, StateForking)]
+        return [event.session for event in self._log.entries if isinstance(event, StateForking)]
 
     def bill(self, session: str | None, prices: Prices | None) -> None:
         """Count new replies for the session, at these prices."""
@@ -166,61 +175,35 @@ class Journal:
         """Return the logged result of a call; None if the call has not finished."""
         return self._results.get(call)
 
-    async def note_opening(self, session: str) -> None:
-        """Log that the run is about to open this session. A later process can then remove the session after a crash."""
-        await self._append(SessionOpening(run=self._log.run, at=self._clock(), session=session))
-
-    async def note_opened(self, session: str, info: dict[str, JsonValue]) -> None:
-        """Log that the session is open. `info`: the session's description as JSON."""
-        await self._append(SessionOpened(run=self._log.run, at=self._clock(), session=session, info=info))
+    async def note(self, kind: type[E], spending: ReplySpending | None = None, **fields: Any) -> E:
+        """Log an event of this type with these fields, and return it. Counts `spending` in the same step. Does not
+        return if another process owns the run.
+        """
+        event = kind(run=self._log.run, at=self._clock(), wall_s=self._wall_s(), **fields)
+        try:
+            await self._log.append(event, spending)
+        except RunTaken:
+            await self._stop()
+        return event
 
     async def note_reply(self, chunks: Iterable[Chunk]) -> None:
         """Log a reply of the model, and count its tokens in the same step. The reply must be complete."""
-        replied = ModelReplied(run=self._log.run, at=self._clock(), chunks=tuple(chunks))
-        await self._append(replied, price_reply(replied.chunks, self._prices))
+        reply = tuple(chunks)
+        await self.note(ModelReplied, price_reply(reply, self._prices), chunks=reply)
 
     async def note_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
         """Log the decision about a call: the approved call, or the result that refuses the call."""
         approved, refused = (reviewed, None) if isinstance(reviewed, ToolCall) else (None, reviewed)
-        await self._append(
-            CallReviewed(run=self._log.run, at=self._clock(), call_id=call, approved=approved, refused=refused)
-        )
+        await self.note(CallReviewed, call_id=call, approved=approved, refused=refused)
 
-    async def note_result(self, call: str, result: ToolResult) -> None:
-        """Log the result of a call."""
-        self.has_lost_session = self.has_lost_session or _is_session_lost(result)
-        await self._append(CallFinished(run=self._log.run, at=self._clock(), result=result))
-
-    async def note_forking(self, step: int, session: str) -> None:
-        """Log that this session is about to be forked from the run's session. A later process can then remove it."""
-        await self._append(StateForking(run=self._log.run, at=self._clock(), step=step, session=session))
-
-    async def note_state(self, step: int, session: str, problem: str = "") -> None:
-        """Log that the session is the state after `step` steps, or why that state was not kept."""
-        await self._append(StateKept(run=self._log.run, at=self._clock(), step=step, session=session, problem=problem))
-
-    async def note_artifacts(self, paths: Iterable[str], missing: Iterable[str], file: str = "") -> ArtifactsCopied:
-        """Log that the run's artifacts are copied, and return the logged event."""
-        event = ArtifactsCopied(
-            run=self._log.run, at=self._clock(), paths=tuple(paths), missing=tuple(missing), file=file
-        )
-        await self._append(event)
-        return event
-
-    async def note_submission(
-        self, body: dict[str, JsonValue] | None, failure: Failure | None, archive: bytes, **facts: Any
-    ) -> SubmissionTaken:
+    async def note_submission(self, archive: bytes, **fields: Any) -> SubmissionTaken:
         """Store the artifacts, log that only the grading is left, and return the logged event. `archive`: b"" for
-        none. `facts`: further fields of the event.
+        none.
         """
         digest = hashlib.sha256(archive).hexdigest() if archive else ""
         if archive:
             await retry_until_available(lambda: self._log.keep_artifacts(archive))
-        self.submission = SubmissionTaken(
-            run=self._log.run, at=self._clock(), body=body, failure=failure, sha256=digest, **facts
-        )
-        await self._append(self.submission)
-        return self.submission
+        return await self.note(SubmissionTaken, sha256=digest, **fields)
 
     async def load_artifacts(self, sha256: str) -> bytes:
         """Return the archive of a logged submission. Raises SandboxUnavailable: it is lost, or was changed."""
@@ -236,13 +219,6 @@ class Journal:
         """Delete the archive of the submission, which has its grade."""
         await self._log.drop_artifacts()
 
-    async def _append(self, event: RunEvent, spending: ReplySpending | None = None) -> None:
-        """Append the event to the log. Does not return if another process owns the run."""
-        try:
-            await self._log.append(LogEntry(event, self._wall_s()), spending)
-        except RunTaken:
-            await self._stop()
-
     async def _stop(self) -> NoReturn:
         """Report that another process owns the run, then wait until this task is cancelled.
 
@@ -253,19 +229,13 @@ class Journal:
         await asyncio.get_running_loop().create_future()
         raise AssertionError("no code sets it")
 
-    def _last(self, kinds: tuple[type[RunEvent], ...]) -> RunEvent | None:
+    def _last(self, *kinds: type[E]) -> E | None:
         """Return the last event of these types in the log; None if there is none."""
-        events = (entry.event for entry in reversed(self._log.entries))
-        return next((event for event in events if isinstance(event, kinds)), None)
+        return next((event for event in reversed(self._log.entries) if isinstance(event, kinds)), None)
 
     def _wall_s(self) -> float:
         """Return the working time of the run, in seconds, including the time of earlier processes."""
         return self.spent_wall_s + (time.monotonic() - self._begun_at if self._begun_at is not None else 0.0)
-
-
-def _is_session_lost(result: ToolResult) -> bool:
-    """Return whether the result says that the session does not exist."""
-    return result.error_code is ErrorCode.SESSION_NOT_FOUND
 
 
 def _as_text(value: Any) -> Any:

@@ -21,7 +21,7 @@ from contract.run_events import CallFinished, CallReviewed, ModelReplied, RunEve
 from contract.session_locations import MAX_FORKS
 from orchestrator.dialects.call_ids import build_call_id
 from store.batches import BatchDefaults, ForkSource, ItemEnvironment, RunBody, RunLimits
-from store.run_log import LogEntry, RunLog
+from store.run_log import RunLog
 from store.run_records import HostedRun, RunRecord
 from store.runs import RunClaim, RunQueue
 
@@ -35,24 +35,24 @@ def name_attempt(run: str, attempt: int) -> str:
     return run if attempt == 1 else f"{run}-{attempt}"
 
 
-def copy_steps(entries: Iterable[LogEntry], step: int, parent: str, run: str, name: str) -> list[LogEntry]:
-    """Return the entries of the first `step` steps as entries of `run`. `parent`, `name`: the names of the attempts of
+def copy_steps(events: Iterable[RunEvent], step: int, parent: str, run: str, name: str) -> list[RunEvent]:
+    """Return the events of the first `step` steps as events of `run`. `parent`, `name`: the names of the attempts of
     both runs.
 
-    Entries about the session of the other run are left out. The copied steps take no working time of the fork.
+    Events about the session of the other run are left out. The copied steps take no working time of the fork.
     """
     # Sessions, submissions and artifacts are left out: the fork has its own. `wall_s` is left out, because the limit of
     # a fork's working time counts its own work.
-    copied, steps = list[LogEntry](), 0
-    for event in (entry.event for entry in entries):
+    copied, steps = list[RunEvent](), 0
+    for event in events:
         steps += isinstance(event, ModelReplied)
         if steps > step:
             break
         match event:
             case ModelReplied() | StateKept():
-                copied.append(LogEntry(replace(event, run=run)))
+                copied.append(replace(event, run=run, wall_s=0.0))
             case CallReviewed() | CallFinished():
-                copied.append(LogEntry(_rename_call(replace(event, run=run), parent, name)))
+                copied.append(_rename_call(replace(event, run=run, wall_s=0.0), parent, name))
             case _:
                 pass
     return copied
@@ -122,13 +122,13 @@ class ForkPlan:
     priority: int
 
 
-def plan_fork(run: str, record: RunRecord, entries: Sequence[LogEntry], step: int, defaults: BatchDefaults) -> ForkPlan:
+def plan_fork(run: str, record: RunRecord, entries: Sequence[RunEvent], step: int, defaults: BatchDefaults) -> ForkPlan:
     """Return what forks of the run after `step` steps begin with. `defaults`: of the batch of the run.
 
     Raises ToolFailure(INVALID_ARGUMENTS): the run has no state of that step.
     """
     body = record.item.work
-    states = {event.step: event for event in (entry.event for entry in entries) if isinstance(event, StateKept)}
+    states = {event.step: event for event in entries if isinstance(event, StateKept)}
     if not isinstance(body, RunBody) or not body.keep_states:
         raise _refused(f"run {run} keeps no states, so it cannot be forked: start it with `keep_states`")
     if not entries:

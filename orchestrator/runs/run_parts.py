@@ -13,7 +13,16 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.model_endpoints import Prices
 from contract.registry import Switch, filter_specs, switches_for
-from contract.run_events import ApprovalAsked, CallSent, OnEvent, OutputArrived, RunEvent, SandboxReady, Warned
+from contract.run_events import (
+    ApprovalAsked,
+    CallFinished,
+    CallSent,
+    OnEvent,
+    OutputArrived,
+    RunEvent,
+    SandboxReady,
+    Warned,
+)
 from contract.schema import find_aliases, is_quick
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import SKILL_TOOL
@@ -157,7 +166,7 @@ class RunJournal(Protocol):
 
     async def note_review(self, call: str, reviewed: ToolCall | ToolResult) -> None: ...
 
-    async def note_result(self, call: str, result: ToolResult) -> None: ...
+    async def note(self, kind: type[CallFinished], *, result: ToolResult) -> CallFinished: ...
 
 
 async def _do_not_wait(_: str) -> None:
@@ -436,7 +445,7 @@ class _Calls:
             result = await retry_until_available(self._build_attempts(call, journal.now))
         except BrokerUnavailable as error:
             result = ToolResult.failed(call, error.code, str(error))
-        await journal.note_result(call.id, result)
+        await journal.note(CallFinished, result=result)
         # Only now may the pool delete the result: until the result is in the journal, the pool has the only copy.
         self._parts.settle(self._session, call.id)
         return result

@@ -1,6 +1,7 @@
 """An attacker with write access to all of Redis, but without the secret, writes the records that decide about access."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from store.call_events import call_event_keys
 from store.catalog import RedisCatalog
 from store.connection import open_redis
 from store.idempotency import IdempotencyStore
-from store.run_log import LogEntry, RunAttempt, RunLog, run_key, run_log_key
+from store.run_log import RunAttempt, RunLog, run_key, run_log_key
 from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants, WorkerTenants
 from tests.builders import KEY, build_spec
@@ -290,10 +291,8 @@ async def test_what_a_run_came_to_cannot_be_forged_or_copied(harness: RunHarness
 
 # The log of a run: its replies make an orchestrator send calls
 
-REPLY = LogEntry(ModelReplied(run="b-1", at=1.0, chunks=({"choices": [{"delta": {"tool_calls": []}}]},)))
-RESULT = LogEntry(
-    CallFinished(run="b-1", at=2.0, result=ToolResult(call_id="c1", name="echo", success=True, output="done"))
-)
+REPLY = ModelReplied(run="b-1", at=1.0, chunks=({"choices": [{"delta": {"tool_calls": []}}]},))
+RESULT = CallFinished(run="b-1", at=2.0, result=ToolResult(call_id="c1", name="echo", success=True, output="done"))
 
 
 async def write_log(harness: RunHarness) -> list[bytes]:
@@ -311,11 +310,11 @@ async def write_log(harness: RunHarness) -> list[bytes]:
 
 
 LOGS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
-    "an unsigned reply": lambda entries: [entries[0], entries[1], REPLY.to_text().encode()],
+    "an unsigned reply": lambda entries: [entries[0], entries[1], json.dumps(REPLY.to_json()).encode()],
     "a reply with another secret": lambda entries: [
         entries[0],
         entries[1],
-        GUESS.seal("log acme b-1 1 2", REPLY.to_text()).encode(),
+        GUESS.seal("log acme b-1 1 2", json.dumps(REPLY.to_json())).encode(),
     ],
     "a changed result": lambda entries: [entries[0], entries[1].replace(b"done", b"DONE")],
     "entries in another order": lambda entries: [entries[1], entries[0]],

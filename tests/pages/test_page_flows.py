@@ -13,7 +13,7 @@ from contract.run_events import Failure, FailureKind, ModelReplied
 from store.approvals import AlreadyAnswered, ApprovalQuestion
 from store.audit import LOCAL, Actor, Audit
 from store.batches import BatchState, ForkSource, ItemEnvironment, ItemOutcome, RunBody
-from store.run_log import LogEntry, RunLog
+from store.run_log import RunLog
 from tests.batch_story import Attempt
 from tests.page_harness import DEPLOYMENT, FLOWER, Visitors, World, log_in, take_picture
 
@@ -277,7 +277,7 @@ async def test_a_batch_is_read_item_by_item_and_step_by_step(world: World, visit
         claim = claims[name]
         log = await RunLog.load(world.redis, DEPLOYMENT, world.runs.keys, claim.attempt)
         text = {"choices": [{"index": 0, "delta": {"content": f"step of {name}"}, "finish_reason": "stop"}]}
-        await log.append(LogEntry(ModelReplied(run=claim.run, at=1.0, chunks=(text,))))
+        await log.append(ModelReplied(run=claim.run, at=1.0, chunks=(text,)))
         outcome = ItemOutcome(custom_id=name, run=claim.run, status_code=200, body={"answer": "42"}, failure=failure)
         assert await world.runs.finish(claim, outcome)
     async with visitors.visit("acme") as visit:

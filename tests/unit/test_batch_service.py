@@ -16,7 +16,7 @@ from pydantic import SecretStr
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ModelDenied, ToolFailure
-from contract.run_events import CallFinished, FailureKind, OnEvent, RunEvent
+from contract.run_events import CallFinished, FailureKind, OnEvent, RunEvent, SessionOpening
 from contract.tenancy import TenantPolicy
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BadBatch, load_lines
@@ -171,7 +171,7 @@ async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(
 
 async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(harness: RunHarness) -> None:
     claim, journal = await take(harness)
-    await journal.note_opening("s1")
+    await journal.note(SessionOpening, session="s1")
     pool = FakePool(Tenants("zeta"))
     outcome = await service_of(pool).work(claim, journal, BatchDefaults(), lambda _: None)
     assert outcome.failure is not None
@@ -196,7 +196,7 @@ class UnservedService(ServiceWork, Unserved):
 
 async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_next_steps(harness: RunHarness) -> None:
     claim, journal = await take(harness)
-    await journal.note_opening("s1")
+    await journal.note(SessionOpening, session="s1")
     pool, events = FakePool(Tenants("acme")), list[RunEvent]()
     service = UnservedService(cast(Any, pool), cast(Any, None), cast(Any, None), None)
     async with asyncio.timeout(30):

@@ -56,7 +56,7 @@ async def test_the_exit_status_is_the_reward_of_a_grader_in_a_session_of_its_own
         ]
         sessions = [context.session for context in harness.transport.contexts]
         assert sandboxes.graded == [sessions[-1]] != [sessions[0]]
-        assert await harness.client.hlen("toolcrew:d:t:acme:run.b-1:parts") == 0
+        assert await harness.client.exists("toolcrew:d:t:acme:run.b-1:artifacts") == 0
 
 
 @pytest.mark.parametrize("code", [126, 127, 137, 255, -9, -15])
@@ -309,7 +309,7 @@ async def test_changed_artifacts_in_redis_are_no_artifacts(make: Made) -> None:
     Sandboxes(second)
     claim = await first.put(graded(build_run()))
     await broken_off(first, claim, reached)
-    await first.client.hset("toolcrew:d:t:acme:run.b-1:parts", "artifacts", tar_of(("a.py", b"0", b"evil")))
+    await first.client.set("toolcrew:d:t:acme:run.b-1:artifacts", tar_of(("a.py", b"0", b"evil")))
     outcome = await second.worked(await second.taken_over(claim))
     assert outcome.grade is None
     assert outcome.failure is not None

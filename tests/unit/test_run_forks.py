@@ -22,7 +22,7 @@ from orchestrator.dialects.call_ids import build_call_id
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.runs.run_forks import copy_steps
 from store.batches import BatchDefaults, RunBody
-from store.run_log import LogEntry, RunAttempt, RunLog
+from store.run_log import RunAttempt, RunLog
 from store.run_records import HostedState
 from tests.builders import KEY
 from tests.hosted_harness import HostedHarness, MadeHosted
@@ -83,11 +83,11 @@ def test_copied_entries_have_the_call_ids_of_the_fork(attempt: str, name: str) -
         ]
 
     opened = [SessionOpening(run="parent", session="s"), SessionOpened(run="parent", session="s", info={})]
-    entries = [LogEntry(event, 5.0) for event in [*opened, *build_step(1), *build_step(2), *build_step(3)]]
+    entries = [replace(event, wall_s=5.0) for event in [*opened, *build_step(1), *build_step(2), *build_step(3)]]
 
     copied = copy_steps(entries, 2, attempt, "fork", name)
 
-    events: list[Any] = [entry.event for entry in copied]
+    events: list[Any] = copied
     step = [StateKept, ModelReplied, CallReviewed, CallReviewed, CallFinished]
     assert [type(event) for event in events] == [*step, *step, StateKept]
     assert {entry.wall_s for entry in copied} == {0.0}
@@ -108,7 +108,7 @@ async def test_forks_repeat_no_shared_step_and_continue_from_the_state(harness: 
     assert (harness.asked(), sent_echoes(harness)) == (3, ["one", "two"])
     parent = await harness.runs.get("acme", run)
     _, entries = await harness.queue.read_log("acme", run)
-    states = {event.step: event.session for event in (entry.event for entry in entries) if isinstance(event, StateKept)}
+    states = {event.step: event.session for event in entries if isinstance(event, StateKept)}
     assert list(states) == [0, 1, 2]
     assert set(harness.places.known) == {("acme", session) for session in states.values()}
 
@@ -141,7 +141,7 @@ async def test_forks_repeat_no_shared_step_and_continue_from_the_state(harness: 
             "said other",
         ]
         _, copied = await harness.queue.read_log("acme", fork.id)
-        kept = {e.step: e.session for e in (entry.event for entry in copied) if isinstance(e, StateKept)}
+        kept = {e.step: e.session for e in copied if isinstance(e, StateKept)}
         assert (kept[0], kept[1]) == (states[0], states[1])
         assert kept[2] not in states.values()
     assert {"acme"} == {tenant for tenant, _ in harness.places.known}

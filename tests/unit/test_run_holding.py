@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio
 
 from contract.errors import ModelDenied
-from contract.run_events import BatchNotice, RunEvent, RunRetried
+from contract.run_events import BatchNotice, RunEvent, RunRetried, SessionOpening
 from orchestrator.runs import run_gate as gate_module
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
@@ -40,7 +40,7 @@ class Troubled:
     ) -> ItemOutcome:
         self.begun.append((claim.run, claim.record.attempt, claim.is_resumed))
         if not journal.is_resumed:
-            await journal.note_opening("s")
+            await journal.note(SessionOpening, session="s")
         if self._troubles:
             raise self._troubles.pop(0)
         self.gate.note_answer(claim.run)

@@ -11,6 +11,7 @@ import redis.asyncio
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ModelInterrupted, SandboxUnavailable
 from contract.model_endpoints import Prices
+from contract.run_events import ArtifactsCopied, CallFinished, SessionOpened, SessionOpening
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.runs.journal import Journal, LoggedModel
@@ -139,10 +140,10 @@ async def test_results_and_decisions_survive_the_process(harness: RunHarness) ->
     claim = await claimed(harness)
     journal = await journal_of(harness, claim)
     refusal = ToolResult.failed(build_call(call_id="c2"), ErrorCode.PERMISSION_DENIED, "no")
-    await journal.note_result("c1", done("c1"))
+    await journal.note(CallFinished, result=done("c1"))
     await journal.note_review("c1", build_call(call_id="c1", text="changed"))
     await journal.note_review("c2", refusal)
-    await journal.note_artifacts(["a.txt"], ["*.md"])
+    await journal.note(ArtifactsCopied, paths=("a.txt",), missing=("*.md",))
     resumed = await journal_of(harness, claim)
     assert resumed.result_of("c1") == done("c1")
     assert isinstance(approved := resumed.review_of("c1"), ToolCall)
@@ -157,9 +158,9 @@ async def test_a_session_is_known_when_it_is_there_and_suspected_before(harness:
     claim = await claimed(harness)
     journal = await journal_of(harness, claim)
     assert (journal.opening, journal.session) == (None, None)
-    await journal.note_opening("s1")
+    await journal.note(SessionOpening, session="s1")
     assert ((await journal_of(harness, claim)).opening, journal.session) == ("s1", None)
-    await journal.note_opened("s1", {"host": "h1"})
+    await journal.note(SessionOpened, session="s1", info={"host": "h1"})
     resumed = await journal_of(harness, claim)
     assert resumed.opening is None
     assert resumed.session is not None
@@ -180,15 +181,15 @@ async def test_whose_run_was_taken_stops_and_never_comes_to_an_outcome(harness: 
 async def test_the_run_time_survives_the_process_without_the_set_up(harness: RunHarness) -> None:
     claim = await claimed(harness)
     journal = await journal_of(harness, claim)
-    await journal.note_opening("s1")
+    await journal.note(SessionOpening, session="s1")
     assert (await journal_of(harness, claim)).spent_wall_s == 0.0
     journal.spent_wall_s = 7.0
     journal.begin()
-    await journal.note_result("c1", done("c1"))
+    await journal.note(CallFinished, result=done("c1"))
     again = await journal_of(harness, claim)
     assert 7.0 <= again.spent_wall_s < 7.0 + SOON_S
     again.begin()
-    await again.note_result("c2", done("c2"))
+    await again.note(CallFinished, result=done("c2"))
     assert (await journal_of(harness, claim)).spent_wall_s >= again.spent_wall_s
 
 
@@ -206,8 +207,9 @@ async def test_a_lost_sandbox_stops_requests_to_the_model(harness: RunHarness) -
     claim = await claimed(harness)
     journal = await journal_of(harness, claim)
     await read(LoggedModel(ScriptedModel([Calls([("echo", {})])]), journal, {}))
-    await journal.note_result(
-        "c1", ToolResult.failed(build_call(call_id="c1"), ErrorCode.SESSION_NOT_FOUND, "there is no such session")
+    await journal.note(
+        CallFinished,
+        result=ToolResult.failed(build_call(call_id="c1"), ErrorCode.SESSION_NOT_FOUND, "there is no such session"),
     )
     played = ScriptedModel(["a guess"])
     resumed = await journal_of(harness, claim)

@@ -19,6 +19,7 @@ from contract.run_events import (
     CallFinished,
     CallReviewed,
     ModelReplied,
+    RunEvent,
     RunReady,
     SessionOpened,
     SessionOpening,
@@ -31,7 +32,7 @@ from orchestrator.approvals import ApprovalPolicy, Decision, Rule
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.runs.journal import Journal
 from store.batches import BatchDefaults, ItemOutcome
-from store.run_log import LOGGED, LogEntry, RunLog
+from store.run_log import LOGGED, RunLog
 from store.runs import RunClaim
 from store.usage import DAY_S, ReplySpending, UsageStore
 from tests.builders import KEY
@@ -116,7 +117,7 @@ class StoppingLog:
         self._run_log = run_log
         run_log.append = self.append  # type: ignore[method-assign]
 
-    async def append(self, entry: LogEntry, spending: ReplySpending | None = None) -> None:
+    async def append(self, entry: RunEvent, spending: ReplySpending | None = None) -> None:
         is_last = len(self._run_log.entries) == self._position
         if not is_last or self._is_written:
             await self._append(entry, spending)
@@ -145,7 +146,7 @@ async def test_another_process_repeats_no_step(make: Made, tmp_path: Path, posit
     second = world.open_process(logged.count(ModelReplied))
     again = await second.taken_over(claim)
     continued = await RunLog.load(second.client, "d", KEY, again.attempt)
-    assert [type(entry.event) for entry in continued.entries] == logged
+    assert [type(event) for event in continued.entries] == logged
     async with asyncio.timeout(SOON_S):
         outcome = await world.work(second, again, continued)
 
@@ -167,7 +168,7 @@ async def test_another_process_repeats_no_step(make: Made, tmp_path: Path, posit
     assert len(world.sent("open")) == (2 if is_opened_again and lost is SessionOpened else 1)
     assert second.places.known == {}
     expected = [SessionOpening, *ENTRIES] if is_opened_again else ENTRIES
-    assert [type(entry.event) for entry in continued.entries] == expected
+    assert [type(event) for event in continued.entries] == expected
 
     # The stopped process, if it lives after all, changes nothing any more.
     working.cancel()
@@ -228,7 +229,7 @@ async def test_another_process_keeps_each_state_once(make: Made, position: int, 
     assert outcome.failure is None
     lost = None if is_written else KEPT[position]
     assert first.asked() + second.asked() == 2 + (lost is ModelReplied)
-    events = [entry.event for entry in continued.entries]
+    events = continued.entries
     states = [event for event in events if isinstance(event, StateKept)]
     assert [event.step for event in states] == [0, 1]
     # A fork whose process died before it logged the fork is removed, and the state is forked again.

@@ -9,9 +9,8 @@ from structlog.testing import capture_logs
 from contract.names import place_key
 from contract.run_events import ModelReplied, SessionOpened, SessionOpening
 from orchestrator.runs import runner as runner_module
-from store import run_log
 from store.batches import BatchState
-from store.run_log import LogEntry, RunLog, close_left_sessions, entry_purpose, run_key, run_log_key
+from store.run_log import RunLog, close_left_sessions, entry_purpose, run_key, run_log_key
 from store.runs import RunClaim
 from store.sessions import SessionStore
 from tests.builders import KEY
@@ -31,10 +30,10 @@ class Harness(RunnerHarness):
         """Open the sessions as a process does that dies while it opens each session but the last."""
         run_log = await RunLog.load(self.client, "d", KEY, claim.attempt)
         for session in sessions:
-            await run_log.append(LogEntry(SessionOpening(run=claim.run, at=1.0, session=session)))
+            await run_log.append(SessionOpening(run=claim.run, at=1.0, session=session))
             await self.places.open(claim.tenant, session, "host.a.b1", start="{}", ttl_s=60.0, limit=100)
-        await run_log.append(LogEntry(SessionOpened(run=claim.run, at=1.0, session=sessions[-1], info={})))
-        await run_log.append(LogEntry(ModelReplied(run=claim.run, at=1.0, chunks=({"choices": []},))))
+        await run_log.append(SessionOpened(run=claim.run, at=1.0, session=sessions[-1], info={}))
+        await run_log.append(ModelReplied(run=claim.run, at=1.0, chunks=({"choices": []},)))
 
     async def closed(self, *sessions: str) -> list[bool]:
         keys = [place_key("d", "acme", session) for session in sessions]
@@ -71,7 +70,7 @@ async def test_a_cancelled_run_of_a_dead_process_keeps_no_sandbox(harness: Harne
 async def test_all_of_a_runs_sessions_are_closed_however_often_its_opening_was_begun(harness: Harness) -> None:
     await harness.submit(2)
     first, other = await harness.queue.claim(2)
-    names = [f"s{number}" for number in range(2 * run_log.PAGE)]
+    names = [f"s{number}" for number in range(32)]
     await harness.open(first, *names)
     await harness.open(other, "other")
     assert (

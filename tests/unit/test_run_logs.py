@@ -16,7 +16,7 @@ from contract.run_events import CallFinished, ModelReplied, SessionOpening
 from orchestrator.dialects.native_assembler import NativeCallAssembler
 from orchestrator.runs.chunks import join_chunks
 from store import run_log
-from store.run_log import INLINE_BYTES, LogEntry, RunAttempt, RunLog, RunTaken
+from store.run_log import PAGE, RunAttempt, RunLog, RunTaken
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness
@@ -41,20 +41,20 @@ async def load(harness: RunHarness, claim_field: str) -> RunLog:
     return await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", "b-1", 1, claim_field))
 
 
-def opening(number: int) -> LogEntry:
-    return LogEntry(SessionOpening(run="b-1", at=number, session=f"s{number}"))
+def opening(number: int) -> SessionOpening:
+    return SessionOpening(run="b-1", at=number, session=f"s{number}")
 
 
-def result(text: str) -> LogEntry:
+def result(text: str) -> CallFinished:
     tool_result = ToolResult(call_id="c1", name="echo", success=True, output=text)
-    return LogEntry(CallFinished(run="b-1", at=1.0, result=tool_result))
+    return CallFinished(run="b-1", at=1.0, result=tool_result)
 
 
 async def test_entries_survive_the_process(harness: RunHarness) -> None:
     log = await claimed(harness)
     entries = [
         opening(1),
-        LogEntry(ModelReplied(run="b-1", at=2.0, chunks=({"choices": []},)), wall_s=1.5),
+        ModelReplied(run="b-1", at=2.0, chunks=({"choices": []},), wall_s=1.5),
         result("done"),
     ]
     for entry in entries:
@@ -63,11 +63,10 @@ async def test_entries_survive_the_process(harness: RunHarness) -> None:
     assert (await load(harness, claim_field.decode())).entries == entries
 
 
-async def test_a_large_entry_lies_beside_the_log(harness: RunHarness) -> None:
+async def test_a_log_of_several_pages_is_read_completely(harness: RunHarness) -> None:
     log = await claimed(harness)
-    await log.append(result("x" * (INLINE_BYTES + 1)))
-    await log.append(opening(1))
-    assert len(await harness.client.lindex(LOG, 0)) < 100
+    for number in range(2 * PAGE):
+        await log.append(opening(number))
     assert (await load(harness, "")).entries == log.entries
 
 

@@ -16,7 +16,7 @@ from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import ORCHESTRATOR_LOST
 from orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
 from store.batches import BatchState, ItemOutcome
-from store.run_log import LogEntry, RunAttempt, RunLog
+from store.run_log import RunAttempt, RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -82,7 +82,7 @@ async def test_a_run_that_comes_further_starts_counting_again(
     (claim,) = await claimed_and_lost(harness, 2)
     assert (claim.record.losses, await losses(harness)) == (2, 2)
     run_log = await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", "b-1", claim.record.attempt, claim.token))
-    await run_log.append(LogEntry(event))
+    await run_log.append(event)
     assert (await losses(harness), run_log.has_grown) == (left, left == 0)
 
 
