@@ -338,13 +338,18 @@ def final_state(failure: Failure | None) -> str:
     return "cancelled" if failure.kind is FailureKind.CANCELLED else "failed"
 
 
-def build_recalled_end(outcome: ItemOutcome, at: float) -> RunEnded:
-    """Return the end of an item, built from its row, without times. Used for an item that ended before its events were
-    recorded.
-    """
-    body = outcome.body or {}
+def build_ended(outcome: ItemOutcome, at: float) -> RunEnded:
+    """Return the end of an item from its row, without times."""
+    body: Mapping[str, Any] = outcome.body or {}
     usage, steps = body.get("usage"), body.get("steps")
     counts = usage if isinstance(usage, dict) else {}
+    # A chat completion has its cost in its usage.
+    cost = body.get("cost", counts.get("cost"))
+    try:
+        # A single call has it as `usage`.
+        call_usage = CallUsage.model_validate(body.get("call_usage") or counts)
+    except ValidationError:
+        call_usage = CallUsage()  # the usage of a chat completion, which has tokens
     return RunEnded(
         run=outcome.run,
         at=at,
@@ -352,36 +357,14 @@ def build_recalled_end(outcome: ItemOutcome, at: float) -> RunEnded:
         item=outcome.custom_id,
         state=final_state(outcome.failure),
         failure=outcome.failure,
-        steps=steps if isinstance(steps, int) else 0,
+        steps=_count(steps),
         usage=Usage(*(_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens"))),
-        cost=find_cost(body),
+        cost=float(cost) if isinstance(cost, int | float) else None,
         task=outcome.task,
         grade=outcome.grade,
-        call_usage=find_call_usage(body),
-        sandbox_s=find_sandbox_s(body),
+        call_usage=call_usage,
+        sandbox_s=float(body.get("sandbox_s") or 0.0),
     )
-
-
-def find_cost(body: Mapping[str, Any]) -> float | None:
-    """Return the cost in a row's body; None if it is unknown. A chat completion has it in its usage."""
-    usage = body.get("usage")
-    cost = body.get("cost", usage.get("cost") if isinstance(usage, dict) else None)
-    return float(cost) if isinstance(cost, int | float) else None
-
-
-def find_sandbox_s(body: Mapping[str, Any]) -> float:
-    """Return the time in which an item had a session of its own, from the body of its row."""
-    return float(body.get("sandbox_s") or 0.0)
-
-
-def find_call_usage(body: Mapping[str, Any]) -> CallUsage:
-    """Return the resources that the calls of an item used, from the body of its row. The body belongs to a run or to a
-    single call.
-    """
-    try:
-        return CallUsage.model_validate(body.get("call_usage") or body.get("usage") or {})
-    except ValidationError:
-        return CallUsage()  # the usage of a chat completion, which has tokens
 
 
 def _count(value: object) -> int:

@@ -38,7 +38,7 @@ from store.batches import (
     BatchItem,
     BatchRecord,
     ItemOutcome,
-    build_recalled_end,
+    build_ended,
 )
 from store.model_endpoints import ModelEndpoints, StoredEndpoint
 from store.run_records import RunRecord
@@ -202,7 +202,7 @@ class BatchRuns:
             settled = await self.queue.settle(self.tenant, batch, fit)
             for outcome in fit:
                 if outcome.run in settled:
-                    self._writer.add(self.tenant, batch, build_recalled_end(outcome, time.time()))
+                    self._writer.add(self.tenant, batch, build_ended(outcome, time.time()))
             await self._writer.flush()
             recalled += len(settled)
         return recalled
@@ -315,7 +315,7 @@ class BatchRuns:
             return
         async for outcome in self.outcomes(batch):
             if not progress.has_end(outcome.custom_id, outcome.attempt):
-                show(build_recalled_end(outcome, record.ended_at or time.time()))
+                show(build_ended(outcome, record.ended_at or time.time()))
 
 
 async def until_first(*works: Coroutine[Any, Any, object]) -> None:

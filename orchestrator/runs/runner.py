@@ -8,10 +8,9 @@ process does not know about the loss.
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ModelDenied
 from contract.run_events import (
@@ -21,12 +20,10 @@ from contract.run_events import (
     Failure,
     FailureKind,
     RunClaimed,
-    RunEnded,
     RunEvent,
     RunRetried,
     StepFinished,
 )
-from orchestrator.dialects.model import Usage
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
@@ -37,10 +34,7 @@ from store.batches import (
     BatchDefaults,
     BatchEventWriter,
     ItemOutcome,
-    final_state,
-    find_call_usage,
-    find_cost,
-    find_sandbox_s,
+    build_ended,
 )
 from store.connection import RedisClient
 from store.run_log import RunLog, RunTaken
@@ -395,27 +389,15 @@ class Runner:
 
     def _publish_end(self, claim: RunClaim, active: _ActiveRun, outcome: ItemOutcome, *, is_retried: bool) -> None:
         """Publish the retry or the end of a run."""
-        failure, body, record = outcome.failure, outcome.body or {}, claim.record
+        record, failure = claim.record, outcome.failure
         if is_retried and failure is not None:
             item, attempt = record.item.custom_id, record.attempt + 1
-            retried = RunRetried(run=claim.run, attempt=attempt, item=item, failure=failure)
-            self.writer.add(claim.tenant, record.batch, retried)
-            return
-        ended = RunEnded(
-            run=claim.run,
-            state=final_state(failure),
-            failure=failure,
-            steps=max(_number(body.get("steps")), len(active.steps)),
-            calls=len(active.calls),
-            usage=_usage_of(body),
-            cost=find_cost(body),
-            task=outcome.task,
-            grade=outcome.grade,
-            call_usage=find_call_usage(body),
-            sandbox_s=find_sandbox_s(body),
-            seconds=time.monotonic() - active.began,
-        )
-        self._publish(claim, ended)
+            event: RunEvent = RunRetried(run=claim.run, attempt=attempt, item=item, failure=failure)
+        else:
+            ended = build_ended(outcome, time.time())
+            steps, seconds = max(ended.steps, len(active.steps)), time.monotonic() - active.began
+            event = replace(ended, steps=steps, calls=len(active.calls), seconds=seconds)
+        self.writer.add(claim.tenant, record.batch, event)
 
     async def _let_go(self, claim: RunClaim, active: _ActiveRun) -> None:
         """Release a run because another process owns it, its batch is cancelled, or this process ends."""
@@ -518,15 +500,3 @@ class Runner:
         if key not in self._defaults:
             self._defaults[key] = now, (await self.queue.batch(*key)).defaults
         return self._defaults[key][1]
-
-
-def _usage_of(body: Mapping[str, Any]) -> Usage:
-    """Return the tokens in a row's body."""
-    usage = body.get("usage")
-    counts = usage if isinstance(usage, dict) else {}
-    return Usage(*(_number(counts.get(name)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")))
-
-
-def _number(value: object) -> int:
-    """Return the value if the value is an integer, else 0."""
-    return value if isinstance(value, int) else 0
