@@ -17,93 +17,49 @@ def join_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
     """
     joined: list[Chunk] = []
     pieces: list[str] = []
+    last_frame: Any = None
     for chunk in chunks:
-        position = _find_position(chunk)
-        if (
-            position is not None
-            and joined
-            and _find_position(joined[-1]) == position
-            and _frame(joined[-1]) == _frame(chunk)
-        ):
-            pieces.append(_piece(chunk, position))
+        piece = _find_piece(chunk)
+        frame = (piece[1], _surroundings(chunk)) if piece is not None else None
+        if piece is not None and frame == last_frame:
+            pieces.append(piece[0][piece[1][-1]])
             continue
         _fill(joined, pieces)
         joined.append(copy.deepcopy(chunk))
-        pieces = [_piece(chunk, position)] if position is not None else []
+        pieces, last_frame = [piece[0][piece[1][-1]]] if piece is not None else [], frame
     _fill(joined, pieces)
     return joined
 
 
 def _fill(joined: list[Chunk], pieces: list[str]) -> None:
     """Store the joined pieces in the last chunk."""
-    if len(pieces) < 2:
-        return
-    position = _find_position(joined[-1])
-    delta = joined[-1]["choices"][0]["delta"]
-    text = "".join(pieces)
-    if isinstance(position, str):
-        delta[position] = text
-    else:
-        delta["tool_calls"][0]["function"]["arguments"] = text
+    if len(pieces) > 1 and (piece := _find_piece(joined[-1])) is not None:
+        piece[0][piece[1][-1]] = "".join(pieces)
 
 
-def _find_position(chunk: Chunk) -> str | int | None:
-    """Return the position of the chunk's single piece of text: a field name of the delta, or the index of a call.
-
-    Returns None for a chunk that contains anything else.
+def _find_piece(chunk: Chunk) -> tuple[dict[str, Any], tuple[Any, ...]] | None:
+    """Return the dictionary with the chunk's single piece of text, and the piece's position, which ends with its key.
+    None for a chunk that contains anything else.
     """
-    choices = chunk.get("choices")
-    if (
-        not isinstance(choices, list)
-        or len(choices) != 1
-        or not isinstance(choices[0], dict)
-        or chunk.get("usage") is not None
-    ):
-        return None
-    choice: dict[str, Any] = choices[0]
-    delta = choice.get("delta")
-    if (
-        not isinstance(delta, dict)
-        or choice.get("finish_reason") is not None
-        or set(choice) - {"index", "delta", "finish_reason", "logprobs"}
-    ):
-        return None
-    if choice.get("logprobs") is not None:
-        return None
+    match chunk:
+        case {"choices": [{"delta": dict(delta)} as choice]} if chunk.get("usage") is None:
+            more = {name for name, value in choice.items() if value is not None} - {"index", "delta"}
+        case _:
+            return None
     fields = [name for name, value in delta.items() if value is not None]
-    if len(fields) != 1:
+    if more or len(fields) != 1:
         return None
-    if fields[0] == "tool_calls":
-        return _place_of_call(delta)
-    return fields[0] if fields[0] in _TEXTS and isinstance(delta[fields[0]], str) else None
+    match fields[0], delta[fields[0]]:
+        case "tool_calls", [{"index": int(index), "function": {"arguments": str()} as function, **rest}] if not rest:
+            return (function, (index, "arguments")) if len(function) == 1 else None
+        case name, str() if name in _TEXTS:
+            return delta, (name,)
+    return None
 
 
-def _place_of_call(delta: dict[str, Any]) -> int | None:
-    """Return the index of the single call that the delta continues; None for any other delta."""
-    calls = delta["tool_calls"]
-    if (
-        not isinstance(calls, list)
-        or len(calls) != 1
-        or not isinstance(calls[0], dict)
-        or set(calls[0]) != {"index", "function"}
-    ):
-        return None
-    function = calls[0]["function"]
-    is_piece = isinstance(function, dict) and set(function) == {"arguments"} and isinstance(function["arguments"], str)
-    index = calls[0]["index"]
-    return index if is_piece and type(index) is int else None
-
-
-def _piece(chunk: Chunk, position: str | int) -> str:
-    """Return the piece of text at the position."""
-    delta = chunk["choices"][0]["delta"]
-    piece = delta[position] if isinstance(position, str) else delta["tool_calls"][0]["function"]["arguments"]
-    return str(piece)
-
-
-def _frame(chunk: Chunk) -> Any:
-    """Return everything in a chunk except its piece of text and its creation time. Only chunks with equal frames can
-    be joined.
+def _surroundings(chunk: Chunk) -> Any:
+    """Return everything in a chunk except its piece of text and its creation time. Only chunks with equal surroundings
+    can be joined.
     """
     around = {name: value for name, value in chunk.items() if name not in ("choices", "created")}
     return around, chunk["choices"][0].get("index")
