@@ -25,6 +25,7 @@ from contract.signing import SigningKeys
 from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.batch_runs import until_first
+from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.follower import Follower
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.run_gate import RunGate
@@ -32,8 +33,6 @@ from orchestrator.runs.run_slots import RunSlots
 from orchestrator.runs.runner import Runner
 from store.batches import (
     BatchDefaults,
-    BatchEventReader,
-    BatchEventWriter,
     BatchItem,
     BatchRecord,
     BatchState,
@@ -41,6 +40,7 @@ from store.batches import (
     RunBody,
 )
 from store.connection import open_redis
+from store.run_events import BatchEventReader
 from store.runs import RunClaim, RunQueue
 
 QUEUED = size((10, 1000, 10_000), (10, 20))
@@ -194,7 +194,7 @@ class _PlayedWork:
 
 
 async def _worked(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:
-    work, writer, progress = _PlayedWork(), BatchEventWriter(client, DEPLOYMENT), BatchProgress(RUNS)
+    work, writer, progress = _PlayedWork(), RunEventPublisher(client, DEPLOYMENT), BatchProgress(RUNS)
     played: Any = work
     runner = Runner(client, DEPLOYMENT, queue, played, writer, 16, (TENANT, batch))
     work.drain = runner.drain

@@ -1,31 +1,24 @@
-"""Records of batches: items and outcomes, the state of a batch, and the stream of its events.
+"""Records of batches: items and outcomes, and the state of a batch.
 
 Items, outcomes, defaults and places of rows are signed for their run or batch, because they decide what runs and which
 files are written.
 """
 
-import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, Literal
 
-import redis.asyncio
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from contract.calls import CallUsage, Record
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, RecordRefused
+from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.functions.completions import Usage
 from contract.names import tenant_key
 from contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.signing import SigningKeys
-from store.connection import broker_errors
-from store.tasks import check_cancelled
-from telemetry.logs import get_logger
-
-log = get_logger(__name__)
 
 RUN_TTL_S = 30 * 24 * 3600
 """Lifetime of a run and of its batch after the last change, in seconds."""
@@ -377,116 +370,3 @@ def parse_batch_event(text: str | bytes) -> RunEvent:
     if not isinstance(event, PROGRESS_EVENTS):
         raise ValueError("the record is not an event of a batch")
     return event
-
-
-KEPT = 20_000
-"""Limit of events in a stream. A reader that is further behind misses events, but no outcome: the records of the runs
-contain the outcomes.
-"""
-EVERY_S = 0.2
-AT_ONCE = 1000
-MAX_UNWRITTEN = 50_000
-START = "0"
-
-
-class BatchEventWriter:
-    """Writes events in groups. If Redis does not answer for long, the writer drops events. No result depends on
-    them.
-    """
-
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
-        self._client = client
-        self._deployment = deployment
-        self._unwritten: list[tuple[str, str]] = []
-        self._dropped = 0
-        self._one_at_a_time = asyncio.Lock()
-
-    def add(self, tenant: str, batch: str, batch_event: RunEvent) -> None:
-        """Queue one of PROGRESS_EVENTS. Events of hosted runs are ignored, because they have their own streams
-        (store/run_events.py).
-        """
-        if batch == HOSTED_BATCH:
-            return
-        if len(self._unwritten) >= MAX_UNWRITTEN:
-            self._dropped += 1
-            return
-        self._unwritten.append(
-            (
-                batch_key(self._deployment, tenant, batch) + ":events",
-                json.dumps(batch_event.to_json(), separators=(",", ":")),
-            )
-        )
-
-    async def run(self) -> None:
-        """Write events until cancelled. Then write the rest."""
-        try:
-            while True:
-                check_cancelled()
-                await asyncio.sleep(EVERY_S)
-                # A cancelled write may already be in Redis, and would be repeated.
-                await asyncio.shield(self.flush())
-        finally:
-            # The shield completes the write even if the task is cancelled again.
-            await asyncio.shield(self.flush())
-
-    async def flush(self) -> None:
-        """Write the queued events, if Redis answers."""
-        async with self._one_at_a_time:
-            await self._write()
-
-    async def _write(self) -> None:
-        while self._unwritten:
-            some = self._unwritten[:AT_ONCE]
-            pipe = self._client.pipeline(transaction=False)
-            for key, text in some:
-                pipe.xadd(key, {"h": text}, maxlen=KEPT, approximate=True)
-            for key in {key for key, _ in some}:
-                pipe.expire(key, RUN_TTL_S)
-            try:
-                with broker_errors("the events were not written"):
-                    await pipe.execute()
-            except BrokerUnavailable as error:
-                log.warning(
-                    "batch_events_not_written", waiting=len(self._unwritten), dropped=self._dropped, error=str(error)
-                )
-                return
-            del self._unwritten[: len(some)]
-
-
-class BatchEventReader:
-    """A reader of one batch's stream."""
-
-    def __init__(
-        self, client: "redis.asyncio.Redis", deployment: str, tenant: str, batch: str, after: str = START
-    ) -> None:
-        self._client = client
-        self._key = batch_key(deployment, tenant, batch) + ":events"
-        self._after = after
-
-    async def read(self, wait_s: float) -> Sequence[RunEvent]:
-        """Return the events since the last read. Wait at most `wait_s` seconds for an event. Raises BrokerUnavailable
-        when Redis does not answer.
-        """
-        with broker_errors("the events of the batch were not read"):
-            reply: Any = await self._client.xread(
-                {self._key: self._after}, count=AT_ONCE, block=max(1, int(wait_s * 1000))
-            )
-        batch_events: list[RunEvent] = []
-        for entry in _entries(reply):
-            self._after = entry[0].decode()
-            batch_events.append(parse_batch_event(entry[1][b"h"]))
-        return batch_events
-
-
-def _entries(reply: Any) -> list[Any]:
-    """Return the entries of the only stream in the reply. The reply is a list of pairs or a dict."""
-    if not reply:
-        return []
-    streams = list(reply.values()) if isinstance(reply, dict) else [stream[1] for stream in reply]
-    entries = streams[0]
-    # RESP3 wraps the entries of a stream in a list.
-    return (
-        list(entries[0])
-        if entries and isinstance(entries[0], list) and entries[0] and isinstance(entries[0][0], (list, tuple))
-        else list(entries)
-    )

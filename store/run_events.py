@@ -1,4 +1,6 @@
-"""Events of hosted runs. Each run has one Redis stream, and one task per process follows all the streams."""
+"""Streams of events in Redis: one for each hosted run, and one for each batch. One task per process follows all hosted
+runs.
+"""
 
 import asyncio
 import json
@@ -13,8 +15,8 @@ import redis.asyncio
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import tenant_key
-from contract.run_events import EventsMissed, RunEnded
-from store.batches import HOSTED_BATCH, RUN_TTL_S
+from contract.run_events import EventsMissed, RunEnded, RunEvent
+from store.batches import HOSTED_BATCH, RUN_TTL_S, batch_key, parse_batch_event
 from store.connection import broker_errors
 from store.run_log import run_key
 from store.tasks import begin_shared, cancel_all, check_cancelled
@@ -31,7 +33,7 @@ def run_events_key(deployment: str, tenant: str, run: str) -> str:
 MAX_EVENTS, MAX_STREAM_BYTES = 5000, 2 * 1024 * 1024
 """Limits of a run's stream. Above the limits, the oldest events are deleted."""
 MAX_EVENT_BYTES = 16 * 1024
-PAGE = 16
+PAGE, BATCH_PAGE = 16, 1000
 START = "0-0"
 _ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 _STEPS_OF_CUT = (4000, 1000, 200, 40)
@@ -73,6 +75,12 @@ return 'told'
 """
 StoredEvent = tuple[str, str]
 """The id and the JSON of an event."""
+ProgressEvent = tuple[str, str, RunEvent]
+"""The tenant, the batch and one of PROGRESS_EVENTS."""
+MAX_PROGRESS = 20_000
+"""Limit of events in the stream of a batch. A reader that is further behind misses events, but no outcome: the records
+of the runs contain the outcomes.
+"""
 
 
 @dataclass(frozen=True)
@@ -118,9 +126,9 @@ class RunEventStore:
         step, has_any = await self._ask(pipe.execute())
         return int(step or 0), bool(has_any)
 
-    async def append(self, batches: Sequence[EventBatch]) -> list[bool]:
+    async def append(self, batches: Sequence[EventBatch], progress: Sequence[ProgressEvent] = ()) -> list[bool]:
         """Add events. Return for each run whether the holder still holds the run. A repetition after a lost reply adds
-        no event twice.
+        no event of a run twice, and may repeat events of `progress`.
         """
         pipe = self._client.pipeline(transaction=False)
         for batch in batches:
@@ -137,7 +145,13 @@ class RunEventStore:
                 *batch.events,
             ]
             await self._append(keys=keys, args=args, client=pipe)
-        return [reply == b"told" for reply in await self._ask(pipe.execute())]
+        for tenant, batch_id, event in progress:
+            key = _progress_key(self._deployment, tenant, batch_id)
+            pipe.xadd(key, {"h": _dump(event.to_json())}, maxlen=MAX_PROGRESS, approximate=True)
+        for key in {_progress_key(self._deployment, tenant, batch_id) for tenant, batch_id, _ in progress}:
+            pipe.expire(key, RUN_TTL_S)
+        replies = await self._ask(pipe.execute()) if batches or progress else []
+        return [reply == b"told" for reply in replies[: len(batches)]]
 
     async def read(self, tenant: str, run: str, after: str) -> EventPage:
         """Return the next events after an id. One EventsMissed event replaces all deleted events. Raises
@@ -173,6 +187,31 @@ class RunEventStore:
     async def _ask(self, command: Awaitable[Any]) -> Any:
         with broker_errors("the events of the run were not read or written"):
             return await command
+
+
+def _progress_key(deployment: str, tenant: str, batch: str) -> str:
+    return f"{batch_key(deployment, tenant, batch)}:events"
+
+
+class BatchEventReader:
+    """A reader of one batch's stream."""
+
+    def __init__(
+        self, client: "redis.asyncio.Redis", deployment: str, tenant: str, batch: str, after: str = START
+    ) -> None:
+        self._client, self._key, self._after = client, _progress_key(deployment, tenant, batch), after
+
+    async def read(self, wait_s: float) -> Sequence[RunEvent]:
+        """Return the events since the last read. Wait at most `wait_s` seconds for an event. Raises BrokerUnavailable
+        when Redis does not answer.
+        """
+        with broker_errors("the events of the batch were not read"):
+            reply = await self._client.xread(
+                {self._key: self._after}, count=BATCH_PAGE, block=max(1, int(wait_s * 1000))
+            )
+        entries = [entry for _, some in _streams_of(reply) for entry in some]
+        self._after = entries[-1][0] if entries else self._after
+        return [parse_batch_event(text) for _, text in entries]
 
 
 def _page(run: str, after: str, events: list[StoredEvent], tip: str, values: Mapping[str, str]) -> EventPage:
@@ -437,5 +476,11 @@ def _streams_of(reply: Any) -> list[tuple[str, list[StoredEvent]]]:
     for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
         if entries and isinstance(entries[0], list) and (not entries[0] or isinstance(entries[0][0], list | tuple)):
             entries = entries[0]
-        streams.append((key.decode(), [(event.decode(), fields[b"e"].decode()) for event, fields in entries]))
+        # An entry has one field.
+        streams.append((key.decode(), [(event.decode(), _only(fields).decode()) for event, fields in entries]))
     return streams
+
+
+def _only(fields: Mapping[bytes, bytes]) -> bytes:
+    (value,) = fields.values()
+    return value

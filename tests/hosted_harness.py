@@ -15,7 +15,7 @@ from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.runs.run_service import ServiceWork
 from orchestrator.runs.runner import Runner
-from store.batches import BatchEventWriter, ItemEnvironment, RunBody
+from store.batches import ItemEnvironment, RunBody
 from store.run_events import EventBatch, RunEventStore
 from store.run_records import HostedRun
 from store.runs import RunClaim
@@ -40,7 +40,7 @@ class HostedHarness(ItemHarness):
         self.runs = HostedRuns(self.client, "d", KEY, self.pool.tenants)
 
     def runner(self, **options: Any) -> Runner:
-        return Runner(self.client, "d", self.queue, self.work, BatchEventWriter(self.client, "d"), 8, None, **options)
+        return Runner(self.client, "d", self.queue, self.work, RunEventPublisher(self.client, "d"), 8, None, **options)
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[Runner]:

@@ -35,7 +35,7 @@ from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys, NewKey
 from store.approvals import ApprovalQuestion, ApprovalQueue
 from store.audit import Actor
-from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
+from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState, ItemOutcome, RunBody
 from store.runs import RunQueue
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
@@ -180,7 +180,7 @@ class World:
             for line, (item, _) in enumerate(stories, 1)
         ]
         await self.runs.add(tenant, batch, [(f"{batch}-{item.line}", item) for item in items])
-        writer = BatchEventWriter(self.redis, DEPLOYMENT)
+        writer = RunEventPublisher(self.redis, DEPLOYMENT)
         for item, attempt in stories:
             for event in tell_item(item, attempt, at=time.time() - 60):
                 writer.add(tenant, batch, event)

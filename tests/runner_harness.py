@@ -12,11 +12,12 @@ from structlog.testing import capture_logs
 from contract.errors import BrokerUnavailable
 from contract.run_events import Failure, FailureKind, RunEnded, RunEvent
 from orchestrator.runs import runner as runner_module
+from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.run_gate import RunGate
 from orchestrator.runs.run_slots import RunSlots
 from orchestrator.runs.runner import Runner
-from store.batches import BatchDefaults, BatchEventWriter, BatchState, ItemOutcome, parse_batch_event
+from store.batches import BatchDefaults, BatchState, ItemOutcome, parse_batch_event
 from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -79,7 +80,7 @@ class RunnerHarness(RunHarness):
     def runner(self, worker: Worker, queue: RunQueue | None = None, *, concurrency: int = 4) -> Runner:
         work: Any = worker
         return Runner(
-            self.client, "d", queue or self.queue, work, BatchEventWriter(self.client, "d"), concurrency, BATCH
+            self.client, "d", queue or self.queue, work, RunEventPublisher(self.client, "d"), concurrency, BATCH
         )
 
     @asynccontextmanager

@@ -24,6 +24,7 @@ from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.models.choice import ChosenModel
 from orchestrator.runs.batches import DEFAULT_CONCURRENCY, Batches, run_id
 from orchestrator.runs.endpoints import refuse_model
+from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.follower import ROWS_AT_ONCE, Follower
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.models import Models
@@ -33,14 +34,13 @@ from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
 from store.batches import (
     BatchDefaults,
-    BatchEventReader,
-    BatchEventWriter,
     BatchItem,
     BatchRecord,
     ItemOutcome,
     build_ended,
 )
 from store.model_endpoints import ModelEndpoints, StoredEndpoint
+from store.run_events import BatchEventReader
 from store.run_records import RunRecord
 from store.runs import RunQueue
 from store.tasks import retry_until_available
@@ -115,8 +115,8 @@ class BatchRuns:
         """`traces` None: write no traces."""
         self._settings, self._pool, self._parts, self.tenant, self._traces = settings, pool, parts, tenant, traces
         self.queue = RunQueue(pool.redis, settings.deployment, pool.keys)
-        self._writer = BatchEventWriter(pool.redis, settings.deployment)
-        self.batches = Batches(self.queue, self._writer, tenant)
+        self._publisher = RunEventPublisher(pool.redis, settings.deployment)
+        self.batches = Batches(self.queue, self._publisher, tenant)
 
     async def check_models(self, file: BatchFile, defaults: BatchDefaults) -> None:
         """Check the models of a file. Call this method before `batches.submit`.
@@ -176,9 +176,11 @@ class BatchRuns:
         batch of every tenant.
         """
         async with Models(self._settings, self._pool, model) as models:
-            work = ItemWork(self._pool, self._parts, models, self._traces)
+            work = ItemWork(self._pool, self._parts, models, self._traces, self._publisher)
             only = (self.tenant, batch) if batch is not None else None
-            yield Runner(self._pool.redis, self._settings.deployment, self.queue, work, self._writer, concurrency, only)
+            yield Runner(
+                self._pool.redis, self._settings.deployment, self.queue, work, self._publisher, concurrency, only
+            )
 
     async def recall(self, batch: str, rows: RowFiles) -> int:
         """End waiting items that already have a row in these files, with that row. Return the number of these items.
@@ -202,8 +204,8 @@ class BatchRuns:
             settled = await self.queue.settle(self.tenant, batch, fit)
             for outcome in fit:
                 if outcome.run in settled:
-                    self._writer.add(self.tenant, batch, build_ended(outcome, time.time()))
-            await self._writer.flush()
+                    self._publisher.add(self.tenant, batch, build_ended(outcome, time.time()))
+            await self._publisher.flush()
             recalled += len(settled)
         return recalled
 

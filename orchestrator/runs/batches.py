@@ -12,8 +12,9 @@ from contract.run_events import BatchNotice, FailureKind
 from contract.webhooks import Webhook
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BatchFile
+from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.terminal.commands import build_resubmission
-from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchRecord, BatchState
+from store.batches import BatchDefaults, BatchItem, BatchRecord, BatchState
 from store.runs import AT_ONCE, BatchCancelled, RunQueue
 
 DEFAULT_CONCURRENCY = 16
@@ -47,9 +48,9 @@ class Batches:
     ToolFailure(INVALID_ARGUMENTS) for an invalid request; the message says what to do.
     """
 
-    def __init__(self, queue: RunQueue, writer: BatchEventWriter, tenant: str) -> None:
+    def __init__(self, queue: RunQueue, publisher: RunEventPublisher, tenant: str) -> None:
         self._queue = queue
-        self._writer = writer
+        self._publisher = publisher
         self.tenant = tenant
 
     async def submit(
@@ -201,5 +202,5 @@ class Batches:
 
     async def _note(self, batch: str, message: str, total: int | None = None) -> None:
         """Publish a notice in the batch."""
-        self._writer.add(self.tenant, batch, BatchNotice(message=message, total=total))
-        await self._writer.flush()
+        self._publisher.add(self.tenant, batch, BatchNotice(message=message, total=total))
+        await self._publisher.flush()

@@ -1,10 +1,11 @@
-"""Publishes the events of the hosted runs that this process owns.
+"""Publishes the events of this process: of the hosted runs that it owns, and of batches.
 
 Pieces of text are collected for a short time, so that a fast model causes only a few events per second.
 
 Invariant: an owner of a run publishes each event exactly once and in order. Each event batch carries the token of the
 claim and the number of its first event. Redis skips repeated events, and rejects the batch of a process that lost the
-run. The next owner publishes the unfinished step again, after a RunResumed event.
+run. The next owner publishes the unfinished step again, after a RunResumed event. The events of a batch have no owner
+and may be repeated, and no result depends on them.
 """
 
 import asyncio
@@ -26,8 +27,9 @@ from contract.run_events import (
     StepStarted,
     TextArrived,
 )
+from store.batches import HOSTED_BATCH
 from store.connection import RedisClient
-from store.run_events import EventBatch, RunEventStore, build_event
+from store.run_events import EventBatch, ProgressEvent, RunEventStore, build_event
 from store.tasks import begin_shared, check_cancelled, retry_until_available
 from telemetry.logs import get_logger
 
@@ -35,6 +37,8 @@ log = get_logger(__name__)
 
 EVERY_S = 0.1
 AT_ONCE = 64
+PROGRESS_AT_ONCE, MAX_PROGRESS = 1000, 50_000
+"""Limits of the events of batches that are published together, and of those that wait for Redis."""
 MAX_PIECE_CHARS = 4000
 MAX_OUTPUT_CHARS = 256 * 1024
 """Limit of the published output of one call while the call runs, in characters."""
@@ -135,7 +139,7 @@ class RunEventBuffer:
         """Return whether the buffer has events that this process may publish."""
         return bool(self._pending) and not self.is_taken
 
-    def take(self) -> "PendingEvents | None":
+    def take(self) -> EventBatch | None:
         """Return the events to publish next; None if there are none."""
         if not self.has_pending:
             return None
@@ -147,40 +151,33 @@ class RunEventBuffer:
         page = self._pending[:AT_ONCE]
         steps = [fields["step"] for fields in page if fields["type"] == StepFinished.__name__]
         events = [build_event(fields) for fields in page]
-        event_batch = EventBatch(
+        return EventBatch(
             self.tenant, self.run, self.claim, self._first, events, max(steps, default=None), len(self._asking)
         )
-        return PendingEvents(event_batch, len(page))
 
-    def confirm(self, pending: "PendingEvents", *, is_ours: bool) -> None:
+    def confirm(self, count: int, *, is_ours: bool) -> None:
         """Remove published events from the buffer. `is_ours` False: note that another process owns the run."""
         self.is_taken = not is_ours
-        done = self._pending[: pending.count]
-        del self._pending[: pending.count]
-        self._first += pending.count
+        done = self._pending[:count]
+        del self._pending[:count]
+        self._first += count
         self._chars -= sum(
             len(fields["text"]) for fields in done if fields["type"] in (TextArrived.__name__, OutputArrived.__name__)
         )
 
 
-@dataclass(frozen=True)
-class PendingEvents:
-    """Events that are being published. `count`: number of buffer entries that these events represent."""
-
-    event_batch: EventBatch
-    count: int
-
-
 class RunEventPublisher:
-    """Publishes the events of all runs of one process.
+    """Publishes the events of all runs and batches of one process.
 
     A running run does not wait for its events. At its end the run waits until all events are published, even if Redis
-    does not answer for a long time.
+    does not answer for a long time. Nothing waits for events of batches, and too many of them are dropped.
     """
 
     def __init__(self, client: RedisClient, deployment: str) -> None:
-        self._fields = RunEventStore(client, deployment)
+        self._store = RunEventStore(client, deployment)
         self._buffers: list[RunEventBuffer] = []
+        self._progress: list[ProgressEvent] = []
+        self._dropped = 0
         self._sending: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
 
@@ -190,13 +187,12 @@ class RunEventPublisher:
 
         Raises BrokerUnavailable: Redis does not answer for a long time.
         """
-        step, has_any = await retry_until_available(lambda: self._fields.progress(tenant, run))
+        step, has_any = await retry_until_available(lambda: self._store.progress(tenant, run))
         buffer = RunEventBuffer(tenant, run, claim, attempt, published_step=step)
         if has_any:
             buffer.resume()
         self._buffers.append(buffer)
-        if self._sending is None or self._sending.done():
-            self._sending = begin_shared(self._send_regularly(), "publish-events")
+        self._begin()
         try:
             yield buffer
         except asyncio.CancelledError:
@@ -213,6 +209,25 @@ class RunEventPublisher:
         finally:
             self._buffers.remove(buffer)
 
+    def add(self, tenant: str, batch: str, event: RunEvent) -> None:
+        """Add one of PROGRESS_EVENTS to the stream of a batch. The events of hosted runs are in their own streams."""
+        if batch == HOSTED_BATCH:
+            return
+        if len(self._progress) >= MAX_PROGRESS:
+            self._dropped += 1
+            return
+        self._progress.append((tenant, batch, event))
+        self._begin()
+
+    async def flush(self) -> None:
+        """Publish all events that were added, if Redis answers."""
+        # A cancelled write may already be in Redis, and would be repeated.
+        await asyncio.shield(self._send())
+
+    def _begin(self) -> None:
+        if self._sending is None or self._sending.done():
+            self._sending = begin_shared(self._send_regularly(), "publish-events")
+
     async def _send_all(self, buffer: RunEventBuffer) -> None:
         """Publish the events of the buffer until the buffer is empty."""
         while buffer.has_pending:
@@ -222,21 +237,32 @@ class RunEventPublisher:
                 await asyncio.sleep(EVERY_S)
 
     async def _send_regularly(self) -> None:
-        """Publish the events of all runs at regular intervals, until no run has a buffer."""
-        while self._buffers:
+        """Publish all events at regular intervals, until no run has a buffer and no event waits."""
+        while self._buffers or self._progress:
             check_cancelled()
             await asyncio.sleep(EVERY_S)
             await self._send()
 
     async def _send(self) -> None:
-        """Publish the buffered events of all runs, if Redis answers."""
+        """Publish the buffered events, if Redis answers."""
         # The lock keeps two senders from publishing the same events.
         async with self._one_at_a_time:
-            batches = [(buffer, pending) for buffer in self._buffers if (pending := buffer.take()) is not None]
-            try:
-                answers = await self._fields.append([pending.event_batch for _, pending in batches]) if batches else []
-            except BrokerUnavailable as error:
-                log.warning("events_not_published", runs=len(batches), error=str(error))
-                return
-            for (buffer, pending), is_ours in zip(batches, answers, strict=True):
-                buffer.confirm(pending, is_ours=is_ours)
+            is_more = True
+            while is_more:
+                buffers = [(buffer, batch) for buffer in self._buffers if (batch := buffer.take()) is not None]
+                progress = self._progress[:PROGRESS_AT_ONCE]
+                try:
+                    answers = await self._store.append([batch for _, batch in buffers], progress)
+                except BrokerUnavailable as error:
+                    log.warning(
+                        "events_not_published",
+                        runs=len(buffers),
+                        waiting=len(self._progress),
+                        dropped=self._dropped,
+                        error=str(error),
+                    )
+                    return
+                for (buffer, batch), is_ours in zip(buffers, answers, strict=True):
+                    buffer.confirm(len(batch.events), is_ours=is_ours)
+                del self._progress[: len(progress)]
+                is_more = bool(self._progress)

@@ -11,7 +11,8 @@ from contract.errors import BrokerUnavailable, ErrorCode, OperatorError, ToolFai
 from contract.run_events import BatchNotice, RunEvent
 from orchestrator.batches.row_files import RowFiles, RowsNotWritten
 from orchestrator.terminal.commands import build_resubmission
-from store.batches import BatchEventReader, BatchRecord, BatchState, ItemOutcome
+from store.batches import BatchRecord, BatchState, ItemOutcome
+from store.run_events import BatchEventReader
 from store.runs import RunQueue
 from store.tasks import check_cancelled
 from telemetry.logs import get_logger

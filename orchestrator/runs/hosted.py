@@ -132,12 +132,15 @@ class HostedRuns:
         priority: int = 0,
         webhook: Webhook | None = None,
         token: str = "",
+        forked_from: ForkSource | None = None,
+        count: int = 1,
     ) -> HostedRun:
         """Queue a run. An orchestrator claims the run shortly afterwards.
 
         `idempotency_key`: a second start with the same key and the same request returns the first run and starts
         nothing. `webhook`: receives the end of the run. `token`: this process executes the run itself, with a claim of
-        this token; the run is never queued (own_run.py). `environment.session`: an open session for the run. The
+        this token; the run is never queued (own_run.py). `count`: number of runs, from this one on, for which the queue
+        must have room. `environment.session`: an open session for the run. The
         session stays open after the run, and no other run uses the session at the same time.
 
         Raises ToolFailure:
@@ -148,32 +151,6 @@ class HostedRuns:
         - UNKNOWN_TENANT: the tenant does not exist.
         - PERMISSION_DENIED: the tenant's policy does not allow the model.
         """
-        return await self._start(
-            tenant,
-            body,
-            environment,
-            idempotency_key=idempotency_key,
-            metadata=metadata,
-            priority=priority,
-            webhook=webhook,
-            token=token,
-        )
-
-    async def _start(
-        self,
-        tenant: str,
-        body: RunBody,
-        environment: ItemEnvironment,
-        *,
-        idempotency_key: str | None,
-        metadata: Mapping[str, str] | None = None,
-        priority: int,
-        webhook: Webhook | None = None,
-        token: str = "",
-        forked_from: ForkSource | None = None,
-        count: int = 1,
-    ) -> HostedRun:
-        """Queue a run like `start`. `count`: number of runs, from this one on, for which the queue must have room."""
         about = _build_about(body, environment, metadata or {}, forked_from)
         run = secrets.token_hex(12) if idempotency_key is None else _derive_run_id(tenant, idempotency_key)
         _check_files(environment, TenantStore(self._workspace_store, tenant))
@@ -224,7 +201,7 @@ class HostedRuns:
         names = [f"{idempotency_key}/{number}" if idempotency_key is not None else None for number in range(n)]
         # The first fork is refused if there is no room for all of them.
         return [
-            await self._start(
+            await self.start(
                 tenant,
                 plan.body,
                 plan.environment,

@@ -20,7 +20,7 @@ from orchestrator.runs.run_slots import RunSlot
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batches import BatchDefaults, BatchEventWriter, ItemEnvironment, RunBody
+from store.batches import BatchDefaults, ItemEnvironment, RunBody
 from store.run_records import HostedRun
 
 _DEFAULTS = BatchDefaults(retries=0)
@@ -91,8 +91,9 @@ class OwnRuns:
         async with Models(self._settings, self._pool) as models:
             publisher = RunEventPublisher(client, deployment)
             work = _OwnWork(self._pool, self._parts, models, self._traces, publisher, on_event)
-            writer = BatchEventWriter(client, deployment)
-            await Runner(client, deployment, queue, work, writer, 1, None, hosted_defaults=_DEFAULTS).run_claimed(claim)
+            await Runner(client, deployment, queue, work, publisher, 1, None, hosted_defaults=_DEFAULTS).run_claimed(
+                claim
+            )
         # A process that was stopped for longer than its lease has lost the run: wait for its end elsewhere.
         async for _ in self._hosted.follow(tenant, run.id):
             pass

@@ -23,14 +23,14 @@ from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.live_text import LiveText
 from orchestrator.runs.models import Models
-from orchestrator.runs.outcomes import judge_error, status_of
+from orchestrator.runs.outcomes import build_outcome, judge_error
 from orchestrator.runs.run_gate import RunDeferred
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
 from orchestrator.runs.webhooks import WebhookSender
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.traces.opening import Traces
-from store.batches import BatchDefaults, BatchEventWriter, ItemOutcome, RunBody
+from store.batches import BatchDefaults, ItemOutcome, RunBody
 from store.runs import RunClaim, RunQueue
 from store.tasks import cancel_all
 from telemetry.logs import get_logger
@@ -63,16 +63,14 @@ async def open_runner(
     questions = open_approvals(settings, pool.redis, pool.keys)
     approver = choose_pool_approver(settings, questions, is_interactive=False)
     policy = load_policy(settings.approval_policy) if settings.approval_policy else DEFAULT_POLICY
-    queue, writer = (
-        RunQueue(pool.redis, settings.deployment, pool.keys),
-        BatchEventWriter(pool.redis, settings.deployment),
-    )
+    queue = RunQueue(pool.redis, settings.deployment, pool.keys)
+    publisher = RunEventPublisher(pool.redis, settings.deployment)
     async with Models(settings, pool) as models:
         parts, traces = RunParts(settings, pool, approver, policy), Traces(settings, {}) if has_traces else None
-        work = ServiceWork(pool, parts, models, traces, RunEventPublisher(pool.redis, settings.deployment))
+        work = ServiceWork(pool, parts, models, traces, publisher)
         sending = asyncio.create_task(WebhookSender(queue, pool.dispatcher).run(), name="send-webhooks")
         try:
-            yield Runner(pool.redis, settings.deployment, queue, work, writer, concurrency, None, tenants)
+            yield Runner(pool.redis, settings.deployment, queue, work, publisher, concurrency, None, tenants)
         finally:
             await cancel_all((sending,))
 
@@ -169,7 +167,7 @@ class ServiceWork(ItemWork):
         refusal = _refuse(claim, defaults, model)
         if refusal is not None:
             await self.abandon(claim, journal)
-            return _failed(
+            return build_outcome(
                 claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.PERMISSION_DENIED.value, message=refusal)
             )
         try:
@@ -180,7 +178,7 @@ class ServiceWork(ItemWork):
                 raise
             # Only the run that names the refused model ends. Runs with other models continue.
             await self.abandon(claim, journal)
-            return _failed(claim, judge_error(error))
+            return build_outcome(claim, judge_error(error))
 
     @asynccontextmanager
     async def _using(self, model: str | None) -> AsyncIterator[None]:
@@ -228,7 +226,9 @@ class ServiceWork(ItemWork):
         message = (
             f"tenant {claim.tenant} was removed while this item ran: register it again and retry the item, or leave it"
         )
-        return _failed(claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.UNKNOWN_TENANT.value, message=message))
+        return build_outcome(
+            claim, Failure(kind=FailureKind.INPUT, code=ErrorCode.UNKNOWN_TENANT.value, message=message)
+        )
 
     async def abandon(self, claim: RunClaim, journal: Journal) -> None:
         """Abandon the run as `ItemWork.abandon` does. In a session that existed before the run, end only the run's
@@ -276,15 +276,3 @@ def _refuse(claim: RunClaim, defaults: BatchDefaults, model: str | None) -> str 
 def _names(claim: RunClaim) -> dict[str, object]:
     """Return the log fields of a run: its names without any content."""
     return {"tenant": claim.tenant, "batch": claim.record.batch, "run": claim.run, "attempt": claim.record.attempt}
-
-
-def _failed(claim: RunClaim, failure: Failure) -> ItemOutcome:
-    """Return the outcome of a failed item."""
-    record = claim.record
-    return ItemOutcome(
-        custom_id=record.item.custom_id,
-        run=claim.run,
-        status_code=status_of(failure),
-        failure=failure,
-        attempt=record.attempt,
-    )

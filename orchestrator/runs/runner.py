@@ -24,6 +24,7 @@ from contract.run_events import (
     RunRetried,
     StepFinished,
 )
+from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import build_outcome, judge_error, judge_losses
@@ -32,7 +33,6 @@ from orchestrator.runs.run_gate import QUOTA_RETRY_S, RunDeferred
 from store.batches import (
     HOSTED_BATCH,
     BatchDefaults,
-    BatchEventWriter,
     ItemOutcome,
     build_ended,
 )
@@ -119,7 +119,7 @@ class Runner:
     deployment: str
     queue: RunQueue
     work: ItemWork
-    writer: BatchEventWriter
+    publisher: RunEventPublisher
     concurrency: int
     only: tuple[str, str] | None
     tenants: tuple[str, ...] = ()
@@ -163,17 +163,17 @@ class Runner:
 
     @asynccontextmanager
     async def _serving(self, slots: int) -> AsyncIterator[None]:
-        """Renew leases, check for cancelled runs and write events during the block. End all runs afterwards."""
+        """Renew leases and check for cancelled runs during the block. Then end all runs and publish their events."""
         self.work.slots.configure(slots, self._active)
         renewing = asyncio.create_task(self._renew_regularly(), name="renew-runs")
         cancelling = asyncio.create_task(self._poll_cancels(), name="poll-cancels")
-        writing = asyncio.create_task(self.writer.run(), name="write-batch-events")
         try:
             yield
         finally:
             # The shield lets the runs return to the queue even if this task is cancelled a second time.
             await asyncio.shield(self._end_all())
-            await cancel_all((renewing, cancelling, writing))
+            await cancel_all((renewing, cancelling))
+            await self.publisher.flush()
 
     def drain(self) -> None:
         """Claim no more runs."""
@@ -341,7 +341,7 @@ class Runner:
 
     def _note(self, batch: tuple[str, str], message: str) -> None:
         """Publish a notice in the batch."""
-        self.writer.add(*batch, BatchNotice(message=message))
+        self.publisher.add(*batch, BatchNotice(message=message))
 
     def _publish(self, claim: RunClaim, event: RunEvent) -> None:
         """Add an event of a run to the stream of its batch, if the progress of the batch counts events of this type."""
@@ -353,7 +353,7 @@ class Runner:
             # the attempt.
             event = replace(event, run=claim.run, attempt=record.attempt, item=record.item.custom_id)
         if isinstance(event, PROGRESS_EVENTS):
-            self.writer.add(claim.tenant, record.batch, event)
+            self.publisher.add(claim.tenant, record.batch, event)
 
     async def _finish(self, claim: RunClaim, active: _ActiveRun, outcome: ItemOutcome, defaults: BatchDefaults) -> None:
         """Store the outcome, or queue the next attempt. Waits while Redis does not answer, so that no outcome is
@@ -397,7 +397,7 @@ class Runner:
             ended = build_ended(outcome, time.time())
             steps, seconds = max(ended.steps, len(active.steps)), time.monotonic() - active.began
             event = replace(ended, steps=steps, calls=len(active.calls), seconds=seconds)
-        self.writer.add(claim.tenant, record.batch, event)
+        self.publisher.add(claim.tenant, record.batch, event)
 
     async def _let_go(self, claim: RunClaim, active: _ActiveRun) -> None:
         """Release a run because another process owns it, its batch is cancelled, or this process ends."""

@@ -68,7 +68,7 @@ async def test_a_run_is_seen_while_it_goes_on(world: World, visitors: Visitors) 
 async def test_the_tree_of_forks_leads_from_run_to_run(world: World, visitors: Visitors) -> None:
     run = await world.hosted.start("acme", RunBody(instruction="Branch here"))
     source = ForkSource(run=run.id, step=2, attempt=1, entries=0)
-    fork = await world.hosted._start(
+    fork = await world.hosted.start(
         "acme",
         RunBody(instruction="Branch here"),
         ItemEnvironment(),

@@ -1,4 +1,4 @@
-"""The writer of a batch's events."""
+"""The publisher of a batch's events."""
 
 import asyncio
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import redis.asyncio
 
 from contract.run_events import BatchNotice
-from store.batches import BatchEventReader, BatchEventWriter
+from orchestrator.runs.event_publisher import RunEventPublisher
+from store.run_events import BatchEventReader
 from tests.conftest import RedisProcess
 
 
@@ -31,15 +32,13 @@ class LateReplies(redis.asyncio.Redis):
         return pipe
 
 
-async def test_a_writer_that_stops_during_a_write_writes_each_event_once(redis_server: RedisProcess) -> None:
+async def test_a_flush_during_a_write_writes_each_event_once(redis_server: RedisProcess) -> None:
     async with LateReplies.from_url(redis_server.url, socket_timeout=5) as client:
-        writer = BatchEventWriter(client, "d")
-        writing = asyncio.create_task(writer.run())
-        writer.add("acme", "b", BatchNotice(message="first"))
+        publisher = RunEventPublisher(client, "d")
+        publisher.add("acme", "b", BatchNotice(message="first"))
         await client.executed.wait()
-        writer.add("acme", "b", BatchNotice(message="last"))
+        publisher.add("acme", "b", BatchNotice(message="last"))
         asyncio.get_running_loop().call_later(0.05, client.may_arrive.set)
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
+        await publisher.flush()
         events = await BatchEventReader(client, "d", "acme", "b").read(0)
     assert [getattr(event, "message", "") for event in events] == ["first", "last"]

@@ -21,13 +21,14 @@ from contract.tenancy import TenantPolicy
 from orchestrator.batches.detached import check_detached
 from orchestrator.batches.lines import BadBatch, load_lines
 from orchestrator.runs.batch_service import BatchService
+from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.models import Models
 from orchestrator.runs.run_service import MAX_IDLE_MODELS, ServiceWork
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, BatchEventWriter, ItemEnvironment, ItemOutcome
+from store.batches import BatchDefaults, ItemEnvironment, ItemOutcome
 from store.run_log import RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
@@ -325,7 +326,7 @@ class EndlessService(BatchService):
 
     @asynccontextmanager
     async def _runner(self, pool: Any) -> AsyncIterator[Runner]:
-        writer = BatchEventWriter(self.harness.client, "d")
+        writer = RunEventPublisher(self.harness.client, "d")
         yield Runner(
             self.harness.client, "d", self.harness.queue, self.work, writer, self.concurrency, None, self.tenants
         )

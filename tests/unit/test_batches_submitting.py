@@ -12,7 +12,8 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import FailureKind
 from orchestrator.batches.lines import BatchFile
 from orchestrator.runs.batches import Batches, run_id
-from store.batches import BatchDefaults, BatchEventWriter, BatchItem, BatchState
+from orchestrator.runs.event_publisher import RunEventPublisher
+from store.batches import BatchDefaults, BatchItem, BatchState
 from store.runs import AT_ONCE, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -24,7 +25,7 @@ KINDS = (None, FailureKind.MODEL, FailureKind.INFRASTRUCTURE)
 class Harness(RunHarness):
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         super().__init__(client)
-        self.batches = Batches(self.queue, BatchEventWriter(client, "d"), "acme")
+        self.batches = Batches(self.queue, RunEventPublisher(client, "d"), "acme")
 
     async def end(self, *kinds: FailureKind | None) -> list[str]:
         """End the waiting items with this outcome. Return the items."""
@@ -137,7 +138,7 @@ async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_reported_an
             await self.cancel(tenant, batch)
             return first + await super().add(tenant, batch, all_of_them)
 
-    batches = Batches(Interrupted(harness.client, "d", KEY), BatchEventWriter(harness.client, "d"), "acme")
+    batches = Batches(Interrupted(harness.client, "d", KEY), RunEventPublisher(harness.client, "d"), "acme")
     with pytest.raises(ToolFailure, match="submit the same file again with `--id b --tenant acme`") as failure:
         await batches.submit(file, batch="b")
     assert failure.value.code is ErrorCode.CANCELLED

@@ -57,8 +57,8 @@ def take_events(buffer: RunEventBuffer) -> list[dict[str, Any]]:
     while buffer.has_pending:
         taken = buffer.take()
         assert taken is not None
-        buffer.confirm(taken, is_ours=True)
-        events += [json.loads(event) for event in taken.event_batch.events]
+        buffer.confirm(len(taken.events), is_ours=True)
+        events += [json.loads(event) for event in taken.events]
     return events
 
 
@@ -114,7 +114,7 @@ def test_open_approvals_are_counted(buffer: RunEventBuffer) -> None:
         buffer.on_event(event)
         taken = buffer.take()
         assert taken is not None
-        assert taken.event_batch.asking == open_approvals
+        assert taken.asking == open_approvals
 
 
 @pytest.mark.parametrize("hostile", ["\x00\x1b[2J‮" * 9000, "\ud83d" * 9000, "\U0001f600" * 9000, '"RunEnded"' * 9000])

@@ -13,11 +13,12 @@ from contract.tenancy import TenantPolicy
 from orchestrator.batches.lines import BatchFile
 from orchestrator.dispatch.sessions import Session, SessionStart
 from orchestrator.runs.batches import Batches
+from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.hosted import HostedRuns
 from store import run_log, runs
 from store.archives.files import new_file_id
 from store.audit import Actor, Audit
-from store.batches import HOSTED_BATCH, BatchEventWriter, BatchItem, ItemEnvironment, ItemOutcome, RunBody
+from store.batches import HOSTED_BATCH, BatchItem, ItemEnvironment, ItemOutcome, RunBody
 from store.run_log import MAX_TRANSCRIPT_BYTES
 from store.run_records import HostedState, parse_run
 from store.runs import BatchCancelled
@@ -341,7 +342,7 @@ async def test_a_run_of_another_tenant_and_an_item_of_a_batch_are_none(harness: 
 
 async def test_the_standing_batch_cannot_be_changed(harness: HostedHarness) -> None:
     await harness.start()
-    batches = Batches(harness.queue, BatchEventWriter(harness.client, "d"), "acme")
+    batches = Batches(harness.queue, RunEventPublisher(harness.client, "d"), "acme")
     for asked in (batches.cancel, batches.resume, batches.status, batches.custom_ids):
         assert (await refused(asked(HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
     file = BatchFile((), "0" * 64, 0, "/v1/agent/runs")

@@ -9,7 +9,8 @@ import redis.asyncio
 
 from contract.run_events import FailureKind
 from orchestrator.runs.follower import Follower
-from store.batches import BatchEventReader, BatchState
+from store.batches import BatchState
+from store.run_events import BatchEventReader
 from store.runs import BatchCancelled
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness, build_outcome

@@ -13,11 +13,12 @@ from contract.errors import ModelDenied
 from contract.run_events import BatchNotice, RunEvent, RunRetried, SessionOpening
 from orchestrator.runs import run_gate as gate_module
 from orchestrator.runs import runner as runner_module
+from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.run_gate import RunDeferred, RunGate
 from orchestrator.runs.run_slots import RunSlots
 from orchestrator.runs.runner import Runner
-from store.batches import BatchDefaults, BatchEventWriter, BatchState, ItemOutcome, parse_batch_event
+from store.batches import BatchDefaults, BatchState, ItemOutcome, parse_batch_event
 from store.runs import RunClaim
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness, build_outcome
@@ -72,7 +73,7 @@ async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -
 async def work(harness: RunHarness, troubled: Troubled, *, only: tuple[str, str] | None = BATCH) -> None:
     """Run until the batch is done. Raises the runner's exceptions."""
     stand_in: Any = troubled
-    runner = Runner(harness.client, "d", harness.queue, stand_in, BatchEventWriter(harness.client, "d"), 4, only)
+    runner = Runner(harness.client, "d", harness.queue, stand_in, RunEventPublisher(harness.client, "d"), 4, only)
     running = asyncio.create_task(runner.run())
     try:
         async with asyncio.timeout(SOON_S):

@@ -15,7 +15,8 @@ from contract.errors import BrokerUnavailable, ErrorCode
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.dispatch.request import Request
 from orchestrator.runs.follower import BatchLost, Follower
-from store.batches import BatchEventReader, BatchState, batch_key
+from store.batches import BatchState, batch_key
+from store.run_events import BatchEventReader
 from store.run_log import run_key
 from store.runs import RunClaim
 from store.tasks import retry_until_available

@@ -11,7 +11,8 @@ from contract.errors import ConfigError, ToolFailure
 from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.follower import Follower
-from store.batches import RUN_TTL_S, BatchEventReader, BatchState, RunBody
+from store.batches import RUN_TTL_S, BatchState, RunBody
+from store.run_events import BatchEventReader
 from store.runs import AT_ONCE, STEP_CHARS, BatchCancelled, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
