@@ -28,6 +28,7 @@ from orchestrator.runs.models import Models
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.settings import OrchestratorSettings
 from store.batches import BatchDefaults, BatchItem, CallBody, ItemOutcome, RunBody
+from store.call_reader import CallReader
 from store.calls import CallStore
 from store.run_log import RunLog
 from store.runs import RunClaim
@@ -101,6 +102,7 @@ class ItemHarness(RunHarness):
             RedisTenants(client, "d", KEY),
             installed,
             TenantCatalog(catalog, installed),
+            CallReader(client, "d", KEY),
         )
         settings = OrchestratorSettings(deployment="d", dialect="native", redis_url=None)
         self.parts = RunParts(settings, self.pool, approver or AutoApprover(), policy)

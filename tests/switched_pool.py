@@ -22,6 +22,7 @@ from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.blobs import Blobs
+from store.call_reader import CallReader
 from store.catalog import RedisCatalog
 from store.connection import connect_once, open_redis
 from store.publisher import NotSent
@@ -94,7 +95,8 @@ class SwitchedPool:
             rules=CallRules(tenants if has_admission else OpenTenants(), switches),
             pool=replace(hosts, events=events, admission=admission),
         )
-        connection = PoolConnection(redis, KEY, dispatcher, catalog, blobs, switches, tenants, installed, offers)
+        calls = CallReader(redis, "default", KEY)
+        connection = PoolConnection(redis, KEY, dispatcher, catalog, blobs, switches, tenants, installed, offers, calls)
         settings = OrchestratorSettings.model_validate({"redis_url": self.broker.redis_url, "approvals": "auto"})
         try:
             yield _Client(settings, connection, "acme", None, None)

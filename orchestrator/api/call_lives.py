@@ -11,8 +11,7 @@ from orchestrator.api.paging import Limit
 from orchestrator.api.problem_handlers import responses
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.sdk.call_control import SHORT_LOOKUP_S, CallControl
-from store.call_life import CallLife, CallLives
-from store.call_list import CallList, CallPage
+from store.call_reader import CallLife, CallPage
 
 router = APIRouter(prefix="/v1/calls", tags=["calls"], responses=responses())
 
@@ -41,7 +40,7 @@ async def list_calls(caller: AnyCaller, limit: Limit = 50) -> CallPage:
     """List the tenant's calls: waiting calls with the reason, then running calls, then recently ended calls."""
     app_state = caller.app_state
     async with app_state.looks.turn(caller.identity.key_id):
-        return await CallList(app_state.parts.pool.redis, app_state.settings.deployment).read([caller.tenant], limit)
+        return await app_state.parts.pool.calls.read_page([caller.tenant], limit)
 
 
 @router.get("/{call_id}", responses=responses(404))
@@ -54,7 +53,7 @@ async def get_call(call_id: CallId, caller: AnyCaller) -> dict[str, Any]:
     call = await _life(caller, call_id)
     if call is None:
         raise _unknown(caller, call_id)
-    fields = call.to_json()
+    fields = call.model_dump(mode="json")
     return fields if caller.is_operator else {name: value for name, value in fields.items() if name != "flower_url"}
 
 
@@ -83,14 +82,8 @@ async def kill_call(call_id: CallId, body: Kill, caller: AnyCaller) -> Killed:
 
 async def _life(caller: Caller, call_id: str) -> CallLife | None:
     app_state = caller.app_state
-    lives = CallLives(
-        app_state.parts.pool.redis,
-        app_state.settings.deployment,
-        app_state.settings.broker().signing_keys(),
-        app_state.settings.flower_url,
-    )
     async with app_state.looks.turn(caller.identity.key_id):
-        return await lives.read(caller.tenant, call_id)
+        return await app_state.parts.pool.calls.read(caller.tenant, call_id)
 
 
 def _unknown(caller: Caller, call_id: str) -> ApiProblem:

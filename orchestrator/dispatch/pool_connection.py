@@ -22,6 +22,7 @@ from orchestrator.metrics.tally import Tally
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tracing import open_process_tracer
 from store.blobs import Blobs
+from store.call_reader import CallReader
 from store.calls import CallStore
 from store.catalog import RedisCatalog
 from store.connection import RedisClient, ScriptConnection, SharedClock, check_redis, open_redis
@@ -53,6 +54,7 @@ class PoolConnection:
     tenants: RedisTenants
     installed: SkillStore
     offers: TenantCatalog
+    calls: CallReader
     tracer: Tracer | None = None
     """Tracer of the calls; None: tracing is off."""
     tally: Tally | None = None
@@ -128,8 +130,9 @@ async def open_pool(
             ),
             middleware=middleware,
         )
+        reader = CallReader(redis, deployment, keys, settings.flower_url if settings is not None else None)
         yield PoolConnection(
-            redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, tracer, tally
+            redis, keys, dispatcher, catalog, blobs, switches, tenants, installed, offers, reader, tracer, tally
         )
 
 

@@ -13,7 +13,7 @@ from contract.hosts import parse_holder
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.terminal.commands import build_command
 from store.audit import Actor, build_entry, entry_text
-from store.call_life import unknown_call
+from store.call_reader import unknown_call
 from store.calls import MAX_REASON_CHARS, CallRecord, CallState, CallStore, KillOrder
 
 LOOKUP_S = 5.0

@@ -45,8 +45,7 @@ from store.api_keys import ApiKeys, Credential
 from store.approvals import ApprovalQueue
 from store.audit import Actor, Audit, local_actor
 from store.budgets import BudgetState
-from store.call_life import CallLife, CallLives
-from store.call_list import CallList, CallPage
+from store.call_reader import CallLife, CallPage
 from store.catalog import find_skill
 from store.session_list import SessionList, SessionPage
 from store.switches import build_switch
@@ -249,21 +248,21 @@ class ToolClient:
 
         Raises ToolFailure(INVALID_ARGUMENTS) for an unknown call, or when several tenants have a call of that id.
         """
-        return await self._lives().find(call, await self._scope(tenant))
+        return await self._pool.calls.find(call, await self._scope(tenant))
 
     async def list_calls(self, tenant: str | None = None, limit: int = 100) -> CallPage:
         """Return the calls that wait, run, or ended recently. `tenant` None: all tenants, or with a tenant's key only
         that tenant. Raises BrokerUnavailable.
         """
         owner = await self._scope(tenant)
-        tenants = [owner] if owner is not None else await self._lives().tenants()
-        return await CallList(self._pool.redis, self._settings.deployment).read(tenants, limit)
+        tenants = [owner] if owner is not None else await self._pool.calls.tenants()
+        return await self._pool.calls.read_page(tenants, limit)
 
     async def kill_call(self, call: str, *, tenant: str | None = None, reason: str = "") -> KilledCall:
         """End a call that waits or runs, and return when it has ended. Its caller gets CANCELLED with the actor and
         the reason. Raises like `call_history`, and OperatorError when the call does not end.
         """
-        owner, call_id = await self._lives().resolve(call, await self._scope(tenant))
+        owner, call_id = await self._pool.calls.resolve(call, await self._scope(tenant))
         return await CallControl(self._pool, self._settings.deployment).kill(owner, call_id, await self.actor(), reason)
 
     async def delete_checkpoint(self, checkpoint: Checkpoint | str, *, tenant: str | None = None) -> bool:
@@ -432,9 +431,6 @@ class ToolClient:
         """Return the tenant of a search; None: all tenants. Raises like `_as_tenant`."""
         is_tenant = (await self.actor()).role == "tenant"
         return await self._as_tenant(tenant) if tenant is not None or is_tenant else None
-
-    def _lives(self) -> CallLives:
-        return CallLives(self._pool.redis, self._settings.deployment, self._dispatcher.keys, self._settings.flower_url)
 
     async def _check_tenant(self, tenant: str | None) -> None:
         """Raise ToolFailure for a tenant that does not exist."""

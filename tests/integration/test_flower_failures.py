@@ -166,7 +166,7 @@ async def test_the_call_of_a_killed_worker_ends_red_and_the_pages_show_what_is_l
         box = await row.get_by_role("link").last.bounding_box()
         assert box is not None
         assert box["x"] + box["width"] <= 1400
-        life = (await client.call_history(lost)).to_json()
+        life = (await client.call_history(lost)).model_dump(mode="json")
         assert (life["state"], life["error_code"], life["ended_at"] is not None) == ("unknown", "OUTCOME_UNKNOWN", True)
         assert life["noticed_by"].startswith("toolcrew")
         assert "may have acted" in life["advice"]

@@ -20,7 +20,7 @@ from contract.names import call_key, slots_key
 from orchestrator.command import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from store.call_life import CallLife
+from store.call_reader import CallLife
 from tests.stack import Stack, commands_in, run_toolcrew
 from tests.waiting import wait_until_async
 
@@ -162,7 +162,7 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
     assert (result.error_code, result.output) == (ErrorCode.CANCELLED, "begun\n")
     assert "was killed by" in str(result.error)
     assert "it runs away" in str(result.error)
-    reply = (await other.call_history(call_id)).to_json()
+    reply = (await other.call_history(call_id)).model_dump(mode="json")
     assert (reply["state"], reply["error_code"], reply["session"], reply["place"]["state"]) == (
         "done",
         "CANCELLED",

@@ -17,7 +17,7 @@ from contract.signing import ResultSeal, SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.admission import SharedAdmission
 from orchestrator.dispatch.celery_transport import build_message
-from store.call_life import CallLives, parse_task_id
+from store.call_reader import CallReader, parse_task_id
 from store.run_log import run_key
 from store.sessions import SessionStore
 from store.slots import SlotRequest, enqueue, load_script, script_arguments
@@ -32,7 +32,7 @@ class Harness:
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
-        self.lives = CallLives(client, "d", KEY, "https://flower.example/f/")
+        self.lives = CallReader(client, "d", KEY, "https://flower.example/f/")
 
     async def note(self, call: str = "c1", tenant: str = "acme", **fields: Any) -> None:
         plain = {
@@ -88,7 +88,7 @@ def build_result(**fields: Any) -> ToolResult:
 async def test_a_call_that_waits_for_a_slot_reports_how_many_go_before_it(harness: Harness) -> None:
     for number in range(7):
         await harness.wait_for_slot(f"c{number}")
-    reply = (await harness.lives.find("c6", "acme")).to_json()
+    reply = (await harness.lives.find("c6", "acme")).model_dump(mode="json")
     assert (reply["state"], reply["waits_in"], reply["queue"], reply["tool"]) == (
         "waiting",
         "admission",
@@ -105,9 +105,7 @@ async def test_a_call_in_the_queue_reports_how_many_are_taken_before_it(harness:
     await harness.note("c0", task="0123456789ab-c0.1.acme")
     await harness.note("c249", task="0123456789ab-c249.1.acme")
     first, last = await harness.lives.find("c0", "acme"), await harness.lives.find("c249", "acme")
-    assert [
-        (life.waiting.where, life.waiting.ahead, life.waiting.waiting) for life in (first, last) if life.waiting
-    ] == [
+    assert [(life.waits_in, life.ahead, life.waiting) for life in (first, last)] == [
         ("queue", 0, 250),
         ("queue", 249, 250),
     ]
@@ -120,7 +118,7 @@ async def test_a_running_call_reports_its_worker_and_whether_that_still_reports(
     await harness.note(state="running", holder="host.a.b1/w1", queued_at=100.0, started_at=100.5)
     if is_there:
         await harness.client.set(host_key("d", "host.a.b1"), "{}")
-    reply = (await harness.lives.find("c1", "acme")).to_json()
+    reply = (await harness.lives.find("c1", "acme")).model_dump(mode="json")
     assert (reply["host"], reply["worker"], reply["is_held"], reply["queued_s"], reply["run_s"]) == (
         "a",
         "w1",
@@ -133,7 +131,7 @@ async def test_a_running_call_reports_its_worker_and_whether_that_still_reports(
 async def test_a_call_reports_of_its_session_its_task_and_its_page_in_flower(harness: Harness) -> None:
     await SessionStore(harness.client, "d").open("acme", "s1", "host.a.b1", start="{}", ttl_s=60, limit=10)
     await harness.note(state="done")
-    reply = (await harness.lives.find("c1", "acme")).to_json()
+    reply = (await harness.lives.find("c1", "acme")).model_dump(mode="json")
     assert (reply["place"]["state"], reply["place"]["host"], reply["place"]["generation"]) == ("open", "a", 1)
     assert (reply["task"], reply["flower_url"]) == (TASK, f"https://flower.example/f/task/{TASK}")
 
@@ -143,7 +141,7 @@ async def test_what_is_kept_of_its_result_is_reported_without_its_output(harness
     sandbox = SandboxInfo(id="b0x", generation=2, rebuilt=True, news="private")
     await harness.note(state="done")
     await harness.keep(build_result(output="private", kill=kill, sandbox=sandbox, clocks=Clocks(run_s=2.0)))
-    reply = (await harness.lives.find("c1", "acme")).to_json()["result"]
+    reply = (await harness.lives.find("c1", "acme")).model_dump(mode="json")["result"]
     assert (reply["kill"]["signalled"], reply["sandbox"]["generation"], reply["clocks"]["run_s"], reply["error"]) == (
         3,
         2,
@@ -185,7 +183,7 @@ async def test_a_lost_call_says_when_who_noticed_the_code_and_what_to_do(
         noticed_by="toolcrew7@machine",
         reason="it stopped reporting",
     )
-    reply = (await harness.lives.find("c1", "acme")).to_json()
+    reply = (await harness.lives.find("c1", "acme")).model_dump(mode="json")
     assert (reply["state"], reply["error_code"], reply["noticed_by"], reply["reason"]) == (
         state,
         code,

@@ -12,12 +12,12 @@ import redis.asyncio
 from contract.names import call_key, slots_key
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch.celery_transport import build_call_message
-from store import call_list
-from store.call_list import CallList
+from store import call_reader
+from store.call_reader import CallReader
 from store.connection import ScriptConnection, SharedClock
 from store.publisher import Publisher
 from store.slots import SlotRequest, WaitReason, enqueue, load_script, script_arguments
-from tests.builders import build_attempt
+from tests.builders import KEY, build_attempt
 from tests.conftest import RedisProcess
 
 QUEUE = "pool.web"
@@ -28,7 +28,7 @@ class Calls:
 
     def __init__(self, client: "redis.asyncio.Redis", publisher: Publisher) -> None:
         self.client, self.publisher = client, publisher
-        self.list = CallList(client, "d")
+        self.list = CallReader(client, "d", KEY)
 
     async def ask_for_slot(
         self, call: str, policy: TenantPolicy, tenant: str = "acme", tool: str = "bash_tool"
@@ -46,7 +46,7 @@ class Calls:
             await self.client.hset(call_key("d", "acme", call), mapping=record)
 
     async def read(self, *tenants: str, most: int = 100) -> list[tuple[str, str]]:
-        page = await self.list.read(tenants or ["acme"], most)
+        page = await self.list.read_page(tenants or ["acme"], most)
         return [(one.call, one.state) for one in page.data]
 
 
@@ -74,7 +74,7 @@ async def test_calls_that_wait_come_first_then_those_that_run_then_the_latest_th
         *((f"w{number}", "waiting") for number in range(1, 5)),
         *(("lies", "queued"), ("works", "running"), ("late", "done"), ("old", "done")),
     ]
-    page = await calls.list.read(["acme"], 100)
+    page = await calls.list.read_page(["acme"], 100)
     by_name = {one.call: one for one in page.data}
     assert not page.has_more
     assert by_name["w1"].reason is WaitReason.IN_FLIGHT
@@ -94,7 +94,7 @@ async def test_every_reason_to_wait_is_that_of_admission(calls: Calls) -> None:
         for number in range(30):
             await calls.ask_for_slot(f"c{number}", policy, tenant)
 
-    page = await calls.list.read(list(policies), 200)
+    page = await calls.list.read_page(list(policies), 200)
 
     reasons = {one.tenant: one.reason for one in page.data if one.state == "waiting"}
     assert reasons == {
@@ -117,12 +117,12 @@ async def test_a_tenant_sees_its_own_calls_and_no_commands_to_sessions(calls: Ca
 
 
 async def test_a_list_is_bounded_and_says_that_there_is_more(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_list, "MAX_SCANNED", 1)
-    monkeypatch.setattr(call_list, "_SCAN_COUNT", 1)
+    monkeypatch.setattr(call_reader, "MAX_LISTED", 1)
+    monkeypatch.setattr(call_reader, "_SCAN_COUNT", 1)
     for number in range(4):
         await calls.publish(f"c{number}", state="done", ended_at=f"{number}.0")
 
-    page = await calls.list.read(["acme"], 3)
+    page = await calls.list.read_page(["acme"], 3)
 
     assert [one.call for one in page.data] == ["c3", "c2", "c1"]
     assert page.has_more
@@ -135,7 +135,7 @@ async def test_the_newest_thousand_are_remembered_and_a_record_of_a_later_releas
         await calls.publisher.publish(message)
     await calls.client.hset(call_key("d", "acme", "c1004"), mapping={"state": "frozen"})
 
-    page = await calls.list.read(["acme"], 2000)
+    page = await calls.list.read_page(["acme"], 2000)
 
     assert len(page.data) == 999
     assert "c1004" not in {one.call for one in page.data}

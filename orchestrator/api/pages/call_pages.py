@@ -3,7 +3,6 @@
 Tasks in Flower link to the page of a call, and the page links to Flower.
 """
 
-from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
@@ -16,8 +15,6 @@ from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
 from orchestrator.sdk.call_control import SHORT_LOOKUP_S, CallControl
-from store.call_life import CallLives
-from store.call_list import CallList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
@@ -35,7 +32,7 @@ async def calls(request: Request, person: Looking, id: str = "", done: str = "")
     viewer, parts = await person.viewer(), person.app_state.parts
     tenants = [viewer.tenant] if viewer.tenant else list(viewer.tenants)
     async with person.app_state.looks.turn(person.login.identity.key_id):
-        page = await CallList(parts.pool.redis, person.app_state.settings.deployment).read(tenants, MOST)
+        page = await parts.pool.calls.read_page(tenants, MOST)
     template = "calls.part.html" if is_fragment(request) else "calls.html"
     return render(template, viewer, title="Calls", page="calls", calls=page, done=DONE.get(done))
 
@@ -58,15 +55,11 @@ async def kill_call(call: CallId, person: Sending) -> Response:
 @router.get("/calls/{call}")
 async def one_call(call: str, person: Looking, of: str = "") -> Response:
     """Show the information of every process about a call, by its id or the id of its Celery task."""
-    settings = person.app_state.settings
-    lives = CallLives(
-        person.app_state.parts.pool.redis, settings.deployment, settings.broker().signing_keys(), settings.flower_url
-    )
     # Operators can find a call without knowing its tenant.
     tenant = of or person.tenant
     try:
         async with person.app_state.looks.turn(person.login.identity.key_id):
-            state = await lives.find(call, tenant)
+            state = await person.app_state.parts.pool.calls.find(call, tenant)
     except ToolFailure as failure:
         if failure.code is not ErrorCode.INVALID_ARGUMENTS:
             raise
@@ -79,7 +72,7 @@ async def one_call(call: str, person: Looking, of: str = "") -> Response:
         await person.viewer(),
         title=f"Call {state.call}",
         page="calls",
-        call=state if person.is_operator else replace(state, flower_url=None),
-        fields=state.to_json(),
+        call=state if person.is_operator else state.model_copy(update={"flower_url": None}),
+        fields=state.model_dump(mode="json"),
         has_run_page=has_run_page,
     )
