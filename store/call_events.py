@@ -11,11 +11,10 @@ keys expire.
     add  ------- XADD, if it exists ->  events
          ------- ZADD, the call's name -->  wakes   sorted set  --- take_wakes ->  one blocked connection per process
                                             events  -------------- read ------->  the handlers of the call
-    await_room  <------------------  room   list     <--- acknowledge ---------  after the handlers: deletes the entries
+    count  ------- XLEN ---------->  events  <----------- acknowledge ---------  after the handlers: deletes the entries
     await_answer  <----------------  answers list    <--- push_answer ---------  the reply to a question of the call
 """
 
-import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -23,17 +22,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError
-
 from contract.call_events import CallEvent, entry_event, entry_fields
-from contract.errors import BrokerUnavailable
 from contract.names import deployment_key, tenant_key
 from contract.signing import SigningKeys
 from store.connection import RedisClient, SyncRedis, broker_errors
-from store.tasks import begin_shared, cancel_all
-from telemetry.logs import get_logger
-
-log = get_logger(__name__)
 
 READ_COUNT = 256
 """Limit of entries from one stream in one read. A stream that returns this many may have more."""
@@ -46,15 +38,6 @@ WAIT_SLICE_S = 2.0
 connection.
 """
 
-COMMANDS_AT_ONCE = 1000
-RETRY_S = 0.5
-_TEMPORARY = (MasterDownError, OutOfMemoryError, ReadOnlyError)
-_TEMPORARY_PREFIXES = ("BUSY", "MISCONF", "NOREPLICAS")
-"""Prefixes of temporary errors: Redis is full, is a replica, or cannot write at the moment. Any other error would
-return on every repetition.
-"""
-
-Command = tuple[str | bytes | int, ...]
 Entry = tuple[bytes, Mapping[Any, Any]]
 """The id and the fields of one entry of a stream."""
 
@@ -65,7 +48,6 @@ class CallEventKeys:
 
     name: str
     events: str
-    room: str
     answers: str
 
     @property
@@ -81,7 +63,7 @@ class CallEventKeys:
 def call_event_keys(deployment: str, tenant: str, call_id: str) -> CallEventKeys:
     """Return the keys of one call's events."""
     prefix = tenant_key(deployment, tenant, f"call.{call_id}")
-    return CallEventKeys(f"{tenant}:{call_id}", f"{prefix}:events", f"{prefix}:room", f"{prefix}:answers")
+    return CallEventKeys(f"{tenant}:{call_id}", f"{prefix}:events", f"{prefix}:answers")
 
 
 def wakes_key(deployment: str, listener: str) -> str:
@@ -94,76 +76,11 @@ def wakes_key(deployment: str, listener: str) -> str:
 # --- Orchestrators ----------------------------------------------------------------------------------------------------
 
 
-class PendingCommands:
-    """Commands whose replies no caller awaits. They are sent in order, many in one round trip. After an outage they
-    are sent again, so they must be repeatable.
-    """
-
-    def __init__(self, client: RedisClient) -> None:
-        self._client = client
-        self._waiting: list[Command] = []
-        self._added = asyncio.Event()
-        self._sent = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def add(self, *commands: Command) -> None:
-        """Send these commands soon, after all earlier ones."""
-        self._waiting += commands
-        self._sent.clear()
-        self._added.set()
-        if self._task is None:
-            self._task = begin_shared(self._run(), "pending-commands")
-
-    async def close(self, within_s: float) -> None:
-        """Send the waiting commands, for at most `within_s` seconds, and stop."""
-        if self._task is None:
-            return
-        await asyncio.wait(
-            {self._task, waiting := asyncio.create_task(self._sent.wait())},
-            timeout=within_s,
-            return_when="FIRST_COMPLETED",
-        )
-        waiting.cancel()
-        await cancel_all((self._task,))
-
-    async def _run(self) -> None:
-        while True:
-            await self._added.wait()
-            self._added.clear()
-            while self._waiting:
-                await self._send(self._waiting[:COMMANDS_AT_ONCE])
-            self._sent.set()
-
-    async def _send(self, commands: list[Command]) -> None:
-        pipe = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipe.execute_command(*command)
-        try:
-            with broker_errors("commands were not sent"):
-                replies = await pipe.execute(raise_on_error=False)
-        except BrokerUnavailable as error:
-            await self._delay(error)
-            return
-        for command, reply in zip(commands, replies, strict=True):
-            if isinstance(reply, _TEMPORARY) or str(reply).startswith(_TEMPORARY_PREFIXES):
-                # This command and all later ones are sent again, so that the order is preserved.
-                await self._delay(reply)
-                return
-            del self._waiting[0]
-            if isinstance(reply, Exception):
-                log.error("redis_command_refused", command=str(command[0]), key=str(command[1]), error=str(reply))
-
-    async def _delay(self, error: Exception) -> None:
-        log.warning("redis_commands_delayed", commands=len(self._waiting), error=str(error))
-        await asyncio.sleep(RETRY_S)
-
-
 class CallEventStore:
     """The events of the calls that one process has sent. `listener`: the id of the process. The signed context of each
     call carries the id to the worker.
 
-    The asynchronous methods raise BrokerUnavailable when Redis does not answer. `acknowledge` and `delete` return at
-    once and send their commands later.
+    Every asynchronous method raises BrokerUnavailable when Redis does not answer.
     """
 
     def __init__(self, client: RedisClient, deployment: str, signing: SigningKeys) -> None:
@@ -172,7 +89,6 @@ class CallEventStore:
         self._deployment = deployment
         self._signing = signing
         self._wakes = wakes_key(deployment, self.listener)
-        self._pending = PendingCommands(client)
 
     def keys(self, tenant: str, call_id: str) -> CallEventKeys:
         """Return the keys of a call's events."""
@@ -228,23 +144,15 @@ class CallEventStore:
                 pipe.xrange(keys.events, min=f"({last_id}", count=READ_COUNT)
             return list(await pipe.execute())
 
-    def acknowledge(self, keys: CallEventKeys, entries: Sequence[bytes], ttl_s: int) -> None:
-        """Delete handled entries, and let a worker that waits for room continue."""
-        # One item in `room` is enough: the worker reads the length of the stream after it wakes.
-        self._pending.add(
-            ("XDEL", keys.events, *entries),
-            ("LPUSH", keys.room, 1),
-            ("LTRIM", keys.room, 0, 0),
-            ("EXPIRE", keys.room, ttl_s),
-        )
+    async def acknowledge(self, keys: CallEventKeys, entries: Sequence[bytes]) -> None:
+        """Delete handled entries. A worker that waits for room then continues."""
+        with broker_errors("the events of a running call were not acknowledged"):
+            await self._client.xdel(keys.events, *entries)
 
-    def delete(self, keys: CallEventKeys) -> None:
+    async def delete(self, keys: CallEventKeys) -> None:
         """Delete the keys of a call. A worker that still writes notices that no process reads its events."""
-        self._pending.add(("DEL", keys.events, keys.room, keys.answers))
-
-    async def close(self, within_s: float) -> None:
-        """Send the commands of `acknowledge` and `delete` that still wait, for at most `within_s` seconds."""
-        await self._pending.close(within_s)
+        with broker_errors("the events of a call were not deleted"):
+            await self._client.delete(keys.events, keys.answers)
 
 
 # --- Workers ----------------------------------------------------------------------------------------------------------
@@ -294,11 +202,6 @@ class WorkerCallEventStore:
         """Return whether a process still reads the events."""
         with broker_errors("it is not known whether the events of the call are read"):
             return bool(self._client.exists(self._keys.events))
-
-    def await_room(self, timeout_s: float) -> bool:
-        """Wait until the reader has handled events, at most WAIT_SLICE_S seconds. Return False if it has not."""
-        with broker_errors("the reader of the call's events was not awaited"):
-            return self._client.blpop([self._keys.room], timeout=_slice(timeout_s)) is not None
 
     def await_answer(self, timeout_s: float) -> bytes | None:
         """Return the next answer to a question of the call; None if there is none within WAIT_SLICE_S seconds. Raises

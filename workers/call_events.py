@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -39,61 +39,42 @@ T = TypeVar("T")
 FLUSH_EVERY_S = 0.03
 """Seconds between two writes. Pieces of output within this time are sent together."""
 FLUSH_CHARS = 8 * 1024
+POLL_S = 0.01
+"""Seconds between two checks whether a slow caller has read events."""
 
 
-class CallEvents(Protocol):
-    """Events between a running call and its caller. A failure of the events never fails the call."""
+class CallEvents:
+    """Events between a running call and its caller. A failure of the events never fails the call.
 
-    @property
-    def is_watched(self) -> bool:
-        """Return whether the caller asked for output while the call runs."""
-        ...
+    This class sends nothing: it is for a call whose caller receives only the result.
+    """
+
+    is_watched = False
+    """Whether the caller receives output while the call runs."""
 
     def show(self, stream: str, text: str) -> None:
         """Send a piece of output. Wait for a slow caller, up to a total limit. Output that was not sent is counted."""
-        ...
 
     def send(self, kind: str, payload: Mapping[str, Any]) -> bool:
         """Send an event of another kind, after all earlier output. Return False when no process reads the event.
 
         Raises ValueError: the event is too large.
         """
-        ...
+        return False
 
     def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
         """Return the caller's next answer. None: no answer came in time, or the caller has disconnected.
 
         Raises EnvelopeRefused: the answer cannot be read.
         """
-        ...
-
-    def close(self) -> int:
-        """Send the last event.
-
-        Return the number of characters that were not shown; 0 when the caller asked for no output.
-        """
-        ...
-
-
-class NoCallEvents:
-    """Events of a call without an event stream: its caller receives only the result."""
-
-    is_watched = False
-
-    def show(self, stream: str, text: str) -> None:
-        """Do nothing."""
-
-    def send(self, kind: str, payload: Mapping[str, Any]) -> bool:
-        return False
-
-    def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
         return None
 
     def close(self) -> int:
+        """Send the last event. Return the number of characters that were not shown."""
         return 0
 
 
-class CallEventWriter:
+class CallEventWriter(CallEvents):
     """Writes the events of one call. Safe for use from several threads.
 
     At most MAX_WAITING_EVENTS or MAX_WAITING_BYTES wait to be read; then `show` waits. Output stops when the caller
@@ -116,15 +97,11 @@ class CallEventWriter:
         self._paused_s = 0.0
         self._is_muted = False
         self._has_failed = False
-        self._is_closed = False
-
-    @property
-    def is_watched(self) -> bool:
-        return not self._is_closed
+        self.is_watched = True
 
     def show(self, stream: str, text: str) -> None:
         with self._lock:
-            if self._is_closed or not text:
+            if not self.is_watched or not text:
                 return
             if self._is_muted or self._has_failed:
                 self._hidden += len(text)
@@ -145,7 +122,7 @@ class CallEventWriter:
         data = encode_event(kind, payload)
         with self._lock:
             self._flush()
-            return not self._is_closed and self._write(data, self._store.ask)
+            return self.is_watched and self._write(data, self._store.ask)
 
     def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
         # Do not take the lock: the call may send output while it waits for an answer.
@@ -159,9 +136,9 @@ class CallEventWriter:
 
     def close(self) -> int:
         with self._lock:
-            if not self._is_closed:
+            if self.is_watched:
                 self._flush()
-                self._is_closed = True
+                self.is_watched = False
                 self._write(encode_event(END, {"count": self._count, "hidden_chars": self._hidden}))
             return self._hidden
 
@@ -179,16 +156,17 @@ class CallEventWriter:
 
     def _wait_for_space(self, size: int) -> bool:
         """Wait for room while the caller reads. Return whether one more piece may be written."""
+        moved_at = time.monotonic()
         while not self._is_muted and not self._has_failed and not self._has_space(size):
-            remaining_s = min(STALL_S, MAX_PAUSE_S - self._paused_s)
-            began = time.monotonic()
-            has_moved = remaining_s > 0 and bool(self._try(partial(self._store.await_room, remaining_s)))
-            self._paused_s += time.monotonic() - began
-            if not has_moved:
+            began, before = time.monotonic(), self._waiting
+            if began - moved_at >= STALL_S or self._paused_s >= MAX_PAUSE_S:
                 self._is_muted = True
                 log.info("caller_too_slow", call=self._call_id, paused_s=round(self._paused_s, 3))
-            else:
-                self._waiting = self._try(self._store.count) or 0
+                break
+            time.sleep(POLL_S)
+            self._waiting = self._try(self._store.count) or 0
+            self._paused_s += time.monotonic() - began
+            moved_at = time.monotonic() if self._waiting < before else moved_at
         return not self._is_muted and not self._has_failed
 
     def _has_space(self, size: int) -> bool:

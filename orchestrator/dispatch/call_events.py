@@ -114,7 +114,7 @@ class CallEventReader:
                 self._entries.popleft()
                 self._handled.append(entry)
                 if not self._is_ended and (not self._entries or self._moved_at - self._acknowledged_at >= ACK_EVERY_S):
-                    self._acknowledge()
+                    await self._acknowledge()
             self._drained.set()
 
     async def settle(self) -> None:
@@ -148,10 +148,6 @@ class CallEventReader:
         self._takes_questions = False
         for task in self._questions:
             task.cancel()
-
-    def delete(self) -> None:
-        """Delete the events of the call from Redis. A worker that still writes notices the deletion."""
-        self._store.delete(self.keys)
 
     async def _handle(self, fields: Mapping[Any, Any]) -> None:
         try:
@@ -202,10 +198,15 @@ class CallEventReader:
             log.exception("call_event_handler_failed", call=self.call_id, kind=event.kind)
             self._is_failed = self._is_failed or event.kind == OUTPUT
 
-    def _acknowledge(self) -> None:
+    async def _acknowledge(self) -> None:
         self._acknowledged_at = time.monotonic()
-        self._store.acknowledge(self.keys, self._handled, self._ttl_s)
-        self._handled.clear()
+        handled, self._handled = self._handled, []
+        try:
+            await self._store.acknowledge(self.keys, handled)
+        except BrokerUnavailable as error:
+            # The next acknowledgement includes these entries.
+            self._handled = handled
+            log.warning("call_events_connection_lost", error=str(error))
 
 
 class CallEventListener:
@@ -217,6 +218,7 @@ class CallEventListener:
         self._store = CallEventStore(client, deployment, keys)
         self._readers: dict[str, CallEventReader] = {}
         self._unread: dict[str, CallEventReader] = {}
+        self._deletions: dict[str, asyncio.Task[None]] = {}
         self._reading = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -250,14 +252,16 @@ class CallEventListener:
             delivering.cancel()
             reader.end_questions()
             if not self._is_closed:
-                reader.delete()
+                # A task of its own, because this block may be cancelled.
+                task = begin_shared(self._delete(reader), "call-events-end")
+                self._deletions[reader.keys.name] = task
 
     async def close(self) -> None:
         """Stop listening. The keys of calls that have ended are deleted first; the keys of running calls expire."""
         self._is_closed = True
-        await self._store.close(CLOSE_S)
-        if self._task is not None:
-            await cancel_all((self._task,))
+        if self._deletions:
+            await asyncio.wait(self._deletions.values(), timeout=CLOSE_S)
+        await cancel_all([*self._deletions.values(), *([self._task] if self._task is not None else [])])
 
     async def _open(
         self, tenant: str, call_id: str, handlers: Mapping[str, Handler], ttl_s: float
@@ -271,6 +275,9 @@ class CallEventListener:
         # Registered before the stream is created: a wake-up may arrive immediately, and it must find the call.
         self._readers[name] = reader
         try:
+            # The events of an earlier attempt at this call have the same keys.
+            if (deletion := self._deletions.get(name)) is not None:
+                await asyncio.wait({deletion})
             await reader.open(ttl_s + TTL_MARGIN_S)
         except BrokerUnavailable as error:
             log.warning("call_events_not_opened", call=call_id, error=str(error))
@@ -282,6 +289,15 @@ class CallEventListener:
         if self._task is None:
             self._task = begin_shared(self._run(), "call-events")
         return reader
+
+    async def _delete(self, reader: CallEventReader) -> None:
+        """Delete the events of a call that has ended. If Redis does not answer, they expire."""
+        try:
+            await self._store.delete(reader.keys)
+        except BrokerUnavailable as error:
+            log.warning("call_events_connection_lost", error=str(error))
+        finally:
+            del self._deletions[reader.keys.name]
 
     async def _settle(self, reader: CallEventReader) -> None:
         """Read the remaining events without waiting for a wake-up, and wait for their handlers. The worker wrote

@@ -28,7 +28,7 @@ from store.connection import connect_once
 from tests.builders import KEY
 from tests.event_harness import DEPLOYMENT, EventHarness, Screen, run_call
 from workers import call_events as writing
-from workers.call_events import CallEventWriter, NoCallEvents
+from workers.call_events import CallEvents, CallEventWriter
 
 
 async def test_output_comes_in_order_and_whole_before_listening_ends(harness: EventHarness) -> None:
@@ -304,7 +304,7 @@ async def test_without_handlers_nothing_is_written_and_nothing_is_read(harness: 
     async with harness.events.listen("acme", "call-1", {}, 30) as reader:
         assert reader is None
         assert harness.names() == []
-    events = NoCallEvents()
+    events = CallEvents()
     events.show("stdout", "x")
     assert (events.is_watched, events.send(MODEL, {}), events.await_answer(9), events.close()) == (
         False,

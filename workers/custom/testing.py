@@ -30,7 +30,7 @@ from contract.functions.session_state import MAX_STATE_BYTES, Change, encode_val
 from contract.registry import ToolRegistry
 from contract.specs import ToolSpec
 from store.calls import CallClaim
-from workers.call_events import CallEvents, NoCallEvents
+from workers.call_events import CallEvents
 from workers.custom.call_loops import is_running_here
 from workers.custom.calls import CustomCalls
 from workers.custom.loading import serve_values
@@ -177,7 +177,7 @@ class LocalWorker:
         return float(min(timeout_s or tool.spec.timeout_s or DEFAULT_TIMEOUT_S, tool.spec.max_timeout_s))
 
     def _open_events(self) -> CallEvents:
-        return NoCallEvents() if self._model is None else _ModelEvents(self._model)
+        return CallEvents() if self._model is None else _ModelEvents(self._model)
 
 
 class _GrantingLedger:
@@ -203,7 +203,7 @@ class _NoBlobs:
         )
 
 
-class _ModelEvents(NoCallEvents):
+class _ModelEvents(CallEvents):
     """Events to a caller that answers questions with a function of the test."""
 
     def __init__(self, model: AskModel) -> None:

@@ -18,7 +18,7 @@ from contract.registry import Tool, ToolRegistry
 from contract.sandboxes import SandboxOptions
 from contract.tenancy import SandboxTerms
 from store.secrets import Secret
-from workers.call_events import CallEvents, NoCallEvents
+from workers.call_events import CallEvents
 from workers.sandbox_client import (
     GuestAnswer,
     GuestResponse,
@@ -111,7 +111,7 @@ class ToolEnvironment:
         self.call = call
         self.context = context
         self.content = content
-        self.events: CallEvents = NoCallEvents()
+        self.events = CallEvents()
         self.kill: KillReport | None = None
         self.sandbox: SandboxInfo | None = None
         self.sandbox_s = 0.0
