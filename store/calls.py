@@ -192,6 +192,7 @@ sent to the queue in that time.
 """
 READ_BATCH = 500
 KILL_TTL_S = 60
+_NO_DEADLINE = 1e12
 MAX_KILLS = 1000
 MAX_REASON_CHARS = 500
 
@@ -247,19 +248,22 @@ return reply('sent')
     .replace("CALLS_LISTED", str(CALLS_LISTED))
 )
 
-# KEYS: call. ARGV: attempt, lifetime of the record in seconds. Returns the previous state of the call; `superseded` if
-# another attempt decides. If Redis has lost the write that renewed the call, the record of an earlier attempt is there
-# again. That attempt was given up, so this attempt decides, as in a claim.
-_FORBID_ATTEMPT = """
+# KEYS: call. ARGV: attempt ('' for any), lifetime of the record in seconds. Returns the previous state of the call, or
+# `queued` if there was no record: the call may still be on its way. Returns `superseded` if another attempt decides. If
+# Redis has lost the write that renewed the call, the record of an earlier attempt is there again. That attempt was
+# given up, so this attempt decides, as in a claim.
+_FORBID = """
 local record = redis.call('HMGET', KEYS[1], 'state', 'attempt')
-local stored_attempt, attempt = tonumber(record[2] or '1') or 1e9, tonumber(ARGV[1])
+local stored_attempt = tonumber(record[2] or '1') or 1e9
+local attempt = tonumber(ARGV[1]) or stored_attempt
 local is_forgotten = stored_attempt < attempt and (record[1] == 'queued' or record[1] == 'lost')
 if record[1] and not is_forgotten then
   if stored_attempt ~= attempt then return 'superseded' end
   if record[1] ~= 'queued' then return record[1] end
 end
 local time = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'state', 'forbidden', 'attempt', ARGV[1], 'ended_at', time[1])
+redis.call('HSET', KEYS[1], 'state', 'forbidden', 'attempt', ARGV[1] ~= '' and ARGV[1] or record[2] or 1,
+  'ended_at', string.format('%d.%06d', time[1], time[2]))
 redis.call('EXPIRE', KEYS[1], ARGV[2])
 return 'queued'
 """
@@ -425,18 +429,6 @@ return {'granted', now}
 """
 )
 
-# KEYS: call. ARGV: attempt, lifetime, token, holder, tool, session, node.
-_CONFIRM = (
-    _GATE
-    + """
--- No check of the deadline or the fence: the call runs already, and the record must say so.
-if verdict == 'granted' then
-  note('state', 'running', 'holder', ARGV[4], 'started_at', now, 'tool', ARGV[5], 'session', ARGV[6], 'node', ARGV[7])
-end
-return {verdict, now}
-"""
-)
-
 # ARGV: attempt, lifetime, token, holder. A worker may claim a call while it still checks the call. A refusal by the
 # same holder therefore reverts the claim.
 _REFUSE = (
@@ -451,19 +443,6 @@ if verdict == 'granted' then note('state', 'forbidden', 'ended_at', now) end
 return {verdict, now}
 """
 )
-
-# KEYS: call. ARGV: lifetime. A call without a record may still be on its way, so the script creates a forbidden
-# record.
-_FORBID = """
-local state = redis.call('HGET', KEYS[1], 'state')
-if state == 'forbidden' then return 1 end
-if state and state ~= 'queued' then return 0 end
-local time = redis.call('TIME')
-redis.call('HSET', KEYS[1], 'state', 'forbidden', 'ended_at', string.format('%d.%06d', time[1], time[2]))
-if not state then redis.call('HSET', KEYS[1], 'attempt', 1) end
-redis.call('EXPIRE', KEYS[1], ARGV[1])
-return 1
-"""
 
 # KEYS: result, call, usage of the session. ARGV: the stored text, its lifetime; attempt ("" if the call has not run),
 # lifetime of the record, error code, sandbox, prefix of the tenant's days, bytes that were stored, meter of the session
@@ -523,7 +502,7 @@ class CallStore:
         self._process = process
         self._change = client.register_script(_CHANGE)
         self._lose = client.register_script(_LOSE)
-        self._forbid = client.register_script(_FORBID_ATTEMPT)
+        self._forbid = client.register_script(_FORBID)
         self._kill = client.register_script(_KILL)
         self._reap = client.register_script(_REAP)
 
@@ -717,7 +696,6 @@ class WorkerCallStore:
         self._client = client
         self._clock = clock
         self._claim = WorkerScript(client, _CLAIM)
-        self._confirm = client.register_script(_CONFIRM)
         self._refuse = client.register_script(_REFUSE)
         self._forbid = client.register_script(_FORBID)
 
@@ -741,8 +719,8 @@ class WorkerCallStore:
         """Store again that a call runs which this worker has claimed. Return GRANTED if Redis had lost the claim, even
         if the session has moved.
         """
-        arguments = [holder, call.name, context.session or "", self._node]
-        return self._decide(self._confirm, [self._key(context.tenant, call.id)], context, arguments)
+        # The call runs already, and the record must say so, whatever its deadline and its session's location are.
+        return self.claim(call, context.model_copy(update={"deadline_at": _NO_DEADLINE, "fence": None}), holder)
 
     def refuse(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
         """Refuse a call. GRANTED: the refusal is the result of the call, and the call never starts. `holder`: if this
@@ -753,7 +731,8 @@ class WorkerCallStore:
     def forbid(self, tenant: str, call_id: str) -> bool:
         """Forbid a call that may be on its way. Return False if the call has started."""
         with broker_errors("the call was not cancelled"):
-            return bool(self._forbid(keys=[self._key(tenant, call_id)], args=[CALL_TTL_S]))
+            state = _text(self._forbid(keys=[self._key(tenant, call_id)], args=["", CALL_TTL_S]))
+        return state in (CallState.QUEUED, CallState.FORBIDDEN)
 
     def holder(self, tenant: str, call_id: str) -> str | None:
         """Return the holder that runs the call, as in its claim; None if the call does not run."""
