@@ -57,7 +57,7 @@ class RedisSwitches:
         self._key, self._audit = switches_key(deployment), audit_key(deployment)
         self._turn_script = client.register_script(_TURN)
         self._actor: Actor | None = None
-        self._cache = _Known()
+        self._cache = _SwitchCache(keys, time.monotonic)
 
     def acting_as(self, actor: Actor) -> Self:
         """Return the same switches, with changes by `actor`."""
@@ -69,16 +69,10 @@ class RedisSwitches:
         """Return the switches. Raises BrokerUnavailable when Redis does not answer: a tool that may be off must not be
         called.
         """
-        cached = self._cache
-        if time.monotonic() - cached.read_at >= SWITCHES_FRESH_S:
-            asked_at = time.monotonic()
+        if (asked_at := self._cache.due()) is not None:
             with broker_errors("the switches were not read"):
-                fields: Any = await self._client.hgetall(self._key)
-            if fields != cached.fields:
-                cached.fields, cached.switches = fields, parse_switches(self._keys, fields)
-            # The age counts from the request: a slow reply must not delay a switch.
-            cached.read_at = asked_at
-        return cached.switches
+                self._cache.learn(await self._client.hgetall(self._key), asked_at)
+        return self._cache.switches
 
     async def turn_off(self, name: str, switch: Switch, tenant: str | None = None) -> None:
         """Turn a tool off for all tenants, or for one tenant. The change takes effect everywhere within 2 seconds.
@@ -103,13 +97,26 @@ class RedisSwitches:
         return bool(was_off)
 
 
-class _Known:
+class _SwitchCache:
     """The last read switches, shared by all copies of the same RedisSwitches."""
 
-    def __init__(self) -> None:
-        self.fields: Mapping[bytes, bytes] = {}
+    def __init__(self, keys: SigningKeys, clock: Callable[[], float]) -> None:
+        self._keys, self._clock = keys, clock
+        self._fields: Any = {}
         self.switches: Mapping[str, Switch] = {}
         self.read_at = float("-inf")
+
+    def due(self) -> float | None:
+        """Return the present time if the switches must be read again; None if they are fresh."""
+        now = self._clock()
+        return now if now - self.read_at >= SWITCHES_FRESH_S else None
+
+    def learn(self, fields: Any, asked_at: float) -> None:
+        """Take the hash from Redis, which was requested at that time."""
+        if fields != self._fields:
+            self._fields, self.switches = fields, parse_switches(self._keys, fields)
+        # The age counts from the request: a slow reply must not delay a switch.
+        self.read_at = asked_at
 
 
 class RegistrySwitches:
@@ -139,21 +146,14 @@ class WorkerSwitches:
     def __init__(
         self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._client, self._keys = client, keys
-        self._key = switches_key(deployment)
-        self._clock = clock
-        self._fields: Mapping[Any, Any] = {}
-        self._switches: Mapping[str, Switch] = {}
-        self._read_at = float("-inf")
+        self._client, self._key = client, switches_key(deployment)
+        self._cache = _SwitchCache(keys, clock)
 
     def find(self, name: str, tenant: str) -> Switch | None:
         """Return the switch that turns the tool off for that tenant; None if the tool is on. Raises BrokerUnavailable
         when Redis does not answer: a tool that may be off must not run.
         """
-        if self._clock() - self._read_at >= SWITCHES_FRESH_S:
+        if (asked_at := self._cache.due()) is not None:
             with broker_errors(f"the call was not run, because it is not known whether {name} is turned off"):
-                fields: Any = self._client.hgetall(self._key)
-            if fields != self._fields:
-                self._fields, self._switches = fields, parse_switches(self._keys, fields)
-            self._read_at = self._clock()
-        return find_switch(self._switches, name, tenant)
+                self._cache.learn(self._client.hgetall(self._key), asked_at)
+        return find_switch(self._cache.switches, name, tenant)
