@@ -7,7 +7,8 @@ from contract.calls import ToolResult
 from contract.run_events import ReplyTokens, Warned
 from contract.traceparent import trace_id_of
 from orchestrator.dialects.thinking import THINK, THINK_END, strip_thinking
-from orchestrator.traces.reading import Trace, TraceCall, TraceStep, format_instant
+from orchestrator.traces.reading import Trace, format_instant
+from orchestrator.traces.steps import RunCall, RunStep
 
 VERSION = "ATIF-v1.7"
 _SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
@@ -79,7 +80,7 @@ def _opening(trace: Trace) -> Iterator[dict[str, Any]]:
         yield _present(**step, extra={"message": other_fields} if other_fields else None)
 
 
-def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
+def _agent_step(trace: Trace, step: RunStep) -> dict[str, Any]:
     """Return the ATIF step of one step of the run."""
     reply = step.reply
     message, thought = split_thinking(reply.message if reply else {})
@@ -104,14 +105,14 @@ def _agent_step(trace: Trace, step: TraceStep) -> dict[str, Any]:
     if trace.start is not None:
         fields["model_name"] = trace.start.model
     if step.calls:
-        fields["tool_calls"] = [_call(call, trace.find_unrun_reason(call)) for call in step.calls]
+        fields["tool_calls"] = [_call(call, trace.find_unrun_reason(call)) for call in step.calls.values()]
         fields["observation"] = {
-            "results": [_result(call, call.result) for call in step.calls if call.result is not None]
+            "results": [_result(call, call.result) for call in step.calls.values() if call.result is not None]
         }
     return _present(**fields)
 
 
-def _call(call: TraceCall, unrun: str) -> dict[str, Any]:
+def _call(call: RunCall, unrun: str) -> dict[str, Any]:
     """Return the ATIF call. `unrun`: reason why the call did not run; "" if the call ran."""
     extra: dict[str, Any] = {"unrun": unrun} if unrun else {}
     if call.started is not None and call.arguments != call.started.call.arguments:
@@ -119,7 +120,7 @@ def _call(call: TraceCall, unrun: str) -> dict[str, Any]:
     return _present(tool_call_id=call.call_id, function_name=call.tool, arguments=call.arguments, extra=extra or None)
 
 
-def _result(call: TraceCall, result: ToolResult) -> dict[str, Any]:
+def _result(call: RunCall, result: ToolResult) -> dict[str, Any]:
     """Return the ATIF result of a call."""
     extra = {
         "success": result.success,

@@ -5,13 +5,13 @@ A writer may die at any byte, so the reader skips invalid lines and reports them
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from contract.calls import Clocks, ToolResult
+from contract.calls import Clocks
 from contract.errors import ConfigError, ErrorCode
 from contract.run_events import (
     ApprovalAsked,
@@ -31,82 +31,14 @@ from contract.run_events import (
     Warned,
     parse_event,
 )
-from orchestrator.dialects.model import Message, Usage
+from orchestrator.dialects.model import Usage
 from orchestrator.traces.recorder import VERSION, trace_path
+from orchestrator.traces.steps import RunCall, RunSteps, call_id_of
 
 _HALF_PAIR = b"\\ud"
 _ITEM_RUN = re.compile(r"[0-9a-f]{24}")
 """Form of the run ids of items. Other runs can have any name."""
 _ATTEMPT = re.compile(r"[0-9a-f]{24}-([1-9][0-9]{0,7})")
-
-
-@dataclass
-class TraceCall:
-    """A call of a step. A malformed request has only `finished`. An interrupted call has no `finished`."""
-
-    call_id: str
-    started: CallStarted | None = None
-    approval_request: ApprovalAsked | None = None
-    approval_decision: ApprovalDecided | None = None
-    sent: CallSent | None = None
-    finished: CallFinished | None = None
-
-    @property
-    def result(self) -> ToolResult | None:
-        """Return the result of the call; None if the call did not end."""
-        return self.finished.result if self.finished else None
-
-    @property
-    def tool(self) -> str:
-        """Return the name of the tool, as the model wrote the name."""
-        return self.started.call.name if self.started else self.result.name if self.result else "unknown"
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the call that ran. If the call did not run, return the arguments of the model."""
-        event = self.sent or self.started
-        return event.call.arguments if event else {}
-
-    @property
-    def seconds(self) -> float | None:
-        """Return how long the call took, in seconds; None if the call did not start or end."""
-        if self.started is None or self.finished is None:
-            return None
-        # A resumed run has the logged result at once. The clocks of the result contain the real time.
-        return max(self.finished.result.clocks.total_s, self.finished.at - self.started.at)
-
-    @property
-    def has_run(self) -> bool:
-        """Return whether the result shows that the call ran, even if the line of `sent` is lost."""
-        return self.result is not None and (self.result.sandbox is not None or self.result.clocks.total_s > 0)
-
-    @property
-    def was_refused(self) -> bool:
-        """Return whether a policy or a person refused the call."""
-        return self.result is not None and bool(self.result.metadata.get("was_refused"))
-
-    def add(self, event: ApprovalAsked | ApprovalDecided | CallSent) -> None:
-        """Store an event, unless an event of the same type is already stored."""
-        match event:
-            case ApprovalAsked():
-                self.approval_request = self.approval_request or event
-            case ApprovalDecided():
-                self.approval_decision = self.approval_decision or event
-            case CallSent():
-                self.sent = self.sent or event
-
-
-@dataclass
-class TraceStep:
-    """A request with its reply and calls. `messages`: all messages of the request. `reply` None: there is no
-    reply.
-    """
-
-    number: int
-    request: ModelAsked | None = None
-    messages: list[Message] = field(default_factory=list)
-    reply: ModelAnswered | None = None
-    calls: list[TraceCall] = field(default_factory=list)
 
 
 @dataclass
@@ -137,13 +69,14 @@ class Trace:
         self.finished = self.end if isinstance(self.end, RunFinished) else None
         self.error = self.end.reason if isinstance(self.end, RunAborted) else None
         self.session = next((event.session for event in self.attempt if isinstance(event, SandboxReady)), None)
-        self.steps = _build_steps(self.attempt)
+        steps = RunSteps(self.attempt).steps.values()
+        self.steps = [step for step in steps if step.request or step.reply or step.calls]
         calls = {call.call_id: call for call in self.calls}
         # A resumed run takes approvals and calls from its log and does not repeat their events. Earlier attempts have
         # these events.
         for event in self.events[: starts[-1]] if starts else ():
-            if isinstance(event, ApprovalAsked | ApprovalDecided | CallSent) and _call_id(event) in calls:
-                calls[_call_id(event)].add(event)
+            if isinstance(event, ApprovalAsked | ApprovalDecided | CallSent) and call_id_of(event) in calls:
+                calls[call_id_of(event)].add(event)
         requests = [event for event in self.attempt if isinstance(event, ModelAsked) and event.new_tools is not None]
         self.tools = requests[-1].new_tools or [] if requests else []
         # Calls of the program's own functions are never sent.
@@ -155,9 +88,9 @@ class Trace:
         return self.events[0].run if self.events else self.path.stem
 
     @property
-    def calls(self) -> list[TraceCall]:
+    def calls(self) -> list[RunCall]:
         """Return the calls of all steps, in order."""
-        return [call for step in self.steps for call in step.calls]
+        return [call for step in self.steps for call in step.calls.values()]
 
     @property
     def usage(self) -> Usage:
@@ -189,13 +122,13 @@ class Trace:
                 yield event
             if isinstance(event, StepStarted) and (step := steps.get(event.step)) is not None:
                 found: list[RunEvent | None] = [step.request, step.reply]
-                for call in step.calls:
+                for call in step.calls.values():
                     found += [call.started, call.approval_request, call.approval_decision, call.finished]
                 yield from (event for event in found if event is not None)
 
-    def find_unrun_reason(self, call: TraceCall) -> str:
+    def find_unrun_reason(self, call: RunCall) -> str:
         """Return why a call did not run; "" if the call ran."""
-        if call.started is None:
+        if call.started is None and call.sent is None:
             is_malformed = call.result is not None and call.result.error_code == ErrorCode.INVALID_ARGUMENTS
             return "the request was malformed" if is_malformed else "the run ended before the call"
         if call.was_refused:
@@ -332,53 +265,6 @@ def _read_event(line: dict[str, Any]) -> RunEvent | None:
     if event is not None:
         format_instant(event.at)
     return event
-
-
-def _call_id(event: CallStarted | ApprovalAsked | ApprovalDecided | CallSent) -> str:
-    """Return the id of the call that an event refers to."""
-    return event.call_id if isinstance(event, ApprovalDecided) else event.call.id
-
-
-def _build_steps(attempt: Sequence[RunEvent]) -> list[TraceStep]:
-    """Return the steps. A repeated request belongs to the same step, and the step has the messages of the last
-    request.
-    """
-    steps: list[TraceStep] = []
-    messages: list[Message] = []
-    calls: dict[str, TraceCall] = {}
-    number = 0
-
-    def step_of(number: int) -> TraceStep:
-        """Return the step of that number; append the step if it is not the last one."""
-        if not steps or steps[-1].number != number:
-            steps.append(TraceStep(number))
-        return steps[-1]
-
-    def add_call(call_id: str) -> TraceCall:
-        """Return the call of that id; add the call to the current step if it is new."""
-        if call_id not in calls:
-            calls[call_id] = TraceCall(call_id)
-            step_of(number).calls.append(calls[call_id])
-        return calls[call_id]
-
-    for event in attempt:
-        match event:
-            case StepStarted():
-                number = event.step
-            case ModelAsked():
-                number = event.step
-                messages = [*messages[: event.kept], *event.new_messages]
-                step = step_of(number)
-                step.request, step.messages = event, messages
-            case ModelAnswered():
-                step_of(event.step).reply = event
-            case CallStarted():
-                add_call(event.call.id).started = event
-            case CallFinished():
-                add_call(event.result.call_id).finished = event
-            case ApprovalAsked() | ApprovalDecided() | CallSent() if (call := calls.get(_call_id(event))) is not None:
-                call.add(event)
-    return steps
 
 
 def find_attempts(folder: Path, name: str, tenant: str | None = None) -> list[Path]:

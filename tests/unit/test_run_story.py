@@ -5,7 +5,8 @@ repeated.
 import json
 from typing import Any
 
-from orchestrator.api.pages.run_story import LIVE_CHARS, RunStory
+from orchestrator.api.pages.run_story import RunStory
+from orchestrator.traces.steps import LIVE_CHARS
 from store.run_events import build_event
 
 CALL = {"id": "r-1-1", "name": "bash_tool", "arguments": {"command": "ls"}}

@@ -20,7 +20,7 @@ from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_story import RunStory
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.runs.hosted import HostedRuns
-from store.run_events import RunEventStore
+from store.run_events import START, is_before
 from store.run_records import HostedRun, HostedState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
@@ -185,25 +185,15 @@ async def _read_so_far(person: Person, run: str, story: RunStory, until: str | N
 
     Changes up to the event `until` count as known to the page.
     """
-    events = RunEventStore(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
-    last = "0-0"
-    while True:
-        page = await events.read(person.owner, run, last)
-        for id_, text in page.entries:
-            if until and _parse_event_id(last) <= _parse_event_id(until) < _parse_event_id(id_):
-                story.take_changed()
-            story.add(text)
-            last = id_
-        if not page.entries or last == page.tip or page.is_over:
-            break
-    if until is None or (until and _parse_event_id(last) <= _parse_event_id(until)):
+    last = START
+    async for id_, text in _hosted(person).stored_events(person.owner, run):
+        if until and not is_before(until, last) and is_before(until, id_):
+            story.take_changed()
+        story.add(text)
+        last = id_
+    if until is None or (until and not is_before(until, last)):
         story.take_changed()
     return last
-
-
-def _parse_event_id(id_: str) -> tuple[int, int]:
-    milliseconds, _, number = id_.partition("-")
-    return int(milliseconds), int(number or 0)
 
 
 def _hosted(person: Person) -> HostedRuns:
