@@ -4,58 +4,32 @@ file.
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import IO
 
 from contract.errors import ConfigError
-from contract.run_events import RunEvent
+from contract.run_events import OnEvent, RunEvent
+from orchestrator.traces.event_file import EventFile
 from store.batches import parse_batch_event
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 
-class BatchEventFile:
-    """Appends events to a file. A context manager. An event that the disk does not accept is counted, and the batch
-    continues.
+@contextmanager
+def write_batch_events(path: Path) -> Iterator[OnEvent]:
+    """Open a file for the events of a batch. Yield a function that appends an event. Raises ConfigError: the path
+    cannot be written.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lost_events = 0
-        self._file: IO[str] | None = None
-
-    def __enter__(self) -> "BatchEventFile":
-        """Open the file. Raises ConfigError: the path cannot be written."""
-        try:
-            self._file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be written ({error.strerror or error}): choose another path"
-            ) from error
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the file. An error is logged and not raised."""
-        if self._file is not None:
-            try:
-                self._file.close()
-            except OSError as failure:
-                log.warning("batch_events_not_kept", path=str(self.path), lost=self.lost_events, error=str(failure))
-
-    def add(self, event: RunEvent) -> None:
-        """Append an event."""
-        assert self._file is not None
-        try:
-            self._file.write(json.dumps(event.to_json(), separators=(",", ":")) + "\n")
-            self._file.flush()
-        except OSError as error:
-            self.lost_events += 1
-            if self.lost_events == 1:
-                log.warning("batch_events_not_kept", path=str(self.path), error=str(error))
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror or error}): choose another path") from error
+    file = EventFile(path.resolve())
+    try:
+        yield lambda event: file.add(json.dumps(event.to_json(), separators=(",", ":")).encode())
+    finally:
+        file.flush()
 
 
 def read_batch_events(path: Path) -> Iterator[RunEvent]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from contract.errors import ConfigError
-from orchestrator.batches.event_files import BatchEventFile
+from orchestrator.batches.event_files import write_batch_events
 from orchestrator.batches.live_progress import open_display
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.cli.runner import EXIT_INTERRUPTED
@@ -117,14 +117,14 @@ async def work_batch(
     as_json: bool,
 ) -> int:
     """Run a batch until it ends or is interrupted; return the exit code. `is_kept`: its Redis remains."""
-    with BatchEventFile(paths.batch_events) as event_file:
+    with write_batch_events(paths.batch_events) as keep_event:
         record, summary = await runs.work(
             batch,
             lambda watched: open_display(
                 replace(watched, rows=(str(paths.output), str(paths.failures))), console, as_json=as_json
             ),
             rows=rows,
-            event_file=event_file,
+            keep_event=keep_event,
             on_shift=interrupts.begin,
             is_kept=is_kept,
         )

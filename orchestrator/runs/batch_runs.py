@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import ConfigError
-from contract.run_events import RunEvent
+from contract.run_events import OnEvent, RunEvent
 from orchestrator.batches.displays import Display, Watched
-from orchestrator.batches.event_files import BatchEventFile
 from orchestrator.batches.lines import BatchFile
 from orchestrator.batches.model_check import check_prices, models_of
 from orchestrator.batches.progress import BatchProgress
@@ -31,7 +30,7 @@ from orchestrator.runs.models import Models
 from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.traces.opening import Traces
+from orchestrator.traces.recorder import Traces
 from store.batches import (
     BatchDefaults,
     BatchItem,
@@ -271,7 +270,7 @@ class BatchRuns:
         open_display: OpenDisplay,
         *,
         rows: RowFiles | None = None,
-        event_file: BatchEventFile | None = None,
+        keep_event: OnEvent = lambda _: None,
         concurrency: int | None = None,
         model: Model | ChosenModel | None = None,
         on_shift: Callable[[Shift], None] = lambda _: None,
@@ -280,7 +279,7 @@ class BatchRuns:
         """Execute and show a batch until the batch has ended, or until the shift that `on_shift` receives is drained
         or stopped. Return the record and the summary of the batch.
 
-        The rows of all ended items are written before the return. `event_file`: receives every event. `is_kept`: the
+        The rows of all ended items are written before the return. `keep_event`: receives every event. `is_kept`: the
         pool exists longer than this process, so the summary may name commands with the batch's id.
         """
         record = await self.batches.status(batch)
@@ -294,8 +293,7 @@ class BatchRuns:
             with open_display(watched) as display:
 
                 def show(event: RunEvent) -> None:
-                    if event_file is not None:
-                        event_file.add(event)
+                    keep_event(event)
                     display.show(event)
 
                 reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)

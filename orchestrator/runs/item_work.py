@@ -49,7 +49,7 @@ from orchestrator.runs.run_forks import name_attempt
 from orchestrator.runs.run_gate import GatedModel, RunDeferred, RunGate
 from orchestrator.runs.run_parts import RunConfig, RunParts
 from orchestrator.runs.run_slots import RunSlot, RunSlots, SlotReleasingApprover
-from orchestrator.traces.opening import Traces
+from orchestrator.traces.recorder import Traces
 from orchestrator.tracing import RunSpans, TracedRun, current_run, within_run
 from store.archives.files import new_file_id
 from store.batches import (

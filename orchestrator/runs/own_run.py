@@ -19,7 +19,7 @@ from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.run_slots import RunSlot
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.traces.opening import Traces
+from orchestrator.traces.recorder import Traces
 from store.batches import BatchDefaults, ItemEnvironment, RunBody
 from store.run_records import HostedRun
 

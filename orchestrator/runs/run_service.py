@@ -29,7 +29,7 @@ from orchestrator.runs.run_parts import RunParts
 from orchestrator.runs.runner import Runner
 from orchestrator.runs.webhooks import WebhookSender
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.traces.opening import Traces
+from orchestrator.traces.recorder import Traces
 from store.batches import BatchDefaults, ItemOutcome, RunBody
 from store.runs import RunClaim, RunQueue
 from store.tasks import cancel_all

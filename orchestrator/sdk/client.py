@@ -39,7 +39,7 @@ from orchestrator.sdk.client_runs import ClientRuns
 from orchestrator.sdk.session_tools import Names, SessionTools
 from orchestrator.sdk.skill_installer import SkillInstaller
 from orchestrator.settings import OrchestratorSettings, is_interactive, load_settings, with_secret
-from orchestrator.traces.opening import Traces, secrets_of_pool
+from orchestrator.traces.recorder import Traces, secrets_of_pool
 from orchestrator.tracing import RunSpans, TracedRun, run_spans
 from store.api_keys import ApiKeys, Credential
 from store.approvals import ApprovalQueue

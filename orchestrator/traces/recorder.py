@@ -5,15 +5,16 @@ identifiers that toolcrew creates.
 """
 
 import json
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS
 from contract.errors import ConfigError
-from contract.masking import Masker
+from contract.masking import Masker, passwords_of
 from contract.run_events import (
     OnEvent,
     OutputArrived,
@@ -24,12 +25,15 @@ from contract.run_events import (
     TextArrived,
     TextWithdrawn,
 )
-from orchestrator.traces.writer import TraceWriter, read_last_lines
+from orchestrator.settings import OrchestratorSettings, build_masker
+from orchestrator.traces.event_file import EventFile
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
 VERSION = 2
+TAIL_BYTES = 32 * 1024 * 1024
+"""Length of the end of a file that is searched for the last complete line. A line with long messages has megabytes."""
 MAX_DEPTH = 200
 """Maximum nesting depth. A note replaces a value that is nested deeper."""
 PIECES = TextArrived, TextWithdrawn, OutputArrived
@@ -56,23 +60,38 @@ def trace_path(folder: Path, tenant: str, run: str) -> Path:
     return folder / tenant / f"{run}.jsonl"
 
 
+class Traces:
+    """Traces of one program. `secrets`: masked in addition to the secrets of settings and environment (kind ->
+    value).
+    """
+
+    def __init__(self, settings: OrchestratorSettings, secrets: Mapping[str, str]) -> None:
+        self.folder: Path = settings.traces
+        self.masker: Masker = build_masker(settings, secrets)
+
+    def open(self, tenant: str, run: str, on_event: OnEvent) -> "AbstractContextManager[TraceRecorder]":
+        """Open the trace of one run, as `open_trace` does."""
+        return open_trace(self.folder, tenant, run, masker=self.masker, on_event=on_event)
+
+
+def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: str | None = None) -> dict[str, str]:
+    """Return the secrets that a client of a pool knows in addition to its settings: the passwords in its URLs, and
+    its key.
+    """
+    passwords = {**passwords_of("Redis password", redis_url), **passwords_of("Flower password", flower_url or "")}
+    return {**passwords, **({"API key of the tenant": api_key} if api_key else {})}
+
+
 @contextmanager
 def open_trace(
-    folder: Path,
-    tenant: str,
-    run: str,
-    *,
-    masker: Masker,
-    on_warning: Callable[[str], None] = lambda _: None,
-    on_event: OnEvent = lambda _: None,
+    folder: Path, tenant: str, run: str, *, masker: Masker, on_event: OnEvent = lambda _: None
 ) -> "Iterator[TraceRecorder]":
     """Open the recorder of a run. The recorder's `on_event` records each event of the run and passes the event to
     `on_event`.
 
-    An existing trace is continued. `on_warning` receives one sentence if something cannot be written. Raises
-    ConfigError: a name is invalid. Raises no other exception.
+    An existing trace is continued. Raises ConfigError: a name is invalid. Raises no other exception.
     """
-    recorder = TraceRecorder(trace_path(folder, tenant, run), tenant, run, masker, on_warning, on_event)
+    recorder = TraceRecorder(trace_path(folder, tenant, run), tenant, run, masker, on_event)
     try:
         yield recorder
     finally:
@@ -80,36 +99,20 @@ def open_trace(
 
 
 class TraceRecorder:
-    """Recorder of one run's events. `warnings`: sentences about content that could not be written."""
+    """Recorder of one run's events."""
 
-    def __init__(
-        self,
-        path: Path,
-        tenant: str,
-        run: str,
-        masker: Masker,
-        on_warning: Callable[[str], None],
-        on_event: OnEvent,
-    ) -> None:
+    def __init__(self, path: Path, tenant: str, run: str, masker: Masker, on_event: OnEvent) -> None:
         self.path = path
-        self.warnings: list[str] = []
         self._tenant = tenant
         self._run = run
         self._masker = masker
-        self._on_warning = on_warning
         self._on_event = on_event
-        self._writer = TraceWriter(path, self._warn)
-        self._seq = _next_seq(path)
-        self._lost_lines = 0
+        self._seq, is_torn = _read_end(path)
+        self._file = EventFile(path, is_torn=is_torn)
         self._has_started = False
         # Events before the start of the run. They are written after the start event, because readers find an attempt
         # by its start.
         self._early: list[RunEvent] = []
-
-    @property
-    def lost_lines(self) -> int:
-        """Return how many events are not in the file."""
-        return self._lost_lines + self._writer.lost_lines
 
     def on_event(self, event: RunEvent) -> None:
         """Record one event and pass the event on. Recording never raises."""
@@ -124,7 +127,7 @@ class TraceRecorder:
         for event in self._early:
             self._write(event)
         self._early.clear()
-        self._writer.flush()
+        self._file.flush()
 
     def _record(self, event: RunEvent) -> None:
         """Record one event, or store the event until the run starts."""
@@ -138,16 +141,15 @@ class TraceRecorder:
         for early_event in early:
             self._write(early_event)
         if isinstance(event, RunFinished | RunAborted):
-            self._writer.flush()
+            self._file.flush()
 
     def _write(self, event: RunEvent) -> None:
-        """Write the line of one event. A failure is logged and counted."""
+        """Write the line of one event. A failure is logged."""
         line = {"v": VERSION, "seq": self._seq, "tenant": self._tenant}
         self._seq += 1
         try:
-            self._writer.add(_dump({**line, **self._mask_fields(event.to_trace())}))
+            self._file.add(_dump({**line, **self._mask_fields(event.to_trace())}))
         except Exception:  # no failure of the trace may end the run
-            self._lost_lines += 1
             log.exception("trace_line_lost", run=self._run, kind=type(event).__name__)
 
     def _mask_fields(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,23 +179,21 @@ class TraceRecorder:
             return {self._mask(str(key), depth): self._mask(item, depth + 1) for key, item in value.items()}
         return [self._mask(item, depth + 1) for item in value]
 
-    def _warn(self, sentence: str) -> None:
-        """Store, log and pass on a warning."""
-        self.warnings.append(sentence)
-        log.warning("trace_not_written", run=self._run, message=sentence)
-        self._on_warning(sentence)
 
-
-def _next_seq(path: Path) -> int:
-    """Return the number of the next line."""
-    for line in reversed(read_last_lines(path)):
-        try:
+def _read_end(path: Path) -> tuple[int, bool]:
+    """Return the number of the next line, and whether the file ends in the middle of a line."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            *lines, rest = file.read().split(b"\n")
+    except OSError:
+        return 0, False
+    for line in reversed(lines):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
             seq = json.loads(line)["seq"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
-        if isinstance(seq, int) and seq >= 0:
-            return seq + 1
-    return 0
+            if isinstance(seq, int) and seq >= 0:
+                return seq + 1, bool(rest)
+    return 0, bool(rest)
 
 
 def _dump(value: Any) -> bytes:

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from contract.masking import MARK, Masker
 from orchestrator.settings import build_masker, load_settings, secrets_of_environment
-from orchestrator.traces.opening import secrets_of_pool
+from orchestrator.traces.recorder import secrets_of_pool
 
 SECRET = "hunter2/+pass wörd"
 MASKER = Masker({"TOOLCREW_SECRET": SECRET})
