@@ -12,15 +12,8 @@ import os
 import stat
 
 from guest.commands.shell_state import read_folder
-from guest.failures import (
-    INVALID_ARGUMENTS,
-    NOT_A_REGULAR_FILE,
-    PATH_NOT_ALLOWED,
-    Failure,
-    describe_os_error,
-    encode_text,
-    printable,
-)
+from guest.failures import INVALID_ARGUMENTS, NOT_A_REGULAR_FILE, PATH_NOT_ALLOWED, Failure, describe_os_error
+from guest.fields import encode_text, printable
 from guest.kernel import open_beneath
 from guest.paths import KERNEL_FOLDERS
 

@@ -1,4 +1,4 @@
-"""Failures of a request: the closed set of error codes, and the text of messages."""
+"""Failures of a request: the closed set of error codes, and the failure for an error of the kernel."""
 
 from __future__ import annotations
 
@@ -71,25 +71,3 @@ def describe_os_error(error: OSError, subject: str) -> Failure:
     number = error.errno or 0
     code = _CODE_OF_ERRNO.get(number, INTERNAL)
     return Failure(code, f"{subject}: {os.strerror(number).lower() if number else error}")
-
-
-def printable(name: bytes | str) -> str:
-    """Return a name as text that every encoder accepts. Bytes that are not UTF-8 are shown as escapes."""
-    raw = name if isinstance(name, bytes) else name.encode("utf-8", "surrogatepass")
-    return raw.decode("utf-8", "backslashreplace")
-
-
-def escaped(name: bytes) -> str:
-    """Return a path as one line of text. Characters that are not printable appear as escapes."""
-    text = printable(name)
-    if text.isprintable():
-        return text
-    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
-
-
-def encode_text(text: str, what: str) -> bytes:
-    """Return the bytes of a name or an argument. Raises Failure when the text cannot be encoded."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        raise Failure(INVALID_ARGUMENTS, f"{what} has a character that cannot be encoded") from None

@@ -1,4 +1,6 @@
-"""Fields of a request's header: each class of requests declares its fields, each with the function that reads it."""
+"""Fields of headers: each class of requests declares its fields, each with the function that reads it. Names of files
+and programs become fields as text that every encoder accepts.
+"""
 
 from __future__ import annotations
 
@@ -109,3 +111,25 @@ def choice(*choices: str, default: str | None = None) -> Reader:
         return str(value)
 
     return read
+
+
+def printable(name: bytes | str) -> str:
+    """Return a name as text that every encoder accepts. Bytes that are not UTF-8 are shown as escapes."""
+    raw = name if isinstance(name, bytes) else name.encode("utf-8", "surrogatepass")
+    return raw.decode("utf-8", "backslashreplace")
+
+
+def escaped(name: bytes) -> str:
+    """Return a path as one line of text. Characters that are not printable appear as escapes."""
+    text = printable(name)
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
+def encode_text(text: str, what: str) -> bytes:
+    """Return the bytes of a name or an argument. Raises Failure when the text cannot be encoded."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise Failure(INVALID_ARGUMENTS, f"{what} has a character that cannot be encoded") from None

@@ -15,7 +15,8 @@ import errno
 import os
 import time
 
-from guest.failures import INVALID_ARGUMENTS, SPAWN_FAILED, Failure, describe_os_error, encode_text, printable
+from guest.failures import INVALID_ARGUMENTS, SPAWN_FAILED, Failure, describe_os_error
+from guest.fields import encode_text, printable
 from guest.paths import TOOLKIT
 
 TYPE_CHECKING = False

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.guest_harness import GUEST_PARENT, RIPGREP
 
 assert GUEST_PARENT
-from guest.failures import escaped  # noqa: E402
+from guest.fields import escaped  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
 from guest.search import suggestions  # noqa: E402
 from guest.search.suggestions import missing_file  # noqa: E402

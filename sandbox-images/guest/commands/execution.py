@@ -11,7 +11,8 @@ import time
 
 from guest.commands.outputs import Outputs
 from guest.commands.shell_state import ShellSession
-from guest.failures import INVALID_ARGUMENTS, Failure, encode_text
+from guest.failures import INVALID_ARGUMENTS, Failure
+from guest.fields import encode_text
 from guest.processes import (
     MAX_ARGUMENT_BYTES,
     TERM_GRACE_S,

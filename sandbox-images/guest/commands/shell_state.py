@@ -13,7 +13,8 @@ import os
 import re
 import stat
 
-from guest.failures import PATH_NOT_ALLOWED, Failure, printable
+from guest.failures import PATH_NOT_ALLOWED, Failure
+from guest.fields import printable
 from guest.paths import ENVIRONMENT, GuestPaths
 from guest.processes import BASH, MAX_ARGUMENT_BYTES, build_bash_argv, enter_directory
 

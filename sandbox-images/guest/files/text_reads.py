@@ -19,8 +19,8 @@ from guest.failures import (
     OFFSET_OUT_OF_RANGE,
     Failure,
     describe_os_error,
-    escaped,
 )
+from guest.fields import escaped
 from guest.files.encodings import TextForm, check_codec, find_sure_form, guess_form, guess_window
 from guest.files.file_types import HEAD_BYTES, find_type
 from guest.files.line_page import LinePage

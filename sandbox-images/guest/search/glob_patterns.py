@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import re
 
-from guest.failures import INVALID_PATTERN, Failure, escaped
+from guest.failures import INVALID_PATTERN, Failure
+from guest.fields import escaped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from guest.failures import (
     PATH_NOT_ALLOWED,
     Failure,
     describe_os_error,
-    escaped,
 )
+from guest.fields import escaped
 from guest.search.child import BlockedError, Child
 from guest.search.clock import Clock
 from guest.search.glob_patterns import MAX_PATTERN_CHARS, Globs, has_magic

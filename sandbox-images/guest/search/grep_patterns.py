@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from guest.failures import INVALID_ARGUMENTS, INVALID_PATTERN, Failure, escaped
+from guest.failures import INVALID_ARGUMENTS, INVALID_PATTERN, Failure
+from guest.fields import escaped
 
 MAX_PATTERN_BYTES = 131_000
 """Maximum size of a pattern, in bytes. It must fit into one argument of a program."""

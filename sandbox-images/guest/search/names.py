@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from guest.failures import escaped
+from guest.fields import escaped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

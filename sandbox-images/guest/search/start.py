@@ -6,7 +6,8 @@ import os
 
 from guest.commands.shell_state import read_folder
 from guest.confinement import Place, find_place, pin_file
-from guest.failures import FILE_NOT_FOUND, NOT_A_DIRECTORY, PATH_NOT_ALLOWED, Failure, describe_os_error, escaped
+from guest.failures import FILE_NOT_FOUND, NOT_A_DIRECTORY, PATH_NOT_ALLOWED, Failure, describe_os_error
+from guest.fields import escaped
 from guest.search.suggestions import missing_file
 
 TYPE_CHECKING = False

@@ -13,7 +13,8 @@ import os
 import time
 
 from guest.commands.shell_state import read_folder
-from guest.failures import FILE_NOT_FOUND, Failure, encode_text, escaped
+from guest.failures import FILE_NOT_FOUND, Failure
+from guest.fields import encode_text, escaped
 from guest.search.child import Child
 from guest.search.ripgrep import list_all_files
 
