@@ -25,8 +25,8 @@ from contract.errors import BrokerUnavailable
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
+from store.call_messages import ResultHub
 from store.connection import check_redis, open_redis
-from store.results import ResultHub
 from tests.builders import build_attempt
 
 ROUNDS = size(5, 1)

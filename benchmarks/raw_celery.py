@@ -22,7 +22,7 @@ from benchmarks.processes import child_process
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.request import Attempt
 from orchestrator.settings import load_settings
-from store.results import ResultHub
+from store.call_messages import ResultHub
 from tests.builders import build_attempt
 from workers.celery_edge.app import build_app
 

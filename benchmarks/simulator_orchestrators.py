@@ -29,11 +29,10 @@ from orchestrator.dispatch.delivery import Delivery, Pool
 from orchestrator.dispatch.request import Attempt, Request
 from orchestrator.dispatch.session_locator import SessionLocator, SessionOpening
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed
+from store.call_messages import NotSent, Publisher, ResultHub
 from store.calls import CallStore
 from store.connection import SharedClock
 from store.hosts import FRESH_S, HostStore
-from store.publisher import NotSent, Publisher
-from store.results import ResultHub
 from store.sessions import SessionAddress, SessionStore
 
 FUTURE_AT = 4_000_000_000.0

@@ -4,32 +4,30 @@ Invariant: the record and the message of a call are written in one atomic step. 
 message.
 """
 
-
 import asyncio
+import contextlib
+import json
 import random
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from redis.exceptions import RedisError
 
 from contract.errors import BrokerUnavailable
-from contract.names import call_key, host_key, place_key, tenant_calls_key, tenant_sessions_key
+from contract.names import (
+    call_key,
+    host_key,
+    place_key,
+    result_channel_pattern,
+    result_key,
+    tenant_calls_key,
+    tenant_sessions_key,
+)
 from store.calls import PUBLISH
-from store.connection import CLOSED, LuaScript, ScriptConnection, SharedClock, Unanswered
+from store.connection import CLOSED, LuaScript, RedisClient, ScriptConnection, SharedClock, Unanswered, broker_errors
 from store.slots import held_slots_key
-from telemetry.logs import get_logger
-
-import asyncio
-import contextlib
-import json
-import secrets
-from collections.abc import Iterator
-from typing import Any
-
-from contract.errors import BrokerUnavailable
-from contract.names import result_channel_pattern, result_key
-from store.connection import RedisClient, broker_errors
 from store.tasks import cancel_all
 from telemetry.logs import get_logger
 

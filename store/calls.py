@@ -22,7 +22,7 @@ may still decide.
      '-- publish
 
     script          called by                                    state changes
-    publish         orchestrator (publisher.py)                  no record -> queued; queued by renew -> queued
+    publish         orchestrator (call_messages.py)                  no record -> queued; queued by renew -> queued
     claim           worker, before it runs the call              queued -> running, or forbidden after its deadline
     confirm         worker, some seconds later                   queued -> running, if Redis lost its last second
     refuse          worker, for a call that it must not run      queued, or running by itself -> forbidden

@@ -1,36 +1,28 @@
-"""The tools of a deployment: the catalogs that workers publish, and the switches that turn tools off. Administrators turn
-tools off. Orchestrators and workers check the switches before each call.
+"""The tools of a deployment: the catalogs that workers publish, and the switches that turn tools off.
+
+Administrators turn tools off. Orchestrators and workers check the switches before each call.
 """
 
-
+import copy
 import difflib
 import json
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-import redis.asyncio
-from pydantic import ValidationError
-
-from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
-from contract.names import BUILTIN_TOOLS, CATALOG_POOLS, catalog_key, catalog_names_key, installed_skills_key
-from contract.signing import SigningKeys
-from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog, seal_catalog
-from contract.tenancy import TenantPolicy
-from store.connection import SyncRedis, broker_errors
-from store.tasks import SharedReads
-from telemetry.logs import get_logger
-
-import copy
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import redis.asyncio
 from pydantic import ValidationError
 
-from contract.errors import ErrorCode, ToolFailure
-from contract.names import audit_key, switches_key
+from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.names import (
+    BUILTIN_TOOLS,
+    CATALOG_POOLS,
+    audit_key,
+    catalog_key,
+    catalog_names_key,
+    installed_skills_key,
+    switches_key,
+)
 from contract.registry import (
     SWITCHES_FRESH_S,
     Switch,
@@ -41,8 +33,12 @@ from contract.registry import (
     switch_field,
 )
 from contract.signing import SigningKeys
+from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog, seal_catalog
+from contract.tenancy import TenantPolicy
 from store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text, local_actor
 from store.connection import SyncRedis, broker_errors
+from store.tasks import SharedReads
+from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

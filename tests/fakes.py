@@ -12,8 +12,8 @@ from contract.signing import ResultSeal
 from contract.specs import SkillSummary, ToolSpec
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.dispatch.request import Attempt
+from store.call_messages import ResultHub
 from store.calls import CallClaim
-from store.results import ResultHub
 from tests.builders import KEY
 from workers.executor import CallPolicy, Executor
 from workers.sandbox_client import GuestResponse, SandboxClient

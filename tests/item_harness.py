@@ -33,8 +33,8 @@ from store.calls import CallStore
 from store.run_log import RunLog
 from store.runs import RunClaim
 from store.skills import SkillStore
-from store.switches import RedisSwitches
 from store.tenants import RedisTenants
+from store.tools import RedisSwitches
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fake_hosts import MemorySessionStore, StaticHosts, build_report

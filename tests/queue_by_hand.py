@@ -19,9 +19,9 @@ from contract.signing import SigningKeys
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from store.catalog import RedisCatalog
+from store.call_messages import ResultHub
 from store.connection import open_redis
-from store.results import ResultHub
+from store.tools import RedisCatalog
 
 
 def make_envelope(

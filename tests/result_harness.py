@@ -9,7 +9,7 @@ from typing import Any
 
 import redis.asyncio
 
-from store.results import ResultHub
+from store.call_messages import ResultHub
 from tests.conftest import RedisProcess, free_port
 from tests.fakes import close_hub
 

@@ -22,13 +22,12 @@ from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from store.blobs import Blobs
+from store.call_messages import NotSent
 from store.call_reader import CallReader
-from store.catalog import RedisCatalog
 from store.connection import connect_once, open_redis
-from store.publisher import NotSent
 from store.skills import SkillStore
-from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import OpenTenants, RedisTenants
+from store.tools import RedisCatalog, RedisSwitches, WorkerSwitches
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_pool

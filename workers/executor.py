@@ -26,8 +26,8 @@ from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from contract.tenancy import SKILL_TOOL, SandboxTerms
 from store.calls import CallClaim, WorkerCallStore
-from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
+from store.tools import WorkerSwitches
 from workers.sandbox_client import SandboxdUnreachable
 from workers.tools.base import Outcome, SandboxRequest, ToolEnvironment, WorkerRegistry, WorkerResources, WorkerTool
 

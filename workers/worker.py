@@ -11,12 +11,11 @@ import structlog
 from contract.specs import Catalog
 from store.blobs import WorkerBlobs
 from store.calls import WorkerCallStore
-from store.catalog import WorkerCatalogStore
 from store.connection import SharedClock, connect, connect_once
 from store.hosts import WorkerControlStore
 from store.metrics import RefusalCounter
-from store.switches import WorkerSwitches
 from store.tenants import WorkerTenants
+from store.tools import WorkerCatalogStore, WorkerSwitches
 from telemetry.spans import Tracer
 from workers.celery_edge.app import POOL_OF_KIND, build_app, reserve_node_name, run_celery_worker
 from workers.celery_edge.tasks import register_tasks

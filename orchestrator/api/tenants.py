@@ -13,7 +13,7 @@ from orchestrator.api.problem_handlers import responses
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.operations.views import KeyView, view_key
 from store.api_keys import Role
-from store.catalog import check_tools
+from store.tools import check_tools
 
 router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
 

@@ -13,8 +13,8 @@ from orchestrator.cli.policy_options import apply_options, policy_lines, read_po
 from orchestrator.cli.runner import Json, Output, as_command, list_output
 from orchestrator.cli.usage import tenants_usage
 from orchestrator.terminal.output import escape_controls
-from store.catalog import check_tools
 from store.overview import OverviewReader, TenantSummary
+from store.tools import check_tools
 
 tenants_app = typer.Typer(no_args_is_help=True)
 tenants_app.command("usage")(tenants_usage)

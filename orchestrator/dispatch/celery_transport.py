@@ -28,11 +28,10 @@ from contract.names import call_key, is_blob_of, result_key, show_call, task_nam
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.request import Attempt, Request
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
+from store.call_messages import CallMessage, Publisher, ResultHub, read_result_record
 from store.calls import CallStore
 from store.connection import ScriptConnection, SharedClock, open_redis
 from store.hosts import send_order
-from store.publisher import CallMessage, Publisher
-from store.results import ResultHub, read_result_record
 
 START_GRACE_S = 2.0
 """Extra wait after a call's deadline for starting. A worker that took the call in the last moment records that first.

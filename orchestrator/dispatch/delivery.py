@@ -31,9 +31,9 @@ from orchestrator.dispatch.request import Attempt, Request
 from orchestrator.dispatch.session_locator import HostSource, SessionLocator
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, Transport
 from orchestrator.tracing import CURRENT_CALL
+from store.call_messages import NotSent
 from store.calls import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState, has_ticket, seal_ticket
 from store.connection import SharedClock
-from store.publisher import NotSent
 from store.sessions import SessionAddress, SessionStore
 from store.slots import SlotRequest
 from store.tasks import Backoff

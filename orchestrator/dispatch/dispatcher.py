@@ -22,7 +22,7 @@ from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.session_locator import SessionLocator, SessionOpening
 from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
-from store.publisher import NotSent
+from store.call_messages import NotSent
 from store.sessions import SessionAddress
 from store.tasks import Backoff
 from telemetry.logs import bound, get_logger

@@ -22,16 +22,15 @@ from orchestrator.metrics.tally import Tally
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tracing import open_process_tracer
 from store.blobs import Blobs
+from store.call_messages import ResultHub
 from store.call_reader import CallReader
 from store.calls import CallStore
-from store.catalog import RedisCatalog
 from store.connection import RedisClient, ScriptConnection, SharedClock, check_redis, open_redis
 from store.hosts import HostStore
-from store.results import ResultHub
 from store.sessions import SessionStore
 from store.skills import SkillStore
-from store.switches import RedisSwitches
 from store.tenants import RedisTenants
+from store.tools import RedisCatalog, RedisSwitches
 from telemetry.logs import get_logger
 from telemetry.spans import Tracer
 

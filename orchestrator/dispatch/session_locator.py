@@ -33,7 +33,7 @@ from orchestrator.dispatch.placement import (
     find_capacity,
 )
 from orchestrator.dispatch.transport import CallLost
-from store.publisher import NotSent
+from store.call_messages import NotSent
 from store.sessions import SessionAddress, SessionStore
 from telemetry.logs import get_logger
 

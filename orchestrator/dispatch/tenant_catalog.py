@@ -17,10 +17,9 @@ from contract.schema import find_nearest, prepare_arguments
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import SKILL_TOOL, TenantPolicy, tools_of
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from store.catalog import CatalogSource
 from store.skills import InstalledSkill, SkillStore
-from store.switches import SwitchSource
 from store.tenants import OpenTenants, TenantSource
+from store.tools import CatalogSource, SwitchSource
 
 _FROM_SERVERS = "mcp__"
 """Prefix of the names of tools from MCP servers."""

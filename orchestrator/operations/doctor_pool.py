@@ -14,12 +14,11 @@ from orchestrator.dispatch.placement import LOW_MEMORY_BYTES
 from orchestrator.operations.findings import Report
 from store.api_keys import ApiKeyRecord, ApiKeys
 from store.audit import Audit
-from store.catalog import STARTED_BY, RedisCatalog
 from store.connection import RedisClient, read_clock
 from store.hosts import HostStore
 from store.overview import Overview, OverviewReader
-from store.switches import RedisSwitches
 from store.tenants import RedisTenants
+from store.tools import STARTED_BY, RedisCatalog, RedisSwitches
 
 LOW_DISK_BYTES = 1024 * 1024 * 1024
 OLD_MESSAGE_S = 60.0

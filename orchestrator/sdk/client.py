@@ -46,9 +46,8 @@ from store.approvals import ApprovalQueue
 from store.audit import Actor, Audit, local_actor
 from store.budgets import BudgetState
 from store.call_reader import CallLife, CallPage
-from store.catalog import find_skill
 from store.session_list import SessionList, SessionPage
-from store.switches import build_switch
+from store.tools import build_switch, find_skill
 from store.usage import By, UsageRow, UsageStore, show_amounts
 
 

@@ -41,7 +41,7 @@ from orchestrator.models.choice import (
     find_needed_capabilities,
 )
 from orchestrator.settings import load_settings
-from store.switches import RegistrySwitches
+from store.tools import RegistrySwitches
 
 FITTING_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Pattern of `contract.calls.Identifier`."""

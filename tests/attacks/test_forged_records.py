@@ -23,12 +23,11 @@ from orchestrator.models.scripted import ScriptedModel
 from store.api_keys import ApiKeys, LoginStore
 from store.batches import BatchDefaults, RowPlace, RunBody, batch_key, seal_defaults, seal_item
 from store.call_events import call_event_keys
-from store.catalog import RedisCatalog
 from store.connection import open_redis
 from store.idempotency import IdempotencyStore
 from store.run_log import RunAttempt, RunLog, run_key, run_log_key
-from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants, WorkerTenants
+from store.tools import RedisCatalog, RedisSwitches, WorkerSwitches
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.event_harness import DEPLOYMENT, EventHarness, run_call

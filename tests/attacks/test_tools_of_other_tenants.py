@@ -12,7 +12,7 @@ from contract.specs import Catalog, ToolSpec
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from store.catalog import WorkerCatalogStore
+from store.tools import WorkerCatalogStore
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool

@@ -22,8 +22,8 @@ from contract.signing import ResultSeal, SigningKeys
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.request import Attempt
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed, InProcessTransport, Transport
-from store import publisher as publishing
-from store.results import ResultHub
+from store import call_messages as publishing
+from store.call_messages import ResultHub
 from tests.builders import KEY, build_attempt, build_call, build_context
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub

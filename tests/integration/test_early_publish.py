@@ -10,8 +10,8 @@ import redis.asyncio
 from contract.errors import BrokerUnavailable
 from contract.names import slots_key
 from orchestrator.admission import SharedAdmission
+from store.call_messages import CallMessage, NotSent, Publisher
 from store.connection import ScriptConnection, SharedClock
-from store.publisher import CallMessage, NotSent, Publisher
 from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
 

@@ -29,8 +29,8 @@ from orchestrator.dispatch.transport import DeliveryFailed
 from orchestrator.operations.local_stack import WEB_CONCURRENCY
 from orchestrator.sdk.call_control import CallControl
 from store.audit import local_actor
+from store.call_messages import ResultHub
 from store.connection import open_redis
-from store.results import ResultHub
 from tests.builders import build_attempt
 from tests.queue_by_hand import make_envelope, open_dispatcher, publish, stored_state
 from tests.stack import ROOT, Footprint, Stack, children_of, end_process, is_alive, open_footprint, open_redis_server

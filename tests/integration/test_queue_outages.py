@@ -20,8 +20,8 @@ from contract.calls import ToolCall
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.request import Attempt
+from store.call_messages import ResultHub
 from store.connection import open_redis
-from store.results import ResultHub
 from tests.builders import build_attempt
 from tests.queue_by_hand import make_envelope
 from tests.stack import ROOT, Footprint, RedisServer, all_of, end_process, open_footprint, open_redis_server

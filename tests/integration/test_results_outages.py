@@ -13,8 +13,8 @@ from pydantic import SecretStr
 
 from contract.settings import BrokerSettings
 from orchestrator.dispatch.celery_transport import CeleryTransport
-from store import results
-from store.results import ResultHub
+from store import call_messages as results
+from store.call_messages import ResultHub
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub

@@ -47,8 +47,7 @@ def quiet_logs() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the cache of the switches. Other tests check how old a cached value may be."""
-    monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
-    monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("store.tools.SWITCHES_FRESH_S", 0.0)
 
 
 def answering(text: str) -> Any:

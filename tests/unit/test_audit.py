@@ -22,8 +22,8 @@ from store.audit import (
     build_entry,
     entry_text,
 )
-from store.switches import RedisSwitches
 from store.tenants import RedisTenants
+from store.tools import RedisSwitches
 from tests.builders import KEY
 
 OPERATOR = Actor(key="0123456789abcdef", role="operator", name="ada", tenant="ops")

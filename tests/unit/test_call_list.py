@@ -13,9 +13,9 @@ from contract.names import call_key, slots_key
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch.celery_transport import build_call_message
 from store import call_reader
+from store.call_messages import Publisher
 from store.call_reader import CallReader
 from store.connection import ScriptConnection, SharedClock
-from store.publisher import Publisher
 from store.slots import SlotRequest, WaitReason, enqueue, load_script, script_arguments
 from tests.builders import KEY, build_attempt
 from tests.conftest import RedisProcess

@@ -23,9 +23,9 @@ from orchestrator.dispatch import celery_transport
 from orchestrator.dispatch.celery_transport import CeleryTransport
 from orchestrator.dispatch.request import Attempt
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed
+from store.call_messages import ResultHub
 from store.calls import CallState
 from store.connection import SharedClock
-from store.results import ResultHub
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub

@@ -20,8 +20,8 @@ from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Attempt, Request
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed
+from store.call_messages import NotSent
 from store.calls import CallState, CallStore
-from store.publisher import NotSent
 from store.sessions import SessionStore
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess

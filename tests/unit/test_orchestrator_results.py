@@ -10,8 +10,8 @@ import pytest
 import redis.asyncio
 
 from contract.errors import BrokerUnavailable
-from store import results
-from store.results import ResultHub
+from store import call_messages as results
+from store.call_messages import ResultHub
 from tests.conftest import RedisProcess, free_port
 from tests.fakes import close_hub
 from tests.result_harness import SOON_S, arrives, listening, publish, stored

@@ -20,9 +20,9 @@ from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.operations.doctor_pool import examine_workers
 from orchestrator.operations.findings import Report
-from store import catalog as catalog_module
-from store.catalog import CATALOG_TTL_S, RedisCatalog, WorkerCatalogStore
+from store import tools as catalog_module
 from store.connection import open_redis
+from store.tools import CATALOG_TTL_S, RedisCatalog, WorkerCatalogStore
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog

@@ -20,10 +20,10 @@ from contract.names import call_key, host_key, place_key, tenant_sessions_key
 from contract.session_locations import LOCATION_MARGIN_S
 from orchestrator.dispatch.celery_transport import build_call_message
 from orchestrator.dispatch.request import Attempt
-from store import publisher as publishing
+from store import call_messages as publishing
+from store.call_messages import NotSent, Publisher
 from store.calls import CALL_TTL_S, CallState, CallStore, parse_record
 from store.connection import ScriptConnection, SharedClock, Unanswered
-from store.publisher import NotSent, Publisher
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 

@@ -20,8 +20,8 @@ from store.connection import open_redis
 from store.model_endpoints import ModelEndpoints
 from store.secrets import SecretStore
 from store.skills import SkillStore
-from store.switches import RedisSwitches
 from store.tenants import RedisTenants
+from store.tools import RedisSwitches
 from tests.conftest import RedisProcess
 from tests.redis_harness import broker_for
 

@@ -18,7 +18,7 @@ from contract.tenancy import TenantPolicy
 from orchestrator.dispatch import session_locator as homes_module
 from orchestrator.dispatch.session_locator import SessionLocator, SessionOpening
 from orchestrator.dispatch.transport import CallLost
-from store.publisher import NotSent
+from store.call_messages import NotSent
 from store.sessions import SessionAddress, SessionStore
 from tests.builders import KEY
 from tests.fake_hosts import build_report

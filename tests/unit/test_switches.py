@@ -17,7 +17,7 @@ from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog
 from store.connection import open_redis
-from store.switches import RedisSwitches, RegistrySwitches, WorkerSwitches, build_switch
+from store.tools import RedisSwitches, RegistrySwitches, WorkerSwitches, build_switch
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor

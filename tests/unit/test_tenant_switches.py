@@ -14,8 +14,8 @@ from contract.registry import Switch, find_switch, parse_switches
 from contract.tenancy import TenantPolicy
 from orchestrator.sdk.client import ToolClient
 from store.api_keys import ApiKeys, Credential
-from store.switches import RedisSwitches, WorkerSwitches
 from store.tenants import RedisTenants
+from store.tools import RedisSwitches, WorkerSwitches
 from tests.builders import KEY, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.switched_pool import SwitchedPool
@@ -27,8 +27,7 @@ OFF = Switch(by="ada", at=1_700_000_000, reason="it is not for them")
 @pytest.fixture(autouse=True)
 def fresh_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the cache of the switches."""
-    monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
-    monkeypatch.setattr("store.switches.SWITCHES_FRESH_S", 0.0)
+    monkeypatch.setattr("store.tools.SWITCHES_FRESH_S", 0.0)
 
 
 @pytest.fixture
