@@ -10,7 +10,13 @@ from contract.calls import ToolCall
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.call_ids import build_call_id, build_short_id
 from orchestrator.dialects.model import Chunk, Message, Usage
-from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
+from orchestrator.dialects.native_assembler import (
+    MAX_CALLS,
+    TOO_MANY_CALLS,
+    MalformedNativeCall,
+    NativeCall,
+    NativeCallAssembler,
+)
 from orchestrator.dialects.tag_events import TagCall, TagEvent
 from orchestrator.dialects.tag_parser import TagStreamParser
 from telemetry.logs import get_logger
@@ -73,7 +79,11 @@ class StreamReader:
         natives = reply.in_order()
         entries = []
         for native in natives:
-            cut = BROKEN if is_broken else CUT if reply.finish_reason == "length" and native is natives[-1] else None
+            cut = CUT if reply.finish_reason == "length" and native is natives[-1] else None
+            if native.position == MAX_CALLS:
+                cut = TOO_MANY_CALLS
+            if is_broken:
+                cut = BROKEN
             event = self._convert_native_call(native, cut, is_parallel=len(natives) > 1)
             entries.append(_build_message_entry(native, event.model_id))
             events.append(event)
@@ -118,7 +128,11 @@ class StreamReader:
     def _convert_tag_event(self, event: TagEvent, finish_reason: str | None = None) -> Event:
         if isinstance(event, Text):
             return event
+        if self._index > MAX_CALLS:
+            return Text(event.raw)
         call_id = self._next_id()
+        if self._index > MAX_CALLS:
+            return MalformedCall(call_id, event.name, TOO_MANY_CALLS, event.raw)
         if isinstance(event, TagCall):
             return build_call_event(call_id, event.name, event.arguments, event.raw, is_text=True)
         cut = (

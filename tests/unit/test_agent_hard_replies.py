@@ -3,6 +3,7 @@ and nothing is lost.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.dialects.native import NativeDialect
+from orchestrator.dialects.native_assembler import MAX_CALLS
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.loop.limits import ReActOptions, StopReason
@@ -247,6 +249,22 @@ async def test_a_cut_reply_runs_its_complete_calls_but_not_the_last() -> None:
     await harness.work()
     assert [call.arguments["text"] for call in harness.calls] == ["0", "1"]
     assert "cut at the token limit" in model.requests[1].messages[-1]["content"]
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+async def test_of_tens_of_thousands_of_calls_the_first_run_and_the_model_reads_why_the_others_did_not(
+    is_native: bool,
+) -> None:
+    entries = [{"index": n, "id": f"c{n}", "function": {"name": "echo", "arguments": "{}"}} for n in range(40_000)]
+    reply = chunk(tool_calls=entries) if is_native else chunk(TAG * 40_000)
+    model = ScriptedModel([Raw([reply]), "ok"])
+    harness = Harness(model, NativeDialect() if is_native else TagsDialect())
+    began = time.process_time()
+    await harness.work()
+    assert len(harness.calls) == MAX_CALLS
+    results = [message for message in model.requests[1].messages if "first 256 were run" in str(message)]
+    assert len(results) == 1
+    assert time.process_time() - began < 1.0
 
 
 # Money
