@@ -493,6 +493,18 @@ class BatchNotice(RunEvent):
 
 
 OnEvent = Callable[[RunEvent], None]
+
+
+def pass_to(*listeners: OnEvent) -> OnEvent:
+    """Return a listener that passes each event to these listeners, in this order."""
+
+    def on_event(event: RunEvent) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return on_event
+
+
 PROGRESS_EVENTS = (RunClaimed, RunReady, StepFinished, CallFinished, RunRetried, RunEnded, BatchNotice)
 """Events from which the progress and the report of a batch are counted."""
 _TYPES = {kind.__name__: kind for kind in RunEvent.__subclasses__()}

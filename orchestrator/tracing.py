@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from contract import run_events as events
 from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.masking import Masker
-from contract.run_events import OnEvent, RunEvent
+from contract.run_events import RunEvent
 from contract.specs import ToolSpec
 from contract.traceparent import SpanRef, attempt_span_id, call_span_id, run_span_id, trace_id_of
 from orchestrator.dialects.model import Model
@@ -189,19 +189,10 @@ class RunSpans:
         spans must be sent.
         """
 
-    def before(self, listener: OnEvent) -> OnEvent:
-        """Return a listener that updates these spans and then calls `listener`."""
-        if not self.span.ref.is_sampled:
-            return listener
-
-        def on_event(event: RunEvent) -> None:
-            self.on_event(event)
-            listener(event)
-
-        return on_event
-
     def on_event(self, event: RunEvent) -> None:
         """Process one event. Never raises an exception."""
+        if not self.span.ref.is_sampled:
+            return
         try:
             self._take(event)
         except Exception:  # an error in tracing must not end the run

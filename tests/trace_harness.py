@@ -12,7 +12,7 @@ from rich.console import Console
 from contract.calls import Clocks, SandboxInfo, ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.masking import Masker
-from contract.run_events import CallSent, OnEvent
+from contract.run_events import CallSent, OnEvent, pass_to
 from orchestrator.cli.trace_printer import TracePrinter
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Model
@@ -64,7 +64,7 @@ async def run_traced(
     **options: Any,
 ) -> tuple[Path, RunResult, TraceRecorder]:
     """Run one agent with a trace."""
-    with open_trace(folder, "acme", run, masker=Masker(secrets), on_event=also) as trace:
+    with open_trace(folder, "acme", run, masker=Masker(secrets)) as trace:
 
         async def run_call(call: ToolCall) -> ToolResult:
             if is_sent:
@@ -78,7 +78,7 @@ async def run_traced(
             run_call,
             instruction="Be brief.",
             options=ReActOptions(**options),
-            on_event=trace.on_event,
+            on_event=pass_to(trace.on_event, also),
             run_id=run,
         )
         result = await agent.run("do it", history=history or [])

@@ -1,4 +1,4 @@
-"""Count the events of one agent run and pass them on."""
+"""Count the events of one agent run."""
 
 from typing import Protocol
 
@@ -9,7 +9,6 @@ from contract.run_events import (
     CallFinished,
     CallSent,
     ModelAnswered,
-    OnEvent,
     RunAborted,
     RunEvent,
     RunFinished,
@@ -34,20 +33,15 @@ class RunMeter:
     run is not durable.
     """
 
-    def __init__(self, counts: Counts, calls: CallMeter, on_event: OnEvent, replay: Replay | None) -> None:
+    def __init__(self, counts: Counts, calls: CallMeter, replay: Replay | None) -> None:
         self._counts = counts
         self._calls = calls
-        self._on_event = on_event
         self._replay = replay
         self._model = ""
         self._steps = 0
         self._sent: set[str] = set()
 
     def on_event(self, event: RunEvent) -> None:
-        self._count(event)
-        self._on_event(event)
-
-    def _count(self, event: RunEvent) -> None:
         counts = self._counts
         match event:
             case RunStarted():

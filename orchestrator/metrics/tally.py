@@ -4,7 +4,7 @@ import asyncio
 import secrets
 
 from contract.errors import BrokerUnavailable
-from contract.run_events import OnEvent
+from contract.run_events import OnEvent, pass_to
 from orchestrator.metrics.call_meter import CallMeter
 from orchestrator.metrics.run_meter import Replay, RunMeter
 from store.connection import RedisClient
@@ -49,7 +49,7 @@ class Tally:
         """Return a listener that counts the events of a run and passes them to `on_event`. `replay`: the journal of a
         durable run.
         """
-        return RunMeter(self.counts, self.calls, on_event, replay).on_event
+        return pass_to(RunMeter(self.counts, self.calls, replay).on_event, on_event)
 
     async def flush(self) -> None:
         """Send the changed counts. Raises BrokerUnavailable."""

@@ -104,31 +104,29 @@ class Follower:
         rows. Raises BrokerUnavailable.
         """
         try:
-            await self._write_now()
+            await self._write_rows()
+            if self._rows is not None:
+                await asyncio.to_thread(self._rows.settle)
         finally:
             await self._show_events()
 
-    async def _write_now(self) -> None:
-        """Write the rows of all ended items, without a second attempt after an error."""
-        while self._rows is not None and (page := await self._next()) is not None:
-            await asyncio.to_thread(self._rows.append, page[1])
-            self._note_written(page[0])
-        if self._rows is not None:
-            await asyncio.to_thread(self._rows.settle)
-
     async def write(self) -> bool:
         """Write the rows of ended items. Return False if the disk does not accept the rows now; no row is lost."""
-        while self._rows is not None and (page := await self._next()) is not None:
-            if time.monotonic() < self._write_after or not await self._append(page[1]):
-                return False
-            self._note_written(page[0])
+        if time.monotonic() < self._write_after:
+            return False
+        try:
+            await self._write_rows()
+        except RowsNotWritten as error:
+            self._cannot_write(error)
+            return False
         return True
 
-    def _note_written(self, ended: Sequence[tuple[int, str]]) -> None:
-        """Note that these ends have their rows."""
-        for number, run in ended:
-            self._numbers[run] = number
-        self._written = ended[-1][0]
+    async def _write_rows(self) -> None:
+        """Write the rows of ended items. Raises RowsNotWritten."""
+        while self._rows is not None and (page := await self._next()) is not None:
+            await asyncio.to_thread(self._rows.append, page[1])
+            self._numbers |= {run: number for number, run in page[0]}
+            self._written = page[0][-1][0]
 
     async def _next(self) -> tuple[Sequence[tuple[int, str]], list[ItemOutcome]] | None:
         """Return a page of ends without rows, as (number, run), and their outcomes; None if there are no more."""
@@ -152,16 +150,6 @@ class Follower:
             f"the same file again with `{build_resubmission(self._batch, self._tenant)}` and the same --output"
         )
         self._show(BatchNotice(message=message))
-
-    async def _append(self, outcomes: list[ItemOutcome]) -> bool:
-        """Append rows to the files. Return False if the disk does not accept the rows now."""
-        assert self._rows is not None
-        try:
-            await asyncio.to_thread(self._rows.append, outcomes)
-        except RowsNotWritten as error:
-            self._cannot_write(error)
-            return False
-        return True
 
     async def _settle(self) -> None:
         """Remove duplicate rows: each item keeps one row in both files together. Waits until the disk accepts the

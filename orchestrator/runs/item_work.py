@@ -23,6 +23,7 @@ from contract.run_events import (
     RunReady,
     SubmissionTaken,
     Warned,
+    pass_to,
 )
 from contract.sandboxes import pick_options
 from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
@@ -301,10 +302,11 @@ class ItemWork:
             slot = await stack.enter_async_context(self.slots.run())
             on_event, live = await stack.enter_async_context(self._listen(claim, on_event))
             if self._traces is not None:
-                on_event = stack.enter_context(self._traces.open(claim.tenant, agent_run, on_event)).on_event
+                trace = stack.enter_context(self._traces.open(claim.tenant, agent_run))
+                on_event = pass_to(trace.on_event, on_event)
             if spans is not None:
                 spans.know_model(chosen_model.model)
-                on_event = spans.before(on_event)
+                on_event = pass_to(spans.on_event, on_event)
             config = RunConfig(
                 run=agent_run,
                 dialect=work.dialect or defaults.dialect,

@@ -7,7 +7,7 @@ is never queued, and a failure ends the run instead of delaying it.
 
 import secrets
 
-from contract.run_events import OnEvent, RunEvent
+from contract.run_events import OnEvent, pass_to
 from orchestrator.approvals import Approver
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.runs.event_publisher import RunEventPublisher
@@ -53,12 +53,7 @@ class _OwnWork(ItemWork):
 
     def _show_on(self, publish: OnEvent) -> OnEvent:
         """Return a listener that also passes each event to this program."""
-
-        def show(event: RunEvent) -> None:
-            self._on_event(event)
-            publish(event)
-
-        return show
+        return pass_to(self._on_event, publish)
 
     def _approver(self, defaults: BatchDefaults, slot: RunSlot) -> Approver:
         """Return the approver of this program, which may ask at the terminal."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from contract.call_events import MODEL
 from contract.calls import ToolCall, ToolResult
@@ -47,6 +47,7 @@ from orchestrator.models.capabilities import CapabilityCache
 from orchestrator.models.choice import ChosenModel, choose_dialect, choose_profile, find_needed_capabilities
 from orchestrator.runs.billed_model import BilledModel, price_reply
 from orchestrator.runs.file_list import list_files
+from orchestrator.runs.journal import Journal
 from orchestrator.runs.live_text import LiveText
 from orchestrator.settings import OrchestratorSettings
 from store.skills import SkillUses
@@ -150,25 +151,6 @@ class ActiveSkills:
 Published = TypeVar("Published")
 
 
-class RunJournal(Protocol):
-    """Journal of a durable run (orchestrator/runs/journal.py)."""
-
-    @property
-    def is_catching_up(self) -> bool: ...
-
-    def sent_since(self, call: str) -> float | None: ...
-
-    def now(self) -> float: ...
-
-    def review_of(self, call: str) -> ToolCall | ToolResult | None: ...
-
-    def result_of(self, call: str) -> ToolResult | None: ...
-
-    async def note_review(self, call: str, reviewed: ToolCall | ToolResult) -> None: ...
-
-    async def note(self, kind: type[CallFinished], *, result: ToolResult) -> CallFinished: ...
-
-
 async def _do_not_wait(_: str) -> None:
     """Return at once."""
 
@@ -196,7 +178,7 @@ class RunConfig:
     """Waits before the call of that id is sent. The run may have released its slot while people decided about the
     call.
     """
-    journal: RunJournal | None = None
+    journal: Journal | None = None
     wrap_model: Callable[[Model], Model] | None = None
     live: LiveText | None = None
     is_chat: bool = False

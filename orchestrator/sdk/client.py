@@ -12,7 +12,7 @@ from typing import Literal
 from contract.calls import DEFAULT_TIMEOUT_S, ToolCall, ToolResult
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.registry import Switch, ToolState, find_state, switch_field
-from contract.run_events import OnEvent, SandboxClosed, Warned
+from contract.run_events import OnEvent, SandboxClosed, Warned, pass_to
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.schema import find_nearest
 from contract.specs import SkillSummary, ToolSpec
@@ -500,13 +500,13 @@ class ToolClient:
         async with AsyncExitStack() as stack:
             tenant = session.tenant if session is not None else self.tenant
             if has_trace:
-                emit = stack.enter_context(self.traces.open(tenant, run, emit)).on_event
+                emit = pass_to(stack.enter_context(self.traces.open(tenant, run)).on_event, emit)
             spans = None
             if self._pool.tracer is not None:
                 traced = TracedRun(tenant, run, session=session.id if session is not None else None)
                 spans = RunSpans(self._pool.tracer, traced)
                 stack.enter_context(run_spans(spans))
-                emit = spans.before(emit)
+                emit = pass_to(spans.on_event, emit)
             name, own_model = (model, None) if isinstance(model, str) else (None, model)
             models = await stack.enter_async_context(Models(self._settings, self._pool, own_model))
             stack.enter_context(report_notices(lambda message: emit(Warned(run=run, message=message))))

@@ -16,7 +16,6 @@ from contract.calls import MAX_ERROR_CHARS, MAX_NAME_CHARS, MAX_OUTPUT_CHARS
 from contract.errors import ConfigError
 from contract.masking import Masker, passwords_of
 from contract.run_events import (
-    OnEvent,
     OutputArrived,
     RunAborted,
     RunEvent,
@@ -69,9 +68,9 @@ class Traces:
         self.folder: Path = settings.traces
         self.masker: Masker = build_masker(settings, secrets)
 
-    def open(self, tenant: str, run: str, on_event: OnEvent) -> "AbstractContextManager[TraceRecorder]":
+    def open(self, tenant: str, run: str) -> "AbstractContextManager[TraceRecorder]":
         """Open the trace of one run, as `open_trace` does."""
-        return open_trace(self.folder, tenant, run, masker=self.masker, on_event=on_event)
+        return open_trace(self.folder, tenant, run, masker=self.masker)
 
 
 def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: str | None = None) -> dict[str, str]:
@@ -83,15 +82,11 @@ def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: s
 
 
 @contextmanager
-def open_trace(
-    folder: Path, tenant: str, run: str, *, masker: Masker, on_event: OnEvent = lambda _: None
-) -> "Iterator[TraceRecorder]":
-    """Open the recorder of a run. The recorder's `on_event` records each event of the run and passes the event to
-    `on_event`.
-
-    An existing trace is continued. Raises ConfigError: a name is invalid. Raises no other exception.
+def open_trace(folder: Path, tenant: str, run: str, *, masker: Masker) -> "Iterator[TraceRecorder]":
+    """Open the recorder of a run. An existing trace is continued. Raises ConfigError: a name is invalid. Raises no
+    other exception.
     """
-    recorder = TraceRecorder(trace_path(folder, tenant, run), tenant, run, masker, on_event)
+    recorder = TraceRecorder(trace_path(folder, tenant, run), tenant, run, masker)
     try:
         yield recorder
     finally:
@@ -101,12 +96,11 @@ def open_trace(
 class TraceRecorder:
     """Recorder of one run's events."""
 
-    def __init__(self, path: Path, tenant: str, run: str, masker: Masker, on_event: OnEvent) -> None:
+    def __init__(self, path: Path, tenant: str, run: str, masker: Masker) -> None:
         self.path = path
         self._tenant = tenant
         self._run = run
         self._masker = masker
-        self._on_event = on_event
         self._seq, is_torn = _read_end(path)
         self._file = EventFile(path, is_torn=is_torn)
         self._has_started = False
@@ -115,10 +109,9 @@ class TraceRecorder:
         self._early: list[RunEvent] = []
 
     def on_event(self, event: RunEvent) -> None:
-        """Record one event and pass the event on. Recording never raises."""
+        """Record one event. Never raises."""
         if event.run == self._run and not isinstance(event, PIECES):
             self._record(event)
-        self._on_event(event)
 
     __call__ = on_event
 
