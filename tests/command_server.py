@@ -1,19 +1,23 @@
 """Run `toolcrew` commands without the start-up time of about one second each. A process that has already imported the
-command forks for every call. Page tests that run many commands use this server.
+commands forks for every call. Tests that send signals to a command start a `toolcrew` of their own.
 """
 
+import atexit
 import contextlib
+import functools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.stack import ROOT, read_line
+from tests.stack import ROOT, UP_S, Footprint, read_line
 
 _CALLER = """\
 #!{python} -SE
@@ -37,21 +41,51 @@ def open_command_server(folder: Path) -> Iterator[Path]:
     caller = folder / "toolcrew"
     caller.write_text(_CALLER.format(python=sys.executable, path=str(path)))
     caller.chmod(0o755)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.command_server", str(path)], cwd=ROOT, stdout=subprocess.PIPE
-    )
-    try:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.command_server", str(path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
         assert read_line(process) == b"ready\n"
-        yield folder
-    finally:
-        process.terminate()
-        process.wait(30)
-        assert process.stdout is not None
-        process.stdout.close()
+        try:
+            yield folder
+        finally:
+            process.terminate()
+
+
+def run_toolcrew(
+    footprint: Footprint,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    text: str = "",
+    within_s: float = UP_S,
+) -> "subprocess.CompletedProcess[str]":
+    """Run one `toolcrew` command to its end."""
+    return subprocess.run(
+        [_shared_command(), *arguments],
+        env=footprint.environment(environment),
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        start_new_session=True,
+        check=False,
+    )
+
+
+@functools.cache
+def _shared_command() -> str:
+    """Return the path of the `toolcrew` command of one server for all tests of this process."""
+    opened = contextlib.ExitStack()
+    atexit.register(opened.close)
+    folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="tct-command-", dir="/tmp")))
+    return str(opened.enter_context(open_command_server(folder)) / "toolcrew")
 
 
 def serve(path: str) -> None:
-    """Serve commands until SIGTERM."""
+    """Serve commands until SIGTERM, or until stdin is closed because the process of the tests has ended."""
     from orchestrator.command import import_all
 
     # All commands are imported before the forks, so that no fork imports one again.
@@ -63,7 +97,7 @@ def serve(path: str) -> None:
         listener.listen()
         sys.stdout.write("ready\n")
         sys.stdout.flush()
-        while True:
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             link, _ = listener.accept()
             with link:
                 if os.fork() == 0:

@@ -351,26 +351,6 @@ def end_process(process: "subprocess.Popen[bytes]", within_s: float = 30.0) -> N
         process.stdout.close()
 
 
-def run_toolcrew(
-    footprint: Footprint,
-    *arguments: str,
-    environment: Mapping[str, str] | None = None,
-    text: str = "",
-    within_s: float = UP_S,
-) -> "subprocess.CompletedProcess[str]":
-    """Run one `toolcrew` command to its end."""
-    return subprocess.run(
-        [TOOLCREW, *arguments],
-        env=footprint.environment(environment),
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=within_s,
-        start_new_session=True,
-        check=False,
-    )
-
-
 class RedisServer:
     """A Redis for one test. Tests can kill the server and start it again on its port with its data."""
 

@@ -17,7 +17,7 @@ import pytest
 
 from store.archives.files import MAX_WORKSPACE_BYTES
 from tests.api_stack import SOON_S, ApiStack, read_events, store_settings
-from tests.stack import run_toolcrew
+from tests.command_server import run_toolcrew
 
 pytestmark = pytest.mark.stack
 

@@ -14,17 +14,8 @@ from docker import APIClient
 
 from contract.calls import ToolResult
 from orchestrator.operations.local_stack import StackInfo
-from tests.stack import (
-    TOOLCREW,
-    Footprint,
-    Stack,
-    commands_in,
-    end_process,
-    free_port,
-    open_stack,
-    read_line,
-    run_toolcrew,
-)
+from tests.command_server import run_toolcrew
+from tests.stack import TOOLCREW, Footprint, Stack, commands_in, end_process, free_port, open_stack, read_line
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import TOOLCREW, Footprint, Stack, run_toolcrew
+from tests.command_server import run_toolcrew
+from tests.stack import TOOLCREW, Footprint, Stack
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]

@@ -18,6 +18,7 @@ from contract.errors import BrokerUnavailable, ConfigError, SandboxUnavailable
 from orchestrator.operations.local_stack import StackInfo
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
+from tests.command_server import run_toolcrew
 from tests.log_lines import read_log
 from tests.stack import (
     TOOLCREW,
@@ -30,7 +31,6 @@ from tests.stack import (
     open_redis_server,
     open_stack,
     read_line,
-    run_toolcrew,
 )
 from tests.waiting import wait_until
 from workers.__main__ import ORPHAN_GRACE_S

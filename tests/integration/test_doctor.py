@@ -9,8 +9,9 @@ from orchestrator.operations.doctor_deep import examine_hosts
 from orchestrator.operations.findings import Report
 from store.connection import open_redis
 from store.hosts import HostStore
+from tests.command_server import run_toolcrew
 from tests.redis_harness import broker_for
-from tests.stack import Stack, run_toolcrew
+from tests.stack import Stack
 
 
 def test_a_whole_deployment_is_examined_and_its_hosts_answer_signed_calls(stack: Stack) -> None:

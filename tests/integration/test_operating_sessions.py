@@ -21,7 +21,8 @@ from orchestrator.command import app
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
 from store.call_reader import CallLife
-from tests.stack import Stack, commands_in, run_toolcrew
+from tests.command_server import run_toolcrew
+from tests.stack import Stack, commands_in
 from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack

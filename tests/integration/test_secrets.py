@@ -24,9 +24,10 @@ from store.audit import Audit, AuditEntry
 from store.connection import open_redis
 from store.tenants import RedisTenants
 from tests.attacks.test_secrets import find_secret
+from tests.command_server import run_toolcrew
 from tests.integration.test_canary import command_lines, dump, logs
 from tests.secret_harness import VALUE, Site, open_secret_site
-from tests.stack import Stack, open_stack, run_toolcrew
+from tests.stack import Stack, open_stack
 from tests.waiting import wait_until_async
 from workers.egress.authority import Authority
 

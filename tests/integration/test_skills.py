@@ -18,8 +18,9 @@ from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.dispatch.sessions import Session
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
+from tests.command_server import run_toolcrew
 from tests.skill_harness import SHIPPED, write_skill
-from tests.stack import Stack, open_stack, run_toolcrew
+from tests.stack import Stack, open_stack
 from workers.skills.loader import load_skill
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(200)]
@@ -34,18 +35,79 @@ print(json.dumps({"args": json.load(sys.stdin), "cwd": os.getcwd(), "beside": op
 KEEP_HOUSE = "name: keep-house\ndescription: Tidies up.\nallowed-tools: Bash(git clean:*)"
 
 
+SHOUT = """#!/usr/bin/env python3
+import json, sys
+print(json.load(sys.stdin)["text"].upper(), "{0}")
+"""
+SHOUT_TOOL = {
+    "entrypoint": "scripts/run.py",
+    "parameters": {
+        "type": "object",
+        "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}},
+        "required": ["text"],
+    },
+}
+ECHO_TOOL = {
+    "entrypoint": "scripts/echo.py",
+    "parameters": {
+        "type": "object",
+        "properties": {"word": {"type": "string"}},
+        "required": ["word"],
+        "additionalProperties": False,
+    },
+    "timeout": 2,
+}
+SAY_TOOL = {**ECHO_TOOL, "args": "argv", "interpreter": "bash", "entrypoint": "scripts/say.sh"}
+SCRIPTS = {
+    "scripts/echo.py": ECHO,
+    "scripts/slow.sh": "echo begun; sleep 300",
+    "scripts/loud.sh": "head -c 3000000 /dev/zero | tr '\\0' 'x'",
+    "scripts/ruby.sh": "#!/usr/bin/env ruby\nputs 1",
+    "scripts/fails.sh": "echo no >&2; exit 3",
+    "scripts/plain": "no program",
+    "data/word.txt": "found",
+}
+NAMES = [
+    "bash_tool", "changed", "echo", "keep-house", "late", "loud", "say", "table-profile", "told", "vector-search",
+    "word-count",
+]  # fmt: skip
+"""The skills of the operator's folders, in order."""
+
+
+def shout(root: Path, name: str, by: str) -> Path:
+    return write_skill(root, name, files={"scripts/run.py": SHOUT.format(by), SIDECAR_FILE: json.dumps(SHOUT_TOOL)})
+
+
 @pytest.fixture(scope="module")
 def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the operator's folder of the shared stack, with two skills."""
+    """Return the operator's folder of the shared stack. The stack also has the shipped skills."""
     folder = tmp_path_factory.mktemp("system")
+    echo = write_skill(folder, "echo", files=SCRIPTS)
+    (echo / "scripts" / "plain").chmod(0o644)
     write_skill(folder, "late", files={"scripts/run.sh": "echo everybodys"})
+    write_skill(folder, "changed", files={"scripts/run.sh": "echo first"})
+    write_skill(folder, "broken", front="description: of nothing")
     write_skill(folder, "keep-house", KEEP_HOUSE)
+    shout(folder, "loud", "everybodys")
+    write_skill(
+        folder,
+        "told",
+        files={"scripts/echo.py": ECHO, "data/word.txt": "found", SIDECAR_FILE: json.dumps(ECHO_TOOL)},
+    )
+    say = 'echo "$@"; [ "$1" != --word=wait ] || sleep 300'
+    write_skill(folder, "say", files={"scripts/say.sh": say, SIDECAR_FILE: json.dumps(SAY_TOOL)})
+    write_skill(
+        folder,
+        "bash-tool",
+        front="name: bash_tool\ndescription: Not ours.",
+        files={"scripts/echo.py": ECHO, SIDECAR_FILE: json.dumps(ECHO_TOOL)},
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def stack(engine: APIClient, system: Path) -> Iterator[Stack]:
-    with open_stack(engine, {"TOOLCREW_SKILLS": str(system)}) as opened:
+    with open_stack(engine, {"TOOLCREW_SKILLS": f"{system}{os.pathsep}{SHIPPED}"}) as opened:
         yield opened
 
 
@@ -53,142 +115,87 @@ async def use(session: Session, **arguments: object) -> ToolResult:
     return await session.call("skill_tool", arguments)
 
 
-async def test_skills_are_listed_loaded_read_and_run(engine: APIClient, tmp_path: Path) -> None:
-    scripts = {
-        "scripts/echo.py": ECHO,
-        "scripts/slow.sh": "echo begun; sleep 300",
-        "scripts/loud.sh": "head -c 3000000 /dev/zero | tr '\\0' 'x'",
-        "scripts/ruby.sh": "#!/usr/bin/env ruby\nputs 1",
-        "scripts/fails.sh": "echo no >&2; exit 3",
-        "scripts/plain": "no program",
-        "data/word.txt": "found",
-    }
-    echo = write_skill(tmp_path, "echo", files=scripts)
-    (echo / "scripts" / "plain").chmod(0o644)
-    write_skill(tmp_path, "late", files={"scripts/run.sh": "echo late"})
-    write_skill(tmp_path, "broken", front="description: of nothing")
-    with open_stack(engine, {"TOOLCREW_SKILLS": os.pathsep.join(map(str, (tmp_path, SHIPPED)))}) as stack:
-        assert "skill_not_loaded" in stack.log("worker")
-        listed = run_toolcrew(
-            stack.footprint, "skills", "list", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
+async def test_skills_are_listed_loaded_read_and_run(stack: Stack, system: Path) -> None:
+    assert "skill_not_loaded" in stack.log("worker")
+    listed = run_toolcrew(
+        stack.footprint, "skills", "list", "--json", environment={"TOOLCREW_REDIS_URL": stack.redis_url}
+    )
+    assert [row["name"] for row in json.loads(listed.stdout)] == NAMES
+    async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
+        assert [skill.name for skill in await client.skills()] == NAMES
+        assert (
+            "- echo: Does echo." in next(spec for spec in await client.tools() if spec.name == "skill_tool").description
         )
-        assert [row["name"] for row in json.loads(listed.stdout)] == [
-            "echo",
-            "late",
-            "table-profile",
-            "vector-search",
-            "word-count",
-        ]
-        async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
-            assert [skill.name for skill in await client.skills()] == [
-                "echo",
-                "late",
-                "table-profile",
-                "vector-search",
-                "word-count",
-            ]
-            assert (
-                "- echo: Does echo."
-                in next(spec for spec in await client.tools() if spec.name == "skill_tool").description
-            )
 
-            assert "- word-count: Counts" in (await use(session, action="list")).text()
-            loaded = (await use(session, name="echo")).text()
-            assert "Do it." in loaded
-            assert "- data/word.txt (5 bytes)" in loaded
-            assert (
-                (await use(session, name="echo", action="read", path="data/word.txt")).text().startswith("1\tfound\n")
-            )
+        assert "- word-count: Counts" in (await use(session, action="list")).text()
+        loaded = (await use(session, name="echo")).text()
+        assert "Do it." in loaded
+        assert "- data/word.txt (5 bytes)" in loaded
+        assert (await use(session, name="echo", action="read", path="data/word.txt")).text().startswith("1\tfound\n")
 
-            ran = await use(session, name="echo", action="run", script="echo.py", args={"a": ["ü", 1]})
-            reply = json.loads(ran.text())
-            assert (reply["args"], reply["cwd"], reply["beside"]) == ({"a": ["ü", 1]}, "/workspace", "found")
-            await session.write_file("a.txt", b"one two two\n")
-            counted = await use(
-                session, name="word-count", action="run", script="scripts/count.py", args={"files": ["a.txt"]}
-            )
-            assert json.loads(counted.text())["a.txt"]["top"] == [["two", 2], ["one", 1]]
-            await session.write_file("notes/roses.md", b"Roses are cut in spring.\n")
-            search = await session.call("vector-search", {"query": "when do I cut a rose"})
-            assert json.loads(search.text())["results"][0]["path"] == "notes/roses.md"
-            await session.call("bash_tool", {"command": "rm -r notes .toolcrew"})
-            # The session cannot change the folder of the skill.
-            folder = json.loads(ran.text())["folder"]
-            tried = await session.call(
-                "bash_tool",
-                {"command": f"echo changed > {folder}/data/word.txt; rm -rf {folder}; cat {folder}/data/word.txt"},
-            )
-            assert tried.text().endswith("found")
-            assert "Read-only file system" in tried.text()
-            seen = await session.call("bash_tool", {"command": "ls -A /workspace; ls /skills"})
-            assert seen.output == "a.txt\nls: cannot open directory '/skills': Permission denied\n[exit code 2]"
+        ran = await use(session, name="echo", action="run", script="echo.py", args={"a": ["ü", 1]})
+        reply = json.loads(ran.text())
+        assert (reply["args"], reply["cwd"], reply["beside"]) == ({"a": ["ü", 1]}, "/workspace", "found")
+        await session.write_file("a.txt", b"one two two\n")
+        counted = await use(
+            session, name="word-count", action="run", script="scripts/count.py", args={"files": ["a.txt"]}
+        )
+        assert json.loads(counted.text())["a.txt"]["top"] == [["two", 2], ["one", 1]]
+        await session.write_file("notes/roses.md", b"Roses are cut in spring.\n")
+        search = await session.call("vector-search", {"query": "when do I cut a rose"})
+        assert json.loads(search.text())["results"][0]["path"] == "notes/roses.md"
+        await session.call("bash_tool", {"command": "rm -r notes .toolcrew"})
+        # The session cannot change the folder of the skill.
+        folder = json.loads(ran.text())["folder"]
+        tried = await session.call(
+            "bash_tool",
+            {"command": f"echo changed > {folder}/data/word.txt; rm -rf {folder}; cat {folder}/data/word.txt"},
+        )
+        assert tried.text().endswith("found")
+        assert "Read-only file system" in tried.text()
+        seen = await session.call("bash_tool", {"command": "ls -A /workspace; ls /skills"})
+        assert seen.output == "a.txt\nls: cannot open directory '/skills': Permission denied\n[exit code 2]"
 
-            slow = await use(session, name="echo", action="run", script="slow.sh", timeout=2)
-            assert (slow.error_code, slow.output) == (ErrorCode.TIMEOUT, "begun\n")
-            loud = await use(session, name="echo", action="run", script="loud.sh")
-            assert loud.success
-            assert loud.truncated
-            assert len(loud.text()) < 40_000
-            failed = await use(session, name="echo", action="run", script="fails.sh")
-            assert failed.output == "no\n[exit code 3]"
-            no_program = await use(session, name="echo", action="run", script="ruby.sh")
-            assert (no_program.error_code, "ruby could not be started" in no_program.text()) == (
-                ErrorCode.FILE_NOT_FOUND,
-                True,
-            )
-            plain = await use(session, name="echo", action="run", script="plain")
-            assert (plain.error_code, "run bit" in plain.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
+        slow = await use(session, name="echo", action="run", script="slow.sh", timeout=2)
+        assert (slow.error_code, slow.output) == (ErrorCode.TIMEOUT, "begun\n")
+        loud = await use(session, name="echo", action="run", script="loud.sh")
+        assert loud.success
+        assert loud.truncated
+        assert len(loud.text()) < 40_000
+        failed = await use(session, name="echo", action="run", script="fails.sh")
+        assert failed.output == "no\n[exit code 3]"
+        no_program = await use(session, name="echo", action="run", script="ruby.sh")
+        assert (no_program.error_code, "ruby could not be started" in no_program.text()) == (
+            ErrorCode.FILE_NOT_FOUND,
+            True,
+        )
+        plain = await use(session, name="echo", action="run", script="plain")
+        assert (plain.error_code, "cannot be run" in plain.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
 
-            # Later changes of the files on the host have no effect, because the content is fixed when the skill is
-            # loaded.
-            (echo / "data" / "word.txt").write_text("later")
-            async with await client.open_session() as other:
-                reply = await use(other, name="echo", action="run", script="echo.py")
-                assert json.loads(reply.text())["beside"] == "found"
-                (echo.parent / "late" / "scripts" / "run.sh").write_text("echo changed")
-                refused = await use(other, name="late", action="run", script="run.sh")
-                assert (refused.error_code, "changed since" in refused.text()) == (ErrorCode.STALE_FILE, True)
+        # Later changes of the files on the host have no effect, because the content is fixed when the skill is
+        # loaded.
+        (system / "echo" / "data" / "word.txt").write_text("later")
+        async with await client.open_session() as other:
+            reply = await use(other, name="echo", action="run", script="echo.py")
+            assert json.loads(reply.text())["beside"] == "found"
+            (system / "changed" / "scripts" / "run.sh").write_text("echo second")
+            refused = await use(other, name="changed", action="run", script="run.sh")
+            assert (refused.error_code, "changed since" in refused.text()) == (ErrorCode.STALE_FILE, True)
 
 
-async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(engine: APIClient, tmp_path: Path) -> None:
-    tool = {
-        "entrypoint": "scripts/echo.py",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string"}},
-            "required": ["word"],
-            "additionalProperties": False,
-        },
-        "timeout": 2,
-    }
-    write_skill(
-        tmp_path, "echo", files={"scripts/echo.py": ECHO, "data/word.txt": "found", SIDECAR_FILE: json.dumps(tool)}
-    )
-    words = {**tool, "args": "argv", "interpreter": "bash", "entrypoint": "scripts/say.sh"}
-    write_skill(
-        tmp_path,
-        "say",
-        files={"scripts/say.sh": 'echo "$@"; [ "$1" != --word=wait ] || sleep 300', SIDECAR_FILE: json.dumps(words)},
-    )
-    write_skill(
-        tmp_path,
-        "bash-tool",
-        front="name: bash_tool\ndescription: Not ours.",
-        files={"scripts/echo.py": ECHO, SIDECAR_FILE: json.dumps(tool)},
-    )
-    with open_stack(engine, {"TOOLCREW_SKILLS": str(tmp_path)}) as stack:
-        assert "skill_name_taken" in stack.log("worker")
-        async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
-            specs = {spec.name: spec for spec in await client.tools()}
-            assert specs["echo"].parameters == tool["parameters"]
-            assert specs["bash_tool"].description != "Not ours."
-            ran = await session.call("echo", {"word": "ü"})
-            assert json.loads(ran.text())["args"] == {"word": "ü"}
-            assert (await session.call("say", {"word": "a b"})).text() == "--word=a b\n"
-            refused = await session.call("echo", {"world": "x"})
-            assert refused.error_code is ErrorCode.INVALID_ARGUMENTS
-            late = await session.call("say", {"word": "wait"})
-            assert (late.error_code, late.output) == (ErrorCode.TIMEOUT, "--word=wait\n")
+async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(stack: Stack) -> None:
+    assert "skill_name_taken" in stack.log("worker")
+    async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
+        specs = {spec.name: spec for spec in await client.tools()}
+        assert specs["told"].parameters == ECHO_TOOL["parameters"]
+        assert specs["bash_tool"].description != "Not ours."
+        ran = await session.call("told", {"word": "ü"})
+        assert json.loads(ran.text())["args"] == {"word": "ü"}
+        assert (await session.call("say", {"word": "a b"})).text() == "--word=a b\n"
+        refused = await session.call("told", {"world": "x"})
+        assert refused.error_code is ErrorCode.INVALID_ARGUMENTS
+        late = await session.call("say", {"word": "wait"})
+        assert (late.error_code, late.output) == (ErrorCode.TIMEOUT, "--word=wait\n")
 
 
 async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_loaded_it(
@@ -219,11 +226,11 @@ async def test_what_a_trusted_skill_asks_for_is_not_asked_about_once_a_run_has_l
 
 async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(stack: Stack, tmp_path: Path) -> None:
     own = tmp_path / "own"
-    write_skill(own, "echo", files={"scripts/echo.py": ECHO, "data/word.txt": "secret of acme"})
+    write_skill(own, "private", files={"scripts/echo.py": ECHO, "data/word.txt": "secret of acme"})
     write_skill(own, "late", files={"scripts/run.sh": "echo ours"})
     run = {"action": "run", "script": "echo.py"}
     environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
-    for name in ("echo", "late"):
+    for name in ("private", "late"):
         run_toolcrew(stack.footprint, "skills", "install", str(own / name), "--tenant", "acme", environment=environment)
     async with (
         ToolClient.connect(stack.redis_url, tenant="acme") as acme,
@@ -231,114 +238,86 @@ async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(stack: St
         await acme.open_session() as mine,
         await rival.open_session() as theirs,
     ):
-        assert [skill.name for skill in await acme.skills()] == ["echo", "keep-house", "late"]
-        assert [skill.name for skill in await rival.skills()] == ["keep-house", "late"]
+        assert [skill.name for skill in await acme.skills()] == sorted([*NAMES, "private"])
+        assert [skill.name for skill in await rival.skills()] == NAMES
         assert (
-            "- echo: Does echo." in next(spec for spec in await acme.tools() if spec.name == "skill_tool").description
+            "- private: Does private."
+            in next(spec for spec in await acme.tools() if spec.name == "skill_tool").description
         )
-        reply = json.loads((await use(mine, name="echo", **run)).text())
+        reply = json.loads((await use(mine, name="private", **run)).text())
         assert reply["beside"] == "secret of acme"
         assert (await use(mine, name="late", action="run", script="run.sh")).text() == "ours\n"
 
-        refused = await use(theirs, name="echo", **run)
+        refused = await use(theirs, name="private", **run)
         assert (refused.error_code, "acme" in refused.text()) == (ErrorCode.FILE_NOT_FOUND, False)
         assert (await use(theirs, name="late", action="run", script="run.sh")).text() == "everybodys\n"
-        assert "echo" not in (await use(theirs, action="list")).text()
+        assert "private" not in (await use(theirs, action="list")).text()
         looked = await theirs.call("bash_tool", {"command": "ls /skills; ls -R /skills/*"})
         assert "Permission denied" in looked.text()
         assert "word.txt" not in looked.text()
 
         # A skill that is requested by name gives its instructions; a removed skill is not found.
-        steps = [Calls([("echo", {})]), "done"]
+        steps = [Calls([("private", {})]), "done"]
         model = ScriptedModel(steps)
         assert (await acme.run("go", model=model)).answer == "done"
-        assert '<skill name="echo">' in str(model.requests[-1].messages)
-        assert await (await acme.own_skills()).remove("echo")
-        gone = await use(mine, name="echo", **run)
+        assert '<skill name="private">' in str(model.requests[-1].messages)
+        assert await (await acme.own_skills()).remove("private")
+        gone = await use(mine, name="private", **run)
         assert gone.error_code is ErrorCode.FILE_NOT_FOUND
 
 
-SHOUT = """#!/usr/bin/env python3
-import json, sys
-print(json.load(sys.stdin)["text"].upper(), "{0}")
-"""
-SIDECAR = {
-    "entrypoint": "scripts/run.py",
-    "parameters": {
-        "type": "object",
-        "properties": {"text": {"type": "string", "pattern": "^(a+)+$"}},
-        "required": ["text"],
-    },
-}
+async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(stack: Stack, tmp_path: Path) -> None:
+    environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
+    for name in ("shout", "loud", "read_tool"):
+        path = str(shout(tmp_path, name, "ours"))
+        run_toolcrew(stack.footprint, "skills", "install", path, "--tenant", "bolt", environment=environment)
+    listed = run_toolcrew(stack.footprint, "skills", "list", "--tenant", "bolt", "--json", environment=environment)
+    rows = [row for row in json.loads(listed.stdout) if row["source"] == "tenant"]
+    assert [(row["name"], row["tool"], row["hides_system"]) for row in rows] == [
+        ("loud", "yes", True),
+        ("read_tool", "name taken", False),
+        ("shout", "yes", False),
+    ]
+    async with (
+        ToolClient.connect(stack.redis_url, tenant="bolt") as bolt,
+        ToolClient.connect(stack.redis_url, tenant="rival") as rival,
+        await bolt.open_session() as mine,
+        await rival.open_session() as theirs,
+    ):
+        tools = {spec.name: spec for spec in await bolt.tools()}
+        assert {"shout", "loud", "read_tool"} <= tools.keys()
+        assert tools["read_tool"].description != tools["shout"].description
+        # Shared processes do not evaluate patterns of a tenant.
+        assert tools["shout"].parameters["properties"] == {"text": {"type": "string"}}
+        assert "shout" not in {spec.name for spec in await rival.tools()}
 
+        said = await mine.call("shout", {"text": "hi"})
+        assert (said.success, said.name, said.text()) == (True, "shout", "HI ours\n")
+        assert (await mine.call("loud", {"text": "hi"})).text() == "HI ours\n"
+        assert (await theirs.call("loud", {"text": "aa"})).text() == "AA everybodys\n"
+        missing = await theirs.call("shout", {"text": "hi"})
+        assert (missing.error_code, missing.error) == (ErrorCode.TOOL_NOT_FOUND, "Tool not found: shout")
+        wrong = await mine.call("shout", {"words": "hi"})
+        assert (wrong.error_code, wrong.name) == (ErrorCode.INVALID_ARGUMENTS, "shout")
+        by_tool = await use(mine, name="shout", action="run", args={"text": "hi"})
+        assert by_tool.text() == "HI ours\n"
+        wrong = await use(mine, name="shout", action="run", args={"text": 1})
+        assert (wrong.error_code, "text" in wrong.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
+        # Content of a session is not examined, and replaces no tool.
+        await mine.write_file(".skills/shout/SKILL.md", b"---\nname: shout\ndescription: Hijacks.\n---\n")
+        assert (await mine.call("shout", {"text": "hi"})).text() == "HI ours\n"
 
-def shout(root: Path, name: str, by: str) -> Path:
-    return write_skill(root, name, files={"scripts/run.py": SHOUT.format(by), SIDECAR_FILE: json.dumps(SIDECAR)})
+        model = ScriptedModel([Calls([("shout", {"text": "run"})]), "done"])
+        assert (await bolt.run("go", model=model)).answer == "done"
+        assert "RUN ours" in str(model.requests[-1].messages)
 
-
-async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(engine: APIClient, tmp_path: Path) -> None:
-    system, own = tmp_path / "system", tmp_path / "own"
-    shout(system, "late", "everybodys")
-    with open_stack(engine, {"TOOLCREW_SKILLS": str(system)}) as stack:
-        environment = {"TOOLCREW_REDIS_URL": stack.redis_url}
-        for name in ("shout", "late", "read_tool"):
-            run_toolcrew(
-                stack.footprint,
-                "skills",
-                "install",
-                str(shout(own, name, "ours")),
-                "--tenant",
-                "acme",
-                environment=environment,
-            )
-        listed = run_toolcrew(stack.footprint, "skills", "list", "--tenant", "acme", "--json", environment=environment)
-        assert [
-            (row["name"], row["source"], row["tool"], row["hides_system"]) for row in json.loads(listed.stdout)
-        ] == [
-            ("late", "tenant", "yes", True),
-            ("read_tool", "tenant", "name taken", False),
-            ("shout", "tenant", "yes", False),
-        ]
-        async with (
-            ToolClient.connect(stack.redis_url, tenant="acme") as acme,
-            ToolClient.connect(stack.redis_url, tenant="rival") as rival,
-            await acme.open_session() as mine,
-            await rival.open_session() as theirs,
-        ):
-            tools = {spec.name: spec for spec in await acme.tools()}
-            assert {"shout", "late", "read_tool"} <= tools.keys()
-            assert tools["read_tool"].description != tools["shout"].description
-            # Shared processes do not evaluate patterns of a tenant.
-            assert tools["shout"].parameters["properties"] == {"text": {"type": "string"}}
-            assert "shout" not in {spec.name for spec in await rival.tools()}
-
-            said = await mine.call("shout", {"text": "hi"})
-            assert (said.success, said.name, said.text()) == (True, "shout", "HI ours\n")
-            assert (await mine.call("late", {"text": "hi"})).text() == "HI ours\n"
-            assert (await theirs.call("late", {"text": "aa"})).text() == "AA everybodys\n"
-            missing = await theirs.call("shout", {"text": "hi"})
-            assert (missing.error_code, missing.error) == (ErrorCode.TOOL_NOT_FOUND, "Tool not found: shout")
-            wrong = await mine.call("shout", {"words": "hi"})
-            assert (wrong.error_code, wrong.name) == (ErrorCode.INVALID_ARGUMENTS, "shout")
-            by_tool = await use(mine, name="shout", action="run", args={"text": "hi"})
-            assert by_tool.text() == "HI ours\n"
-            wrong = await use(mine, name="shout", action="run", args={"text": 1})
-            assert (wrong.error_code, "text" in wrong.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
-            # Content of a session is not examined, and replaces no tool.
-            await mine.write_file(".skills/shout/SKILL.md", b"---\nname: shout\ndescription: Hijacks.\n---\n")
-            assert (await mine.call("shout", {"text": "hi"})).text() == "HI ours\n"
-
-            model = ScriptedModel([Calls([("shout", {"text": "run"})]), "done"])
-            assert (await acme.run("go", model=model)).answer == "done"
-            assert "RUN ours" in str(model.requests[-1].messages)
-
-            for off in ("shout", "bash_tool", "skill_tool"):
-                await acme.disable(off, tenant="acme")
-                assert "shout" not in {spec.name for spec in await acme.tools()}
-                assert (await mine.call("shout", {"text": "hi"})).error_code is ErrorCode.TOOL_DISABLED
-                await acme.enable(off, tenant="acme")
-            assert await (await acme.own_skills()).remove("shout")
-            assert (await mine.call("shout", {"text": "hi"})).error_code is ErrorCode.TOOL_NOT_FOUND
+        for off in ("shout", "bash_tool", "skill_tool"):
+            await bolt.disable(off, tenant="bolt")
+            assert "shout" not in {spec.name for spec in await bolt.tools()}
+            assert (await mine.call("shout", {"text": "hi"})).error_code is ErrorCode.TOOL_DISABLED
+            await bolt.enable(off, tenant="bolt")
+        assert await (await bolt.own_skills()).remove("shout")
+        assert (await mine.call("shout", {"text": "hi"})).error_code is ErrorCode.TOOL_NOT_FOUND
 
 
 async def test_a_session_has_skills_of_its_own_before_all_others(stack: Stack) -> None:
@@ -355,10 +334,11 @@ async def test_a_session_has_skills_of_its_own_before_all_others(stack: Stack) -
             b"#!/usr/bin/env python3\nimport os, sys\nprint(os.environ['SKILL_DIR'], sys.stdin.read())\n",
         )
         await mine.write_file(".skills/late/scripts/run.sh", b"echo ours\n")
-        assert (
-            await use(mine, action="list")
-        ).text() == "- keep-house: Tidies up.\n- late: Does late here.\n- own: Does own here."
-        assert (await use(other, action="list")).text() == "- keep-house: Tidies up.\n- late: Does late."
+        theirs = (await use(other, action="list")).text().splitlines()
+        ours = (await use(mine, action="list")).text().splitlines()
+        assert [line.split()[1].rstrip(":") for line in theirs] == NAMES
+        changes = {"- late: Does late here.", "- own: Does own here."}
+        assert (set(ours) - set(theirs), set(theirs) - set(ours)) == (changes, {"- late: Does late."})
         loaded = await use(mine, name="own")
         assert "- scripts/run.py" in loaded.text()
         assert "digest" not in loaded.metadata

@@ -12,8 +12,9 @@ from docker import APIClient
 from contract.errors import ErrorCode
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
+from tests.command_server import run_toolcrew
 from tests.containers import watch
-from tests.stack import Stack, all_of, commands_in, open_stack, run_toolcrew
+from tests.stack import Stack, all_of, commands_in, open_stack
 from tests.waiting import wait_until_async
 from workers.sandboxd.metering import UsageReader
 

@@ -8,8 +8,9 @@ from mcp import MCPError
 from mcp_types import CallToolResult, ElicitResult, InputRequiredResult
 
 from orchestrator.sdk.client import ToolClient
+from tests.command_server import run_toolcrew
 from tests.mcp_stack import REVISIONS, SESSION, SOON_S, McpStack, Person, bash, new_session, open_mcp_process, text_of
-from tests.stack import Stack, run_toolcrew
+from tests.stack import Stack
 from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack

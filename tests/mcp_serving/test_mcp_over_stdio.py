@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.command_server import run_toolcrew
 from tests.mcp_stack import REVISIONS, SESSION, SOON_S, McpStack, Person, bash, new_session, text_of
-from tests.stack import TOOLCREW, end_process, read_line, run_toolcrew
+from tests.stack import TOOLCREW, end_process, read_line
 from tests.waiting import wait_until, wait_until_async
 
 pytestmark = pytest.mark.stack

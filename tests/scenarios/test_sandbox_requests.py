@@ -14,7 +14,8 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.sandboxes import SandboxOptions
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from tests.stack import Stack, open_stack, run_toolcrew
+from tests.command_server import run_toolcrew
+from tests.stack import Stack, open_stack
 
 pytestmark = [
     pytest.mark.stack,

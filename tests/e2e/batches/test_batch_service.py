@@ -40,9 +40,10 @@ from store.connection import open_redis
 from store.run_records import HostedRun, HostedState
 from store.runs import RunQueue
 from store.tenants import RedisTenants
+from tests.command_server import run_toolcrew
 from tests.log_lines import read_log
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, open_footprint, run_toolcrew
+from tests.stack import TOOLCREW, UP_S, Footprint, Stack, end_process, open_footprint
 from tests.waiting import wait_until, wait_until_async
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.command_server import run_toolcrew
 from tests.model_server.running import ModelServer, running_model_server
-from tests.stack import TOOLCREW, Footprint, Stack, run_toolcrew
+from tests.stack import TOOLCREW, Footprint, Stack
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]

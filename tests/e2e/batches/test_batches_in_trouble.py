@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.command_server import run_toolcrew
 from tests.e2e.batches.test_batches import SCRIPT, Shell, answers, expected
 from tests.model_server.running import running_model_server
-from tests.stack import TOOLCREW, Footprint, Stack, free_port, missing, run_toolcrew
+from tests.stack import TOOLCREW, Footprint, Stack, free_port, missing
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_server import run_toolcrew
 from tests.model_server.running import running_model_server
-from tests.stack import Footprint, Stack, run_toolcrew
+from tests.stack import Footprint, Stack
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 EXAMPLES = Path(__file__).parents[3] / "examples"
