@@ -94,7 +94,8 @@ local function split(text)
   return string.sub(text, 1, bar - 1), string.sub(text, bar + 1)
 end
 
-for _, member in ipairs(redis.call('ZRANGE', runs .. 'batches', 0, -1)) do add_batch(split(member)) end
+-- One tenant may have any number of batches.
+for _, member in ipairs(redis.call('ZRANGE', runs .. 'batches', 0, max_batches - 1)) do add_batch(split(member)) end
 for _, member in ipairs(redis.call('ZRANGE', runs .. 'leases', 0, MAX_RUNS - 1)) do
   local tenant, run = split(member)
   local batch = redis.call('HGET', deployment .. 't:' .. tenant .. ':run.' .. run, 'batch')

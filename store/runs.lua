@@ -44,12 +44,26 @@ local function rank(priority, line) return -tonumber(priority) * 1e9 + tonumber(
 local log_parts = {':log', ':sessions', ':artifacts'}
 local function delete_log(key) for _, part in ipairs(log_parts) do redis.call('DEL', key .. part) end end
 
+-- Returns the place of a batch of the tenant in the rotation: one turn of the tenant for each of its batches, so that many batches get no more runs than one.
+-- The field '' has the turn that was served last; it begins at the time, where releases without turns left their batches.
+local function next_turn(tenant)
+  local turns = redis.call('HMGET', runs .. 'turns', '', tenant)
+  local turn = string.format('%.6f', math.max(tonumber(turns[1] or now), tonumber(turns[2] or 0)) + 1)
+  redis.call('HSET', runs .. 'turns', tenant, turn)
+  return turn
+end
+
+local function join_rotation(tenant, batch)
+  local member = tenant .. '|' .. batch
+  if not redis.call('ZSCORE', runs .. 'batches', member) then redis.call('ZADD', runs .. 'batches', next_turn(tenant), member) end
+end
+
 local function enqueue(tenant, batch, run)
   local fields = redis.call('HMGET', run_key(tenant, run), 'priority', 'line')
   local waiting = batch_key(tenant, batch) .. ':waiting'
   redis.call('ZADD', waiting, rank(fields[1] or 0, fields[2] or 0), run)
   redis.call('EXPIRE', waiting, ttl_of(tenant, batch))
-  redis.call('ZADD', runs .. 'batches', 'NX', stamp, tenant .. '|' .. batch)
+  join_rotation(tenant, batch)
 end
 
 local function start(tenant, batch, run, claim, owner, lease_s, how)
@@ -280,7 +294,7 @@ function steps.claim()
       enqueue(tenant, batch, run)
     end
   end
-  -- Takes one run of each batch in turn, starting with the batch that was served longest ago. Each step checks a limited number of batches without eligible runs.
+  -- Takes one run of each tenant in turn, and of each batch of a tenant in turn. Each step checks a limited number of batches without eligible runs.
   local skipped, checked = 0, 0
   while #claims < max_claims and checked < 500 + max_claims do
     checked = checked + 1
@@ -298,7 +312,11 @@ function steps.claim()
     elseif run then
       local is_logged = redis.call('EXISTS', run_key(tenant, run) .. ':log') == 1
       claim_run(tenant, batch, run, is_logged and 'resumed' or 'begun')
-      redis.call('ZADD', runs .. 'batches', now + #claims * 1e-6, member)
+      local served = tonumber(redis.call('ZSCORE', runs .. 'batches', member))
+      if only_batch == '' and served > tonumber(redis.call('HGET', runs .. 'turns', '') or 0) then
+        redis.call('HSET', runs .. 'turns', '', string.format('%.6f', served))
+      end
+      redis.call('ZADD', runs .. 'batches', next_turn(tenant), member)
     elseif redis.call('EXISTS', key .. ':waiting') == 0 then
       redis.call('ZREM', runs .. 'batches', member)
     else
@@ -306,7 +324,9 @@ function steps.claim()
     end
   end
   if skipped > 0 and checked >= 500 + max_claims then
-    for _, member in ipairs(redis.call('ZRANGE', runs .. 'batches', 0, skipped - 1)) do redis.call('ZADD', runs .. 'batches', stamp, member) end
+    for _, member in ipairs(redis.call('ZRANGE', runs .. 'batches', 0, skipped - 1)) do
+      redis.call('ZADD', runs .. 'batches', next_turn((split(member))), member)
+    end
   end
   return {claims, abandoned}
 end
@@ -425,7 +445,7 @@ function steps.reopen()
   local has_more = is_waiting or redis.call('LLEN', key .. ':items') < tonumber(fields[1] or '0')
   if not fields[2] or fields[2] == 'in_progress' or not has_more then return 0 end
   redis.call('HSET', key, 'state', 'in_progress', 'ended_at', '0')
-  if is_waiting then redis.call('ZADD', runs .. 'batches', 'NX', stamp, tenant .. '|' .. batch) end
+  if is_waiting then join_rotation(tenant, batch) end
   return 1
 end
 

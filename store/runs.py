@@ -326,7 +326,7 @@ class RunQueue:
     async def claim(
         self, limit: int, only: tuple[str, str] | None = None, tenants: Collection[str] = ()
     ) -> list[RunClaim]:
-        """Claim at most `limit` runs. Runs of dead processes come first, then the next run of each batch in turn.
+        """Claim at most `limit` runs. Runs of dead processes come first, then the next run of each tenant in turn.
         `only`: claim from that tenant's batch. None: claim from all detached batches, of `tenants` if not empty. A run
         that this process cannot verify or read is given back.
         """

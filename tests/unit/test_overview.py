@@ -140,6 +140,18 @@ async def test_batches_are_listed_until_they_end(client: "redis.asyncio.Redis", 
     assert seen.running == 2
 
 
+async def test_redis_does_not_read_all_batches_of_a_tenant_that_has_many(
+    client: "redis.asyncio.Redis", reader: OverviewReader
+) -> None:
+    runs = RunHarness(client)
+    await runs.submit(1, batch="one", tenant="bolt")
+    many = {f"acme|b{number}": float(number) for number in range(5_000)}
+    await client.zadd("toolcrew:d:runs:batches", many)
+    await client.config_resetstat()
+    await reader.read()
+    assert (await client.info("commandstats"))["cmdstat_hmget"]["calls"] < 100
+
+
 async def test_a_thousand_tenants_take_no_more_round_trips_than_one(
     client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
 ) -> None:

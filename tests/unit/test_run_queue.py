@@ -37,6 +37,18 @@ async def test_batches_take_turns_and_none_has_more_at_a_time_than_it_may(harnes
     assert claimed[6:] == ["c-4", "c-5"]
 
 
+async def test_many_batches_get_a_tenant_no_more_runs_than_another_tenant_with_one(harness: RunHarness) -> None:
+    for number in range(50):
+        await harness.submit(2, batch=f"b{number}")
+    await harness.queue.claim(20)
+    await harness.submit(9, batch="c", tenant="other")
+    claimed = [claim.tenant for _ in range(3) for claim in await harness.queue.claim(4)]
+    assert claimed.count("other") == 6
+    await harness.submit(1, batch="d", tenant="other")
+    # Each of the other tenant's batches gets its turn, too.
+    assert "d-1" in [claim.run for claim in await harness.queue.claim(6)]
+
+
 async def test_a_claim_for_one_batch_gets_no_other_run(harness: RunHarness) -> None:
     await harness.submit(3, batch="b")
     await harness.submit(2, batch="c", tenant="other")
