@@ -8,7 +8,6 @@
 - No id, or the id of an earlier call: one is made of run, step and position.
 - Arguments that are empty, blank, null or missing: `{}`. Arguments as an object: taken.
 - Invalid JSON, two joined objects, NaN, infinite numbers, a list, a string: malformed, never repaired.
-- More than MAX_CALLS calls: the next one is malformed and says so, the rest is dropped.
 - Any finish_reason with calls: reported, it does not decide whether there are calls. With `length` the last native
   call never runs. Chunks without choices or delta: skipped.
 """
@@ -30,12 +29,6 @@ MAX_REPLY_CHARS = 128 * 1024 * 1024
 FRAGMENT_CHARS = 64
 """The minimum size that a fragment of a call counts as. It limits the number of very short fragments."""
 NO_NAME = "the call has no tool name"
-MAX_CALLS = 256
-"""Limit of the calls of one reply that run. A model that repeats itself sends tens of thousands."""
-TOO_MANY_CALLS = (
-    f"the reply has more than {MAX_CALLS} calls. The first {MAX_CALLS} were run; this call and all later ones "
-    "were not. Send fewer calls in one reply."
-)
 
 
 @dataclass(frozen=True)
@@ -129,17 +122,12 @@ class NativeCallAssembler:
         self.flush()
         reply = NativeReply("".join(self._text), [], self._finish_reason, [])
         used: set[str] = set()
-        # One call more than the limit: it carries the error to the model. The rest of the reply is dropped.
-        for position, call in enumerate(self._slots.in_order()[: MAX_CALLS + 1]):
+        for position, call in enumerate(self._slots.in_order()):
             call_id = join_surrogates(call.id)
             if not call_id or call_id in used:
                 call_id = build_missing_id(self._run, self._step, position)
             used.add(call_id)
-            item = (
-                _finish_call(call, call_id, position)
-                if position < MAX_CALLS
-                else MalformedNativeCall(call_id, join_surrogates(call.name), "", TOO_MANY_CALLS, position)
-            )
+            item = _finish_call(call, call_id, position)
             if isinstance(item, NativeCall):
                 reply.calls.append(item)
             elif strict:

@@ -10,13 +10,7 @@ from contract.calls import ToolCall
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.call_ids import build_call_id, build_short_id
 from orchestrator.dialects.model import Chunk, Message, Usage
-from orchestrator.dialects.native_assembler import (
-    MAX_CALLS,
-    TOO_MANY_CALLS,
-    MalformedNativeCall,
-    NativeCall,
-    NativeCallAssembler,
-)
+from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
 from orchestrator.dialects.tag_events import TagCall, TagEvent
 from orchestrator.dialects.tag_parser import TagStreamParser
 from telemetry.logs import get_logger
@@ -30,6 +24,12 @@ TAG_HINT = (
 
 NATIVE_HINT = "The arguments must be one JSON object that fits the tool's parameters."
 
+MAX_CALLS = 256
+"""Limit of the calls of one reply that run. A model that repeats itself sends tens of thousands."""
+TOO_MANY_CALLS = (
+    f"the reply has more than {MAX_CALLS} calls. The first {MAX_CALLS} were run; this call and all later ones "
+    "were not. Send fewer calls in one reply."
+)
 MAX_COST = 1e9
 """Limit of the cost that a server may report for one reply. A higher value is not used."""
 
@@ -76,14 +76,12 @@ class StreamReader:
         if self._tags is not None:
             waiting = [*self._waiting, *self._tags.finish()]
             events += [self._convert_tag_event(event, reply.finish_reason) for event in waiting]
-        natives = reply.in_order()
+        # One call more than the limit: it carries the error to the model. The rest of the reply is dropped.
+        natives = reply.in_order()[: MAX_CALLS + 1]
         entries = []
-        for native in natives:
+        for position, native in enumerate(natives):
             cut = CUT if reply.finish_reason == "length" and native is natives[-1] else None
-            if native.position == MAX_CALLS:
-                cut = TOO_MANY_CALLS
-            if is_broken:
-                cut = BROKEN
+            cut = BROKEN if is_broken else TOO_MANY_CALLS if position == MAX_CALLS else cut
             event = self._convert_native_call(native, cut, is_parallel=len(natives) > 1)
             entries.append(_build_message_entry(native, event.model_id))
             events.append(event)

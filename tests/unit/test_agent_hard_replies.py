@@ -16,7 +16,7 @@ from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.dialects.native import NativeDialect
-from orchestrator.dialects.native_assembler import MAX_CALLS
+from orchestrator.dialects.reader import MAX_CALLS
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.loop.agent import Agent, RunResult
 from orchestrator.loop.limits import ReActOptions, StopReason
