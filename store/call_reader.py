@@ -55,7 +55,7 @@ _SCAN_COUNT = 1000
 SESSION_COMMANDS = "session."
 WAITING = "waiting"
 """State of a call that has no record yet, because it waits for a slot."""
-_ORDER = (WAITING, CallState.QUEUED.value, CallState.RUNNING.value)
+_ORDER = (WAITING, *(state.value for state in CallState if not state.has_ended))
 _TASK = re.compile(r"[0-9a-f]{12}-([A-Za-z0-9_-]{1,64})\.([1-9][0-9]{0,8})\.([A-Za-z0-9_-]{1,64})")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OWN_RUN = re.compile(r"([0-9a-f]{16})-[0-9]+-[0-9]+")
@@ -81,16 +81,26 @@ Moment = Annotated[float, PlainSerializer(lambda at: format_instant(at, "millise
 """Unix seconds. Its JSON is ISO 8601 in UTC, with milliseconds."""
 
 
-class ListedCall(Record):
-    """A call in a list. `state`: waiting (for a slot), queued, running, or the final state. `reason`: why the call
-    waits for a slot (paused, in_flight, rate, slots). `since`: the start of the state, in ISO 8601. Unknown values are
-    null.
-    """
+class ShownCall(Record):
+    """The fields that a list and the state of one call have in common."""
 
     call: str
     tenant: str
     tool: str | None
     state: str
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the call neither waits nor runs."""
+        return self.state not in _ORDER
+
+
+class ListedCall(ShownCall):
+    """A call in a list. `state`: waiting (for a slot), queued, running, or the final state. `reason`: why the call
+    waits for a slot (paused, in_flight, rate, slots). `since`: the start of the state, in ISO 8601. Unknown values are
+    null.
+    """
+
     reason: WaitReason | None = None
     session: str | None = None
     host: str | None = None
@@ -107,7 +117,7 @@ class CallPage(Record):
     has_more: bool
 
 
-class CallLife(Record):
+class CallLife(ShownCall):
     """The state of a call. Unknown values are None.
 
     - `noticed_by`, `reason`: for a lost call, as in its record.
@@ -119,10 +129,6 @@ class CallLife(Record):
       it.
     """
 
-    call: str
-    tenant: str
-    tool: str | None
-    state: str
     error_code: str | None = None
     killed: str | None = None
     noticed_by: str | None = None
@@ -490,9 +496,9 @@ def _rank(call: ListedCall) -> tuple[int, float]:
     """Return a sort key. Calls that have not ended come first, with the oldest at the top. Then follow calls that have
     ended, with the latest at the top.
     """
-    if call.state in _ORDER:
-        return _ORDER.index(call.state), call.since or 0.0
-    return len(_ORDER), -(call.since or 0.0)
+    if call.has_ended:
+        return len(_ORDER), -(call.since or 0.0)
+    return _ORDER.index(call.state), call.since or 0.0
 
 
 def _advise(record: CallRecord, is_held: bool | None) -> str | None:

@@ -4,7 +4,7 @@ an operator ended before they began.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,6 @@ LOOK_AFTER_S = 3.0
 """Age at which a call is first checked. Most calls end earlier, and their records are never read."""
 RESULT_LATE_S = 15.0
 """Longest time between the end of a call in its record and the arrival of its result."""
-BATCH = 500
 MAX_LOOKS = 2000
 """Limit of calls that one round checks. The next rounds check the others."""
 
@@ -195,10 +194,11 @@ class CallMonitor:
         self._note_answer()
         until = self._clock() - LOOK_AFTER_S
         old = [(task_id, sent) for task_id, sent in self._sent.items() if sent.since <= until][:MAX_LOOKS]
-        records = await self._read_records([sent.attempt for _, sent in old])
-        reports = await self._read_reports(
-            {queue for (_, sent), record in zip(old, records, strict=True) for queue in _list_queues(sent, record)}
-        )
+        records = await self._store.find_all([(sent.attempt.tenant, sent.attempt.call_id) for _, sent in old])
+        self._note_answer()
+        queues = {queue for (_, sent), record in zip(old, records, strict=True) for queue in _list_queues(sent, record)}
+        reports = await self._hosts.find_all(sorted(queues))
+        self._note_answer()
         if not self._is_steady():
             # Redis was stopped during this round, so every report has expired.
             return
@@ -227,20 +227,6 @@ class CallMonitor:
         if now - self._answered_at > LOSSES_EVERY_S + ANSWER_S:
             self._steady_since = now
         self._answered_at = now
-
-    async def _read_records(self, attempts: Sequence[Attempt]) -> list[CallRecord | None]:
-        records: list[CallRecord | None] = []
-        for at in range(0, len(attempts), BATCH):
-            names = [(attempt.tenant, attempt.call_id) for attempt in attempts[at : at + BATCH]]
-            records += await self._store.find_all(names)
-            self._note_answer()
-        return records
-
-    async def _read_reports(self, queues: set[str]) -> Mapping[str, HostReport | None]:
-        reports = await self._hosts.find_all(sorted(queues))
-        if queues:
-            self._note_answer()
-        return reports
 
     async def _judge(
         self, task_id: str, sent: _Sent, record: CallRecord, reports: Mapping[str, HostReport | None]

@@ -17,12 +17,12 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from contract.calls import RunFailure, ToolCall, ToolContext, ToolResult
 from contract.envelope import EnvelopeTooLarge, decode_result, encode_arguments, encode_call
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
-from contract.names import POOL_QUEUES, BlobPool
+from contract.names import POOL_QUEUES
 from contract.signing import ResultSeal, SigningKeys
 from orchestrator.admission import Admission, Unlimited
 from orchestrator.dispatch.call_events import CallEventListener
@@ -31,8 +31,9 @@ from orchestrator.dispatch.request import Attempt, Request
 from orchestrator.dispatch.session_locator import HostSource, SessionLocator
 from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFailed, Transport
 from orchestrator.tracing import CURRENT_CALL
+from store.blobs import Blobs
 from store.call_messages import NotSent
-from store.calls import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState, has_ticket, seal_ticket
+from store.calls import CALL_TTL_S, MAX_ATTEMPTS, CallRecord, CallState, CallStore, has_ticket, seal_ticket
 from store.connection import SharedClock
 from store.sessions import SessionAddress, SessionStore
 from store.slots import SlotRequest
@@ -55,28 +56,6 @@ URGENT = frozenset({"session.close"})
 """Verbs that release resources for which other calls wait."""
 
 
-class CallRecords(Protocol):
-    """Records of calls that a sender reads and writes (store/calls.py)."""
-
-    async def find(self, tenant: str, call_id: str) -> CallRecord | None: ...
-
-    async def now(self) -> float: ...
-
-    async def renew(self, tenant: str, call_id: str, attempt: int) -> bool: ...
-
-    async def give_up(
-        self, tenant: str, call_id: str, attempt: int, state: CallState, code: ErrorCode
-    ) -> CallState | None: ...
-
-
-class ArgumentStore(Protocol):
-    """Stores arguments that are too large for an envelope (store/blobs.py)."""
-
-    async def leave(self, tenant: str, data: bytes, pool: BlobPool = ...) -> str: ...
-
-    async def drop(self, key: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class Pool:
     """Services for a program that sends calls to a pool of hosts. A program that runs functions in its own process
@@ -85,11 +64,11 @@ class Pool:
 
     sessions: SessionStore
     hosts: HostSource
-    calls: CallRecords
+    calls: CallStore
     admission: Admission = field(default_factory=Unlimited)
     events: CallEventListener | None = None
     monitor: CallMonitor | None = None
-    blobs: ArgumentStore | None = None
+    blobs: Blobs | None = None
     clock: SharedClock = field(default_factory=SharedClock)
 
 
@@ -516,7 +495,7 @@ class _Progress:
     """
 
     request: Request
-    calls: CallRecords
+    calls: CallStore
     attempt: int = 1
     losses: int = 0
     may_have_acted: bool = False

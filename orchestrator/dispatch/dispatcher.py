@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolContext, ToolResult
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.schema import is_quick, prepare_arguments
-from contract.session_locations import SessionLocation
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
 from contract.tenancy import SKILL_TOOL, TenantPolicy, largest_limit
@@ -122,7 +121,7 @@ class Dispatcher:
 
         async def work(_: Request) -> ToolResult:
             policy = await self._rules.tenants.policy(tenant)
-            return await self._in_pool().open(tenant, session, policy, arguments)
+            return await self.locator.open(tenant, session, policy, arguments)
 
         return await self._run(request, work)
 
@@ -136,7 +135,7 @@ class Dispatcher:
         """Order the session's host to close it, without waiting in the host's queue, and delete the address. Raises
         BrokerUnavailable.
         """
-        locator = self._in_pool()
+        locator = self.locator
         if (address := await locator.last(tenant, session)) is not None:
             await self.command(_session_request("close", tenant, session).call, tenant, session, address.queue)
         await locator.forget(tenant, session)
@@ -146,38 +145,20 @@ class Dispatcher:
         Raises ToolFailure(QUOTA_EXCEEDED), OperatorError.
         """
         policy = await self._rules.tenants.policy(tenant)
-        await self._in_pool().add_forks(tenant, session, names, policy, facts)
+        await self.locator.add_forks(tenant, session, names, policy, facts)
 
     async def forget_sessions(self, tenant: str, sessions: Sequence[str]) -> None:
         """Record the end of sessions that no caller knows. A host that has one closes it soon. Raises
         BrokerUnavailable.
         """
         for session in sessions:
-            await self._in_pool().forget(tenant, session)
+            await self.locator.forget(tenant, session)
 
     async def capacity(self, tenant: str, image: str | None) -> HostCapacity | None:
         """Return the capacity of hosts for more sessions of a tenant; None when no host could ever take one. Raises
         ToolFailure, OperatorError.
         """
-        return await self._in_pool().capacity(await self._rules.tenants.policy(tenant), image)
-
-    async def session_location(self, tenant: str, session: str) -> SessionLocation:
-        """Return the location of an open session, no matter which process opened it. Raises
-        ToolFailure(SESSION_NOT_FOUND), OperatorError.
-        """
-        return await self._in_pool().location(tenant, session)
-
-    async def session_start(self, tenant: str, session: str) -> dict[str, Any]:
-        """Return the arguments with which an open session was opened. Raises ToolFailure(SESSION_NOT_FOUND),
-        OperatorError.
-        """
-        return await self._in_pool().start(tenant, session)
-
-    async def session_facts(self, tenant: str, session: str) -> dict[str, Any] | None:
-        """Return the facts that the host reported when it opened the session; None if they are not stored. Raises
-        BrokerUnavailable.
-        """
-        return await self._in_pool().facts(tenant, session)
+        return await self.locator.capacity(await self._rules.tenants.policy(tenant), image)
 
     def session_queue(self, tenant: str, session: str) -> str | None:
         """Return the queue to which the last call of the session went."""
@@ -186,7 +167,7 @@ class Dispatcher:
 
     async def any_queue(self, tenant: str) -> str:
         """Return the queue of any host, for work that every host can do. Raises ToolFailure, OperatorError."""
-        return await self._in_pool().any_queue(await self._rules.tenants.policy(tenant))
+        return await self.locator.any_queue(await self._rules.tenants.policy(tenant))
 
     # --- One call --------------------------------------------------------------------------------------------------
 
@@ -289,7 +270,7 @@ class Dispatcher:
 
     async def _close_session(self, request: Request) -> ToolResult:
         tenant, session = request.tenant, str(request.session)
-        locator, until = self._in_pool(), Backoff(RESEND_S)
+        locator, until = self.locator, Backoff(RESEND_S)
         result = ToolResult(call_id=request.call.id, name=request.call.name, success=True, metadata={"closed": False})
         address = locator.last_used(tenant, session) or await locator.find_for_closing(tenant, session)
         while address is not None:
@@ -328,7 +309,9 @@ class Dispatcher:
             for middleware in self._middleware:
                 middleware.tools_changed(self._published)
 
-    def _in_pool(self) -> SessionLocator:
+    @property
+    def locator(self) -> SessionLocator:
+        """Return where the sessions of the pool are. Raises ConfigError when there is no pool."""
         if self._locator is None:
             raise ConfigError("sessions need a pool of hosts, and this program has none: connect to a pool")
         return self._locator

@@ -210,12 +210,12 @@ class Session:
         Raises ToolFailure(SESSION_NOT_FOUND), BrokerUnavailable, SandboxUnavailable. The failure is the same for a
         session that never existed, is closed, or belongs to another tenant.
         """
-        location = await dispatcher.session_location(tenant, session)
-        facts = await dispatcher.session_facts(tenant, session)
+        location = await dispatcher.locator.location(tenant, session)
+        facts = await dispatcher.locator.facts(tenant, session)
         if facts is None:
             # The record is from an earlier release, or very old. The host reports the same facts again.
             call = ToolCall(
-                id=_call_id(), name="session.open", arguments=await dispatcher.session_start(tenant, session)
+                id=_call_id(), name="session.open", arguments=await dispatcher.locator.start(tenant, session)
             )
             request = Request(call, tenant, session, timeout_s=OPEN_TIMEOUT_S, audience="session")
             facts = dict(_require_success(await dispatcher.dispatch(request)).metadata)

@@ -230,7 +230,7 @@ async def test_no_call_is_given_up_when_redis_stops_during_a_round(
     watching = Watching(client)
     await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
     await report(client)
-    read = watching.monitor._read_records
+    read = watching.monitor._store.find_all
 
     async def wake_when_reports_have_expired(deliveries: Any) -> Any:
         watching.now += 20
@@ -239,7 +239,7 @@ async def test_no_call_is_given_up_when_redis_stops_during_a_round(
 
     with watching.monitor.over("t1", build_attempt(queue=QUEUE, session="s1", fence=1)):
         await watching.settle()
-        watching.monitor._read_records = wake_when_reports_have_expired  # type: ignore[method-assign]
+        watching.monitor._store.find_all = wake_when_reports_have_expired  # type: ignore[method-assign]
         await watching.monitor.find_losses()
     assert watching.failed == {}
 
