@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
 from contract.calls import Record
-from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
+from contract.errors import ConfigError
 from contract.functions.completions import Usage
 from contract.secrets import SecretName
-from contract.signing import SigningKeys
+from contract.signing import SigningKeys, readable
 
 ENDPOINTS_FRESH_S = 1.0
 """Highest age of a process's copy of the endpoints."""
@@ -160,18 +160,11 @@ def parse_endpoints(keys: SigningKeys, hash_fields: Mapping[bytes, bytes]) -> di
     endpoints: dict[str, ModelEndpoint | ConfigError] = {}
     for raw in sorted(hash_fields):
         field = raw.decode(errors="replace")
+        advice = "run the same release everywhere, or set it again (toolcrew models set NAME)"
         try:
-            endpoints[field] = ModelEndpoint.model_validate_json(
-                keys.unseal(endpoint_purpose(field), hash_fields[raw]), strict=True
-            )
-        except EnvelopeRefused as error:
-            endpoints[field] = RecordRefused(
-                f"the model endpoint {field} cannot be verified: set it again (toolcrew models set NAME). {error}"
-            )
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            endpoints[field] = ConfigError(
-                f"the model endpoint {field} cannot be read ({first['msg']}): run the same release everywhere, or set "
-                "it again (toolcrew models set NAME)"
-            )
+            with readable(f"the model endpoint {field}", advice):
+                record = keys.unseal(endpoint_purpose(field), hash_fields[raw])
+                endpoints[field] = ModelEndpoint.model_validate_json(record, strict=True)
+        except ConfigError as error:
+            endpoints[field] = error
     return endpoints

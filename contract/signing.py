@@ -4,10 +4,13 @@ while calls run.
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from contract.errors import EnvelopeRefused
+from pydantic import ValidationError
+
+from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 
 KEY_ID_CHARS = 12
 UNSEAL_LUA = """
@@ -87,6 +90,23 @@ class SigningKeys:
                 "signature",
             )
         return text
+
+
+@contextmanager
+def readable(name: str, advice: str, consequence: str = "it is not used") -> Iterator[None]:
+    """Raise RecordRefused for a stored record that is not signed for its place, and ConfigError for a record that
+    another release wrote. Their messages say what to do, and contain no text of the record.
+    """
+    try:
+        yield
+    except EnvelopeRefused as error:
+        raise RecordRefused(f"{name} cannot be verified, so {consequence}: {advice}. {error}") from error
+    except ValueError as error:
+        reason = ""
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False, include_input=False)[0]
+            reason = f" ({'.'.join([*map(str, first['loc']), first['type']])})"
+        raise ConfigError(f"{name} cannot be read{reason}, so {consequence}: {advice}") from error
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from contract.calls import MAX_TIMEOUT_S, Record
-from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
+from contract.errors import ConfigError
 from contract.image_names import ImagePatternText
 from contract.sandboxes import WorkspaceBytes
 from contract.secrets import MAX_SECRETS, SecretName
-from contract.signing import UNSEAL_LUA, SigningKeys
+from contract.signing import UNSEAL_LUA, SigningKeys, readable
 from contract.specs import ToolSpec
 
 DEFAULT_TENANT = "default"
@@ -198,19 +198,8 @@ def parse_policy(keys: SigningKeys, tenant: str, sealed: bytes) -> TenantPolicy:
         raise ConfigError(
             f"the policy of tenant {tenant} is larger than {MAX_POLICY_BYTES} bytes, so its calls are refused: {advice}"
         )
-    try:
+    with readable(f"the policy of tenant {tenant}", advice, "its calls are refused"):
         return TenantPolicy.model_validate_json(keys.unseal(f"policy {tenant}", sealed), strict=True)
-    except EnvelopeRefused as error:
-        raise RecordRefused(
-            f"the policy of tenant {tenant} cannot be verified, so its calls are refused: {advice}. {error}"
-        ) from error
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field_path = ".".join(str(part) for part in first["loc"])
-        reason = f"{field_path}: {first['msg']}" if field_path else first["msg"]
-        raise ConfigError(
-            f"the policy of tenant {tenant} cannot be read ({reason}), so its calls are refused: {advice}"
-        ) from error
 
 
 def parse_tenants(keys: SigningKeys, hash_fields: Mapping[bytes, bytes]) -> dict[str, TenantPolicy | ConfigError]:

@@ -19,10 +19,10 @@ from pydantic import Field, ValidationError
 
 from contract.calls import Identifier, Record
 from contract.clock import format_instant
-from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.names import api_keys_key, audit_key, deployment_key, tenants_key
 from contract.registry import LAST_INSTANT
-from contract.signing import SigningKeys
+from contract.signing import SigningKeys, readable
 from contract.tenancy import REGISTERED_LUA
 from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
 from store.audit import Role as Role
@@ -267,13 +267,9 @@ class ApiKeys:
         return record
 
     def _parse(self, key_id: str, data: bytes) -> ApiKeyRecord:
-        advice = f"the key is rejected: remove it (toolcrew keys revoke {key_id}) and create another"
-        try:
+        advice = f"remove it (toolcrew keys revoke {key_id}) and create another"
+        with readable(f"the record of API key {key_id}", advice, "the key is rejected"):
             return ApiKeyRecord.model_validate_json(self._signing.unseal(_purpose(key_id), data))
-        except EnvelopeRefused as error:
-            raise RecordRefused(f"the record of API key {key_id} cannot be verified, so {advice}. {error}") from error
-        except ValidationError as error:
-            raise ConfigError(f"the record of API key {key_id} cannot be read, so {advice}") from error
 
     def _describe(self, key_id: str, data: bytes) -> dict[str, Any]:
         """Return the fields of the audit entry for a removed record."""

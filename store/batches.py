@@ -5,25 +5,25 @@ files are written.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from contract.calls import CallUsage, Record
-from contract.errors import ConfigError, EnvelopeRefused, RecordRefused
 from contract.functions.completions import Usage
 from contract.names import tenant_key
 from contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
-from contract.signing import SigningKeys
+from contract.signing import SigningKeys, readable
 
 RUN_TTL_S = 30 * 24 * 3600
 """Lifetime of a run and of its batch after the last change, in seconds."""
 HOSTED_BATCH = "@runs"
 """The batch of each tenant's hosted runs, which never ends. No submitted batch can have this name."""
+RECORD_ADVICE = "continue it with the release that wrote it, or submit it again"
+"""Advice on a run or a batch whose record this release cannot read."""
 
 
 def batch_key(deployment: str, tenant: str, batch: str) -> str:
@@ -263,7 +263,7 @@ def open_item(keys: SigningKeys, tenant: str, run: str, batch: str, sealed: str 
     """Return the item. Raises ConfigError: the item is not signed for that run and batch, or another release
     wrote it.
     """
-    with readable(f"run {run} of tenant {tenant}"):
+    with readable(f"the record of run {run} of tenant {tenant}", RECORD_ADVICE):
         return BatchItem.model_validate_json(keys.unseal(f"item {tenant} {run} {batch}", sealed))
 
 
@@ -274,7 +274,7 @@ def seal_outcome(keys: SigningKeys, tenant: str, run: str, outcome: ItemOutcome)
 
 def open_outcome(keys: SigningKeys, tenant: str, run: str, sealed: str | bytes) -> ItemOutcome:
     """Return the outcome. Raises the same errors as `open_item`."""
-    with readable(f"run {run} of tenant {tenant}"):
+    with readable(f"the record of run {run} of tenant {tenant}", RECORD_ADVICE):
         return ItemOutcome.model_validate_json(keys.unseal(f"outcome {tenant} {run}", sealed))
 
 
@@ -293,7 +293,7 @@ def seal_rows(keys: SigningKeys, tenant: str, batch: str, position: RowPlace) ->
 def parse_batch(keys: SigningKeys, tenant: str, batch: str, fields: Mapping[bytes, bytes]) -> BatchRecord:
     """Return the record in a batch's hash. Raises the same errors as `parse_run`."""
     values: dict[str, Any] = decode_fields(fields)
-    with readable(f"batch {batch} of tenant {tenant}"):
+    with readable(f"the record of batch {batch} of tenant {tenant}", RECORD_ADVICE):
         values["defaults"] = BatchDefaults.model_validate_json(
             keys.unseal(f"defaults {tenant} {batch}", values.get("defaults", ""))
         )
@@ -302,22 +302,6 @@ def parse_batch(keys: SigningKeys, tenant: str, batch: str, fields: Mapping[byte
         values["failed"] = {kind: int(values.pop(f"failed:{kind}", 0)) for kind in FailureKind}
         values = {name: value for name, value in values.items() if name in BatchRecord.model_fields}
         return BatchRecord.model_validate(values, strict=False)
-
-
-@contextmanager
-def readable(name: str) -> Iterator[None]:
-    """Raise ConfigError for a record that cannot be verified or read. The message contains no text of the record."""
-    advice = "continue it with the release that wrote it, or submit it again"
-    try:
-        yield
-    except EnvelopeRefused as error:
-        raise RecordRefused(f"the record of {name} cannot be verified, so it is not used: {advice}. {error}") from error
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field_path = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"the record of {name} cannot be read ({field_path}: {first['type']}): {advice}") from error
-    except ValueError as error:
-        raise ConfigError(f"the record of {name} cannot be read: {advice}") from error
 
 
 def decode_fields(fields: Mapping[bytes, bytes]) -> dict[str, str]:

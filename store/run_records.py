@@ -11,9 +11,10 @@ from pydantic import Field
 from contract.calls import CallUsage, Clocks, Record
 from contract.functions.completions import Usage
 from contract.run_events import Failure, FailureKind, RunEnded
-from contract.signing import SigningKeys
+from contract.signing import SigningKeys, readable
 from store.batches import (
     HOSTED_BATCH,
+    RECORD_ADVICE,
     BatchItem,
     ForkPoint,
     ItemOutcome,
@@ -21,7 +22,6 @@ from store.batches import (
     final_state,
     open_item,
     open_outcome,
-    readable,
 )
 from store.run_log import pack_transcript
 
@@ -154,7 +154,7 @@ def parse_run(keys: SigningKeys, tenant: str, run: str, fields: Mapping[bytes, b
     outcome = values.pop("outcome", "")
     values["outcome"] = open_outcome(keys, tenant, run, outcome) if outcome else None
     values = {name: value for name, value in values.items() if name not in _HOSTED_FIELDS}
-    with readable(f"run {run} of tenant {tenant}"):
+    with readable(f"the record of run {run} of tenant {tenant}", RECORD_ADVICE):
         return RunRecord.model_validate(values, strict=False)
 
 
@@ -165,7 +165,7 @@ def parse_hosted(tenant: str, run: str, fields: Mapping[str, bytes | None]) -> H
     values = {name: value.decode() for name, value in fields.items() if value is not None}
     if values.get("batch") != HOSTED_BATCH or "about" not in values:
         return None
-    with readable(f"run {run} of tenant {tenant}"):
+    with readable(f"the record of run {run} of tenant {tenant}", RECORD_ADVICE):
         return HostedRun(
             id=run,
             tenant=tenant,

@@ -20,10 +20,10 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import Field, ValidationError
 
 from contract.calls import Record
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.names import audit_key, secrets_key, tenants_key
 from contract.secrets import MAX_SECRETS, SecretInfo, check_value
-from contract.signing import SigningKey, SigningKeys
+from contract.signing import SigningKey, SigningKeys, readable
 from contract.tenancy import REGISTERED_LUA, VERSION_FIELD
 from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
 from store.connection import SyncRedis, broker_errors
@@ -250,14 +250,8 @@ def reseal_secret(keys: SigningKeys, tenant: str | None, name: str, sealed: byte
 
 
 def _parse(keys: SigningKeys, tenant: str | None, name: str, sealed: bytes) -> StoredSecret:
-    try:
+    with readable(f"the secret {name}", advise_setting(tenant, name)):
         return StoredSecret.model_validate_json(keys.unseal(secret_purpose(tenant, name), sealed))
-    except EnvelopeRefused as error:
-        raise RecordRefused(
-            f"the secret {name} cannot be verified, so it is not used: {advise_setting(tenant, name)}"
-        ) from error
-    except ValidationError as error:
-        raise ConfigError(f"another release stored the secret {name}: {advise_setting(tenant, name)}") from error
 
 
 def _build_cipher(key: SigningKey) -> AESGCM:

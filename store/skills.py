@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import redis.asyncio
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from contract.calls import Record
-from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
 from contract.names import audit_key, installed_skills_key, skill_bundle_key, skill_uses_key, tenants_key
-from contract.signing import UNSEAL_LUA, SigningKeys
+from contract.signing import UNSEAL_LUA, SigningKeys, readable
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import REGISTERED_LUA
 from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
@@ -250,14 +250,8 @@ def parse_installed(keys: SigningKeys, tenant: str, name: str, sealed: bytes) ->
     or read.
     """
     advice = f"install it again (toolcrew skills install SOURCE --replace --tenant {tenant})"
-    try:
+    with readable(f"the skill {name} of tenant {tenant}", advice):
         record = InstalledSkill.model_validate_json(keys.unseal(skill_purpose(tenant, name), sealed))
-    except EnvelopeRefused as error:
-        raise RecordRefused(
-            f"the skill {name} of tenant {tenant} cannot be verified, so it is not used: {advice}. {error}"
-        ) from error
-    except ValidationError as error:
-        raise ConfigError(f"another release installed the skill {name} of tenant {tenant}: {advice}") from error
     if record.skill.name != name:
         raise ConfigError(
             f"the record of skill {name} of tenant {tenant} is for skill {record.skill.name}, so it is not used: "

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 import redis.asyncio
 from pydantic import ValidationError
 
-from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, RecordRefused, ToolFailure
+from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.names import (
     BUILTIN_TOOLS,
     CATALOG_POOLS,
@@ -32,7 +32,7 @@ from contract.registry import (
     seal_switch,
     switch_field,
 )
-from contract.signing import SigningKeys
+from contract.signing import SigningKeys, readable
 from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog, seal_catalog
 from contract.tenancy import TenantPolicy
 from store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text, local_actor
@@ -120,21 +120,9 @@ class RedisCatalog:
     def _parse(self, pool: str, text: str | bytes) -> Catalog:
         cached = self._parsed.get(pool)
         if cached is None or cached[0] != text:
-            cached = self._parsed[pool] = text, self._open(pool, text)
+            with readable(f"the tools that workers of pool {pool} publish", "run the same release everywhere"):
+                cached = self._parsed[pool] = text, open_catalog(self._signing, pool, text)
         return cached[1]
-
-    def _open(self, pool: str, sealed: str | bytes) -> Catalog:
-        try:
-            return open_catalog(self._signing, pool, sealed)
-        except EnvelopeRefused as error:
-            raise RecordRefused(
-                f"the tools that workers of pool {pool} publish cannot be verified: run the same release "
-                f"everywhere. {error}"
-            ) from error
-        except ValidationError as error:
-            raise ConfigError(
-                "the workers publish a catalog of another version: run the same release on both sides"
-            ) from error
 
     async def _read(self) -> tuple[ToolSpec, ...]:
         texts, names = await self._fetch()

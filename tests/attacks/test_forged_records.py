@@ -120,7 +120,7 @@ async def test_a_forged_policy_gives_a_tenant_no_rights(
 ) -> None:
     await RedisTenants(client, "d", KEY).add("acme", TenantPolicy(tools=()))
     await client.hset(tenants_key("d"), "acme", POLICIES[forgery](TenantPolicy(tools=("*",))))  # type: ignore[misc]
-    with pytest.raises(ConfigError, match="policy of tenant acme cannot be verified, so nothing is served"):
+    with pytest.raises(ConfigError, match="policy of tenant acme cannot be verified, so its calls are refused"):
         await RedisTenants(client, "d", KEY).policy("acme")
     with redis_server.client() as blocking, pytest.raises(ConfigError, match="cannot be verified"):
         WorkerTenants(blocking, "d", KEY).policy("acme")
