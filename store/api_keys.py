@@ -4,7 +4,6 @@ Invariant: no API key can be read or forged in Redis. Redis stores only a digest
 key itself is shown once.
 """
 
-import copy
 import hashlib
 import hmac
 import re
@@ -12,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import redis.asyncio
 from pydantic import Field, ValidationError
@@ -24,7 +23,7 @@ from contract.names import api_keys_key, audit_key, deployment_key, tenants_key
 from contract.registry import LAST_INSTANT
 from contract.signing import SigningKeys, readable
 from contract.tenancy import REGISTERED_LUA
-from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
+from store.audit import AUDIT_LUA, Actor, AuditedStore
 from store.audit import Role as Role
 from store.connection import broker_errors
 from store.tasks import SharedReads
@@ -117,10 +116,9 @@ class NewKey:
         return f"NewKey(id={self.id!r})"
 
 
-class ApiKeys:
+class ApiKeys(AuditedStore):
     """The keys in Redis. A record is read again after at most KEY_FRESH_S seconds. `signing` signs and verifies the
-    records. `clock` returns Unix seconds. The audit log names the system user as the actor of a change, or the actor
-    of `acting_as`.
+    records. `clock` returns Unix seconds.
     """
 
     def __init__(
@@ -132,17 +130,10 @@ class ApiKeys:
     ) -> None:
         self._client, self._signing = client, signing
         self._tenants, self._key, self._audit = tenants_key(deployment), api_keys_key(deployment), audit_key(deployment)
-        self._actor: Actor | None = None
         self._clock = clock
         self._cache: dict[str, tuple[ApiKeyRecord, float]] = {}
         self._reads = SharedReads[ApiKeyRecord | None]()
         self._add_script, self._revoke_script = client.register_script(_ADD), client.register_script(_REVOKE)
-
-    def acting_as(self, actor: Actor) -> Self:
-        """Return the same keys, with changes by `actor`."""
-        mine = copy.copy(self)
-        mine._actor = actor
-        return mine
 
     async def authenticate(self, text: str) -> Identity:
         """Return the identity of a key. Raises ToolFailure(UNAUTHENTICATED): the key is unknown, revoked or expired.
@@ -193,10 +184,10 @@ class ApiKeys:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{first['loc'][0]}: {first['msg']}") from None
         until = format_instant(record.expires_at) if record.expires_at is not None else None
         details = {"role": role, "name": name, "tail": record.tail, "expires": until}
-        entry = build_entry(self._actor or local_actor(), "key.add", key_id, tenant=tenant, details=details)
+        entry = self._entry("key.add", key_id, tenant=tenant, details=details)
         keys, args = (
             [self._tenants, self._key, self._audit],
-            [tenant, key_id, self._signing.seal(_purpose(key_id), record.model_dump_json()), entry_text(entry)],
+            [tenant, key_id, self._signing.seal(_purpose(key_id), record.model_dump_json()), entry],
         )
         with broker_errors("no API key was created"):
             added = await self._add_script(keys=keys, args=args)
@@ -215,8 +206,8 @@ class ApiKeys:
             data: Any = await self._client.hget(self._key, key_id)
             if data is None:
                 return False
-            entry = build_entry(self._actor or local_actor(), "key.remove", key_id, **self._describe(key_id, data))
-            was_there: Any = await self._revoke_script(keys=[self._key, self._audit], args=[key_id, entry_text(entry)])
+            entry = self._entry("key.remove", key_id, **self._describe(key_id, data))
+            was_there: Any = await self._revoke_script(keys=[self._key, self._audit], args=[key_id, entry])
         self._cache.pop(key_id, None)
         return bool(was_there)
 

@@ -6,6 +6,7 @@ The changes of operators and administrators are in one stream. The changes by ho
 stream of that tenant. A tenant can therefore displace only its own entries.
 """
 
+import copy
 import os
 import pwd
 import re
@@ -189,6 +190,31 @@ def build_entry(
 def entry_text(entry: AuditEntry) -> str:
     """Return the text of an entry for AUDIT_LUA."""
     return entry.model_dump_json(exclude_defaults=True)
+
+
+class AuditedStore:
+    """Base of the stores whose changes are in the audit log. The log names the system user as the actor, or the actor
+    of `acting_as`.
+    """
+
+    _actor: Actor | None = None
+
+    def acting_as(self, actor: Actor) -> Self:
+        """Return the same store, with changes by `actor`."""
+        mine = copy.copy(self)
+        mine._actor = actor
+        return mine
+
+    def _entry(
+        self,
+        action: AuditAction,
+        target: str,
+        *,
+        tenant: str | None = None,
+        details: Mapping[str, str | None] | None = None,
+    ) -> str:
+        """Return the text of an entry for AUDIT_LUA. Raises like `build_entry`."""
+        return entry_text(build_entry(self._actor or local_actor(), action, target, tenant=tenant, details=details))
 
 
 def note_entry(pipe: "redis.asyncio.client.Pipeline", deployment: str, entry: AuditEntry) -> None:

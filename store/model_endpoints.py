@@ -5,12 +5,11 @@ Invariant: a change takes effect everywhere within 2 seconds, because no process
 ENDPOINTS_FRESH_S.
 """
 
-import copy
 import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -28,7 +27,7 @@ from contract.model_endpoints import (
 from contract.names import audit_key, model_endpoints_key, tenants_key
 from contract.signing import SigningKeys
 from contract.tenancy import REGISTERED_LUA, TenantPolicy
-from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
+from store.audit import AUDIT_LUA, AuditedStore
 from store.connection import RedisClient, broker_errors
 from store.model_limits import read_limits
 from store.tasks import SharedReads
@@ -64,9 +63,9 @@ class StoredEndpoint:
         return endpoint_field(self.name, self.tenant)
 
 
-class ModelEndpoints:
+class ModelEndpoints(AuditedStore):
     """The endpoints in Redis. They are read at most once every ENDPOINTS_FRESH_S seconds, but own changes are visible
-    at once. The audit log names the system user as the actor, or the actor of `acting_as`.
+    at once.
     """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
@@ -77,14 +76,7 @@ class ModelEndpoints:
             audit_key(deployment),
         )
         self._set_script, self._remove_script = client.register_script(_SET), client.register_script(_REMOVE)
-        self._actor: Actor | None = None
         self._cache = _Cache()
-
-    def acting_as(self, actor: Actor) -> Self:
-        """Return the same endpoints, with changes by `actor`."""
-        mine = copy.copy(self)
-        mine._actor = actor
-        return mine
 
     async def all(self) -> Mapping[str, ModelEndpoint | ConfigError]:
         """Return the endpoints by their fields (`endpoint_field`). An unreadable endpoint is replaced by its error.
@@ -169,9 +161,9 @@ class ModelEndpoints:
             field: value if isinstance(value, str) else json.dumps(value)
             for field, value in endpoint.model_dump(exclude_none=True).items()
         }
-        entry = build_entry(self._actor or local_actor(), "model.set", name, tenant=tenant, details=details)
+        entry = self._entry("model.set", name, tenant=tenant, details=details)
         field = endpoint_field(name, tenant)
-        args = [field, seal_endpoint(self._keys, field, endpoint), entry_text(entry), tenant or ""]
+        args = [field, seal_endpoint(self._keys, field, endpoint), entry, tenant or ""]
         with broker_errors(f"the model endpoint {name} was not set"):
             reply = await self._set_script(keys=[self._key, self._tenants, self._audit], args=args)
         self._cache.read_at = float("-inf")
@@ -195,10 +187,10 @@ class ModelEndpoints:
                     ErrorCode.INVALID_ARGUMENTS,
                     f"{name} is the fallback of {field}: set another fallback there, or remove {field} first",
                 )
-        entry = build_entry(self._actor or local_actor(), "model.remove", name, tenant=tenant)
+        entry = self._entry("model.remove", name, tenant=tenant)
         with broker_errors(f"the model endpoint {name} was not removed"):
             removed = await self._remove_script(
-                keys=[self._key, self._audit], args=[endpoint_field(name, tenant), entry_text(entry)]
+                keys=[self._key, self._audit], args=[endpoint_field(name, tenant), entry]
             )
         self._cache.read_at = float("-inf")
         return bool(removed)

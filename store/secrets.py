@@ -4,13 +4,12 @@ Invariant: a value is readable only with the secret of the deployment, and only 
 listing, audit entry or error contains a value. A change takes effect everywhere within 2 seconds.
 """
 
-import copy
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import redis.asyncio
 from cryptography.exceptions import InvalidTag
@@ -25,7 +24,7 @@ from contract.names import audit_key, secrets_key, tenants_key
 from contract.secrets import MAX_SECRETS, SecretInfo, check_value
 from contract.signing import SigningKey, SigningKeys, readable
 from contract.tenancy import REGISTERED_LUA, VERSION_FIELD
-from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
+from store.audit import AUDIT_LUA, AuditedStore
 from store.connection import SyncRedis, broker_errors
 from telemetry.logs import get_logger
 
@@ -75,9 +74,8 @@ class Secret:
     value: str = field(repr=False)
 
 
-class SecretStore:
+class SecretStore(AuditedStore):
     """The secrets of one deployment. `tenant`: the owner; None: the deployment itself. `clock` returns Unix seconds.
-    The audit log names the system user as the actor, or the actor of `acting_as`.
 
     Every method raises BrokerUnavailable when Redis does not answer.
     """
@@ -86,14 +84,7 @@ class SecretStore:
         self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.time
     ) -> None:
         self._client, self._deployment, self._keys, self._clock = client, deployment, keys, clock
-        self._actor: Actor | None = None
         self._set, self._remove = client.register_script(_SET), client.register_script(_REMOVE)
-
-    def acting_as(self, actor: Actor) -> Self:
-        """Return the same secrets, with changes by `actor`."""
-        mine = copy.copy(self)
-        mine._actor = actor
-        return mine
 
     async def all(self, tenant: str | None) -> Mapping[str, SecretInfo | ConfigError]:
         """Return the secrets without their values, by name. A record that cannot be verified is replaced by its
@@ -141,9 +132,7 @@ class SecretStore:
         now = self._clock()
         info = _build_info({"name": name, "hosts": hosts, "place": place, "created_at": now, "changed_at": now})
         details = {"hosts": ", ".join(info.hosts), "place": info.place}
-        entry = entry_text(
-            build_entry(self._actor or local_actor(), "secret.set", info.name, tenant=tenant, details=details)
-        )
+        entry = self._entry("secret.set", info.name, tenant=tenant, details=details)
         keys = [secrets_key(self._deployment, tenant), audit_key(self._deployment), tenants_key(self._deployment)]
         for _ in range(MAX_CHANGES):
             with broker_errors("the secret was not stored"):
@@ -163,10 +152,10 @@ class SecretStore:
 
     async def revoke(self, tenant: str | None, name: str) -> bool:
         """Remove a secret. Return whether it existed. It stops working everywhere within 2 seconds."""
-        entry = build_entry(self._actor or local_actor(), "secret.remove", name, tenant=tenant)
+        entry = self._entry("secret.remove", name, tenant=tenant)
         keys = [secrets_key(self._deployment, tenant), audit_key(self._deployment)]
         with broker_errors("the secret was not revoked"):
-            return bool(await self._remove(keys=keys, args=[name, secrets.token_hex(8), entry_text(entry)]))
+            return bool(await self._remove(keys=keys, args=[name, secrets.token_hex(8), entry]))
 
     def _follow(self, tenant: str | None, info: SecretInfo, sealed: bytes | None) -> SecretInfo:
         """Return the record with the revision after the stored one."""

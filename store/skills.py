@@ -2,11 +2,10 @@
 uses by runs. One step changes a record and writes the audit entry.
 """
 
-import copy
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import redis.asyncio
 from pydantic import Field
@@ -17,7 +16,7 @@ from contract.names import audit_key, installed_skills_key, skill_bundle_key, sk
 from contract.signing import UNSEAL_LUA, SigningKeys, readable
 from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import REGISTERED_LUA
-from store.audit import AUDIT_LUA, Actor, build_entry, entry_text, local_actor
+from store.audit import AUDIT_LUA, AuditedStore
 from store.connection import SyncRedis, broker_errors
 from telemetry.logs import get_logger
 
@@ -85,23 +84,14 @@ class InstalledSkill(Record):
     installed_at: float = Field(ge=0)
 
 
-class SkillStore:
-    """The installed skills of one deployment. `clock` returns Unix seconds. The audit log names the system user as the
-    actor, or the actor of `acting_as`.
-    """
+class SkillStore(AuditedStore):
+    """The installed skills of one deployment. `clock` returns Unix seconds."""
 
     def __init__(
         self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.time
     ) -> None:
         self._client, self._deployment, self._keys, self._clock = client, deployment, keys, clock
-        self._actor: Actor | None = None
         self._install, self._remove = client.register_script(_INSTALL), client.register_script(_REMOVE)
-
-    def acting_as(self, actor: Actor) -> Self:
-        """Return the same skills, with changes by `actor`."""
-        mine = copy.copy(self)
-        mine._actor = actor
-        return mine
 
     async def all(self, tenant: str) -> Mapping[str, InstalledSkill]:
         """Return the tenant's skills by name, in order. A skill that cannot be verified is logged and omitted. Raises
@@ -136,8 +126,7 @@ class SkillStore:
             bundle_sha256=hashlib.sha256(bundle).hexdigest(),
             installed_at=self._clock(),
         )
-        entry = build_entry(
-            self._actor or local_actor(),
+        entry = self._entry(
             "skill.install",
             skill.name,
             tenant=tenant,
@@ -153,7 +142,7 @@ class SkillStore:
             skill.name,
             seal_installed(self._keys, tenant, record),
             bundle,
-            entry_text(entry),
+            entry,
             MAX_INSTALLED,
             MAX_INSTALLED_BYTES,
             int(replace),
@@ -166,10 +155,10 @@ class SkillStore:
 
     async def remove(self, tenant: str, name: str) -> bool:
         """Remove a skill. Return whether it existed. Raises BrokerUnavailable when Redis does not answer."""
-        entry = build_entry(self._actor or local_actor(), "skill.remove", name, tenant=tenant)
+        entry = self._entry("skill.remove", name, tenant=tenant)
         keys = [installed_skills_key(self._deployment, tenant), audit_key(self._deployment)]
         with broker_errors("the skill was not removed"):
-            return bool(await self._remove(keys=keys, args=[name, entry_text(entry), self._prefix(tenant)]))
+            return bool(await self._remove(keys=keys, args=[name, entry, self._prefix(tenant)]))
 
     def _prefix(self, tenant: str) -> str:
         return skill_bundle_key(self._deployment, tenant, "")

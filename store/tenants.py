@@ -4,14 +4,13 @@ Invariant: without a verified policy, a tenant has no rights. A change takes eff
 because every process compares the version of the hash with the version of its cache.
 """
 
-import copy
 import json
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import redis.asyncio
 from pydantic import TypeAdapter, ValidationError
@@ -42,7 +41,7 @@ from contract.tenancy import (
     parse_tenants,
     seal_policy,
 )
-from store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text, local_actor
+from store.audit import AUDIT_LUA, AuditAction, AuditedStore
 from store.budgets import BudgetState, BudgetStore
 from store.connection import SyncRedis, broker_errors
 from store.tasks import SharedReads
@@ -222,10 +221,9 @@ class OpenTenants:
         """Do nothing: the default policy has no budgets."""
 
 
-class RedisTenants:
+class RedisTenants(AuditedStore):
     """The tenants in Redis. Their version is read at most once every POLICY_FRESH_S seconds. A policy is read at its
-    first use and after a change. Own changes are visible at once. The audit log names the system user as the actor, or
-    the actor of `acting_as`.
+    first use and after a change. Own changes are visible at once.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
@@ -237,18 +235,11 @@ class RedisTenants:
             audit_key(deployment),
             model_endpoints_key(deployment),
         ]
-        self._actor: Actor | None = None
         self._cache = PolicyCache(keys)
         self._budgets = BudgetStore(client, deployment)
         self._checks, self._looks = SharedReads[None](), SharedReads[TenantPolicy]()
         self._change_script = client.register_script(_CHANGE)
         self._remove_script = client.register_script(_REMOVE)
-
-    def acting_as(self, actor: Actor) -> Self:
-        """Return the same tenants, with changes by `actor`."""
-        mine = copy.copy(self)
-        mine._actor = actor
-        return mine
 
     async def policy(self, tenant: str) -> TenantPolicy:
         """Return the tenant's policy, as TenantSource describes. No policy is assumed while Redis does not answer."""
@@ -361,12 +352,12 @@ class RedisTenants:
                 ErrorCode.INVALID_ARGUMENTS,
                 f"{name} cannot be removed: change its policy (`toolcrew tenants set --help` shows how)",
             )
-        entry = build_entry(self._actor or local_actor(), "tenant.remove", name, tenant=name)
+        entry = self._entry("tenant.remove", name, tenant=name)
         with broker_errors(f"tenant {name} was not removed"):
             skills = [installed_skills_key(self._deployment, name), skill_bundle_key(self._deployment, name, "")]
             removed = seal_policy(self._signing, name, TenantPolicy(is_removed=True))
             own = [*skills, removed, secrets_key(self._deployment, name)]
-            args = [name, secrets.token_hex(8), entry_text(entry), *own]
+            args = [name, secrets.token_hex(8), entry, *own]
             revoked = int(await self._remove_script(keys=self._keys, args=args))
         if revoked < 0:
             raise _missing(name)
@@ -431,7 +422,7 @@ class RedisTenants:
         entry = ""
         if present != text:
             fields = {**self._changes(name, present, policy), "reason": reason}
-            entry = entry_text(build_entry(self._actor or local_actor(), action, name, tenant=name, details=fields))
+            entry = self._entry(action, name, tenant=name, details=fields)
         with broker_errors(f"tenant {name} was not changed"):
             written = await self._change_script(
                 keys=[self._keys[0], self._keys[3]], args=[name, present, text, secrets.token_hex(8), entry]

@@ -3,12 +3,11 @@
 Administrators turn tools off. Orchestrators and workers check the switches before each call.
 """
 
-import copy
 import difflib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import redis.asyncio
 from pydantic import ValidationError
@@ -35,7 +34,7 @@ from contract.registry import (
 from contract.signing import SigningKeys, readable
 from contract.specs import Catalog, SkillSummary, ToolSpec, open_catalog, seal_catalog
 from contract.tenancy import TenantPolicy
-from store.audit import AUDIT_LUA, Actor, AuditAction, build_entry, entry_text, local_actor
+from store.audit import AUDIT_LUA, AuditAction, AuditedStore
 from store.connection import SyncRedis, broker_errors
 from store.tasks import SharedReads
 from telemetry.logs import get_logger
@@ -273,23 +272,16 @@ class SwitchSource(Protocol):
         ...
 
 
-class RedisSwitches:
+class RedisSwitches(AuditedStore):
     """The switches in Redis. They are read at most once every SWITCHES_FRESH_S seconds, but own changes are visible at
-    once. The audit log names the system user as the actor, or the actor of `acting_as`.
+    once.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client, self._keys = client, keys
         self._key, self._audit = switches_key(deployment), audit_key(deployment)
         self._turn_script = client.register_script(_TURN)
-        self._actor: Actor | None = None
         self._cache = _SwitchCache(keys, time.monotonic)
-
-    def acting_as(self, actor: Actor) -> Self:
-        """Return the same switches, with changes by `actor`."""
-        mine = copy.copy(self)
-        mine._actor = actor
-        return mine
 
     async def switches(self) -> Mapping[str, Switch]:
         """Return the switches. Raises BrokerUnavailable when Redis does not answer: a tool that may be off must not be
@@ -314,9 +306,9 @@ class RedisSwitches:
 
     async def _turn(self, action: AuditAction, name: str, tenant: str | None, switch: Switch | None) -> bool:
         fields = {"reason": switch.reason} if switch is not None else {}
-        entry = build_entry(self._actor or local_actor(), action, name, tenant=tenant, details=fields)
+        entry = self._entry(action, name, tenant=tenant, details=fields)
         field = switch_field(name, tenant)
-        args = [field, seal_switch(self._keys, field, switch) if switch is not None else "", entry_text(entry)]
+        args = [field, seal_switch(self._keys, field, switch) if switch is not None else "", entry]
         with broker_errors(f"{name} was not switched"):
             was_off = await self._turn_script(keys=[self._key, self._audit], args=args)
         self._cache.read_at = float("-inf")
