@@ -15,7 +15,8 @@ from orchestrator.batches.event_files import write_batch_events
 from orchestrator.batches.live_progress import open_display
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.cli.runner import EXIT_INTERRUPTED
-from orchestrator.runs.batch_runs import BatchRuns, RowPaths, Shift
+from orchestrator.runs.batch_runs import BatchRuns, RowPaths
+from orchestrator.runs.runner import Runner
 from store.batches import BatchState, RowPlace
 
 EXIT_FAILED = 1
@@ -33,7 +34,7 @@ class BatchInterrupts:
         """`leave`: end the process at once with an exit code. Rows, logs and leases survive that."""
         self.exit_code = EXIT_INTERRUPTED
         self._advice, self._say, self._leave = advice, say, leave
-        self._shift: Shift | None = None
+        self._runner: Runner | None = None
         self._level = 0
 
     def listen(self) -> None:
@@ -42,9 +43,9 @@ class BatchInterrupts:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
 
-    def begin(self, shift: Shift) -> None:
+    def begin(self, runner: Runner) -> None:
         """Start the work, and do what earlier signals asked for."""
-        self._shift = shift
+        self._runner = runner
         self._act()
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -59,7 +60,7 @@ class BatchInterrupts:
     def _print_notice(self, number: signal.Signals) -> None:
         match self._level:
             case 1:
-                running = self._shift.runner.running if self._shift is not None else 0
+                running = self._runner.running if self._runner is not None else 0
                 items = "1 running item is" if running == 1 else f"{running} running items are"
                 self._say(f"interrupted: {items} finished first; interrupt again to stop now; {self._advice}")
             case 2:
@@ -71,10 +72,10 @@ class BatchInterrupts:
     def _act(self) -> None:
         if self._level >= _BREAK_OFF:
             self._leave(self.exit_code)
-        elif self._shift is not None and self._level == _STOP:
-            self._shift.stop()
-        elif self._shift is not None and self._level == _DRAIN:
-            self._shift.drain()
+        elif self._runner is not None and self._level == _STOP:
+            self._runner.stop()
+        elif self._runner is not None and self._level == _DRAIN:
+            self._runner.drain()
 
 
 def find_rows(batch: str, row_place: RowPlace | None, output: Path | None, errors: Path | None) -> RowPaths:
@@ -125,7 +126,7 @@ async def work_batch(
             ),
             rows=rows,
             keep_event=keep_event,
-            on_shift=interrupts.begin,
+            on_runner=interrupts.begin,
             is_kept=is_kept,
         )
     if record.state not in (BatchState.COMPLETED, BatchState.CANCELLED):

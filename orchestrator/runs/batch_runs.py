@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,33 +71,6 @@ class RowPaths:
     def open(self, belongs: Callable[[str, str], bool]) -> RowFiles:
         """Open the files. Called before the batch starts. Raises ConfigError: a path cannot be written."""
         return RowFiles.open(self.output, self.failures, lambda custom_id, run, /: belongs(custom_id, run))
-
-
-@dataclass
-class Shift:
-    """Work of this process on one batch.
-
-    `drain` starts no more items and waits for the running items. `stop` returns the running items to the queue at
-    once.
-    """
-
-    runner: Runner
-    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
-    is_drained: bool = False
-
-    def drain(self) -> None:
-        """Start no more items. Running items continue to their end."""
-        self.is_drained = True
-        self.runner.drain()
-
-    def stop(self) -> None:
-        """Return the running items to the queue at once."""
-        self.is_drained = True
-        self._stopped.set()
-
-    async def wait_stopped(self) -> None:
-        """Wait until `stop` was called."""
-        await self._stopped.wait()
 
 
 class BatchRuns:
@@ -273,10 +246,10 @@ class BatchRuns:
         keep_event: OnEvent = lambda _: None,
         concurrency: int | None = None,
         model: Model | ChosenModel | None = None,
-        on_shift: Callable[[Shift], None] = lambda _: None,
+        on_runner: Callable[[Runner], None] = lambda _: None,
         is_kept: bool = True,
     ) -> tuple[BatchRecord, Summary]:
-        """Execute and show a batch until the batch has ended, or until the shift that `on_shift` receives is drained
+        """Execute and show a batch until the batch has ended, or until the runner that `on_runner` receives is drained
         or stopped. Return the record and the summary of the batch.
 
         The rows of all ended items are written before the return. `keep_event`: receives every event. `is_kept`: the
@@ -288,8 +261,7 @@ class BatchRuns:
             runner = await stack.enter_async_context(
                 self.runner(batch, concurrency=concurrency or record.concurrency, model=model)
             )
-            shift = Shift(runner)
-            on_shift(shift)
+            on_runner(runner)
             with open_display(watched) as display:
 
                 def show(event: RunEvent) -> None:
@@ -299,7 +271,7 @@ class BatchRuns:
                 reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
                 follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=show, tick=display.tick)
                 try:
-                    await until_first(follower.run(), runner.run(), shift.wait_stopped())
+                    await until_first(follower.run(), runner.run())
                 # Ended items must have their rows even if this process is interrupted.
                 finally:
                     await follower.end()

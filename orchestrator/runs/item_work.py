@@ -91,9 +91,12 @@ class ItemWork:
         models: Models,
         traces: Traces | None,
         publisher: RunEventPublisher | None = None,
+        on_event: OnEvent = lambda _: None,
     ) -> None:
-        """`traces` None: write no traces. `publisher`: publishes the events of hosted runs; None: publish no events."""
-        self._publisher = publisher
+        """`traces` None: write no traces. `publisher`: publishes the events of hosted runs; None: publish no events.
+        `on_event`: also receives the published events.
+        """
+        self._publisher, self._on_event = publisher, on_event
         self._pool = pool
         self._parts = parts
         self._models = models
@@ -379,17 +382,13 @@ class ItemWork:
             yield on_event, None
             return
         async with self._publisher.open(claim.tenant, claim.run, claim.token, claim.record.attempt) as buffer:
-            live = LiveText(claim.run, self._show_on(buffer.on_event))
+            live = LiveText(claim.run, pass_to(self._on_event, buffer.on_event))
 
             def listen(event: RunEvent) -> None:
                 on_event(event)
                 live.pass_on(event)
 
             yield listen, live
-
-    def _show_on(self, publish: OnEvent) -> OnEvent:
-        """Return the listener for everything that a follower of a hosted run sees. `publish` sends it to Redis."""
-        return publish
 
     async def _called(
         self, claim: RunClaim, journal: Journal, work: CallBody, session: Session, on_event: OnEvent

@@ -7,7 +7,7 @@ is never queued, and a failure ends the run instead of delaying it.
 
 import secrets
 
-from contract.run_events import OnEvent, pass_to
+from contract.run_events import OnEvent
 from orchestrator.approvals import Approver
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.runs.event_publisher import RunEventPublisher
@@ -34,26 +34,9 @@ class _NoWaiting(RunGate):
 
 
 class _OwnWork(ItemWork):
-    """Executes the run of this program. Everything that a follower sees is also passed to `on_event`."""
+    """Executes the run of this program."""
 
     priority = "interactive"
-
-    def __init__(
-        self,
-        pool: PoolConnection,
-        parts: RunParts,
-        models: Models,
-        traces: Traces,
-        publisher: RunEventPublisher,
-        on_event: OnEvent,
-    ) -> None:
-        super().__init__(pool, parts, models, traces, publisher)
-        self.gate = _NoWaiting()
-        self._on_event = on_event
-
-    def _show_on(self, publish: OnEvent) -> OnEvent:
-        """Return a listener that also passes each event to this program."""
-        return pass_to(self._on_event, publish)
 
     def _approver(self, defaults: BatchDefaults, slot: RunSlot) -> Approver:
         """Return the approver of this program, which may ask at the terminal."""
@@ -86,6 +69,7 @@ class OwnRuns:
         async with Models(self._settings, self._pool) as models:
             publisher = RunEventPublisher(client, deployment)
             work = _OwnWork(self._pool, self._parts, models, self._traces, publisher, on_event)
+            work.gate = _NoWaiting()
             await Runner(client, deployment, queue, work, publisher, 1, None, hosted_defaults=_DEFAULTS).run_claimed(
                 claim
             )

@@ -128,6 +128,7 @@ class Runner:
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
     _defaults: dict[tuple[str, str], tuple[float, BatchDefaults]] = field(default_factory=dict)
     _is_draining: bool = False
+    _is_stopped: bool = False
     _waiting_for_model: set[tuple[str, str]] = field(default_factory=set)
     _over_quota: set[tuple[str, str]] = field(default_factory=set)
     _denied: ModelDenied | None = None
@@ -138,8 +139,8 @@ class Runner:
         return len(self._active)
 
     async def run(self) -> None:
-        """Execute runs until `drain` was called and the last run has ended, or until this method is cancelled. A
-        cancellation returns the running runs to the queue, and another process continues them.
+        """Execute runs until `drain` was called and the last run has ended, until `stop` was called, or until this
+        method is cancelled. The last two return the running runs to the queue, and another process continues them.
 
         Raises ModelDenied: the model refuses this process. The runs return to the queue, and none of them fails.
         """
@@ -176,13 +177,18 @@ class Runner:
             await self.publisher.flush()
 
     def drain(self) -> None:
-        """Claim no more runs."""
+        """Claim no more runs. Running runs continue to their end."""
         self._is_draining = True
         self._freed.set()
 
+    def stop(self) -> None:
+        """Return the running runs to the queue at once."""
+        self._is_stopped = True
+        self.drain()
+
     async def _work_until_drained(self) -> None:
-        """Claim runs for free slots until draining has ended or the model refuses this process."""
-        while self._denied is None and not (self._is_draining and not self._active):
+        """Claim runs for free slots until the runner has drained or is stopped, or the model refuses this process."""
+        while self._denied is None and not self._is_stopped and not (self._is_draining and not self._active):
             check_cancelled()
             # Before the claim: a run that ends while Redis answers sets the event again, and the wait below ends at
             # once.

@@ -12,20 +12,15 @@ import pytest
 from contract.errors import ConfigError
 from orchestrator.cli.batches_shift import BatchInterrupts, find_rows
 from orchestrator.cli.run_files import RunFiles
-from orchestrator.runs.batch_runs import Shift
+from orchestrator.runs.runner import Runner
 from orchestrator.traces.reading import find_attempts
 from store.batches import RowPlace
 
 
 @dataclass
 class FakeRunner:
-    running: int = 2
-
-
-@dataclass
-class FakeShift:
     asked: list[str] = field(default_factory=list)
-    runner: FakeRunner = field(default_factory=FakeRunner)
+    running: int = 2
 
     def drain(self) -> None:
         self.asked.append("drain")
@@ -41,12 +36,12 @@ class Told:
         self.said: list[str] = []
         self._heard = asyncio.Event()
         self.left: list[int] = []
-        self.shift = FakeShift()
+        self.runner = FakeRunner()
         self.interrupts = BatchInterrupts("`again`", self._say, self.left.append)
         self.interrupts.listen()
 
     def begin(self) -> None:
-        self.interrupts.begin(cast(Shift, self.shift))
+        self.interrupts.begin(cast(Runner, self.runner))
 
     async def hear(self, *numbers: signal.Signals) -> None:
         for number in numbers:
@@ -63,7 +58,7 @@ async def test_each_interrupt_asks_for_more() -> None:
     result = Told()
     result.begin()
     await result.hear(signal.SIGINT, signal.SIGINT)
-    assert (result.shift.asked, result.left) == (["drain", "stop"], [])
+    assert (result.runner.asked, result.left) == (["drain", "stop"], [])
     assert "2 running items are finished first" in result.said[0]
     await result.hear(signal.SIGINT)
     assert result.left == [130]
@@ -74,14 +69,14 @@ async def test_an_interrupt_before_the_work_began_is_not_lost() -> None:
     result = Told()
     await result.hear(signal.SIGINT)
     result.begin()
-    assert result.shift.asked == ["drain"]
+    assert result.runner.asked == ["drain"]
 
 
 async def test_a_service_managers_stop_gives_back_at_once() -> None:
     result = Told()
     result.begin()
     await result.hear(signal.SIGTERM)
-    assert (result.shift.asked, result.interrupts.exit_code) == (["stop"], 143)
+    assert (result.runner.asked, result.interrupts.exit_code) == (["stop"], 143)
 
 
 def place(output: Path, host: str) -> RowPlace:
