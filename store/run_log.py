@@ -171,10 +171,8 @@ class RunLog:
             while page := await client.lrange(key, len(texts), len(texts) + PAGE - 1):
                 texts += page
         try:
-            opened = [
-                keys.unseal(entry_purpose(tenant, run, attempt.number, index), text) for index, text in enumerate(texts)
-            ]
-            entries = [parse_entry(text) for text in opened]
+            # In a thread: a log may have a hundred megabytes of results.
+            entries = await asyncio.to_thread(_open_entries, keys, attempt, texts)
         except EnvelopeRefused as error:
             raise RecordRefused(
                 f"the log of run {run} cannot be verified, so the run is not continued: retry the item. {error}"
@@ -260,6 +258,14 @@ class RunLog:
         )
         self.has_grown = self.has_grown or is_further
         return reply.decode() if isinstance(reply, bytes) else str(reply)
+
+
+def _open_entries(keys: SigningKeys, attempt: RunAttempt, texts: Iterable[str | bytes]) -> list[RunEvent]:
+    """Raises EnvelopeRefused or ValueError."""
+    return [
+        parse_entry(keys.unseal(entry_purpose(attempt.tenant, attempt.run, attempt.number, index), text))
+        for index, text in enumerate(texts)
+    ]
 
 
 def entry_purpose(tenant: str, run: str, attempt: int, index: int) -> str:

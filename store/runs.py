@@ -345,7 +345,7 @@ class RunQueue:
             if b"item" not in fields:
                 continue
             try:
-                is_resumed, record = kind == "resumed", parse_run(self.keys, tenant, run, fields)
+                is_resumed, record = kind == "resumed", await self._parse(tenant, run, fields)
                 claims.append(RunClaim(tenant, run, token, is_resumed, record))
             except ConfigError as error:
                 # A process of another release, or with other keys, may be able to read it. The delay keeps this process
@@ -405,7 +405,7 @@ class RunQueue:
         records = await self._fields([(tenant, run) for tenant, _, run in abandoned])
         for (tenant, batch, run), fields in zip(abandoned, records, strict=True):
             try:
-                await self.settle(tenant, batch, [_cancelled(run, parse_run(self.keys, tenant, run, fields))])
+                await self.settle(tenant, batch, [_cancelled(run, await self._parse(tenant, run, fields))])
             except ConfigError as error:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
 
@@ -443,9 +443,7 @@ class RunQueue:
         read.
         """
         rows = zip(names, await self._fields(names), strict=True)
-        return [
-            parse_run(self.keys, tenant, run, fields) if b"item" in fields else None for (tenant, run), fields in rows
-        ]
+        return [await self._parse(tenant, run, fields) if b"item" in fields else None for (tenant, run), fields in rows]
 
     async def custom_ids(self, tenant: str, batch: str, runs: Sequence[str]) -> list[str | None]:
         """Return the custom_ids of a batch's runs; None for a removed run. Raises ConfigError: an item cannot be
@@ -456,7 +454,9 @@ class RunQueue:
             pipe.hget(run_key(self._deployment, tenant, run), "item")
         rows = zip(runs, await _ask(pipe.execute()), strict=True)
         return [
-            open_item(self.keys, tenant, run, batch, sealed).custom_id if sealed is not None else None
+            (await asyncio.to_thread(open_item, self.keys, tenant, run, batch, sealed)).custom_id
+            if sealed is not None
+            else None
             for run, sealed in rows
         ]
 
@@ -500,7 +500,7 @@ class RunQueue:
     async def started_claim(self, tenant: str, run: str, token: str) -> RunClaim:
         """Return the claim of a run that `start_hosted` has claimed with `token`. Raises ConfigError."""
         (fields,) = await self._fields([(tenant, run)])
-        return RunClaim(tenant, run, token, False, parse_run(self.keys, tenant, run, fields))
+        return RunClaim(tenant, run, token, False, await self._parse(tenant, run, fields))
 
     async def hosted(self, tenant: str, run: str) -> HostedRun:
         """Return a hosted run with its whole answer. Raises ToolFailure(FILE_NOT_FOUND): no such run."""
@@ -566,7 +566,7 @@ class RunQueue:
         key = tenant_key(self._deployment, tenant, f"run.{run}:transcript")
         # GETRANGE and not GET: any process that can write to Redis may have stored a value of any size.
         packed: Any = await _ask(self._client.getrange(key, 0, MAX_TRANSCRIPT_BYTES))
-        return unpack_transcript(run, packed) if packed else None
+        return await asyncio.to_thread(unpack_transcript, run, packed) if packed else None
 
     async def read_log(
         self, tenant: str, run: str, batch: str | None = HOSTED_BATCH
@@ -578,7 +578,7 @@ class RunQueue:
         (fields,) = await self._fields([(tenant, run)])
         if b"item" not in fields or (batch is not None and fields.get(b"batch") != batch.encode()):
             raise not_found(run)
-        record = parse_run(self.keys, tenant, run, fields)
+        record = await self._parse(tenant, run, fields)
         return record, (
             await RunLog.load(self._client, self._deployment, self.keys, RunAttempt(tenant, run, record.attempt))
         ).entries
@@ -602,6 +602,10 @@ class RunQueue:
 
     def _batch_key(self, tenant: str, batch: str) -> str:
         return batch_key(self._deployment, tenant, batch)
+
+    async def _parse(self, tenant: str, run: str, fields: Mapping[bytes, bytes]) -> RunRecord:
+        # In a thread: an item has up to 16 MB, and its tenant decides how often it is read.
+        return await asyncio.to_thread(parse_run, self.keys, tenant, run, fields)
 
     async def _fields(self, names: Sequence[tuple[str, ...]]) -> list[Any]:
         return await self._hashes([run_key(self._deployment, tenant, run) for tenant, run in names])

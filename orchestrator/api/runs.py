@@ -1,9 +1,10 @@
 """Runs over HTTP: start, follow, list, cancel and read runs. Any orchestrator of the deployment processes the runs."""
 
+import asyncio
 import hashlib
 import re
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Header, Path, Query, Response
@@ -18,8 +19,10 @@ from contract.sandboxes import SandboxOptions
 from contract.session_locations import MAX_FORKS
 from contract.webhooks import Webhook
 from orchestrator.api.access import AnyCaller, Caller
+from orchestrator.api.exact_json import dump_exactly
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from orchestrator.api.problem_handlers import responses
+from orchestrator.api.sessions import FileAnswer
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
 from orchestrator.batches.artifacts import MAX_PATTERNS
 from orchestrator.batches.lines import MAX_DEPTH
@@ -221,11 +224,16 @@ async def fork_run(
     return RunForks(runs=[view_run(run) for run in runs])
 
 
-@router.get("/{run_id}/transcript", responses=responses(404))
-async def read_transcript(run_id: RunId, caller: AnyCaller) -> Transcript:
+@router.get("/{run_id}/transcript", response_model=Transcript, responses=responses(404))
+async def read_transcript(run_id: RunId, caller: AnyCaller) -> Response:
     """Return the messages of a run: all messages after its end, the messages so far before its end."""
-    with found():
-        return Transcript(messages=await hosted(caller).transcript(caller.tenant, run_id))
+    async with AsyncExitStack() as stack:
+        # A transcript may have a hundred megabytes, which are in memory until the client has received them.
+        await stack.enter_async_context(caller.app_state.files.turn(caller.identity.key_id))
+        with found():
+            messages = await hosted(caller).transcript(caller.tenant, run_id)
+        data = await asyncio.to_thread(dump_exactly, {"messages": messages})
+        return FileAnswer(data, {"Content-Type": "application/json"}, stack.pop_all())
 
 
 @router.get("/{run_id}/events", response_class=Response, responses={**responses(404), **_STREAM})

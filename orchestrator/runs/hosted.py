@@ -2,6 +2,7 @@
 Redis.
 """
 
+import asyncio
 import hashlib
 import json
 import re
@@ -257,7 +258,9 @@ class HostedRuns:
         messages so far, without the system prompt.
         """
         messages = await self.queue.transcript(tenant, _checked(run))
-        return messages if messages is not None else build_transcript(run, *await self.queue.read_log(tenant, run))
+        if messages is not None:
+            return messages
+        return await asyncio.to_thread(build_transcript, run, *await self.queue.read_log(tenant, run))
 
     async def stored_events(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
         """Yield the events that exist now, in the form that `follow` yields."""

@@ -12,6 +12,7 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import TenantPolicy
 from orchestrator.batches.lines import BatchFile
 from orchestrator.dispatch.sessions import Session, SessionStart
+from orchestrator.runs import hosted
 from orchestrator.runs.batches import Batches
 from orchestrator.runs.event_publisher import RunEventPublisher
 from orchestrator.runs.hosted import HostedRuns
@@ -113,6 +114,33 @@ async def test_a_transcript_is_packed_outside_of_the_event_loop(
         await harness.events(run)
     assert len(threads) == 1
     assert threading.get_ident() not in threads
+
+
+async def test_logs_and_transcripts_are_parsed_outside_of_the_event_loop(
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = dict[str, int]()
+
+    def watch(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def called(*arguments: Any) -> Any:
+            threads[name] = threading.get_ident()
+            return function(*arguments)
+
+        monkeypatch.setattr(module, name, called)
+
+    names = {"parse_run": runs, "parse_entry": run_log, "build_transcript": hosted, "unpack_transcript": runs}
+    for name, module in names.items():
+        watch(module, name)
+    run = await harness.start()
+    async with harness.working():
+        await harness.events(run)
+    assert await harness.runs.transcript("acme", run)
+    await harness.client.delete(f"toolcrew:d:t:acme:run.{run}:transcript")
+    assert await harness.runs.transcript("acme", run)
+    assert threads.keys() == names.keys()
+    assert threading.get_ident() not in threads.values()
 
 
 async def test_a_transcript_that_is_too_large_is_read_from_the_log(

@@ -133,7 +133,7 @@ async def batch_item(batch: BatchId, run: BatchId, person: Looking) -> Response:
         "of": person.owner,
         "run": run,
         "record": record,
-        "messages": build_transcript(run, record, entries),
+        "messages": await asyncio.to_thread(build_transcript, run, record, entries),
         "has_log": bool(entries),
     }
     return await person.render("batch_item.html", title=f"Item {record.item.custom_id}", page="batches", **values)
