@@ -52,45 +52,45 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
-    asked = parser.parse_args(argv)
-    names = [name for given in asked.names for name in GROUPS.get(given, (given,))] or NAMES
+    options = parser.parse_args(argv)
+    names = [name for given in options.names for name in GROUPS.get(given, (given,))] or NAMES
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         parser.error(f"unknown benchmark {unknown[0]}; there are {', '.join((*NAMES, *GROUPS))}")
-    if asked.runs is not None and (asked.runs < 2 or not set(names) & set(SIZED)):
+    if options.runs is not None and (options.runs < 2 or not set(names) & set(SIZED)):
         parser.error(f"--runs is at least 2, and for {' and '.join(SIZED)}")
-    if asked.smallest:
+    if options.smallest:
         use_smallest()
-    if not asked.names:
+    if not options.names:
         sys.stderr.write(
             f"bench: running all {len(names)} benchmarks; name some to run only those: {', '.join(names)}\n"
         )
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
-        reports = [_run(name, asked, quiet=asked.json) for name in names]
+        reports = [_run(name, options, quiet=options.json) for name in names]
     except KeyboardInterrupt:
         sys.stderr.write("bench: interrupted; everything it started has been taken down\n")
         return 130
     except (ToolcrewError, OSError) as error:
         sys.stderr.write(f"bench: {error}\n")
         return 1
-    if asked.json:
+    if options.json:
         print(json.dumps({"load_average": os.getloadavg(), **{report.name: report.as_json() for report in reports}}))
     missed = [figure.key for report in reports for figure in report.figures if figure.met is False]
-    return 1 if missed and asked.check else 0
+    return 1 if missed and options.check else 0
 
 
-def _run(name: str, asked: argparse.Namespace, *, quiet: bool) -> Report:
+def _run(name: str, options: argparse.Namespace, *, quiet: bool) -> Report:
     """Run the benchmark and return its report. The module is imported here: a benchmark needs only its own
     dependencies.
     """
     run: Callable[..., Report] = importlib.import_module(f"benchmarks.{name}").run
     before = os.getloadavg()[0]
     if name == "jobs":
-        report = run(asked.model, asked.tools, asked.dialect, asked.profile)
+        report = run(options.model, options.tools, options.dialect, options.profile)
     else:
-        report = run(asked.runs) if asked.runs is not None and name in SIZED else run()
+        report = run(options.runs) if options.runs is not None and name in SIZED else run()
     report.notes.append(f"load average {before:.1f} before, {os.getloadavg()[0]:.1f} after, on {os.cpu_count()} cores")
     if not quiet:
         print(report.as_text(), flush=True)

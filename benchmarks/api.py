@@ -139,8 +139,8 @@ class _Line:
             b"%s %s HTTP/1.1\r\n%s%s\r\n%s" % (method.encode(), path.encode(), self._common, length, body)
         )
         status, *headers = (await self._reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
-        told = dict(header.lower().split(b": ", 1) for header in headers if header)
-        answer = await self._reader.readexactly(int(told[b"content-length"]))
+        fields = dict(header.lower().split(b": ", 1) for header in headers if header)
+        answer = await self._reader.readexactly(int(fields[b"content-length"]))
         if not status.startswith(b"HTTP/1.1 200 "):
             raise RuntimeError(f"{method} {path}: {status!r} {answer!r}")
         return json.loads(answer)
@@ -226,7 +226,7 @@ async def _list_many(report: Report, api: _Api, hosted: HostedRuns) -> None:
         await asyncio.gather(
             *(hosted.start(DEFAULT_TENANT, RunBody(instruction="Count the files.")) for _ in range(AT_ONCE))
         )
-    for name, query, what in (
+    for name, query, label in (
         ("list", "limit=50", "a page of 50"),
         ("failed", "limit=50&state=failed", "those that failed, of which there are none"),
     ):
@@ -235,4 +235,4 @@ async def _list_many(report: Report, api: _Api, hosted: HostedRuns) -> None:
             began = time.perf_counter()
             await _ask(api.client, "GET", f"/v1/runs?{query}")
             took.append(time.perf_counter() - began)
-        report.add_ms(f"{name}_of_{RUNS}", took, f"of {RUNS} runs {what}")
+        report.add_ms(f"{name}_of_{RUNS}", took, f"of {RUNS} runs {label}")

@@ -70,11 +70,11 @@ async def _run(rounds: int) -> Report:
                 one = await _on_a_redis_of_its_own(case, queued)
                 if number:
                     spent.setdefault((name, queued), []).append(one)
-    for name, what in (("queue", "claimed and ended"), ("loop", f"the whole loop, {STEPS} steps")):
+    for name, label in (("queue", "claimed and ended"), ("loop", f"the whole loop, {STEPS} steps")):
         for queued in QUEUED:
             redis_s, own_s = (median([one[at] for one in spent[name, queued]]) for at in (0, 1))
-            report.add(f"{name}_{queued}_redis_ms", redis_s * 1000, f"{what}, {queued:,} more queued: Redis, a run")
-            report.add(f"{name}_{queued}_own_ms", own_s * 1000, f"{what}, {queued:,} more queued: orchestrator, a run")
+            report.add(f"{name}_{queued}_redis_ms", redis_s * 1000, f"{label}, {queued:,} more queued: Redis, a run")
+            report.add(f"{name}_{queued}_own_ms", own_s * 1000, f"{label}, {queued:,} more queued: orchestrator, a run")
         for at, whose in ((0, "redis"), (1, "own")):
             most = median(
                 [
@@ -82,7 +82,7 @@ async def _run(rounds: int) -> Report:
                     for before, after in zip(spent[name, QUEUED[0]], spent[name, QUEUED[-1]], strict=True)
                 ]
             )
-            report.add(f"{name}_{whose}_ratio", most, f"{what}, {whose}: {QUEUED[-1]:,} / {QUEUED[0]}", at_most=1.5)
+            report.add(f"{name}_{whose}_ratio", most, f"{label}, {whose}: {QUEUED[-1]:,} / {QUEUED[0]}", at_most=1.5)
     return report
 
 
@@ -101,8 +101,8 @@ class _Spent:
         return await self._redis_s() - self._before[0], own - self._before[1]
 
     async def _redis_s(self) -> float:
-        told: Any = await self._client.info("cpu")
-        return float(told["used_cpu_user_main_thread"]) + float(told["used_cpu_sys_main_thread"])
+        info: Any = await self._client.info("cpu")
+        return float(info["used_cpu_user_main_thread"]) + float(info["used_cpu_sys_main_thread"])
 
 
 KEYS = SigningKeys.of("bench", deployment=DEPLOYMENT)
@@ -206,7 +206,7 @@ async def _worked(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) ->
         await spent.begin()
         await until_first(follower.run(), runner.run())
         await follower.end()
-        told = await spent.end()
+        spent_s = await spent.end()
         if len(rows.succeeded) < RUNS:
             raise RuntimeError(f"{len(rows.succeeded)} rows were written of {RUNS} runs or more")
-    return told
+    return spent_s

@@ -87,12 +87,12 @@ def _download(path: Path, port: int, mebibytes: int) -> None:
         if b" 200 " not in answer:
             raise RuntimeError(f"no tunnel: {answer!r}")
         client.sendall(b"%d" % mebibytes)
-        left = mebibytes * 1024 * 1024
-        while left:
-            got = len(client.recv(min(left, 1024 * 1024)))
+        remaining = mebibytes * 1024 * 1024
+        while remaining:
+            got = len(client.recv(min(remaining, 1024 * 1024)))
             if not got:
-                raise RuntimeError(f"the tunnel ended {left} bytes before its end")
-            left -= got
+                raise RuntimeError(f"the tunnel ended {remaining} bytes before its end")
+            remaining -= got
 
 
 def _open_tunnels(path: Path, port: int) -> None:
@@ -138,10 +138,10 @@ def _report(seconds: dict[str, list[float]], rounds: int) -> Report:
             f"medians of {rounds} interleaved rounds; {DOWNLOAD_BYTES >> 20} MiB a download, {OPENINGS} tunnels a round"
         ],
     )
-    for case, words in (("relay", "floor: a relay that copies"), ("proxy", "ours: judged, counted and paced")):
-        report.add(f"{case}_per_s", (DOWNLOAD_BYTES >> 20) / median(seconds[case]), f"{words}, MiB")
+    for case, label in (("relay", "floor: a relay that copies"), ("proxy", "ours: judged, counted and paced")):
+        report.add(f"{case}_per_s", (DOWNLOAD_BYTES >> 20) / median(seconds[case]), f"{label}, MiB")
         report.add(
-            f"{case}_open_ms", median(seconds[f"{case}_open"]) / OPENINGS * 1000, f"{words}, a tunnel opened and closed"
+            f"{case}_open_ms", median(seconds[f"{case}_open"]) / OPENINGS * 1000, f"{label}, a tunnel opened and closed"
         )
     report.add(
         "throughput_ratio",

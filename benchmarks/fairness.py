@@ -166,7 +166,7 @@ async def _long_calls() -> int:
 
 async def _costs(report: Report) -> None:
     sizes = {"waiting_0": (50, 0, 1), "waiting_5000": (50, 5000, 1), "tenants_1000": (50, 5000, 1000)}
-    told = {
+    labels = {
         "waiting_0": "25 callers, nobody waits",
         "waiting_5000": "the same beside 5,000 waiting calls of one tenant",
         "tenants_1000": "the same beside 5,000 waiting calls of 1,000 tenants",
@@ -178,10 +178,10 @@ async def _costs(report: Report) -> None:
             rate, busy = await _cost(callers, waiting, tenants)
             rates[name].append(rate)
             redis_s[name].append(busy)
-    for name, what in told.items():
-        report.add(f"{name}_per_s", median(rates[name]), f"calls a second through admission alone, {what}")
-    for name, what in told.items():
-        report.add(f"{name}_redis_ms", median(redis_s[name]) * 1000, f"Redis's processor time a call, {what}")
+    for name, label in labels.items():
+        report.add(f"{name}_per_s", median(rates[name]), f"calls a second through admission alone, {label}")
+    for name, label in labels.items():
+        report.add(f"{name}_redis_ms", median(redis_s[name]) * 1000, f"Redis's processor time a call, {label}")
     base = median(redis_s["waiting_0"])
     report.add(
         "waiting_ratio", median(redis_s["waiting_5000"]) / base, "5,000 waiting / none, Redis's time", at_most=1.5
@@ -217,8 +217,8 @@ async def _cost(callers: int, waiting: int, tenants: int) -> tuple[float, float]
 
 
 async def _processor_s(client: "redis.asyncio.Redis") -> float:
-    told: Any = await client.info("cpu")
-    return float(told["used_cpu_user"]) + float(told["used_cpu_sys"])
+    info: Any = await client.info("cpu")
+    return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
 
 async def _end(tasks: list["asyncio.Task[None]"]) -> None:

@@ -42,10 +42,10 @@ def run(sandboxes: int = SANDBOXES, first: int = FIRST) -> Report:
         _wait_frozen(sandboxd.socket)
         cpu_share = _cpu_share(sandboxd.pid)
         close_s = _timed_for(range(sandboxes), lambda number: _close(sandboxd.socket, number))
-        left = list_containers(api, f"toolcrew.sandboxd={sandboxd.name}")
-    if len(containers) != sandboxes or left:
+        leftovers = list_containers(api, f"toolcrew.sandboxd={sandboxd.name}")
+    if len(containers) != sandboxes or leftovers:
         raise RuntimeError(
-            f"{len(containers)} containers of {sandboxes} sandboxes, and {len(left)} after all were closed"
+            f"{len(containers)} containers of {sandboxes} sandboxes, and {len(leftovers)} after all were closed"
         )
     report = Report(
         "idle_sandboxes", notes=[f"{sandboxes} sandboxes; opened and closed by {AT_ONCE} workers at a time"]

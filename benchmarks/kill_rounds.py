@@ -91,7 +91,7 @@ class Traces:
             "workspaces": [path.name for path in sandboxd.state.glob("workspaces/*") if path.name != TEMPLATES],
             "parcels": [str(path) for path in sandboxd.state.glob("parcels/*/*")],
         }
-        return {kind: what for kind, what in found.items() if what}
+        return {kind: names for kind, names in found.items() if names}
 
     def _is_ours(self, point: str, state: Path) -> bool:
         return point.startswith(f"{state}/") or any(name in point for name in self.ids)
@@ -126,9 +126,9 @@ class Rounds:
     def settle(self, within_s: float = GONE_S) -> dict[str, list[str]]:
         """Wait until no resource remains. Return the resources that remain at the deadline."""
         until = time.monotonic() + within_s
-        while (left := self.traces.left(self._sandboxd, self.api)) and time.monotonic() < until:
+        while (leftovers := self.traces.left(self._sandboxd, self.api)) and time.monotonic() < until:
             time.sleep(0.2)
-        return left
+        return leftovers
 
     def vitals(self) -> Vitals:
         """Return the current values. Call `settle` first."""
@@ -241,6 +241,6 @@ def run(rounds: int = ROUNDS, at_once: int = AT_ONCE) -> Report:
 
 
 def _check_gone(played: Rounds) -> None:
-    left = played.settle()
-    if left:
-        raise SandboxUnavailable(f"left behind after {GONE_S:g} s: {left}")
+    leftovers = played.settle()
+    if leftovers:
+        raise SandboxUnavailable(f"left behind after {GONE_S:g} s: {leftovers}")

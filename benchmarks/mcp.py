@@ -91,15 +91,15 @@ class _Line:
         await self._ask(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
     async def call(self) -> None:
-        told = json.loads(await self._ask(self._request))
-        if told.get("result", {}).get("isError", True):
-            raise RuntimeError(f"the call did not succeed: {told}")
+        reply = json.loads(await self._ask(self._request))
+        if reply.get("result", {}).get("isError", True):
+            raise RuntimeError(f"the call did not succeed: {reply}")
 
     async def _ask(self, request: bytes) -> bytes:
         self._writer.write(request)
         status, *headers = (await self._reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
-        told = dict(header.lower().split(b": ", 1) for header in headers if header)
-        answer = await self._reader.readexactly(int(told[b"content-length"]))
+        fields = dict(header.lower().split(b": ", 1) for header in headers if header)
+        answer = await self._reader.readexactly(int(fields[b"content-length"]))
         if not status.startswith(b"HTTP/1.1 200 "):
             raise RuntimeError(f"{status!r} {answer!r}")
         return answer

@@ -123,9 +123,9 @@ async def _fill_tenants(client: "redis.asyncio.Redis") -> None:
         await pipe.execute()
     step = client.register_script(load_script())
     for begin in range(0, WAITING, ASKED_AT_ONCE):
-        asked = [_ask(number) for number in range(begin, begin + ASKED_AT_ONCE)]
+        operations = [_ask(number) for number in range(begin, begin + ASKED_AT_ONCE)]
         # The host is unknown, so it has few slots. All of them are in use, and every message waits.
-        await step(args=script_arguments(DEPLOYMENT, "o", asked, now=now - WAITING + begin))
+        await step(args=script_arguments(DEPLOYMENT, "o", operations, now=now - WAITING + begin))
 
 
 def _ask(number: int) -> Operation:

@@ -51,10 +51,10 @@ def run_ours(chunks: Sequence[dict[str, Any]]) -> None:
 
 
 def run_floor(fragments: Sequence[str]) -> None:
-    kept = []
+    pieces = []
     for fragment in fragments:
-        kept.append(fragment)
-    json.loads("".join(kept))
+        pieces.append(fragment)
+    json.loads("".join(pieces))
 
 
 def run(size: int = SIZE, rounds: int = ROUNDS) -> Report:
@@ -69,8 +69,8 @@ def run(size: int = SIZE, rounds: int = ROUNDS) -> Report:
         "floor": functools.partial(run_floor, cut(small, DELTA_CHARS)),
     }
     least = best_of(cases, rounds)
-    what = f"deltas of {DELTA_CHARS} characters, parse at the end included"
-    report.add("deltas_per_s", len(deltas) / least["ours"], what, at_least=FEWEST_PER_S)
+    label = f"deltas of {DELTA_CHARS} characters, parse at the end included"
+    report.add("deltas_per_s", len(deltas) / least["ours"], label, at_least=FEWEST_PER_S)
     report.add("floor_ratio", least["ours"] / least["floor"], "ours / append, join, parse")
     by_size = growth_of(cases["ours"], functools.partial(run_ours, build_deltas(large)))
     report.add("arguments_growth_ratio", by_size, f"{GROWTH} times the arguments", at_most=10.0)

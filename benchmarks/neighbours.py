@@ -85,7 +85,7 @@ def run(rounds: int = ROUNDS) -> Report:
         neighbour = client.open("bench", "neighbour")
         for _ in range(WARM_UP):
             sandbox_call(client, neighbour)
-        taken = {attack: _beside(attack, sandboxd.socket, client, neighbour, rounds) for attack in ATTACKS}
+        durations = {attack: _beside(attack, sandboxd.socket, client, neighbour, rounds) for attack in ATTACKS}
     notes = [
         (
             f"one attacker and one neighbour; {rounds} rounds an attack, each of {WINDOW_S:g} s quiet and {WINDOW_S:g} "
@@ -94,11 +94,13 @@ def run(rounds: int = ROUNDS) -> Report:
     ]
     report = Report("neighbours", notes=notes)
     report.add_ms(
-        "quiet", [took for seconds in taken.values() for took in seconds.quiet], "a warm call, p50 of the quiet halves"
+        "quiet",
+        [took for seconds in durations.values() for took in seconds.quiet],
+        "a warm call, p50 of the quiet halves",
     )
-    for attack, seconds in taken.items():
+    for attack, seconds in durations.items():
         report.add(f"{attack.key}_ratio", seconds.ratio(0.5), f"p50 beside {attack.what} / quiet", at_most=TARGET)
-    for attack, seconds in taken.items():
+    for attack, seconds in durations.items():
         report.add(f"{attack.key}_p95_ratio", seconds.ratio(0.95), f"p95 beside {attack.what} / quiet")
     return report
 

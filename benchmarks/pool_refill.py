@@ -86,9 +86,9 @@ def run(rounds: int = ROUNDS, calls_per_s: float = CALLS_PER_S) -> Report:
                 _wait_ready(client)
                 time.sleep(SETTLE_S)
                 quiet_s += _count_quiet(load, quiet)
-                taken = [client.open("bench", f"taken-{number}-{one}") for one in range(REFILL)]
+                names = [client.open("bench", f"taken-{number}-{one}") for one in range(REFILL)]
                 refill_s += _count_refill(load, client, beside)
-                for name in taken:
+                for name in names:
                     client.close(name)
     report = Report(
         "pool_refill",

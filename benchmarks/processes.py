@@ -98,8 +98,8 @@ def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[Runn
                     break
                 except SandboxUnavailable:
                     if child.poll() is not None or time.monotonic() > until:
-                        words = (folder / "log").read_text(errors="replace").strip()
-                        raise SandboxUnavailable(words or "sandboxd did not start") from None
+                        log_text = (folder / "log").read_text(errors="replace").strip()
+                        raise SandboxUnavailable(log_text or "sandboxd did not start") from None
                     time.sleep(0.05)
             yield RunningSandboxd(child.pid, folder / "sandboxd.sock", name, folder / "state")
 

@@ -113,13 +113,13 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def add(
-        self, key: str, value: float, what: str, *, at_most: float | None = None, at_least: float | None = None
+        self, key: str, value: float, label: str, *, at_most: float | None = None, at_least: float | None = None
     ) -> None:
-        self.figures.append(Figure(key, value, what, at_most, at_least))
+        self.figures.append(Figure(key, value, label, at_most, at_least))
 
-    def add_ms(self, name: str, seconds: Sequence[float], what: str) -> None:
+    def add_ms(self, name: str, seconds: Sequence[float], label: str) -> None:
         """The median of a case as `<name>_ms`."""
-        self.add(f"{name}_ms", median(seconds) * 1000, what)
+        self.add(f"{name}_ms", median(seconds) * 1000, label)
 
     def as_text(self) -> str:
         wide = max((len(figure.what) for figure in self.figures), default=0)

@@ -100,15 +100,15 @@ def _report(seconds: dict[str, list[float]], firsts: dict[str, list[float]], rou
         "search",
         notes=[f"medians of {rounds} interleaved rounds over {FILES} files in {FILES // FILES_A_FOLDER} folders"],
     )
-    what = {"glob": "all files", "rare": f"a word of {NEEDLES} files", "common": "a word of nearly all files"}
-    for case, words in what.items():
+    labels = {"glob": "all files", "rare": f"a word of {NEEDLES} files", "common": "a word of nearly all files"}
+    for case, label in labels.items():
         peer = "rg --files" if case == "glob" else "rg"
-        report.add_ms(f"floor_{case}", seconds[f"floor_{case}"], f"floor: {peer} in the sandbox, unordered, {words}")
-        report.add_ms(case, seconds[case], f"ours: {'glob' if case == 'glob' else 'grep'}, {words}")
+        report.add_ms(f"floor_{case}", seconds[f"floor_{case}"], f"floor: {peer} in the sandbox, unordered, {label}")
+        report.add_ms(case, seconds[case], f"ours: {'glob' if case == 'glob' else 'grep'}, {label}")
         report.add_ms(f"first_{case}", firsts[case], "ours: first line")
         ratio = median(seconds[case]) / median(seconds[f"floor_{case}"])
         # glob also reads the time of every file, to return the newest; grep only of the files that match.
-        report.add(f"{case}_ratio", ratio, f"ours / floor, {words}", at_most=1.7 if case == "glob" else 1.2)
+        report.add(f"{case}_ratio", ratio, f"ours / floor, {label}", at_most=1.7 if case == "glob" else 1.2)
         first = median(firsts[case]) / median(seconds[f"floor_{case}"])
-        report.add(f"first_{case}_ratio", first, f"first line / floor, {words}")
+        report.add(f"first_{case}_ratio", first, f"first line / floor, {label}")
     return report

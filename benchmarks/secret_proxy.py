@@ -121,10 +121,10 @@ def _ask_once(proxy: Path, port: int, trust: ssl.SSLContext, *, has_secret: bool
 def _report(seconds: dict[str, list[float]], rounds: int) -> Report:
     notes = [f"{rounds} interleaved requests on kept connections, answers of {ANSWER_BYTES} bytes, TLS on both sides"]
     report = Report("secret_proxy", notes=notes)
-    for case, words in (("tunnel", "the plain tunnel"), ("secret", "TLS ends in the proxy, a secret is put in")):
-        report.add(f"{case}_ms", median(seconds[case]) * 1000, f"{words}, p50")
-        report.add(f"{case}_p95_ms", percentile(seconds[case], 0.95) * 1000, f"{words}, p95")
-        report.add(f"{case}_open_ms", median(seconds[f"{case}_open"]) * 1000, f"{words}, with a new connection, p50")
+    for case, label in (("tunnel", "the plain tunnel"), ("secret", "TLS ends in the proxy, a secret is put in")):
+        report.add(f"{case}_ms", median(seconds[case]) * 1000, f"{label}, p50")
+        report.add(f"{case}_p95_ms", percentile(seconds[case], 0.95) * 1000, f"{label}, p95")
+        report.add(f"{case}_open_ms", median(seconds[f"{case}_open"]) * 1000, f"{label}, with a new connection, p50")
     more = (median(seconds["secret"]) - median(seconds["tunnel"])) * 1000
     report.add("more_ms", more, "what a secret costs a request, p50", at_most=3.0)
     return report

@@ -237,14 +237,14 @@ def _tell_shares(
         ("one", "the one session of a tenant on a host", 1, 1),
         ("many", "three sessions or more of a tenant on a host", 3, SESSIONS),
     )
-    for kind, what, least, most in kinds:
+    for kind, label, least, most in kinds:
         for weight in sorted(set(WEIGHTS)):
             pairs = [
                 pair for pair, number in living.items() if least <= number <= most and ground.weights[pair[1]] == weight
             ]
             if pairs:
                 got = sum(used[pair] for pair in pairs) / sum(fair[pair] for pair in pairs)
-                report.add(f"{kind}_weight_{weight:g}_ratio", got, f"{what}, weight {weight:g}: seconds got / fair")
+                report.add(f"{kind}_weight_{weight:g}_ratio", got, f"{label}, weight {weight:g}: seconds got / fair")
 
 
 async def _lose_hosts(ground: Ground) -> None:
@@ -272,14 +272,14 @@ def _tell_recovery(ground: Ground, before: Ends, report: Report) -> None:
     report.add("unanswered_number", len(ends.idempotent) - ends.calls, "of them without a result", at_most=0)
     report.add("doubled_number", doubled, "not idempotent, and begun twice", at_most=0)
     report.add("again_number", resent, "idempotent, and begun again")
-    told = {
+    labels = {
         "OUTCOME_UNKNOWN": "ended as OUTCOME_UNKNOWN: not idempotent, begun, and their host was lost",
         "HOST_LOST": "ended as HOST_LOST: never begun",
         "RATE_LIMITED": "got no slot within five minutes",
     }
-    for code, what in told.items():
-        report.add(f"{code.lower()}_number", codes[code], what)
-    others = {code: number for code, number in codes.items() if code and code not in told}
+    for code, label in labels.items():
+        report.add(f"{code.lower()}_number", codes[code], label)
+    others = {code: number for code, number in codes.items() if code and code not in labels}
     report.add("other_number", sum(others.values()), "ended with any other error", at_most=0)
     report.add(
         "late_number",

@@ -102,9 +102,9 @@ class _CountingConnection(Connection):
         self._awaited = self._packed = 0
 
     def pack_commands(self, commands: Any) -> Any:
-        asked = list(commands)
-        packed = super().pack_commands(asked)
-        self._packed = len(asked)
+        commands_list = list(commands)
+        packed = super().pack_commands(commands_list)
+        self._packed = len(commands_list)
         return packed
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:

@@ -156,9 +156,9 @@ class World:
         now = self.loop.time()
         if host.state == "alive":
             host.reported_at = now
-            known = self.reports.get(host.queue) or self._told(host)
-            told = {"busy": host.busy, "sessions": host.sessions, "reported_at": now}
-            self.reports[host.queue] = known.model_copy(update=told)
+            report = self.reports.get(host.queue) or self._told(host)
+            changes = {"busy": host.busy, "sessions": host.sessions, "reported_at": now}
+            self.reports[host.queue] = report.model_copy(update=changes)
         elif not host.is_expired and now - host.reported_at >= HOST_TTL_S:
             # Real Redis would expire the key by its own clock.
             host.is_expired = True

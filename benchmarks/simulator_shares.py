@@ -9,15 +9,15 @@ T = TypeVar("T")
 def share_out(slots: float, wanted: Mapping[T, float], weights: Mapping[T, float]) -> dict[T, float]:
     """Share the slots by weight. No tenant gets more than it wants; the other tenants share the slots that remain."""
     given: dict[T, float] = {}
-    left, rest = slots, dict(wanted)
+    remaining, rest = slots, dict(wanted)
     while rest:
-        level = left / sum(weights[name] for name in rest)
+        level = remaining / sum(weights[name] for name in rest)
         modest = [name for name in rest if rest[name] <= level * weights[name]]
         if not modest:
             return given | {name: level * weights[name] for name in rest}
         for name in modest:
             given[name] = rest.pop(name)
-            left -= given[name]
+            remaining -= given[name]
     return given
 
 

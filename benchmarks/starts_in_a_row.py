@@ -26,18 +26,18 @@ def run() -> Report:
         left_first = rounds.settle()
         before, paths_before = rounds.vitals(), _count_paths(sandboxd)
         rest = [_use(rounds, sandboxd, number) for number in range(FIRST, ROUNDS)]
-        left = {**left_first, **rounds.settle()}
+        leftovers = {**left_first, **rounds.settle()}
         after, paths_after = rounds.vitals(), _count_paths(sandboxd)
     last = rest[-FIRST:]
     report = Report(
         "starts_in_a_row",
         notes=[
             f"{ROUNDS} sessions one after the other; grown: from {FIRST} to {ROUNDS} sessions",
-            f"left: {left or 0}",
+            f"left: {leftovers or 0}",
         ],
     )
-    what = "containers, control groups, mounts, loop devices, processes, records and folders left"
-    report.add("left_number", sum(map(len, left.values())), what, at_most=0)
+    label = "containers, control groups, mounts, loop devices, processes, records and folders left"
+    report.add("left_number", sum(map(len, leftovers.values())), label, at_most=0)
     report.add("files_grown_number", after.files - before.files, "open files of sandboxd, grown", at_most=2)
     report.add("threads_grown_number", after.threads - before.threads, "threads of sandboxd, grown", at_most=2)
     report.add("paths_grown_number", paths_after - paths_before, "files and folders of its state, grown", at_most=2)

@@ -99,9 +99,9 @@ def _compare_peer(report: Report, texts: dict[str, str], chunk: int) -> None:
         least = best_of({"ours": functools.partial(run_ours, chunks), "peer": functools.partial(run_peer, chunks)}, 5)
         ratios[name] = least["ours"] / least["peer"]
     worst = max(ratios, key=lambda name: ratios[name])
-    what = f"ours / single characters, {chunk}-character chunks"
-    report.add(f"mixed_{chunk}_peer_ratio", ratios["mixed"], f"{what}, mixed")
-    report.add(f"worst_{chunk}_peer_ratio", ratios[worst], f"{what}, worst stream ({worst})", at_most=2.0)
+    label = f"ours / single characters, {chunk}-character chunks"
+    report.add(f"mixed_{chunk}_peer_ratio", ratios["mixed"], f"{label}, mixed")
+    report.add(f"worst_{chunk}_peer_ratio", ratios[worst], f"{label}, worst stream ({worst})", at_most=2.0)
 
 
 def _compare_growth(report: Report, size: int) -> None:

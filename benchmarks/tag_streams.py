@@ -42,10 +42,10 @@ def streams(size: int) -> dict[str, str]:
 
 def run_floor(chunks: Sequence[str]) -> None:
     """Do the least work that stores a stream: append each chunk, join once."""
-    kept = []
+    pieces = []
     for chunk in chunks:
-        kept.append(chunk)
-    "".join(kept)
+        pieces.append(chunk)
+    "".join(pieces)
 
 
 class CharacterMachine:

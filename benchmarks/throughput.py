@@ -124,14 +124,14 @@ def _report(rates: Mapping[str, list[float]], slow: Mapping[str, list[float]], r
         notes=[f"medians of {rounds} interleaved rounds of {CALLS} calls, 50 in flight, {SLOTS} slots each"],
     )
     rate = {name: median(values) for name, values in rates.items()}
-    told = {
+    labels = {
         "raw_prefork": "floor: raw Celery no-op, prefork",
         "noop": "ours: a tool that does nothing, prefork",
         "raw_threads": "floor: raw Celery no-op, threads",
         "read": "ours: read_tool in a sandbox, threads",
     }
-    for name, what in told.items():
-        report.add(f"{name}_per_s", rate[name], what)
+    for name, label in labels.items():
+        report.add(f"{name}_per_s", rate[name], label)
     # Compute the ratio within one round: a slowdown of the machine affects both cases.
     for ours, floor, least in (("noop", "raw_prefork", 0.6), ("read", "raw_threads", 0.4)):
         ratios = [mine / theirs for mine, theirs in zip(rates[ours], rates[floor], strict=True)]

@@ -69,9 +69,15 @@ async def _measure(folder: Path, rounds: int, report: Report) -> None:
     cases: dict[str, Case] = {"floor": floor, "life": life}
     seconds = await interleave(cases, rounds, WARM_UP)
     writes: dict[str, Case] = {"disk": lambda: _in_folder(plain, _write), "image": write_image}
-    seconds |= {f"write_{name}": taken for name, taken in (await interleave(writes, max(3, rounds // 3), 1)).items()}
+    seconds |= {
+        f"write_{name}": seconds_taken
+        for name, seconds_taken in (await interleave(writes, max(3, rounds // 3), 1)).items()
+    }
     files: dict[str, Case] = {"disk": lambda: _in_folder(plain, _make_files), "image": files_image}
-    seconds |= {f"files_{name}": taken for name, taken in (await interleave(files, max(3, rounds // 3), 1)).items()}
+    seconds |= {
+        f"files_{name}": seconds_taken
+        for name, seconds_taken in (await interleave(files, max(3, rounds // 3), 1)).items()
+    }
     report.add_ms("floor_mkdir", seconds["floor"], "floor: mkdir")
     report.add_ms("image", seconds["life"], "image: make + mount + unmount")
     report.add("image_mkdir_ratio", median(seconds["life"]) / median(seconds["floor"]), "image / mkdir")

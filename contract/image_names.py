@@ -201,9 +201,9 @@ def may_share(first: str, second: str) -> bool:
     return one.matches(other.name) if other.name is not None else one.registry == other.registry
 
 
-def _check_length(text: str, what: str) -> None:
+def _check_length(text: str, subject: str) -> None:
     if not 0 < len(text) <= MAX_IMAGE_CHARS:
-        raise ImageNameError(f"{what} '{text[:40]}' has {len(text)} characters: write 1 to {MAX_IMAGE_CHARS}")
+        raise ImageNameError(f"{subject} '{text[:40]}' has {len(text)} characters: write 1 to {MAX_IMAGE_CHARS}")
 
 
 def _is_registry(first: str) -> bool:

@@ -99,7 +99,9 @@ def parse_skill(text: str, folder: str) -> SkillText:
             f"{STANDARD_NAME_CHARS}"
         )
     if not _STANDARD_NAME.fullmatch(name) or len(name) > STANDARD_NAME_CHARS:
-        warnings.append(f"the name is not of small letters, digits and single hyphens, at most {STANDARD_NAME_CHARS}")
+        warnings.append(
+            f"the name must have only lower-case letters, digits and single hyphens, at most {STANDARD_NAME_CHARS}"
+        )
     if name != folder:
         warnings.append(f"the name {name} differs from the folder's, {folder[:100]}")
     description = _text_of(fields, "description", warnings)

@@ -283,7 +283,7 @@ class PausableAdmission:
             return (await self._tenants.policy(tenant)).is_paused
         except BrokerUnavailable as error:
             # In doubt the pause holds. Operators use it to stop a tenant.
-            log.warning("pause_not_known", tenant=tenant, error=str(error))
+            log.warning("pause_state_not_read", tenant=tenant, error=str(error))
             return True
         except (ToolFailure, OperatorError):
             # The tenant was removed, or its policy is unreadable. Each of its calls continues and fails with that

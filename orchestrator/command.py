@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 
-class _Place(NamedTuple):
+class _CommandSource(NamedTuple):
     """Location of the code of a command, or of a group of commands."""
 
     module: str
@@ -25,32 +25,38 @@ class _Place(NamedTuple):
 
 START, WORK, OPERATE = "Start here", "Runs, sessions and tools", "Operate a deployment"
 """Sections of the help, in this order. Every command is in one section."""
-COMMANDS: dict[str, dict[str, _Place]] = {
+COMMANDS: dict[str, dict[str, _CommandSource]] = {
     START: {
-        "up": _Place("cli.up", "up", "Start Redis, workers, Flower and the API here, until Ctrl-C."),
-        "run": _Place("cli.run", "run", "Run an agent on one instruction and print its answer."),
-        "call": _Place("cli.call", "call", "Call one tool and print its result."),
-        "doctor": _Place("cli.doctor", "doctor", "Check this host and the deployment."),
-        "batches": _Place("cli.batches", "batches_app", "Run many instructions from a file, and follow them."),
+        "up": _CommandSource("cli.up", "up", "Start Redis, workers, Flower and the API here, until Ctrl-C."),
+        "run": _CommandSource("cli.run", "run", "Run an agent on one instruction and print its answer."),
+        "call": _CommandSource("cli.call", "call", "Call one tool and print its result."),
+        "doctor": _CommandSource("cli.doctor", "doctor", "Check this host and the deployment."),
+        "batches": _CommandSource("cli.batches", "batches_app", "Run many instructions from a file, and follow them."),
     },
     WORK: {
-        "sessions": _Place("cli.sessions", "sessions_app", "Open, list, use and close sessions (sandboxes)."),
-        "runs": _Place("cli.runs", "runs_app", "List, show, follow, fork and cancel runs that programs started."),
-        "calls": _Place("cli.calls", "calls_app", "List, show and end calls."),
-        "approvals": _Place("cli.approvals", "approvals_app", "List the calls that wait for a decision, and decide."),
-        "traces": _Place("cli.traces", "traces_app", "Show and export the traces of runs."),
-        "tools": _Place("cli.tools", "tools_app", "List, show, enable and disable tools."),
-        "skills": _Place("cli.skills", "skills_app", "List, check, install and remove skills."),
+        "sessions": _CommandSource("cli.sessions", "sessions_app", "Open, list, use and close sessions (sandboxes)."),
+        "runs": _CommandSource(
+            "cli.runs", "runs_app", "List, show, follow, fork and cancel runs that programs started."
+        ),
+        "calls": _CommandSource("cli.calls", "calls_app", "List, show and end calls."),
+        "approvals": _CommandSource(
+            "cli.approvals", "approvals_app", "List the calls that wait for a decision, and decide."
+        ),
+        "traces": _CommandSource("cli.traces", "traces_app", "Show and export the traces of runs."),
+        "tools": _CommandSource("cli.tools", "tools_app", "List, show, enable and disable tools."),
+        "skills": _CommandSource("cli.skills", "skills_app", "List, check, install and remove skills."),
     },
     OPERATE: {
-        "hosts": _Place("cli.hosts", "hosts_app", "List workers, and take hosts out of service."),
-        "tenants": _Place("cli.tenants", "tenants_app", "List, register, change and pause tenants."),
-        "keys": _Place("cli.keys", "keys_app", "Create, list and revoke API keys."),
-        "models": _Place("cli.models", "models_app", "List, set and remove model endpoints."),
-        "secrets": _Place("cli.secrets", "secrets_app", "Set, list and revoke secrets that sandboxes use."),
-        "changes": _Place("cli.changes", "changes_app", "List who changed what."),
-        "config": _Place("cli.config", "config_app", "Show settings, write Redis users, re-sign stored records."),
-        "serve": _Place("serve", "serve_app", "Run a service: the API, an MCP server, batches, a worker."),
+        "hosts": _CommandSource("cli.hosts", "hosts_app", "List workers, and take hosts out of service."),
+        "tenants": _CommandSource("cli.tenants", "tenants_app", "List, register, change and pause tenants."),
+        "keys": _CommandSource("cli.keys", "keys_app", "Create, list and revoke API keys."),
+        "models": _CommandSource("cli.models", "models_app", "List, set and remove model endpoints."),
+        "secrets": _CommandSource("cli.secrets", "secrets_app", "Set, list and revoke secrets that sandboxes use."),
+        "changes": _CommandSource("cli.changes", "changes_app", "List who changed what."),
+        "config": _CommandSource(
+            "cli.config", "config_app", "Show settings, write Redis users, re-sign stored records."
+        ),
+        "serve": _CommandSource("serve", "serve_app", "Run a service: the API, an MCP server, batches, a worker."),
     },
 }
 _PLACES = {name: place for places in COMMANDS.values() for name, place in places.items()}
@@ -102,7 +108,7 @@ def import_all() -> TyperGroup:
     return root
 
 
-def _import_command(name: str, place: _Place) -> TyperCommand | TyperGroup:
+def _import_command(name: str, place: _CommandSource) -> TyperCommand | TyperGroup:
     defined = getattr(import_module(f"orchestrator.{place.module}"), place.name)
     # typer builds commands only as children of a Typer.
     parent = typer.Typer(pretty_exceptions_enable=False)

@@ -89,7 +89,7 @@ def read_events(root: Path = ROOT) -> tuple[dict[str, Event], list[str]]:
     """Return the events by name, and messages about calls without a valid event name."""
     # All messages of libraries have one event name; the field `logger` has the library.
     events = {
-        "library_said": Event(
+        "library_message": Event(
             {"debug", "info", "warning", "error", "critical"}, {"every process"}, {"logger", "message"}
         )
     }

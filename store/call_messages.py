@@ -127,7 +127,7 @@ class Publisher:
                 # Redis refused only the repetition. The first publish may have pushed the message.
                 if not may_be_sent:
                     raise BrokerUnavailable(f"the call was not sent: Redis refuses it ({error})") from error
-                log.warning("publish_not_known", call=call.call_id, error=str(error))
+                log.warning("publish_outcome_unknown", call=call.call_id, error=str(error))
             if may_be_sent and self._clock() > call.start_by:
                 return  # the caller forbids the call, or gets its result
             await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
@@ -276,7 +276,7 @@ class ResultHub:
         try:
             await self._take_stored([task_id])
         except BrokerUnavailable as error:
-            log.debug("result_not_looked_for", task=task_id, error=str(error))
+            log.debug("result_not_requested", task=task_id, error=str(error))
 
     def fail(self, task_id: str, error: Exception) -> None:
         """Raise `error` in the caller that waits for that task. A later result is dropped."""

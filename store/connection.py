@@ -89,8 +89,8 @@ class RedisAccessDenied(OperatorError):
 
 @contextlib.contextmanager
 def broker_errors(failure: str) -> Iterator[None]:
-    """Raise BrokerUnavailable in place of the errors of the Redis client. `what`: a clause that says what failed, for
-    example "the policy was not read".
+    """Raise BrokerUnavailable in place of the errors of the Redis client. `failure`: a clause that says what failed,
+    for example "the policy was not read".
     """
     try:
         yield
@@ -133,7 +133,7 @@ async def _ping(client: "redis.asyncio.Redis") -> None:
             await asyncio.sleep(LOOK_S)
 
 
-class _Careful(AbstractConnection):
+class _ReliableConnection(AbstractConnection):
     """A connection that detects its loss and the cancellation of its user.
 
     The client sends commands in `asyncio.wait_for`. Before Python 3.12, `wait_for` loses a cancellation that arrives
@@ -159,19 +159,19 @@ class _Careful(AbstractConnection):
             raise asyncio.CancelledError
 
 
-class _PlainConnection(_Careful, Connection):
+class _PlainConnection(_ReliableConnection, Connection):
     pass
 
 
-class _TlsConnection(_Careful, SSLConnection):
+class _TlsConnection(_ReliableConnection, SSLConnection):
     pass
 
 
-class _MasterConnection(_Careful, SentinelManagedConnection):
+class _MasterConnection(_ReliableConnection, SentinelManagedConnection):
     pass
 
 
-class _MasterTlsConnection(_Careful, SentinelManagedSSLConnection):
+class _MasterTlsConnection(_ReliableConnection, SentinelManagedSSLConnection):
     pass
 
 

@@ -224,7 +224,7 @@ class SkillUses:
             with broker_errors("the uses of skills were not read"):
                 counts: Any = await self._client.hgetall(skill_uses_key(self._deployment, tenant))
         except BrokerUnavailable as error:
-            log.warning("skill_uses_not_known", tenant=tenant, error=str(error))
+            log.warning("skill_uses_not_read", tenant=tenant, error=str(error))
             return {}
         return {name.decode(errors="replace"): int(count) for name, count in counts.items() if count.isdigit()}
 

@@ -109,7 +109,7 @@ async def retry_until_available(work: Callable[[], Awaitable[T]], limit_s: float
         try:
             return await work()
         except BrokerUnavailable as error:
-            log.warning("redis_awaited", error=str(error))
+            log.warning("redis_not_available", error=str(error))
             if not await backoff.wait():
                 raise
 
@@ -140,7 +140,7 @@ def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
         try:
             loop.call_soon_threadsafe(settle, result, failure)
         except RuntimeError:
-            log.debug("work_outlived_its_loop", thread=name)
+            log.debug("thread_ended_after_loop", thread=name)
 
     try:
         threading.Thread(target=go, name=name, daemon=True).start()

@@ -39,7 +39,7 @@ _MESSAGE_CHARS = 500
 _SHRUNK = (MAX_VALUE_CHARS, 500, 100)
 _LAST_RESORT = 40
 _MOST_READ = 64 * 1024
-FOREIGN_EVENT = "library_said"
+FOREIGN_EVENT = "library_message"
 _KEY = re.compile(r"[^A-Za-z0-9_.-]")
 _JSON = JSONRenderer(ensure_ascii=False, separators=(",", ":"))
 _LOGFMT = LogfmtRenderer(bool_as_flag=False)

@@ -79,9 +79,9 @@ class Harness:
         self.now += used_s
         self.end(call, used_s)
 
-    def kept(self, what: str) -> dict[str, Any]:
+    def kept(self, kind: str) -> dict[str, Any]:
         """Return the calls that are `held` or `waiting` in Redis, as call id to record."""
-        stored: Any = self.client.hgetall(admission_prefix(DEPLOYMENT) + what)
+        stored: Any = self.client.hgetall(admission_prefix(DEPLOYMENT) + kind)
         return {call.decode(): json.loads(text) for call, text in stored.items()}
 
     def hear(self, orchestrator: str) -> "redis.client.PubSub":

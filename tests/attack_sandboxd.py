@@ -113,12 +113,12 @@ class HostileSession:
                         found[program.identity] = program.command
         return found
 
-    def wait_for(self, words: str, count: int = 1) -> None:
-        """Wait until `count` programs with `words` in their command line run."""
+    def wait_for(self, text: str, count: int = 1) -> None:
+        """Wait until `count` programs with `text` in their command line run."""
         wait_until(
-            lambda: sum(words in line for line in self.programs().values()) >= count,
+            lambda: sum(text in line for line in self.programs().values()) >= count,
             SOON_S,
-            lambda: f"{words}: {self.programs()}",
+            lambda: f"{text}: {self.programs()}",
         )
 
     def is_well(self) -> bool:

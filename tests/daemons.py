@@ -210,6 +210,6 @@ def start_call(daemon: Daemon, name: str, script: str) -> "Future[GuestResponse]
     return answer
 
 
-def wait_running(container: str, words: str) -> None:
-    """Wait until a program with `words` in its command line runs in the container."""
-    wait_until(lambda: words in commands_in(container).values(), 20, f"{words} runs in {container[:12]}")
+def wait_running(container: str, text: str) -> None:
+    """Wait until a program with `text` in its command line runs in the container."""
+    wait_until(lambda: text in commands_in(container).values(), 20, f"{text} runs in {container[:12]}")

@@ -85,7 +85,7 @@ def main(pool: str, queue: str, slots: str) -> None:
     settings = load_worker_settings()
     broker, registry = settings.broker(), build_tools()
     configure_logging("worker", settings)
-    [chosen] = [known for known in get_args(Pool) if known == pool]
+    [chosen] = [name for name in get_args(Pool) if name == pool]
     refusals = RefusalCounter(connect_once(broker), broker.deployment)
     app = build_app(broker, refusals.count)
     executor = partial(_build_executor, broker, registry, queue, SharedClock())

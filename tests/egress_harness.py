@@ -55,24 +55,24 @@ class Harness:
     resolver: StubResolver
     logs: list[Any] = field(default_factory=list)
 
-    def connect(self, rules: Mapping[str, Any] | None, **who: str) -> socket.socket:
+    def connect(self, rules: Mapping[str, Any] | None, **session_fields: str) -> socket.socket:
         """Return a connection whose opening line has been sent."""
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         client.settimeout(SOON_S)
         client.connect(str(self.path))
-        client.sendall(build_opening(rules, **who))
+        client.sendall(build_opening(rules, **session_fields))
         return client
 
-    def ask(self, rules: Mapping[str, Any] | None, data: bytes, **who: str) -> bytes:
+    def ask(self, rules: Mapping[str, Any] | None, data: bytes, **session_fields: str) -> bytes:
         """Send `data` and return everything that comes back."""
-        with self.connect(rules, **who) as client:
+        with self.connect(rules, **session_fields) as client:
             with contextlib.suppress(BrokenPipeError):
                 client.sendall(data)
             return read_all(client)
 
-    def tunnel(self, rules: Mapping[str, Any], place: str, **who: str) -> socket.socket:
+    def tunnel(self, rules: Mapping[str, Any], place: str, **session_fields: str) -> socket.socket:
         """Return a tunnel that the proxy has granted."""
-        client = self.connect(rules, **who)
+        client = self.connect(rules, **session_fields)
         client.sendall(f"CONNECT {place} HTTP/1.1\r\nHost: {place}\r\n\r\n".encode())
         assert read_some(client, b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
         return client

@@ -56,15 +56,15 @@ async def answers_something_else(reader: asyncio.StreamReader, writer: asyncio.S
         _answer(writer, "200 OK", _VERSION if b"GET /version" in head else b"[1, 2, 3]")
 
 
-def refuses(words: bytes) -> Behaviour:
-    """Return an engine that reports its version and answers all other requests with a 500 with `words`."""
+def refuses(message: bytes) -> Behaviour:
+    """Return an engine that reports its version and answers all other requests with a 500 with `message`."""
 
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.read(65536):
             if b"GET /version" in head:
                 _answer(writer, "200 OK", _VERSION)
             else:
-                _answer(writer, "500 Internal Server Error", b'{"message": "' + words + b'"}')
+                _answer(writer, "500 Internal Server Error", b'{"message": "' + message + b'"}')
 
     return behave
 

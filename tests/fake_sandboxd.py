@@ -93,10 +93,10 @@ class KeptWorkspaces:
         return self.alive.get(name)
 
     async def sweep(self, keep: Set[str]) -> int:
-        gone = [name for name in self.alive if name not in keep]
-        for name in gone:
+        ended = [name for name in self.alive if name not in keep]
+        for name in ended:
             del self.alive[name]
-        return len(gone)
+        return len(ended)
 
     async def find_overfull(self) -> Mapping[str, int]:
         return self.overfull
@@ -133,8 +133,8 @@ class MemorySuspensionStore(SuspensionStore):
             raise SandboxUnavailable("the disk is read-only")
         self.archives.pop(archive, None)
 
-    async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
-        unknown = [name for name, session in self.archives.items() if (session.partition(":")[0], name) not in kept]
+    async def forget_all_but(self, kept_ids: Set[tuple[str, str]]) -> int:
+        unknown = [name for name, session in self.archives.items() if (session.partition(":")[0], name) not in kept_ids]
         for name in unknown:
             del self.archives[name]
         return len(unknown)

@@ -215,12 +215,12 @@ class FakeSandboxClient(SandboxClient):
         self.placed += 1
         return place
 
-    def describe_open(self, name: str, image: str | None, ttl_s: float, **asked: Any) -> dict[str, Any]:
+    def describe_open(self, name: str, image: str | None, ttl_s: float, **options: Any) -> dict[str, Any]:
         self.names.append(name)
-        given = {field: value for field, value in asked.items() if value is not None}
+        given = {field: value for field, value in options.items() if value is not None}
         self.requests.append({"image": image, "ttl_s": ttl_s, **given})
         sandbox = {"id": "c0ffee", "generation": 1, "rebuilt": False}
-        network = asked.get("network") or "none"
+        network = options.get("network") or "none"
         facts = {"image": image or "default", "network": network, "hosts": [], "workspace": "image", "start_s": 0.25}
         return {"ok": True, "sandbox": sandbox, **facts}
 

@@ -81,7 +81,7 @@ def make_environment(folder: Path, unpacked: Path, extras: tuple[str, ...], *, i
 def _close(requirements: list[str], extras: tuple[str, ...]) -> dict[str, Distribution]:
     """Return the distributions that meet the requirements, including indirect requirements, by name."""
     found: dict[str, Distribution] = {}
-    seen: set[tuple[str, str]] = set()
+    requirements_done: set[tuple[str, str]] = set()
     waiting = [(text, extra) for text in requirements for extra in ("", *extras)]
     while waiting:
         text, extra = waiting.pop()
@@ -91,16 +91,16 @@ def _close(requirements: list[str], extras: tuple[str, ...]) -> dict[str, Distri
         name = canonicalize_name(requirement.name)
         if name == "toolcrew":
             # An extra that includes another extra.
-            waiting += [(inner, asked) for asked in requirement.extras for inner in requirements]
+            waiting += [(inner, extra_name) for extra_name in requirement.extras for inner in requirements]
             continue
         lent = found.setdefault(name, distribution(requirement.name))
         assert requirement.specifier.contains(lent.version, prereleases=True), (
             f"{text} is asked for, and {lent.version} is here"
         )
-        for asked in {"", *requirement.extras}:
-            if (name, asked) not in seen:
-                seen.add((name, asked))
-                waiting += [(inner, asked) for inner in lent.requires or []]
+        for extra_name in {"", *requirement.extras}:
+            if (name, extra_name) not in requirements_done:
+                requirements_done.add((name, extra_name))
+                waiting += [(inner, extra_name) for inner in lent.requires or []]
     return found
 
 

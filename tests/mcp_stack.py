@@ -55,10 +55,10 @@ class McpStack:
         async with Client(server, **{"mode": REVISIONS[0], **options}) as client:
             yield client
 
-    def runs(self, words: str) -> list[str]:
-        """Return the programs in any sandbox whose command line contains `words`."""
+    def runs(self, text: str) -> list[str]:
+        """Return the programs in any sandbox whose command line contains `text`."""
         containers = self.stack.footprint.containers()
-        return [command for container in containers for command in commands_in(container).values() if words in command]
+        return [command for container in containers for command in commands_in(container).values() if text in command]
 
 
 @contextlib.contextmanager

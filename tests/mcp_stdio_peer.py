@@ -35,8 +35,8 @@ def answer(request, result):
     tell({"jsonrpc": "2.0", "id": request["id"], "result": result})
 
 
-def refuse(request, code, words):
-    tell({"jsonrpc": "2.0", "id": request["id"], "error": {"code": code, "message": words}})
+def refuse(request, code, message):
+    tell({"jsonrpc": "2.0", "id": request["id"], "error": {"code": code, "message": message}})
 
 
 def flood():
@@ -50,14 +50,14 @@ def flood():
 
 def say(request):
     """Return the answers that the environment variable contains, unchanged except for the request's number."""
-    said = (
+    output = (
         bytes.fromhex(os.environ["SAYS"])
         .replace(b"NEXT", b"%d" % (request["id"] + 1))
         .replace(b"ID", b"%d" % request["id"])
     )
-    sys.stdout.buffer.write(said)
+    sys.stdout.buffer.write(output)
     sys.stdout.flush()
-    if not said.endswith(b"\n"):
+    if not output.endswith(b"\n"):
         os._exit(0)
 
 
@@ -106,18 +106,18 @@ def call(request):
     calls += 1
     arguments = request["params"]["arguments"]
     if request["params"]["name"] == "where":
-        said = os.getcwd() + " " + os.environ.get("LEVEL", "")
+        output = os.getcwd() + " " + os.environ.get("LEVEL", "")
     elif request["params"]["name"] == "count":
-        said = f"{calls} {os.getpid()}"
+        output = f"{calls} {os.getpid()}"
     else:
         flood()
         if misbehave(request):
             return
-        said = arguments.get("text", "")
+        output = arguments.get("text", "")
     if "fifo" in arguments:
         with open(arguments["fifo"]) as fifo:
             fifo.read()
-    answer(request, {"content": [{"type": "text", "text": said}]})
+    answer(request, {"content": [{"type": "text", "text": output}]})
 
 
 def serve(request):

@@ -26,6 +26,6 @@ def counted(page: Mapping[Key, float], name: str) -> dict[tuple[str, ...], float
     """Return the non-zero samples of a name, keyed by label values in the order of the label names."""
     return {
         tuple(value for _, value in sorted(labels)): number
-        for (known, labels), number in page.items()
-        if known == name and number
+        for (metric, labels), number in page.items()
+        if metric == name and number
     }

@@ -80,8 +80,8 @@ class Collector:
         self._wait(lambda: set(names) <= {span.name for span in self.spans} and self._is_whole(), within_s)
 
     def _is_whole(self) -> bool:
-        known = {span.id for span in self.spans}
-        return all(not span.parent or span.parent in known for span in self.spans)
+        span_ids = {span.id for span in self.spans}
+        return all(not span.parent or span.parent in span_ids for span in self.spans)
 
     def _wait(self, is_so: Any, within_s: float) -> None:
         with self._news:

@@ -15,7 +15,7 @@ AGAIN_S = 20.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class ApiRequest:
     """A request. `$word` in path and content stands for a value that the test created before. `done`: the status
     when Redis is available.
     """
@@ -28,7 +28,7 @@ class Asked:
     content: Any = None
     kind: str = "application/json"
 
-    def filled(self, words: Mapping[str, str]) -> tuple[str, bytes]:
+    def filled(self, values: Mapping[str, str]) -> tuple[str, bytes]:
         """Return path and content with the values filled in."""
         text = (
             self.content
@@ -38,52 +38,52 @@ class Asked:
             else ""
         )
         path = self.path
-        for word, value in words.items():
+        for word, value in values.items():
             path, text = path.replace(f"${word}", value), text.replace(f"${word}", value)
         return path, text.encode()
 
 
 REQUESTS = (
-    Asked("start a run", "POST", "/v1/runs", done=202, content={"instruction": "[item hello] the one of the outage"}),
-    Asked("cancel a run", "POST", "/v1/runs/$sleeping/cancel"),
-    Asked("list runs", "GET", "/v1/runs"),
-    Asked("read a run", "GET", "/v1/runs/$finished"),
-    Asked("read a transcript", "GET", "/v1/runs/$finished/transcript"),
-    Asked("follow a run", "GET", "/v1/runs/$finished/events"),
-    Asked("submit a batch", "POST", "/v1/batches?name=outage", done=201, content='{"id": "a", "instruction": "[item hello] a"}\n', kind="text/plain"),
-    Asked("list batches", "GET", "/v1/batches"),
-    Asked("read a batch", "GET", "/v1/batches/$batch"),
-    Asked("read rows", "GET", "/v1/batches/$batch/results"),
-    Asked("retry a batch", "POST", "/v1/batches/$batch/retry", content={"kinds": ["model"]}),
-    Asked("cancel a batch", "POST", "/v1/batches/$batch/cancel"),
-    Asked("call a tool", "POST", "/v1/sessions/$session/calls", content={"name": "bash_tool", "arguments": {"command": "echo x >>/tmp/outage"}}),
-    Asked("look a call up", "GET", "/v1/calls/$call"),
-    Asked("kill a call", "POST", "/v1/calls/$call/kill", content={}),
-    Asked("write a file", "PUT", "/v1/sessions/$session/files/put", content="put", kind="application/octet-stream"),
-    Asked("read a file", "GET", "/v1/sessions/$session/files/there"),
-    Asked("open a session", "POST", "/v1/sessions", done=201, content={"ttl_s": 607}),
-    Asked("list sessions", "GET", "/v1/sessions"),
-    Asked("look at a session", "GET", "/v1/sessions/$session"),
-    Asked("keep a session's files", "POST", "/v1/sessions/$session/checkpoints", done=201, content={}),
-    Asked("close a session", "DELETE", "/v1/sessions/$closing", done=204),
-    Asked("list approvals", "GET", "/v1/approvals"),
-    Asked("read an approval", "GET", "/v1/approvals/$question"),
-    Asked("decide", "POST", "/v1/approvals/$question", content={"decision": "reject", "digest": "$digest"}),
-    Asked("list tools", "GET", "/v1/tools"),
-    Asked("turn a tool off", "PATCH", "/v1/tools/glob_tool", "operator", content={"enabled": False, "tenant": "rival"}),
-    Asked("list tenants", "GET", "/v1/tenants", "operator"),
-    Asked("register a tenant", "POST", "/v1/tenants", "admin", 201, content={"name": "fresh"}),
-    Asked("set a tenant", "PUT", "/v1/tenants/rival", "admin", content={"in_flight": 7}),
-    Asked("pause a tenant", "POST", "/v1/tenants/rival/pause", "operator", content={}),
-    Asked("let a tenant go on", "POST", "/v1/tenants/rival/resume", "operator", content={}),
-    Asked("make a key", "POST", "/v1/tenants/rival/keys", "admin", 201, content={"name": "of the outage"}),
-    Asked("list keys", "GET", "/v1/tenants/rival/keys", "admin"),
-    Asked("revoke a key", "DELETE", "/v1/tenants/rival/keys/$key", "admin", 204),
-    Asked("list hosts", "GET", "/v1/hosts", "operator"),
-    Asked("show pressure", "GET", "/v1/pressure", "operator"),
-    Asked("drain a host", "POST", "/v1/hosts/no-such-host/drain", "operator", 404, content={}),
-    Asked("read the audit", "GET", "/v1/audit", "operator"),
-    Asked("scrape", "GET", "/metrics", "operator"),
+    ApiRequest("start a run", "POST", "/v1/runs", done=202, content={"instruction": "[item hello] the one of the outage"}),
+    ApiRequest("cancel a run", "POST", "/v1/runs/$sleeping/cancel"),
+    ApiRequest("list runs", "GET", "/v1/runs"),
+    ApiRequest("read a run", "GET", "/v1/runs/$finished"),
+    ApiRequest("read a transcript", "GET", "/v1/runs/$finished/transcript"),
+    ApiRequest("follow a run", "GET", "/v1/runs/$finished/events"),
+    ApiRequest("submit a batch", "POST", "/v1/batches?name=outage", done=201, content='{"id": "a", "instruction": "[item hello] a"}\n', kind="text/plain"),
+    ApiRequest("list batches", "GET", "/v1/batches"),
+    ApiRequest("read a batch", "GET", "/v1/batches/$batch"),
+    ApiRequest("read rows", "GET", "/v1/batches/$batch/results"),
+    ApiRequest("retry a batch", "POST", "/v1/batches/$batch/retry", content={"kinds": ["model"]}),
+    ApiRequest("cancel a batch", "POST", "/v1/batches/$batch/cancel"),
+    ApiRequest("call a tool", "POST", "/v1/sessions/$session/calls", content={"name": "bash_tool", "arguments": {"command": "echo x >>/tmp/outage"}}),
+    ApiRequest("look a call up", "GET", "/v1/calls/$call"),
+    ApiRequest("kill a call", "POST", "/v1/calls/$call/kill", content={}),
+    ApiRequest("write a file", "PUT", "/v1/sessions/$session/files/put", content="put", kind="application/octet-stream"),
+    ApiRequest("read a file", "GET", "/v1/sessions/$session/files/there"),
+    ApiRequest("open a session", "POST", "/v1/sessions", done=201, content={"ttl_s": 607}),
+    ApiRequest("list sessions", "GET", "/v1/sessions"),
+    ApiRequest("look at a session", "GET", "/v1/sessions/$session"),
+    ApiRequest("keep a session's files", "POST", "/v1/sessions/$session/checkpoints", done=201, content={}),
+    ApiRequest("close a session", "DELETE", "/v1/sessions/$closing", done=204),
+    ApiRequest("list approvals", "GET", "/v1/approvals"),
+    ApiRequest("read an approval", "GET", "/v1/approvals/$question"),
+    ApiRequest("decide", "POST", "/v1/approvals/$question", content={"decision": "reject", "digest": "$digest"}),
+    ApiRequest("list tools", "GET", "/v1/tools"),
+    ApiRequest("turn a tool off", "PATCH", "/v1/tools/glob_tool", "operator", content={"enabled": False, "tenant": "rival"}),
+    ApiRequest("list tenants", "GET", "/v1/tenants", "operator"),
+    ApiRequest("register a tenant", "POST", "/v1/tenants", "admin", 201, content={"name": "fresh"}),
+    ApiRequest("set a tenant", "PUT", "/v1/tenants/rival", "admin", content={"in_flight": 7}),
+    ApiRequest("pause a tenant", "POST", "/v1/tenants/rival/pause", "operator", content={}),
+    ApiRequest("let a tenant go on", "POST", "/v1/tenants/rival/resume", "operator", content={}),
+    ApiRequest("make a key", "POST", "/v1/tenants/rival/keys", "admin", 201, content={"name": "of the outage"}),
+    ApiRequest("list keys", "GET", "/v1/tenants/rival/keys", "admin"),
+    ApiRequest("revoke a key", "DELETE", "/v1/tenants/rival/keys/$key", "admin", 204),
+    ApiRequest("list hosts", "GET", "/v1/hosts", "operator"),
+    ApiRequest("show pressure", "GET", "/v1/pressure", "operator"),
+    ApiRequest("drain a host", "POST", "/v1/hosts/no-such-host/drain", "operator", 404, content={}),
+    ApiRequest("read the audit", "GET", "/v1/audit", "operator"),
+    ApiRequest("scrape", "GET", "/metrics", "operator"),
 )  # fmt: skip
 
 
@@ -103,20 +103,20 @@ class Seen:
         return str(json.loads(self.text)["code"]) if is_problem else ""
 
 
-async def send_again(client: httpx.AsyncClient, asked: Asked, words: Mapping[str, str]) -> Seen:
+async def send_again(client: httpx.AsyncClient, api_request: ApiRequest, values: Mapping[str, str]) -> Seen:
     """Send a request until its idempotency key is no longer in progress. A recent response may not be stored yet."""
     async with asyncio.timeout(AGAIN_S):
-        while (seen := await send(client, asked, words)).code == "IDEMPOTENCY_IN_PROGRESS":  # noqa: ASYNC110
+        while (reply := await send(client, api_request, values)).code == "IDEMPOTENCY_IN_PROGRESS":  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    return seen
+    return reply
 
 
-async def send(client: httpx.AsyncClient, asked: Asked, words: Mapping[str, str]) -> Seen:
+async def send(client: httpx.AsyncClient, api_request: ApiRequest, values: Mapping[str, str]) -> Seen:
     """Send a request with an idempotency key, so that repeated requests run once."""
-    path, content = asked.filled(words)
-    headers = {"Content-Type": asked.kind} if content else {}
-    if asked.method == "POST":
-        headers["Idempotency-Key"] = asked.name.replace(" ", "-")
+    path, content = api_request.filled(values)
+    headers = {"Content-Type": api_request.kind} if content else {}
+    if api_request.method == "POST":
+        headers["Idempotency-Key"] = api_request.name.replace(" ", "-")
     began = time.monotonic()
-    answer = await client.request(asked.method, path, content=content or None, headers=headers)
+    answer = await client.request(api_request.method, path, content=content or None, headers=headers)
     return Seen(answer.status_code, answer.text, time.monotonic() - began, dict(answer.headers))

@@ -15,7 +15,7 @@ import redis
 from store import api_keys
 from tests.api_harness import READY_S, api_settings, serving
 from tests.api_stack import SOON_S, ApiStack, bash, read_events, rule, started
-from tests.outage_requests import REQUESTS, Asked, Seen, send, send_again
+from tests.outage_requests import REQUESTS, ApiRequest, Seen, send, send_again
 from tests.stack import RedisServer, all_of
 from tests.waiting import until
 
@@ -195,11 +195,11 @@ class _Teller:
 
     async def _call(self, acme: httpx.AsyncClient, name: str, command: str) -> None:
         path, call = self._new_call(name, command)
-        asked = Asked(name, "POST", path, content=call)
-        seen = await send(acme, asked, self._words)
-        self.seen.calls[name] = {"status": seen.status, **json.loads(seen.text)}
+        api_request = ApiRequest(name, "POST", path, content=call)
+        reply = await send(acme, api_request, self._words)
+        self.seen.calls[name] = {"status": reply.status, **json.loads(reply.text)}
         if name == "plain-after":
-            self.seen.repeated = await send_again(acme, asked, self._words)
+            self.seen.repeated = await send_again(acme, api_request, self._words)
 
     async def _call_streamed(self, acme: httpx.AsyncClient, name: str, command: str) -> None:
         path, call = self._new_call(name, command)
@@ -234,15 +234,19 @@ class _Teller:
                 if not part:
                     await asyncio.sleep(0.2)
 
-    async def _ask_all(self, clients: Mapping[str, httpx.AsyncClient], seen: dict[str, Seen]) -> None:
-        replies = await asyncio.gather(*(send(clients[asked.who], asked, self._words) for asked in REQUESTS))
-        seen |= {asked.name: one for asked, one in zip(REQUESTS, replies, strict=True)}
+    async def _ask_all(self, clients: Mapping[str, httpx.AsyncClient], replies_by_name: dict[str, Seen]) -> None:
+        replies = await asyncio.gather(
+            *(send(clients[api_request.who], api_request, self._words) for api_request in REQUESTS)
+        )
+        replies_by_name |= {api_request.name: one for api_request, one in zip(REQUESTS, replies, strict=True)}
 
-    async def _look(self, visitor: httpx.AsyncClient, seen: dict[str, Seen]) -> None:
+    async def _look(self, visitor: httpx.AsyncClient, replies_by_name: dict[str, Seen]) -> None:
         for page in PAGES:
             began = time.monotonic()
             answer = await visitor.get(page)
-            seen[page] = Seen(answer.status_code, answer.text, time.monotonic() - began, dict(answer.headers))
+            replies_by_name[page] = Seen(
+                answer.status_code, answer.text, time.monotonic() - began, dict(answer.headers)
+            )
 
     async def _ask_as_strangers(self) -> None:
         for name, key in {**BAD_KEYS, "good": self._stack.keys["rival"]}.items():
@@ -252,10 +256,10 @@ class _Teller:
 
     async def _go_on(self, deep: Mapping[str, httpx.AsyncClient], second: Mapping[str, httpx.AsyncClient]) -> None:
         """Send the same requests again, one after the other. Requests that run once are also sent to another service."""
-        for asked in REQUESTS:
-            self.seen.after[asked.name] = await send(deep[asked.who], asked, self._words)
-            if asked.method == "POST":
-                self.seen.again[asked.name] = await send_again(second[asked.who], asked, self._words)
+        for api_request in REQUESTS:
+            self.seen.after[api_request.name] = await send(deep[api_request.who], api_request, self._words)
+            if api_request.method == "POST":
+                self.seen.again[api_request.name] = await send_again(second[api_request.who], api_request, self._words)
 
     async def _count(self, acme: httpx.AsyncClient, admin: httpx.AsyncClient) -> None:
         async def listed(client: httpx.AsyncClient, path: str) -> list[dict[str, Any]]:

@@ -51,5 +51,5 @@ def open_site(folder: Path, tls: ssl.SSLContext | None = None) -> "contextlib.Ab
 
 
 def _git(*arguments: str) -> None:
-    who = ["-c", "user.name=x", "-c", "user.email=x@site.example", "-c", "init.defaultBranch=main"]
-    subprocess.run(["git", *who, *arguments], check=True, timeout=_RUN_S)
+    identity = ["-c", "user.name=x", "-c", "user.email=x@site.example", "-c", "init.defaultBranch=main"]
+    subprocess.run(["git", *identity, *arguments], check=True, timeout=_RUN_S)

@@ -147,9 +147,9 @@ class Footprint:
                 found[pid] = read_proc(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
         return found
 
-    def find_process(self, words: str) -> list[int]:
-        """Return the processes whose command line contains `words`."""
-        return [pid for pid, command in self.processes().items() if words in command]
+    def find_process(self, text: str) -> list[int]:
+        """Return the processes whose command line contains `text`."""
+        return [pid for pid, command in self.processes().items() if text in command]
 
     def containers(self) -> list[str]:
         """Return the full ids of the sandboxes of every known sandboxd, in any state."""
@@ -190,14 +190,14 @@ class Footprint:
             "volumes": self.volumes(),
             "folders": self.folders(),
         }
-        return {kind: what for kind, what in found.items() if what}
+        return {kind: names for kind, names in found.items() if names}
 
     def assert_nothing_left(self, within_s: float = 15.0) -> None:
         """Fail at the deadline with a list of everything that is left."""
         until = time.monotonic() + within_s
-        while (left := self.leftovers()) and time.monotonic() < until:
+        while (leftovers := self.leftovers()) and time.monotonic() < until:
             time.sleep(0.1)
-        assert not left, f"left behind after {within_s:g} s: {left}"
+        assert not leftovers, f"left behind after {within_s:g} s: {leftovers}"
 
     def clear(self) -> None:
         """Remove everything that is left and carries the footprint's mark."""
@@ -286,7 +286,7 @@ class Stack:
         return watch(self.api, short).id
 
     def has_container(self, container: str) -> bool:
-        return any(known.startswith(container) for known in self.footprint.containers())
+        return any(name.startswith(container) for name in self.footprint.containers())
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""

@@ -15,21 +15,21 @@ PAUSE_S = 0.05
 
 
 def wait_until(
-    condition: Callable[[], Any], within_s: float, what: str | Callable[[], str], pause_s: float = PAUSE_S
+    condition: Callable[[], Any], within_s: float, expectation: str | Callable[[], str], pause_s: float = PAUSE_S
 ) -> Any:
-    """Return the first true result of the condition. Fails the test at the deadline with `what`; a callable `what` is
+    """Return the first true result of the condition. Fails the test at the deadline with `expectation`; a callable `expectation` is
     called only then.
     """
     deadline = time.monotonic() + within_s
     while not (result := condition()):
         if time.monotonic() > deadline:
-            _fail(within_s, what)
+            _fail(within_s, expectation)
         time.sleep(pause_s)
     return result
 
 
 async def wait_until_async(
-    condition: Callable[[], Any], within_s: float, what: str | Callable[[], str], pause_s: float = PAUSE_S
+    condition: Callable[[], Any], within_s: float, expectation: str | Callable[[], str], pause_s: float = PAUSE_S
 ) -> Any:
     """Wait as `wait_until` does, but without blocking the event loop. A coroutine that the condition returns is awaited,
     at most until the deadline. A condition that is a plain function runs in a thread.
@@ -44,12 +44,12 @@ async def wait_until_async(
                     result = await result
             except TimeoutError:
                 if limit.expired():
-                    _fail(within_s, what)
+                    _fail(within_s, expectation)
                 raise
         if result:
             return result
         if time.monotonic() > deadline:
-            _fail(within_s, what)
+            _fail(within_s, expectation)
         await asyncio.sleep(pause_s)
 
 
@@ -62,5 +62,5 @@ async def until(condition: Callable[[], Any], within_s: float = 20.0, pause_s: f
         await asyncio.sleep(pause_s)
 
 
-def _fail(within_s: float, what: str | Callable[[], str]) -> NoReturn:
-    pytest.fail(f"not within {within_s:g} s: {what if isinstance(what, str) else what()}")
+def _fail(within_s: float, expectation: str | Callable[[], str]) -> NoReturn:
+    pytest.fail(f"not within {within_s:g} s: {expectation if isinstance(expectation, str) else expectation()}")

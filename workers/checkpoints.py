@@ -86,7 +86,7 @@ class AutomaticCheckpoints:
             try:
                 return self._sessions.record_automatic(name, fence, checkpoint, taken_at, stored_bytes)
             except BrokerUnavailable as error:
-                log.warning("checkpoint_not_noted", checkpoint=checkpoint, error=str(error))
+                log.warning("checkpoint_not_recorded", checkpoint=checkpoint, error=str(error))
                 if self._stop.wait(NOTE_RETRY_S):
                     # Redis may have recorded the checkpoint. This checkpoint may then be the session's only one, so
                     # keep it.
@@ -111,7 +111,7 @@ class RecordingSandboxClient(SandboxClient):
             self._sessions.record_requested(name, str(saved["checkpoint"]), taken_at)
         except BrokerUnavailable as error:
             # The checkpoint exists. Without the record, the loss of the host costs more changes than necessary.
-            log.warning("checkpoint_not_noted", checkpoint=saved["checkpoint"], error=str(error))
+            log.warning("checkpoint_not_recorded", checkpoint=saved["checkpoint"], error=str(error))
         return saved
 
 
@@ -206,7 +206,9 @@ class CheckpointMonitor:
             watched.failures += 1
             pause_s = min(MAX_PAUSE_S, self._every_s * 2**watched.failures)
             watched.retry_at = time.monotonic() + pause_s
-            log.warning("session_not_kept", session=name.partition(":")[2], error=str(error), again_in_s=pause_s)
+            log.warning(
+                "session_checkpoint_failed", session=name.partition(":")[2], error=str(error), again_in_s=pause_s
+            )
             return False
         watched.saved_at, watched.failures, watched.checkpoint = time.monotonic(), 0, checkpoint or ""
         return checkpoint is not None

@@ -97,7 +97,7 @@ class HostDrain:
                 if not self._round(is_lossy=is_lossy, is_late=time.monotonic() >= until):
                     return True
             except (OperatorError, ToolFailure) as error:
-                log.warning("drain_held_up", error=str(error))
+                log.warning("drain_delayed", error=str(error))
             self._stop.wait(LOOK_S)
         return False
 

@@ -332,7 +332,7 @@ def _sandboxd_away(call: ToolCall, error: SandboxdUnreachable) -> ToolResult:
 
     The dispatcher sends the call again if the call has not acted, or if the call may act twice.
     """
-    log.error("sandboxd_away", tool=call.name, call=call.id, was_sent=error.was_sent, error=str(error))
+    log.error("sandboxd_not_answering", tool=call.name, call=call.id, was_sent=error.was_sent, error=str(error))
     if not error.was_sent:
         return _not_run(ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, str(error)), RunFailure.SANDBOXD)
     message = f"{error}; the call may or may not have acted: check its effects before you repeat it"

@@ -220,7 +220,7 @@ class SandboxHost:
             self._heartbeat_duty,
             Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.look, client()), "sandboxd_silent", stop),
             Duty(
-                "sandboxd-counts", HEARTBEAT_S, counts.try_keep, "sandboxd_counts_not_kept", stop, is_first_at_once=True
+                "sandboxd-counts", HEARTBEAT_S, counts.try_keep, "sandboxd_counts_not_sent", stop, is_first_at_once=True
             ),
             Duty(
                 "adoption",
@@ -233,14 +233,14 @@ class SandboxHost:
             Duty("expiry", HEARTBEAT_S, partial(expiry.look, client()), "expired_sessions_not_forgotten", stop),
             Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.look, client()), "leftovers_not_closed", stop),
             Duty("usage", USAGE_EVERY_S, partial(usage.look, client()), "usage_not_counted", stop),
-            Duty("terms", HEARTBEAT_S, partial(terms_monitor.look, client()), "terms_not_told", stop),
+            Duty("terms", HEARTBEAT_S, partial(terms_monitor.look, client()), "terms_not_sent", stop),
             Duty("secrets", SECRETS_EVERY_S, partial(secrets_monitor.look, client()), "secrets_not_sent", stop),
         ]
         every_s = self._checkpoint_every_s()
         if every_s:
             monitor = CheckpointMonitor(client, self._sessions, self._checkpoints, every_s, self._stop_checkpoints)
             look, pause_s = partial(monitor.look, client()), min(LOOK_EVERY_S, every_s)
-            duties.append(Duty("checkpoints", pause_s, look, "checkpoints_not_taken", self._stop_checkpoints))
+            duties.append(Duty("checkpoints", pause_s, look, "checkpoints_not_made", self._stop_checkpoints))
         return duties
 
     def _run_drain(self, drain: HostDrain) -> None:
@@ -271,7 +271,7 @@ class SandboxHost:
             return DEFAULT_EVERY_S if setting_s is None else setting_s
         if setting_s:
             log.warning(
-                "checkpoints_not_taken",
+                "checkpoints_not_made",
                 why="the checkpoints would not leave this host",
                 remedy="set TOOLCREW_WORKSPACE_STORE to a store that all hosts share",
             )

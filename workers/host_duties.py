@@ -106,7 +106,7 @@ class SandboxdMonitor:
         boot = str(self.status["boot"])
         if boot == self._boot:
             return False
-        log.error("sandboxd_is_another", was=self._boot, now=boot)
+        log.error("sandboxd_restarted", was=self._boot, now=boot)
         self._on_restart(boot)
         return True
 
@@ -274,7 +274,7 @@ class TermsMonitor:
                 raise
             return self._sent.get(tenant, SandboxTerms()).model_copy(update={"network": "none"})
         except OperatorError as error:
-            log.warning("terms_not_known", error=str(error))
+            log.warning("terms_not_read", error=str(error))
             return None
 
 
@@ -374,7 +374,7 @@ class SandboxdMetrics:
             self._is_reported = False
         except BrokerUnavailable as error:
             if not self._is_reported:
-                log.warning("sandboxd_counts_not_kept", error=str(error))
+                log.warning("sandboxd_counts_not_sent", error=str(error))
             self._is_reported = True
 
 

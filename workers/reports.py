@@ -67,7 +67,7 @@ class Heartbeat:
         try:
             self._leave(departure)
         except BrokerUnavailable as error:
-            log.warning("worker_left_unsaid", error=str(error))
+            log.warning("worker_stop_not_reported", error=str(error))
 
     def leave_drained(self, is_ending: Callable[[], bool]) -> bool:
         """Remove the report when the queue is empty. After the removal no process sends calls to the queue.
@@ -79,7 +79,7 @@ class Heartbeat:
                 if self._leave("drained"):
                     return True
             except BrokerUnavailable as error:
-                log.warning("worker_left_unsaid", error=str(error))
+                log.warning("worker_stop_not_reported", error=str(error))
             time.sleep(LEAVE_POLL_S)
         return False
 
@@ -101,7 +101,7 @@ class Heartbeat:
         self._log_skew()
         if self._is_over:
             reason = "was declared lost" if result is ReportResult.GIVEN_UP else "now belongs to another worker"
-            log.error("worker_lost_its_name", queue=report.queue, reason=reason)
+            log.error("worker_name_lost", queue=report.queue, reason=reason)
             self._on_lost(f"{report.queue} {reason}")
         return self._is_over
 

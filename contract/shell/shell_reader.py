@@ -369,7 +369,7 @@ class _Reader:
 
     @contextlib.contextmanager
     def descend(self) -> Iterator[None]:
-        """Enter one level of nesting and save the current word. Raises Unreadable beyond MAX_LEVEL."""
+        """Enter one level of nesting and save the current word. Raises UnreadableScript beyond MAX_LEVEL."""
         if self.level >= MAX_LEVEL:
             raise UnreadableScript("it is nested too deep")
         saved = self._parts, self._is_expanded

@@ -25,7 +25,7 @@ from orchestrator.loop.limits import ReActOptions
 from orchestrator.models.choice import ChosenModel
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.runs.grading import (
-    Graded,
+    GradingResult,
     Submission,
     grade_submission,
     is_gradable,
@@ -83,7 +83,7 @@ class ToolcrewTask(vf.Task[ToolcrewTaskData, ToolcrewState]):  # type: ignore[mi
             return
         grader = _grader_of(self.data.item)
 
-        async def grade() -> Graded:
+        async def grade() -> GradingResult:
             began = time.monotonic()
             async with (
                 ToolClient.connect(tenant=self.data.tenant) as client,

@@ -121,7 +121,7 @@ async def _patiently(settle: Callable[[], Awaitable[None]]) -> None:
     try:
         await retry_until_available(settle, PENDING_S)
     except BrokerUnavailable as error:
-        log.warning("answer_not_kept", error=str(error))
+        log.warning("response_not_stored", error=str(error))
 
 
 class _Answer:

@@ -92,7 +92,7 @@ class ApiService:
             except Exception:
                 # the edge of the orchestrator: without this loop the API would still accept runs after an unhandled
                 # error, but no process might run them, and no operator would know
-                log.exception("api_orchestrator_broke_off", again_in_s=AGAIN_S)
+                log.exception("api_orchestrator_failed", again_in_s=AGAIN_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_S):
                     await stopping.draining.wait()

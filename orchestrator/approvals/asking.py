@@ -88,7 +88,7 @@ class QueueApprover:
             try:
                 return await self._queue.ask(question, asker, max(left_s - ARRIVAL_S, left_s / 2, 0.0))
             except BrokerUnavailable as error:
-                log.warning("question_not_asked", approval=question.id, error=str(error))
+                log.warning("question_not_stored", approval=question.id, error=str(error))
                 await asyncio.sleep(AGAIN_S)
 
     async def _answered(self, id_: str) -> ApprovalAnswer:
@@ -111,7 +111,7 @@ class QueueApprover:
             try:
                 answers = await self._queue.answers(list(self._waiting))
             except BrokerUnavailable as error:
-                log.warning("answers_awaited", waiting=len(self._waiting), error=str(error))
+                log.warning("approvals_not_read", waiting=len(self._waiting), error=str(error))
                 await asyncio.sleep(AGAIN_S)
                 continue
             for id_, answer in answers.items():

@@ -169,7 +169,7 @@ async def _ask(approver: Approver, request: ApprovalRequest, ttl_s: float) -> De
         log.exception("approver_failed", tool=request.call.name, call=request.call.id)
         return Decision(False, "the call needs approval, and the question could not be asked")
     if not _is_whole(decision):
-        log.error("approver_answered_junk", tool=request.call.name, call=request.call.id, kind=type(decision).__name__)
+        log.error("approver_answer_invalid", tool=request.call.name, call=request.call.id, kind=type(decision).__name__)
         return Decision(False, "the call needs approval, and the answer could not be read")
     log.info(
         "approval_decided",

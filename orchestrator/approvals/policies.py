@@ -233,6 +233,6 @@ def _is_within(command: Command, prefixes: list[tuple[str, ...]]) -> bool:
     return any(_begins(command.words, prefix) for prefix in prefixes)
 
 
-def _begins(words: Sequence[Word], prefix: tuple[str, ...]) -> bool:
-    plain = [word.text for word in words[: len(prefix)] if not (word.is_expanded or word.is_pattern)]
+def _begins(argv: Sequence[Word], prefix: tuple[str, ...]) -> bool:
+    plain = [word.text for word in argv[: len(prefix)] if not (word.is_expanded or word.is_pattern)]
     return tuple(plain) == prefix

@@ -80,7 +80,7 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopiedFiles:
     """Copied files, as sorted paths relative to the item's folder.
 
     `unmatched`: patterns that matched nothing. `skipped`: links that lead to no file.
@@ -155,7 +155,7 @@ def build_folder_name(custom_id: str) -> str:
     return f"{prefix}%+{hashlib.sha256(custom_id.encode()).hexdigest()[:40]}"
 
 
-def copy_artifacts(exported: Path, patterns: Sequence[str], target: Path) -> Copied:
+def copy_artifacts(exported: Path, patterns: Sequence[str], target: Path) -> CopiedFiles:
     """Copy the files that match `patterns` from `exported` to `target`. `exported`: a workspace that `Session.export`
     wrote.
 
@@ -178,7 +178,7 @@ def copy_artifacts(exported: Path, patterns: Sequence[str], target: Path) -> Cop
                 "resume"
             ) from error
         copied.append(path)
-    return Copied(tuple(copied), size, tuple(unmatched), tuple(skipped))
+    return CopiedFiles(tuple(copied), size, tuple(unmatched), tuple(skipped))
 
 
 def _walk(folder: Path) -> Iterator[str]:

@@ -109,8 +109,8 @@ class EnvironmentFields(SandboxOptions, Shape):
     grader: GraderFields | None = None
 
     def to_environment(self) -> ItemEnvironment:
-        """Return the environment of the item. Raises Unfit: the line names two sources of files, or changes what a
-        fork has.
+        """Return the environment of the item. Raises InvalidField: the line names two sources of files, or changes what
+        a fork has.
         """
         if self.workspace is not None and self.restore is not None:
             raise InvalidField(
@@ -141,7 +141,7 @@ class RunFields(EnvironmentFields):
     keep_states: bool = False
 
     def to_work(self) -> RunBody:
-        """Return the run. Raises Unfit: a field cannot be accepted."""
+        """Return the run. Raises InvalidField: a field cannot be accepted."""
         if (self.instruction is None) == (self.input is None):
             raise (
                 InvalidField((), "`instruction` is missing: add it")
@@ -215,7 +215,7 @@ class ChatFields(Shape):
     parallel_tool_calls: bool | None = None
 
     def to_work(self) -> RunBody:
-        """Return the run. Raises Unfit: a field cannot be accepted."""
+        """Return the run. Raises InvalidField: a field cannot be accepted."""
         self._check_promises()
         for number, message in enumerate(self.messages):
             _check_message(message, ("messages", number))
@@ -235,7 +235,7 @@ class ChatFields(Shape):
         )
 
     def _check_promises(self) -> None:
-        """Raise Unfit for fields that ask for something that a row cannot contain."""
+        """Raise InvalidField for fields that ask for something that a row cannot contain."""
         if self.n not in (None, 1):
             raise InvalidField(("n",), "a row contains one answer: remove `n`, and write a line for each answer")
         if self.stream:
@@ -279,8 +279,8 @@ LIMIT_NAMES = tuple(LimitFields.model_fields)
 
 
 def build_item(line: int, custom_id: Any, url: str, fields: Fields) -> BatchItem:
-    """Return the item of a line. Raises Unfit with the path inside `fields`. Raises ValidationError: the custom_id is
-    invalid.
+    """Return the item of a line. Raises InvalidField with the path inside `fields`. Raises ValidationError: the
+    custom_id is invalid.
     """
     work = fields.to_work()
     if isinstance(fields, ChatFields):
@@ -310,7 +310,7 @@ def _limits(fields: LimitFields) -> RunLimits:
 
 
 def _check_message(message: dict[str, Json], path: tuple[str | int, ...]) -> None:
-    """Raise Unfit if a message has an invalid role or content."""
+    """Raise InvalidField if a message has an invalid role or content."""
     role, content = message.get("role"), message.get("content")
     if role not in _Roles.__args__:  # type: ignore[attr-defined]
         raise InvalidField((*path, "role"), f"`role` of a message is one of {', '.join(_Roles.__args__)}")  # type: ignore[attr-defined]
@@ -320,7 +320,7 @@ def _check_message(message: dict[str, Json], path: tuple[str | int, ...]) -> Non
 
 
 def _instruction(message: dict[str, Json], number: int) -> str:
-    """Return the text of the last message. Raises Unfit: the message contains anything other than text."""
+    """Return the text of the last message. Raises InvalidField: the message contains anything other than text."""
     content = message.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     texts = []

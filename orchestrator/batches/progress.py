@@ -303,4 +303,4 @@ class BatchProgress:
 
 def _add(sums: tuple[int, ...], more: Iterable[int]) -> tuple[int, ...]:
     """Return the sums, element by element."""
-    return tuple(left + right for left, right in zip(sums, more, strict=True))
+    return tuple(first + right for first, right in zip(sums, more, strict=True))

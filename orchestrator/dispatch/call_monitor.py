@@ -35,7 +35,7 @@ MAX_LOOKS = 2000
 
 
 @dataclass
-class _Sent:
+class _SentAttempt:
     """An attempt whose result a task awaits."""
 
     attempt: Attempt
@@ -44,7 +44,7 @@ class _Sent:
 
 
 @dataclass
-class _Making:
+class _CallTask:
     """A call that a task of this process makes. `kill`: the order that stopped the task; "": no order."""
 
     task: "asyncio.Task[Any]"
@@ -71,8 +71,8 @@ class CallMonitor:
         self._hosts = hosts
         self._fail = fail
         self._clock = clock
-        self._sent: dict[str, _Sent] = {}
-        self._making: dict[tuple[str, str], _Making] = {}
+        self._sent: dict[str, _SentAttempt] = {}
+        self._making: dict[tuple[str, str], _CallTask] = {}
         self._task: asyncio.Task[None] | None = None
         self._answered_at = self._steady_since = float("-inf")
         self._kills_read_at = 0.0
@@ -135,7 +135,7 @@ class CallMonitor:
             # Another call uses this id. An order means the call that used it first.
             yield
             return
-        making = self._making[key] = _Making(task, task.cancelling())
+        making = self._making[key] = _CallTask(task, task.cancelling())
         try:
             yield
         except asyncio.CancelledError:
@@ -169,7 +169,7 @@ class CallMonitor:
         try:
             return await self._store.kill_reason(tenant, call_id)
         except BrokerUnavailable as error:
-            log.warning("kill_not_known", call=call_id, error=str(error))
+            log.warning("kill_state_not_read", call=call_id, error=str(error))
             return "", False
 
     # --- Calls whose worker was lost -------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class CallMonitor:
         """Let `find_losses` check the task while the block awaits it. If the worker or its host is lost, `fail`
         raises CallLost in the caller.
         """
-        self._sent[task_id] = _Sent(attempt, self._clock())
+        self._sent[task_id] = _SentAttempt(attempt, self._clock())
         try:
             yield
         finally:
@@ -229,7 +229,7 @@ class CallMonitor:
         self._answered_at = now
 
     async def _judge(
-        self, task_id: str, sent: _Sent, record: CallRecord, reports: Mapping[str, HostReport | None]
+        self, task_id: str, sent: _SentAttempt, record: CallRecord, reports: Mapping[str, HostReport | None]
     ) -> None:
         attempt = sent.attempt
         if record.attempt < attempt.number and record.state not in (CallState.QUEUED, CallState.LOST):
@@ -253,7 +253,7 @@ class CallMonitor:
             # The reaper marked the call as lost, or this process did, without receiving Redis's answer.
             self._report(task_id, CallLost(describe_loss(record), has_started=bool(record.holder)))
 
-    def _judge_ended(self, task_id: str, sent: _Sent, record: CallRecord) -> None:
+    def _judge_ended(self, task_id: str, sent: _SentAttempt, record: CallRecord) -> None:
         if sent.ended_since is None:
             sent.ended_since = self._clock()
         elif self._clock() - sent.ended_since > RESULT_LATE_S:
@@ -286,7 +286,7 @@ class CallMonitor:
         self._fail(task_id, lost)
 
 
-def _list_queues(sent: _Sent, record: CallRecord | None) -> Iterator[str]:
+def _list_queues(sent: _SentAttempt, record: CallRecord | None) -> Iterator[str]:
     """Yield the queues whose reports show whether the call still has a worker."""
     if sent.attempt.fence is not None:
         yield sent.attempt.queue

@@ -362,7 +362,7 @@ class Delivery:
         try:
             await progress.calls.give_up(request.tenant, request.call.id, progress.attempt, state, code)
         except BrokerUnavailable as error:
-            log.warning("call_not_given_up", call=request.call.id, error=str(error))
+            log.warning("call_loss_not_recorded", call=request.call.id, error=str(error))
 
     # --- One attempt -----------------------------------------------------------------------------------------------
 

@@ -292,7 +292,7 @@ class Dispatcher:
         try:
             result = await self._delivery.send_once(request, address)
         except (NotSent, CallLost) as lost:
-            log.info("session_not_closed_there", session=session, queue=address.queue, reason=str(lost))
+            log.info("session_closed_by_another_host", session=session, queue=address.queue, reason=str(lost))
             return None
         failure = result.run_failure
         return None if failure is not None and failure.is_temporary else result

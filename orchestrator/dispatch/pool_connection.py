@@ -162,7 +162,7 @@ async def wait_for_pool(
             # Log a reason once, not at each attempt.
             if str(error) != logged:
                 logged = str(error)
-                log.warning("pool_not_there", error=logged)
+                log.warning("pool_not_available", error=logged)
         with suppress(TimeoutError):
             async with asyncio.timeout(AGAIN_S):
                 await is_over.wait()

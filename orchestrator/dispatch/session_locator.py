@@ -400,7 +400,7 @@ class SessionLocator:
                 {"restore": checkpoint} if checkpoint else {}
             )
             log.warning(
-                "session_moves",
+                "session_moving",
                 session=session,
                 lost=location.queue,
                 queue=address.queue,

@@ -102,8 +102,8 @@ class DisplayedText:
         return "".join(self._pieces) + (self._earlier_text[self._matched :] if self._earlier_text else "")
 
 
-def _common_prefix(left: str, right: str) -> int:
+def _common_prefix(first: str, right: str) -> int:
     return next(
-        (index for index, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
-        min(len(left), len(right)),
+        (index for index, (a, b) in enumerate(zip(first, right, strict=False)) if a != b),
+        min(len(first), len(right)),
     )

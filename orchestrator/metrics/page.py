@@ -124,7 +124,7 @@ class MetricsPage:
             if not self._is_reported:
                 self._is_reported = True
                 log.warning(
-                    "redis_memory_not_told",
+                    "redis_memory_unknown",
                     error=str(error),
                     remedy="create Redis's users again with `toolcrew config users`",
                 )

@@ -88,7 +88,7 @@ class _GraderFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Graded:
+class GradingResult:
     """The end of a grading: a grade, or the failure of the grader. `output`: the end of what the command printed."""
 
     grade: Grade | None = None
@@ -145,12 +145,12 @@ class Grading:
             refusal=submission.refusal,
         )
 
-    async def grade(self, tenant: str, grader: Grader, journal: Journal, submission: SubmissionTaken) -> Graded:
+    async def grade(self, tenant: str, grader: Grader, journal: Journal, submission: SubmissionTaken) -> GradingResult:
         """Grade a submission in a new sandbox. Raises OperatorError, ToolFailure: there is no reward, and none of the
         agent or the grader is the cause.
         """
         if submission.refusal:
-            return Graded(Grade(reward=0.0, refusal=submission.refusal))
+            return GradingResult(Grade(reward=0.0, refusal=submission.refusal))
         # Checked against the logged hash: the archive itself is not signed.
         archive = await journal.load_artifacts(submission.sha256)
         artifacts = Submission(archive, submission.files, submission.bytes)
@@ -162,7 +162,7 @@ class Grading:
             await self._sessions.abandon_last(tenant, journal)
             return await self._sessions.open(tenant, journal, start)
 
-        async def grade_once() -> Graded:
+        async def grade_once() -> GradingResult:
             began = time.monotonic()
             session = await retry_until_available(open_session)
             try:
@@ -199,7 +199,7 @@ async def take_submission(session: Session, grader: Grader) -> Submission:
     return Submission(await asyncio.to_thread(_pack, files), len(files), size)
 
 
-async def retry_grading(tenant: str | None, grade: Callable[[], Awaitable[Graded]]) -> Graded:
+async def retry_grading(tenant: str | None, grade: Callable[[], Awaitable[GradingResult]]) -> GradingResult:
     """Return the result of `grade`, which is repeated while the infrastructure fails. Raises its last error. `tenant`:
     for the log.
     """
@@ -215,7 +215,7 @@ async def retry_grading(tenant: str | None, grade: Callable[[], Awaitable[Graded
     raise AssertionError("the last try returns or raises")
 
 
-async def grade_submission(session: Session, grader: Grader, submission: Submission, began: float) -> Graded:
+async def grade_submission(session: Session, grader: Grader, submission: Submission, began: float) -> GradingResult:
     """Grade a submission that was not refused, in a new session with the grader's files and image. `began`: the
     monotonic time of its opening. Raises OperatorError, ToolFailure: there is no reward.
     """
@@ -226,12 +226,12 @@ async def grade_submission(session: Session, grader: Grader, submission: Submiss
         scores = _judge(grader, done, reward)
     except (_GraderFailed, InvalidReward) as error:
         failure = Failure(kind=FailureKind.GRADER, code=GRADER_ERROR, message=str(error))
-        return Graded(failure=failure, output=output)
+        return GradingResult(failure=failure, output=output)
     seconds = time.monotonic() - began
     grade = Grade(
         reward=scores.pop("reward"), scores=scores, files=submission.files, bytes=submission.bytes, seconds=seconds
     )
-    return Graded(grade, output=output)
+    return GradingResult(grade, output=output)
 
 
 async def _take_files(session: Session, grader: Grader) -> dict[str, tuple[bytes, bool]]:

@@ -30,7 +30,7 @@ from contract.session_locations import DEFAULT_TTL_S, MAX_TTL_S
 from orchestrator.admission import until_admitted
 from orchestrator.approvals import Approver
 from orchestrator.approvals.asking import QueueApprover
-from orchestrator.batches.artifacts import Copied, artifact_folder, choose_paths, copy_artifacts
+from orchestrator.batches.artifacts import CopiedFiles, artifact_folder, choose_paths, copy_artifacts
 from orchestrator.batches.rows import build_answer_body, build_call_body
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.request import Request
@@ -448,7 +448,7 @@ class ItemWork:
         file = new_file_id("artifacts") if paths else ""
         if paths:
             await session.save_files(file, paths)
-        missing = Copied(unmatched=tuple(idle), skipped=tuple(skipped)).missing()
+        missing = CopiedFiles(unmatched=tuple(idle), skipped=tuple(skipped)).missing()
         return await journal.note(ArtifactsCopied, paths=_printable(paths), missing=_printable(missing), file=file)
 
     async def _export(self, item: BatchItem, journal: Journal, folder_of_all: str, session: Session) -> ArtifactsCopied:

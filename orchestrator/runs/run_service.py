@@ -117,7 +117,7 @@ class RunService:
         with suppress(TimeoutError):
             async with asyncio.timeout(self.grace_s):
                 await self.stopping.stopped.wait()
-        log.info("giving_back", running=self.runner.running)
+        log.info("runs_returned_to_queue", running=self.runner.running)
 
 
 class ServiceWork(ItemWork):
@@ -147,7 +147,7 @@ class ServiceWork(ItemWork):
         try:
             outcome = await self._checked(claim, journal, defaults, on_event)
         except (asyncio.CancelledError, RunDeferred, ModelDenied) as reason:
-            log.info("run_put_back", **_names(claim), reason=type(reason).__name__)
+            log.info("run_returned_to_queue", **_names(claim), reason=type(reason).__name__)
             raise
         failure = outcome.failure
         log.info(

@@ -236,7 +236,7 @@ class Runner:
         except asyncio.CancelledError:
             await self._let_go(claim, active)
         except Exception:  # an unexpected error ends one run here; another process continues it after its lease
-            log.exception("run_broke_off", run=claim.run)
+            log.exception("run_interrupted", run=claim.run)
         finally:
             self.work.drop_spans(claim)
             # The key may belong to a later claim of the same run.
@@ -384,7 +384,7 @@ class Runner:
                 # The batch was cancelled, so no further attempt is queued. The failure is stored as the outcome.
                 is_retried = False
             except BrokerUnavailable as error:
-                log.warning("outcome_not_noted", run=claim.run, error=str(error))
+                log.warning("outcome_not_recorded", run=claim.run, error=str(error))
                 await asyncio.sleep(LOOK_S)
         # The event follows the write. A process that dies in between loses an event, which the batch's counters show
         # anyway; in the other order it could report an end that never happened.

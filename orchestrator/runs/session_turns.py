@@ -69,7 +69,7 @@ class SessionTurns:
             has_room = await self._ask_room(*kind)
         except BrokerUnavailable as error:
             # Redis may answer again before the item's turn, so no item fails for this error.
-            log.warning("room_not_known", tenant=kind[0], error=str(error))
+            log.warning("capacity_not_read", tenant=kind[0], error=str(error))
             return False
         if has_room is None:
             return True

@@ -81,7 +81,7 @@ class WebhookSender:
             # The notice stays claimed. After the lease another process sends it again.
             raise
         except Exception as error:  # an unexpected error delays one notice, not the notices of other tenants
-            log.exception("webhook_broke_off", **names)
+            log.exception("webhook_delivery_interrupted", **names)
             problem = type(error).__name__
         if problem is None:
             log.info("webhook_sent", **names)

@@ -127,9 +127,9 @@ def escaped(name: bytes) -> str:
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
-def encode_text(text: str, what: str) -> bytes:
+def encode_text(text: str, subject: str) -> bytes:
     """Return the bytes of a name or an argument. Raises Failure when the text cannot be encoded."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        raise Failure(INVALID_ARGUMENTS, f"{what} has a character that cannot be encoded") from None
+        raise Failure(INVALID_ARGUMENTS, f"{subject} has a character that cannot be encoded") from None

@@ -148,7 +148,7 @@ class FolderStore:
 
     async def _do(self, failure: str, work: Callable[[], T]) -> T:
         """Run blocking work in a thread, because disks and folders of other hosts may be slow. Raises
-        SandboxUnavailable with the clause `what`: the work failed.
+        SandboxUnavailable with the clause `failure`: the work failed.
         """
         try:
             return await self._threads.run(work)

@@ -13,7 +13,7 @@ from contract.names import call_key
 from store.runs import RunQueue
 from tests.api_harness import READY_S, ApiHarness
 from tests.conftest import RedisProcess
-from tests.outage_requests import Asked, send, send_again
+from tests.outage_requests import ApiRequest, send, send_again
 from tests.waiting import wait_until_async
 
 LINES = 1000
@@ -36,7 +36,7 @@ async def test_a_request_that_broke_off_for_redis_is_not_said_to_be_worked_when_
                 "session": "s1",
             },
         )
-        kill = Asked("kill", "POST", "/v1/calls/c1/kill", content={})
+        kill = ApiRequest("kill", "POST", "/v1/calls/c1/kill", content={})
         killing = asyncio.create_task(send(api["acme"], kill, {}))
         await wait_until_async(lambda: store.hexists(key, "killed"), READY_S, "the order was given")
         same = await send(api["acme"], kill, {})
@@ -67,7 +67,7 @@ async def test_a_batch_whose_submission_broke_off_is_gone_on_with_by_the_same_wo
 
     monkeypatch.setattr(RunQueue, "step", step)
     lines = "".join(json.dumps({"id": f"line-{number}", "instruction": "x"}) + "\n" for number in range(LINES))
-    submit = Asked("submit", "POST", "/v1/batches", content=lines, kind="application/jsonl")
+    submit = ApiRequest("submit", "POST", "/v1/batches", content=lines, kind="application/jsonl")
     try:
         broken = await send(api["acme"], submit, {})
         assert (broken.status, broken.code) == (503, "BROKER_UNAVAILABLE")
@@ -81,10 +81,12 @@ async def test_a_batch_whose_submission_broke_off_is_gone_on_with_by_the_same_wo
 
 
 async def test_a_call_of_which_nothing_is_known_is_reported_at_once_when_it_is_to_be_killed(api: ApiHarness) -> None:
-    seen = await send(api["acme"], Asked("kill", "POST", "/v1/calls/never-was/kill", content={"reason": "why not"}), {})
-    assert (seen.status, seen.code) == (404, "NOT_FOUND")
+    reply = await send(
+        api["acme"], ApiRequest("kill", "POST", "/v1/calls/never-was/kill", content={"reason": "why not"}), {}
+    )
+    assert (reply.status, reply.code) == (404, "NOT_FOUND")
     # A search for a waiting call takes five seconds.
-    assert seen.took_s < 4
+    assert reply.took_s < 4
     assert (await api["operator"].get("/v1/audit", params={"action": "call.kill"})).json()["data"] == []
 
 
@@ -107,9 +109,9 @@ async def test_an_operators_retry_of_anothers_batch_is_in_the_audit_when_it_chan
         await api["acme"].post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})
     ).json()["id"]
 
-    async def retried(who: str) -> int:
+    async def retried(key: str) -> int:
         assert (await api["acme"].post(f"/v1/batches/{batch}/cancel")).status_code == 200
-        answer = await api[who].post(
+        answer = await api[key].post(
             f"/v1/batches/{batch}/retry", params={"tenant": "acme"}, json={"kinds": ["cancelled"]}
         )
         assert answer.status_code == 200, answer.text

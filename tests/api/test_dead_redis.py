@@ -10,7 +10,7 @@ import pytest
 from docker import APIClient
 
 from tests.api_stack import open_api_stack
-from tests.outage_requests import REQUESTS, Asked, Seen
+from tests.outage_requests import REQUESTS, ApiRequest, Seen
 from tests.outage_story import BAD_KEYS, CALLS, PAGES, RULES, STEPS, Outage, play_outage
 from tests.stack import open_redis_server
 
@@ -19,9 +19,11 @@ pytestmark = pytest.mark.stack
 ANSWERED_S = 10.0
 WORDS = ("127.0.0.1", "a-test-password", "Traceback", "redis.exceptions", "Connection refused", 'File "')
 """Texts that only a log may contain: the address of Redis, and internal errors."""
-EACH = pytest.mark.parametrize("asked", REQUESTS, ids=lambda asked: asked.name)
+EACH = pytest.mark.parametrize("api_request", REQUESTS, ids=lambda api_request: api_request.name)
 POSTS = pytest.mark.parametrize(
-    "asked", [asked for asked in REQUESTS if asked.method == "POST"], ids=lambda asked: asked.name
+    "api_request",
+    [api_request for api_request in REQUESTS if api_request.method == "POST"],
+    ids=lambda api_request: api_request.name,
 )
 
 
@@ -31,37 +33,37 @@ def outage(engine: APIClient) -> Iterator[Outage]:
         yield asyncio.run(play_outage(stack, server))
 
 
-def check_away(seen: Seen) -> None:
+def check_away(reply: Seen) -> None:
     """Fail unless the response reported in time that Redis is unavailable, without further details."""
-    assert (seen.status, seen.code) == (503, "BROKER_UNAVAILABLE"), seen
-    assert seen.took_s < ANSWERED_S
-    assert int(seen.headers["retry-after"]) >= 1
-    assert not [word for word in WORDS if word in seen.text]
+    assert (reply.status, reply.code) == (503, "BROKER_UNAVAILABLE"), reply
+    assert reply.took_s < ANSWERED_S
+    assert int(reply.headers["retry-after"]) >= 1
+    assert not [word for word in WORDS if word in reply.text]
 
 
 @EACH
-def test_a_request_reports_that_redis_does_not_answer(outage: Outage, asked: Asked) -> None:
-    check_away(outage.shallow[asked.name])
+def test_a_request_reports_that_redis_does_not_answer(outage: Outage, api_request: ApiRequest) -> None:
+    check_away(outage.shallow[api_request.name])
 
 
 @EACH
-def test_a_request_that_gets_past_the_door_is_reported_the_same(outage: Outage, asked: Asked) -> None:
-    check_away(outage.deep[asked.name])
+def test_a_request_that_gets_past_the_door_is_reported_the_same(outage: Outage, api_request: ApiRequest) -> None:
+    check_away(outage.deep[api_request.name])
 
 
 @EACH
-def test_the_same_request_is_done_when_redis_is_back(outage: Outage, asked: Asked) -> None:
-    assert outage.after[asked.name].status == asked.done, outage.after[asked.name]
+def test_the_same_request_is_done_when_redis_is_back(outage: Outage, api_request: ApiRequest) -> None:
+    assert outage.after[api_request.name].status == api_request.done, outage.after[api_request.name]
 
 
 @POSTS
-def test_a_request_with_a_word_is_done_once_however_often_it_was_sent(outage: Outage, asked: Asked) -> None:
-    again = outage.again[asked.name]
-    if asked.name == "make a key":
+def test_a_request_with_a_word_is_done_once_however_often_it_was_sent(outage: Outage, api_request: ApiRequest) -> None:
+    again = outage.again[api_request.name]
+    if api_request.name == "make a key":
         # The API returns a secret only once.
         assert (again.status, again.code) == (409, "CONFLICT")
-    elif asked.done < 300:
-        assert (again.text, again.headers["idempotent-replayed"]) == (outage.after[asked.name].text, "true")
+    elif api_request.done < 300:
+        assert (again.text, again.headers["idempotent-replayed"]) == (outage.after[api_request.name].text, "true")
 
 
 def test_of_what_was_to_be_made_there_is_one_each(outage: Outage) -> None:
@@ -87,15 +89,15 @@ def test_a_call_in_flight_that_is_sent_again_is_answered_from_memory(outage: Out
 
 
 def test_a_call_that_is_sent_into_the_outage_is_refused_or_waits_and_never_acts_twice(outage: Outage) -> None:
-    seen = outage.sent_into
-    assert seen is not None
-    assert not [word for word in WORDS if word in seen.text]
+    sent_reply = outage.sent_into
+    assert sent_reply is not None
+    assert not [word for word in WORDS if word in sent_reply.text]
     acted = outage.acted["into"]
-    if seen.status == 503:
-        check_away(seen)
+    if sent_reply.status == 503:
+        check_away(sent_reply)
         assert acted == 0
     else:
-        reply = json.loads(seen.text)
+        reply = json.loads(sent_reply.text)
         assert (reply["success"], acted) == (True, 1) or (reply["error_code"], acted) == ("BROKER_UNAVAILABLE", 0), (
             reply
         )
@@ -119,22 +121,22 @@ def test_who_follows_a_run_gets_every_event_once(outage: Outage) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_says_it_in_words(outage: Outage, page: str) -> None:
-    seen = outage.pages[page]
-    assert (seen.status, seen.headers["content-type"]) == (503, "text/html; charset=utf-8")
-    assert "Redis does not answer" in seen.text
-    assert seen.took_s < ANSWERED_S
-    assert not [word for word in WORDS if word in seen.text]
+    reply = outage.pages[page]
+    assert (reply.status, reply.headers["content-type"]) == (503, "text/html; charset=utf-8")
+    assert "Redis does not answer" in reply.text
+    assert reply.took_s < ANSWERED_S
+    assert not [word for word in WORDS if word in reply.text]
     assert outage.pages_after[page].status == 200
 
 
 @pytest.mark.parametrize("name", BAD_KEYS)
 def test_who_has_no_key_learns_nothing(outage: Outage, name: str) -> None:
-    seen = outage.strangers[name]
+    reply = outage.strangers[name]
     if name == "unknown":
-        assert (seen.status, seen.text) == (503, outage.strangers["good"].text)
+        assert (reply.status, reply.text) == (503, outage.strangers["good"].text)
     else:
-        assert seen.status == 401
-    assert not [word for word in WORDS if word in seen.text]
+        assert reply.status == 401
+    assert not [word for word in WORDS if word in reply.text]
 
 
 def test_the_services_went_on_and_none_of_it_was_a_fault_of_theirs(outage: Outage) -> None:

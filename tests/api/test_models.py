@@ -21,14 +21,14 @@ async def test_administrators_set_endpoints_and_tenants_see_those_that_they_may_
         assert (await api[key].delete("/v1/models/fast")).status_code == 403
     policy = (await api["operator"].get("/v1/tenants/acme")).json()["policy"]
     assert (await api["admin"].put("/v1/tenants/acme", json={**policy, "models": ["own", "fa*"]})).status_code == 200
-    seen = {key: (await api[key].get("/v1/models")).json()["data"] for key in ("operator", "acme", "rival")}
-    assert {key: [row["name"] for row in rows] for key, rows in seen.items()} == {
+    models = {key: (await api[key].get("/v1/models")).json()["data"] for key in ("operator", "acme", "rival")}
+    assert {key: [row["name"] for row in rows] for key, rows in models.items()} == {
         "operator": ["fast", "own", "slow"],
         "acme": ["fast", "own"],
         "rival": ["fast", "slow"],
     }
-    assert {row["base_url"] for row in seen["operator"]} == {ENDPOINT["base_url"]}
-    assert {(row["base_url"], row["secret"]) for row in (*seen["acme"], *seen["rival"])} == {(None, None)}
+    assert {row["base_url"] for row in models["operator"]} == {ENDPOINT["base_url"]}
+    assert {(row["base_url"], row["secret"]) for row in (*models["acme"], *models["rival"])} == {(None, None)}
     refused = await api["acme"].post("/v1/runs", json={"instruction": "hi", "model": "slow"})
     assert (refused.status_code, refused.json()["code"]) == (403, "PERMISSION_DENIED")
     wrong = await api["admin"].put("/v1/models/fast", json={**ENDPOINT, "fallback": "nothing"})

@@ -36,10 +36,10 @@ async def test_an_api_key_is_not_kept_with_the_answer_that_has_it(api: ApiHarnes
     assert (first.status_code, again.status_code, again.json()["code"]) == (201, 409, "CONFLICT")
     assert len((await api["admin"].get("/v1/tenants/acme/keys")).json()["data"]) == 2
     with redis_server.client() as client:
-        kept = [client.get(key) for key in client.scan_iter("*:api:once:*")]
-    assert len(kept) == 1
-    assert b"told_once" in kept[0]
-    assert b"body" not in kept[0]
+        records = [client.get(key) for key in client.scan_iter("*:api:once:*")]
+    assert len(records) == 1
+    assert b"told_once" in records[0]
+    assert b"body" not in records[0]
 
 
 async def test_failed_logins_of_one_client_do_not_lock_out_a_valid_key_from_the_same_address(

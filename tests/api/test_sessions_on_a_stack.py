@@ -66,10 +66,10 @@ async def test_a_session_is_opened_called_seen_and_closed_on_any_replica(
         assert not api_stack.stack.has_container(container)
         # Both replicas have made calls in the session a moment ago.
         for one in (client, other):
-            gone = await one.post(
+            missing = await one.post(
                 f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "true"}}
             )
-            assert (gone.status_code, gone.json()["code"]) == (404, "SESSION_NOT_FOUND")
+            assert (missing.status_code, missing.json()["code"]) == (404, "SESSION_NOT_FOUND")
     assert (await client.get(f"/v1/sessions/{session}")).status_code == 404
 
 
@@ -99,8 +99,8 @@ async def test_a_client_that_goes_ends_its_call_with_all_its_processes(
     sandbox = (await client.get(f"/v1/sessions/{session}")).json()["sandbox"] or await sandbox_of(client, session)
     container = api_stack.stack.full_id(sandbox)
     call = {"name": "bash_tool", "arguments": {"command": "echo begun; setsid sleep 4711 & sleep 4711"}}
-    seen = await read_events(client, f"/v1/sessions/{session}/calls", method="POST", json=call, most=1)
-    assert seen[0]["data"]["text"] == "begun\n"
+    server_events = await read_events(client, f"/v1/sessions/{session}/calls", method="POST", json=call, most=1)
+    assert server_events[0]["data"]["text"] == "begun\n"
 
     def are_gone() -> bool:
         return not [command for command in commands_in(container).values() if "sleep 4711" in command]
@@ -177,8 +177,8 @@ async def test_a_call_with_a_stream_that_is_sent_twice_runs_once_and_its_end_is_
         results.append(events[-1]["data"])
     assert [result["output"] for result in results] == ["1\n", None]
     assert results[1]["error_code"] == "OUTCOME_UNKNOWN"
-    known = await client.get(f"/v1/calls/{results[1]['call_id']}")
-    assert known.json()["state"] == "done"
+    call_record = await client.get(f"/v1/calls/{results[1]['call_id']}")
+    assert call_record.json()["state"] == "done"
     listed = (await client.get("/v1/calls?limit=200")).json()["data"]
     assert {"call": results[1]["call_id"], "tool": "bash_tool", "state": "done"}.items() <= next(
         one for one in listed if one["call"] == results[1]["call_id"]
@@ -232,7 +232,7 @@ async def test_another_tenants_session_is_reported_as_one_that_does_not_exist(
     api_stack: ApiStack, session: str
 ) -> None:
     async with api_stack.client("rival") as rival:
-        asked: list[tuple[str, str, Any]] = [
+        requests: list[tuple[str, str, Any]] = [
             ("GET", "", None),
             ("DELETE", "", None),
             ("GET", "/files/x", None),
@@ -240,7 +240,7 @@ async def test_another_tenants_session_is_reported_as_one_that_does_not_exist(
             ("POST", "/checkpoints", None),
             ("POST", "/calls", {"name": "bash_tool", "arguments": {"command": "true"}}),
         ]
-        for method, rest, body in asked:
+        for method, rest, body in requests:
             answers = [
                 await rival.request(method, f"/v1/sessions/{id_}{rest}", json=body)
                 for id_ in (session, "0" * len(session))

@@ -24,13 +24,13 @@ Received = tuple[dict[str, str], bytes]
 async def receiving(port: int, *statuses: int) -> AsyncIterator["asyncio.Queue[Received]"]:
     """Run a receiver that answers with these statuses. The last status is repeated."""
     received: asyncio.Queue[Received] = asyncio.Queue()
-    left = list(statuses)
+    remaining = list(statuses)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head.splitlines()[1:])}
         body = await reader.readexactly(int(headers["content-length"]))
-        status = left.pop(0) if len(left) > 1 else left[0]
+        status = remaining.pop(0) if len(remaining) > 1 else remaining[0]
         writer.write(f"HTTP/1.1 {status} Told\r\nContent-Length: 0\r\n\r\n".encode())
         await writer.drain()
         writer.close()

@@ -240,11 +240,11 @@ async def test_answer_with_the_yes_to_another_call() -> None:
 
 
 async def test_use_a_yes_for_a_second_call_without_asking() -> None:
-    asked: list[ApprovalRequest] = []
-    approver = CallbackApprover(lambda request: not asked.append(request))
+    requests: list[ApprovalRequest] = []
+    approver = CallbackApprover(lambda request: not requests.append(request))
     for _ in range(2):
         await review(build_call("bash_tool", command="sudo ls"), BASH, approver)
-    assert len(asked) == 2
+    assert len(requests) == 2
 
 
 async def test_use_a_yes_that_came_too_late() -> None:

@@ -253,8 +253,8 @@ def test_take_more_of_the_processors_than_its_share(cleared: Box) -> None:
 
 
 def used_s(counter: Path) -> float:
-    words = counter.read_text().split()
-    return int(words[0]) / 1e9 if len(words) == 1 else int(words[words.index("usage_usec") + 1]) / 1e6
+    numbers = counter.read_text().split()
+    return int(numbers[0]) / 1e9 if len(numbers) == 1 else int(numbers[numbers.index("usage_usec") + 1]) / 1e6
 
 
 HOGS = {

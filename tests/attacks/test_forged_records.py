@@ -174,8 +174,8 @@ async def events(redis_server: RedisProcess) -> AsyncIterator[EventHarness]:
 
 @pytest.mark.parametrize("forgery", QUESTIONS)
 async def test_a_forged_question_is_not_put_to_the_model_of_a_run(events: EventHarness, forgery: str) -> None:
-    asked = []
-    requests = ModelRequests(ScriptedModel(lambda messages: asked.append(messages) or "an essay"))
+    asked_calls = []
+    requests = ModelRequests(ScriptedModel(lambda messages: asked_calls.append(messages) or "an essay"))
     async with events.events.listen("acme", "call-1", {MODEL: requests.open_call()}, 30) as reader:
         assert reader is not None
         event = QUESTIONS[forgery](encode_event(MODEL, QUESTION))
@@ -183,7 +183,7 @@ async def test_a_forged_question_is_not_put_to_the_model_of_a_run(events: EventH
         await asyncio.to_thread(run_call, lambda writer: writer.send(MODEL, {**QUESTION, "number": 2}), events.writer())
         await asyncio.to_thread(events.writer().await_answer, 5)
     # The genuine record.
-    assert len(asked) == 1
+    assert len(asked_calls) == 1
 
 
 async def test_a_forged_answer_of_the_model_reaches_no_tool(events: EventHarness) -> None:

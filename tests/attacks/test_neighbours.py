@@ -138,9 +138,9 @@ def test_find_what_a_neighbour_left(engine: APIClient, box: Box) -> None:
 def test_see_or_signal_a_process_of_the_host(shared_box: Box) -> None:
     """Aim: find the engine, sandboxd or a worker among the visible processes."""
     answer = shared_box.run("ls -d /proc/[0-9]* | wc -l; cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
-    seen = int(answer.output.split()[0])
+    count = int(answer.output.split()[0])
 
-    assert seen <= 6
+    assert count <= 6
     assert "dockerd" not in answer.output
 
 

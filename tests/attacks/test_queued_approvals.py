@@ -209,10 +209,10 @@ async def test_an_answer_that_was_written_without_the_secret_is_no_yes(harness: 
 
 
 async def test_an_answer_that_lies_there_beforehand_without_the_secret_is_no_yes(harness: ApprovalHarness) -> None:
-    asked = asyncio.create_task(refused(harness))
+    waiting = asyncio.create_task(refused(harness))
     (question,) = await harness.until_pending()
-    asked.cancel()
-    await asyncio.wait({asked}, timeout=SOON_S)
+    waiting.cancel()
+    await asyncio.wait({waiting}, timeout=SOON_S)
     for forged in (
         seal(STRANGER, build_answer(question, YES, ADMIN, 0.0)),
         "",
@@ -229,11 +229,11 @@ async def test_a_yes_to_one_call_does_not_count_beside_another(harness: Approval
     await harness.queue().ask(harmless, "x", 60)
     await harness.queue().decide(harmless.id, YES, digest=harmless.digest, actor=ADMIN)
     genuine = await harness.client.get(f"toolcrew:d:approval:{harmless.id}:decision")
-    asked = asyncio.create_task(refused(harness))
+    waiting = asyncio.create_task(refused(harness))
     (question,) = await harness.until_pending()
     await harness.client.set(f"toolcrew:d:approval:{question.id}:decision", genuine)
     assert not isinstance((await harness.queue().answers([question.id]))[question.id], ApprovalAnswer)
-    await asked
+    await waiting
 
 
 async def test_a_question_cannot_be_made_to_look_harmless(harness: ApprovalHarness) -> None:

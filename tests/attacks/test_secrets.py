@@ -415,10 +415,10 @@ def a_compressed_echo(harness: SecretHarness) -> bytes:
     bodies += [("Deflate", zlib.compress(RAW, wbits=-15)), ("gzip", gzip.compress(RAW[:9]) + gzip.compress(RAW[9:]))]
     got = b""
     for coding, body in bodies:
-        said = answered(harness, answer(body, f"Content-Encoding: {coding}"), "Accept-Encoding: gzip, br")
-        assert said.count(b"*") == len(RAW), coding
-        assert b"content-encoding" not in said.lower()
-        got += said
+        reply = answered(harness, answer(body, f"Content-Encoding: {coding}"), "Accept-Encoding: gzip, br")
+        assert reply.count(b"*") == len(RAW), coding
+        assert b"content-encoding" not in reply.lower()
+        got += reply
     assert b"Accept-Encoding: identity" in harness.site.seen
     assert b"gzip, br" not in harness.site.seen
     return got
@@ -437,9 +437,9 @@ def a_compressed_echo_in_pieces_of_one_byte(harness: SecretHarness) -> bytes:
 def a_compressed_echo_that_nothing_decodes(harness: SecretHarness) -> bytes:
     got = b""
     for coding in ("br", "zstd", "compress", "gzip, gzip", "gzip, identity", "", "gzip\r\nContent-Encoding: gzip"):
-        said = answered(harness, answer(gzip.compress(gzip.compress(RAW, 0), 0), f"Content-Encoding: {coding}"))
-        assert b" 502 " in said, coding
-        got += said
+        reply = answered(harness, answer(gzip.compress(gzip.compress(RAW, 0), 0), f"Content-Encoding: {coding}"))
+        assert b" 502 " in reply, coding
+        got += reply
     return got
 
 
@@ -463,11 +463,11 @@ def an_echo_in_parts(harness: SecretHarness) -> bytes:
     got = b""
     for at in range(0, len(RAW), 4):
         part = f"Content-Range: bytes {at}-{at + 3}/{len(RAW)}"
-        said = answered(
+        reply = answered(
             harness, answer(RAW[at : at + 4], part, status="206 Partial Content"), f"Range: bytes={at}-{at + 3}"
         )
-        assert b" 502 " in said
-        got += said.partition(b"\r\n\r\n")[2]
+        assert b" 502 " in reply
+        got += reply.partition(b"\r\n\r\n")[2]
     assert b"range" not in harness.site.seen.lower()
     return got
 

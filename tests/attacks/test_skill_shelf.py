@@ -164,7 +164,7 @@ def test_place_other_content_under_a_digest(sandboxd: OwnSandboxd) -> None:
 
 def test_send_more_than_a_bundle_may_have(sandboxd: OwnSandboxd) -> None:
     class Large(io.BytesIO):
-        left = 200 * 1024 * 1024
+        remaining = 200 * 1024 * 1024
 
         def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
             return self.left if whence == io.SEEK_END else 0

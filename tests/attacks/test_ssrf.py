@@ -16,7 +16,7 @@ from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
 from workers.web.egress import WebAccessRules
 from workers.web.exchange import ConnectionOptions, HttpRequest, exchange
-from workers.web.fetcher import Fetched
+from workers.web.fetcher import FetchedPage
 from workers.web.limits import Deadline
 from workers.web.urls import Address, parse_url
 
@@ -147,7 +147,7 @@ class LoopbackIsPublic(AddressRules):
         return None if str(address) == "127.0.0.1" else super().refusal(address)
 
 
-def fetch_as_public(server: WebServer, *answers: list[str]) -> Fetched:
+def fetch_as_public(server: WebServer, *answers: list[str]) -> FetchedPage:
     """Fetch a page from a name whose lookups give these answers in order. The addresses are judged by the rules."""
     web = build_web(
         server,

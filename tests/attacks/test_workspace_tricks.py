@@ -19,9 +19,9 @@ pytestmark = pytest.mark.stack
 @pytest.fixture(scope="module")
 def session(sandboxd: OwnSandboxd) -> Iterator[HostileSession]:
     with SandboxClient(sandboxd.path) as client:
-        kept = client.status()["workspaces"]
-    if kept["kind"] != "image":
-        missing(f"workspaces are no file system images here: {kept['note']}")
+        workspaces = client.status()["workspaces"]
+    if workspaces["kind"] != "image":
+        missing(f"workspaces are no file system images here: {workspaces['note']}")
     with sandboxd.session("another-tenant", "workspace-tricks") as opened:
         yield opened
 

@@ -15,8 +15,8 @@ from tests.chaos.rounds import Terms, open_chaos
 from tests.containers import open_engine
 
 
-def main(words: Sequence[str]) -> int:
-    arguments = _parse_arguments(words)
+def main(argv: Sequence[str]) -> int:
+    arguments = _parse_arguments(argv)
     # SIGTERM must also stop the processes of the harness.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = arguments.seed or secrets.token_hex(4)
@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     return 1 if wrong else 0
 
 
-def _parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "scripts/chaos batch", description="Kill what works a batch at random moments, and check its files."
     )
@@ -49,7 +49,7 @@ def _parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         help="strike only these; pause: an orchestrator, for longer than its leases",
     )
     parser.add_argument("--seed", help="of the moments and the targets of the faults; printed when it is not given")
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 def _tell(number: int, report: BatchReport) -> int:

@@ -144,8 +144,8 @@ def _left_in_redis(harness: Harness, load: BatchLoad) -> list[str]:
         ended = sorted(run.decode() for run in client.zrange(f"{key}:ended", 0, -1))
         counted = int(client.hget(key, "succeeded") or 0)
         open_sets = [f"{key}:waiting", f"{key}:running", f"{prefix}leases", f"{prefix}delayed", f"{prefix}batches"]
-        left = [name for name in open_sets if client.exists(name)]
-    wrong = [f"{name} is not empty though the batch has ended" for name in left]
+        leftovers = [name for name in open_sets if client.exists(name)]
+    wrong = [f"{name} is not empty though the batch has ended" for name in leftovers]
     wrong += [f"Redis knows {len(items)} items of {len(wanted)}, some of them twice or not at all"] * (items != wanted)
     wrong += [f"Redis knows {len(ended)} ended items of {len(wanted)}"] * (ended != wanted)
     wrong += [f"Redis counts {counted} successes of {len(wanted)}"] * (counted != len(wanted))

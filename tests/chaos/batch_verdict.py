@@ -54,24 +54,24 @@ def read_tally(tally: Path, mark: str) -> dict[str, dict[int, list[str]]]:
     return acts
 
 
-def judge_batch(seen: Evidence) -> BatchVerdict:
+def judge_batch(evidence: Evidence) -> BatchVerdict:
     """Return the failures and some figures."""
-    first = next(iter(seen.rows.values()), ())
+    first = next(iter(evidence.rows.values()), ())
     answers = {str(row["custom_id"]): _answer(row) for row in first if row.get("error") is None}
-    wrong = [sentence for name, rows in seen.rows.items() for sentence in _judge_rows(name, rows, seen.items)]
+    wrong = [sentence for name, rows in evidence.rows.items() for sentence in _judge_rows(name, rows, evidence.items)]
     wrong += [f"{row['custom_id']} failed in the end: {row['error']}" for row in first if row.get("error") is not None]
     # If Redis lost data, repeated executions and replies are permitted, so these checks are skipped.
-    if not seen.may_repeat:
-        wrong += [sentence for item in seen.items for sentence in _judge_acts(item, seen, answers.get(item))]
-        wrong += [sentence for item in seen.items for sentence in _judge_replies(item, seen)]
-    wrong += [f"{item} acted, and is no item" for item in seen.acts.keys() - set(seen.items)]
+    if not evidence.may_repeat:
+        wrong += [sentence for item in evidence.items for sentence in _judge_acts(item, evidence, answers.get(item))]
+        wrong += [sentence for item in evidence.items for sentence in _judge_replies(item, evidence)]
+    wrong += [f"{item} acted, and is no item" for item in evidence.acts.keys() - set(evidence.items)]
     return BatchVerdict(
         wrong=tuple(wrong),
-        items=len(seen.items),
-        acts=sum(len(marks) for steps in seen.acts.values() for marks in steps.values()),
-        unknown=sum(seen.calls - len(acts) for _, acts in answers.values()),
-        begun_anew=sum(attempts - 1 for attempts in seen.attempts.values()),
-        replies_repeated=sum(_repeated(seen, item) for item in seen.items),
+        items=len(evidence.items),
+        acts=sum(len(marks) for steps in evidence.acts.values() for marks in steps.values()),
+        unknown=sum(evidence.calls - len(acts) for _, acts in answers.values()),
+        begun_anew=sum(attempts - 1 for attempts in evidence.attempts.values()),
+        replies_repeated=sum(_repeated(evidence, item) for item in evidence.items),
     )
 
 
@@ -81,11 +81,11 @@ def _judge_rows(name: str, rows: Iterable[Mapping[str, Any]], items: Sequence[st
     yield from (f"orchestrator {name} wrote a row of {item}, which is no item" for item in counts.keys() - set(items))
 
 
-def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None) -> Iterable[str]:
+def _judge_acts(item: str, evidence: Evidence, answer: tuple[str, list[int]] | None) -> Iterable[str]:
     """Check the executions from outside and from inside. No call may execute twice in the workspace of one attempt,
     and the answer must match the executions of the last attempt.
     """
-    steps, attempts = seen.acts.get(item, {}), seen.attempts.get(item, 1)
+    steps, attempts = evidence.acts.get(item, {}), evidence.attempts.get(item, 1)
     # Each attempt has its own workspace, so the mark distinguishes a repeated call from a restarted attempt.
     workspaces = {mark for marks in steps.values() for mark in marks}
     for step, marks in sorted(steps.items()):
@@ -98,36 +98,36 @@ def _judge_acts(item: str, seen: Evidence, answer: tuple[str, list[int]] | None)
             if count > 1
         )
     # A session whose host is lost continues on another host, possibly with another workspace.
-    if len(workspaces) > attempts and not seen.may_lose:
+    if len(workspaces) > attempts and not evidence.may_lose:
         yield f"{item} acted in {len(workspaces)} workspaces and was begun {attempts} times"
-    if attempts > 1 and not seen.may_lose:
+    if attempts > 1 and not evidence.may_lose:
         yield f"{item} was begun {attempts} times though only orchestrators were struck"
     if answer is None:
         return
     workspace, result = answer
     acted = sorted(step for step, marks in steps.items() if workspace in marks)
     # A command that was killed between its two marks has left only the first mark.
-    is_told = set(result) <= set(acted) if seen.may_lose else result == acted
+    is_told = set(result) <= set(acted) if evidence.may_lose else result == acted
     if not is_told or len(result) != len(set(result)):
         yield f"{item} tells that it acted at steps {result}, and acted at {acted}"
-    if not seen.may_lose and acted != list(range(seen.calls)):
-        yield f"{item} acted at steps {acted} of {seen.calls} though only orchestrators were struck"
+    if not evidence.may_lose and acted != list(range(evidence.calls)):
+        yield f"{item} acted at steps {acted} of {evidence.calls} though only orchestrators were struck"
 
 
-def _judge_replies(item: str, seen: Evidence) -> Iterable[str]:
+def _judge_replies(item: str, evidence: Evidence) -> Iterable[str]:
     """Check the number of replies. A restarted attempt requests every reply again."""
-    repeated, struck = _repeated(seen, item), seen.struck.get(item, 0)
+    repeated, struck = _repeated(evidence, item), evidence.struck.get(item, 0)
     # An orchestrator may be killed between a reply and its log entry. Each fault therefore permits one repeated
     # reply.
-    if seen.attempts.get(item, 1) == 1 and repeated > struck:
+    if evidence.attempts.get(item, 1) == 1 and repeated > struck:
         yield (
             f"{item} was answered {repeated} times more than it has steps, and its orchestrators were struck {struck} "
             "times"
         )
 
 
-def _repeated(seen: Evidence, item: str) -> int:
-    return sum(count - 1 for count in seen.replies.get(item, {}).values() if count > 1)
+def _repeated(evidence: Evidence, item: str) -> int:
+    return sum(count - 1 for count in evidence.replies.get(item, {}).values() if count > 1)
 
 
 def _answer(row: Mapping[str, Any]) -> tuple[str, list[int]]:

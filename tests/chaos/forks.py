@@ -60,9 +60,9 @@ class Tree:
         killer.join()
         self.daemon.start()
         with self.daemon.client() as client:
-            known = {row["name"] for row in client.sessions()}
-            assert self.lines.keys() <= known
-            for name in known - self.lines.keys():  # the answer to its fork was lost
+            names = {row["name"] for row in client.sessions()}
+            assert self.lines.keys() <= names
+            for name in names - self.lines.keys():  # the answer to its fork was lost
                 client.close(name)
         # The call may have been killed before or after it wrote.
         line, found = self.lines[self._writing], self._read(self._writing)
@@ -115,13 +115,13 @@ def close_all(daemon: Daemon) -> None:
     wait_until(lambda: find_left(daemon) == [], LEFT_S, lambda: f"nothing is left of sessions: {find_left(daemon)[:9]}")
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("scripts/chaos forks", description="Kill sandboxd while a tree of forks grows.")
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--start", choices=list(SETTINGS), default="oci-root")
     parser.add_argument("--seed", help="of the tree and the moments; printed when it is not given")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     # SIGTERM must also stop the processes of the harness.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed, began = arguments.seed or secrets.token_hex(4), time.monotonic()

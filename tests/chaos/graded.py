@@ -105,12 +105,12 @@ def _judge(item: str, row: dict[str, Any] | None, wrong: list[str]) -> str:
     return f"reward {row['grade']['reward']:g}"
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("scripts/chaos graded", description="Kill processes while items are graded.")
     parser.add_argument("--items", type=int, default=1000)
     parser.add_argument("--blows", type=int, default=30)
     parser.add_argument("--seed", help="of the moments; printed when it is not given")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     # SIGTERM must also stop the processes of the harness.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = arguments.seed or secrets.token_hex(4)

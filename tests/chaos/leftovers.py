@@ -21,7 +21,7 @@ def find_leftovers(harness: Harness) -> dict[str, Any]:
             found |= _in_redis(client, harness.deployment, has_orphans=harness.has_orphans)
     except redis.RedisError as error:
         found["redis"] = str(error)
-    return {kind: what for kind, what in found.items() if what}
+    return {kind: names for kind, names in found.items() if names}
 
 
 def find_mounts(folder: Path) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def find_mounts(folder: Path) -> dict[str, Any]:
             continue  # removed in the meantime
         if backing.startswith(f"{folder}/"):
             loops.append(backing)
-    return {kind: what for kind, what in {"mounts": mounts, "loops": loops}.items() if what}
+    return {kind: names for kind, names in {"mounts": mounts, "loops": loops}.items() if names}
 
 
 def _in_redis(client: "redis.Redis", deployment: str, *, has_orphans: bool) -> dict[str, Any]:
@@ -72,10 +72,10 @@ def _open_calls(client: "redis.Redis", deployment: str, keys: list[str], *, has_
     is_open = [key for key, record in records.items() if record.get(b"state") in OPEN_STATES]
     # Without killed orchestrators every open record is a failure. With killed orchestrators only a record with a
     # living owner is a failure.
-    left = [key for key in is_open if not has_orphans or _is_held(client, deployment, records[key])]
+    leftovers = [key for key in is_open if not has_orphans or _is_held(client, deployment, records[key])]
     return {
         key: b" ".join(b"%s=%s" % field for field in records[key].items()).decode(errors="replace")
-        for key in left[:_SHOWN]
+        for key in leftovers[:_SHOWN]
     }
 
 

@@ -53,8 +53,8 @@ def open_chaos(api: APIClient, terms: Terms) -> Iterator[Harness]:
         yield harness
         harness.stop()
         harness.footprint.assert_nothing_left(within_s=30)
-        left = find_mounts(harness.folder)
-        assert not left, f"left behind: {left}"
+        leftovers = find_mounts(harness.folder)
+        assert not leftovers, f"left behind: {leftovers}"
 
 
 def play(
@@ -93,15 +93,15 @@ def _judge(harness: Harness, load: Load, lines: Sequence[Mapping[str, Any]]) -> 
 def settle(harness: Harness, wrong: list[str]) -> float:
     """Return the seconds until no call and no session was left. Leftovers at the deadline are added to `wrong`."""
     started = time.monotonic()
-    left: dict[str, Any] = {}
+    leftovers: dict[str, Any] = {}
     while time.monotonic() - started < SETTLE_S:
         # A new session must be served, and its opening removes the leftovers of killed processes.
         unserved = asyncio.run(_try_call(harness))
-        left = find_leftovers(harness) | ({"unserved": unserved} if unserved else {})
-        if not left:
+        leftovers = find_leftovers(harness) | ({"unserved": unserved} if unserved else {})
+        if not leftovers:
             return time.monotonic() - started
         time.sleep(0.5)
-    wrong.append(f"left {SETTLE_S:g} s after the last orchestrator ended: {left}")
+    wrong.append(f"left {SETTLE_S:g} s after the last orchestrator ended: {leftovers}")
     return SETTLE_S
 
 

@@ -37,7 +37,7 @@ def test_an_item_with_one_row_whose_calls_acted_once_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"rows": {"one": [row()], "two": []}}, "has 0 rows of orchestrator two"),
         ({"rows": {"one": [row(), row()]}}, "has 2 rows"),
@@ -68,10 +68,10 @@ def test_an_item_with_one_row_whose_calls_acted_once_is_right() -> None:
         ({"replies": {"m-0": {0: 2, 1: 2, 2: 1}}, "struck": {"m-0": 1}}, "answered 2 times more"),
     ],
 )
-def test_what_must_not_be_is_said(changes: dict[str, Any], words: str) -> None:
+def test_what_must_not_be_is_said(changes: dict[str, Any], message: str) -> None:
     (sentence,) = judge_batch(evidence(**changes)).wrong
 
-    assert words in sentence
+    assert message in sentence
 
 
 def test_a_reply_may_be_paid_for_once_more_for_each_time_its_run_was_killed() -> None:

@@ -28,7 +28,7 @@ def test_a_call_that_acted_once_and_was_answered_once_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "acts", "words"),
+    ("lines", "acts", "message"),
     [
         ([sent(), result(), result()], {"d-1": 1}, "got 2 results"),
         ([sent()], {}, "got no result"),
@@ -43,10 +43,10 @@ def test_a_call_that_acted_once_and_was_answered_once_is_right() -> None:
         ([], {"d-9": 1}, "no client sent it"),
     ],
 )
-def test_what_must_not_be_is_said(lines: list[dict[str, Any]], acts: dict[str, int], words: str) -> None:
+def test_what_must_not_be_is_said(lines: list[dict[str, Any]], acts: dict[str, int], message: str) -> None:
     (sentence,) = judge(lines, acts, []).wrong
 
-    assert words in sentence
+    assert message in sentence
 
 
 @pytest.mark.parametrize("code", ["OUTCOME_UNKNOWN", "TIMEOUT", "SANDBOX_UNAVAILABLE"])
@@ -67,7 +67,7 @@ def test_usage_that_is_the_sum_of_its_calls_and_sessions_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tenant", "sessions", "ended", "words"),
+    ("tenant", "sessions", "ended", "message"),
     [
         ({"calls": 2}, {}, {"d-1"}, "2 calls were counted, and 1 have a result"),
         ({"calls": 1, "cpu_us": 4}, {"s": {"cpu_us": 2}}, {"d-1"}, "cpu_us: 4 of the tenant, and 2 of its sessions"),
@@ -76,9 +76,9 @@ def test_usage_that_is_the_sum_of_its_calls_and_sessions_is_right() -> None:
     ],
 )
 def test_wrong_usage_is_said(
-    tenant: dict[str, int], sessions: dict[str, dict[str, int]], ended: set[str], words: str
+    tenant: dict[str, int], sessions: dict[str, dict[str, int]], ended: set[str], message: str
 ) -> None:
-    used = {"cpu_s": 1.5 if "have 1.5" in words else 0.0}
+    used = {"cpu_s": 1.5 if "have 1.5" in message else 0.0}
     (sentence,) = judge_usage(StoredUsage(tenant, sessions, frozenset(ended)), [sent(), result(**used)])
 
-    assert words in sentence
+    assert message in sentence

@@ -115,8 +115,8 @@ async def test_every_call_and_every_error_can_be_answered(speaker: Speaker) -> N
             [answered(event) for event in events if not isinstance(event, Text)]
         )
         messages = speaker.dialect.build_request([end.message, *reported_events], [SPEC]).messages
-        asked = [entry["id"] for entry in end.message.get("tool_calls", [])]
-        assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == asked
+        call_ids = [entry["id"] for entry in end.message.get("tool_calls", [])]
+        assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == call_ids
 
 
 def answered(event: Event) -> tuple[str, ToolResult]:

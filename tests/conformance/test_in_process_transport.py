@@ -223,10 +223,10 @@ async def test_a_plain_function_may_give_something_to_await() -> None:
 
 
 async def test_a_plain_function_runs_beside_the_loop_in_the_callers_context() -> None:
-    who = contextvars.ContextVar("who", default="unknown")
-    who.set("me")
+    caller = contextvars.ContextVar("who", default="unknown")
+    caller.set("me")
     result = await run(
-        lambda: [who.get(), threading.current_thread() is threading.main_thread(), threading.current_thread().daemon]
+        lambda: [caller.get(), threading.current_thread() is threading.main_thread(), threading.current_thread().daemon]
     )
     assert result.output == '["me", false, true]'
 

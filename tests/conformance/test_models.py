@@ -147,9 +147,9 @@ async def test_a_model_has_a_name_and_may_be_closed_twice(model: Model) -> None:
 
 
 async def test_a_model_asks_for_the_tool_and_answers_with_its_result(model: Model) -> None:
-    [asked], end = await read(model, ASK)
-    assert "/workspace/data.csv" in str(asked.call.arguments["command"])
-    observation: Message = {"role": "tool", "tool_call_id": asked.model_id, "content": "11 /workspace/data.csv\n"}
+    [call], end = await read(model, ASK)
+    assert "/workspace/data.csv" in str(call.call.arguments["command"])
+    observation: Message = {"role": "tool", "tool_call_id": call.model_id, "content": "11 /workspace/data.csv\n"}
     calls, end = await read(model, [*ASK, end.message, observation])
     assert not calls
     assert "11" in end.text

@@ -53,7 +53,7 @@ def flat(message: dict[str, Any]) -> dict[tuple[str, ...], Any]:
     fields: dict[tuple[str, ...], Any] = {}
     for name, value in message.items():
         if isinstance(value, dict):
-            fields.update({(name, inner): what for inner, what in value.items()})
+            fields.update({(name, inner): inner_value for inner, inner_value in value.items()})
         else:
             fields[name,] = value
     fields["body",] = json.loads(base64.b64decode(message["body"]))

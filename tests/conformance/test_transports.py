@@ -267,12 +267,12 @@ async def test_a_result_that_is_kept_is_there_for_another_process_until_it_is_se
     redis_server: RedisProcess,
 ) -> None:
     async with celery_transport(redis_server) as (first, worker), celery_transport(redis_server) as (second, _):
-        kept = build_delivery(text="abc")
-        kept.request.keeps_result = True
-        assert (await delivered(first, kept)).output == "cba"
+        delivery = build_delivery(text="abc")
+        delivery.request.keeps_result = True
+        assert (await delivered(first, delivery)).output == "cba"
         [key] = await worker.client.keys("celery-task-meta-*")
         task = key.decode().removeprefix("celery-task-meta-")
-        assert (await delivered(second, dataclasses.replace(kept, published_as=task))).output == "cba"
+        assert (await delivered(second, dataclasses.replace(delivery, published_as=task))).output == "cba"
         first.settle("acme", "c1")
         second.settle("acme", "c1")
         async with asyncio.timeout(SOON_S):

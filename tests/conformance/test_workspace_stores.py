@@ -221,11 +221,11 @@ async def test_a_folder_that_hangs_holds_up_no_other_work_and_not_its_callers_fo
     (tmp_path / "acme").mkdir()
     # Opening the FIFO blocks until a writer opens it, as with an unreachable file server.
     os.mkfifo(tmp_path / "acme" / "one.json")
-    asked = [asyncio.ensure_future(store.describe("acme/one")) for _ in range(50)]
+    reads = [asyncio.ensure_future(store.describe("acme/one")) for _ in range(50)]
     await asyncio.sleep(0)
     try:
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 5) == "free"
-        answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 5)
+        answers = await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), 5)
         assert (
             len(
                 [

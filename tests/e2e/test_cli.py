@@ -204,10 +204,10 @@ def test_a_call_that_is_terminated_closes_its_session_on_a_running_stack(stack: 
     finally:
         process.kill()
         process.wait()
-    left = stack.footprint.containers()
-    for container in left:
+    leftovers = stack.footprint.containers()
+    for container in leftovers:
         stack.api.remove_container(container, force=True)
-    assert left == []
+    assert leftovers == []
 
 
 def test_doctor_reports_what_is_missing_and_how_to_fix_it(footprint: Footprint) -> None:

@@ -222,12 +222,12 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]
     finally:
         ended = composed.down()
     assert ended.status == 0, ended.err[-2000:]
-    left = {kind: composed.list_left(kind) for kind in ("container", "network", "volume")} | {
+    leftovers = {kind: composed.list_left(kind) for kind in ("container", "network", "volume")} | {
         "created": composed.list_containers(),
         "sandbox": sorted(composed.list_sandboxes()),
         "disk": composed.list_disks(),
     }
-    assert not any(left.values()), left
+    assert not any(leftovers.values()), leftovers
 
 
 def test_a_call_goes_through_the_whole_path(composed: ComposeStack) -> None:

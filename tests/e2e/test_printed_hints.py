@@ -48,9 +48,9 @@ def test_the_hint_of_a_stopped_command_goes_on_with_a_tenants_batch_when_it_is_p
 
         wait_until(is_running, 60, "the item did not begin")
         process.terminate()
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 143, said
-        (hint,) = {found for found in re.findall(r"`(toolcrew [^`]+)`", said) if "resume" in found}
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 143, stderr
+        (hint,) = {found for found in re.findall(r"`(toolcrew [^`]+)`", stderr) if "resume" in found}
 
         resumed = toolcrew(*shlex.split(hint)[1:])
         assert [json.loads(line)["custom_id"] for line in out.read_text().splitlines()] == ["a"], resumed.stderr

@@ -29,14 +29,16 @@ COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) 
 
 def run(command: str, folder: Path = ROOT, **environment: str) -> "subprocess.CompletedProcess[str]":
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLCREW_", "OPENAI_"))}
+    base_environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TOOLCREW_", "OPENAI_"))
+    }
     return subprocess.run(
         command,
         shell=True,
         cwd=folder,
         capture_output=True,
         text=True,
-        env={**kept, "PATH": path, **environment},
+        env={**base_environment, "PATH": path, **environment},
         timeout=500,
         check=False,
     )
@@ -58,11 +60,11 @@ def test_a_command_of_the_readme_works(command: str) -> None:
 def run_program(page: str, timeout_s: float) -> str:
     """Run the one complete program of a page and return its output."""
     [program] = [p for p in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "asyncio.run(main())" in p]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLCREW_", "OPENAI_"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TOOLCREW_", "OPENAI_"))}
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        env=kept,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=timeout_s,

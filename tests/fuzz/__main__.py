@@ -17,14 +17,14 @@ def main() -> int:
     parser.add_argument("count", nargs="?", type=int, default=1_000_000, metavar="N", help="inputs; default 1000000")
     parser.add_argument("--seed", type=int, default=None, help="repeats a run; default a new one")
     parser.add_argument("--first", type=int, default=0, metavar="I", help="number of the first input; default 0")
-    asked = parser.parse_args()
-    seed = secrets.randbelow(2**32) if asked.seed is None else asked.seed
-    _tell(f"seed {seed}, {asked.count} inputs over {', '.join(CHECKS)}")
+    options = parser.parse_args()
+    seed = secrets.randbelow(2**32) if options.seed is None else options.seed
+    _tell(f"seed {seed}, {options.count} inputs over {', '.join(CHECKS)}")
     started = time.monotonic()
     try:
-        for done in range(0, asked.count, STEP):
-            run(seed, min(STEP, asked.count - done), asked.first + done)
-            _tell(f"{min(done + STEP, asked.count)} inputs, {time.monotonic() - started:.0f} s")
+        for done in range(0, options.count, STEP):
+            run(seed, min(STEP, options.count - done), options.first + done)
+            _tell(f"{min(done + STEP, options.count)} inputs, {time.monotonic() - started:.0f} s")
     except Failed as failed:
         _tell(f"FAILED: {failed}")
         return 1

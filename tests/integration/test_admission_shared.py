@@ -37,8 +37,8 @@ class Harness:
         self.opened.append(SharedAdmission(self.client, DEPLOYMENT, lease_s=lease_s))
         return self.opened[-1]
 
-    async def count(self, what: str) -> int:
-        return int(await self.client.hlen(f"{admission_prefix(DEPLOYMENT)}{what}"))
+    async def count(self, kind: str) -> int:
+        return int(await self.client.hlen(f"{admission_prefix(DEPLOYMENT)}{kind}"))
 
     async def until(
         self, is_true: Callable[[], bool], what: str | None = None, number: int | Callable[[], int] = 0

@@ -78,10 +78,10 @@ async def test_read_only_calls_of_one_reply_run_side_by_side_in_one_sandbox(
     calls: list[tuple[str, dict[str, Any] | str]] = [
         ("read_tool", {"path": f"/workspace/{number}.txt"}) for number in range(4)
     ]
-    seen: list[RunEvent] = []
+    events: list[RunEvent] = []
     model = ScriptedModel([Calls(calls), "ok"])
-    await client.run("read", session=session, model=model, on_event=seen.append)
-    kinds = [type(event) for event in seen if isinstance(event, CallStarted | CallFinished)]
+    await client.run("read", session=session, model=model, on_event=events.append)
+    kinds = [type(event) for event in events if isinstance(event, CallStarted | CallFinished)]
     assert kinds == [CallStarted] * 4 + [CallFinished] * 4
     entries = [message["content"] for message in model.requests[1].messages[-4:]]
     assert [f"this is {number}" in content for number, content in enumerate(entries)] == [True] * 4

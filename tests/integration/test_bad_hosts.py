@@ -59,7 +59,7 @@ async def open_on(settings: SandboxdSettings, engine: Engine | None = None) -> N
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         (
             {"sandbox_image": "no-such-image:ever"},
@@ -81,9 +81,9 @@ async def open_on(settings: SandboxdSettings, engine: Engine | None = None) -> N
     ids=["image", "runtime", "runtime of a class", "egress without a proxy"],
 )
 async def test_what_is_missing_is_named_with_the_setting_to_change(
-    api: APIClient, tmp_path: Path, fields: dict[str, Any], words: str
+    api: APIClient, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(OperatorError, match=words):
+    with pytest.raises(OperatorError, match=message):
         await open_on(build_settings(tmp_path, **fields))
 
 
@@ -137,7 +137,7 @@ async def test_the_profile_is_proved_under_the_runtime_of_every_class(api: APICl
 
     await open_on(settings, good)
     with pytest.raises(
-        SandboxUnavailable, match=rf"under the runtime '{OTHER_RUNTIME}' of a tenant class: .*does not keep.*PidsLimit"
+        SandboxUnavailable, match=rf"under the runtime '{OTHER_RUNTIME}' of a tenant class: .*does not apply.*PidsLimit"
     ):
         await open_on(settings, bad)
 
@@ -171,7 +171,7 @@ async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClie
     settings, engine = build_settings(tmp_path), Engine()
     try:
         evidence = await examine(settings, Plans(settings), engine)
-        left = await engine.list_containers("badhosts")
+        leftovers = await engine.list_containers("badhosts")
     finally:
         engine.close()
     states = {row.name: row.state for row in judge(evidence)}
@@ -187,7 +187,7 @@ async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClie
         "workspaces are limited": "holds",
     }
     assert states["files outlive their sandbox"] == "void"
-    assert left == []
+    assert leftovers == []
     assert find_files(tmp_path) == []
 
 
@@ -195,10 +195,10 @@ async def test_a_check_removes_what_one_left_that_was_killed_and_not_what_one_ha
     api: APIClient, tmp_path: Path
 ) -> None:
     settings, engine = build_settings(tmp_path), Engine()
-    for who, age_s in (("killed", 7200), ("running", 60)):
-        left = settings.state() / f"doctor-{who}.state"
-        (left / "workspaces").mkdir(parents=True)
-        os.utime(left, (time.time() - age_s,) * 2)
+    for label, age_s in (("killed", 7200), ("running", 60)):
+        folder = settings.state() / f"doctor-{label}.state"
+        (folder / "workspaces").mkdir(parents=True)
+        os.utime(folder, (time.time() - age_s,) * 2)
     settings.sandboxd_leases.mkdir(parents=True)
     (settings.sandboxd_leases / "doctor-killed.name").touch()
     running = Lease.take(settings.sandboxd_leases, "doctor-running")
@@ -239,14 +239,14 @@ class SettingsOfAnother(SandboxdSettings):
 
 
 @pytest.mark.parametrize(
-    ("kind", "state", "words"),
+    ("kind", "state", "message"),
     [
         (SandboxdSettings, "holds", "through the egress proxy"),
         (SettingsOfAnother, "void", "which may not be the egress proxy"),
     ],
 )
 async def test_an_egress_proxy_counts_for_the_check_as_it_does_for_sandboxes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[SandboxdSettings], state: str, words: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[SandboxdSettings], state: str, message: str
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/missing")
     settings = kind(tenant_classes={"web": TenantClass(network="egress")}, egress_socket=tmp_path / "proxy")
@@ -259,7 +259,7 @@ async def test_an_egress_proxy_counts_for_the_check_as_it_does_for_sandboxes(
     row = next(row for row in judge(evidence) if row.name == "network follows the class")
 
     assert row.state == state
-    assert words in row.why
+    assert message in row.why
 
 
 def start_sandboxd(*arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -273,12 +273,12 @@ def test_the_program_ends_with_one_sentence_and_never_with_a_traceback(tmp_path:
     missing = f"unix://{tmp_path}/missing"
     stranger = '{"a": {"pool": {"strange": 1}}}'
     with (
-        start_sandboxd(DOCKER_HOST=missing, TOOLCREW_SANDBOXD_SOCKET=str(tmp_path / "socket")) as gone,
+        start_sandboxd(DOCKER_HOST=missing, TOOLCREW_SANDBOXD_SOCKET=str(tmp_path / "socket")) as stopped,
         start_sandboxd("--check", DOCKER_HOST=missing, TOOLCREW_TENANT_CLASSES=stranger) as checked,
     ):
-        sentence, complaint = gone.communicate(timeout=60)[1], checked.communicate(timeout=60)[1]
+        sentence, complaint = stopped.communicate(timeout=60)[1], checked.communicate(timeout=60)[1]
 
-    assert (gone.returncode, checked.returncode) == (1, 1)
+    assert (stopped.returncode, checked.returncode) == (1, 1)
     assert read_last_words(sentence).startswith("the Docker engine does not answer")
     assert complaint == (
         "sandboxd: TOOLCREW_TENANT_CLASSES: class 'a' has a pool of image 'strange', which it may not use: add it "

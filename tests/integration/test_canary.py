@@ -36,9 +36,9 @@ from tests.waiting import wait_until_async
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(180)]
 
 
-def make_canary(what: str) -> str:
+def make_canary(kind: str) -> str:
     """Return a unique word, in letters that no encoding changes."""
-    return f"canary{what}{secrets.token_hex(12)}"
+    return f"canary{kind}{secrets.token_hex(12)}"
 
 
 SECRET, PREVIOUS, ARGUMENT, OUTPUT, LARGE = (
@@ -139,8 +139,8 @@ def command_lines() -> bytes:
     return b"\n".join(read_proc(pid, "cmdline") for pid in all_pids() if pid != os.getpid())
 
 
-def seen(where: dict[str, bytes], words: Iterable[str]) -> set[tuple[str, str]]:
-    return {(place, word) for place, text in where.items() for word in words if word.encode() in text}
+def seen(where: dict[str, bytes], canaries: Iterable[str]) -> set[tuple[str, str]]:
+    return {(place, word) for place, text in where.items() for word in canaries if word.encode() in text}
 
 
 async def test_nothing_secret_is_found_where_others_look(watched: Stack) -> None:

@@ -208,7 +208,7 @@ def test_a_stack_interrupted_while_it_starts_leaves_nothing(footprint: Footprint
 # -----------------------------------------------------------------------------------------------
 
 
-def assert_says(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
+def assert_says(done: "subprocess.CompletedProcess[str]", *fragments: str) -> None:
     """Fail unless the exit code is 1 and stderr has one sentence with these words."""
     lines = [
         line for line in done.stderr.splitlines() if not line.startswith("TOOLCREW_REDIS_URL is not set: starting")
@@ -217,7 +217,7 @@ def assert_says(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
     assert "Traceback" not in done.stderr, done.stderr
     assert [line for line in lines if line.startswith("toolcrew: ")] == lines, done.stderr
     assert len(lines) == 1, done.stderr
-    for word in words:
+    for word in fragments:
         assert word in lines[0], (word, lines[0])
 
 
@@ -228,12 +228,12 @@ def test_without_an_engine_the_stack_does_not_start_and_says_what_to_do(footprin
     footprint.assert_nothing_left(within_s=2)
 
 
-def assert_error_object(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
+def assert_error_object(done: "subprocess.CompletedProcess[str]", *fragments: str) -> None:
     """Fail unless the exit code is 1 and stdout has the error as an object, because of --json."""
     assert done.returncode == 1, done
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stdout.startswith('{"error"'), done
-    for word in words:
+    for word in fragments:
         assert word in done.stdout, (word, done.stdout)
 
 

@@ -178,10 +178,10 @@ async def test_a_tool_asks_the_model_of_the_run_and_the_run_pays(fresh_client: T
     counted = {"choices": [], "usage": {"prompt_tokens": 7000, "completion_tokens": 3000}}
 
     def reply(messages: list[Any]) -> Any:
-        words = str(messages[-1]["content"])
-        if words.startswith("Thank"):
-            return Raw([{"choices": [{"delta": {"content": f"<{words}>"}}]}, counted])
-        return words if messages[-1]["role"] == "tool" else Calls([("word_thanks", {"customer": "Ada"})])
+        content = str(messages[-1]["content"])
+        if content.startswith("Thank"):
+            return Raw([{"choices": [{"delta": {"content": f"<{content}>"}}]}, counted])
+        return content if messages[-1]["role"] == "tool" else Calls([("word_thanks", {"customer": "Ada"})])
 
     result = await fresh_client.run(
         "Say thanks to Ada.", model=ScriptedModel(reply), dialect="native", tools=["word_thanks"]

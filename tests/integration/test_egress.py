@@ -190,12 +190,12 @@ def _call_fetcher(place: Place, network: str, tenant: str) -> str:
             return client.call(place.name(tenant), request, body)
 
     server = SandboxServer("fetcher", entry, stands_alone=True)
-    said = [
+    outputs = [
         server.call_tool(run, "fetch", {"url": f"http://site.example:{place.http}/big"}, "/workspace", 30)
         for _ in range(2)
     ]
-    assert said[0] == said[1]
-    return str(said[0]["content"][0]["text"])
+    assert outputs[0] == outputs[1]
+    return str(outputs[0]["content"][0]["text"])
 
 
 def test_a_servers_program_has_the_network_of_its_session(place: Place) -> None:
@@ -282,7 +282,9 @@ def test_a_network_that_is_taken_back_ends_what_runs_over_it_and_lets_nothing_mo
             refused = place.run(fetch)
         finally:
             client.send_terms("acme", TERMS["acme"])
-    assert any(words in text_of(got[0]) for words in ("IncompleteRead", "RemoteDisconnected", "ConnectionResetError"))
+    assert any(
+        error_name in text_of(got[0]) for error_name in ("IncompleteRead", "RemoteDisconnected", "ConnectionResetError")
+    )
     assert "403" in text_of(refused)
     assert "HTTPError" not in text_of(place.run(fetch))
 

@@ -68,14 +68,14 @@ def config(api: APIClient) -> Iterator[dict[str, Any]]:
     test and are removed.
     """
     yield {**build_config(api), "Labels": {LABEL_PRODUCT: "sandbox", LABEL_DEPLOYMENT: DEPLOYMENT}}
-    left = api.containers(all=True, filters={"label": f"{LABEL_DEPLOYMENT}={DEPLOYMENT}"})
-    for container in left:
+    leftovers = api.containers(all=True, filters={"label": f"{LABEL_DEPLOYMENT}={DEPLOYMENT}"})
+    for container in leftovers:
         api.remove_container(container["Id"], force=True)
-    assert left == []
+    assert leftovers == []
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "deadline_s", "words", "later_words"),
+    ("behaviour", "deadline_s", "message", "later_words"),
     [
         (answers_nothing, 0.1, "did not answer within 0.1 s", "does not finish any of 2 looks"),
         (stalls_in_its_header, 0.1, "did not answer within 0.1 s", "does not finish any of 2 looks"),
@@ -90,7 +90,7 @@ async def test_an_engine_that_does_not_answer_is_said_in_time_and_then_no_longer
     tmp_path: Path,
     behaviour: Behaviour,
     deadline_s: float,
-    words: str,
+    message: str,
     later_words: str,
 ) -> None:
     before = threading.active_count()
@@ -102,7 +102,7 @@ async def test_an_engine_that_does_not_answer_is_said_in_time_and_then_no_longer
         later = await asyncio.gather(engine.facts(), return_exceptions=True)
 
         assert all(isinstance(look, SandboxUnavailable) for look in [*looks, *later])
-        assert any(words in str(look) for look in looks)
+        assert any(message in str(look) for look in looks)
         assert later_words in str(later[0])
         assert threading.active_count() <= before + 3
     await until(lambda: threading.active_count() <= before)
@@ -125,7 +125,7 @@ async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with stub_engine(tmp_path / "engine", answers_something_else):
-        asked: tuple[Callable[[Engine], Awaitable[object]], ...] = (
+        operations: tuple[Callable[[Engine], Awaitable[object]], ...] = (
             Engine.facts,
             partial(Engine.image_id, image=IMAGE),
             partial(Engine.find_image, image=IMAGE),
@@ -133,7 +133,7 @@ async def test_no_answer_that_is_none_of_an_engine_is_taken_for_one(
             partial(Engine.list_containers, deployment="x"),
             partial(Engine.ensure_guest_volume, image=IMAGE),
         )
-        for ask in asked:
+        for ask in operations:
             async with opened(monkeypatch, tmp_path / "engine") as engine:
                 with pytest.raises(EngineSilent, match="cannot be read"):
                     await ask(engine)
@@ -156,8 +156,8 @@ async def test_an_engine_that_refuses_is_quoted_and_asked_again(
 async def test_an_engine_that_times_out_on_itself_counts_as_silent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    words = b"containerd: context deadline exceeded"
-    async with stub_engine(tmp_path / "engine", refuses(words)), opened(monkeypatch, tmp_path / "engine") as engine:
+    message = b"containerd: context deadline exceeded"
+    async with stub_engine(tmp_path / "engine", refuses(message)), opened(monkeypatch, tmp_path / "engine") as engine:
         for _ in range(3):
             with pytest.raises(EngineSilent, match="context deadline exceeded"):
                 await engine.image_id(IMAGE)
@@ -345,17 +345,17 @@ def add_guest_volume(api: APIClient, image: str) -> str:
 
 
 async def test_a_new_guest_volume_removes_unused_volumes_of_removed_images(api: APIClient, own_image: str) -> None:
-    gone, used = (add_guest_volume(api, secrets.token_hex(32)) for _ in range(2))
-    kept = add_guest_volume(api, api.inspect_image(IMAGE)["Id"])  # type: ignore[no-untyped-call]
+    unused, used = (add_guest_volume(api, secrets.token_hex(32)) for _ in range(2))
+    current = add_guest_volume(api, api.inspect_image(IMAGE)["Id"])  # type: ignore[no-untyped-call]
     host = api.create_host_config(mounts=[docker.types.Mount("/opt/toolcrew", used)], network_mode="none")
     holder = api.create_container(IMAGE, host_config=host)["Id"]
     engine = Engine()
     try:
         made = await engine.ensure_guest_volume(own_image)
-        left = {volume["Name"] for volume in api.volumes()["Volumes"]}
+        remaining = {volume["Name"] for volume in api.volumes()["Volumes"]}
 
-        assert {made, kept, used} <= left
-        assert gone not in left
+        assert {made, current, used} <= remaining
+        assert unused not in remaining
     finally:
         engine.close()
         api.remove_container(holder, force=True)

@@ -104,9 +104,9 @@ async def test_the_next_call_finds_everything_as_it_was(evicting: Stack, session
         for name in ("seen", "changed")
     }
     assert written == {"seen": None, "changed": "STALE_FILE"}
-    kept = re.search(r"/output/\S+?(?=[\s\])]|$)", spilled.output or "")
-    assert kept is not None, spilled.output
-    assert (await bash(session, f"wc -l < {kept[0].rstrip('.:,')}")).strip() == "100000"
+    path_match = re.search(r"/output/\S+?(?=[\s\])]|$)", spilled.output or "")
+    assert path_match is not None, spilled.output
+    assert (await bash(session, f"wc -l < {path_match[0].rstrip('.:,')}")).strip() == "100000"
 
 
 async def test_a_store_that_is_full_costs_a_session_nothing(session: Session, small_disk: Path) -> None:

@@ -76,8 +76,8 @@ def test_forks_begin_with_files_and_shell_and_then_go_their_own_ways(daemon: Dae
         for session in (*children, name):
             own = session[5:]
             answer = bash(client, session, 'cat file; ls ..; ls -d deep a b parent; echo "$COLOUR"; cat /tmp/file')
-            seen = answer.streams["merged"].decode().splitlines()
-            shown = [line for line in seen if "No such file" not in line]
+            output_lines = answer.streams["merged"].decode().splitlines()
+            shown = [line for line in output_lines if "No such file" not in line]
             assert shown == ["base", own, "link", "sub", own, own, own]
             assert answer.done["sandbox"]["rebuilt"] is False
     close_all(daemon)
@@ -130,12 +130,12 @@ def test_many_layers_are_merged_in_the_background_and_no_session_sees_it(stackin
             if number == MERGED_LAYERS - 1:
                 earlier = before
         wait_until(lambda: depths()[-1] < MERGED_LAYERS, SOON_S, lambda: f"merged: {depths()} {stacking.log()}")
-        for session, seen in (
+        for session, expected in (
             (name, before),
             (f"acme:c{MERGED_LAYERS}", before),
             (f"acme:c{MERGED_LAYERS - 1}", earlier),
         ):
-            assert run_script(client, session, SURVEY) == seen
+            assert run_script(client, session, SURVEY) == expected
         client.fork(name, ["acme:last"])
         assert run_script(client, "acme:last", SURVEY) == before
         assert run_script(
@@ -283,6 +283,6 @@ async def test_forks_are_sessions_of_the_pool(client: ToolClient, session: Sessi
     finally:
         for fork in forks:
             await fork.close()
-    with pytest.raises(ToolFailure) as gone:
+    with pytest.raises(ToolFailure) as failure:
         await client.session(forks[0].id)
-    assert gone.value.code == ErrorCode.SESSION_NOT_FOUND
+    assert failure.value.code == ErrorCode.SESSION_NOT_FOUND

@@ -42,9 +42,9 @@ async def sandbox(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def container_of(stack: Stack, sandbox: ToolcrewSandboxEnvironment) -> str:
     await sandbox.exec(["true"])
-    known = (await sandbox.session.info()).sandbox
-    assert known is not None
-    return stack.full_id(known.id)
+    container = (await sandbox.session.info()).sandbox
+    assert container is not None
+    return stack.full_id(container.id)
 
 
 async def test_the_example_is_right_and_leaves_no_session(stack: Stack, tmp_path: Path) -> None:
@@ -196,15 +196,15 @@ async def test_an_interrupted_sample_and_the_end_of_a_task_remove_sandboxes(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", stack.redis_url)
-    kept = ToolcrewSandboxConfig(ttl_s=600)
-    await ToolcrewSandboxEnvironment.task_init("test", kept)
-    samples = [await ToolcrewSandboxEnvironment.sample_init("test", kept, {}) for _ in range(2)]
+    config = ToolcrewSandboxConfig(ttl_s=600)
+    await ToolcrewSandboxEnvironment.task_init("test", config)
+    samples = [await ToolcrewSandboxEnvironment.sample_init("test", config, {}) for _ in range(2)]
     containers = [
         await container_of(stack, sample["default"].as_type(ToolcrewSandboxEnvironment)) for sample in samples
     ]
-    await ToolcrewSandboxEnvironment.sample_cleanup("test", kept, samples[0], True)
+    await ToolcrewSandboxEnvironment.sample_cleanup("test", config, samples[0], True)
     assert [stack.has_container(container) for container in containers] == [False, True]
-    await ToolcrewSandboxEnvironment.task_cleanup("test", kept, True)
+    await ToolcrewSandboxEnvironment.task_cleanup("test", config, True)
     assert not stack.has_container(containers[1])
 
 

@@ -90,17 +90,17 @@ async def test_arguments_that_cannot_be_encoded_are_an_error_of_the_model(
 async def test_a_call_that_needs_approval_is_asked_about_and_a_no_is_reported(
     client: ToolClient, session: Session
 ) -> None:
-    seen: list[ApprovalRequest] = []
+    requests: list[ApprovalRequest] = []
 
     def refuse(request: ApprovalRequest) -> Decision:
-        seen.append(request)
+        requests.append(request)
         return Decision(False, "not on a Monday")
 
     (write,) = await as_langchain_tools(client, session, ["write_tool"], approver=CallbackApprover(refuse))
     message = await write.ainvoke(asked("write_tool", file_path="/workspace/a.txt", content="x"))
     assert (message.status, message.artifact["error_code"]) == ("error", "PERMISSION_DENIED")
     assert "not on a Monday" in message.content
-    assert [request.call.arguments["file_path"] for request in seen] == ["/workspace/a.txt"]
+    assert [request.call.arguments["file_path"] for request in requests] == ["/workspace/a.txt"]
     with pytest.raises(ToolFailure):
         await session.read_file("/workspace/a.txt")
 

@@ -58,13 +58,13 @@ async def test_more_output_than_a_program_takes_costs_bounded_memory_and_time(st
 
 
 async def test_a_run_reports_the_output_of_its_calls(client: ToolClient, session: Session) -> None:
-    seen: list[RunEvent] = []
+    events: list[RunEvent] = []
     model = ScriptedModel([Calls([("bash_tool", {"command": "echo one; echo two"})]), "ok"])
-    await client.run("go", session=session, model=model, on_event=seen.append)
-    pieces = [event for event in seen if isinstance(event, OutputArrived)]
+    await client.run("go", session=session, model=model, on_event=events.append)
+    pieces = [event for event in events if isinstance(event, OutputArrived)]
     assert "".join(piece.text for piece in pieces) == "one\ntwo\n"
-    assert max(seen.index(piece) for piece in pieces) < next(
-        at for at, event in enumerate(seen) if isinstance(event, CallFinished)
+    assert max(events.index(piece) for piece in pieces) < next(
+        at for at, event in enumerate(events) if isinstance(event, CallFinished)
     )
 
 

@@ -34,8 +34,8 @@ def _stdio(how: str, **fields: Any) -> dict[str, Any]:
 
 def _commands(stack: Stack, pattern: str) -> list[str]:
     """Return the matching command lines in sandboxes."""
-    commands = [words for box in stack.footprint.containers() for words in commands_in(box).values()]
-    return [words for words in commands if re.search(pattern, words)]
+    commands = [argv for box in stack.footprint.containers() for argv in commands_in(box).values()]
+    return [argv for argv in commands if re.search(pattern, argv)]
 
 
 def _left(stack: Stack) -> list[str]:

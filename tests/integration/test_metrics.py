@@ -49,7 +49,9 @@ async def scrape(stack: Stack) -> dict[Key, float]:
         await client.aclose()
 
 
-async def scrape_until(stack: Stack, is_so: Callable[[Mapping[Key, float]], bool], what: str) -> dict[Key, float]:
+async def scrape_until(
+    stack: Stack, is_so: Callable[[Mapping[Key, float]], bool], expectation: str
+) -> dict[Key, float]:
     """Return the first page that meets the condition. Counts appear one to three seconds late."""
     pages = list[dict[Key, float]]()
 
@@ -57,7 +59,7 @@ async def scrape_until(stack: Stack, is_so: Callable[[Mapping[Key, float]], bool
         pages.append(asyncio.run(scrape(stack)))
         return is_so(pages[-1])
 
-    await wait_until_async(look, UP_S, lambda: f"{what}: {pages[-1]}")
+    await wait_until_async(look, UP_S, lambda: f"{expectation}: {pages[-1]}")
     return pages[-1]
 
 
@@ -145,9 +147,9 @@ async def test_a_sandboxd_that_is_started_again_adds_to_what_was_counted(stack: 
     page = await scrape_until(stack, lambda page: page[STARTS] > before[STARTS], "the next sandboxd's proof is counted")
     assert page[STARTS] == before[STARTS] + starts(stack)
     went_back = {
-        what: number
-        for what, number in before.items()
-        if what[0].endswith(("_total", "_count")) and page.get(what, 0) < number
+        key: number
+        for key, number in before.items()
+        if key[0].endswith(("_total", "_count")) and page.get(key, 0) < number
     }
     assert went_back == {}
 

@@ -74,7 +74,7 @@ def _fill(daemon: Daemon, played: Rounds, engine: APIClient) -> None:
         busy, idle = client.open("acme", "busy"), client.open("acme", "idle")
         for name in (busy, idle):
             played.traces.learn(engine, str(bash(client, name, "echo x > file").done["sandbox"]["id"]))
-    container = next(known for known in daemon.containers() if known.startswith(str(_id_of(daemon, busy))))
+    container = next(candidate for candidate in daemon.containers() if candidate.startswith(str(_id_of(daemon, busy))))
     start_call(daemon, busy, "sleep 99")
     wait_running(container, "sleep 99")
     wait_until(lambda: "paused" in daemon.states().values(), SOON_S, "the idle one is frozen")

@@ -28,8 +28,8 @@ WRITE = {"file_path": "/workspace/a.txt", "content": "written"}
 
 def play(tools: list[FunctionTool], *calls: tuple[str, Any], answer: str = "done") -> "Agent[None]":
     """Return an agent whose model requests these calls in one reply and then answers."""
-    asked = [function_call(name, arguments, call_id=f"call_{number}") for number, (name, arguments) in enumerate(calls)]
-    return Agent(name="worker", model=ScriptedModel([asked, [assistant_message(answer)]]), tools=list(tools))
+    items = [function_call(name, arguments, call_id=f"call_{number}") for number, (name, arguments) in enumerate(calls)]
+    return Agent(name="worker", model=ScriptedModel([items, [assistant_message(answer)]]), tools=list(tools))
 
 
 async def run(agent: "Agent[None]") -> RunResult:

@@ -103,8 +103,8 @@ def test_a_session_is_used_by_one_command_after_the_other_and_outlives_each(stac
         [session],
         True,
     )
-    gone = run("sessions", "exec", session, "true")
-    assert (gone.exit_code, "there is no such session" in gone.stderr) == (125, True)
+    closed = run("sessions", "exec", session, "true")
+    assert (closed.exit_code, "there is no such session" in closed.stderr) == (125, True)
 
 
 async def test_output_of_a_program_is_shown_while_it_runs_in_a_session_of_another_process(

@@ -77,8 +77,8 @@ def find_lacks(installed: Installed, modules: list[str]) -> dict[str, str]:
     lacks = json.loads(done.stdout.splitlines()[-1])
     fields = {}
     for module, package in lacks.items():
-        words = str(explain_missing(ModuleNotFoundError(module, name=package)))
-        fields[module] = words.partition("toolcrew[")[2].partition("]")[0]
+        message = str(explain_missing(ModuleNotFoundError(module, name=package)))
+        fields[module] = message.partition("toolcrew[")[2].partition("]")[0]
     return fields
 
 
@@ -140,10 +140,10 @@ def test_a_program_without_its_extra_says_which_one_it_needs(
     bare: Installed, redis_server: RedisProcess, program: str
 ) -> None:
     done = bare.run(bare.python, "-m", program, TOOLCREW_WORKER_KIND="web", TOOLCREW_REDIS_URL=redis_server.url)
-    words = read_last_words(done.stderr).strip()
+    last_line = read_last_words(done.stderr).strip()
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-    assert words.startswith("the package '")
-    assert words.endswith("is not installed: pip install 'toolcrew[worker]'")
+    assert last_line.startswith("the package '")
+    assert last_line.endswith("is not installed: pip install 'toolcrew[worker]'")
 
 
 def test_without_extras_every_command_has_its_help_and_a_stack_says_what_it_needs(bare: Installed) -> None:

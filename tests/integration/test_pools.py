@@ -74,9 +74,11 @@ def pool() -> Iterator[Pool]:
         try:
             opened = Pool(BrokerSettings.model_validate({"redis_url": server.url}), worker, footprint)
             with opened.open_redis() as store:
-                words = footprint.folder / "worker.log"
+                log_file = footprint.folder / "worker.log"
                 wait_until(
-                    lambda: store.exists(catalog_key("default", "web")), 60, lambda: words.read_text(errors="replace")
+                    lambda: store.exists(catalog_key("default", "web")),
+                    60,
+                    lambda: log_file.read_text(errors="replace"),
                 )
             yield opened
         finally:

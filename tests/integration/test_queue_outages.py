@@ -88,13 +88,13 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(
 ) -> None:
     app = Celery("ear", broker=harness.server.url, set_as_current=False)
     event_counts: Counter[str] = Counter()
-    noted = str(harness.path("noted"))
+    path = str(harness.path("noted"))
     with app.connection() as connection:
         receiver = app.events.Receiver(connection, handlers={"*": lambda event: event_counts.update([event["type"]])})
         ear = asyncio.create_task(asyncio.to_thread(receiver.capture, wakeup=False))
         try:
             await wait_until_async(lambda: event_counts["worker-heartbeat"] > 0, 60, "events arrive")
-            calls = [delivery(harness, pool, "note_tool", path=noted, seconds=0) for pool in POOLS for _ in range(20)]
+            calls = [delivery(harness, pool, "note_tool", path=path, seconds=0) for pool in POOLS for _ in range(20)]
             await all_of([transport.deliver(each) for each in calls], 60)
             await wait_until_async(
                 lambda: event_counts["task-succeeded"] == len(calls), 20, lambda: f"only received {event_counts}"
@@ -111,9 +111,9 @@ async def test_flower_hears_of_every_call_though_events_come_in_batches(
 async def test_calls_in_flight_outlive_a_redis_that_is_gone_for_seconds(
     harness: Harness, transport: CeleryTransport
 ) -> None:
-    noted = {pool: str(harness.path(pool)) for pool in POOLS}
+    paths = {pool: str(harness.path(pool)) for pool in POOLS}
     sent = {
-        pool: [delivery(harness, pool, "note_tool", path=noted[pool], seconds=1.0) for _ in range(CALLS)]
+        pool: [delivery(harness, pool, "note_tool", path=paths[pool], seconds=1.0) for _ in range(CALLS)]
         for pool in POOLS
     }
     awaited = {pool: [asyncio.create_task(transport.deliver(each)) for each in sent[pool]] for pool in POOLS}

@@ -220,8 +220,8 @@ async def test_a_session_s_calls_files_checkpoints_output_and_cancels(pool: Pool
 
 async def test_web_tools_and_operators_tools(pool: PoolHarness) -> None:
     def reply(messages: list[Any]) -> Any:
-        words = str(messages[-1]["content"])
-        return "an answer" if words == "q" else words if messages[-1]["role"] == "tool" else Calls([("ask", {})])
+        content = str(messages[-1]["content"])
+        return "an answer" if content == "q" else content if messages[-1]["role"] == "tool" else Calls([("ask", {})])
 
     async with pool.client() as client, await client.open_session() as session:
         page = await session.call("webfetch_tool", {"url": f"http://127.0.0.1:{pool.site.port}/"})
@@ -354,8 +354,8 @@ async def test_flower_and_health_checks_see_the_workers_and_their_calls(pool: Po
     for user, node in (("worker", "a"), ("web", "web-tools")):
         destination = f"{node}@{os.uname().nodename}"
         with Celery(broker=pool.server.url(user), set_as_current=False) as asking:
-            asked = asking.control.inspect(timeout=UP_S, destination=[destination])
-            assert await asyncio.to_thread(asked.ping) == {destination: {"ok": "pong"}}
+            inspector = asking.control.inspect(timeout=UP_S, destination=[destination])
+            assert await asyncio.to_thread(inspector.ping) == {destination: {"ok": "pong"}}
 
 
 def flower_knows(pool: PoolHarness) -> bool:

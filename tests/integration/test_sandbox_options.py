@@ -105,8 +105,8 @@ def test_a_sandbox_has_the_sizes_that_its_session_asks_for(
     daemon.start()
     with daemon.client() as client:
         answer = bash(client, "acme:s", "cat /workspace/file; df -k --output=size /workspace | tail -1")
-        kept, size = answer.streams["merged"].split()
-        assert kept == b"kept"
+        flags, size = answer.streams["merged"].split()
+        assert flags == b"kept"
         assert 7 * MIB < int(size) * 1024 < 9 * MIB
         assert read_sizes(watch(engine, answer.done["sandbox"]["id"])) == kernel
 

@@ -41,7 +41,7 @@ def need_images() -> None:
 
 
 def full_id(daemon: Daemon, answer: GuestResponse) -> str:
-    return next(known for known in daemon.containers() if known.startswith(answer.done["sandbox"]["id"]))
+    return next(candidate for candidate in daemon.containers() if candidate.startswith(answer.done["sandbox"]["id"]))
 
 
 def is_frozen(daemon: Daemon, container: str) -> bool:
@@ -185,7 +185,7 @@ def test_a_warm_sandbox_is_handed_over_clean_and_to_one_session_only(pooled: Dae
     look = (
         "ls -A /workspace /tmp /dev/shm; find /output -mindepth 1 -not -path '*/.state*'; set -- /proc/[0-9]*; echo $#"
     )
-    seen, looks = [], set()
+    states, looks = [], set()
     with pooled.client() as client:
         for number in range(3):
             wait_until(lambda: client.status()["pool"]["ready"] == 2, SOON_S, pooled.log)
@@ -194,11 +194,11 @@ def test_a_warm_sandbox_is_handed_over_clean_and_to_one_session_only(pooled: Dae
             assert client.status()["pool"]["handed_out"] == handed_out + 1
             answer = bash(client, name, look)
             looks.add(answer.streams["merged"].decode())
-            seen.append(full_id(pooled, answer))
+            states.append(full_id(pooled, answer))
             bash(client, name, "touch /workspace/x /tmp/x /dev/shm/x; sleep 99 & disown")
             client.close(name)
-            assert seen[-1] not in pooled.containers()
+            assert states[-1] not in pooled.containers()
 
-    assert len(set(seen)) == 3
+    assert len(set(states)) == 3
     (only,) = looks
     assert only.split()[:3] == ["/dev/shm:", "/tmp:", "/workspace:"], only

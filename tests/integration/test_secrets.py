@@ -103,7 +103,7 @@ async def set_class(place: Place, secrets: tuple[str, ...] | None = None) -> Non
 
 async def test_a_secret_is_used_by_a_run_audited_revoked_and_found_nowhere(place: Place) -> None:
     await set_class(place)
-    said = place.command("set", "TOKEN", "--host", f"localhost:{place.site.port}", text=VALUE)
+    reply = place.command("set", "TOKEN", "--host", f"localhost:{place.site.port}", text=VALUE)
     async with ToolClient.connect(settings=place.settings) as client:
         async with await client.open_session(options=SandboxOptions(secrets=("TOKEN",))) as session:
             script = ScriptedModel([Calls([("bash_tool", {"command": place.fetch()})]), "done"])
@@ -119,11 +119,11 @@ async def test_a_secret_is_used_by_a_run_audited_revoked_and_found_nowhere(place
                 "host": f"localhost:{place.site.port}",
                 "requests": "1",
             }
-            kept = asyncio.ensure_future(session.call("bash_tool", {"command": place.fetch(times=150)}))
+            running = asyncio.ensure_future(session.call("bash_tool", {"command": place.fetch(times=150)}))
             await wait_until_async(lambda: len(place.site.requests) > 2, 20, "the kept connection carries no request")
-            said += await asyncio.to_thread(place.command, "revoke", "TOKEN")
-            said += await asyncio.to_thread(place.command, "list")
-            ended = await kept
+            reply += await asyncio.to_thread(place.command, "revoke", "TOKEN")
+            reply += await asyncio.to_thread(place.command, "list")
+            ended = await running
             outputs.append(str(ended))
             assert ended.output is not None
             assert ended.output.strip().endswith("cut")
@@ -133,7 +133,7 @@ async def test_a_secret_is_used_by_a_run_audited_revoked_and_found_nowhere(place
             checkpoint = await session.checkpoint()
             await session.close()
         with place.stack.open_redis() as store:
-            everywhere = b"\n".join([dump(store), logs(place.stack), command_lines(), said.encode()])
+            everywhere = b"\n".join([dump(store), logs(place.stack), command_lines(), reply.encode()])
         state = b"\n".join(
             path.read_bytes()
             for path in place.stack.footprint.folder.rglob("*")

@@ -131,8 +131,8 @@ def test_curl(place: Place) -> None:
         "tar -xzf curl.tgz; export LD_LIBRARY_PATH=$PWD/curl; "
         f'./curl/curl -sS -H "Authorization: Bearer $API_TOKEN" https://{place.host}/echo https://{place.host}/echo'
     )
-    said = text_of(place.run(call))
-    assert said.count(f"Bearer {'*' * len(TOKEN)}") == 2, said
+    output = text_of(place.run(call))
+    assert output.count(f"Bearer {'*' * len(TOKEN)}") == 2, output
 
 
 def test_git_clones_over_https_with_a_password(place: Place) -> None:
@@ -140,9 +140,9 @@ def test_git_clones_over_https_with_a_password(place: Place) -> None:
         f"rm -rf code; git clone -q https://user:$GIT_TOKEN@{place.host}/git/code.git code && "
         "git -C code log --format=%s && git -C code pull -q && cat code/.git/config"
     )
-    said = text_of(place.run(script, timeout_s=90))
-    assert said.startswith("first\n"), said
-    assert TOKEN not in said
+    output = text_of(place.run(script, timeout_s=90))
+    assert output.startswith("first\n"), output
+    assert TOKEN not in output
 
 
 def test_pip_installs_from_a_private_index(place: Place) -> None:
@@ -186,16 +186,16 @@ for chunk in client.chat.completions.create(model="m", messages=messages, stream
     print(chunk.choices[0].delta.content, end=" ")
 """
     place.write("clients.py", script.encode())
-    said = text_of(place.run("python3 clients.py", timeout_s=90))
-    assert said.count("Bearer " + "*" * len(TOKEN)) == 2, said
-    assert said.endswith("hello\nhel lo "), said
+    output = text_of(place.run("python3 clients.py", timeout_s=90))
+    assert output.count("Bearer " + "*" * len(TOKEN)) == 2, output
+    assert output.endswith("hello\nhel lo "), output
 
 
 def test_a_program_sees_only_placeholders(place: Place) -> None:
     script = "env; cat /proc/*/environ 2>/dev/null | tr '\\0' '\\n'; grep -ral canary /workspace /tmp /output /skills"
-    said = text_of(place.run(script))
-    assert f"GIT_TOKEN={build_placeholder('acme', 's1', 'GIT_TOKEN')}\n" in said
-    assert "canary" not in said
+    output = text_of(place.run(script))
+    assert f"GIT_TOKEN={build_placeholder('acme', 's1', 'GIT_TOKEN')}\n" in output
+    assert "canary" not in output
 
 
 def test_a_revoked_secret_stops_at_once_on_new_and_kept_connections(place: Place) -> None:
@@ -217,17 +217,17 @@ for _ in range(100):
 """
     place.write("kept.py", script.encode())
     value = place.values["API_TOKEN"]
-    said: list[str] = []
+    outputs: list[str] = []
     running_script = threading.Thread(
-        target=lambda: said.append(text_of(place.run("python3 kept.py 2>&1 | tee kept.txt")))
+        target=lambda: outputs.append(text_of(place.run("python3 kept.py 2>&1 | tee kept.txt")))
     )
     running_script.start()
     wait_until(place.has_answered, 20, "no request was answered")
     place.values["API_TOKEN"] = None
     place.exchange()
     running_script.join()
-    lines = said[0].split()
-    assert (lines[0], lines[-1], set(lines[1:-1]) <= {"200"}) == ("200", "cut", True), said
+    lines = outputs[0].split()
+    assert (lines[0], lines[-1], set(lines[1:-1]) <= {"200"}) == ("200", "cut", True), outputs
     fetch = f"python3 -c \"import urllib.request as u, os; print(u.urlopen(u.Request('https://{place.host}/echo', headers={{'Authorization': 'Bearer ' + os.environ['API_TOKEN']}})).status)\" 2>&1 | tail -1"
     assert "401" in text_of(place.run(fetch))
     place.values["API_TOKEN"] = value

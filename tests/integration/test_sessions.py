@@ -177,8 +177,8 @@ async def keeps_files(session: Session) -> bool:
 
 async def says_what_is_left(session: Session, result: ToolResult) -> bool:
     """Return whether the result of a call that destroyed the sandbox describes the remaining files."""
-    words = "the files in /workspace are kept" if await keeps_files(session) else "its files are lost"
-    return words in (result.error or "")
+    expected = "the files in /workspace are kept" if await keeps_files(session) else "its files are lost"
+    return expected in (result.error or "")
 
 
 async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(

@@ -68,7 +68,7 @@ SCRIPTS = {
     "data/word.txt": "found",
 }
 NAMES = [
-    "bash_tool", "changed", "echo", "keep-house", "late", "loud", "say", "table-profile", "told", "vector-search",
+    "bash_tool", "changed", "echo", "keep-house", "late", "loud", "repeat", "say", "table-profile", "vector-search",
     "word-count",
 ]  # fmt: skip
 """The skills of the operator's folders, in order."""
@@ -91,7 +91,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shout(folder, "loud", "everybodys")
     write_skill(
         folder,
-        "told",
+        "repeat",
         files={"scripts/echo.py": ECHO, "data/word.txt": "found", SIDECAR_FILE: json.dumps(ECHO_TOOL)},
     )
     say = 'echo "$@"; [ "$1" != --word=wait ] || sleep 300'
@@ -153,8 +153,8 @@ async def test_skills_are_listed_loaded_read_and_run(stack: Stack, system: Path)
         )
         assert tried.text().endswith("found")
         assert "Read-only file system" in tried.text()
-        seen = await session.call("bash_tool", {"command": "ls -A /workspace; ls /skills"})
-        assert seen.output == "a.txt\nls: cannot open directory '/skills': Permission denied\n[exit code 2]"
+        listing = await session.call("bash_tool", {"command": "ls -A /workspace; ls /skills"})
+        assert listing.output == "a.txt\nls: cannot open directory '/skills': Permission denied\n[exit code 2]"
 
         slow = await use(session, name="echo", action="run", script="slow.sh", timeout=2)
         assert (slow.error_code, slow.output) == (ErrorCode.TIMEOUT, "begun\n")
@@ -170,7 +170,7 @@ async def test_skills_are_listed_loaded_read_and_run(stack: Stack, system: Path)
             True,
         )
         plain = await use(session, name="echo", action="run", script="plain")
-        assert (plain.error_code, "cannot be run" in plain.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
+        assert (plain.error_code, "no execute permission" in plain.text()) == (ErrorCode.INVALID_ARGUMENTS, True)
 
         # Later changes of the files on the host have no effect, because the content is fixed when the skill is
         # loaded.
@@ -187,12 +187,12 @@ async def test_a_skill_with_a_sidecar_is_a_tool_of_its_own(stack: Stack) -> None
     assert "skill_name_taken" in stack.log("worker")
     async with ToolClient.connect(stack.redis_url) as client, await client.open_session() as session:
         specs = {spec.name: spec for spec in await client.tools()}
-        assert specs["told"].parameters == ECHO_TOOL["parameters"]
+        assert specs["repeat"].parameters == ECHO_TOOL["parameters"]
         assert specs["bash_tool"].description != "Not ours."
-        ran = await session.call("told", {"word": "ü"})
+        ran = await session.call("repeat", {"word": "ü"})
         assert json.loads(ran.text())["args"] == {"word": "ü"}
         assert (await session.call("say", {"word": "a b"})).text() == "--word=a b\n"
-        refused = await session.call("told", {"world": "x"})
+        refused = await session.call("repeat", {"world": "x"})
         assert refused.error_code is ErrorCode.INVALID_ARGUMENTS
         late = await session.call("say", {"word": "wait"})
         assert (late.error_code, late.output) == (ErrorCode.TIMEOUT, "--word=wait\n")
@@ -262,8 +262,8 @@ async def test_a_skill_that_is_installed_for_a_tenant_is_its_own_alone(stack: St
         assert (await acme.run("go", model=model)).answer == "done"
         assert '<skill name="private">' in str(model.requests[-1].messages)
         assert await (await acme.own_skills()).remove("private")
-        gone = await use(mine, name="private", **run)
-        assert gone.error_code is ErrorCode.FILE_NOT_FOUND
+        missing = await use(mine, name="private", **run)
+        assert missing.error_code is ErrorCode.FILE_NOT_FOUND
 
 
 async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(stack: Stack, tmp_path: Path) -> None:
@@ -291,8 +291,8 @@ async def test_a_skill_of_a_tenant_is_a_tool_of_its_name_and_counts_as_bash(stac
         assert tools["shout"].parameters["properties"] == {"text": {"type": "string"}}
         assert "shout" not in {spec.name for spec in await rival.tools()}
 
-        said = await mine.call("shout", {"text": "hi"})
-        assert (said.success, said.name, said.text()) == (True, "shout", "HI ours\n")
+        result = await mine.call("shout", {"text": "hi"})
+        assert (result.success, result.name, result.text()) == (True, "shout", "HI ours\n")
         assert (await mine.call("loud", {"text": "hi"})).text() == "HI ours\n"
         assert (await theirs.call("loud", {"text": "aa"})).text() == "AA everybodys\n"
         missing = await theirs.call("shout", {"text": "hi"})

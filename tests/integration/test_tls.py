@@ -78,9 +78,9 @@ async def test_a_certificate_that_is_not_the_hosts_or_has_expired_is_refused(
 ) -> None:
     pair = harness.ours.issue(f"wrong{days}", names, days)
     with open_relay(pair, harness.server.port) as relay:
-        for said in await refusals(broker_at(harness, relay.port)):
-            assert word in said
-            assert "name the host of TOOLCREW_REDIS_URL" in said
+        for message in await refusals(broker_at(harness, relay.port)):
+            assert word in message
+            assert "name the host of TOOLCREW_REDIS_URL" in message
 
 
 @pytest.mark.parametrize("authority", ["stranger", None])
@@ -89,23 +89,23 @@ async def test_a_certificate_of_an_authority_that_is_not_trusted_is_refused(
 ) -> None:
     with open_relay(harness.right, harness.server.port) as relay:
         ca = str(harness.stranger.ca) if authority else ""
-        for said in await refusals(broker_at(harness, relay.port, ssl_ca_certs=ca)):
-            assert "CERTIFICATE_VERIFY_FAILED" in said
-            assert "ssl_ca_certs" in said
+        for message in await refusals(broker_at(harness, relay.port, ssl_ca_certs=ca)):
+            assert "CERTIFICATE_VERIFY_FAILED" in message
+            assert "ssl_ca_certs" in message
 
 
 async def test_a_missing_client_certificate_is_reported_with_its_settings(harness: Harness) -> None:
     with open_relay(harness.right, harness.server.port, harness.ours.ca) as relay:
-        for said in await refusals(broker_at(harness, relay.port)):
-            assert "ssl_certfile" in said
+        for message in await refusals(broker_at(harness, relay.port)):
+            assert "ssl_certfile" in message
 
 
 async def test_a_file_that_is_not_there_is_reported(harness: Harness, tmp_path: Path) -> None:
-    for said in await refusals(broker_at(harness, 1, ssl_ca_certs=str(tmp_path / "none.pem"))):
-        assert "ssl_ca_certs" in said or "does it run" in said
+    for message in await refusals(broker_at(harness, 1, ssl_ca_certs=str(tmp_path / "none.pem"))):
+        assert "ssl_ca_certs" in message or "does it run" in message
 
 
 async def test_no_password_is_in_any_of_these_sentences(harness: Harness) -> None:
     with open_relay(harness.right, harness.server.port) as relay:
-        for said in await refusals(broker_at(harness, relay.port, ssl_ca_certs=str(harness.stranger.ca))):
-            assert harness.server.password not in said
+        for message in await refusals(broker_at(harness, relay.port, ssl_ca_certs=str(harness.stranger.ca))):
+            assert harness.server.password not in message

@@ -165,9 +165,9 @@ async def test_a_call_by_itself_is_a_trace_and_so_is_each_thing_that_is_done_wit
 ) -> None:
     async with await client.open_session() as session:
         await session.write_file("note", b"kept")
-        kept = await session.checkpoint()
+        checkpoint = await session.checkpoint()
         await session.call("bash_tool", {"command": "true"})
-    async with await client.open_session(restore=kept):
+    async with await client.open_session(restore=checkpoint):
         pass
     collector.wait_for(
         "execute_tool bash_tool", "sandboxd checkpoint", "sandboxd restore", "sandboxd close", "process bash_tool"

@@ -131,8 +131,8 @@ def test_no_orchestrator_works_a_batch_on_hosts_of_the_other_release(
         "--detach",
     )
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-    said = tmp_path / "service.log"
-    with said.open("wb") as log:
+    log_file = tmp_path / "service.log"
+    with log_file.open("wb") as log:
         if works == ROOT:
             argv = [sys.executable, "-m", "orchestrator", "serve", "batches", "--no-traces"]
         else:
@@ -142,7 +142,11 @@ def test_no_orchestrator_works_a_batch_on_hosts_of_the_other_release(
         )
     try:
         # The service waits for hosts of its own release, or finds no batch that it can read.
-        wait_until(lambda: "pool_not_there" in said.read_text() or "serving" in said.read_text(), UP_S, said.read_text)
+        wait_until(
+            lambda: "pool_not_available" in log_file.read_text() or "serving" in log_file.read_text(),
+            UP_S,
+            log_file.read_text,
+        )
     finally:
         end_process(serving, UP_S)
     key = (

@@ -133,9 +133,9 @@ async def test_arguments_that_cannot_be_are_reported(line: httpx.AsyncClient) ->
         answer = await line.post(
             "/mcp", content=json.dumps(result), headers={**headers_of(result), "Content-Type": "application/json"}
         )
-        said = answer.json()
-        assert said.get("error", {}).get("code") != -32603, said
-        assert "error" in said or said["result"]["isError"], said
+        reply = answer.json()
+        assert reply.get("error", {}).get("code") != -32603, reply
+        assert "error" in reply or reply["result"]["isError"], reply
     nan = json.dumps(message("tools/call", name="bash_tool", arguments={"command": "x", "timeout": float("nan")}))
     result = message("tools/call", name="bash_tool")
     answer = await line.post("/mcp", content=nan, headers={**headers_of(result), "Content-Type": "application/json"})
@@ -152,8 +152,8 @@ async def test_sessions_that_cannot_be_are_reported(line: httpx.AsyncClient) -> 
         answer = (await line.post("/mcp", json=fields, headers=headers_of(fields))).json()
         assert answer["result"]["isError"], answer
         assert "not a session name" in answer["result"]["content"][0]["text"]
-    gone = await ask(line, "tools/call", "/mcp/neverwas", name="bash_tool", arguments={"command": "true"})
-    assert gone.json()["result"]["structuredContent"]["error_code"] == "SESSION_NOT_FOUND"
+    missing = await ask(line, "tools/call", "/mcp/neverwas", name="bash_tool", arguments={"command": "true"})
+    assert missing.json()["result"]["structuredContent"]["error_code"] == "SESSION_NOT_FOUND"
 
 
 async def test_a_client_that_only_hangs_up_has_its_command_ended(mcp_stack: McpStack, line: httpx.AsyncClient) -> None:
@@ -177,8 +177,8 @@ async def test_a_session_that_was_closed_elsewhere_is_reported_and_forgotten(mcp
         async with ToolClient.connect(mcp_stack.stack.redis_url, tenant="acme") as sdk:
             await (await sdk.session(session)).close()
         for one in (client, other):
-            gone = await bash(one, "echo hi", session)
-            assert gone.structured_content["error_code"] == "SESSION_NOT_FOUND"
+            missing = await bash(one, "echo hi", session)
+            assert missing.structured_content["error_code"] == "SESSION_NOT_FOUND"
 
 
 async def test_a_server_that_is_reported_to_stop_ends_what_still_runs_after_a_while(mcp_stack: McpStack) -> None:
@@ -205,15 +205,17 @@ async def test_pages_of_an_origin_that_was_named_may_call(mcp_stack: McpStack) -
                 ("http://chat.example", 403),
             ):
                 assert (await ask(line, "tools/list", headers={"Origin": origin})).status_code == status, origin
-            asked = {
+            request = {
                 "Access-Control-Request-Method": "POST",
                 "Access-Control-Request-Headers": "authorization, mcp-method, content-type",
             }
             before = await line.options(
-                "/mcp", headers={"Authorization": "", "Origin": "https://chat.example", **asked}
+                "/mcp", headers={"Authorization": "", "Origin": "https://chat.example", **request}
             )
             assert (before.status_code, before.headers["Access-Control-Allow-Origin"]) == (200, "https://chat.example")
             answer = await ask(line, "tools/list", headers={"Origin": "https://chat.example"})
             assert answer.headers["Access-Control-Allow-Origin"] == "https://chat.example"
-            other = await line.options("/mcp", headers={"Authorization": "", "Origin": "https://evil.example", **asked})
+            other = await line.options(
+                "/mcp", headers={"Authorization": "", "Origin": "https://evil.example", **request}
+            )
             assert "Access-Control-Allow-Origin" not in other.headers

@@ -43,40 +43,40 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--ignore", metavar="PATTERN", action="append", default=[], help="what does not count when messages are matched"
     )
     parser.add_argument("--parent", metavar="PID", type=int, help="leave at once when this is not the parent any more")
-    asked = parser.parse_args(arguments)
-    if (asked.record is None) != (asked.to is None):
+    options = parser.parse_args(arguments)
+    if (options.record is None) != (options.to is None):
         parser.error("--record and --to go together: name the endpoint and the file")
-    if asked.record is not None and (asked.replay is not None or asked.script is not None):
+    if options.record is not None and (options.replay is not None or options.script is not None):
         parser.error("--record plays nothing: leave the script and --replay out")
-    if asked.record is None and asked.replay is None and asked.script is None:
+    if options.record is None and options.replay is None and options.script is None:
         parser.error("name a script, or give --replay FILE, or --record URL --to FILE")
-    return asked
+    return options
 
 
-async def serve(asked: argparse.Namespace) -> None:
+async def serve(options: argparse.Namespace) -> None:
     """Run the server. Raises BadScript for an invalid script, and OSError for a port that is not available."""
-    script = load_script(asked.script, needs_rules=asked.replay is None) if asked.script is not None else Script()
-    ignored = _compile(asked.ignore)
+    script = load_script(options.script, needs_rules=options.replay is None) if options.script is not None else Script()
+    ignored = _compile(options.ignore)
     async with contextlib.AsyncExitStack() as stack:
         source: Source | None = None
-        if asked.record is not None:
+        if options.record is not None:
             # Imported here, because playing a script needs no HTTP client.
             from tests.model_server.recording import Recorder
 
-            recorder = Recorder(asked.record, asked.to, ignored)
+            recorder = Recorder(options.record, options.to, ignored)
             stack.push_async_callback(recorder.aclose)
             source = recorder
-        elif asked.replay is not None:
+        elif options.replay is not None:
             from tests.model_server.recording import Replay, load_pairs
 
-            source = Replay(load_pairs(asked.replay), ignored)
+            source = Replay(load_pairs(options.replay), ignored)
         chat = Chat(script, source)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ended.set)
-        server = await loop.create_server(lambda: Connection(chat), asked.host, asked.port, backlog=BACKLOG)
+        server = await loop.create_server(lambda: Connection(chat), options.host, options.port, backlog=BACKLOG)
         port = server.sockets[0].getsockname()[1]
-        host = f"[{asked.host}]" if ":" in asked.host else asked.host
+        host = f"[{options.host}]" if ":" in options.host else options.host
         sys.stdout.write(f"http://{host}:{port}/v1\n")
         sys.stdout.flush()
         await ended.wait()
@@ -103,19 +103,19 @@ def _allow_connections() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = _parse(arguments)
-    if not _die_with_parent(asked.parent):
+    options = _parse(arguments)
+    if not _die_with_parent(options.parent):
         return 0
     _allow_connections()
     try:
-        asyncio.run(serve(asked))
+        asyncio.run(serve(options))
     except BadScript as error:
         sys.stderr.write(f"{error}\n")
         return 2
     except OSError as error:
         sys.stderr.write(
-            f"cannot listen on {asked.host} port {asked.port} ({error.strerror}): choose another --port, or 0 for a "
-            "free one\n"
+            f"cannot listen on {options.host} port {options.port} ({error.strerror}): choose another --port, or 0 for "
+            "a free one\n"
         )
         return 1
     return 0

@@ -4,13 +4,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.model_server.asked import Asked
+from tests.model_server.chat_request import ChatRequest
 
 
 @dataclass
 class _Conversation:
     requests: int = 0
-    asked: Counter[int] = field(default_factory=Counter)
+    attempts: Counter[int] = field(default_factory=Counter)
     replies: Counter[int] = field(default_factory=Counter)
 
 
@@ -35,16 +35,16 @@ class Counters:
     def closed(self) -> None:
         self.open -= 1
 
-    def ask(self, asked: Asked) -> int:
+    def ask(self, chat: ChatRequest) -> int:
         """Count a request and return the number of requests for this step of its conversation."""
         self.requests += 1
-        if asked.digest in self._seen:
+        if chat.digest in self._seen:
             self.identical += 1
-        self._seen.add(asked.digest)
-        conversation = self._conversations.setdefault(asked.conversation, _Conversation())
+        self._seen.add(chat.digest)
+        conversation = self._conversations.setdefault(chat.conversation, _Conversation())
         conversation.requests += 1
-        conversation.asked[asked.step] += 1
-        return conversation.asked[asked.step]
+        conversation.attempts[chat.step] += 1
+        return conversation.attempts[chat.step]
 
     def reply(self, conversation: str, step: int) -> None:
         """Count a complete reply that was sent to the client."""

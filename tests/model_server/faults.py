@@ -6,21 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tests.model_server.asked import Asked
+from tests.model_server.chat_request import ChatRequest
 from tests.model_server.draws import draw, draw_span
 from tests.model_server.script import Cut, Delay, FaultLine, NoEnd, Script, Shape, Status, When
 
 
-def goes_for(when: When, asked: Asked) -> bool:
+def goes_for(when: When, chat: ChatRequest) -> bool:
     """Return whether a line applies to this request."""
-    if when.conversations is not None and asked.conversation not in when.conversations:
+    if when.conversations is not None and chat.conversation not in when.conversations:
         return False
-    if when.steps is not None and asked.step not in when.steps:
+    if when.steps is not None and chat.step not in when.steps:
         return False
-    if when.user is not None and re.search(when.user, asked.user) is None:
+    if when.user is not None and re.search(when.user, chat.user) is None:
         return False
     return when.observation is None or (
-        asked.observation is not None and re.search(when.observation, asked.observation) is not None
+        chat.observation is not None and re.search(when.observation, chat.observation) is not None
     )
 
 
@@ -51,7 +51,7 @@ class Faults:
         self._played.clear()
         self._began = None
 
-    def choose(self, asked: Asked, attempt: int) -> Hit:
+    def choose(self, chat: ChatRequest, attempt: int) -> Hit:
         """Return the faults of a request. `attempt`: the number of requests for this step of the conversation,
         including this request.
         """
@@ -66,30 +66,28 @@ class Faults:
             is_delay = isinstance(line.fault, Delay)
             if (
                 (fault is not None and not is_delay)
-                or not goes_for(line.when, asked)
-                or not self._strikes(number, line, asked, attempt)
+                or not goes_for(line.when, chat)
+                or not self._strikes(number, line, chat, attempt)
             ):
                 continue
             kinds.append(line.fault.kind)
             if isinstance(line.fault, Delay):
-                about = (f"delay{number}", asked.conversation, asked.step, attempt)
+                about = (f"delay{number}", chat.conversation, chat.step, attempt)
                 first_byte_s += draw_span(line.fault.first_byte_s, self._seed, *about)
                 chunk_s += draw_span(line.fault.chunk_s, self._seed, *about, "chunk")
             else:
                 fault = line.fault
         return Hit(fault, first_byte_s, chunk_s, kinds) if kinds else NOTHING
 
-    def _strikes(self, number: int, line: FaultLine, asked: Asked, attempt: int) -> bool:
+    def _strikes(self, number: int, line: FaultLine, chat: ChatRequest, attempt: int) -> bool:
         if line.probability is not None:
-            return draw(self._seed, f"fault{number}", asked.conversation, asked.step, attempt) < line.probability
+            return draw(self._seed, f"fault{number}", chat.conversation, chat.step, attempt) < line.probability
         if line.during_s is not None:
             since = self._now() - (self._began or 0.0)
             return line.during_s[0] <= since < line.during_s[1]
         if line.first is None:
             return True
-        whose = {"conversation": asked.conversation, "step": f"{asked.conversation}\0{asked.step}", "server": ""}[
-            line.per
-        ]
+        whose = {"conversation": chat.conversation, "step": f"{chat.conversation}\0{chat.step}", "server": ""}[line.per]
         if self._played[number, whose] >= line.first:
             return False
         self._played[number, whose] += 1

@@ -17,7 +17,7 @@ import httpx
 from pydantic import Field, JsonValue, ValidationError
 
 from contract.calls import Record
-from tests.model_server.asked import Asked, read_body, text_of
+from tests.model_server.chat_request import ChatRequest, read_body, text_of
 from tests.model_server.replies import build_error
 from tests.model_server.script import BadScript
 from tests.model_server.wire import BrokenOff, Plan, Request
@@ -57,11 +57,11 @@ def digest_messages(messages: Sequence[Mapping[str, Any]], ignored: Sequence["re
             text = pattern.sub("", text)
         return text.strip().encode(errors="replace").decode()
 
-    said = [
+    lines = [
         [message.get("role"), plain(text_of(message)), [_call(call, plain) for call in _calls(message)]]
         for message in messages
     ]
-    return hashlib.sha256(json.dumps(said, ensure_ascii=True, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(lines, ensure_ascii=True, sort_keys=True).encode()).hexdigest()
 
 
 def _encodable(value: Any) -> Any:
@@ -116,14 +116,14 @@ class Recorder:
     def reset(self) -> None:
         """Do nothing: the recorded pairs stay."""
 
-    def answer(self, request: Request, asked: Asked) -> Awaitable[Plan]:
-        return self._pass_on(request, asked)
+    def answer(self, request: Request, chat: ChatRequest) -> Awaitable[Plan]:
+        return self._pass_on(request, chat)
 
     async def aclose(self) -> None:
         await self._client.aclose()
         os.close(self._file)
 
-    async def _pass_on(self, request: Request, asked: Asked) -> Plan:
+    async def _pass_on(self, request: Request, chat: ChatRequest) -> Plan:
         headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
         sent = self._client.build_request(
             "POST", self._url, content=request.body, headers={**headers, "content-type": "application/json"}
@@ -145,11 +145,11 @@ class Recorder:
             status=response.status_code,
             content_type=response.headers.get("content-type", "application/octet-stream"),
             headers=(("retry-after", after),) if after is not None else (),
-            pieces=self._copy(request, asked, response),
+            pieces=self._copy(request, chat, response),
             is_stream=True,
         )
 
-    async def _copy(self, request: Request, asked: Asked, response: httpx.Response) -> AsyncIterator[bytes]:
+    async def _copy(self, request: Request, chat: ChatRequest, response: httpx.Response) -> AsyncIterator[bytes]:
         """Yield the body as it arrives. The pair is written before the end of the body is sent. So a client with a
         complete reply finds the pair in the file.
         """
@@ -162,10 +162,10 @@ class Recorder:
             raise BrokenOff from None
         finally:
             await response.aclose()
-        pair = self._build_pair(request, asked, response, b"".join(parts))
+        pair = self._build_pair(request, chat, response, b"".join(parts))
         await asyncio.to_thread(os.write, self._file, pair.model_dump_json().encode() + b"\n")
 
-    def _build_pair(self, request: Request, asked: Asked, response: httpx.Response, raw: bytes) -> Pair:
+    def _build_pair(self, request: Request, chat: ChatRequest, response: httpx.Response, raw: bytes) -> Pair:
         secrets = _secrets(request.headers)
         try:
             body, is_binary = _strike_pieces(_strike(raw.decode(), secrets), secrets), False
@@ -173,11 +173,11 @@ class Recorder:
             for secret in secrets:
                 raw = raw.replace(secret.encode(), MASK.encode())
             body, is_binary = base64.b64encode(raw).decode(), True
-        said = _encodable(read_body(_strike(request.body.decode(errors="replace"), secrets).encode()))
+        request_body = _encodable(read_body(_strike(request.body.decode(errors="replace"), secrets).encode()))
         return Pair(
-            digest=digest_messages(said["messages"], self._ignored),
-            is_stream=asked.is_stream,
-            request=said,
+            digest=digest_messages(request_body["messages"], self._ignored),
+            is_stream=chat.is_stream,
+            request=request_body,
             status=response.status_code,
             content_type=response.headers.get("content-type", "application/octet-stream"),
             retry_after=response.headers.get("retry-after"),
@@ -268,17 +268,14 @@ class Replay:
     def reset(self) -> None:
         self._played.clear()
 
-    def answer(self, request: Request, asked: Asked) -> Plan:
+    def answer(self, request: Request, chat: ChatRequest) -> Plan:
         digest = digest_messages(read_body(request.body)["messages"], self._ignored)
-        key = (digest, asked.is_stream)
+        key = (digest, chat.is_stream)
         pairs = self._pairs.get(key)
         if pairs is None:
-            other = "streamed" if asked.is_stream else "whole"
-            what = f"only not {other}" if (digest, not asked.is_stream) in self._pairs else "not at all"
-            sentence = (
-                f"these messages (hash {digest[:12]}) were recorded {what}: record them, or give --ignore a pattern of "
-                "what differs each time"
-            )
+            other = "streamed" if chat.is_stream else "whole"
+            state = f"only not {other}" if (digest, not chat.is_stream) in self._pairs else "not at all"
+            sentence = f"these messages (hash {digest[:12]}) were recorded {state}: record them, or give --ignore a pattern of what differs each time"
             return Plan(404, pieces=[build_error(sentence, "not_recorded")])
         pair = pairs[min(self._played[key], len(pairs) - 1)]
         self._played[key] += 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.dialects.tag_values import build_tag_call
-from tests.model_server.asked import Asked
+from tests.model_server.chat_request import ChatRequest
 from tests.model_server.script import Call, Reply
 from tests.model_server.templates import TemplateError, fill
 
@@ -39,20 +39,20 @@ class Written:
     placeholder cannot be filled.
     """
 
-    def __init__(self, reply: Reply, asked: Asked, known: Mapping[str, str]) -> None:
-        self._asked = asked
+    def __init__(self, reply: Reply, chat: ChatRequest, values: Mapping[str, str]) -> None:
+        self._chat = chat
         self._reply = reply
-        self._text = str(fill(reply.text, known))
-        self._calls = [(str(fill(call.name, known)), _arguments(call, known)) for call in reply.calls]
-        self._chunks: Sequence[Any] | None = fill(list(reply.chunks), known) if reply.chunks is not None else None
-        self._whole = fill(reply.whole, known)
-        spelling = asked.dialect if reply.spelling == "auto" else reply.spelling
+        self._text = str(fill(reply.text, values))
+        self._calls = [(str(fill(call.name, values)), _arguments(call, values)) for call in reply.calls]
+        self._chunks: Sequence[Any] | None = fill(list(reply.chunks), values) if reply.chunks is not None else None
+        self._whole = fill(reply.whole, values)
+        spelling = chat.dialect if reply.spelling == "auto" else reply.spelling
         if reply.chunks is None and spelling != "native":
             self._spell(spelling)
         digest = hashlib.blake2b(
-            f"{asked.conversation}\0{asked.step}".encode(errors="replace"), digest_size=6
+            f"{chat.conversation}\0{chat.step}".encode(errors="replace"), digest_size=6
         ).hexdigest()
-        self._head = {"id": f"chatcmpl-{digest}", "created": CREATED, "model": asked.model}
+        self._head = {"id": f"chatcmpl-{digest}", "created": CREATED, "model": chat.model}
         self._call_id = f"call_{digest}"
 
     def _spell(self, spelling: str) -> None:
@@ -98,7 +98,7 @@ class Written:
         if not has_end:
             return events
         events.append(self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": self._finish_reason()}]}))
-        if self._asked.wants_usage:
+        if self._chat.wants_usage:
             events.append(self._event({"choices": [], "usage": self._usage()}))
         return [*events, DONE]
 
@@ -136,21 +136,21 @@ class Written:
     def _usage(self) -> dict[str, int]:
         """Return the usage from the script; the default is one token for four characters."""
         counted = self._reply.usage
-        prompt = counted.prompt_tokens if counted else self._asked.prompt_tokens
-        said = len(self._text) + sum(len(name) + len(_as_text(given)) for name, given in self._calls)
-        completion = counted.completion_tokens if counted else max(1, said // 4)
+        prompt = counted.prompt_tokens if counted else self._chat.prompt_tokens
+        characters = len(self._text) + sum(len(name) + len(_as_text(given)) for name, given in self._calls)
+        completion = counted.completion_tokens if counted else max(1, characters // 4)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def build_probe_reply(asked: Asked) -> Written:
+def build_probe_reply(chat: ChatRequest) -> Written:
     """Return the reply of a fully capable server to a request that tests a capability."""
-    if asked.probe == "tool":
-        return Written(Reply(calls=(Call(name="echo", arguments={"text": "hello"}),), spelling="native"), asked, {})
-    return Written(Reply(text='{"text": "hello"}', spelling="native"), asked, {})
+    if chat.probe == "tool":
+        return Written(Reply(calls=(Call(name="echo", arguments={"text": "hello"}),), spelling="native"), chat, {})
+    return Written(Reply(text='{"text": "hello"}', spelling="native"), chat, {})
 
 
-def _arguments(call: Call, known: Mapping[str, str]) -> Any:
-    return fill(call.arguments, known)
+def _arguments(call: Call, values: Mapping[str, str]) -> Any:
+    return fill(call.arguments, values)
 
 
 def _as_text(value: Any) -> str:

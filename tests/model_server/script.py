@@ -310,13 +310,13 @@ def _refuse(name: str) -> Any:
 def _tell(error: ValidationError) -> Iterator[str]:
     for fault in error.errors(include_url=False):
         place = ".".join(str(part) for part in fault["loc"] if part not in ("server", "rule"))
-        said = fault["msg"].removeprefix("Value error, ")
+        message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":
-            said = "there is no such field: correct its name or take it out"
+            message = "there is no such field: correct its name or take it out"
         elif fault["type"] == "missing":
-            said = "is missing: add it"
+            message = "is missing: add it"
         elif fault["type"] == "union_tag_not_found":
-            said = 'the field "kind" is missing: add server, rule or fault, or in a fault what kind it is'
+            message = 'the field "kind" is missing: add server, rule or fault, or in a fault what kind it is'
         elif fault["type"] != "value_error":
-            said = f"{said}: correct it as {_GUIDE} tells"
-        yield f"{place}: {said}" if place else said
+            message = f"{message}: correct it as {_GUIDE} tells"
+        yield f"{place}: {message}" if place else message

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from tests.model_server.asked import Asked, BadRequest, read_asked, read_body
+from tests.model_server.chat_request import BadRequest, ChatRequest, read_body, read_chat_request
 from tests.model_server.counters import Counters
 from tests.model_server.draws import draw_span
 from tests.model_server.faults import NOTHING, Faults, Hit, goes_for
@@ -25,7 +25,7 @@ _PLACES = "POST /v1/chat/completions, GET /v1/models, GET /stats, POST /reset"
 class Source(Protocol):
     """A source of replies for a server without reply rules."""
 
-    def answer(self, request: Request, asked: Asked) -> "Plan | Awaitable[Plan]": ...
+    def answer(self, request: Request, chat: ChatRequest) -> "Plan | Awaitable[Plan]": ...
 
     def reset(self) -> None: ...
 
@@ -80,29 +80,25 @@ class Chat:
 
     def _chat(self, request: Request) -> "Plan | Awaitable[Plan]":
         try:
-            asked = read_asked(read_body(request.body), request.body, self._key)
+            chat = read_chat_request(read_body(request.body), request.body, self._key)
         except BadRequest as error:
             return self._refuse(str(error), "bad_request")
-        if self._source is None and asked.probe is not None and self._script.server.answers_probes:
+        if self._source is None and chat.probe is not None and self._script.server.answers_probes:
             self.counters.probes += 1
-            return _plan(build_probe_reply(asked), asked, self._script.server.chunk_chars)
-        attempt = self.counters.ask(asked)
-        hit = self._faults.choose(asked, attempt)
+            return _plan(build_probe_reply(chat), chat, self._script.server.chunk_chars)
+        attempt = self.counters.ask(chat)
+        hit = self._faults.choose(chat, attempt)
         self.counters.faults.update(hit.kinds)
         early = _fault_plan(hit)
         if early is not None:
             return early
         try:
-            answer = (
-                self._scripted(asked, attempt, hit) if self._source is None else self._source.answer(request, asked)
-            )
+            answer = self._scripted(chat, attempt, hit) if self._source is None else self._source.answer(request, chat)
         except TemplateError as error:
-            return self._refuse(f"conversation {asked.conversation!r}, step {asked.step}: {error}", "script_error")
-        return (
-            self._counted(answer, asked, hit) if isinstance(answer, Plan) else self._counted_later(answer, asked, hit)
-        )
+            return self._refuse(f"conversation {chat.conversation!r}, step {chat.step}: {error}", "script_error")
+        return self._counted(answer, chat, hit) if isinstance(answer, Plan) else self._counted_later(answer, chat, hit)
 
-    def _counted(self, plan: Plan, asked: Asked, hit: Hit) -> Plan:
+    def _counted(self, plan: Plan, chat: ChatRequest, hit: Hit) -> Plan:
         """Return the plan with the fault `hit`. The plan counts itself after it was sent completely."""
         if plan.status != 200:
             return plan
@@ -110,35 +106,35 @@ class Chat:
             plan = _afflict(plan, hit)
         if hit.fault is not None:
             return plan
-        return replace(plan, on_whole=partial(self.counters.reply, asked.conversation, asked.step))
+        return replace(plan, on_whole=partial(self.counters.reply, chat.conversation, chat.step))
 
-    async def _counted_later(self, answer: Awaitable[Plan], asked: Asked, hit: Hit) -> Plan:
-        return self._counted(await answer, asked, hit)
+    async def _counted_later(self, answer: Awaitable[Plan], chat: ChatRequest, hit: Hit) -> Plan:
+        return self._counted(await answer, chat, hit)
 
     def _refuse(self, sentence: str, code: str) -> Plan:
         self.counters.refused += 1
         return Plan(400, pieces=[build_error(sentence, code)])
 
-    def _scripted(self, asked: Asked, attempt: int, hit: Hit) -> Plan:
-        rule = self._find(asked)
+    def _scripted(self, chat: ChatRequest, attempt: int, hit: Hit) -> Plan:
+        rule = self._find(chat)
         if rule is None:
             report = (
-                f"the result begins {asked.observation[:200]!r}"
-                if asked.observation is not None
+                f"the result begins {chat.observation[:200]!r}"
+                if chat.observation is not None
                 else "no call has a result yet"
             )
             raise TemplateError(f"no rule goes for this request ({report}): add a line of kind rule that does")
-        known = {
-            "item": asked.conversation,
-            "step": str(asked.step),
+        values = {
+            "item": chat.conversation,
+            "step": str(chat.step),
             "attempt": str(attempt),
-            "observation": asked.observation or "",
-            "user": asked.user,
+            "observation": chat.observation or "",
+            "user": chat.user,
         }
-        if rule.when.observation is not None and asked.observation is not None:
-            found = re.search(rule.when.observation, asked.observation)
-            known |= {f"match.{name}": value or "" for name, value in (found.groupdict() if found else {}).items()}
-        server, about = self._script.server, (asked.conversation, asked.step, attempt)
+        if rule.when.observation is not None and chat.observation is not None:
+            found = re.search(rule.when.observation, chat.observation)
+            values |= {f"match.{name}": value or "" for name, value in (found.groupdict() if found else {}).items()}
+        server, about = self._script.server, (chat.conversation, chat.step, attempt)
         first_byte_s, chunk_s = (
             draw_span(server_span if span is None else span, server.seed, name, *about)
             for name, span, server_span in (
@@ -146,23 +142,23 @@ class Chat:
                 ("chunk", rule.reply.chunk_s, server.chunk_s),
             )
         )
-        written = Written(rule.reply, asked, known)
+        written = Written(rule.reply, chat, values)
         has_end = not isinstance(hit.fault, NoEnd)
         chunk_chars = rule.reply.chunk_chars or server.chunk_chars
-        return replace(_plan(written, asked, chunk_chars, has_end=has_end), first_byte_s=first_byte_s, piece_s=chunk_s)
+        return replace(_plan(written, chat, chunk_chars, has_end=has_end), first_byte_s=first_byte_s, piece_s=chunk_s)
 
-    def _find(self, asked: Asked) -> Rule | None:
+    def _find(self, chat: ChatRequest) -> Rule | None:
         """Return the first matching rule in the script's order, among the rules for this conversation and the rules
         for any conversation.
         """
-        own, general = self._rules.get(asked.conversation, ()), self._rules.get(None, ())
-        found = [next(((n, rule) for n, rule in rules if goes_for(rule.when, asked)), None) for rules in (own, general)]
+        own, general = self._rules.get(chat.conversation, ()), self._rules.get(None, ())
+        found = [next(((n, rule) for n, rule in rules if goes_for(rule.when, chat)), None) for rules in (own, general)]
         hits = [entry for entry in found if entry is not None]
         return min(hits, key=lambda entry: entry[0])[1] if hits else None
 
 
-def _plan(written: Written, asked: Asked, chunk_chars: int, *, has_end: bool = True) -> Plan:
-    if not asked.is_stream:
+def _plan(written: Written, chat: ChatRequest, chunk_chars: int, *, has_end: bool = True) -> Plan:
+    if not chat.is_stream:
         return Plan(pieces=[written.whole()])
     return Plan(
         content_type=STREAM, pieces=written.events(chunk_chars, has_end=has_end), is_stream=True, more=written.more()

@@ -68,25 +68,25 @@ def _judge(place: re.Match[str], groups: frozenset[str]) -> str | None:
     return None if name in NAMES else f"{place.group()}: there is no {name!r}, take one of {', '.join(NAMES)}"
 
 
-def fill(value: JsonValue, known: Mapping[str, str]) -> Any:
+def fill(value: JsonValue, values: Mapping[str, str]) -> Any:
     """Return the value with every placeholder filled, also inside lists and objects. Raises TemplateError."""
     if isinstance(value, str):
-        return _fill_text(value, known) if "{{" in value else value
+        return _fill_text(value, values) if "{{" in value else value
     if isinstance(value, dict):
-        return {key: fill(part, known) for key, part in value.items()}
-    return [fill(part, known) for part in value] if isinstance(value, list | tuple) else value
+        return {key: fill(part, values) for key, part in value.items()}
+    return [fill(part, values) for part in value] if isinstance(value, list | tuple) else value
 
 
-def _fill_text(text: str, known: Mapping[str, str]) -> str | int | float:
+def _fill_text(text: str, values: Mapping[str, str]) -> str | int | float:
     only = _PLACE.fullmatch(text)
     if only is not None and only["filter"] == "int":
-        number = _value(only, known)
+        number = _value(only, values)
         return float(number) if "." in number else int(number)
     # A function, because the inserted text may contain backslashes and braces.
-    return _PLACE.sub(lambda place: _value(place, known), text)
+    return _PLACE.sub(lambda place: _value(place, values), text)
 
 
-def _value(place: re.Match[str], known: Mapping[str, str]) -> str:
+def _value(place: re.Match[str], values: Mapping[str, str]) -> str:
     # Groups that took no part in the match have no value.
-    value = known.get(place["name"], "")
+    value = values.get(place["name"], "")
     return FILTERS[place["filter"]](value) if place["filter"] else value

@@ -207,17 +207,17 @@ class Connection(asyncio.Protocol):
         if plan.first_byte_s:
             await asyncio.sleep(plan.first_byte_s)
         self._transport.write(self._build_head(plan))
-        left = plan.cut_after
+        remaining = plan.cut_after
         number = 0
         async for piece in _each(plan.pieces):
             if number and plan.piece_s:
                 await asyncio.sleep(plan.piece_s)
             number += 1
-            piece, left = (piece, None) if left is None else (piece[:left], left - len(piece))
+            piece, remaining = (piece, None) if remaining is None else (piece[:remaining], remaining - len(piece))
             if piece:
                 self._transport.write(_chunked(piece) if plan.is_stream else piece)
                 await self._drain()
-            if left is not None and left <= 0:
+            if remaining is not None and remaining <= 0:
                 break
         if plan.cut_after is not None:
             # The bytes end in order, but the length in the head is not reached.
@@ -291,8 +291,8 @@ def _refusal(error: _Refused) -> bytes:
 
 def _parse_head(raw: bytes) -> _Head:
     first, *rest = raw.decode("latin-1").split("\r\n")
-    words = first.split(" ")
-    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+    parts = first.split(" ")
+    if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
         raise _Refused(400, "the first line is no HTTP/1 request: speak HTTP/1.1 to this server")
     headers: dict[str, str] = {}
     for line in rest:
@@ -308,5 +308,5 @@ def _parse_head(raw: bytes) -> _Head:
     if int(length[:20]) > MAX_BODY_BYTES:
         raise _Refused(413, f"the body is longer than {MAX_BODY_BYTES} bytes: send a shorter one")
     wants = headers.get("connection", "").lower()
-    keeps_alive = "close" not in wants and (words[2] != "HTTP/1.0" or "keep-alive" in wants)
-    return _Head(words[0], words[1], headers, int(length), keeps_alive)
+    keeps_alive = "close" not in wants and (parts[2] != "HTTP/1.0" or "keep-alive" in wants)
+    return _Head(parts[0], parts[1], headers, int(length), keeps_alive)

@@ -104,9 +104,9 @@ async def test_the_cookie_is_out_of_scripts_reach_and_redis_has_not_the_word(wor
         cookie = next(one for one in await visit.page.context.cookies() if one["name"] == COOKIE)
         assert (cookie["httpOnly"], cookie["sameSite"], cookie["path"]) == (True, "Strict", "/")
         logins = [name async for name in world.redis.scan_iter(f"toolcrew:{DEPLOYMENT}:page:login:*")]
-        kept = [name.decode() + (await world.redis.get(name)).decode() for name in logins]
-        assert kept
-        assert not any(cookie["value"] in text or visitors.api.keys["acme"] in text for text in kept)
+        records = [name.decode() + (await world.redis.get(name)).decode() for name in logins]
+        assert records
+        assert not any(cookie["value"] in text or visitors.api.keys["acme"] in text for text in records)
         assert all([0 < await world.redis.ttl(name) <= LOGIN_S for name in logins])
 
 
@@ -240,10 +240,10 @@ async def test_every_answer_keeps_others_out(world: World, visitors: Visitors) -
             "/static/none",
         ):
             headers = (await client.get(path)).headers
-            kept = {name: headers.get(name) for name in HEADERS}
+            shown_headers = {name: headers.get(name) for name in HEADERS}
             if path == "/static/page.css":
-                assert "immutable" in str(kept.pop("Cache-Control"))
-            assert (path, kept) == (path, {name: HEADERS[name] for name in kept})
+                assert "immutable" in str(shown_headers.pop("Cache-Control"))
+            assert (path, shown_headers) == (path, {name: HEADERS[name] for name in shown_headers})
         assert (await client.get("/login")).headers["content-security-policy"].startswith("default-src 'none'")
 
 

@@ -40,7 +40,7 @@ async def work(
     dialect: Dialect,
     search: Search,
     options: ReActOptions | None = None,
-    seen: list[RunEvent] | None = None,
+    events: list[RunEvent] | None = None,
 ) -> RunResult:
     agent = Agent(
         model,
@@ -48,14 +48,14 @@ async def work(
         search.tools.specs(),
         search.tools.run_call,
         options=options or ReActOptions(),
-        on_event=(seen if seen is not None else []).append,
+        on_event=(events if events is not None else []).append,
     )
     async with asyncio.timeout(SOON_S):
         return await agent.run("搜索")
 
 
-def shown(seen: list[RunEvent]) -> str:
-    return "".join(event.text for event in seen if isinstance(event, TextArrived))
+def shown(events: list[RunEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextArrived))
 
 
 async def test_s0_14_tags_and_native_calls_work_side_by_side_in_one_run() -> None:
@@ -83,20 +83,20 @@ async def test_s0_15_a_tag_is_run_its_result_is_a_tool_message_and_the_next_iter
 @pytest.mark.parametrize("name", ["tags", "native"])
 async def test_s0_16_switched_off_a_tag_is_ordinary_text(name: str) -> None:
     search, model, options = Search(), ScriptedModel([f"看: {TAG}!"]), ReActOptions(enable_tool_action_parsing=False)
-    seen: list[RunEvent] = []
-    result = await work(model, choose_dialect(name), search, options, seen)
+    events: list[RunEvent] = []
+    result = await work(model, choose_dialect(name), search, options, events)
     assert (search.queries, len(model.requests), result.stop_reason) == ([], 1, StopReason.ANSWERED)
-    assert (result.answer, shown(seen)) == (f"看: {TAG}!", f"看: {TAG}!")
+    assert (result.answer, shown(events)) == (f"看: {TAG}!", f"看: {TAG}!")
 
 
 async def test_s0_17_native_calls_win_and_the_tags_of_that_reply_are_ordinary_text() -> None:
     search = Search()
-    seen: list[RunEvent] = []
+    events: list[RunEvent] = []
     model = ScriptedModel([Calls(NATIVE.calls, f"前{TAG}后"), "好了"])
-    result = await work(model, NativeDialect(), search, seen=seen)
+    result = await work(model, NativeDialect(), search, events=events)
     assert (search.queries, result.answer) == (["native"], "好了")
-    assert shown(seen) == f"前{TAG}后好了"
-    assert sum(isinstance(event, CallStarted) for event in seen) == 1
+    assert shown(events) == f"前{TAG}后好了"
+    assert sum(isinstance(event, CallStarted) for event in events) == 1
     assert [message["role"] for message in result.transcript][2:] == ["assistant", "tool", "assistant"]
 
 
@@ -112,7 +112,7 @@ async def test_s0_17_it_does_not_matter_which_of_them_comes_first() -> None:
         "function": {"name": "vector-search", "arguments": '{"query": "native"}'},
     }
     search = Search()
-    seen: list[RunEvent] = []
+    events: list[RunEvent] = []
     model = ScriptedModel([Raw([delta(tool_calls=[call]), delta(content=TAG[:30]), delta(content=TAG[30:])]), "好了"])
-    await work(model, NativeDialect(), search, seen=seen)
-    assert (search.queries, shown(seen)) == (["native"], f"{TAG}好了")
+    await work(model, NativeDialect(), search, events=events)
+    assert (search.queries, shown(events)) == (["native"], f"{TAG}好了")

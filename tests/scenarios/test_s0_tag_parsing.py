@@ -74,9 +74,9 @@ async def vector_search(query: str, limit: int = 10) -> str:
     return f"{limit} of {query}"
 
 
-async def work(model: Any, seen: Seen | None = None, tools: Sequence[Any] = (vector_search,)) -> RunResult:
+async def work(model: Any, observer: Seen | None = None, tools: Sequence[Any] = (vector_search,)) -> RunResult:
     local = LocalTools(tools)
-    agent = Agent(model, TagsDialect(), local.specs(), local.run_call, on_event=(seen or Seen()).note)
+    agent = Agent(model, TagsDialect(), local.specs(), local.run_call, on_event=(observer or Seen()).note)
     async with asyncio.timeout(SOON_S):
         return await agent.run("找一下")
 
@@ -156,11 +156,11 @@ async def test_s0_04_a_tag_that_is_never_closed_is_not_run_nor_shown_and_the_mod
         ran.append(query)
         return query
 
-    unclosed, seen = '好。<tool_action name="vector-search"><query value="读取文件" />', Seen()
+    unclosed, observer = '好。<tool_action name="vector-search"><query value="读取文件" />', Seen()
     model = ScriptedModel([unclosed, "I stop."])
-    result = await work(model, seen, [search])
-    assert (ran, result.answer, seen.has(CallStarted)) == ([], "I stop.", False)
-    assert seen.text() == "好。I stop."
+    result = await work(model, observer, [search])
+    assert (ran, result.answer, observer.has(CallStarted)) == ([], "I stop.", False)
+    assert observer.text() == "好。I stop."
     assert "unclosed" in model.requests[1].messages[-1]["content"]
     [_, malformed] = parse(unclosed)
     assert isinstance(malformed, Malformed)
@@ -193,7 +193,7 @@ def test_s0_06_the_last_character_of_a_tag_is_what_makes_the_call_and_until_then
 
 
 async def test_s0_06_a_complete_tag_runs_while_the_stream_goes_on() -> None:
-    seen = Seen()
+    observer = Seen()
 
     async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
         if len(request.messages) > 2:
@@ -202,10 +202,10 @@ async def test_s0_06_a_complete_tag_runs_while_the_stream_goes_on() -> None:
         for text in ("我看看。<tool_", 'action name="vector-search"><query value="读取文件" />', "</tool_action>"):
             yield chunk(text)
         # The stream does not end before the call has.
-        await seen.until(lambda so_far: so_far.has(CallFinished))
+        await observer.until(lambda so_far: so_far.has(CallFinished))
 
-    result = await work(StreamModel(stream), seen)
-    assert (result.answer, seen.in_order()) == ("好了", ["我看看。", "[CallStarted]", "[CallFinished]", "好了"])
+    result = await work(StreamModel(stream), observer)
+    assert (result.answer, observer.in_order()) == ("好了", ["我看看。", "[CallStarted]", "[CallFinished]", "好了"])
 
 
 def test_s0_07_the_three_chunks_give_the_text_the_call_and_the_rest_in_order() -> None:
@@ -218,13 +218,13 @@ def test_s0_07_the_three_chunks_give_the_text_the_call_and_the_rest_in_order() -
 
 
 async def test_s0_07_the_text_before_the_tag_is_out_at_once_and_the_text_behind_it_after_the_tool() -> None:
-    seen = Seen()
+    observer = Seen()
     entries: list[tuple[str, str]] = []
 
     @tool(name="vector-search")
     async def search(query: str) -> str:
         """Search."""
-        entries.append((query, seen.text()))
+        entries.append((query, observer.text()))
         return "found"
 
     async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
@@ -233,13 +233,13 @@ async def test_s0_07_the_text_before_the_tag_is_out_at_once_and_the_text_behind_
             return
         yield chunk(THREE_CHUNKS[0])
         # Nothing further is sent before the user has seen this.
-        await seen.until(lambda so_far: so_far.text() == "思考: 我需要搜索...")
+        await observer.until(lambda so_far: so_far.text() == "思考: 我需要搜索...")
         yield chunk(THREE_CHUNKS[1])
         yield chunk(THREE_CHUNKS[2])
 
-    result = await work(StreamModel(stream), seen, [search])
+    result = await work(StreamModel(stream), observer, [search])
     assert entries == [("test", "思考: 我需要搜索...")]
-    assert seen.in_order() == ["思考: 我需要搜索...", "[CallStarted]", "[CallFinished]", "接下来...完成"]
+    assert observer.in_order() == ["思考: 我需要搜索...", "[CallStarted]", "[CallFinished]", "接下来...完成"]
     assert result.answer == "完成"
 
 
@@ -252,14 +252,14 @@ def test_s0_08_a_chunk_without_the_marker_goes_out_as_it_is(plain: str) -> None:
 
 
 async def test_s0_08_a_plain_chunk_is_shown_before_the_next_one_comes() -> None:
-    seen, words = Seen(), ["你好", ", ", "world", " 1 < 2", "!"]
+    observer, pieces = Seen(), ["你好", ", ", "world", " 1 < 2", "!"]
 
     async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
-        for at, word in enumerate(words, start=1):
+        for at, word in enumerate(pieces, start=1):
             yield chunk(word)
-            await seen.until(lambda so_far, at=at: so_far.text() == "".join(words[:at]))  # type: ignore[misc]
+            await observer.until(lambda so_far, at=at: so_far.text() == "".join(pieces[:at]))  # type: ignore[misc]
 
-    assert (await work(StreamModel(stream), seen)).answer == "".join(words)
+    assert (await work(StreamModel(stream), observer)).answer == "".join(pieces)
 
 
 def test_s0_08_only_an_end_that_may_begin_the_marker_waits_until_the_next_character_disproves_it() -> None:

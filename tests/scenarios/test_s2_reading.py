@@ -107,13 +107,13 @@ def test_s4_17_a_range_behind_the_end_is_an_error_that_reports_the_lines(tools: 
 def test_s4_17_a_long_line_is_read_to_its_end_by_following_the_footers(guest: Guest, tools: GuestTools) -> None:
     line = "".join(f"[{number}]" for number in range(2000))
     (guest.workspace / "minified.js").write_text(line)
-    seen, arguments = "", {"offset": 1}
+    text, arguments = "", {"offset": 1}
     while True:
         shown, _, footer = str(tools.run("read_tool", file_path="minified.js", **arguments).output).rpartition("\n")
-        seen += shown.partition("\t")[2].partition("\n[note")[0]
+        text += shown.partition("\t")[2].partition("\n[note")[0]
         if "continue with" not in footer:
             break
         arguments = {
             name: int(value) for name, value in (pair.split("=") for pair in footer[:-1].partition("with ")[2].split())
         }
-    assert seen == line
+    assert text == line

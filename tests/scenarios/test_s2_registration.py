@@ -70,11 +70,11 @@ async def client(pool: SwitchedPool) -> AsyncIterator[ToolClient]:
 
 async def work(client: ToolClient, *replies: Any) -> list[str]:
     """Run the agent with these replies. Return the result of each call."""
-    seen: list[RunEvent] = []
+    events: list[RunEvent] = []
     await client.run(
-        "go", session=await client.open_session(), model=ScriptedModel([*replies, "ok"]), on_event=seen.append
+        "go", session=await client.open_session(), model=ScriptedModel([*replies, "ok"]), on_event=events.append
     )
-    return [event.result.text() for event in seen if isinstance(event, CallFinished)]
+    return [event.result.text() for event in events if isinstance(event, CallFinished)]
 
 
 def call(name: str) -> Calls:
@@ -174,9 +174,9 @@ async def test_s2_26_an_agent_is_not_reported_a_tool_that_is_off_and_one_that_ca
     """T18: the error differs from the error for a missing tool."""
     await client.disable("beta_tool", reason="no more")
     model = ScriptedModel([call("beta_tool"), call("gamma_tool"), "ok"])
-    seen: list[RunEvent] = []
-    await client.run("go", session=await client.open_session(), model=model, on_event=seen.append)
-    messages = [event.result.text() for event in seen if isinstance(event, CallFinished)]
+    events: list[RunEvent] = []
+    await client.run("go", session=await client.open_session(), model=model, on_event=events.append)
+    messages = [event.result.text() for event in events if isinstance(event, CallFinished)]
     assert "(no more)" in messages[0]
     assert messages[0].startswith("Error [TOOL_DISABLED]")
     assert messages[1] == "Error [TOOL_NOT_FOUND]: Tool not found: gamma_tool"
@@ -216,11 +216,11 @@ async def test_s2_26_a_switch_of_a_tool_that_no_worker_serves_any_more_can_be_re
 
 
 async def test_s2_26_no_question_is_asked_about_a_call_that_will_not_be_run(redis_server: RedisProcess) -> None:
-    asked: list[str] = []
+    requests: list[str] = []
 
     class Asking:
         async def decide(self, request: Any) -> Any:
-            asked.append(request.call.name)
+            requests.append(request.call.name)
             raise AssertionError
 
     def turn_risky_off(*_: Any) -> Outcome:
@@ -232,7 +232,7 @@ async def test_s2_26_no_question_is_asked_about_a_call_that_will_not_be_run(redi
     async with pool.client() as client:
         client._parts.approver = Asking()
         result = await work(client, call("alpha_tool"), call("risky_tool"))
-    assert (asked, result[1].split(":")[0]) == ([], "Error [TOOL_DISABLED]")
+    assert (requests, result[1].split(":")[0]) == ([], "Error [TOOL_DISABLED]")
 
 
 async def test_s2_26_tools_of_a_program_itself_are_turned_off_and_on_in_its_registry() -> None:
@@ -243,12 +243,12 @@ async def test_s2_26_tools_of_a_program_itself_are_turned_off_and_on_in_its_regi
 
     tools = LocalTools([shout])
     tools.registry.disable("shout")
-    seen: list[RunEvent] = []
+    events: list[RunEvent] = []
     for _ in range(2):
         model = ScriptedModel([Calls([("shout", {"text": "hi"})]), "ok"])
-        await tools.run("go", model=model, on_event=seen.append)
+        await tools.run("go", model=model, on_event=events.append)
         tools.registry.enable("shout")
-    messages = [event.result for event in seen if isinstance(event, CallFinished)]
+    messages = [event.result for event in events if isinstance(event, CallFinished)]
     assert [(result.success, result.error_code) for result in messages] == [
         (False, ErrorCode.TOOL_DISABLED),
         (True, None),

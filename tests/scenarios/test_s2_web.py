@@ -79,8 +79,8 @@ def test_s2_21_the_content_of_a_url_is_fetched_as_text(web: WebServer) -> None:
 def test_s2_22_of_html_the_readable_text_is_taken_and_the_tags_are_gone(web: WebServer) -> None:
     web.replies["/manual"] = answer(PAGE)
     text = call(web, "webfetch_tool", url=web.url("/manual"), format="text").text()
-    for gone in ("<p>", "<h1>", "</", "track()", ".x {}", "Home"):
-        assert gone not in text
+    for removed in ("<p>", "<h1>", "</", "track()", ".x {}", "Home"):
+        assert removed not in text
 
 
 @pytest.mark.parametrize(

@@ -268,14 +268,14 @@ async def test_s4_12_to_15_built_in_and_skill_tools_get_the_same_context(
         worker = build_executor(registry, sandbox, MemoryLedger(), MemoryBlobs(), {"host": "h1"}, states=states)
         context = build_context(model="qwen", config={"region": "north"}, cwd="/workspace/orders")
         assert worker.execute(build_call("look"), context).success
-        (seen,) = contexts
-        assert (seen.tenant, seen.session, seen.cwd, seen.config["region"]) == (
+        (call_context,) = contexts
+        assert (call_context.tenant, call_context.session, call_context.cwd, call_context.config["region"]) == (
             "acme",
             "s1",
             "/workspace/orders",
             "north",
         )
-        assert isinstance(seen.model, ModelAdapter)
-        assert seen.model.name == "qwen"
-        await seen.state.set("step", 2)
+        assert isinstance(call_context.model, ModelAdapter)
+        assert call_context.model.name == "qwen"
+        await call_context.state.set("step", 2)
         assert await states.open("acme", "s1").get("step") == 2

@@ -46,15 +46,15 @@ def test_s4_18_a_file_is_created_with_its_folders_and_overwritten(guest: Guest, 
 async def test_s4_18_permission_is_asked_before_a_file_is_changed(tool: WorkerTool, arguments: dict[str, str]) -> None:
     spec = tool.spec
     call = build_call(spec.name, file_path="f", **arguments)
-    asked: list[ApprovalRequest] = []
+    requests: list[ApprovalRequest] = []
 
     def say(request: ApprovalRequest) -> bool:
-        asked.append(request)
+        requests.append(request)
         return True
 
     allowed = await review(call, spec, CallbackApprover(say), policy=ApprovalPolicy(), tenant="acme", session="s1")
     assert isinstance(allowed, ToolCall)
-    assert [(request.call.name, request.call.arguments["file_path"]) for request in asked] == [(spec.name, "f")]
+    assert [(request.call.name, request.call.arguments["file_path"]) for request in requests] == [(spec.name, "f")]
     refused = await review(call, spec, RefusingApprover(), policy=ApprovalPolicy(), tenant="acme", session="s1")
     assert isinstance(refused, ToolResult)
     assert refused.error_code is ErrorCode.PERMISSION_DENIED
@@ -118,11 +118,11 @@ def test_s4_20_a_path_that_ends_inside_is_allowed_and_outputs_are_only_read(gues
     guest.run(f"mkdir d; echo kept > {guest.output}/spilled.txt")
     assert tools.run("write_tool", file_path="d/../f", content="x\n").success
     assert tools.run("write_tool", file_path=str(guest.tmp / "f"), content="x\n").success
-    kept = str(guest.output / "spilled.txt")
-    assert tools.run("read_tool", file_path=kept).success
-    assert tools.run("write_tool", file_path=kept, content="x").error_code is ErrorCode.PATH_NOT_ALLOWED
+    path = str(guest.output / "spilled.txt")
+    assert tools.run("read_tool", file_path=path).success
+    assert tools.run("write_tool", file_path=path, content="x").error_code is ErrorCode.PATH_NOT_ALLOWED
     assert (
-        tools.run("edit_tool", file_path=kept, old_string="kept", new_string="x").error_code
+        tools.run("edit_tool", file_path=path, old_string="kept", new_string="x").error_code
         is ErrorCode.PATH_NOT_ALLOWED
     )
 

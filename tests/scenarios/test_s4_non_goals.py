@@ -96,7 +96,7 @@ async def test_s4_36_calls_of_one_reply_that_change_something_run_one_after_anot
         return f"wrote {n}"
 
     assert await run_reply(Calls([("write", {"n": n}) for n in range(3)]), write) == ["wrote 0", "wrote 1", "wrote 2"]
-    assert log == [f"{n} {what}" for n in range(3) for what in ("begins", "ends")]
+    assert log == [f"{n} {phase}" for n in range(3) for phase in ("begins", "ends")]
 
 
 async def test_s4_36_calls_that_only_read_may_run_side_by_side_and_are_answered_in_order() -> None:

@@ -69,15 +69,15 @@ def text_for_model(model: ScriptedModel) -> str:
 
 
 async def test_s4_05_a_tool_that_requires_permission_is_asked_about_before_it_runs() -> None:
-    asked: list[ApprovalRequest] = []
+    requests: list[ApprovalRequest] = []
 
     def say(request: ApprovalRequest) -> bool:
-        asked.append(request)
+        requests.append(request)
         return True
 
     ran, _ = await run_agent(WRITE, "text", "hello", CallbackApprover(say), ApprovalPolicy())
     assert WRITE.requires_permission is True
-    assert ([request.call.arguments for request in asked], ran) == ([{"text": "hello"}], ["hello"])
+    assert ([request.call.arguments for request in requests], ran) == ([{"text": "hello"}], ["hello"])
 
 
 async def test_s4_05_without_permission_it_does_not_run_and_the_model_reads_why() -> None:

@@ -40,10 +40,10 @@ def test_s4_03_every_tool_has_a_unique_name_a_description_and_a_json_schema() ->
 
 
 def test_s4_04_a_tool_gets_arguments_and_context_and_gives_a_result() -> None:
-    seen: list[tuple[dict[str, Any], ToolContext]] = []
+    received: list[tuple[dict[str, Any], ToolContext]] = []
 
     def handler(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
-        seen.append((arguments, bench.context))
+        received.append((arguments, bench.context))
         return Outcome("found")
 
     context = build_context()
@@ -51,7 +51,7 @@ def test_s4_04_a_tool_gets_arguments_and_context_and_gives_a_result() -> None:
     executor = build_executor(registry, FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
     result = executor.execute(build_call("search", query="a"), context)
     assert (result.success, result.output) == (True, "found")
-    assert seen == [({"query": "a", "limit": 10}, context)]
+    assert received == [({"query": "a", "limit": 10}, context)]
 
 
 async def test_s4_04_a_tool_may_be_asynchronous() -> None:

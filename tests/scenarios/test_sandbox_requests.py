@@ -92,11 +92,11 @@ async def test_file_tools_of_a_root_session_work_on_every_file(stack: Stack) -> 
 async def test_an_http_client_opens_a_session_with_sizes_and_user(stack: Stack) -> None:
     headers = {"Authorization": f"Bearer {stack.info.api_key}"}
     async with httpx.AsyncClient(base_url=str(stack.info.api_url), headers=headers, timeout=60) as client:
-        asked = {"cpus": 1.5, "workspace_bytes": 32 * MIB, "user": "root"}
-        opened = await client.post("/v1/sessions", json=asked)
+        options = {"cpus": 1.5, "workspace_bytes": 32 * MIB, "user": "root"}
+        opened = await client.post("/v1/sessions", json=options)
         assert opened.status_code == 201, opened.text
         session = opened.json()
-        assert {name: session[name] for name in asked} == asked
+        assert {name: session[name] for name in options} == options
         await client.delete(f"/v1/sessions/{session['id']}")
         refused = await client.post("/v1/sessions", json={"cpus": 3})
         assert (refused.status_code, "at most 2" in refused.text) == (422, True)

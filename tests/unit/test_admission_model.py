@@ -91,11 +91,11 @@ class Pair:
         assert sorted(held) == sorted(call.id for queue in self.model.queues.values() for call in queue.held)
         assert sorted(waiting) == sorted(call.id for queue in self.model.queues.values() for call in queue.waiting)
         for name, fields in numbers.items():
-            kind, _, what = name.partition(":")
+            kind, _, suffix = name.partition(":")
             parts = dict(
                 zip(
                     {"queue": ("queue",), "tenant": ("tenant",), "pair": ("queue", "tenant")}[kind],
-                    what.split("|"),
+                    suffix.split("|"),
                     strict=True,
                 )
             )

@@ -138,10 +138,10 @@ def test_a_tenant_that_comes_and_goes_with_every_call_gets_no_more_than_its_shar
 
 def test_calls_of_a_tenant_go_in_the_order_in_which_they_came(harness: Harness) -> None:
     harness.learn("acme", 0.1)
-    asked = [harness.ask() for _ in range(12)]
-    while harness.held != asked[-6:]:
+    requests = [harness.ask() for _ in range(12)]
+    while harness.held != requests[-6:]:
         harness.end(harness.held[0])
-    assert harness.held == asked[-6:]
+    assert harness.held == requests[-6:]
 
 
 def test_interactive_calls_go_before_a_batch_which_is_not_starved(harness: Harness) -> None:

@@ -84,9 +84,9 @@ class Caller:
 
 
 async def read_tenant(client: "redis.asyncio.Redis") -> TenantSummary:
-    seen = await OverviewReader(client, DEPLOYMENT, KEY).read()
-    (tenant,) = seen.tenants
-    assert seen.waiting == tenant.waiting
+    overview = await OverviewReader(client, DEPLOYMENT, KEY).read()
+    (tenant,) = overview.tenants
+    assert overview.waiting == tenant.waiting
     return tenant
 
 
@@ -116,14 +116,14 @@ async def test_a_call_of_a_paused_tenant_is_counted_as_waiting_and_reported(
 
 
 @pytest.mark.parametrize(
-    ("policy", "reason", "words"),
+    ("policy", "reason", "message"),
     [
         (TenantPolicy(in_flight=1), WaitReason.IN_FLIGHT, "has 1 calls in flight, which is its limit"),
         (TenantPolicy(rate_per_s=0.001, burst=1), WaitReason.RATE, "at most 0.001 calls per second"),
     ],
 )
 async def test_a_call_behind_a_limit_of_its_tenant_names_the_limit(
-    tenants: RedisTenants, admission: PausableAdmission, policy: TenantPolicy, reason: WaitReason, words: str
+    tenants: RedisTenants, admission: PausableAdmission, policy: TenantPolicy, reason: WaitReason, message: str
 ) -> None:
     await tenants.add("acme", policy)
     first = Caller(admission, policy)
@@ -133,7 +133,7 @@ async def test_a_call_behind_a_limit_of_its_tenant_names_the_limit(
     notice = await second.notice()
 
     assert notice.reason is reason
-    assert words in notice.message
+    assert message in notice.message
     second.task.cancel()
     await asyncio.gather(second.task, return_exceptions=True)
     await first.end()
@@ -145,11 +145,11 @@ async def test_a_run_warns_once_that_its_tenant_is_paused(redis_server: RedisPro
     tenants = RedisTenants(pool_redis := open_redis(pool.broker), "default", KEY)
     await tenants.add("acme", TenantPolicy())
     await tenants.pause("acme", "unpaid")
-    seen: list[RunEvent] = []
+    events: list[RunEvent] = []
     warned = asyncio.Event()
 
     def on_event(event: RunEvent) -> None:
-        seen.append(event)
+        events.append(event)
         if isinstance(event, Warned):
             warned.set()
 
@@ -161,8 +161,10 @@ async def test_a_run_warns_once_that_its_tenant_is_paused(redis_server: RedisPro
         await asyncio.wait_for(run, SOON_S)
     await pool_redis.aclose()
 
-    assert ["tenant acme is paused (unpaid)" in event.message for event in seen if isinstance(event, Warned)] == [True]
-    assert [event.result.success for event in seen if isinstance(event, CallFinished)] == [True]
+    assert ["tenant acme is paused (unpaid)" in event.message for event in events if isinstance(event, Warned)] == [
+        True
+    ]
+    assert [event.result.success for event in events if isinstance(event, CallFinished)] == [True]
 
 
 def test_a_command_prints_one_line_when_its_calls_wait(

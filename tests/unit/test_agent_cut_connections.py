@@ -85,10 +85,10 @@ async def test_a_connection_that_ends_after_any_byte_changes_nothing_of_the_run(
 
 def shown(events: list[RunEvent]) -> str:
     """Return the text that a user who follows the events sees."""
-    seen = ""
+    text = ""
     for event in events:
         if isinstance(event, TextArrived):
-            seen += event.text
+            text += event.text
         elif isinstance(event, TextWithdrawn):
-            seen = seen[: len(seen) - event.characters]
-    return seen
+            text = text[: len(text) - event.characters]
+    return text

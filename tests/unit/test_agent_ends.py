@@ -68,11 +68,11 @@ def unanswered(messages: list[Message]) -> list[str]:
 
 @pytest.mark.parametrize("tool", ["echo", "read"], ids=["one after another", "side by side"])
 async def test_calls_that_ran_before_the_wall_limit_stay_in_the_transcript(tool: str) -> None:
-    seen: list[RunEvent] = []
+    events: list[RunEvent] = []
     model = ScriptedModel(
         [Calls([(tool, {"text": "a"}), (tool, {"text": "hang"}), ("echo", {"text": "c"})], "Working.")]
     )
-    result = await work(agent(model, run_or_hang, options=ReActOptions(max_wall_s=WALL_S), on_event=seen.append))
+    result = await work(agent(model, run_or_hang, options=ReActOptions(max_wall_s=WALL_S), on_event=events.append))
     assert result.stop_reason is StopReason.MAX_WALL
     entries = [message["content"] for message in result.transcript if message["role"] == "tool"]
     assert entries[0] == "did a"
@@ -80,7 +80,7 @@ async def test_calls_that_ran_before_the_wall_limit_stay_in_the_transcript(tool:
     assert "was not run" in entries[2]
     assert unanswered(result.transcript.messages()) == []
     assert (result.usage, result.clocks.run_s) == (Usage(1, len("Working.")), 1)
-    assert [event.result.success for event in seen if isinstance(event, CallFinished)] == [True, False, False]
+    assert [event.result.success for event in events if isinstance(event, CallFinished)] == [True, False, False]
 
 
 async def test_a_native_call_that_was_half_read_at_the_wall_limit_has_its_answer_too() -> None:
@@ -133,14 +133,17 @@ def uncounted(_: Any) -> Raw:
 async def test_a_server_that_does_not_count_makes_no_budget_endless(
     options: dict[str, Any], reason: StopReason
 ) -> None:
-    seen: list[RunEvent] = []
+    events: list[RunEvent] = []
     one = agent(
-        ScriptedModel(uncounted), run_or_hang, options=ReActOptions(max_iterations=50, **options), on_event=seen.append
+        ScriptedModel(uncounted),
+        run_or_hang,
+        options=ReActOptions(max_iterations=50, **options),
+        on_event=events.append,
     )
     result = await work(one)
     assert (result.stop_reason, result.usage) == (reason, Usage())
     assert result.steps < 5
-    warnings = [event.message for event in seen if isinstance(event, Warned)]
+    warnings = [event.message for event in events if isinstance(event, Warned)]
     assert sum("does not count tokens" in warning for warning in warnings) == 1
 
 

@@ -73,10 +73,10 @@ def chunk(text: str = "", finish: str | None = None, **delta: Any) -> Chunk:
 
 def streams(*replies: Sequence[Chunk | Exception]) -> StreamModel:
     """Return a model whose replies are these chunks. An exception among the chunks is raised."""
-    left = iter(replies)
+    remaining = iter(replies)
 
     async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
-        for item in next(left):
+        for item in next(remaining):
             if isinstance(item, Exception):
                 raise item
             yield item

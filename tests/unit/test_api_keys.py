@@ -82,10 +82,10 @@ async def test_a_key_opens_for_its_tenant_and_role(harness: Harness) -> None:
 async def test_nothing_of_a_key_is_kept_but_a_digest_and_its_end(harness: Harness, redis_server: RedisProcess) -> None:
     made = await harness.keys.add("acme")
     with redis_server.client() as client:
-        kept: Any = {name: client.dump(name) for name in client.scan_iter()} | client.hgetall(KEY)
+        stored: Any = {name: client.dump(name) for name in client.scan_iter()} | client.hgetall(KEY)
     secret = made.text.rpartition(f"{made.id}_")[2]
     assert len(secret) == 43
-    assert not any(secret[:8].encode() in (data or b"") for data in kept.values())
+    assert not any(secret[:8].encode() in (data or b"") for data in stored.values())
     assert made.record.tail == made.text[-4:]
     assert secret[:8] not in repr(made) + repr(made.record)
 
@@ -150,13 +150,13 @@ async def test_a_revoked_key_opens_nothing_here_at_once_and_elsewhere_once_what_
 
 async def test_the_keys_of_a_removed_tenant_are_gone_and_its_name_stays_reserved(harness: Harness) -> None:
     await harness.tenants.add("zeta", TenantPolicy())
-    gone, kept = [await harness.keys.add("acme") for _ in range(3)], await harness.keys.add("zeta")
+    revoked, valid = [await harness.keys.add("acme") for _ in range(3)], await harness.keys.add("zeta")
     await harness.client.hset(KEY, "junk", "{")  # type: ignore[misc]
     assert await harness.tenants.remove("acme") == 3
     assert await failure_of(harness.tenants.add("acme", TenantPolicy())) is ErrorCode.INVALID_ARGUMENTS
-    for made in gone:
+    for made in revoked:
         assert await failure_of(harness.elsewhere().authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
-    assert (await harness.elsewhere().authenticate(kept.text)).tenant == "zeta"
+    assert (await harness.elsewhere().authenticate(valid.text)).tenant == "zeta"
 
 
 async def test_there_are_no_keys_for_tenants_that_are_not_registered(harness: Harness) -> None:

@@ -117,11 +117,11 @@ async def test_a_question_without_an_answer_in_time_is_denied_and_cannot_be_answ
     question = build_question("git push --force")
     question = question.model_copy(update={"call": call})
     assert (await harness.queue().pending(ADMIN)).questions == ()
-    known = [key async for key in harness.client.scan_iter("toolcrew:d:approval:*")]
-    assert len(known) == 1
+    keys = [key async for key in harness.client.scan_iter("toolcrew:d:approval:*")]
+    assert len(keys) == 1
     with pytest.raises(QuestionOver):
-        await harness.queue().decide(known[0].decode().rsplit(":", 1)[1], YES, digest="", actor=ADMIN)
-    assert 0 < await harness.client.pttl(known[0]) <= queue_file.OVER_KEPT_S * 1000 + 1000
+        await harness.queue().decide(keys[0].decode().rsplit(":", 1)[1], YES, digest="", actor=ADMIN)
+    assert 0 < await harness.client.pttl(keys[0]) <= queue_file.OVER_KEPT_S * 1000 + 1000
 
 
 async def test_many_wait_by_one_look_and_each_hears_its_own_answer(
@@ -237,8 +237,8 @@ async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(har
     await queue.decide(question.id, Decision(True, "fine", {"command": "ls"}), digest=question.digest, actor=OPERATOR)
     with pytest.raises(AlreadyAnswered):
         await queue.decide(question.id, NO, digest=question.digest, actor=ADMIN)
-    (kept,) = await harness.entries()
-    entry = kept
+    (stored_entry,) = await harness.entries()
+    entry = stored_entry
     assert (entry.actor, entry.action, entry.tenant, entry.target) == (OPERATOR, "approval.allow", "acme", question.id)
     assert entry.details == {
         "tool": "bash_tool",
@@ -255,11 +255,11 @@ async def test_pages_are_whole_and_in_order_of_expiry_also_when_many_expire_at_o
 ) -> None:
     monkeypatch.setattr(queue_file, "_AT_ONCE", 4)
     queue = harness.queue()
-    asked = [build_question(number=number) for number in range(30)]
-    for at, question in enumerate(asked):
+    questions = [build_question(number=number) for number in range(30)]
+    for at, question in enumerate(questions):
         await queue.ask(question, "x", 60 + at // 10)
     # Ten each at the very same moment: more than one look holds.
-    for at, question in enumerate(asked):
+    for at, question in enumerate(questions):
         moment = 2_000_000_000_000 + at // 10
         await harness.client.hset(f"toolcrew:d:approval:{question.id}", "expires_at", moment)
         await harness.client.zadd("toolcrew:d:approvals", {question.id: moment})
@@ -267,7 +267,7 @@ async def test_pages_are_whole_and_in_order_of_expiry_also_when_many_expire_at_o
     while pages == 0 or cursor is not None:
         page = await queue.pending(ADMIN, cursor=cursor, limit=7)
         found, cursor, pages = [*found, *(one.question.id for one in page.questions)], page.cursor, pages + 1
-    assert found == [id_ for at in (0, 10, 20) for id_ in sorted(one.id for one in asked[at : at + 10])]
+    assert found == [id_ for at in (0, 10, 20) for id_ in sorted(one.id for one in questions[at : at + 10])]
     assert pages == 5
 
 

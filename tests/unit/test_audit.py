@@ -34,8 +34,8 @@ async def entries(client: "redis.asyncio.Redis") -> list[Audited]:
     return [*reversed((await Audit(client, "d").read()).entries)]
 
 
-def summarize(kept: Audited) -> tuple[str, str | None, str]:
-    return kept.action, kept.tenant, kept.target
+def summarize(entry: Audited) -> tuple[str, str | None, str]:
+    return entry.action, entry.tenant, entry.target
 
 
 async def test_every_switch_of_a_tool_is_written_down_with_who_turned_it_and_why(client: "redis.asyncio.Redis") -> None:
@@ -44,7 +44,7 @@ async def test_every_switch_of_a_tool_is_written_down_with_who_turned_it_and_why
     await switches.turn_off("echo", Switch(by="ada"), "acme")
     await switches.turn_on("echo")
     found = await entries(client)
-    assert [summarize(kept) for kept in found] == [
+    assert [summarize(entry) for entry in found] == [
         ("tool.disable", None, "echo"),
         ("tool.disable", "acme", "echo"),
         ("tool.enable", None, "echo"),
@@ -62,16 +62,16 @@ async def test_every_change_of_a_tenant_says_what_is_new(client: "redis.asyncio.
     )
     await tenants.remove("acme")
     found = await entries(client)
-    assert [summarize(kept) for kept in found] == [
+    assert [summarize(entry) for entry in found] == [
         (action, "acme", "acme") for action in ("tenant.add", "tenant.set", "tenant.pause", "tenant.remove")
     ]
-    assert [kept.details for kept in found] == [
+    assert [entry.details for entry in found] == [
         {"weight": "2.0"},
         {"in_flight": "7"},
         {"queued": "9", "reason": "unpaid"},
         {},
     ]
-    assert {kept.actor.key for kept in found} == {LOCAL}
+    assert {entry.actor.key for entry in found} == {LOCAL}
 
 
 async def test_a_tenant_that_stays_as_it_is_or_is_none_has_no_entry(client: "redis.asyncio.Redis") -> None:
@@ -86,7 +86,7 @@ async def test_a_tenant_that_stays_as_it_is_or_is_none_has_no_entry(client: "red
     ):
         with pytest.raises(ToolFailure):
             await work
-    assert [summarize(kept) for kept in await entries(client)] == [("tenant.add", "acme", "acme")]
+    assert [summarize(entry) for entry in await entries(client)] == [("tenant.add", "acme", "acme")]
 
 
 async def test_a_change_that_another_process_made_first_is_written_down_once(client: "redis.asyncio.Redis") -> None:
@@ -110,7 +110,7 @@ async def test_a_change_that_another_process_made_first_is_written_down_once(cli
     assert await mine.change("acme", change) == TenantPolicy(in_flight=5, weight=3.0)
     found = await entries(client)
     assert len(tries) == 2
-    assert [(kept.actor.key, kept.details) for kept in found[1:]] == [
+    assert [(entry.actor.key, entry.details) for entry in found[1:]] == [
         (OPERATOR.key, {"in_flight": "5"}),
         (LOCAL, {"weight": "3.0"}),
     ]
@@ -124,12 +124,15 @@ async def test_keys_that_come_and_go_are_written_down_and_never_the_key_itself(c
     assert await keys.revoke(made.id)
     assert not await keys.revoke(made.id)
     found = await entries(client)
-    assert [summarize(kept) for kept in found] == [("key.add", "default", made.id), ("key.remove", "default", made.id)]
+    assert [summarize(stored) for stored in found] == [
+        ("key.add", "default", made.id),
+        ("key.remove", "default", made.id),
+    ]
     assert found[0].details.items() >= {("role", "operator"), ("name", "ci"), ("tail", made.text[-4:])}
-    kept = str(await client.xrange(audit_key("d")))
-    assert made.text not in kept
-    assert made.record.digest not in kept
-    assert made.text[len("tc_0123456789abcdef_") : -4] not in kept
+    stored = str(await client.xrange(audit_key("d")))
+    assert made.text not in stored
+    assert made.record.digest not in stored
+    assert made.text[len("tc_0123456789abcdef_") : -4] not in stored
 
 
 async def test_a_holder_of_a_key_acts_under_its_id_and_name(client: "redis.asyncio.Redis") -> None:
@@ -183,10 +186,10 @@ async def test_filters_find_what_is_far_back_by_as_many_looks_as_it_takes(
     while pages == 0 or cursor is not None:
         page = await log.read(cursor, 10, tenant="acme")
         found, cursor, pages = [*found, *page.entries], page.cursor, pages + 1
-    assert [kept.target for kept in found] == ["c1", "c0"]
+    assert [entry.target for entry in found] == ["c1", "c0"]
     assert pages == 4
-    assert [kept.target for kept in (await log.read(limit=10, actions=("run.cancel",))).entries] == []
-    assert [kept.target for kept in (await log.read(limit=1, target="c29")).entries] == ["c29"]
+    assert [entry.target for entry in (await log.read(limit=10, actions=("run.cancel",))).entries] == []
+    assert [entry.target for entry in (await log.read(limit=1, target="c29")).entries] == ["c29"]
 
 
 async def test_a_tenant_that_changes_much_pushes_out_only_its_own_entries(
@@ -247,7 +250,7 @@ async def test_entries_of_a_later_release_and_junk_are_no_obstacle(client: "redi
         audit_key("d"), {"entry": json.dumps({"actor": {"key": "x", "role": "admin"}, "action": "moon.land"})}
     )
     await client.xadd(audit_key("d"), {"other": "field"})
-    assert [kept.target for kept in await entries(client)] == ["c0"]
+    assert [entry.target for entry in await entries(client)] == ["c0"]
 
 
 @pytest.mark.parametrize(

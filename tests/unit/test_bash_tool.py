@@ -154,7 +154,7 @@ def test_an_output_that_was_cut_names_its_file_and_the_next_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         (
             {"spill": {**SPILL, "whole": False}},
@@ -164,10 +164,10 @@ def test_an_output_that_was_cut_names_its_file_and_the_next_call() -> None:
         ({"spill": None}, "narrow the command"),
     ],
 )
-def test_an_output_that_is_not_whole_anywhere_says_so(fields: dict[str, Any], words: str) -> None:
+def test_an_output_that_is_not_whole_anywhere_says_so(fields: dict[str, Any], message: str) -> None:
     counts = {name: {"total": 99_000, "head": 4, "tail": 4} for name in ("stdout", "stderr", "merged")}
     streams = dict.fromkeys(counts, b"one\nten\n")
-    assert words in str(
+    assert message in str(
         Bench(GuestResponse({**build_exec_response().done, "streams": counts, **fields}, streams)).bash().output
     )
 
@@ -216,7 +216,7 @@ def test_what_is_quoted_dangerous_or_unreadable_is_for_others_to_judge(command: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({}, "parameter 'command' is required"),
         ({"command": " \n"}, "parameter 'command' is required"),
@@ -232,11 +232,11 @@ def test_what_is_quoted_dangerous_or_unreadable_is_for_others_to_judge(command: 
         ({"command": "echo \ud800"}, "surrogate"),
     ],
 )
-def test_arguments_that_do_not_fit_together_are_refused_in_a_sentence(arguments: dict[str, Any], words: str) -> None:
+def test_arguments_that_do_not_fit_together_are_refused_in_a_sentence(arguments: dict[str, Any], message: str) -> None:
     bench = Bench()
     result = bench.act(**arguments)
     assert (result.error_code, bench.client.requests) == (ErrorCode.INVALID_ARGUMENTS, [])
-    assert words in str(result.error)
+    assert message in str(result.error)
 
 
 # Jobs

@@ -140,8 +140,8 @@ def test_a_terminal_shows_the_bar_the_counts_the_rate_the_cost_and_the_last_noti
     assert all(cell_len(line) <= width for line in shown.splitlines())
     figures = "30 of 100 done, 2 failed (1 tool, 1 infrastructure), 1 running, 67 queued"
     assert figures.replace(" ", "") in re.sub(r"\s", "", shown)
-    for words in ("━", "32/100", "items/s", "ETA", "tokens", "cost", "503"):
-        assert words in shown
+    for fragment in ("━", "32/100", "items/s", "ETA", "tokens", "cost", "503"):
+        assert fragment in shown
 
 
 @settings(max_examples=60, deadline=None)

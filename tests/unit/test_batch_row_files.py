@@ -58,14 +58,16 @@ def test_a_file_that_was_cut_anywhere_is_repaired_to_its_whole_rows(
 ) -> None:
     lines = [build_row_line(build_row(build_outcome(str(place), text=text))) for place, text in enumerate(texts)]
     whole = b"".join(lines)
-    kept = whole[: cut % (len(whole) + 1)]
-    path.write_bytes(kept + hole)
+    rest_of_crash = whole[: cut % (len(whole) + 1)]
+    path.write_bytes(rest_of_crash + hole)
     with RowFile.open(path, any_row) as file:
-        known = sorted(file.ids, key=int)
+        ids = sorted(file.ids, key=int)
         assert file.append(rows("new")) == ["new"]
     # A row that lacks nothing but its end of line is whole.
-    count = sum(1 for place in range(len(lines)) if len(kept + b"\n" * (not hole)) >= sum(map(len, lines[: place + 1])))
-    assert known == [str(place) for place in range(count)]
+    count = sum(
+        1 for place in range(len(lines)) if len(rest_of_crash + b"\n" * (not hole)) >= sum(map(len, lines[: place + 1]))
+    )
+    assert ids == [str(place) for place in range(count)]
     assert path.read_bytes() == b"".join(lines[:count]) + raw("new")
 
 

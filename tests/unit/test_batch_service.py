@@ -278,12 +278,12 @@ def test_a_service_says_why_it_does_not_start() -> None:
     key = OrchestratorSettings(redis_url=url, api_key=SecretStr("tc_x"))
     nowhere = OrchestratorSettings(redis_url=None)
     unsigned = OrchestratorSettings(redis_url=SecretStr("redis://127.0.0.1:1/0"), secret=None)
-    for settings, words in (
+    for settings, message in (
         (key, "TOOLCREW_API_KEY is set"),
         (nowhere, "TOOLCREW_REDIS_URL is not set"),
         (unsigned, "TOOLCREW_SECRET"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(words)):
+        with pytest.raises(ConfigError, match=re.escape(message)):
             asyncio.run(BatchService(settings, 1).run())
 
 

@@ -46,7 +46,7 @@ def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Calla
 
 
 @pytest.mark.parametrize(
-    ("item", "words"),
+    ("item", "message"),
     [
         (call("bash_tol", command="ls"), "line 1: the tool bash_tol does not exist: did you mean bash_tool?"),
         (call("zzz"), "line 1: the tool zzz does not exist: `toolcrew tools list` lists the tools"),
@@ -61,13 +61,13 @@ def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Calla
     ],
 )
 def test_a_tool_that_does_not_exist_and_arguments_that_do_not_fit_stop_a_submission(
-    item: dict[str, Any], words: str, submit: Callable[[Path], Result], redis_server: RedisProcess, tmp_path: Path
+    item: dict[str, Any], message: str, submit: Callable[[Path], Result], redis_server: RedisProcess, tmp_path: Path
 ) -> None:
     with redis_server.client() as client:
         before = set(client.keys())
         done = submit(write(tmp_path, item))
         assert (done.exit_code, done.stdout) == (1, "")
-        assert words in done.stderr
+        assert message in done.stderr
         assert "nothing was started" in done.stderr
         assert set(client.keys()) == before
 

@@ -46,10 +46,10 @@ class Harness:
 
     async def refusal(self, tenants: RedisTenants | None = None) -> ToolFailure | None:
         """Return why a call is refused now, without the copies of the last second."""
-        asked = tenants or self.tenants
-        asked._budgets._read.clear()
+        source = tenants or self.tenants
+        source._budgets._read.clear()
         try:
-            await CallRules(asked).policy("acme", "bash_tool")
+            await CallRules(source).policy("acme", "bash_tool")
         except ToolFailure as failure:
             return failure
         return None

@@ -93,9 +93,9 @@ def test_only_a_forced_build_asks_the_registry_for_a_debian_that_is_here(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
     assert done.returncode == 0, done.stdout + done.stderr
-    said = calls.read_text()
-    assert ("pull --quiet debian:bookworm-slim" in said) == asked
-    assert "BASE=debian:bookworm-slim" in said
+    log = calls.read_text()
+    assert ("pull --quiet debian:bookworm-slim" in log) == asked
+    assert "BASE=debian:bookworm-slim" in log
 
 
 def test_every_image_starts_from_what_it_is_given_and_ends_as_the_sandboxs_user() -> None:

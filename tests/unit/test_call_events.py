@@ -63,12 +63,12 @@ async def test_output_arrives_while_the_call_runs(harness: EventHarness) -> None
 
 async def test_a_piece_that_nothing_follows_is_sent_by_itself(harness: EventHarness) -> None:
     """Fast pieces are collected, but the last piece must not wait until the call ends."""
-    screen, seen, may_end = Screen(), asyncio.Event(), threading.Event()
+    screen, has_shown, may_end = Screen(), asyncio.Event(), threading.Event()
 
     def on_output(stream: str, text: str) -> None:
         screen.show(stream, text)
         if "b" in screen.text():
-            seen.set()
+            has_shown.set()
 
     def work(writer: CallEventWriter) -> None:
         writer.show("stdout", "a")
@@ -78,7 +78,7 @@ async def test_a_piece_that_nothing_follows_is_sent_by_itself(harness: EventHarn
     async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
         running = asyncio.create_task(asyncio.to_thread(run_call, work, harness.writer()))
         async with asyncio.timeout(5):
-            await seen.wait()
+            await has_shown.wait()
         may_end.set()
         await running
 

@@ -153,14 +153,14 @@ async def test_what_is_kept_of_its_result_is_reported_without_its_output(harness
 
 async def test_a_result_that_lies_beside_its_message_is_found(harness: Harness) -> None:
     key = blob_key("d", "acme", "sandbox", "r1")
-    kept: dict[str, bytes] = {}
+    records: dict[str, bytes] = {}
 
     def keep(data: bytes) -> str:
-        kept[key] = data
+        records[key] = data
         return key
 
     encoded = encode_result(build_result(output="x" * 100_000), keep, ResultSeal(KEY, "acme"))
-    await harness.client.set(key, kept[key])
+    await harness.client.set(key, records[key])
     await harness.client.set(result_key(TASK), json.dumps({"status": "SUCCESS", "result": encoded}))
     await harness.note(state="done")
     result = (await harness.lives.find("c1", "acme")).result

@@ -263,8 +263,8 @@ async def test_judging_many_calls_for_long_is_no_outage(client: "redis.asyncio.R
             watched.enter_context(
                 watching.monitor.over(f"t{number}", build_attempt(queue="pool.web", call_id=f"c{number}"))
             )
-        for name, seen in watching.monitor._sent.items():
-            seen.since = 1e9 if name == "t5" else 0
+        for name, sent_attempt in watching.monitor._sent.items():
+            sent_attempt.since = 1e9 if name == "t5" else 0
         watching.now += LOSSES_EVERY_S
         await watching.monitor.find_losses()
         assert len(watching.failed) == 5

@@ -20,9 +20,12 @@ WRITE = build_spec("write", properties={"n": {"type": "integer"}}, required=[])
 
 
 def runner(
-    run_call: Callable[[ToolCall], Awaitable[ToolResult]], *, seen: list[RunEvent] | None = None, max_parallel: int = 8
+    run_call: Callable[[ToolCall], Awaitable[ToolResult]],
+    *,
+    events: list[RunEvent] | None = None,
+    max_parallel: int = 8,
 ) -> CallRunner:
-    return CallRunner("r", [READ, WRITE], run_call, (seen if seen is not None else []).append, max_parallel)
+    return CallRunner("r", [READ, WRITE], run_call, (events if events is not None else []).append, max_parallel)
 
 
 def asked(name: str, index: int, *, is_parallel: bool = True, is_text: bool = False, **arguments: Any) -> CallRequested:
@@ -153,16 +156,16 @@ async def test_one_failing_call_does_not_end_its_neighbours() -> None:
 
 
 async def test_text_arguments_become_the_schemas_types_and_json_ones_stay() -> None:
-    seen: list[ToolCall] = []
+    calls: list[ToolCall] = []
 
     async def run_call(call: ToolCall) -> ToolResult:
-        seen.append(call)
+        calls.append(call)
         return done(call)
 
     await runner(run_call).run(
         [asked("read", 0, is_text=True, n="5"), asked("read", 1, n="5"), asked("read", 2, is_text=True, n="5.5")]
     )
-    assert [call.arguments["n"] for call in seen] == [5, "5", "5.5"]
+    assert [call.arguments["n"] for call in calls] == [5, "5", "5.5"]
 
 
 class Stubborn:

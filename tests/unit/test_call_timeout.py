@@ -12,7 +12,7 @@ from orchestrator.command import app
     ids=["call", "session exec"],
 )
 @pytest.mark.parametrize(
-    ("timeout", "words"),
+    ("timeout", "message"),
     [
         ("99999", "less than or equal to 86400"),
         ("86400.5", "less than or equal to 86400"),
@@ -21,7 +21,7 @@ from orchestrator.command import app
     ],
 )
 def test_a_limit_out_of_range_is_refused(
-    command: list[str], timeout: str, words: str, monkeypatch: pytest.MonkeyPatch
+    command: list[str], timeout: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
     rest = ["s1", "--", "true"] if command[0] == "session" else []
@@ -30,4 +30,4 @@ def test_a_limit_out_of_range_is_refused(
 
     assert result.exit_code == 2
     assert "--timeout" in result.stderr
-    assert words in result.stderr
+    assert message in result.stderr

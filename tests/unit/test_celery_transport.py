@@ -105,13 +105,13 @@ def start(harness: Harness, letter: Attempt) -> "asyncio.Task[Any]":
 
 
 def large(output: str = "x" * 100_000) -> tuple[Any, bytes]:
-    kept: list[bytes] = []
+    records: list[bytes] = []
 
     def keep(data: bytes) -> str:
-        kept.append(data)
+        records.append(data)
         return blob_key("default", "acme", "sandbox", "b1")
 
-    return encode_result(ToolResult(call_id="c1", name="x", success=True, output=output), keep), kept[0]
+    return encode_result(ToolResult(call_id="c1", name="x", success=True, output=output), keep), records[0]
 
 
 async def test_the_call_is_watched_over_from_when_it_was_sent_until_it_has_ended(harness: Harness) -> None:
@@ -253,5 +253,5 @@ async def test_nothing_is_left_in_redis_but_the_call_and_its_place_in_the_list(h
     await harness.answer(await harness.taken(), "done")
     await waiting
     await harness.hub.close()
-    left = {call_key("default", "acme", "c1").encode(), tenant_calls_key("default", "acme").encode()}
-    assert set(await harness.server.keys()) == left
+    keys = {call_key("default", "acme", "c1").encode(), tenant_calls_key("default", "acme").encode()}
+    assert set(await harness.server.keys()) == keys

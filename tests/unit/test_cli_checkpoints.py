@@ -72,7 +72,7 @@ async def test_what_could_not_be_kept_is_reported_beside_what_could(
     saver = WorkspaceSaver(Path("copy"), wants_checkpoint=True)
     await saver.save(session)
     text = "\n".join(saver.lines())
-    assert [words for words in expected if words not in text] == []
+    assert [fragment for fragment in expected if fragment not in text] == []
     assert saver.to_json().get("error", {}).get("code") == code
 
 

@@ -235,9 +235,9 @@ def test_a_command_about_files_connects_to_nothing(name: str, pool: Pool) -> Non
 def test_a_tenants_key_reaches_nothing_of_another_tenant(name: str, pool: Pool) -> None:
     before = pool.content()
     command, arguments = ALL[name], OWN[name]
-    words = len(name.split())
+    count = len(name.split())
     if any("--tenant" in parameter.opts for parameter in command.params) and name != "skills install":
-        named = pool.invoke([*arguments[:words], "--tenant", "rival", *arguments[words:]], pool.keys["tenant"])
+        named = pool.invoke([*arguments[:count], "--tenant", "rival", *arguments[count:]], pool.keys["tenant"])
         assert (named.exit_code, "belongs to tenant acme, not to rival" in named.output) in ((3, True), (125, True)), (
             named.output
         )

@@ -234,9 +234,9 @@ def test_a_policy_of_another_release_is_reported_and_replaced_by_a_file(
 def test_what_is_wrong_is_one_sentence_that_names_it(
     toolcrew: Toolcrew, arguments: tuple[str, ...], expected: str
 ) -> None:
-    code, words = failure_of(toolcrew(*arguments))
+    code, message = failure_of(toolcrew(*arguments))
     assert code == 1
-    assert expected in words
+    assert expected in message
 
 
 @pytest.mark.parametrize(
@@ -277,10 +277,10 @@ def test_a_wrong_file_is_reported_with_its_name_and_the_field(
 ) -> None:
     path = tmp_path / "policy.json"
     path.write_text(text)
-    code, words = failure_of(toolcrew("add", "acme", "--from", str(path)))
+    code, message = failure_of(toolcrew("add", "acme", "--from", str(path)))
     assert code == 1
-    assert f"--from: {path}" in words
-    assert expected in words
+    assert f"--from: {path}" in message
+    assert expected in message
 
 
 def test_a_key_is_shown_once_on_stdout_alone(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
@@ -301,8 +301,8 @@ def test_a_key_is_shown_once_on_stdout_alone(toolcrew: Toolcrew, redis_server: R
     assert row["created_at"][-1] == row["expires_at"][-1] == "Z"
     secret = key.split("_", 2)[2]
     with redis_server.client() as client:
-        kept: Any = client.hgetall(api_keys_key("default"))
-    assert secret not in toolcrew("keys", "list").stdout + str(kept)
+        stored: Any = client.hgetall(api_keys_key("default"))
+    assert secret not in toolcrew("keys", "list").stdout + str(stored)
 
 
 def test_keys_are_listed_by_tenant_and_revoked_by_id(toolcrew: Toolcrew) -> None:

@@ -251,8 +251,8 @@ class TestEveryService:
 
     def test_puts_no_secret_on_a_command_line(self, name: str) -> None:
         service = load_service(name)
-        words = [*service["healthcheck"]["test"], *service.get("command", [])]
-        assert [word for word in words if VARIABLE.search(word)] == []
+        argv = [*service["healthcheck"]["test"], *service.get("command", [])]
+        assert [word for word in argv if VARIABLE.search(word)] == []
 
 
 def test_the_healthcheck_of_the_orchestrator_is_a_call_through_the_whole_path() -> None:
@@ -356,8 +356,8 @@ def test_redis_is_started_with_the_users_that_have_passwords(tmp_path: Path) -> 
     acl = tmp_path / "users.acl"
     script = (ROOT / "deploy" / "redis-start").read_text(encoding="utf-8")
     script = script.replace("/tmp/users.acl", str(acl)).replace("/etc/toolcrew/", f"{ROOT}/deploy/")
-    words = {name: f"{role}-word" for role, name in PASSWORDS.items()}
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ACL": str(acl), "TOOLCREW_DEPLOYMENT": "prod", **words}
+    passwords = {name: f"{role}-word" for role, name in PASSWORDS.items()}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ACL": str(acl), "TOOLCREW_DEPLOYMENT": "prod", **passwords}
     ran = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=20, check=True)
     assert ran.stdout.startswith(build_users("prod", {role: hash_password(f"{role}-word") for role in ROLES}))
     assert "-word" not in ran.stdout
@@ -444,5 +444,5 @@ def test_the_build_sees_only_what_it_copies() -> None:
     copied = [
         line.split()[1:-1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ") and "--from=" not in line
     ]
-    sources = {source.rstrip("/") for words in copied for source in words}
+    sources = {source.rstrip("/") for sources_of_copy in copied for source in sources_of_copy}
     assert {pattern.removeprefix("!") for pattern in patterns[1:]} == sources

@@ -70,10 +70,10 @@ BUILDERS = [
 """Every function that builds a key from the name of the deployment, and other names."""
 
 
-def build_all(build: Callable[..., str], words: Collection[str]) -> Iterator[str]:
+def build_all(build: Callable[..., str], sample_names: Collection[str]) -> Iterator[str]:
     """Yield the builder's keys for every combination of the names."""
     others = len(inspect.signature(build).parameters) - 1
-    return (build("d", *chosen) for chosen in itertools.product(words, repeat=others))
+    return (build("d", *chosen) for chosen in itertools.product(sample_names, repeat=others))
 
 
 KINDS = sorted({part for one in BUILDERS for key in build_all(one, "d") for part in re.split(r"[:.]", key) if part})
@@ -82,21 +82,22 @@ SOME_NAMES = st.sets(st.sampled_from(KINDS) | st.from_regex(r"\A[A-Za-z0-9_-]{1,
 
 
 @settings(deadline=None)
-@given(words=SOME_NAMES)
-@example(words=set(KINDS))
-def test_two_builders_never_build_the_same_key_whatever_tenants_and_sessions_are_called(words: set[str]) -> None:
-    keys = [key for build in BUILDERS for key in build_all(build, words)]
+@given(sample_names=SOME_NAMES)
+@example(sample_names=set(KINDS))
+def test_two_builders_never_build_the_same_key_whatever_tenants_and_sessions_are_called(sample_names: set[str]) -> None:
+    keys = [key for build in BUILDERS for key in build_all(build, sample_names)]
     assert [key for key, count in Counter(keys).items() if count > 1] == []
 
 
 @settings(deadline=None)
-@given(words=SOME_NAMES)
-@example(words=set(KINDS))
-def test_which_redis_users_reach_a_tenants_key_depends_only_on_its_kind(words: set[str]) -> None:
+@given(sample_names=SOME_NAMES)
+@example(sample_names=set(KINDS))
+def test_which_redis_users_reach_a_tenants_key_depends_only_on_its_kind(sample_names: set[str]) -> None:
     patterns = [re.compile(translate(names.deployment_key("d", own))) for role in ROLES.values() for own in role.own]
     for build in BUILDERS:
         if "tenant" in inspect.signature(build).parameters:
             reached = {
-                tuple(bool(pattern.match(key)) for pattern in patterns) for key in build_all(build, words | {"plain"})
+                tuple(bool(pattern.match(key)) for pattern in patterns)
+                for key in build_all(build, sample_names | {"plain"})
             }
             assert len(reached) == 1, build

@@ -40,18 +40,18 @@ def run(
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
 def test_a_function_learns_whose_call_it_is(is_async: bool) -> None:
-    seen: list[CallContext] = []
+    contexts: list[CallContext] = []
 
     @tool
     def plain(context: CallContext) -> None:
-        seen.append(context)
+        contexts.append(context)
 
     @tool
     async def awaited(context: CallContext) -> None:
-        seen.append(context)
+        contexts.append(context)
 
     run(awaited if is_async else plain, context=build_context(run="r1", cwd="/workspace/sub", model=None))
-    (result,) = seen
+    (result,) = contexts
     assert (result.call_id, result.tenant, result.run, result.session, result.cwd, result.model) == (
         "call-1",
         "acme",
@@ -191,8 +191,8 @@ def test_what_an_async_function_left_running_is_cancelled_with_its_call() -> Non
 
     @tool
     async def leave() -> str:
-        left = asyncio.create_task(linger())
+        task = asyncio.create_task(linger())
         await asyncio.sleep(0)
-        return "gone" if not left.done() else "done"
+        return "gone" if not task.done() else "done"
 
     assert (run(leave).output, ended) == ("gone", ["cancelled"])

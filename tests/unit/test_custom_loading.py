@@ -119,7 +119,7 @@ def test_installed_packages_are_asked_by_default(write_module: WriteModule, tmp_
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "fragments"),
     [
         ("import surely_not_there", ["ModuleNotFoundError", "surely_not_there"]),
         ("1 / 0", ["ZeroDivisionError"]),
@@ -134,25 +134,25 @@ def test_installed_packages_are_asked_by_default(write_module: WriteModule, tmp_
     ],
 )
 def test_a_broken_module_is_named_with_what_is_wrong_and_what_to_do(
-    write_module: WriteModule, text: str, words: list[str]
+    write_module: WriteModule, text: str, fragments: list[str]
 ) -> None:
     sentence = refusal(write_module(text, "broken_tools"))
     assert "'broken_tools' of TOOLCREW_TOOL_MODULES" in sentence
-    assert all(word in sentence for word in [*words, "fix the module"]), sentence
+    assert all(word in sentence for word in [*fragments, "fix the module"]), sentence
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         ("house_tools:number", "is a int"),
         ("house_tools:empty", "empty list"),
         ("house_tools:absent", "AttributeError"),
     ],
 )
-def test_an_entry_point_that_names_no_tool_is_refused(write_module: WriteModule, value: str, words: str) -> None:
+def test_an_entry_point_that_names_no_tool_is_refused(write_module: WriteModule, value: str, message: str) -> None:
     write_module("number = 5\nempty = []\n")
     sentence = refusal(points=(point(value),))
-    assert words in sentence
+    assert message in sentence
     assert f"entry point 'house = {value}'" in sentence
 
 

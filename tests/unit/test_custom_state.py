@@ -37,15 +37,15 @@ async def test_updates_by_several_workers_lose_nothing(states: list[RedisState])
 
 
 async def test_an_update_is_computed_anew_from_what_another_worker_wrote_meanwhile(states: list[RedisState]) -> None:
-    seen = []
+    values = []
 
     async def slow(old: int | None) -> int:
-        seen.append(old)
-        if len(seen) == 1:
+        values.append(old)
+        if len(values) == 1:
             await states[1].set("n", 10)
         return (old or 0) + 1
 
-    assert (await states[0].update("n", slow), seen) == (11, [None, 10])
+    assert (await states[0].update("n", slow), values) == (11, [None, 10])
 
 
 async def test_a_value_that_was_set_back_still_counts_as_changed(states: list[RedisState]) -> None:

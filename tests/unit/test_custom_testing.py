@@ -85,9 +85,9 @@ def test_failures_and_bugs_are_reported_as_a_worker_reports_them() -> None:
         raise SystemExit(3)
 
     worker = LocalWorker([fail, leave])
-    failed, left, unknown = worker.call("fail"), worker.call("leave"), worker.call("nothing")
+    failed, exited, unknown = worker.call("fail"), worker.call("leave"), worker.call("nothing")
     assert (failed.error_code, failed.error) == (ErrorCode.NO_MATCH, "there is none: ask for another")
-    assert (left.error_code, left.error) == (ErrorCode.INTERNAL, "SystemExit: 3")
+    assert (exited.error_code, exited.error) == (ErrorCode.INTERNAL, "SystemExit: 3")
     assert unknown.error == "Tool not found: nothing"
 
 

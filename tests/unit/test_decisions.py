@@ -142,9 +142,9 @@ def test_any_text_is_a_decision_or_a_value_error(text: str) -> None:
     assert decision is not None or (before, behind) == (text, "")
 
 
-@given(tool=st.text(min_size=1), arguments=st.dictionaries(st.text(), JSON), words=st.text("ab\n `"))
-def test_a_decision_that_was_written_is_read_again(tool: str, arguments: dict[str, Any], words: str) -> None:
+@given(tool=st.text(min_size=1), arguments=st.dictionaries(st.text(), JSON), reply_text=st.text("ab\n `"))
+def test_a_decision_that_was_written_is_read_again(tool: str, arguments: dict[str, Any], reply_text: str) -> None:
     written = json.dumps({"tool": tool, "arguments": arguments})
     expected = ToolDecisionOutput(tool, arguments)
     assert parse_tool_decision(written) == expected
-    assert find_tool_decision(words + written + words) == (words, expected, words)
+    assert find_tool_decision(reply_text + written + reply_text) == (reply_text, expected, reply_text)

@@ -27,8 +27,8 @@ async def gone_on_with(
     harness = Harness(client)
     await harness.open()
     if record:
-        known = {"attempt": "1", "nonce": "1:ab", "task": "hub-c1", "queue": "host.a.b00t", **record}
-        await client.hset(call_key("d", "acme", "c1"), mapping=known)
+        fields = {"attempt": "1", "nonce": "1:ab", "task": "hub-c1", "queue": "host.a.b00t", **record}
+        await client.hset(call_key("d", "acme", "c1"), mapping=fields)
     result = await harness.dispatcher.dispatch(
         Request(ToolCall(id="c1", name=tool), "acme", "s1", keeps_result=True, sent_since=sent_since)
     )

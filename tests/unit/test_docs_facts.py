@@ -95,8 +95,8 @@ def test_the_pictures_are_those_that_the_scripts_make_and_are_small() -> None:
 
 def test_the_pages_stay_within_their_size() -> None:
     """At most 20 pages and 35,000 words by hand; the README at most 1,200 words."""
-    words = {page: len(text.split()) for page, text in TEXTS.items()}
+    counts = {page: len(text.split()) for page, text in TEXTS.items()}
     by_hand = [page for page in PAGES if page.parent == ROOT / "docs" or page.name in ("README.md", "SECURITY.md")]
     assert len([page for page in by_hand if page.parent.name != "examples"]) <= 20
-    assert sum(words.values()) <= 35_000
-    assert words[ROOT / "README.md"] <= 1_200
+    assert sum(counts.values()) <= 35_000
+    assert counts[ROOT / "README.md"] <= 1_200

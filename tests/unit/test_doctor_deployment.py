@@ -113,7 +113,7 @@ async def test_a_deployment_in_which_nothing_is_broken_is_healthy(client: Client
 
 
 @pytest.mark.parametrize(
-    ("settings", "name", "is_broken", "words", "remedy"),
+    ("settings", "name", "is_broken", "message", "remedy"),
     [
         ({"maxmemory-policy": "allkeys-lru"}, "memory", True, "delete calls and results", "noeviction"),
         ({"maxmemory": "1"}, "memory", True, "about to refuse calls", "raise maxmemory"),
@@ -127,7 +127,7 @@ async def test_wrong_data_for_redis_is_named(
     settings: dict[str, str],
     name: str,
     is_broken: bool,
-    words: str,
+    message: str,
     remedy: str,
 ) -> None:
     before = {key: (await client.config_get(key))[key] for key in settings}
@@ -142,7 +142,7 @@ async def test_wrong_data_for_redis_is_named(
 
     found = next(one for one in of(report, name) if not one.is_good)
     assert found.needed is is_broken
-    assert words in found.text
+    assert message in found.text
     assert remedy in found.remedy
     assert report.is_healthy is not is_broken
 
@@ -218,7 +218,7 @@ async def test_a_redis_that_does_not_answer_is_one_finding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "is_broken", "words", "remedy"),
+    ("fields", "is_broken", "message", "remedy"),
     [
         ({"release": "0"}, True, "release 0", "docs/deploy.md"),
         (
@@ -236,7 +236,7 @@ async def test_a_redis_that_does_not_answer_is_one_finding() -> None:
     ids=["release", "unhealthy", "restarting", "draining", "memory", "disk", "full"],
 )
 async def test_a_host_in_trouble_is_named_with_what_to_do(
-    client: Client, fields: dict[str, Any], is_broken: bool, words: str, remedy: str
+    client: Client, fields: dict[str, Any], is_broken: bool, message: str, remedy: str
 ) -> None:
     await serve(client)
     await report_host(client, "h2", **fields)
@@ -245,7 +245,7 @@ async def test_a_host_in_trouble_is_named_with_what_to_do(
     assert bad(report) == [("hosts", is_broken)]
     found = next(one for one in of(report, "hosts") if not one.is_good)
     assert found.text.startswith("h2 (")
-    assert words in found.text
+    assert message in found.text
     assert remedy in found.remedy
 
 
@@ -329,7 +329,7 @@ async def test_tools_that_were_served_or_are_hidden_or_off_are_reported(client: 
 
 
 @pytest.mark.parametrize(
-    ("policy", "is_broken", "words"),
+    ("policy", "is_broken", "message"),
     [
         (b"{", True, "cannot be verified"),
         (TenantPolicy(sandbox=SandboxTerms(tenant_class="gold")), True, "no host has the class 'gold' of acme"),
@@ -339,7 +339,7 @@ async def test_tools_that_were_served_or_are_hidden_or_off_are_reported(client: 
     ids=["unreadable", "class", "image", "paused"],
 )
 async def test_a_tenant_that_is_not_served_is_reported(
-    client: Client, policy: bytes | TenantPolicy, is_broken: bool, words: str
+    client: Client, policy: bytes | TenantPolicy, is_broken: bool, message: str
 ) -> None:
     await serve(client)
     record = policy if isinstance(policy, bytes) else seal_policy(keys_of(client), "acme", policy)
@@ -349,7 +349,7 @@ async def test_a_tenant_that_is_not_served_is_reported(
     report = await looked_at(client)
 
     assert bad(report) == [("tenants", is_broken)]
-    assert words in of(report, "tenants")[0].text
+    assert message in of(report, "tenants")[0].text
 
 
 async def test_keys_are_listed_that_expire_soon_have_expired_or_cannot_be_verified(client: Client) -> None:
@@ -365,9 +365,9 @@ async def test_keys_are_listed_that_expire_soon_have_expired_or_cannot_be_verifi
     output = sorted(found.text for found in of(report, "keys"))
     assert len(output) == 3
     assert [
-        words
-        for words in ("(ci) of acme expires in 3.0 days", "(old) of acme has expired", "cannot be verified")
-        if not any(words in one for one in output)
+        fragment
+        for fragment in ("(ci) of acme expires in 3.0 days", "(old) of acme has expired", "cannot be verified")
+        if not any(fragment in one for one in output)
     ] == []
     assert report.is_healthy
 
@@ -385,7 +385,7 @@ async def test_only_questions_that_still_wait_are_counted(client: Client) -> Non
 
 
 @pytest.mark.parametrize(
-    ("expected", "is_told", "words"),
+    ("expected", "is_told", "message"),
     [
         (b"1000.5\n", False, ""),
         (b"900\n", True, "behind"),
@@ -394,10 +394,12 @@ async def test_only_questions_that_still_wait_are_counted(client: Client) -> Non
         (b"nan", True, "ahead of"),
     ],
 )
-def test_the_clock_of_a_host_is_judged_by_what_a_sandbox_there_says(expected: bytes, is_told: bool, words: str) -> None:
+def test_the_clock_of_a_host_is_judged_by_what_a_sandbox_there_says(
+    expected: bytes, is_told: bool, message: str
+) -> None:
     report = Report()
     judge_clock("h1", expected, 1000.0, 1001.0, report)
-    assert [words in found.text for found in report.findings] == ([True] if is_told else [])
+    assert [message in found.text for found in report.findings] == ([True] if is_told else [])
 
 
 def test_a_finding_that_is_not_good_has_its_remedy_below() -> None:

@@ -30,11 +30,11 @@ def of(report: Report, name: str) -> list[Finding]:
 @contextmanager
 def answering(status: int, body: bytes = b"{}", location: str = "") -> Iterator[tuple[str, list[str]]]:
     """A server that gives the same reply to every request. Records the requests and their keys."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(f"{self.path} {self.headers.get('Authorization', '')}".strip())
+            requests.append(f"{self.path} {self.headers.get('Authorization', '')}".strip())
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             if location:
@@ -49,7 +49,7 @@ def answering(status: int, body: bytes = b"{}", location: str = "") -> Iterator[
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", asked
+            yield f"http://127.0.0.1:{server.server_address[1]}", requests
         finally:
             server.shutdown()
             thread.join()
@@ -63,7 +63,7 @@ NOT_READY = json.dumps({"ready": False, "checks": {"redis": "not connected yet",
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "is_good", "words"),
+    ("status", "body", "is_good", "message"),
     [
         (200, b"{}", True, "answers"),
         (401, b"", True, "asks for a login"),
@@ -72,13 +72,13 @@ NOT_READY = json.dumps({"ready": False, "checks": {"redis": "not connected yet",
         (404, b"", False, "answers with 404"),
     ],
 )
-async def test_the_api_is_asked_whether_it_is_ready(status: int, body: bytes, is_good: bool, words: str) -> None:
+async def test_the_api_is_asked_whether_it_is_ready(status: int, body: bytes, is_good: bool, message: str) -> None:
     report = Report()
-    with answering(status, body) as (url, asked):
+    with answering(status, body) as (url, requests):
         await examine_pages(settings_of(page_url=url), report)
 
-    assert asked == ["/readyz"]
-    assert [(found.is_good, words in found.text) for found in of(report, "api")] == [(is_good, True)]
+    assert requests == ["/readyz"]
+    assert [(found.is_good, message in found.text) for found in of(report, "api")] == [(is_good, True)]
     assert report.is_healthy is is_good
 
 
@@ -86,7 +86,7 @@ LISTED = json.dumps({"data": [{"id": "m1"}, {"id": "m2"}]}).encode()
 
 
 @pytest.mark.parametrize(
-    ("model", "status", "body", "is_good", "needed", "words"),
+    ("model", "status", "body", "is_good", "needed", "message"),
     [
         ("m1", 200, LISTED, True, True, "m1 at http"),
         ("m9", 200, LISTED, False, False, "it does not list that model"),
@@ -97,16 +97,16 @@ LISTED = json.dumps({"data": [{"id": "m1"}, {"id": "m2"}]}).encode()
     ],
 )
 async def test_the_models_endpoint_is_asked_for_what_costs_nothing(
-    model: str, status: int, body: bytes, is_good: bool, needed: bool, words: str
+    model: str, status: int, body: bytes, is_good: bool, needed: bool, message: str
 ) -> None:
     report = Report()
-    with answering(status, body) as (url, asked):
+    with answering(status, body) as (url, requests):
         await examine_model(
             settings_of(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY="key-of-the-model", model=model), report
         )
 
-    assert asked == ["/v1/models Bearer key-of-the-model"]
-    assert [(found.is_good, found.needed, words in found.text) for found in report.findings] == [
+    assert requests == ["/v1/models Bearer key-of-the-model"]
+    assert [(found.is_good, found.needed, message in found.text) for found in report.findings] == [
         (is_good, needed, True)
     ]
     assert "key-of-the-model" not in json.dumps(report.to_json())
@@ -114,26 +114,26 @@ async def test_the_models_endpoint_is_asked_for_what_costs_nothing(
 
 async def test_the_models_key_is_not_shown_to_where_its_endpoint_sends_us() -> None:
     report = Report()
-    with answering(200) as (other, asked), answering(307, location=f"{other}/v1/models") as (url, _):
+    with answering(200) as (other, requests), answering(307, location=f"{other}/v1/models") as (url, _):
         await examine_model(
             settings_of(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY="key-of-the-model", model="m1"), report
         )
 
-    assert asked == []
+    assert requests == []
     assert len(report.findings) == 1
 
 
 async def test_every_configured_endpoint_has_a_row(client: "redis.asyncio.Redis") -> None:
     report, endpoints = Report(), ModelEndpoints(client, "d", KEY)
     await SecretStore(client, "d", KEY).set(None, "MODEL_KEY", "key-of-the-model")
-    with answering(200, LISTED) as (url, asked):
+    with answering(200, LISTED) as (url, requests):
         served = ModelEndpoint(base_url=f"{url}/v1", model="m1", secret="MODEL_KEY")
         await endpoints.set("a", served)
         await endpoints.set("b", served.model_copy(update={"base_url": f"http://127.0.0.1:{free_port()}/v1"}))
         await endpoints.set("c", served.model_copy(update={"secret": "GONE"}), "acme")
         await examine_model_endpoints(client, "d", KEY, report)
 
-    assert asked == ["/v1/models Bearer key-of-the-model"]
+    assert requests == ["/v1/models Bearer key-of-the-model"]
     rows = {found.name: (found.is_good, found.text) for found in report.findings}
     assert {name: is_good for name, (is_good, _) in rows.items()} == {
         "model a": True,

@@ -211,9 +211,9 @@ def test_a_class_with_network_whose_proxy_is_gone_has_none(tmp_path: Path) -> No
     evidence = build_evidence(tenant_classes=classes, egress_socket=tmp_path / "proxy")
 
     assert row_of(evidence, "network follows the class").state == "holds"
-    gone = row_of(replace(evidence, egress_problem="no such file"), "network follows the class")
-    assert (gone.state, gone.is_needed) == ("void", False)
-    assert "has no network" in gone.why
+    row = row_of(replace(evidence, egress_problem="no such file"), "network follows the class")
+    assert (row.state, row.is_needed) == ("void", False)
+    assert "has no network" in row.why
 
 
 def test_without_an_engine_every_row_is_there_and_none_holds_by_hope() -> None:

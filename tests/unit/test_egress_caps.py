@@ -77,9 +77,9 @@ def build_session(tenant: str = "acme", session: str = "s1", **rules: int) -> Eg
 
 def test_the_bytes_of_a_session_end_exactly_where_its_rules_say(harness: Harness, server: WebServer) -> None:
     server.replies["/"] = answer(b"x" * 100_000)
-    asked = get(f"site.example:{server.port}/")
+    request = get(f"site.example:{server.port}/")
     rules = build_rules(server, max_bytes=50_000)
-    got = harness.ask(rules, asked, session="exact")
+    got = harness.ask(rules, request, session="exact")
     line = harness.wait_for_line(session="exact")
     assert line["bytes_up"] + line["bytes_down"] == 50_000
     # The client gets our Connection header in place of the host's; the body is what came.
@@ -87,9 +87,9 @@ def test_the_bytes_of_a_session_end_exactly_where_its_rules_say(harness: Harness
         len(got.partition(b"\r\n\r\n")[2])
         == line["bytes_down"] - len(answer(b"x" * 100_000).partition(b"\r\n\r\n")[0]) - 4
     )
-    data = harness.ask(rules, asked, session="exact")
+    data = harness.ask(rules, request, session="exact")
     assert (status_of(data), "50000 bytes" in body_of(data)) == (429, True)
-    assert status_of(harness.ask(rules, asked, session="another")) == 200
+    assert status_of(harness.ask(rules, request, session="another")) == 200
 
 
 def test_a_transfer_that_uses_the_last_byte_is_whole(harness: Harness, echo: int) -> None:

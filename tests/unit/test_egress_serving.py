@@ -172,31 +172,31 @@ def test_the_last_words_of_a_host_that_breaks_off_reach_the_client(harness: Harn
 
 
 def test_a_client_that_leaves_ends_its_connection_to_the_host(harness: Harness, server: WebServer) -> None:
-    left = threading.Event()
+    has_left = threading.Event()
 
     def reply(connection: socket.socket) -> None:
         connection.settimeout(SOON_S)
         if connection.recv(1) == b"":
-            left.set()
+            has_left.set()
 
     server.replies["/"] = reply
     with harness.connect(build_rules(server)) as client:
         client.sendall(get(f"site.example:{server.port}/"))
-    assert left.wait(SOON_S)
+    assert has_left.wait(SOON_S)
 
 
 def refusal(harness: Harness, rules: dict[str, object] | None, data: bytes) -> tuple[int, str]:
-    said = harness.ask(rules, data)
-    assert said, "no answer"
-    return status_of(said), body_of(said)
+    reply = harness.ask(rules, data)
+    assert reply, "no answer"
+    return status_of(reply), body_of(reply)
 
 
 def test_a_host_that_is_not_listed_is_refused_with_the_list_and_not_looked_up(harness: Harness) -> None:
     rules = {"hosts": ["pypi.org", "*.pythonhosted.org"]}
-    asked = len(harness.resolver.asked)
-    status, words = refusal(harness, rules, get("example.org/secret?token=1"))
-    assert (status, len(harness.resolver.asked)) == (403, asked)
-    assert "example.org is not on this tenant's list; allowed: pypi.org, *.pythonhosted.org" in words
+    lookups = len(harness.resolver.asked)
+    status, message = refusal(harness, rules, get("example.org/secret?token=1"))
+    assert (status, len(harness.resolver.asked)) == (403, lookups)
+    assert "example.org is not on this tenant's list; allowed: pypi.org, *.pythonhosted.org" in message
     assert refusal(harness, rules, b"CONNECT example.org:443 HTTP/1.1\r\n\r\n")[0] == 403
 
 
@@ -211,8 +211,8 @@ def test_a_pattern_stands_for_names_below_and_not_for_itself_or_its_look_alikes(
 
 
 def test_a_port_that_is_not_listed_is_refused_with_the_list(harness: Harness) -> None:
-    status, words = refusal(harness, build_rules(), b"CONNECT site.example:22 HTTP/1.1\r\n\r\n")
-    assert (status, "port 22 of site.example is not allowed for this tenant; allowed ports: 80, 443" in words) == (
+    status, message = refusal(harness, build_rules(), b"CONNECT site.example:22 HTTP/1.1\r\n\r\n")
+    assert (status, "port 22 of site.example is not allowed for this tenant; allowed ports: 80, 443" in message) == (
         403,
         True,
     )
@@ -235,9 +235,11 @@ def test_an_address_that_is_not_public_is_refused_and_never_reported(
 ) -> None:
     rules = {"hosts": [host, "site.example"], "private_hosts": private}
     for data in (get(f"{host}/"), f"CONNECT {host}:443 HTTP/1.1\r\n\r\n".encode()):
-        status, words = refusal(harness, rules, data)
-        assert (status, "private" in words) == (403, True)
-        assert not any(address in words.replace(host, "") for address in ("127.0.0.1", "10.0.0.1", "169.254", "172.18"))
+        status, message = refusal(harness, rules, data)
+        assert (status, "private" in message) == (403, True)
+        assert not any(
+            address in message.replace(host, "") for address in ("127.0.0.1", "10.0.0.1", "169.254", "172.18")
+        )
 
 
 @pytest.mark.parametrize(
@@ -254,9 +256,9 @@ def test_a_network_that_the_operator_closed_stays_closed_to_private_hosts(server
     closed = AddressRules([ipaddress.ip_network("127.0.0.0/24")])
     with open_harness(addresses=closed) as harness:
         rules = build_rules(server, hosts=[host], private_hosts=[host])
-        status, words = refusal(harness, rules, get(f"{host}:{server.port}/"))
+        status, message = refusal(harness, rules, get(f"{host}:{server.port}/"))
     assert (status, server.requests) == (403, [])
-    assert "may not use other addresses" in words
+    assert "may not use other addresses" in message
 
 
 def test_a_name_is_looked_up_once_so_that_a_second_answer_changes_nothing(harness: Harness, server: WebServer) -> None:
@@ -271,10 +273,10 @@ def test_a_name_without_an_address_and_a_host_that_does_not_listen_are_502(harne
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     rules = build_rules(port, hosts=["*.example"], private_hosts=["*.example"])
-    status, words = refusal(harness, rules, get(f"nowhere.example:{port}/"))
-    assert (status, "DNS: nowhere.example has no address" in words) == (502, True)
-    status, words = refusal(harness, rules, get(f"gone.example:{port}/"))
-    assert (status, "refused the connection" in words, "127.0.0.1" in words) == (502, True, False)
+    status, message = refusal(harness, rules, get(f"nowhere.example:{port}/"))
+    assert (status, "DNS: nowhere.example has no address" in message) == (502, True)
+    status, message = refusal(harness, rules, get(f"gone.example:{port}/"))
+    assert (status, "refused the connection" in message, "127.0.0.1" in message) == (502, True, False)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +306,8 @@ def test_without_rules_nothing_is_reached(harness: Harness, opening: bytes) -> N
 def test_a_line_in_the_log_reports_who_and_where_and_never_what() -> None:
     with open_web_server() as server, open_harness() as harness:
         server.replies["/secret-path"] = answer("hello")
-        asked = get(f"site.example:{server.port}/secret-path?token=secret-query", "X-Secret: secret-header")
-        got = harness.ask(build_rules(server), asked, tenant="acme", session="s9")
+        request = get(f"site.example:{server.port}/secret-path?token=secret-query", "X-Secret: secret-header")
+        got = harness.ask(build_rules(server), request, tenant="acme", session="s9")
         line = harness.wait_for_line()
     assert line.pop("seconds") >= 0
     down = line.pop("bytes_down")
@@ -319,6 +321,6 @@ def test_a_line_in_the_log_reports_who_and_where_and_never_what() -> None:
         "destination": "site.example",
         "port": server.port,
         "verdict": "allowed",
-        "bytes_up": len(asked),
+        "bytes_up": len(request),
     }
     assert "secret" not in json.dumps(harness.logs)

@@ -111,7 +111,7 @@ async def test_the_result_of_a_cancelled_call_is_handed_over_and_not_lost() -> N
 
 
 async def test_silences_open_the_breaker_which_then_refuses_at_once_and_says_since_when() -> None:
-    gate, asked = EngineGate(silent, Breaker(threshold=2)), list[int]()
+    gate, probes = EngineGate(silent, Breaker(threshold=2)), list[int]()
     with capture_logs() as logs:
         for _ in range(2):
             with pytest.raises(EngineSilent):
@@ -121,9 +121,9 @@ async def test_silences_open_the_breaker_which_then_refuses_at_once_and_says_sin
                 SandboxUnavailable,
                 match=r"not answered since \d\d:\d\d:\d\d UTC \(2 times in a row; last: no reply\); it is tried",
             ):
-                await gate.run(LANE, lambda: asked.append(1))
+                await gate.run(LANE, lambda: probes.append(1))
 
-    assert asked == []
+    assert probes == []
     assert [entry["event"] for entry in logs] == ["engine_breaker_opened"]
     assert gate.describe()["breaker"] == "open"
 
@@ -269,10 +269,10 @@ def no_more_threads(thread: threading.Thread) -> None:
 async def test_a_hung_call_that_its_caller_left_early_is_overdue_all_the_same() -> None:
     lane = replace(HASTY, at_once=1, max_wait_s=SOON_S)
     gate, work = EngineGate(silent), Work()
-    left = asyncio.create_task(gate.run(lane, work))
+    abandoned = asyncio.create_task(gate.run(lane, work))
     await until(lambda: work.running == 1)
-    left.cancel()
-    await asyncio.wait({left})
+    abandoned.cancel()
+    await asyncio.wait({abandoned})
 
     with pytest.raises(SandboxUnavailable, match="does not finish any of 1 starts"):
         await gate.run(lane, work)

@@ -65,7 +65,7 @@ async def pull(
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "words"),
+    ("behaviour", "message"),
     [
         (answers_nothing, "no progress for|does not answer"),
         (stalls_in_its_header, "no progress for|does not answer"),
@@ -78,9 +78,9 @@ async def pull(
     ],
 )
 async def test_a_pull_through_a_faulty_engine_ends_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour, message: str
 ) -> None:
-    with pytest.raises(PullFailed, match=words) as failed:
+    with pytest.raises(PullFailed, match=message) as failed:
         await pull(tmp_path, monkeypatch, behaviour, RegistryAccount("robot", "very-secret"))
     assert len(str(failed.value)) < 700
     assert "very-secret" not in repr(failed.value)

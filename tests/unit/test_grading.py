@@ -275,8 +275,8 @@ async def test_a_resumed_item_repeats_only_the_grading_in_a_new_session(make: Ma
     assert outcome.body is not None
     assert (outcome.body["answer"], second.asked()) == ("done", 0)
     assert second.sent() == ["close", "open", "exec", "import", "exec", "close"]
-    left = first.transport.contexts[-1].session
-    assert second.transport.contexts[0].session == left != later.graded[0]
+    session = first.transport.contexts[-1].session
+    assert second.transport.contexts[0].session == session != later.graded[0]
 
 
 async def test_the_session_of_a_dead_grading_is_found_in_the_log(make: Made) -> None:

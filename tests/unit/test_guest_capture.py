@@ -19,11 +19,11 @@ def test_head_and_tail_are_the_first_quarter_and_the_last_three(cap: int, pieces
     for piece in pieces:
         capture.add(piece)
     whole = b"".join(pieces)
-    kept = capture.head() + capture.tail()
+    captured = capture.head() + capture.tail()
     if len(whole) <= cap:
-        assert kept == whole
+        assert captured == whole
     else:
-        assert kept == whole[: cap // 4] + whole[len(whole) - (cap - cap // 4) :]
+        assert captured == whole[: cap // 4] + whole[len(whole) - (cap - cap // 4) :]
     assert capture.sizes() == {"total": len(whole), "head": len(capture.head()), "tail": len(capture.tail())}
 
 

@@ -38,7 +38,7 @@ def explain(
 
 
 @pytest.mark.parametrize(
-    ("old", "words"),
+    ("old", "message"),
     [
         (
             '4\t    if value == "one":\n5\t        return os',
@@ -66,8 +66,8 @@ def explain(
         ("if\uff08value\uff09", "Read the file again"),
     ],
 )
-def test_each_usual_mistake_is_named(old: str, words: str) -> None:
-    assert words in explain(old)
+def test_each_usual_mistake_is_named(old: str, message: str) -> None:
+    assert message in explain(old)
 
 
 def test_crlf_in_the_arguments_for_a_file_of_lf_is_named() -> None:
@@ -91,10 +91,10 @@ def test_a_change_by_something_else_is_reported_with_its_diff() -> None:
 
 
 def test_the_closest_block_is_shown_with_its_lines_and_a_diff() -> None:
-    words = explain('    if value == "two":\n        return os.path.join("a", "b")\n    return 0')
-    assert "Closest: lines 4-6, " in words
-    assert '-    if value == "two":\n+    if value == "one":' in words
-    assert "-    return 0\n+    return None" in words
+    message = explain('    if value == "two":\n        return os.path.join("a", "b")\n    return 0')
+    assert "Closest: lines 4-6, " in message
+    assert '-    if value == "two":\n+    if value == "one":' in message
+    assert "-    return 0\n+    return None" in message
 
 
 def test_a_single_line_with_a_typing_error_has_a_closest_line() -> None:

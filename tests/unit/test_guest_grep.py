@@ -140,7 +140,7 @@ def test_what_is_filtered_out_by_name_does_not_count_as_ignored(harness: Harness
 
 
 @pytest.mark.parametrize(
-    ("pattern", "words"),
+    ("pattern", "message"),
     [
         (
             "foo(",
@@ -161,11 +161,11 @@ def test_what_is_filtered_out_by_name_does_not_count_as_ignored(harness: Harness
         ("(?<=a+)b", "lookbehind assertion is not fixed length"),
     ],
 )
-def test_a_pattern_that_is_none_says_why_and_where(harness: Harness, pattern: str, words: str) -> None:
+def test_a_pattern_that_is_none_says_why_and_where(harness: Harness, pattern: str, message: str) -> None:
     harness.make("a")
     found = harness.grep(pattern)
     assert found.code == "INVALID_PATTERN"
-    assert words in str(found.failure)
+    assert message in str(found.failure)
 
 
 def test_only_what_looks_literal_is_reported_to_be_retried_so(harness: Harness) -> None:
@@ -352,10 +352,10 @@ def test_a_search_whose_reader_does_not_read_waits_and_stays_small(shared_guest:
             "timeout_s": 20,
         },
     )
-    seen = ""
+    text = ""
     give_up_at = time.monotonic() + 10
-    while seen.count("S") < 1 or "R" in seen:
-        seen = "".join(shared_guest.others().values())
+    while text.count("S") < 1 or "R" in text:
+        text = "".join(shared_guest.others().values())
         assert time.monotonic() < give_up_at
     assert shared_guest.resident_bytes() - before < 4 << 20
     frame = shared_guest.next_frame()

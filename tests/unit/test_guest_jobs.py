@@ -273,10 +273,10 @@ def test_a_log_keeps_its_end_and_counts_what_it_dropped(
     for piece in pieces:
         log.add(piece)
     head, tail = log.read(0, most)
-    kept = (output / "jobs" / "job-1.log").read_bytes()
+    log_bytes = (output / "jobs" / "job-1.log").read_bytes()
     assert log.written == len(whole)
-    assert len(kept) < 100 + 80
-    assert kept.endswith(whole[log.dropped :])
+    assert len(log_bytes) < 100 + 80
+    assert log_bytes.endswith(whole[log.dropped :])
     assert whole.endswith(tail)
     assert whole.startswith(head) or not head
     if len(whole) <= most and not log.dropped:

@@ -58,12 +58,12 @@ def test_what_was_waited_is_part_of_the_limit(guest: Guest) -> None:
 def test_who_waits_can_be_cancelled_and_the_next_one_runs(guest: Guest) -> None:
     held = start(guest, "mkfifo gate; echo up > up; read line < gate")
     guest.wait_for_file("up")
-    given_up, kept = start(guest, "echo never > never"), start(guest, "echo kept")
+    given_up, waiting = start(guest, "echo never > never"), start(guest, "echo kept")
     guest.send({"id": given_up, "op": "cancel"})
     done = guest.finish(given_up)
     assert (done["cancelled"], done["exit_code"], done["streams"]["stdout"]["total"]) == (True, None, 0)
     guest.run("echo go > gate")
-    assert guest.finish(kept).bytes_of("stdout") == b"kept\n"
+    assert guest.finish(waiting).bytes_of("stdout") == b"kept\n"
     assert guest.finish(held)["exit_code"] == 0
     assert not (guest.workspace / "never").exists()
 
@@ -104,15 +104,15 @@ def test_in_a_lane_one_runs_and_the_others_follow_in_order(steps: list[tuple[str
             waiting.append(call)
         live = [*running.values(), *waiting]
         if choice < len(live):
-            gone = live[choice]
-            following = lanes.leave(gone)
-            if gone in waiting:
+            removed = live[choice]
+            following = lanes.leave(removed)
+            if removed in waiting:
                 assert following is None
-                waiting.remove(gone)
+                waiting.remove(removed)
             else:
-                assert following is next((other for other in waiting if other.lane == gone.lane), None)
-                del running[str(gone.lane)]
+                assert following is next((other for other in waiting if other.lane == removed.lane), None)
+                del running[str(removed.lane)]
                 if following is not None:
                     waiting.remove(following)
-                    running[str(gone.lane)] = following
+                    running[str(removed.lane)] = following
         assert sorted(map(id, lanes.waiting)) == sorted(map(id, waiting))

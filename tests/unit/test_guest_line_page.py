@@ -58,16 +58,16 @@ def test_every_character_of_a_long_line_is_reached_by_its_columns(sizes: list[in
     lines = ["".join(chr(0x4E00 + at % 5000) for at in range(size)) for size in sizes]
     text = "".join(line + ends for line in lines)
     for number, line in enumerate(lines, start=1):
-        seen, column = "", 1
+        shown, column = "", 1
         while True:
             page = page_of(text, piece, number, 1, column)
-            seen += page.shown[0]
+            shown += page.shown[0]
             if not page.cuts:
                 break
             ((cut_line, shown_to, length),) = page.cuts
-            assert (cut_line, shown_to, length) == (number, len(seen), len(line))
+            assert (cut_line, shown_to, length) == (number, len(shown), len(line))
             column = shown_to + 1
-        assert seen == line
+        assert shown == line
 
 
 @given(
@@ -80,15 +80,15 @@ def test_going_on_behind_the_last_line_shows_every_line_once_and_never_more_than
 ) -> None:
     lines = ["é" * (size // 2) + "x" for size in sizes]
     text = "".join(line + "\n" for line in lines)
-    seen: list[str] = []
-    while len(seen) < len(lines):
-        page = page_of(text, piece, len(seen) + 1, max_bytes=max_bytes)
-        shown = "".join(f"{number}\t{line}\n" for number, line in enumerate(page.shown, start=len(seen) + 1))
+    pages: list[str] = []
+    while len(pages) < len(lines):
+        page = page_of(text, piece, len(pages) + 1, max_bytes=max_bytes)
+        shown = "".join(f"{number}\t{line}\n" for number, line in enumerate(page.shown, start=len(pages) + 1))
         assert page.shown
         assert len(shown.encode()) <= max_bytes
-        assert page.is_out_of_room == (len(seen) + len(page.shown) < len(lines))
-        seen += page.shown
-    assert seen == lines
+        assert page.is_out_of_room == (len(pages) + len(page.shown) < len(lines))
+        pages += page.shown
+    assert pages == lines
 
 
 def test_a_line_as_long_as_may_be_shown_is_not_cut_by_its_carriage_return() -> None:

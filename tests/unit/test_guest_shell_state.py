@@ -86,8 +86,8 @@ def test_what_is_not_kept_leaves_the_session_as_it_was_and_is_reported(guest: Gu
     assert state["outcome"] == outcome
     after = command(guest, "echo ${KEPT-none} ${BAD-none}; pwd")
     assert after["state"]["outcome"] == "kept"
-    kept = "none" if "rm -rf" in script else "1"
-    assert after.bytes_of("stdout").decode() == f"{kept} none\n{guest.workspace}\n"
+    expected = "none" if "rm -rf" in script else "1"
+    assert after.bytes_of("stdout").decode() == f"{expected} none\n{guest.workspace}\n"
 
 
 def test_a_limit_and_a_cancel_keep_nothing(guest: Guest) -> None:

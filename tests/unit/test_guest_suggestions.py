@@ -37,8 +37,8 @@ class Tree:
         """Return the suggested paths, in order."""
         failure = missing_file(path, self.paths)
         assert failure.code == "FILE_NOT_FOUND"
-        words = failure.message.partition("; did you mean ")[2].partition("?")[0]
-        return words.replace(" or ", ", ").split(", ") if words else []
+        suggestions = failure.message.partition("; did you mean ")[2].partition("?")[0]
+        return suggestions.replace(" or ", ", ").split(", ") if suggestions else []
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ def test_a_mistyped_directory_is_found_by_the_name_of_the_file(tree: Tree) -> No
 def test_the_path_tried_and_the_working_directory_are_named(tree: Tree) -> None:
     (tree.workspace / "sub").mkdir()
     (tree.output / ".state" / "folder").write_bytes(bytes(tree.workspace / "sub"))
-    words = missing_file("../a/./gone.txt", tree.paths).message
-    assert words.startswith(
+    message = missing_file("../a/./gone.txt", tree.paths).message
+    assert message.startswith(
         f"{tree.workspace}/a/gone.txt: no such file or directory; the working directory is {tree.workspace}/sub;"
     )
-    assert "no name like it was found" in words
+    assert "no name like it was found" in message
 
 
 def test_a_suggestion_can_be_used_as_it_stands(tree: Tree) -> None:

@@ -104,10 +104,10 @@ def test_after_a_kill_the_next_call_has_another_supervisor(
 
 def test_after_a_cancel_the_next_call_has_another_supervisor(guest: Guest) -> None:
     call = guest.start_script(f"{TELL_SUPERVISOR} > who; sleep 1000", timeout_s=60)
-    who = guest.wait_for_file("who")
+    pid = guest.wait_for_file("who")
     guest.send({"id": call, "op": "cancel"})
     assert guest.finish(call)["cancelled"] is True
-    assert supervisor_of(guest) != who.strip().encode()
+    assert supervisor_of(guest) != pid.strip().encode()
 
 
 def test_a_cancel_that_comes_as_the_call_ends_is_not_the_next_calls(guest: Guest) -> None:

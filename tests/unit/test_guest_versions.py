@@ -94,10 +94,10 @@ def test_a_file_that_changed_since_it_was_opened_is_left(place: Place, tmp_path:
 
 
 def test_a_folder_that_was_removed_meanwhile_is_missing(place: Place, tmp_path: Path) -> None:
-    gone = find_place("gone/f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")), make_parents=True)
+    missing = find_place("gone/f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")), make_parents=True)
     (tmp_path / "gone").rmdir()
-    for write in (version(gone, b"ours").create, lambda: version(gone, b"ours").replace(None)):
+    for write in (version(missing, b"ours").create, lambda: version(missing, b"ours").replace(None)):
         with pytest.raises(Failure) as refused:
             write()
         assert refused.value.code == "FILE_NOT_FOUND"
-    gone.close()
+    missing.close()

@@ -293,7 +293,7 @@ def test_a_row_the_engine_changed_is_reported(place: str, other: object) -> None
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "words"),
+    ("place", "value", "message"),
     [
         ("HostConfig.MemorySwap", -1, "HostConfig.MemorySwap is -1, not 704643072."),
         ("HostConfig.PidsLimit", None, "HostConfig.PidsLimit is null, not 128."),
@@ -306,14 +306,14 @@ def test_a_row_the_engine_changed_is_reported(place: str, other: object) -> None
         ("Labels", {}, "Config.Labels is {}"),
     ],
 )
-def test_the_sentence_names_the_row_and_what_was_found(place: str, value: object, words: str) -> None:
+def test_the_sentence_names_the_row_and_what_was_found(place: str, value: object, message: str) -> None:
     config = build()
     inspected = inspected_of(config)
     section, name = place_in(inspected, place)
     section[name] = value
 
     assert len(drift := find_drift(config, inspected)) == 1
-    assert words in drift[0]
+    assert message in drift[0]
 
 
 def test_the_environment_of_the_image_is_no_drift() -> None:

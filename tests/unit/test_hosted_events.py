@@ -38,8 +38,8 @@ def harness(make_hosted: MadeHosted) -> HostedHarness:
     return make_hosted(["done"])
 
 
-def text(words: str) -> TextArrived:
-    return TextArrived(run="r", text=words)
+def text(content: str) -> TextArrived:
+    return TextArrived(run="r", text=content)
 
 
 def step(number: int) -> StepFinished:

@@ -41,15 +41,15 @@ async def test_a_slow_follower_delays_no_other_and_misses_nothing(
     claim = await harness.claimed()
     await harness.append_text(run, claim.token, "0")
     slow = harness.runs.follow("acme", run)
-    seen = [await anext(slow)]
+    received = [await anext(slow)]
     quick = asyncio.create_task(harness.events(run))
     for number in range(1, 100):
         await harness.append_text(run, claim.token, f"{number}", first=number)
     await harness.queue.finish(claim, build_outcome(claim, FailureKind.TOOL))
     events = await quick
     assert len(events) == 101
-    seen += [entry async for entry in slow]
-    assert [event for event, _ in seen] == [event["id"] for event in events]
+    received += [entry async for entry in slow]
+    assert [event for event, _ in received] == [event["id"] for event in events]
 
 
 async def test_one_connection_serves_all_and_nothing_is_left_when_they_have_gone(harness: HostedHarness) -> None:

@@ -60,20 +60,20 @@ def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(
             harness.runs = HostedRuns(
                 harness.client, "d", KEY, harness.pool.tenants, max_kept=data.draw(st.integers(5, 30))
             )
-            known = [await harness.start() for _ in range(data.draw(st.integers(0, 20)))]
-            seen, cursor, is_first = list[str](), None, True
+            run_ids = [await harness.start() for _ in range(data.draw(st.integers(0, 20)))]
+            listed, cursor, is_first = list[str](), None, True
             while cursor is not None or is_first:
                 is_first = False
                 page = await harness.runs.list("acme", cursor=cursor, limit=data.draw(st.integers(1, 7)))
-                seen += [run.id for run in page.runs]
+                listed += [run.id for run in page.runs]
                 cursor = page.next_cursor
                 for _ in range(data.draw(st.integers(0, 3))):
                     await harness.start()
-                if data.draw(st.booleans()) and known:
-                    await harness.client.delete(f"toolcrew:d:t:acme:run.{known.pop(0)}")
-            assert len(set(seen)) == len(seen)
-            assert [run for run in seen if run in known] == [run for run in reversed(known) if run in seen]
-            assert set(known) <= set(seen)
+                if data.draw(st.booleans()) and run_ids:
+                    await harness.client.delete(f"toolcrew:d:t:acme:run.{run_ids.pop(0)}")
+            assert len(set(listed)) == len(listed)
+            assert [run for run in listed if run in run_ids] == [run for run in reversed(run_ids) if run in listed]
+            assert set(run_ids) <= set(listed)
 
     asyncio.run(check())
 

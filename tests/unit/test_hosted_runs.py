@@ -355,8 +355,8 @@ async def test_what_an_operator_ends_is_in_the_audit_and_what_a_tenant_ends_is_n
 @pytest.mark.parametrize("name", ["0" * 24, "@runs", "x:events", "*", "", "a" * 65, "é"])
 async def test_what_is_no_run_is_reported_alike(harness: HostedHarness, name: str) -> None:
     await harness.start()
-    for asked in (harness.runs.get, harness.runs.cancel, harness.runs.transcript):
-        assert (await refused(asked("acme", name))).code is ErrorCode.FILE_NOT_FOUND
+    for method in (harness.runs.get, harness.runs.cancel, harness.runs.transcript):
+        assert (await refused(method("acme", name))).code is ErrorCode.FILE_NOT_FOUND
 
 
 async def test_a_run_of_another_tenant_and_an_item_of_a_batch_are_none(harness: HostedHarness) -> None:
@@ -371,8 +371,8 @@ async def test_a_run_of_another_tenant_and_an_item_of_a_batch_are_none(harness: 
 async def test_the_standing_batch_cannot_be_changed(harness: HostedHarness) -> None:
     await harness.start()
     batches = Batches(harness.queue, RunEventPublisher(harness.client, "d"), "acme")
-    for asked in (batches.cancel, batches.resume, batches.status, batches.custom_ids):
-        assert (await refused(asked(HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
+    for method in (batches.cancel, batches.resume, batches.status, batches.custom_ids):
+        assert (await refused(method(HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
     file = BatchFile((), "0" * 64, 0, "/v1/agent/runs")
     assert (await refused(batches.submit(file, batch=HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
     assert (await harness.queue.list_batches("acme")).batches == {}

@@ -28,9 +28,9 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize(("words", "says"), WORDS.items(), ids=range(len(WORDS)))
-def test_a_fault_of_the_image_is_reported_with_its_name(words: str, says: str) -> None:
-    sentence = explain_start_failure(words, "acme/tools:1")
+@pytest.mark.parametrize(("message", "says"), WORDS.items(), ids=range(len(WORDS)))
+def test_a_fault_of_the_image_is_reported_with_its_name(message: str, says: str) -> None:
+    sentence = explain_start_failure(message, "acme/tools:1")
     assert sentence is not None
     assert sentence.startswith("image acme/tools:1 cannot be a sandbox: ")
     assert says in sentence
@@ -38,7 +38,7 @@ def test_a_fault_of_the_image_is_reported_with_its_name(words: str, says: str) -
 
 
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         "",
         "No such container: 1234",
@@ -47,15 +47,15 @@ def test_a_fault_of_the_image_is_reported_with_its_name(words: str, says: str) -
         f'{RUNC}error mounting "/srv/mount" to rootfs at "/workspace": no such file or directory: unknown',
     ],
 )
-def test_what_is_about_something_else_is_left_to_others(words: str) -> None:
-    assert explain_start_failure(words, "acme/tools:1") is None
+def test_what_is_about_something_else_is_left_to_others(message: str) -> None:
+    assert explain_start_failure(message, "acme/tools:1") is None
 
 
 @given(st.text(max_size=2000))
-def test_no_words_of_a_container_get_far_into_the_sentence(words: str) -> None:
+def test_no_words_of_a_container_get_far_into_the_sentence(message: str) -> None:
     for sentence in (
-        explain_start_failure(words, "i"),
-        explain_start_failure(f"evalSymlinksInScope: too many links {words}", "i"),
+        explain_start_failure(message, "i"),
+        explain_start_failure(f"evalSymlinksInScope: too many links {message}", "i"),
     ):
         assert sentence is None or (len(sentence) < 300 and sentence.isprintable())
 

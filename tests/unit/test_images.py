@@ -173,7 +173,7 @@ async def test_a_slow_pull_goes_on_after_the_wait(engine: MemoryEngine, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("reason", "kind", "words"),
+    ("reason", "kind", "message"),
     [
         ("manifest for x not found: manifest unknown", ImageRefused, "has no such image"),
         ("pull access denied for x, repository does not exist or may require", ImageRefused, "add a login for ghcr.io"),
@@ -187,10 +187,10 @@ async def test_a_slow_pull_goes_on_after_the_wait(engine: MemoryEngine, tmp_path
         ("something else", SandboxUnavailable, "something else; see the log"),
     ],
 )
-def test_the_error_of_a_pull_says_what_to_do(reason: str, kind: type[Exception], words: str) -> None:
+def test_the_error_of_a_pull_says_what_to_do(reason: str, kind: type[Exception], message: str) -> None:
     error = explain_pull_failure(reason, parse_image_name("ghcr.io/team/a"), has_login=False)
     assert type(error) is kind
-    assert words in str(error)
+    assert message in str(error)
     assert str(error).startswith("image ghcr.io/team/a:latest was not pulled: ")
 
 

@@ -214,13 +214,13 @@ async def test_an_invalid_record_blocks_nothing(harness: Harness, tmp_path: Path
 
 async def test_without_redis_nothing_is_said_to_be_there_or_not(harness: Harness) -> None:
     harness.server.stop()
-    for asked in (
+    for call in (
         harness.installer().all(),
         harness.installer().remove("a"),
         harness.skills.install("acme", summary("a"), b"x"),
     ):
         with pytest.raises(BrokerUnavailable):
-            await asked
+            await call
     for ask in (lambda: harness.worker.all("acme"), lambda: harness.worker.find("acme", "a")):
         with pytest.raises(BrokerUnavailable):
             ask()

@@ -108,8 +108,8 @@ async def test_unrequested_sandboxes_do_not_count_and_are_ordered_by_age(
     monkeypatch.setattr(time, "time", lambda: now)
     new = (await checkpoints.save("acme", LocalGuest(), roots=(str(root),), is_automatic=True)).id
     assert await checkpoints.forget_old(max_age_s=500) == 3
-    kept = [await checkpoints.forget("acme", name) for name in (*asked_for, *old, new)]
-    assert kept == [True, True, False, False, False, True]
+    deleted = [await checkpoints.forget("acme", name) for name in (*asked_for, *old, new)]
+    assert deleted == [True, True, False, False, False, True]
 
 
 async def test_two_daemons_with_one_folder_have_each_others_checkpoints(
@@ -131,6 +131,9 @@ async def test_two_daemons_with_one_folder_have_each_others_checkpoints(
 
 
 async def test_forgotten_entries_can_be_cleared(checkpoints: Checkpoints, root: Path) -> None:
-    kept, forgotten = await save(checkpoints, root), await save(checkpoints, root)
-    assert await checkpoints.forget_all_but({("acme", kept.id), ("umbrella", forgotten.id)}) == 1
-    assert (await checkpoints.forget("acme", forgotten.id), await checkpoints.forget("acme", kept.id)) == (False, True)
+    kept_checkpoint, forgotten = await save(checkpoints, root), await save(checkpoints, root)
+    assert await checkpoints.forget_all_but({("acme", kept_checkpoint.id), ("umbrella", forgotten.id)}) == 1
+    assert (await checkpoints.forget("acme", forgotten.id), await checkpoints.forget("acme", kept_checkpoint.id)) == (
+        False,
+        True,
+    )

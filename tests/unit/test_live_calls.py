@@ -132,10 +132,10 @@ async def test_a_program_whose_function_raises_gets_its_result(client: ToolClien
 
 
 async def test_a_run_reports_output_between_the_start_and_the_end_of_its_call(client: ToolClient) -> None:
-    seen: list[RunEvent] = []
+    events: list[RunEvent] = []
     model = ScriptedModel([Calls([("count", {})]), "ok"])
-    await client.run("go", session=await client.open_session(), model=model, on_event=seen.append)
-    messages = [event for event in seen if isinstance(event, CallStarted | OutputArrived | CallFinished)]
+    await client.run("go", session=await client.open_session(), model=model, on_event=events.append)
+    messages = [event for event in events if isinstance(event, CallStarted | OutputArrived | CallFinished)]
     assert isinstance(messages[0], CallStarted)
     assert isinstance(messages[-1], CallFinished)
     pieces = [event for event in messages if isinstance(event, OutputArrived)]

@@ -115,28 +115,28 @@ async def test_a_dangerous_tool_is_refused_without_an_approver() -> None:
 
 
 async def test_an_approver_decides_and_may_change_the_arguments() -> None:
-    asked: list[ApprovalRequest] = []
+    requests: list[ApprovalRequest] = []
 
     def decide(request: ApprovalRequest) -> Decision:
-        asked.append(request)
+        requests.append(request)
         return Decision(True, arguments={"path": "little"})
 
     assert (await call(LocalTools([wipe], approver=CallbackApprover(decide)), "wipe")).output == "wiped little"
     assert (await call(LocalTools([wipe], approver=AutoApprover()), "wipe")).output == "wiped all"
-    assert [request.call.name for request in asked] == ["wipe"]
+    assert [request.call.name for request in requests] == ["wipe"]
 
 
 # Surroundings
 
 
 async def test_a_function_learns_whose_call_it_is() -> None:
-    seen: list[CallContext] = []
+    contexts: list[CallContext] = []
     tools = LocalTools(
-        [{"name": "look", "description": "Looks.", "execute": lambda args, context: seen.append(context)}],
+        [{"name": "look", "description": "Looks.", "execute": lambda args, context: contexts.append(context)}],
         tenant="acme",
     )
     await call(tools.for_run(run="r1", session="s1"), "look")
-    [context] = seen
+    [context] = contexts
     assert (context.call_id, context.tenant, context.run, context.session) == ("call-1", "acme", "r1", "s1")
     assert context.cwd == str(Path.cwd())
 
@@ -186,15 +186,15 @@ async def test_the_options_limit_holds_for_tools_that_name_none() -> None:
 
 
 async def test_a_run_reports_its_calls_whose_they_are_and_its_model_how_to_behave() -> None:
-    seen: list[CallContext] = []
+    contexts: list[CallContext] = []
     tools = LocalTools(
-        [{"name": "look", "description": "Looks.", "execute": lambda args, context: seen.append(context)}]
+        [{"name": "look", "description": "Looks.", "execute": lambda args, context: contexts.append(context)}]
     )
     model = ScriptedModel([Calls([("look", {})]), "ok"])
     result = await tools.run(
         "go", model=ChosenModel(model, ModelProfile("standard", instruction="Be brief.")), dialect="native"
     )
-    assert (seen[0].run, model.requests[0].messages[0]["content"]) == (result.run, "Be brief.")
+    assert (contexts[0].run, model.requests[0].messages[0]["content"]) == (result.run, "Be brief.")
 
 
 @pytest.mark.parametrize("session", ["s1", "user:42", "名" * 100])

@@ -146,7 +146,7 @@ def test_records_of_libraries_are_one_event_with_their_words() -> None:
     record = logging.LogRecord("celery.worker", logging.WARNING, "f", 1, "lost %s\nagain", ("x",), None)
     reply = json.loads(lines.format(record))
     assert (reply["event"], reply["logger"], reply["message"], reply["level"]) == (
-        "library_said",
+        "library_message",
         "celery.worker",
         "lost x\\nagain",
         "warning",

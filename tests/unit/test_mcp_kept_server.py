@@ -141,14 +141,14 @@ def test_a_call_does_not_wait_for_a_slow_call(box: LocalSandbox, threads: Thread
 def test_an_idle_server_ends_with_all_that_it_started(box: LocalSandbox, tmp_path: Path) -> None:
     server = _server(tmp_path, "leaves", idle_s=1)
     _call(box, server, text="x")
-    left = [child for pid in children_of(box.jobs[0].pid) for child in (pid, *children_of(pid))]
-    assert len(left) == 2
+    processes = [child for pid in children_of(box.jobs[0].pid) for child in (pid, *children_of(pid))]
+    assert len(processes) == 2
     assert box.jobs[0].wait(GONE_S) == 0
-    assert not [pid for pid in left if is_alive(pid)]
+    assert not [pid for pid in processes if is_alive(pid)]
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "words"),
+    ("how", "code", "message"),
     [
         ("dies", ErrorCode.HTTP_ERROR, "exit code 7: out of luck\ufffd[2J"),
         ("floods", ErrorCode.FILE_TOO_LARGE, "sent more than"),
@@ -157,13 +157,13 @@ def test_an_idle_server_ends_with_all_that_it_started(box: LocalSandbox, tmp_pat
         ("hangs", ErrorCode.TIMEOUT, "check them before you repeat the call"),
     ],
 )
-def test_a_bad_call_ends_the_server(box: LocalSandbox, tmp_path: Path, how: str, code: ErrorCode, words: str) -> None:
+def test_a_bad_call_ends_the_server(box: LocalSandbox, tmp_path: Path, how: str, code: ErrorCode, message: str) -> None:
     server = _server(tmp_path, how)
     before = _count(box, server)[1]
     with pytest.raises(ToolFailure) as caught:
         _call(box, server, timeout_s=3.0 if how == "hangs" else 30.0, text="x")
     assert caught.value.code is code
-    assert words in caught.value.message
+    assert message in caught.value.message
     number, pid = _count(box, server)
     assert (number, pid != before) == (1, True)
 

@@ -84,7 +84,7 @@ def test_noise_beside_the_answer_does_not_matter(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "words"),
+    ("how", "code", "message"),
     [
         ("dies", ErrorCode.HTTP_ERROR, "exit code 7: out of luck\ufffd[2J"),
         ("floods", ErrorCode.FILE_TOO_LARGE, "sent more than"),
@@ -93,10 +93,10 @@ def test_noise_beside_the_answer_does_not_matter(how: str) -> None:
         ("forges", ErrorCode.HTTP_ERROR, "violates the protocol"),
     ],
 )
-def test_a_bad_server_is_reported(how: str, code: ErrorCode, words: str) -> None:
+def test_a_bad_server_is_reported(how: str, code: ErrorCode, message: str) -> None:
     failure = _failure(how)
     assert failure.code is code
-    assert words in failure.message
+    assert message in failure.message
 
 
 def test_a_silent_server_is_ended_at_the_limit() -> None:

@@ -56,7 +56,7 @@ def test_a_worker_needs_no_secrets_of_servers_that_it_does_not_call(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("entry", "words"),
+    ("entry", "message"),
     [
         ({}, "either 'url'"),
         ({**DOCS, **GIT}, "either 'url'"),
@@ -82,11 +82,11 @@ def test_a_worker_needs_no_secrets_of_servers_that_it_does_not_call(tmp_path: Pa
         ({**GIT, "command": ""}, "command"),
     ],
 )
-def test_a_wrong_entry_is_explained(tmp_path: Path, entry: dict[str, Any], words: str) -> None:
+def test_a_wrong_entry_is_explained(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
     complaint = _complaint(tmp_path, {"one": entry})
     assert "TOOLCREW_MCP_SERVERS" in complaint
     assert "server 'one'" in complaint
-    assert words in complaint
+    assert message in complaint
 
 
 @pytest.mark.parametrize("name", ["", "a__b", "_a", "a-", "a b", "\u00e4", "x" * 33])

@@ -114,10 +114,10 @@ async def test_all_requests_go_to_the_fallback_at_once_while_the_endpoint_rests(
         await endpoints.set("slow", build_endpoint(good))
         await endpoints.set("fast", build_endpoint(bad, fallback="slow"))
         await ask(models, notices=notices)
-        asked = len(bad.bodies)
+        requests = len(bad.bodies)
         async with build_models(client) as other:
             await asyncio.gather(*(ask(process, notices=notices) for process in (models, other) for _ in range(3)))
-        assert (len(bad.bodies), len(good.bodies), len(notices)) == (asked, 7, 7)
+        assert (len(bad.bodies), len(good.bodies), len(notices)) == (requests, 7, 7)
 
 
 @pytest.mark.parametrize("reply", [answer(401, {}), answer(400, {"error": {"message": "no"}}), cut_stream(ROLE, HELLO)])

@@ -45,11 +45,11 @@ async def record(
     """Return the client's replies through the recorder, and the requests at the endpoint. `answer` makes the
     endpoint's responses.
     """
-    seen: list[httpx.Request] = []
+    received_requests: list[httpx.Request] = []
 
     async def respond(request: httpx.Request) -> httpx.Response:
         await request.aread()
-        seen.append(request)
+        received_requests.append(request)
         response: httpx.Response = answer(request)
         return response
 
@@ -57,7 +57,7 @@ async def record(
     async with serving(recorder) as (url, _):
         got = [await ask(url, message, stream=stream, **HEADERS) for message, stream in requests]
     await recorder.aclose()
-    return got, seen
+    return got, received_requests
 
 
 async def test_no_secret_of_the_client_is_in_the_file_though_the_endpoint_repeats_it(tmp_path: Path) -> None:
@@ -65,12 +65,12 @@ async def test_no_secret_of_the_client_is_in_the_file_though_the_endpoint_repeat
     echo = {"error": {"message": f"Incorrect API key provided: {KEY}"}}
     message = {"role": "user", "content": f"my key is {KEY}"}
 
-    got, seen = await record(
+    got, received = await record(
         file, lambda _: httpx.Response(401, json=echo, headers={"set-cookie": "session=abcdef123456"}), (message, False)
     )
 
-    assert seen[0].headers["authorization"] == f"Bearer {KEY}"
-    assert "cookie" not in seen[0].headers
+    assert received[0].headers["authorization"] == f"Bearer {KEY}"
+    assert "cookie" not in received[0].headers
     assert (got[0].status_code, got[0].json()) == (401, echo)
     text = file.read_text()
     assert "secret-0123456789" not in text

@@ -44,9 +44,9 @@ class FakeServer:
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         self.requests.append(request)
         sent = json.dumps({"tools": request.tools, **request.extra}) if request.tools else " ".join(request.extra)
-        for part, words in self.refuses.items():
+        for part, message in self.refuses.items():
             if part in sent:
-                raise ModelRefused(f"refused: {words}", words)
+                raise ModelRefused(f"refused: {message}", message)
         delta: dict[str, Any] = {"content": "Hello!"}
         reason = "stop"
         if request.extra["max_tokens"] < self.cuts_below:

@@ -97,17 +97,17 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-@pytest.mark.parametrize(("reply", "words"), REFUSALS)
-async def test_each_failure_says_what_to_do_and_hides_the_key(reply: bytes, words: str, streaming: bool) -> None:
+@pytest.mark.parametrize(("reply", "message"), REFUSALS)
+async def test_each_failure_says_what_to_do_and_hides_the_key(reply: bytes, message: str, streaming: bool) -> None:
     async with serving([reply]) as server:
         sentence = str(await failure(ask(server.url, streaming=streaming)))
-    assert words in sentence
+    assert message in sentence
     assert KEY[:10] not in sentence
     assert len(sentence) < 600
 
 
 @pytest.mark.parametrize(
-    ("reply", "words"),
+    ("reply", "message"),
     [
         (stream(), "ended its reply without a finish_reason"),
         (stream(HELLO, done=False), "ended its reply without a finish_reason"),
@@ -122,10 +122,10 @@ async def test_each_failure_says_what_to_do_and_hides_the_key(reply: bytes, word
         (cut_stream(HELLO), "broke off its reply"),
     ],
 )
-async def test_each_failure_of_a_stream_is_a_sentence_and_hides_the_key(reply: bytes, words: str) -> None:
+async def test_each_failure_of_a_stream_is_a_sentence_and_hides_the_key(reply: bytes, message: str) -> None:
     async with serving([reply]) as server:
         sentence = str(await failure(ask(server.url)))
-    assert words in sentence
+    assert message in sentence
     assert KEY not in sentence
 
 

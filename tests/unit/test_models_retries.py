@@ -136,11 +136,11 @@ THOUGHT = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}
 @pytest.mark.parametrize("part", [HELLO, CALL, THOUGHT])
 @pytest.mark.parametrize("is_cut", [True, False])
 async def test_a_break_after_content_is_an_error(part: Chunk, is_cut: bool, waits: Waits) -> None:
-    seen: list[Chunk] = []
+    chunks: list[Chunk] = []
 
     async def keep(model: OpenAIModel) -> None:
         async for chunk in model.stream(ModelRequest([])):
-            seen.append(chunk)
+            chunks.append(chunk)
 
     async with serving([cut_stream(ROLE, part) if is_cut else stream(ROLE, part, done=False)]) as server:
         model = build(server.url, waits)
@@ -148,7 +148,7 @@ async def test_a_break_after_content_is_an_error(part: Chunk, is_cut: bool, wait
             await keep(model)
         await model.aclose()
         assert len(server.bodies) == 1
-    assert seen == [ROLE, part]
+    assert chunks == [ROLE, part]
 
 
 async def test_an_error_of_the_server_after_a_part_is_an_interruption_with_its_words(waits: Waits) -> None:

@@ -58,7 +58,7 @@ async def test_a_model_that_does_not_stream_sends_no_stream_options_and_reads_on
 
 
 @pytest.mark.parametrize(
-    ("reply", "words"),
+    ("reply", "message"),
     [
         (answer(200, "<html>Welcome</html>", "text/html"), "did not answer as a chat endpoint does"),
         (answer(200, "{broken"), "broke off its reply"),
@@ -72,12 +72,12 @@ async def test_a_model_that_does_not_stream_sends_no_stream_options_and_reads_on
         ),
     ],
 )
-async def test_an_invalid_reply_is_a_short_error(reply: bytes, words: str) -> None:
+async def test_an_invalid_reply_is_a_short_error(reply: bytes, message: str) -> None:
     async with serving([reply]) as server:
         sentence = str(
             await failure(read(OpenAIModel("m", server.url, "sk-very-secret", 5.0, retries=0, streaming=False)))
         )
-    assert words in sentence
+    assert message in sentence
     assert "sk-very" not in sentence
 
 

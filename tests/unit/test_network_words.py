@@ -13,13 +13,13 @@ def info(**fields: object) -> SessionInfo:
 
 
 def test_with_egress_the_description_of_bash_names_the_hosts_and_no_longer_says_that_there_is_none() -> None:
-    words = info(network="egress", hosts=("pypi.org", "*.pythonhosted.org")).describe_network()
+    description = info(network="egress", hosts=("pypi.org", "*.pythonhosted.org")).describe_network()
     bash = next(spec for spec in build_registry().specs() if spec.name == "bash_tool")
-    described = bash.with_network(words)
+    described = bash.with_network(description)
     assert NO_NETWORK in bash.description
     assert NO_NETWORK not in described.description
     assert "to pypi.org, *.pythonhosted.org" in described.description
-    assert described.network == words
+    assert described.network == description
 
 
 def test_a_tool_of_another_pool_has_no_sandbox_to_report_of() -> None:

@@ -50,7 +50,7 @@ async def work(
     *,
     run_call: RunCall | None = None,
     dialect: Dialect | None = None,
-    seen: list[RunEvent] | None = None,
+    events: list[RunEvent] | None = None,
     **options: Any,
 ) -> RunResult:
     agent = Agent(
@@ -60,7 +60,7 @@ async def work(
         run_call or Tools().run,
         instruction="Be brief.",
         options=ReActOptions(**options),
-        on_event=(seen if seen is not None else []).append,
+        on_event=(events if events is not None else []).append,
         run_id="r1",
     )
     async with asyncio.timeout(SOON_S):
@@ -98,10 +98,10 @@ async def test_a_malformed_call_among_good_ones_does_not_stop_them() -> None:
 
 @pytest.mark.parametrize("reply", ["", " \n", Raw([]), Raw([{"choices": []}])])
 async def test_an_empty_reply_is_no_answer(reply: Any) -> None:
-    seen: list[RunEvent] = []
-    result = await work(ScriptedModel([reply]), seen=seen)
+    events: list[RunEvent] = []
+    result = await work(ScriptedModel([reply]), events=events)
     assert result.stop_reason is StopReason.EMPTY_REPLY
-    assert any(isinstance(event, Warned) for event in seen)
+    assert any(isinstance(event, Warned) for event in events)
 
 
 async def test_a_reply_cut_by_the_server_stops_the_run() -> None:
@@ -120,12 +120,12 @@ async def test_a_wall_clock_budget_ends_what_is_running_and_keeps_the_last_reply
         finally:
             ended.set()
 
-    before, seen = tasks_left(), []
+    before, events = tasks_left(), []
     model = ScriptedModel([Calls([("echo", {"text": "a"})], "Working."), echo("b")])
-    result = await work(model, run_call=endless, max_wall_s=0.2, seen=seen)
+    result = await work(model, run_call=endless, max_wall_s=0.2, events=events)
     assert (result.stop_reason, result.answer, result.steps) == (StopReason.MAX_WALL, "Working.", 2)
     assert ended.is_set()
-    assert any(isinstance(event, Warned) for event in seen)
+    assert any(isinstance(event, Warned) for event in events)
     assert tasks_left() == before
 
 

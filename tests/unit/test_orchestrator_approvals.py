@@ -162,7 +162,7 @@ async def test_an_approver_that_answers_junk_has_refused(junk: Any, caplog: pyte
             return junk
 
     result = await refuse(CALL, WRITE, Junk())
-    assert (result.error_code, "approver_answered_junk" in caplog.text) == (ErrorCode.PERMISSION_DENIED, True)
+    assert (result.error_code, "approver_answer_invalid" in caplog.text) == (ErrorCode.PERMISSION_DENIED, True)
 
 
 async def test_an_approver_that_raises_has_refused_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:

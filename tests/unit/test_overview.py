@@ -43,14 +43,21 @@ async def report_host(client: "redis.asyncio.Redis", name: str = "h1", **fields:
 
 
 async def test_an_empty_deployment_has_nothing_but_its_pools(reader: OverviewReader) -> None:
-    seen = await reader.read()
+    overview = await reader.read()
 
-    assert (seen.hosts, seen.tenants, seen.batches) == ((), (), ())
-    assert [(queue.queue, queue.length, queue.slots) for queue in seen.queues] == [
+    assert (overview.hosts, overview.tenants, overview.batches) == ((), (), ())
+    assert [(queue.queue, queue.length, queue.slots) for queue in overview.queues] == [
         ("pool.tools", 0, 0),
         ("pool.web", 0, 0),
     ]
-    assert (seen.slots, seen.slots_in_use, seen.sessions, seen.waiting, seen.running, seen.approvals) == (0,) * 6
+    assert (
+        overview.slots,
+        overview.slots_in_use,
+        overview.sessions,
+        overview.waiting,
+        overview.running,
+        overview.approvals,
+    ) == (0,) * 6
 
 
 async def test_a_queue_reports_what_waits_and_for_how_long(
@@ -67,13 +74,13 @@ async def test_a_queue_reports_what_waits_and_for_how_long(
         for _ in range(2):
             harness.ask("bolt", queue=QUEUE, limit_s=0.5)
 
-    seen = await reader.read()
+    overview = await reader.read()
 
-    queue = seen.queues[0]
+    queue = overview.queues[0]
     # One call of a second or more is all that a tenant may hold of two slots.
     assert (queue.queue, queue.length, queue.slots) == (QUEUE, 2, 2)
     assert queue.held + queue.waiting == 7
-    assert queue.waiting == seen.waiting > 0
+    assert queue.waiting == overview.waiting > 0
     assert queue.oldest_s is not None
     assert 39 < queue.oldest_s < 300
 
@@ -119,9 +126,9 @@ async def test_a_tenant_that_its_own_rate_stops_is_reported_with_what_waits(
             harness.ask("slow", queue=QUEUE, limit_s=0.5, policy=TenantPolicy(rate_per_s=0.01, burst=1))
         harness.end(harness.held[0])
 
-    seen = await reader.read()
+    overview = await reader.read()
 
-    assert [(tenant.tenant, tenant.held, tenant.waiting) for tenant in seen.tenants] == [("slow", 0, 3)]
+    assert [(tenant.tenant, tenant.held, tenant.waiting) for tenant in overview.tenants] == [("slow", 0, 3)]
 
 
 async def test_batches_are_listed_until_they_end(client: "redis.asyncio.Redis", reader: OverviewReader) -> None:
@@ -133,11 +140,11 @@ async def test_batches_are_listed_until_they_end(client: "redis.asyncio.Redis", 
     over = claims["cyan", "over"]
     await runs.queue.finish(over, build_outcome(over))
 
-    seen = await reader.read()
+    overview = await reader.read()
 
-    batches = {batch.batch: (batch.tenant, batch.total, batch.running, batch.waiting) for batch in seen.batches}
+    batches = {batch.batch: (batch.tenant, batch.total, batch.running, batch.waiting) for batch in overview.batches}
     assert batches == {"waits": ("acme", 3, 1, 2), "runs": ("bolt", 1, 1, 0)}
-    assert seen.running == 2
+    assert overview.running == 2
 
 
 async def test_redis_does_not_read_all_batches_of_a_tenant_that_has_many(

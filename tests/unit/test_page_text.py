@@ -82,8 +82,8 @@ def test_a_lot_of_it_does_not_hold_the_service_up(text: str) -> None:
 
 
 def test_a_long_text_counts_its_omitted_part() -> None:
-    head, tail, left = shorten("a" * 60 + "b" * 60, 100)
-    assert (head, tail, left) == ("a" * 50, "b" * 50, 20)
+    head, tail, hidden = shorten("a" * 60 + "b" * 60, 100)
+    assert (head, tail, hidden) == ("a" * 50, "b" * 50, 20)
     assert shorten("a" * 100, 100) == ("a" * 100, "", 0)
 
 

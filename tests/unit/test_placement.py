@@ -57,7 +57,7 @@ def test_two_programs_that_know_nothing_of_one_another_do_not_meet_on_one_host()
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted", "words"),
+    ("fields", "wanted", "message"),
     [
         (
             {"classes": ("gold",)},
@@ -69,8 +69,8 @@ def test_two_programs_that_know_nothing_of_one_another_do_not_meet_on_one_host()
         ({"draining": True}, HostRequirements(), "none of the 1 hosts takes sessions now"),
     ],
 )
-def test_the_error_explains_why_no_host_fits(fields: dict[str, Any], wanted: HostRequirements, words: str) -> None:
-    with pytest.raises(SandboxUnavailable, match=words):
+def test_the_error_explains_why_no_host_fits(fields: dict[str, Any], wanted: HostRequirements, message: str) -> None:
+    with pytest.raises(SandboxUnavailable, match=message):
         choose_host([build_report("a", **fields)], wanted)
 
 

@@ -106,11 +106,11 @@ def test_a_call_that_runs_elsewhere_is_ended_there(floor: Floor) -> None:
 
 
 def test_an_order_for_a_stopped_worker_is_dropped(floor: Floor) -> None:
-    gone = pool_worker("h3", "cccc")
-    floor.hold("c1", process_holder(gone, 43))
+    ended_worker = pool_worker("h3", "cccc")
+    floor.hold("c1", process_holder(ended_worker, 43))
     floor.order("c1")
-    wait_until(lambda: floor.store.exists(control_queue(gone)), 10, "the order is passed on")
-    assert 0 < floor.store.ttl(control_queue(gone)) <= 60
+    wait_until(lambda: floor.store.exists(control_queue(ended_worker)), 10, "the order is passed on")
+    assert 0 < floor.store.ttl(control_queue(ended_worker)) <= 60
 
 
 def test_a_call_that_has_not_started_never_will(floor: Floor) -> None:

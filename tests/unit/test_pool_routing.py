@@ -110,10 +110,10 @@ def test_a_worker_serves_its_pools(specs: tuple[ToolSpec, ...], queues: list[str
 
 
 @pytest.mark.parametrize(
-    ("specs", "queues", "words"), [((WEB,), ["pool.tools"], "contains pool.tools"), ((), None, "no tools to serve")]
+    ("specs", "queues", "message"), [((WEB,), ["pool.tools"], "contains pool.tools"), ((), None, "no tools to serve")]
 )
-def test_a_worker_without_tools_fails(specs: tuple[ToolSpec, ...], queues: list[str] | None, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_worker_without_tools_fails(specs: tuple[ToolSpec, ...], queues: list[str] | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         choose_pools(specs, queues)
 
 

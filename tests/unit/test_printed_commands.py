@@ -48,17 +48,17 @@ def check_command(line: str) -> None:
     """Check a command. Fails if the command does not exist, lacks an argument, or has an unknown option. X may be a
     number.
     """
-    words = ["1" if argument == "X" else argument for argument in shlex.split(line)[1:]]
+    argv = ["1" if argument == "X" else argument for argument in shlex.split(line)[1:]]
     command: object = COMMANDS
     while isinstance(command, TyperGroup):
-        assert words, f"`{line}` names a group of commands"
-        if words[0] not in command.commands and not words[0].startswith("-"):
-            pytest.fail(f"`{line}`: there is no command {words[0]}")
-        command = command.commands[words.pop(0)]
+        assert argv, f"`{line}` names a group of commands"
+        if argv[0] not in command.commands and not argv[0].startswith("-"):
+            pytest.fail(f"`{line}`: there is no command {argv[0]}")
+        command = command.commands[argv.pop(0)]
     assert isinstance(command, TyperCommand)
-    if words == ["--help"]:
+    if argv == ["--help"]:
         return
-    command.make_context(line, words)
+    command.make_context(line, argv)
 
 
 def texts_of(path: Path) -> Iterator[str]:
@@ -126,7 +126,7 @@ def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "tenant", "command"),
+    ("argv", "tenant", "command"),
     [
         (("batches", "resume", "t2"), "acme", "toolcrew batches resume t2 --tenant acme"),
         (("batches", "resume", "t2"), "default", "toolcrew batches resume t2"),
@@ -134,8 +134,8 @@ def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
         (("traces", "show", "$(rm -rf ~)\x1b[2J"), "default", r"toolcrew traces show '$(rm -rf ~)\x1b[2J'"),
     ],
 )
-def test_a_command_is_quoted_and_names_its_tenant(words: tuple[str, ...], tenant: str, command: str) -> None:
-    assert build_command(*words, tenant=tenant) == command
+def test_a_command_is_quoted_and_names_its_tenant(argv: tuple[str, ...], tenant: str, command: str) -> None:
+    assert build_command(*argv, tenant=tenant) == command
 
 
 class Pool:
@@ -259,10 +259,10 @@ def test_the_printed_command_reads_the_next_page(redis_server: RedisProcess) -> 
 
     asyncio.run(open_some())
     for line in ("toolcrew sessions list --limit 1 --tenant acme", "toolcrew sessions list -n 1"):
-        seen = []
+        checked = []
         while line:
             done = pool.paste(line)
             assert done.exit_code == 0, done.output
-            seen += [row.split()[0] for row in done.stdout.splitlines()[1:]]
+            checked += [row.split()[0] for row in done.stdout.splitlines()[1:]]
             line = next(iter(find_commands(done.stderr)), "")
-        assert sorted(seen) == ["s0", "s1", "s2"]
+        assert sorted(checked) == ["s0", "s1", "s2"]

@@ -137,7 +137,7 @@ def test_only_who_watches_redis_or_keeps_pages_where_there_is_room_asks_how_full
 @pytest.mark.parametrize("role", LIMITED)
 def test_a_role_reaches_the_keys_that_it_needs_and_no_others(server: Server, role: str) -> None:
     with server.client(role) as client:
-        assert {what for what, key in KEYS.items() if not is_refused(client, "EXISTS", key)} == REACHED[role]
+        assert {name for name, key in KEYS.items() if not is_refused(client, "EXISTS", key)} == REACHED[role]
 
 
 @pytest.mark.parametrize("role", LIMITED)

@@ -141,9 +141,9 @@ async def test_forks_repeat_no_shared_step_and_continue_from_the_state(harness: 
             "said other",
         ]
         _, copied = await harness.queue.read_log("acme", fork.id)
-        kept = {e.step: e.session for e in copied if isinstance(e, StateKept)}
-        assert (kept[0], kept[1]) == (states[0], states[1])
-        assert kept[2] not in states.values()
+        sessions = {e.step: e.session for e in copied if isinstance(e, StateKept)}
+        assert (sessions[0], sessions[1]) == (states[0], states[1])
+        assert sessions[2] not in states.values()
     assert {"acme"} == {tenant for tenant, _ in harness.places.known}
 
 
@@ -151,16 +151,16 @@ async def test_a_fork_of_a_fork_and_the_tree(harness: HostedHarness) -> None:
     run = await harness.start(KEEPING)
     await run_to_end(harness, run)
     script(harness, *["left"] * 3)
-    (left,) = await harness.runs.fork("acme", run, 2)
+    (new_fork,) = await harness.runs.fork("acme", run, 2)
     (right,) = await harness.runs.fork("acme", run, 0)
-    await run_to_end(harness, left.id, right.id)
-    (below,) = await harness.runs.fork("acme", left.id, 1)
+    await run_to_end(harness, new_fork.id, right.id)
+    (below,) = await harness.runs.fork("acme", new_fork.id, 1)
     await run_to_end(harness, below.id)
 
-    for relative in (run, left.id, right.id, below.id):
+    for relative in (run, new_fork.id, right.id, below.id):
         tree = await harness.runs.tree("acme", await harness.runs.get("acme", relative))
         assert tree.name == run
-        assert [(fork.step, fork.name) for fork in tree.forks] == [(0, right.id), (2, left.id)]
+        assert [(fork.step, fork.name) for fork in tree.forks] == [(0, right.id), (2, new_fork.id)]
         assert [(fork.step, fork.name) for fork in tree.forks[1].forks] == [(1, below.id)]
         assert {fork.run and fork.run.state for fork in tree.forks} == {HostedState.SUCCEEDED}
 

@@ -188,8 +188,8 @@ async def test_a_container_whose_guest_sent_a_broken_frame_is_removed_at_once(tm
 
 
 async def test_the_fatal_message_of_a_guest_is_reported(tmp_path: Path) -> None:
-    words = encode_frame({"ev": "fatal", "message": "the host sent an unknown op"}, max_total=MAX_UP)
-    async with running_sandboxd(tmp_path, answering(words)) as daemon:
+    frame_bytes = encode_frame({"ev": "fatal", "message": "the host sent an unknown op"}, max_total=MAX_UP)
+    async with running_sandboxd(tmp_path, answering(frame_bytes)) as daemon:
         client, name = await daemon.open()
         assert "unknown op" in (await call(client, name))["error"]["message"]
 
@@ -361,8 +361,8 @@ async def test_an_answer_that_no_frame_can_carry_is_an_error_of_its_call_alone(t
 
 
 async def test_writing_into_the_log_by_last_words_gives_plain_short_text(tmp_path: Path) -> None:
-    words = encode_frame({"ev": "fatal", "message": "\x1b[2J\nroot: ok" + "x" * 100_000}, max_total=MAX_UP)
-    async with running_sandboxd(tmp_path, answering(words)) as daemon:
+    frame_bytes = encode_frame({"ev": "fatal", "message": "\x1b[2J\nroot: ok" + "x" * 100_000}, max_total=MAX_UP)
+    async with running_sandboxd(tmp_path, answering(frame_bytes)) as daemon:
         client, name = await daemon.open()
         message = (await call(client, name))["error"]["message"]
         assert message.isprintable()

@@ -43,12 +43,12 @@ async def test_a_restored_session_reports_its_losses_once(tmp_path: Path) -> Non
         assert (sandbox["generation"], sandbox["rebuilt"]) == (5, True)
         answer = (await call(client, name)).done["sandbox"]
         assert (answer["generation"], answer["rebuilt"]) == (5, True)
-        for words in (
+        for fragment in (
             "host that had this session was lost",
             f"checkpoint of {AT}",
             "background jobs and /tmp are lost",
         ):
-            assert words in answer["news"]
+            assert fragment in answer["news"]
         assert "news" not in (await call(client, name)).done["sandbox"]
 
 

@@ -57,21 +57,21 @@ async def test_a_body_arrives_whole_in_however_many_frames(tmp_path: Path, size:
 
 
 async def test_the_guest_sees_the_request_under_an_id_of_sandboxds_own(tmp_path: Path) -> None:
-    seen: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     async def keeping(guest: FakeGuest) -> None:
         await guest.hello()
         while True:
             request, _ = await guest.request()
-            seen.append(request)
+            requests.append(request)
             await guest.done(request)
 
     async with running_sandboxd(tmp_path, keeping) as daemon:
         client, name = await daemon.open()
         for _ in range(2):
             await call(client, name, {**EXEC, "id": "0" * 32}, call_id="call-1")
-    assert seen[0]["argv"] == ["true"]
-    assert len({request["id"] for request in seen} - {"0" * 32}) == 2
+    assert requests[0]["argv"] == ["true"]
+    assert len({request["id"] for request in requests} - {"0" * 32}) == 2
 
 
 async def test_output_is_handed_on_as_it_comes(tmp_path: Path) -> None:

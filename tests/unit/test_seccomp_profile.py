@@ -146,7 +146,7 @@ def forget_clone3(profile: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
         (set_default, "the default is"),
         (allow_ptrace, "ptrace is allowed"),
@@ -161,11 +161,11 @@ def forget_clone3(profile: dict[str, Any]) -> None:
         (forget_clone3, "clone3 is not refused"),
     ],
 )
-def test_damage_is_found(damage: Callable[[dict[str, Any]], None], words: str) -> None:
+def test_damage_is_found(damage: Callable[[dict[str, Any]], None], message: str) -> None:
     profile = json.loads(TEXT)
     damage(profile)
 
-    assert any(words in fault for fault in find_profile_faults(json.dumps(profile)))
+    assert any(message in fault for fault in find_profile_faults(json.dumps(profile)))
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,8 @@ raise ValueError("the end")
 """
     events = events_of(side, code)
     assert [event["event"] for event in events] == [
-        "library_said",
-        "library_said",
+        "library_message",
+        "library_message",
         "thread_failed",
         "tool_bug",
         "process_failed",

@@ -156,10 +156,10 @@ async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_checkpoint(
     start = {"image": "base", "ttl_s": 60, "restore": "c0", "options": {"cpus": 0.5, "user": "root"}}
     await locator.open("acme", "s1", DEFAULT, start)
     await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c7"), "checkpoint_at": 1_700_000_000})
-    seen = await locator.find("acme", "s1", DEFAULT)
+    address = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, "host.a.b00t")
     hosts.all["host.b.b00t"] = build_report("b")
-    assert await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
+    assert await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
     _, opening, _ = hosts.opened[-1]
     assert {name: opening.arguments[name] for name in start} == {**start, "restore": "c7"}
     assert opening.arguments["moved"]["checkpoint_at"] == "2023-11-14T22:13:20+00:00"
@@ -169,12 +169,12 @@ async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redi
     hosts = Hosts("a")
     first = build_locator(client, hosts)
     await first.open("acme", "s1", DEFAULT, {})
-    seen = await first.find("acme", "s1", DEFAULT)
+    address = await first.find("acme", "s1", DEFAULT)
     await hosts.lose(client, "host.a.b00t")
     hosts.all["host.b.b00t"] = build_report("b")
     programs = [first, *(build_locator(client, hosts) for _ in range(4))]
     addresses = await asyncio.gather(
-        *(locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) for locator in programs for _ in range(3))
+        *(locator.refresh("acme", "s1", address, DEFAULT, is_lost=True) for locator in programs for _ in range(3))
     )
     assert set(addresses) == {SessionAddress("host.b.b00t", 2)}
     assert len(hosts.opened) == 2
@@ -184,11 +184,11 @@ async def test_the_next_call_opens_a_parked_session(client: "redis.asyncio.Redis
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
-    seen = await locator.find("acme", "s1", DEFAULT)
+    found_address = await locator.find("acme", "s1", DEFAULT)
     parked = {"state": LocationState.MOVING.value, "queue": "", "fence": 2, "checkpoint": "c1", "checkpoint_at": 1}
     await client.hset(place_key("d", "acme", "s1"), mapping=parked)
-    await hosts.lose(client, seen.queue)
-    address = await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=False)
+    await hosts.lose(client, found_address.queue)
+    address = await locator.refresh("acme", "s1", found_address, DEFAULT, is_lost=False)
     assert address.fence == 3
     assert hosts.opened[-1][1].arguments["moved"]["is_planned"] is True
 
@@ -197,12 +197,12 @@ async def test_a_move_that_fails_can_be_tried_again(client: "redis.asyncio.Redis
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
-    seen = await locator.find("acme", "s1", DEFAULT)
+    address = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, "host.a.b00t")
     hosts.all["host.b.b00t"] = build_report("b")
     hosts.answers["host.b.b00t"] = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.NO_SPACE, "full")
     with pytest.raises(SandboxUnavailable, match="full"):
-        await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+        await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
     del hosts.answers["host.b.b00t"]
     assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
 
@@ -218,13 +218,13 @@ async def test_a_silent_host_that_returns_keeps_its_sessions(client: "redis.asyn
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
-    seen = await locator.find("acme", "s1", DEFAULT)
-    await client.zadd(hosts_key("d"), {seen.queue: 1})
-    waiting = asyncio.create_task(locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True))
+    address = await locator.find("acme", "s1", DEFAULT)
+    await client.zadd(hosts_key("d"), {address.queue: 1})
+    waiting = asyncio.create_task(locator.refresh("acme", "s1", address, DEFAULT, is_lost=True))
     await asyncio.sleep(0.3)
     assert not waiting.done()
-    await client.set(host_key("d", seen.queue), "a report")
-    assert await waiting == seen
+    await client.set(host_key("d", address.queue), "a report")
+    assert await waiting == address
     assert len(hosts.opened) == 1
 
 
@@ -233,12 +233,12 @@ async def test_a_move_falls_back_to_the_automatic_checkpoint(client: "redis.asyn
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
     await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c1", "auto-1"), "checkpoint_at": 1})
-    seen = await locator.find("acme", "s1", DEFAULT)
-    await hosts.lose(client, seen.queue)
+    address = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, address.queue)
     hosts.all["host.b.b00t"] = build_report("b")
     missing = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
     hosts.answer = lambda opening: missing if "restore" in opening.arguments else None
-    await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
     assert [opening.arguments.get("restore") for _, opening, _ in hosts.opened[1:]] == ["c1", "auto-1", None]
     assert hosts.opened[-1][1].arguments["moved"]["checkpoint_at"] is None
 
@@ -250,11 +250,11 @@ async def test_a_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis"
     for forged in ("another-sessions", seal_checkpoint(KEY, "acme", "s2", "another-sessions")):
         mapping = {**checkpoints("c1", "c1"), "checkpoint": forged, "checkpoint_at": 1}
         await client.hset(place_key("d", "acme", "s1"), mapping=mapping)
-        seen = await locator.find("acme", "s1", DEFAULT)
-        await hosts.lose(client, seen.queue)
+        address = await locator.find("acme", "s1", DEFAULT)
+        await hosts.lose(client, address.queue)
         name = f"b{len(hosts.opened)}"
         hosts.all[f"host.{name}.b00t"] = build_report(name)
-        await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+        await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
         assert hosts.opened[-1][1].arguments["restore"] == "c1"
 
 
@@ -263,14 +263,14 @@ async def test_an_older_checkpoint_is_tried_after_another_host_refused(client: "
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
     await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c1"), "checkpoint_at": 1})
-    seen = await locator.find("acme", "s1", DEFAULT)
-    await hosts.lose(client, seen.queue)
+    address = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, address.queue)
     hosts.all = {"host.b.b00t": build_report("b"), "host.c.b00t": build_report("c", sessions=50)}
     call = ToolCall(id="c", name="session.open")
     hosts.answers["host.b.b00t"] = ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
     missing = ToolResult.failed(call, ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
     hosts.answer = lambda opening: missing if "restore" in opening.arguments else None
-    moved = await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    moved = await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
     assert moved.queue == "host.c.b00t"
     assert [(queue, opening.arguments.get("restore")) for queue, opening, _ in hosts.opened[1:]] == [
         ("host.b.b00t", "c1"),
@@ -295,12 +295,12 @@ async def test_a_move_reports_no_time_for_another_checkpoint(client: "redis.asyn
     await client.hset(
         place_key("d", "acme", "s1"), mapping={**checkpoints("asked", "older"), "checkpoint_at": 1_700_000_000}
     )
-    seen = await locator.find("acme", "s1", DEFAULT)
-    await hosts.lose(client, seen.queue)
+    address = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, address.queue)
     hosts.all["host.b.b00t"] = build_report("b")
     missing = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
     hosts.answer = lambda opening: missing if opening.arguments.get("restore") == "asked" else None
-    await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+    await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
     last = hosts.opened[-1][1].arguments
     assert (last["restore"], last["moved"]["checkpoint_at"]) == ("older", None)
 
@@ -338,11 +338,11 @@ async def test_a_session_of_a_stopped_host_is_moved(client: "redis.asyncio.Redis
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
-    seen = await locator.find("acme", "s1", DEFAULT)
-    del hosts.all[seen.queue]
-    await client.zrem(hosts_key("d"), seen.queue)
+    address = await locator.find("acme", "s1", DEFAULT)
+    del hosts.all[address.queue]
+    await client.zrem(hosts_key("d"), address.queue)
     hosts.all["host.b.b00t"] = build_report("b")
-    assert await locator.refresh("acme", "s1", seen, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
+    assert await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
 
 
 async def test_open_sessions_are_bounded(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,10 +360,10 @@ async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.a
     assert await places.begin_move("acme", "s1", 1, LocationState.OPEN, "host.b.b00t") == SessionAddress(
         "host.b.b00t", 2
     )
-    seen = await places.find("acme", "s1")
-    assert seen is not None
+    address = await places.find("acme", "s1")
+    assert address is not None
     assert await places.settle("acme", "s1", 2, LocationState.OPEN)
-    assert await places.begin_move("acme", "s1", seen.fence, seen.state, "host.c.b00t") is None
+    assert await places.begin_move("acme", "s1", address.fence, address.state, "host.c.b00t") is None
     place = await places.find("acme", "s1")
     assert place is not None
     assert (place.state, place.queue, place.fence) == (LocationState.OPEN, "host.b.b00t", 2)
@@ -382,9 +382,9 @@ async def test_an_opening_that_a_full_host_refuses_goes_to_another(client: "redi
 async def test_a_refusal_of_all_hosts_gives_their_reasons(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
     for queue in hosts.all:
-        words = f"{queue} has no engine"
+        message = f"{queue} has no engine"
         hosts.answers[queue] = ToolResult.failed(
-            ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, words
+            ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, message
         )
     result = await build_locator(client, hosts).open("acme", "s1", DEFAULT, {})
     assert result.error_code == ErrorCode.SANDBOX_UNAVAILABLE
@@ -415,7 +415,7 @@ async def test_forged_arguments_do_not_reopen_a_session(client: "redis.asyncio.R
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {"network": "none"})
-    seen = await locator.find("acme", "s1", DEFAULT)
+    address = await locator.find("acme", "s1", DEFAULT)
     await locator.open("acme", "s2", DEFAULT, {"network": "egress"})
     place = await SessionStore(client, "d").find("acme", "s1")
     other = await client.hget(place_key("d", "acme", "s2"), "start")  # type: ignore[misc]
@@ -431,5 +431,5 @@ async def test_forged_arguments_do_not_reopen_a_session(client: "redis.asyncio.R
     with pytest.raises(
         SandboxUnavailable, match="is not valid, so the session is not opened again: open a new session"
     ):
-        await build_locator(client, hosts).refresh("acme", "s1", seen, DEFAULT, is_lost=True)
+        await build_locator(client, hosts).refresh("acme", "s1", address, DEFAULT, is_lost=True)
     assert len(hosts.opened) == opened

@@ -32,16 +32,16 @@ def harness(made: MadeHosted) -> HostedHarness:
 @pytest.fixture
 async def begun() -> AsyncIterator[Begun]:
     """Record the log context in which each task starts, by the name of its coroutine."""
-    seen: Begun = {}
+    begun: Begun = {}
 
     def begin(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> "asyncio.Task[Any]":
         names = {} if "context" in options else structlog.contextvars.get_contextvars()
-        seen.setdefault(work.__qualname__, []).append(names)
+        begun.setdefault(work.__qualname__, []).append(names)
         return asyncio.Task(work, loop=loop, **options)
 
     loop = asyncio.get_running_loop()
     loop.set_task_factory(begin)  # type: ignore[arg-type]
-    yield seen
+    yield begun
     loop.set_task_factory(None)
 
 

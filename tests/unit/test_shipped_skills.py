@@ -42,10 +42,10 @@ def run(name: str, folder: Path, arguments: Any) -> "subprocess.CompletedProcess
     )
 
 
-def run_skill_script(name: str, folder: Path, **asked: Any) -> dict[str, Any]:
+def run_skill_script(name: str, folder: Path, **arguments: Any) -> dict[str, Any]:
     tool = SKILLS[name].tool
     assert tool is not None
-    done = run(name, folder, prepare_arguments(tool.spec, asked)[0])
+    done = run(name, folder, prepare_arguments(tool.spec, arguments)[0])
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
@@ -60,8 +60,10 @@ def workspace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def found(workspace: Path, query: str, **asked: Any) -> list[str]:
-    return [result["path"] for result in run_skill_script("vector-search", workspace, query=query, **asked)["results"]]
+def found(workspace: Path, query: str, **arguments: Any) -> list[str]:
+    return [
+        result["path"] for result in run_skill_script("vector-search", workspace, query=query, **arguments)["results"]
+    ]
 
 
 def test_text_without_spaces_between_its_words_is_searched_too(tmp_path: Path) -> None:

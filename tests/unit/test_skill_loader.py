@@ -82,20 +82,20 @@ def test_a_skill_is_its_front_matter_its_text_and_its_files(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("matter", "words"),
+    ("matter", "message"),
     [
         (front(description="x" * 1068), "description has 1068 characters, the standard allows 1024"),
         (front(description="x" * 5000), "it was cut at 4096"),
         (front(name="other"), "differs from the folder's"),
-        (front(name="A--b"), "small letters"),
+        (front(name="A--b"), "lower-case letters"),
         (front(version="1"), "not in the standard are ignored: version"),
         (front(name=7), "was read as '7'"),
         (front(license=["a"]), "license is no text"),
         ("name: a\ndescription: Use it: often, and well", "put the value with the colon into quotes"),
     ],
 )
-def test_non_standard_skills_load_with_a_warning(matter: str, words: str) -> None:
-    assert words in warnings_of(matter)
+def test_non_standard_skills_load_with_a_warning(matter: str, message: str) -> None:
+    assert message in warnings_of(matter)
 
 
 def test_an_unquoted_colon_is_read_as_it_was_meant() -> None:
@@ -104,7 +104,7 @@ def test_an_unquoted_colon_is_read_as_it_was_meant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
         ("# only text", "no front matter"),
         ("", "no front matter"),
@@ -123,8 +123,8 @@ def test_an_unquoted_colon_is_read_as_it_was_meant() -> None:
         ("---\nname: a\ndescription: b\nx: [" + "1," * 3000 + "]\n---\n", "too many values"),
     ],
 )
-def test_unusable_skills_are_refused_with_advice(source: str, words: str) -> None:
-    with pytest.raises(SkillBroken, match=words.replace("[", r"\[")):
+def test_unusable_skills_are_refused_with_advice(source: str, message: str) -> None:
+    with pytest.raises(SkillBroken, match=message.replace("[", r"\[")):
         parse_skill(source, "a")
 
 

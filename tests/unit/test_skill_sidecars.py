@@ -41,7 +41,7 @@ def test_all_that_it_says_is_in_the_spec() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"entrypoint": "scripts/none.py"}, "no file 'scripts/none.py'"),
         ({"entrypoint": "../run.py"}, "no file"),
@@ -59,8 +59,8 @@ def test_all_that_it_says_is_in_the_spec() -> None:
         ({"unknown": 1}, "unknown"),
     ],
 )
-def test_an_invalid_tool_is_reported(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(SidecarBroken, match=words):
+def test_an_invalid_tool_is_reported(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SidecarBroken, match=message):
         parse(**fields)
 
 

@@ -85,8 +85,8 @@ def test_load_gives_the_instructions_and_at_most_a_hundred_files(root: Path) -> 
 
 
 def test_read_gives_pages_of_numbered_lines(root: Path) -> None:
-    def page(**asked: Any) -> str:
-        return Bench(root).use(name="alpha", action="read", **asked).text()
+    def page(**arguments: Any) -> str:
+        return Bench(root).use(name="alpha", action="read", **arguments).text()
 
     assert page(path="long.md").endswith("\n2000\tline 2000\n[lines 1-2000 of 5000; continue with offset=2001]")
     assert page(path="long.md", offset=4999) == "4999\tline 4999\n5000\tline 5000\n[end of file: 5000 lines]"

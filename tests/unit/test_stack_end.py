@@ -63,13 +63,13 @@ def test_the_end_is_announced_once_where_a_terminal_can_show_it(number: int, end
 
 
 @pytest.mark.parametrize(
-    ("is_kept", "words"),
+    ("is_kept", "message"),
     [
         (False, "the sessions and the embedded Redis with its tenants, API keys, runs and batches are deleted"),
         (True, "tenants, API keys, runs and batches are kept"),
     ],
 )
-def test_the_message_lists_deleted_data(is_kept: bool, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_message_lists_deleted_data(is_kept: bool, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(
         keep(
             OrchestratorSettings.model_validate({}),
@@ -81,7 +81,7 @@ def test_the_message_lists_deleted_data(is_kept: bool, words: str, capsys: pytes
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("stopping: running calls are stopped")
-    assert words in lines[0]
+    assert message in lines[0]
 
 
 def test_the_data_folder_has_one_user_at_a_time_and_the_same_password_at_every_start(tmp_path: Path) -> None:

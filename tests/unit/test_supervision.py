@@ -139,12 +139,12 @@ async def test_children_of_a_killed_process_end_before_its_restart(tmp_path: Pat
     )
     async with opened(tmp_path, "parent") as harness:
         first = await harness.start("parent", program)
-        left = int(await wait_until_async(lambda: harness.log("parent").strip(), SOON_S, "it has a child"))
+        child = int(await wait_until_async(lambda: harness.log("parent").strip(), SOON_S, "it has a child"))
         async with watching(harness):
             os.kill(first, signal.SIGKILL)
             await another(harness, "parent", first)
 
-            assert not is_alive(left)
+            assert not is_alive(child)
 
 
 async def test_a_suspended_process_still_ends(tmp_path: Path) -> None:

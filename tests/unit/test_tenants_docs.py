@@ -44,7 +44,7 @@ def test_the_table_has_every_option_with_its_field_and_default() -> None:
         value = defaults
         for name in OPTIONS[option]:
             value = value[name]
-        words = {
+        defaults_in_words = {
             "tools": "all",
             "models": "all",
             "rate": "no limit",
@@ -53,7 +53,7 @@ def test_the_table_has_every_option_with_its_field_and_default() -> None:
             "trust-skill": "none",
             "class": "`default`",
         }.get(option, "no limit" if OPTIONS[option][0] == "budgets" else "as the class says")
-        expected = f"{value:,.0f}" if isinstance(value, int | float) else words
+        expected = f"{value:,.0f}" if isinstance(value, int | float) else defaults_in_words
         assert meaning.strip() == expected, option
 
 

@@ -94,7 +94,7 @@ def test_on_no_terminal_every_line_is_shown_and_the_last_though_it_does_not_end(
 
 @given(st.lists(st.text(alphabet="ab\n", max_size=20), max_size=20))
 def test_lines_are_those_of_the_whole_text_however_it_comes(pieces: list[str]) -> None:
-    lines, seen = LiveLines(), list[str]()
+    lines, shown = LiveLines(), list[str]()
     for piece in pieces:
-        seen += lines.feed("stdout", piece)
-    assert [*seen, *lines.rest()] == "".join(pieces).removesuffix("\n").split("\n") if any(pieces) else seen == []
+        shown += lines.feed("stdout", piece)
+    assert [*shown, *lines.rest()] == "".join(pieces).removesuffix("\n").split("\n") if any(pieces) else shown == []

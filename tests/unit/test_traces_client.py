@@ -28,18 +28,18 @@ async def client(redis_server: RedisProcess) -> AsyncIterator[ToolClient]:
 
 
 async def test_a_trace_has_the_sandbox_and_each_sent_call(client: ToolClient, tmp_path: Path) -> None:
-    seen: list[RunEvent] = []
+    events: list[RunEvent] = []
     model = ScriptedModel([Calls([("say", {"text": "a"})]), "ok"])
-    await client.run("go", session=await client.open_session(), model=model, on_event=seen.append, shows_output=False)
-    kinds = [type(event) for event in seen]
+    await client.run("go", session=await client.open_session(), model=model, on_event=events.append, shows_output=False)
+    kinds = [type(event) for event in events]
     assert kinds.index(SandboxReady) < kinds.index(RunStarted)
     assert [kind for kind in kinds if kind in (CallStarted, CallSent, CallFinished)] == [
         CallStarted,
         CallSent,
         CallFinished,
     ]
-    with open_trace(tmp_path, "acme", seen[0].run, masker=Masker()) as trace:
-        for event in seen:
+    with open_trace(tmp_path, "acme", events[0].run, masker=Masker()) as trace:
+        for event in events:
             trace(event)
     read = load_trace(trace.path)
     assert (read.faults(), [type(event) for event in read.events[:2]]) == ([], [RunStarted, SandboxReady])

@@ -224,14 +224,18 @@ async def test_too_deep_values_are_left_out(tmp_path: Path) -> None:
 @settings(max_examples=25, deadline=None)
 @given(scripts)
 async def test_any_run_can_be_read_back(tmp_path_factory: pytest.TempPathFactory, script: list[Any]) -> None:
-    seen: list[Any] = []
+    received: list[Any] = []
     model = ScriptedModel(script)
-    path, result, _ = await run_traced(tmp_path_factory.mktemp("t"), model, also=seen.append, max_malformed_replies=9)
+    path, result, _ = await run_traced(
+        tmp_path_factory.mktemp("t"), model, also=received.append, max_malformed_replies=9
+    )
     trace = load_trace(path)
     assert trace.faults() == []
     assert (trace.finished is not None and trace.finished.stop_reason) == result.stop_reason.value
     results = [(call.call_id, call.result.text()) for call in trace.calls if call.result]
-    assert results == [(event.result.call_id, event.result.text()) for event in seen if isinstance(event, CallFinished)]
+    assert results == [
+        (event.result.call_id, event.result.text()) for event in received if isinstance(event, CallFinished)
+    ]
 
 
 # Writing

@@ -244,8 +244,8 @@ def test_a_new_connection_is_not_taken_for_the_one_that_had_its_descriptor() -> 
             poller = select.poll()
             tunnels.register(poller)
             events = poller.poll(SOON_S * 1000)
-            for fd, seen in events:
-                tunnels.serve(fd, seen)
+            for fd, ready_events in events:
+                tunnels.serve(fd, ready_events)
             return [fd for fd, _ in events]
 
         with socket.create_connection(place) as first:

@@ -20,7 +20,7 @@ from store.web_pages import (
 )
 from tests.conftest import RedisProcess, free_port
 from tests.web_servers import QUICK, Web, WebServer, answer, build_web, open_web_server, redirect
-from workers.web.fetcher import Fetched
+from workers.web.fetcher import FetchedPage
 from workers.web.limits import Deadline
 
 
@@ -39,7 +39,9 @@ class Site:
         self.clock = Clock()
         self.web: Web = build_web(server, limits=QUICK, clock=self.clock)
 
-    def fetch(self, path: str = "/", tenant: str = "acme", *, reads_on: bool = False, after_s: float = 0) -> Fetched:
+    def fetch(
+        self, path: str = "/", tenant: str = "acme", *, reads_on: bool = False, after_s: float = 0
+    ) -> FetchedPage:
         self.clock.now += after_s
         return self.web.fetcher.fetch(tenant, self.server.url(path), Deadline(5), reads_on=reads_on)
 

@@ -14,7 +14,7 @@ import pytest
 from contract.errors import ErrorCode, ToolFailure
 from tests.web_certificate import server_context, trusting_context
 from tests.web_servers import HASTY, QUICK, Reply, WebServer, answer, build_web, open_web_server, redirect
-from workers.web.fetcher import Fetched
+from workers.web.fetcher import FetchedPage
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.resolver import MAX_LOOKUPS, SystemResolver, parse_answers
 
@@ -27,7 +27,7 @@ def server() -> Iterator[WebServer]:
 
 def fetch(
     server: WebServer, path: str = "/", *, limits: FetchLimits = QUICK, total_s: float = 5.0, host: str = "site.example"
-) -> Fetched:
+) -> FetchedPage:
     return build_web(server, limits=limits).fetcher.fetch("acme", server.url(path, host), Deadline(total_s))
 
 

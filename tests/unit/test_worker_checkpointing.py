@@ -139,7 +139,7 @@ def test_one_session_that_cannot_be_kept_holds_up_no_other_and_is_tried_less_and
     host.sandboxd.refuse["acme:full"] = ToolFailure(ErrorCode.NO_SPACE, "the store is full")
     with capture_logs() as logs:
         assert (host.look(), host.look()) == (1, 0)
-    assert [entry["again_in_s"] for entry in logs if entry["event"] == "session_not_kept"] == [120.0]
+    assert [entry["again_in_s"] for entry in logs if entry["event"] == "session_checkpoint_failed"] == [120.0]
 
 
 def test_no_more_sessions_are_packed_at_once_than_leave_room_for_calls(host: Host) -> None:
@@ -192,10 +192,10 @@ def test_a_changed_session_waits_one_to_three_turns(
     watched, now, saved_at, changed_at = WatchedSession(), 0.0, None, None
     for step_s, changed, calls, idle_s in looks:
         now += step_s
-        seen = SandboxdSession("acme:s1", calls, 0, idle_s, changed)
+        row = SandboxdSession("acme:s1", calls, 0, idle_s, changed)
         changed_at = (changed_at if changed_at is not None else now) if changed else None
         watched.changed_at = changed_at
-        is_due = watched.is_due(seen, now, every_s)
+        is_due = watched.is_due(row, now, every_s)
         if is_due:
             assert changed
             assert saved_at is None or now - saved_at >= every_s

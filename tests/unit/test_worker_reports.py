@@ -49,9 +49,9 @@ def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock
 def test_of_two_workers_under_one_name_the_second_learns_that_the_first_reports(harness: HostHarness) -> None:
     harness.hosts().report(build_report(worker="w1"))
     assert harness.hosts().report(build_report(worker="w2")) is ReportResult.REPLACED
-    seen = harness.hosts().find(QUEUE)
-    assert seen is not None
-    assert seen.worker == "w1"
+    report = harness.hosts().find(QUEUE)
+    assert report is not None
+    assert report.worker == "w1"
 
 
 def test_a_name_with_a_report_that_is_no_json_belongs_to_another_process(harness: HostHarness) -> None:
@@ -262,10 +262,10 @@ def test_a_worker_that_was_paused_and_replaced_ends(harness: HostHarness) -> Non
         beating.duty.start()
         assert beating.lost.wait(20)
         beating.end("stopped")
-    seen = beating.hosts.find(QUEUE)
+    report = beating.hosts.find(QUEUE)
     assert beating.reasons == ["host.a.b1 now belongs to another worker"]
-    assert seen is not None
-    assert seen.worker == "w2"
+    assert report is not None
+    assert report.worker == "w2"
 
 
 @pytest.mark.usefixtures("quick")
@@ -295,16 +295,16 @@ def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_lat
     beating = Beating(harness)
     beating.duty.start()
     harness.redis.lpush(QUEUE, "a call")
-    left: list[bool] = []
-    leaving = threading.Thread(target=lambda: left.append(beating.heart.leave_drained(lambda: False)))
+    results: list[bool] = []
+    leaving = threading.Thread(target=lambda: results.append(beating.heart.leave_drained(lambda: False)))
     leaving.start()
     await_true(lambda: beating.hosts.find(QUEUE) is not None)
-    assert not left
+    assert not results
     harness.redis.delete(QUEUE)
     leaving.join(20)
     beating.duty.run_soon()
     beating.end("restarting")
-    assert left == [True]
+    assert results == [True]
     assert beating.hosts.find(QUEUE) is None
 
 

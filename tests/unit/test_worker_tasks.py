@@ -154,9 +154,9 @@ def test_a_blob_is_there_until_its_caller_deletes_it(redis_server: RedisProcess)
         assert blobs.take("acme", key) == b"\x00\xff"
         assert blobs.take("acme", key) == b"\x00\xff"
         client.delete(key)
-        with pytest.raises(ToolFailure) as gone:
+        with pytest.raises(ToolFailure) as failure:
             blobs.take("acme", key)
-        assert gone.value.code is ErrorCode.OUTCOME_UNKNOWN
+        assert failure.value.code is ErrorCode.OUTCOME_UNKNOWN
 
 
 def test_reading_another_tenants_blob_by_its_key_is_refused_and_leaves_it_there(redis_server: RedisProcess) -> None:

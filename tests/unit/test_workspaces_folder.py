@@ -49,7 +49,7 @@ async def test_a_cancellation_is_one_also_when_what_was_made_will_not_go(
         await asyncio.wait([making])
 
     assert making.cancelled()
-    assert [line["event"] for line in logs] == ["not_undone"]
+    assert [line["event"] for line in logs] == ["workspace_creation_not_undone"]
     assert (tmp_path / "one").exists()
 
 

@@ -251,13 +251,13 @@ async def test_a_mount_of_a_killed_sandboxd_is_swept(images: ImageWorkspaces, tm
 
 
 async def test_an_unfinished_template_is_cleared_at_the_next_start(images: ImageWorkspaces, tmp_path: Path) -> None:
-    left = tmp_path / ".work-of-before"
-    left.mkdir()
-    mount_memory(left / "mount")
+    work_folder = tmp_path / ".work-of-before"
+    work_folder.mkdir()
+    mount_memory(work_folder / "mount")
 
     assert find_obstacle(tmp_path, 0) is None
 
-    assert not left.exists()
+    assert not work_folder.exists()
 
 
 def mount_memory(place: Path) -> None:
@@ -268,17 +268,17 @@ def mount_memory(place: Path) -> None:
 
 async def test_an_image_is_checked_after_a_crash_of_the_host(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", SMALL)
-    image, left = tmp_path / "one" / "image", tmp_path / "as-the-crash-left-it"
+    image, damaged = tmp_path / "one" / "image", tmp_path / "as-the-crash-left-it"
     async with workspace.mounted() as mount:
         file = Path(mount.bind or "") / "file"
         file.write_text("kept")
         flush(file)
         flush(file.parent)
-        shutil.copyfile(image, left)
+        shutil.copyfile(image, damaged)
     await released(image)
     assert is_in_order(image)
-    assert not is_in_order(left)
-    left.rename(image)
+    assert not is_in_order(damaged)
+    damaged.rename(image)
 
     async with workspace.mounted() as mount:
         assert (Path(mount.bind or "") / "file").read_text() == "kept"

@@ -259,7 +259,7 @@ def replace_celery_output() -> None:
     setup_logging.connect(lambda **_: None, weak=False)
 
     def log_signal(message: object, _: object = None) -> None:
-        log.info("signal_heard", message=str(message))
+        log.info("stop_signal_received", message=str(message))
 
     setattr(program, "safe_say", log_signal)  # noqa: B010  # no part of Celery's types
 

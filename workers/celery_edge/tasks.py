@@ -314,7 +314,7 @@ def encode_result_message(
     try:
         return encode_result(result, store_blob, seal)
     except (BrokerUnavailable, ToolFailure) as error:
-        log.error("result_not_kept", tool=call.name, call=call.id, error=str(error))
+        log.error("result_not_stored", tool=call.name, call=call.id, error=str(error))
         message = f"the call has run, but its result is lost: {error}"
         unknown = ToolResult.failed(
             call, ErrorCode.OUTCOME_UNKNOWN, message, clocks=result.clocks, sandbox=result.sandbox

@@ -47,7 +47,7 @@ def _fenced(server: str, tool: str, text: str) -> tuple[str, bool]:
     if is_cut:
         visible, _, last = visible.rpartition("\n")
         note = f"\n{last}"
-    return fence(visible, of=f"the MCP server {server}", mark="mcp") + note, is_cut
+    return fence(visible, source=f"the MCP server {server}", mark="mcp") + note, is_cut
 
 
 def _describe_blocks(blocks: list[Any]) -> Iterable[str]:

@@ -224,8 +224,8 @@ class SandboxMeter:
         self._totals.amounts = list(map(add, self._totals.amounts, used))
         self._totals.sandbox_s += now - self._counted_at
         self._counted_at = now
-        for left, call in zip(range(len(self._calls), 0, -1), self._calls, strict=True):
-            shares = [amount // left for amount in used]
+        for remaining, call in zip(range(len(self._calls), 0, -1), self._calls, strict=True):
+            shares = [amount // remaining for amount in used]
             call.amounts = list(map(add, call.amounts, shares))
             used = list(map(sub, used, shares))
 

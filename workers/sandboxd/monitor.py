@@ -189,7 +189,7 @@ class SessionMonitor:
         try:
             log.info("old_checkpoints_deleted", count=await self._tidy_store())
         except SandboxUnavailable as error:
-            log.warning("store_not_tidied", error=str(error))
+            log.warning("old_checkpoints_not_deleted", error=str(error))
 
     async def _sweep(self) -> None:
         await settle([self._reaper.sweep()])

@@ -341,11 +341,11 @@ def _network(granted: TenantClass, terms: SandboxTerms, requested: str | None) -
 def _check_options(options: SandboxOptions, plan: SandboxPlan, largest: SandboxPlan) -> None:
     """Raise ToolFailure for an option above the largest one. `plan`: the plan with the options."""
     for name, option in _SIZES.items():
-        asked, most = getattr(options, option), getattr(largest, name)
-        if asked is not None and getattr(plan, name) > most:
+        requested, most = getattr(options, option), getattr(largest, name)
+        if requested is not None and getattr(plan, name) > most:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"{option} is {asked}, and a session of class '{plan.tenant_class}' may have at most "
+                f"{option} is {requested}, and a session of class '{plan.tenant_class}' may have at most "
                 f"{most + MOUNTS_BYTES if option == 'memory_bytes' else most} for this tenant: ask for less, or ask "
                 "the operator to raise `largest` of the class",
             )

@@ -299,9 +299,9 @@ class Sandbox:
         """Remove the container in the background. Its calls are answered with `reason`."""
         self._lose(reason)
 
-    def end_hostile(self, what: str) -> None:
+    def end_hostile(self, violation: str) -> None:
         """End a sandbox whose guest broke the protocol."""
-        self._violate(what)
+        self._violate(violation)
 
     async def remove(self) -> None:
         """Remove the container and return after the engine no longer has it. Pending calls are answered.
@@ -455,8 +455,8 @@ class Sandbox:
             call.timer.cancel()
             call.timer = None
 
-    def _violate(self, what: str) -> None:
-        self._lose(f"the guest broke the protocol: {what}", "guest_broke_protocol")
+    def _violate(self, violation: str) -> None:
+        self._lose(f"the guest broke the protocol: {violation}", "guest_broke_protocol")
 
     def _lose(self, reason: str, cause: str = "ended") -> None:
         """Mark the sandbox as lost, log it once, and remove its container."""

@@ -66,8 +66,8 @@ class SuspensionStore:
     async def forget(self, tenant: str, archive: str) -> None:
         await self._checkpoints.forget(tenant, archive)
 
-    async def forget_all_but(self, kept: Set[tuple[str, str]]) -> int:
-        return await self._checkpoints.forget_all_but(kept)
+    async def forget_all_but(self, kept_ids: Set[tuple[str, str]]) -> int:
+        return await self._checkpoints.forget_all_but(kept_ids)
 
 
 def open_suspension_store(folder: Path, free_bytes: int) -> SuspensionStore:
@@ -80,12 +80,12 @@ def _roots(session: Session) -> tuple[str, ...]:
 
 
 @contextmanager
-def _as_unavailable(what: str) -> Iterator[None]:
+def _as_unavailable(verb: str) -> Iterator[None]:
     """Raise a ToolFailure as SandboxUnavailable. No call caused the work, so no model reads the failure."""
     try:
         yield
     except ToolFailure as failure:
-        raise SandboxUnavailable(f"the session's state could not be {what}: {failure}") from failure
+        raise SandboxUnavailable(f"the session's state could not be {verb}: {failure}") from failure
 
 
 class SessionSuspender:
@@ -205,7 +205,7 @@ class SessionSuspender:
             entry.sandbox = None
             await self._remove_packed(entry, sandbox)
         except SandboxUnavailable as error:
-            log.warning("session_not_given_up", container=sandbox.container[:12], error=str(error))
+            log.warning("session_not_evicted", container=sandbox.container[:12], error=str(error))
         finally:
             entry.is_moving = False
         return entry.sandbox is None

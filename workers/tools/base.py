@@ -277,8 +277,8 @@ class ToolEnvironment:
     def _check_secrets(self, names: Sequence[str]) -> None:
         """Raise ToolFailure when the tenant has no such secret. A session that moves may have a revoked one."""
         find = self._resources.find_secrets
-        known = find(self.context.tenant) if names and find is not None else {}
-        if missing := [name for name in names if name not in known]:
+        secrets = find(self.context.tenant) if names and find is not None else {}
+        if missing := [name for name in names if name not in secrets]:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
                 f"tenant {self.context.tenant} has no secret {missing[0]}: set it "

@@ -49,7 +49,7 @@ _WIDER = {
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedText:
     """Decoded text. `source` of the charset: header, mark, meta or guess. `replaced`: the number of characters that
     were invalid in the charset and became U+FFFD.
     """
@@ -60,14 +60,14 @@ class Decoded:
     replaced: int = 0
 
 
-def decode_body(body: bytes, declared: str | None, *, is_html: bool) -> Decoded:
+def decode_body(body: bytes, declared: str | None, *, is_html: bool) -> DecodedText:
     """Decode a body. This function never fails. `declared`: the charset in the Content-Type header."""
     charset, source = _choose(body, declared, is_html)
     try:
-        return Decoded(body.decode(charset).removeprefix("\ufeff"), charset, source)
+        return DecodedText(body.decode(charset).removeprefix("\ufeff"), charset, source)
     except UnicodeDecodeError:
         text = body.decode(charset, "replace").removeprefix("\ufeff")
-        return Decoded(text, charset, source, text.count("\ufffd"))
+        return DecodedText(text, charset, source, text.count("\ufffd"))
 
 
 def known_charset(label: str) -> str | None:

@@ -23,7 +23,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedPage:
     """A page and its `source`: `cache` (stored and fresh), `revalidated` (stored and confirmed by the server) or
     `network`.
     """
@@ -62,7 +62,7 @@ class Fetcher:
         self._tls = tls or build_tls()
         self._clock = clock
 
-    def fetch(self, tenant: str, url: str, deadline: Deadline, *, reads_on: bool = False) -> Fetched:
+    def fetch(self, tenant: str, url: str, deadline: Deadline, *, reads_on: bool = False) -> FetchedPage:
         """Return the page at `url`, with any status. `reads_on`: the call continues an earlier call and needs the
         same page.
 
@@ -75,7 +75,7 @@ class Fetcher:
         if stored is not None and not self._is_still_allowed(stored):
             stored = None
         if stored is not None and self._is_usable(stored, reads_on):
-            return Fetched(stored, "cache")
+            return FetchedPage(stored, "cache")
         self._check_rate(tenant)
         last = self._follow(target, deadline, stored)
         if (
@@ -85,11 +85,11 @@ class Fetcher:
         ):
             confirmed = self._confirm(stored, last.response.head)
             self._store.keep(tenant, confirmed)
-            return Fetched(confirmed, "revalidated")
+            return FetchedPage(confirmed, "revalidated")
         page = self._page(target, last)
         if page.status == HTTPStatus.OK and page.is_whole and may_be_kept(last.response.head.headers):
             self._store.keep(tenant, page)
-        return Fetched(page, "network")
+        return FetchedPage(page, "network")
 
     def _check_rate(self, tenant: str) -> None:
         if self._per_minute is not None and self._store.count(tenant) > self._per_minute:

@@ -38,7 +38,7 @@ class _ProgramOutput(BaseModel):
 
 
 @dataclass(frozen=True)
-class Extracted:
+class ExtractedText:
     """Text of a page. `note`: a fact about the extraction that the reader must know."""
 
     title: str
@@ -52,7 +52,7 @@ class Extractor:
     def __init__(self, parse_s: float = PARSE_S) -> None:
         self._parse_s = parse_s
 
-    def extract(self, html: str, url: str, text_format: TextFormat, deadline: Deadline) -> Extracted:
+    def extract(self, html: str, url: str, text_format: TextFormat, deadline: Deadline) -> ExtractedText:
         """Return the main part, or the whole text if no main part is found. Raises ToolFailure as
         extract_plain does.
         """
@@ -65,11 +65,11 @@ class Extractor:
                 deadline,
                 "the text of the whole page: the search for its main part failed or took too long",
             )
-        return Extracted(output.title, output.text, _note(output))
+        return ExtractedText(output.title, output.text, _note(output))
 
     def extract_plain(
         self, html: str, url: str, text_format: TextFormat, deadline: Deadline, note: str = ""
-    ) -> Extracted:
+    ) -> ExtractedText:
         """Return all text of the page. Raises ToolFailure: TIMEOUT past the deadline, FILE_TOO_LARGE when the page
         cannot be read within the limits.
         """
@@ -80,7 +80,7 @@ class Extractor:
                 "the page's HTML could not be read within the limits of time and memory: fetch it with format=html and "
                 "read parts of it",
             )
-        return Extracted(output.title, output.text, note)
+        return ExtractedText(output.title, output.text, note)
 
     def _run(
         self, html: str, url: str, text_format: TextFormat, method: str, deadline: Deadline

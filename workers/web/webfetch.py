@@ -11,7 +11,7 @@ from store.web_pages import WebPage
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.web.documents import Document, read_document
 from workers.web.fences import fence
-from workers.web.fetcher import Fetched, Fetcher
+from workers.web.fetcher import FetchedPage, Fetcher
 from workers.web.limits import Deadline
 from workers.web.pages import Extractor
 
@@ -71,7 +71,7 @@ def build_webfetch(fetcher: Fetcher, extractor: Extractor | None = None) -> Work
     return WorkerTool(WEBFETCH_SPEC, handler)
 
 
-def _build_part(fetched: Fetched, document: Document, start: int, max_chars: int) -> Outcome:
+def _build_part(fetched: FetchedPage, document: Document, start: int, max_chars: int) -> Outcome:
     head, metadata = _head(fetched.page, document), _metadata(fetched, document)
     if document.text is None:
         size = "unknown size" if fetched.page.told_bytes is None else f"{fetched.page.told_bytes} bytes"
@@ -121,7 +121,7 @@ def _head(page: WebPage, document: Document) -> str:
     return "\n".join(lines)
 
 
-def _metadata(fetched: Fetched, document: Document) -> dict[str, JsonValue]:
+def _metadata(fetched: FetchedPage, document: Document) -> dict[str, JsonValue]:
     page = fetched.page
     return {
         "url": page.url,
@@ -136,7 +136,7 @@ def _metadata(fetched: Fetched, document: Document) -> dict[str, JsonValue]:
     }
 
 
-def _build_error(fetched: Fetched, document: Document) -> Outcome:
+def _build_error(fetched: FetchedPage, document: Document) -> Outcome:
     page = fetched.page
     text = (document.text or "").strip()
     excerpt = text[:ERROR_CHARS]

@@ -35,7 +35,7 @@ A question with longer arguments has a page of its own. The page examines and ma
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownArgument:
     """Argument of a call, with its complete text.
 
     `unseen`: number of invisible characters. `alike`: number of characters that look like others.
@@ -48,7 +48,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Asked:
+class QuestionView:
     """A question as a page shows it.
 
     `is_left_out`: the page has no room for the arguments, so this page does not offer a decision.
@@ -59,7 +59,7 @@ class Asked:
     is_left_out: bool = False
 
     @property
-    def parts(self) -> tuple[Shown, ...]:
+    def parts(self) -> tuple[ShownArgument, ...]:
         """Return the arguments of the call, each with its complete text."""
         command = self.pending.question.command
         return tuple(
@@ -144,14 +144,14 @@ def _fitting(questions: Iterable[PendingQuestion]) -> Iterator[tuple[PendingQues
         remaining -= length if length <= remaining else 0
 
 
-async def _build_question(person: Person, pending: PendingQuestion, is_whole: bool = True) -> Asked:
+async def _build_question(person: Person, pending: PendingQuestion, is_whole: bool = True) -> QuestionView:
     question = pending.question
-    return Asked(pending, await has_page(person, question.tenant, question.run), not is_whole)
+    return QuestionView(pending, await has_page(person, question.tenant, question.run), not is_whole)
 
 
-def _shown(name: str, value: Any) -> Shown:
+def _shown(name: str, value: Any) -> ShownArgument:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2)
-    return Shown(name, text, *count_odd(text))
+    return ShownArgument(name, text, *count_odd(text))
 
 
 def _may_decide(person: Person) -> bool:

@@ -61,8 +61,8 @@ async def usage(person: Looking) -> Response:
     for name in names[:MOST_TENANTS]:
         rows = await store.read(name, first, now)
         tenants.append(TenantUsage(name, _build_charts(rows, first), tuple(await parts.pool.tenants.budgets(name))))
-    left = max(0, len(names) - MOST_TENANTS)
-    return render("usage.html", viewer, title="Usage", page="usage", tenants=tenants, left=left, days=DAYS)
+    hidden = max(0, len(names) - MOST_TENANTS)
+    return render("usage.html", viewer, title="Usage", page="usage", tenants=tenants, left=hidden, days=DAYS)
 
 
 def _build_charts(rows: list[UsageRow], first: int) -> tuple[Chart, ...]:

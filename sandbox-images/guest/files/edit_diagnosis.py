@@ -92,9 +92,9 @@ def _by_line(change: Normalize) -> Normalize:
     return lambda text: "\n".join([change(line) for line in text.split("\n")])
 
 
-def _alike(words: str, change: Normalize) -> _Cause:
+def _alike(description: str, change: Normalize) -> _Cause:
     """Return the cause that old_string and the file differ only in what `change` removes."""
-    return _Cause(words, change, change)
+    return _Cause(description, change, change)
 
 
 def _unescape(text: str) -> str:

@@ -35,7 +35,7 @@ class FileText:
                 ) from None
         self.body = body
 
-    def encode(self, text: str, what: str) -> bytes:
+    def encode(self, text: str, subject: str) -> bytes:
         """Return a text as bytes that can be searched in the body or inserted into the body.
 
         Raises Failure(INVALID_ARGUMENTS) if the encoding of the file has no such character.
@@ -46,7 +46,8 @@ class FileText:
             sign = text[error.start]
             raise Failure(
                 INVALID_ARGUMENTS,
-                f"{what} has {sign!a} (character {error.start}), which the file's encoding, {self.form.codec}, cannot "
+                f"{subject} has {sign!a} (character {error.start}), which the file's encoding, {self.form.codec}, "
+                f"cannot "
                 "hold; leave it out, or write the whole file with write_tool and encoding=utf-8",
             ) from None
 

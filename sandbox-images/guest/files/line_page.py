@@ -152,10 +152,10 @@ class LinePage:
         """Add a part to the current line."""
         skip = self._skip if not self.shown else 0
         max_chars = LINE_CHARS + 1 - self._begun_chars
-        kept = part[max(0, skip - self._length) :][:max_chars] if max_chars > 0 else ""
-        if kept:
-            self._begun.append(kept)
-            self._begun_chars += len(kept)
+        shown = part[max(0, skip - self._length) :][:max_chars] if max_chars > 0 else ""
+        if shown:
+            self._begun.append(shown)
+            self._begun_chars += len(shown)
         self._length += len(part)
         self._last_sign = part[-1:] or self._last_sign
 

@@ -31,14 +31,14 @@ def find_placeholder(text: str, old: bytes = b"") -> tuple[int, str] | None:
     """Return (line from 1, text) of the first placeholder line that `old` does not contain, or None."""
     if "..." not in text and "\u2026" not in text:
         return None
-    known = 0
+    count = 0
     for start, line in islice(_lines_with_dots(text), _MAX_LOOKS):
         if len(line) > _MAX_LINE or not re.fullmatch(_LINE, line, re.IGNORECASE):
             continue
         if line.encode() not in old:
             return text.count("\n", 0, start) + 1, line
-        known += 1
-        if known == _MAX_KNOWN:
+        count += 1
+        if count == _MAX_KNOWN:
             return None
     return None
 

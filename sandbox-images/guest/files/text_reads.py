@@ -220,11 +220,11 @@ class _TextRead:
         page, offset, column = scan.page, self._request.offset, self._request.column
         shown = self._place.shown
         if not page.shown and not scan.has_ended:
-            words = (
+            message = (
                 f"{shown}: line {offset} does not begin within its first {scan.bytes} bytes, which have {page.lines} "
                 "lines"
             )
-            raise Failure(FILE_TOO_LARGE, words, size=self._size, lines=page.lines)
+            raise Failure(FILE_TOO_LARGE, message, size=self._size, lines=page.lines)
         if not page.shown and (page.lines or offset > 1):
             raise Failure(
                 OFFSET_OUT_OF_RANGE,
@@ -232,11 +232,11 @@ class _TextRead:
                 lines=page.lines,
             )
         if column > max(1, page.first_length):
-            words = (
+            message = (
                 f"{shown}: line {offset} has {page.first_length} characters, none at {column}; column can be 1 to "
                 f"{max(1, page.first_length)}"
             )
-            raise Failure(OFFSET_OUT_OF_RANGE, words, lines=page.lines)
+            raise Failure(OFFSET_OUT_OF_RANGE, message, lines=page.lines)
 
     def _answer(self, form: TextForm, scan: _Scan) -> dict[str, object]:
         page = scan.page

@@ -192,17 +192,17 @@ class Version:
         except FileExistsError:
             raise self._exists() from None
 
-    def _take_name(self, fd: int, known: OldFile | None = None) -> None:
+    def _take_name(self, fd: int, old: OldFile | None = None) -> None:
         # The file gets a temporary name, because link cannot replace a name. The rename then replaces the old file in
         # one step.
         directory = self._place.directory
         name = _build_name()
         os.link(f"/proc/self/fd/{fd}".encode(), name, dst_dir_fd=directory)
         try:
-            if known is not None:
+            if old is not None:
                 # The check comes directly before the rename, to keep the time short in which another process can
                 # change the file.
-                self._check_unchanged(known, os.stat(self._place.name, dir_fd=directory, follow_symlinks=False))
+                self._check_unchanged(old, os.stat(self._place.name, dir_fd=directory, follow_symlinks=False))
             os.rename(name, self._place.name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             self._drop(name)
@@ -265,14 +265,14 @@ class Version:
         room = os.fstatvfs(self._place.directory)
         free = room.f_bavail * room.f_frsize
         is_out_of_names = room.f_files and not room.f_favail
-        what = (
+        reason = (
             "no room for another file"
             if is_out_of_names
             else f"{self._content.size} bytes are to be written and {free} bytes are free"
         )
         return Failure(
             NO_SPACE,
-            f"{self._place.shown}: no space left: {what}; nothing was changed; remove files that you do not need, "
+            f"{self._place.shown}: no space left: {reason}; nothing was changed; remove files that you do not need, "
             f"then try again",
         )
 

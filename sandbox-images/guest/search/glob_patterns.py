@@ -36,8 +36,8 @@ class Globs:
     `accept_all`: every path matches.
     """
 
-    def __init__(self, texts: list[str], what: str) -> None:
-        """Compile the patterns. `what` names them in the message. Raises Failure."""
+    def __init__(self, texts: list[str], subject: str) -> None:
+        """Compile the patterns. `subject` names them in the message. Raises Failure."""
         self.names: list[str] = []
         self.accept_all = False
         regexes = []
@@ -50,7 +50,7 @@ class Globs:
                     regexes.append(_join(parts))
                 self._match: Callable[[str], object] = re.compile("|".join(regexes), re.DOTALL).fullmatch
             except (re.error, RecursionError, OverflowError) as error:
-                raise Failure(INVALID_PATTERN, f"{what} '{_shorten(text)}': {error}") from None
+                raise Failure(INVALID_PATTERN, f"{subject} '{_shorten(text)}': {error}") from None
 
     def match(self, path: str) -> bool:
         return self._match(path) is not None

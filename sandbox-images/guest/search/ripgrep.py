@@ -216,14 +216,14 @@ class Ripgrep:
         return (PCRE_LINE_ENDS + text).encode("utf-8")
 
 
-def _read_globs(text: str | None, what: str) -> list[str]:
+def _read_globs(text: str | None, subject: str) -> list[str]:
     if text is None:
         return []
     if len(text) > MAX_PATTERN_CHARS:
-        raise Failure(INVALID_PATTERN, f"{what} has {len(text)} characters, more than {MAX_PATTERN_CHARS}")
+        raise Failure(INVALID_PATTERN, f"{subject} has {len(text)} characters, more than {MAX_PATTERN_CHARS}")
     globs = split_list(text)
     if any(".." in glob.split("/") for glob in globs):
-        raise Failure(PATH_NOT_ALLOWED, f"{what} cannot contain '..': give the directory to search as path")
+        raise Failure(PATH_NOT_ALLOWED, f"{subject} cannot contain '..': give the directory to search as path")
     return globs
 
 

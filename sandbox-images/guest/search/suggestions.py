@@ -40,7 +40,7 @@ def missing_file(path: str, paths: GuestPaths) -> Failure:
     """
     cwd = read_folder(paths)
     tried = os.path.normpath(os.path.join(cwd, encode_text(path, "'path'")))
-    wanted = _Wanted(tried)
+    wanted = _MissingName(tried)
     for found in _list_candidates(tried, paths):
         wanted.compare(found)
     similar = [_shorten(escaped(found.removeprefix(cwd + b"/"))) for found in wanted.ranked()]
@@ -49,7 +49,7 @@ def missing_file(path: str, paths: GuestPaths) -> Failure:
     return Failure(FILE_NOT_FOUND, hint)
 
 
-class _Wanted:
+class _MissingName:
     """Name that was not found, and the similar paths so far."""
 
     def __init__(self, tried: bytes) -> None:

@@ -48,9 +48,9 @@ class Harness:
 
     def start(self, *arguments: str, **environment: str) -> "subprocess.Popen[bytes]":
         result = self._footprint.environment({**self.environment, **environment})
-        with (self.folder / "said").open("ab") as said:
+        with (self.folder / "said").open("ab") as log_file:
             return subprocess.Popen(
-                [TOOLCREW, *arguments], env=result, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+                [TOOLCREW, *arguments], env=result, stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file
             )
 
     def toolcrew(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -62,9 +62,9 @@ class Harness:
         """
         result = CliRunner().invoke(app, ["approvals", "list", "--json"], env=self.environment)
         assert result.exit_code == 0, result.output
-        asked = {question["run"]: question for question in json.loads(result.stdout)}
+        questions = {question["run"]: question for question in json.loads(result.stdout)}
         runs = {run_id("default", "asking", item): item for item in ITEMS}
-        return {runs[run]: question for run, question in asked.items() if run in runs}
+        return {runs[run]: question for run, question in questions.items() if run in runs}
 
     def answers(self) -> dict[str, str]:
         rows = self.output.read_text().splitlines() if self.output.exists() else []

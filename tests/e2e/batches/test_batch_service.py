@@ -207,19 +207,19 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
             lambda: first.is_at_work() and second.is_at_work(), UP_S, lambda: first.said() + second.said()
         )
         assert first.stop() == 0
-        assert not first.events("giving_back"), "what ran was ended"
+        assert not first.events("runs_returned_to_queue"), "what ran was ended"
         assert first.runs("run_begun") == first.runs("run_ended")
         await wait_until_async(second.is_at_work, UP_S, second.said)
         second.process.kill()
         second.process.wait()
-        left = second.runs("run_begun") - second.runs("run_ended")
+        unfinished = second.runs("run_begun") - second.runs("run_ended")
         with place.service("--concurrency", "6") as third:
             with place.stack.open_redis() as client:
                 # The runs of the killed service are released after a lease. The test shortens this wait.
                 leases = client.zrange("toolcrew:default:runs:leases", 0, -1)
                 client.zadd(
                     "toolcrew:default:runs:leases",
-                    {one: 1.0 for one in leases if one.decode().rpartition("|")[2] in left},
+                    {one: 1.0 for one in leases if one.decode().rpartition("|")[2] in unfinished},
                 )
             await wait_until_async(
                 lambda: place.has_ended("default", "shared") and place.has_ended("zeta", "shared"), UP_S, third.said
@@ -230,23 +230,23 @@ async def test_orchestrators_share_the_batches_of_all_tenants_and_one_that_is_st
         await check_rows(zeta.batch_runs(), "shared", theirs)
         reported_events = await default.batch_runs().batch_events("shared")
     assert len({event.orchestrator for event in reported_events if isinstance(event, RunClaimed)}) >= 2
-    assert left <= third.runs("run_ended")
+    assert unfinished <= third.runs("run_ended")
     # A reply may have been paid for but not logged: at most one for each killed run.
-    assert place.server.stats()["replies_repeated"] <= len(left) <= 2
+    assert place.server.stats()["replies_repeated"] <= len(unfinished) <= 2
     assert_no_secret(place, key, "".join(service.said() for service in (first, second, third)))
 
 
-def assert_no_secret(place: Place, key: str, said: str) -> None:
+def assert_no_secret(place: Place, key: str, output: str) -> None:
     with place.stack.open_redis() as client:
-        kept = dump(client)
+        dumped = dump(client)
     traces = b"".join(path.read_bytes() for path in (place.folder / "traces").rglob("*") if path.is_file())
-    assert b"[item a0] act" in kept
+    assert b"[item a0] act" in dumped
     assert b"[item a0] act" in traces
     password = place.stack.redis_url.partition("://:")[2].partition("@")[0]
     for secret in (place.model_key, password, key, key.split("_", 2)[2]):
         assert len(secret) > 20
-        assert secret not in said
-        assert secret.encode() not in kept + traces
+        assert secret not in output
+        assert secret.encode() not in dumped + traces
 
 
 async def test_a_cancelled_batch_ends_and_one_that_was_not_handed_over_is_its_submitter_s_alone(

@@ -108,8 +108,8 @@ def test_every_line_of_a_batch_becomes_a_row(shell: Shell) -> None:
     logs = [
         json.loads(line) for line in shell.toolcrew("batches", "show", "--logs", "rows", "--json").stdout.splitlines()
     ]
-    kept = [json.loads(line) for line in (shell.folder / "out.events.jsonl").read_text().splitlines()]
-    assert [item["type"] for item in logs[:-1]] == [item["type"] for item in kept]
+    stored_events = [json.loads(line) for line in (shell.folder / "out.events.jsonl").read_text().splitlines()]
+    assert [item["type"] for item in logs[:-1]] == [item["type"] for item in stored_events]
     assert (logs[-1]["type"], logs[-1]["done"], logs[-1]["calls"]) == ("summary", 8, 8 * STEPS)
     page = shell.folder / "page.html"
     assert (
@@ -151,9 +151,9 @@ def test_the_first_interrupt_ends_what_runs_and_the_batch_can_be_gone_on_with(sh
     )
     wait_until(lambda: shell.server.stats()["replies"] >= 2, 60, lambda: str(shell.server.stats()))
     first.send_signal(signal.SIGINT)
-    _, said = first.communicate(timeout=60)
+    _, stderr = first.communicate(timeout=60)
     assert first.returncode == 130
-    assert "toolcrew batches resume interrupted" in said
+    assert "toolcrew batches resume interrupted" in stderr
     assert 2 <= len(shell.rows()) < 10
     assert shell.server.stats()["replies"] == len(shell.rows()) * (STEPS + 1)
     assert shell.toolcrew("batches", "resume", "interrupted", "--output", out).returncode == 0

@@ -50,9 +50,9 @@ class Told:
     def said(self) -> str:
         return self._path.read_text(errors="replace")
 
-    def wait_for(self, words: str) -> None:
-        wait_until(lambda: words in self.said() or self.process.poll() is not None, 90, self.said)
-        assert words in self.said()
+    def wait_for(self, text: str) -> None:
+        wait_until(lambda: text in self.said() or self.process.poll() is not None, 90, self.said)
+        assert text in self.said()
 
     def end(self) -> int:
         return self.process.wait(150)
@@ -226,11 +226,11 @@ def test_a_model_that_refuses_the_key_ends_the_work_and_no_item(shell: TroubledS
     )
     with running_model_server([*SCRIPT, fault("status", status=401)]) as server:
         done = shell.run(*arguments, **server.environment())
-        asked = server.stats()["requests"]
+        requests = server.stats()["requests"]
     assert done.returncode == 1
     assert "check OPENAI_API_KEY" in done.stderr
     assert "toolcrew batches resume refused" in done.stderr
-    assert asked <= 2
+    assert requests <= 2
     counts = shell.counts("refused")
     assert (counts["failed"], counts["waiting"], counts["running"]) == (0, 20, 0)
     # The sandboxes are kept for a resumed batch. Without a resume they are removed.

@@ -86,10 +86,10 @@ async def work() -> tuple[str, str]:
         await client.runs.cancel(stopped.id)
         assert (await ended(client, stopped.id)).state is HostedState.CANCELLED
         # The session is unchanged, and the programs that the run had started there have ended.
-        left = await session.call(
+        files = await session.call(
             "bash_tool", {"command": "for _ in $(seq 50); do pgrep -f '[s]leep 301' || exit 0; sleep 0.1; done; exit 1"}
         )
-        assert left.metadata["exit_code"] == 0, left.output
+        assert files.metadata["exit_code"] == 0, files.output
         found = await ended(client, own.id)
         assert found.state is HostedState.SUCCEEDED
         return own.id, stopped.id

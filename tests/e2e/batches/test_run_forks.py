@@ -48,7 +48,7 @@ async def work(server: ModelServer) -> None:
         assert parent.end is not None
         assert parent.end.steps == 4
         assert "one\ntwo\nit is blue" in (await observations(client, parent))[2]
-        asked = server.stats()["requests"]
+        requests = server.stats()["requests"]
 
         forks = await client.runs.fork(run.id, step=1, n=2)
         (later,) = await client.runs.fork(run.id, step=2)
@@ -56,12 +56,12 @@ async def work(server: ModelServer) -> None:
             found = await ended(client, fork)
             assert found.end is not None, found
             assert (found.end.answer, found.end.steps, found.end.failure) == ("done", 4, None)
-            seen = await observations(client, found)
-            assert seen[:steps] == (await observations(client, parent))[:steps]
+            observed = await observations(client, found)
+            assert observed[:steps] == (await observations(client, parent))[:steps]
             # The file has the line of each step once, and the shell has its variable.
-            assert "one\ntwo\nit is blue" in seen[2]
+            assert "one\ntwo\nit is blue" in observed[2]
             assert found.end.usage.prompt_tokens < parent.end.usage.prompt_tokens
-        assert server.stats()["requests"] - asked == 2 * 3 + 2
+        assert server.stats()["requests"] - requests == 2 * 3 + 2
         page = await client.sessions()
         for session in page.sessions:
             await (await client.session(session.id)).close()

@@ -55,25 +55,25 @@ def read_all(folder: Path) -> list[str]:
 async def test_no_secret_is_in_a_trace_or_in_what_is_made_of_it(
     traces: Path, stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {
+    secret_values = {
         name: f"canary/{name}-{secrets.token_hex(8)}"
         for name in ("OPENAI_API_KEY", "TOOLCREW_BRAVE_API_KEY", "TOOLCREW_SECRETS_PREVIOUS")
     }
-    for name, value in known.items():
+    for name, value in secret_values.items():
         monkeypatch.setenv(name, json.dumps([value]) if name.endswith("PREVIOUS") else value)
     password = urlsplit(stack.redis_url).password or ""
     # Passed explicitly, because the environment names no Redis.
     monkeypatch.delenv("TOOLCREW_REDIS_URL")
     shaped = ["ghp_" + "a1B2" * 9, "AKIA" + "Q7" * 8]
-    said = " ".join([*known.values(), password, *shaped])
+    prompt = " ".join([*secret_values.values(), password, *shaped])
     leaks = (
-        f"cat <<'E'\n{said}\nE\necho -n {shlex.quote(said)} | tee /dev/stderr | base64 -w0; echo -n "
+        f"cat <<'E'\n{prompt}\nE\necho -n {shlex.quote(prompt)} | tee /dev/stderr | base64 -w0; echo -n "
         f"{shlex.quote(password)} | od -An -tx1 | tr -d ' \\n'; seq 9000"
     )
     turns = [
-        Calls([("bash_tool", {"command": leaks})], f"I say {said}"),
-        Calls([("write_tool", {"file_path": said[:40], "content": said * 200})]),
-        said,
+        Calls([("bash_tool", {"command": leaks})], f"I say {prompt}"),
+        Calls([("write_tool", {"file_path": prompt[:40], "content": prompt * 200})]),
+        prompt,
     ]
     async with ToolClient.connect(stack.redis_url) as client:
         path = await run_traced(client, turns)
@@ -92,7 +92,7 @@ async def test_no_secret_is_in_a_trace_or_in_what_is_made_of_it(
     assert all("[masked: " in text for text in texts[:5])
     leaked = [
         secret
-        for secret in [*known.values(), password, *shaped]
+        for secret in [*secret_values.values(), password, *shaped]
         if any(form in text for form in forms_of(secret) for text in texts)
     ]
     assert leaked == []

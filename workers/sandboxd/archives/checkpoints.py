@@ -155,7 +155,7 @@ class Checkpoints:
 
 
 @contextlib.asynccontextmanager
-async def _limit_time(what: str, within_s: float) -> AsyncIterator[None]:
+async def _limit_time(verb: str, within_s: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(within_s) as limit:
             yield
@@ -164,7 +164,7 @@ async def _limit_time(what: str, within_s: float) -> AsyncIterator[None]:
             raise
         raise ToolFailure(
             ErrorCode.TIMEOUT,
-            f"the session's files were not {what} within {within_s:g} s: try again, or delete files of the session",
+            f"the session's files were not {verb} within {within_s:g} s: try again, or delete files of the session",
         ) from None
 
 

@@ -360,25 +360,25 @@ async def _cancel(task: "asyncio.Future[Any]") -> None:
 
 
 def _check_done(
-    done: Mapping[str, Any], stderr: bytes | bytearray, what: str, accepted_codes: tuple[int, ...] = (0,)
+    done: Mapping[str, Any], stderr: bytes | bytearray, verb: str, accepted_codes: tuple[int, ...] = (0,)
 ) -> None:
     """Raise ToolFailure unless the exit code is one of `accepted_codes`."""
     error = done.get("error")
     if isinstance(error, Mapping):
         raise ToolFailure(
-            ErrorCode.INTERNAL, f"the session's files could not be {what}: {quote_text(error.get('message'))}"
+            ErrorCode.INTERNAL, f"the session's files could not be {verb}: {quote_text(error.get('message'))}"
         )
     if done.get("timed_out") is True:
-        raise ToolFailure(ErrorCode.TIMEOUT, f"the session's files were not {what} within {PACKING_TIMEOUT_S:g} s")
+        raise ToolFailure(ErrorCode.TIMEOUT, f"the session's files were not {verb} within {PACKING_TIMEOUT_S:g} s")
     code = done.get("exit_code")
     if type(code) is int and code in accepted_codes:
         return
     if any(full in stderr for full in _FULL):
         raise ToolFailure(
-            ErrorCode.NO_SPACE, f"the session's files could not be {what}: its workspace is too small for them"
+            ErrorCode.NO_SPACE, f"the session's files could not be {verb}: its workspace is too small for them"
         )
     raise ToolFailure(
         ErrorCode.INTERNAL,
-        f"the session's files could not be {what}: the program ended with {quote_text(code)}: "
+        f"the session's files could not be {verb}: the program ended with {quote_text(code)}: "
         f"{quote_text(bytes(stderr[-200:]).decode('utf-8', 'replace'))}",
     )

@@ -72,7 +72,7 @@ def _list_folder(path: tuple[str, ...], layers: Sequence[int], found: _ChangeLis
     """List a folder of all layers that contain it. Return the subfolders that must be listed too, with the positions of
     their layers.
     """
-    subfolders, seen = list[tuple[str, list[int]]](), set[str]()
+    subfolders, names = list[tuple[str, list[int]]](), set[str]()
     with ExitStack() as stack:
         try:
             folders = [stack.enter_context(descended(layer, path)) for layer in layers]
@@ -84,9 +84,9 @@ def _list_folder(path: tuple[str, ...], layers: Sequence[int], found: _ChangeLis
             # One entry at a time: a folder may have more entries than a list should.
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    if entry.name in seen or (not path and entry.name in _NOT_KEPT):
+                    if entry.name in names or (not path and entry.name in _NOT_KEPT):
                         continue
-                    seen.add(entry.name)
+                    names.add(entry.name)
                     entry_path = (*path, entry.name)
                     if not entry.is_dir(follow_symlinks=False):
                         found.add(found.removed if _is_whiteout(entry) else found.replaced, entry_path)

@@ -54,13 +54,13 @@ class Merge:
     def _merge_folder(self, path: _Path, numbers: Sequence[int]) -> list[tuple[str, list[int]]]:
         """Copy what is in a folder, and make its subfolders. Returns these, with the sources that they have."""
         folders = list[int]()
-        subfolders, seen = list[tuple[str, list[int]]](), set[str]()
+        subfolders, names = list[tuple[str, list[int]]](), set[str]()
         try:
             folders += [_descend(self.sources[number], path) for number in numbers]
             with descended(self.target, path) as target:
                 for at, folder in enumerate(folders):
-                    for name in sorted(set(os.listdir(folder)) - seen):
-                        seen.add(name)
+                    for name in sorted(set(os.listdir(folder)) - names):
+                        names.add(name)
                         status = os.lstat(name, dir_fd=folder)
                         if stat.S_ISDIR(status.st_mode):
                             below, is_opaque = find_below(name, folders[at:])

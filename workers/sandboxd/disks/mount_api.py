@@ -50,9 +50,9 @@ def open_context(kind: str) -> Iterator[MountContext]:
         os.close(fd)
 
 
-def check(result: int, what: str) -> int:
+def check(result: int, action: str) -> int:
     """Return the result of a system call. Raises OSError for a negative one."""
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), what)
+        raise OSError(number, os.strerror(number), action)
     return result

@@ -45,7 +45,7 @@ async def run_to_end(work: Callable[[], T], undo: Callable[[T], object] | None =
             except (
                 SandboxUnavailable
             ) as error:  # The caller must still see its cancellation. The next start removes what is left.
-                log.error("not_undone", error=str(error))
+                log.error("workspace_creation_not_undone", error=str(error))
         raise
 
 
@@ -180,7 +180,7 @@ class WorkspaceStore:
             raise refused(f"workspace {place.name} cannot be deleted", error) from error
 
 
-def refused(what: str, error: OSError) -> SandboxUnavailable:
+def refused(failure: str, error: OSError) -> SandboxUnavailable:
     """Return the failure for an error of the host, with advice."""
     next_step = {
         errno.ENOSPC: "the host's disk is full: free space on it",
@@ -195,4 +195,4 @@ def refused(what: str, error: OSError) -> SandboxUnavailable:
         errno.ENFILE: "raise the host's limit of open files",
     }.get(error.errno or 0, "look at the kernel's log on the host")
     where = f" at {error.filename}" if error.filename else ""
-    return SandboxUnavailable(f"{what}: {error.strerror or error}{where}; {next_step}")
+    return SandboxUnavailable(f"{failure}: {error.strerror or error}{where}; {next_step}")

@@ -102,13 +102,13 @@ class ProxyAuthority:
         """Write the file if another proxy listens now. Raises OSError."""
         async with self._lock:
             stat = await asyncio.to_thread(Path(self._path or "").stat)
-            if (seen := (stat.st_ino, stat.st_ctime_ns)) != self._seen:
+            if (identity := (stat.st_ino, stat.st_ctime_ns)) != self._seen:
                 bundle = await ask_proxy(self._path, self._uids, "authority")
                 try:
                     await self._place(bundle)
                 except SandboxUnavailable as error:
                     raise OSError(str(error)) from error
-                self._seen = seen
+                self._seen = identity
 
     async def require(self) -> None:
         """Write the file like `refresh`. Raises SandboxUnavailable when there is no proxy."""

@@ -74,7 +74,7 @@ def find_dirt(attestation: Attestation) -> list[str]:
         (attestation.jobs, "background job(s) run"),
         *((attestation.entries[name], f"entries lie in {_NAMES[name]}") for name in _FOLDERS),
     ]
-    return [f"{count} {what}" for count, what in counts if count]
+    return [f"{count} {noun}" for count, noun in counts if count]
 
 
 def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list[str]:
@@ -85,12 +85,12 @@ def find_misfits(attestation: Attestation, size_bytes: int, inodes: int) -> list
     ]
 
 
-def _compare(what: str, actual: int, requested: int, kind: str) -> Iterator[str]:
+def _compare(unit: str, actual: int, requested: int, kind: str) -> Iterator[str]:
     # A kernel rounds up to whole pages or groups of inodes, not further.
     if actual > requested * 1.1 + 65_536:
-        yield f"/workspace ({kind}) has {actual} {what}, more than the {requested} requested: its quota is not in force"
-    elif actual < requested * _LEAST_SHARE and (what == "bytes" or actual):
-        yield f"/workspace ({kind}) has {actual} {what}, fewer than the {requested} requested"
+        yield f"/workspace ({kind}) has {actual} {unit}, more than the {requested} requested: its quota is not in force"
+    elif actual < requested * _LEAST_SHARE and (unit == "bytes" or actual):
+        yield f"/workspace ({kind}) has {actual} {unit}, fewer than the {requested} requested"
 
 
 def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -29,8 +29,8 @@ def find_kernel_drift(process: int, spec: SandboxSpec, base: int, cgroups: Cgrou
     """
     try:
         return [
-            f"{what} is {actual!r:.200}, not {expected!r:.200}."
-            for what, expected, actual in _compare(Path(f"/proc/{process}"), spec, base, cgroups, sandbox)
+            f"{property_name} is {actual!r:.200}, not {expected!r:.200}."
+            for property_name, expected, actual in _compare(Path(f"/proc/{process}"), spec, base, cgroups, sandbox)
             if expected != actual
         ]
     except OSError as error:

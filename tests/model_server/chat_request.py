@@ -16,7 +16,7 @@ class BadRequest(ValueError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatRequest:
     """A parsed request.
 
     `step`: the number of replies in the conversation so far. `observation`: the result of the last call; None right
@@ -50,13 +50,13 @@ def read_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def read_asked(body: Mapping[str, Any], raw: bytes, key: "re.Pattern[str]") -> Asked:
+def read_chat_request(body: Mapping[str, Any], raw: bytes, key: "re.Pattern[str]") -> ChatRequest:
     """Return the parsed request. `body`: the result of `read_body` for `raw`."""
     messages: Sequence[Mapping[str, Any]] = body["messages"]
     user = next((text_of(message) for message in messages if message.get("role") == "user"), "")
     found = key.search(user)
     options = body.get("stream_options")
-    return Asked(
+    return ChatRequest(
         conversation=found.group(1)
         if found and found.group(1)
         else hashlib.sha256(user.encode(errors="replace")).hexdigest()[:16],
