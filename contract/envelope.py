@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
 from pydantic_core import from_json
 
-from contract.calls import Record, ToolCall, ToolContext, ToolResult
+from contract.calls import Record, ToolCall, ToolContext, ToolResult, describe_invalid
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.json_limits import is_deeper
 from contract.signing import ResultSeal, SigningKey, SigningKeys
@@ -81,8 +80,8 @@ def decode_call(text: str, keys: SigningKeys) -> tuple[ToolCall, ToolContext]:
         raise EnvelopeRefused("signature does not match: the envelope was changed or forged", "signature")
     try:
         signed = _SignedCall.model_validate(from_json(body, allow_inf_nan=False))
-    except (ValidationError, ValueError) as error:
-        raise EnvelopeRefused(f"not a valid call: {_first_error(error)}") from error
+    except ValueError as error:
+        raise EnvelopeRefused(f"not a valid call: {describe_invalid(error)}") from error
     return signed.call, signed.context
 
 
@@ -216,15 +215,8 @@ def _head(result: ToolResult) -> dict[str, Any]:
 def _record(kind: type[AnyRecord], text: str) -> AnyRecord:
     try:
         return kind.model_validate_json(text)
-    except (ValidationError, ValueError) as error:
-        raise EnvelopeRefused(f"not a valid {kind.__name__}: {_first_error(error)}") from error
-
-
-def _first_error(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-    return str(error)
+    except ValueError as error:
+        raise EnvelopeRefused(f"not a valid {kind.__name__}: {describe_invalid(error)}") from error
 
 
 def _bounded(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 from jsonschema.exceptions import SchemaError
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, describe_invalid
 from contract.schema import check_schema
 from contract.specs import NO_NETWORK, SkillSummary, ToolSpec
 
@@ -50,9 +50,7 @@ def parse_sidecar(text: bytes, files: Collection[str]) -> Sidecar:
     try:
         sidecar = Sidecar.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field_path = ".".join(str(part) for part in first["loc"])
-        raise SidecarBroken(f"{field_path}: {first['msg']}" if field_path else str(first["msg"])) from None
+        raise SidecarBroken(describe_invalid(error)) from None
     if sidecar.entrypoint not in files:
         raise SidecarBroken(f"entrypoint: the skill has no file {sidecar.entrypoint[:200]!r}")
     try:

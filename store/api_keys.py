@@ -16,7 +16,7 @@ from typing import Any
 import redis.asyncio
 from pydantic import Field, ValidationError
 
-from contract.calls import Identifier, Record
+from contract.calls import Identifier, Record, describe_invalid
 from contract.clock import format_instant
 from contract.errors import ConfigError, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.names import api_keys_key, audit_key, deployment_key, tenants_key
@@ -180,8 +180,7 @@ class ApiKeys(AuditedStore):
                 expires_at=now + ttl_s if ttl_s is not None else None,
             )
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{first['loc'][0]}: {first['msg']}") from None
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, describe_invalid(error)) from None
         until = format_instant(record.expires_at) if record.expires_at is not None else None
         details = {"role": role, "name": name, "tail": record.tail, "expires": until}
         entry = self._entry("key.add", key_id, tenant=tenant, details=details)

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from contract.approvals import Decision, digest_call
-from contract.calls import Identifier, Record, ToolCall
+from contract.calls import Identifier, Record, ToolCall, describe_invalid
 from contract.clock import format_instant
 from contract.errors import EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
 from contract.names import audit_key, deployment_key, tenant_key
@@ -486,9 +486,8 @@ def build_answer(question: ApprovalQuestion, decision: Decision, by: Actor, at: 
             at=at,
         )
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the answer cannot be stored: {first['loc'][0]}: {first['msg']}"
+            ErrorCode.INVALID_ARGUMENTS, f"the answer cannot be stored: {describe_invalid(error)}"
         ) from error
     except (ValueError, TypeError, RecursionError) as error:
         raise ToolFailure(

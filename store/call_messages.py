@@ -9,9 +9,9 @@ import contextlib
 import json
 import random
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -42,13 +42,6 @@ date.
 """
 
 _PUBLISH = LuaScript(PUBLISH)
-Refusal = Literal["host_lost", "moved", "duplicate", "no_slot"]
-_REFUSALS: Mapping[str, Refusal] = {
-    "host_lost": "host_lost",
-    "moved": "moved",
-    "duplicate": "duplicate",
-    "no_slot": "no_slot",
-}
 
 
 class NotSent(Exception):
@@ -56,7 +49,7 @@ class NotSent(Exception):
     host, or is moving. `duplicate`: the call id was used before. `no_slot`: admission has not granted the slot yet.
     """
 
-    def __init__(self, reason: Refusal) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
 
@@ -132,8 +125,8 @@ class Publisher:
                 return  # the caller forbids the call, or gets its result
             await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
             attempt += 1
-        if outcome in _REFUSALS:
-            raise NotSent(_REFUSALS[outcome])
+        if outcome != "sent":
+            raise NotSent(outcome)
 
     def _invocation(self, call: CallMessage) -> tuple[list[str], list[str | int]]:
         """Return the keys and arguments of the script."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import redis.asyncio
 from pydantic import ValidationError
 
+from contract.calls import describe_invalid
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.names import (
     BUILTIN_TOOLS,
@@ -354,8 +355,7 @@ def build_switch(by: str, reason: str | None) -> Switch:
     try:
         return Switch(by=by, at=time.time(), reason=reason)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{first['loc'][0]}: {first['msg']}") from error
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, describe_invalid(error)) from error
 
 
 class WorkerSwitches:

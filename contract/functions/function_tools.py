@@ -8,6 +8,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from pydantic import ValidationError
 
+from contract.calls import describe_invalid
 from contract.functions.call_context import CallHandler
 from contract.functions.call_handlers import build_function_handler
 from contract.functions.function_schemas import function_name, read_function, tool_parameters
@@ -106,8 +107,7 @@ def checked_spec(name: str, **fields: Any) -> ToolSpec:
     try:
         return ToolSpec(name=name, pool="local", **fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise TypeError(f"tool '{name}': {first['loc'][0]}: {first['msg']}") from error
+        raise TypeError(f"tool '{name}': {describe_invalid(error)}") from error
 
 
 def _refuse_generators(function: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, JsonValue, ValidationError
 
-from contract.calls import MAX_TIMEOUT_S, Record
+from contract.calls import MAX_TIMEOUT_S, Record, describe_invalid
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.functions.completions import Completion, Usage
 
@@ -65,7 +65,7 @@ def parse_question(payload: Mapping[str, Any]) -> ModelQuestion:
     try:
         return ModelQuestion.model_validate(payload)
     except ValidationError as error:
-        raise EnvelopeRefused(f"not a question for a model: {_first_error(error)}") from error
+        raise EnvelopeRefused(f"not a question for a model: {describe_invalid(error)}") from error
 
 
 def parse_answer(payload: Mapping[str, Any]) -> ModelAnswer:
@@ -73,9 +73,4 @@ def parse_answer(payload: Mapping[str, Any]) -> ModelAnswer:
     try:
         return ModelAnswer.model_validate(payload)
     except ValidationError as error:
-        raise EnvelopeRefused(f"not a model's answer: {_first_error(error)}") from error
-
-
-def _first_error(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        raise EnvelopeRefused(f"not a model's answer: {describe_invalid(error)}") from error

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
+from contract.calls import describe_invalid
 from contract.errors import ConfigError
 from contract.sandboxes import SandboxOptions
 from contract.session_locations import MAX_TTL_S
@@ -36,10 +37,8 @@ def parse_config(fields: Mapping[str, Any], source: str = "the sandbox's configu
     try:
         return ToolcrewSandboxConfig.model_validate(dict(fields))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
-            f"{source}: {field}: {first['msg']}; the fields are {', '.join(ToolcrewSandboxConfig.model_fields)}"
+            f"{source}: {describe_invalid(error)}; the fields are {', '.join(ToolcrewSandboxConfig.model_fields)}"
         ) from None
 
 

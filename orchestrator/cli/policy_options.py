@@ -11,7 +11,7 @@ import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from contract.calls import Record
+from contract.calls import Record, describe_invalid
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import MAX_POLICY_BYTES, CommandRule, TenantPolicy
 
@@ -117,11 +117,7 @@ def read_policy(path: Path) -> TenantPolicy:
     try:
         return TenantPolicy.model_validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field_path = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            f"--from: {path}: {field_path + ': ' if field_path else ''}{first['msg']}; fix the file"
-        ) from error
+        raise ConfigError(f"--from: {path}: {describe_invalid(error)}; fix the file") from error
 
 
 def policy_lines(policy: TenantPolicy) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolContext, ToolResult
+from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolCall, ToolContext, ToolResult, describe_invalid
 from contract.errors import ConfigError, ErrorCode, OperatorError, ToolFailure
 from contract.schema import is_quick, prepare_arguments
 from contract.signing import SigningKeys
@@ -194,9 +194,7 @@ class Dispatcher:
         except ToolFailure as failure:
             result = ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            field_path = ".".join(str(part) for part in first["loc"])
-            result = ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{call.name}: {field_path}: {first['msg']}")
+            result = ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{call.name}: {describe_invalid(error)}")
         except (DeliveryFailed, OperatorError) as error:
             log.error("call_not_served", tool=call.name, call=call.id, code=error.code.value, error=str(error))
             result = ToolResult.failed(call, error.code, str(error))

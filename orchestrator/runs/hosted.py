@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from contract.calls import ToolResult
+from contract.calls import ToolResult, describe_invalid
 from contract.errors import ErrorCode, ToolFailure
 from contract.run_events import CallFinished, ModelReplied, RunEvent
 from contract.signing import SigningKeys
@@ -318,8 +318,7 @@ def _build_item(run: str, body: RunBody, environment: ItemEnvironment, priority:
         item = BatchItem(custom_id=run, line=1, url=RUNS_URL, work=body, environment=environment, priority=priority)
         text = item.model_dump_json()
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise _refused(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}; fix the request") from None
+        raise _refused(f"{describe_invalid(error)}; fix the request") from None
     except (ValueError, RecursionError) as error:
         raise _refused("the run's request cannot be encoded as JSON: use less nesting and valid Unicode") from error
     size = len(text.encode())

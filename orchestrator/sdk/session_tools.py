@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from contract.calls import DEFAULT_TIMEOUT_S, MAX_NAME_CHARS, ToolCall, ToolResult
+from contract.calls import DEFAULT_TIMEOUT_S, MAX_NAME_CHARS, ToolCall, ToolResult, describe_invalid
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.schema import find_aliases, find_nearest, prepare_arguments
 from contract.specs import ToolSpec
@@ -89,9 +89,7 @@ class SessionTools:
         try:
             call = ToolCall(id=call.id, name=name, arguments=dict(arguments))
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            field_path = ".".join(str(part) for part in first["loc"])
-            return ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{name}: {field_path}: {first['msg']}")
+            return ToolResult.failed(call, ErrorCode.INVALID_ARGUMENTS, f"{name}: {describe_invalid(error)}")
         try:
             reviewed = await self._parts.review(
                 call, spec, self._session.tenant, self._session.id, run=self._run, approver=approver or self._approver

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
-from contract.calls import MAX_TIMEOUT_S
+from contract.calls import MAX_TIMEOUT_S, describe_invalid
 from contract.errors import ConfigError, ToolFailure
 from contract.specs import MAX_TOOL_TENANTS, TenantName
 from workers.web.urls import Target, parse_url
@@ -170,9 +170,7 @@ def _parse_entry(source: str, name: str, entry: Any, entry_type: type[E], enviro
     try:
         return entry_type.model_validate_json(json.dumps(_fill_variables(source, entry, environment)))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        field_path = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{source}: {f'{field_path}: ' if field_path else ''}{first['msg']}") from None
+        raise ConfigError(f"{source}: {describe_invalid(error)}") from None
 
 
 def _refuse_plain_secrets(source: str, entry: Mapping[str, Any]) -> None:

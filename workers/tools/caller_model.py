@@ -13,6 +13,7 @@ import structlog
 from pydantic import ValidationError
 
 from contract.call_events import MODEL
+from contract.calls import describe_invalid
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
 from contract.functions.completions import Completion
 from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, ModelQuestion, parse_answer
@@ -154,10 +155,8 @@ def _build_question(
             {"number": number, "messages": messages, "max_tokens": max_tokens, "timeout_s": timeout_s}
         )
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field_path = ".".join(str(part) for part in first["loc"])
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the question to the model is invalid: {field_path}: {first['msg']}"
+            ErrorCode.INVALID_ARGUMENTS, f"the question to the model is invalid: {describe_invalid(error)}"
         ) from error
 
 
