@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import ConfigError
-from contract.run_events import OnEvent, RunEvent
+from contract.run_events import OnEvent, RunEvent, pass_to
 from orchestrator.batches.displays import Display, Watched
 from orchestrator.batches.lines import BatchFile
 from orchestrator.batches.model_check import check_prices, models_of
@@ -215,26 +215,25 @@ class BatchRuns:
 
     async def batch_events(self, batch: str) -> list[RunEvent]:
         """Return the latest events of a batch that Redis still stores."""
-        reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
-        events: list[RunEvent] = []
+        reader, events = self._reader(batch), list[RunEvent]()
         while page := await reader.read(0.0):
             events += page
         return events
 
+    def _reader(self, batch: str) -> BatchEventReader:
+        return BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
+
     async def show(self, batch: str, open_display: OpenDisplay, *, follow: bool) -> None:
         """Show the latest events of a batch. `follow`: show new events too, until the batch has ended."""
-        record = await self.batches.status(batch)
-        reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
+        record, reader = await self.batches.status(batch), self._reader(batch)
         watched = Watched(batch, BatchProgress(record.total), tenant=self.tenant)
         with open_display(watched) as display:
+            follower = Follower(self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick)
             if follow:
-                await Follower(
-                    self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick
-                ).run()
-                await self._show_missing_ends(batch, watched.progress, display.show)
-                return
-            for event in await self.batch_events(batch):
-                display.show(event)
+                await follower.run()
+            else:
+                for event in await self.batch_events(batch):
+                    display.show(event)
             await self._show_missing_ends(batch, watched.progress, display.show)
 
     async def work(
@@ -263,12 +262,7 @@ class BatchRuns:
             )
             on_runner(runner)
             with open_display(watched) as display:
-
-                def show(event: RunEvent) -> None:
-                    keep_event(event)
-                    display.show(event)
-
-                reader = BatchEventReader(self._pool.redis, self._settings.deployment, self.tenant, batch)
+                show, reader = pass_to(keep_event, display.show), self._reader(batch)
                 follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=show, tick=display.tick)
                 try:
                     await until_first(follower.run(), runner.run())
