@@ -33,17 +33,17 @@ from pathlib import Path
 # Files of a part. A directory with more is cut into slices: otherwise its pytest would run alone at the end, on one
 # processor. Each slice starts the shared fixtures again, so slices are not small.
 MAX_FILES = 32
-MAX_UNIT_FILES = 96
+MAX_UNIT_FILES = 128
 UNIT = "tests/unit"
 # The longest directories start first, so that the suite does not wait for them at the end. Other directories follow.
 LONGEST_FIRST = (
     "tests/integration",
     "tests/e2e",
+    "tests/attacks",
     UNIT,
     "tests/benchmarks",
     "tests/e2e/batches",
     "tests/api",
-    "tests/attacks",
     "tests/chaos",
     "tests/pages",
     "tests/conformance",
@@ -76,10 +76,10 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """The name of a part and its test files."""
+    """The name of a part and the arguments of its pytest."""
 
     name: str
-    files: tuple[str, ...]
+    arguments: tuple[str, ...]
 
 
 @dataclass
@@ -122,9 +122,12 @@ def find_parts(root: Path) -> list[Plan]:
     found = []
     for name in sorted(directories, key=lambda name: (ranks.get(name, len(ranks)), name)):
         count = math.ceil(len(directories[name]) / (MAX_UNIT_FILES if name == UNIT else MAX_FILES))
+        below = [str(file.relative_to(root)) for file in files if file.is_relative_to(root / name)]
         for number in range(count):
             label = name if count == 1 else f"{name} {number + 1} of {count}"
-            found.append(Plan(label, tuple(directories[name][number::count])))
+            # pytest reads the whole directory again for every file that is named, and once for the directory itself.
+            others = sorted({*below} - {*directories[name][number::count]})
+            found.append(Plan(label, (name, *(f"--ignore={other}" for other in others))))
     return found
 
 
@@ -144,7 +147,7 @@ def start(root: Path, plan: Plan, folder: Path, *, repeat: bool = False) -> Part
             [
                 *(sys.executable, "-m", "pytest", "-v", "-o", f"cache_dir={cache}", f"--durations={SLOWEST}"),
                 *(("--last-failed", "--last-failed-no-failures", "none") if repeat else ()),
-                *plan.files,
+                *plan.arguments,
             ],
             cwd=root,
             stdin=subprocess.DEVNULL,

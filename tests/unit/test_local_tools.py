@@ -151,7 +151,7 @@ async def test_runs_do_not_share_state_and_sessions_keep_theirs() -> None:
     assert (await call(tools.for_run(session="s"), "count")).output == "1"
 
 
-async def test_a_thousand_runs_share_one_object() -> None:
+async def test_many_runs_share_one_object() -> None:
     tools = LocalTools([get_weather, count])
 
     async def one(number: int) -> tuple[str | None, str | None]:
@@ -160,8 +160,8 @@ async def test_a_thousand_runs_share_one_object() -> None:
         weather = await bound.run_call(ToolCall(id="c", name="get_weather", arguments={"city": f"c{number}"}))
         return (await bound.run_call(ToolCall(id="c", name="count"))).output, json.loads(weather.output or "")["city"]
 
-    assert await asyncio.gather(*(one(number) for number in range(1000))) == [
-        ("2", f"c{number}") for number in range(1000)
+    assert await asyncio.gather(*(one(number) for number in range(100))) == [
+        ("2", f"c{number}") for number in range(100)
     ]
 
 
