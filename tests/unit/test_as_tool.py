@@ -101,7 +101,11 @@ def test_a_base_tool_with_open_arguments_takes_any() -> None:
     assert run(as_tool(Anything()), a=1) == {"a": 1}
 
 
-@pytest.mark.parametrize("value", [5, "name", None, {"name": "x"}, {"execute": print}, int, Place, object()], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [5, "name", None, {"name": "x"}, {"execute": print}, int, Place, object()],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_is_no_tool_is_refused_with_what_is_missing(value: Any) -> None:
     with pytest.raises(TypeError, match=r"needs|lacks|class|cannot convert|no function"):
         as_tool(value)

@@ -75,6 +75,7 @@ def test_a_request_says_what_it_must_and_nothing_of_this_machine(server: WebServ
 @pytest.mark.parametrize(
     ("encoding", "packed"),
     [("gzip", gzip.compress(b"hello" * 100)), ("deflate", zlib.compress(b"hello" * 100)), ("", b"hello" * 100)],
+    ids=["gzip", "deflate", "plain"],
 )
 def test_compressed_chunked_and_unbounded_bodies_are_read(server: WebServer, encoding: str, packed: bytes) -> None:
     head = HEAD + (f"content-encoding: {encoding}\r\n".encode() if encoding else b"")
