@@ -120,14 +120,14 @@ class Listener:
         return self.state.tasks["t1"]
 
 
-async def test_celery_receives_the_failure_of_a_lost_task_in_the_name_of_its_worker(
-    redis_server: RedisProcess, client: "redis.asyncio.Redis"
-) -> None:
-    listener = Listener(redis_server.url)
+async def test_celery_receives_the_failure_of_a_lost_task_in_the_name_of_its_worker(redis_server: RedisProcess) -> None:
+    url = redis_server.url.removesuffix("/0") + "/1"  # the name of Celery's channel contains the database
+    listener = Listener(url)
     with redis_server.client() as watcher:
         # Celery subscribes when it reads for the first time.
         await wait_until_async(watcher.pubsub_numpat, 10, "Celery has subscribed to events")
-    lost = await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1", "node": "a@machine"})
+    async with redis.asyncio.Redis.from_url(url) as client:
+        lost = await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1", "node": "a@machine"})
     assert lost is not None
     task = await asyncio.to_thread(listener.wait)
     assert (task.state, task.name, task.worker.hostname) == ("FAILURE", "tool.x", "a@machine")
@@ -293,7 +293,7 @@ async def test_a_call_that_redis_forgot_was_sent_again_is_lost_when_no_worker_wo
 ) -> None:
     await report(client)
     lost = await Watching(client).look({"state": state, "holder": f"{QUEUE}/w1", "attempt": 1}, attempt=2)
-    assert (lost is not None) is is_told
+    assert (lost is not None and lost.has_started) is is_told
 
 
 async def now_of(client: "redis.asyncio.Redis") -> int:

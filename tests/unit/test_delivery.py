@@ -2,17 +2,19 @@
 twice.
 """
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import redis.asyncio
 
-from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.names import call_key, host_key, place_key
 from contract.signing import ResultSeal
+from orchestrator.admission import Slot, Unlimited
 from orchestrator.dispatch import delivery
 from orchestrator.dispatch import session_locator as locator
 from orchestrator.dispatch.delivery import Pool
@@ -281,13 +283,33 @@ async def test_a_call_that_came_too_late_is_not_sent_again(client: "redis.asynci
     assert len(harness.fleet.calls) == 1
 
 
-@pytest.mark.parametrize(("tool", "sent"), [("safe", 2), ("acts", 1)])
+@pytest.mark.parametrize(("tool", "losses", "sent"), [("safe", 1, 2), ("safe", 9, 3), ("acts", 1, 1)])
 async def test_a_call_during_which_the_hosts_sandboxd_died_is_sent_again_only_when_that_is_safe(
-    client: "redis.asyncio.Redis", tool: str, sent: int
+    client: "redis.asyncio.Redis", tool: str, losses: int, sent: int
 ) -> None:
     lose = refusing(ErrorCode.OUTCOME_UNKNOWN, "sandboxd is gone", outcome_lost=True)
-    harness = Harness(client, lose)
-    assert ((await harness.call(tool)).success, len(harness.fleet.calls)) == (sent == 2, sent)
+    harness = Harness(client, *[lose] * losses)
+    assert ((await harness.call(tool)).success, len(harness.fleet.calls)) == (sent > losses, sent)
+
+
+async def test_a_tenant_is_charged_for_the_time_of_its_sandbox_and_of_its_program(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots: list[Slot] = []
+
+    @asynccontextmanager
+    async def give(*_: Any, **__: Any) -> AsyncIterator[Slot]:
+        slots.append(Slot())
+        yield slots[-1]
+
+    monkeypatch.setattr(Unlimited, "slot", give)
+
+    def run(call: ToolCall) -> ToolResult:
+        clocks = Clocks(queued_s=8, sandbox_s=1, run_s=2)
+        return ToolResult(call_id=call.id, name=call.name, success=True, clocks=clocks)
+
+    await Harness(client, run).call("acts")
+    assert slots[-1].used_s == 3
 
 
 async def test_a_call_whose_worker_was_killed_at_its_limit_does_not_count_as_running(

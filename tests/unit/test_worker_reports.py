@@ -308,6 +308,15 @@ def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_lat
     assert beating.hosts.find(QUEUE) is None
 
 
+def test_a_worker_that_ends_with_calls_in_its_queue_has_not_left(harness: HostHarness) -> None:
+    beating = Beating(harness)
+    beating.heart.beat()
+    harness.redis.lpush(QUEUE, "a call")
+    ending = iter([False, True])
+    assert not beating.heart.leave_drained(lambda: next(ending))
+    assert beating.hosts.find(QUEUE) is not None
+
+
 def test_a_wrong_clock_is_reported_once(harness: HostHarness) -> None:
     harness.clock = SharedClock(lambda: time.time() - SKEW_WARNING_S - 30)
     beating = Beating(harness)
