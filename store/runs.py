@@ -126,12 +126,11 @@ class BatchCancelled(Exception):
 class RunQueue:
     """Runs and batches of one deployment. Every method raises BrokerUnavailable when Redis does not answer."""
 
-    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, owner: str = "") -> None:
-        """Create a queue. `owner`: the name of this process in the runs that it claims."""
+    def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client = client
         self._deployment = deployment
         self.keys = keys
-        self.owner = owner or secrets.token_hex(6)
+        self.owner = secrets.token_hex(6)
         self._script = client.register_script(_SCRIPT)
         self._prefixes = [deployment_key(deployment, ""), runs_prefix(deployment)]
 

@@ -75,7 +75,7 @@ class World:
         self.redis = client
         self.settings = settings
         self.approvals = ApprovalQueue(client, DEPLOYMENT, settings.broker().signing_keys())
-        self.runs = RunQueue(client, DEPLOYMENT, settings.broker().signing_keys(), owner="one")
+        self.runs = RunQueue(client, DEPLOYMENT, settings.broker().signing_keys())
         self.tenants = RedisTenants(client, DEPLOYMENT, settings.broker().signing_keys())
         self.hosted = HostedRuns(client, DEPLOYMENT, settings.broker().signing_keys(), self.tenants)
         self._keys = ApiKeys(client, DEPLOYMENT, settings.broker().signing_keys())

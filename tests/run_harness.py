@@ -33,8 +33,8 @@ class RunHarness:
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
-        self.queue = RunQueue(client, "d", KEY, owner="one")
-        self.other = RunQueue(client, "d", KEY, owner="two")
+        self.queue = RunQueue(client, "d", KEY)
+        self.other = RunQueue(client, "d", KEY)
 
     async def submit(
         self,

@@ -155,6 +155,17 @@ async def test_a_transcript_that_is_too_large_is_read_from_the_log(
     assert not await harness.client.exists(f"toolcrew:d:t:acme:run.{run}:transcript")
 
 
+async def test_a_run_returns_its_signed_end_and_not_the_one_for_lists(harness: HostedHarness) -> None:
+    run = await harness.start()
+    async with harness.working():
+        await harness.events(run)
+    key = f"toolcrew:d:t:acme:run.{run}"
+    await harness.client.hset(key, "end", (await harness.client.hget(key, "end")).replace(b"done", b"forged"))
+    found = await harness.runs.get("acme", run)
+    assert found.end is not None
+    assert found.end.answer == "done"
+
+
 @pytest.mark.parametrize(
     "stored",
     [
