@@ -276,13 +276,13 @@ def _text_of(fields: Mapping[Any, Any], key: str, warnings: list[str]) -> str | 
         return None
     if not isinstance(value, str):
         if not isinstance(value, int | float | datetime.date):
-            warnings.append(f"{key} is no text and is ignored")
+            warnings.append(f"{key} is not text and is ignored")
             return None
         try:
             value = str(value)
         except ValueError:  # an integer of thousands of digits
             return None
-        warnings.append(f"{key} is no text and was read as {value[:60]!r}: put it into quotes")
+        warnings.append(f"{key} is not text and was read as {value[:60]!r}: put it into quotes")
     text = " ".join(value.encode("utf-8", "replace").decode().replace("\0", " ").split())
     return text or None
 
@@ -351,7 +351,9 @@ def _entry(tool: str, about: str | None, warnings: list[str]) -> AllowedTool | N
         ):
             return AllowedTool(tool=name, argv_prefix=words)
     except ValidationError:
-        warnings.append(f"allowed-tools: {tool[:80]!r} is ignored: it is no name of a tool, or its words are too many")
+        warnings.append(
+            f"allowed-tools: {tool[:80]!r} is ignored: it is not the name of a tool, or it has too many words"
+        )
         return None
     warnings.append(
         f"allowed-tools: {tool[:40]}({about[:80]}) is ignored: of commands the first words can be given, as Bash(git "

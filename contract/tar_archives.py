@@ -120,7 +120,7 @@ def _read_extended(kind: str, data: bytes) -> dict[str, str]:
         end = at + (int(length) if separator and length.isdigit() else 0)
         key, equals, value = data[at + len(length) + 1 : max(at, end - 1)].partition(b"=")
         if not equals or data[end - 1 : end] != b"\n" or key.startswith(b"GNU.sparse"):
-            raise TarRefused("an extended header is damaged, or that of a sparse file")
+            raise TarRefused("an extended header is damaged or describes a sparse file")
         if key in (b"path", b"linkpath", b"size"):
             fields[key.decode()] = value.decode("utf-8", "surrogateescape")
         at = end

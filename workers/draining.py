@@ -182,7 +182,7 @@ class HostDrain:
             self._sessions.unhold(name, fence)
             raise
         if self._sessions.release(name, fence):
-            log.info("session_moved", session=row.session, kept=needs_checkpoint)
+            log.info("session_moved", session=row.session, with_checkpoint=needs_checkpoint)
         client.close(name)
         return True
 

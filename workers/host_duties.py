@@ -147,7 +147,7 @@ class AdoptionMonitor:
             try:
                 self._adopt(self._undecided)
             except BrokerUnavailable as error:
-                log.warning("sessions_not_adopted", left=len(self._undecided), error=str(error))
+                log.warning("sessions_not_adopted", undecided=len(self._undecided), error=str(error))
         self._close_stale(client)
         return not self._undecided and not self._stale
 

@@ -111,8 +111,8 @@ def _quotes(double: Edge, single: Edge) -> dict[str, Edge]:
 
 
 def _header_states() -> dict[str, State]:
-    """Return the states from the marker to the first sign of a body. A violation here means a
-    mention, which is text.
+    """Return the states from the marker to the first character of a body. A violation here means
+    that the text only mentions a tag, so it stays text and is not a call.
     """
     ends = {">": _to("body"), "/": _to("header_slash")}
     return {

@@ -125,16 +125,16 @@ class FrameDecoder:
 
 def _check_total(total: int, max_total: int) -> None:
     if not _LENGTH_BYTES < total <= max_total:
-        raise FrameError(f"a frame of {total} bytes; allowed are {_LENGTH_BYTES + 1} to {max_total}")
+        raise FrameError(f"a frame has {total} bytes; allowed are {_LENGTH_BYTES + 1} to {max_total}")
 
 
 def _check_lengths(total: int, header: int, max_total: int) -> None:
     _check_total(total, max_total)
     if not 1 <= header <= min(MAX_HEADER, total - _LENGTH_BYTES):
-        raise FrameError(f"a header of {header} bytes in a frame of {total}")
+        raise FrameError(f"the header of a frame of {total} bytes has an invalid length: {header} bytes")
     body = total - _LENGTH_BYTES - header
     if max_total == MAX_UP and body > MAX_BODY_UP:
-        raise FrameError(f"a body of {body} bytes; allowed are {MAX_BODY_UP}")
+        raise FrameError(f"the body of a frame has {body} bytes; at most {MAX_BODY_UP} are allowed")
 
 
 def _parse_header(text: bytes) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_a_skill_is_its_front_matter_its_text_and_its_files(tmp_path: Path) -> N
         (front(name="A--b"), "lower-case letters"),
         (front(version="1"), "not in the standard are ignored: version"),
         (front(name=7), "was read as '7'"),
-        (front(license=["a"]), "license is no text"),
+        (front(license=["a"]), "license is not text"),
         ("name: a\ndescription: Use it: often, and well", "put the value with the colon into quotes"),
     ],
 )

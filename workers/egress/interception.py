@@ -144,7 +144,7 @@ class Interception:
             data = await client.receive(self._quota)
             if not data:
                 gate.finish()
-                raise OSError("the client left before its TLS greeting")
+                raise OSError("the client closed the connection before its TLS greeting")
         tls = TlsStream(client, self._proxy.authority.find_context(self._target.host), self._quota, first=passed)
         async with asyncio.timeout(self._limits.header_s):
             await tls.handshake()

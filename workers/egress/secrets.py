@@ -242,7 +242,7 @@ class SecretUses:
         self._uses.setdefault(key, _Use()).count += 1
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the uses that are due, and forget old kinds."""
+        """Return the uses that must be reported now. Counters without recent uses are deleted."""
         now, due = self._clock(), []
         for key, use in list(self._uses.items()):
             if now - use.reported_at < REPORT_S:

@@ -59,7 +59,7 @@ def refuse_bad_gateway(verdict: EgressVerdict, sentence: str) -> Refusal:
 
 
 def build_answer(refusal: Refusal) -> bytes:
-    """Return the whole HTTP answer. Its body is the sentence."""
+    """Return the whole HTTP response. Its body is the sentence of the refusal."""
     body = f"toolcrew egress proxy: {refusal.sentence}\n".encode()
     head = (
         f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}\r\n"

@@ -80,7 +80,7 @@ def import_tools(
     remaining_bytes = MAX_TOGETHER_BYTES
     for name, original_name in names.items():
         if len(imported) == MAX_TOOLS:
-            log.error("mcp_tools_too_many", server=server, kept=MAX_TOOLS, listed=len(names))
+            log.error("mcp_tools_too_many", server=server, limit=MAX_TOOLS, listed=len(names))
             break
         try:
             spec = _build_spec(server, name, included[original_name], entry, pool)

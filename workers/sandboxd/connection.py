@@ -158,7 +158,7 @@ class Connection:
         )
         session.run = parse_run(frame.header)
         if self._link.is_gone:
-            raise ConnectionError("the worker left before its call began")
+            raise ConnectionError("the worker closed the connection before its call began")
         if call_id in session.cancelled_calls:
             raise ToolFailure(ErrorCode.CANCELLED, "the call was cancelled before it began")
         started, done = time.monotonic(), dict[str, Any]()

@@ -64,7 +64,7 @@ class SecretExchange:
 
 
 class ControlRequests:
-    """Answers every request but a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`,
+    """Answers every request except a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`,
     `save_files`, `fork`, `secrets`, `terms`, `status`, `sessions`, `usage`.
     """
 
@@ -120,7 +120,7 @@ class ControlRequests:
             return {"sessions": await self._update_terms(header)}
         if verb == "status":
             return {**self._describe(), "sessions": len(self._sessions), "sandboxes": self._sessions.count_sandboxes()}
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown verb {str(verb)[:40]!r}")
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown request {str(verb)[:40]!r}")
 
     def _list(self, header: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Return the rows as a body. As a header of that size, each value would be checked one by one."""

@@ -167,7 +167,7 @@ class Session:
         return (self.sandbox is not None and bool(self.sandbox.calls)) or self.checkpointing.locked()
 
     async def handed_over(self) -> None:
-        """Wait until it has the state of the container that was forked."""
+        """Wait until this session has the state of the container from which it was forked."""
         if self.handover is not None:
             await asyncio.wait({self.handover})
             self.handover = None

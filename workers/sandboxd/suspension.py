@@ -240,7 +240,9 @@ def adopt(records: Records, workspaces: Workspaces) -> list[Session]:
 def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> Session | None:
     if record.kind != workspaces.kind:
         # An empty workspace of another kind must not replace the kept one.
-        log.error("session_of_another_kind", kept=record.kind, here=workspaces.kind, workspace=record.workspace)
+        log.error(
+            "session_of_another_kind", recorded_kind=record.kind, kind=workspaces.kind, workspace=record.workspace
+        )
         return None
     workspace = workspaces.find(
         record.workspace, WorkspaceSize(record.plan.workspace_bytes, record.plan.workspace_inodes), record.layers

@@ -135,7 +135,7 @@ def _put(folder: int, name: bytes, record: bytes, changed_ns: int) -> None:
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o600, dir_fd=folder)
     try:
         if os.write(fd, record) < len(record):
-            raise OSError("no room for a record")
+            raise OSError("the record was not written completely")
         os.utime(fd, ns=(changed_ns, changed_ns))
         os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:

@@ -381,6 +381,6 @@ def _unmount(place: Path) -> None:
     except OSError as error:
         if error.errno == errno.EPERM:
             raise SandboxUnavailable(
-                f"what is mounted at {place / MOUNT} cannot be unmounted: run sandboxd as root"
+                f"the file system at {place / MOUNT} cannot be unmounted: run sandboxd as root"
             ) from error
         raise refused(f"workspace {place.name} cannot be unmounted", error) from error

@@ -96,12 +96,12 @@ def _compare(unit: str, actual: int, requested: int, kind: str) -> Iterator[str]
 def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = fields.get(name)
     if not isinstance(value, dict):
-        raise ValueError(f"'{name}' is missing or no object")
+        raise ValueError(f"'{name}' is missing or is not an object")
     return value
 
 
 def _count(fields: Mapping[str, Any], name: str) -> int:
     value = fields.get(name)
     if type(value) is not int or not 0 <= value < _MOST:
-        raise ValueError(f"'{name}' is missing or no count")
+        raise ValueError(f"'{name}' is missing or is not a count")
     return value

@@ -1,4 +1,4 @@
-"""Control groups of sandboxes: their processes, their end, and their removal, on version 1 and 2.
+"""Control groups of sandboxes: their processes, their end, and their removal, on cgroup version 1 and 2.
 
 Every sandbox is in the group `/toolcrew/<id>` of each hierarchy.
 """
@@ -45,7 +45,7 @@ class Cgroups:
             time.sleep(_FIRST_PAUSE_S)
 
     def thaw(self, sandbox: str) -> None:
-        """Thaw all processes of a sandbox. A frozen process of version 1 does not even take SIGKILL. Raises OSError."""
+        """Thaw all processes of a sandbox. A frozen process of cgroup v1 does not handle SIGKILL. Raises OSError."""
         self._freezer(sandbox).write_text("0" if self.version == 2 else "THAWED", encoding="ascii")
 
     def open_process(self, sandbox: str, process: int) -> int | None:

@@ -39,7 +39,7 @@ class GuestVolumes:
         self._filled: dict[str, str] = {}
 
     def ensure(self, api: docker.APIClient, image: str) -> str:
-        """Return the name of a volume with the guest of that toolcrew image. Raises SandboxUnavailable when the image
+        """Return the name of a volume that holds the guest of `image`. Raises SandboxUnavailable when the image
         is missing or has no guest.
         """
         try:
