@@ -86,7 +86,7 @@ MEANINGS = {
         "too many calls of the tenant wait, or no slot became free in time; `metadata.retry_after_s` says when to "
         "try again"
     ),
-    ErrorCode.QUOTA_EXCEEDED: "the tenant has reached a limit of its policy",
+    ErrorCode.QUOTA_EXCEEDED: "the tenant has reached a limit of its policy, or Redis is three quarters full",
     ErrorCode.BUDGET_EXCEEDED: "a budget of the tenant is used up; `metadata.resets_at` says when it resets",
     ErrorCode.HOST_LOST: "the session's host was lost, and the call was not run",
     ErrorCode.OUTCOME_UNKNOWN: "the call may have run or not",

@@ -56,13 +56,14 @@ end
 -- tenant, run, item, digest of the request, about, priority, session ('' for a new session), defaults, max waiting runs, max listed runs, time to live,
 -- webhook ('' for none), claim of the process that executes the run itself ('' puts the run into the queue), its owner, seconds of the lease,
 -- run from which it is forked ('' for none) and the number of shared steps.
--- Returns `started`, `known` (the id exists with the same request), `other` (the id exists with another request), `full`, or `busy` and the run that uses
+-- Returns `started`, `known` (the id exists with the same request), `other` (the id exists with another request), `full`, `memory` (Redis is nearly full), or `busy` and the run that uses
 -- the session.
 function steps.start_run()
   local tenant, run, digest, session = ARGV[4], ARGV[5], ARGV[7], ARGV[10]
   local key, batch = run_key(tenant, run), batch_key(tenant, HOSTED_BATCH)
   local existing = redis.call('HMGET', key, 'batch', 'digest')
   if existing[1] then return {existing[1] == HOSTED_BATCH and existing[2] == digest and 'known' or 'other'} end
+  if is_full() then return {'memory'} end
   local token = ARGV[16]
   local waiting = redis.call('ZCARD', batch .. ':waiting') + redis.call('SCARD', batch .. ':delayed')
   if token == '' and waiting >= tonumber(ARGV[12]) then return {'full'} end

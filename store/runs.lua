@@ -7,12 +7,20 @@ local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local stamp = string.format('%.6f', now)
 -- The batch of the runs that programs start one by one (hosted_runs.lua).
 local HOSTED_BATCH = '@runs'
+-- The share of Redis's memory that runs may fill. All tenants share the rest: a full Redis would stop every call of the deployment.
+local MAX_MEMORY_SHARE = 0.75
 -- How many due notices of webhooks one step reads to find those of other tenants.
 local WEBHOOK_LOOKS = 5000
 
 local function split(text)
   local bar = string.find(text, '|', 1, true)
   return string.sub(text, 1, bar - 1), string.sub(text, bar + 1)
+end
+
+local function is_full()
+  local memory = redis.call('INFO', 'memory')
+  local limit = tonumber(string.match(memory, '\nmaxmemory:(%d+)'))
+  return limit > 0 and tonumber(string.match(memory, '\nused_memory:(%d+)')) > MAX_MEMORY_SHARE * limit
 end
 
 local function run_key(tenant, run) return deployment .. 't:' .. tenant .. ':run.' .. run end
@@ -217,7 +225,11 @@ function steps.settle_webhook()
   return redis.call('ZADD', runs .. 'webhooks', 'XX', 'CH', now + tonumber(ARGV[8]), member)
 end
 
--- tenant, batch, then for each item: run, item (JSON), priority, line. Returns the number of new items. Returns -1 and adds nothing when the batch is cancelled.
+-- tenant, batch. Returns whether the batch exists or Redis has room for one more.
+function steps.has_room() return redis.call('EXISTS', batch_key(ARGV[4], ARGV[5])) == 1 or not is_full() end
+
+-- tenant, batch, then for each item: run, item (JSON), priority, line. Returns the number of new items. Returns -1 and adds nothing when the batch is cancelled, -2 when
+-- Redis is nearly full.
 function steps.add()
   local tenant, batch, added = ARGV[4], ARGV[5], 0
   local key = batch_key(tenant, batch)
@@ -226,6 +238,7 @@ function steps.add()
   for at = 6, #ARGV, 4 do
     local run = ARGV[at]
     if redis.call('EXISTS', run_key(tenant, run)) == 0 then
+      if added == 0 and is_full() then return -2 end
       redis.call('HSET', run_key(tenant, run), 'batch', batch, 'item', ARGV[at + 1], 'priority', ARGV[at + 2], 'line', ARGV[at + 3],
         'state', 'queued', 'attempt', 1, 'queued_at', stamp)
       if redis.call('ZREM', key .. ':ended', run) == 1 then

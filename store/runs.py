@@ -137,7 +137,11 @@ class RunQueue:
     # --- Batches
 
     async def create(self, tenant: str, batch: str, record: BatchRecord, webhook: Webhook | None = None) -> bool:
-        """Create a batch without runs. Return False if a batch with that id exists."""
+        """Create a batch without runs. Return False if a batch with that id exists. Raises
+        ToolFailure(QUOTA_EXCEEDED): Redis is nearly full.
+        """
+        if not await self.step("has_room", tenant, batch):
+            raise nearly_full()
         key, index = self._batch_key(tenant, batch), batches_key(self._deployment, tenant)
         fields: dict[Any, Any] = {
             "state": record.state.value,
@@ -298,15 +302,18 @@ class RunQueue:
 
     async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
         """Add the runs that do not exist yet; they can be claimed at once. Return how many were added. Raises
-        BatchCancelled: the batch is cancelled; no more runs are added.
+        BatchCancelled: the batch is cancelled; no more runs are added. Raises ToolFailure(QUOTA_EXCEEDED): Redis is
+        nearly full; the next call continues.
         """
         added, waiting = 0, iter(runs)
         # In threads: an item has up to 16 MB, and the caller may parse each one again when it is read.
         while values := await asyncio.to_thread(self._seal_step, tenant, batch, waiting):
             count = int(await self.step("add", tenant, batch, *values))
             # Cancelled between two steps. Runs of earlier steps are waiting, and the cancel ends them.
-            if count < 0:
+            if count == -1:
                 raise BatchCancelled(batch)
+            if count == -2:
+                raise nearly_full()
             added += count
         return added
 
@@ -474,8 +481,8 @@ class RunQueue:
     ) -> list[str]:
         """Queue a hosted run. `digest`: hash of the whole request. `about`: an About as JSON. `limits`: how many runs
         may wait, and how many are listed. `token`: claim the run for this process instead of queueing it. Return
-        `started`; `known` (the same request has that id); `other` (another request has that id); `full`; or `busy` and
-        the id of the run that uses the session.
+        `started`; `known` (the same request has that id); `other` (another request has that id); `full`; `memory`
+        (Redis is nearly full); or `busy` and the id of the run that uses the session.
         """
         defaults = seal_defaults(self.keys, tenant, HOSTED_BATCH, HOSTED_DEFAULTS)
         reply = await self.step(
@@ -622,6 +629,15 @@ _WHAT = "the runs were not read or changed"
 async def _ask(command: Awaitable[Any]) -> Any:
     with broker_errors(_WHAT):
         return await command
+
+
+def nearly_full() -> ToolFailure:
+    """Return the error for work that would fill the Redis of the deployment, which all tenants share."""
+    return ToolFailure(
+        ErrorCode.QUOTA_EXCEEDED,
+        "more than three quarters of the memory of Redis are in use, so nothing was queued: try again later, or ask "
+        "the operator to raise `maxmemory`",
+    )
 
 
 def _in_steps(values: Iterable[T]) -> Iterator[list[T]]:

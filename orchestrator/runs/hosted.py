@@ -42,6 +42,7 @@ from store.runs import (
     MAX_PENDING,
     SHOWN_INSTRUCTION,
     RunQueue,
+    nearly_full,
 )
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
@@ -147,7 +148,8 @@ class HostedRuns:
         Raises ToolFailure:
         - INVALID_ARGUMENTS: a path on a machine, a body above 1 MiB, invalid metadata, a key of another request, or a
           session that another run uses.
-        - QUOTA_EXCEEDED: too many runs wait. BUDGET_EXCEEDED: a budget of the tenant is used up.
+        - QUOTA_EXCEEDED: too many runs wait, or Redis is nearly full.
+        - BUDGET_EXCEEDED: a budget of the tenant is used up.
         - SESSION_NOT_FOUND: the session is not open.
         - UNKNOWN_TENANT: the tenant does not exist.
         - PERMISSION_DENIED: the tenant's policy does not allow the model.
@@ -298,6 +300,8 @@ class HostedRuns:
                     "begun, or cancel some"
                 )
                 raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, message)
+            case ["memory"]:
+                raise nearly_full()
             case ["busy", other]:
                 message = (
                     f"run {other} uses that session: wait for its end, cancel it, or leave the session out, so that "

@@ -109,6 +109,26 @@ async def test_what_no_orchestrator_could_read_again_is_not_queued(api: ApiHarne
     assert (await api["acme"].get("/v1/runs")).json()["data"] == []
 
 
+async def test_a_tenant_that_queues_all_it_may_does_not_fill_redis(api: ApiHarness, redis_server: RedisProcess) -> None:
+    with redis_server.client() as client:
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + 16 * 1024 * 1024)
+        try:
+            body, lines = {"instruction": "x" * 1_000_000}, b'{"id": "a", "instruction": "x"}\n'
+            while (refused := await api["acme"].post("/v1/runs", json=body)).status_code == 202:
+                pass
+            # Calls and results have the rest.
+            memory = client.info("memory")
+            assert memory["used_memory"] < 0.85 * memory["maxmemory"]
+            assert (refused.status_code, read_problem(refused)["code"]) == (429, "QUOTA_EXCEEDED")
+            # The body of the refused run counted, too, and a small request may still have had room.
+            client.config_set("maxmemory", int(client.info("memory")["used_memory"] / 0.95))
+            refused = await api["acme"].post("/v1/batches", content=lines, headers={"Content-Type": "text/plain"})
+            assert (refused.status_code, read_problem(refused)["code"]) == (429, "QUOTA_EXCEEDED")
+            assert (await api["acme"].get("/v1/batches")).json()["data"] == []
+        finally:
+            client.config_set("maxmemory", 0)
+
+
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 async def test_a_request_that_can_be_read_in_two_ways_is_refused_and_its_connection_closed(
     api: ApiHarness, head: bytes
