@@ -243,6 +243,21 @@ async def test_a_move_falls_back_to_the_automatic_checkpoint(client: "redis.asyn
     assert hosts.opened[-1][1].arguments["moved"]["checkpoint_at"] is None
 
 
+async def test_a_session_whose_restore_fails_is_not_opened_without_its_files(client: "redis.asyncio.Redis") -> None:
+    hosts = Hosts("a")
+    locator = build_locator(client, hosts)
+    await locator.open("acme", "s1", DEFAULT, {})
+    await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c1", "auto-1"), "checkpoint_at": 1})
+    address = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, address.queue)
+    hosts.all["host.b.b00t"] = build_report("b")
+    failed = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.INTERNAL, "the store is away")
+    hosts.answer = lambda opening: failed if "restore" in opening.arguments else None
+    with pytest.raises(SandboxUnavailable, match="the store is away"):
+        await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
+    assert [opening.arguments.get("restore") for _, opening, _ in hosts.opened[1:]] == ["c1"]
+
+
 async def test_a_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
