@@ -45,8 +45,8 @@ class SandboxOptions(Record):
 
 
 class LargestOptions(SandboxOptions):
-    """The most that a session may ask for. None: the value of the class itself. `user` root: either user. `timeout_s`:
-    the largest limit of a call, in seconds.
+    """The largest values that a session may request. None: the value of the class is the largest. `user` root:
+    the session may choose either user. `timeout_s`: the largest time limit of a call, in seconds.
     """
 
     timeout_s: float = Field(default=MAX_TIMEOUT_S, ge=MAX_TIMEOUT_S, le=LONGEST_TIMEOUT_S)

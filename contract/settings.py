@@ -308,8 +308,8 @@ def _check_other(part: SplitResult, first: SplitResult) -> None:
     own, expected = [(address.username, address.password, address.path.strip("/")) for address in (part, first)]
     if any(value and value != other for value, other in zip(own, expected, strict=True)):
         raise ConfigError(
-            "TOOLCREW_REDIS_URL has a user, password or database behind a later sentinel: write those of Redis in its "
-            "first address"
+            "TOOLCREW_REDIS_URL has a user, password or database behind a later sentinel: write the user, password and "
+            "database of Redis in its first address"
         )
 
 

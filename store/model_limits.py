@@ -201,8 +201,8 @@ class SharedLimits:
             timer.cancel()
 
     async def release(self, lease: RequestLease, tokens: int) -> None:
-        """End a request. `tokens`: those that the server counted; 0: it did not count. A failure is only logged: the
-        lease then expires.
+        """End a request. `tokens`: the number of tokens that the server reported, or 0 if it reported none. A failure
+        is only logged, because the lease expires later.
         """
         self._held.discard(lease.id)
         if self._bounds is not None:

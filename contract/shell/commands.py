@@ -182,7 +182,7 @@ def parse_commands(text: str) -> ShellScript:
 
 def _parse_piece(text: str, depth: int, is_fed: bool) -> tuple[list[Command], list[tuple[str, int, bool]], str]:
     """Return the commands of one text, the nested texts as (text, depth, is_fed), and the reason why there may be more
-    commands.
+    commands. `is_fed`: see Command.
     """
     content = read_script(text)
     commands: list[Command] = []

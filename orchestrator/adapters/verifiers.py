@@ -157,7 +157,7 @@ class ToolcrewHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: ToolcrewTaskData,
     ) -> vf.ProgramResult:
-        """Run the agent, and take its files for the grader. Raises SandboxError: the infrastructure failed."""
+        """Run the agent, then copy its files for the grader. Raises SandboxError when the infrastructure fails."""
         environment, grader = data.item.environment, _grader_of(data.item)
         model = OpenAIModel(ctx.model, endpoint, secret, load_settings().model_timeout_s)
         try:
