@@ -16,6 +16,7 @@ from tests.api_harness import make_keys
 from tests.api_process import ApiProcess, open_api_process
 from tests.model_server.running import ModelServer, running_model_server
 from tests.stack import Stack, free_port, open_stack
+from tests.waiting import wait_until_async
 
 STEPS = 4
 """Limit of steps; lower than the default of a run."""
@@ -136,6 +137,18 @@ async def read_events(
             else:
                 fields = {}
     return found
+
+
+async def read_until(client: httpx.AsyncClient, path: str, field: str, *values: str) -> dict[str, Any]:
+    """Return the object at the path as soon as the field has one of the values."""
+
+    async def read() -> dict[str, Any]:
+        return dict((await client.get(path)).json())
+
+    def accepts(reply: dict[str, Any]) -> bool:
+        return reply[field] in values
+
+    return dict(await wait_until_async(read, SOON_S, f"{path} has {field} {values}", accepts=accepts))
 
 
 async def started(client: httpx.AsyncClient, item: str, **fields: Any) -> str:

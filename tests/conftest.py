@@ -5,7 +5,6 @@ starts its own stack.
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,7 +22,7 @@ from contract.errors import ConfigError
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
-from tests.stack import Footprint, Stack, open_footprint, open_stack, require_engine
+from tests.stack import Footprint, Stack, free_port, open_footprint, open_stack, require_engine
 
 if TYPE_CHECKING:
     from tests.event_harness import EventHarness
@@ -117,12 +116,6 @@ def redis_server(redis_process: RedisProcess) -> RedisProcess:
     with redis_process.client() as client:
         client.flushall()
     return redis_process
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,9 @@ from typing import Any
 import redis.asyncio
 
 from store.call_messages import ResultHub
-from tests.conftest import RedisProcess, free_port
+from tests.conftest import RedisProcess
 from tests.fakes import close_hub
+from tests.stack import free_port
 
 SOON_S = 15.0
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import redis
@@ -32,6 +32,9 @@ from orchestrator.operations.redis_server import find_redis_server, write_redis_
 from tests.containers import open_engine, remove_oci, watch
 from tests.processes import read_proc
 from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from orchestrator.dispatch.sessions import Session
 
 ROOT = Path(__file__).parent.parent
 TOOLCREW = str(Path(sys.executable).parent / "toolcrew")
@@ -284,6 +287,12 @@ class Stack:
     def full_id(self, short: str) -> str:
         """Return the full id of the container, as control groups name it."""
         return watch(self.api, short).id
+
+    async def container_of(self, session: "Session") -> str:
+        """Return the full id of the session's container."""
+        sandbox = (await session.info()).sandbox
+        assert sandbox is not None
+        return self.full_id(sandbox.id)
 
     def has_container(self, container: str) -> bool:
         return any(name.startswith(container) for name in self.footprint.containers())

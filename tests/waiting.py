@@ -29,10 +29,15 @@ def wait_until(
 
 
 async def wait_until_async(
-    condition: Callable[[], Any], within_s: float, expectation: str | Callable[[], str], pause_s: float = PAUSE_S
+    condition: Callable[[], Any],
+    within_s: float,
+    expectation: str | Callable[[], str],
+    pause_s: float = PAUSE_S,
+    accepts: Callable[[Any], Any] = bool,
 ) -> Any:
-    """Wait as `wait_until` does, but without blocking the event loop. A coroutine that the condition returns is awaited,
-    at most until the deadline. A condition that is a plain function runs in a thread.
+    """Wait as `wait_until` does, but without blocking the event loop. Returns the first result that `accepts` accepts.
+    A coroutine that the condition returns is awaited, at most until the deadline. A condition that is a plain function
+    runs in a thread.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -46,7 +51,7 @@ async def wait_until_async(
                 if limit.expired():
                     _fail(within_s, expectation)
                 raise
-        if result:
+        if accepts(result):
             return result
         if time.monotonic() > deadline:
             _fail(within_s, expectation)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from store.archives.files import MAX_WORKSPACE_BYTES
-from tests.api_stack import SOON_S, ApiStack, read_events, store_settings
+from tests.api_stack import SOON_S, ApiStack, read_events, read_until, store_settings
 from tests.command_server import run_toolcrew
 
 pytestmark = pytest.mark.stack
@@ -67,10 +67,7 @@ async def rows_of(client: httpx.AsyncClient, *lines: dict[str, Any]) -> dict[str
     submitted = await submit(client, *lines)
     assert submitted.status_code == 201, submitted.text
     path = submitted.headers["location"]
-    async with asyncio.timeout(SOON_S):
-        # Another process runs the batch, and this process gets no event, so the test polls.
-        while (await client.get(path)).json()["status"] != "completed":  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await read_until(client, path, "status", "completed")
     rows = [json.loads(line) for line in (await client.get(f"{path}/results")).text.splitlines()]
     return {row["custom_id"]: row for row in rows}
 
@@ -272,9 +269,7 @@ async def test_a_detached_batch_of_the_command_uploads_its_folders_and_its_artif
         assert done.returncode == 0, done.stderr
         after = {file["id"] for file in (await client.get("/v1/files", params={"limit": 200})).json()["data"]}
         assert len({file for file in after - before if file.startswith("file-")}) == 2
-        async with asyncio.timeout(SOON_S):
-            while (await client.get("/v1/batches/carried")).json()["status"] != "completed":  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await read_until(client, "/v1/batches/carried", "status", "completed")
     exported = await toolcrew("export", "carried", "--artifacts", str(tmp_path / "artifacts"))
     assert exported.returncode == 0, exported.stderr
     rows = {row["custom_id"]: row for row in map(json.loads, exported.stdout.splitlines())}

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api_stack import SOON_S, STEPS, ApiStack, read_events, started
+from tests.api_stack import SOON_S, STEPS, ApiStack, read_events, read_until, started
 from tests.stack import ROOT
 
 pytestmark = pytest.mark.stack
@@ -25,11 +25,7 @@ BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), 
 
 async def until_state(client: httpx.AsyncClient, run: str, *states: str) -> dict[str, Any]:
     """Return the run as soon as it has one of these states."""
-    async with asyncio.timeout(SOON_S):
-        # Another process changes the state, and this process gets no event, so the test polls.
-        while (reply := (await client.get(f"/v1/runs/{run}")).json())["state"] not in states:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    return dict(reply)
+    return await read_until(client, f"/v1/runs/{run}", "state", *states)
 
 
 async def test_a_run_is_followed_on_another_replica_where_its_stream_broke_off(api_stack: ApiStack) -> None:
@@ -132,9 +128,8 @@ async def test_s2_26_a_tool_that_is_turned_off_by_the_api_cannot_be_called_by_an
             messages = (await client.get(f"/v1/runs/{run}/transcript")).json()["messages"]
             assert "it is being repaired" in str(messages)
             assert result["answer"].startswith("told: still here")
-            async with asyncio.timeout(SOON_S):  # another replica learns of the change within two seconds
-                while (await client.get("/v1/tools/glob_tool")).json()["state"] != "disabled":  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            # Another replica learns of the change within two seconds.
+            await read_until(client, "/v1/tools/glob_tool", "state", "disabled")
             listed = {tool["name"]: tool for tool in (await client.get("/v1/tools")).json()["data"]}
             assert (listed["glob_tool"]["state"], listed["bash_tool"]["state"]) == ("disabled", "enabled")
             assert all(tool["description"] for tool in listed.values())
@@ -148,9 +143,7 @@ async def test_a_batch_is_worked_and_its_rows_are_read(api_stack: ApiStack) -> N
         submitted = await client.post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})
         assert submitted.status_code == 201, submitted.text
         path = submitted.headers["location"]
-        async with asyncio.timeout(SOON_S):
-            while (reply := (await other.get(path)).json())["status"] != "completed":  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        reply = await read_until(other, path, "status", "completed")
         assert reply["request_counts"]["completed"] == 5
         rows = (await other.get(f"{path}/results")).text.splitlines()
         assert sorted(re.findall(r'"custom_id": ?"(line-\d)"', "".join(rows))) == [

@@ -1,12 +1,15 @@
-"""Fixtures: a client and a session on the shared stack."""
+"""Fixtures: a client and a session on the shared stack, and sandboxds that a test may kill."""
 
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from docker import APIClient
 
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
-from tests.stack import Stack
+from tests.daemons import Daemons, open_daemons
+from tests.stack import Stack, missing
 
 
 @pytest.fixture
@@ -19,3 +22,15 @@ async def client(stack: Stack) -> AsyncIterator[ToolClient]:
 async def session(client: ToolClient) -> AsyncIterator[Session]:
     async with await client.open_session() as opened:
         yield opened
+
+
+@pytest.fixture
+def daemons(engine: APIClient) -> Iterator[Daemons]:
+    with open_daemons(engine) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def needs_root() -> None:
+    if os.geteuid() != 0:
+        missing("disks are mounted by root: run the tests as root")

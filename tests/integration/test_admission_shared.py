@@ -17,6 +17,7 @@ from contract.tenancy import TenantPolicy
 from orchestrator.admission import NOT_ADMITTED, SharedAdmission
 from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
+from tests.waiting import wait_until_async
 
 
 class Harness:
@@ -262,8 +263,9 @@ async def test_redis_restarting_neither_loses_nor_doubles_a_slot(harness: Harnes
     callers.remove(ended)
     # The number of further calls depends on the duration of the call that ended.
     await harness.until(lambda: holding(callers) >= 4)
-    while await harness.count("held") != holding(callers):  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
+    await wait_until_async(
+        lambda: harness.count("held"), 30, "the callers hold all", accepts=lambda held: held == holding(callers)
+    )
     assert await harness.count("held") + await harness.count("waiting") == len(callers)
     await drain(harness, callers, at_once=4)
 

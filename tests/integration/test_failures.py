@@ -42,17 +42,11 @@ def need_images() -> None:
         missing("workspace images need root: run the tests as root")
 
 
-async def container_of(stack: Stack, session: Session) -> str:
-    sandbox = (await session.info()).sandbox
-    assert sandbox is not None
-    return stack.full_id(sandbox.id)
-
-
 async def start_call(
     stack: Stack, session: Session, command: str, call_id: str | None = None
 ) -> "asyncio.Task[ToolResult]":
     """Start a call and wait until its command runs."""
-    container = await container_of(stack, session)
+    container = await stack.container_of(session)
     task = asyncio.create_task(session.call("bash_tool", {"command": command}, call_id=call_id))
     await wait_until_async(
         lambda: any(command in line for line in commands_in(container).values()), 15, f"{command} runs"
@@ -93,7 +87,7 @@ async def test_a_stack_that_ends_just_after_its_sandboxd_was_killed_leaves_no_fr
     """
     with open_stack(engine, {"TOOLCREW_IDLE_PAUSE_S": "0.2"}) as stack:
         async with ToolClient.connect(stack.redis_url) as client:
-            container = await container_of(stack, await client.open_session())
+            container = await stack.container_of(await client.open_session())
             await wait_until_async(lambda: watch(engine, container).is_frozen(), 20, "it is frozen")
 
             os.kill(stack.pid("sandboxd"), signal.SIGKILL)
@@ -107,7 +101,7 @@ async def test_a_killed_worker_is_started_again_and_its_call_is_said_to_be_lost(
     pool = children_of(killed)
     async with ToolClient.connect(own_stack.redis_url) as client:
         session = await client.open_session()
-        container = await container_of(own_stack, session)
+        container = await own_stack.container_of(session)
         call = await start_call(own_stack, session, "sleep 66")
 
         os.kill(killed, signal.SIGKILL)
@@ -209,7 +203,7 @@ async def test_every_call_in_flight_gets_its_result_once_over_an_outage_of_redis
                 for session in sessions
             ]
             for session in sessions:
-                container = await container_of(stack, session)
+                container = await stack.container_of(session)
                 await wait_until_async(
                     lambda container=container: sum("sleep" in line for line in commands_in(container).values()) >= 2,
                     15,

@@ -2,14 +2,11 @@
 
 import io
 import json
-import os
 import random
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from docker import APIClient
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from orchestrator.batches.displays import JsonLines
@@ -19,12 +16,11 @@ from orchestrator.runs.batch_runs import RowPaths
 from orchestrator.sdk.client import ToolClient
 from tests.chaos.forks import SETTINGS as STACKED
 from tests.chaos.forks import Tree, close_all
-from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
-from tests.stack import missing
+from tests.daemons import Daemon, Daemons, bash, run_script
 from tests.waiting import wait_until
 from workers.sandboxd.forks import MERGED_LAYERS
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("needs_root"), pytest.mark.timeout(300)]
 
 SOON_S = 30.0
 SETTINGS = {
@@ -38,14 +34,6 @@ echo scratch > /tmp/file; export COLOUR=blue; greet() { echo "hello $1"; }; cd s
 """
 LOOK = 'pwd; echo "$COLOUR"; greet you; cat /tmp/file file ../gone/file; readlink ../link; stat -c %a deep'
 SEEN = ["/workspace/sub", "blue", "hello", "you", "scratch", "base", "lost", "sub/file", "700"]
-
-
-@pytest.fixture
-def daemons(engine: APIClient) -> Iterator[Daemons]:
-    if os.geteuid() != 0:
-        missing("disks are mounted by root: run the tests as root")
-    with open_daemons(engine) as opened:
-        yield opened
 
 
 @pytest.fixture(params=SETTINGS)

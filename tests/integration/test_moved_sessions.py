@@ -2,23 +2,14 @@
 checkpoint.
 """
 
-from collections.abc import Iterator
-
 import pytest
-from docker import APIClient
 
 from contract.errors import ErrorCode, ToolFailure
-from tests.daemons import Daemons, bash, open_daemons, run_script
+from tests.daemons import Daemons, bash, run_script
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
 
 AT = "2030-01-31T12:00:00+00:00"
-
-
-@pytest.fixture
-def daemons(engine: APIClient) -> Iterator[Daemons]:
-    with open_daemons(engine) as opened:
-        yield opened
 
 
 def test_a_session_whose_sandboxd_was_killed_goes_on_at_another_and_is_reported_what_it_lost(daemons: Daemons) -> None:

@@ -2,25 +2,17 @@
 plays a thousand rounds.
 """
 
-from collections.abc import Iterator
-
 import pytest
 from docker import APIClient
 
 from benchmarks.kill_rounds import WAYS, Rounds
-from tests.daemons import Daemon, Daemons, bash, open_daemons, start_call, wait_running
+from tests.daemons import Daemon, Daemons, bash, start_call, wait_running
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(120)]
 
 ROUNDS = 20
 SOON_S = 30.0
-
-
-@pytest.fixture
-def daemons(engine: APIClient) -> Iterator[Daemons]:
-    with open_daemons(engine) as opened:
-        yield opened
 
 
 def test_twenty_rounds_of_every_end_leave_nothing_and_cost_sandboxd_nothing(

@@ -47,12 +47,6 @@ def state_of(stack: Stack, tenant: str, call_id: str) -> str:
         return result.decode() if result else ""
 
 
-async def container_of(stack: Stack, session: Session) -> str:
-    sandbox = (await session.call("bash_tool", {"command": "true"})).sandbox
-    assert sandbox is not None
-    return stack.full_id(sandbox.id)
-
-
 async def known_life(client: ToolClient, call_id: str) -> CallLife:
     """Return the life of a call that has just started, as soon as its record exists."""
     async with asyncio.timeout(30):
@@ -147,7 +141,7 @@ async def test_sessions_of_other_tenants_cannot_be_taken_over(stack: Stack, clie
 async def test_a_running_command_is_killed_with_all_it_started_by_another_process(
     stack: Stack, session: Session, other: ToolClient
 ) -> None:
-    container, call_id = await container_of(stack, session), f"kill-{secrets.token_hex(4)}"
+    container, call_id = await stack.container_of(session), f"kill-{secrets.token_hex(4)}"
     call = start(session, "echo begun; setsid sleep 300 & (setsid sh -c 'sleep 301 & wait' &) ; sleep 302", call_id)
     await wait_until_async(
         lambda: sum("sleep 30" in one for one in commands_in(container).values()) >= 3,

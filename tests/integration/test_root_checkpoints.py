@@ -1,18 +1,13 @@
 """Checkpoints of sessions with root inside, restored by another sandboxd: the whole root file system is as it was."""
 
-import os
-from collections.abc import Iterator
-
 import pytest
-from docker import APIClient
 
 from tests.chaos.forks import SETTINGS as STACKED
 from tests.chaos.forks import close_all
-from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
-from tests.stack import missing
+from tests.daemons import Daemon, Daemons, bash, run_script
 from workers.sandbox_client import SandboxClient
 
-pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("needs_root"), pytest.mark.timeout(300)]
 
 CHANGE = r"""
 set -e
@@ -39,14 +34,6 @@ find . -xdev \( -path ./tmp -o -path ./output \) -prune -o -newer /bin/ls -type 
 
 def survey(client: SandboxClient, name: str, place: str) -> None:
     assert run_script(client, name, f"survey() ({SURVEY}); survey {place}") == ""
-
-
-@pytest.fixture
-def daemons(engine: APIClient) -> Iterator[Daemons]:
-    if os.geteuid() != 0:
-        missing("disks are mounted by root: run the tests as root")
-    with open_daemons(engine) as opened:
-        yield opened
 
 
 @pytest.fixture

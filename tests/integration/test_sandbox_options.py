@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.sandboxes import SandboxOptions
 from contract.tenancy import SandboxTerms
 from tests.containers import Watched, python, watch
-from tests.daemons import Daemon, Daemons, bash, open_daemons, run_script
+from tests.daemons import Daemon, Daemons, bash, run_script
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -42,12 +41,6 @@ except BlockingIOError:
 """
 )
 OPTIONS = SandboxOptions(cpus=0.5, memory_bytes=300 * MIB, workspace_bytes=8 * MIB, pids=40)
-
-
-@pytest.fixture
-def daemons(engine: APIClient) -> Iterator[Daemons]:
-    with open_daemons(engine) as opened:
-        yield opened
 
 
 def start(daemons: Daemons, sandbox_start: str, classes: dict[str, Any], **settings: str) -> Daemon:
@@ -143,7 +136,7 @@ def test_a_session_is_root_inside_only_if_it_asks_for_it_and_its_class_allows_it
         assert "No space left on device" in full
         assert full.split()[-1] == "0"
         own = client.open("acme", "own")
-        assert run_script(client, own, "id -u; touch /etc/mine").split()[0] == "1000"
+        assert run_script(client, own, "exec 2>&1; id -u; touch /etc/mine").split()[0] == "1000"
         with pytest.raises(ToolFailure, match="may not run as root"):
             client.open("acme", "plain", options=SandboxOptions(user="root"), terms=SandboxTerms(tenant_class="plain"))
     daemon.kill()

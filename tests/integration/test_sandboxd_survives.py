@@ -22,12 +22,6 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(150)]
 SOON_S = 30.0
 
 
-@pytest.fixture
-def daemons(engine: APIClient) -> Iterator[Daemons]:
-    with open_daemons(engine) as opened:
-        yield opened
-
-
 @pytest.fixture(scope="module")
 def pooled(engine: APIClient) -> Iterator[Daemon]:
     """Shared by tests that leave the daemon unchanged."""

@@ -22,13 +22,6 @@ from tests.waiting import wait_until_async
 pytestmark = pytest.mark.stack
 
 
-async def container_of(stack: Stack, session: Session) -> str:
-    """Return the full id of the session's container."""
-    sandbox = (await session.info()).sandbox
-    assert sandbox is not None
-    return stack.full_id(sandbox.id)
-
-
 async def assert_only_the_guest_runs(container: str) -> None:
     """Fail unless the host's control groups show PID 1 and no other process."""
     await wait_until_async(lambda: len(commands_in(container)) == 1, 3, "only the guest is left in the container")
@@ -42,7 +35,7 @@ async def assert_goes_on(session: Session) -> ToolResult:
 
 async def test_at_the_limit_everything_that_a_call_started_is_killed(stack: Stack, session: Session) -> None:
     """New sessions, double forks and nohup are included. The output until the limit is kept."""
-    container = await container_of(stack, session)
+    container = await stack.container_of(session)
     command = (
         "echo before; setsid sleep 300 & (setsid sh -c 'sleep 301 & sleep 302 & wait' &) ; nohup sleep 303 >/dev/null "
         "2>&1 & sleep 304"
@@ -78,7 +71,7 @@ async def test_a_call_survives_the_kill_of_its_neighbour(stack: Stack, session: 
 
 
 async def test_what_a_call_leaves_running_is_ended_with_it_and_said(stack: Stack, session: Session) -> None:
-    container = await container_of(stack, session)
+    container = await stack.container_of(session)
 
     result = await session.call("bash_tool", {"command": "nohup setsid sleep 300 >/dev/null 2>&1 & echo started"})
 
@@ -89,7 +82,7 @@ async def test_what_a_call_leaves_running_is_ended_with_it_and_said(stack: Stack
 
 
 async def test_a_fork_bomb_ends_at_its_limit_and_the_session_goes_on(stack: Stack, session: Session) -> None:
-    container = await container_of(stack, session)
+    container = await stack.container_of(session)
 
     result = await session.call("bash_tool", {"command": "bomb() { bomb | bomb & }; bomb; sleep 60"}, timeout_s=2)
 
@@ -104,7 +97,7 @@ async def test_a_fork_bomb_ends_at_its_limit_and_the_session_goes_on(stack: Stac
 
 
 async def test_a_memory_hog_reports_that_memory_ran_out(stack: Stack, session: Session) -> None:
-    container = await container_of(stack, session)
+    container = await stack.container_of(session)
     hog = "python3 -c 'held = [bytearray(50_000_000) for _ in range(200)]'"
 
     result = await session.call("bash_tool", {"command": hog}, timeout_s=30)
@@ -125,7 +118,7 @@ async def test_an_output_flood_is_bounded_and_cut_with_a_notice(session: Session
 
 
 async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session) -> None:
-    container = await container_of(stack, session)
+    container = await stack.container_of(session)
     call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 77"}))
     await wait_until_async(lambda: "sleep 77" in commands_in(container).values(), 10, "the command runs")
 
@@ -139,7 +132,7 @@ async def test_a_cancelled_call_is_killed_at_once(stack: Stack, session: Session
 
 async def test_a_call_is_cancelled_at_once_also_when_every_slot_is_busy(stack: Stack, session: Session) -> None:
     """All calls except one bypass admission, because admission would leave a slot for others."""
-    container = await container_of(stack, session)
+    container = await stack.container_of(session)
     route = (session.tenant, session.id, (await session.info()).queue)
     with stack.open_redis() as redis:
         slots = int(redis.get(slots_key("default", str(route[2]))) or 0)
@@ -186,7 +179,7 @@ async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(
 ) -> None:
     """The second line of defence: the guest cannot answer, so sandboxd ends the container and reports the cause."""
     async with await client.open_session() as session:
-        container = await container_of(stack, session)
+        container = await stack.container_of(session)
         guest = watch(stack.api, container).pid
         started = time.monotonic()
         call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}, timeout_s=1.5))
@@ -210,7 +203,7 @@ async def test_a_stopped_guest_costs_its_container_two_seconds_after_the_limit(
 
 async def test_a_killed_guest_is_reported_once_and_replaced(stack: Stack, client: ToolClient) -> None:
     async with await client.open_session() as session:
-        container = await container_of(stack, session)
+        container = await stack.container_of(session)
         await session.write_file("kept.txt", b"kept")
         guest = watch(stack.api, container).pid
         call = asyncio.create_task(session.call("bash_tool", {"command": "sleep 88"}))
@@ -234,7 +227,7 @@ async def test_a_guest_that_died_between_two_calls_is_reported_by_the_next_one(
     stack: Stack, client: ToolClient
 ) -> None:
     async with await client.open_session() as session:
-        container = await container_of(stack, session)
+        container = await stack.container_of(session)
         os.kill(watch(stack.api, container).pid, signal.SIGKILL)
         await wait_until_async(
             lambda: not stack.has_container(container), 10, "the engine has removed the dead container"

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 from tests.conftest import RedisProcess
 from tests.guest_harness import Guest, running_guest
 from tests.hosted_harness import MadeHosted, open_hosted
+from tests.item_harness import Made, open_maker
 
 
 @pytest.fixture
@@ -29,6 +30,12 @@ def shared_guest() -> Iterator[Guest]:
 async def make_hosted(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
     async with open_hosted(redis_server) as make:
         yield make
+
+
+@pytest.fixture
+async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
+    async with open_maker(redis_server) as made:
+        yield made
 
 
 @pytest.fixture

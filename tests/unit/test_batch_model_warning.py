@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +20,7 @@ from orchestrator.runs.models import Models
 from orchestrator.settings import OrchestratorSettings
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
-from tests.item_harness import Made, build_run, echo_then, open_maker
-
-
-@pytest.fixture
-async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
-    async with open_maker(redis_server) as made:
-        yield made
+from tests.item_harness import Made, build_run, echo_then
 
 
 def warning(at: float = 1.0, message: str = FALLBACK_WARNING) -> BatchNotice:

@@ -29,6 +29,7 @@ from store.connection import SharedClock
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 from tests.fakes import close_hub
+from tests.waiting import wait_until_async
 
 QUEUE = "pool.web"
 SOON_S = 15.0
@@ -209,9 +210,10 @@ async def test_a_large_result_is_fetched_and_deleted(harness: Harness) -> None:
     await harness.server.set(blob_key("default", "acme", "sandbox", "b1"), record)
     await harness.answer(task_id, encoded)
     assert decode_result(await waiting).output == "x" * 100_000
-    async with asyncio.timeout(SOON_S):
-        while await harness.server.exists(blob_key("default", "acme", "sandbox", "b1"), result_key(task_id)):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    keys = (blob_key("default", "acme", "sandbox", "b1"), result_key(task_id))
+    await wait_until_async(
+        lambda: harness.server.exists(*keys), SOON_S, "blob and result are removed", 0.01, lambda count: count == 0
+    )
 
 
 @pytest.mark.parametrize(

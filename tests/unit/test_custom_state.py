@@ -11,7 +11,8 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.names import session_state_key
 from contract.settings import BrokerSettings
 from store.tool_state import STATE_TTL_S, RedisState, StateStore
-from tests.conftest import RedisProcess, free_port
+from tests.conftest import RedisProcess
+from tests.stack import free_port
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@
 The faults are injected into a real guest in a pid namespace.
 """
 
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.guest_harness import DEADLINE_S, Guest, needs_namespace, running_guest
+from tests.waiting import wait_until
 
 pytestmark = needs_namespace
 
@@ -112,10 +112,7 @@ execution.offer_to_oom_killer = mark_late
             "sleep 1000 & setsid sleep 1000 & (setsid sh -c 'sleep 1000; true' &); echo > started; wait", timeout_s=60
         )
         guest.wait_for_file("started")
-        give_up_at = time.monotonic() + DEADLINE_S
-        while (scores := read_scores(guest))[:1] != ["0"] or scores[1:] != ["200"] * 5:
-            assert time.monotonic() < give_up_at, scores
-            time.sleep(0.01)
+        wait_until(lambda: read_scores(guest) == ["0", *["200"] * 5], DEADLINE_S, lambda: str(read_scores(guest)), 0.01)
 
 
 def read_scores(guest: Guest) -> list[str]:

@@ -14,6 +14,7 @@ from store.calls import CallClaim, CallState, WorkerCallStore, parse_record
 from store.connection import SharedClock
 from tests.builders import build_call, build_context
 from tests.conftest import RedisProcess
+from tests.waiting import wait_until
 from workers import executor
 from workers.executor import DURABLE_AFTER_S, UnconfirmedCalls
 
@@ -115,7 +116,4 @@ def test_a_thread_makes_sure_while_there_are_calls_and_ends_with_them(monkeypatc
         sure, threads = threading.Event(), threading.active_count()
         with held.over(sure.set):
             assert sure.wait(20)
-        until = time.monotonic() + 20
-        while threading.active_count() > threads and time.monotonic() < until:
-            time.sleep(0.01)
-        assert threading.active_count() <= threads
+        wait_until(lambda most=threads: threading.active_count() <= most, 20, "the thread ends", 0.01)

@@ -30,7 +30,7 @@ from store.run_records import HostedState
 from tests.conftest import RedisProcess
 from tests.hosted_harness import SOON_S, HostedHarness, MadeHosted, open_hosted, types
 from tests.run_harness import build_outcome
-from tests.waiting import until
+from tests.waiting import until, wait_until_async
 
 
 @pytest.fixture
@@ -252,8 +252,7 @@ async def test_a_redis_that_was_away_loses_nothing_that_was_reported_meanwhile(r
         following = asyncio.create_task(harness.events(run))
         async with harness.publisher.open("acme", run, claim.token, 1) as publisher:
             publisher.on_event(text("before"))
-            while not await harness.stored_events(run):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await wait_until_async(lambda: harness.stored_events(run), SOON_S, "the event is stored", 0.01)
             await harness.client.save()
             redis_server.stop()
             publisher.on_event(text("meanwhile"))

@@ -3,7 +3,6 @@ length.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -38,6 +37,7 @@ from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog
 from tests.metric_harness import Key, counted, key, read_page
+from tests.waiting import wait_until_async
 
 ECHO = build_spec("echo")
 ROUTE = ("acme", "s1", "host.h1.b00t")
@@ -231,10 +231,7 @@ async def test_counts_are_flushed_every_second_and_at_the_end(redis_server: Redi
         async with open_tally(redis_server) as (tally, _):
             tally.start()
             await dispatch(tally, answering())
-            until = time.monotonic() + 20
-            while not client.hlen(metrics_key("d")):
-                assert time.monotonic() < until
-                await asyncio.sleep(0.02)  # another task's flush has no event here
+            await wait_until_async(lambda: client.hlen(metrics_key("d")), 20, "the meters are flushed")
             await dispatch(tally, answering())
         assert client.hget(metrics_key("d"), "\ttoolcrew_tool_calls_total\techo\tok\t") == b"2"
 

@@ -28,7 +28,7 @@ from store.secrets import SecretStore
 from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
-from tests.item_harness import ItemHarness, Made, build_run, open_maker
+from tests.item_harness import ItemHarness, Made, build_run
 from tests.model_asker import build_models
 from tests.model_endpoint import END, HELLO, ROLE, Server, answer, cut_stream, serving, stream, text_of
 from tests.waiting import wait_until_async
@@ -40,12 +40,6 @@ USAGE = {"choices": [], "usage": {"prompt_tokens": 1_000_000, "completion_tokens
 REPLY = stream(ROLE, HELLO, END, USAGE)
 CALL = {"index": 0, "id": "c", "function": {"name": "echo", "arguments": '{"text": "x"}'}}
 CALLS = stream({"choices": [{"index": 0, "delta": {"tool_calls": [CALL]}, "finish_reason": "tool_calls"}]}, USAGE)
-
-
-@pytest.fixture
-async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
-    async with open_maker(redis_server) as made:
-        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,11 @@ import redis.asyncio
 from contract.errors import BrokerUnavailable
 from store import call_messages as results
 from store.call_messages import ResultHub
-from tests.conftest import RedisProcess, free_port
+from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.result_harness import SOON_S, arrives, listening, publish, stored
-from tests.waiting import until
+from tests.stack import free_port
+from tests.waiting import until, wait_until_async
 
 
 @pytest.fixture(autouse=True)
@@ -182,9 +183,7 @@ async def test_a_result_that_was_taken_or_dropped_is_deleted(
                 await client.set(f"celery-task-meta-{each}", stored(each))
                 await publish(client, each)
             await arrives(future)
-        async with asyncio.timeout(SOON_S):
-            while await client.dbsize():  # noqa: ASYNC110  # Redis does not report that a key was removed
-                await asyncio.sleep(0.01)
+        await wait_until_async(client.dbsize, SOON_S, "every key is removed", 0.01, lambda size: size == 0)
 
 
 async def test_closing_deletes_what_was_taken(redis_server: RedisProcess, not_sweeping: None) -> None:

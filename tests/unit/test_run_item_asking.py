@@ -19,7 +19,7 @@ from tests.approval_harness import ADMIN, SOON_S, ApprovalHarness
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.item_harness import OPENED, ItemHarness, Made, build_run, echo_then, open_maker
-from tests.waiting import until
+from tests.waiting import until, wait_until_async
 
 ASKED = ApprovalPolicy((Rule("ask", tool="echo"),))
 ASKING = BatchDefaults(asks_people=True)
@@ -103,11 +103,9 @@ async def test_a_process_that_continues_before_the_decision_asks_the_same_questi
     asker = await asker_of(first, before)
     again = await second.taken_over(claim)
     working = asyncio.create_task(second.worked(again, ASKING))
-    async with asyncio.timeout(SOON_S):
-        while True:
-            if await asker_of(first, before) != asker:
-                break
-            await asyncio.sleep(0.01)
+    await wait_until_async(
+        lambda: asker_of(first, before), SOON_S, "the second asks", 0.01, lambda found: found != asker
+    )
     # The first, which has lost the run, ends late: it takes nothing away that the second waits for.
     stays.cancel()
     await asyncio.wait({stays}, timeout=SOON_S)

@@ -14,7 +14,6 @@ from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from orchestrator.runs import item_work
 from store.batches import BatchDefaults, RunLimits
-from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
 from tests.item_harness import (
     ItemHarness,
@@ -24,17 +23,10 @@ from tests.item_harness import (
     build_tool_call,
     echo_then,
     failed,
-    open_maker,
     with_harness,
 )
 
 SOON_S = 15.0
-
-
-@pytest.fixture
-async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
-    async with open_maker(redis_server) as made:
-        yield made
 
 
 async def broken_off(harness: ItemHarness, claim: Any, reached: asyncio.Event) -> None:

@@ -14,16 +14,8 @@ from contract.run_events import FailureKind
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
 from store.batches import RunLimits
-from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
-from tests.item_harness import Made, build_run, build_tool_call, echo_then, failed, open_maker, with_harness
-
-
-@pytest.fixture
-async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
-    async with open_maker(redis_server) as made:
-        yield made
-
+from tests.item_harness import Made, build_run, build_tool_call, echo_then, failed, with_harness
 
 # How items end
 

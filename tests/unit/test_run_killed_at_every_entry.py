@@ -6,7 +6,6 @@ tests/chaos kills real processes.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from store.run_log import LOGGED, RunLog
 from store.runs import RunClaim
 from store.usage import DAY_S, ReplySpending, UsageStore
 from tests.builders import KEY
-from tests.conftest import RedisProcess
 from tests.grader_harness import Sandboxes, graded
 from tests.item_harness import (
     ItemHarness,
@@ -45,7 +43,6 @@ from tests.item_harness import (
     build_run,
     build_tool_call,
     echo_then,
-    open_maker,
     with_harness,
 )
 
@@ -56,12 +53,6 @@ GRADED = [SessionOpening, SessionOpened, CallFinished, SubmissionTaken, SessionO
 STATE = [StateForking, StateKept]
 KEPT = [SessionOpening, SessionOpened, *STATE, ModelReplied, CallFinished, *STATE, ModelReplied]
 TURNS = echo_then("two", "a", "b")
-
-
-@pytest.fixture
-async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
-    async with open_maker(redis_server) as made:
-        yield made
 
 
 class Counted:

@@ -2,7 +2,6 @@
 not end with it.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from store.runs import RunClaim
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_harness import BATCH, RunnerHarness, Worker, outcome_of
+from tests.waiting import wait_until_async
 
 
 @pytest.fixture
@@ -123,9 +123,8 @@ async def test_those_that_may_be_what_kills_are_tried_one_after_the_other_and_ot
     async with harness.working(harness.runner(worker)):
         await worker.has_begun.wait()
         # The two other runs are already back in the queue, to be claimed later.
-        while await harness.client.zcard("toolcrew:d:runs:delayed") < 2:  # noqa: ASYNC110
-            # Redis has no event of ours for it
-            await asyncio.sleep(0.01)
+        delayed = "toolcrew:d:runs:delayed"
+        await wait_until_async(lambda: harness.client.zcard(delayed), 20, "two wait", 0.01, lambda count: count >= 2)
         worker.may_end.set()
         await harness.until(BatchState.COMPLETED)
     assert sorted(len(some) for some in together) == [1, 1, 1]

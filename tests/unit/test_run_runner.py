@@ -20,6 +20,7 @@ from store.run_records import RunState
 from store.runs import RunClaim
 from tests.conftest import RedisProcess
 from tests.runner_harness import BATCH, RunnerHarness, WatchedQueue, Worker, open_harness, outcome_of
+from tests.waiting import wait_until_async
 
 
 @pytest.fixture
@@ -264,8 +265,9 @@ async def test_a_bug_in_one_run_stops_no_other_and_leaves_it_to_its_lease(harnes
     await harness.submit(3)
     worker = Worker(work)
     async with harness.working(harness.runner(worker)):
-        while (await harness.queue.batch(*BATCH)).succeeded < 2:  # noqa: ASYNC110  # Redis has no event of ours for it
-            await asyncio.sleep(0.01)
+        await wait_until_async(
+            lambda: harness.queue.batch(*BATCH), 20, "two have succeeded", 0.01, lambda batch: batch.succeeded >= 2
+        )
         assert await harness.queue.counts(*BATCH) == {"waiting": 0, "running": 1}
         await harness.client.zadd("toolcrew:d:runs:leases", {"acme|b-1": 1.0})
         await harness.until(BatchState.COMPLETED)

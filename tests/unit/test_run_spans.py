@@ -3,11 +3,9 @@ batches.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import redis.asyncio
 
 from contract.approvals import Decision
@@ -28,18 +26,11 @@ from orchestrator.settings import OrchestratorSettings
 from store.calls import CallStore
 from telemetry.spans import Span, Tracer
 from tests.builders import KEY
-from tests.conftest import RedisProcess
 from tests.fake_hosts import StaticHosts, build_report
-from tests.item_harness import ItemHarness, Made, build_run, build_tool_call, echo_then, failed, open_maker
+from tests.item_harness import ItemHarness, Made, build_run, build_tool_call, echo_then, failed
 from tests.unit import test_delivery
 
 SOON_S = 15.0
-
-
-@pytest.fixture
-async def make(redis_server: RedisProcess) -> AsyncIterator[Made]:
-    async with open_maker(redis_server) as made:
-        yield made
 
 
 def traced(harness: ItemHarness, ended: list[Span]) -> ItemHarness:

@@ -18,7 +18,8 @@ from store.web_pages import (
     may_be_kept,
     validator,
 )
-from tests.conftest import RedisProcess, free_port
+from tests.conftest import RedisProcess
+from tests.stack import free_port
 from tests.web_servers import QUICK, Web, WebServer, answer, build_web, open_web_server, redirect
 from workers.web.fetcher import FetchedPage
 from workers.web.limits import Deadline

@@ -3,7 +3,6 @@ unlimited.
 """
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import LocationState
 from tests.conftest import RedisProcess
 from tests.fake_host import HostHarness, MemorySandboxd
+from tests.waiting import wait_until
 from workers import draining
 from workers.checkpoints import AutomaticCheckpoints
 from workers.draining import HostDrain
@@ -112,10 +112,7 @@ def test_a_busy_session_is_held_until_it_is_idle(host: Host, monkeypatch: pytest
     host.add("acme:busy")
     host.at_work.add("acme:busy")
     thread = host.begin()
-    until = time.monotonic() + 20
-    while host.harness.place("acme:busy").fence < 3:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: host.harness.place("acme:busy").fence >= 3, 20, "the session moves")
     assert host.sandboxd.closed == []
     host.at_work.clear()
     thread.join(20)
@@ -130,11 +127,9 @@ def test_a_session_that_cannot_be_kept_is_reported_and_goes_from_its_last_checkp
     host.add("acme:fine")
     host.sandboxd.refuse["acme:full"] = ToolFailure(ErrorCode.NO_SPACE, "the store is full")
     thread = host.begin(limit_s=1.0)
-    until = time.monotonic() + 20
-    while "1 sessions left; 1 cannot be saved, for example full: the store is full" not in host.drain.problem:
-        assert time.monotonic() < until
-        assert thread.is_alive()
-        time.sleep(0.01)
+    problem = "1 sessions left; 1 cannot be saved, for example full: the store is full"
+    wait_until(lambda: problem in host.drain.problem or not thread.is_alive(), 20, lambda: host.drain.problem)
+    assert thread.is_alive()
     assert host.harness.place("acme:full").state is LocationState.OPEN, "until then it is served"
     thread.join(20)
     place = host.harness.place("acme:full")
@@ -147,10 +142,7 @@ def test_a_call_that_does_not_end_holds_the_drain_up_until_its_deadline_only(hos
     host.add("acme:busy")
     host.at_work.add("acme:busy")
     thread = host.begin(limit_s=0.1)
-    until = time.monotonic() + 20
-    while host.sandboxd.rows:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: not host.sandboxd.rows, 20, lambda: str(host.sandboxd.rows))
     host.at_work.clear()
     thread.join(20)
     assert host.ended == [True]

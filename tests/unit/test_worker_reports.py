@@ -17,6 +17,7 @@ from store.connection import SKEW_WARNING_S, SharedClock
 from store.hosts import Departure, ReportResult, worker_slots_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, build_report
+from tests.waiting import wait_until
 from workers import reports
 from workers.duties import Duty
 from workers.reports import Heartbeat, Incarnation, describe_process, has_surely_ended, take_incarnation
@@ -226,13 +227,6 @@ class Beating:
         self.lost.set()
 
 
-def await_true(is_so: object, within_s: float = 20.0) -> None:
-    until = time.monotonic() + within_s
-    while not is_so():  # type: ignore[operator]
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "LEAVE_POLL_S", 0.02)
@@ -243,7 +237,7 @@ def test_a_worker_that_finds_its_tombstone_is_reported_once_and_never_reports_ag
     beating = Beating(harness)
     with capture_logs():
         beating.duty.start()
-        await_true(lambda: beating.hosts.find(QUEUE) is not None)
+        wait_until(lambda: beating.hosts.find(QUEUE) is not None, 20, "the host reports")
         # As the reaper: the report has expired, then the name is given up.
         harness.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
         harness.redis.delete(host_key(DEPLOYMENT, QUEUE))
@@ -284,7 +278,7 @@ def test_an_outage_of_redis_ends_no_heartbeat(harness: HostHarness, monkeypatch:
         assert failures.acquire(timeout=20)
         assert failures.acquire(timeout=20)
         monkeypatch.setattr(beating.hosts, "report", report)
-        await_true(lambda: beating.hosts.find(QUEUE) is not None)
+        wait_until(lambda: beating.hosts.find(QUEUE) is not None, 20, "the host reports")
         beating.end("stopped")
     assert {entry["event"] for entry in logs} == {"worker_not_reported"}
     assert not beating.reasons
@@ -298,7 +292,7 @@ def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_lat
     results: list[bool] = []
     leaving = threading.Thread(target=lambda: results.append(beating.heart.leave_drained(lambda: False)))
     leaving.start()
-    await_true(lambda: beating.hosts.find(QUEUE) is not None)
+    wait_until(lambda: beating.hosts.find(QUEUE) is not None, 20, "the host reports")
     assert not results
     harness.redis.delete(QUEUE)
     leaving.join(20)
