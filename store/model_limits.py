@@ -54,8 +54,8 @@ _ACQUIRE = (
 -- tokens of this request. Returns a state, the seconds of the block or the second of this request, and the reason of
 -- the block or the limit that is reached.
 local block = redis.call('HMGET', KEYS[1], 'until', 'reason')
-local left = tonumber(block[1] or 0) - now
-if left > 0 then return {'blocked', tostring(left), block[2]} end
+local blocked_s = tonumber(block[1] or 0) - now
+if blocked_s > 0 then return {'blocked', tostring(blocked_s), block[2]} end
 if ARGV[3] ~= '' then
   redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
   if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[3]) then return {'busy', '0', 'concurrency'} end

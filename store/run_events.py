@@ -41,17 +41,17 @@ _STEPS_OF_CUT = (4000, 1000, 200, 40)
 # step), number of open questions, time to live, limit of events, limit of bytes, then the events. Returns `told`; or
 # `taken` if another process holds the run, or if the run has ended.
 _APPEND = """
-local told = redis.call('HMGET', KEYS[1], 'claim', 'told', 'event_bytes')
-if told[1] ~= ARGV[1] then return 'taken' end
-local first, bytes = tonumber(ARGV[2]), tonumber(told[3] or '0')
-local known = tonumber(told[2] or '0')
+local run = redis.call('HMGET', KEYS[1], 'claim', 'told', 'event_bytes')
+if run[1] ~= ARGV[1] then return 'taken' end
+local first, bytes = tonumber(ARGV[2]), tonumber(run[3] or '0')
+local stored_events = tonumber(run[2] or '0')
 for at = 8, #ARGV do
-  if first + at - 8 >= known then
+  if first + at - 8 >= stored_events then
     redis.call('XADD', KEYS[2], '*', 'e', ARGV[at])
     bytes = bytes + #ARGV[at]
   end
 end
-local count, gone = redis.call('XLEN', KEYS[2]), nil
+local count, trimmed = redis.call('XLEN', KEYS[2]), nil
 while count > tonumber(ARGV[6]) or bytes > tonumber(ARGV[7]) do
   local oldest = redis.call('XRANGE', KEYS[2], '-', '+', 'COUNT', 20)
   if #oldest == 0 then
@@ -61,12 +61,12 @@ while count > tonumber(ARGV[6]) or bytes > tonumber(ARGV[7]) do
   end
   for _, one in ipairs(oldest) do
     if count > tonumber(ARGV[6]) or bytes > tonumber(ARGV[7]) then
-      bytes, count, gone = bytes - #one[2][2], count - 1, one[1]
-      redis.call('XDEL', KEYS[2], gone)
+      bytes, count, trimmed = bytes - #one[2][2], count - 1, one[1]
+      redis.call('XDEL', KEYS[2], trimmed)
     end
   end
 end
-if gone then redis.call('HSET', KEYS[1], 'trimmed', gone) end
+if trimmed then redis.call('HSET', KEYS[1], 'trimmed', trimmed) end
 redis.call('HSET', KEYS[1], 'told', first + #ARGV - 7, 'event_bytes', bytes, 'asking', ARGV[4])
 if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'told_step', ARGV[3]) end
 redis.call('EXPIRE', KEYS[1], ARGV[5])

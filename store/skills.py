@@ -39,11 +39,11 @@ _INSTALL = f"""
 -- Stores nothing for a tenant that was removed meanwhile. Otherwise a new tenant with its name would get the skill.
 if not is_served(KEYS[4], ARGV[9]) then return 'tenant' end
 local old, bytes, count = nil, #ARGV[3], 1
-local told = redis.call('HGETALL', KEYS[1])
-for at = 1, #told, 2 do
-  local is_json, record = pcall(cjson.decode, unsealed(told[at + 1]))
+local skills = redis.call('HGETALL', KEYS[1])
+for at = 1, #skills, 2 do
+  local is_json, record = pcall(cjson.decode, unsealed(skills[at + 1]))
   local is_record = is_json and type(record) == 'table' and type(record.skill) == 'table'
-  if told[at] == ARGV[1] then old = is_record and record.skill.digest or '' else
+  if skills[at] == ARGV[1] then old = is_record and record.skill.digest or '' else
     count, bytes = count + 1, bytes + (is_record and record.bundle_bytes or 0)
   end
 end

@@ -26,10 +26,10 @@ class McpServer:
     """A server for clients of the Model Context Protocol. Lists its tools on request."""
 
     name = "files"
-    asked = False
+    was_asked = False
 
     async def list_tools(self) -> list[dict[str, Any]]:
-        self.asked = True
+        self.was_asked = True
         return [{"name": "read", "description": "Reads.", "inputSchema": {"type": "object"}}]
 
 
@@ -45,7 +45,7 @@ def test_s4_34_the_tool_system_itself_loads_no_tools_of_mcp_servers() -> None:
     point = EntryPoint("server", f"{__name__}:SERVER", "toolcrew.tools")
     with pytest.raises(ConfigError, match="is a McpServer: use a tool, a function"):
         load_custom_tools(find_entry_points=lambda: [point])
-    assert not SERVER.asked
+    assert not SERVER.was_asked
 
 
 async def test_s4_35_no_result_is_cached_the_same_call_runs_again() -> None:

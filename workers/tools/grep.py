@@ -152,8 +152,8 @@ def _head(arguments: dict[str, Any], done: Any) -> str:
         if mode == "files"
         else f"{count(matches, 'match')} in {count(files, 'file')}"
     )
-    shown, of = (done["shown"], matches) if mode == "content" else (done["shown_files"], files)
-    if shown >= of:
+    shown, found = (done["shown"], matches) if mode == "content" else (done["shown_files"], files)
+    if shown >= found:
         return total
     noun = "" if mode == "content" else " " + ("file" if shown == 1 else "files")
     return f"{total}; showing first {shown}{noun}; {_next_step(arguments, done, shown)}"
