@@ -3,13 +3,16 @@
 import fcntl
 import os
 import threading
+import time
 
 import pytest
 
 from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
+from guest import frames  # noqa: E402
 from guest.commands.outputs import DRAIN_WINDOW_S, Outputs  # noqa: E402
+from guest.frames import Outbox  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
 from guest.requests import ExecRequest  # noqa: E402
 from guest.supervisors import ReportReader, ReportWriter  # noqa: E402
@@ -55,3 +58,21 @@ def test_what_lies_in_the_pipe_at_the_programs_end_is_sent_however_late_the_last
 
     assert b"".join(came) == b"a" * PIECE + b"b" * PIECE
     assert outputs.sizes()["stdout"] == {"total": 2 * PIECE, "head": 2 * PIECE, "tail": 0}
+
+
+@pytest.mark.parametrize(("size", "is_read", "limit_s"), [(10, False, 20), (200_000, True, 20), (200_000, False, 0.1)])
+def test_a_guest_that_ends_waits_for_its_host_only_while_frames_are_left_and_within_a_limit(
+    monkeypatch: pytest.MonkeyPatch, size: int, is_read: bool, limit_s: float
+) -> None:
+    monkeypatch.setattr(frames, "_LAST_FLUSH_S", limit_s)
+    source, target = os.pipe()
+    with os.fdopen(source, "rb") as reader, os.fdopen(target, "wb"):
+        outbox = Outbox(target)
+        outbox.put(bytes(size))
+        reading = threading.Thread(target=reader.read, args=(size if is_read else 0,))
+        reading.start()
+        began = time.monotonic()
+        outbox.flush_last()
+        assert time.monotonic() - began < 10
+        assert (outbox.size > 0) == (limit_s == 0.1)
+        reading.join()
