@@ -25,6 +25,7 @@ from orchestrator.dispatch.transport import CallIdInUse, CallLost, DeliveryFaile
 from store.call_messages import NotSent
 from store.calls import CallState, CallStore
 from store.sessions import SessionStore
+from store.slots import SlotRequest
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import StaticCatalog
@@ -295,12 +296,12 @@ async def test_a_call_during_which_the_hosts_sandboxd_died_is_sent_again_only_wh
 async def test_a_tenant_is_charged_for_the_time_of_its_sandbox_and_of_its_program(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots: list[Slot] = []
+    slots: list[tuple[SlotRequest, Slot]] = []
 
     @asynccontextmanager
-    async def give(*_: Any, **__: Any) -> AsyncIterator[Slot]:
-        slots.append(Slot())
-        yield slots[-1]
+    async def give(_: Any, request: SlotRequest, **__: Any) -> AsyncIterator[Slot]:
+        slots.append((request, Slot()))
+        yield slots[-1][1]
 
     monkeypatch.setattr(Unlimited, "slot", give)
 
@@ -309,7 +310,9 @@ async def test_a_tenant_is_charged_for_the_time_of_its_sandbox_and_of_its_progra
         return ToolResult(call_id=call.id, name=call.name, success=True, clocks=clocks)
 
     await Harness(client, run).call("acts")
-    assert slots[-1].used_s == 3
+    request, slot = slots[-1]
+    assert slot.used_s == 3
+    assert delivery.LEAST_WAIT_S < request.wait_s <= 5
 
 
 async def test_a_call_whose_worker_was_killed_at_its_limit_does_not_count_as_running(
