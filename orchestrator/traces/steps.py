@@ -179,7 +179,11 @@ class RunSteps:
                 content = event.message.get("content")
                 step.text = step.text or (content if isinstance(content, str) else "")
             case TextArrived():
-                step.text += event.text
+                # Python extends a text in place only if nothing else refers to it. Otherwise it copies all for each
+                # piece, and a long reply has thousands of pieces.
+                text, step.text = step.text, ""
+                text += event.text
+                step.text = text
             case TextWithdrawn():
                 step.text = step.text[: max(0, len(step.text) - event.characters)]
             case StepFinished():

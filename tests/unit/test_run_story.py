@@ -3,8 +3,10 @@ repeated.
 """
 
 import json
+import time
 from typing import Any
 
+from contract.run_events import TextArrived
 from orchestrator.api.pages.run_story import RunStory
 from orchestrator.traces.steps import LIVE_CHARS
 from store.run_events import build_event
@@ -121,3 +123,13 @@ def test_an_event_of_which_only_the_kind_was_kept_is_noted_and_does_no_harm() ->
         story.add(event.replace("CallStarted", kind))
     assert story.notes[0] == "A CallStarted event was too large for the stream. The transcript has it."
     assert len(story.notes) == 8
+
+
+def test_a_reply_in_thousands_of_pieces_takes_linear_time() -> None:
+    story, piece = RunStory(), json.dumps(TextArrived(run="r", text="\u0430" * 1000).to_json())
+    began = time.process_time()
+    for _ in range(5000):
+        story.add(piece)
+    (step,) = story.steps.values()
+    assert len(step.text) == 5_000_000
+    assert time.process_time() - began < 2.0
