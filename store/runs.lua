@@ -19,7 +19,8 @@ end
 
 local function is_full()
   local memory = redis.call('INFO', 'memory')
-  local limit = tonumber(string.match(memory, '\nmaxmemory:(%d+)'))
+  -- Some servers do not say it.
+  local limit = tonumber(string.match(memory, '\nmaxmemory:(%d+)') or 0)
   return limit > 0 and tonumber(string.match(memory, '\nused_memory:(%d+)')) > MAX_MEMORY_SHARE * limit
 end
 
