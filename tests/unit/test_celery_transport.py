@@ -203,14 +203,18 @@ async def test_a_redis_that_is_away_at_the_deadline_is_asked_again(
         await asyncio.wait_for(waiting, SOON_S)
 
 
-async def test_a_large_result_is_fetched_and_deleted(harness: Harness) -> None:
+@pytest.mark.parametrize("keeps_result", [False, True])
+async def test_a_large_result_is_fetched_and_deleted(harness: Harness, keeps_result: bool) -> None:
     encoded, record = large()
-    waiting = start(harness, attempt())
+    waiting = start(harness, attempt(keeps_result=keeps_result))
     task_id = await harness.taken()
     await harness.server.set(blob_key("default", "acme", "sandbox", "b1"), record)
     await harness.answer(task_id, encoded)
     assert decode_result(await waiting).output == "x" * 100_000
     keys = (blob_key("default", "acme", "sandbox", "b1"), result_key(task_id))
+    if keeps_result:
+        assert await harness.server.exists(*keys) == 2
+        harness.transport.settle("acme", "c1")
     await wait_until_async(
         lambda: harness.server.exists(*keys), SOON_S, "blob and result are removed", 0.01, lambda count: count == 0
     )
