@@ -167,11 +167,11 @@ def test_send_more_than_a_bundle_may_have(sandboxd: OwnSandboxd) -> None:
         remaining = 200 * 1024 * 1024
 
         def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-            return self.left if whence == io.SEEK_END else 0
+            return self.remaining if whence == io.SEEK_END else 0
 
         def read(self, size: int | None = -1) -> bytes:
-            sent = min(size or 0, self.left)
-            self.left -= sent
+            sent = min(size or 0, self.remaining)
+            self.remaining -= sent
             return b"x" * sent
 
     sandboxd.forget_peak()

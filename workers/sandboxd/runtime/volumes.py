@@ -158,8 +158,12 @@ def _describe_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
 
 
 def _remove(api: docker.APIClient, container: str) -> None:
-    with contextlib.suppress(docker.errors.NotFound):
+    """Remove a container that was never started. Does nothing if another sandboxd has removed it, or is removing it."""
+    try:
         api.remove_container(container, force=True)
+    except docker.errors.APIError as error:
+        if error.status_code not in (404, 409):
+            raise
 
 
 def make_volume(api: docker.APIClient, name: str, labels: Mapping[str, str]) -> None:
@@ -196,5 +200,4 @@ def fill_volume(api: docker.APIClient, name: str, image: str, archive: IO[bytes]
         # Unpack at the root: the engine does not change the mode of the folder into which it unpacks.
         api.put_archive(container, "/", archive)
     finally:
-        with contextlib.suppress(docker.errors.NotFound):
-            api.remove_container(container, force=True)
+        _remove(api, container)
