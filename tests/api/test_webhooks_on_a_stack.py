@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.api_stack import SOON_S, ApiStack
+from tests.stack import free_port
 from tests.waiting import until
 
 pytestmark = pytest.mark.stack
@@ -72,8 +73,9 @@ async def test_the_ends_of_a_batch_and_of_a_run_are_announced_again_until_the_re
 
 
 async def test_private_addresses_get_no_notice(api_stack: ApiStack) -> None:
-    async with api_stack.client() as client, receiving(api_stack.hook_port + 1, 204) as received:
-        url = f"http://127.0.0.1:{api_stack.hook_port + 1}/"
+    port = free_port()
+    async with api_stack.client() as client, receiving(port, 204) as received:
+        url = f"http://127.0.0.1:{port}/"
         run = await client.post("/v1/runs", json={"instruction": "hello", "webhook": {"url": url, "secret": SECRET}})
         # Another process sends the webhook, and this process gets no event, so the test polls.
         await until(
