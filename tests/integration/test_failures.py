@@ -202,13 +202,9 @@ async def test_every_call_in_flight_gets_its_result_once_over_an_outage_of_redis
                 for number, seconds in enumerate((3, 9))
                 for session in sessions
             ]
-            for session in sessions:
-                container = await stack.container_of(session)
-                await wait_until_async(
-                    lambda container=container: sum("sleep" in line for line in commands_in(container).values()) >= 2,
-                    15,
-                    "both calls run",
-                )
+            with stack.open_redis() as store:
+                # A worker has taken all four. The second call of a session waits there until its shell is free.
+                await wait_until_async(lambda: _count_running(store) == len(calls), 15, "workers have the calls")
 
             await asyncio.to_thread(redis_server.kill)
             down_at = time.monotonic()
@@ -234,6 +230,11 @@ async def test_every_call_in_flight_gets_its_result_once_over_an_outage_of_redis
         assert stack.process.poll() is None
         assert stack.end() == 0
         stack.footprint.assert_nothing_left()
+
+
+def _count_running(store: "redis.Redis") -> int:
+    keys = [key for key in store.scan_iter("*:call.*", count=1000) if store.type(key) == b"hash"]
+    return sum(store.hget(key, "state") == b"running" for key in keys)
 
 
 async def _call(session: Session, command: str) -> ToolResult:
