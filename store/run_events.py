@@ -38,10 +38,10 @@ START = "0-0"
 _ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 _STEPS_OF_CUT = (4000, 1000, 200, 40)
 # KEYS: run, events. ARGV: claim, number of the first event, the last step with complete events ('' for no further
-# step), number of open questions, time to live, limit of events, limit of bytes, then the events. Returns `told`; or
-# `taken` if another process holds the run, or if the run has ended.
+# step), number of open questions, time to live, limit of events, limit of bytes, then the events. Returns `published`;
+# or `taken` if another process holds the run, or if the run has ended.
 _APPEND = """
-local run = redis.call('HMGET', KEYS[1], 'claim', 'told', 'event_bytes')
+local run = redis.call('HMGET', KEYS[1], 'claim', 'event_count', 'event_bytes')
 if run[1] ~= ARGV[1] then return 'taken' end
 local first, bytes = tonumber(ARGV[2]), tonumber(run[3] or '0')
 local stored_events = tonumber(run[2] or '0')
@@ -67,11 +67,11 @@ while count > tonumber(ARGV[6]) or bytes > tonumber(ARGV[7]) do
   end
 end
 if trimmed then redis.call('HSET', KEYS[1], 'trimmed', trimmed) end
-redis.call('HSET', KEYS[1], 'told', first + #ARGV - 7, 'event_bytes', bytes, 'asking', ARGV[4])
-if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'told_step', ARGV[3]) end
+redis.call('HSET', KEYS[1], 'event_count', first + #ARGV - 7, 'event_bytes', bytes, 'asking', ARGV[4])
+if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'published_step', ARGV[3]) end
 redis.call('EXPIRE', KEYS[1], ARGV[5])
 redis.call('EXPIRE', KEYS[2], ARGV[5])
-return 'told'
+return 'published'
 """
 StoredEvent = tuple[str, str]
 """The id and the JSON of an event."""
@@ -121,7 +121,7 @@ class RunEventStore:
     async def progress(self, tenant: str, run: str) -> tuple[int, bool]:
         """Return the last step whose events are complete (0 for none), and whether the stream has events."""
         pipe = self._client.pipeline(transaction=False)
-        pipe.hget(run_key(self._deployment, tenant, run), "told_step")
+        pipe.hget(run_key(self._deployment, tenant, run), "published_step")
         pipe.exists(self.key(tenant, run))
         step, has_any = await self._ask(pipe.execute())
         return int(step or 0), bool(has_any)
@@ -151,7 +151,7 @@ class RunEventStore:
         for key in {_progress_key(self._deployment, tenant, batch_id) for tenant, batch_id, _ in progress}:
             pipe.expire(key, RUN_TTL_S)
         replies = await self._ask(pipe.execute()) if batches or progress else []
-        return [reply == b"told" for reply in replies[: len(batches)]]
+        return [reply == b"published" for reply in replies[: len(batches)]]
 
     async def read(self, tenant: str, run: str, after: str) -> EventPage:
         """Return the next events after an id. One EventsMissed event replaces all deleted events. Raises

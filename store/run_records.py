@@ -57,8 +57,8 @@ class RunRecord(Record):
 
 
 _HOSTED_FIELDS = frozenset((
-    "digest", "about", "session", "created_at", "is_cancelled", "told", "told_step", "asking", "event_bytes", "trimmed",
-    "last_event", "end", "webhook", "webhook_tries", "webhook_notice", "has_states",
+    "digest", "about", "session", "created_at", "is_cancelled", "event_count", "published_step", "asking",
+    "event_bytes", "trimmed", "last_event", "end", "webhook", "webhook_tries", "webhook_notice", "has_states",
 ))  # fmt: skip
 """Additional fields in the hash of a hosted run."""
 

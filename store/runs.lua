@@ -78,7 +78,7 @@ end
 local function start(tenant, batch, run, claim, owner, lease_s, how)
   local key = run_key(tenant, run)
   redis.call('HSET', key, 'state', 'running', 'claim', claim, 'owner', owner)
-  redis.call('HDEL', key, 'asking', 'told')
+  redis.call('HDEL', key, 'asking', 'event_count')
   if how ~= 'resumed' then redis.call('HSET', key, 'started_at', stamp) end
   local running = batch_key(tenant, batch) .. ':running'
   redis.call('SADD', running, run)
@@ -384,7 +384,7 @@ function steps.give_back()
   redis.call('HSET', key, 'state', 'queued', 'claim', '', 'queued_at', stamp)
   if ARGV[8] == '1' then
     redis.call('HINCRBY', key, 'attempt', 1)
-    redis.call('HDEL', key, 'losses', 'told_step', 'has_states')
+    redis.call('HDEL', key, 'losses', 'published_step', 'has_states')
     delete_log(key)
   end
   redis.call('SREM', batch_key(tenant, fields[2]) .. ':running', run)

@@ -448,8 +448,15 @@ class RunQueue:
         """Return records by (tenant, run); None for a removed run. Raises ConfigError: a record cannot be verified or
         read.
         """
-        rows = zip(names, await self._fields(names), strict=True)
-        return [await self._parse(tenant, run, fields) if b"item" in fields else None for (tenant, run), fields in rows]
+        rows = list(zip(names, await self._fields(names), strict=True))
+
+        def parse() -> list[RunRecord | None]:
+            return [
+                parse_run(self.keys, tenant, run, fields) if b"item" in fields else None
+                for (tenant, run), fields in rows
+            ]
+
+        return await asyncio.to_thread(parse)
 
     async def custom_ids(self, tenant: str, batch: str, runs: Sequence[str]) -> list[str | None]:
         """Return the custom_ids of a batch's runs; None for a removed run. Raises ConfigError: an item cannot be
@@ -458,13 +465,15 @@ class RunQueue:
         pipe = self._client.pipeline(transaction=False)
         for run in runs:
             pipe.hget(run_key(self._deployment, tenant, run), "item")
-        rows = zip(runs, await _ask(pipe.execute()), strict=True)
-        return [
-            (await asyncio.to_thread(open_item, self.keys, tenant, run, batch, sealed)).custom_id
-            if sealed is not None
-            else None
-            for run, sealed in rows
-        ]
+        rows = list(zip(runs, await _ask(pipe.execute()), strict=True))
+
+        def read_ids() -> list[str | None]:
+            return [
+                open_item(self.keys, tenant, run, batch, sealed).custom_id if sealed is not None else None
+                for run, sealed in rows
+            ]
+
+        return await asyncio.to_thread(read_ids)
 
     # --- Hosted runs
 

@@ -40,8 +40,8 @@ _MAX_AGE = re.compile(r"max-age\s*=\s*\"?(\d{1,10})")
 class WebPage(Record):
     """A fetched response. The body is uncompressed but not decoded, so that one stored page serves every format.
 
-    `is_whole` False: the body was not read, or not to its end. `told_bytes`: the length according to the server; None
-    if unknown. `fetched_at`, `fresh_until`: Unix seconds.
+    `is_whole` False: the body was not read, or not to its end. `declared_bytes`: the length according to the server;
+    None if unknown. `fetched_at`, `fresh_until`: Unix seconds.
     """
 
     url: str
@@ -51,7 +51,7 @@ class WebPage(Record):
     content_type: str
     body: bytes
     is_whole: bool = True
-    told_bytes: int | None = None
+    declared_bytes: int | None = None
     redirects: tuple[str, ...] = ()
     etag: str | None = None
     last_modified: str | None = None

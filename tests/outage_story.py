@@ -17,7 +17,7 @@ from tests.api_harness import READY_S, api_settings, serving
 from tests.api_stack import SOON_S, ApiStack, bash, read_events, rule, started
 from tests.outage_requests import REQUESTS, ApiRequest, Seen, send, send_again
 from tests.stack import RedisServer, all_of
-from tests.waiting import until
+from tests.waiting import until, wait_until_async
 
 OUTAGE_S = 6.0
 STEPS = 4
@@ -36,6 +36,14 @@ BAD_KEYS = {"none": "", "short": "tc_x", "unknown": f"tc_{'0' * 16}_{'A' * 43}"}
 
 
 @dataclass
+def _has_data(answer: httpx.Response) -> bool:
+    return bool(answer.json()["data"])
+
+
+def _is_running(answer: httpx.Response) -> bool:
+    return answer.status_code == 200 and answer.json()["state"] == "running"
+
+
 class Outage:
     """The observed results.
 
@@ -148,9 +156,8 @@ class _Teller:
         batch = (await acme.post("/v1/batches", content=line, headers={"Content-Type": "text/plain"})).json()["id"]
         finished, sleeping, asking = [await started(acme, item) for item in ("hello", "sleeps", "asks")]
         await read_events(acme, f"/v1/runs/{finished}/events")
-        async with asyncio.timeout(SOON_S):
-            while not (questions := (await acme.get("/v1/approvals")).json()["data"]):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        asked = await wait_until_async(lambda: acme.get("/v1/approvals"), SOON_S, "asked", accepts=_has_data)
+        questions = asked.json()["data"]
         assert questions[0]["run"] == asking
         key = (await admin.post("/v1/tenants/rival/keys", json={"name": "to go"})).json()["id"]
         self._words = {
@@ -166,9 +173,9 @@ class _Teller:
         }
 
     async def _until_known(self, client: httpx.AsyncClient) -> None:
-        async with asyncio.timeout(READY_S):
-            while (await client.get("/v1/tools")).status_code != 200:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await wait_until_async(
+            lambda: client.get("/v1/tools"), READY_S, "served", accepts=lambda answer: answer.status_code == 200
+        )
 
     async def _begin_calls(self, acme: httpx.AsyncClient) -> "list[asyncio.Task[None]]":
         """Start calls that end while Redis is unavailable and calls that end after its return. Each call runs once as
@@ -182,11 +189,9 @@ class _Teller:
                 asyncio.create_task(work(acme, name, f"echo x >>ran; echo begun; sleep {seconds}; echo ended"))
             )
         for name in CALLS:
-            async with asyncio.timeout(SOON_S):
-                call = await acme.get(f"/v1/calls/{name}")
-                while call.status_code != 200 or call.json()["state"] != "running":
-                    await asyncio.sleep(0.05)
-                    call = await acme.get(f"/v1/calls/{name}")
+            await wait_until_async(
+                lambda name=name: acme.get(f"/v1/calls/{name}"), SOON_S, "the call runs", accepts=_is_running
+            )
         return running
 
     def _new_call(self, name: str, command: str, call_id: str | None = None) -> tuple[str, dict[str, Any]]:

@@ -39,8 +39,10 @@ T = TypeVar("T")
 FLUSH_EVERY_S = 0.03
 """Seconds between two writes. Pieces of output within this time are sent together."""
 FLUSH_CHARS = 8 * 1024
-POLL_S = 0.01
-"""Seconds between two checks whether a slow caller has read events."""
+FIRST_POLL_S, LONGEST_POLL_S = 0.01, 0.16
+"""Seconds between two checks whether a slow caller has read events. The pause doubles, because a tenant with many slow
+callers must not keep Redis busy.
+"""
 
 
 class CallEvents:
@@ -156,14 +158,15 @@ class CallEventWriter(CallEvents):
 
     def _wait_for_space(self, size: int) -> bool:
         """Wait for room while the caller reads. Return whether one more piece may be written."""
-        moved_at = time.monotonic()
+        moved_at, pause_s = time.monotonic(), FIRST_POLL_S
         while not self._is_muted and not self._has_failed and not self._has_space(size):
             began, before = time.monotonic(), self._waiting
             if began - moved_at >= STALL_S or self._paused_s >= MAX_PAUSE_S:
                 self._is_muted = True
                 log.info("caller_too_slow", call=self._call_id, paused_s=round(self._paused_s, 3))
                 break
-            time.sleep(POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_POLL_S)
             self._waiting = self._try(self._store.count) or 0
             self._paused_s += time.monotonic() - began
             moved_at = time.monotonic() if self._waiting < before else moved_at

@@ -297,7 +297,8 @@ class CallEventListener:
         except BrokerUnavailable as error:
             log.warning("call_events_connection_lost", error=str(error))
         finally:
-            del self._deletions[reader.keys.name]
+            # A second call that used the same id may have replaced or removed the entry.
+            self._deletions.pop(reader.keys.name, None)
 
     async def _settle(self, reader: CallEventReader) -> None:
         """Read the remaining events without waiting for a wake-up, and wait for their handlers. The worker wrote

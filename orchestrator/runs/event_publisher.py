@@ -37,7 +37,7 @@ log = get_logger(__name__)
 
 EVERY_S = 0.1
 AT_ONCE = 64
-PROGRESS_AT_ONCE, MAX_PROGRESS = 1000, 50_000
+PROGRESS_AT_ONCE, MAX_WAITING_PROGRESS = 1000, 50_000
 """Limits of the events of batches that are published together, and of those that wait for Redis."""
 MAX_PIECE_CHARS = 4000
 MAX_OUTPUT_CHARS = 256 * 1024
@@ -213,7 +213,7 @@ class RunEventPublisher:
         """Add one of PROGRESS_EVENTS to the stream of a batch. The events of hosted runs are in their own streams."""
         if batch == HOSTED_BATCH:
             return
-        if len(self._progress) >= MAX_PROGRESS:
+        if len(self._progress) >= MAX_WAITING_PROGRESS:
             self._dropped += 1
             return
         self._progress.append((tenant, batch, event))

@@ -46,10 +46,11 @@ class Harness:
     ) -> None:
         """Wait until `is_true`, or until the number of `what` calls in Redis is right. Fails after 30 s."""
         wanted = number if callable(number) else lambda: number
-        async with asyncio.timeout(30):
-            # Redis gives no event for this state, so the test polls.
-            while not (is_true() and (what is None or await self.count(what) == wanted())):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+
+        async def is_reached() -> bool:
+            return is_true() and (what is None or await self.count(what) == wanted())
+
+        await wait_until_async(is_reached, 30, "see the condition", pause_s=0.02)
 
 
 @pytest.fixture

@@ -228,7 +228,12 @@ async def test_a_silent_host_that_returns_keeps_its_sessions(client: "redis.asyn
     assert len(hosts.opened) == 1
 
 
-async def test_a_move_falls_back_to_the_automatic_checkpoint(client: "redis.asyncio.Redis") -> None:
+async def _move_without_restores(
+    client: "redis.asyncio.Redis", code: ErrorCode
+) -> tuple[list[tuple[str, SessionOpening, int]], BaseException | None]:
+    """Move a session with two checkpoints whose restores fail with `code`. Return the openings of the move, and its
+    error.
+    """
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
@@ -236,26 +241,26 @@ async def test_a_move_falls_back_to_the_automatic_checkpoint(client: "redis.asyn
     address = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, address.queue)
     hosts.all["host.b.b00t"] = build_report("b")
-    missing = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
-    hosts.answer = lambda opening: missing if "restore" in opening.arguments else None
-    await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
-    assert [opening.arguments.get("restore") for _, opening, _ in hosts.opened[1:]] == ["c1", "auto-1", None]
-    assert hosts.opened[-1][1].arguments["moved"]["checkpoint_at"] is None
+    failed = ToolResult.failed(ToolCall(id="c", name="session.open"), code, "the restore failed")
+    hosts.answer = lambda opening: failed if "restore" in opening.arguments else None
+    (moved,) = await asyncio.gather(
+        locator.refresh("acme", "s1", address, DEFAULT, is_lost=True), return_exceptions=True
+    )
+    return hosts.opened[1:], moved if isinstance(moved, BaseException) else None
+
+
+async def test_a_move_falls_back_to_the_automatic_checkpoint(client: "redis.asyncio.Redis") -> None:
+    opened, error = await _move_without_restores(client, ErrorCode.FILE_NOT_FOUND)
+    assert error is None
+    assert [opening.arguments.get("restore") for _, opening, _ in opened] == ["c1", "auto-1", None]
+    assert opened[-1][1].arguments["moved"]["checkpoint_at"] is None
 
 
 async def test_a_session_whose_restore_fails_is_not_opened_without_its_files(client: "redis.asyncio.Redis") -> None:
-    hosts = Hosts("a")
-    locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {})
-    await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c1", "auto-1"), "checkpoint_at": 1})
-    address = await locator.find("acme", "s1", DEFAULT)
-    await hosts.lose(client, address.queue)
-    hosts.all["host.b.b00t"] = build_report("b")
-    failed = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.INTERNAL, "the store is away")
-    hosts.answer = lambda opening: failed if "restore" in opening.arguments else None
-    with pytest.raises(SandboxUnavailable, match="the store is away"):
-        await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
-    assert [opening.arguments.get("restore") for _, opening, _ in hosts.opened[1:]] == ["c1"]
+    opened, error = await _move_without_restores(client, ErrorCode.INTERNAL)
+    assert isinstance(error, SandboxUnavailable)
+    assert "the restore failed" in str(error)
+    assert [opening.arguments.get("restore") for _, opening, _ in opened] == ["c1"]
 
 
 async def test_a_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis") -> None:

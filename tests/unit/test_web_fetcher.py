@@ -242,7 +242,7 @@ def test_of_binary_content_only_the_head_is_read(server: WebServer) -> None:
         server, b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\ncontent-length: 99999999\r\n\r\n", b"x" * 1000
     )
     page = fetch(server).page
-    assert (page.body, page.is_whole, page.told_bytes) == (b"", False, 99999999)
+    assert (page.body, page.is_whole, page.declared_bytes) == (b"", False, 99999999)
 
 
 def test_of_an_error_only_the_beginning_is_read(server: WebServer) -> None:

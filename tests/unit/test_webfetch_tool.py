@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from contract.calls import ToolResult
 from contract.errors import ErrorCode, ToolFailure
+from tests.waiting import wait_until
 from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect, run_tool
 from workers.tools.base import WorkerTool
 from workers.web import pages
@@ -248,11 +248,8 @@ def test_the_parser_has_no_environment_and_its_children_end(monkeypatch: pytest.
     monkeypatch.setattr(pages, "_PROGRAM", spy)
     extracted = json.loads(Extractor().extract("<p>x</p>", "http://a.example/", "markdown", Deadline(20)).text)
     assert not [name for name in extracted["names"] if name != "LC_CTYPE"]
-    until = time.monotonic() + 5
-    while _is_alive(extracted["child"]):
-        # The process that inherits it reaps it, without a notice to us.
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    # The process that inherits it reaps it, without a notice to us.
+    wait_until(lambda: not _is_alive(extracted["child"]), 5, "the child has ended", pause_s=0.01)
 
 
 def test_a_hostile_parser_reaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

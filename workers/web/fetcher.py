@@ -167,7 +167,7 @@ class Fetcher:
             content_type=head.headers.get("content-type", "")[:256],
             body=hop.response.body,
             is_whole=hop.response.is_whole,
-            told_bytes=int(length) if length.isdecimal() and len(length) < 16 else None,
+            declared_bytes=int(length) if length.isdecimal() and len(length) < 16 else None,
             redirects=hop.redirects,
             etag=validator(head.headers, "etag"),
             last_modified=validator(head.headers, "last-modified"),

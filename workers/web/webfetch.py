@@ -74,7 +74,7 @@ def build_webfetch(fetcher: Fetcher, extractor: Extractor | None = None) -> Work
 def _build_part(fetched: FetchedPage, document: Document, start: int, max_chars: int) -> Outcome:
     head, metadata = _head(fetched.page, document), _metadata(fetched, document)
     if document.text is None:
-        size = "unknown size" if fetched.page.told_bytes is None else f"{fetched.page.told_bytes} bytes"
+        size = "unknown size" if fetched.page.declared_bytes is None else f"{fetched.page.declared_bytes} bytes"
         return Outcome(f"{head}\n\n[{document.media_type}, {size}: not text, so it was not read]", metadata)
     total = len(document.text)
     if start and start >= total:
@@ -132,7 +132,7 @@ def _metadata(fetched: FetchedPage, document: Document) -> dict[str, JsonValue]:
         "title": document.title,
         "redirects": list(page.redirects),
         "source": fetched.source,
-        "size_bytes": len(page.body) if page.is_whole else page.told_bytes,
+        "size_bytes": len(page.body) if page.is_whole else page.declared_bytes,
     }
 
 
