@@ -127,6 +127,7 @@ class CallRecord(Record):
       the call may have started, even if `state` says otherwise.
     - `killed`: a sentence that says who ended the call from outside, and why. A killed call is not sent again.
     - `node`: the Celery name of the worker that runs the call.
+    - `is_counted`: whether the call is in the usage of its tenant. An end of a later attempt does not count it again.
     - `noticed_by`, `reason`: for a lost call, the process that noticed the loss, and the cause. `ended_at` is then the
       time at which the loss was noticed.
     """
@@ -148,6 +149,7 @@ class CallRecord(Record):
     killed: str = ""
     ticket: str = ""
     node: str = ""
+    is_counted: bool = False
     noticed_by: str = ""
     reason: str = ""
 
@@ -453,15 +455,17 @@ _FINISH = (
     + """
 if ARGV[3] ~= '' then
   -- `pcall`: the key may have another type, and the caller must get its result all the same.
-  local record = redis.pcall('HMGET', KEYS[2], 'attempt', 'state')
+  local record = redis.pcall('HMGET', KEYS[2], 'attempt', 'state', 'is_counted')
   local is_late = not record.err and (tonumber(record[1] or '0') or 0) > tonumber(ARGV[3])
   local is_first = not record.err and not is_late and record[2] ~= 'done'
-  -- The usage of a lost attempt counts too: its sandbox did the work.
-  count_usage(ARGV[7], KEYS[3], ARGV[9], ARGV[10], is_first and 1 or 0, is_first and ARGV[8] or 0)
+  -- The usage of a lost attempt counts too: its sandbox did the work. The call counts once, even if its effects were
+  -- lost and its record was renewed.
+  local calls = is_first and not record[3] and 1 or 0
+  count_usage(ARGV[7], KEYS[3], ARGV[9], ARGV[10], calls, is_first and ARGV[8] or 0)
   if is_late then return 0 end
   if not record.err and record[2] ~= 'forbidden' then
     redis.call('HSET', KEYS[2], 'state', 'done', 'attempt', ARGV[3], 'code', ARGV[5], 'sandbox', ARGV[6],
-      'ended_at', string.format('%d.%06d', usage_time[1], usage_time[2]))
+      'is_counted', 1, 'ended_at', string.format('%d.%06d', usage_time[1], usage_time[2]))
     redis.call('EXPIRE', KEYS[2], ARGV[4])
   end
 end

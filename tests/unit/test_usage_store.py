@@ -62,6 +62,14 @@ async def test_the_result_of_a_lost_attempt_is_dropped_and_what_it_used_counts(h
     assert await harness.sums() == {"calls": 1, "cpu_us": 1_500_000, "written_bytes": 10, "stored_bytes": 5}
 
 
+async def test_a_call_whose_result_was_lost_and_that_ran_again_counts_once(harness: Harness) -> None:
+    assert harness.finish(ending(1, usage(1.0), stored_bytes=5))
+    # An orchestrator renews the record for the next attempt.
+    harness.client.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
+    assert harness.finish(ending(2, usage(1.5), stored_bytes=5))
+    assert await harness.sums() == {"calls": 1, "cpu_us": 1_500_000, "written_bytes": 10, "stored_bytes": 10}
+
+
 async def test_a_deletion_gives_its_bytes_back(harness: Harness) -> None:
     assert harness.finish(ending(call="c1", stored_bytes=10))
     assert harness.finish(ending(call="c2", stored_bytes=-10))
