@@ -35,7 +35,6 @@ CALLS = {"plain-during": 4, "streamed-during": 4, "plain-after": 11, "streamed-a
 BAD_KEYS = {"none": "", "short": "tc_x", "unknown": f"tc_{'0' * 16}_{'A' * 43}"}
 
 
-@dataclass
 def _has_data(answer: httpx.Response) -> bool:
     return bool(answer.json()["data"])
 
@@ -44,6 +43,7 @@ def _is_running(answer: httpx.Response) -> bool:
     return answer.status_code == 200 and answer.json()["state"] == "running"
 
 
+@dataclass
 class Outage:
     """The observed results.
 
