@@ -29,7 +29,8 @@ may still decide.
     finish          worker, with the result                      running -> done
     forbid          orchestrator or worker that cancels          queued -> forbidden
     kill            operator                                     queued -> forbidden; marks a running call
-    lose            orchestrator that sees that a worker died    queued, running -> lost
+    lose            orchestrator that sees that a worker died;   queued, running -> lost
+                    worker whose process died during the call
     reap            orchestrator, for the queue of a dead host   queued -> lost
     change          orchestrator                                 lost -> queued (renew), or unknown or lost (give up)
 """
@@ -770,6 +771,7 @@ class FinishedCalls:
 
     def __init__(self, client: SyncRedis) -> None:
         self._finish = WorkerScript(client, _FINISH)
+        self._lose = client.register_script(_LOSE)
 
     def store(self, task_id: str, text: str, ttl_s: int, ending: CallEnding | None) -> bool:
         """Store a result. `ending` None: the call was not run, and its record does not change. Return False if the
@@ -781,3 +783,7 @@ class FinishedCalls:
         call = call_key(ending.deployment, ending.tenant, ending.call)
         record: list[str | int] = [ending.attempt, CALL_TTL_S, ending.code, ending.sandbox]
         return bool(self._finish(keys=[key, call, ending.session_key], args=[text, ttl_s, *record, *ending.amounts()]))
+
+    def lose(self, call: str, attempt: int, node: str, reason: str) -> None:
+        """Mark a running call as lost, because the process that ran it has died. `call`: the key of its record."""
+        self._lose(keys=[call], args=[attempt, CallState.RUNNING.value, CallState.LOST.value, node, reason])

@@ -149,7 +149,8 @@ async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fr
     first = asyncio.create_task(
         dispatcher.dispatch(Request(call("stubborn_tool", path=str(limited)), *ROUTE, timeout_s=0.3))
     )
-    second = asyncio.create_task(dispatcher.dispatch(Request(call("stubborn_tool", path=str(dropped)), *ROUTE)))
+    cancelled_call = call("stubborn_tool", path=str(dropped))
+    second = asyncio.create_task(dispatcher.dispatch(Request(cancelled_call, *ROUTE)))
     await has(limited.with_suffix(".began"))
     await has(dropped.with_suffix(".began"))
     pids = {int(mark.with_suffix(".began").read_text()) for mark in (limited, dropped)}
@@ -160,6 +161,9 @@ async def test_what_will_not_end_is_killed_at_its_limit_or_when_cancelled_and_fr
 
     assert result.error_code is ErrorCode.TIMEOUT
     assert "its process was killed; it may have acted" in (result.error or "")
+    with pool.open_redis() as store:
+        key = call_key("default", "acme", cancelled_call.id)
+        await wait_until_async(lambda: store.hget(key, "state") == b"lost", 10, "no record says `running`")
     served = {(await where(dispatcher)).metadata["pid"] for _ in range(3)}
     assert served
     assert served & pids == set()

@@ -14,8 +14,9 @@ from typing import Any
 
 import structlog
 from celery import Celery
+from celery.app.task import Context
 from celery.backends.redis import RedisBackend, SentinelBackend
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, TimeLimitExceeded, WorkerLostError
 from celery.signals import task_unknown
 from redis.exceptions import RedisError
 from structlog.contextvars import bound_contextvars
@@ -346,6 +347,9 @@ class _Results(RedisBackend):
                 self._ensure_retryable(partial(self._store_answer, task_id, answer, failure))
             else:
                 super().store_result(task_id, result, state, traceback, request, **options)
+                if isinstance(result, (WorkerLostError, TimeLimitExceeded)) and request is not None:
+                    # After the result: a caller must learn that a limit ended the call, and not that it was lost.
+                    self._ensure_retryable(partial(self._store_loss, request, result))
         except RedisError as error:
             log.error("result_lost", task=task_id, error=str(error))
         if isinstance(answer, TaskResult):
@@ -355,6 +359,20 @@ class _Results(RedisBackend):
     def exception_safe_to_retry(self, exc: Exception) -> bool:
         # Retry Redis's own errors too: a Redis that is full, loading, or a replica may recover.
         return isinstance(exc, RedisError)
+
+    def _store_loss(self, request: Context, error: Exception) -> None:
+        """Record that the call's process died. A living caller records it too, but the caller may have cancelled the
+        call or may have died as well. The record would then say `running` for a day.
+        """
+        call, attempt = request.get("call_key"), request.get("call_attempt")
+        if isinstance(call, str) and isinstance(attempt, int):
+            reason = f"the process that ran the call was lost ({type(error).__name__})"
+            self._calls().lose(call, attempt, request.get("hostname") or "", reason)
+
+    def _calls(self) -> FinishedCalls:
+        if self._finished is None:
+            self._finished = FinishedCalls(self.client)
+        return self._finished
 
     def _store_answer(self, task_id: str, answer: TaskResult, failure: CallNotServed | None) -> None:
         date_done = datetime.now(UTC).isoformat()
@@ -367,9 +385,7 @@ class _Results(RedisBackend):
                 "task_id": task_id,
             }
         )
-        if self._finished is None:
-            self._finished = FinishedCalls(self.client)
-        if not self._finished.store(task_id, text, self.expires, answer.ending):
+        if not self._calls().store(task_id, text, self.expires, answer.ending):
             # The call was sent again, and its caller waits for the answer of the new attempt.
             log.warning("late_answer_dropped", task=task_id)
 
