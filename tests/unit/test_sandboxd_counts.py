@@ -19,11 +19,9 @@ from tests.fake_hosts import build_report
 from tests.fake_sandboxd import PLAN, open_host, running_sandboxd
 from tests.metric_harness import Key, counted, key, read_page
 from tests.unit.test_metric_page import report
-from tests.unit.test_sandboxd_ends import stillborn
 from tests.unit.test_sandboxd_hostile_guest import answering, call
-from tests.unit.test_sandboxd_sessions import lose
+from tests.unit.test_sandboxd_sessions import lose, stillborn
 from workers.host_duties import SandboxdMetrics
-from workers.sandboxd.factory import count_states
 from workers.sandboxd.sessions import NewSession
 
 QUEUE = "host.h1.b00t"
@@ -91,13 +89,6 @@ async def test_a_guest_that_breaks_the_protocol_is_counted_as_such(tmp_path: Pat
     assert counts["lost"] == {"guest_broke_protocol": 1}
 
 
-async def test_states_of_existing_containers_are_counted(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host:
-        await host.sessions.open("s", NewSession(PLAN, 60))
-        await host.sessions.open("t", NewSession(PLAN, 60))
-        assert count_states(host.sessions.all(), 3) == {"busy": 0, "idle": 2, "paused": 0, "lost": 0, "warm": 3}
-
-
 async def test_counts_of_sandboxd_are_added_once(redis_server: RedisProcess, client: "redis.Redis") -> None:
     report(client, build_report("h1"))
     starts = {"count": 2.0, "sum": 1.5, "le:1": 2.0}
@@ -117,15 +108,6 @@ async def test_counts_of_sandboxd_are_added_once(redis_server: RedisProcess, cli
     assert counted(counts, "toolcrew_sandbox_kills_total") == {("tree",): 1}
     assert counted(counts, "toolcrew_sandbox_lost_total") == {("ended",): 1}
     assert counted(counts, "toolcrew_warm_sandboxes_total") == {("handed_out",): 4}
-
-
-async def test_a_restarted_sandboxd_adds_to_the_counts(redis_server: RedisProcess, client: "redis.Redis") -> None:
-    taker, statuses = build_taker(client, build_status(oom=2))
-    taker.keep()
-    statuses.append(build_status("0ther", oom=1))
-    taker.keep()
-    taker.keep()
-    assert (await read(redis_server))[key("toolcrew_sandbox_oom_total")] == 3
 
 
 async def test_states_are_shown_while_the_worker_reports(redis_server: RedisProcess, client: "redis.Redis") -> None:

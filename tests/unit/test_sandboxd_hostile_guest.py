@@ -103,8 +103,12 @@ async def test_survivors_that_are_not_plainly_none_count_as_survivors(tmp_path: 
 # Flooding the host
 
 
-async def test_sending_more_than_requested_costs_the_container(tmp_path: Path) -> None:
-    flood = [({"ev": "data", "stream": "stdout"}, bytes(200_000))] * 3
+@pytest.mark.parametrize(
+    "flood",
+    [[({"ev": "data", "stream": "stdout"}, bytes(200_000))] * 3, [{"ev": "data", "stream": "stdout"}] * 6000],
+    ids=["data", "frames without a body"],
+)
+async def test_sending_more_than_requested_costs_the_container(tmp_path: Path, flood: list[Any]) -> None:
     async with running_sandboxd(tmp_path, answering(*flood)) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)
@@ -171,27 +175,12 @@ async def test_a_last_header_of_the_largest_size_is_answered_and_not_blamed_on_s
     ids=lambda data: repr(data[:24]),
 )
 async def test_nonsense_during_a_call_is_one_error_and_ends_the_container(tmp_path: Path, nonsense: bytes) -> None:
-    async with running_sandboxd(tmp_path, answering(nonsense), echoing) as daemon:
+    async with running_sandboxd(tmp_path, answering(nonsense)) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)
         assert done["error"]["code"] == "SANDBOX_UNAVAILABLE"
-        await asyncio.to_thread(client.close, name)
-        assert daemon.engine.alive == {}
-
-
-async def test_a_container_whose_guest_sent_a_broken_frame_is_removed_at_once(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, answering(b"\xff" * 100)) as daemon:
-        client, name = await daemon.open()
-        await call(client, name)
         async with asyncio.timeout(1):
             await daemon.engine.emptied.wait()
-
-
-async def test_the_fatal_message_of_a_guest_is_reported(tmp_path: Path) -> None:
-    frame_bytes = encode_frame({"ev": "fatal", "message": "the host sent an unknown op"}, max_total=MAX_UP)
-    async with running_sandboxd(tmp_path, answering(frame_bytes)) as daemon:
-        client, name = await daemon.open()
-        assert "unknown op" in (await call(client, name))["error"]["message"]
 
 
 async def test_an_answer_to_another_id_ends_every_call_of_the_sandbox(tmp_path: Path) -> None:
@@ -246,21 +235,6 @@ async def test_frames_in_crumbs_are_frames(tmp_path: Path, cut: int) -> None:
 # Claiming what only sandboxd knows
 
 
-async def test_a_guest_cannot_say_which_sandbox_it_is_or_how_long_it_took(tmp_path: Path) -> None:
-    claims = {"ok": False, "sandbox": {"id": "f00", "generation": 99, "rebuilt": True}, "sandbox_s": -5}
-    async with running_sandboxd(tmp_path, answering({"ev": "done", **claims})) as daemon:
-        client, name = await daemon.open()
-        done = await call(client, name)
-        assert (done["ok"], done["sandbox"]["generation"], done["sandbox_s"] >= 0) == (True, 1, True)
-
-
-@pytest.mark.parametrize("claim", ["sandbox_lost", "removal_failed"])
-async def test_a_guest_cannot_claim_that_its_sandbox_was_removed(tmp_path: Path, claim: str) -> None:
-    async with running_sandboxd(tmp_path, answering({"ev": "done", claim: "pay here to get it back"})) as daemon:
-        client, name = await daemon.open()
-        assert claim not in await call(client, name)
-
-
 async def test_a_guest_cannot_hide_the_loss_of_its_files(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, answering({"ev": "done", "sandbox_lost": "x"}), echoing) as daemon:
         client, name = await daemon.open()
@@ -313,20 +287,6 @@ async def test_a_guest_of_another_protocol_version_is_no_sandbox(tmp_path: Path)
 # What is handed on
 
 
-async def test_frames_without_a_body_are_not_free(tmp_path: Path) -> None:
-    async def flooding(guest: FakeGuest) -> None:
-        await guest.hello()
-        request, _ = await guest.request()
-        frame = encode_frame({"id": request["id"], "ev": "data", "stream": "stdout"}, max_total=MAX_UP)
-        await guest.send_raw(frame * 6000)
-        await guest.done(request, exit_code=0)
-
-    async with running_sandboxd(tmp_path, flooding) as daemon:
-        client, name = await daemon.open()
-        assert "more output" in (await call(client, name))["error"]["message"]
-        await emptied(daemon)
-
-
 async def test_fields_that_only_sandboxd_may_say_are_not_handed_on(tmp_path: Path) -> None:
     kill = {"signalled": 1, "survivors": 0, "method": "tree", "ms": 1.0, "paid": True}
     claims = dict.fromkeys(SANDBOXD_FIELDS, "the guest's")
@@ -361,9 +321,10 @@ async def test_an_answer_that_no_frame_can_carry_is_an_error_of_its_call_alone(t
 
 
 async def test_writing_into_the_log_by_last_words_gives_plain_short_text(tmp_path: Path) -> None:
-    frame_bytes = encode_frame({"ev": "fatal", "message": "\x1b[2J\nroot: ok" + "x" * 100_000}, max_total=MAX_UP)
+    frame_bytes = encode_frame({"ev": "fatal", "message": "\x1b[2J\nunknown op" + "x" * 100_000}, max_total=MAX_UP)
     async with running_sandboxd(tmp_path, answering(frame_bytes)) as daemon:
         client, name = await daemon.open()
         message = (await call(client, name))["error"]["message"]
+        assert "unknown op" in message
         assert message.isprintable()
         assert len(message) < 400

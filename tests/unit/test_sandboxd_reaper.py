@@ -37,11 +37,19 @@ def neighbour(tmp_path: Path) -> Iterator[tuple[str, Any, Any]]:
     process.join()
 
 
-async def test_containers_of_a_predecessor_are_removed_at_once(tmp_path: Path) -> None:
+async def test_containers_of_a_predecessor_past_their_deadline_or_never_started_are_removed(tmp_path: Path) -> None:
+    now = time.time()
     async with open_host(tmp_path) as host:
-        host.engine.listed = [listed("a", sandboxd="test"), listed("b", sandboxd="another")]
-        assert await host.reaper.sweep() == 1
-        assert [container.name for container in host.engine.listed] == ["b"]
+        host.engine.listed = [
+            listed("predecessor", sandboxd="test"),
+            listed("another", sandboxd="another"),
+            listed("other deployment", sandboxd="test", deployment="other", labels={"toolcrew.deadline": "1"}),
+            *(listed(f"deadline {shift}", labels={"toolcrew.deadline": str(int(now) + shift)}) for shift in (-61, -30)),
+            *(listed(f"created {age}", state="created", created_at=now - age) for age in (10, 1000)),
+        ]
+        assert await host.reaper.sweep() == 3
+        names = [container.name for container in host.engine.listed]
+        assert names == ["another", "other deployment", "deadline -30", "created 10"]
 
 
 async def test_containers_of_this_sandboxd_stay(tmp_path: Path) -> None:
@@ -52,37 +60,11 @@ async def test_containers_of_this_sandboxd_stay(tmp_path: Path) -> None:
         assert await host.reaper.sweep() == 0
 
 
-async def test_another_deployment_is_never_touched(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host:
-        host.engine.listed = [listed("a", sandboxd="test", deployment="other", labels={"toolcrew.deadline": "1"})]
-        assert await host.reaper.sweep() == 0
-        assert len(host.engine.listed) == 1
-
-
-async def test_containers_past_their_deadline_are_removed(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host:
-        labels = [{"toolcrew.deadline": str(int(time.time()) + shift)} for shift in (-61, -30, 60)]
-        host.engine.listed = [listed(name, labels=label) for name, label in zip("abc", labels, strict=True)]
-        assert await host.reaper.sweep() == 1
-        assert [container.name for container in host.engine.listed] == ["b", "c"]
-
-
 @pytest.mark.parametrize("deadline", ["", "soon", "-1", "²", "1e3"])
 async def test_a_deadline_that_reports_nothing_never_passes(tmp_path: Path, deadline: str) -> None:
     async with open_host(tmp_path) as host:
         host.engine.listed = [listed("a", labels={"toolcrew.deadline": deadline})]
         assert await host.reaper.sweep() == 0
-
-
-async def test_containers_that_never_started_are_removed(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host:
-        fresh, old = time.time() - 10, time.time() - 1000
-        host.engine.listed = [
-            listed("new", state="created", created_at=fresh),
-            listed("old", state="created", created_at=old),
-        ]
-        assert await host.reaper.sweep() == 1
-        assert [container.name for container in host.engine.listed] == ["new"]
 
 
 async def test_only_the_data_of_a_dead_sandboxd_is_removed(tmp_path: Path, neighbour: tuple[str, Any, Any]) -> None:

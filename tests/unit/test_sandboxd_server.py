@@ -1,10 +1,7 @@
-"""sandboxd over its real socket, with our own guests in place of containers: verbs, bodies, limits, and workers that
-disconnect.
-"""
+"""sandboxd over its real socket, with scripted guests: verbs, bodies, wrong fields, and workers that disconnect."""
 
 import asyncio
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,10 @@ from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import EXEC, SOON_S, call, frame, raw_exchange
-from workers.sandbox_client import SandboxClient
 from workers.sandboxd import sandbox as sandbox_module
+from workers.sandboxd.connection import MAX_BODY_BYTES
+from workers.sandboxd.frames import MAX_HEADER
+from workers.sandboxd.sandbox import FRAME_COST_BYTES, count_budget
 
 
 @pytest.fixture
@@ -24,19 +23,6 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Verbs
-
-
-async def test_closing_what_is_not_there_says_so(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        assert await asyncio.to_thread(daemon.client().close, "acme:none") is False
-
-
-async def test_after_a_refused_call_with_a_large_body_the_connection_serves_the_next(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client, name = await daemon.open()
-        with pytest.raises(ToolFailure):
-            await call(client, "acme:none", body=bytes(2_000_000))
-        assert (await call(client, name, body=b"next")).streams == {"stdout": b"next"}
 
 
 @pytest.mark.parametrize("size", [0, 1, 512 * 1024, 512 * 1024 + 1, 3_000_000])
@@ -72,30 +58,6 @@ async def test_the_guest_sees_the_request_under_an_id_of_sandboxds_own(tmp_path:
             await call(client, name, {**EXEC, "id": "0" * 32}, call_id="call-1")
     assert requests[0]["argv"] == ["true"]
     assert len({request["id"] for request in requests} - {"0" * 32}) == 2
-
-
-async def test_output_is_handed_on_as_it_comes(tmp_path: Path) -> None:
-    first_seen = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    async def streaming(guest: FakeGuest) -> None:
-        await guest.hello()
-        request, _ = await guest.request()
-        await guest.send({"id": request["id"], "ev": "data", "stream": "stdout"}, b"one")
-        await first_seen.wait()
-        await guest.send({"id": request["id"], "ev": "data", "stream": "stdout"}, b"two")
-        await guest.done(request)
-
-    pieces: list[tuple[str, bytes]] = []
-
-    def on_data(stream: str, data: bytes) -> None:
-        pieces.append((stream, data))
-        loop.call_soon_threadsafe(first_seen.set)
-
-    async with running_sandboxd(tmp_path, streaming) as daemon:
-        client, name = await daemon.open()
-        await call(client, name, on_data=on_data)
-    assert pieces == [("stdout", b"one"), ("stdout", b"two")]
 
 
 async def test_cancelling_ends_the_call_that_is_named(tmp_path: Path) -> None:
@@ -146,42 +108,11 @@ async def test_another_user_is_refused_without_a_word(tmp_path: Path) -> None:
             await asyncio.to_thread(daemon.client().status)
 
 
-async def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        assert daemon.path.stat().st_mode & 0o777 == 0o600
-
-
 async def test_a_second_daemon_on_one_socket_is_refused_and_the_first_serves_on(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         with pytest.raises(OSError, match="another sandboxd already listens"):
             await daemon.server.listen(daemon.path, 0o600)
         assert (await asyncio.to_thread(daemon.client().status))["ok"] is True
-
-
-async def test_the_socket_of_a_dead_daemon_is_taken_over(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(tmp_path / "sandboxd.sock"))
-    async with running_sandboxd(tmp_path) as daemon:
-        assert (await asyncio.to_thread(daemon.client().status))["ok"] is True
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-async def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    os.chown(folder, 12345, 12345)
-    async with running_sandboxd(tmp_path) as daemon:
-        with pytest.raises(OSError, match="another user"):
-            (await daemon.server.listen(folder / "sandboxd.sock", 0o600)).close()
-
-
-async def test_a_file_at_the_sockets_path_is_not_deleted(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        precious = tmp_path / "precious.txt"
-        precious.write_text("mine")
-        with pytest.raises(OSError, match="precious"):
-            (await daemon.server.listen(precious, 0o600)).close()
-        assert precious.read_text() == "mine"
 
 
 # Workers that leave
@@ -208,14 +139,143 @@ async def test_a_worker_that_leaves_cancels_its_call(tmp_path: Path, request_: d
         await asyncio.wait_for(cancelled.wait(), SOON_S)
 
 
-async def test_a_client_without_a_daemon_says_what_to_check(tmp_path: Path) -> None:
-    with pytest.raises(SandboxUnavailable, match="is it running on this host"):
-        SandboxClient(tmp_path / "none.sock").status()
-
-
 async def test_a_client_reconnects_and_loses_no_call(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         client = daemon.client()
         await asyncio.to_thread(client.status)
         await daemon.server.close_connections()
         assert (await asyncio.to_thread(client.status))["ok"] is True
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {},
+        {"verb": None},
+        {"verb": "explode"},
+        {"verb": "open"},
+        {"verb": "open", "sandbox": 5},
+        {"verb": "open", "sandbox": ""},
+        {"verb": "open", "sandbox": "a"},
+        {"verb": "open", "sandbox": "a:b:c"},
+        {"verb": "open", "sandbox": "../a:b"},
+        {"verb": "open", "sandbox": "a:b\n"},
+        {"verb": "open", "sandbox": "a:b", "image": "evil/image"},
+        {"verb": "open", "sandbox": "a:b", "image": ["default"]},
+        {"verb": "close"},
+        {"verb": "cancel", "sandbox": "a:b"},
+        {"verb": "call", "sandbox": "a:b"},
+        {"verb": "call", "sandbox": "a:b", "request": "exec"},
+        {"verb": "call", "sandbox": "a:b", "request": {}},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "cancel"}},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "data"}},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": 0}},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": 86_401}},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": True}},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": "5"}},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "body_bytes": -1}},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "body_bytes": 1.5}},
+        {"verb": "call", "request": {"op": "exec"}},
+    ],
+    ids=str,
+)
+async def test_a_bad_request_is_answered_and_the_connection_lives(tmp_path: Path, header: dict[str, Any]) -> None:
+    async with running_sandboxd(tmp_path) as daemon:
+        refused, status = await raw_exchange(daemon.path, frame(header), frame({"verb": "status"}), answers=2)
+        assert (refused["ok"], refused["code"]) == (False, "INVALID_ARGUMENTS")
+        assert status["ok"] is True
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"verb": "open", "sandbox": "a:b", "ttl_s": "soon"},
+        {"verb": "open", "sandbox": "a:b", "ttl_s": None},
+        {"verb": "open", "sandbox": "a:b", "ttl_s": "nan"},
+        {"verb": "open", "sandbox": "a:b", "ttl_s": -1},
+        {"verb": "call", "sandbox": "acme:s1", "request": {"op": "read_file", "max_bytes": "all"}},
+        {"verb": "call", "sandbox": "acme:s1", "request": {"op": "read_file", "max_bytes": None}},
+        {"verb": "call", "sandbox": "acme:s1", "request": {"op": ["exec"]}},
+        {"verb": "open", "sandbox": "a:b", "image": "x" * 200_000},
+        {"verb": "open", "sandbox": "a:b", "ttl_s": 10**400},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "write_file", "body_bytes": MAX_BODY_BYTES + 1}},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "read_file", "max_bytes": -1}},
+        {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": 10**400}},
+    ],
+    ids=lambda header: str(header)[:60],
+)
+async def test_a_huge_field_or_one_of_another_type_gets_a_short_error(tmp_path: Path, header: dict[str, Any]) -> None:
+    async with running_sandboxd(tmp_path) as daemon:
+        await daemon.open()
+        [refused] = await raw_exchange(daemon.path, frame(header))
+        assert (refused["code"], len(refused["message"]) < 5000) == ("INVALID_ARGUMENTS", True)
+
+
+async def test_an_answer_is_never_the_answer_to_another_request(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path) as daemon:
+        client, name = await daemon.open()
+        with pytest.raises(ToolFailure, match="timeout_s"):
+            await call(client, name, {**EXEC, "timeout_s": 601}, body=bytes(1_500_000))
+        assert (await call(client, name, body=b"mine")).streams == {"stdout": b"mine"}
+
+
+async def test_bytes_that_are_no_frame_end_the_connection_and_nothing_else(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path) as daemon:
+        client, name = await daemon.open()
+        assert await raw_exchange(daemon.path, b"\xff" * 64) == []
+        assert (await call(client, name, body=b"still here")).streams == {"stdout": b"still here"}
+
+
+async def test_more_body_than_was_declared_ends_the_connection(tmp_path: Path) -> None:
+    request = {"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 1}}
+    async with running_sandboxd(tmp_path) as daemon:
+        await daemon.open()
+        assert await raw_exchange(daemon.path, frame(request, b"four")) == []
+
+
+async def test_too_many_arguments_are_the_callers_fault_and_not_sandboxds(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path) as daemon:
+        client, name = await daemon.open()
+        with pytest.raises(ToolFailure, match="too large"):
+            await call(client, name, {**EXEC, "argv": ["echo", "x" * MAX_HEADER]})
+        assert (await call(client, name, body=b"next")).streams == {"stdout": b"next"}
+
+
+async def test_a_request_that_grows_too_large_on_its_way_costs_neither_connection_nor_sandbox(tmp_path: Path) -> None:
+    # Two bytes a letter from the worker, six to the guest.
+    text = '{"verb":"call","sandbox":"acme:s1","request":{"op":"exec","argv":["' + "é" * 100_000 + '"]}}'
+    raw = text.encode()
+    framed = (4 + len(raw)).to_bytes(4, "big") + len(raw).to_bytes(4, "big") + raw
+    async with running_sandboxd(tmp_path) as daemon:
+        client, name = await daemon.open()
+        refused, _ = await raw_exchange(daemon.path, framed, frame({"verb": "status"}), answers=2)
+        [row] = await asyncio.to_thread(client.sessions)
+        assert (refused["code"], row["calls"]) == ("INVALID_ARGUMENTS", 0)
+        assert (await call(client, name)).done["sandbox"]["generation"] == 1
+
+
+async def test_a_missing_body_ends_the_connection_and_the_call(tmp_path: Path) -> None:
+    request = {"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 9}}
+    async with running_sandboxd(tmp_path) as daemon:
+        await daemon.open()
+        assert await raw_exchange(daemon.path, frame(request), frame({"verb": "status"})) == []
+
+
+async def test_requests_sent_in_advance_are_answered_in_their_order(tmp_path: Path) -> None:
+    calls = [
+        frame({"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 1}}, text)
+        for text in (b"1", b"2")
+    ]
+    async with running_sandboxd(tmp_path) as daemon:
+        await daemon.open()
+        answers = await raw_exchange(daemon.path, *calls, frame({"verb": "status"}), answers=5)
+        assert [answer.get("ev", "status") for answer in answers] == ["data", "done", "data", "done", "status"]
+
+
+def test_a_stream_may_come_a_byte_at_a_time() -> None:
+    limit = 10_000
+    assert count_budget({"op": "exec", "capture": {"stream": limit}}) >= limit * (1 + FRAME_COST_BYTES)
+
+
+def test_a_negative_or_wrong_capture_takes_nothing_from_the_others() -> None:
+    assert count_budget({"op": "exec", "capture": {"stdout": 100, "stderr": -100, "merged": "all"}}) == 100

@@ -104,23 +104,6 @@ def test_the_level_is_the_operators_choice(side: str) -> None:
     assert events_of(side, 'log.info("two")', TOOLCREW_LOG_LEVEL="ERROR") == []
 
 
-def test_a_worker_with_an_unknown_level_does_not_start() -> None:
-    name = "TOOLCREW_LOG_LEVEL"
-    done = subprocess.run(
-        [sys.executable, "-m", "workers"],
-        env={"TOOLCREW_REDIS_URL": "redis://127.0.0.1:1", name: "LOUD"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    (event,) = read_events(done.stderr)
-    assert done.returncode == 1
-    assert event["level"] == "critical"
-    assert event["event"] == "not_started"
-    assert event["error"].startswith(name)
-
-
 def test_a_program_that_uses_the_sdk_keeps_its_own_logging() -> None:
     code = """
 import json, logging, orchestrator

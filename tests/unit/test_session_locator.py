@@ -77,14 +77,6 @@ async def test_a_session_stays_with_the_host_that_opened_it(client: "redis.async
     assert (address.queue, address.fence) == (hosts.opened[0][0], 1)
 
 
-async def test_a_session_is_found_by_its_tenant_only(client: "redis.asyncio.Redis") -> None:
-    locator = build_locator(client, Hosts("a"))
-    await locator.open("acme", "s1", DEFAULT, {})
-    with pytest.raises(ToolFailure) as unknown:
-        await locator.find("rival", "s1", DEFAULT)
-    assert unknown.value.code is ErrorCode.SESSION_NOT_FOUND
-
-
 async def test_the_sandbox_quota_counts_only_open_sessions(client: "redis.asyncio.Redis") -> None:
     locator, policy = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=2)
     for name in ("s1", "s2"):

@@ -2,22 +2,30 @@
 example.
 """
 
+import asyncio
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import SecretStr
 from pydantic_settings import BaseSettings
+from typer.testing import CliRunner
 
 from contract.errors import ConfigError
 from contract.setting_names import OTHERS, SETTINGS, check_names
-from contract.setting_rows import PREFIX, variable_names
+from contract.setting_rows import MASK, PREFIX, build_rows, variable_names
 from contract.settings import SharedSettings
+from orchestrator.cli.config import read_settings
+from orchestrator.command import app
 from orchestrator.settings import OrchestratorSettings, load_settings
 from scripts.setting_docs import docstrings
 from telemetry.settings import LogSettings, TracingSettings, load_tracing_settings
 from tests.stack import ROOT
+from workers.setting_list import PROCESSES
 from workers.settings import (
     EgressSettings,
     SandboxdSettings,
@@ -118,23 +126,6 @@ def test_every_program_ends_with_the_name_before_it_does_anything(program: str, 
     assert "TOOLCREW_REDIS_UR is not a setting: did you mean TOOLCREW_REDIS_URL?" in done.stderr + done.stdout
 
 
-def test_scripts_check_the_names_when_they_set_up() -> None:
-    """Scripts that only read variables in the shell, or in tests, check nothing themselves."""
-    setup = (ROOT / "scripts" / "setup").read_text()
-    assert '"$venv/bin/python" -m contract.settings || exit 78' in setup
-    assert (
-        setup.count("\n    check_names\n    echo 'setup: up to date'")
-        + setup.count("\ncheck_names\necho 'setup: ready'")
-        == 2
-    )
-    callers = [
-        path
-        for path in (ROOT / "scripts").iterdir()
-        if path.is_file() and "scripts/setup" in path.read_text(errors="replace")
-    ]
-    assert {"bench", "chaos", "demo", "fuzz", "test"} <= {path.name for path in callers}
-
-
 def test_variables_of_other_processes_and_of_kubernetes_are_accepted() -> None:
     check_names(["PATH", "TOOLCREW_SANDBOXD_STATE", "toolcrew_redis_url", "TOOLCREW_API_BIND", "TOOLCREW_TEST_REQUIRE"])
     check_names(
@@ -177,3 +168,105 @@ def test_an_error_hides_the_value(name: str, value: str, sentence: str, monkeypa
         load_worker_settings()
     assert sentence in str(refused.value)
     assert value == "{" or value not in str(refused.value)
+
+
+def rows_of(settings: Any) -> dict[str, tuple[str | None, str]]:
+    return {row.name: (row.value, row.origin) for row in build_rows(settings)}
+
+
+def test_values_are_shown_as_written_with_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"EGRESS_UIDS": "[7]"}.items():
+        monkeypatch.setenv(f"TOOLCREW_{name}", value)
+    rows = rows_of(SandboxdSettings())
+
+    assert rows["TOOLCREW_EGRESS_UIDS"] == ("[7]", "environment")
+    assert rows["TOOLCREW_MAX_SANDBOXES"] == ("200", "default")
+    assert rows["TOOLCREW_WORKSPACE_STORE"] == (None, "default")
+
+
+def test_rows_can_be_loaded_as_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SandboxdSettings(
+        sandboxd_socket=Path("/run/x.sock"), tenant_classes={"gold": {"runtime": "runsc"}}, host_free_bytes=5
+    )  # type: ignore[dict-item]
+    for row in build_rows(settings):
+        if row.value is not None:
+            monkeypatch.setenv(row.name, row.value)
+
+    assert SandboxdSettings() == settings
+
+
+def test_secrets_are_hidden_and_the_redis_host_is_shown() -> None:
+    orchestrator = OrchestratorSettings.model_validate(
+        {
+            "redis_url": "sentinel://u:geheim1@h1:1/0;sentinel://h2:2",
+            "secret": "geheim2",
+            "secrets_previous": ["geheim3"],
+            "api_key": "geheim4",
+            "OPENAI_API_KEY": "geheim5",
+            "OPENAI_BASE_URL": "http://user:geheim6@host/v1",
+        }
+    )
+    web = WebSettings(searxng_url=SecretStr("https://geheim7@host/?key=geheim8"))
+    worker = WorkerSettings(
+        redis_url=SecretStr("redis://:gehe/im@h:1/0"), tool_config={"dsn": "pg://user:geheim9@host/db"}
+    )
+    rows = [row for settings in (orchestrator, web, worker) for row in build_rows(settings)]
+
+    assert [row for row in rows if "gehe" in f"{row.value}{row.default}"] == []
+    process_rows = rows_of(orchestrator)
+    assert process_rows["TOOLCREW_REDIS_URL"][0] == f"sentinel://{MASK}@h1:1/0;sentinel://h2:2"
+    assert process_rows["TOOLCREW_SECRET"] == (MASK, "environment")
+    assert process_rows["TOOLCREW_SECRETS_PREVIOUS"] == (f'["{MASK}"]', "environment")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:p?w#geheim@h:1/0",
+        "redis://h:1/0?password=geheim",
+        "redis://[geheim",
+        "geheim",
+        "redis://u:a/b:geheim@h",
+    ],
+)
+def test_a_redis_url_that_is_none_reports_nothing_of_what_may_be_its_password(url: str) -> None:
+    rows = rows_of(OrchestratorSettings.model_validate({"redis_url": url}))
+    assert "geheim" not in (rows["TOOLCREW_REDIS_URL"][0] or "")
+
+
+async def test_every_process_is_listed_with_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    monkeypatch.setenv("TOOLCREW_MAX_SANDBOXES", "many")
+    processes = {process["process"]: process for process in await read_settings()}
+
+    assert set(processes) == {"orchestrator", "tracing, of all", *PROCESSES}
+    assert {name for name, process in processes.items() if process["problem"]} == {"sandboxd"}
+    assert processes["sandboxd"]["problem"].startswith("TOOLCREW_MAX_SANDBOXES")
+    redis = next(row for row in processes["worker"]["settings"] if row["name"] == "TOOLCREW_REDIS_URL")
+    assert (redis["value"], redis["origin"]) == (None, "default")
+
+
+def test_the_command_shows_settings_and_fails_for_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_DEPLOYMENT", "blue")
+    shown = CliRunner().invoke(app, ["config", "show", "--set", "--origin"])
+    monkeypatch.setenv("TOOLCREW_APPROVALS", "maybe")
+    as_json = CliRunner().invoke(app, ["config", "show", "--json"])
+
+    assert shown.exit_code == 0
+    assert "TOOLCREW_DEPLOYMENT" in shown.stdout
+    assert "blue  [environment; default: default]" in shown.stdout
+    assert "TOOLCREW_DIALECT" not in shown.stdout
+    assert as_json.exit_code == 1
+    problems = {row["process"]: row["problem"] for row in json.loads(as_json.stdout)["processes"]}
+    assert "TOOLCREW_APPROVALS" in problems["orchestrator"]
+
+
+def test_asking_the_worker_side_leaves_no_process_behind_when_it_is_cancelled() -> None:
+    async def work() -> None:
+        reading = asyncio.ensure_future(read_settings())
+        await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+    asyncio.run(work())

@@ -1,9 +1,12 @@
-"""Loading skills: required parts of a folder, warnings, and one broken skill that does not affect the others."""
+"""Loading skills: required parts of a folder, sidecars, warnings, and the limits of a host's store."""
 
 import contextlib
+import json
 import os
 import tarfile
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,11 +15,22 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from contract import skills as rules
-from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.skill_sidecars import SIDECAR_FILE
+from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
+from contract.skill_sidecars import (
+    MAX_SIDECAR_BYTES,
+    SIDECAR_FILE,
+    SidecarBroken,
+    build_argv,
+    build_skill_spec,
+    parse_sidecar,
+)
 from contract.skills import MAX_ARCHIVE_BYTES, MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, SkillBroken, parse_skill
+from contract.specs import SkillSummary
 from orchestrator.sdk.skill_folders import examine_skill
+from tests.fake_engine import FakeEngine
 from tests.skill_harness import write_skill
+from workers.sandboxd import skill_store
+from workers.sandboxd.skill_store import SkillStore
 from workers.skills.loader import load_skill, load_skills, pack_skill
 
 LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=80).filter(str.strip)
@@ -262,3 +276,125 @@ def test_a_bundle_with_the_longest_names_is_no_larger_an_archive_than_is_taken(t
     with pack_skill(skill) as packed:
         size = packed.seek(0, os.SEEK_END) - 2 * tarfile.RECORDSIZE
     assert (size - skill.summary.bytes) / len(skill.files) < (MAX_ARCHIVE_BYTES - MAX_BUNDLE_BYTES) / MAX_BUNDLE_FILES
+
+
+SIDECAR_FILES = ("SKILL.md", "scripts/run.py")
+LEAST = {"entrypoint": "scripts/run.py"}
+
+
+def parse_fields(**fields: Any) -> Any:
+    return parse_sidecar(json.dumps({**LEAST, **fields}).encode(), SIDECAR_FILES)
+
+
+def build_summary(name: str = "word-count", description: str = "Counts words.") -> SkillSummary:
+    return SkillSummary(name=name, description=description, digest="0" * 64, files=2, bytes=1)
+
+
+def test_all_that_it_says_is_in_the_spec() -> None:
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    sidecar = parse_fields(
+        parameters=parameters,
+        timeout=30,
+        requires_permission=True,
+        dangerous=True,
+        network=True,
+        args="argv",
+        interpreter="python3",
+    )
+    spec = build_skill_spec(build_summary(), sidecar)
+    assert (spec.parameters, spec.timeout_s, spec.requires_permission, spec.dangerous) == (parameters, 30, True, True)
+    assert spec.description.endswith("it needs network.")
+    assert "with all of it; it needs network" in spec.with_network("with all of it").description
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"entrypoint": "scripts/none.py"}, "no file 'scripts/none.py'"),
+        ({"entrypoint": "../run.py"}, "no file"),
+        ({"entrypoint": ""}, "entrypoint"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": 1e9}, "timeout"),
+        ({"timeout": "30"}, "timeout"),
+        ({"network": 1}, "network"),
+        ({"args": "env"}, "args"),
+        ({"interpreter": "python3 -c evil"}, "interpreter"),
+        ({"parameters": {"type": "array"}}, "object"),
+        ({"parameters": {"type": "object", "properties": {"a": {"type": "no-type"}}}}, "parameters"),
+        ({"parameters": {"type": "object", "properties": {"a": {"$ref": "https://example.org/x"}}}}, "not within it"),
+        ({"parameters": "x"}, "parameters"),
+        ({"unknown": 1}, "unknown"),
+    ],
+)
+def test_an_invalid_tool_is_reported(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SidecarBroken, match=message):
+        parse_fields(**fields)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{", b"\xff", b"null", b"{}", b"[" * 10_000, b" " * (MAX_SIDECAR_BYTES + 1)]
+)
+def test_an_invalid_sidecar_is_reported(text: bytes) -> None:
+    with pytest.raises(SidecarBroken):
+        parse_sidecar(text, SIDECAR_FILES)
+
+
+def test_a_deeply_nested_schema_is_reported() -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(150):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(SidecarBroken, match="recursion"):
+        parse_fields(parameters=schema)
+
+
+@pytest.mark.parametrize("name", ["a.b", "x" * 65, "a b"])
+def test_an_invalid_tool_name_is_reported(name: str) -> None:
+    with pytest.raises((SidecarBroken, ValueError)):
+        build_skill_spec(build_summary(name), parse_fields())
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_invalid_json_numbers_are_reported(number: str) -> None:
+    text = (
+        b'{"entrypoint": "scripts/run.py", "parameters": {"type": "object", "properties": {"a": {"default": '
+        + number.encode()
+        + b"}}}}"
+    )
+    with pytest.raises(SidecarBroken):
+        build_skill_spec(build_summary(), parse_sidecar(text, SIDECAR_FILES))
+
+
+def test_arguments_as_words() -> None:
+    parameters = {"path": "-rf", "deep": True, "quiet": False, "none": None, "n": [1, "b"], "at": {"x": "ü"}, "f": 1.5}
+    assert build_argv(parameters) == ["--path=-rf", "--deep", "--n=1", "--n=b", '--at={"x": "ü"}', "--f=1.5"]
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_make_a_sidecar_or_a_sentence(text: bytes) -> None:
+    with contextlib.suppress(SidecarBroken):
+        parse_sidecar(text, SIDECAR_FILES)
+
+
+async def put(store: SkillStore, root: Path, scope: str, name: str) -> str:
+    skill = load_skill(write_skill(root, name, files={"big": bytes(40_000)}))
+
+    async def chunks() -> AsyncIterator[bytes]:
+        with pack_skill(skill) as packed:
+            yield packed.read()
+
+    return await store.place(scope, skill.summary.digest, chunks())
+
+
+async def test_a_tenant_evicts_only_its_own_skills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skill_store, "MAX_TENANT_BYTES", 100_000)
+    monkeypatch.setattr(skill_store, "MAX_TOTAL_BYTES", 200_000)
+    store = SkillStore(FakeEngine(), "default", {})  # type: ignore[arg-type]
+    first = await put(store, tmp_path / "1", "acme", "a")
+    with pytest.raises(ToolFailure, match="skills that tenant acme has used") as refused:
+        await put(store, tmp_path / "2", "acme", "b")
+    assert refused.value.code is ErrorCode.QUOTA_EXCEEDED
+    assert store.find("acme", load_skill(tmp_path / "1" / "a").summary.digest) == first
+    await put(store, tmp_path / "3", "rival", "c")
+    await put(store, tmp_path / "4", "", "d")
+    with pytest.raises(SandboxUnavailable, match="restart sandboxd"):
+        await put(store, tmp_path / "5", "", "e")

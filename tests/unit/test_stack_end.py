@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from contract.errors import ConfigError
-from orchestrator.cli import up as cli
 from orchestrator.operations import local_stack
 from orchestrator.operations.local_stack import StackInfo, keep
 from orchestrator.operations.stack_data import StackData, open_stack_data
@@ -60,28 +59,6 @@ def test_the_end_is_announced_once_where_a_terminal_can_show_it(number: int, end
         )
     )
     assert (code, len(announced)) == (0, ends)
-
-
-@pytest.mark.parametrize(
-    ("is_kept", "message"),
-    [
-        (False, "the sessions and the embedded Redis with its tenants, API keys, runs and batches are deleted"),
-        (True, "tenants, API keys, runs and batches are kept"),
-    ],
-)
-def test_the_message_lists_deleted_data(is_kept: bool, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asyncio.run(
-        keep(
-            OrchestratorSettings.model_validate({}),
-            send(signal.SIGINT),
-            until_eof=False,
-            announce_end=lambda: cli._print_stack_end(is_kept=is_kept),
-        )
-    )
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("stopping: running calls are stopped")
-    assert message in lines[0]
 
 
 def test_the_data_folder_has_one_user_at_a_time_and_the_same_password_at_every_start(tmp_path: Path) -> None:

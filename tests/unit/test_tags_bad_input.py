@@ -57,13 +57,6 @@ def test_one_chunk_may_hold_any_number_of_calls() -> None:
     assert sum(isinstance(event, TagCall) for event in events) == 20_000
 
 
-@pytest.mark.parametrize("end", range(len(SEARCH)))
-def test_a_stream_cut_at_any_place_runs_no_call_and_loses_nothing(end: int) -> None:
-    events = read(["a ", SEARCH[:end]])
-    assert not [event for event in events if isinstance(event, TagCall)]
-    assert "".join(event.text if isinstance(event, Text) else event.raw for event in events) == "a " + SEARCH[:end]
-
-
 @pytest.mark.parametrize("value", ["a\0b", "\0", "\ud83d", "\ude00\ud83d", "\ufeff", "\u2028", "\x1b[31m"])
 def test_characters_that_no_file_should_have_are_kept_in_values_and_text(value: str) -> None:
     events = read(f'{value}x{OPEN}{value}" /></tool_action>')
@@ -107,8 +100,15 @@ def test_a_call_comes_with_the_chunk_that_completes_it_however_long_its_value() 
         ("x", "<tool_actio <tool_action tag "),
         ("", SEARCH),
         (OPEN, '" -x '),
+        (OPEN[:22] + "<v>", "</v>"),
+        ("<tool_action", " "),
+        (OPEN[:22] + "<", "n"),
+        (OPEN[:22] + "{", "</tool_actio "),
     ],
-    ids=["code in a value", "code in a body", "lone <", "broken markers", "tiny calls", "quotes"],
+    ids=[
+        *("code in a value", "code in a body", "lone <", "broken markers", "tiny calls", "quotes"),
+        *("closing tags in a body", "blanks in a header", "long name", "skipping"),
+    ],
 )
 def test_eight_times_the_input_takes_about_eight_times_as_long(head: str, unit: str) -> None:
     small, large = (min(_seconds(head + unit * (size // len(unit))) for _ in range(3)) for size in (20_000, 160_000))
@@ -121,15 +121,3 @@ def _seconds(text: str) -> float:
     started = time.process_time()
     read(chunks)
     return time.process_time() - started
-
-
-def test_events_are_equal_by_type_and_value_and_can_be_matched() -> None:
-    assert Text("a") == Text("a") != Text("b")
-    assert Text("a") != Malformed("a", None, "")
-    assert TagStreamParser().feed("ab") == [Text("ab")]
-    assert repr(Text("a")) == "Text(text='a')"
-    match read([SEARCH])[0]:
-        case TagCall(name, arguments, raw):
-            assert (name, arguments, raw) == ("t", {"v": "a > b"}, SEARCH)
-        case _:
-            pytest.fail("no call")

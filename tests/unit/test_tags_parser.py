@@ -1,8 +1,12 @@
-"""The tag grammar, row by row: calls, text, and errors."""
+"""The tag grammar, row by row, and the invariants of the parser for any input."""
+
+import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from orchestrator.dialects.tags import Malformed, TagCall, TagEvent, TagStreamParser, Text
+from orchestrator.dialects.tags import Malformed, TagCall, TagEvent, TagStreamParser, Text, build_tag_call
 
 
 def parse(text: str, **options: object) -> list[TagEvent]:
@@ -222,15 +226,86 @@ def test_an_attribute_is_found_at_any_cut(name: str, place: int) -> None:
     ]
 
 
-def test_a_tag_beyond_the_limit_is_an_error_and_what_follows_is_text() -> None:
-    text = f'<tool_action name="t"><v value="{"x" * 500}" /></tool_action> tail'
-    events = parse(text, max_tag_chars=200)
-    assert {event.reason for event in events if isinstance(event, Malformed)} == {"too long"}
-    assert events[-1] == Text(" tail")
-
-
 def test_release_gives_back_an_open_tag_and_reads_no_more() -> None:
     parser = TagStreamParser()
     parser.feed('a<tool_action name="t"><v val')
     assert parser.release() == [Text('<tool_action name="t"><v val')]
     assert parser.feed(SEARCH) == [Text(SEARCH)]
+
+
+PIECES = [
+    "<tool_action", ' name="t"', " name='u'", ">", "/>", "<v", ' value="', " value='", '"', "'", "</v>", "</tool_action>", "</tool_action", "<",
+    "/", "=", " ", "\n", "\r\n", "<![CDATA[", "]]>", "]", "<!--", "-->", "-", "!", "{", "&quot;", "&#", "x", "<w", "</w>", "<think>", "</think>",
+    "```", "~~~", "tool_action", "word=", "中", "\ud800",
+]  # fmt: skip
+HOSTILE = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
+OPTIONS = st.sampled_from([{}, {"ignore_fenced": True}, {"max_tag_chars": 70}])
+NAMES = st.text(
+    st.characters(exclude_characters=" \t\r\n/>=<\"'!?&", exclude_categories=["Cs"]), min_size=1, max_size=8
+).filter(lambda name: name != "tool_action")
+VALUES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+def parse_chunks(chunks: list[str], options: dict[str, object]) -> list[TagEvent]:
+    parser = TagStreamParser(**options)  # type: ignore[arg-type]
+    return merged([*(event for chunk in chunks for event in parser.feed(chunk)), *parser.finish()])
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+@settings(max_examples=400)
+@given(HOSTILE, OPTIONS)
+def test_text_and_raws_are_the_input(text: str, options: dict[str, object]) -> None:
+    events = parse_chunks([text], options)
+    assert "".join(event.text if isinstance(event, Text) else event.raw for event in events) == text
+
+
+@settings(max_examples=400)
+@given(HOSTILE, st.lists(st.integers(0, 10_000), max_size=12), OPTIONS)
+def test_events_do_not_depend_on_the_chunks(text: str, places: list[int], options: dict[str, object]) -> None:
+    assert parse_chunks(cut(text, places), options) == parse_chunks([text], options)
+
+
+@given(HOSTILE, OPTIONS)
+def test_single_characters_give_the_same_events(text: str, options: dict[str, object]) -> None:
+    assert parse_chunks(list(text), options) == parse_chunks([text], options)
+
+
+@given(st.text(max_size=60))
+def test_at_most_twelve_characters_of_text_are_held(text: str) -> None:
+    parser = TagStreamParser()
+    shown = sum(
+        len(event.text if isinstance(event, Text) else event.raw)
+        for character in text
+        for event in parser.feed(character)
+    )
+    assert "<tool_action" in text or len(text) - shown <= 12
+
+
+@given(NAMES, st.dictionaries(NAMES, VALUES, max_size=4), VALUES)
+def test_a_written_call_is_read_back(name: str, arguments: dict[str, str], around: str) -> None:
+    before, after = around.replace("<", "("), around
+    calls = [
+        event
+        for event in parse_chunks([before + build_tag_call(name, arguments) + after], {})
+        if isinstance(event, TagCall)
+    ]
+    assert (calls[0].name, calls[0].arguments) == (name, arguments)
+
+
+# A carriage return before the line break that ends the body belongs to that break.
+@given(NAMES, VALUES.filter(lambda value: "<" not in value and not value.endswith("\r")))
+def test_a_paired_body_is_read_back(name: str, value: str) -> None:
+    [call] = parse_chunks([f'<tool_action name="t"><{name}>\n{value}\n</{name}></tool_action>'], {})
+    assert isinstance(call, TagCall)
+    assert call.arguments == {name: value}
+
+
+@given(st.dictionaries(NAMES, VALUES, min_size=1, max_size=3), st.data())
+def test_a_call_that_is_cut_short_never_runs(arguments: dict[str, str], data: st.DataObject) -> None:
+    whole = build_tag_call("t", arguments)
+    end = data.draw(st.integers(len('<tool_action name="t">'), len(whole) - 1))
+    assert [type(event) for event in parse_chunks([whole[:end]], {})] == [Malformed]

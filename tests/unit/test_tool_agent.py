@@ -1,6 +1,7 @@
 """Agents in messages: a conversation stays valid for servers, for any output of the model and any truncation."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,10 @@ from orchestrator.loop.chat_messages import (
     build_tool_call,
     convert_to_wire,
 )
+from orchestrator.loop.limits import StopReason
 from orchestrator.models.scripted import Calls, Raw, ScriptedModel
 from orchestrator.sdk.tool_agent import CustomAgent, LLMClient, ToolAgent
+from orchestrator.sdk.tool_loop import create_tool_registry, run_tool_loop
 from tests.fakes import StreamModel
 
 CALL_TEXT = '{"tool": "echo", "arguments": {"text": "a"}}'
@@ -132,3 +135,27 @@ async def test_the_fallback_takes_messages_of_any_content() -> None:
     await fallback(model).invoke(history)
     contents = [message["content"] for message in model.requests[0].messages[1:]]
     assert contents == ["", '{"tool": "echo", "arguments": {}}', "Tool result for echo:\ndid"]
+
+
+REPLY = json.dumps({"tool": None, "reply": "hi"})
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [REPLY, {"role": "assistant", "content": REPLY}, SimpleNamespace(content=REPLY)],
+    ids=["text", "mapping", "message"],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_gateway_gives_the_content_or_a_message_with_it(reply: Any, is_async: bool) -> None:
+    async def later(_: list[Message]) -> Any:
+        return reply
+
+    result = await run_tool_loop(
+        {"chat": later if is_async else lambda _: reply, "tool_registry": create_tool_registry()}, "s", "hello"
+    )
+    assert (result.reply, result.rounds, result.stop_reason) == ("hi", 1, StopReason.ANSWERED)
+
+
+async def test_a_gateway_without_content_is_a_clear_error() -> None:
+    with pytest.raises(TypeError, match="content as a string"):
+        await run_tool_loop({"chat": lambda _: 5, "tool_registry": create_tool_registry()}, "s", "hello")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from pydantic import ValidationError
 
 from contract.errors import ErrorCode
 from orchestrator.models.scripted import Calls, ScriptedModel
@@ -61,37 +60,6 @@ async def test_replies_of_an_earlier_conversation_are_marked_as_copied(tmp_path:
         history=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
     )
     assert [step.get("is_copied_context") for step in exported["steps"]] == [None, None, True, None, None]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"steps": [{"step_id": 2, "source": "user", "message": "x"}]},
-        {"steps": [{"step_id": 1, "source": "user", "message": "x", "tool_calls": []}]},
-        {"steps": [{"step_id": 1, "source": "agent", "message": "x", "llm_call_count": 0, "metrics": {}}]},
-        {"steps": [{"step_id": 1, "source": "agent", "message": "x", "timestamp": "yesterday"}]},
-        {"steps": [{"step_id": 1, "source": "agent", "message": [{"type": "text"}]}]},
-        {
-            "steps": [
-                {
-                    "step_id": 1,
-                    "source": "agent",
-                    "message": "",
-                    "tool_calls": [],
-                    "observation": {"results": [{"source_call_id": "x"}]},
-                }
-            ]
-        },
-        {"surprise": 1},
-        {"schema_version": "ATIF-v9"},
-        {"subagent_trajectories": [{"agent": {"name": "a", "version": "1"}, "steps": []}]},
-    ],
-)
-def test_the_schema_refuses_what_breaks_its_rules(change: dict[str, Any]) -> None:
-    good = {"schema_version": "ATIF-v1.7", "agent": {"name": "a", "version": "1"}, "steps": []}
-    AtifTrajectory.model_validate(good)
-    with pytest.raises(ValidationError):
-        AtifTrajectory.model_validate(good | change)
 
 
 @settings(max_examples=25, deadline=None)

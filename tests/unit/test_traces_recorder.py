@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from contract.errors import ConfigError, ModelUnavailable
 from contract.masking import Masker
 from contract.run_events import (
     CallFinished,
+    CallSent,
+    CallStarted,
     OutputArrived,
+    RunEvent,
     RunStarted,
     SandboxClosed,
     SandboxReady,
@@ -30,11 +34,15 @@ from orchestrator.dialects.tags import TagsDialect, build_tag_call
 from orchestrator.loop.agent import Agent
 from orchestrator.loop.limits import ReActOptions, StopReason
 from orchestrator.models.scripted import Calls, ScriptedModel
+from orchestrator.sdk.client import ToolClient
 from orchestrator.traces.reading import load_trace
 from orchestrator.traces.recorder import IDENTIFIERS, RECORDS, open_trace, trace_path
 from tests.builders import build_call, build_spec
+from tests.conftest import RedisProcess
+from tests.switched_pool import SESSION, SwitchedPool
 from tests.trace_harness import RUN, call_echo, echo, fail, lines_of, of_type, run_traced, scripts
 from tests.waiting import until
+from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 
 CANARY = "canary-7f3a/9b+!"
 
@@ -323,3 +331,31 @@ async def test_a_full_disk_loses_lines_and_counts_them(tmp_path: Path, monkeypat
     assert len(read.events) == 6 - read.gaps
     assert read.start is not None
     assert read.start.instruction == "again"
+
+
+@pytest.fixture
+async def client(redis_server: RedisProcess) -> AsyncIterator[ToolClient]:
+    def say(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
+        return Outcome(str(arguments.get("text")))
+
+    async with SwitchedPool(redis_server, WorkerTool(build_spec("say"), say)).client() as opened:
+        yield opened
+
+
+async def test_a_trace_has_the_sandbox_and_each_sent_call(client: ToolClient, tmp_path: Path) -> None:
+    events: list[RunEvent] = []
+    model = ScriptedModel([Calls([("say", {"text": "a"})]), "ok"])
+    await client.run("go", session=await client.open_session(), model=model, on_event=events.append, shows_output=False)
+    kinds = [type(event) for event in events]
+    assert kinds.index(SandboxReady) < kinds.index(RunStarted)
+    assert [kind for kind in kinds if kind in (CallStarted, CallSent, CallFinished)] == [
+        CallStarted,
+        CallSent,
+        CallFinished,
+    ]
+    with open_trace(tmp_path, "acme", events[0].run, masker=Masker()) as trace:
+        for event in events:
+            trace(event)
+    read = load_trace(trace.path)
+    assert (read.faults(), [type(event) for event in read.events[:2]]) == ([], [RunStarted, SandboxReady])
+    assert (read.session, [call.arguments for call in read.calls]) == (SESSION, [{"text": "a"}])

@@ -1,12 +1,15 @@
-"""The parser of URLs: one spelling is accepted, and spellings on which parsers could disagree are refused."""
+"""The parser of URLs accepts one spelling. The tables of addresses and the rules that use them."""
 
 import contextlib
+import ipaddress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode, ToolFailure
+from workers.web.addresses import AddressRules
+from workers.web.egress import WebAccessRules
 from workers.web.urls import parse_location, parse_url
 
 
@@ -168,3 +171,199 @@ def test_whatever_comes_is_a_target_that_reads_the_same_again_or_a_failure_that_
             assert parse_url(target.url) == target
             assert target.url.isascii()
             assert not set(target.url) & set(" \r\n\t\\\0")
+
+
+RULES = AddressRules()
+
+
+def is_refused(address: str, rules: AddressRules = RULES) -> bool:
+    return rules.refusal(ipaddress.ip_address(address)) is not None
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "1.1.1.1",
+        "8.8.8.8",
+        "9.255.255.255",
+        "11.0.0.0",
+        "100.63.255.255",
+        "100.128.0.0",
+        "126.255.255.255",
+        "128.0.0.0",
+        "169.253.255.255",
+        "172.15.255.255",
+        "172.32.0.0",
+        "192.0.1.0",
+        "192.167.255.255",
+        "192.169.0.0",
+        "198.17.255.255",
+        "198.20.0.0",
+        "223.255.255.255",
+        "168.63.129.15",
+        "168.63.129.17",
+        "2001:200::",
+        "2001:db7:ffff::",
+        "2001:db9::",
+        "2003::1",
+        "2606:4700::1111",
+        "3ffe::1",
+    ],
+)
+def test_public_addresses_pass_up_to_the_edges_of_the_tables(address: str) -> None:
+    assert not is_refused(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "0.0.0.0",
+        "10.0.0.0",
+        "10.255.255.255",
+        "100.100.100.200",
+        "127.255.255.255",
+        "169.254.169.254",
+        "172.31.255.255",
+        "192.0.0.192",
+        "192.168.255.255",
+        "198.19.255.255",
+        "224.0.0.1",
+        "239.255.255.255",
+        "255.255.255.255",
+        "168.63.129.16",
+        "192.88.99.1",
+        "::",
+        "::1",
+        "::7f00:1",
+        "::ffff:127.0.0.1",
+        "::ffff:8.8.8.8",
+        "::ffff:0:8.8.8.8",
+        "64:ff9b::8.8.8.8",
+        "64:ff9b:1::1",
+        "100::1",
+        "100:0:0:1::1",
+        "1fff::",
+        "2001::1",
+        "2001:2::1",
+        "2001:1ff:ffff::",
+        "2001:db8::1",
+        "2002:7f00:1::",
+        "2002:808:808::1",
+        "2620:4f:8000::1",
+        "3fff::1",
+        "3fff:fff::1",
+        "4000::",
+        "5f00::1",
+        "fd00:ec2::254",
+        "fe80::1",
+        "fec0::1",
+        "ff02::1",
+    ],
+)
+def test_special_addresses_are_refused(address: str) -> None:
+    assert is_refused(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "refused"),
+    [("2606:4700::5efe:10.0.0.1", True), ("2606:4700::200:5efe:127.0.0.1", True), ("2606:4700::5efe:8.8.8.8", False)],
+)
+def test_an_isatap_address_is_as_good_as_the_one_within(address: str, refused: bool) -> None:
+    assert is_refused(address) is refused
+
+
+@pytest.mark.parametrize("prefix", ["64:ff9b::/96", "2a00:1:2:3::/96"])
+def test_behind_the_prefix_of_a_nat64_gateway_the_embedded_address_is_judged(prefix: str) -> None:
+    network = ipaddress.IPv6Network(prefix)
+    rules = AddressRules(nat64_prefix=network)
+    inside = [
+        str(network[int(ipaddress.IPv4Address(address))]) for address in ("8.8.8.8", "169.254.169.254", "10.0.0.1")
+    ]
+    assert [is_refused(address, rules) for address in inside] == [False, True, True]
+
+
+def test_a_nat64_prefix_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="/96"):
+        AddressRules(nat64_prefix=ipaddress.IPv6Network("64:ff9b::/64"))
+
+
+def test_ranges_of_the_operators_own_are_refused_too() -> None:
+    rules = AddressRules([ipaddress.ip_network("8.8.0.0/16"), ipaddress.ip_network("2606:4700::/32")])
+    assert is_refused("8.8.4.4", rules)
+    assert is_refused("2606:4700::1111", rules)
+    assert not is_refused("8.9.0.0", rules)
+
+
+def check(rules: WebAccessRules, url: str, *addresses: str) -> str | None:
+    """Return the refusal of a URL whose host has these addresses, or None if the URL passes."""
+    try:
+        target = parse_url(url)
+        rules.check_target(target)
+        rules.check_addresses(target, [ipaddress.ip_address(address) for address in addresses])
+    except ToolFailure as failure:
+        return failure.message if failure.code is ErrorCode.SECURITY_REFUSED else None
+    return None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "a.localhost",
+        "LOCALHOST",
+        "localhost.",
+        "printer.local",
+        "metadata.google.internal",
+        "metadata",
+        "router.home.arpa",
+        "a.onion",
+        "db",
+        "metadata.tencentyun.com",
+    ],
+)
+def test_names_of_private_networks_are_refused_unasked(host: str) -> None:
+    assert "private network" in str(check(WebAccessRules(), f"http://{host}/", "8.8.8.8"))
+
+
+@pytest.mark.parametrize("host", ["mylocalhost.example", "internal.example", "onion.example", "local.example"])
+def test_names_that_only_look_like_them_pass(host: str) -> None:
+    assert check(WebAccessRules(), f"http://{host}/", "8.8.8.8") is None
+
+
+def test_one_bad_answer_among_good_ones_refuses_the_url() -> None:
+    assert "not public" in str(check(WebAccessRules(), "http://a.example/", "8.8.8.8", "1.1.1.1", "10.0.0.1"))
+    assert "not public" in str(check(WebAccessRules(), "http://a.example/", "8.8.8.8", "::1"))
+
+
+def test_only_listed_ports_are_fetched_from() -> None:
+    assert "port 22" in str(check(WebAccessRules(), "http://a.example:22/", "8.8.8.8"))
+    assert check(WebAccessRules(ports=frozenset({8443})), "https://a.example:8443/", "8.8.8.8") is None
+    assert check(WebAccessRules(), "http://a.example:443/", "8.8.8.8") is None
+
+
+def test_an_allowed_host_passes_the_address_rules_and_no_other_host_does() -> None:
+    rules = WebAccessRules(allowed_hosts=frozenset({"wiki.internal", "10.0.0.7"}))
+    assert check(rules, "http://wiki.internal/", "10.0.0.5") is None
+    assert check(rules, "http://10.0.0.7/") is None
+    assert check(rules, "http://10.0.0.8/") is not None
+    assert check(rules, "http://a.wiki.internal/", "10.0.0.5") is not None
+    assert check(rules, "http://wiki.internal.evil.example/", "10.0.0.5") is not None
+
+
+def test_an_allowed_host_is_open_at_every_port_unless_its_entry_names_one() -> None:
+    rules = WebAccessRules(allowed_hosts=frozenset({"wiki.internal", "build.internal:8080", "[fd00::7]:81"}))
+    assert check(rules, "http://wiki.internal:8080/", "10.0.0.5") is None
+    assert "port 8080" in str(check(rules, "http://www.example.org:8080/", "8.8.8.8"))
+    assert "port 81" in str(check(rules, "http://build.internal:81/", "10.0.0.5"))
+    assert check(rules, "http://build.internal:8080/", "10.0.0.5") is None
+    assert check(rules, "http://build.internal/", "10.0.0.5") is not None
+    assert check(rules, "http://[fd00::7]:81/") is None
+
+
+def test_with_a_list_of_hosts_no_other_is_fetched_from() -> None:
+    rules = WebAccessRules(only_hosts=frozenset({"docs.example", "*.python.org"}))
+    assert check(rules, "http://docs.example/", "8.8.8.8") is None
+    assert check(rules, "http://docs.python.org/", "8.8.8.8") is None
+    for host in ("python.org", "evilpython.org", "docs.example.evil.example", "8.8.8.8"):
+        assert "not among the hosts" in str(check(rules, f"http://{host}/", "8.8.8.8"))
+    assert "not public" in str(check(rules, "http://docs.example/", "10.0.0.1"))

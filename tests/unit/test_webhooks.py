@@ -102,16 +102,6 @@ async def test_the_end_of_a_batch_is_announced_once_and_signed(harness: Harness)
     assert SECRET not in json.dumps(sent)
 
 
-async def test_the_end_of_a_run_is_announced(harness: Harness) -> None:
-    receiver = Receiver(200)
-    run = await harness.hosted.start("acme", RunBody(instruction="x"), metadata={"for": "tests"}, webhook=HOOK)
-    await harness.hosted.cancel("acme", run.id)
-    assert await harness.sender(receiver).send_due() == 1
-    body = json.loads(receiver.sent[0]["body"])
-    assert (body["type"], body["data"]["id"], body["data"]["state"]) == ("run.ended", run.id, "cancelled")
-    assert body["data"]["metadata"] == {"for": "tests"}
-
-
 async def test_a_notice_that_fails_is_sent_again_with_the_same_id_and_is_dropped_at_last(harness: Harness) -> None:
     receiver = Receiver(500, ErrorCode.NETWORK_ERROR)
     await harness.end_batch()

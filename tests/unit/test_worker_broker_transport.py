@@ -2,6 +2,9 @@
 
 import json
 import secrets
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +16,8 @@ from structlog.testing import capture_logs
 
 from contract.settings import BrokerSettings
 from tests.conftest import RedisProcess
-from workers.celery_edge.app import build_app
+from tests.stack import ROOT
+from workers.celery_edge.app import build_app, reserve_node_name
 
 QUEUE = "host.h1.b00t"
 
@@ -186,3 +190,24 @@ def test_messages_of_a_cancelled_queue_are_returned(app: Celery, redis_server: R
         reader.connection.drain_events(timeout=10)
         assert (client.llen(QUEUE), client.hlen("unacked")) == (1, 0)
     reader.close()
+
+
+def test_two_workers_of_one_name_on_a_machine_have_two_names_and_a_free_one_is_taken_again() -> None:
+    """Flower merges workers of one name. A second process proves that the name of a dead worker is free."""
+    broker, other = (
+        BrokerSettings(redis_url=SecretStr(f"redis://:secret@localhost:6379/{number}")) for number in (7, 8)
+    )
+    machine = socket.gethostname()
+    code = (
+        "from contract.settings import BrokerSettings; from workers.celery_edge.app import reserve_node_name; "
+        "print(reserve_node_name('web-x', BrokerSettings(redis_url='redis://:other@localhost:6379/7')), flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline().strip() == f"web-x@{machine}"
+        assert reserve_node_name("web-x", broker) == f"web-x-2@{machine}"
+        assert reserve_node_name("web-x", other) == f"web-x@{machine}"
+        first.kill()
+    assert reserve_node_name("web-x", broker) == f"web-x@{machine}"

@@ -107,25 +107,11 @@ def test_a_bug_in_a_check_of_arguments_is_refused_like_any_other_call() -> None:
     assert (harness.execute().error_code, harness.ledger.refused) == (ErrorCode.INTERNAL, {("acme", "call-1")})
 
 
-def test_one_id_of_two_tenants_is_two_calls() -> None:
-    harness = Harness()
-    results = [harness.execute(context=build_context(tenant=tenant)) for tenant in ("one", "two")]
-    assert [result.success for result in results] == [True, True]
-
-
 def test_arguments_are_checked_again_and_invalid_ones_claim_nothing() -> None:
     harness = Harness(checks=[lambda arguments: "text must not shout" if arguments.get("text") == "HEY" else None])
     refused = harness.execute(build_call(text="HEY"))
     assert (refused.error_code, refused.error) == (ErrorCode.INVALID_ARGUMENTS, "echo: text must not shout")
     assert (harness.runs, harness.ledger.claimed, harness.ledger.refused) == (0, set(), {("acme", "call-1")})
-
-
-def test_text_is_coerced_only_when_the_context_says_that_it_came_as_text() -> None:
-    harness = Harness(
-        lambda arguments, _: Outcome(repr(arguments["n"])),
-        properties={"n": {"type": ["integer", "null"], "default": None}},
-    )
-    assert harness.execute(build_call(n="5"), build_context(text_arguments=True)).output == "5"
 
 
 def test_aliases_that_were_used_are_noted_also_on_a_failure() -> None:
@@ -134,18 +120,6 @@ def test_aliases_that_were_used_are_noted_also_on_a_failure() -> None:
 
     result = Harness(fail, aliases={"words": "text"}).execute(build_call(words="a"))
     assert result.metadata == {"near": "x", "aliases_used": ["words -> text"]}
-
-
-def test_a_failure_of_the_tool_is_the_models_to_read() -> None:
-    def fail(*_: Any) -> Outcome:
-        raise ToolFailure(ErrorCode.NO_MATCH, "nothing like it", nearest="b")
-
-    with capture_logs() as logs:
-        result = Harness(fail).execute()
-    assert result.error_code == ErrorCode.NO_MATCH
-    assert result.error == "nothing like it"
-    assert result.metadata == {"nearest": "b"}
-    assert logs == []
 
 
 def test_an_outcome_with_an_error_keeps_what_was_printed() -> None:

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from contract.calls import ToolResult
 from contract.envelope import decode_result, encode_call
 from contract.errors import OPERATOR_CODES, EnvelopeRefused, ErrorCode, ToolFailure
-from contract.names import refusals_key, task_name
+from contract.names import task_name
 from contract.registry import ToolRegistry
 from contract.signing import ResultSeal
 from store import blobs as blobs_module
@@ -130,13 +130,6 @@ def test_a_task_fails_exactly_when_the_operator_must_act(code: ErrorCode) -> Non
 
 
 # Counts and blobs on a real Redis
-
-
-def test_what_is_refused_is_counted_by_reason_for_all_workers(redis_server: RedisProcess) -> None:
-    with redis_server.client() as client:
-        for reason in ("signature", "repeated", "signature"):
-            RefusalCounter(client, "d").count(reason)  # type: ignore[arg-type]
-        assert client.hgetall(refusals_key("d")) == {b"signature": b"2", b"repeated": b"1"}
 
 
 def test_a_count_that_redis_does_not_take_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The session verbs: their requests to the guest, and their handling of replies."""
+"""The session verbs and write_tool: their requests to the guest, and their handling of replies."""
 
 from typing import Any
 
@@ -8,10 +8,15 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode
 from tests.builders import build_context, build_exec_response
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
+from workers.sandbox_client import GuestResponse
 from workers.tools.builtin import build_registry
+from workers.tools.text import MAX_OUTPUT_BYTES
 
 KILL = {"signalled": 3, "survivors": 0, "method": "tree", "ms": 5.0}
 FACTS = {"host": "h1", "queue": "host.h1.b00t"}
+
+
+REGISTRY = build_registry()
 
 
 class Bench:
@@ -23,10 +28,13 @@ class Bench:
         if content:
             context["blob"] = self.blobs.leave("acme", content)
         self.context = build_context(**context)
-        self.executor = build_executor(build_registry(), self.client, MemoryLedger(), self.blobs, FACTS)
+        self.executor = build_executor(REGISTRY, self.client, MemoryLedger(), self.blobs, FACTS)
 
     def run(self, tool: str, **arguments: Any) -> ToolResult:
         return self.executor.execute(ToolCall(id="call-1", name=tool, arguments=arguments), self.context)
+
+    def write(self, **arguments: Any) -> ToolResult:
+        return self.run("write_tool", **{"content": "", **arguments})
 
     @property
     def request(self) -> dict[str, Any]:
@@ -101,3 +109,70 @@ def test_an_export_that_does_not_fit_is_an_error_and_not_half_an_archive() -> No
     counts = {"stdout": {"total": 99, "head": 3, "tail": 0}, "stderr": {"total": 0, "head": 0, "tail": 0}}
     result = Bench(build_exec_response(b"tar", streams=counts)).run("session.export")
     assert (result.error_code, result.blob) == (ErrorCode.FILE_TOO_LARGE, None)
+
+
+def answer(text: bytes = b"", **fields: Any) -> GuestResponse:
+    done = {"created": True, "size": 4, "mode_bits": 0o644, "written": 4, "lines": 2, "encoding": "utf-8"}
+    return GuestResponse({**done, **fields}, {"file": text})
+
+
+@pytest.mark.parametrize(
+    ("mode", "created", "expected"),
+    [
+        ("overwrite", True, "created"),
+        ("overwrite", False, "overwrote"),
+        ("append", False, "appended to"),
+        ("create", True, "created"),
+    ],
+)
+def test_what_was_written_is_said(mode: str, created: bool, expected: str) -> None:
+    bench = Bench(answer(created=created), timeout_s=7)
+    result = bench.write(file_path="a", content="é\nb", mode=mode)
+    assert (result.output, bench.client.bodies) == (f"{expected} a (4 bytes, 2 lines)", ["é\nb".encode()])
+    assert result.metadata == {"size_bytes": 4, "created": created, "encoding": "utf-8"}
+    assert bench.client.requests == [
+        {
+            "op": "write_text",
+            "path": "a",
+            "mode": mode,
+            "encoding": "auto",
+            "max_bytes": MAX_OUTPUT_BYTES,
+            "timeout_s": 7,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"mode": "w"}, {"encoding": ""}, {"content": "\ud800"}, {"content": 5}, {"file_path": ""}, {"text": "x"}],
+)
+def test_arguments_that_are_none_are_refused_before_anything_is_sent(arguments: dict[str, Any]) -> None:
+    bench = Bench()
+    assert bench.write(**{"file_path": "a", **arguments}).error_code is ErrorCode.INVALID_ARGUMENTS
+    assert bench.client.requests == []
+
+
+@pytest.mark.parametrize(
+    "code", ["STALE_FILE", "NO_SPACE", "FILE_EXISTS", "IS_DIRECTORY", "NOT_A_DIRECTORY", "PATH_NOT_ALLOWED"]
+)
+def test_a_failure_of_the_guest_reads_as_it_is(code: str) -> None:
+    result = Bench(GuestResponse({"error": {"code": code, "message": "a: words\n@@ diff"}})).write(file_path="a")
+    assert result.text() == f"Error [{code}]: a: words\n@@ diff"
+
+
+@pytest.mark.parametrize("fields", [{"lines": "2"}, {"written": -1}, {"encoding": "x\ny"}, {"encoding": None}])
+def test_an_answer_that_is_none_costs_the_sandbox(fields: dict[str, Any]) -> None:
+    bench = Bench(answer(**fields))
+    assert bench.write(file_path="a").error_code is ErrorCode.SANDBOX_UNAVAILABLE
+    assert bench.client.closed == ["acme:s1"]
+
+
+def test_what_a_failure_counts_is_reported_as_a_success_reports_it() -> None:
+    error = {"code": "FILE_TOO_LARGE", "message": "a: too large", "size": 9, "lines": 3, "other": 1}
+    assert Bench(GuestResponse({"error": error})).write(file_path="a").metadata == {"size_bytes": 9, "lines": 3}
+    for wrong in (-1, True, 2**70):
+        assert Bench(GuestResponse({"error": {**error, "size": wrong}})).write(file_path="a").metadata == {"lines": 3}
+
+
+def test_a_path_of_any_signs_is_shown_on_one_line() -> None:
+    assert str(Bench(answer()).write(file_path="a\n\udcff").output).startswith("created a\ufffd? (")
