@@ -251,37 +251,31 @@ async def test_a_guest_cannot_hide_the_loss_of_its_files(tmp_path: Path) -> None
 # Not starting
 
 
-async def test_a_guest_that_never_greets_is_no_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_module, "HELLO_TIMEOUT_S", 0.05)
+async def mute(guest: FakeGuest) -> None:
+    await guest.next()
 
-    async def mute(guest: FakeGuest) -> None:
-        await guest.next()
 
-    async with running_sandboxd(tmp_path, mute) as daemon:
-        with pytest.raises(SandboxUnavailable, match="did not answer in time"):
+async def dying(guest: FakeGuest) -> None:
+    await guest.send_raw(b"python3: not found\n", stream=2)
+    guest.die()
+
+
+async def newer(guest: FakeGuest) -> None:
+    await guest.send({"ev": "hello", "v": 2})
+    await guest.gone.wait()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"), [(mute, "did not answer in time"), (dying, "python3: not found"), (newer, ".")]
+)
+async def test_a_guest_that_does_not_greet_is_no_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour, message: str
+) -> None:
+    monkeypatch.setattr(sandbox_module, "HELLO_TIMEOUT_S", 0.05 if behaviour is mute else SOON_S)
+    async with running_sandboxd(tmp_path, behaviour) as daemon:
+        with pytest.raises(SandboxUnavailable, match=message):
             await daemon.open()
         assert (daemon.engine.alive, len(daemon.sessions)) == ({}, 0)
-
-
-async def test_a_guest_that_dies_at_its_start_leaves_its_last_words(tmp_path: Path) -> None:
-    async def dying(guest: FakeGuest) -> None:
-        await guest.send_raw(b"python3: not found\n", stream=2)
-        guest.die()
-
-    async with running_sandboxd(tmp_path, dying) as daemon:
-        with pytest.raises(SandboxUnavailable, match="python3: not found"):
-            await daemon.open()
-        assert daemon.engine.alive == {}
-
-
-async def test_a_guest_of_another_protocol_version_is_no_sandbox(tmp_path: Path) -> None:
-    async def newer(guest: FakeGuest) -> None:
-        await guest.send({"ev": "hello", "v": 2})
-        await guest.gone.wait()
-
-    async with running_sandboxd(tmp_path, newer) as daemon:
-        with pytest.raises(SandboxUnavailable):
-            await daemon.open()
 
 
 # What is handed on

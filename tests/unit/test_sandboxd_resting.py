@@ -15,6 +15,7 @@ from tests.fake_sandboxd import (
     FakeHost,
     KeptWorkspaces,
     MemorySuspensionStore,
+    Sandboxd,
     build_host,
     end_host,
     open_host,
@@ -53,6 +54,17 @@ class SlowSuspensionStore(MemorySuspensionStore):
 async def give_up(host: FakeHost, name: str = "acme:s") -> Session:
     entry = await host.sessions.open(name, NewSession(PLAN, 60))
     assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
+    return entry
+
+
+async def pack(daemon: Sandboxd, name: str, store: SlowSuspensionStore) -> Session:
+    """Give the session up at once. Its unpacking waits for the test."""
+    entry = daemon.sessions.find(name)
+    assert entry is not None
+    store.go_on.set()
+    await daemon.sessions.suspender.give_up(entry, must_be_idle=False)
+    store.begun.clear()
+    store.go_on.clear()
     return entry
 
 
@@ -329,12 +341,7 @@ async def test_a_call_whose_worker_left_while_it_waited_never_reaches_the_guest(
         tmp_path, echoing, noting, workspaces=KeptWorkspaces(), suspension_store=suspension_store
     ) as daemon:
         client, name = await daemon.open()
-        entry = daemon.sessions.find(name)
-        assert entry is not None
-        suspension_store.go_on.set()
-        await daemon.sessions.suspender.give_up(entry, must_be_idle=False)
-        suspension_store.begun.clear()
-        suspension_store.go_on.clear()
+        entry = await pack(daemon, name, suspension_store)
         calling = asyncio.create_task(asyncio.to_thread(client.call, name, EXEC))
         await suspension_store.begun.wait()
         assert client._sock is not None
@@ -352,12 +359,7 @@ async def test_a_call_that_waits_for_its_sandbox_can_be_cancelled(tmp_path: Path
     suspension_store = SlowSuspensionStore()
     async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store) as daemon:
         client, name = await daemon.open()
-        entry = daemon.sessions.find(name)
-        assert entry is not None
-        suspension_store.go_on.set()
-        await daemon.sessions.suspender.give_up(entry, must_be_idle=False)
-        suspension_store.begun.clear()
-        suspension_store.go_on.clear()
+        entry = await pack(daemon, name, suspension_store)
         calling = asyncio.create_task(asyncio.to_thread(client.call, name, EXEC, call_id="c1"))
         await suspension_store.begun.wait()
         assert await asyncio.to_thread(daemon.client().cancel, name, "c1") is True
@@ -481,20 +483,13 @@ async def test_a_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> No
 
 
 async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_path: Path) -> None:
-    packing, go_on = asyncio.Event(), asyncio.Event()
-
-    class SlowSuspensionStore(MemorySuspensionStore):
-        async def pack(self, session: object, sandbox: Sandbox) -> str:
-            packing.set()
-            await go_on.wait()
-            return await super().pack(session, sandbox)  # type: ignore[arg-type]
-
-    async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=SlowSuspensionStore()) as host:
+    store = SlowSuspensionStore()
+    async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=store) as host:
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
         giving_up = asyncio.create_task(host.sessions.suspender.give_up(entry, must_be_idle=False))
-        await packing.wait()
+        await store.begun.wait()
         using = asyncio.create_task(host.sessions.use("acme:s"))
-        go_on.set()
+        store.go_on.set()
         assert await giving_up
         assert (await using)[1].generation == 2
 

@@ -219,18 +219,24 @@ async def test_an_answer_is_never_the_answer_to_another_request(tmp_path: Path) 
         assert (await call(client, name, body=b"mine")).streams == {"stdout": b"mine"}
 
 
-async def test_bytes_that_are_no_frame_end_the_connection_and_nothing_else(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client, name = await daemon.open()
-        assert await raw_exchange(daemon.path, b"\xff" * 64) == []
-        assert (await call(client, name, body=b"still here")).streams == {"stdout": b"still here"}
-
-
-async def test_more_body_than_was_declared_ends_the_connection(tmp_path: Path) -> None:
-    request = {"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 1}}
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [b"\xff" * 64],
+        [frame({"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 1}}, b"four")],
+        [
+            frame({"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 9}}),
+            frame({"verb": "status"}),
+        ],
+    ],
+    ids=["no frame", "more body than declared", "no body"],
+)
+async def test_what_cannot_be_read_ends_the_connection_and_nothing_else(tmp_path: Path, sent: list[bytes]) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         await daemon.open()
-        assert await raw_exchange(daemon.path, frame(request, b"four")) == []
+        client, name = await daemon.open("s2")
+        assert await raw_exchange(daemon.path, *sent) == []
+        assert (await call(client, name, body=b"still here")).streams == {"stdout": b"still here"}
 
 
 async def test_too_many_arguments_are_the_callers_fault_and_not_sandboxds(tmp_path: Path) -> None:
@@ -254,13 +260,6 @@ async def test_a_request_that_grows_too_large_on_its_way_costs_neither_connectio
         assert (await call(client, name)).done["sandbox"]["generation"] == 1
 
 
-async def test_a_missing_body_ends_the_connection_and_the_call(tmp_path: Path) -> None:
-    request = {"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 9}}
-    async with running_sandboxd(tmp_path) as daemon:
-        await daemon.open()
-        assert await raw_exchange(daemon.path, frame(request), frame({"verb": "status"})) == []
-
-
 async def test_requests_sent_in_advance_are_answered_in_their_order(tmp_path: Path) -> None:
     calls = [
         frame({"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 1}}, text)
@@ -272,10 +271,7 @@ async def test_requests_sent_in_advance_are_answered_in_their_order(tmp_path: Pa
         assert [answer.get("ev", "status") for answer in answers] == ["data", "done", "data", "done", "status"]
 
 
-def test_a_stream_may_come_a_byte_at_a_time() -> None:
+def test_a_stream_may_come_a_byte_at_a_time_and_a_wrong_capture_takes_nothing_from_the_others() -> None:
+    assert count_budget({"op": "exec", "capture": {"stdout": 100, "stderr": -100, "merged": "all"}}) == 100
     limit = 10_000
     assert count_budget({"op": "exec", "capture": {"stream": limit}}) >= limit * (1 + FRAME_COST_BYTES)
-
-
-def test_a_negative_or_wrong_capture_takes_nothing_from_the_others() -> None:
-    assert count_budget({"op": "exec", "capture": {"stdout": 100, "stderr": -100, "merged": "all"}}) == 100

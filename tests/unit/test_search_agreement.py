@@ -42,30 +42,8 @@ RULE_FILES = st.dictionaries(
 
 
 def _patterns() -> st.SearchStrategy[str]:
-    atoms = st.sampled_from(
-        [
-            "a",
-            "b",
-            "0",
-            "1",
-            "_",
-            " ",
-            "é",
-            "文",
-            ".",
-            "\\.",
-            "\\(",
-            "\\d",
-            "\\w",
-            "\\s",
-            "\\S",
-            "[ab]",
-            "[^a]",
-            "[a-b0-9_]",
-            "\\b",
-            "\\t",
-        ]
-    )
+    classes = ["\\.", "\\(", "\\d", "\\w", "\\s", "\\S", "[ab]", "[^a]", "[a-b0-9_]", "\\b", "\\t"]
+    atoms = st.sampled_from([*"ab01_ é文.", *classes])
     repeated = st.tuples(
         atoms.filter(lambda atom: atom != "\\b"), st.sampled_from(["", "", "*", "+", "?", "{2}", "{1,2}", "*?", "+?"])
     ).map("".join)

@@ -1,6 +1,4 @@
-"""Locations of sessions: one host each, chosen once, and chosen again by one process when the host is lost. Over a
-real Redis; hosts and their replies are scripted.
-"""
+"""Locations of sessions, and their lists: one host each, chosen again when the host is lost. Over a real Redis."""
 
 import asyncio
 import contextlib
@@ -14,12 +12,14 @@ from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.names import host_key, hosts_key, place_key, tombstone_key
 from contract.session_locations import LocationState, seal_checkpoint, seal_start
+from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch import session_locator as homes_module
 from orchestrator.dispatch.session_locator import SessionLocator, SessionOpening
 from orchestrator.dispatch.transport import CallLost
 from store.call_messages import NotSent
-from store.sessions import SessionAddress, SessionStore
+from store.session_list import SessionList
+from store.sessions import SessionAddress, SessionStore, open_sessions_key, session_facts_key, tenant_open_sessions_key
 from tests.builders import KEY
 from tests.fake_hosts import build_report
 
@@ -67,6 +67,19 @@ def build_locator(client: "redis.asyncio.Redis", hosts: Hosts) -> SessionLocator
     return SessionLocator(SessionStore(client, "d"), hosts, hosts.send_open, KEY)
 
 
+async def open_and_lose(
+    client: "redis.asyncio.Redis", hosts: Hosts, locator: SessionLocator, stored: dict[str, Any] | None = None
+) -> SessionAddress:
+    """Open acme's session s1 at its only host, store these fields in its record, and lose the host. Host b remains."""
+    await locator.open("acme", "s1", DEFAULT, {})
+    if stored:
+        await client.hset(place_key("d", "acme", "s1"), mapping=stored)
+    address = await locator.find("acme", "s1", DEFAULT)
+    await hosts.lose(client, address.queue)
+    hosts.all["host.b.b00t"] = build_report("b")
+    return address
+
+
 async def test_a_session_stays_with_the_host_that_opened_it(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
@@ -87,18 +100,23 @@ async def test_the_sandbox_quota_counts_only_open_sessions(client: "redis.asynci
     await locator.open("other", "s1", policy, {})
     await locator.forget("acme", "s1")
     await locator.open("acme", "s4", policy, {})
+    await client.delete(place_key("d", "acme", "s2"))  # its time ran out
+    await locator.open("acme", "s5", policy, {})
 
 
-async def test_sessions_whose_time_ran_out_do_not_count(client: "redis.asyncio.Redis") -> None:
-    locator, policy = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=1)
-    await locator.open("acme", "s1", policy, {})
-    await client.delete(place_key("d", "acme", "s1"))
-    await locator.open("acme", "s2", policy, {})
-
-
-async def test_an_opening_goes_to_another_host_when_the_first_is_lost_on_the_way(client: "redis.asyncio.Redis") -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        CallLost("gone", has_started=True),
+        ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, "the host is full"),
+    ],
+    ids=["lost on the way", "full"],
+)
+async def test_an_opening_that_a_host_does_not_serve_goes_to_another(
+    client: "redis.asyncio.Redis", answer: Any
+) -> None:
     hosts = Hosts("a", "b")
-    hosts.answers["host.a.b00t"] = CallLost("gone", has_started=True)
+    hosts.answers["host.a.b00t"] = answer
     hosts.all["host.b.b00t"] = build_report("b", sessions=50)
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
@@ -160,10 +178,7 @@ async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_checkpoint(
 async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     first = build_locator(client, hosts)
-    await first.open("acme", "s1", DEFAULT, {})
-    address = await first.find("acme", "s1", DEFAULT)
-    await hosts.lose(client, "host.a.b00t")
-    hosts.all["host.b.b00t"] = build_report("b")
+    address = await open_and_lose(client, hosts, first)
     programs = [first, *(build_locator(client, hosts) for _ in range(4))]
     addresses = await asyncio.gather(
         *(locator.refresh("acme", "s1", address, DEFAULT, is_lost=True) for locator in programs for _ in range(3))
@@ -188,10 +203,7 @@ async def test_the_next_call_opens_a_parked_session(client: "redis.asyncio.Redis
 async def test_a_move_that_fails_can_be_tried_again(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {})
-    address = await locator.find("acme", "s1", DEFAULT)
-    await hosts.lose(client, "host.a.b00t")
-    hosts.all["host.b.b00t"] = build_report("b")
+    address = await open_and_lose(client, hosts, locator)
     hosts.answers["host.b.b00t"] = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.NO_SPACE, "full")
     with pytest.raises(SandboxUnavailable, match="full"):
         await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
@@ -228,11 +240,7 @@ async def _move_without_restores(
     """
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {})
-    await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c1", "auto-1"), "checkpoint_at": 1})
-    address = await locator.find("acme", "s1", DEFAULT)
-    await hosts.lose(client, address.queue)
-    hosts.all["host.b.b00t"] = build_report("b")
+    address = await open_and_lose(client, hosts, locator, {**checkpoints("c1", "auto-1"), "checkpoint_at": 1})
     failed = ToolResult.failed(ToolCall(id="c", name="session.open"), code, "the restore failed")
     hosts.answer = lambda opening: failed if "restore" in opening.arguments else None
     (moved,) = await asyncio.gather(
@@ -273,11 +281,8 @@ async def test_a_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis"
 async def test_an_older_checkpoint_is_tried_after_another_host_refused(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {})
-    await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c1"), "checkpoint_at": 1})
-    address = await locator.find("acme", "s1", DEFAULT)
-    await hosts.lose(client, address.queue)
-    hosts.all = {"host.b.b00t": build_report("b"), "host.c.b00t": build_report("c", sessions=50)}
+    address = await open_and_lose(client, hosts, locator, {**checkpoints("c1"), "checkpoint_at": 1})
+    hosts.all["host.c.b00t"] = build_report("c", sessions=50)
     call = ToolCall(id="c", name="session.open")
     hosts.answers["host.b.b00t"] = ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
     missing = ToolResult.failed(call, ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
@@ -303,13 +308,8 @@ async def test_ended_incarnations_are_forgotten(client: "redis.asyncio.Redis") -
 async def test_a_move_reports_no_time_for_another_checkpoint(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
-    await locator.open("acme", "s1", DEFAULT, {})
-    await client.hset(
-        place_key("d", "acme", "s1"), mapping={**checkpoints("asked", "older"), "checkpoint_at": 1_700_000_000}
-    )
-    address = await locator.find("acme", "s1", DEFAULT)
-    await hosts.lose(client, address.queue)
-    hosts.all["host.b.b00t"] = build_report("b")
+    stored = {**checkpoints("asked", "older"), "checkpoint_at": 1_700_000_000}
+    address = await open_and_lose(client, hosts, locator, stored)
     missing = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
     hosts.answer = lambda opening: missing if opening.arguments.get("restore") == "asked" else None
     await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
@@ -381,16 +381,6 @@ async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.a
     assert (place.state, place.queue, place.fence) == (LocationState.OPEN, "host.b.b00t", 2)
 
 
-async def test_an_opening_that_a_full_host_refuses_goes_to_another(client: "redis.asyncio.Redis") -> None:
-    hosts = Hosts("a")
-    hosts.all["host.b.b00t"] = build_report("b", sessions=50)
-    full = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
-    hosts.answers["host.a.b00t"] = full
-    locator = build_locator(client, hosts)
-    assert (await locator.open("acme", "s1", DEFAULT, {})).success
-    assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
-
-
 async def test_a_refusal_of_all_hosts_gives_their_reasons(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
     for queue in hosts.all:
@@ -445,3 +435,127 @@ async def test_forged_arguments_do_not_reopen_a_session(client: "redis.asyncio.R
     ):
         await build_locator(client, hosts).refresh("acme", "s1", address, DEFAULT, is_lost=True)
     assert len(hosts.opened) == opened
+
+
+KEYS = SigningKeys.of("a secret", deployment="d")
+
+
+def signed_start(tenant: str, session: str, keys: SigningKeys = KEYS) -> str:
+    return seal_start(keys, tenant, session, {"image": "python"})
+
+
+async def open_some(client: "redis.asyncio.Redis", count: int, tenant: str = "acme") -> list[str]:
+    """Open sessions of the tenant. Return the sessions, newest first."""
+    names = [f"{tenant}-{number}" for number in range(count)]
+    for name in names:
+        await SessionStore(client, "d").open(
+            tenant, name, "host.a.b1", start=signed_start(tenant, name), ttl_s=60, limit=1000
+        )
+    return names[::-1]
+
+
+async def read_all(client: "redis.asyncio.Redis", tenant: str | None, limit: int) -> list[str]:
+    """Read the list page by page."""
+    sessions, cursor = list[str](), None
+    while True:
+        page = await SessionList(client, "d", KEYS).read(tenant, cursor, limit)
+        sessions += [session.id for session in page.sessions]
+        if page.cursor is None:
+            return sessions
+        cursor = page.cursor
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 50])
+async def test_pages_hold_every_session_once_the_newest_first(client: "redis.asyncio.Redis", limit: int) -> None:
+    names = await open_some(client, 5)
+    assert await read_all(client, "acme", limit) == names
+    assert await read_all(client, None, limit) == names
+
+
+async def test_more_sessions_than_are_read_at_once_are_listed_too(client: "redis.asyncio.Redis") -> None:
+    names = await open_some(client, 450)
+    assert await read_all(client, None, 1000) == names
+    assert await read_all(client, "acme", 150) == names
+
+
+async def test_a_session_reports_where_it_lives_and_of_its_last_checkpoint(client: "redis.asyncio.Redis") -> None:
+    await open_some(client, 1)
+    await client.hset(place_key("d", "acme", "acme-0"), mapping={"checkpoint": "c1", "checkpoint_at": 1_700_000_000.0})
+    [session] = (await SessionList(client, "d", KEYS).read("acme")).sessions
+    assert session.id == "acme-0"
+    assert session.tenant == "acme"
+    assert session.state == "open"
+    assert session.host == "a"
+    assert session.queue == "host.a.b1"
+    assert (session.fence, session.image, session.ttl_s, session.checkpoint) == (1, "python", 60.0, "c1")
+    assert session.model_dump(mode="json")["checkpoint_at"] == "2023-11-14T22:13:20Z"
+
+
+async def test_sessions_of_other_tenants_are_not_among_ones_own(client: "redis.asyncio.Redis") -> None:
+    await open_some(client, 2, "acme")
+    mine = await open_some(client, 1, "bolt")
+    assert await read_all(client, "bolt", 50) == mine
+    assert len(await read_all(client, None, 50)) == 3
+    assert await SessionList(client, "d", KEYS).counts(["acme", "bolt"]) == {"acme": 2, "bolt": 1}
+
+
+async def test_a_closed_session_is_listed_no_more_and_leaves_nothing_of_itself(client: "redis.asyncio.Redis") -> None:
+    await open_some(client, 1)
+    places = SessionStore(client, "d")
+    await places.settle("acme", "acme-0", 1, LocationState.OPEN, '{"image": "python"}')
+    assert await places.facts("acme", "acme-0") == '{"image": "python"}'
+    await places.close("acme", "acme-0")
+    assert await places.facts("acme", "acme-0") is None
+    keys = [open_sessions_key("d"), tenant_open_sessions_key("d", "acme"), session_facts_key("d", "acme", "acme-0")]
+    assert await client.exists(*keys) == 0
+
+
+async def test_sessions_that_expired_are_passed_over_and_taken_out_of_the_lists(client: "redis.asyncio.Redis") -> None:
+    names = await open_some(client, 6)
+    await client.delete(*(place_key("d", "acme", name) for name in names[::2]))
+    assert await read_all(client, "acme", 2) == names[1::2]
+    assert await client.zcard(open_sessions_key("d")) == await client.zcard(tenant_open_sessions_key("d", "acme")) == 3
+
+
+async def test_the_lists_do_not_grow_with_sessions_that_expired(client: "redis.asyncio.Redis") -> None:
+    for number in range(400):
+        await SessionStore(client, "d").open("acme", f"s{number}", "host.a.b1", start="{}", ttl_s=60, limit=1000)
+        await client.delete(place_key("d", "acme", f"s{number}"))
+    assert await client.zcard(open_sessions_key("d")) < 50
+    assert await client.zcard(tenant_open_sessions_key("d", "acme")) < 50
+
+
+async def test_a_record_of_a_later_release_stays_listed(client: "redis.asyncio.Redis") -> None:
+    names = await open_some(client, 2)
+    await client.hset(place_key("d", "acme", names[0]), "colour", "red")
+    assert await read_all(client, "acme", 50) == names[1:]
+    assert await client.zcard(open_sessions_key("d")) == 2
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        '{"image": "python"}',
+        signed_start("acme", "acme-0", SigningKeys.of("a guess")),
+        signed_start("acme", "another"),
+        "{",
+    ],
+    ids=["unsigned", "another secret", "another session", "not JSON"],
+)
+async def test_a_session_without_a_signature_is_not_listed(client: "redis.asyncio.Redis", start: str) -> None:
+    names = await open_some(client, 2)
+    await client.hset(place_key("d", "acme", "acme-0"), "start", start)
+    assert await read_all(client, "acme", 50) == names[:1]
+
+
+@pytest.mark.parametrize(
+    ("cursor", "limit"),
+    [(cursor, 50) for cursor in ("", "x", "1.acme", "1.acme.s|t", "-1.acme.s", "1.acme.s\n", "1" * 40 + ".acme.s")]
+    + [(None, 0), (None, 1001)],
+)
+async def test_a_wrong_cursor_or_limit_is_refused(
+    client: "redis.asyncio.Redis", cursor: str | None, limit: int
+) -> None:
+    with pytest.raises(ToolFailure, match="the cursor" if cursor is not None else "between 1 and 1000") as refused:
+        await SessionList(client, "d", KEYS).read(None, cursor, limit)
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENTS

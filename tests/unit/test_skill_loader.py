@@ -36,19 +36,9 @@ from workers.skills.loader import load_skill, load_skills, pack_skill
 LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=80).filter(str.strip)
 
 TAGS = (
-    "int",
-    "float",
-    "bool",
-    "timestamp",
-    "binary",
-    "set",
-    "omap",
-    "pairs",
-    "null",
-    "merge",
-    "value",
+    "int", "float", "bool", "timestamp", "binary", "set", "omap", "pairs", "null", "merge", "value",
     "python/name:os.system",
-)
+)  # fmt: skip
 YAML_WORDS = (
     *"-:?[]{},#&*!|>'\"%@`ab1\n \t",
     "name: a\n",

@@ -66,14 +66,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_thousand_skills_are_listed_as_far_as_there_is_room(tmp_path: Path) -> None:
-    for number in range(40):
-        write_skill(tmp_path, f"s{number}", front=f"name: s{number}\ndescription: {'word ' * 100}")
-    bench = Bench(tmp_path)
-    assert "s39" not in bench.tool.spec.description
-    assert (bench.use(action="list").text()).count("\n- s") == 39
-
-
 def test_load_gives_the_instructions_and_at_most_a_hundred_files(root: Path) -> None:
     alpha, beta = Bench(root).use(name="alpha"), Bench(root).use(name="beta", action="load")
     assert alpha.text().startswith('<skill name="alpha">\nDo alpha.\n</skill>\n')
@@ -97,6 +89,10 @@ def test_read_gives_pages_of_numbered_lines(root: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
+        ({"action": "run", "script": "../SKILL.md"}, ErrorCode.FILE_NOT_FOUND),
+        ({"action": "run", "script": "scripts/../../secret"}, ErrorCode.FILE_NOT_FOUND),
+        ({"action": "run", "script": "/bin/sh"}, ErrorCode.FILE_NOT_FOUND),
+        ({"action": "run", "script": "long.md"}, ErrorCode.FILE_NOT_FOUND),
         ({"path": "../secret"}, ErrorCode.FILE_NOT_FOUND),
         ({"path": "/etc/passwd"}, ErrorCode.FILE_NOT_FOUND),
         ({"path": "scripts/../../secret"}, ErrorCode.FILE_NOT_FOUND),
@@ -106,8 +102,12 @@ def test_read_gives_pages_of_numbered_lines(root: Path) -> None:
         ({"path": "long.md", "script": "a.py"}, ErrorCode.INVALID_ARGUMENTS),
     ],
 )
-def test_unreadable_files_are_refused(root: Path, arguments: dict[str, Any], code: ErrorCode) -> None:
-    assert Bench(root).use(name="alpha", action="read", **arguments).error_code is code
+def test_files_and_scripts_outside_of_the_bundle_or_unreadable_are_refused(
+    root: Path, arguments: dict[str, Any], code: ErrorCode
+) -> None:
+    bench = Bench(root)
+    assert bench.use(**{"name": "alpha", "action": "read", **arguments}).error_code is code
+    assert bench.client.requests == []
 
 
 def test_a_name_that_is_none_gets_the_nearest(root: Path) -> None:
@@ -152,21 +152,6 @@ def test_a_script_is_run_by_its_first_line_or_by_itself(root: Path, script: str,
     bench = Bench(root, FINE)
     assert bench.use(name="alpha", action="run", script=script).success
     assert bench.client.requests[-1]["argv"][:-1] == before
-
-
-@pytest.mark.parametrize(
-    ("script", "code"),
-    [
-        ("../SKILL.md", ErrorCode.FILE_NOT_FOUND),
-        ("scripts/../../secret", ErrorCode.FILE_NOT_FOUND),
-        ("/bin/sh", ErrorCode.FILE_NOT_FOUND),
-        ("long.md", ErrorCode.FILE_NOT_FOUND),
-    ],
-)
-def test_only_scripts_of_the_bundle_are_run(root: Path, script: str, code: ErrorCode) -> None:
-    bench = Bench(root)
-    assert bench.use(name="alpha", action="run", script=script).error_code is code
-    assert bench.client.requests == []
 
 
 @pytest.mark.parametrize(

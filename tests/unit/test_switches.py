@@ -21,7 +21,7 @@ from orchestrator.sdk.client import ToolClient
 from store.api_keys import ApiKeys, Credential
 from store.connection import open_redis
 from store.tenants import RedisTenants
-from store.tools import RedisSwitches, RegistrySwitches, WorkerSwitches, build_switch
+from store.tools import RedisSwitches, WorkerSwitches, build_switch
 from tests.builders import KEY, build_call, build_context, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, FakeSandboxClient, MemoryBlobs, MemoryLedger, StaticCatalog, build_executor
@@ -62,14 +62,6 @@ class CountingRedis:
         if self.is_away:
             raise redis.ConnectionError("away")
         return dict(self.hash)
-
-
-async def test_a_tool_that_was_turned_off_is_off_until_it_is_turned_on(switches: RedisSwitches) -> None:
-    await switches.turn_off("echo", OFF)
-    assert await switches.switches() == {"echo": OFF}
-    assert await switches.turn_on("echo")
-    assert await switches.switches() == {}
-    assert not await switches.turn_on("echo")
 
 
 async def test_deployments_do_not_share_switches(switches: RedisSwitches, redis_server: RedisProcess) -> None:
@@ -216,13 +208,6 @@ async def test_the_dispatcher_sends_nothing_when_the_switches_are_not_known() ->
 
     result, sent = await dispatch("echo", Away())
     assert (result.error_code, sent) == (ErrorCode.BROKER_UNAVAILABLE, 0)
-
-
-async def test_a_registry_of_this_process_is_a_source_of_switches() -> None:
-    registry = Harness().registry
-    registry.disable("echo", OFF)
-    result, sent = await dispatch("echo", RegistrySwitches(registry))
-    assert (result.error_code, sent) == (ErrorCode.TOOL_DISABLED, 0)
 
 
 @pytest.fixture

@@ -1,11 +1,23 @@
-"""The tags dialect: the order of calls, and the format of results."""
+"""The tags dialect: calls, results, and a grammar whose calls the parser reads as exactly those calls."""
 
+import re
+from random import Random
 from typing import Any
 
+import pytest
+
 from contract.calls import ToolResult
+from contract.schema import prepare_arguments
+from contract.specs import ToolSpec
 from orchestrator.dialects.base import Event, MalformedCall, ReplyEnd
 from orchestrator.dialects.profiles import STANDARD, ModelProfile
+from orchestrator.dialects.tag_events import TagCall, TagEvent
+from orchestrator.dialects.tag_gbnf import build_tag_grammar, is_spellable
+from orchestrator.dialects.tag_parser import TagStreamParser
+from orchestrator.dialects.tag_values import decode_attribute, strip_body
 from orchestrator.dialects.tags import TagsDialect
+from tests.builders import build_spec
+from tests.gbnf_sampler import Grammar
 
 TAG = '<tool_action name="read_tool"><path value="a" /></tool_action>'
 
@@ -55,3 +67,86 @@ def sent(*results: ToolResult, profile: ModelProfile = STANDARD) -> Any:
 def test_a_closing_hint_ends_the_message() -> None:
     profile = ModelProfile("small", result_hint="Answer now.")
     assert sent(result("1"), profile=profile)["content"].endswith("1\n\nAnswer now.")
+
+
+RICH = build_spec(
+    "rich_tool",
+    properties={
+        "query": {"type": "string", "minLength": 1},
+        "note": {"type": "string"},
+        "mode": {"enum": ["a b", 'say "hi"', "<tool_action>", "1 & 2\n3", 7, None]},
+        "kind": {"const": "fixed"},
+        "count": {"type": "integer"},
+        "from": {"type": "integer", "minimum": 1},
+        "share": {"type": ["number", "null"]},
+        "is_deep": {"type": "boolean"},
+        "names": {"type": "array"},
+        "extra": {"type": "object"},
+        "anything": {},
+        "not spellable": {"type": "string"},
+    },
+    required=["query", "mode", "is_deep"],
+)
+PLAIN = build_spec(
+    "plain_tool", properties={"first": {"type": "string"}, "second": {"type": "string"}}, required=["second"]
+)
+BARE = build_spec("bare_tool", properties={})
+ODD = build_spec("odd \"<&>' name\n\\", properties={"值": {"type": "string"}}, required=["值"])
+ALL = [RICH, PLAIN, BARE, ODD]
+SAMPLES = 400
+
+_CHILD = re.compile(r'<([^\s/>=<"\'!?&]+) value="([^"]*)" />|<([^\s/>=<"\'!?&]+)>((?:(?!</).)*)</\3>', re.DOTALL)
+
+
+def read_text(text: str) -> list[TagEvent]:
+    parser = TagStreamParser()
+    return [*parser.feed(text), *parser.finish()]
+
+
+def read_by_hand(call: str) -> dict[str, str]:
+    """Return the parameters of a call in the grammar's two forms of a child, without use of the parser."""
+    body = call[call.index(">") + 1 : call.rindex("</tool_action>")]
+    matches = list(_CHILD.finditer(body))
+    assert "".join(child[0] for child in matches) == body
+    return {
+        child[1] or child[3]: decode_attribute(child[2], '"') if child[1] else strip_body(child[4]) for child in matches
+    }
+
+
+@pytest.mark.parametrize(("index", "spec"), list(enumerate(ALL)), ids=["rich", "plain", "bare", "odd"])
+def test_every_call_of_the_grammar_is_read_as_that_call(index: int, spec: ToolSpec) -> None:
+    grammar, random = Grammar(build_tag_grammar(ALL)), Random(index)
+    for _ in range(SAMPLES):
+        written = grammar.sample(random, f"call-{index}")
+        arguments = read_by_hand(written)
+        assert read_text(written) == [TagCall(spec.name, arguments, written)]
+        assert set(spec.parameters["required"]) <= set(arguments)  # type: ignore[arg-type]
+
+
+def test_values_fit_their_type() -> None:
+    grammar, random = Grammar(build_tag_grammar([RICH])), Random(7)
+    for _ in range(SAMPLES):
+        (call,) = read_text(grammar.sample(random, "call-0"))
+        assert isinstance(call, TagCall)
+        # Between two tags text may be all line breaks, which are dropped; and enums of other types than text are not
+        # read as text.
+        prepare_arguments(RICH, {**call.arguments, "query": "x", "mode": "a b"}, text=True)
+
+
+def test_without_tools_only_a_reply_can_be_written() -> None:
+    assert build_tag_grammar([]) == "root ::= reply\nreply ::= [^<\\n] [^<]*\n"
+
+
+def test_a_tool_with_a_required_parameter_that_no_tag_can_name_is_left_out() -> None:
+    unfit = build_spec("unfit_tool", properties={"two words": {"type": "string"}}, required=["two words"])
+    assert "unfit_tool" not in build_tag_grammar([unfit, PLAIN])
+
+
+@pytest.mark.parametrize("name", ["", "two words", "a=b", "a/b", "<a", "a>", 'a"', "a&b", "tool_action", "a\nb"])
+def test_these_names_cannot_be_written_in_a_tag(name: str) -> None:
+    assert not is_spellable(name)
+
+
+def test_an_enum_allows_its_values_and_no_others() -> None:
+    spec = build_spec("pick", properties={"mode": {"enum": ["on", "off"]}}, required=["mode"])
+    assert '("on" | "off")' in build_tag_grammar([spec])

@@ -52,19 +52,11 @@ def test_only_a_possible_marker_is_held_back(length: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "use <tool_action tag to call",
-        "<tool_actions>",
-        "<tool_action> is the marker",
-        "<tool_action/>",
-        "<tool_action />",
-        "<tool_action name=bash>",
-        '<tool_action name="a\nb">',
-        '<tool_action name="a"x="b">',
-        '<tool_action name="a">hello',
-        '<tool_action name="a"> < b',
-        '<TOOL_ACTION name="a"/>',
+        "use <tool_action tag to call", "<tool_actions>", "<tool_action> is the marker", "<tool_action/>",
+        "<tool_action />", "<tool_action name=bash>", '<tool_action name="a\nb">', '<tool_action name="a"x="b">',
+        '<tool_action name="a">hello', '<tool_action name="a"> < b', '<TOOL_ACTION name="a"/>',
     ],
-)
+)  # fmt: skip
 def test_a_mention_is_text(text: str) -> None:
     assert parse(text) == [Text(text)]
 

@@ -1,7 +1,8 @@
-"""docs/tenants.md: every command works as written, in the order of the page, and the table matches the policy."""
+"""docs/tenants.md and docs/tools.md: commands work as written, and tables match policies and specs."""
 
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -60,3 +61,11 @@ def test_the_table_has_every_option_with_its_field_and_default() -> None:
 def test_the_file_of_the_page_is_a_policy() -> None:
     [policy] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     assert TenantPolicy.model_validate(json.loads(policy)).weight == 2
+
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_page_of_the_tools_is_what_their_specs_say() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "tool_docs.py"))
+    assert script["PAGE"].read_text() == script["build_page"](), "run .venv/bin/python scripts/tool_docs.py"

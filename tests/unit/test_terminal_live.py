@@ -6,15 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from contract.calls import ToolCall, ToolResult
-from contract.run_events import CallFinished, CallStarted, OutputArrived, RunEvent, TextArrived
-from orchestrator.terminal.output import (
-    MAX_LIVE_LINES,
-    MAX_LIVE_LINES_OF_CALL,
-    LiveLines,
-    LiveOutput,
-    RunPrinter,
-)
+from contract.run_events import OutputArrived, RunEvent, TextArrived
+from orchestrator.terminal.output import MAX_LIVE_LINES, MAX_LIVE_LINES_OF_CALL, LiveLines, LiveOutput, RunPrinter
 
 
 def run_view(*events: RunEvent, is_terminal: bool = False) -> str:
@@ -31,22 +24,6 @@ def run_view(*events: RunEvent, is_terminal: bool = False) -> str:
 
 def output(text: str, call_id: str = "c1", stream: str = "stdout") -> OutputArrived:
     return OutputArrived(run="r", call_id=call_id, stream=stream, text=text)
-
-
-def finished(text: str, call_id: str = "c1") -> CallFinished:
-    return CallFinished(run="r", result=ToolResult(call_id=call_id, name="echo", success=True, output=text))
-
-
-def test_a_run_shows_lines_as_they_come_and_then_the_result() -> None:
-    shown = run_view(
-        CallStarted(run="r", call=ToolCall(id="c1", name="echo")),
-        output("one\ntw"),
-        output("o\n"),
-        finished("one\ntwo"),
-    )
-    lines = shown.splitlines()
-    assert lines[1:3] == ["   | one", "   | two"]
-    assert lines[3:5] == ["   one", "   two"]
 
 
 def test_a_run_shows_a_few_lines_at_a_time_and_says_how_many_more_there_were() -> None:

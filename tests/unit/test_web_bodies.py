@@ -166,19 +166,10 @@ def test_text_without_any_sign_of_its_charset_is_guessed_well_enough_to_read() -
 @pytest.mark.parametrize(
     "label",
     [
-        "rot13",
-        "zlib",
-        "base64",
-        "idna",
-        "punycode",
-        "unicode_escape",
-        "raw_unicode_escape",
-        "utf-7",
-        "mbcs",
-        "x" * 200,
-        "\0",
+        "rot13", "zlib", "base64", "idna", "punycode", "unicode_escape", "raw_unicode_escape", "utf-7", "mbcs",
+        "x" * 200, "\0",
     ],
-)
+)  # fmt: skip
 def test_codecs_that_are_no_charsets_of_the_web_are_not_used(label: str) -> None:
     assert known_charset(label) is None
 

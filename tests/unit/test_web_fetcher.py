@@ -155,9 +155,7 @@ def test_the_total_counts_over_redirects(server: WebServer) -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        b"garbage\r\n\r\n",
-        b"SSH-2.0-OpenSSH_9.6\r\n",
-        b"HTTP/1.1 abc OK\r\n\r\n",
+        b"garbage\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 abc OK\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nno colon here\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello!",
         b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\nhello",
@@ -165,7 +163,7 @@ def test_the_total_counts_over_redirects(server: WebServer) -> None:
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
         b"HTTP/1.1 101 Switching\r\nupgrade: x\r\n\r\n",
     ],
-)
+)  # fmt: skip
 def test_invalid_http_is_reported_without_its_text(server: WebServer, reply: bytes) -> None:
     server.replies["/"] = reply
     failed = failure(server)
@@ -289,12 +287,6 @@ def test_a_reset_is_reported(server: WebServer) -> None:
     server.replies["/"] = reply
     failed = failure(server)
     assert (failed.code, failed.metadata["cause"]) == (ErrorCode.NETWORK_ERROR, "reset")
-
-
-def test_a_name_without_an_address_is_a_dns_failure(server: WebServer) -> None:
-    with pytest.raises(ToolFailure) as failed:
-        build_web(server, hosts=["x.example"], names={}).fetcher.fetch("acme", "http://gone.example/", Deadline(1))
-    assert (failed.value.code, failed.value.metadata["cause"]) == (ErrorCode.NETWORK_ERROR, "dns")
 
 
 def test_the_next_address_is_tried_when_one_refuses(server: WebServer) -> None:

@@ -39,6 +39,11 @@ class Host:
         self.sandboxd.add(name, **row)
         self.harness.put_place(name)
 
+    def forget_superseded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Delete superseded checkpoints, as if their time had passed."""
+        monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float("inf"))
+        self.checkpoints.forget_superseded(self.sandboxd.client())
+
 
 @pytest.fixture
 def host(redis_server: RedisProcess) -> Host:
@@ -72,8 +77,7 @@ def test_an_unused_earlier_checkpoint_is_deleted(redis_server: RedisProcess, mon
     assert host.look() == 1
     assert host.sandboxd.deleted == []
 
-    monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float("inf"))
-    host.checkpoints.forget_superseded(host.sandboxd.client())
+    host.forget_superseded(monkeypatch)
 
     assert host.sandboxd.deleted == ["c1"]
     assert host.harness.place("acme:s1").checkpoint == "c2"
@@ -94,8 +98,7 @@ def test_the_bytes_of_automatic_checkpoints_count_until_they_are_deleted(
     host.look()
     assert harness.stored_bytes(tenant) == 1300
     host.sandboxd.checkpoint_bytes = 1000
-    monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float("inf"))
-    host.checkpoints.forget_superseded(host.sandboxd.client())
+    host.forget_superseded(monkeypatch)
     assert harness.stored_bytes(tenant) == 300
 
 
@@ -111,8 +114,7 @@ def test_a_forged_checkpoint_is_not_deleted(redis_server: RedisProcess, monkeypa
     host.add("acme:s1")
     host.harness.redis.hset(place_key(DEPLOYMENT, "acme", "s1"), "automatic", "one-that-a-user-asked-for")
     assert host.look() == 1
-    monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float("inf"))
-    host.checkpoints.forget_superseded(host.sandboxd.client())
+    host.forget_superseded(monkeypatch)
     assert host.sandboxd.deleted == []
 
 
@@ -127,8 +129,7 @@ def test_only_checkpoints_of_ended_sessions_are_deleted(host: Host, monkeypatch:
     host.sandboxd.rows.clear()
     host.look()
 
-    monkeypatch.setattr(checkpoints_module.time, "monotonic", lambda: float("inf"))
-    host.checkpoints.forget_superseded(host.sandboxd.client())
+    host.forget_superseded(monkeypatch)
 
     assert sorted(host.sandboxd.deleted) == sorted([checkpoints["acme:closed"], checkpoints["acme:expired"]])
 

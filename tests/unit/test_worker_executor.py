@@ -135,19 +135,15 @@ def test_a_broken_house_is_the_operators_and_is_logged(error: Exception) -> None
     assert [line["event"] for line in logs] == ["call_not_served"]
 
 
-def test_a_bug_in_a_tool_is_loud_and_costs_its_call_alone() -> None:
-    harness = Harness(lambda *_: 1 / 0)
-    with capture_logs() as logs:
-        result = harness.execute()
-    assert (result.error_code, "ZeroDivisionError" in str(result.error)) == (ErrorCode.INTERNAL, True)
-    assert [(line["event"], line["log_level"], line["call"]) for line in logs] == [("tool_bug", "error", "call-1")]
-
-
-def test_a_bug_report_hides_values() -> None:
+def test_a_bug_in_a_tool_is_logged_costs_its_call_alone_and_hides_values() -> None:
     def leak(*_: Any) -> Outcome:
         raise RuntimeError("password=hunter2")
 
-    assert "hunter2" not in str(Harness(leak).execute().error)
+    with capture_logs() as logs:
+        result = Harness(leak).execute()
+    assert (result.error_code, "RuntimeError" in str(result.error)) == (ErrorCode.INTERNAL, True)
+    assert "hunter2" not in str(result.error)
+    assert [(line["event"], line["log_level"], line["call"]) for line in logs] == [("tool_bug", "error", "call-1")]
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
@@ -164,29 +160,12 @@ def test_a_call_without_a_session_fails() -> None:
     assert result.error_code is ErrorCode.SESSION_NOT_FOUND
 
 
-def test_kill_report_sandbox_and_clocks_are_passed_on() -> None:
-    sandbox = {"id": "c0ffee", "generation": 2, "rebuilt": True}
-    result = Harness(ask_guest, build_exec_response(kill=KILL, sandbox=sandbox, run_s=0.5, sandbox_s=0.75)).execute()
-    assert result.kill == KillReport(**KILL)
-    assert result.sandbox == SandboxInfo(**sandbox)
-    assert (result.clocks.run_s, result.clocks.sandbox_s) == (0.5, 0.25)
-
-
 def test_kill_report_and_sandbox_are_passed_on_with_an_error() -> None:
     done = {"error": {"code": "TIMEOUT", "message": "too slow"}, "kill": KILL, "sandbox": {"id": "c0ffee"}}
     result = Harness(ask_guest, GuestResponse(done)).execute()
     assert result.error_code == ErrorCode.TIMEOUT
     assert result.kill == KillReport(**KILL)
     assert result.sandbox == SandboxInfo(id="c0ffee")
-
-
-def test_the_time_in_the_queue_starts_when_the_call_was_sent() -> None:
-    context = build_context(sent_at=1000.0, deadline_at=2000.0)
-    harness = Harness()
-    executor = build_executor(
-        harness.executor._registry, harness.client, harness.ledger, harness.blobs, FACTS, clock=lambda: 1002.5
-    )
-    assert executor.execute(build_call(), context).clocks.queued_s == pytest.approx(2.5, abs=0.5)
 
 
 def test_a_clock_that_runs_behind_the_senders_gives_no_negative_time() -> None:
@@ -215,30 +194,7 @@ def test_an_error_that_a_tool_reports_tells_of_the_lost_sandbox_as_well() -> Non
     assert (result.error_code, "files are lost" in str(result.error)) == (ErrorCode.TIMEOUT, True)
 
 
-def test_what_happened_to_the_sandbox_before_stands_at_the_end_of_the_output() -> None:
-    sandbox = {"id": "c0ffee", "generation": 2, "rebuilt": True, "news": "it was rebuilt"}
-    done = {
-        "exit_code": 0,
-        "signal": None,
-        "timed_out": False,
-        "cancelled": False,
-        "oom": False,
-        "streams": {},
-        "sandbox": sandbox,
-    }
-    result = Harness(ask_guest, GuestResponse(done)).execute()
-    assert result.output.endswith("\n[it was rebuilt]")
-    assert (result.sandbox and result.sandbox.news) == "it was rebuilt"
-
-
 # Content outside the envelope
-
-
-def test_content_is_taken_for_the_tool_and_given_back_by_it() -> None:
-    harness = Harness(lambda _, bench: Outcome(blob=bench.content[::-1]))
-    key = harness.blobs.leave("acme", b"abc")
-    result = harness.execute(context=build_context(blob=key))
-    assert harness.blobs.kept == {result.blob: b"cba"}
 
 
 def test_an_empty_blob_is_still_a_blob() -> None:
@@ -316,17 +272,11 @@ NONSENSE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("nonsense", NONSENSE, ids=lambda value: repr(value)[:60])
 def test_crashing_the_worker_with_nonsense_gives_a_result(nonsense: dict[str, Any]) -> None:
     harness = Harness(ask_guest, GuestResponse(build_exec_done(**nonsense)))
-    result = harness.execute()
+    with capture_logs() as logs:
+        result = harness.execute()
     assert isinstance(result, ToolResult)
     assert harness.runs == 1
-
-
-@pytest.mark.parametrize("nonsense", [{"kill": "yes"}, {"run_s": "soon"}, {"kill": {**KILL, "extra": 1}}], ids=repr)
-def test_nonsense_of_a_guest_is_not_called_a_bug_of_ours(nonsense: dict[str, Any]) -> None:
-    with capture_logs() as logs:
-        result = Harness(ask_guest, GuestResponse(build_exec_done(**nonsense))).execute()
-    assert result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
-    assert [line["event"] for line in logs] == ["call_not_served"]
+    assert {line["event"] for line in logs} <= {"call_not_served"}, "a guest's nonsense is no bug of ours"
 
 
 @pytest.mark.parametrize(
@@ -352,14 +302,6 @@ def test_lying_about_ones_time_does_not_reach_the_clocks(run_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["HOST_LOST", "BROKER_UNAVAILABLE", "ENVELOPE_REFUSED", "SECURITY_REFUSED", "TOOL_NOT_FOUND"]
-)
-def test_blaming_the_operator_by_an_error_code_does_not_work(code: str) -> None:
-    result = Harness(ask_guest, GuestResponse({"error": {"code": code, "message": "x"}})).execute()
-    assert result.error_code != code
-
-
-@pytest.mark.parametrize(
     ("guest_code", "code"),
     [
         ("FILE_NOT_FOUND", ErrorCode.FILE_NOT_FOUND),
@@ -367,6 +309,11 @@ def test_blaming_the_operator_by_an_error_code_does_not_work(code: str) -> None:
         ("NOT_A_REGULAR_FILE", ErrorCode.PATH_NOT_ALLOWED),
         ("SPAWN_FAILED", ErrorCode.FILE_NOT_FOUND),
         ("MADE_UP", ErrorCode.INTERNAL),
+        ("HOST_LOST", ErrorCode.INTERNAL),
+        ("BROKER_UNAVAILABLE", ErrorCode.INTERNAL),
+        ("ENVELOPE_REFUSED", ErrorCode.INTERNAL),
+        ("SECURITY_REFUSED", ErrorCode.INTERNAL),
+        ("TOOL_NOT_FOUND", ErrorCode.INTERNAL),
         ("__class__", ErrorCode.INTERNAL),
         (None, ErrorCode.INTERNAL),
     ],

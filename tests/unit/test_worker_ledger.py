@@ -115,15 +115,6 @@ def test_the_table_of_cases_holds_for_starting_and_for_refusing(book: Book, stat
             assert (record.state, record.attempt) == (state, 2)
 
 
-def test_what_is_refused_never_starts_and_is_refused_once(book: Book) -> None:
-    book.write(CallState.QUEUED)
-    assert [book.ledger.refuse(CALL, build_context(), HOLDER) for _ in range(2)] == [
-        CallClaim.GRANTED,
-        CallClaim.STARTED,
-    ]
-    assert book.claim() is CallClaim.STARTED
-
-
 def test_a_worker_takes_back_its_own_claim_of_a_call_that_it_refuses(book: Book) -> None:
     book.write(CallState.QUEUED)
     assert book.claim() is CallClaim.GRANTED
@@ -228,21 +219,10 @@ def test_who_runs_a_call_is_known_while_it_runs(book: Book) -> None:
 # A Redis that fails
 
 
-def test_a_claim_whose_answer_was_lost_knows_itself_when_it_is_sent_again(book: Book) -> None:
-    """The client library sends a command again when the connection broke: the first one may have been carried out."""
-    script: Any = book.ledger._claim
-
-    def lose_first(*, keys: list[str], args: list[Any], meanwhile: Any) -> Any:
-        script(keys=keys, args=args)
-        return script(keys=keys, args=args)
-
-    book.ledger._claim = lose_first  # type: ignore[assignment]
-    assert book.claim() is CallClaim.GRANTED
-    assert book.claim() is CallClaim.STARTED
-
-
-def test_a_refusal_or_a_lateness_whose_answer_was_lost_is_reported_all_the_same(book: Book) -> None:
-    """Otherwise no reply would arrive, and the caller would see a cancellation that never happened."""
+def test_a_claim_a_refusal_or_a_lateness_whose_answer_was_lost_is_reported_all_the_same(book: Book) -> None:
+    """The client library sends a command again when the connection broke: the first one may have been carried out.
+    Otherwise no reply would arrive, and the caller would see a cancellation that never happened.
+    """
 
     def twice(script: Any) -> Any:
         def send(*, keys: list[str], args: list[Any], **_: Any) -> Any:
@@ -258,6 +238,8 @@ def test_a_refusal_or_a_lateness_whose_answer_was_lost_is_reported_all_the_same(
     ]
     book.write(CallState.QUEUED)
     assert [book.claim(deadline_at=time.time() - 5), book.claim()] == [CallClaim.EXPIRED, CallClaim.STARTED]
+    book.write(None)
+    assert [book.claim(), book.claim()] == [CallClaim.GRANTED, CallClaim.STARTED]
 
 
 def test_an_interrupt_while_redis_decides_leaves_no_answer_for_the_next_claim(book: Book) -> None:

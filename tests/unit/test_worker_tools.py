@@ -10,7 +10,6 @@ from tests.builders import build_context, build_exec_response
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.sandbox_client import GuestResponse
 from workers.tools.builtin import build_registry
-from workers.tools.text import MAX_OUTPUT_BYTES
 
 KILL = {"signalled": 3, "survivors": 0, "method": "tree", "ms": 5.0}
 FACTS = {"host": "h1", "queue": "host.h1.b00t"}
@@ -117,32 +116,6 @@ def answer(text: bytes = b"", **fields: Any) -> GuestResponse:
 
 
 @pytest.mark.parametrize(
-    ("mode", "created", "expected"),
-    [
-        ("overwrite", True, "created"),
-        ("overwrite", False, "overwrote"),
-        ("append", False, "appended to"),
-        ("create", True, "created"),
-    ],
-)
-def test_what_was_written_is_said(mode: str, created: bool, expected: str) -> None:
-    bench = Bench(answer(created=created), timeout_s=7)
-    result = bench.write(file_path="a", content="é\nb", mode=mode)
-    assert (result.output, bench.client.bodies) == (f"{expected} a (4 bytes, 2 lines)", ["é\nb".encode()])
-    assert result.metadata == {"size_bytes": 4, "created": created, "encoding": "utf-8"}
-    assert bench.client.requests == [
-        {
-            "op": "write_text",
-            "path": "a",
-            "mode": mode,
-            "encoding": "auto",
-            "max_bytes": MAX_OUTPUT_BYTES,
-            "timeout_s": 7,
-        }
-    ]
-
-
-@pytest.mark.parametrize(
     "arguments",
     [{"mode": "w"}, {"encoding": ""}, {"content": "\ud800"}, {"content": 5}, {"file_path": ""}, {"text": "x"}],
 )
@@ -150,14 +123,6 @@ def test_arguments_that_are_none_are_refused_before_anything_is_sent(arguments: 
     bench = Bench()
     assert bench.write(**{"file_path": "a", **arguments}).error_code is ErrorCode.INVALID_ARGUMENTS
     assert bench.client.requests == []
-
-
-@pytest.mark.parametrize(
-    "code", ["STALE_FILE", "NO_SPACE", "FILE_EXISTS", "IS_DIRECTORY", "NOT_A_DIRECTORY", "PATH_NOT_ALLOWED"]
-)
-def test_a_failure_of_the_guest_reads_as_it_is(code: str) -> None:
-    result = Bench(GuestResponse({"error": {"code": code, "message": "a: words\n@@ diff"}})).write(file_path="a")
-    assert result.text() == f"Error [{code}]: a: words\n@@ diff"
 
 
 @pytest.mark.parametrize("fields", [{"lines": "2"}, {"written": -1}, {"encoding": "x\ny"}, {"encoding": None}])
