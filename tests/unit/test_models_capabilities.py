@@ -69,15 +69,6 @@ async def ask(server: FakeServer) -> Capabilities:
     return capabilities
 
 
-async def test_a_full_server_gets_three_requests() -> None:
-    server = FakeServer()
-    assert await ask(server) == EVERYTHING
-    first = server.requests[0]
-    assert (first.extra["tool_choice"], first.extra["parallel_tool_calls"]) == ("required", True)
-    assert first.tools[0]["function"]["strict"] is True
-    assert len(server.requests) == 3
-
-
 @pytest.mark.parametrize(
     ("refuses", "lacks"),
     [
@@ -111,17 +102,18 @@ async def test_a_server_without_working_tools_may_follow_a_schema(server: FakeSe
     assert await ask(server) == Capabilities(json_schema=True)
 
 
-async def test_a_server_that_forces_calls_but_does_not_leave_them_open_has_none() -> None:
-    class Forcing(FakeServer):
-        async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-            if request.tools and "tool_choice" not in request.extra:
-                raise ModelRefused(
-                    "no", '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
-                )
-            async for chunk in super().stream(request):
-                yield chunk
+class Forcing(FakeServer):
+    async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
+        if request.tools and "tool_choice" not in request.extra:
+            raise ModelRefused("no", '"auto" tool choice requires --enable-auto-tool-choice')
+        async for chunk in super().stream(request):
+            yield chunk
 
-    assert await ask(Forcing()) == Capabilities(json_schema=True)
+
+class Tiny(FakeServer):
+    async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
+        raise ContextWindowExceeded("too long", 16)
+        yield {}
 
 
 @pytest.mark.parametrize(
@@ -129,20 +121,13 @@ async def test_a_server_that_forces_calls_but_does_not_leave_them_open_has_none(
     [
         (FakeServer(follows_schema=False), replace(EVERYTHING, json_schema=False)),
         (FakeServer(cuts_below=1000), EVERYTHING),
+        (Forcing(), Capabilities(json_schema=True)),
+        (Tiny(), NOTHING),
     ],
-    ids=["ignores the schema", "thinks before it replies"],
+    ids=["ignores the schema", "thinks before it replies", "only forced calls", "tiny window"],
 )
 async def test_the_probe_reads_the_replies(server: FakeServer, expected: Capabilities) -> None:
     assert await ask(server) == expected
-
-
-async def test_a_model_with_a_tiny_window_has_nothing() -> None:
-    class Tiny(FakeServer):
-        async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-            raise ContextWindowExceeded("too long", 16)
-            yield {}
-
-    assert await probe(Tiny()) == NOTHING
 
 
 @pytest.mark.parametrize(
@@ -182,26 +167,14 @@ async def test_a_lost_list_of_models_is_requested_again(broken: bytes) -> None:
 # The memory
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Probe:
     """Counts its calls."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.asked = 0
-        self.error = error
+    asked = 0
 
     async def __call__(self) -> Capabilities:
         self.asked += 1
         await asyncio.sleep(0)
-        if self.error is not None:
-            raise self.error
         return EVERYTHING
 
 
@@ -213,27 +186,19 @@ async def find(cache: CapabilityCache, probe: Probe, model: str = "m") -> Capabi
     return await cache.find("http://host/v1", model, probe)
 
 
-async def test_results_are_cached_in_a_file_and_in_memory(tmp_path: Path) -> None:
-    probe, cache = Probe(), CapabilityCache(tmp_path / "new" / "folder")
-    for _ in range(2):
-        assert await find(cache, probe) == EVERYTHING
-    assert await find(CapabilityCache(tmp_path / "new" / "folder"), probe) == EVERYTHING
+async def test_results_are_cached_for_thirty_days_in_a_file_and_in_memory(tmp_path: Path) -> None:
+    now, probe = [1_800_000_000.0], Probe()
+    cache = CapabilityCache(tmp_path / "new" / "folder", now=lambda: now[0])
+    assert await asyncio.gather(*(find(cache, probe) for _ in range(10))) == [EVERYTHING] * 10
+    assert await find(CapabilityCache(tmp_path / "new" / "folder", now=lambda: now[0]), probe) == EVERYTHING
+    now[0] += LIFETIME_S - 1
+    await find(cache, probe)
     assert probe.asked == 1
-
-
-async def test_callers_at_the_same_time_ask_once() -> None:
-    probe, cache = Probe(), CapabilityCache(None)
-    capabilities = await asyncio.gather(*(find(cache, probe) for _ in range(10)))
-    assert (capabilities, probe.asked) == ([EVERYTHING] * 10, 1)
-
-
-async def test_after_thirty_days_the_probe_repeats(tmp_path: Path) -> None:
-    clock, probe = Clock(), Probe()
-    cache = CapabilityCache(tmp_path, now=clock)
-    for seconds in (0.0, LIFETIME_S - 1, 2.0):
-        clock.now += seconds
-        await find(cache, probe)
+    now[0] += 2
+    await find(cache, probe)
     assert probe.asked == 2
+    (tmp_path / "file").touch()
+    assert await find(CapabilityCache(tmp_path / "file"), Probe()) == EVERYTHING, "the folder cannot be written"
 
 
 def _edit(**changes: Any) -> Callable[[str], str]:
@@ -260,12 +225,6 @@ async def test_a_damaged_old_or_future_file_is_ignored(tmp_path: Path, spoil: Ca
     assert probe.asked == 2
 
 
-async def test_an_unwritable_folder_only_disables_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").touch()
-    assert await find(CapabilityCache(tmp_path / "file"), Probe()) == EVERYTHING
-    assert "capabilities_not_saved" in caplog.text
-
-
 async def test_a_known_model_is_not_probed_and_a_model_without_an_address_is_not_cached(tmp_path: Path) -> None:
     cache, scripted, server = CapabilityCache(tmp_path), ScriptedModel([]), FakeServer()
     assert await find_capabilities(scripted, cache) == EVERYTHING
@@ -273,6 +232,9 @@ async def test_a_known_model_is_not_probed_and_a_model_without_an_address_is_not
         assert await find_capabilities(server, cache) == EVERYTHING
     assert (len(scripted.requests), len(server.requests)) == (0, 6)
     assert files(tmp_path) == []
+    first = server.requests[0]
+    assert (first.extra["tool_choice"], first.extra["parallel_tool_calls"]) == ("required", True)
+    assert first.tools[0]["function"]["strict"] is True
 
 
 async def test_a_model_at_an_endpoint_is_remembered(tmp_path: Path) -> None:

@@ -59,15 +59,6 @@ async def test_the_name_of_a_shipped_model_is_refused_while_a_server_is_named(na
 def test_a_shipped_model_is_found_by_its_name_and_the_local_one_also_without_any() -> None:
     nothing = OrchestratorSettings(openai_base_url=None, openai_api_key=None, model=None)
     with_key = OrchestratorSettings.model_validate({"OPENAI_API_KEY": "k"})
-    assert [find_shipped(nothing, name) for name in (None, "local", "scripted", "gpt")] == [
-        "local",
-        "local",
-        "scripted",
-        None,
-    ]
-    assert [find_shipped(with_key, name) for name in (None, "local", "scripted", "gpt")] == [
-        None,
-        "local",
-        "scripted",
-        None,
-    ]
+    names = (None, "local", "scripted", "gpt")
+    assert [find_shipped(nothing, name) for name in names] == ["local", "local", "scripted", None]
+    assert [find_shipped(with_key, name) for name in names] == [None, "local", "scripted", None]

@@ -1,16 +1,34 @@
-"""OpenAIModel against real loopback servers: requests, replies, and one error message per failure, never with the
-key.
+"""OpenAIModel against real loopback servers: requests, replies in a stream or complete, retries, and one error message
+per failure, never with the key.
 """
 
 import asyncio
+from email.utils import formatdate
 from typing import Any
 
 import pytest
 
-from contract.errors import ModelInterrupted
+from contract.errors import ContextWindowExceeded, ModelInterrupted, ModelRefused
 from orchestrator.dialects.model import Chunk, ModelRequest
+from orchestrator.dialects.native_assembler import NativeCallAssembler, NativeReply
+from orchestrator.models.chunks import has_content, is_end, normalize, split_reply
+from orchestrator.models.failures import AttemptFailure, FailedEndpoint, build_error, is_transient
 from orchestrator.models.openai import OpenAIModel
-from tests.model_endpoint import END, HELLO, Answer, answer, cut_stream, failure, read, serving, stream, text_of
+from orchestrator.models.retries import RetryPolicy, parse_retry_after
+from tests.model_endpoint import (
+    END,
+    HELLO,
+    ROLE,
+    Answer,
+    Waits,
+    answer,
+    cut_stream,
+    failure,
+    read,
+    serving,
+    stream,
+    text_of,
+)
 
 KEY = "sk-very-secret-key"
 
@@ -96,46 +114,43 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-@pytest.mark.parametrize(("reply", "message"), REFUSALS)
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: "
+BROKEN_STREAMS = [
+    (stream(), "ended its reply without a finish_reason"),
+    (stream(HELLO, done=False), "ended its reply without a finish_reason"),
+    (stream(HELLO, {"error": {"message": f"out of memory, {KEY}"}}), "out of memory, ***"),
+    (stream({"object": "error", "message": "out of memory", "code": 400}), "out of memory"),
+    (answer(200, {"choices": []}), "set TOOLCREW_MODEL_STREAMING=false"),
+    (HEAD + b"{broken\n\n", "broke off its reply"),
+    (HEAD + b"[" * 200_000 + b"\n\n", "broke off its reply"),
+    (cut_stream(HELLO), "broke off its reply"),
+    (stream(HELLO, done=False) + b'data: {"created": ' + b"9" * 5000 + b"}\n\n", "could not be called: ValueError"),
+]
+BROKEN_REPLIES = [
+    (answer(200, '{"created": ' + "9" * 5000 + "}"), "could not be called: ValueError"),
+    (answer(200, "{broken"), "broke off its reply"),
+    (answer(200, ""), "broke off its reply"),
+    (answer(200, {"choices": []}), "did not answer as a chat endpoint does"),
+    (answer(200, {"error": {"message": f"no such key {KEY}", "code": 401}}), "no such key ***"),
+    (answer(200, {"error": f"busy with {KEY}"}), "busy with ***"),
+    (answer(200, "{}").replace(b"content-length: ", b"content-length: 9"), "cannot be reached or broke off"),
+]
+
+
+@pytest.mark.parametrize(
+    ("reply", "message", "streaming"),
+    [
+        *[(*refusal, streaming) for refusal in REFUSALS for streaming in (True, False)],
+        *[(*broken, True) for broken in BROKEN_STREAMS],
+        *[(*broken, False) for broken in BROKEN_REPLIES],
+    ],
+)
 async def test_each_failure_says_what_to_do_and_hides_the_key(reply: bytes, message: str, streaming: bool) -> None:
     async with serving([reply]) as server:
         sentence = str(await failure(ask(server.url, streaming=streaming)))
     assert message in sentence
     assert KEY[:10] not in sentence
     assert len(sentence) < 600
-
-
-@pytest.mark.parametrize(
-    ("reply", "message"),
-    [
-        (stream(), "ended its reply without a finish_reason"),
-        (stream(HELLO, done=False), "ended its reply without a finish_reason"),
-        (stream(HELLO, {"error": {"message": f"out of memory, {KEY}"}}), "out of memory, ***"),
-        (stream({"object": "error", "message": "out of memory", "code": 400}), "out of memory"),
-        (answer(200, {"choices": []}), "set TOOLCREW_MODEL_STREAMING=false"),
-        (b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {broken\n\n", "broke off its reply"),
-        (
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: " + b"[" * 200_000 + b"\n\n",
-            "broke off its reply",
-        ),
-        (cut_stream(HELLO), "broke off its reply"),
-    ],
-)
-async def test_each_failure_of_a_stream_is_a_sentence_and_hides_the_key(reply: bytes, message: str) -> None:
-    async with serving([reply]) as server:
-        sentence = str(await failure(ask(server.url)))
-    assert message in sentence
-    assert KEY not in sentence
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-async def test_a_number_of_more_digits_than_can_be_read_is_a_failure_of_the_model(streaming: bool) -> None:
-    text = '{"choices": [], "created": ' + "9" * 5000 + "}"
-    reply = stream(HELLO, done=False) + f"data: {text}\n\n".encode() if streaming else answer(200, text)
-    async with serving([reply]) as server:
-        error = await failure(ask(server.url, streaming=streaming))
-    assert (isinstance(error, ModelInterrupted), "could not be called: ValueError" in str(error)) == (streaming, True)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -151,3 +166,285 @@ async def test_a_silent_endpoint_times_out(streaming: bool) -> None:
         error = await failure(read(OpenAIModel("m", url, KEY, 0.2, retries=0, streaming=streaming)))
         hung.set()
     assert "did not answer in time" in str(error)
+
+
+# Replies that arrive complete
+
+
+def whole(message: dict[str, Any], finish_reason: str | None = "stop", **rest: Any) -> dict[str, Any]:
+    return {
+        "id": "c1",
+        "object": "chat.completion",
+        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason}],
+        **rest,
+    }
+
+
+def assemble(reply: dict[str, Any]) -> NativeReply:
+    assembler = NativeCallAssembler()
+    for chunk in split_reply(reply) or ():
+        assembler.feed(chunk)
+    return assembler.finish()
+
+
+def call(name: str, arguments: Any, **rest: Any) -> dict[str, Any]:
+    return {"id": f"id-{name}", "type": "function", "function": {"name": name, "arguments": arguments}, **rest}
+
+
+def test_entries_that_are_no_calls_are_left_out() -> None:
+    assert [made.name for made in assemble(whole({"tool_calls": [None, "x", call("one", {})]})).calls] == ["one"]
+
+
+def test_a_refusal_is_text_only_where_there_is_none() -> None:
+    assert assemble(whole({"content": None, "refusal": "I cannot"})).text == "I cannot"
+    assert assemble(whole({"content": "yes", "refusal": "I cannot"})).text == "yes"
+
+
+@pytest.mark.parametrize(
+    "chunk", [{}, {"choices": None}, {"choices": 7}, {"choices": [None, 7]}, {"choices": [{"delta": "x"}]}]
+)
+def test_chunks_of_any_shape_are_let_through(chunk: Chunk) -> None:
+    assert normalize(chunk) == chunk
+    assert not has_content(chunk)
+    assert not is_end(chunk)
+
+
+async def test_a_model_that_does_not_stream_sends_no_stream_options_and_reads_one_reply() -> None:
+    async with serving([answer(200, whole({"content": "hé\U0001f600"}, usage={"prompt_tokens": 3}))]) as server:
+        chunks = await read(OpenAIModel("m", server.url, streaming=False, retries=0))
+        assert (server.bodies[0]["stream"], "stream_options" in server.bodies[0]) == (False, False)
+    assert text_of(chunks) == "hé\U0001f600"
+
+
+# Retries
+
+
+NOW = 1_800_000_000.0
+
+
+def now() -> float:
+    return NOW
+
+
+@pytest.fixture
+def waits() -> Waits:
+    return Waits()
+
+
+@pytest.mark.parametrize("wrong", [{"attempts": 0}, {"base_s": -1}, {"max_wait_s": -1}, {"factor": 0.5}])
+def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="not a valid retry policy"):
+        RetryPolicy(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"retry-after": "7"}, 7),
+        ({"retry-after": " 1.5 "}, 1.5),
+        ({"retry-after": "0"}, 0),
+        ({"retry-after-ms": "250", "retry-after": "7"}, 0.25),
+        ({"retry-after-ms": "soon", "retry-after": "7"}, 7),
+        ({"retry-after": formatdate(NOW + 30, usegmt=True)}, 30),
+        ({"retry-after": formatdate(NOW - 30, usegmt=True)}, 0),
+        ({"retry-after": formatdate(NOW + 930, usegmt=True), "date": formatdate(NOW + 900, usegmt=True)}, 30),
+        ({"retry-after": "-3"}, None),
+        ({"retry-after": "nan"}, None),
+        ({"retry-after": "inf"}, None),
+        ({"retry-after": "1e3"}, None),
+        ({"retry-after": "tomorrow"}, None),
+        ({"retry-after": "Wed, 99 Foo 2026 99:99:99 GMT"}, None),
+        ({"retry-after": "9" * 400}, float("inf")),
+    ],
+)
+def test_retry_after_is_read_in_three_forms(headers: dict[str, str], seconds: float | None) -> None:
+    assert parse_retry_after(headers, now) == seconds
+
+
+# Against a server
+
+
+def build(url: str, waits: Waits, *, attempts: int = 3, streaming: bool = True) -> OpenAIModel:
+    return OpenAIModel("m", url, KEY, 5.0, retries=RetryPolicy(attempts=attempts, sleep=waits), streaming=streaming)
+
+
+@pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 529])
+async def test_a_busy_server_is_retried(status: int, waits: Waits) -> None:
+    async with serving([answer(status, {}), stream(END)]) as server:
+        assert await read(build(server.url, waits)) == [END]
+    [wait] = waits.kept
+    assert 0 <= wait <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("reply", "wait_s"), [(answer(429, {}, retry_after="7"), 7.0), (answer(503, {}, retry_after_ms="1500"), 1.5)]
+)
+async def test_the_wait_that_the_server_asks_for_holds_all_requests(reply: bytes, wait_s: float, waits: Waits) -> None:
+    async with serving([reply, stream(END)]) as server:
+        model = build(server.url, waits)
+        for _ in range(2):
+            assert [chunk async for chunk in model.stream(ModelRequest([]))] == [END]
+        await model.aclose()
+    assert waits.kept == pytest.approx([wait_s, wait_s], abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (answer(429, {"error": {"code": "insufficient_quota", "message": "pay"}}), "quota is used up"),
+        (answer(503, {}, x_should_retry="false"), ""),
+        (answer(429, {}, retry_after="3600"), "a wait of 3600 s, and the limit is 60 s"),
+    ],
+    ids=["no rate limit", "the server says so", "too long"],
+)
+async def test_an_error_that_a_wait_does_not_help_is_not_retried(reply: bytes, message: str, waits: Waits) -> None:
+    async with serving([reply, stream(END)]) as server:
+        assert message in str(await failure(read(build(server.url, waits))))
+    assert waits.kept == []
+
+
+async def test_it_gives_up_after_the_attempts_and_says_how_many(waits: Waits) -> None:
+    async with serving([answer(503, {})]) as server:
+        assert "(tried 3 times)" in str(await failure(read(build(server.url, waits))))
+        assert len(server.bodies) == 3
+    assert len(waits.kept) == 2
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        stream(done=False),
+        stream(ROLE, done=False),
+        cut_stream(ROLE),
+        stream({"error": {"message": "overloaded", "code": 503}}),
+        stream({"error": {"message": "something broke"}}),
+        stream({"object": "error", "message": "engine died", "code": 500}),
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {broken\n\n",
+    ],
+)
+async def test_a_break_before_content_is_retried(broken: bytes, waits: Waits) -> None:
+    async with serving([broken, stream(ROLE, HELLO, END)]) as server:
+        assert await read(build(server.url, waits)) == [ROLE, HELLO, END]
+    assert len(waits.kept) == 1
+
+
+CALL = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"name": "x"}}]}}]}
+THOUGHT = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}
+
+
+@pytest.mark.parametrize("part", [HELLO, CALL, THOUGHT])
+@pytest.mark.parametrize("is_cut", [True, False])
+async def test_a_break_after_content_is_an_error(part: Chunk, is_cut: bool, waits: Waits) -> None:
+    chunks: list[Chunk] = []
+
+    async def keep(model: OpenAIModel) -> None:
+        async for chunk in model.stream(ModelRequest([])):
+            chunks.append(chunk)
+
+    async with serving([cut_stream(ROLE, part) if is_cut else stream(ROLE, part, done=False)]) as server:
+        model = build(server.url, waits)
+        with pytest.raises(ModelInterrupted):
+            await keep(model)
+        await model.aclose()
+        assert len(server.bodies) == 1
+    assert chunks == [ROLE, part]
+
+
+async def test_an_error_of_the_server_after_a_part_is_an_interruption_unless_the_reply_is_too_long(
+    waits: Waits,
+) -> None:
+    async with serving([stream(HELLO, {"error": {"message": f"out of memory {KEY}", "code": 500}})]) as server:
+        error = await failure(read(build(server.url, waits)))
+    assert isinstance(error, ModelInterrupted)
+    assert "out of memory ***" in str(error)
+    body = {"error": {"message": "context full", "type": "exceed_context_size_error", "n_ctx": 512}}
+    async with serving([stream(HELLO, body)]) as server:
+        error = await failure(read(build(server.url, waits)))
+    assert isinstance(error, ContextWindowExceeded)
+    assert error.limit_tokens == 512
+
+
+# The meaning of a refusal
+
+
+ENDPOINT = FailedEndpoint("http://host/v1", "m", "sk-secret")
+
+TOO_LONG: list[tuple[int, Any, int | None]] = [
+    (400, {"message": "Your input exceeds the context window of this model.", "code": "context_length_exceeded"}, None),
+    (400, {"message": "This model's maximum context length is 128000 tokens. However, it has 130000 tokens."}, 128000),
+    (400, {"message": "cut", "type": "exceed_context_size_error", "n_prompt_tokens": 1407, "n_ctx": 256}, 256),
+    (
+        400,
+        {"message": "request (9412 tokens) exceeds the available context size (8192 tokens), try increasing it"},
+        8192,
+    ),
+    (
+        500,
+        {"message": "the request exceeds the available context size. try increasing the context size", "code": 500},
+        None,
+    ),
+    (400, {"message": "You passed 5000 input tokens. However, the model's context length is only 4096"}, 4096),
+    (400, {"message": "The decoder prompt (length 5000) is longer than the maximum model length of 4096."}, 4096),
+    (400, {"message": "The input (5000 tokens) is longer than the model's context length (4096 tokens)."}, 4096),
+    (400, {"message": "the input length exceeds the context length"}, None),
+    (400, {"message": "prompt too long; exceeded max context length by 120 tokens"}, None),
+    (500, {"message": "Requested tokens (516) exceed context window of 512"}, 512),
+    (400, {"message": "Prompt contains 40000 tokens, too large for model with 32768 maximum context length"}, 32768),
+    (400, {"message": "prompt is too long: 210000 tokens > 200000 maximum"}, 200000),
+    (400, {"message": "The input token count (1190) exceeds the maximum number of tokens allowed (1000)."}, 1000),
+    (422, {"message": "`inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000"}, 4096),
+    (400, {"message": "This model's maximum prompt length is 131072 but the request contains 137032 tokens."}, 131072),
+    (413, {"message": "Please reduce the length of the messages or completion."}, None),
+    (400, "<p>maximum context length is 77 tokens</p>", 77),
+    (400, {"message": f"maximum context length is {'9' * 100_000} tokens"}, None),
+]
+
+
+@pytest.mark.parametrize(("status", "body", "limit"), TOO_LONG)
+def test_a_too_long_request_is_recognised_for_each_server(status: int, body: Any, limit: int | None) -> None:
+    failure = AttemptFailure("status", status, body)
+    error = build_error(failure, ENDPOINT)
+    assert isinstance(error, ContextWindowExceeded)
+    assert error.limit_tokens == limit
+    assert not is_transient(failure)
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (400, "max_tokens must be at least 1"),
+        (400, "messages with role 'tool' must be a response to a preceding message with 'tool_calls'"),
+        (429, "Rate limit reached: the maximum context length is 10 tokens a minute"),
+        (404, "the model `maximum context length` does not exist"),
+        (500, "The server had an error while processing your request"),
+        (422, "context: field required"),
+    ],
+)
+def test_other_refusals_are_not_taken_for_it(status: int, message: str) -> None:
+    assert not isinstance(
+        build_error(AttemptFailure("status", status, {"message": message}), ENDPOINT), ContextWindowExceeded
+    )
+
+
+@pytest.mark.parametrize("status", [400, 413, 422, 501])
+def test_a_request_that_is_refused_for_what_is_in_it_says_why_without_the_key(status: int) -> None:
+    error = build_error(AttemptFailure("status", status, {"message": "no sk-secret\nhere"}), ENDPOINT)
+    assert isinstance(error, ModelRefused)
+    assert error.detail == "no *** here"
+    assert "sk-secret" not in repr(ENDPOINT)
+
+
+@pytest.mark.parametrize(
+    "body", [None, [], 7, "", {"message": None}, {"message": {"a": 1}}, {"code": None, "type": []}]
+)
+def test_bodies_of_any_shape_make_a_sentence(body: Any) -> None:
+    assert "http://host/v1" in str(build_error(AttemptFailure("status", 400, body), ENDPOINT))
+    assert is_transient(AttemptFailure("status", 503, body))
+
+
+def test_a_reason_that_nests_deeper_than_can_be_written_is_none() -> None:
+    body: dict[str, Any] = {}
+    for _ in range(5000):
+        body = {"message": body}
+    assert "nested too deep" in str(build_error(AttemptFailure("status", 400, body), ENDPOINT))

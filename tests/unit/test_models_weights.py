@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import ConfigError
+from contract.errors import ConfigError, ModelUnavailable
+from orchestrator.models.local import LocalModelServer
 from orchestrator.models.local_server import load_template
-from orchestrator.models.weights import SMALL, Weights, load_weights
+from orchestrator.models.weights import Weights, load_weights
 
 CONTENT = bytes(range(256)) * 64
 WEIGHTS = Weights(
@@ -46,13 +47,9 @@ def put(path: Path, content: bytes = CONTENT) -> Path:
     return path
 
 
-def test_the_users_file_comes_first(tmp_path: Path) -> None:
+def test_the_users_file_comes_first_and_with_another_hash_it_is_refused_and_not_replaced(tmp_path: Path) -> None:
     put(tmp_path / "cache" / "tiny.gguf")
     assert find(tmp_path, put(tmp_path / "mine.gguf")) == tmp_path / "mine.gguf"
-
-
-def test_a_users_file_with_another_hash_is_refused_and_not_replaced(tmp_path: Path) -> None:
-    put(tmp_path / "cache" / "tiny.gguf")
     with pytest.raises(ConfigError, match=WEIGHTS.sha256):
         find(tmp_path, put(tmp_path / "mine.gguf", CONTENT[::-1]))
 
@@ -109,23 +106,23 @@ async def test_a_download_goes_on_where_it_stopped_and_reports_its_progress(tmp_
     assert progress[-1] == (len(CONTENT), len(CONTENT))
 
 
-async def test_a_hub_that_serves_another_file_is_passed_over(tmp_path: Path) -> None:
-    async with hub(CONTENT[::-1]) as (url, _):
-        with pytest.raises(ConfigError):
-            await asyncio.to_thread(find, tmp_path, None, url)
-    assert not list((tmp_path / "cache").glob("*.part"))
-
-
-async def test_a_hub_that_sends_too_much_is_passed_over(tmp_path: Path) -> None:
-    async with hub(CONTENT * 2) as (url, _):
-        with pytest.raises(ConfigError):
-            await asyncio.to_thread(find, tmp_path, None, url)
-
-
-def test_the_real_weights_are_those_of_the_document() -> None:
-    assert (SMALL.sha256[:8], SMALL.size_bytes, SMALL.chunks) == ("1d961463", 491_400_064, 6)
+async def test_a_hub_that_serves_another_file_or_too_much_is_passed_over(tmp_path: Path) -> None:
+    for content in (CONTENT[::-1], CONTENT * 2):
+        async with hub(content) as (url, _):
+            with pytest.raises(ConfigError):
+                await asyncio.to_thread(find, tmp_path, None, url)
+        assert content != CONTENT[::-1] or not list((tmp_path / "cache").glob("*.part"))
 
 
 def test_the_template_is_the_documents_byte_for_byte() -> None:
     digest = hashlib.sha256(load_template().encode()).hexdigest()
     assert digest == "3693ad2307646660f137f08f5ba893b5f93d8934f0faf0e23c7535a43a827ffd"
+
+
+@pytest.mark.parametrize(("start_timeout_s", "error"), [(60.0, "ended while loading"), (0.001, "did not load in")])
+async def test_weights_that_do_not_load_leave_no_process(tmp_path: Path, start_timeout_s: float, error: str) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"not a model")
+    server = LocalModelServer(tmp_path / "bad.gguf", start_timeout_s=start_timeout_s)
+    with pytest.raises(ModelUnavailable, match=error):
+        await server.__aenter__()
+    assert server.pid is None
