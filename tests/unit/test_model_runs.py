@@ -3,9 +3,7 @@ orchestrators share.
 """
 
 import asyncio
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,9 @@ from contract.tenancy import TenantPolicy
 from orchestrator.dialects.model import ModelRequest
 from orchestrator.models.notices import report_notices
 from orchestrator.runs import endpoints as endpoints_module
+from orchestrator.runs.models import Models
 from orchestrator.runs.run_gate import RunDeferred
+from orchestrator.settings import OrchestratorSettings
 from store import model_endpoints as endpoint_store
 from store import model_limits
 from store import tenants as tenant_store
@@ -29,7 +29,6 @@ from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.item_harness import ItemHarness, Made, build_run
-from tests.model_asker import build_models
 from tests.model_endpoint import END, HELLO, ROLE, Server, answer, cut_stream, serving, stream, text_of
 from tests.waiting import wait_until_async
 
@@ -49,6 +48,13 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints_module, "FALLBACK_AFTER_S", 0.3)
 
 
+def build_models(client: "redis.asyncio.Redis", **fields: Any) -> Models:
+    """Return the models of one process of deployment d."""
+    settings = OrchestratorSettings.model_validate({"deployment": "d", "redis_url": None, **fields})
+    pool: Any = SimpleNamespace(redis=client, keys=KEY, tenants=RedisTenants(client, "d", KEY))
+    return Models(settings, pool)
+
+
 def build_endpoint(server: Server | None, **fields: Any) -> ModelEndpoint:
     """Return an endpoint at the server; None: where no server listens."""
     url = server.url if server is not None else "http://127.0.0.1:9/v1"
@@ -66,19 +72,6 @@ async def ask(models: Any, name: str = "fast", notices: list[str] | None = None)
     request = ModelRequest([{"role": "user", "content": "hi"}])
     with report_notices((notices if notices is not None else []).append):
         return text_of([chunk async for chunk in chosen.model.stream(request)])
-
-
-@asynccontextmanager
-async def orchestrator(redis_server: RedisProcess, count: int, lease_s: float = 20.0) -> AsyncIterator[Any]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.model_asker", redis_server.url, str(count), str(lease_s), stdout=-1, stderr=-1
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 # Fallback
@@ -260,29 +253,6 @@ async def test_a_changed_and_a_removed_key_are_in_force_at_the_next_request(clie
 
 
 # Several orchestrators
-
-
-async def test_a_rate_limit_of_one_process_holds_all_processes(
-    redis_server: RedisProcess, client: "redis.asyncio.Redis"
-) -> None:
-    await ModelEndpoints(client, "d", KEY).set("fast", build_endpoint(None))
-
-    def reply(number: int, _: Any) -> bytes:
-        return answer(429, {}, retry_after="2") if number == 1 else REPLY
-
-    async with serving(reply) as server:
-        await ModelEndpoints(client, "d", KEY).set("fast", build_endpoint(server))
-        server.gate.clear()
-        async with orchestrator(redis_server, 3) as one:
-            await wait_until_async(lambda: server.bodies, 30, "no request arrived")
-            server.gate.set()
-            blocked = "toolcrew:d:model-limits:fast:block"
-            await wait_until_async(lambda: client.exists(blocked), 30, "the endpoint was not blocked")
-            async with orchestrator(redis_server, 3) as two, orchestrator(redis_server, 3) as three:
-                for process in (one, two, three):
-                    assert await process.wait() == 0, await process.stderr.read()
-        assert len(server.bodies) == 10
-        assert min(server.times[1:]) - server.times[0] >= 2
 
 
 async def test_the_endpoint_of_the_environment_shares_its_rate_limits_by_key(client: "redis.asyncio.Redis") -> None:
