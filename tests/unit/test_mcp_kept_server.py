@@ -1,27 +1,34 @@
-"""MCP servers over stdio that live as long as a session: real processes, good and bad, and programs of the session
-that connect to the daemon or replace it.
+"""MCP servers over stdio that live as long as a session, or for one call: real processes, good and bad, programs of the
+session that connect to the daemon or replace it, and the worker's handling of any output of a sandbox.
 """
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from contract.errors import ErrorCode, ToolFailure
-from tests.guest_exec import LocalSandbox, open_local_sandbox
+from tests.guest_exec import LocalSandbox, build_printed, open_local_sandbox, run_here
 from tests.stack import ROOT, children_of, is_alive
 from tests.waiting import wait_until
+from workers.mcp import sandbox_server
+from workers.mcp.answers import build_outcome
 from workers.mcp.sandbox_programs import name_driver_socket
 from workers.mcp.sandbox_server import SandboxServer
 from workers.mcp.settings import StdioEntry
+from workers.sandbox_client import GuestResponse
 
 PEER = str(ROOT / "tests" / "mcp_stdio_peer.py")
 GONE_S = 20.0
@@ -106,25 +113,13 @@ def test_later_calls_find_the_process_of_the_first_and_its_state(box: LocalSandb
     assert box.ops == ["exec", "job_list", "job_start", "exec", "exec", "exec"]
 
 
-def test_a_server_whose_entry_says_so_is_started_for_each_call(box: LocalSandbox, tmp_path: Path) -> None:
-    server = _server(tmp_path, idle_s=0)
-    assert [_count(box, server)[0] for _ in range(2)] == [1, 1]
-
-
-def test_another_entry_is_another_process(box: LocalSandbox, tmp_path: Path) -> None:
-    assert _count(box, _server(tmp_path)) != _count(box, _server(tmp_path, cwd="/usr"))
-
-
-def test_large_arguments_and_answers_pass_whole(box: LocalSandbox, tmp_path: Path) -> None:
-    text = "\u00e9\u0000" * 200_000
-    assert _call(box, _server(tmp_path), text=text) == text
-
-
 def test_two_calls_at_a_time_are_both_answered(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
     server = _server(tmp_path)
-    calls = [threads.submit(_call, box, server, text=str(number)) for number in range(4)]
-    assert [call.result(30) for call in calls] == ["0", "1", "2", "3"]
+    texts = ["0", "1", "2", "\u00e9\u0000" * 200_000]
+    calls = [threads.submit(_call, box, server, text=text) for text in texts]
+    assert [call.result(30) for call in calls] == texts
     assert _count(box, server)[0] == 5
+    assert _count(box, _server(tmp_path, cwd="/usr"))[0] == 1, "another entry is another process"
 
 
 def test_a_call_does_not_wait_for_a_slow_call(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
@@ -194,7 +189,9 @@ def test_orphans_of_a_server_are_ended(
     assert box.jobs[0].poll() is None
 
 
-def test_a_cancelled_call_keeps_the_server(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
+def test_a_cancelled_call_or_a_timeout_keeps_the_server(
+    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
     server = _server(tmp_path, "obeys")
     before = _count(box, server)
     cancelled = _begin(threads, box, server, tmp_path / "fifo")
@@ -202,6 +199,10 @@ def test_a_cancelled_call_keeps_the_server(box: LocalSandbox, threads: ThreadPoo
     assert cancelled.failure().code is ErrorCode.CANCELLED
     assert _count(box, server) == (3, before[1])
     os.close(cancelled.fifo)
+    slow = _begin(threads, box, server, tmp_path / "slow", 3.0)
+    assert slow.failure().code is ErrorCode.TIMEOUT
+    os.close(slow.fifo)
+    assert _count(box, server) == (5, before[1])
 
 
 def test_a_cancel_that_fails_ends_the_server(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
@@ -219,15 +220,6 @@ def test_a_cancel_that_fails_ends_the_server(box: LocalSandbox, threads: ThreadP
     assert _count(box, server)[0] == 1
 
 
-def test_a_timeout_cancels_the_call_first(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
-    server = _server(tmp_path, "obeys")
-    before = _count(box, server)
-    slow = _begin(threads, box, server, tmp_path / "fifo", 3.0)
-    assert slow.failure().code is ErrorCode.TIMEOUT
-    os.close(slow.fifo)
-    assert _count(box, server) == (3, before[1])
-
-
 # Where none can be kept
 
 
@@ -236,12 +228,13 @@ def test_beside_too_many_jobs_a_call_starts_the_server_for_itself(box: LocalSand
     assert [_count(box, _server(tmp_path))[0] for _ in range(2)] == [1, 1]
 
 
-def test_in_a_session_with_network_a_server_without_is_refused(box: LocalSandbox, tmp_path: Path) -> None:
+def test_in_a_session_with_network_only_a_server_with_network_runs(box: LocalSandbox, tmp_path: Path) -> None:
     box.environment["http_proxy"] = "http://127.0.0.1:3128"
     with pytest.raises(ToolFailure) as caught:
         _call(box, _server(tmp_path), text="x")
     assert caught.value.code is ErrorCode.SECURITY_REFUSED
     assert box.jobs[0].wait(GONE_S) == 0
+    assert _call(box, _server(tmp_path, network="session"), text="on") == "on"
 
 
 # Programs of the session
@@ -311,3 +304,122 @@ def test_who_takes_its_socket_gives_no_more_than_bad_answers(
             assert caught.value.code is code
         squatter.shutdown(socket.SHUT_RDWR)
         serving.result(30)
+
+
+# One process per call
+
+
+REFUSING = """
+import json, sys
+for line in sys.stdin:
+    print(json.dumps({"jsonrpc": "2.0", "id": json.loads(line)["id"], "error": {"code": 1, "message": "not today"}}), flush=True)
+"""
+
+
+def _one_off(how: str = "good", **fields: Any) -> SandboxServer:
+    entry = StdioEntry(**{"command": sys.executable, "args": (PEER, how), "network": "none", "idle_s": 0, **fields})
+    return SandboxServer("peer", entry, stands_alone=True)
+
+
+def _call_once(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.0, **arguments: Any) -> str:
+    result = server.call_tool(run_here, tool, arguments, "/workspace", timeout_s)
+    return str(result["content"][0]["text"])
+
+
+# Real processes
+
+
+@pytest.mark.parametrize(("how", "alone"), [("good", True), ("old", False)])
+def test_servers_of_both_revisions_work(how: str, alone: bool) -> None:
+    server = _one_off(how)
+    server.stands_alone = None
+    assert [tool["name"] for tool in server.list_tools(run_here, 30)] == ["echo", "where", "count"]
+    assert server.stands_alone is alone
+    assert _call_once(server, text="h\u00e9 \U0001f600") == "h\u00e9 \U0001f600"
+
+
+def test_a_server_that_does_not_answer_what_it_does_not_know_is_greeted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_server, "PROBE_S", 1.0)
+    server = _one_off("mute")
+    server.stands_alone = None
+    assert len(server.list_tools(run_here, 30)) == 3
+    assert server.stands_alone is False
+
+
+def test_a_refused_initialization_is_reported() -> None:
+    server = _one_off("old", args=("-c", REFUSING))
+    server.stands_alone = False
+    with pytest.raises(ToolFailure, match=r"refused to begin \(.*not today") as caught:
+        _call_once(server, text="x")
+    assert caught.value.code is ErrorCode.HTTP_ERROR
+
+
+def test_it_has_the_environment_and_the_folder_that_the_file_says() -> None:
+    assert _call_once(_one_off(env={"LEVEL": SecretStr("7")}, cwd="/usr"), "where") == "/usr 7"
+
+
+@pytest.mark.parametrize("how", ["shouts", "lies", "asks"])
+def test_noise_beside_the_answer_does_not_matter(how: str) -> None:
+    assert _call_once(_one_off(how), text="still") == "still"
+
+
+def test_a_missing_program_or_tool_is_reported() -> None:
+    with pytest.raises(ToolFailure, match="add the server to the image") as caught:
+        _call_once(_one_off(command="/nonexistent/server"))
+    assert caught.value.code is ErrorCode.CONFIG_MISSING
+    with pytest.raises(ToolFailure, match="refused tools/call: Unknown tool: echo") as caught:
+        _call_once(_one_off("gone"), text="x")
+    assert caught.value.code is ErrorCode.HTTP_ERROR
+
+
+# What a sandbox may say
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"{", b"[]", b"7", b"{}", b'{"reply": []}', b'{"reply": 7}', b'{"reply": {"jsonrpc": "2.0", "id": 4, "result": {}}}',
+     b'{"reply": {"a": 1}}', b'{"failure": 7}', b'{"failure": {"a": []}, "detail": [1]}', b"[" * 100_000],
+)  # fmt: skip
+def test_an_answer_that_is_none_is_a_failure_of_the_server(answer: bytes) -> None:
+    def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
+        return build_printed(
+            b"noise\n" + json.loads(body)["mark"].encode() + b" not at the line's begin" + _framed(body, answer)
+        )
+
+    with pytest.raises(ToolFailure) as caught:
+        _one_off().call_tool(run, "echo", {}, "/workspace", 30)
+    assert caught.value.code is ErrorCode.HTTP_ERROR
+
+
+def _framed(body: bytes, answer: bytes) -> bytes:
+    return b"\n" + json.loads(body)["mark"].encode() + b" " + answer + b"\n"
+
+
+def test_more_output_than_was_kept_is_never_read_as_an_answer() -> None:
+    def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
+        response = build_printed(_framed(body, b'{"reply": {}}'))
+        return GuestResponse({**response.done, "streams": {"stdout": {"total": 10**9}}}, response.streams)
+
+    with pytest.raises(ToolFailure) as caught:
+        _one_off().call_tool(run, "echo", {}, "/workspace", 30)
+    assert caught.value.code is ErrorCode.FILE_TOO_LARGE
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda part: (
+        st.lists(part)
+        | st.dictionaries(st.sampled_from(["type", "text", "content", "data", "isError", "resource", "uri"]), part)
+    ),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["content", "structuredContent", "isError", "resultType"]), JSON))
+def test_whatever_a_result_holds_is_an_outcome_or_a_failure_of_the_server(result: dict[str, Any]) -> None:
+    try:
+        shown = build_outcome("peer", "mcp__peer__echo", result).output
+    except ToolFailure as failure:
+        shown = failure.message
+    assert shown
+    assert "\x1b" not in shown
