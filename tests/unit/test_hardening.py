@@ -1,7 +1,6 @@
 """The container profile as data: every row, the arithmetic of limits, and the detection of a lost row."""
 
 import copy
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ from workers.sandboxd.runtime.hardening import (
     SandboxLimits,
     SandboxSpec,
     build_container_config,
-    build_rules,
     find_drift,
 )
 
@@ -122,7 +120,10 @@ PLACES = [name for name in GOLDEN if name != "HostConfig"] + [f"HostConfig.{name
 
 
 def test_the_whole_profile_is_this() -> None:
-    assert build() == GOLDEN
+    first = build()
+    assert first == GOLDEN
+    first["HostConfig"]["Sysctls"]["kernel.msgmni"] = "32000"
+    assert build() == GOLDEN, "two configurations share nothing"
 
 
 def test_a_workspace_apart_is_the_only_path_of_the_host_and_no_memory() -> None:
@@ -163,25 +164,11 @@ def test_another_mount_than_was_asked_for_is_a_drift() -> None:
     assert len(find_drift(config, inspected)) == 1
 
 
-def test_every_row_says_why() -> None:
-    rules = build_rules(SandboxSpec("i", "runc", SandboxLimits(), {}, SECCOMP, cgroup_version=1))
-
-    assert [rule.place for rule in rules] == [place for place in dict.fromkeys(p.place for p in rules)]
-    assert all(rule.why for rule in rules)
-
-
 def test_cgroup_version_2_has_no_swappiness_and_loses_nothing_else() -> None:
-    host = build(cgroup_version=2)["HostConfig"]
-
-    assert host == {name: value for name, value in GOLDEN["HostConfig"].items() if name != "MemorySwappiness"}
-
-
-def test_two_configurations_share_nothing() -> None:
-    first = build()
-    first["HostConfig"]["Sysctls"]["kernel.msgmni"] = "32000"
-    first["Labels"]["toolcrew.session"] = "changed"
-
-    assert build() == GOLDEN
+    config = build(cgroup_version=2)
+    expected = {name: value for name, value in GOLDEN["HostConfig"].items() if name != "MemorySwappiness"}
+    assert config["HostConfig"] == expected
+    assert find_drift(config, inspected_of(config)) == []
 
 
 @given(
@@ -214,14 +201,9 @@ def test_every_limit_reaches_its_row(
     assert (host["PidsLimit"], host["ShmSize"]) == (pids, shm)
     assert abs(host["NanoCpus"] - cpus * 1e9) <= 1
     assert {item["Name"]: item["Hard"] for item in host["Ulimits"]} == {"nofile": nofile, "core": 0, "fsize": workspace}
-    assert [f"size={size}," in host["Tmpfs"][place] for place, size in mounts(workspace, tmp, output, shm)] == [
-        True
-    ] * 4
+    for place, size in (("/workspace", workspace), ("/tmp", tmp), ("/output", output), ("/dev/shm", shm)):
+        assert f"size={size}," in host["Tmpfs"][place]
     assert find_drift(build(limits=limits), inspected_of(build(limits=limits))) == []
-
-
-def mounts(workspace: int, tmp: int, output: int, shm: int) -> list[tuple[str, int]]:
-    return [("/workspace", workspace), ("/tmp", tmp), ("/output", output), ("/dev/shm", shm)]
 
 
 @pytest.mark.parametrize(
@@ -256,48 +238,28 @@ def test_an_argument_that_would_weaken_a_row_is_refused(changes: Mapping[str, An
         build(**changes)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_engine_that_keeps_everything_shows_no_drift(version: int) -> None:
-    config = build(cgroup_version=version)
-
-    assert find_drift(config, inspected_of(config)) == []
-
-
 def place_in(inspected: dict[str, Any], place: str) -> tuple[dict[str, Any], str]:
     section, _, name = place.rpartition(".")
     return inspected[section or "Config"], name
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_row_the_engine_lost_is_reported(place: str) -> None:
+def test_a_row_that_the_engine_lost_or_changed_is_reported(place: str) -> None:
     config = build()
-    inspected = inspected_of(config)
-    section, name = place_in(inspected, place)
+    for other in (True, ["x"], {"toolcrew.x": "x"}, "host", -1):
+        inspected = inspected_of(config)
+        section, name = place_in(inspected, place)
+        is_same = section[name] == other and type(section[name]) is type(other)
+        section[name] = False if is_same else other
+        assert len(find_drift(config, inspected)) == 1
     del section[name]
-
     assert [sentence for sentence in find_drift(config, inspected) if f"{place} is" in sentence]
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("other", [True, ["x"], {"toolcrew.x": "x"}, "host", -1])
-def test_a_row_the_engine_changed_is_reported(place: str, other: object) -> None:
-    config = build()
-    inspected = inspected_of(config)
-    section, name = place_in(inspected, place)
-    if section[name] == other and type(section[name]) is type(other):
-        section[name] = False
-    else:
-        section[name] = other
-
-    assert len(find_drift(config, inspected)) == 1
 
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("HostConfig.MemorySwap", -1, "HostConfig.MemorySwap is -1, not 704643072."),
         ("HostConfig.PidsLimit", None, "HostConfig.PidsLimit is null, not 128."),
-        ("HostConfig.Init", None, "HostConfig.Init is null, not false."),
         ("HostConfig.Init", 0, "HostConfig.Init is 0, not false."),
         ("HostConfig.SecurityOpt", ["no-new-privileges", "seccomp=unconfined"], "seccomp=unconfined"),
         ("HostConfig.CapAdd", ["SYS_ADMIN"], "HostConfig.CapAdd is"),
@@ -340,15 +302,6 @@ def test_a_volume_of_the_image_is_reported() -> None:
     assert find_drift(config, inspected) == ["Mounts has /data (volume), which was not requested."]
 
 
-def test_a_mount_that_was_asked_for_is_not_drift() -> None:
-    config = build()
-    config["HostConfig"]["Mounts"] = [{"Type": "bind", "Source": "/w/1", "Target": "/workspace"}]
-    inspected = inspected_of(config)
-    inspected["Mounts"] = [{"Type": "bind", "Destination": "/workspace"}]
-
-    assert find_drift(config, inspected) == []
-
-
 @pytest.mark.parametrize("place", ["MaskedPaths", "ReadonlyPaths"])
 @pytest.mark.parametrize("left", [[], None, ["/proc/acpi"]])
 def test_a_default_of_the_engine_that_is_gone_is_reported(place: str, left: list[str] | None) -> None:
@@ -370,11 +323,3 @@ def test_a_network_is_reported(networks: object) -> None:
 
 def test_nothing_inspected_confirms_nothing() -> None:
     assert len(find_drift(build(), {})) == len(PLACES) + 4
-
-
-def test_a_long_value_is_cut_in_the_sentence() -> None:
-    config = build(seccomp=json.dumps({"defaultAction": "SCMP_ACT_ERRNO", "syscalls": ["x" * 5000]}))
-    inspected = inspected_of(build())
-
-    assert all(len(sentence) < 600 for sentence in find_drift(config, inspected))
-    assert find_drift(config, inspected)

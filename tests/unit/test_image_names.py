@@ -70,33 +70,35 @@ def test_full_and_short_name_mean_the_same_image(text: str) -> None:
         ("", "write 1 to 256"),
         ("a" * 257, "has 257 characters"),
         ("Debian", "invalid repository"),
-        ("a//b", "invalid repository"),
-        ("/a", "invalid repository"),
-        ("a/", "invalid repository"),
-        ("a..b", "invalid repository"),
-        ("a b", "invalid repository"),
-        ("a\n", "invalid repository"),
-        ("ä", "invalid repository"),
-        ("../../etc", "invalid registry"),
-        ("-x.io/a", "invalid registry"),
-        ("user:pw@host.io/a", "invalid digest"),
-        ("http://host.io/a", "invalid registry"),
-        ("registry:port/a", "invalid registry"),
-        ("a:", "invalid tag"),
-        ("a:b:c", "invalid tag"),
-        ("a:-x", "invalid tag"),
-        ("a:" + "x" * 129, "invalid tag"),
-        ("a@sha256:12", "invalid digest"),
+        *[(text, "invalid repository") for text in ("a//b", "/a", "a/", "a..b", "a b", "a\n", "ä", "ghcr.io/*")],
+        *[(text, "invalid registry") for text in ("../../etc", "-x.io/a", "http://host.io/a", "registry:port/a")],
+        *[(text, "invalid tag") for text in ("a:", "a:b:c", "a:-x", "a:" + "x" * 129)],
+        *[(text, "invalid digest") for text in ("user:pw@host.io/a", "a@sha256:12")],
         (f"a@{DIGEST.upper()}", "invalid digest"),
         (f"a@md5:{HEX}", "invalid digest"),
         (f"a@{DIGEST}@{DIGEST}", "invalid digest"),
         (HEX, "is a content id: write sha256:"),
-        ("ghcr.io/*", "invalid repository"),
     ],
 )
 def test_a_malformed_name_is_refused_with_what_is_wrong(text: str, reason: str) -> None:
     with pytest.raises(ImageNameError, match=reason):
         parse_image_name(text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        *[(text, "must begin with a registry") for text in ("*", "*/a", "team/*", "*.io/a", "registry:*/a")],
+        *[(text, "invalid repository") for text in ("ghcr.io/A*", "ghcr.io//*", "ghcr.io/?*", "Debian")],
+        ("ghcr.io/a:*:*", "invalid tag"),
+        ("ghcr.io/a:v*@sha256:*", "no tag before a digest"),
+        *[(text, r"write @sha256:\*") for text in ("ghcr.io/a@*", "ghcr.io/a@sha256:12*")],
+        ("ghcr.io/*" + "a" * 256, "has 265 characters"),
+    ],
+)
+def test_a_malformed_pattern_is_refused_with_what_is_wrong(pattern: str, reason: str) -> None:
+    with pytest.raises(ImageNameError, match=reason):
+        parse_image_pattern(pattern)
 
 
 @given(st.text(max_size=300))
@@ -168,30 +170,6 @@ def test_a_pattern_does_not_match(pattern: str, name: str) -> None:
     assert not matches(pattern, name)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "reason"),
-    [
-        ("*", "must begin with a registry"),
-        ("*/a", "must begin with a registry"),
-        ("team/*", "must begin with a registry"),
-        ("*.io/a", "must begin with a registry"),
-        ("registry:*/a", "must begin with a registry"),
-        ("ghcr.io/A*", "invalid repository"),
-        ("ghcr.io//*", "invalid repository"),
-        ("ghcr.io/?*", "invalid repository"),
-        ("ghcr.io/a:*:*", "invalid tag"),
-        ("ghcr.io/a:v*@sha256:*", "no tag before a digest"),
-        ("ghcr.io/a@*", r"write @sha256:\*"),
-        ("ghcr.io/a@sha256:12*", r"write @sha256:\*"),
-        ("ghcr.io/*" + "a" * 256, "has 265 characters"),
-        ("Debian", "invalid repository"),
-    ],
-)
-def test_a_malformed_pattern_is_refused_with_what_is_wrong(pattern: str, reason: str) -> None:
-    with pytest.raises(ImageNameError, match=reason):
-        parse_image_pattern(pattern)
-
-
 @given(names, names)
 def test_an_exact_pattern_matches_only_the_same_image(pattern: str, text: str) -> None:
     assert matches(pattern, pattern)
@@ -203,16 +181,6 @@ def test_a_pattern_never_crosses_into_another_registry(text: str, registry: str)
     name = parse_image_name(text)
     assert matches(f"{registry}/*", text) == (name.registry == registry)
     assert not matches(f"{registry}/*", DIGEST)
-
-
-@given(repositories, st.data())
-def test_a_star_stands_for_any_part_of_the_repository(repository: str, data: st.DataObject) -> None:
-    start, end = sorted((data.draw(st.integers(0, len(repository))), data.draw(st.integers(0, len(repository)))))
-    pattern = f"ghcr.io/{repository[:start]}*{repository[end:]}"
-    if "//" in pattern:
-        return
-    assert matches(pattern, f"ghcr.io/{repository}")
-    assert matches(pattern, f"ghcr.io/{repository}@{DIGEST}")
 
 
 def naive(parts: list[str], text: str) -> bool:

@@ -130,35 +130,22 @@ async def test_an_image_is_pulled_once_for_all_who_wait(engine: MemoryEngine, tm
     assert images.describe()["pulls"] == []
 
 
-async def test_only_a_few_pulls_run_at_a_time(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_only_a_few_pulls_run_at_a_time_and_not_many_wait(
+    engine: MemoryEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images_module, "MAX_PULLS", 6)
     images = build(engine, tmp_path)
     engine.pull_gate.clear()
     tasks = [asyncio.create_task(use(images, f"ghcr.io/team/a{number}")) for number in range(6)]
     await wait_until_async(lambda: len(images.describe()["pulls"]) == 6, 5, "all wait")
     assert len(engine.pulled) == images_module.AT_ONCE
+    with pytest.raises(SandboxUnavailable, match="6 images are already being pulled"):
+        await use(images, "ghcr.io/team/b")
+    with pytest.raises(SandboxUnavailable, match=r"no image local: build it .* begins with a registry"):
+        await use(images, "local")
     engine.pull_gate.set()
     await asyncio.gather(*tasks)
     assert len(engine.pulled) == 6
-
-
-async def test_pulls_do_not_wait_in_an_endless_line(
-    engine: MemoryEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(images_module, "MAX_PULLS", 2)
-    images = build(engine, tmp_path)
-    engine.pull_gate.clear()
-    tasks = [asyncio.create_task(use(images, f"ghcr.io/team/a{number}")) for number in range(2)]
-    await wait_until_async(lambda: len(engine.pulled) == 2, 5, "the pulls run")
-    with pytest.raises(SandboxUnavailable, match="2 images are already being pulled"):
-        await use(images, "ghcr.io/team/b")
-    engine.pull_gate.set()
-    await asyncio.gather(*tasks)
-
-
-async def test_a_local_image_is_never_pulled(engine: MemoryEngine, tmp_path: Path) -> None:
-    with pytest.raises(SandboxUnavailable, match=r"no image local: build it .* begins with a registry"):
-        await use(build(engine, tmp_path), "local")
-    assert engine.pulled == []
 
 
 async def test_a_slow_pull_goes_on_after_the_wait(engine: MemoryEngine, tmp_path: Path) -> None:
@@ -229,9 +216,6 @@ def test_a_login_for_something_else_than_a_registry_is_refused(registry: str) ->
     with pytest.raises(ValidationError, match="registries"):
         TenantClass(registries={registry: login})
     assert list(TenantClass(registries={"index.docker.io": login}).registries) == ["docker.io"]
-
-
-# Pins
 
 
 # Removal
