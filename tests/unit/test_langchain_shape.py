@@ -1,4 +1,6 @@
-"""Foreign tools: objects in LangChain's shape, without LangChain, and every form that becomes an OpenAI tool."""
+"""Foreign tools: objects in LangChain's shape, without LangChain, and every form that becomes an OpenAI tool. JSON
+Schemas are adapted for a model without loss of meaning.
+"""
 
 import asyncio
 import inspect
@@ -7,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from contract.functions.call_context import CallContext
 from contract.functions.function_schemas import is_async
-from contract.functions.json_schemas import plain_schema
+from contract.functions.json_schemas import close_schema, drop_titles, plain_schema
 from contract.registry import Tool
 from contract.specs import ToolSpec
 from orchestrator.functions.function_tools import as_tool, tool
@@ -131,12 +134,9 @@ class OldTool:
 ONE_STRING = {"type": "object", "properties": {"__arg1": {"type": "string"}}, "required": ["__arg1"]}
 
 
-def test_an_old_tool_without_a_schema_takes_one_string() -> None:
+def test_a_tool_without_schema_and_hints_takes_one_string_by_its_place() -> None:
     assert convert_to_openai_tool(OldTool())["function"]["parameters"] == ONE_STRING
     assert run(OldTool(), __arg1="x") == "found x"
-
-
-def test_a_tool_without_schema_and_hints_takes_one_string_by_its_place() -> None:
     value = shaped(args_schema=None, _run=lambda text: text * 2)
     assert as_tool(value).spec.parameters == ONE_STRING
     assert run(value, __arg1="x") == "xx"
@@ -209,39 +209,40 @@ def test_every_dict_form_becomes_one(form: dict[str, Any]) -> None:
     assert convert_to_openai_tool(form) == described(PLAIN)
 
 
-@pytest.mark.parametrize("value", [{}, {"description": "x"}, 5, None, int], ids=repr)
-def test_what_is_no_tool_is_an_error(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"tool|class"):
-        convert_to_openai_tool(value)
+def test_what_is_no_tool_is_an_error() -> None:
+    for value in ({}, {"description": "x"}, 5, None, int):
+        with pytest.raises(ValueError, match=r"tool|class"):
+            convert_to_openai_tool(value)
+    for inner in ({}, {"name": "t"}, {"name": "t", "inputSchema": {}}, None, "t"):
+        with pytest.raises(ValueError, match="Bedrock's form"):
+            convert_to_openai_tool({"toolSpec": inner})
 
 
 # convert_to_openai_tool: Python
 
 
-def test_a_typed_dict_is_a_class_too() -> None:
-    class Query(TypedDict):
-        """Asks."""
+class Query(TypedDict):
+    """Asks."""
 
-        text: str
-
-    parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
-    assert convert_to_openai_tool(Query) == described(parameters, name="Query", description="Asks.")
+    text: str
 
 
-def test_a_function_is_its_signature_and_docstring() -> None:
-    def get_weather(city: str) -> None:
-        """Get it.
+def get_weather(city: str) -> None:
+    """Get it.
 
-        Args:
-            city: Its name.
-        """
+    Args:
+        city: Its name.
+    """
 
-    parameters = {
-        "type": "object",
-        "properties": {"city": {"type": "string", "description": "Its name."}},
-        "required": ["city"],
-    }
-    assert convert_to_openai_tool(get_weather) == described(parameters)
+
+def test_a_class_a_function_and_an_object_with_execute_are_tools() -> None:
+    text = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    assert convert_to_openai_tool(Query) == described(text, name="Query", description="Asks.")
+    city = {"city": {"type": "string", "description": "Its name."}}
+    assert convert_to_openai_tool(get_weather) == described({**PLAIN, "properties": city})
+    executable = shaped(parameters=WeatherArgs, execute=echo)
+    assert convert_to_openai_tool(executable) == described(WEATHER)
+    assert as_tool(executable).spec.parameters == WEATHER
 
 
 def test_ours_are_described_by_their_spec() -> None:
@@ -249,11 +250,6 @@ def test_ours_are_described_by_their_spec() -> None:
     assert convert_to_openai_tool(spec) == convert_to_openai_tool(Tool(spec, None)) == described(PLAIN)
     made = tool(name="echo")(lambda city: city)
     assert convert_to_openai_tool(made)["function"]["parameters"] == made.spec.parameters
-
-
-def test_an_object_with_execute_may_give_its_schema_as_a_class() -> None:
-    assert convert_to_openai_tool(shaped(parameters=WeatherArgs, execute=echo)) == described(WEATHER)
-    assert as_tool(shaped(parameters=WeatherArgs, execute=echo)).spec.parameters == WEATHER
 
 
 # strict
@@ -265,9 +261,6 @@ def test_strict_closes_every_object_and_requires_everything() -> None:
     assert function["strict"] is True
     for schema in (function["parameters"], inner):
         assert (schema["additionalProperties"], schema["required"]) == (False, list(schema["properties"]))
-
-
-def test_strict_reaches_into_an_entry_and_may_be_false() -> None:
     assert convert_to_openai_tool(described(PLAIN), strict=False) == described(PLAIN, strict=False)
     closed = convert_to_openai_tool(described(PLAIN), strict=True)["function"]
     assert (closed["strict"], closed["parameters"]["additionalProperties"]) == (True, False)
@@ -282,7 +275,83 @@ def test_a_strictness_that_contradicts_is_an_error(form: dict[str, Any]) -> None
     assert convert_to_openai_tool(form)["function"]["strict"] is False
 
 
-@pytest.mark.parametrize("inner", [{}, {"name": "t"}, {"name": "t", "inputSchema": {}}, None, "t"])
-def test_an_incomplete_bedrock_tool_is_refused_with_an_example(inner: Any) -> None:
-    with pytest.raises(ValueError, match="Bedrock's form"):
-        convert_to_openai_tool({"toolSpec": inner})
+# JSON Schemas
+
+
+POINT = {"title": "Point", "type": "object", "properties": {"x": {"type": "integer", "title": "X"}}}
+
+
+def test_a_reference_is_replaced_and_what_stands_beside_it_wins() -> None:
+    schema = {
+        "properties": {"at": {"$ref": "#/$defs/Point", "description": "here"}},
+        "$defs": {"Point": {**POINT, "description": "any"}},
+    }
+    assert plain_schema(schema) == {
+        "properties": {"at": {"type": "object", "description": "here", "properties": {"x": {"type": "integer"}}}}
+    }
+
+
+def test_definitions_that_contain_each_other_stay_whole() -> None:
+    def refers(name: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {"next": {"$ref": f"#/$defs/{name}"}}}
+
+    plain = plain_schema({"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": refers("B"), "B": refers("A")}})
+    assert plain["properties"]["a"] == {"$ref": "#/$defs/A"}
+    assert plain["$defs"]["A"]["properties"]["next"]["properties"]["next"] == {"$ref": "#/$defs/A"}
+
+
+def test_definitions_that_double_at_every_level_stay_small() -> None:
+    twice = {f"D{i}": {"properties": {side: {"$ref": f"#/$defs/D{i + 1}"} for side in "ab"}} for i in range(30)}
+    plain = plain_schema({"properties": {"a": {"$ref": "#/$defs/D0"}}, "$defs": {**twice, "D30": {"type": "integer"}}})
+    assert len(str(plain)) < 100_000
+    validator = Draft202012Validator(plain)
+    assert validator.is_valid({"a": {"b": {"a": {"b": {}}}}})
+    value: Any = "no integer"
+    for side in "ba" * 15:
+        value = {side: value}
+    assert not validator.is_valid({"a": value})
+
+
+def test_a_property_called_title_and_a_default_with_one_stay() -> None:
+    schema = {"title": "T", "properties": {"title": {"title": "Title", "type": "string"}}, "default": {"title": "kept"}}
+    assert drop_titles(schema) == {"properties": {"title": {"type": "string"}}, "default": {"title": "kept"}}
+
+
+NULL = {"type": "null"}
+UNIONS: list[tuple[list[Any], dict[str, Any] | None]] = [
+    ([{"type": "integer"}, NULL], {"type": ["integer", "null"]}),
+    ([{"type": "integer", "minimum": 1}, NULL], {"type": ["integer", "null"], "minimum": 1}),
+    ([{"type": "integer"}, {"type": "string"}], {"type": ["integer", "string"]}),
+    (
+        [{"type": "array", "items": {"type": "integer"}}, NULL],
+        {"type": ["array", "null"], "items": {"type": "integer"}},
+    ),
+    ([{"type": "string", "enum": ["a"]}, NULL], None),
+    ([{"type": "string", "const": "a"}, NULL], None),
+    ([{"$ref": "#/$defs/A"}, NULL], None),
+    ([{"type": "string", "maxLength": 2}, {"type": "string"}], None),
+]
+
+
+@pytest.mark.parametrize(("branches", "merged"), UNIONS, ids=range(len(UNIONS)))
+def test_a_union_is_reported_as_types_only_where_that_means_the_same(
+    branches: list[Any], merged: dict[str, Any] | None
+) -> None:
+    assert plain_schema({"anyOf": branches}, null_as_type=True) == (merged or {"anyOf": branches})
+    assert plain_schema({"anyOf": branches}) == {"anyOf": branches}
+
+
+def test_closing_leaves_the_given_schema_and_data_alone() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "object", "properties": {"b": {}}}}},
+    }
+    closed = close_schema(schema)
+    assert closed["required"] == ["a"]
+    assert closed["properties"]["a"]["items"] == {
+        "type": "object",
+        "properties": {"b": {}},
+        "additionalProperties": False,
+        "required": ["b"],
+    }
+    assert "required" not in schema

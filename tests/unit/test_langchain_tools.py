@@ -161,11 +161,11 @@ def test_what_models_must_not_choose_is_hidden_and_keeps_its_default() -> None:
     assert call(whoami, greeting="hi", user="root").error_code is ErrorCode.INVALID_ARGUMENTS
 
 
-def test_a_tool_that_wants_the_calls_id_gets_ours() -> None:
+def test_a_tool_that_wants_the_calls_id_or_the_runs_configuration_gets_ours() -> None:
     @tool
-    def echo_call_id(word: str, tool_call_id: Annotated[str, InjectedToolCallId]) -> str:
+    def echo_call_id(word: str, tool_call_id: Annotated[str, InjectedToolCallId], config: RunnableConfig) -> str:
         """Tell."""
-        return f"{word} {tool_call_id}"
+        return f"{word} {tool_call_id if isinstance(config, dict) else None}"
 
     class Schema(BaseModel):
         word: str
@@ -175,18 +175,9 @@ def test_a_tool_that_wants_the_calls_id_gets_ours() -> None:
         """Tell."""
         return f"{word} {tool_call_id}"
 
+    assert list(parameters(echo_call_id)["properties"]) == ["word"]
     assert call(echo_call_id, word="a").output == "a call-1"
     assert call(told_by_schema, word="a").output == "a call-1"
-
-
-def test_a_tool_that_wants_the_runs_configuration_gets_one() -> None:
-    @tool
-    def read_config(word: str, config: RunnableConfig) -> str:
-        """Read."""
-        return f"{word} {isinstance(config, dict)}"
-
-    assert list(parameters(read_config)["properties"]) == ["word"]
-    assert call(read_config, word="a").output == "a True"
 
 
 def test_a_tool_that_only_its_framework_can_call_is_refused_at_once() -> None:

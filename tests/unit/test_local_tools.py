@@ -53,31 +53,9 @@ async def test_a_call_comes_back_as_json_text() -> None:
     assert (result.success, result.output) == (True, '{"city": "Oslo", "temp": 22, "sky": "晴"}')
 
 
-@pytest.mark.parametrize("arguments", [{}, {"city": 5}, {"city": "Oslo", "town": "x"}])
-async def test_arguments_that_do_not_fit_are_reported_and_nothing_runs(arguments: dict[str, Any]) -> None:
-    result = await call(LocalTools([get_weather]), "get_weather", **arguments)
-    assert result.error_code is ErrorCode.INVALID_ARGUMENTS
-
-
-async def test_what_is_registered_later_is_callable_and_replaces() -> None:
-    tools = LocalTools([get_weather])
-    made = tools.register({"name": "late", "description": "Late.", "execute": lambda args: "one"})
-    assert (await call(tools, "late")).output == "one"
-    tools.register({"name": "late", "description": "Late.", "execute": lambda args: "two"})
-    assert (await call(tools, made.name)).output == "two"
-    assert [spec.name for spec in tools.specs()] == ["get_weather", "late"]
-    assert [spec.name for spec in tools.specs(["late"])] == ["late"]
-
-
 def test_parameters_that_no_call_could_meet_are_refused_at_once() -> None:
     with pytest.raises(SchemaError):
         LocalTools([{"name": "x", "description": "X.", "parameters": {"type": "array"}, "execute": print}])
-
-
-async def test_a_registry_that_is_changed_elsewhere_is_seen() -> None:
-    tools = LocalTools()
-    tools.registry.register(get_weather)
-    assert (await call(tools, "get_weather", city="Oslo")).success
 
 
 # Limits
@@ -107,11 +85,6 @@ async def test_an_argument_called_timeout_is_the_functions_own() -> None:
 
 
 # Approvals
-
-
-async def test_a_dangerous_tool_is_refused_without_an_approver() -> None:
-    result = await call(LocalTools([wipe]), "wipe")
-    assert (result.error_code, "approver" in str(result.error)) == (ErrorCode.PERMISSION_DENIED, True)
 
 
 async def test_an_approver_decides_and_may_change_the_arguments() -> None:
