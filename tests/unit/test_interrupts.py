@@ -77,7 +77,7 @@ def test_a_signal_at_the_limit_ends_the_call_as_timed_out() -> None:
     assert in_process(work) == ["cleaned up", "TIMEOUT: echo did not end within its limit of 0.1 s and was stopped"]
 
 
-def test_a_signal_for_the_call_before_does_nothing_to_this_one() -> None:
+def test_a_signal_between_calls_or_for_the_call_before_does_nothing() -> None:
     """Celery's signal may be under way when its call ends."""
 
     def work(value: Told) -> None:
@@ -86,20 +86,13 @@ def test_a_signal_for_the_call_before_does_nothing_to_this_one() -> None:
             return "went on"
 
         harness = Harness(value)
+        harness.interrupts.listen()
+        signal_self()
         harness.run("c1", lambda: "first")
         signal_self()
         harness.run("c2", early)
 
     assert in_process(work) == ["first", "went on"]
-
-
-def test_a_signal_before_the_first_call_does_nothing() -> None:
-    def work(value: Told) -> None:
-        Harness(value).interrupts.listen()
-        signal_self()
-        value.append("still here")
-
-    assert in_process(work) == ["still here"]
 
 
 def test_a_cancelled_call_is_ended_and_another_is_not() -> None:

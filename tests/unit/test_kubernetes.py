@@ -228,6 +228,11 @@ def test_only_sandboxd_is_given_the_engine() -> None:
         used = {mount["name"] for mount in container.get("volumeMounts", [])} & paths
         assert not used or name in ("sandboxd", "egress", "own-directory") or (name, used) == ("worker", {"skills"})
     assert "TOOLCREW_REDIS_URL" not in environment_of("sandboxd")
+    sandboxd = CONTAINERS["sandboxd"][1]
+    assert sandboxd in pod_of("sandbox-host")["initContainers"], "it is there before the worker and after it"
+    assert (sandboxd["restartPolicy"], "startupProbe" in sandboxd) == ("Always", True)
+    _, worker = CONTAINERS["worker"]
+    assert {"name": "skills", "mountPath": "/var/lib/toolcrew-skills", "readOnly": True} in worker["volumeMounts"]
 
 
 def test_sandboxd_has_the_folders_of_the_node_that_compose_gives_it() -> None:
@@ -245,13 +250,6 @@ def test_sandboxd_has_the_folders_of_the_node_that_compose_gives_it() -> None:
     assert {path: mounts.get(path) for path in folders} == folders
     assert set(folders) == {"/var/lib/docker", "/run/toolcrew/oci", "/sys/fs/cgroup", "/dev"}
     assert mounts.keys() - folders.keys() == {None, "/var/lib/toolcrew", "/run/toolcrew-egress", ENGINE}
-
-
-def test_sandboxd_is_there_before_the_worker_and_after_it() -> None:
-    sandboxd = CONTAINERS["sandboxd"][1]
-    assert sandboxd in pod_of("sandbox-host")["initContainers"]
-    assert sandboxd["restartPolicy"] == "Always"
-    assert "startupProbe" in sandboxd
 
 
 @pytest.mark.parametrize("workload", ["sandbox-host", "web-worker"])
@@ -309,6 +307,9 @@ def test_autoscalers_read_numbers_that_the_api_shows_with_a_key() -> None:
 
 
 def test_workers_alone_are_given_the_file_of_mcp_servers_and_what_it_names() -> None:
+    of_compose = {name: service.get("environment") or {} for name, service in COMPOSE["services"].items()}
+    variables = {name: of["TOOLCREW_MCP_SERVERS"] for name, of in of_compose.items() if "TOOLCREW_MCP_SERVERS" in of}
+    assert variables == {"worker": None, "web-worker": None}
     for name, (workload, container) in containers().items():
         messages = [variable for variable in container.get("env", []) if variable["name"] == "TOOLCREW_MCP_SERVERS"]
         mounts = [mount for mount in container.get("volumeMounts", []) if mount["name"] == "mcp"]
@@ -333,21 +334,6 @@ def test_keys_of_services_go_only_to_the_process_that_uses_them() -> None:
         for secret in ("model", "web", "mcp")
     }
     assert secrets == {"model": {"orchestrator", "api"}, "web": {"web-worker"}, "mcp": {"worker", "web-worker"}}
-
-
-def test_the_skills_of_the_operator_are_mounted_read_only_in_the_worker_of_sandboxes() -> None:
-    _, worker = CONTAINERS["worker"]
-    assert {"name": "skills", "mountPath": "/var/lib/toolcrew-skills", "readOnly": True} in worker["volumeMounts"]
-
-
-def test_compose_hands_the_file_of_mcp_servers_on_to_workers_alone() -> None:
-    environment = {
-        name
-        for name, service in COMPOSE["services"].items()
-        if "TOOLCREW_MCP_SERVERS" in (service.get("environment") or {})
-    }
-    assert environment == {"worker", "web-worker"}
-    assert all(COMPOSE["services"][name]["environment"]["TOOLCREW_MCP_SERVERS"] is None for name in environment)
 
 
 def test_the_page_of_mcp_servers_puts_their_file_where_workers_look_for_it() -> None:

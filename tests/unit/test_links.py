@@ -12,53 +12,28 @@ from orchestrator.settings import OrchestratorSettings, load_settings
 from tests.builders import build_attempt
 
 
-def test_a_task_is_found_in_flower_and_its_call_on_our_pages() -> None:
-    assert (
-        flower_task_url("https://ops.example/flower/", "8b90-c1.1.acme")
-        == "https://ops.example/flower/task/8b90-c1.1.acme"
-    )
-    assert call_page_url("http://127.0.0.1:8080", "c1") == "http://127.0.0.1:8080/calls/c1"
-
-
 def test_an_id_never_leaves_its_place_in_the_address() -> None:
+    assert flower_task_url("https://ops.example/flower/", "8b90-c1") == "https://ops.example/flower/task/8b90-c1"
+    assert call_page_url("http://127.0.0.1:8080", "c1") == "http://127.0.0.1:8080/calls/c1"
     assert flower_task_url("http://f", "../?a#b\"'<x>") == "http://f/task/..%2F%3Fa%23b%22%27%3Cx%3E"
-
-
-def test_what_flower_shows_of_a_message_of_ours_names_its_call() -> None:
-    message = json.loads(build_message(build_attempt("bash_tool", call_id="call-7"), "task", "key"))
-
-    assert message["headers"]["kwargsrepr"] == "call call-7, tenant acme"
-    assert parse_shown_call(message["headers"]["kwargsrepr"]) == "call-7"
 
 
 def test_flower_shows_the_session_the_run_and_the_name_of_an_installed_skill() -> None:
     attempt = build_attempt("skill_tool", session="s1", run="r1", shown_as="word-count")
     headers = json.loads(build_message(attempt, "task", "key"))["headers"]
+    plain = json.loads(build_message(build_attempt("bash_tool", call_id="call-7"), "task", "key"))["headers"]
 
+    assert plain["kwargsrepr"] == "call call-7, tenant acme"
     assert headers["kwargsrepr"] == "call c1, tenant acme, session s1, run r1"
     assert parse_shown_call(headers["kwargsrepr"]) == "c1"
     # The task decides which code runs; `shadow` is only shown.
     assert (headers["task"], headers["shadow"]) == ("tool.skill_tool", "tool.word-count")
 
 
-@pytest.mark.parametrize(
-    "shown",
-    [
-        None,
-        7,
-        "",
-        "call ",
-        "call a b",
-        "call a, tenant",
-        "call a, owner b",
-        "call ../x",
-        "call a\n",
-        "call " + "a" * 65,
-        "{'x': 'call a'}",
-    ],
-)
-def test_anything_else_names_none(shown: object) -> None:
-    assert parse_shown_call(shown) is None
+def test_anything_else_names_none() -> None:
+    texts = ("", "call ", "call a b", "call a, tenant", "call a, owner b", "call ../x", "call a\n", "{'x': 'call a'}")
+    for shown in (None, 7, "call " + "a" * 65, *texts):
+        assert parse_shown_call(shown) is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.run_events import CallFinished, CallStarted, OutputArrived, RunEvent
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from tests.builders import build_spec
@@ -87,26 +86,6 @@ async def test_output_of_a_failing_call_arrives(client: ToolClient, name: str, s
     assert (screen.text, result.error_code) == (shown, code)
 
 
-async def test_output_arrives_while_the_call_runs_and_stops_after_a_cancellation(
-    pool: SwitchedPool, client: ToolClient, tools: Tools
-) -> None:
-    begun, pieces = asyncio.Event(), list[str]()
-
-    def on_output(_: str, text: str) -> None:
-        pieces.append(text)
-        begun.set()
-
-    session = await client.open_session()
-    task = asyncio.create_task(session.call("wait", {}, on_output=on_output))
-    async with asyncio.timeout(5):
-        await begun.wait()
-    assert not task.done()
-    task.cancel()
-    await asyncio.wait({task})
-    tools.may_end.set()
-    assert pieces == ["begun"]
-
-
 async def test_events_of_a_repeated_call_do_not_replace_those_of_the_first(client: ToolClient, tools: Tools) -> None:
     begun, pieces = asyncio.Event(), list[str]()
 
@@ -122,27 +101,6 @@ async def test_events_of_a_repeated_call_do_not_replace_those_of_the_first(clien
     tools.may_end.set()
     result = await first
     assert (again.error_code, result.output, "".join(pieces)) == (ErrorCode.OUTCOME_UNKNOWN, "ended", "begunlate")
-
-
-async def test_a_program_whose_function_raises_gets_its_result(client: ToolClient) -> None:
-    def broken(_: str, text: str) -> None:
-        raise RuntimeError("the program's own bug")
-
-    assert (await (await client.open_session()).call("count", {}, on_output=broken)).success
-
-
-async def test_a_run_reports_output_between_the_start_and_the_end_of_its_call(client: ToolClient) -> None:
-    events: list[RunEvent] = []
-    model = ScriptedModel([Calls([("count", {})]), "ok"])
-    await client.run("go", session=await client.open_session(), model=model, on_event=events.append)
-    messages = [event for event in events if isinstance(event, CallStarted | OutputArrived | CallFinished)]
-    assert isinstance(messages[0], CallStarted)
-    assert isinstance(messages[-1], CallFinished)
-    pieces = [event for event in messages if isinstance(event, OutputArrived)]
-    assert len(pieces) == len(messages) - 2 > 0
-    assert "".join(piece.text for piece in pieces) == "0\n1\n2\n"
-    assert {piece.call_id for piece in pieces} == {messages[0].call.id}
-    assert pieces[0].to_json()["type"] == "OutputArrived"
 
 
 @pytest.mark.parametrize(
