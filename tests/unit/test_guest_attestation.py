@@ -1,8 +1,10 @@
 """The report of PID 1 about its sandbox: on request, and when the sandbox ends by itself."""
 
 import contextlib
-import json
+import ctypes
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -27,26 +29,20 @@ def dirt_of(guest: Guest) -> list[str]:
 
 
 @needs_namespace
-def test_a_guest_that_has_done_nothing_is_clean(guest: Guest) -> None:
+def test_only_the_guests_own_waiting_supervisor_is_no_dirt(guest: Guest) -> None:
     assert dirt_of(guest) == []
-
-
-@needs_namespace
-def test_the_guests_own_waiting_supervisor_is_no_dirt(guest: Guest) -> None:
     assert guest.run("true")["exit_code"] == 0
     assert guest.others()
     assert dirt_of(guest) == []
-
-
-@needs_namespace
-@pytest.mark.parametrize(("place", "name"), [("workspace", "a"), ("tmp", ".hidden"), ("output", ".state")])
-def test_anything_that_lies_in_a_folder_is_dirt(guest: Guest, place: str, name: str) -> None:
-    (getattr(guest, place) / name).mkdir()
-    assert dirt_of(guest) == [f"1 entries lie in /{place}"]
-
-
-@needs_namespace
-def test_a_folder_of_very_many_entries_is_counted_up_to_a_thousand(guest: Guest) -> None:
+    for place, name in (("workspace", "a"), ("tmp", ".hidden"), ("output", ".state")):
+        (getattr(guest, place) / name).mkdir()
+        assert dirt_of(guest) == [f"1 entries lie in /{place}"]
+        (getattr(guest, place) / name).rmdir()
+    call = guest.start_script("echo up > up; sleep 100", timeout_s=60)
+    guest.wait_for_file("up")
+    assert attest(guest).processes >= 2
+    guest.send({"id": call, "op": "cancel"})
+    guest.finish(call)
     for number in range(1200):
         (guest.tmp / str(number)).touch()
     assert attest(guest).entries["tmp"] == 1000
@@ -60,15 +56,6 @@ def test_a_workspace_that_may_not_be_read_is_no_empty_one_and_the_rest_is_report
     found = attest(guest)
     assert (found.entries["workspace"], found.entries["tmp"]) == (1000, 0)
     assert found.workspace_bytes > 0
-
-
-@needs_namespace
-def test_a_running_command_and_its_supervisor_are_dirt(guest: Guest) -> None:
-    call = guest.start_script("echo up > up; sleep 100", timeout_s=60)
-    guest.wait_for_file("up")
-    assert attest(guest).processes >= 2
-    guest.send({"id": call, "op": "cancel"})
-    guest.finish(call)
 
 
 @needs_namespace
@@ -96,7 +83,7 @@ def test_a_process_that_came_from_outside_and_what_it_left_are_dirt(guest: Guest
     outside = os.fork()
     if outside == 0:
         with open(f"/proc/{guest.pid}/ns/pid", "rb") as namespace:
-            _setns(namespace.fileno())
+            assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
         intruder = os.fork()
         if intruder == 0:
             os.close(hold[1])
@@ -117,12 +104,6 @@ def test_a_process_that_came_from_outside_and_what_it_left_are_dirt(guest: Guest
         for fd in (*started, *hold):
             os.close(fd)
         os.waitpid(outside, 0)
-
-
-def _setns(fd: int) -> None:
-    import ctypes
-
-    assert ctypes.CDLL(None).setns(fd, 0) == 0
 
 
 @needs_namespace
@@ -225,12 +206,11 @@ def test_an_option_that_would_be_no_limit_is_refused(line: str) -> None:
         parse_options(line.split())
 
 
-def test_answers_are_json_that_sandboxd_takes() -> None:
-    done = {
-        "entries": {name: 0 for name in ("workspace", "tmp", "output", "shm")},
-        "processes": 0,
-        "zombies": 0,
-        "jobs": 0,
-    }
-    done |= {"workspace": {"bytes": 1, "inodes": 1, "type": "tmpfs"}}
-    assert find_dirt(parse_attestation(json.loads(json.dumps(done)))) == []
+def test_a_wrong_option_ends_the_guest_with_one_line() -> None:
+    code = (
+        f"import sys, runpy\nsys.path.insert(0, {str(GUEST_PARENT)!r})\n"
+        f"runpy.run_path({str(GUEST_PARENT / 'guest/boot.py')!r}, run_name='__main__')"
+    )
+    argv = [sys.executable, "-I", "-S", "-c", code, "--life", "nan"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr.count("\n"), "--life nan" in done.stderr) == (1, 1, True)

@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,20 +19,9 @@ def diff(old: bytes, new: bytes, max_lines: int = 60) -> Diff:
     return build_diff(old, new, lambda line: line.decode("utf-8", "replace"), max_lines)
 
 
-def test_changes_far_apart_are_two_hunks_at_their_lines() -> None:
-    old = b"".join(b"%d\n" % number for number in range(1, 40))
-    new = old.replace(b"5\n", b"five\n", 1).replace(b"\n30\n", b"\n")
-    assert diff(old, new).text == (
-        "@@ -2,7 +2,7 @@\n 2\n 3\n 4\n-5\n+five\n 6\n 7\n 8\n@@ -27,7 +27,6 @@\n 27\n 28\n 29\n-30\n 31\n 32\n 33"
-    )
-
-
-def test_a_missing_last_line_end_is_a_difference() -> None:
-    assert diff(b"a\n", b"a").text == "@@ -1,1 +1,1 @@\n-a\n+a\n\\ no newline at the end of the file"
-
-
-def test_line_ends_are_no_difference() -> None:
+def test_line_ends_are_no_difference_but_a_missing_last_one_is() -> None:
     assert diff(b"a\r\nb\r\n", b"a\nb\n").text == ""
+    assert diff(b"a\n", b"a").text == "@@ -1,1 +1,1 @@\n-a\n+a\n\\ no newline at the end of the file"
 
 
 def test_what_does_not_fit_is_said() -> None:
@@ -56,7 +44,7 @@ def test_patch_makes_the_new_text_of_the_old_one(tmp_path_factory: pytest.TempPa
     old, new = (b"\n".join(part) + data.draw(st.sampled_from([b"", b"\n"])) * bool(part) for part in (lines, other))
     made = diff(old, new, 10_000)
     assert made.is_whole
-    file = _folder(tmp_path_factory) / "f"
+    file = tmp_path_factory.mktemp("patch") / "f"
     file.write_bytes(old)
     if made.text:
         marked = made.text.replace("\\ no newline at the end of the file", "\\ No newline at end of file")
@@ -64,10 +52,6 @@ def test_patch_makes_the_new_text_of_the_old_one(tmp_path_factory: pytest.TempPa
             ["patch", "-s", file], input=f"--- f\n+++ f\n{marked}\n".encode(), check=True, capture_output=True
         )
     assert (file.read_bytes() if file.exists() else b"") == new
-
-
-def _folder(factory: pytest.TempPathFactory) -> Path:
-    return factory.mktemp("patch")
 
 
 @settings(max_examples=200, deadline=None)

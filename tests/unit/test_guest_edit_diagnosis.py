@@ -64,17 +64,13 @@ def explain(
         ),
         ("import\u00a0os", "look alike, at line 1"),
         ("if\uff08value\uff09", "Read the file again"),
+        ("import os\r\n\r\ndef first", "only in its line ends"),
+        ('retrun os.path.joni("a", "b")', "Closest: line 5, "),
+        ("completely unrelated words 12345", "Read the file again with read_tool and copy the text as it is."),
     ],
 )
 def test_each_usual_mistake_is_named(old: str, message: str) -> None:
     assert message in explain(old)
-
-
-def test_crlf_in_the_arguments_for_a_file_of_lf_is_named() -> None:
-    assert "only in its line ends" in explain("import os\r\n\r\ndef first")
-
-
-def test_trailing_blanks_of_the_file_are_named() -> None:
     assert "blanks at the ends of lines, in the text from line 1" in explain("a\nb\n", data=b"a  \nb\t\n")
 
 
@@ -95,16 +91,6 @@ def test_the_closest_block_is_shown_with_its_lines_and_a_diff() -> None:
     assert "Closest: lines 4-6, " in message
     assert '-    if value == "two":\n+    if value == "one":' in message
     assert "-    return 0\n+    return None" in message
-
-
-def test_a_single_line_with_a_typing_error_has_a_closest_line() -> None:
-    assert "Closest: line 5, " in explain('retrun os.path.joni("a", "b")')
-
-
-def test_nothing_alike_is_no_closest_block() -> None:
-    assert (
-        explain("completely unrelated words 12345") == "Read the file again with read_tool and copy the text as it is."
-    )
 
 
 def test_the_explanation_fits_an_error_whatever_the_texts_are() -> None:

@@ -2,7 +2,6 @@
 shows that no process remains.
 """
 
-import os
 import select
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.guest_harness import DEADLINE_S, GUEST_PARENT, Done, Guest, needs_namespace, running_guest
 from tests.processes import read_proc
+from tests.waiting import wait_until
 
 assert GUEST_PARENT
 from guest.commands.job_log import JobLog  # noqa: E402
@@ -37,25 +37,22 @@ def ask(guest: Guest, verb: str, job: str = "job-1", body: bytes = b"", **fields
     return guest.request(f"job_{verb}", body, **{"job": job, "timeout_s": 10, **most, **fields})
 
 
-def read_until(guest: Guest, wanted: bytes, output: bytes = b"") -> bytes:
-    """Poll job-1 until it has printed this text. `output` is its earlier output."""
+def read_until(guest: Guest, wanted: bytes, output: bytes = b"", job: str = "job-1") -> bytes:
+    """Poll a job until it has printed this text. `output` is its earlier output."""
     give_up_at = time.monotonic() + DEADLINE_S
     while wanted not in output:
         assert time.monotonic() < give_up_at, output
-        output += ask(guest, "poll").bytes_of("merged")
+        output += ask(guest, "poll", job).bytes_of("merged")
     return output
 
 
-def start_and_hear(guest: Guest, script: str, wanted: bytes = b"up\n") -> None:
+def start_and_hear(guest: Guest, script: str, wanted: bytes = b"up\n", job: str = "job-1") -> None:
     """Start a job and wait until its reply, or that of a poll, contains this output."""
-    read_until(guest, wanted, start(guest, script).bytes_of("merged"))
+    read_until(guest, wanted, start(guest, script).bytes_of("merged"), job)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up_at, "it never came true"
-        os.sched_yield()
+def wait(condition: Callable[[], bool]) -> None:
+    wait_until(condition, DEADLINE_S, "see the condition", 0.002)
 
 
 def programs(guest: Guest, name: str) -> list[int]:
@@ -85,7 +82,7 @@ def test_a_job_starts_from_the_session_and_leaves_it_alone(guest: Guest) -> None
 def test_a_killed_job_is_gone_with_all_that_it_has_started(guest: Guest) -> None:
     script = "trap '' TERM; sleep 1001 & (setsid sh -c 'sleep 1002 & exec sleep 1003' &); echo up; wait; sleep 1004"
     start_and_hear(guest, script)
-    wait_until(lambda: len(programs(guest, "sleep")) == 3)
+    wait(lambda: len(programs(guest, "sleep")) == 3)
     done = ask(guest, "kill")
     assert (done["job"]["state"], done["kill"]["survivors"]) == ("killed", 0)
     assert programs(guest, "sleep") == []
@@ -129,8 +126,8 @@ def test_a_job_survives_the_limits_and_kills_of_other_calls(guest: Guest) -> Non
 
 def test_an_attacker_who_kills_a_jobs_keeper_leaves_nothing_of_it(guest: Guest) -> None:
     start(guest, "setsid sleep 1000 & sleep 1001 & echo up; kill -9 $PPID; sleep 1002")
-    wait_until(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "lost")
-    wait_until(lambda: programs(guest, "sleep") == [])
+    wait(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "lost")
+    wait(lambda: programs(guest, "sleep") == [])
     assert ask(guest, "poll")["job"]["state"] == "lost"
     assert ask(guest, "kill")["kill"] is None
     assert guest.wait_alone(), guest.others()
@@ -140,7 +137,7 @@ def test_a_stopped_keeper_is_woken_by_the_next_request(guest: Guest) -> None:
     start(guest, "until [ -e go ]; do sleep 0.01; done; kill -STOP $PPID; echo up; sleep 1000")
     # Not by a request: PID 1 would be stopped while serving that request.
     (guest.workspace / "go").touch()
-    wait_until(lambda: "T" in guest.others().values())
+    wait(lambda: "T" in guest.others().values())
     read_until(guest, b"up")
     assert ask(guest, "kill")["kill"]["survivors"] == 0
 
@@ -148,7 +145,7 @@ def test_a_stopped_keeper_is_woken_by_the_next_request(guest: Guest) -> None:
 def test_the_end_of_a_job_waits_to_be_reported_with_what_it_printed(guest: Guest) -> None:
     start(guest, "read line; echo last; exit 7")
     ask(guest, "input", body=b"go\n")
-    wait_until(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "exited")
+    wait(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "exited")
     done = ask(guest, "poll")
     assert (done["job"]["exit_code"], done.bytes_of("merged")) == (7, b"last\n")
     again = ask(guest, "poll")
@@ -164,31 +161,24 @@ def test_an_end_that_is_read_with_an_older_answer_stays_the_end(guest: Guest) ->
     long = guest.start_script("head -c 1000000 /dev/zero")
     select.select([guest.pipes[1]], [], [], DEADLINE_S)
     fed = guest.start("job_input", b"go\n", job="job-1", timeout_s=10)
-    wait_until(lambda: not set(shells) & set(guest.others()))
+    wait(lambda: not set(shells) & set(guest.others()))
     assert (guest.finish(long)["exit_code"], guest.finish(fed)["job"]["state"]) == (0, "running")
-    wait_until(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "exited")
+    wait(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "exited")
 
 
 def test_polls_that_follow_the_end_at_once_are_all_answered(guest: Guest) -> None:
     start(guest, "true")
     calls = [guest.start("job_poll", job="job-1", max_bytes=10, timeout_s=10) for _ in range(30)]
     assert {guest.finish(call)["job"]["state"] for call in calls} <= {"running", "exited"}
-    wait_until(lambda: ask(guest, "poll")["job"]["state"] == "exited")
+    wait(lambda: ask(guest, "poll")["job"]["state"] == "exited")
 
 
 def test_a_job_lives_as_long_as_anything_of_it(guest: Guest) -> None:
     start(guest, "sleep 1000 & exit 3")
-    wait_until(lambda: ask(guest, "poll")["job"]["exit_code"] == 3)
+    wait(lambda: ask(guest, "poll")["job"]["exit_code"] == 3)
     assert ask(guest, "poll")["job"]["state"] == "running"
     assert ask(guest, "kill")["kill"]["signalled"] >= 1
     assert guest.wait_alone(), guest.others()
-
-
-def test_input_ends_where_it_is_closed(guest: Guest) -> None:
-    start(guest, "cat; echo end")
-    ask(guest, "input", body=b"one\n")
-    ask(guest, "input", body=b"two\n", close=True)
-    assert read_until(guest, b"end\n") == b"one\ntwo\nend\n"
 
 
 def test_input_that_is_not_read_is_kept_up_to_a_bound_and_then_refused(guest: Guest) -> None:
@@ -198,19 +188,25 @@ def test_input_that_is_not_read_is_kept_up_to_a_bound_and_then_refused(guest: Gu
     assert refused.code == "INVALID_ARGUMENTS"
     assert "has not read" in refused["error"]["message"]
     assert ask(guest, "kill")["kill"]["survivors"] == 0
+    start_and_hear(guest, "exec <&-; echo up; sleep 1000", job="job-2")
+    assert "closed its standard input" in ask(guest, "input", "job-2", body=b"x")["error"]["message"]
+    assert ask(guest, "poll", "job-2")["job"]["state"] == "running"
+    assert "no job 'job-9'" in ask(guest, "poll", "job-9")["error"]["message"]
+    assert ask(guest, "kill", "../x").code == "INVALID_ARGUMENTS"
 
 
-def test_input_for_a_job_that_has_closed_its_own_is_refused(guest: Guest) -> None:
-    start_and_hear(guest, "exec <&-; echo up; sleep 1000")
-    assert "closed its standard input" in ask(guest, "input", body=b"x")["error"]["message"]
-    assert ask(guest, "poll")["job"]["state"] == "running"
+def test_input_ends_where_it_is_closed(guest: Guest) -> None:
+    start(guest, "ls /proc/self/fd | wc -l; cat; echo end")
+    ask(guest, "input", body=b"one\n")
+    ask(guest, "input", body=b"two\n", close=True)
+    assert read_until(guest, b"end\n") == b"4\none\ntwo\nend\n", "and a job gets no descriptor of the guest"
 
 
 def test_more_than_a_poll_has_room_for_is_given_by_its_head_and_tail(guest: Guest) -> None:
     start(guest, "read line; seq 1 100000; echo end; sleep 1000")
     ask(guest, "input", body=b"\n")
     log = guest.output / "jobs" / "job-1.log"
-    wait_until(lambda: log.read_bytes().endswith(b"end\n"))
+    wait(lambda: log.read_bytes().endswith(b"end\n"))
     done = ask(guest, "poll", max_bytes=400)
     assert done["streams"]["merged"]["total"] == len(log.read_bytes())
     assert done.bytes_of("merged") == log.read_bytes()[:100] + log.read_bytes()[-300:]
@@ -243,11 +239,6 @@ def test_a_job_that_cannot_start_is_none(guest: Guest, fields: dict[str, object]
     assert guest.wait_alone(), guest.others()
 
 
-def test_an_unknown_job_is_refused_by_name(guest: Guest) -> None:
-    assert "none has been started" in ask(guest, "poll", "job-9")["error"]["message"]
-    assert ask(guest, "kill", "../x").code == "INVALID_ARGUMENTS"
-
-
 def test_a_call_cancelled_while_its_job_starts_ends_the_job(guest: Guest) -> None:
     script = b"echo > up; sleep 1000"
     call = guest.start(
@@ -257,10 +248,6 @@ def test_a_call_cancelled_while_its_job_starts_ends_the_job(guest: Guest) -> Non
     guest.send({"id": call, "op": "cancel"})
     assert guest.finish(call)["job"]["state"] == "killed"
     assert guest.wait_alone(), guest.others()
-
-
-def test_a_job_gives_its_programs_no_descriptor_of_ours(guest: Guest) -> None:
-    assert start(guest, "ls /proc/self/fd | wc -l", wait_ms=5000).bytes_of("merged") == b"4\n"
 
 
 @given(pieces=st.lists(st.binary(min_size=1, max_size=30), max_size=30), most=st.integers(4, 60))

@@ -57,11 +57,6 @@ def test_at_most_five_are_suggested_the_nearest_first(tree: Tree) -> None:
     assert len(tree.suggest("src/dep/x.py")) == 5
 
 
-def test_a_mistyped_directory_is_found_by_the_name_of_the_file(tree: Tree) -> None:
-    tree.make("src/toolkit/parser.py", "docs/parser.md")
-    assert tree.suggest("src/tolkit/parser.py")[0] == "src/toolkit/parser.py"
-
-
 def test_the_path_tried_and_the_working_directory_are_named(tree: Tree) -> None:
     (tree.workspace / "sub").mkdir()
     (tree.output / ".state" / "folder").write_bytes(bytes(tree.workspace / "sub"))
