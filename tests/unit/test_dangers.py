@@ -41,6 +41,8 @@ def level(text: str, folder: str = "/workspace") -> Level:
         "rm -rf ..",
         "rm -rf ../*",
         "cd / && rm -rf *",
+        "cd /tmp && rm -rf ~",
+        "rm -rf build; ls | (cat; rm -rf /)",
         "cd && rm -rf ./*",
         "find / -delete",
         "find / -type f -exec rm {} +",
@@ -70,6 +72,7 @@ def test_a_catastrophic_command_is_known(text: str) -> None:
     "text",
     [
         "rm -rf /srv/build",
+        "ls && rm -rf /srv/build",
         "rm -f /srv/x",
         "rm /etc/passwd",
         'rm -rf "$DIR/"',
@@ -218,38 +221,29 @@ def test_only_what_is_named_below_the_workspace_is_removed_unasked(text: str) ->
 
 
 @pytest.mark.parametrize("folder", ["", "/", "/srv", "/workspacex", "workspace"])
-def test_names_are_the_agents_own_only_in_folders_that_are(folder: str) -> None:
+def test_where_a_command_starts_decides_what_its_paths_mean(folder: str) -> None:
     assert level("rm -rf build", folder) is Level.DANGEROUS
     assert level("rm -rf /workspace/build", folder) is Level.NONE
+    assert level("rm -rf *", "/") is Level.CATASTROPHIC
 
 
 @pytest.mark.parametrize(
-    "mode", ["ag" * 60_000 + "z", "u+" + "w" * 100_000 + "q", "a" * 100_000 + "q", "+" + "s" * 60_000 + "q"]
+    ("text", "expected", "limit_s"),
+    [
+        ("rm -rf /" + "/*" * 100_000, Level.CATASTROPHIC, 0.3),
+        *(
+            (f"chmod {flags}{mode} x", Level.NONE, 1)
+            for flags in ("", "-R ")
+            for mode in ("ag" * 60_000 + "z", "u+" + "w" * 100_000 + "q", "a" * 100_000 + "q", "+" + "s" * 60_000 + "q")
+        ),
+    ],
+    ids=range(9),
 )
-@pytest.mark.parametrize("flags", ["", "-R "])
-def test_a_mode_of_any_length_is_read_at_once(flags: str, mode: str) -> None:
-    script = parse_commands(f"chmod {flags}{mode} x")
+def test_a_path_or_a_mode_of_any_length_is_read_at_once(text: str, expected: Level, limit_s: float) -> None:
+    script = parse_commands(text)
     before = time.process_time()
-    assert classify(script).level is Level.NONE
-    assert time.process_time() - before < 1
-
-
-def test_a_path_of_any_length_is_read_at_once() -> None:
-    script = parse_commands("rm -rf /" + "/*" * 100_000)
-    before = time.process_time()
-    assert classify(script).level is Level.CATASTROPHIC
-    assert time.process_time() - before < 0.3
-
-
-def test_a_compound_command_is_as_dangerous_as_its_most_dangerous_part() -> None:
-    assert level("ls && rm -rf /srv/build") is Level.DANGEROUS
-    assert level("rm -rf build; ls | (cat; rm -rf /)") is Level.CATASTROPHIC
-
-
-def test_where_a_command_starts_decides_what_its_paths_mean() -> None:
-    assert level("rm -rf *", "/") is Level.CATASTROPHIC
-    assert level("rm -rf *") is Level.DANGEROUS
-    assert level("cd /tmp && rm -rf ~") is Level.CATASTROPHIC
+    assert classify(script).level is expected
+    assert time.process_time() - before < limit_s
 
 
 @given(st.text())

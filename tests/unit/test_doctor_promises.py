@@ -22,6 +22,7 @@ from workers.sandboxd.runtime.engine import EngineFacts
 from workers.settings import SandboxdSettings, TenantClass
 
 GIB = 1024**3
+ROOT = Path(__file__).parents[2]
 
 GOOD_FACTS = EngineFacts(
     version="27.3.1",
@@ -56,6 +57,10 @@ def build_evidence(
         images={"ours:1": "sha256:" + "a" * 64},
         workspaces=WorkspaceFacts("image", is_hard=True),
     )
+
+
+RUNC = TenantClass(runtime="runc")
+OLD_RUNC = {"facts": {"components": {"runc": "1.1.5+ds1"}}, "sandbox_runtime": "runc"}
 
 
 def row_of(evidence: Evidence, name: str) -> HostPromise:
@@ -93,14 +98,6 @@ def test_on_a_good_host_nothing_is_void() -> None:
 )
 def test_the_runc_versions_with_the_fixes_are_reported_from_those_without(version: str, is_fixed: bool | None) -> None:
     assert is_runc_fixed(version) is is_fixed
-
-
-def test_an_old_runc_voids_the_promise_unless_the_distribution_has_fixed_it() -> None:
-    row = row_of(build_evidence(facts={"components": {"runc": "1.1.5+ds1"}}, sandbox_runtime="runc"), "no known escape")
-
-    assert row.state == "void"
-    assert "unless your distribution backported" in row.why
-    assert "1.2.8" in row.remedy
 
 
 @pytest.mark.parametrize(
@@ -148,6 +145,9 @@ def test_an_old_runc_voids_the_promise_unless_the_distribution_has_fixed_it() ->
         ("paths are resolved by the kernel", {"facts": {"kernel": "?"}}, "unknown", "?"),
         ("the engine is on this host", {"facts": {"kernel": "6.10.14-linuxkit"}}, "void", "linuxkit"),
         ("hostile tenants are isolated", {"sandbox_runtime": "runc"}, "void", "class default"),
+        ("hostile tenants are isolated", {"tenant_classes": {"trusted": RUNC}}, "void", "class trusted:"),
+        ("images are present", {"tenant_classes": {"data": TenantClass(image="theirs:2")}}, "void", "theirs:2"),
+        ("no known escape", OLD_RUNC, "void", "unless your distribution backported"),
     ],
 )
 def test_each_lack_of_a_host_voids_its_own_promise_and_says_what_to_do(
@@ -169,24 +169,6 @@ def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
         "system calls are filtered",
         "runtimes are installed",
     }
-
-
-def test_a_class_on_the_shared_kernel_is_named_beside_one_that_is_apart() -> None:
-    classes = {"trusted": TenantClass(runtime="runc")}
-
-    row = row_of(build_evidence(tenant_classes=classes), "hostile tenants are isolated")
-
-    assert row.state == "void"
-    assert "class trusted:" in row.why
-
-
-def test_a_missing_image_of_a_class_is_named() -> None:
-    classes = {"data": TenantClass(image="theirs:2")}
-
-    row = row_of(build_evidence(tenant_classes=classes), "images are present")
-
-    assert (row.state, row.is_needed) == ("void", False)
-    assert "theirs:2" in row.why
 
 
 @pytest.mark.parametrize(
@@ -278,3 +260,19 @@ def test_host_facts_are_read_where_they_are_and_unknown_where_they_are_not(tmp_p
         ksm_running=True,
     )
     assert read_host_facts(tmp_path / "nothing") == HostFacts()
+
+
+def test_the_promises_that_security_md_asks_a_host_for_are_rows_of_the_table() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    section = text.partition("| promise | requires |")[2].partition("\n\n")[0]
+    named = [name.strip() for line in section.splitlines()[2:] for name in line.split("|")[1].split(",")]
+
+    assert named
+    assert set(named) - {row.name for row in judge(build_evidence())} == set()
+
+
+def test_the_page_of_images_has_every_field_of_a_tenant_class() -> None:
+    page = (ROOT / "docs" / "images.md").read_text()
+    section = page.partition("## Tenant classes")[2].partition("\n## ")[0]
+
+    assert [name for name in TenantClass.model_fields if f"`{name}`" not in section] == []

@@ -15,19 +15,16 @@ def build_row(name: str, state: str, **fields: Any) -> dict[str, Any]:
     return {"name": name, "state": state, "why": f"why {name}", "remedy": f"fix {name}", "is_needed": False, **fields}
 
 
-def test_each_promise_is_a_line_and_what_to_do_stands_below_those_that_do_not_hold() -> None:
-    report = Report(
-        promises=[build_row("short", "holds"), build_row("much longer", "void"), build_row("other", "unknown")]
-    )
-
-    assert report.promise_lines() == [
-        "",
-        "guarantees of this host's sandboxes",
+def test_what_to_do_stands_below_what_is_not_good() -> None:
+    report = Report()
+    report.good("memory", "1 MiB")
+    report.broken("redis", "gone", "start it")
+    assert report.lines() == ["ok    memory  1 MiB", "FAIL  redis   gone", "              -> start it"]
+    report = Report(promises=[build_row("short", "holds"), build_row("much longer", "void")])
+    assert report.promise_lines()[2:] == [
         "holds    short        why short",
         "void     much longer  why much longer",
         "                      -> fix much longer",
-        "unknown  other        why other",
-        "                      -> fix other",
     ]
 
 

@@ -17,7 +17,6 @@ from tests.egress_harness import (
     SOON_S,
     Harness,
     body_of,
-    build_hello,
     build_rules,
     get,
     open_harness,
@@ -263,18 +262,3 @@ def test_a_client_that_does_not_read_holds_neither_memory_nor_others(harness: Ha
             assert (
                 status_of(harness.ask(build_rules(server), get(f"site.example:{server.port}/"), session="busy")) == 200
             )
-
-
-# TLS in tunnels
-
-
-def test_a_greeting_for_another_server_ends_the_tunnel_with_an_alert_and_reaches_no_server(harness: Harness) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        with harness.tunnel(build_rules(port), f"site.example:{port}") as client:
-            host, _ = listening.accept()
-            with host:
-                host.settimeout(SOON_S)
-                client.sendall(build_hello("evil.example"))
-                assert read_all(client) == b"\x15\x03\x03\x00\x02\x02\x70"
-                assert read_all(host) == b""

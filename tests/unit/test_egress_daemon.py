@@ -8,13 +8,14 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from contract.errors import ConfigError
+from orchestrator.settings import load_settings
 from tests.egress_harness import SOON_S, build_opening, get, open_harness, read_all
 from tests.web_servers import StubResolver
 from workers.egress.destinations import LOOKUPS_PER_TENANT, ResolverPool
@@ -104,19 +105,6 @@ def test_looking_whether_the_proxy_is_there_leaves_no_line() -> None:
         assert harness.served == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("EGRESS_ALLOW_UIDS", "x"),
-        ("NAT64_PREFIX", "64:ff9b::/64"),
-    ],
-)
-def test_a_setting_that_is_wrong_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(f"TOOLCREW_{name}", value)
-    with pytest.raises(ConfigError, match="TOOLCREW_"):
-        load_egress_settings()
-
-
 class _SlowResolver(StubResolver):
     """A resolver that answers when the test says so. Counts concurrent lookups."""
 
@@ -143,3 +131,40 @@ async def test_slow_lookups_of_one_tenant_delay_no_other_tenant() -> None:
     slow.go.set()
     assert len(await asyncio.gather(*waiting)) == 50
     resolver_pool.close()
+
+
+@pytest.mark.parametrize(
+    ("classes", "running", "needs"),
+    [
+        ("", "", False),
+        ('{"builders": {"pids": 64}}', "", False),
+        ('{"builders": {"network": "none"}}', "", False),
+        ('{"a": {}, "builders": {"network": "egress", "egress": {"hosts": ["pypi.org"]}}}', "", True),
+        ('{"default": {"network": "egress"}}', "", True),
+        ('{"default": {"network": "egress"}}', "/run/egress.sock", False),
+    ],
+)
+def test_a_stack_has_a_proxy_when_a_class_needs_one_and_none_runs(
+    classes: str, running: str, needs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLCREW_TENANT_CLASSES", classes)
+    monkeypatch.setenv("TOOLCREW_EGRESS_SOCKET", running)
+    assert load_settings().needs_egress() is needs
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "value"),
+    [
+        (load_egress_settings, "EGRESS_ALLOW_UIDS", "x"),
+        (load_egress_settings, "NAT64_PREFIX", "64:ff9b::/64"),
+        (load_settings, "TENANT_CLASSES", "{"),
+        (load_settings, "TENANT_CLASSES", "[]"),
+        (load_settings, "TENANT_CLASSES", '{"a": 1}'),
+    ],
+)
+def test_a_setting_that_is_wrong_is_named(
+    load: Callable[[], object], name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"TOOLCREW_{name}", value)
+    with pytest.raises(ConfigError, match=r"TOOLCREW_|tenant_classes"):
+        load()

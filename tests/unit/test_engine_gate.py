@@ -47,11 +47,13 @@ def running_of(gate: EngineGate) -> int:
     return int(gate.describe()["running"]["starts"])
 
 
-async def test_no_more_calls_of_a_kind_run_at_a_time_than_its_lane_has() -> None:
-    gate, work = EngineGate(silent), Work()
-    calls = [asyncio.create_task(gate.run(LANE, work)) for _ in range(8)]
+async def test_a_lane_runs_and_holds_so_many_calls_and_refuses_more_at_once() -> None:
+    gate, work, lane = EngineGate(silent), Work(), replace(LANE, max_waiting=6)
+    calls = [asyncio.create_task(gate.run(lane, work)) for _ in range(8)]
     await until(lambda: work.running == 2 and gate.describe()["waiting"]["starts"] == 6)
 
+    with pytest.raises(SandboxUnavailable, match="6 waiting"):
+        await gate.run(lane, work)
     work.go.set()
 
     assert await asyncio.gather(*calls) == ["done"] * 8
@@ -70,19 +72,6 @@ async def test_a_call_that_waits_too_long_learns_how_many_wait() -> None:
 
     work.go.set()
     await asyncio.gather(*calls)
-
-
-async def test_a_lane_with_as_many_waiting_as_it_may_have_refuses_at_once() -> None:
-    lane = replace(LANE, max_waiting=1)
-    gate, work = EngineGate(silent), Work()
-    calls = [asyncio.create_task(gate.run(lane, work)) for _ in range(3)]
-    await until(lambda: work.running == 2)
-
-    with pytest.raises(SandboxUnavailable, match="1 waiting"):
-        await gate.run(lane, work)
-
-    work.go.set()
-    assert await asyncio.gather(*calls) == ["done"] * 3
 
 
 async def test_a_hung_call_is_given_up_at_its_deadline_and_holds_its_turn_until_its_thread_ends() -> None:
@@ -171,14 +160,6 @@ async def test_a_probe_that_hangs_is_a_probe_that_failed_and_no_second_thread_is
     assert await gate.run(LANE, lambda: "done") == "done"
 
 
-async def test_a_bug_in_a_call_is_raised_as_it_is_and_gives_its_turn_back() -> None:
-    gate = EngineGate(silent)
-
-    with pytest.raises(ZeroDivisionError):
-        await gate.run(LANE, lambda: 1 // 0)
-    assert running_of(gate) == 0
-
-
 def end_threads(go: threading.Event) -> None:
     """End the threads. Afterwards, their results are the next events of the loop."""
     threads = [thread for thread in threading.enumerate() if thread.name == "engine-starts"]
@@ -236,34 +217,27 @@ async def test_a_result_is_handed_over_once_though_it_comes_as_its_caller_leaves
     assert late == (["done"] if is_left and call.cancelled() else [])
 
 
-async def test_a_host_without_threads_for_a_probe_is_said_and_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = EngineGate(lambda: "alive", Breaker(threshold=1, first_pause_s=0.0))
-    with pytest.raises(EngineSilent):
-        await gate.run(LANE, silent)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", no_more_threads)
-        with pytest.raises(SandboxUnavailable, match="cannot start another thread"):
-            await gate.run(LANE, lambda: "done")
-
-    assert await gate.run(LANE, lambda: "done") == "done"
-
-
-async def test_a_host_without_threads_for_a_call_is_said_and_the_turn_given_back(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_probe", [False, True], ids=["call", "probe"])
+async def test_a_host_without_threads_is_said_and_costs_no_turn(
+    monkeypatch: pytest.MonkeyPatch, is_probe: bool
 ) -> None:
-    gate = EngineGate(silent)
+    gate = EngineGate(lambda: "alive", Breaker(threshold=1, first_pause_s=0.0))
+    if is_probe:
+        with pytest.raises(EngineSilent):
+            await gate.run(LANE, silent)
+
+    def no_more_threads(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_more_threads)
         with pytest.raises(SandboxUnavailable, match="cannot start another thread"):
             await gate.run(LANE, lambda: "done")
-
     assert running_of(gate) == 0
-
-
-def no_more_threads(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
+    with pytest.raises(ZeroDivisionError):
+        await gate.run(LANE, lambda: 1 // 0)
+    assert running_of(gate) == 0, "nor does a bug in a call"
+    assert await gate.run(LANE, lambda: "done") == "done"
 
 
 async def test_a_hung_call_that_its_caller_left_early_is_overdue_all_the_same() -> None:

@@ -44,21 +44,11 @@ async def test_one_that_never_came_is_given_up_after_some_answers_in_a_row() -> 
     late = LateStarts(removals, pauses_s=(0.0,))
 
     late.forget("toolcrew-a")
+    late.forget("toolcrew-a")
+    assert len(late) == 1, "the same name is not looked for twice"
     await settle(late)
 
     assert len(removals.asked) == 3 + ABSENT_ENOUGH
-
-
-async def test_asking_again_for_the_same_name_starts_anew_and_not_twice() -> None:
-    removals = Removals()
-    late = LateStarts(removals, pauses_s=(0.0,))
-
-    late.forget("toolcrew-a")
-    late.forget("toolcrew-a")
-    assert len(late) == 1
-    await settle(late)
-
-    assert len(removals.asked) == ABSENT_ENOUGH
 
 
 async def test_at_the_end_nothing_is_looked_for_any_more() -> None:

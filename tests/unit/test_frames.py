@@ -25,14 +25,6 @@ def test_a_frame_of_the_largest_total_passes_and_one_byte_more_does_not() -> Non
         encode_frame({"a": 1}, body + b"x", max_total=MAX_DOWN)
 
 
-def test_a_body_up_has_its_own_limit() -> None:
-    whole = encode_frame({}, bytes(MAX_BODY_UP), max_total=MAX_UP)
-    assert len(FrameDecoder(MAX_UP).feed(whole)) == 1
-    too_much = encode_frame({}, bytes(MAX_BODY_UP + 1), max_total=MAX_DOWN)
-    with pytest.raises(FrameError, match="body"):
-        FrameDecoder(MAX_UP).feed(too_much)
-
-
 def test_a_header_of_the_largest_size_passes_and_one_byte_more_does_not() -> None:
     assert FrameDecoder(MAX_UP).feed(encode_frame({"a": "x" * (MAX_HEADER - 8)}, max_total=MAX_UP))
     with pytest.raises(FrameError, match="header"):
