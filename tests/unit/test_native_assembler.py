@@ -1,12 +1,9 @@
 """Every quirk that native_assembler.py lists, and the error forms of argument strings."""
 
-import json
 import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from orchestrator.dialects.base import Text
 from orchestrator.dialects.native import NativeCallAssembler, NativeReply
@@ -76,6 +73,19 @@ ASSEMBLED: dict[str, tuple[list[Any], list[Any]]] = {
     "an empty id and name": ([entry(0, "a", "one"), entry(0, "", "", '{"x":1}')], [A]),
     "no id and name": ([entry(0, "a", "one"), entry(0, None, None, '{"x":1}')], [A]),
     "an index given as text": ([entry("1", "b", "two", '{"y":2}'), entry("0", "a", "one", '{"x":1}')], [A, B]),
+    "fragments of a name": ([entry(0, "a", "o"), entry(0, name="ne"), entry(0, arguments='{"x":1}')], [A]),
+    **{
+        f"a known id with index {index}": (
+            [
+                entry(index, "a", "one", '{"x"'),
+                entry(index, "b", "two", '{"y"'),
+                entry(index, "a", arguments=":1}"),
+                entry(index, "b", arguments=":2}"),
+            ],
+            [A, B],
+        )
+        for index in (..., None)
+    },
     "arguments sent as an object": ([entry(0, "a", "one", {"x": 1}), entry(0, "a", "one", {"x": 1})], [A]),
 }
 
@@ -90,28 +100,15 @@ def test_two_entries_of_one_index_in_one_delta_are_merged() -> None:
     assert [(call.id, call.name, call.arguments) for call in reply.calls] == [A]
 
 
-@pytest.mark.parametrize("index", [..., None])
-def test_without_an_index_a_known_id_continues_its_call(index: Any) -> None:
-    first, second = entry(index, "a", "one", '{"x"'), entry(index, "b", "two", '{"y"')
-    assert calls(first, second, entry(index, "a", arguments=":1}"), entry(index, "b", arguments=":2}")) == [A, B]
-
-
 def test_without_an_index_a_new_id_or_name_starts_a_call_and_the_rest_continues_the_last() -> None:
     assembled = calls(entry(id="a", name="one"), entry(arguments='{"x":1}'), entry(name="two", arguments='{"y":2}'))
     assert [call[1:] for call in assembled] == [A[1:], B[1:]]
 
 
-def test_name_fragments_before_the_arguments_are_joined() -> None:
-    assert calls(entry(0, "a", "o"), entry(0, name="ne"), entry(0, arguments='{"x":1}')) == [A]
-
-
-def test_a_call_without_an_id_gets_one_of_run_step_and_position() -> None:
+def test_a_call_without_an_id_of_its_own_gets_one_of_run_step_and_position() -> None:
     [first, second] = calls(entry(0, name="one"), entry(1, name="two"))
     assert "run-3-0" in first[0]
     assert "run-3-1" in second[0]
-
-
-def test_an_id_that_two_calls_share_is_given_to_the_first_only() -> None:
     ids = [call[0] for call in calls(entry(0, "same", "one"), entry(1, "same", "two"))]
     assert ids[0] == "same" != ids[1]
 
@@ -136,16 +133,13 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("raw", BROKEN, ids=lambda raw: raw[:12])
-def test_broken_arguments_raise_with_tool_name_and_raw_string(raw: str) -> None:
+def test_broken_arguments_raise_or_are_listed_and_their_neighbour_kept(raw: str) -> None:
+    both = delta(entry(0, "a", "one", '{"x":1}'), entry(1, "b", "two", raw))
     with pytest.raises(ValueError) as caught:
-        assemble(delta(entry(0, "a", "one", raw)))
-    assert "one" in str(caught.value)
+        assemble(both)
+    assert "two" in str(caught.value)
     assert raw in str(caught.value)
-
-
-@pytest.mark.parametrize("raw", BROKEN, ids=lambda raw: raw[:12])
-def test_without_strict_the_broken_call_is_listed_and_its_neighbour_kept(raw: str) -> None:
-    reply = assemble(delta(entry(0, "a", "one", '{"x":1}'), entry(1, "b", "two", raw)), strict=False)
+    reply = assemble(both, strict=False)
     assert [call.name for call in reply.calls] == ["one"]
     assert [(call.name, call.raw) for call in reply.malformed] == [("two", raw)]
 
@@ -179,18 +173,6 @@ def test_chunks_without_a_delta_are_skipped(chunk: dict[str, Any]) -> None:
 @pytest.mark.parametrize("junk", [None, 7, "x", [], {"index": True}, {"function": "x"}])
 def test_entries_that_are_no_calls_are_skipped(junk: Any) -> None:
     assert assemble(delta(junk)).calls == []
-
-
-def test_foreign_markup_is_plain_text() -> None:
-    markup = "<｜DSML｜function_calls><｜DSML｜invoke>"
-    assert NativeCallAssembler().feed(delta(content=markup)) == [Text(markup)]
-
-
-def test_content_is_shown_at_once_and_kept() -> None:
-    assembler = NativeCallAssembler()
-    assert assembler.feed(delta(content="Hel")) == [Text("Hel")]
-    assembler.feed(delta(content="lo"))
-    assert assembler.finish().text == "Hello"
 
 
 def test_surrogate_halves_from_separate_deltas_are_joined() -> None:
@@ -239,70 +221,3 @@ def test_a_half_that_stays_alone_is_replaced() -> None:
         delta(entry(0, "a", "one", '{"x":"\ud83d'), content="\ud83d"), delta(entry(0, arguments='\ude00\\ud83d"}'))
     )
     assert (reply.text, reply.calls[0].arguments) == ("\ufffd", {"x": "\U0001f600\ufffd"})
-
-
-JSON = st.dictionaries(
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-(2**53), 2**53),
-        st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
-    ),
-    max_size=4,
-)
-
-
-@given(st.lists(JSON, min_size=1, max_size=4), st.integers(1, 9), st.booleans(), st.randoms())
-def test_calls_survive_any_split(wanted: list[dict[str, Any]], size: int, ascii_only: bool, random: Any) -> None:
-    queues = []
-    for index, arguments in enumerate(wanted):
-        raw = json.dumps(arguments, ensure_ascii=ascii_only)
-        fragments = [entry(index, arguments=raw[start : start + size]) for start in range(0, len(raw), size)]
-        queues.append([entry(index, f"id{index}", f"tool{index}"), *fragments])
-    chunks = []
-    while queue := random.choice(queues) if (queues := [queue for queue in queues if queue]) else None:
-        chunks.append(delta(queue.pop(0)))
-    assert [call.arguments for call in assemble(*chunks).calls] == wanted
-
-
-ANYTHING = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=True)
-    | st.text(max_size=5)
-    | st.sampled_from(["{}", "{", '{"x":1}', "0"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                [
-                    "choices",
-                    "delta",
-                    "tool_calls",
-                    "index",
-                    "id",
-                    "function",
-                    "name",
-                    "arguments",
-                    "content",
-                    "finish_reason",
-                ]
-            ),
-            inner,
-        )
-    ),
-)
-
-
-@given(
-    st.lists(
-        st.one_of(
-            ANYTHING.map(lambda value: {"choices": value}), st.lists(ANYTHING, max_size=3).map(lambda all: delta(*all))
-        )
-    )
-)
-def test_any_stream_is_assembled(chunks: list[dict[str, Any]]) -> None:
-    reply = assemble(*chunks, strict=False)
-    json.dumps([call.arguments for call in reply.calls], allow_nan=False)

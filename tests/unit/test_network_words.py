@@ -31,15 +31,8 @@ def test_a_tool_of_another_pool_has_no_sandbox_to_report_of() -> None:
 
 @pytest.mark.parametrize("name", ["bash_tool", "read_tool"])
 def test_only_tools_that_may_run_longer_name_the_limit_of_the_class(name: str) -> None:
-    spec = next(spec for spec in build_registry().specs() if spec.name == name)
-    prompt = generate_tool_prompt([info(timeout_s=7200.0).describe_tool(spec)])
+    spec = info(timeout_s=7200.0).describe_tool(next(spec for spec in build_registry().specs() if spec.name == name))
+    prompt = generate_tool_prompt([spec])
     assert ("at most 7200 s" in prompt) == (name == "bash_tool")
     assert ("at most 600" in prompt) == (name != "bash_tool")
-
-
-def test_a_schema_names_the_limit_of_the_class() -> None:
-    bash = next(spec for spec in build_registry().specs() if spec.name == "bash_tool")
-    properties = info(timeout_s=7200.0).describe_tool(bash).parameters["properties"]
-    assert isinstance(properties, dict)
-    assert isinstance(properties["timeout"], dict)
-    assert properties["timeout"]["description"] == MOST_SECONDS.format(7200)
+    assert (MOST_SECONDS.format(7200) in str(spec.parameters)) == (name == "bash_tool")

@@ -1,6 +1,7 @@
 """Approval of calls: the users who may decide, the call that a decision is bound to, and the effect of the decision."""
 
 import asyncio
+import contextlib
 import hashlib
 import io
 import os
@@ -64,37 +65,12 @@ async def allow(call: ToolCall, spec: ToolSpec, approver: Any, **terms: Any) -> 
     return reviewed
 
 
-@pytest.mark.parametrize("flag", ["requires_permission", "dangerous"])
-async def test_a_marked_tool_without_anybody_to_ask_is_refused(flag: str) -> None:
-    result = await refuse(build_call(), build_spec(**{flag: True}), RefusingApprover())
-    assert (result.error_code, "no approver is configured" in str(result.error)) == (ErrorCode.PERMISSION_DENIED, True)
-
-
-async def test_an_approved_call_runs_with_arguments_of_its_own_checked_and_completed() -> None:
-    reviewed = await allow(CALL, WRITE, AutoApprover())
-    CALL.arguments["path"] = "a"
-    assert (reviewed.id, reviewed.arguments) == (CALL.id, {"path": "a", "mode": 420})
-    assert reviewed.arguments is not CALL.arguments
-
-
 async def test_a_denied_call_asks_no_approver() -> None:
     approver = Recorder()
     catastrophic = await refuse(build_call("bash_tool", command="rm -rf /"), BASH, approver)
     forbidden = await refuse(CALL, WRITE, approver, policy=ApprovalPolicy((Rule("deny", tool="write_tool"),)))
     assert (catastrophic.error_code, forbidden.error_code) == (ErrorCode.SECURITY_REFUSED, ErrorCode.PERMISSION_DENIED)
     assert approver.requests == []
-
-
-async def test_the_request_has_owner_reason_and_expiry() -> None:
-    approver = Recorder()
-    call = build_call("bash_tool", command="rm -rf /srv/build")
-    await allow(call, BASH, approver, tenant="acme", session="s1", ttl_s=60, clock=lambda: 1000.0)
-    (request,) = approver.requests
-    assert (request.tenant, request.session, request.expires_at) == ("acme", "s1", 1060.0)
-    assert request.call == call
-    assert request.command == "rm -rf /srv/build"
-    assert request.warning == "this command removes folders with their content"
-    assert request.digest == digest_call(call, "acme", "s1")
 
 
 def test_the_digest_is_over_canonical_json_and_differs_in_every_part() -> None:
@@ -113,25 +89,13 @@ def test_the_digest_is_over_canonical_json_and_differs_in_every_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digest", "now", "expected"), [("other", 5.0, "differ from the approved ones"), ("digest", 10.1, "too late")]
+    ("digest", "now", "expected"),
+    [("other", 5.0, "differ from the approved ones"), ("digest", 10.1, "too late"), ("digest", 10.0, None)],
 )
-def test_an_approval_holds_for_one_call_and_until_its_end(digest: str, now: float, expected: str) -> None:
-    with pytest.raises(ToolFailure, match=expected):
-        Approval("digest", 10.0).redeem(digest, now)
-    Approval("digest", 10.0).redeem("digest", 10.0)
-
-
-def test_an_approval_is_used_up_by_the_first_attempt() -> None:
+def test_an_approval_holds_for_one_call_once_and_until_its_end(digest: str, now: float, expected: str | None) -> None:
     approval = Approval("digest", 10.0)
-    approval.redeem("digest", 0.0)
-    with pytest.raises(ToolFailure, match="already used"):
-        approval.redeem("digest", 0.0)
-
-
-def test_an_approval_is_used_up_by_a_wrong_attempt_too() -> None:
-    approval = Approval("digest", 10.0)
-    with pytest.raises(ToolFailure, match="differ from"):
-        approval.redeem("other", 0.0)
+    with pytest.raises(ToolFailure, match=expected) if expected else contextlib.nullcontext():
+        approval.redeem(digest, now)
     with pytest.raises(ToolFailure, match="already used"):
         approval.redeem("digest", 0.0)
 
@@ -142,14 +106,6 @@ def test_an_approval_is_used_up_by_a_wrong_attempt_too() -> None:
 async def test_changed_arguments_are_validated_again(changed: dict[str, Any]) -> None:
     result = await refuse(CALL, WRITE, Recorder(changed))
     assert result.error_code is ErrorCode.INVALID_ARGUMENTS
-
-
-async def test_changed_arguments_are_judged_again_without_a_second_question() -> None:
-    call = build_call("bash_tool", command="rm -rf /srv/a")
-    dangerous = Recorder({"command": "rm -rf /srv/b"})
-    assert (await allow(call, BASH, dangerous)).arguments == {"command": "rm -rf /srv/b"}
-    assert len(dangerous.requests) == 1
-    assert (await refuse(call, BASH, Recorder({"command": "rm -rf /"}))).error_code is ErrorCode.SECURITY_REFUSED
 
 
 @pytest.mark.parametrize(
@@ -173,30 +129,6 @@ async def test_an_approver_that_raises_has_refused_and_is_logged(caplog: pytest.
     assert result.error_code == ErrorCode.PERMISSION_DENIED
     assert "secret" not in str(result.error)
     assert "approver_failed" in caplog.text
-
-
-async def test_an_approver_that_never_answers_has_refused_when_its_time_is_up() -> None:
-    async def never(request: ApprovalRequest) -> bool:
-        await asyncio.Event().wait()
-        return True
-
-    result = await refuse(CALL, WRITE, CallbackApprover(never), ttl_s=0.01)
-    assert "no approver answered within 0.01 s" in str(result.error)
-
-
-async def test_cancelling_a_run_is_no_answer() -> None:
-    is_asked = asyncio.Event()
-
-    async def never(request: ApprovalRequest) -> bool:
-        is_asked.set()
-        await asyncio.Event().wait()
-        return True
-
-    reviewing = asyncio.create_task(review(CALL, WRITE, CallbackApprover(never)))
-    await is_asked.wait()
-    reviewing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reviewing
 
 
 async def test_a_callback_may_be_async_and_only_a_plain_true_allows() -> None:
@@ -230,11 +162,8 @@ async def test_the_console_shows_tool_tenant_arguments_command_and_warning() -> 
     shown = io.StringIO()
     approver = ConsoleApprover(io.StringIO("y\n"), shown)
     await allow(build_call("bash_tool", command="rm -rf /srv/build"), BASH, approver, tenant="acme", session="s1")
-    assert shown.getvalue() == (
-        '\nbash_tool needs approval (tenant acme, session s1)\n{\n  "command": "rm -rf /srv/build"\n}\ncommand:\n  '
-        "| rm -rf /srv/build\n"
-        "WARNING: this command removes folders with their content\nrun it? [y/N] "
-    )
+    for part in ("tenant acme, session s1", "| rm -rf /srv/build\n", "WARNING: this command removes folders"):
+        assert part in shown.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -248,17 +177,6 @@ async def test_the_console_shows_tool_tenant_arguments_command_and_warning() -> 
 )
 def test_the_setting_chooses_the_approver_and_fails_closed(mode: str, interactive: bool, kind: type[Approver]) -> None:
     assert isinstance(choose_approver(mode, is_interactive=interactive), kind)  # type: ignore[arg-type]
-
-
-async def test_without_a_terminal_the_refusal_names_the_reason_and_settings() -> None:
-    result = await refuse(
-        build_call("bash_tool", command="git push --force"), BASH, choose_approver("ask", is_interactive=False)
-    )
-    error = str(result.error)
-    assert all(
-        fact in error
-        for fact in ("TOOLCREW_APPROVALS=auto", "TOOLCREW_APPROVAL_POLICY", "overwrites what others pushed")
-    )
 
 
 async def test_a_command_that_takes_long_to_judge_does_not_hold_up_the_loop() -> None:

@@ -90,19 +90,21 @@ def test_a_name_that_leads_out_is_refused(tmp_path: Path, adder: Adder) -> None:
 
 
 @pytest.mark.parametrize(
-    "adder",
+    "adders",
     [
-        link("out", "/etc"),
-        link("out", "../.."),
-        link("out", "a/../.."),
-        entry("out", b"", type=tarfile.CHRTYPE),
-        entry("out", b"", type=tarfile.FIFOTYPE),
+        [link("out", "/etc")],
+        [link("out", "../..")],
+        [link("out", "a/../..")],
+        [link("here", "."), link("out", "here/here/../..")],
+        [entry("out", b"", type=tarfile.CHRTYPE)],
+        [entry("out", b"", type=tarfile.FIFOTYPE)],
     ],
 )
-def test_a_link_that_leads_out_or_a_device_is_left_out_and_named(tmp_path: Path, adder: Adder) -> None:
-    skipped = unpack_archive(archive(adder, entry("kept")), tmp_path / "out")
+def test_a_link_that_leads_out_or_a_device_is_left_out_and_named(tmp_path: Path, adders: list[Adder]) -> None:
+    skipped = unpack_archive(archive(*adders, entry("kept")), tmp_path / "out")
 
-    assert (skipped, [path.name for path in (tmp_path / "out").iterdir()]) == (["out"], ["kept"])
+    assert skipped == ["out"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} - {"here"} == {"kept"}
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../secret"])
@@ -111,12 +113,6 @@ def test_a_hard_link_that_leads_out_gives_nothing(tmp_path: Path, target: str) -
     with pytest.raises(ToolFailure):
         unpack_archive(archive(link("hard", target, tarfile.LNKTYPE)), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_links_that_climb_by_each_other_do_not_get_out(tmp_path: Path) -> None:
-    skipped = unpack_archive(archive(link("here", "."), link("climb", "here/here/../..")), tmp_path / "out")
-
-    assert skipped == ["climb"]
 
 
 def test_a_link_below_a_link_does_not_count_the_depth_of_its_name(tmp_path: Path) -> None:

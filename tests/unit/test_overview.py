@@ -3,16 +3,13 @@ the overview down.
 """
 
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 import redis
 import redis.asyncio
 
 from contract.names import host_key, hosts_key, tenants_key
-from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy, seal_policy
-from store.connection import open_redis
 from store.overview import OverviewReader
 from store.tenants import RedisTenants
 from tests.admission_harness import DEPLOYMENT, Harness, set_slots
@@ -25,13 +22,6 @@ QUEUE = "host.h1.b00t"
 
 
 @pytest.fixture
-async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Redis"]:
-    client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
 def reader(client: "redis.asyncio.Redis") -> OverviewReader:
     return OverviewReader(client, DEPLOYMENT, KEY)
 
@@ -40,24 +30,6 @@ async def report_host(client: "redis.asyncio.Redis", name: str = "h1", **fields:
     report = build_report(name, **fields)
     await client.zadd(hosts_key(DEPLOYMENT), {report.queue: time.time()})
     await client.set(host_key(DEPLOYMENT, report.queue), report.model_dump_json())
-
-
-async def test_an_empty_deployment_has_nothing_but_its_pools(reader: OverviewReader) -> None:
-    overview = await reader.read()
-
-    assert (overview.hosts, overview.tenants, overview.batches) == ((), (), ())
-    assert [(queue.queue, queue.length, queue.slots) for queue in overview.queues] == [
-        ("pool.tools", 0, 0),
-        ("pool.web", 0, 0),
-    ]
-    assert (
-        overview.slots,
-        overview.slots_in_use,
-        overview.sessions,
-        overview.waiting,
-        overview.running,
-        overview.approvals,
-    ) == (0,) * 6
 
 
 async def test_a_queue_reports_what_waits_and_for_how_long(

@@ -7,6 +7,7 @@ import pytest
 
 from contract.errors import ConfigError, ErrorCode
 from contract.shell.command_rules import MAX_PLAIN_INPUT_CHARS
+from contract.specs import ToolSpec
 from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict, load_policy
 from tests.builders import build_spec
 
@@ -15,8 +16,8 @@ BASH = build_spec(
 )
 
 
-def decide(command: str, *rules: Rule, tenant: str = "acme") -> Verdict:
-    return ApprovalPolicy(rules).decide(tenant, BASH, {"command": command})
+def decide(command: str, *rules: Rule) -> Verdict:
+    return ApprovalPolicy(rules).decide("acme", BASH, {"command": command})
 
 
 def allow(*prefix: str, **fields: Any) -> Rule:
@@ -28,54 +29,108 @@ def deny(*prefix: str, **fields: Any) -> Rule:
 
 
 @pytest.mark.parametrize(
-    ("flags", "action"), [({}, "allow"), ({"requires_permission": True}, "ask"), ({"dangerous": True}, "ask")]
+    ("spec", "arguments", "action"),
+    [
+        (build_spec("t"), {}, "allow"),
+        (build_spec("t", requires_permission=True), {}, "ask"),
+        (build_spec("t", dangerous=True), {}, "ask"),
+        # A command parameter that the tool does not have turns nothing off.
+        (
+            build_spec("bash_tool", properties={"script": {"type": "string"}}, command_parameter="command"),
+            {"script": "ls"},
+            "ask",
+        ),
+        # A tool without a sandbox has no folder of its own.
+        (BASH.model_copy(update={"pool": "local"}), {"command": "rm -rf build"}, "ask"),
+    ],
+    ids=["plain", "permission", "dangerous", "no such parameter", "no sandbox"],
 )
-def test_without_rules_the_spec_decides(flags: dict[str, bool], action: str) -> None:
-    assert ApprovalPolicy().decide("acme", build_spec("t", **flags), {}).action == action
+def test_without_rules_the_spec_decides(spec: ToolSpec, arguments: dict[str, Any], action: str) -> None:
+    assert ApprovalPolicy().decide("acme", spec, arguments).action == action
+
+
+JOB = {"action": "input", "command": ""}
 
 
 @pytest.mark.parametrize(
-    ("command", "action"),
-    [("ls", "allow"), ("rm -rf x", "allow"), ("rm -rf *", "ask"), ("eval x", "ask"), ("rm -rf /", "deny")],
+    ("arguments", "action"),
+    [
+        ({"command": "ls"}, "allow"),
+        ({"command": "rm -rf x"}, "allow"),
+        ({"command": "rm -rf *"}, "ask"),
+        ({"command": "eval x"}, "ask"),
+        ({"command": "rm -rf /"}, "deny"),
+        ({"command": 5}, "ask"),
+        ({"command": ["rm", "-rf", "/"]}, "deny"),
+        ({"command": ["echo", "; rm -rf /"]}, "allow"),
+        ({}, "allow"),
+        # The folder of the call
+        ({"command": "rm -rf *", "cwd": "/"}, "deny"),
+        ({"command": "rm -rf build", "cwd": "src"}, "allow"),
+        ({"command": "rm -rf build", "cwd": "/tmp/x"}, "allow"),
+        ({"command": "rm -rf build", "cwd": "/srv"}, "ask"),
+        ({"command": "rm -rf build", "cwd": "../srv"}, "ask"),
+        ({"command": "rm -rf build", "cwd": "/workspace/../srv"}, "ask"),
+        # Text for a job, which counts where it reads as a command
+        ({**JOB, "stdin": "rm -rf /\n"}, "deny"),
+        ({**JOB, "stdin": "ls\ngit push --force\n"}, "ask"),
+        ({**JOB, "stdin": "git push"}, "allow"),
+        ({**JOB, "stdin": "y\n"}, "allow"),
+        ({**JOB, "stdin": "print(f\"{x['a']}\")\n"}, "allow"),
+        ({**JOB, "stdin": "def f(a, b):\n    return a if a > b else 'it\n"}, "allow"),
+        ({**JOB, "stdin": "SELECT * FROM t WHERE name = 'x';\n"}, "allow"),
+        ({**JOB, "stdin": "eval('1 + 1')"}, "allow"),
+        ({**JOB, "stdin": "x = '" + "a" * MAX_PLAIN_INPUT_CHARS}, "ask"),
+        # The input of a command, which counts when the command is a shell
+        ({"command": "bash", "stdin": "git push --force"}, "ask"),
+        ({"command": "env sh -s", "stdin": "git push --force"}, "ask"),
+        ({"command": "cat > notes", "stdin": "git push --force"}, "allow"),
+        ({"command": "bash", "stdin": "if then"}, "ask"),
+    ],
+    ids=lambda value: str(value)[:60],
 )
-def test_without_rules_a_command_is_judged_by_its_danger(command: str, action: str) -> None:
-    assert decide(command).action == action
+def test_without_rules_a_command_is_judged_by_its_danger(arguments: dict[str, Any], action: str) -> None:
+    assert ApprovalPolicy().decide("acme", BASH, arguments).action == action
 
 
-def test_a_dangerous_command_carries_a_warning_that_names_why() -> None:
-    verdict = decide("git push --force")
-    assert (verdict.is_dangerous, verdict.warning) == (True, "this command overwrites what others pushed")
+@pytest.mark.parametrize(
+    ("command", "rules", "action", "code", "warning"),
+    [
+        ("rm -rf /", (Rule("allow"), allow("rm")), "deny", ErrorCode.SECURITY_REFUSED, None),
+        ("git push", (deny("git", "push"),), "deny", ErrorCode.SECURITY_REFUSED, None),
+        ("git push", (Rule("deny", tool="bash_*"),), "deny", ErrorCode.PERMISSION_DENIED, None),
+        ("git push --force", (), "ask", None, "this command overwrites what others pushed"),
+        ("make && git push", (Rule("ask", argv_prefix=("git",)),), "ask", None, None),
+        ("eval $X > out", (Rule("allow", tool="bash_tool"),), "allow", None, None),
+    ],
+    ids=str,
+)
+def test_a_forbidden_command_is_a_security_refusal_and_a_dangerous_one_warns(
+    command: str, rules: tuple[Rule, ...], action: str, code: ErrorCode | None, warning: str | None
+) -> None:
+    verdict = decide(command, *rules)
+    assert verdict.action == action
+    assert code is None or verdict.code is code
+    if action == "ask":
+        assert (verdict.is_dangerous, verdict.warning or None) == (warning is not None, warning)
 
 
-def test_a_catastrophic_command_is_a_security_refusal_that_no_rule_lifts() -> None:
-    verdict = decide("rm -rf /", Rule("allow"), allow("rm"))
-    assert (verdict.action, verdict.code) == ("deny", ErrorCode.SECURITY_REFUSED)
-
-
-def test_a_forbidden_command_is_a_security_refusal_and_a_forbidden_tool_is_not() -> None:
-    assert decide("git push", deny("git", "push")).code is ErrorCode.SECURITY_REFUSED
-    assert decide("git push", Rule("deny", tool="bash_*")).code is ErrorCode.PERMISSION_DENIED
-
-
-def test_deny_goes_before_ask_and_ask_before_allow() -> None:
-    rules = [Rule("allow"), Rule("ask"), Rule("deny")]
-    assert [decide("ls", *rules).action, decide("ls", *rules[:2]).action, decide("ls", rules[0]).action] == [
-        "deny",
-        "ask",
-        "allow",
-    ]
-
-
-def test_rules_are_about_tools_and_tenants_that_match() -> None:
-    policy = ApprovalPolicy((Rule("deny", tool="write_*", tenant="team-?"),))
-    write = build_spec("write_tool")
-    assert policy.decide("team-a", write, {}).action == "deny"
-    assert policy.decide("Team-a", write, {}).action == "allow"
-    assert policy.decide("team-a", build_spec("read_tool"), {}).action == "allow"
-
-
-def test_a_rule_about_commands_is_not_about_tools_without_one() -> None:
-    assert ApprovalPolicy((deny("git"),)).decide("acme", build_spec("git"), {"text": "git push"}).action == "allow"
+@pytest.mark.parametrize(
+    ("rules", "tool", "tenant", "action"),
+    [
+        ((Rule("allow"), Rule("ask"), Rule("deny")), "echo", "acme", "deny"),
+        ((Rule("allow"), Rule("ask")), "echo", "acme", "ask"),
+        ((Rule("allow"),), "echo", "acme", "allow"),
+        ((Rule("deny", tool="write_*", tenant="team-?"),), "write_tool", "team-a", "deny"),
+        ((Rule("deny", tool="write_*", tenant="team-?"),), "write_tool", "Team-a", "allow"),
+        ((Rule("deny", tool="write_*", tenant="team-?"),), "read_tool", "team-a", "allow"),
+        # A rule about commands is not about tools without one.
+        ((deny("git"),), "git", "acme", "allow"),
+    ],
+    ids=str,
+)
+def test_the_strictest_rule_that_matches_decides(rules: tuple[Rule, ...], tool: str, tenant: str, action: str) -> None:
+    assert ApprovalPolicy(rules).decide(tenant, build_spec(tool), {"text": "git push"}).action == action
 
 
 @pytest.mark.parametrize(
@@ -102,11 +157,6 @@ def test_a_rule_about_commands_is_not_about_tools_without_one() -> None:
 )
 def test_a_denied_prefix_is_found_in_any_part_of_a_command(action: str, command: str) -> None:
     assert decide(command, deny("git", "push")).action == action
-
-
-def test_an_ask_rule_asks_about_a_harmless_command() -> None:
-    verdict = decide("make && git push", Rule("ask", argv_prefix=("git",)))
-    assert (verdict.action, verdict.is_dangerous) == ("ask", False)
 
 
 @pytest.mark.parametrize(
@@ -152,67 +202,10 @@ def test_every_word_of_an_allowed_prefix_must_stand_as_written() -> None:
     assert decide("set -- x; git pu$@sh --force", allow("git", "push"), allow("set")).action == "ask"
 
 
-def test_a_rule_without_prefix_allows_what_cannot_be_read_too() -> None:
-    assert decide("eval $X > out", Rule("allow", tool="bash_tool")).action == "allow"
-
-
-def test_arguments_that_are_no_text_are_judged() -> None:
-    assert ApprovalPolicy().decide("acme", BASH, {"command": 5}).action == "ask"
-    assert ApprovalPolicy().decide("acme", BASH, {"command": ["rm", "-rf", "/"]}).action == "deny"
-    assert ApprovalPolicy().decide("acme", BASH, {"command": ["echo", "; rm -rf /"]}).action == "allow"
-    assert ApprovalPolicy().decide("acme", BASH, {}).action == "allow"
-
-
-def test_a_command_parameter_that_a_tool_does_not_have_turns_nothing_off() -> None:
-    spec = build_spec("bash_tool", properties={"script": {"type": "string"}}, command_parameter="command")
-    assert ApprovalPolicy().decide("acme", spec, {"script": "ls"}).action == "ask"
-
-
-def test_the_folder_of_a_call_counts() -> None:
-    assert ApprovalPolicy().decide("acme", BASH, {"command": "rm -rf *", "cwd": "/"}).action == "deny"
-    for folder, action in [
-        ("src", "allow"),
-        ("/tmp/x", "allow"),
-        ("/srv", "ask"),
-        ("../srv", "ask"),
-        ("/workspace/../srv", "ask"),
-    ]:
-        assert ApprovalPolicy().decide("acme", BASH, {"command": "rm -rf build", "cwd": folder}).action == action
-
-
-@pytest.mark.parametrize(
-    ("text", "action"),
-    [
-        ("rm -rf /\n", "deny"),
-        ("ls\ngit push --force\n", "ask"),
-        ("git push", "allow"),
-        ("y\n", "allow"),
-        ("print(f\"{x['a']}\")\n", "allow"),
-        ("def f(a, b):\n    return a if a > b else 'it\n", "allow"),
-        ("SELECT * FROM t WHERE name = 'x';\n", "allow"),
-        ("eval('1 + 1')", "allow"),
-        ("x = '" + "a" * MAX_PLAIN_INPUT_CHARS, "ask"),
-    ],
-)
-def test_text_for_a_job_is_judged_where_it_reads_as_a_command(text: str, action: str) -> None:
-    assert ApprovalPolicy().decide("acme", BASH, {"action": "input", "command": "", "stdin": text}).action == action
-
-
-def test_the_input_of_a_command_is_judged_when_it_is_a_shell() -> None:
-    for command, action in [("bash", "ask"), ("env sh -s", "ask"), ("cat > notes", "allow")]:
-        assert ApprovalPolicy().decide("acme", BASH, {"command": command, "stdin": "git push --force"}).action == action
-    assert ApprovalPolicy().decide("acme", BASH, {"command": "bash", "stdin": "if then"}).action == "ask"
-
-
 def test_rules_about_commands_are_about_those_sent_to_a_job() -> None:
     sent = {"action": "input", "command": "", "stdin": "git push origin\n"}
     assert ApprovalPolicy((deny("git", "push"),)).decide("acme", BASH, sent).code is ErrorCode.SECURITY_REFUSED
     assert ApprovalPolicy((allow("rm"),)).decide("acme", BASH, {**sent, "stdin": "rm -rf /srv/a\n"}).action == "allow"
-
-
-def test_a_tool_without_a_sandbox_has_no_folder_of_its_own() -> None:
-    spec = BASH.model_copy(update={"pool": "local"})
-    assert ApprovalPolicy().decide("acme", spec, {"command": "rm -rf build"}).action == "ask"
 
 
 TOML = (
@@ -232,49 +225,37 @@ def test_a_policy_is_read_from_toml_and_json(tmp_path: Path, name: str, text: st
     assert load_policy(path) == ApprovalPolicy((deny("git", "push", tool="bash_tool"), Rule("allow", tenant="a*")))
 
 
+def rules(*texts: str) -> str:
+    return f'{{"rules": [{", ".join(texts)}]}}'
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
         ("p.yaml", "", "a .toml or .json file"),
         ("p.toml", "rules = [", "the file is not TOML"),
+        ("p.toml", "\xff", "the file is not TOML"),
         ("p.json", "[]", "an object with a list"),
         ("p.json", '{"rules": {}}', "the list of rules is missing"),
         ("p.json", '{"rules": [], "default": "allow"}', "unknown field 'default'"),
-        (
-            "p.json",
-            '{"rules": [{"action": "ask"}, {"action": "permit"}]}',
-            "rule 2: action is 'permit': use deny, ask or allow",
-        ),
-        ("p.json", '{"rules": [{"tool": "x"}]}', "rule 1: the action is missing"),
-        ("p.json", '{"rules": [{"action": "ask", "argv": ["x"]}]}', "rule 1: unknown field 'argv'"),
-        (
-            "p.json",
-            '{"rules": [{"action": "ask", "argv_prefix": "git push"}]}',
-            "rule 1: argv_prefix must be a list of words",
-        ),
-        (
-            "p.json",
-            '{"rules": [{"action": "ask", "argv_prefix": ["git", ""]}]}',
-            "rule 1: argv_prefix must be a list of words",
-        ),
-        ("p.json", '{"rules": [{"action": ["ask"]}]}', "rule 1: action is"),
-        ("p.json", '{"rules": [{"action": "ask", "tenant": 5}]}', "rule 1: tenant is 5"),
-        ("p.json", '{"rules": ["ask"]}', "rule 1: a rule must be a table"),
+        ("p.json", rules('{"action": "ask"}', '{"action": "permit"}'), "rule 2: action is 'permit': use deny, ask"),
+        ("p.json", rules('{"tool": "x"}'), "rule 1: the action is missing"),
+        ("p.json", rules('{"action": "ask", "argv": ["x"]}'), "rule 1: unknown field 'argv'"),
+        ("p.json", rules('{"action": "ask", "argv_prefix": "git push"}'), "argv_prefix must be a list of words"),
+        ("p.json", rules('{"action": "ask", "argv_prefix": ["git", ""]}'), "argv_prefix must be a list of words"),
+        ("p.json", rules('{"action": ["ask"]}'), "rule 1: action is"),
+        ("p.json", rules('{"action": "ask", "tenant": 5}'), "rule 1: tenant is 5"),
+        ("p.json", rules('"ask"'), "rule 1: a rule must be a table"),
         ("p.json", "[" * 100_000, "the file is not JSON"),
+        ("missing.toml", None, "cannot be read"),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_a_wrong_policy_says_where_and_what_to_do(tmp_path: Path, name: str, text: str, expected: str) -> None:
+def test_a_wrong_policy_says_where_and_what_to_do(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
     path = tmp_path / name
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError) as refused:
         load_policy(path)
     assert str(path) in str(refused.value)
     assert expected in str(refused.value)
-
-
-def test_a_policy_that_is_not_there_is_an_error_and_not_an_empty_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_policy(tmp_path / "p.toml")
-    (tmp_path / "latin.toml").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match="the file is not TOML"):
-        load_policy(tmp_path / "latin.toml")

@@ -90,19 +90,14 @@ def floor(redis_server: RedisProcess) -> Iterator[Floor]:
         opened.close()
 
 
-def test_a_call_that_runs_here_is_ended_and_marked_before(floor: Floor) -> None:
-    floor.hold("c1", process_holder(HERE, 41))
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_call_is_ended_where_it_runs_and_marked_before(floor: Floor, is_here: bool) -> None:
+    worker, other = (floor.here, floor.there) if is_here else (floor.there, floor.here)
+    floor.hold("c1", process_holder(HERE if is_here else THERE, 41))
     floor.order("c1")
-    assert floor.here.was_asked()
-    assert (floor.here.ended, floor.here.board.is_marked("acme", "c1")) == ([41], True)
-
-
-def test_a_call_that_runs_elsewhere_is_ended_there(floor: Floor) -> None:
-    floor.hold("c1", process_holder(THERE, 42))
-    floor.order("c1")
-    assert floor.there.was_asked()
-    assert (floor.there.ended, floor.here.ended) == ([42], [])
-    assert (floor.there.board.is_marked("acme", "c1"), floor.here.board.is_marked("acme", "c1")) == (True, False)
+    assert worker.was_asked()
+    assert (worker.ended, other.ended) == ([41], [])
+    assert (worker.board.is_marked("acme", "c1"), other.board.is_marked("acme", "c1")) == (True, False)
 
 
 def test_an_order_for_a_stopped_worker_is_dropped(floor: Floor) -> None:

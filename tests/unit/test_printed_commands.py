@@ -165,27 +165,6 @@ class Pool:
         return CliRunner().invoke(app, shlex.split(line)[1:], env=self._environment)
 
 
-def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server: RedisProcess, tmp_path: Path) -> None:
-    pool = Pool(redis_server)
-    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    file.write_text('{"id": "a", "instruction": "act"}\n{"id": "b", "instruction": "act"}\n')
-    submitted = pool.paste(f"toolcrew batches submit {file} --detach --id t2 --tenant acme --output {out}")
-    assert submitted.exit_code == 0, submitted.output
-    cancelled = pool.paste("toolcrew batches cancel t2 --tenant acme")
-    assert cancelled.exit_code == 0, cancelled.output
-    log = pool.paste("toolcrew batches show --logs t2 --tenant acme --json")
-    page = tmp_path / "page.html"
-    assert pool.paste(f"toolcrew batches export t2 --tenant acme --html {page}").exit_code == 0
-    hints = {*find_commands(submitted.output), *find_commands(log.output), *find_commands(page.read_text())}
-    assert {" ".join(hint.split()[1:3]) for hint in hints} >= {"batches show", "batches resume"}
-    for hint in hints:
-        check_command(hint)
-        assert hint.endswith("--tenant acme"), hint
-        if "resume" not in hint:
-            done = pool.paste(hint)
-            assert done.exit_code == 0, (hint, done.output)
-
-
 @pytest.mark.parametrize(
     ("line", "hints"),
     [
@@ -215,14 +194,6 @@ def test_pasted_hints_of_a_command_work(line: str, hints: set[str], redis_server
         assert done.exit_code == 0, (hint, done.output)
 
 
-def test_the_hints_of_a_batch_with_an_unknown_tool_name_the_tenant(redis_server: RedisProcess, tmp_path: Path) -> None:
-    pool, file = Pool(redis_server), tmp_path / "in.jsonl"
-    file.write_text('{"id": "a", "tool": "zzz", "arguments": {}}\n')
-    (hint,) = find_commands(pool.paste(f"toolcrew batches submit {file} --detach --tenant acme").output)
-    assert hint == "toolcrew tools list --tenant acme"
-    assert pool.paste(hint).exit_code == 0
-
-
 def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
     progress = BatchProgress(4)
     kinds = (FailureKind.INFRASTRUCTURE, FailureKind.MODEL, FailureKind.CANCELLED)
@@ -238,12 +209,6 @@ def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
         for hint in hints:
             check_command(hint)
             assert hint.endswith("--tenant acme")
-
-
-def test_the_hint_of_a_batch_without_a_pool_names_the_tenant_too() -> None:
-    progress = BatchProgress(1)
-    summary = Watched("t2", progress, is_kept=False, tenant="acme").summary()
-    assert "submitting the same file again with `--id t2 --tenant acme` and the same --output" in summary.next[0]
 
 
 def test_the_printed_command_reads_the_next_page(redis_server: RedisProcess) -> None:

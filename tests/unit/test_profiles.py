@@ -160,9 +160,6 @@ async def test_an_answer_without_a_call_gets_one_reminder() -> None:
     assert (calls, result.answer, result.steps) == ([], "It has 3 lines.", 2)
     assert repairs_in(events) == ["reminder"]
     assert "bash_tool" in str(model.requests[1].messages[-1]["content"])
-
-
-async def test_a_reminder_that_helps_is_followed_by_the_answer() -> None:
     result, calls, events = await run(ScriptedModel(["I guess 3.", CALL, "14."]), SMALL)
     assert (len(calls), result.answer, repairs_in(events)) == (1, "14.", ["reminder"])
 

@@ -10,7 +10,6 @@ from tests.builders import build_context, build_read_response
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.sandbox_client import GuestResponse
 from workers.tools.builtin import build_registry
-from workers.tools.text import MAX_OUTPUT_BYTES
 
 REGISTRY = build_registry()
 
@@ -18,16 +17,14 @@ REGISTRY = build_registry()
 class Bench:
     """The tool over a scripted guest."""
 
-    def __init__(self, *answers: Any, **context: Any) -> None:
+    def __init__(self, *answers: Any) -> None:
         self.client = FakeSandboxClient(*answers)
-        self._context = build_context(**context)
         facts = {"host": "h1", "queue": "host.h1.b00t"}
         self._executor = build_executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), facts)
 
     def read(self, **arguments: Any) -> ToolResult:
-        return self._executor.execute(
-            ToolCall(id="call-1", name="read_tool", arguments={"file_path": "a.txt", **arguments}), self._context
-        )
+        call = ToolCall(id="call-1", name="read_tool", arguments={"file_path": "a.txt", **arguments})
+        return self._executor.execute(call, build_context())
 
 
 def read(response: GuestResponse, **arguments: Any) -> ToolResult:
@@ -37,26 +34,6 @@ def read(response: GuestResponse, **arguments: Any) -> ToolResult:
 def footer(response: GuestResponse, **arguments: Any) -> list[str]:
     """Return the lines in brackets."""
     return [line for line in str(read(response, **arguments).output).split("\n") if line.startswith("[")]
-
-
-def refused(code: str, message: str = "a.txt: words") -> ToolResult:
-    return read(GuestResponse({"error": {"code": code, "message": message}}))
-
-
-def test_the_requested_page_fits_the_output_with_its_footer() -> None:
-    bench = Bench(build_read_response(b""), timeout_s=7)
-    bench.read(offset=5, limit=10, column=3, encoding="gbk")
-    (request,) = bench.client.requests
-    assert request.pop("max_bytes") < MAX_OUTPUT_BYTES
-    assert request == {
-        "op": "read_text",
-        "path": "a.txt",
-        "offset": 5,
-        "limit": 10,
-        "column": 3,
-        "encoding": "gbk",
-        "timeout_s": 7,
-    }
 
 
 def test_a_page_below_the_requested_length_is_truncated() -> None:
@@ -119,48 +96,29 @@ def test_no_line_of_a_file_can_pass_for_a_footer() -> None:
     assert str(result.output).split("\n")[-1] == "[lines 1-2 of 3; continue with offset=3]"
 
 
-def test_a_picture_is_described() -> None:
-    result = read(build_read_response(b"", size=12345, kind="image", type="a PNG image"))
-    assert result.success is True
-    assert result.output == "[a PNG image, 12345 bytes: it cannot be shown as text]"
-    assert result.metadata == {"size_bytes": 12345, "type": "a PNG image"}
-    document = read(build_read_response(b"", size=9, kind="document", type="a PDF document"))
-    assert document.output == "[a PDF document, 9 bytes: it cannot be shown as text]"
-
-
-def test_a_directory_is_an_error_that_carries_the_names() -> None:
+def test_a_directory_is_an_error_that_carries_the_names_and_a_picture_is_described() -> None:
     result = read(build_read_response(b"a/\nb.txt\n", kind="directory", entries=2), file_path="src")
     assert (result.success, result.error_code, result.output) == (False, ErrorCode.IS_DIRECTORY, "a/\nb.txt\n")
-    assert (
-        result.error
-        == "src is a directory, its 2 entries are below; read one of its files, or list more with glob_tool"
-    )
     many = read(build_read_response(b"a\n", kind="directory", entries=500))
     assert ("the first 1 of 500 entries are below" in str(many.error), many.truncated) == (True, True)
-    empty = read(build_read_response(b"", kind="directory"))
-    assert empty.output is None
-    assert "which is empty" in str(empty.error)
+    assert read(build_read_response(b"", kind="directory")).output is None
+    picture = read(build_read_response(b"", size=12345, kind="image", type="a PNG image"))
+    assert (picture.success, picture.metadata) == (True, {"size_bytes": 12345, "type": "a PNG image"})
+    assert picture.output == "[a PNG image, 12345 bytes: it cannot be shown as text]"
 
 
 @pytest.mark.parametrize(
-    ("code", "next_move"),
+    ("code", "expected"),
     [
-        ("BINARY_FILE", "look at it with bash_tool"),
-        ("FILE_NOT_FOUND", "glob_tool finds files by pattern"),
-        ("PERMISSION_DENIED", "chmod it with bash_tool"),
-        ("FILE_TOO_LARGE", "use bash_tool with tail"),
+        ("BINARY_FILE", ErrorCode.BINARY_FILE),
+        ("FILE_TOO_LARGE", ErrorCode.FILE_TOO_LARGE),
+        ("PATH_NOT_ALLOWED", ErrorCode.PATH_NOT_ALLOWED),
+        ("NOT_A_REGULAR_FILE", ErrorCode.PATH_NOT_ALLOWED),
     ],
 )
-def test_a_failure_names_the_next_move(code: str, next_move: str) -> None:
-    result = refused(code)
-    assert (result.error_code, str(result.error).startswith("a.txt: words; ")) == (ErrorCode(code), True)
-    assert next_move in str(result.error)
-
-
-def test_other_failures_are_passed_on() -> None:
-    assert refused("PATH_NOT_ALLOWED").error == "a.txt: words"
-    assert refused("PATH_NOT_ALLOWED").error_code == ErrorCode.PATH_NOT_ALLOWED
-    assert refused("NOT_A_REGULAR_FILE").error_code is ErrorCode.PATH_NOT_ALLOWED
+def test_a_failure_of_the_guest_is_passed_on(code: str, expected: ErrorCode) -> None:
+    result = read(GuestResponse({"error": {"code": code, "message": "a.txt: words"}}))
+    assert (result.error_code, str(result.error).startswith("a.txt: words")) == (expected, True)
 
 
 @pytest.mark.parametrize(
@@ -179,14 +137,6 @@ def test_other_failures_are_passed_on() -> None:
 )
 def test_an_argument_outside_its_limits_is_refused(arguments: dict[str, Any]) -> None:
     assert read(build_read_response(b""), **arguments).error_code is ErrorCode.INVALID_ARGUMENTS
-
-
-@pytest.mark.parametrize("name", ["filePath", "path", "filename"])
-def test_a_file_may_be_named_as_other_agents_do(name: str) -> None:
-    bench = Bench(build_read_response(b""))
-    call = ToolCall(id="call-1", name="read_tool", arguments={name: "b.txt"})
-    result = bench._executor.execute(call, build_context())
-    assert (bench.client.requests[0]["path"], result.metadata["aliases_used"]) == ("b.txt", [f"{name} -> file_path"])
 
 
 @pytest.mark.parametrize(

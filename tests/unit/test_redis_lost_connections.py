@@ -1,5 +1,5 @@
 """A connection that was lost while idle does not fail any command, neither after a restart of Redis nor after a reset
-of the network.
+of the network. A task that is cancelled while it talks to Redis ends, at whichever moment the cancellation comes.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import redis.asyncio
 from pydantic import SecretStr
 from redis.exceptions import BusyLoadingError
 
@@ -111,3 +112,26 @@ async def test_a_redis_that_reads_its_data_in_is_waited_for(monkeypatch: pytest.
     stays: Any = Loading(1000)
     with pytest.raises(BrokerUnavailable, match="loading the dataset"):
         await check_redis(stays, settings("redis://127.0.0.1:1/0"))
+
+
+async def test_a_cancellation_that_comes_while_a_command_is_sent_is_not_lost(redis_server: RedisProcess) -> None:
+    client = open_redis(BrokerSettings(redis_url=SecretStr(redis_server.url)))
+    try:
+        await client.ping()
+        # After so many turns of the loop; some of them lie between the last byte sent and the client hearing of it.
+        for turns in range(1, 12):
+            task = asyncio.create_task(_talk(client))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert await client.ping()
+    finally:
+        await client.aclose()
+
+
+async def _talk(client: "redis.asyncio.Redis") -> None:
+    """Send fifty commands. A cancelled task sends no further command."""
+    for _ in range(50):
+        await client.ping()

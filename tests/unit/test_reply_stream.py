@@ -6,11 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contract.errors import ModelInterrupted
 from orchestrator.dialects.model import Chunk
 from orchestrator.loop.reply_stream import MAX_CHUNKS, DisplayedText, ReadAhead
 
@@ -62,9 +60,6 @@ def test_the_cost_of_the_same_text_again_grows_with_its_length_only() -> None:
     assert time.process_time() - started < 1
 
 
-# Reading ahead
-
-
 class Endless:
     """A stream that never ends and never waits. `closed` is true after the reader has closed the stream."""
 
@@ -81,12 +76,6 @@ class Endless:
             self.closed = True
 
 
-async def read(stream: AsyncIterator[Chunk], into: list[Chunk]) -> None:
-    async with asyncio.timeout(SOON_S), ReadAhead(stream) as chunks:
-        async for chunk in chunks:
-            into.append(chunk)
-
-
 async def test_a_stream_without_end_waits_for_its_reader_and_is_closed() -> None:
     endless = Endless()
     async with asyncio.timeout(SOON_S), ReadAhead(endless.stream()) as chunks:
@@ -94,12 +83,3 @@ async def test_a_stream_without_end_waits_for_its_reader_and_is_closed() -> None
         await asyncio.sleep(0)
         assert endless.given <= MAX_CHUNKS + 2
     assert endless.closed
-
-
-async def test_a_stream_that_is_cancelled_from_within_is_a_break() -> None:
-    async def stream() -> AsyncIterator[Chunk]:
-        yield {"choices": []}
-        raise asyncio.CancelledError
-
-    with pytest.raises(ModelInterrupted):
-        await read(stream(), [])

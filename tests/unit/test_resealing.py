@@ -80,18 +80,3 @@ def test_resealed_data_needs_no_old_secret(redis_server: RedisProcess, monkeypat
     assert json.loads(done.stdout) == {"signed": 7, "refused": [f"API key {'f' * 16}"]}
     assert json.loads(CliRunner().invoke(app, ["config", "reseal", "--json"]).stdout)["signed"] == 0
     asyncio.run(check(text))
-
-
-def test_a_key_of_a_tenant_reseals_nothing(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def prepare() -> str:
-        client = open_redis(broker_for(redis_server.url))
-        try:
-            return await fill(client)
-        finally:
-            await client.aclose()
-
-    monkeypatch.setenv("TOOLCREW_API_KEY", asyncio.run(prepare()))
-    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
-    monkeypatch.setenv("TOOLCREW_SECRET", "the-old-secret")
-    done = CliRunner().invoke(app, ["config", "reseal"])
-    assert (done.exit_code, "admin" in done.stderr) == (3, True)

@@ -48,23 +48,16 @@ def test_whatever_is_larger_than_fits_lies_beside_and_comes_back_whole(around: i
     assert decode_result(whole) == sent
 
 
-def test_without_a_place_beside_everything_travels_inline() -> None:
-    sent = result(output="x" * 200_000)
-    assert decode_result(encode_result(sent)) == sent
-
-
-def test_a_result_that_lies_beside_is_none_without_its_record() -> None:
-    with pytest.raises(EnvelopeRefused, match="has no record"):
-        decode_result(encode_result(result(output="x" * 200_000), ResultStore().keep))
-
-
 @pytest.mark.parametrize(
-    "record", [b"", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"call_id": "other", "name": "x", "success": true}']
+    "record", [None, b"", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"call_id": "other", "name": "x", "success": true}']
 )
-def test_a_record_that_is_not_that_of_the_result_is_refused(record: bytes) -> None:
-    encoded = encode_result(result(output="x" * 200_000), ResultStore().keep)
+def test_a_record_that_is_not_that_of_the_result_is_refused(record: bytes | None) -> None:
+    large = result(output="x" * 200_000)
+    encoded = encode_result(large, ResultStore().keep)
     with pytest.raises(EnvelopeRefused):
-        decode_result(join_result(encoded, record))
+        decode_result(encoded if record is None else join_result(encoded, record))
+    # Without a store, the whole result is inline.
+    assert decode_result(encode_result(large)) == large
 
 
 @pytest.mark.parametrize(

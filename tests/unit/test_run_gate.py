@@ -92,16 +92,10 @@ def test_a_silent_model_stops_claims_until_it_replies(gate: RunGate, clock: Cloc
         clock.now += pause_s - 0.1
         assert gate.admit(16, 0) == 0
         clock.now += 0.2
-        assert [gate.admit(16, 0), gate.admit(16, 0)] == [1, 0]
+        assert [gate.admit(0, 16), gate.admit(16, 0), gate.admit(16, 0)] == [0, 1, 0]
     assert gate.down_s == pytest.approx(sum(PAUSES_S) + PAUSES_S[-1] + 0.1 * (len(PAUSES_S) + 1))
     gate.note_answer("a")
     assert (gate.down_s, gate.admit(16, 3)) == (None, 16)
-
-
-def test_no_claim_is_made_without_a_free_slot(gate: RunGate, clock: Clock) -> None:
-    fail(gate)
-    clock.now += PAUSES_S[0]
-    assert [gate.admit(0, 16), gate.admit(1, 15)] == [0, 1]
 
 
 def test_a_request_that_fails_while_others_are_answered_is_the_runs_own_trouble(gate: RunGate) -> None:

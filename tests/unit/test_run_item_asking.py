@@ -52,24 +52,16 @@ def argument_of(harness: ItemHarness) -> list[Any]:
     return [call.arguments["text"] for call in harness.transport.calls if call.name == "echo"]
 
 
-async def test_a_call_waits_for_its_answer_and_runs_as_that_says(make: Made) -> None:
-    harness = make(echo_then("done", "a", "b"), policy=ASKED)
-    claim = await harness.put(build_run())
-    working = asyncio.create_task(harness.worked(claim, ASKING))
-    question = await question_of(harness)
-    assert (question.tenant, question.run, question.call.arguments) == ("acme", claim.run, {"text": "a"})
-    await decide(harness, Decision(True, arguments={"text": "other"}))
-    await decide(harness, Decision(False, "not that"))
-    outcome = await ended(working)
-    assert outcome.body is not None
-    assert (outcome.body["answer"], argument_of(harness)) == ("done", ["other"])
-    assert "not that" in str(harness.model.requests[-1].messages)  # type: ignore[attr-defined]
-
-
-async def test_items_that_do_not_ask_people_ask_as_their_orchestrator_does(make: Made) -> None:
+@pytest.mark.parametrize(("approvals", "defaults", "calls"), [("auto", BatchDefaults(), ["a"]), ("never", ASKING, [])])
+async def test_items_that_do_not_ask_and_those_of_an_operator_who_never_allows_ask_no_one(
+    make: Made, approvals: str, defaults: BatchDefaults, calls: list[str]
+) -> None:
     harness = make(echo_then("done", "a"), policy=ASKED)
-    await ended(asyncio.create_task(harness.worked(await harness.put(build_run()))))
-    assert argument_of(harness) == ["a"]
+    settings = harness.parts._settings.model_copy(update={"approvals": approvals})
+    harness.work._parts = RunParts(settings, harness.pool, harness.parts.approver, ASKED)
+    outcome = await ended(asyncio.create_task(harness.worked(await harness.put(build_run()), defaults)))
+    assert outcome.body is not None
+    assert argument_of(harness) == calls
     assert [key async for key in harness.client.scan_iter("*approval*")] == []
 
 
@@ -119,16 +111,6 @@ async def asker_of(harness: ItemHarness, question: ApprovalQuestion) -> Any:
     return await harness.client.hget(f"toolcrew:d:approval:{question.id}", "asker")
 
 
-async def test_the_operators_last_word_holds_for_items_that_ask(make: Made) -> None:
-    harness = make(echo_then("done", "a", "b"), policy=ASKED)
-    settings = harness.parts._settings.model_copy(update={"approvals": "never"})
-    harness.work._parts = RunParts(settings, harness.pool, harness.parts.approver, ASKED)
-    outcome = await ended(asyncio.create_task(harness.worked(await harness.put(build_run()), ASKING)))
-    assert outcome.body is not None
-    assert argument_of(harness) == []
-    assert [key async for key in harness.client.scan_iter("*approval*")] == []
-
-
 def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_it() -> None:
     assert "asks_people" not in BatchDefaults().model_dump_json()
     assert "asks_people" not in BatchDefaults().model_dump()
@@ -139,17 +121,6 @@ def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_
             for name, value in {**fields, "defaults": seal_defaults(KEY, "acme", "b", defaults)}.items()
         }
         assert parse_batch(KEY, "acme", "b", entries).defaults == defaults
-
-
-async def test_an_item_that_waits_for_a_person_has_no_place_meanwhile(make: Made) -> None:
-    harness = make(echo_then("done", "a"), policy=ASKED)
-    harness.work.slots.configure(1, [None])
-    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASKING))
-    await question_of(harness)
-    assert harness.work.slots.count_free() == 1
-    await decide(harness, Decision(True))
-    await ended(working)
-    assert harness.work.slots.count_free() == 0
 
 
 async def test_a_yes_holds_however_long_its_run_waits_for_a_place(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,32 +1,32 @@
-"""The outcome of an item: completed, resumed after a lost process, or started anew without a trace of the previous
-attempt.
+"""The outcome of an item: completed, resumed by another process, or started anew without a trace of the previous
+attempt. No payment and no action happens twice.
 """
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from contract.calls import ToolResult
-from contract.errors import ContextWindowExceeded, ErrorCode, ModelRefused
+from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.errors import BrokerUnavailable, ErrorCode, ModelRefused, SandboxUnavailable
 from contract.run_events import FailureKind
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import ScriptedModel
-from store.batches import RunLimits
+from orchestrator.runs import item_work
+from store.batches import BatchDefaults, RunLimits
 from tests.fakes import StreamModel
-from tests.item_harness import Made, build_run, build_tool_call, echo_then, failed, with_harness
-
-# How items end
-
-
-async def test_a_run_that_answers_is_a_success_and_its_session_is_closed(make: Made) -> None:
-    harness = make(echo_then("two", "a", "b"))
-    outcome = await harness.worked(await harness.put(build_run()))
-    assert (outcome.failure, outcome.status_code, outcome.attempt) == (None, 200, 1)
-    assert outcome.body is not None
-    assert (outcome.body["answer"], outcome.body["steps"]) == ("two", 3)
-    assert harness.sent() == ["open", "echo", "echo", "close"]
+from tests.item_harness import (
+    ItemHarness,
+    Made,
+    archive_of,
+    build_run,
+    build_tool_call,
+    echo_then,
+    failed,
+    with_harness,
+)
 
 
 async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None:
@@ -40,22 +40,6 @@ async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None
     assert harness.asked() == 0
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        (ErrorCode.NETWORK_ERROR, FailureKind.TOOL),
-        (ErrorCode.FILE_NOT_FOUND, FailureKind.TOOL),
-        (ErrorCode.HOST_LOST, FailureKind.INFRASTRUCTURE),
-        (ErrorCode.SESSION_NOT_FOUND, FailureKind.INFRASTRUCTURE),
-    ],
-)
-async def test_a_failed_single_call_sets_the_kind_of_failure(make: Made, code: ErrorCode, kind: FailureKind) -> None:
-    harness = make(answers={"echo": failed(code, "a sentence")})
-    outcome = await harness.worked(await harness.put(build_tool_call()))
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.code, outcome.failure.message) == (kind, code.value, "a sentence")
-
-
 async def test_a_run_that_reaches_a_limit_is_a_failure_of_the_model_with_what_there_is(make: Made) -> None:
     harness = make(echo_then("never", "a", "b", "c"))
     outcome = await harness.worked(await harness.put(build_run(limits=RunLimits(max_iterations=2))))
@@ -65,30 +49,20 @@ async def test_a_run_that_reaches_a_limit_is_a_failure_of_the_model_with_what_th
     assert outcome.body["steps"] == 2
 
 
-@pytest.mark.parametrize("error", [ContextWindowExceeded("too long"), ModelRefused("not that")])
-async def test_a_request_that_the_model_refuses_is_a_failure_of_the_model(make: Made, error: Exception) -> None:
+async def test_a_request_that_the_model_refuses_is_a_failure_of_the_model(make: Made) -> None:
     async def refuse(request: ModelRequest) -> AsyncIterator[Chunk]:
-        raise error
+        raise ModelRefused("not that")
         yield {}
 
     outcome = await make(StreamModel(refuse)).worked(await make().put(build_run()))
     assert (outcome.failure and outcome.failure.kind, outcome.body) == (FailureKind.MODEL, None)
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        (ErrorCode.SANDBOX_UNAVAILABLE, FailureKind.INFRASTRUCTURE),
-        (ErrorCode.NO_SPACE, FailureKind.INFRASTRUCTURE),
-        (ErrorCode.PERMISSION_DENIED, FailureKind.INPUT),
-        (ErrorCode.FILE_NOT_FOUND, FailureKind.INPUT),
-    ],
-)
-async def test_a_session_that_cannot_be_opened_fails_its_item(make: Made, code: ErrorCode, kind: FailureKind) -> None:
-    harness = make(answers={"open": failed(code)})
+async def test_a_session_that_cannot_be_opened_fails_its_item(make: Made) -> None:
+    harness = make(answers={"open": failed(ErrorCode.PERMISSION_DENIED)})
     outcome = await harness.worked(await harness.put(build_run()))
     assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.code) == (kind, code.value)
+    assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INPUT, "PERMISSION_DENIED")
     assert harness.asked() == 0
 
 
@@ -117,11 +91,6 @@ async def test_a_bug_ends_the_item_and_not_the_batch(make: Made) -> None:
     assert harness.sent() == ["open", "close"]
 
 
-async def test_a_session_that_cannot_be_closed_takes_no_answer_away(make: Made) -> None:
-    harness = make(answers={"close": failed(ErrorCode.SANDBOX_UNAVAILABLE)})
-    assert (await harness.worked(await harness.put(build_run()))).failure is None
-
-
 async def test_a_session_of_whose_closing_nothing_is_known_is_closed_for_everybody(make: Made) -> None:
     async def never_answers(*_: object) -> ToolResult:
         raise TimeoutError
@@ -131,9 +100,6 @@ async def test_a_session_of_whose_closing_nothing_is_known_is_closed_for_everybo
     (opened, *_) = harness.transport.contexts
     assert [queue for queue, _ in harness.transport.commands] == ["host.h1.b00t"]
     assert await harness.places.find("acme", str(opened.session)) is None
-
-
-# Chats
 
 
 def build_chat() -> Any:
@@ -172,3 +138,131 @@ async def test_a_run_without_tools_has_a_sandbox_only_for_files(make: Made, tmp_
     await harness.client.flushall()
     assert (await harness.worked(await harness.put(other))).failure is None
     assert harness.sent() == ["open", "close"]
+
+
+SOON_S = 15.0
+
+
+async def broken_off(harness: ItemHarness, claim: Any, reached: asyncio.Event) -> None:
+    """Run the work of a process, and stop it at the given point."""
+    working = asyncio.create_task(harness.worked(claim))
+    async with asyncio.timeout(SOON_S):
+        await reached.wait()
+    working.cancel()
+    await asyncio.wait({working}, timeout=SOON_S)
+    assert working.cancelled()
+
+
+def hangs_at(text: str, reached: asyncio.Event) -> Callable[[ToolCall, ToolContext], Any]:
+    """Return a tool that answers, but hangs on the given text."""
+
+    async def answer(call: ToolCall, _: ToolContext) -> ToolResult:
+        if call.arguments["text"] == text:
+            reached.set()
+            await asyncio.Event().wait()
+        return ToolResult(call_id=call.id, name=call.name, success=True, output=f"said {call.arguments['text']}")
+
+    return answer
+
+
+async def test_a_session_that_was_being_opened_is_given_up_where_it_is_and_another_one_opened(make: Made) -> None:
+    reached = asyncio.Event()
+
+    async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
+        reached.set()
+        await asyncio.Event().wait()
+        raise AssertionError("no code sets it")
+
+    first, second = make(answers={"open": hang}), make()
+    claim = await first.put(build_run())
+    working = asyncio.create_task(first.worked(claim))
+    async with asyncio.timeout(SOON_S):
+        await reached.wait()
+        assert (await second.worked(await second.taken_over(claim))).failure is None
+    assert second.sent() == ["close", "open", "close"]
+    assert [queue for queue, _ in second.transport.commands] == ["host.h1.b00t"]
+    given_up = second.transport.contexts[0].session
+    assert given_up == first.transport.contexts[0].session != second.transport.contexts[1].session
+    working.cancel()
+    await asyncio.sleep(0)
+    assert not working.done()
+
+
+async def test_a_run_without_time_left_ends_with_its_log(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_work, "LEAST_WALL_S", 0.5)
+    reached = asyncio.Event()
+    first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["never"])
+    claim = await first.put(build_run(limits=RunLimits(max_wall_s=60.0)))
+    await broken_off(first, claim, reached)
+    claim = await second.taken_over(claim)
+    journal = await second.journal(claim)
+    journal.spent_wall_s = 60.0
+    outcome = await second.work.work(claim, journal, BatchDefaults(), second.run_events.append)
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.MODEL, "max_wall")
+    assert outcome.body is not None
+    assert (outcome.body["steps"], second.asked()) == (3, 0)
+
+
+async def test_a_removed_sandbox_is_not_reported_to_the_model_as_a_tool_failure(make: Made) -> None:
+    reached = asyncio.Event()
+    first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["a guess"])
+    claim = await first.put(build_run())
+    await broken_off(first, claim, reached)
+    assert first.sent() == ["open", "echo", "echo"], "a stopped process leaves its session open"
+    second.places.known.clear()
+    outcome = await second.worked(await second.taken_over(claim))
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INFRASTRUCTURE, SandboxUnavailable.code.value)
+    assert second.asked() == 0
+
+
+async def test_a_file_whose_name_is_no_text_is_an_artifact_like_any_other(make: Made, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "caf\udce9.txt").write_text("x")
+    harness = make()
+
+    def export(call: ToolCall, context: ToolContext) -> ToolResult:
+        harness.blobs.kept["k"] = archive_of(made)
+        return ToolResult(call_id=call.id, name=call.name, success=True, blob="k")
+
+    harness.answers["export"] = export
+    claim = await harness.put(with_harness(build_run(), artifacts=("*.txt",)))
+    outcome = await harness.worked(claim, BatchDefaults(artifacts=str(tmp_path / "artifacts")))
+    assert outcome.body is not None
+    assert outcome.body["artifacts"] == ["caf\\xe9.txt"]
+    assert await harness.queue.finish(claim, outcome)
+
+
+async def test_a_new_attempt_has_new_calls_and_a_new_session(make: Made) -> None:
+    async def torn(request: ModelRequest) -> AsyncIterator[Chunk]:
+        if len(request.messages) > 2:
+            raise BrokerUnavailable("gone")
+        async for chunk in ScriptedModel(echo_then("one", "a")).stream(request):
+            yield chunk
+
+    first, second = make(StreamModel(torn)), make(echo_then("one", "a"))
+    claim = await first.put(build_run())
+    outcome = await first.worked(claim)
+    assert (outcome.failure and outcome.failure.kind) is FailureKind.INFRASTRUCTURE
+    assert first.sent() == ["open", "echo", "close"]
+    again = await second.begun_anew(claim)
+    assert (again.record.attempt, again.is_resumed) == (2, False)
+    outcome = await second.worked(again)
+    assert (outcome.failure, outcome.attempt) == (None, 2)
+    assert second.sent() == ["open", "echo", "close"]
+    assert {call.id for call in first.transport.calls}.isdisjoint(call.id for call in second.transport.calls)
+    assert {context.session for context in first.transport.contexts}.isdisjoint(
+        context.session for context in second.transport.contexts
+    )
+
+
+async def test_a_restarted_single_call_has_a_new_id(make: Made) -> None:
+    first, second = make(answers={"echo": failed(ErrorCode.HOST_LOST)}), make()
+    claim = await first.put(build_tool_call())
+    await first.worked(claim)
+    outcome = await second.worked(await second.begun_anew(claim))
+    assert (outcome.failure, outcome.body and outcome.body["output"]) == (None, "said x")
+    calls = [call.id for harness in (first, second) for call in harness.transport.calls if call.name == "echo"]
+    assert len(set(calls)) == 2

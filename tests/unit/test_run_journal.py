@@ -11,7 +11,7 @@ import redis.asyncio
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, ModelInterrupted, SandboxUnavailable
 from contract.model_endpoints import Prices
-from contract.run_events import ArtifactsCopied, CallFinished, SessionOpened, SessionOpening
+from contract.run_events import ArtifactsCopied, CallFinished, SessionOpening
 from orchestrator.dialects.model import Chunk, ModelRequest
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.runs.journal import Journal, LoggedModel
@@ -19,7 +19,6 @@ from store.run_log import RunLog
 from store.runs import RunClaim
 from store.usage import DAY_S, UsageStore
 from tests.builders import KEY, build_call
-from tests.conftest import RedisProcess
 from tests.fakes import StreamModel
 from tests.run_harness import RunHarness
 
@@ -28,9 +27,8 @@ SOON_S = 15.0
 
 
 @pytest.fixture
-async def harness(redis_server: RedisProcess) -> AsyncIterator[RunHarness]:
-    async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
-        yield RunHarness(client)
+def harness(client: "redis.asyncio.Redis") -> RunHarness:
+    return RunHarness(client)
 
 
 async def claimed(harness: RunHarness) -> RunClaim:
@@ -53,23 +51,16 @@ def done(call: str, text: str = "fine") -> ToolResult:
     return ToolResult(call_id=call, name="echo", success=True, output=text)
 
 
-async def test_logged_replies_are_replayed_before_new_requests(harness: RunHarness) -> None:
+async def test_a_reply_is_asked_for_and_its_tokens_count_once_however_often_it_is_replayed(harness: RunHarness) -> None:
     claim = await claimed(harness)
-    first = ScriptedModel(["one", "two"])
-    model = LoggedModel(first, await journal_of(harness, claim), {})
-    assert [await read(model), await read(model)] == ["one", "two"]
-    second = ScriptedModel(["three"])
-    model = LoggedModel(second, await journal_of(harness, claim), {})
-    assert [await read(model) for _ in range(3)] == ["one", "two", "three"]
-    assert (len(first.requests), len(second.requests)) == (2, 1)
-
-
-async def test_the_tokens_of_a_reply_count_once_however_often_it_is_replayed(harness: RunHarness) -> None:
-    claim = await claimed(harness)
+    requests: list[ModelRequest] = []
     for _ in range(3):
         journal = await journal_of(harness, claim)
         journal.bill("s1", Prices(1.0, 10.0))
-        await read(LoggedModel(ScriptedModel(["one"]), journal, {}))
+        played = ScriptedModel(["one"])
+        assert await read(LoggedModel(played, journal, {"temperature": 0.5})) == "one"
+        requests += played.requests
+    assert [request.extra for request in requests] == [{"temperature": 0.5}]
     usage = UsageStore(harness.client, "d")
     (row,) = await usage.read("acme", time.time() - DAY_S, time.time() + DAY_S)
     assert row.amounts == {"prompt_tokens": 1, "completion_tokens": 3, "cost_millionths": 31}
@@ -113,12 +104,6 @@ async def test_an_incomplete_reply_is_neither_logged_nor_published(harness: RunH
     assert (await journal_of(harness, claim)).next_reply() is None
 
 
-async def test_a_request_carries_the_items_own_fields(harness: RunHarness) -> None:
-    played = ScriptedModel(["one"])
-    await read(LoggedModel(played, await journal_of(harness, await claimed(harness)), {"temperature": 0.5}))
-    assert played.requests[0].extra == {"temperature": 0.5}
-
-
 async def test_halves_of_characters_do_not_keep_a_reply_out_of_the_log(harness: RunHarness) -> None:
     def chunk(text: str) -> Chunk:
         return {"choices": [{"index": 0, "delta": {"content": text}}]}
@@ -152,19 +137,6 @@ async def test_results_and_decisions_survive_the_process(harness: RunHarness) ->
     assert (resumed.result_of("c2"), resumed.review_of("c3")) == (None, None)
     assert resumed.artifacts is not None
     assert (resumed.artifacts.paths, resumed.artifacts.missing) == (("a.txt",), ("*.md",))
-
-
-async def test_a_session_is_known_when_it_is_there_and_suspected_before(harness: RunHarness) -> None:
-    claim = await claimed(harness)
-    journal = await journal_of(harness, claim)
-    assert (journal.opening, journal.session) == (None, None)
-    await journal.note(SessionOpening, session="s1")
-    assert ((await journal_of(harness, claim)).opening, journal.session) == ("s1", None)
-    await journal.note(SessionOpened, session="s1", info={"host": "h1"})
-    resumed = await journal_of(harness, claim)
-    assert resumed.opening is None
-    assert resumed.session is not None
-    assert (resumed.session.session, resumed.session.info) == ("s1", {"host": "h1"})
 
 
 async def test_whose_run_was_taken_stops_and_never_comes_to_an_outcome(harness: RunHarness) -> None:

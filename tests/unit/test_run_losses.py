@@ -1,5 +1,5 @@
 """Runs whose holders die. A run that kills each of its holders ends, and runs that were only in the same process do
-not end with it.
+not end with it. The sessions of runs that end without execution are closed, whichever process opened them.
 """
 
 from collections.abc import AsyncIterator
@@ -9,26 +9,28 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from contract.run_events import FailureKind, ModelReplied, RunEvent, SessionOpening
+from contract.names import place_key
+from contract.run_events import FailureKind, ModelReplied, RunEvent, SessionOpened, SessionOpening
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.outcomes import ORCHESTRATOR_LOST
 from orchestrator.runs.runner import DOUBTFUL_LOSSES, MAX_LOSSES
 from store.batches import BatchState, ItemOutcome
-from store.run_log import RunAttempt, RunLog
+from store.run_log import RunAttempt, RunLog, close_left_sessions, entry_purpose, run_key, run_log_key
 from store.runs import RunClaim
+from store.sessions import SessionStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_harness import BATCH, RunnerHarness, Worker, outcome_of
-from tests.waiting import wait_until_async
+from tests.waiting import until, wait_until_async
 
 
 @pytest.fixture
-async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunnerHarness]:
+async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator["SessionsHarness"]:
     monkeypatch.setattr(runner_module, "LOOK_S", 0.02)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         with capture_logs():
-            yield RunnerHarness(client)
+            yield SessionsHarness(client)
 
 
 async def claimed_and_lost(harness: RunnerHarness, times: int) -> list[RunClaim]:
@@ -86,21 +88,16 @@ async def test_a_run_that_comes_further_starts_counting_again(
     assert (await losses(harness), run_log.has_grown) == (left, left == 0)
 
 
-async def test_a_loss_in_a_batch_of_a_client_is_counted(harness: RunnerHarness) -> None:
+async def test_a_loss_in_a_batch_of_a_client_is_counted_and_a_run_put_back_is_not_lost(harness: RunnerHarness) -> None:
     await harness.submit(1, is_detached=False)
     (claim,) = await harness.queue.claim(1, BATCH)
+    await harness.queue.give_back(claim)
+    (claim,) = await harness.queue.claim(1, BATCH)
+    assert claim.record.losses == 0
     await harness.die(claim)
     assert await harness.other.claim(9) == []
     (again,) = await harness.queue.claim(1, BATCH)
     assert again.record.losses == 1
-
-
-async def test_a_run_put_back_is_not_lost(harness: RunnerHarness) -> None:
-    await harness.submit(1)
-    (claim,) = await harness.queue.claim(1)
-    await harness.queue.give_back(claim)
-    (again,) = await harness.queue.claim(1)
-    assert again.record.losses == 0
 
 
 async def test_those_that_may_be_what_kills_are_tried_one_after_the_other_and_others_beside_them(
@@ -165,3 +162,85 @@ async def test_a_manual_retry_resets_the_automatic_retries(
         assert await harness.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
         await harness.until(BatchState.COMPLETED)
     assert [attempt for _, attempt in worker.begun] == [1, 2, 3, 4, 5, 6]
+
+
+class SessionsHarness(RunnerHarness):
+    """Runs that have sessions."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        super().__init__(client)
+        self.places = SessionStore(client, "d")
+
+    async def open(self, claim: RunClaim, *sessions: str) -> None:
+        """Open the sessions as a process does that dies while it opens each session but the last."""
+        run_log = await RunLog.load(self.client, "d", KEY, claim.attempt)
+        for session in sessions:
+            await run_log.append(SessionOpening(run=claim.run, at=1.0, session=session))
+            await self.places.open(claim.tenant, session, "host.a.b1", start="{}", ttl_s=60.0, limit=100)
+        await run_log.append(SessionOpened(run=claim.run, at=1.0, session=sessions[-1], info={}))
+        await run_log.append(ModelReplied(run=claim.run, at=1.0, chunks=({"choices": []},)))
+
+    async def closed(self, *sessions: str) -> list[bool]:
+        keys = [place_key("d", "acme", session) for session in sessions]
+        return [await self.client.hget(key, "state") == b"closed" for key in keys]
+
+
+async def test_a_cancelled_run_that_is_queued_or_of_a_dead_process_keeps_no_sandbox(harness: SessionsHarness) -> None:
+    await harness.submit(4)
+    held, later, working, dead = claims = await harness.queue.claim(4)
+    for claim in claims:
+        await harness.open(claim, f"of-{claim.run}")
+    await harness.queue.give_back(held)
+    await harness.queue.give_back(later, after_s=1000.0)
+    await harness.die(dead)
+    await harness.queue.cancel(*BATCH)
+    closed = await harness.closed(*(f"of-{claim.run}" for claim in (held, later, working, dead)))
+    assert closed == [True, True, False, True]
+
+
+async def test_all_of_a_runs_sessions_are_closed_however_often_its_opening_was_begun(harness: SessionsHarness) -> None:
+    await harness.submit(2)
+    first, other = await harness.queue.claim(2)
+    names = [f"s{number}" for number in range(32)]
+    await harness.open(first, *names)
+    await harness.open(other, "other")
+    assert (
+        await close_left_sessions(harness.client, "d", KEY, "acme", [first.run, other.run, "never-begun"])
+        == len(names) + 1
+    )
+    assert await harness.closed(*names, "other") == [True] * (len(names) + 1)
+
+
+@pytest.mark.parametrize("reason", ["a log of a later release", "too many losses"])
+async def test_a_run_that_cannot_go_on_keeps_no_sandbox(harness: SessionsHarness, reason: str) -> None:
+    await harness.submit(1)
+    (claim,) = await harness.queue.claim(1)
+    await harness.open(claim, "s1")
+    if reason == "too many losses":
+        await harness.client.hset(run_key("d", "acme", claim.run), "losses", runner_module.MAX_LOSSES)
+    else:
+        later = KEY.seal(entry_purpose("acme", claim.run, 1, 2), '{"type": "of_another_release"}')
+        await harness.client.rpush(run_log_key("d", "acme", claim.run), later)
+    await harness.die(claim)
+    async with harness.working(harness.runner(Worker())):
+        await harness.until(BatchState.COMPLETED)
+    assert await harness.closed("s1") == [True]
+
+
+async def test_a_run_cancelled_at_its_start_has_no_sandbox(
+    harness: SessionsHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "LEASE_S", 0.2)
+    await harness.submit(1)
+    (claim,) = await harness.queue.claim(1)
+    await harness.open(claim, "s1")
+    await harness.die(claim)
+    async with redis.asyncio.Redis(port=1) as nowhere:
+        runner = harness.runner(Worker())
+        # The log is the only record in Redis that cannot be read.
+        runner.client = nowhere
+        async with harness.working(runner):
+            await until(lambda: runner.running)
+            await harness.queue.cancel(*BATCH)
+            await harness.until(BatchState.CANCELLED)
+    assert await harness.closed("s1") == [True]

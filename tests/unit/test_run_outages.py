@@ -52,16 +52,11 @@ class Away:
         return ToolResult(call_id=call.id, name=call.name, success=True, output="said")
 
 
-async def test_work_is_done_again_until_redis_answers_it() -> None:
+async def test_work_is_done_again_until_redis_answers_and_a_long_outage_is_reported() -> None:
     away = Away(3)
-
     assert await retry_until_available(away.ask) == "there"
     assert away.asked == 4
-
-
-async def test_a_long_outage_is_reported() -> None:
     away = Away(1000)
-
     with pytest.raises(BrokerUnavailable, match="away"):
         await retry_until_available(away.ask, limit_s=0.2)
     assert away.asked > 1

@@ -1,25 +1,39 @@
-"""The runner of runs: as many as allowed, held while the process lives, each ended once. A failure that is not the
-item's fault starts the item anew.
+"""The runner of runs: as many as allowed, held while the process lives, each ended once, also in a cancelled batch. A
+failure that is not the item's fault starts the item anew. Runs that must wait continue in the same attempt.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import redis.asyncio
 
 from contract.calls import ToolResult
-from contract.errors import BrokerUnavailable
+from contract.errors import BrokerUnavailable, ModelDenied
 from contract.functions.completions import Usage
-from contract.run_events import CallFinished, FailureKind, RunEnded, RunRetried, StepFinished
+from contract.run_events import (
+    BatchNotice,
+    CallFinished,
+    FailureKind,
+    RunEnded,
+    RunEvent,
+    RunRetried,
+    SessionOpening,
+    StepFinished,
+)
+from orchestrator.runs import run_gate as gate_module
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
+from orchestrator.runs.run_gate import RunDeferred
 from store.batches import BatchState, ItemOutcome
 from store.run_log import RunLog
 from store.run_records import RunState
-from store.runs import RunClaim
+from store.runs import RunClaim, RunQueue
+from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.runner_harness import BATCH, RunnerHarness, WatchedQueue, Worker, open_harness, outcome_of
+from tests.slot_harness import given_up
 from tests.waiting import wait_until_async
 
 
@@ -47,39 +61,13 @@ async def test_it_works_as_many_at_a_time_as_it_may_and_goes_on_when_one_has_end
     assert sorted(end.item for end in await harness.ends()) == [f"item-{number}" for number in range(1, 10)]
 
 
-async def test_two_processes_share_a_batch_and_work_each_item_once(harness: RunnerHarness) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
-        await asyncio.gather(first.has_begun.wait(), two.has_begun.wait())
-        return outcome_of(claim)
-
-    await harness.submit(30)
-    first, two = Worker(work), Worker(work)
-    async with harness.working(harness.runner(first, concurrency=2), harness.runner(two, harness.other, concurrency=2)):
-        await harness.until(BatchState.COMPLETED)
-    assert sorted(first.begun + two.begun) == sorted((f"b-{number}", 1) for number in range(1, 31))
-    assert min(len(first.begun), len(two.begun)) > 0
-    assert len(await harness.ends()) == 30
-
-
-async def test_infrastructure_failures_are_retried_up_to_a_limit(harness: RunnerHarness) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
-        return outcome_of(claim, FailureKind.INFRASTRUCTURE)
-
-    await harness.submit(1)
-    worker = Worker(work)
-    async with harness.working(harness.runner(worker)):
-        await harness.until(BatchState.COMPLETED)
-    assert worker.begun == [("b-1", attempt) for attempt in (1, 2, 3)]
-    events = [event for event in await harness.batch_events() if isinstance(event, RunRetried | RunEnded)]
-    assert [(type(event), event.attempt) for event in events] == [(RunRetried, 2), (RunRetried, 3), (RunEnded, 3)]
-    (record,) = await harness.queue.runs([("acme", "b-1")])
-    assert record is not None
-    assert record.outcome is not None
-    assert (record.outcome.attempt, record.failure) == (3, "infrastructure")
-
-
-@pytest.mark.parametrize("kind", [FailureKind.MODEL, FailureKind.TOOL, FailureKind.INPUT])
-async def test_other_failures_are_not_retried(harness: RunnerHarness, kind: FailureKind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "attempts"),
+    [(FailureKind.INFRASTRUCTURE, 3), (FailureKind.MODEL, 1), (FailureKind.TOOL, 1), (FailureKind.INPUT, 1)],
+)
+async def test_only_infrastructure_failures_are_retried_up_to_a_limit(
+    harness: RunnerHarness, kind: FailureKind, attempts: int
+) -> None:
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         return outcome_of(claim, kind)
 
@@ -87,20 +75,14 @@ async def test_other_failures_are_not_retried(harness: RunnerHarness, kind: Fail
     worker = Worker(work)
     async with harness.working(harness.runner(worker)):
         await harness.until(BatchState.COMPLETED)
-    assert worker.begun == [("b-1", 1)]
-
-
-async def test_draining_ends_what_runs_and_begins_nothing(harness: RunnerHarness) -> None:
-    await harness.submit(5)
-    worker = Worker()
-    runner = harness.runner(worker, concurrency=2)
-    async with harness.working(runner) as (task,):
-        await worker.has_begun.wait()
-        runner.drain()
-        worker.may_end.set()
-        await task
-    assert len(worker.begun) <= 2
-    assert (await harness.queue.batch(*BATCH)).succeeded == len(worker.begun)
+    assert worker.begun == [("b-1", attempt) for attempt in range(1, attempts + 1)]
+    events = [event for event in await harness.batch_events() if isinstance(event, RunRetried | RunEnded)]
+    retries = [(RunRetried, attempt) for attempt in range(2, attempts + 1)]
+    assert [(type(event), event.attempt) for event in events] == [*retries, (RunEnded, attempts)]
+    (record,) = await harness.queue.runs([("acme", "b-1")])
+    assert record is not None
+    assert record.outcome is not None
+    assert (record.outcome.attempt, record.failure) == (attempts, kind.value)
 
 
 async def test_a_process_that_stops_gives_back_what_runs_for_another_to_go_on_with(harness: RunnerHarness) -> None:
@@ -272,3 +254,194 @@ async def test_a_bug_in_one_run_stops_no_other_and_leaves_it_to_its_lease(harnes
         await harness.client.zadd("toolcrew:d:runs:leases", {"acme|b-1": 1.0})
         await harness.until(BatchState.COMPLETED)
     assert worker.begun.count(("b-1", 1)) == 2
+
+
+async def test_a_running_item_of_a_cancelled_batch_ends_as_cancelled(harness: RunnerHarness) -> None:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+        tell(CallFinished(run=claim.run, result=ToolResult(call_id="c1", name="echo", success=True)))
+        await asyncio.Event().wait()
+        raise AssertionError("no code sets it")
+
+    await harness.submit(3, concurrency=1)
+    worker = Worker(work)
+    async with harness.working(harness.runner(worker)):
+        await worker.has_begun.wait()
+        assert await harness.queue.cancel(*BATCH) == 2
+        await harness.until(BatchState.CANCELLED)
+    record = await harness.queue.batch(*BATCH)
+    assert (record.failed[FailureKind.CANCELLED], worker.abandoned) == (3, ["b-1"])
+    (end,) = await harness.ends()
+    assert (end.failure and end.failure.kind, end.calls, end.attempt) == (FailureKind.CANCELLED, 1, 1)
+
+
+async def test_an_outcome_that_is_being_noted_is_not_disturbed_by_a_cancelled_batch(harness: RunnerHarness) -> None:
+    await harness.submit(1)
+    worker, queue = Worker(), WatchedQueue(harness.client)
+    queue.may_note.clear()
+    worker.may_end.set()
+    async with harness.working(harness.runner(worker, queue)):
+        await queue.noting.wait()
+        await harness.queue.cancel(*BATCH)
+        queue.renewed.clear()
+        await queue.renewed.wait()
+        queue.may_note.set()
+        await harness.until(BatchState.CANCELLED)
+    assert (await harness.queue.batch(*BATCH)).succeeded == 1
+    assert [end.failure for end in await harness.ends()] == [None]
+
+
+async def test_a_failure_in_a_batch_that_is_being_cancelled_is_an_end(harness: RunnerHarness) -> None:
+    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+        await harness.queue.cancel(*BATCH)
+        return outcome_of(claim, FailureKind.INFRASTRUCTURE)
+
+    await harness.submit(1)
+    worker = Worker(work)
+    async with harness.working(harness.runner(worker)):
+        await harness.until(BatchState.CANCELLED)
+    assert [(end.failure and end.failure.kind, end.attempt) for end in await harness.ends()] == [
+        (FailureKind.INFRASTRUCTURE, 1)
+    ]
+
+
+async def test_a_stop_during_a_cancel_leaves_no_open_run(
+    harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "LEASE_S", 1000.0)
+    await harness.submit(1)
+    worker = Worker()
+    async with harness.working(harness.runner(worker)):
+        await worker.has_begun.wait()
+        await harness.queue.cancel(*BATCH)
+    assert (await harness.queue.batch(*BATCH)).state is BatchState.CANCELLED
+    assert worker.abandoned == ["b-1"]
+
+
+class SlowQueue(RunQueue):
+    """Answers claims when the test allows it."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        super().__init__(client, "d", KEY)
+        self.claiming, self.may_claim = asyncio.Event(), asyncio.Event()
+        self.may_claim.set()
+
+    async def claim(self, most: int, *arguments: Any) -> list[RunClaim]:
+        if not self.may_claim.is_set():
+            self.claiming.set()
+            await self.may_claim.wait()
+        return await super().claim(most, *arguments)
+
+
+class Story:
+    """The first run's only call waits for an answer, and no claim is answered from then on until the test allows it.
+    The other run works until the test ends it.
+    """
+
+    def __init__(self, queue: SlowQueue) -> None:
+        self.queue, self.worker = queue, Worker(self._work)
+        self.answered, self.is_back, self.has_begun, self.may_end = (asyncio.Event() for _ in range(4))
+
+    async def _work(self, claim: RunClaim, journal: Journal, tell: Callable[[RunEvent], None]) -> ItemOutcome:
+        async with self.worker.slots.run() as slot:
+            if claim.run == "b-1":
+                self.queue.may_claim.clear()
+                async with slot.call("call"), given_up(slot, "call"):
+                    await self.answered.wait()
+                self.is_back.set()
+            else:
+                self.has_begun.set()
+                await self.may_end.wait()
+        return outcome_of(claim)
+
+
+async def test_a_run_whose_slot_was_claimed_waits_for_the_next_slot(harness: RunnerHarness) -> None:
+    await harness.submit(2)
+    story = Story(queue := SlowQueue(harness.client))
+    async with harness.working(harness.runner(story.worker, queue, concurrency=1)):
+        await queue.claiming.wait()
+        story.answered.set()
+        await turns()
+        assert not story.is_back.is_set(), "the slot may be another one's by now"
+        queue.may_claim.set()
+        await story.has_begun.wait()
+        await turns()
+        assert not story.is_back.is_set(), "the slot is another one's"
+        story.may_end.set()
+        await story.is_back.wait()
+        await harness.until(BatchState.COMPLETED)
+
+
+async def turns() -> None:
+    """Let everything run that can continue without Redis."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# Runs that must wait
+
+
+class Troubled(Worker):
+    """Raises these errors in order, and then every item succeeds."""
+
+    def __init__(self, *troubles: Exception) -> None:
+        super().__init__(self._fail_first)
+        self.resumed: list[bool] = []
+        self._troubles = list(troubles)
+
+    async def _fail_first(self, claim: RunClaim, journal: Journal, tell: Callable[[RunEvent], None]) -> ItemOutcome:
+        self.resumed.append(claim.is_resumed)
+        if not journal.is_resumed:
+            await journal.note(SessionOpening, session="s")
+        if self._troubles:
+            raise self._troubles.pop(0)
+        self.gate.note_answer(claim.run)
+        return outcome_of(claim)
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (runner_module, gate_module):
+        monkeypatch.setattr(module, "QUOTA_RETRY_S", 0.02)
+    monkeypatch.setattr(gate_module, "PAUSES_S", (0.01,))
+
+
+@pytest.mark.parametrize("cause", ["endpoint", "request", "quota"])
+async def test_a_waiting_run_continues_in_the_same_attempt(
+    harness: RunnerHarness, short_waits: None, cause: Any
+) -> None:
+    await harness.submit(1)
+    worker = Troubled(RunDeferred("down", cause), RunDeferred("down", cause))
+    async with harness.working(harness.runner(worker)):
+        await harness.until(BatchState.COMPLETED)
+    assert (worker.begun, worker.resumed) == ([("b-1", 1)] * 3, [False, True, True])
+    assert (await harness.queue.batch(*BATCH)).succeeded == 1
+    assert not any(isinstance(event, RunRetried) for event in await harness.batch_events())
+
+
+async def test_a_watcher_sees_the_start_and_end_of_a_wait_once(harness: RunnerHarness, short_waits: None) -> None:
+    await harness.submit(3, concurrency=1)
+    worker = Troubled(*[RunDeferred("it is down", "endpoint")] * 3, *[RunDeferred("full", "quota")] * 2)
+    worker.gate.has_answered_since(worker.gate.now())
+    runner = harness.runner(worker)
+    async with harness.working(runner) as (task,):
+        await harness.until(BatchState.COMPLETED)
+        runner.drain()
+        await task
+    notes = [event.message for event in await harness.batch_events() if isinstance(event, BatchNotice)]
+    assert sum("full" in note for note in notes) == 1
+    waits = sum("the batch waits for its model" in note for note in notes)
+    assert waits == sum("answers again" in note for note in notes) >= 1
+
+
+async def test_a_model_that_refuses_the_process_ends_its_work_and_fails_no_item(
+    harness: RunnerHarness, short_waits: None
+) -> None:
+    await harness.submit(8)
+    worker = Troubled(*[ModelDenied("check the key")] * 8)
+    async with harness.working(harness.runner(worker)) as (task,):
+        with pytest.raises(ModelDenied, match="check the key"):
+            await task
+    record = await harness.queue.batch(*BATCH)
+    assert (record.succeeded, sum(record.failed.values())) == (0, 0)
+    assert await harness.queue.counts(*BATCH) == {"waiting": 8, "running": 0}
+    assert len(worker.begun) <= 4

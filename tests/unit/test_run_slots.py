@@ -1,13 +1,15 @@
 """A run that only waits for people does not block another run. The run gives up its slot and continues when a slot is
-free.
+free. In any order of work, questions, time-outs and cancels, slots are neither exceeded nor left empty.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orchestrator.runs.run_slots import MAX_RUNS_PER_SLOT, RunSlot, RunSlots
 from tests.slot_harness import given_up
@@ -88,34 +90,6 @@ def made(slot: RunSlot, name: str) -> AbstractAsyncContextManager[Call]:
     return call.made_by(call.make(slot))
 
 
-async def settled() -> None:
-    """Let everything run that can continue."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-async def test_a_run_that_waits_leaves_its_place_to_another_one() -> None:
-    harness = Harness()
-    harness.begin("a", "b")
-    assert harness.slots.count_free() == 0
-    async with harness.away() as a:
-        assert harness.slots.count_free() == 1
-        a.answered.set()
-        assert await a.is_back(), "no other run has taken its slot"
-        assert harness.slots.count_free() == 0
-
-
-async def test_a_run_that_goes_on_waits_for_a_place_before_new_runs_get_it() -> None:
-    harness = Harness()
-    harness.begin("a", "b")
-    async with harness.away() as a:
-        harness.begin("c")
-        a.answered.set()
-        assert not await a.is_back()
-        assert harness.end("b") == 0
-        assert await a.is_back()
-
-
 async def test_runs_return_in_the_order_of_their_answers() -> None:
     harness = Harness(1)
     harness.begin("a", "b")
@@ -159,82 +133,6 @@ async def test_a_run_that_is_cancelled_as_it_gets_its_place_gives_it_on() -> Non
     assert harness.end("a") == 1
 
 
-async def test_a_run_gives_up_one_place_when_the_last_of_its_calls_begins_to_wait() -> None:
-    harness = Harness()
-    harness.begin("a", "b")
-    async with (
-        harness.slots.run() as slot,
-        slot.call("at work"),
-        made(slot, "first") as first,
-        made(slot, "second") as second,
-    ):
-        await settled()
-        assert first.is_asked.is_set()
-        assert second.is_asked.is_set()
-        assert harness.slots.count_free() == 0, "one of its calls is at work"
-        async with given_up(slot, "at work"):
-            assert harness.slots.count_free() == 1
-        assert harness.slots.count_free() == 0
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-async def test_a_call_that_is_answered_brings_its_run_back_and_its_end_gives_the_place_up_again(is_first: bool) -> None:
-    harness = Harness(1)
-    harness.begin("a")
-    async with harness.slots.run() as slot, made(slot, "first") as first, made(slot, "second") as second:
-        await settled()
-        harness.begin("b")
-        answered, other = (first, second) if is_first else (second, first)
-        answered.answered.set()
-        assert not await answered.is_back(), "b has the slot"
-        assert harness.end("b") == 0
-        assert await answered.is_back()
-        assert harness.slots.count_free() == 0
-        assert await answered.has_ended()
-        assert harness.slots.count_free() == 1, "the other one only waits"
-        other.answered.set()
-        assert await other.is_back()
-        assert await other.has_ended()
-        assert harness.slots.count_free() == 0, "the run itself goes on"
-
-
-async def test_the_calls_of_a_run_come_back_into_one_place() -> None:
-    harness = Harness(1)
-    harness.begin("a", "c")
-    async with (
-        harness.away() as c,
-        harness.slots.run() as slot,
-        made(slot, "first") as first,
-        made(slot, "second") as second,
-    ):
-        await settled()
-        harness.begin("b")
-        for call in (first, c, second):
-            call.answered.set()
-            await settled()
-        harness.end("b")
-        assert (await first.is_back(), await second.is_back(), await c.is_back()) == (True, True, False)
-        assert await first.has_ended()
-        assert not await c.is_back(), "the second one is at work"
-        del harness.runs["a"]
-        assert harness.slots.count_free() == 0
-        assert await c.is_back()
-
-
-async def test_a_call_that_begins_while_the_others_wait_waits_for_a_place() -> None:
-    harness = Harness(1)
-    harness.begin("a")
-    async with harness.slots.run() as slot, made(slot, "first"):
-        await settled()
-        harness.begin("b")
-        async with made(slot, "second") as second:
-            await settled()
-            assert not second.is_asked.is_set()
-            harness.end("b")
-            await settled()
-            assert second.is_asked.is_set()
-
-
 async def test_an_expired_question_ends_in_a_slot() -> None:
     harness = Harness(1)
     harness.begin("a")
@@ -275,21 +173,6 @@ async def test_a_run_whose_calls_are_broken_off_goes_on_in_a_place() -> None:
     assert run.done()
 
 
-async def test_no_run_returns_to_a_slot_that_a_claim_may_fill() -> None:
-    harness = Harness(1)
-    harness.begin("a")
-    async with harness.away() as a:
-        assert harness.slots.count_free() == 1
-        with harness.slots.reserve(1):
-            a.answered.set()
-            assert not await a.is_back()
-            assert harness.slots.count_free() == 0
-            harness.begin("b")
-        assert not await a.is_back()
-        assert harness.end("b") == 0
-        assert await a.is_back()
-
-
 async def test_a_place_that_a_claim_did_not_fill_is_there_again() -> None:
     harness = Harness(1)
     harness.begin("a")
@@ -298,24 +181,6 @@ async def test_a_place_that_a_claim_did_not_fill_is_there_again() -> None:
             a.answered.set()
             assert not await a.is_back()
         assert await a.is_back()
-
-
-async def test_a_run_that_is_let_back_may_wait_again_before_it_has_noticed() -> None:
-    harness = Harness(1)
-    harness.begin("a")
-    async with harness.slots.run() as slot, made(slot, "first") as first:
-        await settled()
-        harness.begin("b")
-        first.answered.set()
-        assert not await first.is_back()
-        harness.end("b")
-        async with made(slot, "second") as second:  # begins when the loop turns, before the first run continues
-            assert await first.is_back()
-            assert harness.slots.count_free() == 0, "the first one is at work"
-            assert await first.has_ended()
-            assert harness.slots.count_free() == 1
-            second.answered.set()
-            assert await second.is_back()
 
 
 async def test_so_many_wait_and_no_more() -> None:
@@ -368,3 +233,209 @@ async def test_a_run_that_gets_no_sandbox_takes_no_place_with_it() -> None:
             raise OSError("no host")
     assert harness.slots.count_free() == 0
     assert harness.end("a") == 1
+
+
+TURNS = 30
+"""Iterations of the event loop after which every task has made all possible progress. The tasks wait only for the
+loop.
+"""
+Calls = list[list[str]]
+"""Phases of each: "work" or "ask"."""
+CALLS: st.SearchStrategy[Calls] = st.lists(
+    st.lists(st.sampled_from(("work", "ask")), max_size=3), min_size=1, max_size=3
+)
+RUNS = st.lists(st.lists(CALLS, min_size=1, max_size=2), min_size=1, max_size=5)
+Doing = Callable[[], None]
+
+
+class Gate:
+    """A point at which a run or a call waits until the schedule lets it continue."""
+
+    def __init__(self) -> None:
+        self.is_open = asyncio.Event()
+        self.limit = asyncio.timeout(None)
+
+    def run_out(self) -> None:
+        self.limit.reschedule(0)
+
+
+class Run:
+    """Steps, each with concurrent calls, and the run's own work between steps. `at_work`: the active calls, "" for
+    the run itself.
+    """
+
+    def __init__(self, slots: RunSlots, sandboxes: asyncio.Semaphore, steps: list[Calls]) -> None:
+        self._slots, self._sandboxes, self._steps = slots, sandboxes, steps
+        self.at_work, self.wants = set[str](), set[str]()
+        self.working, self.asked = dict[str, Gate](), dict[str, Gate]()
+        self.wall = Gate()
+        self.is_cancelled = False
+
+    async def __call__(self) -> None:
+        async with self._sandbox():
+            await self._run()
+
+    @asynccontextmanager
+    async def _sandbox(self) -> AsyncIterator[None]:
+        has_one = False
+        try:
+            async with self._slots.lend():
+                has_one = await self._sandboxes.acquire()
+                self.wants.add("")
+            self.wants.discard("")
+            yield
+        finally:
+            if has_one:
+                self._sandboxes.release()
+
+    async def _run(self) -> None:
+        async with self._slots.run() as slot:
+            try:
+                async with self.wall.limit:
+                    for number, calls in enumerate(self._steps):
+                        await self._work("")
+                        async with asyncio.TaskGroup() as group:
+                            for index, phases in enumerate(calls):
+                                group.create_task(self._call(slot, f"{number}-{index}", phases))
+            except TimeoutError:
+                self.wants.add("")
+        self.wants.discard("")
+        await self._work("")
+
+    async def _call(self, slot: RunSlot, name: str, phases: list[str]) -> None:
+        with self._wanting(name):
+            async with slot.call(name):
+                self.wants.discard(name)
+                for phase in phases:
+                    if phase == "work":
+                        await self._work(name)
+                    elif not await self._is_allowed(slot, name):
+                        break
+                self.wants.add(name)
+
+    async def _is_allowed(self, slot: RunSlot, name: str) -> bool:
+        """Return whether the call's question was answered. A call whose question times out does not act."""
+        gate = self.asked[name] = Gate()
+        try:
+            async with gate.limit, given_up(slot, name):
+                try:
+                    await gate.is_open.wait()
+                finally:
+                    del self.asked[name]
+                self.wants.add(name)
+        except TimeoutError:
+            return False
+        finally:
+            self.wants.discard(name)
+        return True
+
+    async def _work(self, name: str) -> None:
+        gate = self.working[name] = Gate()
+        self.at_work.add(name)
+        try:
+            await gate.is_open.wait()
+        finally:
+            self.at_work.discard(name)
+            del self.working[name]
+
+    @contextmanager
+    def _wanting(self, name: str) -> Iterator[None]:
+        self.wants.add(name)
+        try:
+            yield
+        finally:
+            self.wants.discard(name)
+
+
+class Process:
+    """Claims runs one by one, each claim in two halves. The schedule decides the order."""
+
+    def __init__(self, count: int, sandboxes: int, plans: list[list[Calls]]) -> None:
+        self._sandboxes = asyncio.Semaphore(sandboxes)
+        self.slots, self.count, self.plans = RunSlots(), count, plans
+        self.runs = dict["asyncio.Task[None]", Run]()
+        self.slots.configure(count, self.runs)
+        self.claiming = 0
+        self._claimed = asyncio.Event()
+        self._claims = set["asyncio.Task[None]"]()
+
+    def _claim(self) -> None:
+        self._claims.add(asyncio.create_task(self._claimed_runs()))
+
+    async def _claimed_runs(self) -> None:
+        room = self.slots.count_free()
+        if self.claiming or not room:
+            return
+        self.claiming, some = room, [self.plans.pop() for _ in range(min(room, len(self.plans)))]
+        with self.slots.reserve(room):
+            self._claimed.clear()
+            await self._claimed.wait()
+            for steps in some:
+                run = Run(self.slots, self._sandboxes, steps)
+                task = asyncio.create_task(run())
+                task.add_done_callback(self._ended)
+                self.runs[task] = run
+        self.claiming = 0
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        del self.runs[task]
+        self.slots.count_free()
+
+    def _cancel(self, task: "asyncio.Task[None]", run: Run) -> None:
+        run.is_cancelled = True
+        task.cancel()
+
+    def doings(self, *, is_ending: bool) -> list[Doing]:
+        """Return the possible next steps. `is_ending`: only the steps that end all runs."""
+        actions: list[Doing] = [self._claim] if self.plans and not self.claiming and self.slots.count_free() else []
+        if self.claiming:
+            actions.append(self._claimed.set)
+        for task, run in self.runs.items():
+            actions += [gate.is_open.set for gate in (*run.working.values(), *run.asked.values())]
+            if not is_ending:
+                actions += [gate.run_out for gate in run.asked.values()]
+                actions += [run.wall.run_out] if run.asked and not run.is_cancelled else []
+                actions.append(lambda task=task, run=run: self._cancel(task, run))  # type: ignore[misc]
+        return actions
+
+    def check(self) -> None:
+        held = [run for run in self.runs.values() if run.at_work]
+        assert len(held) <= self.count, "more are at work than there are slots"
+        assert len(held) + self.claiming >= self.count or not any(run.wants for run in self.runs.values()), (
+            "a slot is free, and a run waits"
+        )
+        assert not any(run.wants for run in held), "a run has a slot, and a call of it waits for one"
+        waiting = [run for run in self.runs.values() if run.asked and not run.at_work and not run.wants]
+        taken = len(self.runs) - len(waiting) - sum(bool(run.wants) for run in self.runs.values())
+        assert self.slots.count_free() == max(0, self.count - self.claiming - taken), "who only waits has a slot"
+
+
+async def play(count: int, sandboxes: int, plans: list[list[Calls]], draws: list[tuple[int, bool]]) -> None:
+    process = Process(count, sandboxes, list(plans))
+    for draw, is_settled in draws:
+        if doings := process.doings(is_ending=False):
+            doings[draw % len(doings)]()
+        if is_settled:
+            await settled()
+            process.check()
+    await settled()
+    while doings := process.doings(is_ending=True):
+        process.check()
+        doings[0]()
+        await settled()
+    assert (process.runs, process.plans, process.slots.count_free()) == ({}, [], count)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(1, 3), st.integers(1, 4), RUNS, st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=60))
+def test_places_are_never_exceeded_nor_left_empty_and_everybody_ends(
+    count: int, sandboxes: int, plans: list[list[Calls]], draws: list[tuple[int, bool]]
+) -> None:
+    run: Callable[[Awaitable[None]], None] = asyncio.run  # type: ignore[assignment]
+    run(play(count, sandboxes, plans, draws))
+
+
+async def settled() -> None:
+    """Let everything run that can continue."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)

@@ -32,7 +32,8 @@ def test_a_step_has_its_text_its_call_and_what_came_of_it() -> None:
     result = {"call_id": "r-1-1", "name": "bash_tool", "success": True, "output": "a"}
     story = build_story(
         ("StepStarted", {"step": 1}),
-        ("TextArrived", {"text": "I lo"}),
+        ("TextArrived", {"text": "I looked"}),
+        ("TextWithdrawn", {"characters": 4}),
         ("TextArrived", {"text": "ok"}),
         ("CallStarted", {"call": CALL}),
         ("CallSent", {"call": {**CALL, "arguments": {"command": "ls -l"}}}),
@@ -43,13 +44,6 @@ def test_a_step_has_its_text_its_call_and_what_came_of_it() -> None:
     assert (step.id, step.text, step.tokens, step.is_over) == ("step-1-1", "I look", (3, 4), True)
     call = step.calls["r-1-1"]
     assert (call.state, call.arguments) == ("succeeded", {"command": "ls -l"})
-
-
-def test_text_that_was_withdrawn_is_gone() -> None:
-    story = build_story(
-        ("StepStarted", {"step": 1}), ("TextArrived", {"text": "abcdef"}), ("TextWithdrawn", {"characters": 4})
-    )
-    assert story.steps["step-1-1"].text == "ab"
 
 
 def test_the_end_of_running_output_is_kept() -> None:
