@@ -240,9 +240,19 @@ class Sandboxd:
         self.clients.append(client)
         return client
 
+    def session(self, name: str = "acme:s1") -> Session:
+        entry = self.sessions.find(name)
+        assert entry is not None
+        return entry
+
     async def open(self, session: str = "s1", **fields: Any) -> tuple[SandboxClient, str]:
         client = self.client()
         return client, await asyncio.to_thread(client.open, "acme", session, **fields)
+
+
+def sandbox_of(entry: Session) -> Sandbox:
+    assert entry.sandbox is not None
+    return entry.sandbox
 
 
 async def _read_no_uses() -> Sequence[Any]:

@@ -15,7 +15,6 @@ from tests.fake_sandboxd import Sandboxd, running_sandboxd
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd import sandbox as sandbox_module
 from workers.sandboxd.frames import MAX_HEADER, MAX_UP, encode_frame
-from workers.sandboxd.sandbox import SANDBOXD_FIELDS
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 0.05, "capture": {"stdout": 100}}
 PATIENT = {**EXEC, "timeout_s": 60}
@@ -239,8 +238,7 @@ async def test_a_guest_cannot_hide_the_loss_of_its_files(tmp_path: Path) -> None
     async with running_sandboxd(tmp_path, answering({"ev": "done", "sandbox_lost": "x"}), echoing) as daemon:
         client, name = await daemon.open()
         await call(client, name)
-        entry = daemon.sessions.find(name)
-        assert entry is not None
+        entry = daemon.session(name)
         noticing = entry.sandbox.begin("", EXEC, 0, lambda _: None)
         await daemon.engine.remove(entry.sandbox.container)
         await asyncio.wait_for(noticing.done, SOON_S)
@@ -283,7 +281,8 @@ async def test_a_guest_that_does_not_greet_is_no_sandbox(
 
 async def test_fields_that_only_sandboxd_may_say_are_not_handed_on(tmp_path: Path) -> None:
     kill = {"signalled": 1, "survivors": 0, "method": "tree", "ms": 1.0, "paid": True}
-    claims = dict.fromkeys(SANDBOXD_FIELDS, "the guest's")
+    names = ("ok", "code", "message", "is_ending", "sandbox", "sandbox_s", "sandbox_lost", "removal_failed")
+    claims = dict.fromkeys((*names, "workspace_kept", "usage", "session_usage"), "the guest's")
     async with running_sandboxd(tmp_path, answering({**claims, "ev": "done", "exit_code": 3, "kill": kill})) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)

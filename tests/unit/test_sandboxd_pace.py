@@ -47,8 +47,7 @@ async def start_unread_call(daemon: Sandboxd) -> tuple[asyncio.StreamReader, asy
     """Start a worker that requests a stream and reads nothing. Return after sandboxd has stopped reading the guest."""
     reader, writer = await asyncio.open_unix_connection(str(daemon.path), limit=1024)
     writer.write(frame({"verb": "call", "sandbox": "acme:s1", "request": STREAM}))
-    entry = daemon.sessions.find("acme:s1")
-    assert entry is not None
+    entry = daemon.session()
     await until(lambda: entry.sandbox._holders)
     return reader, writer
 
@@ -115,8 +114,7 @@ async def test_a_worker_that_stops_sending_frees_its_session(tmp_path: Path, mon
         await daemon.open()
         _, writer = await asyncio.open_unix_connection(str(daemon.path))
         writer.write(frame({"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 100}}, b"half"))
-        entry = daemon.sessions.find("acme:s1")
-        assert entry is not None
+        entry = daemon.session()
         await until(lambda: entry.sandbox.calls)
         await until(lambda: not entry.sandbox.calls)
         assert entry.sandbox.lost is None
@@ -126,8 +124,7 @@ async def test_a_worker_that_stops_sending_frees_its_session(tmp_path: Path, mon
 async def test_a_call_begun_in_a_lost_sandbox_is_answered_at_once(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         _, name = await daemon.open()
-        entry = daemon.sessions.find(name)
-        assert entry is not None
+        entry = daemon.session(name)
         await entry.sandbox.remove()
         late = entry.sandbox.begin("c", EXEC, 0, lambda _: None)
         assert late.done.result()["error"]["code"] == "SANDBOX_UNAVAILABLE"

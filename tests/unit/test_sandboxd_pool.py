@@ -9,7 +9,7 @@ import pytest
 from contract.errors import SandboxUnavailable
 from contract.tenancy import SandboxTerms
 from tests.fake_engine import CLEAN, FakeGuest, echoing
-from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, open_host
+from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, open_host, sandbox_of
 from tests.waiting import until
 from workers.sandboxd import pool as pool_module
 from workers.sandboxd.plans import Plans
@@ -28,32 +28,17 @@ async def filled(host: FakeHost, count: int = 2) -> "asyncio.Task[None]":
     return filling
 
 
-async def test_a_session_gets_a_warm_sandbox_with_its_workspace_and_the_pool_fills_up_again(tmp_path: Path) -> None:
-    workspaces = KeptWorkspaces()
-    async with open_host(tmp_path, workspaces=workspaces, pool=QUICK) as host:
-        filling = await filled(host)
-        warm = set(host.alive)
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
-        assert entry.sandbox is not None
-        assert entry.sandbox.container in warm
-        assert entry.workspace.name in workspaces.alive
-        await until(lambda: len(host.alive) == 3)
-        filling.cancel()
-
-
 async def test_a_session_with_secrets_gets_a_warm_sandbox_with_its_placeholders(tmp_path: Path) -> None:
     async with open_host(tmp_path, pool=QUICK) as host:
         (await filled(host)).cancel()
         plan = replace(PLAN, secrets=(("TOKEN", "tcs_placeholder_1"),))
         warm = set(host.alive)
         entry = await host.sessions.open("acme:s", NewSession(plan, 60))
-        assert entry.sandbox is not None
-        assert entry.sandbox.container in warm
-        variables = host.engine.alive[entry.sandbox.container].variables
+        assert sandbox_of(entry).container in warm
+        variables = host.engine.alive[sandbox_of(entry).container].variables
         assert (variables["TOKEN"], variables["SSL_CERT_FILE"]) == ("tcs_placeholder_1", AUTHORITIES)
         other = await host.sessions.open("acme:other", NewSession(PLAN, 60))
-        assert other.sandbox is not None
-        assert host.engine.alive[other.sandbox.container].variables == {}
+        assert host.engine.alive[sandbox_of(other).container].variables == {}
 
 
 async def test_a_sandbox_whose_guest_takes_no_placeholders_serves_no_session(tmp_path: Path) -> None:
@@ -87,8 +72,7 @@ async def test_a_sandbox_that_is_not_clean_is_never_handed_out(tmp_path: Path, d
         dirty = host.alive[0]
         host.engine.guests[0].attests = dirt
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
-        assert entry.sandbox is not None
-        assert entry.sandbox.container != dirty
+        assert sandbox_of(entry).container != dirty
         assert dirty not in host.alive
 
 
@@ -99,8 +83,7 @@ async def test_a_sandbox_that_died_in_the_pool_is_replaced(tmp_path: Path) -> No
         host.engine.alive[first].die()
         await until(lambda: first not in host.alive)
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
-        assert entry.sandbox is not None
-        assert entry.sandbox.lost is None
+        assert sandbox_of(entry).lost is None
         filling.cancel()
 
 
@@ -143,8 +126,7 @@ async def test_a_sandbox_that_has_waited_too_long_is_replaced(tmp_path: Path) ->
         first = host.alive[0]
         await asyncio.sleep(0.06)
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
-        assert entry.sandbox is not None
-        assert entry.sandbox.container != first
+        assert sandbox_of(entry).container != first
         filling.cancel()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from contract.errors import SandboxUnavailable
-from tests.fake_sandboxd import PLAN, KeptWorkspaces, listed, open_host
+from tests.fake_sandboxd import PLAN, KeptWorkspaces, listed, open_host, sandbox_of
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.monitor import IdleTimes
 from workers.sandboxd.records import Records
@@ -55,8 +55,7 @@ async def test_containers_of_a_predecessor_past_their_deadline_or_never_started_
 async def test_containers_of_this_sandboxd_stay(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
-        assert entry.sandbox is not None
-        host.engine.listed = [listed(entry.sandbox.name, sandboxd="test", labels={"toolcrew.deadline": "1"})]
+        host.engine.listed = [listed(sandbox_of(entry).name, sandboxd="test", labels={"toolcrew.deadline": "1"})]
         assert await host.reaper.sweep() == 0
 
 
@@ -155,8 +154,7 @@ async def test_a_session_expires_after_its_time_also_when_its_container_is_given
 async def test_a_session_in_the_middle_of_a_call_does_not_expire(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
-        assert entry.sandbox is not None
-        entry.sandbox.begin("c", {"op": "exec", "timeout_s": 5}, 0, lambda _: None)
+        sandbox_of(entry).begin("c", {"op": "exec", "timeout_s": 5}, 0, lambda _: None)
         entry.used_at -= 61
         await host.monitor.expire()
         assert len(host.sessions) == 1

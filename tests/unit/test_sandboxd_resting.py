@@ -59,8 +59,7 @@ async def give_up(host: FakeHost, name: str = "acme:s") -> Session:
 
 async def pack(daemon: Sandboxd, name: str, store: SlowSuspensionStore) -> Session:
     """Give the session up at once. Its unpacking waits for the test."""
-    entry = daemon.sessions.find(name)
-    assert entry is not None
+    entry = daemon.session(name)
     store.go_on.set()
     await daemon.sessions.suspender.give_up(entry, must_be_idle=False)
     store.begun.clear()
@@ -375,8 +374,7 @@ async def test_a_call_that_waits_for_its_sandbox_can_be_cancelled(tmp_path: Path
 async def test_a_checkpoint_does_not_use_up_the_loss_report(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         client, name = await daemon.open()
-        entry = daemon.sessions.find(name)
-        assert entry is not None
+        entry = daemon.session(name)
         assert entry.sandbox is not None
         await entry.sandbox.remove()
         for _ in range(2):
@@ -433,27 +431,6 @@ async def test_a_restore_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert len(host.sessions) == 0
 
 
-async def lose(host: FakeHost, sandbox: Sandbox) -> None:
-    """Kill the container while no call runs."""
-    host.engine.removing.clear()
-    host.engine.alive[sandbox.container].die()
-    await asyncio.wait_for(host.engine.removing.wait(), SOON_S)
-
-
-async def test_a_session_is_rebuilt_around_its_workspace_at_once_and_says_so_once(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
-        assert entry.sandbox is not None
-        await lose(host, entry.sandbox)
-        same, sandbox = await host.sessions.use("acme:s")
-        assert (same, sandbox.generation) == (entry, 2)
-        description = entry.describe_sandbox(sandbox)
-        assert (description["rebuilt"], "files in /workspace are kept" in description["news"]) == (True, True)
-        assert "news" not in entry.describe_sandbox(sandbox)
-        mounts = [guest.config["HostConfig"]["Mounts"][0]["Source"] for guest in host.engine.guests]
-        assert mounts[0] == mounts[1]
-
-
 async def test_a_session_that_cannot_be_packed_keeps_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
@@ -474,8 +451,7 @@ async def test_a_session_with_a_background_job_is_neither_frozen_nor_given_up(tm
 async def test_a_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces()) as daemon:
         client, name = await daemon.open()
-        entry = daemon.sessions.find(name)
-        assert entry is not None
+        entry = daemon.session(name)
         assert await daemon.sessions.suspender.pause(entry)
         assert daemon.engine.paused == set(daemon.host.alive)
         assert "error" not in (await asyncio.to_thread(client.call, name, EXEC)).done

@@ -11,6 +11,7 @@ from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import EXEC, SOON_S, call, frame, raw_exchange
+from workers.sandbox_client import SandboxClient
 from workers.sandboxd import sandbox as sandbox_module
 from workers.sandboxd.connection import MAX_BODY_BYTES
 from workers.sandboxd.frames import MAX_HEADER
@@ -275,3 +276,14 @@ def test_a_stream_may_come_a_byte_at_a_time_and_a_wrong_capture_takes_nothing_fr
     assert count_budget({"op": "exec", "capture": {"stdout": 100, "stderr": -100, "merged": "all"}}) == 100
     limit = 10_000
     assert count_budget({"op": "exec", "capture": {"stream": limit}}) >= limit * (1 + FRAME_COST_BYTES)
+
+
+async def test_a_client_without_a_daemon_says_what_to_check(tmp_path: Path) -> None:
+    with pytest.raises(SandboxUnavailable, match="is it running on this host"):
+        SandboxClient(tmp_path / "none.sock").status()
+
+
+async def test_a_session_gets_the_requested_image(tmp_path: Path) -> None:
+    async with running_sandboxd(tmp_path) as daemon:
+        await daemon.open(image="python")
+        assert daemon.engine.guests[0].config["Image"] == "python"

@@ -19,14 +19,14 @@ from store.metrics import WorkerMetricsStore
 from tests.conftest import RedisProcess
 from tests.fake_engine import Behaviour, FakeEngine, FakeGuest, echoing
 from tests.fake_hosts import build_report
-from tests.fake_sandboxd import PLAN, open_host, running_sandboxd
+from tests.fake_sandboxd import PLAN, open_host, running_sandboxd, sandbox_of
 from tests.metric_harness import Key, counted, key, read_page
 from tests.unit.test_metric_page import report
 from tests.unit.test_sandboxd_hostile_guest import answering, call
 from workers.host_duties import SandboxdMetrics
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.daemon import cancelled_by_signals
-from workers.sandboxd.session import Session
+from workers.sandboxd.factory import count_states
 from workers.sandboxd.sessions import NewSession, Sessions
 from workers.unix_listening import socket_mode
 
@@ -44,25 +44,13 @@ async def lose(sessions: Sessions, session: str = "s") -> None:
     """Kill the session's container, and wait until sandboxd has detected the loss."""
     entry = sessions.find(session)
     assert entry is not None
-    sandbox = entry.sandbox
-    assert sandbox is not None
+    sandbox = sandbox_of(entry)
     noticing = sandbox.begin("", EXEC, 0, lambda _: None)
     sandbox.runtime._engine.alive[sandbox.container].die()  # type: ignore[attr-defined]
     await asyncio.wait_for(noticing.done, SOON_S)
 
 
 # Loss
-
-
-async def test_every_loss_is_reported_once_and_the_next_use_gets_a_fresh_sandbox(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", NewSession(PLAN, 60))
-        for generation in (2, 3):
-            await lose(sessions)
-            with pytest.raises(SandboxUnavailable, match="files are lost"):
-                await sessions.use("s", "c")
-            assert (await sessions.use("s", "c"))[1].generation == generation
-            assert len(engine.alive) == 1
 
 
 async def test_calls_that_come_at_once_after_a_loss_rebuild_it_once(tmp_path: Path) -> None:
@@ -191,11 +179,6 @@ async def test_a_container_that_stays_does_not_block_others(tmp_path: Path) -> N
         assert len(engine.alive) == 1
 
 
-def container_of(entry: Session) -> str:
-    assert entry.sandbox is not None
-    return entry.sandbox.container
-
-
 async def stillborn(guest: FakeGuest) -> None:
     guest.die()
 
@@ -252,7 +235,7 @@ async def test_opening_a_session_that_could_not_be_closed_ends_the_old_one_first
             await sessions.close("s")
         new = await sessions.open("s", NewSession(PLAN, 60))
         assert new is not old
-        assert list(engine.alive) == [container_of(new)]
+        assert list(engine.alive) == [sandbox_of(new).container]
 
 
 async def test_a_session_closed_twice_at_once_is_removed_once(tmp_path: Path) -> None:
@@ -286,7 +269,7 @@ async def test_a_container_stays_known_when_its_client_leaves(tmp_path: Path) ->
         opening.cancel()
         engine.start_gate.set()
         entry = await sessions.open("s", NewSession(PLAN, 60))
-        assert list(engine.alive) == [container_of(entry)]
+        assert list(engine.alive) == [sandbox_of(entry).container]
 
 
 async def test_a_sandboxd_that_ends_leaves_no_start_behind_and_makes_no_new_one(tmp_path: Path) -> None:
@@ -435,3 +418,10 @@ async def test_a_sandboxd_of_another_release_reports_what_it_can(
 ) -> None:
     build_taker(client, status)[0].keep()
     assert (await read(redis_server))[key("toolcrew_sandbox_oom_total")] == 0
+
+
+async def test_states_of_existing_containers_are_counted(tmp_path: Path) -> None:
+    async with open_host(tmp_path) as host:
+        await host.sessions.open("s", NewSession(PLAN, 60))
+        await host.sessions.open("t", NewSession(PLAN, 60))
+        assert count_states(host.sessions.all(), 3) == {"busy": 0, "idle": 2, "paused": 0, "lost": 0, "warm": 3}

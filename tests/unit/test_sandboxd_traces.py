@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import SandboxUnavailable, ToolFailure
-from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import (
     PLAN,
     KeptWorkspaces,
@@ -116,18 +115,6 @@ async def test_a_row_has_what_a_worker_decides_by(tmp_path: Path) -> None:
         assert 0 <= fields["idle_s"] < SOON_S
 
 
-async def test_a_job_that_was_started_is_counted(tmp_path: Path) -> None:
-    async def starting(guest: FakeGuest) -> None:
-        await guest.hello()
-        request, _ = await guest.request()
-        await guest.done(request, job=RUNNING, streams={})
-
-    async with running_sandboxd(tmp_path, starting) as daemon:
-        client, name = await daemon.open()
-        await call(client, name, {"op": "job_start", "script_bytes": 0, "timeout_s": 5})
-        assert (await row(daemon))["jobs"] == 1
-
-
 async def test_many_sessions_are_listed_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("sessions", "control"):
         monkeypatch.setattr(f"workers.sandboxd.{module}.MAX_ROWS", 2)
@@ -177,8 +164,7 @@ async def test_an_automatic_checkpoint_that_grows_old_is_worth_another(tmp_path:
         client, name = await daemon.open()
         await asyncio.to_thread(client.checkpoint, name, automatic=True)
         assert (await row(daemon))["changed"] is False
-        entry = daemon.sessions.find(name)
-        assert entry is not None
+        entry = daemon.session(name)
         assert entry.automatic_at is not None
         entry.automatic_at -= 2 * 86_400
         assert (await row(daemon))["changed"] is True
@@ -253,8 +239,7 @@ async def test_a_session_is_in_use_until_its_checkpoint_is_stored(tmp_path: Path
     checkpoints = GatedCheckpoints()
     async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
         client, name = await daemon.open()
-        entry = daemon.sessions.find(name)
-        assert entry is not None
+        entry = daemon.session(name)
         checkpoint = asyncio.create_task(asyncio.to_thread(client.checkpoint, name))
         await asyncio.wait_for(checkpoints.saving.wait(), SOON_S)
         entry.used_at -= 2 * entry.ttl_s

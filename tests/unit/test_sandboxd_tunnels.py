@@ -163,19 +163,6 @@ async def test_nothing_is_read_from_the_proxy_for_a_guest_that_is_behind(tmp_pat
 # Without a proxy
 
 
-async def test_a_program_reads_why_nothing_can_be_reached(tmp_path: Path) -> None:
-    async with running_tunnels(tmp_path, unreachable) as guest:
-        guest.open(1)
-        guest.tell("net_data", 1, b"GET http://example.org/ HTTP/1.1\r\n\r\n")
-        op, _, body = await guest.hear(1)
-        assert op == "net_data"
-        assert body.startswith(b"HTTP/1.1 502 ")
-        head, _, text = body.partition(b"\r\n\r\n")
-        assert f"Content-Length: {len(text)}".encode() in head
-        assert b"egress proxy" in text
-        assert await guest.hear_ops(1) == ["net_end", "net_close"]
-
-
 async def test_pending_data_is_read_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "LINGER_S", 30.0)
     async with running_tunnels(tmp_path, unreachable) as guest:

@@ -105,19 +105,6 @@ async def test_a_session_of_an_earlier_release_asks_its_host() -> None:
     assert harness.transport.contexts[-1].fence == 1
 
 
-async def test_a_program_that_is_stopped_leaves_an_attached_session_open() -> None:
-    harness = Harness()
-    opened = await harness.open()
-
-    async def work() -> None:
-        async with await harness.attach(opened.id):
-            raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        await work()
-    assert (harness.sent(), harness.transport.commands) == (["session.open"], [])
-
-
 async def test_a_session_of_another_tenant_is_unknown() -> None:
     """The attacker's aim: to learn which ids exist. Invalid names, or names that lead to other keys, get the same
     reply.
@@ -140,3 +127,16 @@ async def test_a_session_of_another_tenant_is_unknown() -> None:
         reported.add((refused.value.code, refused.value.message))
     assert [code for code, _ in reported] == [ErrorCode.SESSION_NOT_FOUND]
     assert "bolt" not in str(reported)
+
+
+async def test_a_program_that_is_stopped_leaves_an_attached_session_open() -> None:
+    harness = Harness()
+    opened = await harness.open()
+
+    async def work() -> None:
+        async with await harness.attach(opened.id):
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await work()
+    assert (harness.sent(), harness.transport.commands) == (["session.open"], [])

@@ -559,3 +559,11 @@ async def test_a_wrong_cursor_or_limit_is_refused(
     with pytest.raises(ToolFailure, match="the cursor" if cursor is not None else "between 1 and 1000") as refused:
         await SessionList(client, "d", KEYS).read(None, cursor, limit)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+async def test_a_session_is_found_by_its_tenant_only(client: "redis.asyncio.Redis") -> None:
+    locator = build_locator(client, Hosts("a"))
+    await locator.open("acme", "s1", DEFAULT, {})
+    with pytest.raises(ToolFailure) as unknown:
+        await locator.find("rival", "s1", DEFAULT)
+    assert unknown.value.code is ErrorCode.SESSION_NOT_FOUND

@@ -25,7 +25,7 @@ from orchestrator.settings import OrchestratorSettings
 from scripts.setting_docs import docstrings
 from telemetry.settings import LogSettings, TracingSettings
 from tests.stack import ROOT
-from workers.setting_list import PROCESSES
+from workers.setting_list import PROCESSES, build_list
 from workers.settings import (
     EgressSettings,
     SandboxdSettings,
@@ -84,7 +84,6 @@ def test_every_name_in_deployment_files_scripts_and_tests_is_known() -> None:
 
 PROGRAMS = (
     "orchestrator hosts list",
-    "orchestrator skills install --check .",
     "orchestrator.operations.flower",
     "workers",
     "workers.sandboxd",
@@ -242,3 +241,9 @@ def test_asking_the_worker_side_leaves_no_process_behind_when_it_is_cancelled() 
             await reading
 
     asyncio.run(work())
+
+
+def test_a_worker_with_something_else_wrong_says_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    monkeypatch.setenv("TOOLCREW_CONCURRENCY", "0")
+    assert ["TOOLCREW_CONCURRENCY" in row["problem"] for row in build_list() if row["process"] == "worker"] == [True]

@@ -13,20 +13,8 @@ from store.tasks import begin_shared
 from telemetry.logs import bound
 from tests.admission_harness import DEPLOYMENT, build_request, set_slots
 from tests.conftest import RedisProcess
-from tests.hosted_harness import HostedHarness, MadeHosted, open_hosted
 
 Begun = dict[str, list[dict[str, Any]]]
-
-
-@pytest.fixture
-async def made(redis_server: RedisProcess) -> AsyncIterator[MadeHosted]:
-    async with open_hosted(redis_server) as make:
-        yield make
-
-
-@pytest.fixture
-def harness(made: MadeHosted) -> HostedHarness:
-    return made(["done"])
 
 
 @pytest.fixture
@@ -52,16 +40,6 @@ async def test_a_shared_task_does_not_know_who_began_it() -> None:
     with bound(call="first"):
         assert await asyncio.create_task(names()) == {"call": "first"}
         assert await begin_shared(names(), "shared") == {}
-
-
-async def test_the_tasks_of_run_events_have_no_run_context(harness: HostedHarness, begun: Begun) -> None:
-    run = await harness.start()
-    with bound(call="first"):
-        async with harness.working():
-            await harness.events(run)
-    assert begun["Runner._hold"] == [{"call": "first"}]
-    assert begun["RunEventPublisher._send_regularly"] == [{}]
-    assert begun["RunEventHub._read_all"] == [{}]
 
 
 async def test_the_tasks_of_admission_have_no_call_context(redis_server: RedisProcess, begun: Begun) -> None:

@@ -182,3 +182,11 @@ def test_a_sandboxd_lost_during_a_skill_load_leaves_the_call_unstarted(root: Pat
     bench.client.find_skill = gone  # type: ignore[method-assign]
     result = bench.use(name="alpha", action="run", script="a.py")
     assert (result.error_code, result.metadata["not_run"]) == (ErrorCode.SANDBOX_UNAVAILABLE, "sandboxd")
+
+
+def test_a_thousand_skills_are_listed_as_far_as_there_is_room(tmp_path: Path) -> None:
+    for number in range(40):
+        write_skill(tmp_path, f"s{number}", front=f"name: s{number}\ndescription: {'word ' * 100}")
+    bench = Bench(tmp_path)
+    assert "s39" not in bench.tool.spec.description
+    assert (bench.use(action="list").text()).count("\n- s") == 39

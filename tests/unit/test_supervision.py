@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ConfigError
+from orchestrator.cli import up as cli
 from orchestrator.operations import local_stack, supervision
 from orchestrator.operations.local_stack import StackInfo, keep
 from orchestrator.operations.stack_data import StackData, open_stack_data
@@ -343,6 +344,12 @@ def test_the_end_is_announced_once_where_a_terminal_can_show_it(number: int, end
         )
     )
     assert (code, len(announced)) == (0, ends)
+
+
+@pytest.mark.parametrize(("is_kept", "message"), [(False, "are deleted"), (True, "are kept")])
+def test_the_end_says_what_becomes_of_the_data(is_kept: bool, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cli._print_stack_end(is_kept=is_kept)
+    assert message in capsys.readouterr().err
 
 
 def test_the_data_folder_has_one_user_at_a_time_and_the_same_password_at_every_start(tmp_path: Path) -> None:

@@ -30,14 +30,9 @@ async def export(folder: Path, build: Any, *turns: Any, **options: Any) -> dict[
 async def test_a_trajectory_has_prompt_instruction_and_a_step_for_each_reply(tmp_path: Path) -> None:
     exported = await export(tmp_path, build_atif)
     assert exported["schema_version"] == "ATIF-v1.7"
-    assert exported["session_id"] == "run1"
-    assert exported["trajectory_id"] == "run1"
-    assert [(step["step_id"], step["source"]) for step in exported["steps"]] == [
-        (1, "system"),
-        (2, "user"),
-        (3, "agent"),
-        (4, "agent"),
-    ]
+    assert exported["session_id"] == exported["trajectory_id"] == "run1"
+    sources = [(step["step_id"], step["source"]) for step in exported["steps"]]
+    assert sources == [(1, "system"), (2, "user"), (3, "agent"), (4, "agent")]
     step = exported["steps"][2]
     assert step["message"] == "Let me see."
     assert step["tool_calls"][0]["function_name"] == "echo"

@@ -75,17 +75,13 @@ def test_a_page_begins_with_where_it_is_from_and_is_fenced(server: WebServer) ->
     assert (result.metadata["status"], result.metadata["title"], result.metadata["source"]) == (200, "A & B", "network")
 
 
-def test_the_main_part_comes_as_markdown_without_what_is_around_it(server: WebServer) -> None:
+def test_the_main_part_comes_as_markdown_text_has_no_markup_and_html_all_of_it(server: WebServer) -> None:
     server.replies["/"] = answer(ARTICLE)
     body = body_of(fetch(server))
     for wanted in ("# Heading", "- first", "x = 1\n  y = 2", "**bold**", f"[more]({server.url('/more')})"):
         assert wanted in body
     for unwanted in ("evil()", "p {}", "Log in", "Imprint", "<p>"):
         assert unwanted not in body
-
-
-def test_text_has_no_markup_and_html_has_all_of_it(server: WebServer) -> None:
-    server.replies["/"] = answer(ARTICLE)
     text, html = body_of(fetch(server, format="text")), body_of(fetch(server, format="html"))
     assert "bold" in text
     assert not {"**", "](", "<b>"} & {mark for mark in ("**", "](", "<b>") if mark in text}
@@ -99,9 +95,16 @@ def test_what_nests_too_deep_is_read_whole_and_that_is_said(server: WebServer) -
     assert "the text of the whole page: it nests too deep" in footer_of(result)
 
 
-def test_a_page_without_text_says_so(server: WebServer) -> None:
-    server.replies["/"] = answer("<html><body><div id=app></div><script>render()</script></body></html>")
-    assert "[the page has no text; " in fetch(server).text()
+@pytest.mark.parametrize(
+    ("content", "kind", "note"),
+    [
+        ("<body><div id=app></div><script>render()</script></body>", "text/html", "[the page has no text; "),
+        ('{"a":', "application/json", "it is not JSON"),
+    ],
+)
+def test_a_page_that_cannot_be_shown_as_its_kind_says_so(server: WebServer, content: str, kind: str, note: str) -> None:
+    server.replies["/"] = answer(content, content_type=kind)
+    assert note in fetch(server).text()
 
 
 def test_a_long_page_is_read_on_where_it_says_without_being_fetched_again(server: WebServer) -> None:
@@ -137,11 +140,6 @@ def test_json_is_laid_out_and_plain_text_is_left_as_it_is(server: WebServer) -> 
     assert body_of(fetch(server, "/json")) == '{\n  "b": [\n    1,\n    2.50\n  ]\n}'
     assert footer_of(fetch(server, "/json")) == "[end of page: 32 characters]"
     assert body_of(fetch(server, "/text")) == "a  b\n\n\nc <b>"
-
-
-def test_broken_json_is_shown_as_it_came_and_that_is_said(server: WebServer) -> None:
-    server.replies["/"] = answer('{"a":', content_type="application/json")
-    assert "it is not JSON" in footer_of(fetch(server))
 
 
 @pytest.mark.parametrize(

@@ -165,3 +165,13 @@ def test_weak_secrets_are_refused(secret: str) -> None:
         Webhook(url="https://example.org", secret=secret)
     with pytest.raises(ValueError, match="write whsec_"):
         sign(secret, "msg_1", 1, "{}")
+
+
+async def test_the_end_of_a_run_is_announced(harness: Harness) -> None:
+    receiver = Receiver(200)
+    run = await harness.hosted.start("acme", RunBody(instruction="x"), metadata={"for": "tests"}, webhook=HOOK)
+    await harness.hosted.cancel("acme", run.id)
+    assert await harness.sender(receiver).send_due() == 1
+    body = json.loads(receiver.sent[0]["body"])
+    assert (body["type"], body["data"]["id"], body["data"]["state"]) == ("run.ended", run.id, "cancelled")
+    assert body["data"]["metadata"] == {"for": "tests"}

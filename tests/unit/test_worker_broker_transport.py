@@ -239,8 +239,10 @@ class Harness:
     def write(self, state: CallState, attempt: int = 1) -> None:
         self.client.hset(KEY, mapping={"state": state, "attempt": attempt})
 
-    def record(self) -> CallRecord | None:
-        return parse_record(self.client.hgetall(KEY))  # type: ignore[arg-type]
+    def record(self) -> CallRecord:
+        record = parse_record(self.client.hgetall(KEY))  # type: ignore[arg-type]
+        assert record is not None
+        return record
 
     def stored(self) -> Any:
         text: Any = self.client.get(result_key("h-c1"))
@@ -270,7 +272,6 @@ def test_an_answer_is_stored_published_and_its_call_done(harness: Harness) -> No
     assert (stored["status"], stored["result"], stored["task_id"]) == ("SUCCESS", ENCODED, "h-c1")
     assert message is not None
     assert json.loads(message["data"]) == stored
-    assert record is not None
     assert (record.state, record.code, record.sandbox) == (CallState.DONE, "TIMEOUT", "c0ffee")
     assert record.ended_at > 0
     assert 0 < harness.client.ttl(result_key("h-c1")) <= 3600
@@ -284,7 +285,6 @@ def test_a_failure_of_the_infrastructure_is_stored_as_failure_with_the_same_answ
     stored, record = harness.stored(), harness.record()
     assert (stored["status"], stored["answer"]) == ("FAILURE", ENCODED)
     assert stored_answer(stored) == ENCODED
-    assert record is not None
     assert (record.state, record.code) == (CallState.DONE, "INTERNAL")
     # Celery's own reader gets an exception that it can rebuild.
     assert "INTERNAL" in str(harness.app.AsyncResult("h-c1").result)
@@ -302,7 +302,6 @@ def test_the_answer_of_an_attempt_that_was_given_up_is_not_stored(harness: Harne
     harness.write(CallState.QUEUED, attempt=2)
     harness.store(attempt=1)
     record = harness.record()
-    assert record is not None
     assert (harness.stored(), record.state, record.attempt) == (None, CallState.QUEUED, 2)
 
 
@@ -312,7 +311,6 @@ def test_a_result_is_stored_when_redis_lost_the_record(harness: Harness, state: 
         harness.write(state, attempt=1)
     harness.store(attempt=2)
     record = harness.record()
-    assert record is not None
     assert (harness.stored()["result"], record.state, record.attempt) == (ENCODED, CallState.DONE, 2)
 
 
@@ -325,7 +323,6 @@ def test_a_call_that_was_not_run_is_answered_and_its_record_left(
     harness.write(state)
     harness.store(has_run=has_run)
     record = harness.record()
-    assert record is not None
     assert (harness.stored()["result"], record.state) == (ENCODED, state)
 
 

@@ -168,8 +168,12 @@ def test_kill_report_and_sandbox_are_passed_on_with_an_error() -> None:
     assert result.sandbox == SandboxInfo(id="c0ffee")
 
 
-def test_a_clock_that_runs_behind_the_senders_gives_no_negative_time() -> None:
-    assert Harness().execute(context=build_context(sent_at=time.time() + 30)).clocks.queued_s == 0
+@pytest.mark.parametrize(("sent_s", "queued_s"), [(-2.5, 2.5), (30.0, 0.0)])
+def test_the_time_in_the_queue_starts_when_the_call_was_sent_and_is_never_negative(
+    sent_s: float, queued_s: float
+) -> None:
+    context = build_context(sent_at=time.time() + sent_s)
+    assert Harness().execute(context=context).clocks.queued_s == pytest.approx(queued_s, abs=0.5)
 
 
 @pytest.mark.parametrize(

@@ -152,21 +152,6 @@ def test_a_dead_predecessor_gives_its_sessions_at_once(harness: HostHarness, mon
     )
 
 
-def test_sessions_are_taken_over_after_their_worker_died(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    sandboxd = MemorySandboxd()
-    sandboxd.add("acme:s1")
-    harness.put_place("acme:s1", queue="host.a.b1")
-    harness.hosts().report(build_report("host.a.b1"))
-    starting = adopter(harness, sandboxd)
-    with capture_logs():
-        assert starting.begin(sandboxd.rows) == {AdoptionResult.HELD: 1}
-        duty = start_retries(starting, sandboxd)
-        harness.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
-        duty.join(20)
-    assert harness.place("acme:s1").queue == OURS
-    assert not sandboxd.closed
-
-
 def test_undecided_sessions_are_retried_after_an_outage(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
