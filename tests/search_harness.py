@@ -81,8 +81,8 @@ class Harness:
 
     @staticmethod
     def _search(serve: Any, request_class: Any, fields: dict[str, Any], paths: GuestPaths) -> Found:
-        bench = _Bench(paths)
         with _descriptors_closed():
+            bench = LocalContext(paths)
             try:
                 done = serve(request_class(fields), bench)
             except Failure as failure:
@@ -90,20 +90,25 @@ class Harness:
         return Found(bench.sent.decode(), done, None)
 
 
-class _Bench:
-    """A tool environment whose writer keeps all data, and whose watch never stops the search."""
+class LocalContext:
+    """The context that a supervisor gives a request, without a supervisor: all data of one stream is kept, and no limit
+    or cancel applies.
+    """
 
-    def __init__(self, paths: GuestPaths) -> None:
+    def __init__(self, paths: GuestPaths, stream: str = "lines", body: bytes = b"") -> None:
         self.paths = paths
         self.sent = b""
         self.watch = self
         self.writer = self
+        self.body = os.memfd_create("body")
+        os.write(self.body, body)
+        self._stream = stream
 
     def check(self) -> None:
-        """Do nothing: there is neither a limit nor a cancel."""
+        """Apply no limit."""
 
     def send(self, stream: str, data: bytes) -> None:
-        assert stream == "lines"
+        assert stream == self._stream
         self.sent += data
 
 

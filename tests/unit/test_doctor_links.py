@@ -112,17 +112,6 @@ async def test_the_models_endpoint_is_asked_for_what_costs_nothing(
     assert "key-of-the-model" not in json.dumps(report.to_json())
 
 
-async def test_the_models_key_is_not_shown_to_where_its_endpoint_sends_us() -> None:
-    report = Report()
-    with answering(200) as (other, requests), answering(307, location=f"{other}/v1/models") as (url, _):
-        await examine_model(
-            settings_of(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY="key-of-the-model", model="m1"), report
-        )
-
-    assert requests == []
-    assert len(report.findings) == 1
-
-
 async def test_every_configured_endpoint_has_a_row(client: "redis.asyncio.Redis") -> None:
     report, endpoints = Report(), ModelEndpoints(client, "d", KEY)
     await SecretStore(client, "d", KEY).set(None, "MODEL_KEY", "key-of-the-model")
@@ -145,36 +134,36 @@ async def test_every_configured_endpoint_has_a_row(client: "redis.asyncio.Redis"
     assert "key-of-the-model" not in json.dumps(report.to_json())
 
 
-async def test_a_login_in_the_endpoints_url_is_not_reported() -> None:
+async def test_secrets_of_the_endpoint_are_neither_reported_nor_shown_to_where_it_sends_us() -> None:
     report = Report()
-    base = f"http://user:geheim@127.0.0.1:{free_port()}/v1"
-    await examine_model(settings_of(OPENAI_BASE_URL=base, model="m"), report)
+    with answering(200) as (other, requests), answering(307, location=f"{other}/v1/models") as (url, _):
+        for base in (url, f"http://user:geheim@127.0.0.1:{free_port()}"):
+            settings = settings_of(OPENAI_BASE_URL=f"{base}/v1", OPENAI_API_KEY="key-of-the-model", model="m1")
+            await examine_model(settings, report)
 
-    assert [found.is_good for found in report.findings] == [False]
+    assert requests == []
+    assert len(report.findings) == 2
+    assert not report.findings[1].is_good
     assert "geheim" not in json.dumps(report.to_json())
+    assert "key-of-the-model" not in json.dumps(report.to_json())
 
 
 async def test_a_collector_that_does_not_answer_and_a_wrong_word_for_tracing_are_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TOOLCREW_TRACING", "otlp")
+    good, report = Report(), Report()
+    with answering(200) as (url, _):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        await examine_tracing(settings_of(traces=tmp_path), good)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    report = Report()
     await examine_tracing(settings_of(traces=tmp_path / "not" / "yet"), report)
     monkeypatch.setenv("TOOLCREW_TRACING", "on")
     wrong = Report()
     await examine_tracing(settings_of(traces=Path("/proc/self/traces")), wrong)
 
+    assert [found.is_good for found in good.findings] == [True, True]
     assert [(found.name, found.is_good) for found in report.findings] == [("tracing", False), ("traces", True)]
     assert "OTEL_EXPORTER_OTLP_ENDPOINT" in report.findings[0].remedy
     assert report.is_healthy
     assert not wrong.is_healthy
-
-
-async def test_a_collector_that_answers_is_good(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with answering(200) as (url, _):
-        monkeypatch.setenv("TOOLCREW_TRACING", "otlp")
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-        report = Report()
-        await examine_tracing(settings_of(traces=tmp_path), report)
-    assert [found.is_good for found in report.findings] == [True, True]

@@ -60,6 +60,8 @@ def build_evidence(
 
 
 RUNC = TenantClass(runtime="runc")
+UNGUARDED, ROOTLESS = ({"facts": {"security": frozenset(names)}} for names in ((), ("rootless",)))
+NO_SWAP_LIMIT = {"facts": {"has_swap_limit": False}}
 OLD_RUNC = {"facts": {"components": {"runc": "1.1.5+ds1"}}, "sandbox_runtime": "runc"}
 
 
@@ -105,32 +107,12 @@ def test_the_runc_versions_with_the_fixes_are_reported_from_those_without(versio
     [
         ("system calls are filtered", {"facts": {"seccomp": False}}, "void", "no seccomp"),
         ("runtimes are installed", {"facts": {"runtimes": ("runc",)}}, "void", "no runsc"),
-        (
-            "mandatory access control on files",
-            {"facts": {"security": frozenset()}},
-            "void",
-            "neither AppArmor nor SELinux",
-        ),
-        (
-            "root in a sandbox is not root on the host",
-            {"facts": {"security": frozenset({"rootless"})}},
-            "holds",
-            "rootless",
-        ),
-        (
-            "root in a sandbox is not root on the host",
-            {"facts": {"security": frozenset()}},
-            "void",
-            "no user namespace",
-        ),
+        ("mandatory access control on files", UNGUARDED, "void", "neither AppArmor nor SELinux"),
+        ("root in a sandbox is not root on the host", ROOTLESS, "holds", "rootless"),
+        ("root in a sandbox is not root on the host", UNGUARDED, "void", "no user namespace"),
         ("memory and processes are limited", {"facts": {"has_memory_limit": False}}, "void", "memory"),
-        ("memory and processes are limited", {"facts": {"has_swap_limit": False}}, "holds", "cgroup v2"),
-        (
-            "memory and processes are limited",
-            {"facts": {"has_swap_limit": False}, "host": {"swaps": ("/swap",)}},
-            "void",
-            "swap",
-        ),
+        ("memory and processes are limited", NO_SWAP_LIMIT, "holds", "cgroup v2"),
+        ("memory and processes are limited", {**NO_SWAP_LIMIT, "host": {"swaps": ("/swap",)}}, "void", "swap"),
         ("memory suffices for all sandboxes", {"host": {"memory_bytes": 4 * GIB}}, "void", "4096 MiB"),
         ("memory suffices for all sandboxes", {"host": {"memory_bytes": None}}, "unknown", "cannot be read"),
         ("large programs start", {"host": {"overcommit": 2}}, "void", "overcommit_memory is 2"),
@@ -162,7 +144,9 @@ def test_each_lack_of_a_host_voids_its_own_promise_and_says_what_to_do(
 
 def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
     evidence = build_evidence(
-        facts={"seccomp": False, "runtimes": (), "security": frozenset()}, host={"swaps": ("/dev/sda2",)}
+        facts={"seccomp": False, "runtimes": (), "security": frozenset()},
+        host={"swaps": ("/dev/sda2",)},
+        tenant_classes={"data": TenantClass(image="theirs:2")},
     )
 
     assert {row.name for row in judge(evidence) if row.is_needed and row.state == "void"} == {

@@ -86,10 +86,13 @@ async def test_a_pull_through_a_faulty_engine_ends_with_the_reason(
     assert "very-secret" not in repr(failed.value)
 
 
-async def test_a_pull_without_an_end_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("behaviour", [pulls(_DOWNLOADING, repeats=True), drips], ids=["repeats", "drips"])
+async def test_a_pull_without_an_end_has_a_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour
+) -> None:
     monkeypatch.setattr(engine_images, "PULL_S", 0.3)
     with pytest.raises(PullFailed, match="is not complete after"):
-        await pull(tmp_path, monkeypatch, pulls(_DOWNLOADING, repeats=True))
+        await pull(tmp_path, monkeypatch, behaviour)
 
 
 async def test_a_pull_is_stopped_at_its_next_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +104,3 @@ async def test_a_pull_is_stopped_at_its_next_event(tmp_path: Path, monkeypatch: 
         progress.stop()
         with pytest.raises(PullFailed, match="is stopping"):
             await pulling
-
-
-async def test_an_engine_that_sends_one_byte_at_a_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_images, "PULL_S", 0.3)
-    with pytest.raises(PullFailed, match="is not complete after"):
-        await pull(tmp_path, monkeypatch, drips)

@@ -39,35 +39,36 @@ async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> A
 # Rewards
 
 
-async def test_the_exit_status_is_the_reward_of_a_grader_in_a_session_of_its_own(make: Made) -> None:
-    for code, reward in ((0, 1.0), (1, 0.0), (125, 0.0)):
-        harness = make()
-        await harness.client.flushall()
-        sandboxes = Sandboxes(harness, code)
-        outcome = await harness.worked(await harness.put(graded(build_tool_call())))
+@pytest.mark.parametrize(
+    ("code", "reward"),
+    [(0, 1.0), (1, 0.0), (125, 0.0), *((code, None) for code in (126, 127, 137, 255, -9, -15))],
+)
+async def test_the_exit_status_is_the_reward_of_a_grader_in_a_session_of_its_own(
+    make: Made, code: int, reward: float | None
+) -> None:
+    """A command that could not run or was killed gives no reward."""
+    harness = make()
+    sandboxes = Sandboxes(harness, code)
+    outcome = await harness.worked(await harness.put(graded(build_tool_call())))
+    if reward is None:
+        assert outcome.grade is None
+        assert outcome.failure is not None
+        assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.GRADER, "grader_error")
+    else:
         assert outcome.grade is not None
         assert (outcome.grade.reward, outcome.grade.files, outcome.grade.bytes) == (reward, 1, 5)
         assert (outcome.output, outcome.task) == ("out", "t")
-        # The agent's session is closed before that of the grader opens.
-        names = harness.sent()
-        assert names == [
-            *("open", "echo", "end_jobs", "exec", "export", "close"),
-            *("open", "exec", "import", "exec", "close"),
-        ]
-        sessions = [context.session for context in harness.transport.contexts]
-        assert sandboxes.graded == [sessions[-1]] != [sessions[0]]
-        assert await harness.client.exists("toolcrew:d:t:acme:run.b-1:artifacts") == 0
-
-
-@pytest.mark.parametrize("code", [126, 127, 137, 255, -9, -15])
-async def test_a_command_that_could_not_run_or_was_killed_gives_no_reward(make: Made, code: int) -> None:
-    harness = make()
-    Sandboxes(harness, code)
-    outcome = await harness.worked(await harness.put(graded(build_tool_call())))
-    assert outcome.grade is None
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.GRADER, "grader_error")
-    assert harness.sent().count("open") == 2
+    # The agent's session is closed before that of the grader opens.
+    assert harness.sent() == [
+        *("open", "echo", "end_jobs", "exec", "export", "close"),
+        *("open", "exec", "import", "exec", "close"),
+    ]
+    sessions = [context.session for context in harness.transport.contexts]
+    assert sandboxes.graded == [sessions[-1]] != [sessions[0]]
+    assert await harness.client.exists("toolcrew:d:t:acme:run.b-1:artifacts") == 0
+    with tarfile.open(fileobj=io.BytesIO(sandboxes.imported)) as archive:
+        headers = [(entry.name, entry.type, entry.mode, entry.uid) for entry in archive]
+    assert headers == [("a.py", tarfile.REGTYPE, 0o644, 0)]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ async def test_a_command_that_could_not_run_or_was_killed_gives_no_reward(make: 
         ({"reward": None}, FailureKind.GRADER),
         ({"reward": b"2"}, FailureKind.GRADER),
         ({"reward": b"0.5", "cancelled": True}, FailureKind.INFRASTRUCTURE),
-        ({"reward": b"0.5"}, None),
+        ({"reward": b'{"reward": 0.5, "right": 2}'}, None),
     ],
 )
 async def test_a_reward_file_counts_after_a_command_that_succeeded(
@@ -89,6 +90,12 @@ async def test_a_reward_file_counts_after_a_command_that_succeeded(
     outcome = await harness.worked(await harness.put(graded(build_tool_call(), reward_file="/workspace/reward")))
     assert (outcome.failure.kind if outcome.failure is not None else None) is kind
     assert (outcome.grade.reward if outcome.grade is not None else None) == (None if kind else 0.5)
+    if kind is None:
+        line = build_row_line(build_row(outcome))
+        (again,) = parse_outcome(parse_row(line))
+        assert (again.grade, again.task) == (outcome.grade, "t"), "a row has the grade and is read again"
+        row = json.loads(line)
+        assert (row["task"], row["grade"]["reward"], row["grade"]["scores"]) == ("t", 0.5, {"right": 2.0})
 
 
 VALID = {
@@ -171,16 +178,6 @@ async def test_a_search_for_artifacts_blocks_no_other_item_and_has_a_limit(
     assert (outcome.grade.reward, outcome.grade.refusal, outcome.failure) == (0.0, "too slow", None)
     assert threads
     assert threading.get_ident() not in threads
-
-
-async def test_the_grader_gets_files_with_plain_headers_only(make: Made) -> None:
-    harness = make()
-    sandboxes = Sandboxes(harness)
-    await harness.worked(await harness.put(graded(build_tool_call())))
-    with tarfile.open(fileobj=io.BytesIO(sandboxes.imported)) as archive:
-        assert [(entry.name, entry.type, entry.mode, entry.uid) for entry in archive] == [
-            ("a.py", tarfile.REGTYPE, 0o644, 0)
-        ]
 
 
 # Failures of the infrastructure
@@ -363,17 +360,6 @@ def test_graders_and_samples_that_cannot_work_are_errors(
     with pytest.raises(BadBatch) as caught:
         load_lines(write_lines(tmp_path, *lines))
     assert any(column_text in error.message for error in caught.value.errors)
-
-
-async def test_a_row_has_the_grade_and_is_read_again(make: Made) -> None:
-    harness = make()
-    Sandboxes(harness, reward=b'{"reward": 0.5, "right": 2}')
-    outcome = await harness.worked(await harness.put(graded(build_tool_call(), reward_file="/workspace/r")))
-    line = build_row_line(build_row(outcome))
-    row = json.loads(line)
-    assert (row["task"], row["grade"]["reward"], row["grade"]["scores"]) == ("t", 0.5, {"right": 2.0})
-    (again,) = parse_outcome(parse_row(line))
-    assert (again.grade, again.task) == (outcome.grade, "t")
 
 
 def end(item: str, reward: float | None, kind: FailureKind | None = None, **fields: Any) -> RunEnded:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.guest_harness import GUEST_PARENT
+from tests.search_harness import LocalContext
 
 assert GUEST_PARENT
 
@@ -19,24 +20,6 @@ from guest.files.edits import edit_text  # noqa: E402
 from guest.files.encodings import find_form  # noqa: E402
 from guest.files.requests import EditTextRequest  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
-
-
-class RequestContext:
-    """The context that a supervisor gives a server, without a supervisor."""
-
-    def __init__(self, root: Path, body: bytes) -> None:
-        self.paths = GuestPaths((os.fsencode(root / "w"),), os.fsencode(root / "o"))
-        self.body = os.memfd_create("body")
-        os.write(self.body, body)
-        self.watch = self
-        self.writer = self
-        self.shown = b""
-
-    def check(self) -> None:
-        """Apply no limit."""
-
-    def send(self, _: str, data: bytes) -> None:
-        self.shown += data
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +37,9 @@ def edit(root: Path, data: bytes, edits: list[tuple[str, str, bool]]) -> bytes |
     file = root / "w" / "f"
     file.write_bytes(data)
     names = ("old_string", "new_string", "replace_all")
-    bench: Any = RequestContext(root, json.dumps([dict(zip(names, parts, strict=True)) for parts in edits]).encode())
+    paths = GuestPaths((os.fsencode(root / "w"),), os.fsencode(root / "o"))
+    body = json.dumps([dict(zip(names, parts, strict=True)) for parts in edits]).encode()
+    bench: Any = LocalContext(paths, "file", body)
     try:
         edit_text(EditTextRequest({"path": "f", "max_bytes": 8192, "timeout_s": 5.0}), bench)
     except Failure as failure:
@@ -63,7 +48,7 @@ def edit(root: Path, data: bytes, edits: list[tuple[str, str, bool]]) -> bytes |
     finally:
         os.close(bench.body)
         assert [path.name for path in (root / "w").iterdir()] == ["f"]
-    assert len(bench.shown) <= 8192
+    assert len(bench.sent) <= 8192
     return file.read_bytes()
 
 

@@ -120,10 +120,10 @@ def test_a_call_that_kills_all_it_may_leaves_pid_1_serving(guest: Guest) -> None
     assert guest.run("echo alive").bytes_of("stdout") == b"alive\n"
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 6, 9, 10, 11, 13, 15, 17, 19, 34, 64])
-def test_no_signal_of_a_program_reaches_pid_1(guest: Guest, number: int) -> None:
-    assert guest.run(f"for i in 1 2 3; do kill -{number} 1; done; true")["exit_code"] == 0
-    assert guest.request("ping").header["ev"] == "pong"
+def test_no_signal_of_a_program_reaches_pid_1(guest: Guest) -> None:
+    for number in (1, 2, 3, 6, 9, 10, 11, 13, 15, 17, 19, 34, 64):
+        assert guest.run(f"for i in 1 2 3; do kill -{number} 1; done; true")["exit_code"] == 0
+        assert guest.request("ping").header["ev"] == "pong"
 
 
 def test_a_program_can_neither_read_nor_trace_pid_1(guest: Guest) -> None:

@@ -33,38 +33,21 @@ def test_calls_of_no_lane_run_beside_them(guest: Guest) -> None:
 
 
 @needs_namespace
-def test_who_waits_has_its_limit_from_its_arrival_and_is_reported(guest: Guest) -> None:
-    held = start(guest, "echo up > up; sleep 1000")
+def test_what_was_waited_is_part_of_the_limit_and_who_waits_can_be_cancelled(guest: Guest) -> None:
+    held = start(guest, "mkfifo gate; echo up > up; read line < gate; sleep 0.4")
     guest.wait_for_file("up")
     late = guest.finish(start(guest, "echo never > never", timeout_s=0.2))
-    assert late.code == "TIMEOUT"
-    assert "waited 0.2 s for its turn" in late["error"]["message"]
-    assert not (guest.workspace / "never").exists()
-    guest.send({"id": held, "op": "cancel"})
-    assert guest.finish(held)["cancelled"] is True
-
-
-@needs_namespace
-def test_what_was_waited_is_part_of_the_limit(guest: Guest) -> None:
-    held = start(guest, "echo up > up; sleep 0.4")
-    guest.wait_for_file("up")
-    late = guest.finish(start(guest, "sleep 1000", timeout_s=0.6))
-    assert guest.finish(held)["exit_code"] == 0
-    assert late["timed_out"] is True
-    assert late["run_s"] < 0.5
-
-
-@needs_namespace
-def test_who_waits_can_be_cancelled_and_the_next_one_runs(guest: Guest) -> None:
-    held = start(guest, "mkfifo gate; echo up > up; read line < gate")
-    guest.wait_for_file("up")
-    given_up, waiting = start(guest, "echo never > never"), start(guest, "echo kept")
+    assert (late.code, "waited 0.2 s for its turn" in late["error"]["message"]) == ("TIMEOUT", True)
+    given_up = start(guest, "echo never > never")
     guest.send({"id": given_up, "op": "cancel"})
     done = guest.finish(given_up)
     assert (done["cancelled"], done["exit_code"], done["streams"]["stdout"]["total"]) == (True, None, 0)
+    waiting = start(guest, "sleep 1000", timeout_s=0.6)
     guest.run("echo go > gate")
-    assert guest.finish(waiting).bytes_of("stdout") == b"kept\n"
     assert guest.finish(held)["exit_code"] == 0
+    done = guest.finish(waiting)
+    assert (done["timed_out"], done["run_s"] < 0.5) == (True, True)
+    assert guest.finish(start(guest, "echo kept")).bytes_of("stdout") == b"kept\n"
     assert not (guest.workspace / "never").exists()
 
 

@@ -91,16 +91,6 @@ def test_going_on_behind_the_last_line_shows_every_line_once_and_never_more_than
     assert pages == lines
 
 
-def test_a_line_as_long_as_may_be_shown_is_not_cut_by_its_carriage_return() -> None:
-    page = page_of("x" * LINE_CHARS + "\r\n", 1000)
-    assert (page.shown, page.cuts) == (["x" * LINE_CHARS], [])
-
-
-def test_a_page_ends_behind_a_hundred_cut_lines() -> None:
-    page = page_of(("x" * (LINE_CHARS + 1) + "\n") * 150, 50_000)
-    assert (len(page.cuts), len(page.shown), page.is_out_of_room, page.lines) == (100, 100, True, 150)
-
-
 def test_nothing_of_a_line_is_kept_beyond_what_is_shown() -> None:
     page = LinePage(1, 10, 1, PLENTY)
     for _ in range(100):
@@ -108,3 +98,7 @@ def test_nothing_of_a_line_is_kept_beyond_what_is_shown() -> None:
     assert page.lines == 1
     page.finish()
     assert (page.shown, page.cuts) == (["x" * LINE_CHARS], [(1, LINE_CHARS, 10_000_000)])
+    page = page_of("x" * LINE_CHARS + "\r\n", 1000)
+    assert (page.shown, page.cuts) == (["x" * LINE_CHARS], []), "a carriage return cuts no line"
+    page = page_of(("x" * (LINE_CHARS + 1) + "\n") * 150, 50_000)
+    assert (len(page.cuts), len(page.shown), page.is_out_of_room, page.lines) == (100, 100, True, 150)

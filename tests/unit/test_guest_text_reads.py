@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace
+from tests.search_harness import Harness, LocalContext
 
 assert GUEST_PARENT
 from guest.failures import Failure  # noqa: E402
@@ -46,29 +47,6 @@ def make(guest: Guest, name: str, content: bytes) -> Path:
 
 def recalled(guest: Guest, path: Path) -> Snapshot | None:
     return recall(GuestPaths((bytes(guest.workspace), bytes(guest.tmp)), bytes(guest.output)), bytes(path))
-
-
-class LocalBench:
-    """A guest's tool environment in this process, with its own folders. Sends nothing and applies no limit."""
-
-    def __init__(self, base: Path) -> None:
-        for name in ("ws", "tmp", "output"):
-            (base / name).mkdir()
-        self.paths = GuestPaths((bytes(base / "ws"), bytes(base / "tmp")), bytes(base / "output"))
-
-    @property
-    def watch(self) -> "LocalBench":
-        return self
-
-    @property
-    def writer(self) -> "LocalBench":
-        return self
-
-    def check(self) -> None:
-        """Apply no limit."""
-
-    def send(self, stream: str, data: bytes) -> None:
-        assert stream == "file"
 
 
 def test_lines_are_sent_and_counted(guest: Guest) -> None:
@@ -297,12 +275,12 @@ def test_what_a_command_printed_is_text_whatever_is_in_it(guest: Guest) -> None:
 
 def test_a_line_too_far_in_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_reads, "SEEK_BYTES", 1 << 20)
-    bench = LocalBench(tmp_path)
+    context: Any = LocalContext(Harness(tmp_path).paths(), "file")
     (tmp_path / "ws" / "f").write_bytes(b"line\n" * 500_000)
     header = {"path": "f", "limit": 1, "max_bytes": 8192, "timeout_s": 5}
-    assert text_reads.read_text(ReadTextRequest({**header, "offset": 200_000}), bench)["count"] == 1  # type: ignore[arg-type]
+    assert text_reads.read_text(ReadTextRequest({**header, "offset": 200_000}), context)["count"] == 1
     with pytest.raises(Failure, match="line 400000 does not begin within its first") as caught:
-        text_reads.read_text(ReadTextRequest({**header, "offset": 400_000}), bench)  # type: ignore[arg-type]
+        text_reads.read_text(ReadTextRequest({**header, "offset": 400_000}), context)
     assert caught.value.code == "FILE_TOO_LARGE"
 
 
