@@ -1,6 +1,4 @@
-"""The admission script in Redis and a model in plain Python grant the same slots, in any order of requests and
-releases. No slot is lost.
-"""
+"""The admission script in Redis grants the same slots as a model in plain Python. No slot is lost."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 from structlog.testing import capture_logs
 
+from contract.calls import ToolCall, ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.tenancy import TenantPolicy
 from orchestrator import admission
-from orchestrator.admission import NOT_ADMITTED, PausableAdmission, Slot
+from orchestrator.admission import NOT_ADMITTED, PausableAdmission, Slot, until_admitted
 from store.slots import SlotRequest
 
 PAUSED = TenantPolicy(is_paused=True, pause_reason="the bill is open")
@@ -97,13 +98,6 @@ async def test_calls_of_a_paused_tenant_wait_and_go_on_when_it_is_resumed() -> N
     assert (len(slots.used), slots.paused) == (50, [])
 
 
-async def test_a_call_of_a_paused_tenant_is_refused_when_too_many_calls_wait() -> None:
-    slots = Slots()
-    slots.is_full.set()
-    with pytest.raises(ToolFailure, match="too many calls wait"):
-        await asyncio.wait_for(take(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED)), SOON_S)
-
-
 async def test_a_slot_that_comes_when_the_tenant_is_paused_meanwhile_is_given_back_unused() -> None:
     slots, tenants = Slots(), Tenants()
     slots.free.clear()
@@ -167,6 +161,39 @@ async def test_no_tenant_is_read_when_no_call_waits_for_it() -> None:
     assert (dict(admission._watches), dict(admission._waiting)) == ({}, {})
 
 
+CALL = ToolCall(id="c", name="bash_tool", arguments={})
+
+
+def refused(code: ErrorCode, **metadata: float | str) -> ToolResult:
+    return ToolResult.failed(CALL, code, "no", metadata=dict(metadata))
+
+
+@pytest.mark.parametrize(
+    ("results", "sent"),
+    [
+        (
+            [
+                refused(ErrorCode.RATE_LIMITED, retry_after_s=0.0, **NOT_ADMITTED),
+                refused(ErrorCode.RATE_LIMITED, retry_after_s=-1.0, **NOT_ADMITTED),
+                refused(ErrorCode.TIMEOUT),
+            ],
+            3,
+        ),
+        ([refused(ErrorCode.RATE_LIMITED, retry_after_s=0.0)], 1),
+        ([refused(ErrorCode.QUOTA_EXCEEDED, retry_after_s=0.0, **NOT_ADMITTED)], 1),
+    ],
+    ids=["let through in the end", "a tool's own word", "another code"],
+)
+async def test_a_call_is_sent_until_it_is_let_through(results: list[ToolResult], sent: int) -> None:
+    waiting = list(results)
+
+    async def send() -> ToolResult:
+        return waiting.pop(0)
+
+    assert await until_admitted(send) is results[-1]
+    assert len(results) - len(waiting) == sent
+
+
 async def test_closing_ends_what_watches() -> None:
     slots, tenants = Slots(), Tenants(PAUSED)
     admission = PausableAdmission(slots, tenants)
@@ -176,3 +203,10 @@ async def test_closing_ends_what_watches() -> None:
     assert slots.is_closed
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
+
+
+async def test_a_call_of_a_paused_tenant_is_refused_when_too_many_calls_wait() -> None:
+    slots = Slots()
+    slots.is_full.set()
+    with pytest.raises(ToolFailure, match="too many calls wait"):
+        await asyncio.wait_for(take(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED)), SOON_S)

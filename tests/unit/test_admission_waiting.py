@@ -167,9 +167,7 @@ async def test_a_run_warns_once_that_its_tenant_is_paused(redis_server: RedisPro
     assert [event.result.success for event in events if isinstance(event, CallFinished)] == [True]
 
 
-def test_a_command_prints_one_line_when_its_calls_wait(
-    redis_server: RedisProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_prints_one_line_per_wait(redis_server: RedisProcess, capsys: pytest.CaptureFixture[str]) -> None:
     async def work() -> None:
         client = open_redis(BrokerSettings.model_validate({"redis_url": redis_server.url}))
         admission = SharedAdmission(client, DEPLOYMENT)

@@ -1,6 +1,4 @@
-"""A real connection that ends after any byte of a reply: the run gives the same answer, no call runs twice, and no
-text is shown twice.
-"""
+"""A real connection that ends after any byte of a reply: same answer, no call twice, no text shown twice."""
 
 import asyncio
 import json
