@@ -79,24 +79,6 @@ async def test_a_key_opens_for_its_tenant_and_role(harness: Harness) -> None:
     assert (await harness.keys.authenticate((await harness.keys.add("default")).text)).tenant == "default"
 
 
-async def test_nothing_of_a_key_is_kept_but_a_digest_and_its_end(harness: Harness, redis_server: RedisProcess) -> None:
-    made = await harness.keys.add("acme")
-    with redis_server.client() as client:
-        stored: Any = {name: client.dump(name) for name in client.scan_iter()} | client.hgetall(KEY)
-    secret = made.text.rpartition(f"{made.id}_")[2]
-    assert len(secret) == 43
-    assert not any(secret[:8].encode() in (data or b"") for data in stored.values())
-    assert made.record.tail == made.text[-4:]
-    assert secret[:8] not in repr(made) + repr(made.record)
-
-
-async def test_two_keys_share_nothing(harness: Harness) -> None:
-    made = [await harness.keys.add("acme") for _ in range(2)]
-    assert len({key.text for key in made} | {key.id for key in made} | {key.record.digest for key in made}) == 6
-    swapped = f"tc_{made[0].id}_{made[1].text[-43:]}"
-    assert await failure_of(harness.keys.authenticate(swapped)) is ErrorCode.UNAUTHENTICATED
-
-
 @pytest.mark.parametrize(
     "change", ["", "x", "tc__", "TC", "cut", "long", "last", "space", "newline", "unknown", "huge", "nul", "half"]
 )
@@ -117,17 +99,6 @@ async def test_a_key_that_is_not_exactly_right_opens_nothing(harness: Harness, c
     assert await failure_of(harness.keys.authenticate(wrong)) is ErrorCode.UNAUTHENTICATED
 
 
-async def test_an_unknown_and_a_wrong_key_cannot_be_distinguished(harness: Harness) -> None:
-    text = (await harness.keys.add("acme")).text
-    messages = []
-    for wrong in (f"tc_{'0' * 16}_{text[-43:]}", text[:-43] + "A" * 43, "junk"):
-        with pytest.raises(ToolFailure) as refused:
-            await harness.keys.authenticate(wrong)
-        messages.append(str(refused.value))
-    assert len(set(messages)) == 1
-    assert "toolcrew keys create" in messages[0]
-
-
 async def test_a_key_holds_until_it_expires(harness: Harness) -> None:
     text = (await harness.keys.add("acme", ttl_s=60)).text
     harness.clock.now += 59.9
@@ -136,9 +107,7 @@ async def test_a_key_holds_until_it_expires(harness: Harness) -> None:
     assert await failure_of(harness.keys.authenticate(text)) is ErrorCode.UNAUTHENTICATED
 
 
-async def test_a_revoked_key_opens_nothing_here_at_once_and_elsewhere_once_what_is_known_is_old(
-    harness: Harness,
-) -> None:
+async def test_a_revoked_key_is_refused_at_once_and_elsewhere_after_the_cache_expires(harness: Harness) -> None:
     made, other = await harness.keys.add("acme"), harness.elsewhere()
     await other.authenticate(made.text)
     assert await harness.keys.revoke(made.id)
@@ -168,9 +137,7 @@ async def test_there_are_no_keys_for_tenants_that_are_not_registered(harness: Ha
 
 
 @pytest.mark.parametrize("forgery", ["unsigned", "another secret", "copied", "changed"])
-async def test_a_record_that_cannot_be_verified_authenticates_no_key_and_can_be_removed(
-    harness: Harness, forgery: str
-) -> None:
+async def test_a_forged_record_authenticates_no_key_and_can_be_removed(harness: Harness, forgery: str) -> None:
     """The attacker writes to Redis, has no secret, and has a key of its own tenant."""
     mine = await harness.keys.add("acme")
     own: Any = await harness.client.hget(KEY, mine.id)  # type: ignore[misc]
@@ -220,15 +187,6 @@ async def test_a_credential_is_for_its_tenant_unless_its_role_is_for_all(harness
             assert (await credential.check("other")).tenant == "acme"
         else:
             assert await failure_of(credential.check("other")) is code
-
-
-async def test_a_credential_ends_with_its_key(harness: Harness) -> None:
-    made = await harness.keys.add("acme")
-    credential = Credential(harness.keys, made.text)
-    await credential.check("acme")
-    await harness.keys.revoke(made.id)
-    assert await failure_of(credential.check("acme")) is ErrorCode.UNAUTHENTICATED
-    assert made.text not in repr(credential)
 
 
 class NoRedis:

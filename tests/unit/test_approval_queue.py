@@ -1,15 +1,12 @@
-"""The queue of approval questions: asked, listed and answered once, also from other processes. The queue is bounded.
-A question is removed when no process waits for it.
-"""
+"""The queue of approval questions: asked, listed and answered once, also from other processes."""
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
 
 from contract.approvals import Decision
-from contract.calls import ToolCall, ToolResult
+from contract.calls import ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from orchestrator.approvals.approvers import AutoApprover, RefusingApprover
 from orchestrator.approvals.asking import QueueApprover, choose_people, choose_pool_approver
@@ -21,7 +18,6 @@ from tests.approval_harness import (
     ACME,
     ADMIN,
     OPERATOR,
-    OTHER,
     SHELL,
     SOON_S,
     ApprovalHarness,
@@ -42,55 +38,16 @@ async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -
         yield opened
 
 
-# Asking and answering
-
-
 async def test_a_question_is_shown_exactly_and_answered_from_another_process(harness: ApprovalHarness) -> None:
     deciding = asyncio.create_task(QueueApprover(harness.queue()).decide(request := build_request()))
     (question,) = await harness.until_pending()
     assert (question.tenant, question.session, question.run, question.call) == ("acme", "s1", "run-1", request.call)
-    assert (question.command, question.reason, question.warning) == (
-        "rm -rf /data",
-        "it is dangerous",
-        "it removes files",
-    )
+    assert (question.command, question.reason) == ("rm -rf /data", "it is dangerous")
+    assert question.warning == "it removes files"
     answer = await harness.queue().decide(question.id, YES, digest=question.digest, actor=ACME)
     async with asyncio.timeout(SOON_S):
         assert await deciding == Decision(True, digest=request.digest)
     assert answer.describe().startswith("allowed by ann at ")
-    assert (await harness.queue().pending(ADMIN)).questions == ()
-
-
-async def test_the_gate_runs_the_changed_call_and_judges_it_once_more(harness: ApprovalHarness) -> None:
-    async def outcome(command: str, number: int) -> ToolCall | ToolResult:
-        call = build_call("bash_tool", call_id=f"c{number}", command="git push --force")
-        reviewing = asyncio.create_task(
-            review(call, SHELL, QueueApprover(harness.queue()), tenant="acme", session="s1", run="run-1")
-        )
-        (question,) = await harness.until_pending()
-        await harness.queue().decide(
-            question.id, Decision(True, arguments={"command": command}), digest=question.digest, actor=ADMIN
-        )
-        async with asyncio.timeout(SOON_S):
-            return await reviewing
-
-    fine, denied = await outcome("git push", 1), await outcome("rm -rf /", 2)
-    assert isinstance(fine, ToolCall)
-    assert fine.arguments == {"command": "git push"}
-    assert isinstance(denied, ToolResult)
-    assert denied.error_code is ErrorCode.SECURITY_REFUSED
-
-
-async def test_a_process_that_continues_a_run_finds_its_question_and_the_answer(harness: ApprovalHarness) -> None:
-    question = build_question()
-    assert await harness.queue().ask(question, "died", 60) is None
-    # The asking process is dead and has not withdrawn the question.
-    (shown,) = await harness.until_pending()
-    await harness.queue().decide(shown.id, NO, digest=shown.digest, actor=ADMIN)
-    async with asyncio.timeout(SOON_S):
-        assert await QueueApprover(harness.queue()).decide(build_request()) == dataclasses.replace(
-            NO, digest=question.digest
-        )
     assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
@@ -105,9 +62,7 @@ async def test_a_question_is_withdrawn_when_its_call_is_cancelled(harness: Appro
     assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
-async def test_a_question_without_an_answer_in_time_is_denied_and_cannot_be_answered_later(
-    harness: ApprovalHarness,
-) -> None:
+async def test_a_question_without_an_answer_is_denied_for_good(harness: ApprovalHarness) -> None:
     call = build_call("bash_tool", command="git push --force")
     result = await review(
         call, SHELL, QueueApprover(harness.queue()), tenant="acme", session="s1", run="run-1", ttl_s=0.3
@@ -124,9 +79,7 @@ async def test_a_question_without_an_answer_in_time_is_denied_and_cannot_be_answ
     assert 0 < await harness.client.pttl(keys[0]) <= queue_file.OVER_KEPT_S * 1000 + 1000
 
 
-async def test_many_wait_by_one_look_and_each_hears_its_own_answer(
-    harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_askers_get_their_own_answers(harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_file, "_AT_ONCE", 7)
     queue, looks = harness.queue(), list[int]()
 
@@ -205,30 +158,6 @@ async def test_a_bug_in_the_look_ends_the_wait_instead_of_lasting_to_the_limit(h
     assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
-async def test_a_tenant_sees_its_own_questions_and_operators_those_of_all(harness: ApprovalHarness) -> None:
-    queue = harness.queue()
-    for tenant in ("acme", "other"):
-        await queue.ask(build_question(tenant=tenant), "x", 60)
-
-    async def seen(actor: object, tenant: str | None = None) -> list[str]:
-        return sorted(one.question.tenant for one in (await queue.pending(actor, tenant)).questions)  # type: ignore[arg-type]
-
-    assert (await seen(ACME), await seen(OTHER), await seen(OPERATOR), await seen(ADMIN)) == (
-        ["acme"],
-        ["other"],
-        ["acme", "other"],
-        ["acme", "other"],
-    )
-    assert await seen(OPERATOR, "acme") == ["acme"]
-    assert await seen(OPERATOR, "unknown") == []
-    with pytest.raises(ToolFailure) as refused:
-        await seen(ACME, "other")
-    assert refused.value.code is ErrorCode.PERMISSION_DENIED
-
-
-# Permissions to see and answer
-
-
 async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(harness: ApprovalHarness) -> None:
     queue, question = harness.queue(), build_question()
     await queue.ask(question, "x", 60)
@@ -250,9 +179,7 @@ async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(har
     }
 
 
-async def test_pages_are_whole_and_in_order_of_expiry_also_when_many_expire_at_once(
-    harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pages_are_in_order_of_expiry(harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_file, "_AT_ONCE", 4)
     queue = harness.queue()
     questions = [build_question(number=number) for number in range(30)]
@@ -288,16 +215,11 @@ async def test_redis_away_is_reported_and_nothing_is_assumed(harness: ApprovalHa
             await work
 
 
-# Which approver
-
-
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [("auto", AutoApprover), ("never", RefusingApprover), ("ask", QueueApprover), ("queue", QueueApprover)],
 )
-async def test_runs_that_ask_people_ask_the_queue_unless_the_operator_has_the_last_word(
-    harness: ApprovalHarness, mode: str, kind: type
-) -> None:
+async def test_the_approver_follows_the_setting(harness: ApprovalHarness, mode: str, kind: type) -> None:
     settings = OrchestratorSettings.model_validate({"approvals": mode, "deployment": "d"})
     queue = harness.queue()
     assert isinstance(choose_people(settings, queue), kind)

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from contract.functions.call_context import CallContext
 from contract.registry import Tool
 from contract.schema import prepare_arguments
-from orchestrator.functions.function_tools import FunctionTool, as_tool, tool
+from orchestrator.functions.function_tools import as_tool, tool
 
 CONTEXT = CallContext("c1", cwd="/here")
 
@@ -25,24 +25,6 @@ def run(made: Tool[Any], **arguments: Any) -> Any:
     prepared, _ = prepare_arguments(made.spec, arguments)
     value = made.handler(prepared, CONTEXT)
     return asyncio.run(value) if inspect.iscoroutine(value) else value
-
-
-def test_a_tool_of_ours_comes_back_as_it_is() -> None:
-    made = tool(name="noop")(lambda: None)
-    assert as_tool(made) is made
-    assert isinstance(made, FunctionTool)
-
-
-WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-
-
-def test_a_dict_with_execute_is_a_tool() -> None:
-    async def execute(args: dict[str, Any]) -> dict[str, Any]:
-        return {"temp": 22, "city": args["city"]}
-
-    made = as_tool({"name": "get_weather", "description": "Weather.", "parameters": WEATHER, "execute": execute})
-    assert (made.name, made.spec.description, made.spec.parameters) == ("get_weather", "Weather.", WEATHER)
-    assert run(made, city="Beijing") == {"temp": 22, "city": "Beijing"}
 
 
 def test_an_object_with_execute_gets_the_context_as_second_argument() -> None:
@@ -75,19 +57,6 @@ SECONDS: list[tuple[Callable[..., Any], Any]] = [
 @pytest.mark.parametrize(("execute", "expected"), SECONDS, ids=range(len(SECONDS)))
 def test_the_context_is_passed_where_it_is_taken(execute: Callable[..., Any], expected: Any) -> None:
     assert run(as_tool({"name": "x", "description": "X.", "execute": execute})) == expected
-
-
-def test_a_base_tool_is_run_by_its_run_method_and_described_by_its_signature() -> None:
-    class Search:
-        name = "search"
-        description = "Searches."
-
-        def _run(self, query: str, limit: int = 5) -> str:
-            return f"{limit} of {query}"
-
-    made = as_tool(Search())
-    assert made.spec.parameters["required"] == ["query"]
-    assert run(made, query="a") == "5 of a"
 
 
 def test_a_base_tool_with_open_arguments_takes_any() -> None:

@@ -1,6 +1,4 @@
-"""The parser in sandboxd for a guest's report about its sandbox. The parser accepts only fields of the protocol, and
-distinguishes a clean sandbox from all others.
-"""
+"""The parser for a guest's report about its sandbox. It accepts only fields of the protocol."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -61,9 +61,6 @@ def output_of(**fields: Any) -> str:
     return str(Bench(build_exec_response(b"x\n", **fields)).bash().output)
 
 
-# A command
-
-
 def test_a_timeout_gives_what_was_printed_until_then() -> None:
     response = build_exec_response(b"half\n", exit_code=None, signal=15, timed_out=True, kill=KILL)
     result = Bench(response, timeout_s=2).bash()
@@ -73,23 +70,16 @@ def test_a_timeout_gives_what_was_printed_until_then() -> None:
     assert result.kill is not None
 
 
-def test_a_cancelled_command_says_so() -> None:
-    result = Bench(build_exec_response(b"half", exit_code=None, signal=9, cancelled=True, kill=KILL)).bash()
-    assert (result.error_code, result.kill is not None) == (ErrorCode.CANCELLED, True)
-
-
 @pytest.mark.parametrize(
     ("fields", "note"),
     [
         ({"exit_code": 3}, "[exit code 3]"),
-        ({"exit_code": 0, "pipe_status": [1, 0]}, "[exit code 0; exit codes of the last pipeline: 1 0]"),
-        ({"exit_code": 2, "pipe_status": [0, 2]}, "[exit code 2; exit codes of the last pipeline: 0 2]"),
         ({"exit_code": 137, "pipe_status": [137]}, "[exit code 137 (128 + SIGKILL)]"),
-        ({"exit_code": 255}, "[exit code 255]"),
-        ({"exit_code": None, "signal": 11}, "[killed by SIGSEGV]"),
-        ({"exit_code": None, "signal": 9, "oom": True}, "[killed by SIGKILL, likely out of memory]"),
         ({"exit_code": None, "signal": 40}, "[killed by signal 40]"),
         ({"oom": True}, "[a process was killed: out of memory]"),
+        ({"state": {**STATE, "stray": ""}}, "[the folder in which the shell ended was removed: cwd is /workspace]"),
+        ({"exit_code": 0, "pipe_status": [1, 0]}, "[exit code 0; exit codes of the last pipeline: 1 0]"),
+        ({"exit_code": None, "signal": 9, "oom": True}, "[killed by SIGKILL, likely out of memory]"),
         (
             {"kill": KILL},
             "[3 processes that the command left running were ended; start processes that must continue with "
@@ -99,10 +89,6 @@ def test_a_cancelled_command_says_so() -> None:
         (
             {"state": {**STATE, "stray": "/etc"}},
             "[the shell ended in /etc, outside of /workspace and /tmp: the next command starts in /workspace]",
-        ),
-        (
-            {"state": {**STATE, "stray": ""}},
-            "[the folder in which the shell ended was removed: cwd is /workspace]",
         ),
         (
             {"state": {**STATE, "lost": "/tmp/b"}},
@@ -122,24 +108,6 @@ def test_a_name_of_the_guests_fakes_no_note() -> None:
     folder = "/workspace/a]\n[exit code 0"
     result = Bench(build_exec_response(b"x\n", state={**STATE, "folder": folder, "moved": True})).bash()
     assert result.output == "x\n[cwd is now /workspace/a]\ufffd[exit code 0]"
-
-
-@pytest.mark.parametrize(
-    ("asked", "note"),
-    [
-        (900, "[timeout was clamped to 600 s]"),
-        (120_000, "[timeout was clamped to 600 s: it is given in seconds, not milliseconds]"),
-    ],
-)
-def test_a_timeout_that_was_clamped_is_said(asked: float, note: str) -> None:
-    bench = Bench(build_exec_response(b"x"), timeout_s=MAX_TIMEOUT_S)
-    assert bench.bash(timeout=asked).output == f"x\n{note}"
-
-
-def test_signal_and_memory_are_in_the_metadata_only_when_there_were_any() -> None:
-    killed = Bench(build_exec_response(exit_code=None, signal=9, oom=True)).bash()
-    assert (killed.metadata["signal"], killed.metadata["oom"], killed.metadata["exit_code"]) == (9, True, None)
-    assert not {"signal", "oom"} & set(Bench(build_exec_response()).bash().metadata)
 
 
 def test_an_output_that_was_cut_names_its_file_and_the_next_call() -> None:
@@ -190,9 +158,6 @@ def test_an_attackers_answer_does_not_crash_the_worker(fields: dict[str, Any]) -
     assert (result.success, result.error_code) == (False, ErrorCode.SANDBOX_UNAVAILABLE)
 
 
-# Refusals
-
-
 @pytest.mark.parametrize(
     "command", ["rm -rf /", "r''m -rf \"/\"", "sudo rm -rf /*", ":(){ :|:& };:", "cd / && rm -rf ."]
 )
@@ -239,19 +204,6 @@ def test_arguments_that_do_not_fit_together_are_refused_in_a_sentence(arguments:
     assert message in str(result.error)
 
 
-# Jobs
-
-
-def test_a_job_reports_its_id_its_log_and_the_ways_on() -> None:
-    bench = Bench(job_response(b"listening\n"))
-    result = bench.bash("serve", background=True)
-    assert str(result.output).startswith(
-        "listening\n[job-1 is running]\n[log: /output/jobs/job-1.log; new output: bash_tool"
-    )
-    assert (result.metadata["job_id"], result.metadata["state"]) == ("job-1", "running")
-    assert (bench.request["op"], bench.request["label"], bench.request["wait_ms"]) == ("job_start", "serve", 1000)
-
-
 def test_a_jobs_input_that_was_not_sent_is_reported_and_the_job_is_not_lost() -> None:
     refusal = ToolFailure(ErrorCode.INVALID_ARGUMENTS, "job-1 has ended and reads no more input")
     result = Bench(job_response(), refusal).bash("true", background=True, stdin="hi")
@@ -261,10 +213,39 @@ def test_a_jobs_input_that_was_not_sent_is_reported_and_the_job_is_not_lost() ->
     assert over.output == "(no output)\n[job-1 has ended, exit code 0]\n[it had ended before its stdin was sent]"
 
 
-def test_a_jobs_input_may_end_before_it_begins() -> None:
-    bench = Bench(job_response(), GuestResponse({"job": JOB, "pending": 0}))
-    bench.bash("cat", background=True, close_stdin=True)
-    assert (bench.request["op"], bench.request["close"], bench.client.bodies[-1]) == ("job_input", True, b"")
+def test_hostile_output_is_text() -> None:
+    assert Bench(build_exec_response(b"\xff\x00\x1b[2J\xf0\x9f")).bash().output == "\ufffd\ufffd\ufffd"
+
+
+def test_a_cancelled_command_says_so() -> None:
+    result = Bench(build_exec_response(b"half", exit_code=None, signal=9, cancelled=True, kill=KILL)).bash()
+    assert (result.error_code, result.kill is not None) == (ErrorCode.CANCELLED, True)
+
+
+def test_a_kill_reports_what_it_ended() -> None:
+    killed = job_response(b"bye\n", kill=KILL, state="killed", signal=15)
+    assert Bench(killed).act(action="kill", job_id="job-1").output == "bye\n[job-1 was killed: 3 processes]"
+    over = job_response(state="exited", exit_code=0)
+    assert (
+        Bench(over).act(action="kill", job_id="job-1").output
+        == "(no new output)\n[nothing was killed: job-1 has ended, exit code 0]"
+    )
+
+
+def test_input_reports_what_the_job_has_yet_to_read() -> None:
+    bench = Bench(GuestResponse({"job": JOB, "pending": 5}))
+    result = bench.act(action="input", job_id="job-1", stdin="hello", close_stdin=True)
+    assert str(result.output).split("\n")[0] == "5 bytes sent to job-1, its standard input is closed"
+    assert "not yet read 5 bytes" in str(result.output)
+    assert (bench.client.bodies, bench.request["close"]) == ([b"hello"], True)
+
+
+def test_jobs_are_listed() -> None:
+    assert Bench(GuestResponse({"jobs": []})).act(action="list").output == "(no jobs)"
+    result = Bench(GuestResponse({"jobs": [JOB, {**JOB, "job": "job-2", "state": "killed", "signal": 15}]})).act(
+        action="list"
+    )
+    assert str(result.output).split("\n")[1] == "job-2\twas killed, by SIGTERM\t2 s ago\tserve\t/output/jobs/job-1.log"
 
 
 @pytest.mark.parametrize(
@@ -303,31 +284,13 @@ def test_a_poll_reports_what_is_new_and_how_the_job_stands(response: GuestRespon
     assert Bench(response).act(action="poll", job_id="job-1").output == output
 
 
-def test_a_kill_reports_what_it_ended() -> None:
-    killed = job_response(b"bye\n", kill=KILL, state="killed", signal=15)
-    assert Bench(killed).act(action="kill", job_id="job-1").output == "bye\n[job-1 was killed: 3 processes]"
-    over = job_response(state="exited", exit_code=0)
-    assert (
-        Bench(over).act(action="kill", job_id="job-1").output
-        == "(no new output)\n[nothing was killed: job-1 has ended, exit code 0]"
-    )
-
-
-def test_input_reports_what_the_job_has_yet_to_read() -> None:
-    bench = Bench(GuestResponse({"job": JOB, "pending": 5}))
-    result = bench.act(action="input", job_id="job-1", stdin="hello", close_stdin=True)
-    assert str(result.output).split("\n")[0] == "5 bytes sent to job-1, its standard input is closed"
-    assert "not yet read 5 bytes" in str(result.output)
-    assert (bench.client.bodies, bench.request["close"]) == ([b"hello"], True)
-
-
-def test_jobs_are_listed() -> None:
-    assert Bench(GuestResponse({"jobs": []})).act(action="list").output == "(no jobs)"
-    result = Bench(GuestResponse({"jobs": [JOB, {**JOB, "job": "job-2", "state": "killed", "signal": 15}]})).act(
-        action="list"
-    )
-    assert str(result.output).split("\n")[1] == "job-2\twas killed, by SIGTERM\t2 s ago\tserve\t/output/jobs/job-1.log"
-
-
-def test_hostile_output_is_text() -> None:
-    assert Bench(build_exec_response(b"\xff\x00\x1b[2J\xf0\x9f")).bash().output == "\ufffd\ufffd\ufffd"
+@pytest.mark.parametrize(
+    ("asked", "note"),
+    [
+        (900, "[timeout was clamped to 600 s]"),
+        (120_000, "[timeout was clamped to 600 s: it is given in seconds, not milliseconds]"),
+    ],
+)
+def test_a_timeout_that_was_clamped_is_said(asked: float, note: str) -> None:
+    bench = Bench(build_exec_response(b"x"), timeout_s=MAX_TIMEOUT_S)
+    assert bench.bash(timeout=asked).output == f"x\n{note}"
