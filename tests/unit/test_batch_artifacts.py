@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode, ToolFailure
@@ -40,16 +40,9 @@ def test_a_name_is_one_part_of_a_path_that_every_disk_takes(custom_id: str) -> N
 
 @calmly
 @given(st.lists(IDS, min_size=2, max_size=6, unique=True))
+@example(["A" * MAX_ID_CHARS, "a" * MAX_ID_CHARS])
 def test_no_two_ids_have_one_name_even_where_case_does_not_count(ids: list[str]) -> None:
     assert len({build_folder_name(custom_id).lower() for custom_id in ids}) == len(ids)
-
-
-@calmly
-@given(IDS, st.integers(min_value=0))
-def test_ids_that_differ_in_case_alone_have_names_that_differ_in_more(custom_id: str, which: int) -> None:
-    place = which % len(custom_id)
-    swapped = custom_id[:place] + custom_id[place].swapcase() + custom_id[place + 1 :]
-    assert swapped == custom_id or build_folder_name(swapped).lower() != build_folder_name(custom_id).lower()
 
 
 @calmly

@@ -1,6 +1,4 @@
-"""A batch file is validated as a whole: valid lines are parsed correctly, and every error is reported with its
-position.
-"""
+"""A batch file is validated as a whole, and every error is reported with its position."""
 
 import io
 import json
@@ -165,21 +163,10 @@ GOOD = '{"id":"a","instruction":"x"}'
             "line 1: `instructoin` is an unknown field: did you mean `instruction`?",
         ),
         (
-            '{"id":"a","instruction":"x","prompt":"y"}',
-            "line 1: `prompt` is an unknown field: did you mean `instruction`?",
-        ),
-        (
             '{"id":"a","instruction":"x","max_iterations":3}',
             "line 1: `max_iterations` is an unknown field: write it as `limits.max_iterations`",
         ),
-        (
-            '{"id":"a","instruction":"x","limits":{"maxTokens":3}}',
-            "line 1: `limits.maxTokens` is an unknown field: did you mean `max_tokens`?",
-        ),
-        ('{"custom_id":"a","id":"b","instruction":"x"}', "`custom_id` is an unknown field: did you mean `id`?"),
-        ('{"id":"a","instruction":"x","zzz":1}', "`zzz` is an unknown field: the fields are artifacts, cpus, dialect,"),
         ('{"id":"a"}', "line 1: `instruction` is missing"),
-        ('{"instruction":"x"}', "line 1: `id` is missing"),
         ('{"id":7,"instruction":"x"}', "line 1: `id` should be a valid string, not 7"),
         ('{"id":"","instruction":"x"}', "`id` should have at least 1 character"),
         (json.dumps({"id": "a" * 257, "instruction": "x"}), "`id` should have at most 256 characters"),
@@ -188,10 +175,6 @@ GOOD = '{"id":"a","instruction":"x"}'
             '{"id":"a","instruction":"x","limits":{"max_iterations":0}}',
             "`limits.max_iterations` should be greater than or equal to 1, not 0",
         ),
-        ('{"id":"a","instruction":"x","limits":{"max_iterations":"5"}}', "should be a valid integer, not '5'"),
-        ('{"id":"a","instruction":"x","tools":["a",true]}', "line 1: `tools.1` should be a valid string, not true"),
-        ('{"id":"a","tool":"t","timeout_s":86401}', "less than or equal to 86400, not 86401"),
-        ('{"id":"a","tool":"t","instruction":"x"}', "`instruction` is an unknown field"),
         ('{"id":"a","instruction":"x","workspace":".","restore":"c1"}', "remove `workspace` or `restore`"),
         (
             '{"id":"a","instruction":"x","artifacts":["a","../b"]}',
@@ -200,9 +183,7 @@ GOOD = '{"id":"a","instruction":"x"}'
         ('{"id":"a","instruction":"x","artifacts":["/etc/passwd"]}', "the path is not below /workspace"),
         ('{"id":"a","instruction":"x","workspace":"a\\u0000b"}', "embedded null byte"),
         ('{"id":"a","instruction":"x","id":"b"}', "(the key 'id' occurs twice)"),
-        ('{"id":"a","tool":"t","arguments":{"x":[{"k":1,"k":2}]}}', "(the key 'k' occurs twice)"),
         ('{"id":"a","tool":"t","arguments":{"NaN":1,"x":NaN}}', "NaN is not JSON"),
-        ('{"id":"a","tool":"t","arguments":{"x":-Infinity}}', "-Infinity is not JSON"),
         ('{"id":"a","tool":"t","arguments":{"x":1e999}}', "1e999 is a number that is too large"),
         ('{"id":"a","tool":"t","arguments":{"x":' + "9" * 5000 + "}}", "line 1: the line is not one JSON object"),
         (
@@ -211,27 +192,15 @@ GOOD = '{"id":"a","instruction":"x"}'
         ),
         ("[" * 100_000, "more than 20000 values"),
         ('{"id":"a","instruction":"\\ud83d"}', "line 1: a text has half of a surrogate pair"),
-        ('{"id":"a","instruction":"\\ude00\\ud83d"}', "half of a surrogate pair"),
-        (
-            '{"id":"a" "instruction":"x"}',
-            "line 1, column 11: the line is not one JSON object (expecting ',' delimiter)",
-        ),
         ('{"id":"a","instruction":"x"} {}', "line 1, column 30: the line is not one JSON object (extra data)"),
         ('{"id":"a","instruction":"x"', "line 1, column 28: the line is not one JSON object"),
         ('"a"', "line 1, column 1: the line is not one JSON object (it is a string"),
-        ("[]", "line 1, column 1: the line is not one JSON object (it is an array"),
         (
             b'{"id":"a","instruction":"\xe9t\xe9"}',
             "line 1, column 26: the line is not one JSON object (it is not UTF-8 (byte 0xe9)",
         ),
-        (
-            '{"id":"a","instruction":"x"}'.encode("utf-16"),
-            "line 1, column 1: the line is not one JSON object (it is not UTF-8 (byte 0xff)",
-        ),
         ("", "the file has no lines"),
-        ("\n \n", "the file has no lines"),
         (GOOD + "\n" + openai_line("b", instruction="x"), "line 2: this line has another shape than line 1"),
-        (openai_line("b", input="x") + "\n" + GOOD, "line 2: this line has another shape than line 1"),
         (
             openai_line(input="x") + "\n" + openai_line("b", CALLS_URL, name="t"),
             "line 2: `url`: this is '/v1/tools/execute' and line 1 has",
@@ -242,17 +211,14 @@ GOOD = '{"id":"a","instruction":"x"}'
             "`url` is one of /v1/agent/runs, /v1/tools/execute, /v1/chat/completions, not '/v1/embeddings'",
         ),
         (openai_line(input="x").replace("POST", "GET"), "`method` should be 'POST', not 'GET'"),
-        (openai_line(instruction="x", bogus=1), "`body.bogus` is an unknown field"),
-        ('{"custom_id":"a","method":"POST","url":"/v1/agent/runs"}', "`body` is missing"),
         (chat_line(n=2), "remove `n`"),
         (chat_line(stream=True), "remove `stream`"),
         (chat_line(logprobs=True), "remove `logprobs`"),
         (chat_line(store=True), "remove `store`"),
-        (chat_line(tools=[{"type": "function"}]), "use the url /v1/agent/runs"),
-        (chat_line(stream_options={}), "`body.stream_options` is an unknown field"),
         (chat_line({"role": "user", "content": " "}), "the last message is empty"),
         (chat_line({"role": "robot", "content": "x"}), "`role` of a message is one of system, developer"),
         (chat_line({"role": "user", "content": None}), "`content` of a message is text"),
+        (chat_line(tools=[{"type": "function"}]), "use the url /v1/agent/runs"),
         (
             chat_line({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}),
             "the last message does not have the role `user`",
@@ -308,15 +274,6 @@ def test_a_large_archive_is_known_by_its_beginning_and_one_that_is_too_large_is_
     assert "is larger than" in refused('{"id":"a","instruction":"x","workspace":"a.tar"}', tmp_path)
 
 
-def test_a_ground_that_many_lines_name_is_kept_once(tmp_path: Path) -> None:
-    (tmp_path / "ws").mkdir()
-    items = read(
-        "\n".join(json.dumps({"id": str(number), "instruction": "x", "workspace": "ws"}) for number in range(3)),
-        tmp_path,
-    ).items
-    assert items[0].environment is items[2].environment
-
-
 def test_too_many_lines_are_refused_where_they_begin_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MAX_ITEMS", 2)
     assert "line 4: the file has more than 2 lines" in refused(
@@ -330,12 +287,6 @@ def test_too_large_a_file_and_too_long_a_line_are_read_no_further(monkeypatch: p
     assert "line 1: the line is longer than 40 bytes" in refused(GOOD + " " * 80)
     monkeypatch.setattr(lines_module, "MAX_INPUT_BYTES", 30)
     assert "the file is larger than 30 bytes" in refused(GOOD + "\n" + GOOD)
-
-
-def test_a_file_that_is_not_there_or_is_a_folder_is_reported(tmp_path: Path) -> None:
-    for path, result in ((tmp_path / "none", "does not exist"), (tmp_path, "cannot be read")):
-        with pytest.raises(BadBatch, match=result):
-            load_lines(path)
 
 
 def test_the_lines_and_rows_of_the_page_are_what_is_read(tmp_path: Path) -> None:
@@ -382,3 +333,9 @@ def test_the_environment_of_an_item_keeps_its_stored_name() -> None:
     stored = item.model_dump_json()
     assert json.loads(stored)["ground"]["image"] == "i"
     assert BatchItem.model_validate_json(stored) == item
+
+
+def test_a_file_that_is_not_there_or_is_a_folder_is_reported(tmp_path: Path) -> None:
+    for path, result in ((tmp_path / "none", "does not exist"), (tmp_path, "cannot be read")):
+        with pytest.raises(BadBatch, match=result):
+            load_lines(path)

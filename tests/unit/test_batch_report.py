@@ -1,6 +1,4 @@
-"""The report page: complete, small, the same for the same input, usable offline, and safe against markup in foreign
-text.
-"""
+"""The report page: complete, small, usable offline, and safe against markup in foreign text."""
 
 import re
 from collections import Counter
@@ -31,17 +29,10 @@ from tests.batch_story import (
 )
 
 HOSTILE = [
-    "<script>alert(1)</script>",
-    '"><img src=x onerror=alert(1)>',
-    "]]><svg onload=alert(1)>",
-    "</title></style></svg><iframe src=//x>",
-    "\u202egnp.exe\u2066",
-    "\x1b[31m\x00\x07\u2028",
-    "'onmouseover='x",
-    "&lt;b&gt;",
-    "-->{{x}}${y}",
-    "\ud800",
-]
+    "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "]]><svg onload=alert(1)>",
+    "</title></style></svg><iframe src=//x>", "\u202egnp.exe\u2066", "\x1b[31m\x00\x07\u2028", "'onmouseover='x",
+    "&lt;b&gt;", "-->{{x}}${y}", "\ud800",
+]  # fmt: skip
 VOID = {"meta", "br"}
 
 
@@ -154,12 +145,6 @@ def test_failures_beyond_the_first_are_counted_and_the_page_says_so() -> None:
     assert (f"i{MAX_FAILED_ROWS - 1}" in page.texts, f"i{MAX_FAILED_ROWS}" in page.texts) == (True, False)
 
 
-def test_an_item_that_succeeded_at_last_is_in_no_table_of_failures() -> None:
-    page = Page(build_report(tell_batch((failed(message="it was away"), Attempt())), title="t"))
-    assert "No item has failed." in page.texts
-    assert "it was away" not in page.text()
-
-
 def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_below_two_megabytes() -> None:
     messages = [
         ended(
@@ -221,6 +206,20 @@ def test_an_item_cancelled_in_the_queue_never_ran() -> None:
     assert "running: 1 at most" in page.text()
 
 
+def test_tools_that_a_model_makes_up_share_a_row() -> None:
+    calls: list[RunEvent] = [
+        call_finished(at=BEGAN, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)
+    ]
+    texts = Page(build_report(calls, title="t")).texts
+    assert texts[texts.index(OTHER_TOOLS) + 1] == str(1000 - MAX_TOOLS)
+
+
+def test_an_item_that_succeeded_at_last_is_in_no_table_of_failures() -> None:
+    page = Page(build_report(tell_batch((failed(message="it was away"), Attempt())), title="t"))
+    assert "No item has failed." in page.texts
+    assert "it was away" not in page.text()
+
+
 def test_times_of_a_tool_have_its_errors_and_waits() -> None:
     seconds = [0.1 * number for number in range(1, 101)]
     calls = [
@@ -238,11 +237,3 @@ def test_times_of_a_tool_have_its_errors_and_waits() -> None:
     texts = Page(build_report([*calls, *calls], title="t")).texts
     first = texts.index("bash_tool")
     assert texts[first + 1 : first + 8] == ["100", "5.0 s", "5.0 s", "9.5 s", "10.0 s", "10", "950 ms"]
-
-
-def test_tools_that_a_model_makes_up_share_a_row() -> None:
-    calls: list[RunEvent] = [
-        call_finished(at=BEGAN, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)
-    ]
-    texts = Page(build_report(calls, title="t")).texts
-    assert texts[texts.index(OTHER_TOOLS) + 1] == str(1000 - MAX_TOOLS)

@@ -1,8 +1,7 @@
-"""Rows reach the disk complete or not at all, and once each, also when a process dies, the disk fills up or another
-file is in the way.
-"""
+"""Rows reach the disk complete or not at all, and once each, also when a process dies or the disk fills up."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.errors import ConfigError
-from orchestrator.batches.row_files import RowFile, RowsNotWritten
+from orchestrator.batches import row_files
+from orchestrator.batches import rows as rows_module
+from orchestrator.batches.row_files import RowFile, RowFiles, RowsNotWritten
 from orchestrator.batches.rows import build_row, build_row_line
 from tests.batch_rows import any_row, build_outcome, ids_of, raw, room_for, rows
 
@@ -37,14 +38,6 @@ def test_rows_are_added_once_and_known_when_the_file_is_opened_again(path: Path)
     assert path.read_bytes() == raw("a", "b", "c")
 
 
-def test_rows_that_are_ready_together_share_one_wait_for_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with RowFile.open(path, any_row) as file:
-        synced: list[int] = []
-        monkeypatch.setattr(os, "fsync", synced.append)
-        file.append(rows("a", "b", "c"))
-        assert len(synced) == 1
-
-
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=60
 )
@@ -53,9 +46,7 @@ def test_rows_that_are_ready_together_share_one_wait_for_the_disk(path: Path, mo
     cut=st.integers(min_value=0),
     hole=st.sampled_from([b"", b"\0" * 40]),
 )
-def test_a_file_that_was_cut_anywhere_is_repaired_to_its_whole_rows(
-    path: Path, texts: list[str], cut: int, hole: bytes
-) -> None:
+def test_a_file_cut_anywhere_is_repaired(path: Path, texts: list[str], cut: int, hole: bytes) -> None:
     lines = [build_row_line(build_row(build_outcome(str(place), text=text))) for place, text in enumerate(texts)]
     whole = b"".join(lines)
     rest_of_crash = whole[: cut % (len(whole) + 1)]
@@ -69,14 +60,6 @@ def test_a_file_that_was_cut_anywhere_is_repaired_to_its_whole_rows(
     )
     assert ids == [str(place) for place in range(count)]
     assert path.read_bytes() == b"".join(lines[:count]) + raw("new")
-
-
-def test_a_last_row_that_lacks_only_its_end_of_line_is_kept(path: Path) -> None:
-    path.write_bytes(raw("a", "b")[:-1])
-    with RowFile.open(path, any_row) as file:
-        assert (sorted(file.ids), file.dropped_bytes) == (["a", "b"], 0)
-        file.append(rows("c"))
-    assert path.read_bytes() == raw("a", "b", "c")
 
 
 def test_blocks_that_never_reached_the_disk_are_taken_out_between_rows(path: Path) -> None:
@@ -103,9 +86,7 @@ def test_blocks_that_never_reached_the_disk_are_taken_out_between_rows(path: Pat
         (raw("a", "b", "a"), "contains two rows of 'a', the second in line 3"),
     ],
 )
-def test_what_no_crash_of_ours_can_have_left_is_refused_and_not_touched(
-    path: Path, content: bytes, expected: str
-) -> None:
+def test_a_file_that_no_crash_explains_is_refused_unchanged(path: Path, content: bytes, expected: str) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=expected):
         RowFile.open(path, any_row)
@@ -144,60 +125,19 @@ def test_of_two_processes_one_writes_and_when_it_is_killed_the_other_finds_whole
     assert len(ids_of(path)) == len(set(ids_of(path))) in (len(promised), len(promised) + 1)
 
 
-def make_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
-def make_device(path: Path) -> None:
-    path.symlink_to("/dev/null")
-
-
 @pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (make_folder, "not a regular file"),
-        (make_pipe, "not a regular file"),
-        (make_device, "not a regular file"),
-        (make_loop, "cannot be"),
-    ],
+    "name", ["folder", "pipe", "device", "loop", "none/out.jsonl", "x" * 300, "a\0b", "file/out.jsonl"]
 )
-def test_what_keeps_no_rows_is_refused_before_the_batch_begins(path: Path, make: Any, expected: str) -> None:
-    make(path)
-    with pytest.raises(ConfigError, match=expected):
-        RowFile.open(path, any_row)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("none/out.jsonl", "create its folder"),
-        ("x" * 300, "too long"),
-        ("a\0b", "null"),
-        ("file/out.jsonl", "[Nn]ot a directory"),
-    ],
-)
-def test_a_path_that_cannot_be_written_is_reported_before_the_batch_begins(
-    tmp_path: Path, name: str, expected: str
-) -> None:
+def test_a_path_that_cannot_hold_rows_is_refused_before_the_batch_begins(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=expected):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/null")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    expected = {"loop": "cannot be", "none/out.jsonl": "create its folder", "a\0b": "null", "x" * 300: "too long"}
+    expected |= {"file/out.jsonl": "[Nn]ot a directory"}
+    with pytest.raises(ConfigError, match=expected.get(name, "not a regular file")):
         RowFile.open(tmp_path / name, any_row)
-
-
-def test_a_folder_in_which_no_file_can_be_made_is_reported_before_the_batch_begins(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ConfigError, match="permissions of the folder"):
-        RowFile.open(path, any_row)
 
 
 def test_what_does_not_fit_is_in_the_file_not_at_all_and_goes_in_later(path: Path) -> None:
@@ -219,59 +159,8 @@ def test_a_disk_without_room_is_reported_before_the_batch_begins(path: Path) -> 
     assert path.read_bytes() == raw("a")
 
 
-FULL_DISK = """
-import os, sys
-from pathlib import Path
-from orchestrator.batches.row_files import RowFile, RowsNotWritten
-from orchestrator.batches.rows import build_row_line
-
-def two_rows():
-    ids = [f"{n:03}" for n in (number, number + 1)]
-    return {i: build_row_line({"id": "r", "custom_id": i, "response": None, "error": None, "x": "y" * 3000}) for i in ids}
-
-folder, number = Path(sys.argv[1]), 0
-out = folder / "out.jsonl"
-with RowFile.open(out, lambda custom_id, run: True) as file:
-    size = 0
-    try:
-        while True:
-            file.append(two_rows())
-            number, size = number + 2, os.path.getsize(out)
-    except RowsNotWritten as error:
-        assert "No space left on device" in str(error), error
-    assert number > 10 and len(file.ids) == number and os.path.getsize(out) == size
-    (folder / "ballast").unlink()
-    file.append(two_rows())
-with RowFile.open(out, lambda custom_id, run: True) as file:
-    assert sorted(file.ids) == [f"{n:03}" for n in range(number + 2)] and file.dropped_bytes == 0
-print("right")
-"""
-
-
-def test_a_disk_that_is_really_full_costs_no_row(tmp_path: Path) -> None:
-    script = 'mount -t tmpfs -o size=256k none "$1" && head -c 65536 /dev/zero >"$1/ballast" && exec "$2" -c "$3" "$1"'
-    command = [
-        "unshare",
-        *(["--map-root-user"] if os.geteuid() else []),
-        "--mount",
-        "sh",
-        "-c",
-        script,
-        "sh",
-        str(tmp_path),
-        sys.executable,
-        FULL_DISK,
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode != 0 and ("unshare failed" in done.stderr or "mount:" in done.stderr):
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    assert (done.stdout, done.stderr) == ("right\n", "")
-
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
-def test_rows_that_the_disk_lost_are_taken_away_and_written_again(
-    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_rows_that_the_disk_lost_are_rewritten(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     with RowFile.open(path, any_row) as file:
 
         def fail(_: int) -> None:
@@ -307,14 +196,6 @@ def test_a_file_that_was_moved_or_changed_meanwhile_gets_no_rows(path: Path) -> 
     assert ids_of(path) == ["a", "b"]
 
 
-def test_a_closed_file_gets_no_rows(path: Path) -> None:
-    file = RowFile.open(path, any_row)
-    file.close()
-    file.close()
-    with pytest.raises(RowsNotWritten, match="is closed"):
-        file.append(rows("a"))
-
-
 def test_standard_output_is_taken_as_a_file_and_refused_as_a_pipe(path: Path) -> None:
     reader, writer = os.pipe()
     try:
@@ -326,3 +207,114 @@ def test_standard_output_is_taken_as_a_file_and_refused_as_a_pipe(path: Path) ->
     with path.open("w") as redirected, RowFile.open(Path(f"/dev/fd/{redirected.fileno()}"), any_row) as file:
         file.append(rows("a"))
     assert ids_of(path) == ["a"]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "out.jsonl", tmp_path / "err.jsonl"
+
+
+def test_an_item_that_succeeds_later_leaves_the_errors_when_all_is_settled(pair: tuple[Path, Path]) -> None:
+    with RowFiles.open(*pair, any_row) as files:
+        files.append([build_outcome(name, fails=True) for name in "abc"])
+        pair[1].chmod(0o640)
+        files.append([build_outcome("b")])
+        assert sorted(files.failed) == ["a", "c"]
+        assert ids_of(pair[1]) == ["a", "b", "c"]
+        files.settle()
+        files.append([build_outcome("d", fails=True)])
+        assert [ids_of(path) for path in pair] == [["b"], ["a", "c", "d"]]
+        with pytest.raises(ConfigError, match="another process"):
+            RowFile.open(pair[1], any_row)
+    assert pair[1].stat().st_mode & 0o777 == 0o640
+    assert sorted(os.listdir(pair[0].parent)) == ["err.jsonl", "out.jsonl"]
+
+
+def test_what_was_not_settled_is_known_and_settled_after_a_crash(pair: tuple[Path, Path]) -> None:
+    with RowFiles.open(*pair, any_row) as files:
+        files.append([build_outcome("a", fails=True), build_outcome("b", fails=True)])
+        files.append([build_outcome("a")])
+    with RowFiles.open(*pair, any_row) as files:
+        assert (sorted(files.succeeded), sorted(files.failed)) == (["a"], ["b"])
+        files.settle()
+    assert [ids_of(path) for path in pair] == [["a"], ["b"]]
+
+
+def test_of_two_failures_the_newer_is_kept_and_a_success_stays(pair: tuple[Path, Path]) -> None:
+    with RowFiles.open(*pair, any_row) as files:
+        files.append([build_outcome("a", fails=True, text="first"), build_outcome("b")])
+        assert files.append([build_outcome("a", fails=True, text="second"), build_outcome("b", fails=True)]) == []
+        files.settle()
+    (row,) = [json.loads(line) for line in pair[1].read_text().splitlines()]
+    assert (row["custom_id"], row["error"]["message"]) == ("a", "second")
+
+
+def test_newer_failures_are_not_held_without_end(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_files, "MAX_HELD_BYTES", 100)
+    with RowFiles.open(*pair, any_row) as files:
+        files.append([build_outcome("a", fails=True, text="first")])
+        files.append([build_outcome("a", fails=True, text="second" * 20)])
+        assert b"second" in pair[1].read_bytes()
+
+
+def test_a_disk_that_is_full_when_all_is_settled_leaves_both_files_as_they_were(pair: tuple[Path, Path]) -> None:
+    with RowFiles.open(*pair, any_row) as files:
+        files.append([build_outcome(name, fails=True) for name in "abc"])
+        files.append([build_outcome("b")])
+        before = [path.read_bytes() for path in pair]
+        with room_for(10), pytest.raises(RowsNotWritten, match="free space"):
+            files.settle()
+        assert [path.read_bytes() for path in pair] == before
+        assert len(os.listdir(pair[0].parent)) == 2
+        files.settle()
+    assert ids_of(pair[1]) == ["a", "c"]
+
+
+def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"")
+    (tmp_path / "link").symlink_to("out")
+    os.link(tmp_path / "out", tmp_path / "hard")
+    for other in ("out", "link", "hard"):
+        with pytest.raises(ConfigError, match="are the same file"):
+            RowFiles.open(tmp_path / "out", tmp_path / other, any_row)
+
+
+def test_an_errors_file_that_cannot_be_had_gives_the_output_back(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="create its folder"):
+        RowFiles.open(tmp_path / "out", tmp_path / "none" / "err", any_row)
+    RowFile.open(tmp_path / "out", any_row).close()
+
+
+@pytest.mark.parametrize("body", [{"number": 10**5000}, {"text": "x" * 2000}])
+def test_a_row_that_could_not_be_read_again_is_a_failure_and_holds_up_no_other(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(rows_module, "MAX_ROW_BYTES", 1000)
+    with RowFiles.open(*pair, any_row) as files:
+        assert files.append([build_outcome("a").model_copy(update={"body": body}), build_outcome("b")]) == ["b", "a"]
+    assert [ids_of(path) for path in pair] == [["b"], ["a"]]
+    assert "its row cannot be stored: the row " in pair[1].read_text()
+
+
+def test_a_last_row_that_lacks_only_its_end_of_line_is_kept(path: Path) -> None:
+    path.write_bytes(raw("a", "b")[:-1])
+    with RowFile.open(path, any_row) as file:
+        assert (sorted(file.ids), file.dropped_bytes) == (["a", "b"], 0)
+        file.append(rows("c"))
+    assert path.read_bytes() == raw("a", "b", "c")
+
+
+def test_a_folder_in_which_no_file_can_be_made_is_reported_before_the_batch_begins(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="permissions of the folder"):
+        RowFile.open(path, any_row)
+
+
+def test_a_closed_file_gets_no_rows(path: Path) -> None:
+    file = RowFile.open(path, any_row)
+    file.close()
+    file.close()
+    with pytest.raises(RowsNotWritten, match="is closed"):
+        file.append(rows("a"))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
-from pydantic import JsonValue, ValidationError
+from pydantic import ValidationError
 
 from contract.calls import CallUsage, Clocks
 from contract.run_events import Failure, FailureKind
@@ -114,16 +114,6 @@ def test_what_is_no_row_is_refused_with_a_sentence(line: bytes) -> None:
         parse_row(line)
 
 
-def test_a_row_that_is_printed_says_nothing_to_the_terminal() -> None:
-    body: dict[str, JsonValue] = {"answer": "\x1b[2J\x9b2J\x7f\x85ok é"}
-    line = build_row_line(build_row(ItemOutcome(custom_id="a", run="r", status_code=200, body=body))).decode()
-    assert [character for character in line[:-1] if not character.isprintable()] == []
-    response = parse_row(line.encode()).response
-    assert response is not None
-    assert response.body == body
-    assert "ok é" in line
-
-
 def test_half_a_character_in_a_body_costs_no_row() -> None:
     row = parse_row(
         build_row_line(build_row(ItemOutcome(custom_id="a", run="r", status_code=200, body={"name": "x\udcff\u2028"})))
@@ -173,10 +163,7 @@ def test_the_body_of_a_chat_is_read_by_openais_own_client(reason: StopReason, fi
     assert body == build_chat_body(build_result(stop_reason=reason), model="m", created=1.9)
     completion = ChatCompletion.model_validate(body, strict=True)
     assert completion.model_extra == {}
-    assert (completion.choices[0].message.content, completion.choices[0].finish_reason, completion.created) == (
-        "42",
-        finish,
-        1,
-    )
+    assert (completion.choices[0].message.content, completion.choices[0].finish_reason) == ("42", finish)
+    assert completion.created == 1
     assert completion.usage is not None
     assert completion.usage.total_tokens == 15

@@ -1,6 +1,4 @@
-"""An orchestrator that serves all tenants: the work that it accepts, the data that it refuses to touch, and the
-tenants for which it stops.
-"""
+"""An orchestrator that serves all tenants: the work that it accepts, and the tenants for which it stops."""
 
 import asyncio
 import logging
@@ -28,7 +26,7 @@ from orchestrator.runs.models import Models
 from orchestrator.runs.run_service import MAX_IDLE_MODELS, ServiceWork
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, ItemEnvironment, ItemOutcome
+from store.batches import BatchDefaults, ItemOutcome
 from store.run_log import RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
@@ -49,9 +47,6 @@ def write(folder: Path, *lines: str) -> Path:
     return file
 
 
-# What is handed over
-
-
 def test_lines_that_name_paths_are_reported_when_they_are_handed_over(tmp_path: Path) -> None:
     file = write(
         tmp_path,
@@ -66,15 +61,6 @@ def test_lines_that_name_paths_are_reported_when_they_are_handed_over(tmp_path: 
     assert text[0].startswith("in.jsonl has 2 errors")
     assert "--artifacts" in text[1]
     assert text[2].strip().startswith("line 2: the workspace or")
-
-
-async def test_only_what_is_handed_over_is_taken_and_only_of_the_tenants_that_are_served(harness: RunHarness) -> None:
-    await harness.submit(1, batch="kept", is_detached=False)
-    await harness.submit(1, batch="given")
-    await harness.submit(1, batch="theirs", tenant="zeta")
-    assert [claim.run for claim in await harness.queue.claim(9, None, ("zeta", "unknown"))] == ["theirs-1"]
-    assert [claim.run for claim in await harness.queue.claim(9)] == ["given-1"]
-    assert [claim.run for claim in await harness.queue.claim(9, ("acme", "kept"))] == ["kept-1"]
 
 
 async def test_runs_of_dead_processes_that_must_wait_do_not_hide_runs_that_may_be_claimed(harness: RunHarness) -> None:
@@ -94,9 +80,7 @@ async def test_runs_of_dead_processes_that_must_wait_do_not_hide_runs_that_may_b
     assert [claim.run for claim in await harness.other.claim(2, ("acme", "kept"))] == ["kept-1", "kept-2"]
 
 
-async def test_an_unreadable_record_is_left_to_another_release_and_blocks_nothing(
-    harness: RunHarness, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unreadable_record_blocks_nothing(harness: RunHarness, caplog: pytest.LogCaptureFixture) -> None:
     await harness.submit(2)
     await harness.client.hset("toolcrew:d:t:acme:run.b-1", "item", '{"of": "tomorrow"}')
     assert [claim.run for claim in await harness.queue.claim(9)] == ["b-2"]
@@ -104,9 +88,6 @@ async def test_an_unreadable_record_is_left_to_another_release_and_blocks_nothin
     assert await harness.client.hget("toolcrew:d:t:acme:run.b-1", "claim") == b""
     assert "run_not_readable" in caplog.text
     assert "tomorrow" not in caplog.text
-
-
-# Working it
 
 
 class Tenants:
@@ -146,28 +127,6 @@ async def take(harness: RunHarness, /, **fields: Any) -> tuple[RunClaim, Journal
 
 def service_of(pool: FakePool, models: Any = None) -> ServiceWork:
     return ServiceWork(cast(Any, pool), cast(Any, None), models, None)
-
-
-@pytest.mark.parametrize(
-    ("fields", "folder"),
-    [
-        (ItemEnvironment(workspace="/etc"), None),
-        (ItemEnvironment(), "/srv/out"),
-        (ItemEnvironment(artifacts=("x",)), "/srv/out"),
-    ],
-)
-async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(
-    harness: RunHarness, fields: ItemEnvironment, folder: str | None
-) -> None:
-    claim, journal = await take(harness, environment=fields)
-    pool = FakePool(Tenants("acme"))
-    outcome = await service_of(pool).work(claim, journal, BatchDefaults(artifacts=folder), lambda _: None)
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.code, outcome.status_code) == (
-        FailureKind.INPUT,
-        "PERMISSION_DENIED",
-        400,
-    )
 
 
 async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(harness: RunHarness) -> None:
@@ -270,35 +229,6 @@ async def test_a_model_that_is_refused_ends_the_item_that_names_it_and_not_the_s
     assert outcome.failure.message == "the key is not good for it: give another"
 
 
-# The process
-
-
-def test_a_service_says_why_it_does_not_start() -> None:
-    url = SecretStr("redis://:a-password@127.0.0.1:1/0")
-    key = OrchestratorSettings(redis_url=url, api_key=SecretStr("tc_x"))
-    nowhere = OrchestratorSettings(redis_url=None)
-    unsigned = OrchestratorSettings(redis_url=SecretStr("redis://127.0.0.1:1/0"), secret=None)
-    for settings, message in (
-        (key, "TOOLCREW_API_KEY is set"),
-        (nowhere, "TOOLCREW_REDIS_URL is not set"),
-        (unsigned, "TOOLCREW_SECRET"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            asyncio.run(BatchService(settings, 1).run())
-
-
-async def test_a_service_waits_for_a_pool_and_can_be_stopped_meanwhile(
-    redis_server: RedisProcess, caplog: pytest.LogCaptureFixture
-) -> None:
-    # No worker has published tools there.
-    service = BatchService(OrchestratorSettings(redis_url=SecretStr(redis_server.url)), 1)
-    running = asyncio.create_task(service.run())
-    await wait_until_async(lambda: "no worker has published its tools" in caplog.text, 30, lambda: caplog.text)
-    service.interrupt()
-    async with asyncio.timeout(30):
-        await running
-
-
 class Endless(ItemWork):
     """Never ends by itself. `begun`: set when a run starts."""
 
@@ -350,3 +280,29 @@ async def test_a_service_gives_back_what_runs_when_it_is_reported_again_or_its_t
         await running
     assert await harness.queue.counts("acme", "b") == {"waiting": 2, "running": 0}
     assert [claim.run for claim in await harness.other.claim(9)] == ["b-1", "b-2"]
+
+
+def test_a_service_says_why_it_does_not_start() -> None:
+    url = SecretStr("redis://:a-password@127.0.0.1:1/0")
+    key = OrchestratorSettings(redis_url=url, api_key=SecretStr("tc_x"))
+    nowhere = OrchestratorSettings(redis_url=None)
+    unsigned = OrchestratorSettings(redis_url=SecretStr("redis://127.0.0.1:1/0"), secret=None)
+    for settings, message in (
+        (key, "TOOLCREW_API_KEY is set"),
+        (nowhere, "TOOLCREW_REDIS_URL is not set"),
+        (unsigned, "TOOLCREW_SECRET"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            asyncio.run(BatchService(settings, 1).run())
+
+
+async def test_a_service_waits_for_a_pool_and_can_be_stopped_meanwhile(
+    redis_server: RedisProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    # No worker has published tools there.
+    service = BatchService(OrchestratorSettings(redis_url=SecretStr(redis_server.url)), 1)
+    running = asyncio.create_task(service.run())
+    await wait_until_async(lambda: "no worker has published its tools" in caplog.text, 30, lambda: caplog.text)
+    service.interrupt()
+    async with asyncio.timeout(30):
+        await running

@@ -1,7 +1,9 @@
 """A batch is checked against its tenant's tools before anything of the batch is queued."""
 
+import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,20 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from contract.names import catalog_key, catalog_names_key
+from contract.run_events import BatchNotice
 from contract.specs import Catalog, seal_catalog
+from orchestrator.batches.displays import LogDisplay, Watched
 from orchestrator.batches.lines import BadBatch, load_lines
+from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.tool_check import MAX_SHOWN, check_tools
 from orchestrator.command import app
+from orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
+from orchestrator.models.scripted import EVERYTHING
+from orchestrator.runs.models import Models
+from orchestrator.settings import OrchestratorSettings
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
+from tests.item_harness import Made, build_run, echo_then
 
 BASH = build_spec(
     "bash_tool", properties={"command": {"type": "string"}}, required=["command"], aliases={"cmd": "command"}
@@ -72,16 +82,6 @@ def test_a_tool_that_does_not_exist_and_arguments_that_do_not_fit_stop_a_submiss
         assert set(client.keys()) == before
 
 
-def test_an_alias_is_accepted_with_one_warning_for_all_its_lines(
-    submit: Callable[[Path], Result], tmp_path: Path
-) -> None:
-    done = submit(
-        write(tmp_path, call("bash_tool", command="ls"), call("bash_tool", cmd="ls"), call("bash_tool", cmd="pwd"))
-    )
-    assert done.exit_code == 0, done.stderr
-    assert "warning: line 2 and 1 more: `cmd` is an alias of the parameter `command` of bash_tool" in done.stderr
-
-
 def test_the_first_problems_are_shown_and_the_others_counted(tmp_path: Path) -> None:
     file = load_lines(write(tmp_path, *(call("bash_tol") for _ in range(MAX_SHOWN + 5))))
     with pytest.raises(BadBatch) as refused:
@@ -95,3 +95,80 @@ def test_the_check_of_a_batch_ends_at_its_time(tmp_path: Path, monkeypatch: pyte
     assert check_tools(file, [BASH], lambda _: False, "in.jsonl", "default") == [
         "tools and arguments from line 1 on were not checked: the check reached its limit of -1 s"
     ]
+
+
+def warning(at: float = 1.0, message: str = FALLBACK_WARNING) -> BatchNotice:
+    return BatchNotice(at=at, message=message, is_warning=True)
+
+
+async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_batch(make: Made) -> None:
+    harness = make([*echo_then("one"), *echo_then("two")])
+    fallback = replace(ChosenModel(harness.model, capabilities=EVERYTHING), is_fallback=True)
+    harness.work._models = Models(OrchestratorSettings(deployment="d", redis_url=None), harness.pool, fallback)
+    await harness.submit(2, work=build_run().work)
+    for claim in await harness.queue.claim(2, ("acme", "b")):
+        await harness.worked(claim)
+    notes = [event for event in harness.run_events if isinstance(event, BatchNotice)]
+    assert [(note.message, note.is_warning) for note in notes] == [(FALLBACK_WARNING, True)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "line", "is_told"),
+    [
+        ({}, {"instruction": "act"}, True),
+        ({"TOOLCREW_MODEL": "local"}, {"instruction": "act"}, False),
+        ({"OPENAI_API_KEY": "k", "TOOLCREW_MODEL": "gpt"}, {"instruction": "act"}, False),
+        ({}, {"tool": "echo"}, False),
+    ],
+)
+def test_submit_warns_before_anything_starts(
+    environment: dict[str, str],
+    line: dict[str, str],
+    is_told: bool,
+    redis_server: RedisProcess,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "TOOLCREW_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    with redis_server.client() as client:
+        client.set(
+            catalog_key("default", "sandbox"),
+            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("other"),))),
+        )
+    file = tmp_path / "in.jsonl"
+    file.write_text(json.dumps({"id": "a", **line}) + "\n")
+    # The folder of the output does not exist, so that no item runs here.
+    done = CliRunner().invoke(
+        app, ["batches", "submit", str(file), "--output", str(tmp_path / "no" / "o.jsonl")], env=environment
+    )
+    assert (done.exit_code, f"toolcrew: warning: {FALLBACK_WARNING}" in done.stderr) == (1, is_told), done.output
+
+
+def test_submit_refuses_a_shipped_model_beside_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"id": "a", "instruction": "act", "model": "scripted"}\n')
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    done = CliRunner().invoke(app, ["batches", "submit", str(file), "--output", str(tmp_path / "o.jsonl")])
+    assert done.exit_code == 1
+    assert "the model 'scripted' is shipped with toolcrew, but OPENAI_BASE_URL is set" in done.stderr
+
+
+def test_an_alias_is_accepted_with_one_warning_for_all_its_lines(
+    submit: Callable[[Path], Result], tmp_path: Path
+) -> None:
+    done = submit(
+        write(tmp_path, call("bash_tool", command="ls"), call("bash_tool", cmd="ls"), call("bash_tool", cmd="pwd"))
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "warning: line 2 and 1 more: `cmd` is an alias of the parameter `command` of bash_tool" in done.stderr
+
+
+def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
+    out = io.StringIO()
+    with LogDisplay(Watched("b", BatchProgress(1)), out, has_past=True) as display:
+        display.show(warning())
+        display.show(warning(at=2.0))
+    assert out.getvalue().count("no model is set") == 2
+    assert f"  warning: {FALLBACK_WARNING}" in out.getvalue().splitlines()

@@ -1,19 +1,20 @@
-"""Batches submitted by programs: created once per id, even if submitted several times; resumed by their id; retried
-by kind of failure.
-"""
+"""Batches submitted by programs: created once per id, resumed by id, and retried by kind of failure."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from itertools import islice
+from typing import Any
 
 import pytest
 import redis.asyncio
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.run_events import FailureKind
+from contract.run_events import BatchNotice, FailureKind
 from orchestrator.batches.lines import BatchFile
 from orchestrator.runs.batches import Batches, run_id
 from orchestrator.runs.event_publisher import RunEventPublisher
 from store.batches import BatchDefaults, BatchItem, BatchState
+from store.run_events import BatchEventReader
 from store.runs import AT_ONCE, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
@@ -72,15 +73,6 @@ async def forget_item(harness: Harness, custom_id: str) -> None:
     await harness.client.lrem("toolcrew:d:t:acme:batch.b:items", 1, run)
 
 
-async def test_lines_that_a_broken_submission_left_out_are_added(harness: Harness) -> None:
-    await harness.batches.submit(build_file(3), batch="b")
-    await forget_item(harness, "item-2")
-    with pytest.raises(ToolFailure, match="submit the same file again"):
-        await harness.batches.resume("b")
-    await harness.batches.submit(build_file(3), batch="b")
-    assert sorted(await harness.end(*KINDS)) == ["item-1", "item-2", "item-3"]
-
-
 async def test_another_file_under_the_same_id_is_refused_and_changes_nothing(harness: Harness) -> None:
     await harness.batches.submit(build_file(2), batch="b")
     with pytest.raises(ToolFailure, match="another file"):
@@ -91,13 +83,6 @@ async def test_another_file_under_the_same_id_is_refused_and_changes_nothing(har
         16,
         {f"item-{number}": run_id("acme", "b", f"item-{number}") for number in (1, 2)},
     )
-
-
-@pytest.mark.parametrize("name", ["a b", "", "x" * 65, "../b", "b|c"])
-async def test_what_is_no_id_is_refused(harness: Harness, name: str) -> None:
-    with pytest.raises(ToolFailure, match="cannot be a batch's id"):
-        await harness.batches.submit(build_file(1), batch=name or "é")
-    assert await harness.client.keys("*") == []
 
 
 async def test_only_the_asked_kinds_are_retried_and_a_second_time_there_is_nothing(harness: Harness) -> None:
@@ -126,9 +111,7 @@ async def test_items_that_redis_lost_are_worked_when_the_file_is_submitted_again
     assert await harness.queue.count_items("acme", "b") == 3
 
 
-async def test_who_submits_a_batch_that_another_cancels_meanwhile_is_reported_and_adds_no_more(
-    harness: Harness,
-) -> None:
+async def test_a_submission_ends_when_its_batch_is_cancelled(harness: Harness) -> None:
     file = build_file(2 * AT_ONCE)
 
     class Interrupted(RunQueue):
@@ -153,3 +136,36 @@ async def test_runs_of_tenants_batches_and_items_are_never_the_same() -> None:
     }
     assert len(names) == 5
     assert run_id("a", "b", "c") == run_id("a", "b", "c")
+
+
+class LateReplies(redis.asyncio.Redis):
+    """A connection on which the first reply to a pipeline arrives late. `executed`: Redis has executed the pipeline."""
+
+    def __init__(self, *arguments: Any, **fields: Any) -> None:
+        super().__init__(*arguments, **fields)
+        self.executed, self.may_arrive = asyncio.Event(), asyncio.Event()
+
+    def pipeline(self, *arguments: Any, **fields: Any) -> Any:
+        pipe = super().pipeline(*arguments, **fields)
+        execute = pipe.execute
+
+        async def execute_late() -> Any:
+            reply = await execute()
+            self.executed.set()
+            await self.may_arrive.wait()
+            return reply
+
+        pipe.execute = execute_late  # type: ignore[method-assign,assignment]
+        return pipe
+
+
+async def test_a_flush_during_a_write_writes_each_event_once(redis_server: RedisProcess) -> None:
+    async with LateReplies.from_url(redis_server.url, socket_timeout=5) as client:
+        publisher = RunEventPublisher(client, "d")
+        publisher.add("acme", "b", BatchNotice(message="first"))
+        await client.executed.wait()
+        publisher.add("acme", "b", BatchNotice(message="last"))
+        asyncio.get_running_loop().call_later(0.05, client.may_arrive.set)
+        await publisher.flush()
+        events = await BatchEventReader(client, "d", "acme", "b").read(0)
+    assert [getattr(event, "message", "") for event in events] == ["first", "last"]

@@ -1,6 +1,4 @@
-"""The bytes of calls and results that Redis holds for a tenant have a limit. What was read or has expired does not
-count.
-"""
+"""The bytes of calls and results that Redis holds for a tenant have a limit."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -47,7 +45,7 @@ def check_refused(raised: pytest.ExceptionInfo[ToolFailure]) -> None:
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-async def test_a_blob_beyond_the_limit_leaves_nothing(
+async def test_a_too_large_blob_leaves_nothing(
     harness: Harness, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
@@ -72,9 +70,7 @@ async def test_what_was_read_dropped_or_has_expired_gives_its_room_back(harness:
     assert harness.sync.hlen("toolcrew:d:t:acme:blob-sandbox.sizes") == 2
 
 
-async def test_a_call_waits_until_another_call_has_given_back_room(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_waits_until_another_frees_room(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blob_store, "ROOM_WAIT_S", 30)
     refused, store = asyncio.Event(), harness.own._store
 

@@ -117,20 +117,6 @@ async def test_a_higher_limit_is_in_force_at_once_here_and_after_the_copy_expire
     assert await harness.refusal(harness.elsewhere) is None
 
 
-async def test_usage_is_read_once_for_many_calls(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, read = 0, BudgetStore.read
-
-    async def counted(self: BudgetStore, *arguments: Any) -> Any:
-        nonlocal reads
-        reads += 1
-        return await read(self, *arguments)
-
-    monkeypatch.setattr(BudgetStore, "read", counted)
-    for _ in range(100):
-        await harness.tenants.check_budgets("acme")
-    assert reads == 1
-
-
 async def test_a_run_ends_at_its_next_step(harness: Harness) -> None:
     model = ScriptedModel([Calls([("echo", {})], "first"), "never asked"])
     billed = BilledModel(model, lambda: harness.tenants.check_budgets("acme"))
@@ -146,3 +132,17 @@ async def test_a_run_ends_at_its_next_step(harness: Harness) -> None:
     failure = judge_run(result)
     assert failure is not None
     assert failure.code == ErrorCode.BUDGET_EXCEEDED
+
+
+async def test_usage_is_read_once_for_many_calls(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, read = 0, BudgetStore.read
+
+    async def counted(self: BudgetStore, *arguments: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return await read(self, *arguments)
+
+    monkeypatch.setattr(BudgetStore, "read", counted)
+    for _ in range(100):
+        await harness.tenants.check_budgets("acme")
+    assert reads == 1

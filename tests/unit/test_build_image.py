@@ -31,12 +31,6 @@ def file_of(**fields: object) -> tarfile.TarInfo:
     return member
 
 
-def test_the_content_of_an_image_has_no_times() -> None:
-    assert digests._describe_file(file_of(mtime=1), b"same") == digests._describe_file(
-        file_of(mtime=2_000_000_000), b"same"
-    )
-
-
 @pytest.mark.parametrize(
     "fields", [{"mode": 0o4755}, {"uid": 1000}, {"gid": 1000}, {"name": "usr/bin/other"}, {"type": tarfile.SYMTYPE}]
 )
@@ -52,13 +46,6 @@ def test_installed_packages_are_read_with_their_versions() -> None:
         "Package: gone\nStatus: deinstall ok config-files\nArchitecture: amd64\nVersion: 1\n\n"
     )
     assert list(digests._parse_packages(status)) == ["bash 5.2.15-2+b7 amd64"]
-
-
-@pytest.mark.parametrize("option", ["--frce", "ruby", ""])
-def test_an_image_that_is_not_ours_to_build_is_a_usage_error(option: str) -> None:
-    done = subprocess.run([str(ROOT / "scripts" / "build-image"), option], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 64
-    assert "usage: scripts/build-image [--force] [--digests] [base|python|node|all]..." in done.stderr
 
 
 ENGINE = """#!/bin/sh
@@ -77,9 +64,7 @@ esac
     [([], 0, False), (["--force"], 0, True), (["--force"], 1, True)],
     ids=["plain", "force", "no registry"],
 )
-def test_only_a_forced_build_asks_the_registry_for_a_debian_that_is_here(
-    tmp_path: Path, options: list[str], pulls: int, asked: bool
-) -> None:
+def test_only_a_forced_build_asks_the_registry(tmp_path: Path, options: list[str], pulls: int, asked: bool) -> None:
     engine, calls = tmp_path / "docker", tmp_path / "calls"
     engine.write_text(ENGINE)
     engine.chmod(0o755)
@@ -96,11 +81,3 @@ def test_only_a_forced_build_asks_the_registry_for_a_debian_that_is_here(
     log = calls.read_text()
     assert ("pull --quiet debian:bookworm-slim" in log) == asked
     assert "BASE=debian:bookworm-slim" in log
-
-
-def test_every_image_starts_from_what_it_is_given_and_ends_as_the_sandboxs_user() -> None:
-    for name in ("base", "python", "node"):
-        lines = (ROOT / "sandbox-images" / name / "Dockerfile").read_text().splitlines()
-        assert "FROM ${BASE}" in lines
-        assert [line for line in lines if line.startswith("USER ")][-1] == "USER 1000:1000"
-        assert any("-perm /6000 -exec chmod a-s" in line for line in lines)
