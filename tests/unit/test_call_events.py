@@ -1,64 +1,44 @@
-"""Events of running calls: a worker's thread writes them, and one listener per process receives them, over a real
-Redis.
-"""
+"""Events of running calls: a worker's thread writes them, and one listener per process receives them."""
 
 import asyncio
+import json
 import threading
 import time
+from typing import Any
 
 import pytest
 import redis
 import redis.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from contract.call_events import (
     HIDDEN,
+    MAX_EVENT_BYTES,
     MAX_PIECE_BYTES,
     MAX_WAITING_BYTES,
     MAX_WAITING_EVENTS,
     MODEL,
     OUTPUT,
+    CallEvent,
+    decode_answer,
+    decode_event,
+    encode_answer,
     encode_event,
-    entry_fields,
+    encode_output,
 )
 from contract.calls import ToolResult
+from contract.errors import BrokerUnavailable, EnvelopeRefused
 from contract.settings import BrokerSettings
-from orchestrator.dispatch.call_events import CallEventListener, output_handler
+from orchestrator.dispatch.call_events import MAX_QUESTIONS, CallEventListener, CallEventReader, output_handler
+from store import call_events as stored_events
 from store.call_events import WorkerCallEventStore, call_event_keys, wakes_key
 from store.connection import connect_once
 from tests.builders import KEY
+from tests.conftest import RedisProcess
 from tests.event_harness import DEPLOYMENT, EventHarness, Screen, run_call
 from workers import call_events as writing
 from workers.call_events import CallEvents, CallEventWriter
-
-
-async def test_output_comes_in_order_and_whole_before_listening_ends(harness: EventHarness) -> None:
-    screen = Screen()
-
-    def work(writer: CallEventWriter) -> None:
-        for number in range(500):
-            writer.show("stdout", f"line {number}\n")
-
-    await harness.hear(work, screen.show)
-    assert screen.text() == "".join(f"line {number}\n" for number in range(500))
-
-
-async def test_output_arrives_while_the_call_runs(harness: EventHarness) -> None:
-    shown, answered = asyncio.Event(), threading.Event()
-
-    async def on_output(_: str, text: str) -> None:
-        shown.set()
-
-    def work(writer: CallEventWriter) -> None:
-        writer.show("stdout", "first")
-        assert answered.wait(5)
-
-    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
-        running = asyncio.create_task(asyncio.to_thread(run_call, work, harness.writer()))
-        async with asyncio.timeout(5):
-            await shown.wait()
-        assert not running.done()
-        answered.set()
-        await running
 
 
 async def test_a_piece_that_nothing_follows_is_sent_by_itself(harness: EventHarness) -> None:
@@ -108,30 +88,6 @@ async def test_one_listener_hears_many_calls_and_mixes_nothing_up(harness: Event
         assert screen.text() == "".join(f"{call_id} {n};" for n in range(20))
 
 
-async def test_calls_that_end_together_are_read_together(
-    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    screens, round_trips, ended = [Screen() for _ in range(100)], list[int](), asyncio.Barrier(100)
-    open_pipeline = harness.redis.pipeline
-
-    async def one(number: int) -> None:
-        handlers = {OUTPUT: output_handler(screens[number].show)}
-        async with harness.events.listen("acme", f"call-{number}", handlers, 30) as reader:
-            assert reader is not None
-            # No wake-up: what is still unread when the result comes.
-            harness.plain.xadd(
-                reader.keys.events, entry_fields(encode_event(OUTPUT, {"stream": "stdout", "text": str(number)}))
-            )  # type: ignore[arg-type]
-            if await ended.wait() == 0:
-                monkeypatch.setattr(
-                    harness.redis, "pipeline", lambda **options: round_trips.append(1) or open_pipeline(**options)
-                )
-
-    await asyncio.gather(*map(one, range(100)))
-    assert [screen.text() for screen in screens] == [str(number) for number in range(100)]
-    assert len(round_trips) < 50
-
-
 async def test_a_call_of_one_id_is_another_call_for_another_tenant(harness: EventHarness) -> None:
     mine, theirs = Screen(), Screen()
     async with (
@@ -140,12 +96,6 @@ async def test_a_call_of_one_id_is_another_call_for_another_tenant(harness: Even
     ):
         await asyncio.to_thread(run_call, lambda writer: writer.show("stdout", "secret"), harness.writer(tenant="acme"))
     assert (mine.text(), theirs.text()) == ("secret", "")
-
-
-async def test_nothing_is_left_in_redis_when_the_call_is_over(harness: EventHarness) -> None:
-    await harness.hear(lambda writer: writer.show("stdout", "x" * 100_000), Screen().show)
-    await harness.events.close()
-    assert harness.names() == []
 
 
 async def test_a_cancelled_caller_leaves_nothing_and_its_worker_writes_nothing_more(harness: EventHarness) -> None:
@@ -191,9 +141,7 @@ async def test_a_slow_consumer_holds_the_writer_up_and_loses_nothing(harness: Ev
     assert reader.note(build_result()).metadata == {}
 
 
-async def test_a_consumer_that_stops_taking_costs_the_call_a_bounded_time_and_is_reported(
-    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stopped_consumer_costs_bounded_time(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "STALL_S", 0.2)
     stuck = asyncio.Event()
 
@@ -268,9 +216,7 @@ async def test_a_wake_up_for_a_call_without_a_listener_is_ignored(harness: Event
     assert screen.text() == "x"
 
 
-async def test_events_whose_wake_up_was_lost_come_before_the_result_after_however_long_a_silence(
-    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_events_with_a_lost_wake_up_still_arrive(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.dispatch.call_events.STALL_S", 0.1)
     screen = Screen()
 
@@ -306,12 +252,8 @@ async def test_without_handlers_nothing_is_written_and_nothing_is_read(harness: 
         assert harness.names() == []
     events = CallEvents()
     events.show("stdout", "x")
-    assert (events.is_watched, events.send(MODEL, {}), events.await_answer(9), events.close()) == (
-        False,
-        False,
-        None,
-        0,
-    )
+    assert (events.is_watched, events.send(MODEL, {}), events.await_answer(9)) == (False, False, None)
+    assert events.close() == 0
     assert harness.names() == []
 
 
@@ -332,9 +274,7 @@ async def test_a_redis_that_is_away_costs_a_call_nothing_but_its_events() -> Non
     await plain.aclose()
 
 
-async def test_what_comes_too_late_to_be_shown_is_counted_in_the_result(
-    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_late_output_is_counted_in_the_result(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.dispatch.call_events.STALL_S", 0.1)
 
     async def on_output(_: str, text: str) -> None:
@@ -349,21 +289,144 @@ def build_result() -> ToolResult:
     return ToolResult(call_id="call-1", name="echo", success=True)
 
 
-async def test_a_function_that_gives_something_back_is_no_coroutine(harness: EventHarness) -> None:
-    screen = Screen()
-
-    def write(stream: str, text: str) -> int:
-        screen.show(stream, text)
-        return len(text)
-
-    await harness.hear(
-        lambda writer: [writer.send(OUTPUT, {"stream": "stdout", "text": text}) for text in "abc"], write
-    )
-    assert screen.text() == "abc"
-
-
 async def test_a_listener_that_is_closed_in_the_middle_of_a_call_does_not_hold_it(harness: EventHarness) -> None:
     async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
         await harness.events.close()
     async with harness.events.listen("acme", "call-2", {OUTPUT: output_handler(Screen().show)}, 30) as reader:
         assert reader is None
+
+
+async def test_an_outage_costs_a_call_only_its_events(harness: EventHarness, redis_server: RedisProcess) -> None:
+    before, after = Screen(), Screen()
+    await harness.hear(lambda writer: writer.show("stdout", "before"), before.show, "call-1")
+
+    writer = harness.writer("call-2")
+    async with harness.events.listen("acme", "call-2", {OUTPUT: output_handler(Screen().show)}, 30):
+        await asyncio.to_thread(redis_server.stop)
+        started = time.monotonic()
+        hidden = await asyncio.to_thread(run_call, lambda w: [w.show("stdout", "x" * 1000) for _ in range(100)], writer)
+        took = time.monotonic() - started
+        await asyncio.to_thread(redis_server.start)
+    assert (before.text(), hidden) == ("before", 100_000)
+    assert took < 2
+
+    await harness.hear(lambda w: w.show("stdout", "after"), after.show, "call-3")
+    assert after.text() == "after"
+
+
+async def test_events_are_read_after_redis_recovers(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, failures = asyncio.Event(), [BrokerUnavailable("away") for _ in range(3)]
+    read = harness.events._read
+
+    async def read_when_it_works(calls: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await read(calls)
+
+    monkeypatch.setattr("orchestrator.dispatch.call_events.RETRY_S", 0.01)
+    monkeypatch.setattr(harness.events, "_read", read_when_it_works)
+    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(lambda *_: arrived.set())}, 30):
+        await asyncio.to_thread(harness.writer().show, "stdout", "x")
+        async with asyncio.timeout(2):
+            await arrived.wait()
+
+
+async def test_a_question_is_answered_while_output_goes_on(harness: EventHarness) -> None:
+    screen = Screen()
+
+    async def on_question(event: CallEvent, reader: CallEventReader) -> None:
+        await reader.answer({"text": f"{event.payload['ask']}!"})
+
+    def work(writer: CallEventWriter) -> None:
+        writer.show("stdout", "before ")
+        assert writer.send(MODEL, {"ask": "who"})
+        answers.append(writer.await_answer(5))
+        writer.show("stdout", "after")
+
+    answers: list[Any] = []
+    handlers = {OUTPUT: output_handler(screen.show), MODEL: on_question}
+    async with harness.events.listen("acme", "call-1", handlers, 30):
+        await asyncio.to_thread(run_call, work, harness.writer())
+    assert answers == [{"text": "who!"}]
+    assert screen.text() == "before after"
+
+
+async def test_a_question_that_is_still_worked_on_ends_with_the_call(harness: EventHarness) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def on_question(*_: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with harness.events.listen("acme", "call-1", {MODEL: on_question}, 30):
+        writer = harness.writer()
+        assert await asyncio.to_thread(writer.send, MODEL, {})
+        async with asyncio.timeout(5):
+            await begun.wait()
+        assert await asyncio.to_thread(writer.await_answer, 0.1) is None
+        writer.close()
+    async with asyncio.timeout(5):
+        await ended.wait()
+
+
+async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_nothing_up(harness: EventHarness) -> None:
+    screen, begun = Screen(), list[CallEvent]()
+
+    async def on_question(event: CallEvent, _: CallEventReader) -> None:
+        begun.append(event)
+        await asyncio.Event().wait()
+
+    def ask_and_leave(writer: CallEventWriter) -> None:
+        for _ in range(2 * MAX_QUESTIONS):
+            writer.send(MODEL, {})
+        writer.show("stdout", "done")
+
+    async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(screen.show), MODEL: on_question}, 30):
+        await asyncio.to_thread(run_call, ask_and_leave, harness.writer())
+        left_at = time.monotonic()
+    assert time.monotonic() - left_at < 1
+    assert screen.text() == "done"
+    assert len(begun) <= MAX_QUESTIONS
+
+
+async def test_a_question_to_a_lost_caller_ends_soon(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_events, "WAIT_SLICE_S", 0.1)
+    started = time.monotonic()
+    assert await asyncio.to_thread(harness.writer().await_answer, 30) is None
+    assert time.monotonic() - started < 2
+
+
+async def test_an_answer_that_is_nonsense_is_refused(harness: EventHarness) -> None:
+    harness.plain.rpush(call_event_keys(DEPLOYMENT, "acme", "call-1").answers, b"[1]")
+    with pytest.raises(EnvelopeRefused):
+        await asyncio.to_thread(harness.writer().await_answer, 1)
+
+
+@given(st.text(max_size=200), st.integers(1, 400))
+def test_output_of_any_kind_comes_back_from_pieces_that_are_small_enough(text: str, times: int) -> None:
+    pieces = encode_output("stdout", text * times)
+    assert all(len(data) <= MAX_PIECE_BYTES for _, data in pieces)
+    events = [decode_event(data) for _, data in pieces]
+    assert "".join(str(event.payload["text"]) for event in events) == text * times
+    assert [len(str(event.payload["text"])) for event in events] == [characters for characters, _ in pieces]
+
+
+@given(st.binary(max_size=300))
+def test_bytes_of_any_kind_are_an_event_or_are_refused(data: bytes) -> None:
+    for read in (decode_event, decode_answer):
+        try:
+            read(data)
+        except EnvelopeRefused:
+            continue
+
+
+def test_what_is_too_large_is_neither_sent_nor_read() -> None:
+    with pytest.raises(ValueError, match="the limit is"):
+        encode_event(MODEL, {"text": "x" * MAX_EVENT_BYTES})
+    with pytest.raises(ValueError, match="the limit is"):
+        encode_answer({"text": "x" * 1024 * 1024})
+    with pytest.raises(EnvelopeRefused):
+        decode_event(json.dumps({"kind": "output", "payload": {"text": "x" * MAX_EVENT_BYTES}}).encode())

@@ -1,6 +1,4 @@
-"""Ending calls from any process. A waiting call never starts, a running call is ended on its host, and its caller
-learns the origin of the kill. Over a real Redis.
-"""
+"""Ending calls from any process: a waiting call never starts, and a running call is ended on its host."""
 
 import asyncio
 import json
@@ -105,9 +103,7 @@ async def wait_for_ever() -> ToolResult:
     raise AssertionError
 
 
-async def test_a_queued_call_is_forbidden_and_its_caller_learns_at_once_the_actor_and_the_reason(
-    harness: Harness,
-) -> None:
+async def test_a_killed_queued_call_never_starts_and_its_caller_learns_who_and_why(harness: Harness) -> None:
     await harness.note()
     call = asyncio.create_task(harness.monitor.watch("acme", "c1", wait_for_ever()))
     killed = await harness.control.kill("acme", "c1", ANNE, "it runs away")
@@ -116,15 +112,6 @@ async def test_a_queued_call_is_forbidden_and_its_caller_learns_at_once_the_acto
         await asyncio.wait_for(call, SOON_S)
     assert failure.value.code is ErrorCode.CANCELLED
     assert harness.orders.sent_orders == []
-
-
-async def test_a_call_that_waits_for_its_first_slot_is_known_to_its_program_and_never_begins(harness: Harness) -> None:
-    call = asyncio.create_task(harness.monitor.watch("acme", "c1", wait_for_ever()))
-    killed = await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
-    assert killed.record.state is CallState.FORBIDDEN
-    with pytest.raises(ToolFailure, match="killed by anne"):
-        await asyncio.wait_for(call, SOON_S)
-    assert await harness.state() == "forbidden"
 
 
 async def test_an_unknown_call_is_reported_at_once_and_its_order_stays(harness: Harness) -> None:
@@ -136,22 +123,6 @@ async def test_an_unknown_call_is_reported_at_once_and_its_order_stays(harness: 
     # A call that its program was about to make also never starts.
     with pytest.raises(ToolFailure, match="killed by anne"):
         await asyncio.wait_for(harness.monitor.watch("acme", "c1", wait_for_ever()), SOON_S)
-
-
-async def test_a_call_that_runs_is_ended_where_it_runs(harness: Harness) -> None:
-    await harness.note(state="running", holder="host.b.b2/w1")
-    killed = await harness.control.kill("acme", "c1", ANNE, "enough")
-    assert (killed.record.state, killed.record.code, killed.record.killed) == (
-        CallState.DONE,
-        "CANCELLED",
-        "the call was killed by anne: enough",
-    )
-    [(order, route)] = harness.orders.sent_orders
-    assert (order.name, order.arguments, route) == (
-        "session.cancel",
-        {"call_id": "c1"},
-        ("acme", "s1", "host.b.b2"),
-    )
 
 
 async def test_the_order_is_repeated_until_the_call_has_ended(harness: Harness) -> None:
@@ -167,48 +138,32 @@ async def test_the_order_is_repeated_until_the_call_has_ended(harness: Harness) 
     assert len(harness.orders.sent_orders) == 3
 
 
-async def test_a_call_that_will_not_end_is_said_to_be_one(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "END_TIMEOUT_S", 0.2)
-    await harness.note(state="running", holder="host.b.b2/w1")
-
-    async def ignore(order: ToolCall) -> None:
-        """Ignore the order, as a lost host does."""
-
-    harness.orders.obey = ignore
-    with pytest.raises(OperatorError, match="was killed but still runs"):
-        await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
-
-
-async def test_the_result_of_a_killed_call_names_the_actor_and_the_reason(harness: Harness) -> None:
-    await harness.note(state="done", killed="the call was killed by anne: enough")
-    result = await harness.monitor.watch("acme", "c1", result_of(ErrorCode.CANCELLED, output="so far"))
-    assert (result.error_code, result.error, result.output) == (
-        ErrorCode.CANCELLED,
-        "the call was killed by anne: enough; killed",
-        "so far",
-    )
-
-
-async def test_a_program_of_a_session_that_was_killed_has_failed_too(harness: Harness) -> None:
-    await harness.note(state="done", killed="the call was killed by anne")
-    result = await harness.monitor.watch("acme", "c1", result_of(metadata={"cancelled": True, "returncode": -15}))
-    assert (result.success, result.error_code) == (False, ErrorCode.CANCELLED)
+KILLED = "the call was killed by anne"
 
 
 @pytest.mark.parametrize(
-    ("code", "killed"),
+    ("killed", "ended", "code", "error"),
     [
-        (None, "the call was killed by anne"),
-        (ErrorCode.TIMEOUT, "the call was killed by anne"),
-        (ErrorCode.CANCELLED, ""),
+        (f"{KILLED}: enough", {"code": ErrorCode.CANCELLED}, ErrorCode.CANCELLED, f"{KILLED}: enough; killed"),
+        (
+            KILLED,
+            {"metadata": {"cancelled": True, "returncode": -15}},
+            ErrorCode.CANCELLED,
+            f"{KILLED}; its processes were ended",
+        ),
+        (KILLED, {}, None, None),
+        (KILLED, {"code": ErrorCode.TIMEOUT}, ErrorCode.TIMEOUT, "killed"),
+        ("", {"code": ErrorCode.CANCELLED}, ErrorCode.CANCELLED, "killed"),
     ],
+    ids=["killed", "killed program", "succeeded", "timed out", "cancelled"],
 )
-async def test_a_call_that_no_kill_ended_has_its_own_result(
-    harness: Harness, code: ErrorCode | None, killed: str
+async def test_only_a_result_that_a_kill_ended_names_it(
+    harness: Harness, killed: str, ended: dict[str, Any], code: ErrorCode | None, error: str | None
 ) -> None:
     await harness.note(state="done", killed=killed)
-    result = await harness.monitor.watch("acme", "c1", result_of(code))
-    assert (result.error_code, result.error) == (code, "killed" if code else None)
+    result = await harness.monitor.watch("acme", "c1", result_of(**ended, output="so far"))
+    assert (result.error_code, result.error, result.output) == (code, error, "so far")
+    assert result.success == (code is None)
 
 
 async def test_who_loses_its_host_while_it_is_killed_is_still_reported_that_it_may_have_acted(harness: Harness) -> None:
@@ -268,13 +223,6 @@ async def test_of_a_call_that_is_none_nothing_is_noted(harness: Harness, call_id
     assert [await harness.audited(), await harness.client.exists(call_key("d", "acme", call_id))] == [[], 0]
 
 
-async def test_a_call_that_has_ended_is_said_to_have(harness: Harness) -> None:
-    await harness.note(state="done", code="TIMEOUT")
-    killed = await harness.control.kill("acme", "c1", ANNE)
-    assert (killed.was_over, killed.record.code, killed.record.killed) == (True, "TIMEOUT", "")
-    assert await harness.audited() == []
-
-
 async def test_each_kill_stands_in_the_audit_once(harness: Harness) -> None:
     await harness.note()
     await harness.note("c2", state="running", holder="host.b.b2/w1")
@@ -285,14 +233,6 @@ async def test_each_kill_stands_in_the_audit_once(harness: Harness) -> None:
         ("call.kill", "c1", "acme", "enough"),
         ("call.kill", "c2", "acme", "enough"),
     ]
-
-
-async def test_a_program_that_is_stopped_itself_is_not_reported_a_kill(harness: Harness) -> None:
-    call = asyncio.create_task(harness.monitor.watch("acme", "c1", wait_for_ever()))
-    await asyncio.sleep(0)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
 
 
 async def test_a_task_goes_on_after_its_call_was_killed(harness: Harness) -> None:
@@ -308,15 +248,6 @@ async def test_a_task_goes_on_after_its_call_was_killed(harness: Harness) -> Non
     running = asyncio.create_task(work())
     await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
     assert await asyncio.wait_for(running, SOON_S) == "went on 0"
-
-
-async def test_no_orders_are_read_when_there_are_no_calls(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refuse(since: float) -> list[Any]:
-        raise AssertionError(since)
-
-    await harness.monitor.watch("acme", "c1", result_of())
-    monkeypatch.setattr(harness.kills, "recent_kills", refuse)
-    await harness.monitor.find_kills()
 
 
 async def test_the_orders_are_few_however_many_are_given(harness: Harness) -> None:
@@ -337,3 +268,22 @@ async def test_a_redis_that_is_away_is_reported_and_kills_nothing() -> None:
     with pytest.raises(BrokerUnavailable, match="the call was not killed"):
         await CallStore(client, "d").kill(KillOrder(tenant="acme", call="c1", by="anne"))
     await client.aclose()
+
+
+async def test_a_call_that_has_ended_is_said_to_have(harness: Harness) -> None:
+    await harness.note(state="done", code="TIMEOUT")
+    killed = await harness.control.kill("acme", "c1", ANNE)
+    assert (killed.was_over, killed.record.code, killed.record.killed) == (True, "TIMEOUT", "")
+    assert await harness.audited() == []
+
+
+async def test_a_call_that_will_not_end_is_said_to_be_one(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "END_TIMEOUT_S", 0.2)
+    await harness.note(state="running", holder="host.b.b2/w1")
+
+    async def ignore(order: ToolCall) -> None:
+        """Ignore the order, as a lost host does."""
+
+    harness.orders.obey = ignore
+    with pytest.raises(OperatorError, match="was killed but still runs"):
+        await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)

@@ -1,6 +1,4 @@
-"""The list of calls: waiting calls with the reason, running calls, ended calls, and the owner of each. Over a real
-Redis.
-"""
+"""The list of calls: waiting calls with the reason, running calls, ended calls, and the owner of each."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace

@@ -1,16 +1,11 @@
 """Workers that die with a call are detected, once and reliably. Live workers are not affected. Over a real Redis."""
 
-import asyncio
 import json
-import threading
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import redis.asyncio
-from celery import Celery
-from celery.events import EventReceiver
-from celery.events.state import State
 
 from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
@@ -21,9 +16,7 @@ from orchestrator.dispatch.transport import CallLost
 from store.calls import CallState, CallStore
 from store.hosts import HostStore
 from tests.builders import build_attempt
-from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
-from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 
@@ -75,64 +68,43 @@ async def report(client: "redis.asyncio.Redis", key: str = QUEUE, **fields: Any)
     await client.set(host_key("d", key), REPORT.model_copy(update=fields).model_dump_json())
 
 
-async def test_a_call_that_a_living_worker_runs_is_waited_for(client: "redis.asyncio.Redis") -> None:
-    await report(client)
-    assert await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"}) is None
+RUNS = {"state": "running", "holder": f"{QUEUE}/w1"}
+POOL = {"sticky": False}
 
 
-@pytest.mark.parametrize("worker", [None, "w2"])
-async def test_a_call_whose_worker_is_gone_is_lost_though_another_has_taken_its_place(
-    client: "redis.asyncio.Redis", worker: str | None
+@pytest.mark.parametrize(
+    ("reports", "record", "how", "outcome"),
+    [
+        ("w1", RUNS, {}, None),
+        (None, RUNS, {}, True),
+        ("w2", RUNS, {}, True),
+        ("w1", {"state": "queued"}, {}, None),
+        (None, {"state": "queued"}, {}, False),
+        (None, {"state": "queued"}, POOL, None),
+        ("w1", {**RUNS, "state": "done"}, {}, True),
+        # The reply to the note of the loss was lost.
+        (None, {"state": "lost", "holder": f"{QUEUE}/w1"}, {}, True),
+        (None, {"state": "lost", "holder": ""}, {}, False),
+        # Redis lost the record of the second attempt, or a later attempt runs.
+        ("w1", RUNS, {"attempt": 2}, True),
+        ("w1", {**RUNS, "state": "done"}, {"attempt": 2}, True),
+        ("w1", {**RUNS, "state": "queued"}, {"attempt": 2}, None),
+        ("w1", {**RUNS, "state": "lost"}, {"attempt": 2}, None),
+        (None, {**RUNS, "holder": "host.gone.x/w", "attempt": 2}, {}, None),
+    ],
+)
+async def test_a_call_is_lost_with_its_worker_and_never_before(
+    client: "redis.asyncio.Redis",
+    reports: str | None,
+    record: dict[str, Any],
+    how: dict[str, Any],
+    outcome: bool | None,
 ) -> None:
-    if worker:
-        await report(client, worker=worker)
-    lost = await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1"})
-    assert lost is not None
-    assert (lost.has_started, f"{QUEUE}/w1" in lost.reason) == (True, True)
-    assert await client.hget(call_key("d", "acme", "c1"), "state") == b"lost"
-
-
-class Listener:
-    """Celery's own receiver of events, as Flower has it, in a thread."""
-
-    def __init__(self, url: str) -> None:
-        self.state = State()
-        self._app = Celery("flower", broker=url, set_as_current=False)
-        self._has_failed = threading.Event()
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
-
-    def _listen(self) -> None:
-        with self._app.connection() as connection:
-            self._receiver = EventReceiver(connection, handlers={"task-failed": self._take}, app=self._app)
-            self._receiver.capture(limit=None, timeout=None, wakeup=False)
-
-    def _take(self, event: dict[str, Any]) -> None:
-        self.state.event(event)
-        self._receiver.should_stop = True
-        self._has_failed.set()
-
-    def wait(self) -> Any:
-        """Return the failed task."""
-        assert self._has_failed.wait(10)
-        self._thread.join(10)
-        self._app.close()
-        return self.state.tasks["t1"]
-
-
-async def test_celery_receives_the_failure_of_a_lost_task_in_the_name_of_its_worker(redis_server: RedisProcess) -> None:
-    url = redis_server.url.removesuffix("/0") + "/1"  # the name of Celery's channel contains the database
-    listener = Listener(url)
-    with redis_server.client() as watcher:
-        # Celery subscribes when it reads for the first time.
-        await wait_until_async(watcher.pubsub_numpat, 10, "Celery has subscribed to events")
-    async with redis.asyncio.Redis.from_url(url) as client:
-        lost = await Watching(client).look({"state": "running", "holder": f"{QUEUE}/w1", "node": "a@machine"})
-    assert lost is not None
-    task = await asyncio.to_thread(listener.wait)
-    assert (task.state, task.name, task.worker.hostname) == ("FAILURE", "tool.x", "a@machine")
-    assert task.kwargs == "call c1, tenant acme, session s1"
-    assert "stopped reporting" in task.exception
+    """`outcome`: whether the lost call has started; None if the call is awaited."""
+    if reports:
+        await report(client, worker=reports)
+    lost = await Watching(client).look(record, **how)
+    assert (None if lost is None else lost.has_started) is outcome
 
 
 async def test_the_record_of_a_lost_call_says_when_who_noticed_and_why(client: "redis.asyncio.Redis") -> None:
@@ -158,17 +130,6 @@ async def test_a_call_that_is_sent_again_is_no_longer_lost(client: "redis.asynci
     assert (record.state, record.ended_at, record.noticed_by, record.reason) == (CallState.QUEUED, 0.0, "", "")
 
 
-async def test_a_call_that_waits_for_a_living_host_is_waited_for(client: "redis.asyncio.Redis") -> None:
-    await report(client)
-    assert await Watching(client).look({"state": "queued"}) is None
-
-
-async def test_a_call_that_waits_for_a_host_that_is_gone_was_not_started(client: "redis.asyncio.Redis") -> None:
-    lost = await Watching(client).look({"state": "queued"})
-    assert lost is not None
-    assert lost.has_started is False
-
-
 async def test_a_call_in_a_pool_is_lost_with_the_worker_that_runs_it(client: "redis.asyncio.Redis") -> None:
     watching = Watching(client)
     await report(client, "pool.w.1", kind="web")
@@ -177,19 +138,6 @@ async def test_a_call_in_a_pool_is_lost_with_the_worker_that_runs_it(client: "re
     lost = await watching.look({"state": "running", "holder": "pool.w.1/77"}, sticky=False)
     assert lost is not None
     assert lost.has_started
-
-
-async def test_a_call_that_waits_in_a_pool_is_waited_for(client: "redis.asyncio.Redis") -> None:
-    assert await Watching(client).look({"state": "queued"}, sticky=False) is None
-
-
-async def test_a_call_that_has_ended_and_whose_result_does_not_come_is_lost_after_a_while(
-    client: "redis.asyncio.Redis",
-) -> None:
-    await report(client)
-    lost = await Watching(client).look({"state": "done", "holder": f"{QUEUE}/w1"})
-    assert lost is not None
-    assert "result of the call was lost" in lost.reason
 
 
 async def test_a_new_call_is_not_even_looked_at(client: "redis.asyncio.Redis") -> None:
@@ -272,28 +220,6 @@ async def test_judging_many_calls_for_long_is_no_outage(client: "redis.asyncio.R
         watching.monitor._sent["t5"].since = 0
         await watching.monitor.find_losses()
         assert len(watching.failed) == 6
-
-
-@pytest.mark.parametrize(("holder", "has_started"), [(f"{QUEUE}/w1", True), ("", False)])
-async def test_a_loss_that_was_noted_while_its_answer_was_lost_is_reported(
-    client: "redis.asyncio.Redis", holder: str, has_started: bool
-) -> None:
-    lost = await Watching(client).look({"state": "lost", "holder": holder})
-    assert lost is not None
-    assert lost.has_started is has_started
-
-
-async def test_a_later_attempt_of_the_same_call_is_left_alone(client: "redis.asyncio.Redis") -> None:
-    assert await Watching(client).look({"state": "running", "holder": "host.gone.x/w", "attempt": 2}) is None
-
-
-@pytest.mark.parametrize(("state", "is_told"), [("running", True), ("done", True), ("queued", False), ("lost", False)])
-async def test_a_call_that_redis_forgot_was_sent_again_is_lost_when_no_worker_would_start_it(
-    client: "redis.asyncio.Redis", state: str, is_told: bool
-) -> None:
-    await report(client)
-    lost = await Watching(client).look({"state": state, "holder": f"{QUEUE}/w1", "attempt": 1}, attempt=2)
-    assert (lost is not None and lost.has_started) is is_told
 
 
 async def now_of(client: "redis.asyncio.Redis") -> int:

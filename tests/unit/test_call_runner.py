@@ -14,7 +14,6 @@ from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.loop.call_runner import CallRunner
 from tests.builders import build_spec
 
-SOON_S = 10.0
 READ = build_spec("read", read_only=True, properties={"n": {"type": "integer"}}, required=[])
 WRITE = build_spec("write", properties={"n": {"type": "integer"}}, required=[])
 
@@ -56,11 +55,8 @@ async def test_a_skill_that_is_called_as_a_tool_gives_its_instructions() -> None
         )
 
     ((_, loaded),) = await of("skill_tool", "named").run([asked("pdf-forms", 1, page=3)])
-    assert (loaded.success, ran[0].name, ran[0].arguments) == (
-        True,
-        "skill_tool",
-        {"name": "pdf-forms", "action": "load"},
-    )
+    assert (loaded.success, ran[0].name) == (True, "skill_tool")
+    assert ran[0].arguments == {"name": "pdf-forms", "action": "load"}
     # One that is a tool by itself is called, one that is off stays off, and without skill_tool there are no skills.
     await of("skill_tool", "named").run([asked("named", 2)])
     assert ran[1].name == "named"
@@ -98,18 +94,6 @@ class Gate:
         return done(call, call.id)
 
 
-async def test_read_only_calls_that_the_model_asked_for_at_once_run_side_by_side() -> None:
-    gate = Gate()
-    working = asyncio.create_task(runner(gate.run).run([asked("read", n) for n in range(3)]))
-    await asyncio.wait_for(gate.three_run.wait(), SOON_S)
-    gate.free.set()
-    assert [(name, result.output) for name, result in await working] == [
-        ("m0", "r-1-0"),
-        ("m1", "r-1-1"),
-        ("m2", "r-1-2"),
-    ]
-
-
 @pytest.mark.parametrize(
     "requests",
     [
@@ -123,17 +107,6 @@ async def test_all_other_calls_run_one_after_another_in_order(requests: list[Cal
     gate = Gate(free=True)
     await runner(gate.run).run(requests)
     assert (gate.most, gate.began) == (1, [request.call.id for request in requests])
-
-
-async def test_a_tool_that_the_model_was_not_reported_is_not_found_whatever_runs_the_calls_knows() -> None:
-    gate = Gate(free=True)
-    [(_, result)] = await runner(gate.run).run([asked("raed", 0)])
-    assert (result.error, result.error_code, result.metadata["nearest"]) == (
-        "Tool not found: raed",
-        ErrorCode.TOOL_NOT_FOUND,
-        ["read", "write"],
-    )
-    assert gate.began == []
 
 
 async def test_no_more_calls_run_at_once_than_allowed() -> None:

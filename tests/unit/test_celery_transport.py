@@ -1,6 +1,4 @@
-"""Waiting for a call over a real Redis: deadlines, lost messages, and results stored outside the reply. The test
-plays the worker.
-"""
+"""Waiting for a call over a real Redis: deadlines, lost messages, and results stored outside the reply."""
 
 import asyncio
 import contextlib
@@ -115,16 +113,6 @@ def large(output: str = "x" * 100_000) -> tuple[Any, bytes]:
     return encode_result(ToolResult(call_id="c1", name="x", success=True, output=output), keep), records[0]
 
 
-async def test_the_call_is_watched_over_from_when_it_was_sent_until_it_has_ended(harness: Harness) -> None:
-    waiting = start(harness, attempt())
-    task_id = await harness.taken()
-    await asyncio.wait_for(harness.watch.is_over.wait(), SOON_S)
-    assert harness.watch.watched == [task_id]
-    await harness.answer(task_id, "done")
-    assert await waiting == "done"
-    assert harness.watch.watched == []
-
-
 async def test_one_id_is_not_sent_twice_at_a_time_and_another_tenants_is(harness: Harness) -> None:
     waiting = start(harness, attempt())
     task_id = await harness.taken()
@@ -190,9 +178,7 @@ async def test_the_deadline_is_that_of_the_shared_clock(redis_server: RedisProce
         await transport.aclose()
 
 
-async def test_a_redis_that_is_away_at_the_deadline_is_asked_again(
-    harness: Harness, redis_server: RedisProcess
-) -> None:
+async def test_redis_is_asked_again_after_an_outage(harness: Harness, redis_server: RedisProcess) -> None:
     waiting = start(harness, attempt(start_in_s=0.3))
     await harness.taken()
     await asyncio.to_thread(redis_server.stop)
@@ -229,9 +215,7 @@ async def test_a_large_result_is_fetched_and_deleted(harness: Harness, keeps_res
         "host.a.b00t",
     ],
 )
-async def test_reading_what_is_not_the_tenants_by_naming_it_in_a_result_does_not_work(
-    harness: Harness, key: str
-) -> None:
+async def test_a_result_cannot_name_a_record_of_another_tenant(harness: Harness, key: str) -> None:
     """The aim: another tenant's bytes in one's own result, or the deletion of any key."""
     encoded, record = large()
     waiting = start(harness, attempt())
