@@ -1,9 +1,6 @@
-"""`toolcrew approvals` and `toolcrew changes list`: waiting questions are shown exactly and decided once, by
-authorized users only. The list names the author of each change.
-"""
+"""`toolcrew approvals` and `toolcrew changes list`: questions are shown exactly and decided once."""
 
 import asyncio
-import io
 import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,14 +9,11 @@ from typing import Any
 import pytest
 import redis.asyncio
 from click.testing import Result
-from rich.console import Console
 from typer.testing import CliRunner
 
-from contract.run_events import ApprovalAsked
 from contract.settings import BrokerSettings
 from contract.tenancy import TenantPolicy
 from orchestrator.command import app
-from orchestrator.terminal.output import RunPrinter
 from store.api_keys import ApiKeys
 from store.approvals import ApprovalQueue
 from store.tenants import RedisTenants
@@ -63,9 +57,7 @@ def answer_of(server: RedisProcess, id_: str) -> Any:
     return on(server, lambda _, queue: queue.answers([id_]))[id_]
 
 
-def test_what_waits_is_shown_with_its_exact_arguments_and_the_warning_last(
-    toolcrew: Toolcrew, redis_server: RedisProcess
-) -> None:
+def test_questions_are_shown_exactly_with_the_warning_last(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     hostile = "ls \u202e\u200b\x1b[2J\nWARNING: none, allow it\n\x9b1mrun it? [y/N]"
     (question,) = ask(redis_server, hostile)
     shown = toolcrew("approvals", "list")
@@ -80,36 +72,8 @@ def test_what_waits_is_shown_with_its_exact_arguments_and_the_warning_last(
     assert shown.stderr == "1 wait\n"
 
 
-def test_a_call_is_allowed_refused_and_changed(toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path) -> None:
-    first, second, third = ask(redis_server, "a", "b", "c")
-    other = tmp_path / "arguments.json"
-    other.write_text('{"command": "ls"}')
-    assert toolcrew("approvals", "decide", first.id, "allow").stdout == "bash_tool is allowed\n"
-    assert toolcrew("approvals", "decide", second.id, "deny", "--reason", "no").stdout == "bash_tool is denied\n"
-    reply = json.loads(toolcrew("approvals", "decide", third.id, "allow", "--arguments", f"@{other}", "--json").stdout)
-    assert reply == {
-        "id": third.id,
-        "state": "allowed",
-        "tool": "bash_tool",
-        "digest": third.digest,
-        "arguments_changed": True,
-    }
-    assert [answer_of(redis_server, one.id).is_allowed for one in (first, second, third)] == [True, False, True]
-    assert answer_of(redis_server, second.id).reason == "no"
-    assert answer_of(redis_server, third.id).arguments == {"command": "ls"}
-    assert toolcrew("approvals", "list").stderr == "nothing waits for a decision\n"
-    again = toolcrew("approvals", "decide", first.id, "deny")
-    assert again.exit_code == 1
-    assert "allowed by" in again.stderr
-    rows = json.loads(toolcrew("changes", "list", "--json").stdout)
-    assert [row["action"] for row in rows] == ["approval.allow", "approval.deny", "approval.allow"]
-    assert {row["tenant"] for row in rows} == {"acme"}
-
-
 @pytest.mark.parametrize(("digest", "code"), [("{0:.16}", 0), ("0" * 16, 1), ("{0:.3}", 1), ("", 1)])
-def test_a_digest_that_is_not_the_calls_decides_nothing(
-    toolcrew: Toolcrew, redis_server: RedisProcess, digest: str, code: int
-) -> None:
+def test_a_wrong_digest_decides_nothing(toolcrew: Toolcrew, redis_server: RedisProcess, digest: str, code: int) -> None:
     (question,) = ask(redis_server, "a")
     assert (
         toolcrew("approvals", "decide", question.id, "allow", "--digest", digest.format(question.digest)).exit_code
@@ -131,30 +95,6 @@ def test_arguments_that_cannot_be_read_decide_nothing(
     assert on(redis_server, lambda _, queue: queue.answers([question.id])) == {}
 
 
-def test_without_a_pool_there_is_nothing_to_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
-    for arguments in (("approvals", "list"), ("changes", "list")):
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 1
-        assert "TOOLCREW_REDIS_URL" in result.stderr
-
-
-def test_a_run_of_a_stack_of_its_own_waits_for_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
-    monkeypatch.setenv("TOOLCREW_APPROVALS", "queue")
-    result = CliRunner().invoke(app, ["run", "act", "--model", "scripted"])
-    assert result.exit_code == 1
-    assert "set TOOLCREW_REDIS_URL" in result.stderr
-
-
-@pytest.mark.parametrize("asks_elsewhere", [True, False])
-def test_a_run_says_where_its_questions_are_asked(asks_elsewhere: bool) -> None:
-    out = io.StringIO()
-    view = RunPrinter(Console(file=out, width=200, force_terminal=False), asks_elsewhere=asks_elsewhere)
-    view.on_event(ApprovalAsked(run="r", call=build_question().call, digest="d", reason="", warning="", expires_at=0.0))
-    assert ("toolcrew approvals list" in out.getvalue()) == asks_elsewhere
-
-
 def make_key(server: RedisProcess, role: Any, tenant: str = "acme") -> str:
     async def work(client: "redis.asyncio.Redis", _: ApprovalQueue) -> str:
         tenants = RedisTenants(client, "default", server.keys)
@@ -165,7 +105,7 @@ def make_key(server: RedisProcess, role: Any, tenant: str = "acme") -> str:
     return str(on(server, work))
 
 
-def test_a_tenants_key_opens_its_own_questions_and_no_audit(
+def test_a_tenant_key_has_no_audit(
     toolcrew: Toolcrew, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (mine,), (others,) = ask(redis_server, "a"), ask(redis_server, "b", tenant="other")
@@ -181,9 +121,7 @@ def test_a_tenants_key_opens_its_own_questions_and_no_audit(
     assert answer_of(redis_server, mine.id).by.name == "tenant of acme"
 
 
-def test_the_audit_is_shown_a_line_an_entry_by_tenant_and_action(
-    toolcrew: Toolcrew, redis_server: RedisProcess
-) -> None:
+def test_the_audit_has_a_line_per_entry_and_filters(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     assert toolcrew("changes", "list").stdout == "no change matches\n"
     assert toolcrew("tenants", "add", "acme", "--weight", "2").exit_code == 0
     assert toolcrew("keys", "create", "acme", "--name", "a\nb\x1b[2J").exit_code == 0

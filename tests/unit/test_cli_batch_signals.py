@@ -88,11 +88,6 @@ def test_rows_of_another_host_are_not_written_here(tmp_path: Path) -> None:
         find_rows("b", place(tmp_path / "o.jsonl", "elsewhere-1"), None, None)
 
 
-def test_errors_without_an_output_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--errors needs --output"):
-        find_rows("b", None, None, tmp_path / "e.jsonl")
-
-
 RUN = "0123456789abcdef01234567"
 
 
@@ -116,6 +111,11 @@ def test_the_attempts_of_an_item_are_found_by_its_run_the_last_one_at_the_end(tr
 def test_runs_of_programs_that_only_look_like_attempts_are_their_own(traces: Callable[..., Path]) -> None:
     assert [path.stem for path in find_attempts(traces("job", "job-2", RUN), "job")] == ["job"]
     assert [path.stem for path in find_attempts(traces(f"{RUN}-02", f"{RUN}-x"), RUN)] == [RUN]
+
+
+def test_errors_without_an_output_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--errors needs --output"):
+        find_rows("b", None, None, tmp_path / "e.jsonl")
 
 
 def test_a_trajectory_that_cannot_be_written_is_reported_before_the_run(tmp_path: Path) -> None:

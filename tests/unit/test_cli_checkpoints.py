@@ -1,6 +1,4 @@
-"""`toolcrew run --checkpoint`: refused before the start if the checkpoint could not be stored. A failed checkpoint
-does not lose the answer.
-"""
+"""`toolcrew run --checkpoint`: a checkpoint that could not be stored is refused or reported."""
 
 import json
 from collections.abc import AsyncIterator
@@ -66,9 +64,7 @@ FULL = ToolFailure(ErrorCode.NO_SPACE, "100 checkpoints")
         ),
     ],
 )
-async def test_what_could_not_be_kept_is_reported_beside_what_could(
-    session: Any, expected: list[str], code: str | None
-) -> None:
+async def test_a_failed_save_is_reported(session: Any, expected: list[str], code: str | None) -> None:
     saver = WorkspaceSaver(Path("copy"), wants_checkpoint=True)
     await saver.save(session)
     text = "\n".join(saver.lines())

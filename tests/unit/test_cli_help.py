@@ -50,3 +50,38 @@ def test_every_other_command_is_a_plural_noun_and_a_verb() -> None:
         f"{name} {verb}" for name, group in groups.items() if isinstance(group, TyperGroup) for verb in group.commands
     ]
     assert len(names) <= 50, names
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["call", "bash_tool", "command=true", "--timeout"], ["sessions", "exec", "--timeout"]],
+    ids=["call", "session exec"],
+)
+@pytest.mark.parametrize(
+    ("timeout", "message"),
+    [
+        ("99999", "less than or equal to 86400"),
+        ("86400.5", "less than or equal to 86400"),
+        ("0", "greater than or equal to 0.001"),
+        ("-1", "greater than or equal to 0.001"),
+    ],
+)
+def test_a_limit_out_of_range_is_refused(
+    command: list[str], timeout: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
+    rest = ["s1", "--", "true"] if command[0] == "session" else []
+
+    result = CliRunner().invoke(app, [*command, timeout, *rest], env={"COLUMNS": "200"})
+
+    assert result.exit_code == 2
+    assert "--timeout" in result.stderr
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("line", ["approvals list", "changes list", "tools disable echo", "run act --model scripted"])
+def test_commands_for_a_pool_need_its_redis(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    monkeypatch.setenv("TOOLCREW_APPROVALS", "queue")
+    result = CliRunner().invoke(app, line.split())
+    assert (result.exit_code, "TOOLCREW_REDIS_URL" in result.stderr) == (1, True)

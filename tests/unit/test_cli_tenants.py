@@ -1,8 +1,7 @@
-"""`toolcrew tenants`: registering, changing, listing and removing tenants and keys, and the error messages for
-invalid input.
-"""
+"""`toolcrew tenants`: registering, changing, listing and removing tenants and keys."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,21 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from contract.calls import SessionUsage
 from contract.errors import ErrorCode, ToolFailure
-from contract.names import api_keys_key, catalog_names_key, tenants_key
+from contract.names import api_keys_key, call_key, catalog_key, catalog_names_key, tenants_key
+from contract.specs import Catalog, seal_catalog
 from contract.tenancy import Budgets, CommandRule, SandboxTerms, TenantPolicy
 from orchestrator.cli.policy_options import OPTIONS, apply_options, policy_lines
 from orchestrator.command import app
+from store.usage import WorkerUsageStore
+from tests.builders import build_spec
 from tests.conftest import RedisProcess
 
 Toolcrew = Callable[..., Result]
 
 ALL = (
-    *(
+    *[
         "--tools",
         "read_tool,grep_*",
         "--tools",
@@ -34,27 +37,25 @@ ALL = (
         "8",
         "--rate",
         "1.5",
-    ),
-    *(
         "--burst",
         "9",
-        "--sandboxes",
-        "3",
-        "--class",
-        "gpu",
-        "--image",
-        "a:1,b:2",
-        "--network",
-        "none",
-        "--workspace-bytes",
-        "2000000",
-    ),
+    ],
+    *["--sandboxes", "3", "--class", "gpu", "--image", "a:1,b:2", "--network", "none", "--workspace-bytes", "2000000"],
     *("--command-rule", "deny:bash_tool:git push", "--command-rule", "ask::rm '-r f'", "--command-rule", "allow"),
-    *("--models", "fast,team-*", "--secret", "GIT_TOKEN,PIP_TOKEN"),
-    *("--trust-skill", "a" * 64 + "," + "b" * 64),
-    *("--tokens-per-day", "1", "--tokens-per-month", "2", "--cost-per-day", "3.5", "--cost-per-month", "4"),
-    *("--cpu-s-per-day", "5.5", "--cpu-s-per-month", "6", "--stored-bytes-per-day", "7"),
-    *("--stored-bytes-per-month", "8"),
+    *("--models", "fast,team-*", "--secret", "GIT_TOKEN,PIP_TOKEN", "--trust-skill", "a" * 64 + "," + "b" * 64),
+    *[
+        "--tokens-per-day",
+        "1",
+        "--tokens-per-month",
+        "2",
+        "--cost-per-day",
+        "3.5",
+        "--cost-per-month",
+        "4",
+        "--cpu-s-per-day",
+        "5.5",
+    ],
+    *["--cpu-s-per-month", "6", "--stored-bytes-per-day", "7", "--stored-bytes-per-month", "8"],
 )
 POLICY = TenantPolicy(
     tools=("read_tool", "grep_*", "bash_tool"),
@@ -149,9 +150,7 @@ def publish_names(server: RedisProcess, pool: str, *names: str) -> None:
         client.set(catalog_names_key("default", pool), json.dumps(names))
 
 
-def test_a_tool_that_no_worker_has_published_is_refused_with_the_nearest_name(
-    toolcrew: Toolcrew, redis_server: RedisProcess
-) -> None:
+def test_an_unknown_tool_is_refused_with_the_nearest_name(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     publish_names(redis_server, "tools", "lookup_tool")
     code, message = failure_of(toolcrew("add", "acme", "--tools", "bash_tol"))
     assert (code, "there is no tool bash_tol" in message, "bash_tool" in message) == (1, True, True)
@@ -161,34 +160,6 @@ def test_a_tool_that_no_worker_has_published_is_refused_with_the_nearest_name(
     )
     assert failure_of(toolcrew("set", "acme", "--tools", "lookup_tol"))[0] == 1
     assert toolcrew("set", "acme", "--weight", "2").exit_code == 0
-
-
-def test_a_pattern_that_matches_no_tool_and_a_name_that_cannot_be_checked_are_warned_about(
-    toolcrew: Toolcrew, redis_server: RedisProcess
-) -> None:
-    unchecked = toolcrew("add", "early", "--tools", "mine_tool")
-    assert (unchecked.exit_code, "mine_tool was not checked" in unchecked.stderr) == (0, True)
-    publish_names(redis_server, "sandbox", "bash_tool")
-    unmatched = toolcrew("add", "acme", "--tools", "bash_*,mcp__git__*")
-    assert (unmatched.exit_code, unmatched.stderr) == (
-        0,
-        "toolcrew: --tools: no tool that has been published matches mcp__git__*\n",
-    )
-
-
-def test_no_tools_is_not_all_tools(toolcrew: Toolcrew) -> None:
-    assert policy_of(toolcrew("add", "acme", "--tools", "", "--json")).tools == ()
-    assert "tools                   none" in toolcrew("set", "acme", "--weight", "2").stdout
-
-
-def test_the_first_tenant_and_the_last_are_reported_as_what_they_are(toolcrew: Toolcrew) -> None:
-    assert "from now on only registered tenants and default are served" in toolcrew("add", "acme").stderr
-    assert toolcrew("add", "zeta").stderr == ""
-    assert toolcrew("remove", "zeta").stderr == ""
-    removed = toolcrew("remove", "acme")
-    assert removed.stdout == "acme is removed and its 0 API keys are revoked; the name cannot be registered again\n"
-    assert removed.stderr == ""
-    assert failure_of(toolcrew("add", "acme"))[0] == 1
 
 
 def test_a_file_says_all_of_a_policy_and_options_change_what_it_says(toolcrew: Toolcrew, tmp_path: Path) -> None:
@@ -201,9 +172,7 @@ def test_a_file_says_all_of_a_policy_and_options_change_what_it_says(toolcrew: T
     assert policy_of(toolcrew("set", "acme", "--from", str(path), "--json")) == TenantPolicy()
 
 
-def test_a_policy_of_another_release_is_reported_and_replaced_by_a_file(
-    toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path
-) -> None:
+def test_an_unreadable_policy_can_be_replaced(toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path) -> None:
     with redis_server.client() as client:
         client.hset(tenants_key("default"), "acme", redis_server.keys.seal("policy acme", '{"speed": 9}'))
     assert "nothing: the policy of tenant acme cannot be read (speed" in toolcrew("list").stdout
@@ -218,22 +187,19 @@ def test_a_policy_of_another_release_is_reported_and_replaced_by_a_file(
     [
         (("add", "acme", "--from", "/nonexistent.json"), "--from: /nonexistent.json cannot be read"),
         (("add", "default"), "default always exists"),
-        (("set", "unknown", "--weight", "2"), "tenant unknown does not exist: see `toolcrew tenants list`"),
         (("set", "default"), "no change was given"),
+        (("remove", "default"), "default cannot be removed"),
+        (("set", "unknown", "--weight", "2"), "tenant unknown does not exist: see `toolcrew tenants list`"),
         (
             ("set", "default", "--unset", "speed"),
             "--unset: there is no option 'speed': name one of tools, models, weight",
         ),
         (("set", "default", "--unset", "weight", "--weight", "2"), "--weight sets the same option"),
-        (("remove", "default"), "default cannot be removed"),
-        (("keys", "create", "unknown"), "tenant unknown does not exist"),
         (("keys", "create", "default", "--expires-in", "soon"), "--expires-in: 'soon' is not a duration: write 90d"),
         (("keys", "revoke", "0" * 16), "there is no key 0000000000000000: see `toolcrew keys list`"),
     ],
 )
-def test_what_is_wrong_is_one_sentence_that_names_it(
-    toolcrew: Toolcrew, arguments: tuple[str, ...], expected: str
-) -> None:
+def test_a_wrong_argument_is_named(toolcrew: Toolcrew, arguments: tuple[str, ...], expected: str) -> None:
     code, message = failure_of(toolcrew(*arguments))
     assert code == 1
     assert expected in message
@@ -242,16 +208,12 @@ def test_what_is_wrong_is_one_sentence_that_names_it(
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"weight": 0.0}, "--weight: Input should be greater than"),
         ({"weight": float("inf")}, "--weight: Input should be a finite number"),
         ({"in-flight": 0}, "--in-flight: "),
-        ({"rate": 0.0}, "--rate: "),
         ({"workspace-bytes": 1}, "--workspace-bytes: "),
         ({"tools": ["a*b"]}, "--tools: "),
-        ({"image": ["i" * 257]}, "--image: "),
         ({"command-rule": ["forbid:bash_tool:x"]}, "write action:tool:words, such as deny:bash_tool:git push"),
         ({"command-rule": ["deny:bash_tool:'x"]}, "--command-rule: 'deny:bash_tool:'x': No closing quotation"),
-        ({"command-rule": ["deny"] * 1001}, "--command-rule: "),
     ],
 )
 def test_a_value_out_of_bounds_names_its_option(given: dict[str, Any], expected: str) -> None:
@@ -272,9 +234,7 @@ def test_a_value_out_of_bounds_names_its_option(given: dict[str, Any], expected:
         (json.dumps({"tools": ["t" * 100] * 10_000}), "larger than"),
     ],
 )
-def test_a_wrong_file_is_reported_with_its_name_and_the_field(
-    toolcrew: Toolcrew, tmp_path: Path, text: str, expected: str
-) -> None:
+def test_a_wrong_file_is_named(toolcrew: Toolcrew, tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "policy.json"
     path.write_text(text)
     code, message = failure_of(toolcrew("add", "acme", "--from", str(path)))
@@ -290,34 +250,13 @@ def test_a_key_is_shown_once_on_stdout_alone(toolcrew: Toolcrew, redis_server: R
     assert key.startswith("tc_")
     assert key not in made.stderr
     [row] = as_json(toolcrew("keys", "list", "--json"))
-    assert (row["id"], row["tenant"], row["role"], row["name"], row["tail"], row["state"]) == (
-        key.split("_")[1],
-        "acme",
-        "operator",
-        "ci",
-        key[-4:],
-        "valid",
-    )
+    assert (row["id"], row["tenant"], row["role"], row["name"]) == (key.split("_")[1], "acme", "operator", "ci")
+    assert (row["tail"], row["state"]) == (key[-4:], "valid")
     assert row["created_at"][-1] == row["expires_at"][-1] == "Z"
     secret = key.split("_", 2)[2]
     with redis_server.client() as client:
         stored: Any = client.hgetall(api_keys_key("default"))
     assert secret not in toolcrew("keys", "list").stdout + str(stored)
-
-
-def test_keys_are_listed_by_tenant_and_revoked_by_id(toolcrew: Toolcrew) -> None:
-    toolcrew("add", "acme")
-    first, second = (
-        as_json(toolcrew("keys", "create", "acme", "--json")),
-        as_json(toolcrew("keys", "create", "default", "--json")),
-    )
-    assert [row["id"] for row in as_json(toolcrew("keys", "list", "--json"))] == [first["id"], second["id"]]
-    assert [row["id"] for row in as_json(toolcrew("keys", "list", "default", "--json"))] == [second["id"]]
-    assert toolcrew("keys", "revoke", first["id"]).stdout == f"{first['id']} is revoked\n"
-    assert [line.split()[:2] for line in toolcrew("keys", "list").stdout.splitlines()] == [
-        ["id", "tenant"],
-        [second["id"], "default"],
-    ]
 
 
 def test_a_key_that_cannot_be_read_is_listed_as_such(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
@@ -328,15 +267,107 @@ def test_a_key_that_cannot_be_read_is_listed_as_such(toolcrew: Toolcrew, redis_s
     assert toolcrew("keys", "list", "--json").stdout.strip() == "[]"
 
 
-def test_removing_a_tenant_reports_how_many_keys_went_with_it(toolcrew: Toolcrew) -> None:
-    toolcrew("add", "acme")
-    toolcrew("keys", "create", "acme")
-    assert as_json(toolcrew("remove", "acme", "--json")) == {"name": "acme", "revoked_keys": 1}
-    assert as_json(toolcrew("keys", "list", "--json")) == []
-
-
 def test_what_others_named_cannot_drive_the_terminal(toolcrew: Toolcrew) -> None:
     toolcrew("add", "acme", "--tools", "x\x1b[2J", "--image", "y\x07", "--command-rule", "deny::z\x1b]0;")
     toolcrew("keys", "create", "acme", "--name", "n\x1b[2J")
     shown = toolcrew("list").stdout + toolcrew("set", "acme", "--weight", "2").stdout + toolcrew("keys", "list").stdout
     assert not set(shown) & {"\x1b", "\x07"}
+
+
+def test_usage_is_printed_with_its_sum_and_budgets(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    runner = CliRunner()
+    with redis_server.client() as client:
+        WorkerUsageStore(client, "default").count([("acme:s1", SessionUsage(meter="m", cpu_s=90.0, read_bytes=5))])
+    assert runner.invoke(app, ["tenants", "add", "acme", "--cpu-s-per-day", "120"]).exit_code == 0
+
+    report = json.loads(runner.invoke(app, ["tenants", "usage", "--tenant", "acme", "--by", "hour", "--json"]).stdout)
+    (period,) = report["data"]
+    assert period["start"].startswith(time.strftime("%Y-%m-%dT%H", time.gmtime()))
+    assert (period["cpu_s"], period["read_bytes"], report["total"]["cpu_s"]) == (90.0, 5, 90.0)
+    (budget,) = report["budgets"]
+    assert (budget["name"], budget["used"], budget["limit"]) == ("cpu_s_per_day", 90.0, 120.0)
+
+    lines = runner.invoke(app, ["tenants", "usage", "--tenant", "acme"]).stdout.splitlines()
+    assert lines[0].split()[:3] == ["from", "calls", "cpu"]
+    assert lines[-1].split()[:4] == ["cpu_s_per_day", "90", "120", "75%"]
+    assert runner.invoke(app, ["tenants", "usage", "--tenant", "acme", "--from", "2020-01-01"]).exit_code == 1
+
+
+def test_operators_list_all_batches(
+    redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
+    with redis_server.client() as client:
+        client.set(
+            catalog_key("default", "sandbox"),
+            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("other"),))),
+        )
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"id": "a", "instruction": "act"}\n')
+
+    def run(*arguments: str, key: str = "") -> list[str]:
+        done = CliRunner().invoke(app, [*arguments], env={"TOOLCREW_API_KEY": key})
+        assert done.exit_code == 0, done.output
+        return done.stdout.splitlines()
+
+    for tenant in ("acme", "bolt"):
+        run("tenants", "add", tenant)
+        run("batches", "submit", str(file), "--detach", "--tenant", tenant, "--id", f"of-{tenant}")
+    key, operators = (
+        run("keys", "create", "acme")[0],
+        run("keys", "create", "acme", "--role", "operator")[0],
+    )
+
+    def listed(*arguments: str, key: str = "") -> set[tuple[str, ...]]:
+        return {tuple(line.split()[:2]) for line in run("batches", "list", *arguments, key=key)[1:]}
+
+    assert listed() == listed(key=operators) == {("acme", "of-acme"), ("bolt", "of-bolt")}
+    assert listed("--tenant", "bolt") == {("bolt", "of-bolt")}
+    assert listed(key=key) == {("acme", "of-acme")}
+
+
+def show(server: RedisProcess, *arguments: str, key: str = "") -> Result:
+    environment = {"TOOLCREW_REDIS_URL": server.url, "TOOLCREW_API_KEY": key}
+    return CliRunner().invoke(app, ["calls", "show", *arguments], env=environment)
+
+
+def test_a_call_is_shown_with_its_state_who_ran_it_and_when(redis_server: RedisProcess) -> None:
+    record = {
+        "state": "unknown",
+        "attempt": 2,
+        "tool": "bash_tool",
+        "holder": "host.a.b/w",
+        "started_at": 1_700_000_000.5,
+        "code": "OUTCOME_UNKNOWN",
+    }
+    with redis_server.client() as client:
+        client.hset(call_key("default", "acme", "c1"), mapping=record)
+    reply = json.loads(show(redis_server, "c1", "--tenant", "acme", "--json").stdout)
+    assert (reply["state"], reply["attempt"], reply["holder"]) == ("unknown", 2, "host.a.b/w")
+    assert reply["error_code"] == "OUTCOME_UNKNOWN"
+    assert (reply["started_at"], reply["ended_at"]) == ("2023-11-14T22:13:20.500Z", None)
+    assert "host.a.b/w" in show(redis_server, "c1", "--tenant", "acme").stdout
+
+
+def test_a_pattern_that_matches_no_tool_and_a_name_that_cannot_be_checked_are_warned_about(
+    toolcrew: Toolcrew, redis_server: RedisProcess
+) -> None:
+    unchecked = toolcrew("add", "early", "--tools", "mine_tool")
+    assert (unchecked.exit_code, "mine_tool was not checked" in unchecked.stderr) == (0, True)
+    publish_names(redis_server, "sandbox", "bash_tool")
+    unmatched = toolcrew("add", "acme", "--tools", "bash_*,mcp__git__*")
+    assert (unmatched.exit_code, unmatched.stderr) == (
+        0,
+        "toolcrew: --tools: no tool that has been published matches mcp__git__*\n",
+    )
+
+
+def test_the_first_tenant_and_the_last_are_reported_as_what_they_are(toolcrew: Toolcrew) -> None:
+    assert "from now on only registered tenants and default are served" in toolcrew("add", "acme").stderr
+    assert toolcrew("add", "zeta").stderr == ""
+    assert toolcrew("remove", "zeta").stderr == ""
+    removed = toolcrew("remove", "acme")
+    assert removed.stdout == "acme is removed and its 0 API keys are revoked; the name cannot be registered again\n"
+    assert removed.stderr == ""
+    assert failure_of(toolcrew("add", "acme"))[0] == 1

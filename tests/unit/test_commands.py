@@ -1,59 +1,26 @@
-"""A command line parsed into the programs that it would run, including quoted, nested and wrapped commands. Text that
-cannot be parsed is opaque.
-"""
+"""A command line parsed into the programs that it would run. Text that cannot be parsed is opaque."""
 
+import os
+import shutil
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from contract.shell.commands import MAX_COMMAND_CHARS, MAX_DEPTH, ShellScript, parse_commands
 from contract.shell.shell_reader import MAX_TOKENS
 
 SHELL_PIECES = [
-    "'",
-    '"',
-    "`",
-    "$(",
-    "$((",
-    "${",
-    ")",
-    "))",
-    "}",
-    "\\",
-    "<<E",
-    "\nE\n",
-    "<(",
-    "|",
-    "&",
-    ";;",
-    "\n",
-    " ",
-    "#",
-    "a",
-    "case x in",
-    "esac",
-]
+    "'", '"', "`", "$(", "$((", "${", ")", "))", "}", "\\", "<<E", "\nE\n", "<(", "|", "&", ";;", "\n", " ", "#",
+    "a", "case x in", "esac",
+]  # fmt: skip
 SHELL_PIECES += [
-    "for x",
-    " do ",
-    "[[ ",
-    " ]]",
-    "{ ",
-    "f()",
-    "function f",
-    "bash -c ",
-    "eval ",
-    "sudo ",
-    "xargs ",
-    "rm -rf /",
-    "=",
-    "~",
-    "*",
-    "\x00",
-    "\ud800",
-]
+    "for x", " do ", "[[ ", " ]]", "{ ", "f()", "function f", "bash -c ", "eval ", "sudo ", "xargs ", "rm -rf /",
+    "=", "~", "*", "\x00", "\ud800",
+]  # fmt: skip
 
 
 def argvs(text: str) -> list[tuple[str, ...]]:
@@ -89,19 +56,10 @@ def test_a_line_is_split_into_its_simple_commands(text: str, expected: list[tupl
 @pytest.mark.parametrize(
     "text",
     [
-        "rm x",
-        "r''m x",
-        '"rm" x',
-        "\\rm x",
-        "r\\m 'x'",
-        "$'\\x72m' x",
-        "$'\\162m' $'x'",
-        'rm $"x"',
-        "rm${IFS}x",
-        "rm$IFS'x'",
-        "r\\\nm x",
+        "rm x", "r''m x", '"rm" x', "\\rm x", "r\\m 'x'", "$'\\x72m' x", "$'\\162m' $'x'", 'rm $"x"', "rm${IFS}x",
+        "rm$IFS'x'", "r\\\nm x",
     ],
-)
+)  # fmt: skip
 def test_quoting_does_not_change_the_words(text: str) -> None:
     assert argvs(text) == [("rm", "x")]
 
@@ -109,46 +67,17 @@ def test_quoting_does_not_change_the_words(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "echo $(rm x)",
-        'echo "a $(rm x) b"',
-        "echo `rm x`",
-        "echo ${a:-$(rm x)}",
-        "echo $((1 + $(rm x)))",
-        "a=$(rm x)",
-        "a=(b $(rm x))",
-        "cat < <(rm x)",
-        "cat <<E\n$(rm x)\nE",
-        "echo $(case y\nin z) rm x;; esac)",
-        "sudo -u root rm x",
-        "sudo --user root -- rm x",
-        "env -i -u A B=c rm x",
-        "nohup nice -n 5 timeout -k 1 10 rm x",
-        "command rm x",
-        "exec -a name rm x",
-        "time rm x",
-        "xargs -n 1 rm x",
-        "busybox rm x",
-        "find . -exec rm x ';'",
-        "bash -c 'rm x'",
-        "sh -ec 'rm x'",
-        "bash --norc -o pipefail -c 'rm x'",
-        "bash -c \"bash -c 'rm x'\"",
-        "bash <<< 'rm x'",
-        "sh <<'E'\nrm x\nE",
-        "eval 'rm x'",
-        "eval rm x",
-        "trap 'rm x' EXIT",
-        "su -c 'rm x'",
-        "su --command='rm x' me",
-        "flock f -c 'rm x'",
-        "watch -n 1 rm x",
-        "ssh -p 22 host rm x",
-        "env -S 'rm x'",
-        "coproc rm x",
-        "f() { rm x; }",
-        "function f { rm x; }",
+        "echo $(rm x)", 'echo "a $(rm x) b"', "echo `rm x`", "echo ${a:-$(rm x)}", "echo $((1 + $(rm x)))",
+        "a=$(rm x)", "a=(b $(rm x))", "cat < <(rm x)", "cat <<E\n$(rm x)\nE", "echo $(case y\nin z) rm x;; esac)",
+        "sudo -u root rm x", "sudo --user root -- rm x", "env -i -u A B=c rm x",
+        "nohup nice -n 5 timeout -k 1 10 rm x", "command rm x", "exec -a name rm x", "time rm x", "xargs -n 1 rm x",
+        "busybox rm x", "find . -exec rm x ';'", "bash -c 'rm x'", "sh -ec 'rm x'",
+        "bash --norc -o pipefail -c 'rm x'", "bash -c \"bash -c 'rm x'\"", "bash <<< 'rm x'", "sh <<'E'\nrm x\nE",
+        "eval 'rm x'", "eval rm x", "trap 'rm x' EXIT", "su -c 'rm x'", "su --command='rm x' me",
+        "flock f -c 'rm x'", "watch -n 1 rm x", "ssh -p 22 host rm x", "env -S 'rm x'", "coproc rm x",
+        "f() { rm x; }", "function f { rm x; }",
     ],
-)
+)  # fmt: skip
 def test_a_command_inside_another_is_found(text: str) -> None:
     assert ("rm", "x") in argvs(text)
 
@@ -198,11 +127,8 @@ def test_what_cannot_be_reported_is_opaque_and_says_why(text: str) -> None:
 def test_redirections_here_documents_and_pipelines_are_reported() -> None:
     first, second = parse_commands("A=b cat <<E 2>&1 >out | sort 2> err >&2 &>> both\nbody\nE").commands
     assert (first.assignments, first.stdin, [word.text for word in first.outputs]) == (("A=b",), "body", ["out"])
-    assert ([word.text for word in second.outputs], second.fed_by, second.reads_pipe) == (
-        ["err", "both"],
-        ("cat",),
-        True,
-    )
+    assert ([word.text for word in second.outputs], second.fed_by) == (["err", "both"], ("cat",))
+    assert second.reads_pipe is True
 
 
 def test_an_arithmetic_shift_begins_no_here_document_that_would_hide_a_command() -> None:
@@ -255,27 +181,82 @@ def test_single_quotes_keep_any_text_one_word(text: str) -> None:
 @pytest.mark.parametrize(
     "piece",
     [
-        "(",
-        "$(",
-        "$((",
-        "`",
-        '"$(',
-        "eval ",
-        "sudo ",
-        "{",
-        "cat <<A\n",
-        "cat <<A\nx\\\n",
-        "<<A ",
-        "a|",
-        "${",
-        "f(){ ",
-        "ssh a ",
-        "\\",
-        "cd a;",
+        "(", "$(", "$((", "`", '"$(', "eval ", "sudo ", "{", "cat <<A\n", "cat <<A\nx\\\n", "<<A ", "a|", "${",
+        "f(){ ", "ssh a ", "\\", "cd a;",
     ],
-)
+)  # fmt: skip
 def test_a_hostile_text_of_full_length_is_read_in_bounded_time(piece: str) -> None:
     text = (piece * 131072)[:131072]
     started = time.process_time()
     parse_commands(text)
     assert time.process_time() - started < 5
+
+
+BASH = shutil.which("bash")
+TIMEOUT_S = 5
+# Pieces write into their folder and start nothing but `mark` and bash: PATH holds nothing else.
+PIECES = [
+    "mark", " ma''rk ", "'", '"', "`", "$(", "$((", ")", "))", "((", "{ ", " }", "}", "${x:-", "$x", "$@", "$IFS",
+    "${IFS}", "$'", "$[",
+]  # fmt: skip
+PIECES += [
+    "\\", "<<E", "<<-E", "<<'E'", "\nE\n", "\nE", "\\\n", "<(", "> o", "<", "<<<", "|", "&", "&&", ";;", ";", "\n",
+    " ", " #", "!", "!(", "a", "x=", "1<",
+]  # fmt: skip
+PIECES += [
+    "case x in ", "case x\nin", "x) ", "*) ", " esac", "for x in a b", "; do ", " done", "[[ ", " ]]", "a[1", "]",
+    "if ", "; then ", "; fi",
+]  # fmt: skip
+PIECES += [
+    "f() { mark; }", "function f { mark; }", " f ", "eval ", "bash -c ", "time ", "coproc ", "exec ", "command ",
+    "trap 'mark' EXIT\n", "((1<<E))",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder in which scripts run. `bin/mark` creates a file named `ran`."""
+    if BASH is None:
+        if os.environ.get("TOOLCREW_TEST_REQUIRE"):
+            pytest.fail("there is no bash to compare with")
+        pytest.skip("there is no bash to compare with")
+    place = tmp_path_factory.mktemp("beside-bash")
+    (place / "bin").mkdir()
+    (place / "work").mkdir()
+    (place / "bin" / "bash").symlink_to(BASH)
+    mark = place / "bin" / "mark"
+    mark.write_text(f"#!{BASH}\n: > {place}/ran\n")
+    mark.chmod(0o755)
+    return place
+
+
+def runs_mark(folder: Path, text: str) -> bool:
+    """Return whether bash, given the text, starts `mark` before bash ends."""
+    (folder / "ran").unlink(missing_ok=True)
+    argv = [str(BASH), "--noprofile", "--norc", "-c", text]
+    quiet = subprocess.DEVNULL
+    environment = {"PATH": str(folder / "bin")}
+    try:
+        subprocess.run(
+            argv,
+            cwd=folder / "work",
+            env=environment,
+            stdin=quiet,
+            stdout=quiet,
+            stderr=quiet,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return (folder / "ran").exists()
+
+
+@settings(max_examples=500, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], deadline=None)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
+def test_what_bash_runs_is_named_or_opaque(folder: Path, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    script = parse_commands(text)
+    assume("ma" in text)
+    if not script.is_opaque and all(command.program != "mark" for command in script.commands):
+        assert not runs_mark(folder, text)
