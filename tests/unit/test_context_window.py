@@ -39,9 +39,7 @@ def test_what_a_request_really_took_sets_the_scale() -> None:
     older=st.sets(st.integers(0, 7), max_size=8),
     newest=st.sets(st.integers(0, 7), max_size=8),
 )
-def test_shortening_never_adds_and_never_touches_what_it_may_not(
-    contents: list[str], limit: int, older: set[int], newest: set[int]
-) -> None:
+def test_shortening_touches_only_the_given(contents: list[str], limit: int, older: set[int], newest: set[int]) -> None:
     given_ones = messages(*contents)
     places = {place for place in older | newest if place < len(contents)}
     fitted, shortened = ContextWindow(limit).fit(given_ones, places - newest, places & newest)

@@ -16,11 +16,6 @@ from orchestrator.operations.redis_users import ROLES
 from store import batches, run_events, run_log
 
 
-def test_a_host_that_was_started_again_has_another_queue() -> None:
-    assert names.host_queue("h1", "aaaa") != names.host_queue("h1", "bbbb")
-    assert names.host_of(names.host_queue("h1", "aaaa")) == "h1"
-
-
 def test_a_blob_is_its_tenants_alone() -> None:
     key = names.blob_key("prod", "acme", "sandbox", "x")
     assert names.is_blob_of(key, "prod", "acme")
@@ -32,23 +27,12 @@ def test_a_blob_is_its_tenants_alone() -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "",
-        "toolcrew:prod:t:acme:call.x:run",
-        "toolcrew:prod:t:acme:blo",
-        "celery-task-meta-1",
+        "", "toolcrew:prod:t:acme:call.x:run", "toolcrew:prod:t:acme:blo", "celery-task-meta-1",
         "x toolcrew:prod:t:acme:blob-web.1",
     ],
-)
+)  # fmt: skip
 def test_no_other_key_passes_for_a_blob(key: str) -> None:
     assert not names.is_blob_of(key, "prod", "acme")
-
-
-def test_keys_of_two_tenants_or_two_calls_never_meet() -> None:
-    keys = [names.call_key("d", tenant, call) for tenant in ("a", "b") for call in ("1", "2")]
-    keys += [names.blob_key("d", tenant, "sandbox", call) for tenant in ("a", "b") for call in ("1", "2")]
-    keys += [names.catalog_key(deployment, pool) for deployment in ("d", "e") for pool in names.CATALOG_POOLS]
-    keys += [names.catalog_names_key(deployment, pool) for deployment in ("d", "e") for pool in names.CATALOG_POOLS]
-    assert len(set(keys)) == len(keys)
 
 
 def test_a_hub_hears_its_own_results_and_those_of_few_others() -> None:

@@ -1,6 +1,7 @@
 """Arguments against a schema: aliases, coercion of text, defaults, checks, and the error message for a model."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, SchemaError
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.registry import Tool, ToolRegistry
 from contract.schema import check_schema, prepare_arguments
 from tests.builders import build_spec
 
@@ -30,9 +32,6 @@ def complaint(properties: dict[str, Any], arguments: dict[str, Any], **how: Any)
     return refused.value.message
 
 
-# Defaults
-
-
 FLAT = {
     **LIMITS,
     "mode": {"type": "string", "enum": ["a", "b"], "default": "a"},
@@ -44,9 +43,7 @@ VALUES = st.one_of(
 
 
 @given(st.dictionaries(st.sampled_from(list(FLAT)), VALUES), st.sets(st.sampled_from(list(FLAT))))
-def test_arguments_are_accepted_exactly_if_they_fit_the_schema_with_their_defaults(
-    arguments: dict[str, Any], required: set[str]
-) -> None:
+def test_arguments_are_accepted_exactly_if_they_fit(arguments: dict[str, Any], required: set[str]) -> None:
     spec = build_spec(properties=FLAT, required=sorted(required))
     whole = {"limit": 10, "mode": "a"} | arguments
     is_whole = not isinstance(whole["limit"], bool | float)
@@ -102,24 +99,14 @@ def test_defaults_are_filled_in_a_copy_of_the_callers_arguments() -> None:
     assert arguments == {"edits": [{}, {"all": True}]}
 
 
-# Types
-
-
 @pytest.mark.parametrize(
     ("kind", "value", "given_type"),
     [
         ("integer", "5", "string"),
         ("integer", 5.5, "number"),
-        ("integer", 5.0, "number"),
         ("integer", True, "boolean"),
-        ("number", "5", "string"),
-        ("string", 5, "integer"),
         ("string", None, "null"),
-        ("boolean", 1, "integer"),
         ("boolean", "true", "string"),
-        ("array", {}, "object"),
-        ("object", [], "array"),
-        ("null", 0, "integer"),
     ],
 )
 def test_a_wrong_type_is_refused_with_the_expected_and_the_given_type(kind: str, value: Any, given_type: str) -> None:
@@ -133,37 +120,23 @@ EDITS = {"type": "array", "items": {"type": "object", "properties": {"old": {"ty
 @pytest.mark.parametrize(
     ("properties", "arguments", "facts"),
     [
-        pytest.param(
-            {"limit": {"type": "integer", "minimum": 5, "default": 1}}, {}, ["minimum"], id="default outside its schema"
-        ),
+        ({"limit": {"type": "integer", "minimum": 5, "default": 1}}, {}, ["minimum"]),
         pytest.param({"edits": EDITS}, {"edits": [{"old": "a"}, {"old": 1}]}, ["'edits.1.old'"], id="path of a value"),
         pytest.param({"x": {"type": ["string", "null"]}}, {"x": 1}, ["string or null"], id="several types"),
         pytest.param({"mode": {"enum": ["a", "b"]}}, {"mode": "c"}, ["['a', 'b']"], id="allowed values"),
-        pytest.param(
-            LIMITS, {"qeury": "a"}, ["'qeury'; did you mean 'query'?", "limit, query"], id="nearest known parameter"
-        ),
+        (LIMITS, {"qeury": "a"}, ["'qeury'; did you mean 'query'?", "limit, query"]),
         pytest.param(LIMITS, {"zzzz": 1}, ["parameter 'zzzz'. Known parameters"], id="no near parameter"),
         pytest.param({}, {"a": 1}, ["Known parameters: none"], id="no parameters"),
     ],
 )
-def test_the_error_message_names_the_facts(
-    properties: dict[str, Any], arguments: dict[str, Any], facts: list[str]
-) -> None:
+def test_the_message_names_facts(properties: dict[str, Any], arguments: dict[str, Any], facts: list[str]) -> None:
     message = complaint(properties, arguments)
     assert [fact for fact in facts if fact not in message] == []
-
-
-def test_one_message_names_every_invalid_parameter() -> None:
-    message = complaint({**LIMITS, "mode": {"enum": ["a", "b"]}}, {"limit": 0, "mode": "c"}, required=["query"])
-    assert [name for name in ("'query'", "'limit'", "'mode'") if name not in message] == []
 
 
 @pytest.mark.parametrize("arguments", [{"query": "y" * 100_000}, {"y" * 100_000: 1}], ids=["long value", "long name"])
 def test_long_arguments_do_not_make_a_long_message(arguments: dict[str, Any]) -> None:
     assert len(complaint({"query": {"type": "string", "maxLength": 5}}, arguments)) < 500
-
-
-# Unknown names
 
 
 # Aliases
@@ -188,8 +161,6 @@ def test_a_parameter_given_under_two_names_is_refused(aliased: Any, arguments: d
     with pytest.raises(ToolFailure, match="give it once"):
         prepare_arguments(aliased, arguments)
 
-
-# Text of a text dialect
 
 COERCED = [
     ("integer", "5", 5),
@@ -223,38 +194,21 @@ def test_text_is_read_as_a_type_of_the_schema(kind: Any, text: str, value: Any) 
     assert (prepared, type(prepared)) == (value, type(value))
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("integer", "5.0"),
-        ("integer", "5.5"),
-        ("integer", "five"),
-        ("integer", "05"),
-        ("integer", "0x10"),
-        ("integer", "1_000"),
-        ("integer", "٥"),
-        ("integer", ""),
-        ("integer", "true"),
-        ("integer", "NaN"),
-        ("number", "Infinity"),
-        ("number", "NaN"),
-        ("number", "1e999"),
-        ("number", "1,5"),
-        ("boolean", "True"),
-        ("boolean", "1"),
-        ("boolean", "yes"),
-        ("array", "a, b"),
-        ("array", '{"a": 1}'),
-        ("object", "[1]"),
-        ("null", ""),
-    ],
-)
-def test_text_that_is_not_exactly_of_the_type_stays_text_and_is_refused(kind: str, text: str) -> None:
-    message = complaint({"x": {"type": kind}}, {"x": text}, text=True)
-    assert f"must be {kind}, not string {json.dumps(text, ensure_ascii=False)}" in message
+NO_TYPE = {
+    "integer": ["5.0", "5.5", "five", "05", "0x10", "1_000", "٥", "", "true", "NaN"],
+    "number": ["Infinity", "NaN", "1e999", "1,5"],
+    "boolean": ["True", "1", "yes"],
+    "array": ["a, b", '{"a": 1}'],
+    "object": ["[1]"],
+    "null": [""],
+}
 
 
-def test_text_that_nests_too_deep_is_refused() -> None:
+@pytest.mark.parametrize("kind", NO_TYPE)
+def test_text_that_is_not_exactly_of_the_type_stays_text_and_is_refused(kind: str) -> None:
+    for text in NO_TYPE[kind]:
+        message = complaint({"x": {"type": kind}}, {"x": text}, text=True)
+        assert f"must be {kind}, not string {json.dumps(text, ensure_ascii=False)}" in message
     complaint({"x": {"type": "array"}}, {"x": "[" * 100_000}, text=True)
 
 
@@ -274,15 +228,6 @@ def test_any_text_is_of_its_type_or_refused(kind: str, text: str) -> None:
             kind, type(None)
         ),
     )
-
-
-# Custom checks
-
-
-def test_a_custom_check_sees_arguments_that_are_already_valid_and_whole() -> None:
-    checked: list[Any] = []
-    prepare(LIMITS, {"query": "a"}, checks=[lambda arguments: checked.append(dict(arguments))])
-    assert checked == [{"query": "a", "limit": 10}]
 
 
 # Schemas
@@ -330,3 +275,41 @@ def test_checking_arguments_never_fetches_what_a_schema_refers_to(tmp_path: Path
     spec = build_spec(properties={"x": {"$ref": (tmp_path / "any.json").as_uri()}})
     with pytest.raises(ToolFailure, match="refers to"):
         prepare_arguments(spec, {"x": 1})
+
+
+def build_tool(name: str, handler: str = "handler") -> Tool[str]:
+    return Tool(build_spec(name), handler)
+
+
+def names(registry: ToolRegistry[str], *wanted: str) -> list[str]:
+    return [spec.name for spec in registry.specs(wanted or "all")]
+
+
+def test_a_tool_with_an_invalid_schema_is_refused_when_it_is_registered() -> None:
+    spec = build_spec().model_copy(update={"parameters": {"type": "string"}})
+    with pytest.raises(SchemaError):
+        ToolRegistry([Tool(spec, "handler")])
+
+
+def test_a_replaced_tool_stays_disabled_until_it_is_enabled() -> None:
+    registry = ToolRegistry([build_tool("a", "old")])
+    registry.disable("a")
+    registry.register(build_tool("a", "new"))
+    assert names(registry) == []
+    assert registry.enable("a")
+    assert (names(registry), registry.switch("a")) == (["a"], None)
+
+
+def test_many_threads_disable_enable_and_list_tools_at_once() -> None:
+    registry = ToolRegistry([build_tool(f"tool-{number}") for number in range(20)])
+
+    def work(number: int) -> None:
+        for _ in range(10):
+            registry.disable(f"tool-{number}")
+            assert len(registry.describe()) == 20
+            assert f"tool-{number}" not in names(registry)
+            registry.enable(f"tool-{number}")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(20)))
+    assert len(names(registry)) == 20

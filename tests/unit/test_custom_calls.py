@@ -1,21 +1,26 @@
 """Operators' functions in a worker's process: the context that they receive, and how the worker stops them."""
 
 import asyncio
-import signal
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
 from structlog.testing import capture_logs
 
-from contract.calls import ToolContext
+from contract.calls import ToolContext, ToolResult
 from contract.errors import ErrorCode
-from contract.functions import CallContext, tool
+from contract.functions import CallContext, ToolFailure, tool
 from contract.functions.function_tools import FunctionTool
 from tests.builders import build_call, build_context
+from workers.custom import outcomes
 from workers.custom.calls import CustomCalls
-from workers.interrupts import CallInterrupted
+from workers.custom.outcomes import MAX_METADATA_BYTES
 from workers.tools.base import Outcome, ToolEnvironment, WorkerResources
 
 Logs = list[Any]
@@ -36,38 +41,6 @@ def run(
     context = context or build_context()
     handler = CustomCalls(config).build_handler(made)
     return handler(arguments or {}, ToolEnvironment(build_call(made.name), context, WorkerResources({})))
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-def test_a_function_learns_whose_call_it_is(is_async: bool) -> None:
-    contexts: list[CallContext] = []
-
-    @tool
-    def plain(context: CallContext) -> None:
-        contexts.append(context)
-
-    @tool
-    async def awaited(context: CallContext) -> None:
-        contexts.append(context)
-
-    run(awaited if is_async else plain, context=build_context(run="r1", cwd="/workspace/sub", model=None))
-    (result,) = contexts
-    assert (result.call_id, result.tenant, result.run, result.session, result.cwd, result.model) == (
-        "call-1",
-        "acme",
-        "r1",
-        "s1",
-        "/workspace/sub",
-        None,
-    )
-
-
-def test_the_configuration_cannot_be_changed() -> None:
-    @tool
-    def meddle(context: CallContext) -> None:
-        context.config["server"] = "mine"  # type: ignore[index]
-
-    assert "TypeError" in str(run(meddle).error)
 
 
 def test_waiting_in_an_async_function_is_an_error_instead_of_a_deadlock() -> None:
@@ -101,73 +74,14 @@ def test_state_without_a_session_is_refused_in_words() -> None:
     assert (outcome.error_code, "belongs to no session" in str(outcome.error)) == (ErrorCode.SESSION_NOT_FOUND, True)
 
 
-# --- how it is stopped ---
-
-
-def interrupt_after(seconds: float) -> None:
-    """Interrupt the call as a worker does: a signal handler raises an exception at an arbitrary point of the code."""
-
-    def stop(*_: object) -> None:
-        raise CallInterrupted(ErrorCode.TIMEOUT, "time is up")
-
-    signal.signal(signal.SIGUSR1, stop)
-    timer = threading.Timer(seconds, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
-    timer.daemon = True
-    timer.start()
-
-
-@pytest.fixture
-def own_signal() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGUSR1)
-    yield
-    signal.signal(signal.SIGUSR1, before)
-
-
-@pytest.mark.usefixtures("own_signal")
-def test_a_plain_function_that_catches_every_exception_is_interrupted_all_the_same() -> None:
-    started = threading.Event()
-
-    @tool
-    def stubborn() -> None:
-        while True:
-            try:
-                started.wait(10)
-            except Exception:  # noqa: BLE001  # the very habit that must not help
-                continue
-
-    interrupt_after(0.05)
-    with pytest.raises(CallInterrupted):
-        run(stubborn)
-
-
-@pytest.mark.usefixtures("own_signal")
-def test_an_async_function_that_is_interrupted_may_clean_up() -> None:
-    cleaned: list[str] = []
-
-    @tool
-    async def slow() -> None:
-        try:
-            await asyncio.sleep(10)
-        finally:
-            await asyncio.sleep(0)
-            cleaned.append("up")
-
-    interrupt_after(0.05)
-    with pytest.raises(CallInterrupted):
-        run(slow)
-    assert cleaned == ["up"]
-
-
 def test_an_async_function_ends_at_its_limit_even_if_the_interruption_got_lost() -> None:
     @tool
     async def slow() -> None:
         await asyncio.sleep(10)
 
     outcome = run(slow, context=build_context(timeout_s=0.05))
-    assert (outcome.error_code, outcome.error) == (
-        ErrorCode.TIMEOUT,
-        "slow did not end within its limit of 0.05 s and was stopped",
-    )
+    assert outcome.error_code == ErrorCode.TIMEOUT
+    assert outcome.error == "slow did not end within its limit of 0.05 s and was stopped"
 
 
 def test_a_time_out_of_the_tools_own_is_its_own_error() -> None:
@@ -196,3 +110,193 @@ def test_what_an_async_function_left_running_is_cancelled_with_its_call() -> Non
         return "gone" if not task.done() else "done"
 
     assert (run(leave).output, ended) == ("gone", ["cancelled"])
+
+
+class Order(BaseModel):
+    id: int
+    note: str | None = None
+
+
+@dataclass
+class Verdict:
+    success: bool
+    output: str | None = None
+    error: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("plain 读", "plain 读"),
+        (None, "null"),
+        ([1, {"a": None}], '[1, {"a": null}]'),
+        (Order(id=1), '{"id": 1, "note": null}'),
+        ([Order(id=1)], '[{"id": 1, "note": null}]'),
+        (b"bytes", "bytes"),
+        ("\ud800", "?"),
+    ],
+    ids=["text", "none", "json", "a model", "models", "bytes", "half a surrogate pair"],
+)
+def test_a_value_becomes_text(value: Any, text: str) -> None:
+    @tool
+    def give() -> Any:
+        return value
+
+    outcome = run(give)
+    assert (outcome.output, outcome.error, outcome.truncated) == (text, None, False)
+
+
+def test_what_a_task_of_a_group_raises_is_reported_as_if_it_stood_alone() -> None:
+    @tool
+    async def grouped() -> None:
+        async with asyncio.TaskGroup() as group, asyncio.TaskGroup():
+            group.create_task(asyncio.sleep(0))
+            raise ToolFailure(ErrorCode.NO_MATCH, "no such article")
+
+    outcome = run(grouped)
+    assert (outcome.error, outcome.error_code) == ("no such article", ErrorCode.NO_MATCH)
+
+
+def test_a_result_of_ours_or_in_its_shape_keeps_what_it_says() -> None:
+    @tool
+    def ours() -> ToolResult:
+        return ToolResult(
+            call_id="x", name="y", success=False, error="out of stock", error_code=ErrorCode.NO_MATCH, metadata={"n": 1}
+        )
+
+    @tool
+    def alike() -> Verdict:
+        return Verdict(False, "two of three parts", "out of stock")
+
+    outcome = run(ours)
+    assert (outcome.error_code, outcome.error, outcome.metadata) == (ErrorCode.NO_MATCH, "out of stock", {"n": 1})
+    outcome = run(alike)
+    assert (outcome.error_code, outcome.error) == (ErrorCode.INTERNAL, "out of stock")
+    assert outcome.output == "two of three parts"
+
+
+def test_a_result_cannot_point_at_bytes_of_others() -> None:
+    @tool
+    def forge() -> ToolResult:
+        return ToolResult(call_id="x", name="y", success=True, output="ok", blob="toolcrew:default:t:other:blob-web.x")
+
+    assert run(forge).blob is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "line\n" * 2001,
+            "[Cut: 2000 of 2001 lines, 10000 of 10005 bytes; to see the rest call give for less at a time]",
+        ),
+        ("x" * 40_000, "[Cut: 1 of 1 lines, 32768 of 40000 bytes; to see the rest call give for less at a time]"),
+        ("读" * 20_000, "[Cut: 1 of 1 lines, 32766 of 60000 bytes; to see the rest call give for less at a time]"),
+        (
+            "x" * 300_000,
+            (
+                "[Cut: 1 of at least 1 lines, 32768 of at least 262144 bytes; to see the rest call give for less at a "
+                "time]"
+            ),
+        ),
+        (
+            ("y" * 99 + "\n") * 400,
+            "[Cut: 327 of 400 lines, 32700 of 40000 bytes; to see the rest call give for less at a time]",
+        ),
+    ],
+    ids=["lines", "one line", "whole characters", "beyond a result", "whole lines"],
+)
+def test_long_output_is_cut_and_what_is_missing_is_said(text: str, expected: str) -> None:
+    @tool
+    def give() -> str:
+        return text
+
+    outcome = run(give)
+    assert outcome.truncated
+    head, _, footer = str(outcome.output).rpartition("\n")
+    assert footer == expected
+    assert text.startswith(head)
+
+
+def test_metadata_is_bounded_and_its_loss_is_said() -> None:
+    @tool
+    def give() -> ToolResult:
+        return ToolResult(call_id="x", name="y", success=True, output="ok", metadata={"k": "v" * MAX_METADATA_BYTES})
+
+    assert run(give).metadata == {"metadata_dropped_bytes": MAX_METADATA_BYTES + len('{"k": ""}')}
+
+
+@given(st.text(alphabet="a读\n", max_size=60), st.integers(0, 60), st.integers(1, 6))
+def test_what_is_shown_is_the_beginning_in_whole_lines_or_characters(text: str, times: int, lines: int) -> None:
+    whole = text * times
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outcomes, "MAX_LINES", lines)
+        patch.setattr(outcomes, "MAX_OUTPUT_BYTES", 100)
+        shown, is_cut = outcomes.cut_output("give", whole)
+    if not is_cut:
+        assert shown == whole
+        return
+    head, _, footer = shown.rpartition("\n")
+    assert footer.startswith("[Cut: ")
+    assert whole.startswith(head)
+    assert (len(head.encode()) <= 100, head.count("\n") < lines) == (True, True)
+    assert whole[len(head) :].startswith("\n") or "\n" not in head
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (asyncio.CancelledError(), "CancelledError"),
+        (Silent(), "Silent"),
+        (RecursionError("deep"), "RecursionError: deep"),
+        (ValueError("x" * 100_000), "ValueError: xxx"),
+        (StopIteration(), "StopIteration"),
+    ],
+    ids=["exit", "cancelled", "silent", "recursion", "long", "stop"],
+)
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+def test_whatever_is_raised_costs_one_call(error: BaseException, expected: str, is_async: bool) -> None:
+    @tool
+    def plain() -> None:
+        raise error
+
+    @tool
+    async def awaited() -> None:
+        raise error
+
+    outcome = run(awaited if is_async else plain)
+    assert outcome.error_code is ErrorCode.INTERNAL
+    # A coroutine cannot raise StopIteration: Python makes it another error.
+    assert str(outcome.error).startswith(expected) or isinstance(error, StopIteration)
+    assert len(str(outcome.error)) < 20_000
+
+
+def test_prints_go_to_the_log_with_the_call_they_belong_to(logs: Logs) -> None:
+    @tool
+    def talk() -> str:
+        print("one\ntwo")  # noqa: T201  # prints are what is tested
+        print("half", end="")  # noqa: T201  # prints are what is tested
+        return "done"
+
+    before = sys.stdout
+    assert run(talk).output == "done"
+    assert [(entry["event"], entry["text"], entry["call"]) for entry in logs] == [
+        ("tool_printed", text, "call-1") for text in ("one", "two", "half")
+    ]
+    assert sys.stdout is before
+
+
+def test_a_flood_of_prints_is_counted_instead_of_logged(logs: Logs) -> None:
+    @tool
+    def talk() -> None:
+        print("x" * 100_000)  # noqa: T201  # prints are what is tested
+
+    run(talk)
+    assert sum(len(entry["text"]) for entry in logs if entry["event"] == "tool_printed") == 64 * 1024
+    assert (logs[-1]["event"], logs[-1]["dropped_chars"]) == ("tool_printed_too_much", 100_001 - 64 * 1024)

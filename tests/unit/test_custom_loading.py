@@ -1,8 +1,6 @@
-"""Loading of operators' tools from packages and modules. Broken or conflicting tools stop the start, and the error
-names their source.
-"""
+"""Loading of operators' tools. Broken or conflicting tools stop the start, and the error names their source."""
 
-import importlib.metadata
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
@@ -12,10 +10,9 @@ import pytest
 
 from contract.errors import ConfigError
 from contract.names import BUILTIN_TOOLS
-from tests.builders import build_call, build_context
 from workers.custom.loading import load_custom_tools
 from workers.skills.tool import build_skill_tool
-from workers.tools.base import ToolEnvironment, WorkerResources, WorkerTool
+from workers.tools.base import WorkerTool
 from workers.tools.builtin import build_registry
 from workers.web.webfetch import WEBFETCH_SPEC
 from workers.web.websearch import WEBSEARCH_SPEC
@@ -101,23 +98,6 @@ def test_a_tool_that_is_named_twice_is_served_once(write_module: WriteModule) ->
     assert len(load(name, name, points=(point(name), point(f"{name}:quote_shipping", "again")))) == 1
 
 
-def test_installed_packages_are_asked_by_default(write_module: WriteModule, tmp_path: Path) -> None:
-    write_module(QUOTE)
-    info = tmp_path / "house_tools-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: house-tools\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[toolcrew.tools]\nhouse = house_tools\n")
-    assert "house_tools" in {found.value for found in importlib.metadata.entry_points(group="toolcrew.tools")}
-    assert "quote_shipping" in {served.name for served in load_custom_tools()}
-    write_module("import surely_not_there")
-    del sys.modules["house_tools"]
-    with pytest.raises(
-        ConfigError,
-        match=r"the package 'house-tools' .entry point 'house = house_tools'. cannot be loaded: ModuleNotFoundError",
-    ):
-        load_custom_tools()
-
-
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
@@ -133,9 +113,7 @@ def test_installed_packages_are_asked_by_default(write_module: WriteModule, tmp_
         ("from contract.functions import tool\n@tool(name='bad name')\ndef f(): 'Bad.'", ["TypeError", "bad name"]),
     ],
 )
-def test_a_broken_module_is_named_with_what_is_wrong_and_what_to_do(
-    write_module: WriteModule, text: str, fragments: list[str]
-) -> None:
+def test_a_broken_module_is_named(write_module: WriteModule, text: str, fragments: list[str]) -> None:
     sentence = refusal(write_module(text, "broken_tools"))
     assert "'broken_tools' of TOOLCREW_TOOL_MODULES" in sentence
     assert all(word in sentence for word in [*fragments, "fix the module"]), sentence
@@ -169,20 +147,19 @@ def test_two_tools_of_one_name_are_refused_with_both_places(write_module: WriteM
     assert all(word in sentence for word in ("quote_shipping", "'one_house'", "'other_house'"))
 
 
-def test_a_foreign_tool_object_is_served_through_as_tool(write_module: WriteModule) -> None:
-    module = write_module(
-        "from orchestrator import as_tool\n"
-        "class Search:\n"
-        "    name, description, parameters = 'search', 'Searches.', {'type': 'object', 'properties': {'q': {'type': "
-        "'string'}}}\n"
-        "    async def execute(self, args, context): return [args['q'], context.tenant]\n"
-        "search = as_tool(Search())\n"
-    )
-    (search,) = load(module)
-    outcome = search.handler({"q": "x"}, ToolEnvironment(build_call("search"), build_context(), WorkerResources({})))
-    assert (search.spec.pool, outcome.output) == ("tools", '["x", "acme"]')
-
-
 def test_the_names_of_built_in_tools_are_those_of_the_built_in_tools() -> None:
     ours = {spec.name for spec in build_registry().specs() if spec.audience == "model"}
     assert ours | {WEBFETCH_SPEC.name, WEBSEARCH_SPEC.name, build_skill_tool(()).name} == BUILTIN_TOOLS
+
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLE = ROOT / "examples" / "order_tools"
+
+
+def test_the_example_passes_its_own_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    files = sorted((EXAMPLE / "tests").glob("test_*.py"))
+    tests = [value for file in files for name, value in runpy.run_path(str(file)).items() if name.startswith("test_")]
+    assert len(tests) == 7
+    for test in tests:
+        test()

@@ -1,15 +1,17 @@
-"""A session's state in Redis: shared by workers, separate for each tenant, removed when unused, and with a clear
-error when Redis is not available.
-"""
+"""A session's state in Redis: shared by workers, separate for each tenant, and removed when unused."""
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from contract.errors import ErrorCode, ToolFailure
+from contract.functions.call_context import CallContext
 from contract.names import session_state_key
 from contract.settings import BrokerSettings
+from orchestrator.functions.loop_waits import LoopRunner
+from orchestrator.functions.session_state import MemoryState
 from store.tool_state import STATE_TTL_S, RedisState, StateStore
 from tests.conftest import RedisProcess
 from tests.stack import free_port
@@ -69,9 +71,7 @@ async def test_sessions_and_tenants_see_nothing_of_each_other(store: StateStore,
         assert await other.items() == {}
 
 
-async def test_every_use_puts_off_the_day_on_which_a_state_is_forgotten(
-    redis_server: RedisProcess, states: list[RedisState]
-) -> None:
+async def test_every_use_extends_the_time_to_live(redis_server: RedisProcess, states: list[RedisState]) -> None:
     key = session_state_key("test", "acme", "s1")
     await states[0].set("a", 1)
     with redis_server.client() as client:
@@ -89,3 +89,32 @@ async def test_without_redis_a_tool_fails_and_its_effects_remain() -> None:
         with pytest.raises(ToolFailure, match=r"Redis does not answer.*earlier effects remain") as failed:
             await use
         assert failed.value.code is ErrorCode.OUTCOME_UNKNOWN
+
+
+async def test_updates_by_threads_of_other_loops_lose_nothing() -> None:
+    state = MemoryState()
+
+    def add_ten() -> None:
+        async def add() -> None:
+            for _ in range(10):
+                await state.update("n", lambda n: (n or 0) + 1)
+
+        asyncio.run(add())
+
+    await asyncio.gather(*(asyncio.to_thread(add_ten) for _ in range(8)))
+    assert await state.get("n") == 80
+
+
+async def test_a_plain_function_in_a_thread_waits_for_the_loop() -> None:
+    context = CallContext("c1", state=MemoryState(), runner=LoopRunner(asyncio.get_running_loop()))
+
+    def count() -> Any:
+        return context.wait(context.state.update("n", lambda n: (n or 0) + 1))
+
+    assert await asyncio.to_thread(count) == 1
+
+
+async def test_waiting_inside_the_loop_is_an_error_instead_of_a_deadlock() -> None:
+    context = CallContext("c1", state=MemoryState(), runner=LoopRunner(asyncio.get_running_loop()))
+    with pytest.raises(RuntimeError, match="await"):
+        context.wait(context.state.get("n"))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from contract.errors import ErrorCode
-from contract.functions import CallContext, ToolFailure, tool
+from contract.functions import CallContext, tool
 from workers.custom.testing import LocalWorker
 
 
@@ -46,10 +46,8 @@ async def sleep_async(seconds: float) -> None:
 def test_a_tool_is_stopped_at_its_hard_limit_and_the_next_call_works(name: str) -> None:
     worker, started = LocalWorker(sleep, sleep_async, count), time.monotonic()
     result = worker.call(name, {"seconds": 30})
-    assert (result.error_code, result.error) == (
-        ErrorCode.TIMEOUT,
-        f"{name} did not end within its limit of 0.2 s and was stopped",
-    )
+    assert result.error_code == ErrorCode.TIMEOUT
+    assert result.error == f"{name} did not end within its limit of 0.2 s and was stopped"
     assert time.monotonic() - started < 10
     assert worker.call("count", {"text": "a"}).success
 
@@ -67,65 +65,8 @@ def test_a_tool_that_cannot_be_stopped_is_reported_as_what_it_costs_a_worker(mon
         return "done"
 
     result = LocalWorker(stubborn).call("stubborn")
-    assert (result.error_code, "would have killed its process" in str(result.error)) == (
-        ErrorCode.OUTCOME_UNKNOWN,
-        True,
-    )
-
-
-def test_failures_and_bugs_are_reported_as_a_worker_reports_them() -> None:
-    @tool
-    def fail() -> None:
-        """Fail."""
-        raise ToolFailure(ErrorCode.NO_MATCH, "there is none: ask for another")
-
-    @tool
-    def leave() -> None:
-        """Leave."""
-        raise SystemExit(3)
-
-    worker = LocalWorker([fail, leave])
-    failed, exited, unknown = worker.call("fail"), worker.call("leave"), worker.call("nothing")
-    assert (failed.error_code, failed.error) == (ErrorCode.NO_MATCH, "there is none: ask for another")
-    assert (exited.error_code, exited.error) == (ErrorCode.INTERNAL, "SystemExit: 3")
-    assert unknown.error == "Tool not found: nothing"
-
-
-def test_what_a_tool_prints_and_raises_is_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    @tool
-    def speak() -> None:
-        """Speak."""
-        print("a word")  # noqa: T201
-        raise LookupError("lost")
-
-    worker = LocalWorker(speak)
-    assert worker.call("speak").error == "LookupError: lost"
-    printed, failed = worker.log
-    assert (printed["event"], printed["text"]) == ("tool_printed", "a word")
-    assert "LookupError: lost" in failed["exception"]
-    assert "LookupError: lost" in capsys.readouterr().err
-
-
-def test_the_operators_configuration_has_the_last_word() -> None:
-    @tool
-    def look(context: CallContext) -> dict[str, Any]:
-        """Look."""
-        return dict(context.config)
-
-    result = LocalWorker(look, config={"server": "ours"}).call("look", config={"server": "theirs", "colour": "red"})
-    assert result.output == '{"server": "ours", "colour": "red"}'
-
-
-def test_a_session_remembers_and_others_do_not() -> None:
-    @tool
-    async def add(context: CallContext) -> int:
-        """Add one."""
-        return int(await context.state.update("n", lambda n: (n or 0) + 1))
-
-    worker = LocalWorker(add)
-    assert [worker.call("add").output for _ in range(2)] == ["1", "2"]
-    assert worker.call("add", session="other").output == "1"
-    assert (worker.state(), worker.state("other")) == ({"n": 2}, {"n": 1})
+    assert result.error_code == ErrorCode.OUTCOME_UNKNOWN
+    assert "would have killed its process" in str(result.error)
 
 
 def test_a_state_takes_no_more_than_the_one_in_redis() -> None:
@@ -138,16 +79,6 @@ def test_a_state_takes_no_more_than_the_one_in_redis() -> None:
     worker = LocalWorker(fill)
     assert worker.call("fill", {"values": 1, "size": 70_000}).error_code is ErrorCode.NO_SPACE
     assert worker.call("fill", {"values": 20, "size": 60_000}).error_code is ErrorCode.NO_SPACE
-
-
-def test_a_model_of_the_test_answers_and_without_one_the_tool_is_reported() -> None:
-    @tool
-    async def ask(context: CallContext) -> str:
-        """Ask."""
-        return (await context.require_model().complete("Who?")).text
-
-    assert LocalWorker(ask, model=lambda messages: f"Re: {messages[0]['content']}").call("ask").output == "Re: Who?"
-    assert LocalWorker(ask).call("ask").error_code is ErrorCode.CONFIG_MISSING
 
 
 def test_signal_handlers_and_alarms_of_the_test_process_are_unchanged() -> None:
