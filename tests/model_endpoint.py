@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -49,7 +48,6 @@ class Server:
         self.models: bytes = b""
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
-        self.times: list[float] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.url = ""
@@ -62,7 +60,6 @@ class Server:
             length = int(head.split("content-length:")[1].split("\r\n")[0])
             self.bodies.append(json.loads(await reader.readexactly(length)))
             self.heads.append(head)
-            self.times.append(time.monotonic())
             number = len(self.bodies)
             await self.gate.wait()
             writer.write(self._answer(number, self.bodies[number - 1]))

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,18 +101,6 @@ async def test_an_approver_decides_and_may_change_the_arguments() -> None:
 # Surroundings
 
 
-async def test_a_function_learns_whose_call_it_is() -> None:
-    contexts: list[CallContext] = []
-    tools = LocalTools(
-        [{"name": "look", "description": "Looks.", "execute": lambda args, context: contexts.append(context)}],
-        tenant="acme",
-    )
-    await call(tools.for_run(run="r1", session="s1"), "look")
-    [context] = contexts
-    assert (context.call_id, context.tenant, context.run, context.session) == ("call-1", "acme", "r1", "s1")
-    assert context.cwd == str(Path.cwd())
-
-
 async def test_runs_do_not_share_state_and_sessions_keep_theirs() -> None:
     tools = LocalTools([count])
     assert [(await call(tools, "count")).output for _ in range(2)] == ["1", "2"]
@@ -160,9 +147,11 @@ async def test_the_options_limit_holds_for_tools_that_name_none() -> None:
 
 async def test_a_run_reports_its_calls_whose_they_are_and_its_model_how_to_behave() -> None:
     contexts: list[CallContext] = []
-    tools = LocalTools(
-        [{"name": "look", "description": "Looks.", "execute": lambda args, context: contexts.append(context)}]
-    )
+    look = {"name": "look", "description": "Looks.", "execute": lambda args, context: contexts.append(context)}
+    tools = LocalTools([look], tenant="acme")
+    await call(tools.for_run(run="r1", session="s1"), "look")
+    context = contexts.pop()
+    assert (context.call_id, context.tenant, context.run, context.session) == ("call-1", "acme", "r1", "s1")
     model = ScriptedModel([Calls([("look", {})]), "ok"])
     result = await tools.run(
         "go", model=ChosenModel(model, ModelProfile("standard", instruction="Be brief.")), dialect="native"
