@@ -24,7 +24,7 @@ from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, build_report
 from workers.celery_edge.app import parse_session_of
 from workers.control import ControlListener
-from workers.reports import build_host_report
+from workers.reports import build_host_report, build_pool_report, find_free_memory
 
 KEY = SigningKeys.of("k" * 32, deployment=DEPLOYMENT)
 QUEUE = "host.a.b1"
@@ -291,6 +291,12 @@ def test_a_report_reports_what_sandboxd_says_and_its_silence() -> None:
     troubled = build_host_report(status, is_silent=False, trouble="x" * 501, **own)
     assert (len(troubled.trouble), troubled.trouble[-2:]) == (500, "x…"), "a worker reports, whatever its trouble"
     assert silent.memory_free_bytes > 0
+
+
+def test_a_worker_without_sandboxes_reports_its_memory() -> None:
+    report = build_pool_report(host="a", queue="pool.a.x", worker="x", slots=2, started_at=1.0)
+    assert report.kind == "web"
+    assert report.memory_free_bytes == pytest.approx(find_free_memory(), rel=0.5)
 
 
 def test_a_task_that_is_no_call_of_a_session_holds_no_session_up() -> None:

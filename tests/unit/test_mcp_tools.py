@@ -8,7 +8,8 @@ from contract.calls import Spill, ToolCall, ToolResult
 from contract.errors import ErrorCode
 from contract.specs import ToolSpec
 from orchestrator.command import app
-from orchestrator.mcp.calls import OUTPUT_SCHEMA, build_answer, build_hints
+from orchestrator.mcp.calls import OUTPUT_SCHEMA, build_answer, build_hints, build_tool
+from workers.tools.builtin import build_registry
 
 CALL = ToolCall(id="c1", name="t")
 
@@ -51,6 +52,12 @@ def test_the_whole_result_is_as_its_schema_promises(result: ToolResult) -> None:
     assert answer.structured_content["text"] == result.text()
     assert answer.is_error is not result.success
     assert answer.meta == {"toolcrew/session": "s1"}
+
+
+def test_schemas_of_the_built_in_tools_go_out_word_for_word() -> None:
+    for tool_spec in build_registry().specs():
+        tool = build_tool(tool_spec).model_dump(mode="json", by_alias=True)
+        assert (tool["inputSchema"], tool["description"]) == (tool_spec.parameters, tool_spec.description)
 
 
 def test_the_address_of_redis_is_hidden() -> None:

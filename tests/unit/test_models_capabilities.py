@@ -199,6 +199,7 @@ async def test_results_are_cached_for_thirty_days_in_a_file_and_in_memory(tmp_pa
     assert probe.asked == 2
     (tmp_path / "file").touch()
     assert await find(CapabilityCache(tmp_path / "file"), Probe()) == EVERYTHING, "the folder cannot be written"
+    assert await find(CapabilityCache(None), Probe()) == EVERYTHING
 
 
 def _edit(**changes: Any) -> Callable[[str], str]:
