@@ -16,7 +16,7 @@ from tests.conftest import RedisProcess
 from tests.fakes import close_hub
 from tests.result_harness import SOON_S, arrives, listening, publish, stored
 from tests.stack import free_port
-from tests.waiting import wait_until_async
+from tests.waiting import until, wait_until_async
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +54,17 @@ async def test_a_sweep_finds_many(redis_server: RedisProcess, sweeping: None, mo
             futures[task_id] = hub._waiting.setdefault(task_id, asyncio.get_running_loop().create_future())
         await client.mset({f"celery-task-meta-{task_id}": stored(task_id) for task_id in ids})
         assert [(await arrives(futures[task_id]))["task_id"] for task_id in ids] == ids
+
+
+async def test_pub_sub_hears_again_after_a_restart(redis_server: RedisProcess, not_sweeping: None) -> None:
+    async with listening(redis_server) as (hub, _):
+        await asyncio.to_thread(redis_server.stop)
+        await asyncio.to_thread(redis_server.start)
+        task_id = hub.task_id("c1")
+        with hub.expect(task_id) as future, redis_server.client() as worker:
+            # Redis does not report a restored subscription: the test polls until there is a listener.
+            await until(lambda: bool(worker.publish(f"celery-task-meta-{task_id}", stored(task_id))), SOON_S)
+            assert (await arrives(future))["task_id"] == task_id
 
 
 async def test_unexpected_results_are_ignored(redis_server: RedisProcess, not_sweeping: None) -> None:

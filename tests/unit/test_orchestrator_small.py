@@ -29,9 +29,10 @@ from orchestrator.dialects.model import ModelRequest, Usage
 from orchestrator.loop.agent import build_model_asked
 from orchestrator.loop.limits import ReActOptions, Spending, StopReason
 from orchestrator.loop.transcript import Transcript
-from orchestrator.operations.redis_server import write_redis_config
+from orchestrator.operations import redis_server as redis_server_module
+from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from orchestrator.settings import load_settings
-from orchestrator.terminal.output import RunPrinter, escape_controls
+from orchestrator.terminal.output import MAX_SHOWN_LINES, RunPrinter, escape_controls
 from tests.builders import build_call
 
 RESULT = ToolResult(call_id="c", name="echo", success=True, output="fine")
@@ -120,6 +121,20 @@ def shown(*events: RunEvent) -> str:
     return out.getvalue()
 
 
+def test_a_run_is_shown_from_its_start_to_its_end() -> None:
+    text = shown(*EVENTS)
+    assert all(
+        part in text
+        for part in ("model m", "step 1", "hi", '-> echo {"a": [1]}', "fine", "warning: careful", "stopped: answered")
+    )
+
+
+def test_a_long_result_is_shown_in_part_and_says_so() -> None:
+    result = RESULT.model_copy(update={"output": "\n".join(f"line {n}" for n in range(MAX_SHOWN_LINES + 5))})
+    text = shown(CallFinished(run="r", result=result))
+    assert ("5 more lines" in text, f"line {MAX_SHOWN_LINES}" in text) == (True, False)
+
+
 def test_driving_the_terminal_by_output_does_not_work() -> None:
     attack = "\x1b[2J\x1b]0;owned\x07\r\x9b31m[red]x[/red]"
     events = [
@@ -154,12 +169,26 @@ def test_wrong_pairs_are_refused(texts: list[str]) -> None:
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
+def test_json_comes_from_a_file_or_from_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text('{"n": 1}')
+    assert parse_arguments([f"@{tmp_path}/a.json"]) == ({"n": 1}, False)
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"n": 2}'))
+    assert parse_arguments(["-"]) == ({"n": 2}, False)
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b"1", b"\xff", b"", pytest.param(b"[" * 100_000, id="deep")])
 def test_json_that_is_no_object_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ToolFailure) as refused:
         parse_arguments([f"@{tmp_path}/a.json"])
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
+
+
+def test_a_missing_redis_server_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server_module.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(redis_server_module.shutil, "which", lambda _: None)
+    with pytest.raises(ConfigError, match=r"toolcrew\[ops\]"):
+        find_redis_server()
 
 
 def test_the_password_is_in_a_file_of_its_owners_and_the_server_on_loopback(tmp_path: Path) -> None:

@@ -32,6 +32,24 @@ async def report_host(client: "redis.asyncio.Redis", name: str = "h1", **fields:
     await client.set(host_key(DEPLOYMENT, report.queue), report.model_dump_json())
 
 
+async def test_an_empty_deployment_has_nothing_but_its_pools(reader: OverviewReader) -> None:
+    overview = await reader.read()
+
+    assert (overview.hosts, overview.tenants, overview.batches) == ((), (), ())
+    assert [(queue.queue, queue.length, queue.slots) for queue in overview.queues] == [
+        ("pool.tools", 0, 0),
+        ("pool.web", 0, 0),
+    ]
+    assert (
+        overview.slots,
+        overview.slots_in_use,
+        overview.sessions,
+        overview.waiting,
+        overview.running,
+        overview.approvals,
+    ) == (0,) * 6
+
+
 async def test_a_queue_reports_what_waits_and_for_how_long(
     client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
 ) -> None:

@@ -7,10 +7,12 @@ import json
 from typing import Any
 
 import pytest
+from celery import Celery
 
-from contract.calls import ToolCall, ToolContext, ToolResult
+from contract.calls import POOL_GRACE_S, ToolCall, ToolContext, ToolResult
 from contract.errors import ConfigError, ErrorCode
-from contract.names import POOL_TOOLS, POOL_WEB, catalog_key, catalog_names_key
+from contract.names import CATALOG_POOLS, POOL_QUEUES, POOL_TOOLS, POOL_WEB, catalog_key, catalog_names_key
+from contract.registry import Tool, ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, ToolSpec
 from orchestrator.dispatch.dispatcher import Dispatcher
@@ -24,7 +26,9 @@ from store.tools import CATALOG_TTL_S, RedisCatalog, WorkerCatalogStore
 from tests.builders import KEY, build_call, build_spec
 from tests.conftest import RedisProcess
 from tests.fakes import AnsweringTransport, StaticCatalog
-from workers.web_worker import choose_pools
+from workers.celery_edge.tasks import register_tasks
+from workers.tools.base import Outcome, WorkerTool
+from workers.web_worker import build_catalogs, choose_pools
 
 ROUTE = ("acme", "s1", "host.h1.b00t")
 WEB, TOOLS = build_spec("web_tool", pool="web"), build_spec("own_tool", pool="tools")
@@ -32,6 +36,24 @@ WEB, TOOLS = build_spec("web_tool", pool="web"), build_spec("own_tool", pool="to
 
 def fine(call: ToolCall, _: ToolContext) -> ToolResult:
     return ToolResult(call_id=call.id, name=call.name, success=True, output="done")
+
+
+async def cancel_in_flight(spec: ToolSpec, call: ToolCall) -> AnsweringTransport:
+    """Return the transport of a call that was cancelled while in flight."""
+    is_sent = asyncio.Event()
+
+    async def never(call: ToolCall, context: ToolContext) -> ToolResult:
+        is_sent.set()
+        await asyncio.Event().wait()
+        return fine(call, context)
+
+    transport = AnsweringTransport(never)
+    running = asyncio.create_task(dispatcher(transport, spec).dispatch(Request(call, *ROUTE)))
+    await is_sent.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    return transport
 
 
 def dispatcher(transport: AnsweringTransport, *specs: ToolSpec) -> Dispatcher:
@@ -48,6 +70,34 @@ async def test_the_pool_of_a_tool_sets_queue_and_limit(pool: Any, queue: str, li
     [delivery], [context] = transport.deliveries, transport.contexts
     assert (result.success, delivery.queue, delivery.request.celery_limit_s) == (True, queue, limit_s)
     assert (context.tenant, context.session, context.timeout_s) == ("acme", "s1", 3.0)
+
+
+async def test_a_cancelled_call_notifies_its_pool() -> None:
+    transport = await cancel_in_flight(WEB, build_call("web_tool", call_id="c7"))
+    [(queue, order)] = transport.commands
+    assert (queue, order.name, order.arguments) == (POOL_WEB, "session.cancel", {"call_id": "c7"})
+
+
+def test_the_tasks_of_a_pool_have_limits_of_celerys_own() -> None:
+    app = Celery("test", broker="memory://", set_as_current=False)
+    spec = build_spec("web_tool", pool="web", max_timeout_s=40)
+    register_tasks(
+        app, ToolRegistry([Tool(spec, lambda *_: Outcome())]), KEY, lambda: pytest.fail("nothing runs"), [].append, "d"
+    )
+    task = app.tasks["tool.web_tool"]
+    assert (task.soft_time_limit, task.time_limit) == (40, 40 + POOL_GRACE_S)
+
+
+def test_a_worker_publishes_each_pool_apart() -> None:
+    def nothing(*_: Any) -> Outcome:
+        return Outcome()
+
+    registry = ToolRegistry([WorkerTool(WEB, nothing), WorkerTool(TOOLS, nothing)])
+    assert {pool: [spec.name for spec in catalog.tools] for pool, catalog in build_catalogs(registry).items()} == {
+        "web": ["web_tool"],
+        "tools": ["own_tool"],
+    }
+    assert set(POOL_QUEUES) < set(CATALOG_POOLS)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,27 @@ class Pool:
         return CliRunner().invoke(app, shlex.split(line)[1:], env=self._environment)
 
 
+def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server: RedisProcess, tmp_path: Path) -> None:
+    pool = Pool(redis_server)
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"id": "a", "instruction": "act"}\n{"id": "b", "instruction": "act"}\n')
+    submitted = pool.paste(f"toolcrew batches submit {file} --detach --id t2 --tenant acme --output {out}")
+    assert submitted.exit_code == 0, submitted.output
+    cancelled = pool.paste("toolcrew batches cancel t2 --tenant acme")
+    assert cancelled.exit_code == 0, cancelled.output
+    log = pool.paste("toolcrew batches show --logs t2 --tenant acme --json")
+    page = tmp_path / "page.html"
+    assert pool.paste(f"toolcrew batches export t2 --tenant acme --html {page}").exit_code == 0
+    hints = {*find_commands(submitted.output), *find_commands(log.output), *find_commands(page.read_text())}
+    assert {" ".join(hint.split()[1:3]) for hint in hints} >= {"batches show", "batches resume"}
+    for hint in hints:
+        check_command(hint)
+        assert hint.endswith("--tenant acme"), hint
+        if "resume" not in hint:
+            done = pool.paste(hint)
+            assert done.exit_code == 0, (hint, done.output)
+
+
 @pytest.mark.parametrize(
     ("line", "hints"),
     [
