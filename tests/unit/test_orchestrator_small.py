@@ -209,6 +209,9 @@ def test_the_password_is_in_a_file_of_its_owners_and_the_server_on_loopback(tmp_
     ],
 )
 def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, message: str) -> None:
-    monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    if value is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         load_settings().broker()
