@@ -287,3 +287,27 @@ async def test_a_session_gets_the_requested_image(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         await daemon.open(image="python")
         assert daemon.engine.guests[0].config["Image"] == "python"
+
+
+async def test_output_is_handed_on_as_it_comes(tmp_path: Path) -> None:
+    first_seen = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def streaming(guest: FakeGuest) -> None:
+        await guest.hello()
+        request, _ = await guest.request()
+        await guest.send({"id": request["id"], "ev": "data", "stream": "stdout"}, b"one")
+        await first_seen.wait()
+        await guest.send({"id": request["id"], "ev": "data", "stream": "stdout"}, b"two")
+        await guest.done(request)
+
+    pieces: list[tuple[str, bytes]] = []
+
+    def on_data(stream: str, data: bytes) -> None:
+        pieces.append((stream, data))
+        loop.call_soon_threadsafe(first_seen.set)
+
+    async with running_sandboxd(tmp_path, streaming) as daemon:
+        client, name = await daemon.open()
+        await call(client, name, on_data=on_data)
+    assert pieces == [("stdout", b"one"), ("stdout", b"two")]
