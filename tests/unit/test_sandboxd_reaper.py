@@ -1,21 +1,30 @@
-"""The reaper removes what has no owner and keeps what has one: sweeps, leases, records, and idle sessions."""
+"""Containers without an owner are removed, and the warm pool holds unused, attested sandboxes for new sessions."""
 
 import asyncio
 import multiprocessing
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from contract.errors import SandboxUnavailable
-from tests.fake_sandboxd import PLAN, KeptWorkspaces, listed, open_host, sandbox_of
+from contract.tenancy import SandboxTerms
+from tests.fake_engine import CLEAN, FakeGuest, echoing
+from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, listed, open_host, sandbox_of
+from tests.waiting import until
+from workers.sandboxd import pool as pool_module
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.monitor import IdleTimes
+from workers.sandboxd.plans import Plans
+from workers.sandboxd.pool import PoolLimits, WarmPools
 from workers.sandboxd.records import Records
+from workers.sandboxd.runtime.hardening import AUTHORITIES
 from workers.sandboxd.sessions import NewSession
+from workers.settings import TenantClass
 
 
 def hold_lease(folder: Path, name: str, sender: Any, go: Any) -> None:
@@ -169,3 +178,177 @@ async def test_expiring_goes_on_when_one_container_would_not_go(tmp_path: Path) 
         assert len(host.sessions) == 1
         await host.monitor.expire()
         assert len(host.sessions) == 0
+
+
+QUICK = PoolLimits(target=2, refill_per_s=1000, memory_floor_bytes=0, keep_s=3600)
+SOON_S = 10.0
+
+
+async def filled(host: FakeHost, count: int = 2) -> "asyncio.Task[None]":
+    filling = asyncio.create_task(host.pools.keep_filled())
+    await until(lambda: len(host.pools) == count)
+    return filling
+
+
+async def test_a_session_with_secrets_gets_a_warm_sandbox_with_its_placeholders(tmp_path: Path) -> None:
+    async with open_host(tmp_path, pool=QUICK) as host:
+        (await filled(host)).cancel()
+        plan = replace(PLAN, secrets=(("TOKEN", "tcs_placeholder_1"),))
+        warm = set(host.alive)
+        entry = await host.sessions.open("acme:s", NewSession(plan, 60))
+        assert sandbox_of(entry).container in warm
+        variables = host.engine.alive[sandbox_of(entry).container].variables
+        assert (variables["TOKEN"], variables["SSL_CERT_FILE"]) == ("tcs_placeholder_1", AUTHORITIES)
+        other = await host.sessions.open("acme:other", NewSession(PLAN, 60))
+        assert host.engine.alive[sandbox_of(other).container].variables == {}
+
+
+async def test_a_sandbox_whose_guest_takes_no_placeholders_serves_no_session(tmp_path: Path) -> None:
+    async def refusing(guest: FakeGuest) -> None:
+        await guest.hello()
+        while True:
+            request, _ = await guest.request()
+            fields = CLEAN if request["op"] == "attest" else {"error": {"code": "INTERNAL", "message": "no"}}
+            await guest.done(request, **fields)
+
+    async with open_host(tmp_path, refusing, pool=replace(QUICK, target=1)) as host:
+        (await filled(host, 1)).cancel()
+        with pytest.raises(SandboxUnavailable, match="did not accept variables"):
+            await host.sessions.open("acme:s", NewSession(replace(PLAN, secrets=(("TOKEN", "tcs_1"),)), 60))
+        assert host.alive == []
+
+
+@pytest.mark.parametrize(
+    "dirt",
+    [
+        {"processes": 1},
+        {"zombies": 1},
+        {"jobs": 1},
+        {"entries": {"workspace": 1, "tmp": 0, "output": 0, "shm": 0}},
+        {"processes": "none"},
+    ],
+)
+async def test_a_sandbox_that_is_not_clean_is_never_handed_out(tmp_path: Path, dirt: dict[str, object]) -> None:
+    async with open_host(tmp_path, pool=replace(QUICK, target=1)) as host:
+        (await filled(host, 1)).cancel()
+        dirty = host.alive[0]
+        host.engine.guests[0].attests = dirt
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        assert sandbox_of(entry).container != dirty
+        assert dirty not in host.alive
+
+
+async def test_a_sandbox_that_died_in_the_pool_is_replaced(tmp_path: Path) -> None:
+    async with open_host(tmp_path, pool=QUICK) as host:
+        filling = await filled(host)
+        first = host.alive[0]
+        host.engine.alive[first].die()
+        await until(lambda: first not in host.alive)
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        assert sandbox_of(entry).lost is None
+        filling.cancel()
+
+
+async def test_the_pool_gives_its_places_up_for_sessions(tmp_path: Path) -> None:
+    async with open_host(tmp_path, pool=QUICK, limit=2) as host:
+        (await filled(host)).cancel()
+        await host.sessions.open("acme:s", NewSession(replace(PLAN, image="python"), 60))
+        assert (len(host.pools), len(host.alive)) == (1, 2)
+
+
+async def test_the_pool_is_not_filled_while_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_asked = asyncio.Event()
+
+    def short() -> int:
+        is_asked.set()
+        return PLAN.memory_reserve_bytes
+
+    monkeypatch.setattr(pool_module, "available_memory", short)
+    async with open_host(tmp_path, pool=replace(QUICK, memory_floor_bytes=1)) as host:
+        filling = asyncio.create_task(host.pools.keep_filled())
+        await asyncio.wait_for(is_asked.wait(), SOON_S)
+        assert host.engine.guests == []
+        filling.cancel()
+
+
+async def test_a_failed_fill_leaves_no_workspace_and_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stillborn(guest: FakeGuest) -> None:
+        guest.die()
+
+    monkeypatch.setattr(pool_module, "RETRY_S", 0.01)
+    workspaces = KeptWorkspaces()
+    async with open_host(tmp_path, stillborn, echoing, workspaces=workspaces, pool=replace(QUICK, target=1)) as host:
+        (await filled(host, 1)).cancel()
+        assert (len(workspaces.alive), host.factory.slots.taken) == (1, 1)
+
+
+async def test_a_sandbox_that_has_waited_too_long_is_replaced(tmp_path: Path) -> None:
+    async with open_host(tmp_path, pool=replace(QUICK, target=1, keep_s=0.05)) as host:
+        filling = await filled(host, 1)
+        first = host.alive[0]
+        await asyncio.sleep(0.06)
+        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        assert sandbox_of(entry).container != first
+        filling.cancel()
+
+
+async def test_a_sandbox_that_is_taken_while_another_is_replaced_does_not_end_the_filling(tmp_path: Path) -> None:
+    async with open_host(tmp_path, pool=QUICK) as host:
+        (await filled(host)).cancel()
+        for guest in host.engine.guests:
+            guest.die()
+        pool = host.pools._pools[PLAN]
+        await until(lambda: all(warm.sandbox.is_removed for warm in pool._ready))
+        for warm in pool._ready:  # both would not go at first
+            warm.sandbox.is_removed = False
+        host.engine.remove_gate.clear()
+        host.engine.removing.clear()
+        filling = asyncio.create_task(host.pools.keep_filled())
+        await host.engine.removing.wait()
+        giving_up = asyncio.create_task(host.pools.give_up_one())
+        await asyncio.sleep(0)
+        host.engine.remove_gate.set()
+        await giving_up
+        await until(lambda: len(host.pools) == 2 and len(host.alive) == 2)
+        assert not filling.done()
+        filling.cancel()
+
+
+async def test_a_sandbox_of_a_rebuilt_image_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "RETRY_S", 0.01)
+    async with open_host(tmp_path, pool=QUICK) as host:
+        filling = await filled(host)
+        old = set(host.alive)
+        host.engine.image = "sha256:2"
+        await until(lambda: len(host.pools) == 2 and not old & set(host.alive))
+        filling.cancel()
+
+
+async def test_each_plan_of_a_class_has_a_pool_of_its_own_and_they_are_filled_at_one_rate(tmp_path: Path) -> None:
+    classes = {
+        "default": TenantClass(pool={"python": 1}),
+        "small": TenantClass(pids=64, pool={"default": 1}),
+        "same": TenantClass(pool={"default": 1}),
+    }
+    plans = Plans(SETTINGS.model_copy(update={"tenant_classes": classes, "pool_size": 1}))
+    small, python = plans.choose(SandboxTerms(tenant_class="small")), plans.choose(SandboxTerms(), "python")
+    assert plans.pooled() == {PLAN: 2, python: 1, small: 1}
+    async with open_host(tmp_path) as host:
+        pools = WarmPools(host.factory, plans.pooled(), replace(QUICK, refill_per_s=30))
+        started = asyncio.get_running_loop().time()
+        filling = asyncio.create_task(pools.keep_filled())
+        await until(lambda: len(pools) == 4)
+        assert asyncio.get_running_loop().time() - started >= 1 / 10
+        filling.cancel()
+        warm = await pools.take(small)
+        assert warm is not None
+        assert host.engine.alive[warm.sandbox.container].config["HostConfig"]["PidsLimit"] == 64
+        assert await pools.take(replace(small, cpus=9)) is None
+        await host.factory.discard(warm.sandbox, warm.workspace)
+        await pools.close()
+
+
+def test_a_pool_of_an_image_that_its_class_may_not_use_is_refused() -> None:
+    plans = Plans(SETTINGS.model_copy(update={"tenant_classes": {"default": TenantClass(pool={"evil": 1})}}))
+    with pytest.raises(ValueError, match="may not use"):
+        plans.pooled()

@@ -425,3 +425,6 @@ async def test_states_of_existing_containers_are_counted(tmp_path: Path) -> None
         await host.sessions.open("s", NewSession(PLAN, 60))
         await host.sessions.open("t", NewSession(PLAN, 60))
         assert count_states(host.sessions.all(), 3) == {"busy": 0, "idle": 2, "paused": 0, "lost": 0, "warm": 3}
+        await lose(host.sessions, "t")
+        assert count_states(host.sessions.all(), 0) == {"busy": 0, "idle": 1, "paused": 0, "lost": 1, "warm": 0}
+        assert [row["state"] for row in host.sessions.describe()] == ["ready", "lost"]

@@ -135,23 +135,15 @@ def test_a_skill_lifts_no_deny_or_ask_rule() -> None:
     assert verdict(active, "git clean -fd", (DIGEST,), Rule("deny", "bash_tool", argv_prefix=("git",))) == "deny"
 
 
-def test_a_skill_that_the_tenant_does_not_trust_saves_no_question() -> None:
-    active = ActiveSkills([SKILL])
-    active.note(*load())
+def test_a_skill_that_is_not_trusted_has_other_content_or_could_not_be_loaded_saves_no_question() -> None:
+    active, changed, failed = ActiveSkills([SKILL]), ActiveSkills([SKILL]), ActiveSkills([SKILL])
+    call, result = load()
+    active.note(call, result)
     assert verdict(active, trusted=(OTHER,)) == "ask"
-
-
-def test_a_skill_of_other_content_under_its_name_saves_no_question() -> None:
-    active = ActiveSkills([SKILL])
-    assert active.note(*load(OTHER)) == "keep-house"
-    assert verdict(active, trusted=(DIGEST, OTHER)) == "ask"
-
-
-def test_a_skill_that_could_not_be_loaded_is_not_active() -> None:
-    active = ActiveSkills([SKILL])
-    call, _ = load()
-    assert active.note(call, ToolResult.failed(call, ErrorCode.TIMEOUT, "no", metadata={"digest": DIGEST})) is None
-    assert verdict(active) == "ask"
+    assert changed.note(*load(OTHER)) == "keep-house"
+    assert verdict(changed, trusted=(DIGEST, OTHER)) == "ask"
+    assert failed.note(call, ToolResult.failed(call, ErrorCode.TIMEOUT, "no", metadata={"digest": DIGEST})) is None
+    assert verdict(failed) == "ask"
 
 
 def test_other_calls_are_of_no_skill() -> None:

@@ -9,7 +9,7 @@ import pytest
 from contract.calls import ToolResult
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
-from orchestrator.dialects.base import Event, MalformedCall, ReplyEnd
+from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.profiles import STANDARD, ModelProfile
 from orchestrator.dialects.tag_events import TagCall, TagEvent
 from orchestrator.dialects.tag_gbnf import build_tag_grammar, is_spellable
@@ -150,3 +150,10 @@ def test_these_names_cannot_be_written_in_a_tag(name: str) -> None:
 def test_an_enum_allows_its_values_and_no_others() -> None:
     spec = build_spec("pick", properties={"mode": {"enum": ["on", "off"]}}, required=["mode"])
     assert '("on" | "off")' in build_tag_grammar([spec])
+
+
+def test_native_calls_win_from_there_on_and_what_ran_is_not_undone() -> None:
+    native = {"index": 0, "id": "c", "function": {"name": "bash_tool", "arguments": "{}"}}
+    events, _ = read(chunk(TAG), chunk("<tool_action na", tool_calls=[native]), chunk(TAG))
+    assert [event.call.name for event in events if isinstance(event, CallRequested)] == ["read_tool", "bash_tool"]
+    assert "".join(event.text for event in events if isinstance(event, Text)) == f"<tool_action na{TAG}"

@@ -159,7 +159,9 @@ def test_a_tag_inside_a_duplicate_value_does_not_run() -> None:
 
 
 def test_a_message_that_starts_with_think_is_not_searched_before_its_end() -> None:
-    events = parse(f"<think>{SEARCH}</think>{SEARCH}<think>{SEARCH}</think>")
+    text = f"<think>{SEARCH}</think>{SEARCH}<think>{SEARCH}</think>"
+    events = parse(text)
+    assert parse_chunks(list(text), {}) == events
     assert [type(event) for event in events] == [Text, TagCall, Text, TagCall, Text]
 
 
