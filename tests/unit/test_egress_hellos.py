@@ -49,6 +49,9 @@ def test_a_greeting_in_a_few_records_is_read_and_one_in_many_refused() -> None:
     assert parse_hello(split_records(HELLO, 100)) == "site.example"
     with pytest.raises(HelloError, match="too many records"):
         parse_hello(split_records(HELLO, 1))
+    for size in (b"\0\0", b"\xff\xff"):
+        with pytest.raises(HelloError, match="invalid size"):
+            parse_hello(b"\x16\x03\x01" + size)
 
 
 _CHANGED = st.builds(

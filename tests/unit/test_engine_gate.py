@@ -271,7 +271,8 @@ class Clock:
 
 
 def test_a_few_silences_in_a_row_open_it_and_an_answer_between_does_not() -> None:
-    breaker = Breaker(Clock(), threshold=3)
+    clock = Clock()
+    breaker = Breaker(clock, threshold=3, first_pause_s=1.0)
 
     for outcome in ("failed", "failed", "answered", "failed", "failed"):
         breaker.failed("no answer") if outcome == "failed" else breaker.answered()
@@ -279,6 +280,10 @@ def test_a_few_silences_in_a_row_open_it_and_an_answer_between_does_not() -> Non
     assert not breaker.is_open
     assert breaker.failed("no answer") is True
     assert breaker.admit() is BreakerDecision.REFUSE
+    clock.now += 1
+    assert [breaker.admit() for _ in range(2)] == [BreakerDecision.PROBE, BreakerDecision.REFUSE]
+    breaker.probe_dropped()
+    assert breaker.admit() is BreakerDecision.PROBE
 
 
 MOVES = st.lists(

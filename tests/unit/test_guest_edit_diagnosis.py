@@ -64,6 +64,7 @@ def explain(
         ),
         ("import\u00a0os", "look alike, at line 1"),
         ("if\uff08value\uff09", "Read the file again"),
+        ("  first(value):\n    if value", "see the lines with read_tool"),
         ("import os\r\n\r\ndef first", "only in its line ends"),
         ('retrun os.path.joni("a", "b")', "Closest: line 5, "),
         ("completely unrelated words 12345", "Read the file again with read_tool and copy the text as it is."),

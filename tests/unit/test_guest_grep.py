@@ -266,7 +266,7 @@ def ask(guest: Guest, pattern: str, **fields: Any) -> Done:
 @needs_namespace
 def test_a_running_guest_leaves_nothing_running_after_a_search_a_limit_and_a_cancel(shared_guest: Guest) -> None:
     shared_guest.run(
-        "printf 'hit\\n' >a; printf '%040d!\\n' 0 | tr 0 a >b; mkdir shut; echo hit >shut/x; echo hit >unread; chmod 0 "
+        "chmod -R u+rwx .; rm -rf ./*; printf 'hit\\n' >a; printf '%040d!\\n' 0 | tr 0 a >b; mkdir shut; echo hit >shut/x; echo hit >unread; chmod 0 "
         "shut unread"
     )
     done = ask(shared_guest, "hit", exclude="b")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.guest_harness import DEADLINE_S, GUEST_PARENT, Done, Guest, needs_namespace, running_guest
@@ -250,6 +250,7 @@ def test_a_call_cancelled_while_its_job_starts_ends_the_job(guest: Guest) -> Non
     assert guest.wait_alone(), guest.others()
 
 
+@example(pieces=[b"0123456789" * 3] * 10, most=20)
 @given(pieces=st.lists(st.binary(min_size=1, max_size=30), max_size=30), most=st.integers(4, 60))
 def test_a_log_keeps_its_end_and_counts_what_it_dropped(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], most: int

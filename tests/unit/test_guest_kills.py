@@ -100,6 +100,7 @@ def test_a_call_that_kills_its_supervisor_is_reported_and_leaves_nothing(guest: 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["supervisor runs", "supervisor stopped"])
 def test_a_call_ends_at_once_when_it_is_cancelled_and_soon_after_its_limit(guest: Guest, is_stopped: bool) -> None:
     attack = "kill -STOP $PPID;" if is_stopped else ""
+    guest.run("rm -f running")
     call = guest.start_script(f"{attack} echo $$ > running; setsid sleep 1000 & sleep 1000", timeout_s=DEADLINE_S)
     guest.wait_for_file("running")
     guest.send({"id": call, "op": "cancel"})
