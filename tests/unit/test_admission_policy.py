@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from contract.tenancy import TenantPolicy
-from store.slots import tick
-from tests.admission_harness import QUEUE, Harness, set_slots
+from store.slots import enqueue, tick
+from tests.admission_harness import QUEUE, Harness, build_request, set_slots
 from tests.conftest import RedisProcess
 
 
@@ -179,3 +179,52 @@ def test_nothing_is_left_of_who_has_gone(harness: Harness) -> None:
     harness.step(tick([]))
     lasting = [key for key in harness.client.scan_iter("toolcrew:d:admission:*") if harness.client.ttl(key) == -1]
     assert lasting == [b"toolcrew:d:admission:clock"]
+
+
+def test_interactive_calls_go_before_a_batch_which_is_not_starved(harness: Harness) -> None:
+    set_slots(harness.client, 1)
+    harness.learn("acme", 0.1)
+    batch = [harness.ask(priority="batch") for _ in range(4)]
+    interactive = [harness.ask() for _ in range(20)]
+    order = []
+    while harness.held:
+        order.append(harness.held[0])
+        harness.end(harness.held[0])
+    assert order[:2] == batch[:2]
+    assert order[2:11] == [*interactive[:7], batch[2], interactive[7]]
+    assert len(order) == 24
+
+
+def test_short_calls_pass_the_long_ones_of_their_own_tenant_that_may_not_go(harness: Harness) -> None:
+    harness.learn("acme", 0.01, tool="read_tool")
+    for _ in range(10):
+        harness.ask(tool="bash_tool")
+    harness.ask(tool="read_tool")
+    assert Counter(call["tool"] for call in harness.kept("held").values()) == {"bash_tool": 3, "read_tool": 1}
+
+
+def test_who_has_too_many_calls_waiting_is_refused_and_reported_when_to_try_again(harness: Harness) -> None:
+    policy = TenantPolicy(queued=2)
+    for _ in range(5):
+        harness.ask(policy=policy)
+    answer = harness.step(enqueue("o1.more", build_request(policy=policy)))
+    assert list(answer.refused) == ["o1.more"]
+    assert 0.1 <= answer.refused["o1.more"] <= 60
+    assert len(harness.kept("waiting")) == 2
+
+
+def test_an_urgent_call_passes_everything_and_counts(harness: Harness) -> None:
+    policy = TenantPolicy(in_flight=1, queued=1)
+    harness.ask(policy=policy)
+    harness.ask(policy=policy)
+    urgent = harness.ask(policy=policy, is_urgent=True)
+    assert urgent in harness.held
+    assert harness.numbers()[f"queue:{QUEUE}"]["held"] == 2
+
+
+def test_a_call_that_did_not_run_costs_nothing_and_teaches_nothing(harness: Harness) -> None:
+    call = harness.ask()
+    harness.now += 20
+    harness.end(call, 0.0)
+    assert harness.numbers()[f"pair:{QUEUE}|acme"]["used"] == 0
+    assert not harness.client.exists("toolcrew:d:admission:estimates:acme")

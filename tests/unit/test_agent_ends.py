@@ -385,3 +385,11 @@ async def test_of_40000_calls_the_first_256_run(is_native: bool) -> None:
 
 
 # Money
+
+
+async def test_a_reply_that_breaks_off_is_asked_for_again_and_shown_once() -> None:
+    harness = Harness(streams([chunk("The ans"), BROKE], [chunk("The answer"), chunk(" is 4", "stop")]))
+    result = await harness.work()
+    assert (result.answer, harness.shown, result.steps) == ("The answer is 4", "The answer is 4", 1)
+    assert [event.text for event in harness.events if isinstance(event, TextArrived)] == ["The ans", "wer", " is 4"]
+    assert "requested again" in harness.warnings[0]

@@ -200,3 +200,12 @@ def test_text_that_is_no_key_does_not_reach_redis(text: str) -> None:
     keys = ApiKeys(NoRedis(), "test", KEYS)  # type: ignore[arg-type]
     with pytest.raises(ToolFailure):
         asyncio.run(keys.authenticate(text))
+
+
+async def test_a_credential_ends_with_its_key(harness: Harness) -> None:
+    made = await harness.keys.add("acme")
+    credential = Credential(harness.keys, made.text)
+    await credential.check("acme")
+    await harness.keys.revoke(made.id)
+    assert await failure_of(credential.check("acme")) is ErrorCode.UNAUTHENTICATED
+    assert made.text not in repr(credential)

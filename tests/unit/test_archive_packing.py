@@ -285,3 +285,11 @@ async def test_a_guest_that_takes_nothing_does_not_keep_the_restore(monkeypatch:
 
 def test_room_is_counted_for_files_and_their_names() -> None:
     assert count_max_bytes(MIB, 1000) > MIB + 1000 * 512
+
+
+async def test_an_archive_that_is_too_large_ends_at_the_limit(root: Path) -> None:
+    (root / "large").write_bytes(b"x" * 3 * MIB)
+    guest = LocalGuest()
+    with pytest.raises(ToolFailure) as refused:
+        await packed(guest, root, max_bytes=MIB)
+    assert refused.value.code is ErrorCode.FILE_TOO_LARGE

@@ -26,7 +26,7 @@ from orchestrator.runs.models import Models
 from orchestrator.runs.run_service import MAX_IDLE_MODELS, ServiceWork
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
-from store.batches import BatchDefaults, ItemOutcome
+from store.batches import BatchDefaults, ItemEnvironment, ItemOutcome
 from store.run_log import RunLog
 from store.runs import RunClaim
 from tests.builders import KEY
@@ -306,3 +306,34 @@ async def test_a_service_waits_for_a_pool_and_can_be_stopped_meanwhile(
     service.interrupt()
     async with asyncio.timeout(30):
         await running
+
+
+@pytest.mark.parametrize(
+    ("fields", "folder"),
+    [
+        (ItemEnvironment(workspace="/etc"), None),
+        (ItemEnvironment(), "/srv/out"),
+        (ItemEnvironment(artifacts=("x",)), "/srv/out"),
+    ],
+)
+async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(
+    harness: RunHarness, fields: ItemEnvironment, folder: str | None
+) -> None:
+    claim, journal = await take(harness, environment=fields)
+    pool = FakePool(Tenants("acme"))
+    outcome = await service_of(pool).work(claim, journal, BatchDefaults(artifacts=folder), lambda _: None)
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.code, outcome.status_code) == (
+        FailureKind.INPUT,
+        "PERMISSION_DENIED",
+        400,
+    )
+
+
+async def test_only_what_is_handed_over_is_taken_and_only_of_the_tenants_that_are_served(harness: RunHarness) -> None:
+    await harness.submit(1, batch="kept", is_detached=False)
+    await harness.submit(1, batch="given")
+    await harness.submit(1, batch="theirs", tenant="zeta")
+    assert [claim.run for claim in await harness.queue.claim(9, None, ("zeta", "unknown"))] == ["theirs-1"]
+    assert [claim.run for claim in await harness.queue.claim(9)] == ["given-1"]
+    assert [claim.run for claim in await harness.queue.claim(9, ("acme", "kept"))] == ["kept-1"]

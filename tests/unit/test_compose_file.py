@@ -11,6 +11,7 @@ import yaml
 from orchestrator.operations.redis_users import ROLES, build_users, hash_password
 from workers.egress.daemon import MAX_CONNECTIONS
 from workers.sandboxd.runtime.oci import FOLDER
+from workers.settings import EgressSettings, SandboxdSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("redis", "sandboxd", "egress", "worker", "web-worker", "orchestrator", "api", "flower")
@@ -291,3 +292,73 @@ def test_the_build_sees_only_what_it_copies() -> None:
     ]
     sources = {source.rstrip("/") for sources_of_copy in copied for source in sources_of_copy}
     assert {pattern.removeprefix("!") for pattern in patterns[1:]} == sources
+
+
+def test_only_sandboxd_is_given_the_engine() -> None:
+    assert find_services_naming("docker.sock") == {"sandboxd"}
+    assert find_services_naming("DOCKER_HOST") == set()
+    assert "/var/run/docker.sock" in find_mounts("sandboxd")
+
+
+def test_sandboxd_has_no_network() -> None:
+    sandboxd = load_service("sandboxd")
+    assert sandboxd["network_mode"] == "none"
+    assert not {"networks", "ports", "extra_hosts"} & sandboxd.keys()
+
+
+def test_the_egress_proxy_has_the_way_out_and_nothing_else() -> None:
+    egress = load_service("egress")
+    assert egress["networks"] == ["egress"]
+    assert set(find_mounts("egress").values()) == {"egress-socket"}
+    assert not {"ports", "extra_hosts"} & egress.keys()
+    assert not any(word in yaml.safe_dump(egress) for word in ("REDIS", "SECRET", "sandboxd", "API_KEY"))
+
+
+def test_the_egress_proxy_and_sandboxd_share_a_private_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {**load_environment("sandboxd"), **load_environment("egress")}.items():
+        monkeypatch.setenv(key, value)
+    proxy, sandboxd = EgressSettings(), SandboxdSettings()
+    assert proxy.egress_socket == sandboxd.egress_socket
+    proxy_uid, proxy_gid = find_user("egress")
+    sandboxd_uid, sandboxd_gid = find_user("sandboxd")
+    assert proxy.egress_allow_uids == [sandboxd_uid]
+    assert sandboxd.egress_uids == [proxy_uid]
+    folder = proxy.egress_socket.parent
+    assert f"install -d -o {proxy_uid} -g {sandboxd_gid} -m 0750 {folder}" in find_stages()["runtime"]
+    assert sandboxd_gid != proxy_gid
+    assert {name for name in SERVICES if "egress-socket" in find_mounts(name).values()} == {"sandboxd", "egress"}
+    assert f"egress-socket:{folder}:ro" in load_service("sandboxd")["volumes"]
+
+
+def test_the_worker_is_on_the_network_without_a_way_out_and_on_no_other() -> None:
+    assert load_service("worker")["networks"] == ["backend"]
+    assert COMPOSE["networks"]["backend"]["internal"] is True
+
+
+def test_the_network_without_a_way_out_does_not_lead_to_the_host_either() -> None:
+    assert COMPOSE["networks"]["backend"]["driver_opts"]["com.docker.network.bridge.inhibit_ipv4"] == "true"
+
+
+def test_the_socket_of_sandboxd_is_for_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_uid, worker_gid = find_user("worker")
+    for key, value in load_environment("sandboxd").items():
+        monkeypatch.setenv(key, value)
+    settings = SandboxdSettings()
+    assert settings.sandboxd_allow_uids == [worker_uid]
+    assert find_user("sandboxd")[1] == worker_gid
+    assert f"install -d -o 0 -g {worker_gid} -m 0750 {settings.sandboxd_socket.parent}" in find_stages()["runtime"]
+    web_uid, web_gid = find_user("web-worker")
+    assert web_uid != worker_uid
+    assert web_gid != worker_gid
+    mounting = {name for name in SERVICES if "sandboxd-socket" in find_mounts(name).values()}
+    assert mounting == {"sandboxd", "worker"}
+    assert f"sandboxd-socket:{settings.sandboxd_socket.parent}:ro" in load_service("worker")["volumes"]
+
+
+def test_the_web_worker_reaches_the_web_and_no_sandbox() -> None:
+    web = load_service("web-worker")
+    assert web["networks"] == ["backend", "egress"]
+    assert find_mounts("web-worker") == {}
+    assert "sandboxd" not in yaml.safe_dump(web)
+    assert load_environment("web-worker")["TOOLCREW_WORKER_KIND"] == "web"
+    assert "TOOLCREW_WORKER_KIND" not in load_environment("worker")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, SchemaError
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.registry import Tool, ToolRegistry
+from contract.registry import Switch, Tool, ToolRegistry
 from contract.schema import check_schema, prepare_arguments
 from tests.builders import build_spec
 
@@ -313,3 +313,29 @@ def test_many_threads_disable_enable_and_list_tools_at_once() -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(20)))
     assert len(names(registry)) == 20
+
+
+def test_a_disabled_tool_is_listed_and_found_but_not_shown_to_a_model() -> None:
+    tool = build_tool("a")
+    registry = ToolRegistry([tool, build_tool("b")])
+    assert registry.disable("a", Switch(by="ada"))
+    assert registry.get("a") is tool
+    assert names(registry) == ["b"]
+    assert names(registry, "a", "all") == ["b"]
+    assert [(state.name, state.description, state.state) for state in registry.describe()] == [
+        ("a", "The tool a.", "disabled"),
+        ("b", "The tool b.", "enabled"),
+    ]
+    assert (registry.switch("a"), registry.switch("b")) == (Switch(by="ada"), None)
+
+
+def test_an_empty_registry_can_neither_disable_nor_enable_a_tool() -> None:
+    registry: ToolRegistry[str] = ToolRegistry()
+    assert (registry.disable("a"), registry.enable("a"), registry.describe()) == (False, False, [])
+    assert (len(registry), registry.specs()) == (0, [])
+
+
+def test_a_session_tool_cannot_be_disabled() -> None:
+    registry = ToolRegistry([Tool(build_spec("session.open", audience="session"), "handler")])
+    with pytest.raises(ValueError, match="cannot be disabled"):
+        registry.disable("session.open")

@@ -300,3 +300,35 @@ def test_a_flood_of_prints_is_counted_instead_of_logged(logs: Logs) -> None:
     run(talk)
     assert sum(len(entry["text"]) for entry in logs if entry["event"] == "tool_printed") == 64 * 1024
     assert (logs[-1]["event"], logs[-1]["dropped_chars"]) == ("tool_printed_too_much", 100_001 - 64 * 1024)
+
+
+def test_the_configuration_cannot_be_changed() -> None:
+    @tool
+    def meddle(context: CallContext) -> None:
+        context.config["server"] = "mine"  # type: ignore[index]
+
+    assert "TypeError" in str(run(meddle).error)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+def test_a_function_learns_whose_call_it_is(is_async: bool) -> None:
+    contexts: list[CallContext] = []
+
+    @tool
+    def plain(context: CallContext) -> None:
+        contexts.append(context)
+
+    @tool
+    async def awaited(context: CallContext) -> None:
+        contexts.append(context)
+
+    run(awaited if is_async else plain, context=build_context(run="r1", cwd="/workspace/sub", model=None))
+    (result,) = contexts
+    assert (result.call_id, result.tenant, result.run, result.session, result.cwd, result.model) == (
+        "call-1",
+        "acme",
+        "r1",
+        "s1",
+        "/workspace/sub",
+        None,
+    )
