@@ -57,6 +57,12 @@ def test_parameters_that_no_call_could_meet_are_refused_at_once() -> None:
         LocalTools([{"name": "x", "description": "X.", "parameters": {"type": "array"}, "execute": print}])
 
 
+@pytest.mark.parametrize("arguments", [{}, {"city": 5}, {"city": "Oslo", "town": "x"}])
+async def test_arguments_that_do_not_fit_are_reported_and_nothing_runs(arguments: dict[str, Any]) -> None:
+    result = await call(LocalTools([get_weather]), "get_weather", **arguments)
+    assert result.error_code is ErrorCode.INVALID_ARGUMENTS
+
+
 # Limits
 
 
