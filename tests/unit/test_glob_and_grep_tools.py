@@ -164,6 +164,9 @@ def test_lines_are_shown_as_they_come_and_only_whole(search: Callable[..., Outco
     bench = ScriptedBench([b"one\ntw", b"o\nthr", b"ee\n"], done, is_watched=True)
     search(bench)
     assert bench.shown == ["one\n", "two\n", "three\n"]
+    unwatched = ScriptedBench(b"one\n", done)
+    search(unwatched)
+    assert unwatched.shown == []
 
 
 @pytest.mark.parametrize(

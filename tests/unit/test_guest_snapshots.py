@@ -46,6 +46,16 @@ def test_what_was_remembered_last_is_recalled(paths: GuestPaths) -> None:
     assert recall(paths, b"/w/a") is None
 
 
+def test_of_a_large_file_only_the_digest_is_kept(paths: GuestPaths) -> None:
+    data = bytes(snapshots.MAX_DATA_BYTES + 1)
+    keep(paths, b"/w/a", data)
+    remember(paths, b"/w/b", digest_of(DATA), None, CHANGED_NS)
+    large, digest_only = recall(paths, b"/w/a"), recall(paths, b"/w/b")
+    assert large is not None
+    assert digest_only is not None
+    assert (large.digest, large.data, digest_only.data) == (digest_of(data), None, None)
+
+
 def test_all_records_together_are_bounded_and_the_oldest_go_first(
     paths: GuestPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
