@@ -85,3 +85,11 @@ def test_commands_for_a_pool_need_its_redis(line: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("TOOLCREW_APPROVALS", "queue")
     result = CliRunner().invoke(app, line.split())
     assert (result.exit_code, "TOOLCREW_REDIS_URL" in result.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("line", ["approvals list", "changes list", "tools disable echo", "run act --model scripted"])
+def test_commands_for_a_pool_need_its_redis(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
+    monkeypatch.setenv("TOOLCREW_APPROVALS", "queue")
+    result = CliRunner().invoke(app, line.split())
+    assert (result.exit_code, "TOOLCREW_REDIS_URL" in result.stderr) == (1, True)
