@@ -52,6 +52,8 @@ def test_a_greeting_in_a_few_records_is_read_and_one_in_many_refused() -> None:
     for size in (b"\0\0", b"\xff\xff"):
         with pytest.raises(HelloError, match="invalid size"):
             parse_hello(b"\x16\x03\x01" + size)
+    with pytest.raises(HelloError, match="not exactly one server name"):
+        parse_hello(HELLO.replace(b"\0\x0csite.example", b"\0\x0bsite.example"))
 
 
 _CHANGED = st.builds(

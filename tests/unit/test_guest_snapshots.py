@@ -54,6 +54,7 @@ def test_of_a_large_file_only_the_digest_is_kept(paths: GuestPaths) -> None:
     assert large is not None
     assert digest_only is not None
     assert (large.digest, large.data, digest_only.data) == (digest_of(data), None, None)
+    assert all(path.stat().st_size < 100 for path in folder(paths).iterdir())
 
 
 def test_all_records_together_are_bounded_and_the_oldest_go_first(
