@@ -1,18 +1,23 @@
 """Measure calls per second through the whole path, and the latency at half load.
 
-The baseline is raw Celery no-ops on the same kind of pool with the same number of slots.
+The floor is a no-op of toolcrew's Celery worker, without admission, records and signatures. The peer is a no-op of a
+Celery app as its documentation shows it. Both have the same kind of pool with the same number of slots.
 """
 
 import asyncio
 import contextlib
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
 
 from benchmarks.noop_worker import TOOL
 from benchmarks.raw_celery import open_raw, running_tools
 from benchmarks.report import Report, median, percentile
 from benchmarks.sizes import size
-from benchmarks.whole_path import open_sessions, per_second
+from benchmarks.stock_celery import open_stock, stock_per_second
+from benchmarks.whole_path import IN_FLIGHT, open_sessions, per_second
 from contract.errors import ToolcrewError
 from orchestrator import ToolClient
 from orchestrator.dispatch.sessions import Session
@@ -43,6 +48,8 @@ async def _run(rounds: int) -> Report:
         stack.enter_context(running_tools(url, SLOTS))
         raw_prefork = await open_raw(url, connection, stack, "prefork", SLOTS)
         raw_threads = await open_raw(url, connection, stack, "threads", SLOTS)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-"))
+        stack.enter_context(open_stock(url, SLOTS, Path(folder)))
         sessions = await stack.enter_async_context(open_sessions(client))
         for session in sessions:
             await session.write_file(PATH, b"a line of text\n" * 20)
@@ -53,15 +60,16 @@ async def _run(rounds: int) -> Report:
         def read(number: int) -> Awaitable[object]:
             return succeeds(sessions[number % len(sessions)], "read_tool", {"file_path": PATH})
 
-        cases: Mapping[str, Work] = {
-            "raw_prefork": lambda _: raw_prefork.by_hub(),
-            "noop": noop,
-            "raw_threads": lambda _: raw_threads.by_hub(),
-            "read": read,
-        }
         await until_served(noop)
+        cases: Mapping[str, Callable[[], Awaitable[float]]] = {
+            "raw_prefork": lambda: per_second(lambda _: raw_prefork.by_hub(), CALLS),
+            "noop": lambda: per_second(noop, CALLS),
+            "stock": partial(asyncio.to_thread, stock_per_second, CALLS, IN_FLIGHT),
+            "raw_threads": lambda: per_second(lambda _: raw_threads.by_hub(), CALLS),
+            "read": lambda: per_second(read, CALLS),
+        }
         rates = await _rates(cases, rounds)
-        slow = {name: await half_load(cases[name], median(rates[name]) / 2) for name in ("noop", "read")}
+        slow = {name: await half_load(work, median(rates[name]) / 2) for name, work in (("noop", noop), ("read", read))}
     return _report(rates, slow, rounds)
 
 
@@ -85,7 +93,7 @@ async def until_served(work: Work) -> None:
             await asyncio.sleep(0.2)
 
 
-async def _rates(cases: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+async def _rates(cases: Mapping[str, Callable[[], Awaitable[float]]], rounds: int) -> dict[str, list[float]]:
     """Run the cases in rounds of A B C, A B C, ... and return the calls per second.
 
     Interleaving spreads a slowdown of the machine over all cases.
@@ -93,7 +101,7 @@ async def _rates(cases: Mapping[str, Work], rounds: int) -> dict[str, list[float
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
         for name, work in cases.items():
-            rate = await per_second(work, CALLS)
+            rate = await work()
             if number:
                 rates[name].append(rate)
     return rates
@@ -121,21 +129,26 @@ async def half_load(work: Work, per_s: float) -> list[float]:
 def _report(rates: Mapping[str, list[float]], slow: Mapping[str, list[float]], rounds: int) -> Report:
     report = Report(
         "throughput",
-        notes=[f"medians of {rounds} interleaved rounds of {CALLS} calls, 50 in flight, {SLOTS} slots each"],
+        notes=[f"medians of {rounds} interleaved rounds of {CALLS} calls, {IN_FLIGHT} in flight, {SLOTS} slots each"],
     )
     rate = {name: median(values) for name, values in rates.items()}
     labels = {
         "raw_prefork": "floor: raw Celery no-op, prefork",
         "noop": "ours: a tool that does nothing, prefork",
+        "stock": "peer: no-op of a stock Celery app, delay and get, prefork",
         "raw_threads": "floor: raw Celery no-op, threads",
         "read": "ours: read_tool in a sandbox, threads",
     }
     for name, label in labels.items():
         report.add(f"{name}_per_s", rate[name], label)
     # Compute the ratio within one round: a slowdown of the machine affects both cases.
-    for ours, floor, least in (("noop", "raw_prefork", 0.6), ("read", "raw_threads", 0.4)):
-        ratios = [mine / theirs for mine, theirs in zip(rates[ours], rates[floor], strict=True)]
-        report.add(f"{ours}_ratio", median(ratios), f"{ours} / raw Celery on the same kind of pool", at_least=least)
+    for name, ours, other, least in (
+        ("noop_ratio", "noop", "raw_prefork", 0.6),
+        ("stock_ratio", "noop", "stock", 1.0),
+        ("read_ratio", "read", "raw_threads", 0.4),
+    ):
+        ratios = [mine / theirs for mine, theirs in zip(rates[ours], rates[other], strict=True)]
+        report.add(name, median(ratios), f"{ours} / {labels[other]}", at_least=least)
     for name, seconds in slow.items():
         report.add(f"{name}_half_p50_ms", median(seconds) * 1000, f"{name} at half load, p50")
         report.add(f"{name}_half_p99_ms", percentile(seconds, 0.99) * 1000, f"{name} at half load, p99")
