@@ -43,7 +43,9 @@ async def test_the_clocks_are_plausible_and_sum_to_no_more_than_the_wall(session
     clocks = result.clocks
     assert 0.5 <= clocks.run_s < wall_s
     assert min(clocks.queued_s, clocks.sandbox_s, clocks.transfer_s) >= 0
-    assert clocks.queued_s + clocks.sandbox_s + clocks.run_s + clocks.transfer_s <= wall_s + 0.01
+    # The wait in the queue is measured by the clock of Redis, which a busy machine reads late. A time that counts twice
+    # would add more than this.
+    assert clocks.queued_s + clocks.sandbox_s + clocks.run_s + clocks.transfer_s <= wall_s + 0.2
 
 
 async def test_a_result_names_the_container_that_ran_it(stack: Stack, session: Session) -> None:
