@@ -78,10 +78,6 @@ def test_a_timeout_gives_what_was_printed_until_then() -> None:
         ({"exit_code": None, "signal": 40}, "[killed by signal 40]"),
         ({"oom": True}, "[a process was killed: out of memory]"),
         ({"state": {**STATE, "stray": ""}}, "[the folder in which the shell ended was removed: cwd is /workspace]"),
-        ({"exit_code": 137, "pipe_status": [137]}, "[exit code 137 (128 + SIGKILL)]"),
-        ({"exit_code": None, "signal": 40}, "[killed by signal 40]"),
-        ({"oom": True}, "[a process was killed: out of memory]"),
-        ({"state": {**STATE, "stray": ""}}, "[the folder in which the shell ended was removed: cwd is /workspace]"),
         ({"exit_code": 0, "pipe_status": [1, 0]}, "[exit code 0; exit codes of the last pipeline: 1 0]"),
         ({"exit_code": None, "signal": 9, "oom": True}, "[killed by SIGKILL, likely out of memory]"),
         (

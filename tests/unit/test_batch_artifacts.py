@@ -148,3 +148,11 @@ def test_what_stands_in_the_way_is_reported_and_nothing_is_written_outside(tmp_p
         with pytest.raises(ArtifactsNotWritten, match=r"'out/a\.txt' cannot be copied .* then resume"):
             copy_artifacts(tmp_path / "export", ["out"], target)
     assert not (tmp_path / "a.txt").exists()
+
+
+@calmly
+@given(IDS, st.integers(min_value=0))
+def test_ids_that_differ_in_case_alone_have_names_that_differ_in_more(custom_id: str, which: int) -> None:
+    place = which % len(custom_id)
+    swapped = custom_id[:place] + custom_id[place].swapcase() + custom_id[place + 1 :]
+    assert swapped == custom_id or build_folder_name(swapped).lower() != build_folder_name(custom_id).lower()

@@ -218,11 +218,6 @@ GOOD = '{"id":"a","instruction":"x"}'
         (chat_line({"role": "user", "content": " "}), "the last message is empty"),
         (chat_line({"role": "robot", "content": "x"}), "`role` of a message is one of system, developer"),
         (chat_line({"role": "user", "content": None}), "`content` of a message is text"),
-        (chat_line(logprobs=True), "remove `logprobs`"),
-        (chat_line(store=True), "remove `store`"),
-        (chat_line({"role": "user", "content": " "}), "the last message is empty"),
-        (chat_line({"role": "robot", "content": "x"}), "`role` of a message is one of system, developer"),
-        (chat_line({"role": "user", "content": None}), "`content` of a message is text"),
         (chat_line(tools=[{"type": "function"}]), "use the url /v1/agent/runs"),
         (
             chat_line({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}),

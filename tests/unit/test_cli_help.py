@@ -70,21 +70,13 @@ def test_a_limit_out_of_range_is_refused(
     command: list[str], timeout: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
-    rest = ["s1", "--", "true"] if command[0] == "session" else []
+    rest = ["s1", "--", "true"] if command[0] == "sessions" else []
 
     result = CliRunner().invoke(app, [*command, timeout, *rest], env={"COLUMNS": "200"})
 
     assert result.exit_code == 2
     assert "--timeout" in result.stderr
     assert message in result.stderr
-
-
-@pytest.mark.parametrize("line", ["approvals list", "changes list", "tools disable echo", "run act --model scripted"])
-def test_commands_for_a_pool_need_its_redis(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
-    monkeypatch.setenv("TOOLCREW_APPROVALS", "queue")
-    result = CliRunner().invoke(app, line.split())
-    assert (result.exit_code, "TOOLCREW_REDIS_URL" in result.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("line", ["approvals list", "changes list", "tools disable echo", "run act --model scripted"])

@@ -385,3 +385,8 @@ def test_a_failure_of_any_call_is_a_result(call_id: str, name: str, error: str, 
 def test_a_failure_keeps_the_fields_that_fit() -> None:
     result = ToolResult.failed(build_call(), ErrorCode.TIMEOUT, "x", output="half", metadata={"a": object()})
     assert (result.output, result.metadata) == ("half", {})
+
+
+@pytest.mark.parametrize("depth", [150, 300, 600, 900, 985, 1200, 100_000])
+def test_nesting_of_any_depth_never_escapes_as_another_error(depth: int) -> None:
+    assert reason_of(sealed('{"call":' + "[" * depth + "]" * depth + ',"context":1}')) == "malformed"

@@ -1,5 +1,6 @@
 """JSON decisions: valid decisions, invalid ones with the reason, and the position of a decision in a text."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -124,3 +125,26 @@ def test_parameters_that_refer_to_their_own_parts_are_held_to_them_as_far_as_the
     assert schema.is_valid({"tool": "plain", "arguments": {"at": 1}})
     assert not schema.is_valid({"tool": "plain", "arguments": {"at": "x"}})
     assert schema.is_valid({"tool": "endless", "arguments": {"first": {"next": {}}}})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(st.text())
+def test_any_text_is_a_decision_or_a_value_error(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        parse_tool_decision(text)
+    before, decision, behind = find_tool_decision(text)
+    assert decision is not None or (before, behind) == (text, "")
+
+
+@given(tool=st.text(min_size=1), arguments=st.dictionaries(st.text(), JSON), reply_text=st.text("ab\n `"))
+def test_a_decision_that_was_written_is_read_again(tool: str, arguments: dict[str, Any], reply_text: str) -> None:
+    written = json.dumps({"tool": tool, "arguments": arguments})
+    expected = ToolDecisionOutput(tool, arguments)
+    assert parse_tool_decision(written) == expected
+    assert find_tool_decision(reply_text + written + reply_text) == (reply_text, expected, reply_text)

@@ -121,3 +121,12 @@ def test_what_is_not_tls_is_refused_at_the_ports_of_the_web_and_passes_at_others
 def test_a_client_that_ends_in_its_greeting_is_refused_and_one_that_says_nothing_is_not() -> None:
     assert "in the middle of its TLS greeting" in refused(gate_for(), HELLO[:60])
     gate_for().finish()
+
+
+@given(st.integers(0, len(HELLO) - 1), st.integers(0, 255))
+def test_a_greeting_with_any_byte_changed_gives_a_name_or_an_error(at: int, value: int) -> None:
+    try:
+        found = parse_hello(HELLO[:at] + bytes([value]) + HELLO[at + 1 :])
+    except HelloError:
+        return
+    assert found is None or found.isascii()

@@ -49,3 +49,9 @@ def test_any_text_can_be_sealed_and_no_text_of_a_stranger_is_a_result(text: str)
     assert SEAL.open(SEAL.close(text)) == text
     with pytest.raises(EnvelopeRefused):
         SEAL.open(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text())
+def test_any_text_can_be_sealed(text: str) -> None:
+    assert SEAL.open(SEAL.close(text)) == text

@@ -192,3 +192,13 @@ def test_a_pattern_that_cannot_be_read_matches_nothing() -> None:
     assert not is_allowed(["*", "Debian"], name)
     assert is_allowed(["*", "debian"], name)
     assert [found.names_registry for found in find_matches(["*", "docker.io/*", "debian"], name)] == [True, False]
+
+
+@given(repositories, st.data())
+def test_a_star_stands_for_any_part_of_the_repository(repository: str, data: st.DataObject) -> None:
+    start, end = sorted((data.draw(st.integers(0, len(repository))), data.draw(st.integers(0, len(repository)))))
+    pattern = f"ghcr.io/{repository[:start]}*{repository[end:]}"
+    if "//" in pattern:
+        return
+    assert matches(pattern, f"ghcr.io/{repository}")
+    assert matches(pattern, f"ghcr.io/{repository}@{DIGEST}")

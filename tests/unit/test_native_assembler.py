@@ -1,9 +1,12 @@
 """Every quirk that native_assembler.py lists, and the error forms of argument strings."""
 
+import json
 import time
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.dialects.base import Text
 from orchestrator.dialects.native import NativeCallAssembler, NativeReply
@@ -221,3 +224,28 @@ def test_a_half_that_stays_alone_is_replaced() -> None:
         delta(entry(0, "a", "one", '{"x":"\ud83d'), content="\ud83d"), delta(entry(0, arguments='\ude00\\ud83d"}'))
     )
     assert (reply.text, reply.calls[0].arguments) == ("\ufffd", {"x": "\U0001f600\ufffd"})
+
+
+JSON = st.dictionaries(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**53), 2**53),
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    ),
+    max_size=4,
+)
+
+
+@given(st.lists(JSON, min_size=1, max_size=4), st.integers(1, 9), st.booleans(), st.randoms())
+def test_calls_survive_any_split(wanted: list[dict[str, Any]], size: int, ascii_only: bool, random: Any) -> None:
+    queues = []
+    for index, arguments in enumerate(wanted):
+        raw = json.dumps(arguments, ensure_ascii=ascii_only)
+        fragments = [entry(index, arguments=raw[start : start + size]) for start in range(0, len(raw), size)]
+        queues.append([entry(index, f"id{index}", f"tool{index}"), *fragments])
+    chunks = []
+    while queue := random.choice(queues) if (queues := [queue for queue in queues if queue]) else None:
+        chunks.append(delta(queue.pop(0)))
+    assert [call.arguments for call in assemble(*chunks).calls] == wanted

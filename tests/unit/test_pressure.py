@@ -13,6 +13,7 @@ from contract.names import POOL_WEB, host_key, hosts_key
 from contract.tenancy import TenantPolicy
 from store.pressure import Pressure, QueuePressure
 from tests.admission_harness import DEPLOYMENT, Harness, set_slots
+from tests.api_harness import open_api
 from tests.conftest import RedisProcess
 from tests.fake_hosts import build_report
 
@@ -78,3 +79,12 @@ async def test_sessions_and_calls_need_hosts(
     report_to(redis_server, *reports)
     async with open_pressure(redis_server) as pressure:
         assert (await pressure.hosts()).wanted == wanted
+
+
+async def test_an_operator_reads_the_numbers_over_http(redis_server: RedisProcess) -> None:
+    report_to(redis_server, build_report("a", sessions=90), deployment="default")
+    async with open_api(redis_server.url) as api:
+        answer = await api["operator"].get("/v1/pressure")
+    body = answer.json()
+    assert (answer.status_code, sorted(body["queues"]), body["queues"]["web"]["demand"]) == (200, ["tools", "web"], 0)
+    assert (body["hosts"]["wanted"], body["hosts"]["sessions"]) == (2, 90)

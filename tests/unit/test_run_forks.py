@@ -19,7 +19,7 @@ from contract.run_events import (
     StateKept,
 )
 from orchestrator.dialects.call_ids import build_call_id
-from orchestrator.models.scripted import ScriptedModel
+from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.runs.run_forks import copy_steps
 from store.batches import BatchDefaults, RunBody
 from store.run_log import RunAttempt, RunLog
@@ -100,6 +100,51 @@ def test_copied_entries_have_the_call_ids_of_the_fork(attempt: str, name: str) -
 
 
 # Forks
+
+
+async def test_forks_repeat_no_shared_step_and_continue_from_the_state(harness: HostedHarness) -> None:
+    run = await harness.start(KEEPING)
+    await run_to_end(harness, run)
+    assert (harness.asked(), sent_echoes(harness)) == (3, ["one", "two"])
+    parent = await harness.runs.get("acme", run)
+    _, entries = await harness.queue.read_log("acme", run)
+    states = {event.step: event.session for event in entries if isinstance(event, StateKept)}
+    assert list(states) == [0, 1, 2]
+    assert set(harness.places.known) == {("acme", session) for session in states.values()}
+
+    model = script(harness)
+    model.turns = lambda messages: (
+        "left" if "other" in str(messages[-1]["content"]) else Calls([("echo", {"text": "other"})])
+    )
+    harness.transport.calls.clear()
+    forks = await harness.runs.fork("acme", run, 1, 2)
+    for fork in forks:
+        await run_to_end(harness, fork.id)
+
+    forked = [call for call in harness.transport.calls if call.name == "session.fork"]
+    assert sent_echoes(harness) == ["other", "other"]
+    assert harness.asked() == 4
+    # Each fork has a session of its own, and keeps its own state before its last request.
+    assert len(forked) == 2 + 2
+    for fork in forks:
+        found = await harness.runs.get("acme", fork.id)
+        assert found.state is HostedState.SUCCEEDED
+        assert found.end is not None
+        assert (found.forked_from and (found.forked_from.run, found.forked_from.step)) == (run, 1)
+        assert (found.end.answer, found.end.steps) == ("left", 3)
+        # The parent has counted the first reply.
+        assert parent.end is not None
+        assert found.end.usage.prompt_tokens == parent.end.usage.prompt_tokens * 2 / 3
+        messages = await harness.runs.transcript("acme", fork.id)
+        assert [message.get("content") for message in messages if message["role"] == "tool"] == [
+            "said one",
+            "said other",
+        ]
+        _, copied = await harness.queue.read_log("acme", fork.id)
+        sessions = {e.step: e.session for e in copied if isinstance(e, StateKept)}
+        assert (sessions[0], sessions[1]) == (states[0], states[1])
+        assert sessions[2] not in states.values()
+    assert {"acme"} == {tenant for tenant, _ in harness.places.known}
 
 
 async def test_a_fork_of_a_fork_and_the_tree(harness: HostedHarness) -> None:
