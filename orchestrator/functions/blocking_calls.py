@@ -44,6 +44,7 @@ class BlockingCall:
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _thread: int | None = field(default=None, init=False)
+    _is_interrupted: bool = field(default=False, init=False)
 
     def run(self) -> None:
         """Run the function in the current thread and resolve the futures. Raises nothing."""
@@ -67,8 +68,10 @@ class BlockingCall:
             with self._lock:
                 self._thread = None
             # Withdraw an interrupt that was sent but not yet raised. Otherwise the interrupt would hit the next call
-            # that this thread runs.
-            _raise_in_thread(threading.get_ident(), None)
+            # that this thread runs. Without an interrupt nothing is withdrawn: in Python 3.11 that would block every
+            # thread of a process with a tracer, such as coverage.
+            if self._is_interrupted:
+                _raise_in_thread(threading.get_ident(), None)
 
     def interrupt(self) -> None:
         """Raise FunctionInterrupted in the function at its next Python instruction. Call this method once.
@@ -80,6 +83,7 @@ class BlockingCall:
         # hit.
         with self._lock:
             if self._thread is not None:
+                self._is_interrupted = True
                 _raise_in_thread(self._thread, FunctionInterrupted)
 
     def _resolve_later(self, future: "asyncio.Future[Any]", value: Any) -> None:

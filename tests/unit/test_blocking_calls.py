@@ -1,8 +1,11 @@
 """Interrupting functions in threads: the function ends, and nothing that runs later in its thread notices."""
 
 import asyncio
+import subprocess
+import sys
 
 from orchestrator.functions.blocking_calls import BlockingCalls, FunctionInterrupted
+from tests.stack import ROOT
 
 ROUNDS = 300
 SOON_S = 10.0
@@ -28,3 +31,25 @@ async def test_a_function_that_ended_before_the_interrupt_keeps_its_value() -> N
         ended = await call.ended
     call.interrupt()
     assert (ended.value, ended.error) == ("done", None)
+
+
+TRACED = """
+import asyncio, sys, threading
+from orchestrator.functions.blocking_calls import BlockingCalls
+
+def trace(*_):
+    return trace
+
+async def main():
+    print((await BlockingCalls().submit(lambda: "done").ended).value)
+
+threading.settrace(trace)
+sys.settrace(trace)
+asyncio.run(main())
+"""
+
+
+def test_functions_run_under_a_tracer_such_as_coverage() -> None:
+    """The tests of an operator's tools hung under coverage."""
+    ran = subprocess.run([sys.executable, "-c", TRACED], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert ran.stdout == "done\n", ran.stderr
