@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import ctypes
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -67,11 +68,9 @@ class BlockingCall:
         finally:
             with self._lock:
                 self._thread = None
-            # Withdraw an interrupt that was sent but not yet raised. Otherwise the interrupt would hit the next call
-            # that this thread runs. Without an interrupt nothing is withdrawn: in Python 3.11 that would block every
-            # thread of a process with a tracer, such as coverage.
+            # An interrupt that was sent but not yet raised would hit the next call that this thread runs.
             if self._is_interrupted:
-                _raise_in_thread(threading.get_ident(), None)
+                _receive_interrupt()
 
     def interrupt(self) -> None:
         """Raise FunctionInterrupted in the function at its next Python instruction. Call this method once.
@@ -84,7 +83,7 @@ class BlockingCall:
         with self._lock:
             if self._thread is not None:
                 self._is_interrupted = True
-                _raise_in_thread(self._thread, FunctionInterrupted)
+                _interrupt_thread(self._thread)
 
     def _resolve_later(self, future: "asyncio.Future[Any]", value: Any) -> None:
         # A closed loop has no waiting tasks, so the error of the closed loop is ignored.
@@ -159,13 +158,21 @@ class BlockingCalls:
                 self._idle -= 1
 
 
-def _raise_in_thread(thread: int, error: type[BaseException] | None) -> None:
-    """Ask CPython to raise `error` in the thread at its next instruction. None cancels an error that is not yet
-    raised.
+def _interrupt_thread(thread: int) -> None:
+    """Ask CPython to raise FunctionInterrupted in the thread at its next instruction."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(FunctionInterrupted))
+
+
+def _receive_interrupt() -> None:
+    """Interrupt this thread and catch the interrupt. It replaces one that was sent and not yet raised.
+
+    CPython could also cancel an interrupt, but Python 3.11 then blocks every thread of a process with a tracer, such
+    as coverage.
     """
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
-    )
+    with contextlib.suppress(FunctionInterrupted):
+        _interrupt_thread(threading.get_ident())
+        while True:
+            time.sleep(0)
 
 
 def _resolve(future: "asyncio.Future[Any]", value: Any) -> None:

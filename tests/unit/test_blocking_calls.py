@@ -41,7 +41,11 @@ def trace(*_):
     return trace
 
 async def main():
-    print((await BlockingCalls().submit(lambda: "done").ended).value)
+    calls = BlockingCalls(limit=1)
+    interrupted = calls.submit(lambda: [number for number in range(10**9)])
+    await interrupted.started
+    interrupted.interrupt()
+    print(type((await interrupted.ended).error).__name__, (await calls.submit(lambda: "done").ended).value)
 
 threading.settrace(trace)
 sys.settrace(trace)
@@ -52,4 +56,4 @@ asyncio.run(main())
 def test_functions_run_under_a_tracer_such_as_coverage() -> None:
     """The tests of an operator's tools hung under coverage."""
     ran = subprocess.run([sys.executable, "-c", TRACED], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert ran.stdout == "done\n", ran.stderr
+    assert ran.stdout == "FunctionInterrupted done\n", ran.stderr
