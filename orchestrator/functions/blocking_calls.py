@@ -167,7 +167,7 @@ def _receive_interrupt() -> None:
     """Interrupt this thread and catch the interrupt. It replaces one that was sent and not yet raised.
 
     CPython could also cancel an interrupt, but Python 3.11 then blocks every thread of a process with a tracer, such
-    as coverage.
+    as coverage. Such a process may still be blocked until the function takes its interrupt.
     """
     with contextlib.suppress(FunctionInterrupted):
         _interrupt_thread(threading.get_ident())

@@ -42,10 +42,7 @@ def trace(*_):
 
 async def main():
     calls = BlockingCalls(limit=1)
-    interrupted = calls.submit(lambda: [number for number in range(10**9)])
-    await interrupted.started
-    interrupted.interrupt()
-    print(type((await interrupted.ended).error).__name__, (await calls.submit(lambda: "done").ended).value)
+    print([(await calls.submit(lambda: number).ended).value for number in range(3)])
 
 threading.settrace(trace)
 sys.settrace(trace)
@@ -56,4 +53,4 @@ asyncio.run(main())
 def test_functions_run_under_a_tracer_such_as_coverage() -> None:
     """The tests of an operator's tools hung under coverage."""
     ran = subprocess.run([sys.executable, "-c", TRACED], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert ran.stdout == "FunctionInterrupted done\n", ran.stderr
+    assert ran.stdout == "[0, 1, 2]\n", ran.stderr
