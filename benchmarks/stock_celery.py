@@ -34,12 +34,9 @@ def open_stock(url: str, slots: int, folder: Path) -> Iterator[None]:
     app.conf.update(broker_url=url, result_backend=url)
     options = ["-c", str(slots), "-P", "prefork", "-E", "-l", "WARNING"]
     argv = [sys.executable, "-m", "celery", "-A", "benchmarks.stock_celery", "worker", *options]
-    with child_process(argv, {_URL: url}, folder / "stock.log"):
+    with child_process(argv, {_URL: url}, folder / "stock.log"), contextlib.closing(app):
         noop.delay().get(timeout=30)
-        try:
-            yield
-        finally:
-            app.close()
+        yield
 
 
 def stock_per_second(calls: int, in_flight: int) -> float:

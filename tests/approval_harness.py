@@ -1,6 +1,5 @@
 """Approval questions, their senders, their approvers, and question queues on a real Redis."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from store.approvals import ApprovalQuestion, ApprovalQueue, Approvers
 from store.audit import Actor, Audit, Audited
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
+from tests.waiting import wait_until_async
 
 SOON_S = 15.0
 ADMIN = Actor(key="local", role="admin", name="ada")
@@ -62,12 +62,14 @@ class ApprovalHarness:
 
     async def until_pending(self, number: int = 1) -> list[ApprovalQuestion]:
         """Wait until `number` questions are pending and return the pending questions."""
-        async with asyncio.timeout(SOON_S):
-            while True:
-                found = (await self.queue().pending(ADMIN)).questions
-                if len(found) == number:
-                    return [one.question for one in found]
-                await asyncio.sleep(0.01)
+        page = await wait_until_async(
+            lambda: self.queue().pending(ADMIN),
+            SOON_S,
+            f"{number} questions are pending",
+            pause_s=0.01,
+            accepts=lambda page: len(page.questions) == number,
+        )
+        return [one.question for one in page.questions]
 
 
 @asynccontextmanager

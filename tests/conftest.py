@@ -19,8 +19,10 @@ from docker import APIClient
 from structlog.testing import capture_logs
 
 from contract.errors import ConfigError
+from contract.names import catalog_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
+from contract.specs import Catalog, seal_catalog
 from orchestrator.operations.redis_server import find_redis_server, write_redis_config
 from tests.stack import Footprint, Stack, free_port, open_footprint, open_stack, require_engine
 
@@ -76,6 +78,11 @@ class RedisProcess:
 
     def client(self) -> "redis.Redis":
         return redis.Redis.from_url(self.url, socket_timeout=5)
+
+    def publish_catalog(self, catalog: Catalog) -> None:
+        """Publish the tools of a pool of sandboxes, as its workers do."""
+        with self.client() as client:
+            client.set(catalog_key("default", "sandbox"), seal_catalog(self.keys, "sandbox", catalog))
 
     def _answers(self) -> bool:
         try:

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import pytest
 
+from tests.waiting import wait_until
 from workers.sandboxd.frames import MAX_DOWN, MAX_UP, Frame, FrameDecoder, encode_frame
 
 GUEST_PARENT = Path(__file__).resolve().parent.parent / "sandbox-images"
@@ -224,14 +225,14 @@ class Guest:
 
     def wait_for_file(self, name: str) -> str:
         """Return the content of a workspace file after a program has written a whole line."""
-        give_up_at = time.monotonic() + DEADLINE_S
-        while time.monotonic() < give_up_at:
+
+        def read_lines() -> str:
             with contextlib.suppress(FileNotFoundError):
                 text = (self.workspace / name).read_text()
-                if text.endswith("\n"):
-                    return text
-            time.sleep(_LOOK_S)
-        raise AssertionError(f"{name} was not written")
+                return text if text.endswith("\n") else ""
+            return ""
+
+        return str(wait_until(read_lines, DEADLINE_S, f"{name} was written", pause_s=_LOOK_S))
 
     def resident_bytes(self) -> int:
         """Return the memory of PID 1 in bytes, including file pages."""

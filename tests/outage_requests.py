@@ -2,7 +2,6 @@
 is back.
 """
 
-import asyncio
 import json
 import time
 from collections.abc import Mapping
@@ -10,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from tests.waiting import wait_until_async
 
 AGAIN_S = 20.0
 
@@ -105,9 +106,12 @@ class Seen:
 
 async def send_again(client: httpx.AsyncClient, api_request: ApiRequest, values: Mapping[str, str]) -> Seen:
     """Send a request until its idempotency key is no longer in progress. A recent response may not be stored yet."""
-    async with asyncio.timeout(AGAIN_S):
-        while (reply := await send(client, api_request, values)).code == "IDEMPOTENCY_IN_PROGRESS":  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    reply: Seen = await wait_until_async(
+        lambda: send(client, api_request, values),
+        AGAIN_S,
+        "the key is no longer in progress",
+        accepts=lambda reply: reply.code != "IDEMPOTENCY_IN_PROGRESS",
+    )
     return reply
 
 

@@ -22,6 +22,7 @@ from store.runs import RunClaim, RunQueue
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.run_harness import RunHarness
+from tests.waiting import wait_until_async
 
 SOON_S = 20.0
 BATCH = ("acme", "b")
@@ -96,9 +97,13 @@ class RunnerHarness(RunHarness):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def until(self, state: BatchState) -> None:
-        # Redis gives no event for this state, so the test polls.
-        while (await self.queue.batch(*BATCH)).state is not state:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await wait_until_async(
+            lambda: self.queue.batch(*BATCH),
+            SOON_S,
+            f"the batch is {state}",
+            pause_s=0.01,
+            accepts=lambda record: record.state is state,
+        )
 
     async def batch_events(self) -> list[RunEvent]:
         events = await self.client.xrange("toolcrew:d:t:acme:batch.b:events")

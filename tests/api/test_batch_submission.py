@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from contract.names import catalog_key
-from contract.specs import Catalog, seal_catalog
+from contract.specs import Catalog
 from orchestrator.batches import lines
 from store.batches import BatchItem
 from tests.api_harness import ApiHarness
@@ -20,8 +19,7 @@ async def test_a_batch_with_a_misspelled_tool_is_refused_and_an_alias_is_a_warni
     api: ApiHarness, redis_server: RedisProcess
 ) -> None:
     spec = build_spec("bash_tool", properties={"command": {"type": "string"}}, aliases={"cmd": "command"})
-    with redis_server.client() as store:
-        store.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(spec,))))
+    redis_server.publish_catalog(Catalog(tools=(spec,)))
     refused = await api["acme"].post("/v1/batches", content='{"id": "a", "tool": "bash_tol"}', headers=HEADERS)
     assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_ARGUMENTS")
     assert "line 1: the tool bash_tol does not exist: did you mean bash_tool?" in refused.text
@@ -48,8 +46,7 @@ async def test_no_large_item_is_parsed_in_the_event_loop_of_the_service(
         return parse(stored)
 
     monkeypatch.setattr(lines, "_parse_item", parse_item)
-    with redis_server.client() as store:
-        store.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=())))
+    redis_server.publish_catalog(Catalog(tools=()))
     history = [{"role": "user", "content": "x"}] * lines.MANY_VALUES
     content = json.dumps({"id": "a", "instruction": "x", "history": history})
     accepted = await api["acme"].post("/v1/batches", content=content, headers=HEADERS)

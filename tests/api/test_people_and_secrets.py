@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from contract.names import call_key, catalog_key, host_key, hosts_key
-from contract.specs import Catalog, seal_catalog
+from contract.names import call_key, host_key, hosts_key
+from contract.specs import Catalog
 from orchestrator.api.pages import approval_pages
 from orchestrator.operations import drains
 from store import api_keys
@@ -61,10 +61,7 @@ async def test_what_operators_do_is_put_down_to_their_keys(
     monkeypatch.setattr(drains, "ACCEPTED_WITHIN_S", 0.0)
     report = build_report("h1", started_at=time.time(), reported_at=time.time(), store="shared")
     with redis_server.client() as client:
-        client.set(
-            catalog_key("default", "sandbox"),
-            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("bash_tool"),))),
-        )
+        redis_server.publish_catalog(Catalog(tools=(build_spec("bash_tool"),)))
         client.zadd(hosts_key("default"), {report.queue: time.time()})
         client.set(host_key("default", report.queue), report.model_dump_json())
     # No worker exists that could receive the order.

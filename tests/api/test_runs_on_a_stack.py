@@ -17,6 +17,7 @@ import pytest
 
 from tests.api_stack import SOON_S, STEPS, ApiStack, read_events, read_until, started
 from tests.stack import ROOT
+from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
 
@@ -84,10 +85,11 @@ async def test_forks_of_a_run_repeat_no_step_and_belong_to_its_tenant(api_stack:
 async def asking(client: httpx.AsyncClient) -> AsyncIterator[tuple[str, dict[str, Any]]]:
     """Yield a run that waits for approval, and its question."""
     run = await started(client, "asks")
-    async with asyncio.timeout(SOON_S):
-        while not (found := [one for one in (await client.get("/v1/approvals")).json()["data"] if one["run"] == run]):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    yield run, found[0]
+
+    async def find_questions() -> list[dict[str, Any]]:
+        return [one for one in (await client.get("/v1/approvals")).json()["data"] if one["run"] == run]
+
+    yield run, (await wait_until_async(find_questions, SOON_S, "the run asks"))[0]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from contract.names import catalog_key
-from contract.specs import Catalog, seal_catalog
+from contract.specs import Catalog
 from orchestrator.sdk.skill_folders import examine_skill
 from tests.api_harness import ApiHarness
 from tests.builders import build_spec
@@ -16,11 +15,7 @@ def publish(redis_server: RedisProcess, root: Path, *names: str) -> None:
     for name in names:
         write_skill(root, name)
     skills = tuple(skill.summary for skill in load_skills([root]))
-    with redis_server.client() as client:
-        client.set(
-            catalog_key("default", "sandbox"),
-            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("bash_tool"),), skills=skills)),
-        )
+    redis_server.publish_catalog(Catalog(tools=(build_spec("bash_tool"),), skills=skills))
 
 
 async def test_skills_come_in_pages_to_tenants_and_operators(

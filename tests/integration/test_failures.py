@@ -164,10 +164,11 @@ async def retried(session: Session, command: str) -> str:
     async def ran() -> ToolResult:
         return await session.call("bash_tool", {"command": command})
 
-    async with asyncio.timeout(60):
-        while not (result := await ran()).success:
-            assert result.error_code in OPERATOR_CODES, result
-            await asyncio.sleep(0.2)
+    def is_served(result: ToolResult) -> bool:
+        assert result.success or result.error_code in OPERATOR_CODES, result
+        return result.success
+
+    result = await wait_until_async(ran, 60, "the host serves again", accepts=is_served)
     return str(result.metadata["stdout"])
 
 

@@ -205,8 +205,8 @@ async def test_servers_that_come_later_and_change_are_taken_over_while_everythin
 
 async def _until_offered(client: ToolClient, names: set[str]) -> None:
     """Wait until exactly these tools of servers are offered."""
-    async with asyncio.timeout(60):
-        offered = None
-        while offered != names:
-            offered = {spec.name for spec in await client.tools() if spec.name.startswith("mcp__")}
-            await asyncio.sleep(0.1)
+
+    async def list_offered() -> set[str]:
+        return {spec.name for spec in await client.tools() if spec.name.startswith("mcp__")}
+
+    await wait_until_async(list_offered, 60, f"{names} are offered", accepts=lambda offered: offered == names)

@@ -11,9 +11,9 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.names import catalog_key, catalog_names_key
+from contract.names import catalog_names_key
 from contract.run_events import BatchNotice
-from contract.specs import Catalog, seal_catalog
+from contract.specs import Catalog
 from orchestrator.batches.displays import LogDisplay, Watched
 from orchestrator.batches.lines import BadBatch, load_lines
 from orchestrator.batches.progress import BatchProgress
@@ -48,9 +48,7 @@ def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Calla
     """Submit a file to a pool that publishes bash_tool, and knows a tool that no worker serves now."""
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     with redis_server.client() as client:
-        client.set(
-            catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(BASH, VERB)))
-        )
+        redis_server.publish_catalog(Catalog(tools=(BASH, VERB)))
         client.set(catalog_names_key("default", "web"), json.dumps(["webfetch_tool"]))
     return lambda file: CliRunner().invoke(app, ["batches", "submit", str(file), "--detach"])
 
@@ -113,7 +111,7 @@ async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_
 
 
 @pytest.mark.parametrize(
-    ("environment", "line", "is_told"),
+    ("environment", "line", "is_warned"),
     [
         ({}, {"instruction": "act"}, True),
         ({"TOOLCREW_MODEL": "local"}, {"instruction": "act"}, False),
@@ -124,7 +122,7 @@ async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_
 def test_submit_warns_before_anything_starts(
     environment: dict[str, str],
     line: dict[str, str],
-    is_told: bool,
+    is_warned: bool,
     redis_server: RedisProcess,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -132,18 +130,14 @@ def test_submit_warns_before_anything_starts(
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "TOOLCREW_MODEL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
-    with redis_server.client() as client:
-        client.set(
-            catalog_key("default", "sandbox"),
-            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("other"),))),
-        )
+    redis_server.publish_catalog(Catalog(tools=(build_spec("other"),)))
     file = tmp_path / "in.jsonl"
     file.write_text(json.dumps({"id": "a", **line}) + "\n")
     # The folder of the output does not exist, so that no item runs here.
     done = CliRunner().invoke(
         app, ["batches", "submit", str(file), "--output", str(tmp_path / "no" / "o.jsonl")], env=environment
     )
-    assert (done.exit_code, f"toolcrew: warning: {FALLBACK_WARNING}" in done.stderr) == (1, is_told), done.output
+    assert (done.exit_code, f"toolcrew: warning: {FALLBACK_WARNING}" in done.stderr) == (1, is_warned), done.output
 
 
 def test_submit_refuses_a_shipped_model_beside_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.names import catalog_key
-from contract.specs import Catalog, seal_catalog
+from contract.specs import Catalog
 from contract.webhooks import Webhook
 from orchestrator.command import app
 from orchestrator.runs.batches import run_id
@@ -27,13 +26,7 @@ def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Too
     """Run the command on a pool with a worker that is never called."""
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     monkeypatch.setenv("COLUMNS", "400")
-    with redis_server.client() as client:
-        client.set(
-            catalog_key("default", "sandbox"),
-            seal_catalog(
-                redis_server.keys, "sandbox", Catalog(tools=(build_spec("session.open", audience="session"),))
-            ),
-        )
+    redis_server.publish_catalog(Catalog(tools=(build_spec("session.open", audience="session"),)))
     runner = CliRunner()
     return lambda *arguments: runner.invoke(app, ["batches", *map(str, arguments)])
 

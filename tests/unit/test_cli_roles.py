@@ -13,9 +13,9 @@ from click.testing import Result
 from typer.core import TyperCommand, TyperGroup
 from typer.testing import CliRunner
 
-from contract.names import call_key, catalog_key
+from contract.names import call_key
 from contract.settings import BrokerSettings
-from contract.specs import Catalog, seal_catalog
+from contract.specs import Catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.command import app, import_all
 from store.api_keys import ApiKeys, Role
@@ -168,10 +168,7 @@ def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyP
             question = build_question("rm -rf rival", tenant="rival")
             await queue.ask(question, "x", 600)
             found.question = question.id
-            await client.set(
-                catalog_key("default", "sandbox"),
-                seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("echo_tool"),))),
-            )
+            redis_server.publish_catalog(Catalog(tools=(build_spec("echo_tool"),)))
             await client.hset(
                 call_key("default", "rival", "rival-call"), mapping={"state": "done", "tool": "echo_tool"}
             )

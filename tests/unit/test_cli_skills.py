@@ -8,8 +8,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.names import catalog_key
-from contract.specs import Catalog, seal_catalog
+from contract.specs import Catalog
 from orchestrator.command import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
@@ -28,11 +27,7 @@ def pool(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     write_skill(tmp_path, "beta", 'name: beta\ndescription: "Does \\e[2J beta."\nlicense: MIT\nextra: x')
     write_skill(tmp_path, "alpha", files={"scripts/a.py": "1"})
     skills = tuple(skill.summary for skill in load_skills([tmp_path]))
-    with redis_server.client() as client:
-        client.set(
-            catalog_key("default", "sandbox"),
-            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("echo"),), skills=skills)),
-        )
+    redis_server.publish_catalog(Catalog(tools=(build_spec("echo"),), skills=skills))
 
 
 @pytest.mark.usefixtures("pool")

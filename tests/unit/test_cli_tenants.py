@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from contract.calls import SessionUsage
 from contract.errors import ErrorCode, ToolFailure
-from contract.names import api_keys_key, call_key, catalog_key, catalog_names_key, tenants_key
-from contract.specs import Catalog, seal_catalog
+from contract.names import api_keys_key, call_key, catalog_names_key, tenants_key
+from contract.specs import Catalog
 from contract.tenancy import Budgets, CommandRule, SandboxTerms, TenantPolicy
 from orchestrator.cli.policy_options import OPTIONS, apply_options, policy_lines
 from orchestrator.command import app
@@ -298,11 +298,7 @@ def test_operators_list_all_batches(
     redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
-    with redis_server.client() as client:
-        client.set(
-            catalog_key("default", "sandbox"),
-            seal_catalog(redis_server.keys, "sandbox", Catalog(tools=(build_spec("other"),))),
-        )
+    redis_server.publish_catalog(Catalog(tools=(build_spec("other"),)))
     file = tmp_path / "in.jsonl"
     file.write_text('{"id": "a", "instruction": "act"}\n')
 

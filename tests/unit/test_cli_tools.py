@@ -9,8 +9,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from contract.names import catalog_key, catalog_names_key, switches_key
-from contract.specs import Catalog, seal_catalog
+from contract.names import catalog_names_key, switches_key
+from contract.specs import Catalog
 from orchestrator.command import app
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
@@ -37,8 +37,7 @@ def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Too
     """Run the command on a pool that publishes two tools and a verb."""
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     catalog = Catalog(tools=(ECHO, HOSTILE, build_spec("session.open", audience="session")))
-    with redis_server.client() as client:
-        client.set(catalog_key("default", "sandbox"), seal_catalog(redis_server.keys, "sandbox", catalog))
+    redis_server.publish_catalog(catalog)
     runner = CliRunner()
     return lambda *arguments: runner.invoke(app, ["tools", *arguments])
 

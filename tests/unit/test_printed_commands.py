@@ -15,11 +15,11 @@ from click.testing import Result
 from typer.core import TyperCommand, TyperGroup
 from typer.testing import CliRunner
 
-from contract.names import catalog_key, catalog_names_key
+from contract.names import catalog_names_key
 from contract.run_events import BatchNotice, FailureKind
 from contract.session_locations import seal_start
 from contract.settings import BrokerSettings
-from contract.specs import Catalog, seal_catalog
+from contract.specs import Catalog
 from contract.tenancy import TenantPolicy
 from orchestrator.batches.displays import Watched
 from orchestrator.batches.progress import BatchProgress
@@ -153,10 +153,7 @@ class Pool:
             keys = BrokerSettings.model_validate({"redis_url": server.url}).signing_keys()
             async with redis.asyncio.Redis.from_url(server.url) as client:
                 await RedisTenants(client, "default", keys).add("acme", TenantPolicy())
-                await client.set(
-                    catalog_key("default", "sandbox"),
-                    seal_catalog(server.keys, "sandbox", Catalog(tools=(build_spec("echo_tool"),))),
-                )
+                server.publish_catalog(Catalog(tools=(build_spec("echo_tool"),)))
                 await client.set(catalog_names_key("default", "sandbox"), json.dumps(["echo_tool"]))
 
         asyncio.run(prepare())
