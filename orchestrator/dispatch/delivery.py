@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NoReturn
 
@@ -181,14 +181,16 @@ class Delivery:
         request = progress.request
         # Only a run that another process began sets `sent_since`. Any other call skips this read of Redis.
         earlier = await self._find_earlier(progress) if request.sent_since is not None else None
-        address = await self._find_address(request)
+        # An earlier attempt is awaited at its own queue, even if its session has moved or was closed.
+        address = await self._find_address(request) if earlier is None else None
         while True:
-            target: SessionAddress | str = address or POOL_QUEUES[request.spec.pool]
-            task = None
+            target: SessionAddress | str
             if earlier is not None:
-                # Await the attempt at the queue to which it was sent, even if the session has moved.
-                target = replace(address, queue=earlier.queue) if address is not None else earlier.queue
+                # Any fence: it was checked at the publish, and here only says that the call is bound to its host.
+                target = SessionAddress(earlier.queue, fence=1) if request.runs_in_session else earlier.queue
                 task, earlier = earlier.task, None
+            else:
+                target, task = address or POOL_QUEUES[request.spec.pool], None
             try:
                 result = await self._send(request, target, progress.attempt, task)
             except NotSent as refused:
@@ -220,7 +222,7 @@ class Delivery:
                     code = result.error_code or ErrorCode.INTERNAL
                     await self._close_record(progress, progress.state, code)
                 return result
-            address = await self._refresh(request, address, is_lost=False) if address is not None else None
+            address = await self._refresh(request, address, is_lost=False)
 
     async def _may_be_sent_again(self, progress: "_Progress", result: ToolResult) -> bool:
         """Return whether the call may be sent again after this result: the worker did not run it, or its effects were
@@ -292,8 +294,12 @@ class Delivery:
             return None
         return await self._locator.find(request.tenant, str(request.session), request.policy)
 
-    async def _refresh(self, request: Request, address: SessionAddress, *, is_lost: bool) -> SessionAddress:
-        assert self._locator is not None, "only a locator gives addresses"
+    async def _refresh(
+        self, request: Request, address: SessionAddress | None, *, is_lost: bool
+    ) -> SessionAddress | None:
+        """Return the address for the next attempt after the one at `address`; None for a pool without sessions."""
+        if address is None or self._locator is None:
+            return await self._find_address(request)
         return await self._locator.refresh(
             request.tenant, str(request.session), address, request.policy, is_lost=is_lost
         )
@@ -320,7 +326,7 @@ class Delivery:
         # The address comes before the renewal. If no host can take the session, the record still says `lost`, and a
         # late result of a worker that was only slow can still be stored.
         try:
-            address = await self._refresh(request, address, is_lost=True) if address is not None else None
+            address = await self._refresh(request, address, is_lost=True)
         except (OperatorError, ToolFailure) as error:
             await self._give_up(progress, f"{lost.reason}, and {error}")
         if not await self._renew(progress):

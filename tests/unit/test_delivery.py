@@ -360,11 +360,15 @@ NOW = time.time()
 
 
 async def gone_on_with(
-    client: "redis.asyncio.Redis", tool: str, sent_since: float = NOW, **record: str
+    client: "redis.asyncio.Redis", tool: str, sent_since: float = NOW, *, is_closed: bool = False, **record: str
 ) -> tuple[ToolResult, list[Attempt]]:
-    """Return the result of a call with this state in the ledger, and the deliveries made for the call."""
+    """Return the result of a call with this state in the ledger, and the deliveries made for the call. `is_closed`:
+    its session was closed meanwhile.
+    """
     harness = Harness(client)
     await harness.open()
+    if is_closed:
+        await harness.dispatcher.forget_sessions("acme", ["s1"])
     if record:
         fields = {"attempt": "1", "nonce": "1:ab", "task": "hub-c1", "queue": "host.a.b00t", **record}
         await client.hset(call_key("d", "acme", "c1"), mapping=fields)
@@ -401,18 +405,18 @@ async def test_the_age_of_a_call_is_counted_by_the_clock_of_redis(
     assert result.error_code is (None if sent else ErrorCode.OUTCOME_UNKNOWN)
 
 
-@pytest.mark.parametrize("state", ["queued", "running", "done"])
+@pytest.mark.parametrize(
+    ("state", "is_closed"), [("queued", False), ("running", False), ("done", False), ("done", True)]
+)
 @pytest.mark.parametrize("tool", ["safe", "acts"])
 async def test_a_call_on_its_way_is_awaited_where_it_was_sent(
-    client: "redis.asyncio.Redis", tool: str, state: str
+    client: "redis.asyncio.Redis", tool: str, state: str, is_closed: bool
 ) -> None:
-    result, (delivery,) = await gone_on_with(client, tool, state=state, attempt="2", nonce="2:ab", queue="host.z.b00t")
-    assert (result.success, delivery.published_as, delivery.number, delivery.queue) == (
-        True,
-        "hub-c1",
-        2,
-        "host.z.b00t",
+    result, (delivery,) = await gone_on_with(
+        client, tool, is_closed=is_closed, state=state, attempt="2", nonce="2:ab", queue="host.z.b00t"
     )
+    found = (result.success, delivery.published_as, delivery.number, delivery.queue, delivery.fence is not None)
+    assert found == (True, "hub-c1", 2, "host.z.b00t", True)
 
 
 FORBIDDEN, GIVEN_UP = {"state": "forbidden"}, {"state": "unknown"}
@@ -445,5 +449,5 @@ async def test_a_call_that_may_have_acted_is_sent_again_only_when_that_is_safe(
     sent: list[int],
     code: ErrorCode | None,
 ) -> None:
-    result, deliveries = await gone_on_with(client, tool, time.time() - age_s, **record)
+    result, deliveries = await gone_on_with(client, tool, time.time() - age_s, is_closed=False, **record)
     assert ([one.number for one in deliveries], result.error_code) == (sent, code)
