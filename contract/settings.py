@@ -90,7 +90,7 @@ class SharedSettings(BaseSettings):
 
     redis_url: SecretStr | None = None
     """The URL of the deployment's Redis: `redis://user:password@host:port/db`, `rediss://` for TLS, or `sentinel://`
-    (docs/security.md). The operator sets it in every process and changes it when Redis moves.
+    (docs/deploy.md). The operator sets it in every process and changes it when Redis moves.
     """
     deployment: str = Field(default="default", pattern=DEPLOYMENT)
     """The name of the deployment, the same in all of its processes. The operator changes it when two deployments share

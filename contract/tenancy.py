@@ -109,7 +109,8 @@ class TenantPolicy(Record):
         default=1000, ge=0, le=1_000_000, strict=True, description="Concurrently open sessions on all hosts together."
     )
     commands: Annotated[tuple[CommandRule, ...], Field(max_length=1000)] = Field(
-        default=(), description="Command rules deny, ask or allow, such as deny:bash_tool:git push; replaces all rules."
+        default=(),
+        description="A rule action:tool:words, as deny:bash_tool:git push; repeat it for more; replaces all rules.",
     )
     sandbox: SandboxTerms = SandboxTerms()
     budgets: Budgets = Budgets()

@@ -65,7 +65,9 @@ def _limits(schema: Mapping[str, Any]) -> Iterator[str]:
     if "enum" in schema:
         yield "one of " + ", ".join(_code(value) for value in schema["enum"])
     for keyword, text in _LIMITS.items():
-        if keyword in schema:
+        if keyword in ("minLength", "minItems") and schema.get(keyword) == 1:
+            yield "not empty"
+        elif keyword in schema:
             yield text.format(f"{schema[keyword]:,}" if isinstance(schema[keyword], int) else schema[keyword])
 
 

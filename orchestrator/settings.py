@@ -88,7 +88,7 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     files.
     """
     flower_url: str | None = Field(default=None, pattern=_WEB_URL)
-    """The URL of Flower, without a password; pages of calls link to it (docs/operations.md). The operator sets it when
+    """The URL of Flower, without a password; pages of calls link to it (docs/observe.md). The operator sets it when
     people open Flower through a proxy.
     """
     page_url: str | None = Field(default=None, pattern=_WEB_URL)

@@ -28,7 +28,7 @@ says what to do next.
 There are three kinds of failures:
 
 - **Model**: the model reads `Error [CODE]: sentence` and continues.
-- **Operator**: the infrastructure failed. toolcrew retries the call if its tool is idempotent. Otherwise it reports the failure, never as output of a
+- **Operator**: the infrastructure failed. toolcrew retries the call if that is safe. Otherwise it reports the failure, never as output of a
   command.
 - **Developer**: a bug in toolcrew, with the code `INTERNAL`.
 

@@ -111,7 +111,7 @@ def run(
         str | None,
         typer.Option(
             "--model",
-            help="A model of OPENAI_BASE_URL. If that is not set: local or scripted, which toolcrew ships.",
+            help="A model endpoint, or a model of OPENAI_BASE_URL; without that URL, local or scripted of toolcrew.",
         ),
     ] = None,
     dialect: Annotated[
