@@ -67,7 +67,7 @@ DO = {
     ErrorCode.UNKNOWN_TENANT: "check the name (`toolcrew tenants list`), or register the tenant",
     ErrorCode.UNAUTHENTICATED: "create a new key: `toolcrew keys create TENANT`",
     ErrorCode.RATE_LIMITED: "wait for `retry_after_s`, raise the tenant's rate, or add workers",
-    ErrorCode.QUOTA_EXCEEDED: "close sessions or runs, or raise the tenant's limit (`toolcrew tenants set`)",
+    ErrorCode.QUOTA_EXCEEDED: "close sessions, delete batches, or raise the tenant's limit (`toolcrew tenants set`)",
     ErrorCode.BUDGET_EXCEEDED: (
         "wait for the reset, or raise the [budget](tenants.md#how-do-i-limit-what-a-tenant-uses)"
     ),

@@ -47,6 +47,7 @@ AuditAction = Literal[
     "call.kill",
     "host.drain",
     "batch.cancel",
+    "batch.delete",
     "batch.retry",
     "run.cancel",
     "session.close",

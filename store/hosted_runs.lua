@@ -32,14 +32,12 @@ end
 local function delete_oldest(tenant, max_count)
   local batch, parts = batch_key(tenant, HOSTED_BATCH), {':succeeded', ':failed', ':cancelled'}
   local index = batch .. ':index'
-  local function delete_run(run)
+  local function delete_hosted_run(run)
     for _, part in ipairs({':index', unpack(parts)}) do redis.call('ZREM', batch .. part, run) end
-    local key = run_key(tenant, run)
-    redis.call('DEL', key, key .. ':events', key .. ':transcript', key .. ':forks')
-    delete_log(key)
+    delete_run(tenant, HOSTED_BATCH, run)
   end
   for _, run in ipairs(redis.call('ZRANGE', index, 0, 9)) do
-    if redis.call('EXISTS', run_key(tenant, run)) == 0 then delete_run(run) end
+    if redis.call('EXISTS', run_key(tenant, run)) == 0 then delete_hosted_run(run) end
   end
   -- The index also contains runs that have not ended; only ended ones are deleted.
   for _ = 1, math.min(10, redis.call('ZCARD', index) - max_count) do
@@ -49,21 +47,21 @@ local function delete_oldest(tenant, max_count)
       if first[1] and (not at or tonumber(first[2]) < at) then oldest, at = first[1], tonumber(first[2]) end
     end
     if not oldest then break end
-    delete_run(oldest)
+    delete_hosted_run(oldest)
   end
 end
 
 -- tenant, run, item, digest of the request, about, priority, session ('' for a new session), defaults, max waiting runs, max listed runs, time to live,
 -- webhook ('' for none), claim of the process that executes the run itself ('' puts the run into the queue), its owner, seconds of the lease,
 -- run from which it is forked ('' for none) and the number of shared steps.
--- Returns `started`, `known` (the id exists with the same request), `other` (the id exists with another request), `full`, `memory` (Redis is nearly full), or `busy` and the run that uses
+-- Returns `started`, `known` (the id exists with the same request), `other` (the id exists with another request), `full`, `memory` (the tenant may store no more), or `busy` and the run that uses
 -- the session.
 function steps.start_run()
   local tenant, run, digest, session = ARGV[4], ARGV[5], ARGV[7], ARGV[10]
   local key, batch = run_key(tenant, run), batch_key(tenant, HOSTED_BATCH)
   local existing = redis.call('HMGET', key, 'batch', 'digest')
   if existing[1] then return {existing[1] == HOSTED_BATCH and existing[2] == digest and 'known' or 'other'} end
-  if is_full() then return {'memory'} end
+  if is_full(tenant) then return {'memory'} end
   local token = ARGV[16]
   local waiting = redis.call('ZCARD', batch .. ':waiting') + redis.call('SCARD', batch .. ':delayed')
   if token == '' and waiting >= tonumber(ARGV[12]) then return {'full'} end
@@ -82,6 +80,7 @@ function steps.start_run()
   redis.call('HSET', key, 'batch', HOSTED_BATCH, 'item', ARGV[6], 'digest', digest, 'about', ARGV[8], 'priority', ARGV[9], 'session', session,
     'line', line, 'state', 'queued', 'attempt', 1, 'queued_at', stamp, 'created_at', stamp)
   redis.call('HSET', key, 'webhook', ARGV[15])
+  count_stored(tenant, HOSTED_BATCH, run, RUN_BYTES + #ARGV[6])
   redis.call('ZADD', index, line, run)
   if ARGV[19] ~= '' then
     local forks = run_key(tenant, ARGV[19]) .. ':forks'

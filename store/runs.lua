@@ -7,8 +7,13 @@ local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
 local stamp = string.format('%.6f', now)
 -- The batch of the runs that programs start one by one (hosted_runs.lua).
 local HOSTED_BATCH = '@runs'
--- The share of Redis's memory that runs may fill. All tenants share the rest: a full Redis would stop every call of the deployment.
-local MAX_MEMORY_SHARE = 0.75
+-- Shares of Redis's memory. Above the first, only tenants that store less than their part of it add runs. Above the second, no tenant does: all tenants
+-- share the rest, because a full Redis would stop every call of the deployment.
+local RUNS_SHARE, LAST_SHARE = 0.75, 0.85
+-- What a run occupies beside its texts, in bytes.
+local RUN_BYTES = 1024
+-- Lifetime of the counts of stored bytes: that of runs, in days.
+local STORED_DAYS = 30
 -- How many due notices of webhooks one step reads to find those of other tenants.
 local WEBHOOK_LOOKS = 5000
 
@@ -17,16 +22,10 @@ local function split(text)
   return string.sub(text, 1, bar - 1), string.sub(text, bar + 1)
 end
 
-local function is_full()
-  local memory = redis.call('INFO', 'memory')
-  -- Some servers do not say it.
-  local limit = tonumber(string.match(memory, '\nmaxmemory:(%d+)') or 0)
-  return limit > 0 and tonumber(string.match(memory, '\nused_memory:(%d+)')) > MAX_MEMORY_SHARE * limit
-end
-
 local function run_key(tenant, run) return deployment .. 't:' .. tenant .. ':run.' .. run end
 local function batch_key(tenant, batch) return deployment .. 't:' .. tenant .. ':batch.' .. batch end
 local function batches_key(tenant) return deployment .. 't:' .. tenant .. ':batch-ids' end
+local function stored_key(tenant) return deployment .. 't:' .. tenant .. ':stored-runs' end
 
 local ttls = {}
 local function ttl_of(tenant, batch)
@@ -46,12 +45,51 @@ end
 
 local function extend_run_ttl(tenant, batch, run) redis.call('EXPIRE', run_key(tenant, run), ttl_of(tenant, batch)) end
 
--- The run with the lowest rank comes first: the highest priority, then the lowest line.
-local function rank(priority, line) return -tonumber(priority) * 1e9 + tonumber(line) end
-
 -- The log of a run and the keys that belong to it (store/run_log.py).
 local log_parts = {':log', ':sessions', ':artifacts'}
 local function delete_log(key) for _, part in ipairs(log_parts) do redis.call('DEL', key .. part) end end
+
+-- Counts bytes that a tenant stores for a run, under the day on which its batch (or the hosted run) was created: counts expire like the data. They are
+-- approximate, because a batch that is resumed lives longer.
+local function count_stored(tenant, batch, run, bytes)
+  local created_at = redis.call('HGET', batch == HOSTED_BATCH and run_key(tenant, run) or batch_key(tenant, batch), 'created_at') or now
+  redis.call('HINCRBY', stored_key(tenant), math.floor(tonumber(created_at) / 86400), bytes)
+  redis.call('EXPIRE', stored_key(tenant), STORED_DAYS * 86400)
+end
+
+-- Deletes a run, if it exists, with its log.
+local function delete_run(tenant, batch, run)
+  local key = run_key(tenant, run)
+  if redis.call('EXISTS', key) == 1 then
+    local texts = redis.call('HSTRLEN', key, 'item') + redis.call('HSTRLEN', key, 'outcome') + redis.call('STRLEN', key .. ':transcript')
+    count_stored(tenant, batch, run, -RUN_BYTES - texts)
+  end
+  redis.call('DEL', key, key .. ':events', key .. ':transcript', key .. ':forks')
+  delete_log(key)
+end
+
+-- Returns whether the tenant may store no more runs. With one tenant, its part is the whole share of the runs.
+local function is_full(tenant)
+  local memory = redis.call('INFO', 'memory')
+  -- Some servers do not say it.
+  local limit = tonumber(string.match(memory, '\nmaxmemory:(%d+)') or 0)
+  local used = tonumber(string.match(memory, '\nused_memory:(%d+)'))
+  if limit == 0 or used <= RUNS_SHARE * limit then return false end
+  local stored, days = 0, redis.call('HGETALL', stored_key(tenant))
+  for at = 1, #days, 2 do
+    if tonumber(days[at]) * 86400 < now - (STORED_DAYS + 1) * 86400 then
+      redis.call('HDEL', stored_key(tenant), days[at])
+    else
+      stored = stored + tonumber(days[at + 1])
+    end
+  end
+  local policies = deployment .. 'tenants'
+  local tenants = math.max(1, redis.call('HLEN', policies) - redis.call('HEXISTS', policies, '#version'))
+  return used > LAST_SHARE * limit or stored > RUNS_SHARE * limit / tenants
+end
+
+-- The run with the lowest rank comes first: the highest priority, then the lowest line.
+local function rank(priority, line) return -tonumber(priority) * 1e9 + tonumber(line) end
 
 -- Returns the place of a batch of the tenant in the rotation: one turn of the tenant for each of its batches, so that many batches get no more runs than one.
 -- The field '' has the turn that was served last; it begins at the time, where releases without turns left their batches.
@@ -161,6 +199,7 @@ local function end_run(tenant, run, outcome, failure, ended, transcript)
     redis.call('ZADD', batch_at .. ':ended', redis.call('HINCRBY', batch_at, 'ends', 1), run)
   end
   redis.call('HINCRBY', batch_at, failure == '' and 'succeeded' or 'failed:' .. failure, 1)
+  count_stored(tenant, batch, run, #outcome + #(transcript or ''))
   extend_run_ttl(tenant, batch, run)
   -- Without a transcript, readers take the replies of a hosted run from its log. The log of a run with kept states lives as long as these may.
   local has_states = redis.call('HEXISTS', key, 'has_states') == 1
@@ -227,19 +266,19 @@ function steps.settle_webhook()
 end
 
 -- tenant, batch. Returns whether the batch exists or Redis has room for one more.
-function steps.has_room() return redis.call('EXISTS', batch_key(ARGV[4], ARGV[5])) == 1 or not is_full() end
+function steps.has_room() return redis.call('EXISTS', batch_key(ARGV[4], ARGV[5])) == 1 or not is_full(ARGV[4]) end
 
--- tenant, batch, then for each item: run, item (JSON), priority, line. Returns the number of new items. Returns -1 and adds nothing when the batch is cancelled, -2 when
--- Redis is nearly full.
+-- tenant, batch, then for each item: run, item (JSON), priority, line. Returns the number of new items. Returns -1 and adds nothing when the batch is cancelled or
+-- deleted, -2 when the tenant may store no more.
 function steps.add()
   local tenant, batch, added = ARGV[4], ARGV[5], 0
   local key = batch_key(tenant, batch)
   local state = redis.call('HGET', key, 'state')
-  if state == 'cancelling' or state == 'cancelled' then return -1 end
+  if state == 'cancelling' or state == 'cancelled' or state == 'deleting' then return -1 end
   for at = 6, #ARGV, 4 do
     local run = ARGV[at]
     if redis.call('EXISTS', run_key(tenant, run)) == 0 then
-      if added == 0 and is_full() then return -2 end
+      if added == 0 and is_full(tenant) then return -2 end
       redis.call('HSET', run_key(tenant, run), 'batch', batch, 'item', ARGV[at + 1], 'priority', ARGV[at + 2], 'line', ARGV[at + 3],
         'state', 'queued', 'attempt', 1, 'queued_at', stamp)
       if redis.call('ZREM', key .. ':ended', run) == 1 then
@@ -249,6 +288,7 @@ function steps.add()
         redis.call('RPUSH', key .. ':items', run)
       end
       enqueue(tenant, batch, run)
+      count_stored(tenant, batch, run, RUN_BYTES + #ARGV[at + 1])
       extend_run_ttl(tenant, batch, run)
       added = added + 1
     end
@@ -457,7 +497,7 @@ function steps.reopen()
   local fields = redis.call('HMGET', key, 'total', 'state')
   local is_waiting = redis.call('EXISTS', key .. ':waiting') == 1
   local has_more = is_waiting or redis.call('LLEN', key .. ':items') < tonumber(fields[1] or '0')
-  if not fields[2] or fields[2] == 'in_progress' or not has_more then return 0 end
+  if not fields[2] or fields[2] == 'in_progress' or fields[2] == 'deleting' or not has_more then return 0 end
   redis.call('HSET', key, 'state', 'in_progress', 'ended_at', '0')
   if is_waiting then join_rotation(tenant, batch) end
   return 1
@@ -481,6 +521,7 @@ end
 function steps.retry()
   local tenant, batch, requeued, kinds = ARGV[4], ARGV[5], {}, {}
   local batch_at, count = batch_key(tenant, batch), tonumber(ARGV[8])
+  if redis.call('HGET', batch_at, 'state') == 'deleting' then return {} end
   for at = 9, 8 + count do kinds[ARGV[at]] = true end
   for at = 9 + count, #ARGV do
     local run = ARGV[at]
@@ -488,6 +529,7 @@ function steps.retry()
     local failure = redis.call('HGET', key, 'failure')
     if failure and kinds[failure] then
       if #requeued == 0 then audit(ARGV[6], ARGV[7]) end
+      count_stored(tenant, batch, run, -redis.call('HSTRLEN', key, 'outcome'))
       redis.call('HSET', key, 'state', 'queued', 'outcome', '', 'failure', '', 'queued_at', stamp)
       redis.call('HSET', key, 'first_attempt', redis.call('HINCRBY', key, 'attempt', 1))
       redis.call('HDEL', key, 'losses', 'has_states')
@@ -502,4 +544,24 @@ function steps.retry()
   extend_ttl(tenant, batch)
   if #requeued > 0 then redis.call('HSET', batch_at, 'state', 'in_progress', 'ended_at', '0') end
   return requeued
+end
+
+-- tenant, batch, key of the audit log, audit entry ('' for none), max count. Deletes an ended batch and its runs, at most that many in one step. Returns
+-- `unknown`, `open` (the batch has not ended), `deleting` (runs remain) or `deleted`. From the first step on no reader finds the batch.
+function steps.delete_batch()
+  local tenant, batch = ARGV[4], ARGV[5]
+  local key = batch_key(tenant, batch)
+  local state = redis.call('HGET', key, 'state')
+  if not state or batch == HOSTED_BATCH then return 'unknown' end
+  if state ~= 'deleting' then
+    if state ~= 'completed' and state ~= 'cancelled' then return 'open' end
+    audit(ARGV[6], ARGV[7])
+    redis.call('HSET', key, 'state', 'deleting')
+    redis.call('HDEL', key, 'webhook')
+    redis.call('ZREM', batches_key(tenant), batch)
+  end
+  for _, run in ipairs(redis.call('LPOP', key .. ':items', tonumber(ARGV[8])) or {}) do delete_run(tenant, batch, run) end
+  if redis.call('EXISTS', key .. ':items') == 1 then return 'deleting' end
+  for _, part in ipairs({'', ':waiting', ':delayed', ':running', ':ended', ':events'}) do redis.call('DEL', key .. part) end
+  return 'deleted'
 end

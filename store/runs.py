@@ -188,12 +188,8 @@ class RunQueue:
         """Return a batch's record. Raises ToolFailure(INVALID_ARGUMENTS): unknown id. Raises ConfigError: the record
         cannot be verified or read."""
         fields: Any = await _ask(self._client.hgetall(self._batch_key(tenant, batch)))
-        if b"total" not in fields:
-            raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS,
-                f"batch {batch} of tenant {tenant} was not found: check the id and --tenant. Batches are stored for "
-                "30 days",
-            )
+        if b"total" not in fields or fields.get(b"state") == b"deleting":
+            raise _no_batch(tenant, batch)
         return parse_batch(self.keys, tenant, batch, fields)
 
     async def list_batches(self, tenant: str, cursor: str = "", limit: int | None = None) -> BatchPage:
@@ -248,6 +244,22 @@ class RunQueue:
             ]
             dropped += len(await self.settle(tenant, batch, outcomes))
         return dropped if record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING) else 0
+
+    async def delete(self, tenant: str, batch: str, entry: str = "") -> None:
+        """Delete an ended batch and its runs. `entry`: the entry for the audit log, "" for none. Raises
+        ToolFailure(INVALID_ARGUMENTS): no such batch, or one that has not ended.
+        """
+        # In steps, because Redis is blocked during one. If this process dies between two, no reader finds the batch,
+        # and a repeated delete, or the time to live, removes the rest.
+        reply = b"deleting"
+        while reply == b"deleting":
+            reply = await self.step("delete_batch", tenant, batch, audit_key(self._deployment), entry, AT_ONCE)
+        if reply == b"unknown":
+            raise _no_batch(tenant, batch)
+        if reply == b"open":
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"batch {batch} has not ended, and was not deleted: cancel it first"
+            )
 
     async def retry(self, tenant: str, batch: str, kinds: Iterable[FailureKind], entry: str = "") -> int:
         """Queue the runs again that failed in one of these ways. Return how many. `entry`: the entry for the audit
@@ -644,8 +656,15 @@ def nearly_full() -> ToolFailure:
     """Return the error for work that would fill the Redis of the deployment, which all tenants share."""
     return ToolFailure(
         ErrorCode.QUOTA_EXCEEDED,
-        "more than three quarters of the memory of Redis are in use, so nothing was queued: try again later, or ask "
-        "the operator to raise `maxmemory`",
+        "more than three quarters of the memory of Redis are in use, so nothing was queued: delete ended batches with "
+        "`toolcrew batches delete ID`, or ask the operator to raise `maxmemory`",
+    )
+
+
+def _no_batch(tenant: str, batch: str) -> ToolFailure:
+    return ToolFailure(
+        ErrorCode.INVALID_ARGUMENTS,
+        f"batch {batch} of tenant {tenant} was not found: check the id and --tenant. Batches are stored for 30 days",
     )
 
 

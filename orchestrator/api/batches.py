@@ -169,6 +169,17 @@ async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchStatus:
     return await _view(runs, batch_id)
 
 
+@router.delete("/{batch_id}", status_code=204, responses=responses(404))
+async def delete_batch(batch_id: BatchId, caller: AnyCaller) -> None:
+    """Delete an ended batch with its items and results. Stored artifacts expire later."""
+    entry = caller.foreign_entry("batch.delete", batch_id)
+    try:
+        await _runs(caller).batches.delete(batch_id, entry_text(entry) if entry is not None else "")
+    except ToolFailure:
+        await _find_batch(caller, batch_id)
+        raise
+
+
 @router.post("/{batch_id}/retry", responses=responses(404))
 async def retry_batch(batch_id: BatchId, body: Retry, caller: AnyCaller) -> Retried:
     """Retry the failed items with the selected kinds of failure."""

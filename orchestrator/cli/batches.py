@@ -1,4 +1,4 @@
-"""`toolcrew batches`: submit, list, show, resume and cancel batches."""
+"""`toolcrew batches`: submit, list, show, resume, cancel and delete batches."""
 
 import asyncio
 import json
@@ -218,6 +218,15 @@ async def cancel(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -
         waiting = await client.batch_runs().batches.cancel(batch)
     line = f"{batch} is being cancelled; {waiting} items had not started"
     return Output({"batch": batch, "not_begun": waiting}, [line])
+
+
+@batches_app.command("delete")
+@as_command
+async def delete(batch: BatchId, tenant: Tenant = None, as_json: Json = False) -> Output:
+    """Delete an ended batch with its items and results from Redis."""
+    async with open_pool_client(tenant) as client:
+        await client.batch_runs().batches.delete(batch)
+    return Output({"batch": batch}, [f"{batch} is deleted"])
 
 
 batches_app.command("list")(batches_list)

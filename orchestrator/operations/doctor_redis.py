@@ -90,7 +90,7 @@ def _judge_memory(info: Mapping[str, Any], report: Report) -> None:
         report.broken(
             "memory",
             f"Redis has {size}: Redis is about to refuse calls",
-            "raise maxmemory: batches and runs stay in Redis for 30 days after their end",
+            "raise maxmemory, or delete ended batches: they stay in Redis for 30 days (`toolcrew batches delete ID`)",
         )
     elif limit and used >= CLOSE_SHARE * limit:
         report.note("memory", f"Redis has {size}", "raise maxmemory; a full Redis refuses calls")

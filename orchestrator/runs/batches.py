@@ -150,6 +150,13 @@ class Batches:
         await self._note(batch, "cancelled")
         return waited
 
+    async def delete(self, batch: str, entry: str = "") -> None:
+        """Delete an ended batch with its items and results. `entry`: audit entry, "" for none. Raises
+        ToolFailure(INVALID_ARGUMENTS): no such batch, or one that has not ended.
+        """
+        check_batch_id(batch)
+        await self._queue.delete(self.tenant, batch, entry)
+
     async def custom_ids(self, batch: str) -> dict[str, str]:
         """Return the run of every submitted item, by custom_id."""
         check_batch_id(batch)

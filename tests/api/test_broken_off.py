@@ -126,3 +126,15 @@ async def test_an_operators_retry_of_anothers_batch_is_in_the_audit_when_it_chan
     assert [(entry["target"], entry["tenant"], entry["actor"]["name"]) for entry in entries] == [
         (batch, "acme", "operator")
     ]
+
+
+async def test_a_batch_that_has_ended_can_be_deleted(api: ApiHarness) -> None:
+    lines = '{"id": "a", "instruction": "x"}\n'
+    posted = await api["acme"].post("/v1/batches", content=lines, headers={"Content-Type": "application/jsonl"})
+    path, operator = f"/v1/batches/{posted.json()['id']}", {"tenant": "acme"}
+    assert (await api["acme"].delete(path)).status_code == 422
+    assert (await api["acme"].post(f"{path}/cancel")).status_code == 200
+    assert [(await api["operator"].delete(path, params=operator)).status_code for _ in range(2)] == [204, 404]
+    assert (await api["acme"].get("/v1/batches")).json()["data"] == []
+    entries = (await api["operator"].get("/v1/audit", params={"action": "batch.delete"})).json()["data"]
+    assert [entry["target"] for entry in entries] == [posted.json()["id"]]

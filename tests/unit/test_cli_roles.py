@@ -67,6 +67,7 @@ OWN = {
     "approvals decide": ["approvals", "decide", "QUESTION", "allow"],
     "approvals list": ["approvals", "list"],
     "batches cancel": ["batches", "cancel", "rival-batch"],
+    "batches delete": ["batches", "delete", "rival-batch"],
     "batches list": ["batches", "list"],
     "batches export": ["batches", "export", "rival-batch"],
     "batches resume": ["batches", "resume", "rival-batch", "--output", "rows.jsonl"],

@@ -12,6 +12,7 @@ from contract.errors import ConfigError, ToolFailure
 from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.follower import Follower
+from store import runs
 from store.batches import RUN_TTL_S, BatchState, RunBody
 from store.run_events import BatchEventReader
 from store.run_records import RunState
@@ -272,6 +273,47 @@ async def test_every_key_of_a_batch_is_forgotten_some_day(harness: RunHarness) -
     keys = [key async for key in harness.client.scan_iter("toolcrew:d:t:acme:*")]
     assert len([key for key in keys if key.startswith(b"toolcrew:d:t:acme:batch.b")]) == 6
     assert {key: await harness.client.ttl(key) > RUN_TTL_S - 60 for key in keys} == dict.fromkeys(keys, True)
+
+
+async def test_a_deleted_batch_leaves_no_key_and_no_bytes_of_its_tenant(
+    harness: RunHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the process died between two steps: no reader finds the batch, and a repeated delete ends it."""
+    await harness.submit(1, batch="kept")
+    (kept,) = await harness.queue.claim(1)
+    await harness.queue.finish(kept, build_outcome(kept))
+    before = {key: await harness.client.dump(key) async for key in harness.client.scan_iter("*t:acme:*")}
+    await harness.submit(3)
+    first, second, third = await harness.queue.claim(3)
+    for claim in (first, second):
+        await harness.queue.finish(claim, build_outcome(claim, FailureKind.MODEL))
+    assert await harness.queue.retry("acme", "b", [FailureKind.MODEL]) == 2
+    with pytest.raises(ToolFailure, match="has not ended"):
+        await harness.queue.delete("acme", "b")
+    for claim in (third, *await harness.queue.claim(2)):
+        await harness.queue.finish(claim, build_outcome(claim))
+    monkeypatch.setattr(runs, "AT_ONCE", 1)
+    step, replies = harness.queue.step, []
+
+    async def die_after_two(*arguments: Any) -> Any:
+        replies.append(await step(*arguments))
+        return replies[-1] if len(replies) < 2 else b"deleted"
+
+    monkeypatch.setattr(harness.queue, "step", die_after_two)
+    await harness.queue.delete("acme", "b")
+    assert replies == [b"deleting", b"deleting"]
+    for work in (harness.other.batch, harness.other.cancel):
+        with pytest.raises(ToolFailure, match="not found"):
+            await work("acme", "b")
+    assert set((await harness.other.list_batches("acme")).batches) == {"kept"}
+    assert not await harness.other.retry("acme", "b", [FailureKind.MODEL])
+    assert not await harness.other.reopen("acme", "b")
+    with pytest.raises(BatchCancelled):
+        await harness.other.add("acme", "b", [("b-9", build_item(9))])
+    await harness.other.delete("acme", "b")
+    assert before == {key: await harness.client.dump(key) async for key in harness.client.scan_iter("*t:acme:*")}
+    with pytest.raises(ToolFailure, match="not found"):
+        await harness.other.delete("acme", "b")
 
 
 async def test_batches_are_listed_in_pages_that_stay_good_while_batches_come_and_go(harness: RunHarness) -> None:
