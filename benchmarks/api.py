@@ -55,7 +55,7 @@ async def _run(rounds: int) -> Report:
         "api", notes=[f"medians of {rounds} interleaved rounds; {READERS} readers of one run, {PER_S} events a second"]
     )
     async with contextlib.AsyncExitStack() as stack:
-        sdk = await stack.enter_async_context(ToolClient.embedded())
+        sdk = await stack.enter_async_context(ToolClient.embedded(workers_only=True))
         assert sdk.stack is not None
         broker = load_settings().broker(sdk.stack.redis_url)
         connection = open_redis(broker)

@@ -38,7 +38,7 @@ def run(runs: int = RUNS) -> Report:
 
 async def _run(runs: int, model: ModelServer) -> Report:
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(ToolClient.embedded())
+        client = await stack.enter_async_context(ToolClient.embedded(workers_only=True))
         assert client.stack is not None
         shell = stack.enter_context(open_shell(client.stack.redis_url))
         few = await shell.work("few", lines(1), model, 1)

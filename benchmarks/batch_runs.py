@@ -81,7 +81,7 @@ def run(runs: int = RUNS) -> Report:
 async def _run(runs: int, model: ModelServer, talkative: ModelServer) -> Report:
     report = Report("batch_runs")
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(ToolClient.embedded())
+        client = await stack.enter_async_context(ToolClient.embedded(workers_only=True))
         assert client.stack is not None
         connection = open_redis(load_settings().broker(client.stack.redis_url))
         stack.push_async_callback(connection.aclose)

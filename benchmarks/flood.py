@@ -33,7 +33,7 @@ def run(rounds: int = ROUNDS) -> Report:
 
 async def _run(rounds: int) -> Report:
     async with contextlib.AsyncExitStack() as stack:
-        flooder = await stack.enter_async_context(ToolClient.embedded())
+        flooder = await stack.enter_async_context(ToolClient.embedded(workers_only=True))
         assert flooder.stack is not None
         url = flooder.stack.redis_url
         settings = load_settings()

@@ -44,7 +44,7 @@ def run() -> Report:
 async def _run() -> Report:
     report = Report("inspect_exec", notes=[f"medians of {ROUNDS} interleaved rounds; both on {IMAGE}, without network"])
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(ToolClient.embedded())
+        client = await stack.enter_async_context(ToolClient.embedded(workers_only=True))
         assert client.stack is not None
         stack.enter_context(environment({"TOOLCREW_REDIS_URL": client.stack.redis_url}))
         container = await stack.enter_async_context(_container())

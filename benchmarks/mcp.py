@@ -43,7 +43,7 @@ def run(rounds: int = ROUNDS) -> Report:
 async def _run(rounds: int) -> Report:
     report = Report("mcp", notes=[f"medians of {rounds} interleaved rounds, in one open session"])
     async with contextlib.AsyncExitStack() as stack:
-        sdk = await stack.enter_async_context(ToolClient.embedded())
+        sdk = await stack.enter_async_context(ToolClient.embedded(workers_only=True))
         assert sdk.stack is not None
         broker = load_settings().broker(sdk.stack.redis_url)
         connection = open_redis(broker)

@@ -43,7 +43,7 @@ async def _run(rounds: int) -> Report:
         "mcp_servers",
         notes=[f"medians of {rounds} interleaved rounds, in one open session; first calls: of {FIRSTS} sessions"],
     )
-    async with ToolClient.embedded() as client:
+    async with ToolClient.embedded(workers_only=True) as client:
         async with await client.open_session() as session, await client.open_session() as alone:
             cases = {
                 "alone": awaited(lambda: whole_call(alone)),

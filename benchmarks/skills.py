@@ -53,7 +53,7 @@ async def _run_scripts(report: Report) -> None:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _write_skill(root, "line-length", "Run it.")
         with environment({"TOOLCREW_SKILLS": str(root)}):
-            client = await stack.enter_async_context(ToolClient.embedded())
+            client = await stack.enter_async_context(ToolClient.embedded(workers_only=True))
         session = await stack.enter_async_context(await client.open_session())
         cases = {name: awaited(partial(_call, session, *call)) for name, call in calls.items()}
         seconds = await interleave(cases, ROUNDS, WARM_UP)

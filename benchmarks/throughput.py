@@ -40,7 +40,7 @@ def run(rounds: int = ROUNDS) -> Report:
 
 async def _run(rounds: int) -> Report:
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(ToolClient.embedded())
+        client = await stack.enter_async_context(ToolClient.embedded(workers_only=True))
         assert client.stack is not None
         url = client.stack.redis_url
         connection = open_redis(load_settings().broker(url))

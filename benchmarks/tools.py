@@ -108,7 +108,7 @@ def run(rounds: int = ROUNDS) -> Report:
 
 
 async def _run(rounds: int, port: int) -> Report:
-    async with ToolClient.embedded() as client, await client.open_session() as session:
+    async with ToolClient.embedded(workers_only=True) as client, await client.open_session() as session:
         await session.write_file("notes.txt", "".join(f"line {number}\n" for number in range(LINES)).encode())
         await session.write_file("edited.txt", b"version 0.\n")
         cases = {name: _build_case(session, name, port) for name in build_calls(port, 0)}

@@ -61,7 +61,7 @@ async def _measure() -> Report:
     async with contextlib.AsyncExitStack() as stack:
         collector = stack.enter_context(open_collector())
         with environment(collector.environment()):
-            traced = await stack.enter_async_context(ToolClient.embedded())
+            traced = await stack.enter_async_context(ToolClient.embedded(workers_only=True))
         assert traced.stack is not None
         plain = await stack.enter_async_context(ToolClient.connect(traced.stack.redis_url))
         clients = {"off": plain, "on": traced}

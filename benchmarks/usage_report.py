@@ -37,7 +37,7 @@ def run() -> Report:
 
 async def _run() -> Report:
     report = Report("usage_report", notes=[f"{CALLS} calls in {DAYS} days of 24 hours with every amount"])
-    async with ToolClient.embedded() as client, await client.open_session() as session:
+    async with ToolClient.embedded(workers_only=True) as client, await client.open_session() as session:
         assert client.stack is not None
         broker = load_settings().broker(client.stack.redis_url)
         redis = open_redis(broker)

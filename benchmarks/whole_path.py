@@ -71,7 +71,7 @@ def run(rounds: int = ROUNDS) -> Report:
 
 async def _run(rounds: int) -> Report:
     async with contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(ToolClient.embedded())
+        client = await stack.enter_async_context(ToolClient.embedded(workers_only=True))
         assert client.stack is not None
         connection = open_redis(load_settings().broker(client.stack.redis_url))
         stack.push_async_callback(connection.aclose)
