@@ -52,8 +52,8 @@ local function delete_log(key) for _, part in ipairs(log_parts) do redis.call('D
 -- Counts bytes that a tenant stores for a run, under the day on which its batch (or the hosted run) was created: counts expire like the data. They are
 -- approximate, because a batch that is resumed lives longer.
 local function count_stored(tenant, batch, run, bytes)
-  local created_at = redis.call('HGET', batch == HOSTED_BATCH and run_key(tenant, run) or batch_key(tenant, batch), 'created_at') or now
-  redis.call('HINCRBY', stored_key(tenant), math.floor(tonumber(created_at) / 86400), bytes)
+  local created_at = redis.call('HGET', batch == HOSTED_BATCH and run_key(tenant, run) or batch_key(tenant, batch), 'created_at')
+  redis.call('HINCRBY', stored_key(tenant), math.floor((tonumber(created_at or '') or now) / 86400), bytes)
   redis.call('EXPIRE', stored_key(tenant), STORED_DAYS * 86400)
 end
 
@@ -271,7 +271,7 @@ function steps.has_room() return redis.call('EXISTS', batch_key(ARGV[4], ARGV[5]
 -- tenant, batch, then for each item: run, item (JSON), priority, line. Returns the number of new items. Returns -1 and adds nothing when the batch is cancelled or
 -- deleted, -2 when the tenant may store no more.
 function steps.add()
-  local tenant, batch, added = ARGV[4], ARGV[5], 0
+  local tenant, batch, added, bytes = ARGV[4], ARGV[5], 0, 0
   local key = batch_key(tenant, batch)
   local state = redis.call('HGET', key, 'state')
   if state == 'cancelling' or state == 'cancelled' or state == 'deleting' then return -1 end
@@ -288,11 +288,12 @@ function steps.add()
         redis.call('RPUSH', key .. ':items', run)
       end
       enqueue(tenant, batch, run)
-      count_stored(tenant, batch, run, RUN_BYTES + #ARGV[at + 1])
+      bytes = bytes + RUN_BYTES + #ARGV[at + 1]
       extend_run_ttl(tenant, batch, run)
       added = added + 1
     end
   end
+  if added > 0 then count_stored(tenant, batch, '', bytes) end
   extend_ttl(tenant, batch)
   return added
 end
