@@ -712,5 +712,5 @@ def _describe(error: ValidationError) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return the text without unpaired surrogates, which UTF-8 cannot encode."""
+    """Return the text without lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()

@@ -205,7 +205,7 @@ async def _read(receive: Receive) -> bytes:
     while is_more:
         message = await receive()
         if message["type"] != "http.request":
-            raise ApiProblem(ApiCode.MALFORMED_REQUEST, "the request ended before its body was complete")
+            raise ApiProblem(ApiCode.MALFORMED_REQUEST, "the request ended before its body was complete: send it again")
         body += message.get("body", b"")
         is_more = message.get("more_body", False)
         if len(body) > JSON_BYTES:

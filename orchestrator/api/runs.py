@@ -84,7 +84,7 @@ class NewRun(SandboxOptions):
         try:
             self.model_dump_json()
         except ValueError as error:
-            raise ValueError("a text contains a single surrogate, which is not a character: remove it") from error
+            raise ValueError("a text contains a lone surrogate, which is not a character: remove it") from error
         return self
 
     def body(self) -> RunBody:

@@ -117,7 +117,7 @@ class Delivery:
             return await self._deliver_to_pool(_Progress(request, self._calls))
         if queue is None:
             raise ConfigError(
-                f"{request.call.name} runs where its session lives, and this program has no pool of hosts"
+                f"{request.call.name} runs in a session, and this program has no pool of hosts: connect to a pool"
             )
         try:
             return await self._send(request, queue)

@@ -448,7 +448,7 @@ class ToolClient:
         if actor.role == "tenant":
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
-                "a tenant's API key cannot switch tools: use a key with the role operator or admin",
+                "a tenant's API key cannot enable or disable tools: use a key with the role operator or admin",
             )
         return actor
 
@@ -464,7 +464,7 @@ class ToolClient:
         if name.startswith("session."):
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"{name} is a session verb and cannot be turned off: use the name of a tool",
+                f"{name} is a session verb and cannot be disabled: use the name of a tool",
             )
         if spec is None and self._catalog.explain_missing(name) is None:
             nearest = find_nearest(name, [spec.name for spec in specs.values() if spec.audience == "model"])

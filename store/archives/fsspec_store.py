@@ -79,7 +79,9 @@ class FsspecStore:
 
     async def describe(self, name: str) -> StoredFacts:
         split_name(name)
-        return parse_facts(name, await self._do(f"did not return the facts of {name}", lambda: self._read_facts(name)))
+        return parse_facts(
+            name, await self._do(f"did not return the metadata of {name}", lambda: self._read_facts(name))
+        )
 
     async def get(self, name: str) -> AsyncGenerator[bytes]:
         expected, tally, failed = await self.describe(name), ArchiveHash(), f"did not return {name}"

@@ -179,7 +179,7 @@ async def test_a_worker_that_does_not_count_is_counted_by_the_caller() -> None:
 async def test_what_cannot_be_asked_is_refused_before_it_is_sent(prompt: Any, options: dict[str, Any]) -> None:
     events = FakeEvents()
     failure = await refusal(CallerModel("m", events).complete(prompt, **options))
-    assert (failure.code, "question to the model is invalid" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+    assert (failure.code, "to the model is invalid" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
     assert events.sent.empty()
 
 

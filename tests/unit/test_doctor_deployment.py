@@ -286,7 +286,7 @@ async def test_tools_that_were_served_or_are_hidden_or_off_and_calls_that_wait_a
     assert len(messages) == 4
     assert "bash_tool of the pool tools" in messages[0]
     assert messages[1] == "no longer served: webfetch_tool"
-    assert messages[2] == "switched off: bash_toll"
+    assert messages[2] == "disabled: bash_toll"
     assert "no worker publishes them: bash_toll" in messages[3]
     assert [found.needed for found in of(report, "tools")] == [True, False, False, False]
 

@@ -158,7 +158,7 @@ class Relay:
             more = f" (its head has more than {self._limits.header_bytes // KIB} KiB)" if is_long else ""
             raise build_bad_answer(self._host, f"does not answer in HTTP/1.1{more}") from None
         except h11.LocalProtocolError:
-            raise build_bad_answer(self._host, "sends an answer that cannot be forwarded") from None
+            raise build_bad_answer(self._host, "sends a response that cannot be forwarded") from None
 
     async def _read_answer(self) -> h11.Response:
         # A host could send interim answers without an end, and each counts as activity.
@@ -169,7 +169,7 @@ class Relay:
                 # The parser reports the end of a connection and bytes that are no answer in the same way.
                 if self._outer.http.trailing_data != (b"", True):
                     raise
-                raise build_bad_answer(self._host, "closed the connection without an answer") from None
+                raise build_bad_answer(self._host, "closed the connection without a response") from None
             self._activity.record_activity()
             if isinstance(event, h11.Response):
                 return event
@@ -177,7 +177,7 @@ class Relay:
             if is_go_ahead and self._inner.http.they_are_waiting_for_100_continue:
                 go_ahead = h11.InformationalResponse(status_code=HTTPStatus.CONTINUE, headers=[], reason=b"Continue")
                 await self._inner.send(go_ahead)
-        raise build_bad_answer(self._host, "sends interim answers without an end")
+        raise build_bad_answer(self._host, "sends interim responses without an end")
 
     async def _start_answer(self, response: h11.Response, rewriter: AnswerRewriter) -> None:
         headers = read_headers(response)

@@ -39,8 +39,8 @@ from workers.sandboxd.skill_store import SkillStore
 MAX_FENCE = 2**53
 MAX_SECRETS_BYTES = 64 * 1024 * 1024
 _WITHOUT_ROOT = (
-    "the checkpoint of this session has changes outside of /workspace, which were left out: they need an image with "
-    "the same content, and root inside"
+    "the checkpoint of this session has changes outside of /workspace, which were not restored: that needs a session "
+    "with the same image content and `user` root"
 )
 IMAGE_WAIT_S = 500.0
 """Time that an opening with an image waits for its pull, in seconds. The worker waits 540 s for such an opening."""

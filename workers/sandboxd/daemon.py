@@ -352,7 +352,7 @@ async def _prove(daemon: Daemon) -> Daemon:
     settings = setup.settings
     if settings.sandbox_workspace != "auto" or daemon.choice.workspaces.kind != "image":
         raise SandboxUnavailable(fault)
-    why = f"the engine does not see those that are made here ({fault})"
+    why = f"the engine does not see disk images that are made here ({fault})"
     weaker = Daemon(
         setup, choose_without_images(why, settings.state(), settings.sandbox_workspace_bytes, settings.host_free_bytes)
     )
@@ -372,8 +372,8 @@ async def _prove_others(daemon: Daemon) -> None:
         except SandboxUnavailable as error:
             fault = str(error)
         if fault is not None:
-            under = "root inside" if plan.is_root else f"the runtime '{plan.runtime}'"
-            raise SandboxUnavailable(f"under {under} of a tenant class: {fault}")
+            kind = "user root" if plan.is_root else f"the runtime '{plan.runtime}'"
+            raise SandboxUnavailable(f"sandboxes with {kind} of a tenant class cannot be used: {fault}")
 
 
 async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:

@@ -164,7 +164,7 @@ class SessionMonitor:
         if entry.sandbox is not None:
             size = entry.workspace.size
             entry.sandbox.end(
-                f"its workspace held {held_bytes} bytes, and {size.bytes} bytes in {size.inodes} files is the most: "
+                f"its workspace had {held_bytes} bytes, and the limits are {size.bytes} bytes and {size.inodes} files: "
                 "delete files"
             )
 

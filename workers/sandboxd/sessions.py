@@ -45,7 +45,9 @@ _ENDED_S = 60.0
 _MOST_ENDED = 5000
 OPEN_WAIT_S = 45.0
 """Time that the opening of a session waits for the pull of its image, in seconds. The worker waits longer."""
-_OTHER_IMAGE = "the content of image {} that this session began with was removed; its sandbox has the present content"
+_OTHER_IMAGE = (
+    "the version of image {} that this session started with was removed; the new sandbox uses the current version"
+)
 Fill = Callable[[Session, Sandbox], Awaitable[None]]
 """Function that fills the sandbox of a new session."""
 Revise = Callable[[SandboxTerms, SandboxPlan], SandboxPlan]

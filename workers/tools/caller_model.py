@@ -53,7 +53,9 @@ class CallerModel:
         within `timeout_s`. Also raises the failures of the caller's model.
         """
         if self._question_count >= MAX_QUESTIONS:
-            sentence = f"this tool has asked the model {MAX_QUESTIONS} times, the limit of one call; ask less often"
+            sentence = (
+                f"this tool has sent {MAX_QUESTIONS} requests to the model, the limit of one call; send fewer requests"
+            )
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, sentence)
         self._question_count += 1
         question = _build_question(self._question_count, prompt, max_tokens, timeout_s)
@@ -78,7 +80,7 @@ class CallerModel:
             is_received = self._events.send(MODEL, question.model_dump(mode="json"))
         except ValueError as error:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"the question to the model is invalid: {error}; send a shorter prompt"
+                ErrorCode.INVALID_ARGUMENTS, f"the request to the model is invalid: {error}; send a shorter prompt"
             ) from error
         if not is_received:
             raise ToolFailure(ErrorCode.CONFIG_MISSING, _NO_MODEL)
@@ -156,7 +158,7 @@ def _build_question(
         )
     except ValidationError as error:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the question to the model is invalid: {describe_invalid(error)}"
+            ErrorCode.INVALID_ARGUMENTS, f"the request to the model is invalid: {describe_invalid(error)}"
         ) from error
 
 
