@@ -101,7 +101,7 @@ class Delivery:
             work = self._deliver(request)
             if self._monitor is None:
                 return await work
-            # The monitor surrounds all attempts: an order to end the call also reaches a call that waits for its slot.
+            # The monitor surrounds all attempts: an order to kill the call also reaches a call that waits for its slot.
             return await self._monitor.watch(request.tenant, request.call.id, work)
         except asyncio.CancelledError:
             pool_queue = POOL_QUEUES.get(request.spec.pool)

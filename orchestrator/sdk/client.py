@@ -258,7 +258,7 @@ class ToolClient:
         return await self._pool.calls.read_page(tenants, limit)
 
     async def kill_call(self, call: str, *, tenant: str | None = None, reason: str = "") -> KilledCall:
-        """End a call that waits or runs, and return when it has ended. Its caller gets CANCELLED with the actor and
+        """Kill a call that waits or runs, and return when it has ended. Its caller gets CANCELLED with the actor and
         the reason. Raises like `call_history`, and OperatorError when the call does not end.
         """
         owner, call_id = await self._pool.calls.resolve(call, await self._scope(tenant))
