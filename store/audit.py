@@ -100,7 +100,7 @@ _ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
 class Actor(Record):
     """The author of a change. `key`: the id of an API key, "local" for a system user with the pool's own secrets, or
     "sandbox" for a program of a session.
-    `name`: the name of the key or of the system user. `tenant`: the tenant of the key; None for a system user.
+    `name`: the name of the key or of the system user. `tenant`: the tenant of the key; null for a system user.
     """
 
     key: str = Field(max_length=64)

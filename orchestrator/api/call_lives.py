@@ -19,7 +19,7 @@ CallId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class Kill(BaseModel):
-    """A request to end a call. `reason`: the text that the caller of the call reads."""
+    """A request to kill a call. `reason`: the text that the caller of the call reads."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -59,7 +59,7 @@ async def get_call(call_id: CallId, caller: AnyCaller) -> dict[str, Any]:
 
 @router.post("/{call_id}/kill", responses=responses(404))
 async def kill_call(call_id: CallId, body: Kill, caller: AnyCaller) -> Killed:
-    """End a call. A waiting call never starts. A running call is killed with all its processes.
+    """Kill a call. A waiting call never starts. A running call ends with all its processes.
 
     The caller of the call receives the error CANCELLED.
     """

@@ -1,4 +1,4 @@
-"""Tools over HTTP: list the tools with their states, and turn tools on and off."""
+"""Tools over HTTP: list the tools with their states, and enable and disable tools."""
 
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1/tools", tags=["tools"], responses=responses())
 
 
 class Off(BaseModel):
-    """A record that a tool is turned off. `by`: the API key or tenant that turned the tool off. `at`: ISO 8601."""
+    """A record that a tool is disabled. `by`: the API key or tenant that disabled the tool. `at`: ISO 8601."""
 
     by: str
     at: str
@@ -25,8 +25,8 @@ class Off(BaseModel):
 class ToolView(BaseModel):
     """A tool that the workers publish.
 
-    `state`: the state for the tenant of the request: enabled, disabled (turned off), or forbidden (not allowed by the
-    tenant's policy). `off`: who turned the tool off; null: not turned off.
+    `state`: the state for the tenant of the request: enabled, disabled (by an operator), or forbidden (not allowed by
+    the tenant's policy). `off`: who disabled the tool; null: not disabled.
     """
 
     name: str
@@ -68,10 +68,10 @@ async def get_tool(name: str, caller: AnyCaller) -> ToolView:
 @router.patch(
     "/{name}",
     response_model=ToolView,
-    responses={**responses(404), 204: {"description": "The switch is set, and no worker serves the tool now"}},
+    responses={**responses(404), 204: {"description": "The change is stored, and no worker serves the tool now"}},
 )
 async def change_tool(name: str, change: ToolChange, caller: OperatorCaller) -> ToolView | Response:
-    """Turn a tool on or off, for all tenants or for one tenant.
+    """Enable or disable a tool, for all tenants or for one tenant.
 
     The change reaches every worker within 2 seconds. The audit log contains the change.
     """

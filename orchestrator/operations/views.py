@@ -45,7 +45,8 @@ class KeyView(BaseModel):
 class HostView(BaseModel):
     """A live worker. Sizes are in bytes, times in ISO 8601.
 
-    `largest`: the most that sessions of a class may ask for, without classes that allow no more than they give.
+    `largest`: for each class, the largest sizes that a session may request; classes that allow no larger sizes are
+    omitted.
     `images`: names and patterns that sessions may use. `images_present`: images that the host may pull and already has.
     `waiting`: numbers of calls in the worker's queue and in the queues of the pools that it serves.
     """

@@ -277,7 +277,7 @@ class ToolClient:
     async def tools(
         self, names: Iterable[str] | Literal["all"] = "all", *, session: Session | None = None
     ) -> list[ToolSpec]:
-        """Return the tools that a model of the client's tenant may call. Tools that are turned off are not included.
+        """Return the tools that a model of the client's tenant may call. Disabled tools are not included.
         `session`: describe the tools with the network and the largest limit of that session.
         """
         info = await session.info() if session is not None else None
@@ -342,7 +342,7 @@ class ToolClient:
     async def disable(
         self, name: str, *, reason: str | None = None, by: str | None = None, tenant: str | None = None
     ) -> ToolState | None:
-        """Turn a tool off for the whole deployment or for one tenant. The switch takes effect everywhere within 2 s
+        """Disable a tool for the whole deployment or for one tenant. The switch takes effect everywhere within 2 s
         and stays until `enable`. Calls of the tool fail with TOOL_DISABLED and `reason`, and new runs do not get the
         tool. `by`: the name of the person; None: the client's tenant. Returns None when no worker serves the tool
         now.
@@ -359,8 +359,8 @@ class ToolClient:
         return find_state(spec, switches_after, owner, await self._tenants.policy(owner)) if spec is not None else None
 
     async def enable(self, name: str, *, tenant: str | None = None) -> ToolState | None:
-        """Turn a tool on for all tenants, or for one tenant. The tool stays off while the other switch is off. Return
-        None when no worker serves the tool now. Raises like `disable`.
+        """Enable a tool for all tenants, or for one tenant. The tool stays disabled while the other switch is off.
+        Return None when no worker serves the tool now. Raises like `disable`.
         """
         switches = self._switches.acting_as(await self._check_operator())
         await self._check_tenant(tenant)
