@@ -274,7 +274,7 @@ class TermsMonitor:
                 raise
             return self._sent.get(tenant, SandboxTerms()).model_copy(update={"network": "none"})
         except OperatorError as error:
-            log.warning("terms_not_read", error=str(error))
+            log.warning("policies_not_read", error=str(error))
             return None
 
 

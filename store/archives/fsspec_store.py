@@ -230,7 +230,7 @@ class FsspecStore:
         except NotStored:
             raise
         except Exception as error:  # any error of the store's package
-            log.warning("store_failed", what=failure, error=repr(error)[:1000])
+            log.warning("store_failed", failure=failure, error=repr(error)[:1000])
             raise SandboxUnavailable(
                 f"the store of TOOLCREW_WORKSPACE_STORE {failure} ({type(error).__name__}): check that it is "
                 "running and which permissions this host has. The log of sandboxd contains the error"

@@ -210,7 +210,7 @@ async def test_nonsense_for_an_answer_is_logged_and_the_next_answer_read() -> No
     events.answer(ModelAnswer(number=1, text="mine").model_dump(mode="json"))
     with capture_logs() as logs:
         assert (await CallerModel("m", events).complete("?")).text == "mine"
-    assert [entry["event"] for entry in logs] == ["model_answer_refused"] * 2
+    assert [entry["event"] for entry in logs] == ["model_reply_refused"] * 2
 
 
 async def test_nonsense_for_a_question_is_logged_and_not_answered(caplog: pytest.LogCaptureFixture) -> None:

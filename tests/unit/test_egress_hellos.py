@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.egress_harness import build_hello
 from workers.egress.hellos import HelloError, HelloGate, parse_hello
-from workers.egress.verdicts import EgressVerdict, Refusal
+from workers.egress.outcomes import EgressOutcome, Refusal
 from workers.web.urls import parse_url
 
 HELLO = build_hello("site.example")
@@ -33,7 +33,7 @@ def refused(gate: HelloGate, data: bytes) -> str:
 
     with pytest.raises(Refusal) as refusal:
         send_all()
-    assert refusal.value.verdict is EgressVerdict.TLS_REFUSED
+    assert refusal.value.outcome is EgressOutcome.TLS_REFUSED
     return refusal.value.sentence
 
 

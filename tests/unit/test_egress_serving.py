@@ -74,7 +74,7 @@ def test_a_request_reaches_its_host_by_path_with_its_own_headers_only_and_its_lo
         "method": "GET",
         "destination": "files.site.example",
         "port": server.port,
-        "verdict": "allowed",
+        "outcome": "allowed",
         "bytes_up": len(request),
     }
     assert "secret" not in json.dumps(harness.logs).lower()

@@ -6,7 +6,7 @@ forwards nothing before the ClientHello is complete and names the host of the tu
 
 from dataclasses import dataclass
 
-from workers.egress.verdicts import EgressVerdict, Refusal, refuse
+from workers.egress.outcomes import EgressOutcome, Refusal, refuse
 from workers.web.urls import Target
 
 UNRECOGNIZED_NAME = b"\x15\x03\x03\x00\x02\x02\x70"
@@ -171,7 +171,7 @@ class HelloGate:
         return buffered
 
     def _build_refusal(self, problem: str) -> Refusal:
-        return refuse(EgressVerdict.TLS_REFUSED, f"the client in the tunnel to {self._target.host} {problem}")
+        return refuse(EgressOutcome.TLS_REFUSED, f"the client in the tunnel to {self._target.host} {problem}")
 
     @property
     def answers_in_tls(self) -> bool:

@@ -19,6 +19,7 @@ from workers.egress.authority import Authority
 from workers.egress.hellos import HelloGate
 from workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
 from workers.egress.limits import ProxyLimits
+from workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse_bad_request
 from workers.egress.relaying import AnswerRewriter, Peer, Relay, build_bad_answer, read_headers
 from workers.egress.secrets import (
     HTTPS_PORT,
@@ -31,7 +32,6 @@ from workers.egress.secrets import (
 )
 from workers.egress.streams import ActivityClock, Stream, Work, run_all
 from workers.egress.tls import TlsStream
-from workers.egress.verdicts import EgressVerdict, Refusal, build_answer, refuse_bad_request
 from workers.web.bodies import CODINGS, Inflater
 from workers.web.urls import Target
 
@@ -195,7 +195,7 @@ class Interception:
                 event = await inner.next()
         except TimeoutError:
             sentence = f"the head of the request did not come within {self._limits.header_s:g} s"
-            raise Refusal(EgressVerdict.SLOW_REQUEST, HTTPStatus.REQUEST_TIMEOUT, sentence) from None
+            raise Refusal(EgressOutcome.SLOW_REQUEST, HTTPStatus.REQUEST_TIMEOUT, sentence) from None
         self._activity.record_activity()
         return event if isinstance(event, h11.Request) else None
 

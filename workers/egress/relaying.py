@@ -16,8 +16,8 @@ import h11
 from workers.egress.allowances import ConnectionQuota
 from workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
 from workers.egress.limits import KIB, ProxyLimits
+from workers.egress.outcomes import EgressOutcome, Refusal, refuse_bad_gateway, refuse_bad_request
 from workers.egress.streams import ActivityClock, Stream
-from workers.egress.verdicts import EgressVerdict, Refusal, refuse_bad_gateway, refuse_bad_request
 
 _MAX_INTERIM = 16
 
@@ -204,7 +204,7 @@ class Relay:
 
 def build_bad_answer(host: str, problem: str) -> Refusal:
     """Return the refusal for a host that answers badly."""
-    return refuse_bad_gateway(EgressVerdict.BAD_ANSWER, f"{host} {problem}: try again, or another source")
+    return refuse_bad_gateway(EgressOutcome.BAD_ANSWER, f"{host} {problem}: try again, or another source")
 
 
 def read_headers(message: h11.Request | h11.Response) -> tuple[Header, ...]:

@@ -168,4 +168,4 @@ def _flags(tool: dict[str, Any], entry: Entry) -> dict[str, bool]:
 
 
 def _leave_out(server: str, name: str, reason: str) -> None:
-    log.error("mcp_tool_left_out", server=server, name=one_line(name, _SHOWN_NAME_CHARS), why=reason)
+    log.error("mcp_tool_left_out", server=server, name=one_line(name, _SHOWN_NAME_CHARS), reason=reason)

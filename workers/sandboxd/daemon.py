@@ -260,7 +260,7 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
             )
         await _prove_others(daemon)
         if daemon.choice.note is not None and settings.sandbox_workspace == "auto":
-            log.warning("workspaces_weaker", kind=daemon.choice.workspaces.kind, why=daemon.choice.note)
+            log.warning("workspaces_weaker", kind=daemon.choice.workspaces.kind, reason=daemon.choice.note)
         log.info("sessions_adopted", sessions=daemon.sessions.adopt())
         await daemon.sessions.sweep()
         yield daemon
@@ -343,7 +343,7 @@ async def _prove(daemon: Daemon) -> Daemon:
             return daemon
         if setup.settings.sandbox_start == "oci":
             raise SandboxUnavailable(fault)
-        log.warning("oci_start_not_used", why=fault)
+        log.warning("oci_start_not_used", reason=fault)
         setup = replace(setup, starts_by_oci=False)
         daemon = Daemon(setup, daemon.choice)
     fault = await _try_sandbox(daemon, setup.plans.standard())

@@ -124,7 +124,7 @@ class _Answers:
                 # The read ended early, so the caller has disconnected.
                 self._fail_all()
         except EnvelopeRefused as error:
-            log.error("model_answer_refused", reason=str(error))
+            log.error("model_reply_refused", reason=str(error))
 
     def _has_open_questions(self) -> bool:
         with self._lock:
@@ -167,7 +167,7 @@ def _deliver(loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[ModelAnsw
         loop.call_soon_threadsafe(_resolve, waiting, answer)
     except RuntimeError:
         # The call and its loop have ended.
-        log.info("model_answer_late", number=answer.number)
+        log.info("model_reply_late", number=answer.number)
 
 
 def _resolve(waiting: "asyncio.Future[ModelAnswer]", answer: ModelAnswer) -> None:
