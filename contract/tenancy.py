@@ -50,7 +50,7 @@ class CommandRule(Record):
         return any(fnmatchcase(candidate, self.tool) for candidate in _names(name))
 
 
-class SandboxTerms(Record):
+class SandboxPolicy(Record):
     """Part of a tenant's policy about its sandboxes. A session sends it to sandboxd, which never exceeds the limits of
     the tenant class.
 
@@ -119,7 +119,7 @@ class TenantPolicy(Record):
     commands: Annotated[tuple[CommandRule, ...], Field(max_length=1000)] = Field(
         default=(), description="Command rules deny, ask or allow, such as deny:bash_tool:git push; replaces all rules."
     )
-    sandbox: SandboxTerms = SandboxTerms()
+    sandbox: SandboxPolicy = SandboxPolicy()
     budgets: Budgets = Budgets()
     is_paused: bool = False
     """True while no call and no run of the tenant starts. `pause_reason` has the reason."""

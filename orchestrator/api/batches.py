@@ -99,7 +99,7 @@ class Retry(BaseModel):
     kinds: list[FailureKind] = [FailureKind.INFRASTRUCTURE]
 
 
-class Retried(BaseModel):
+class RetryResult(BaseModel):
     """Result of a retry. `items`: number of items that run again."""
 
     items: int
@@ -181,11 +181,11 @@ async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchStatus:
 
 
 @router.post("/{batch_id}/retry", responses=responses(404))
-async def retry_batch(batch_id: BatchId, body: Retry, caller: AnyCaller) -> Retried:
+async def retry_batch(batch_id: BatchId, body: Retry, caller: AnyCaller) -> RetryResult:
     """Retry the failed items with the selected kinds of failure."""
     runs = await _find_batch(caller, batch_id)
     entry = caller.foreign_entry("batch.retry", batch_id)
-    return Retried(
+    return RetryResult(
         items=await runs.batches.resume(batch_id, body.kinds, entry_text(entry) if entry is not None else "")
     )
 

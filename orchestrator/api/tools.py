@@ -14,7 +14,7 @@ from orchestrator.api.problem_handlers import responses
 router = APIRouter(prefix="/v1/tools", tags=["tools"], responses=responses())
 
 
-class Off(BaseModel):
+class DisabledTool(BaseModel):
     """A record that a tool is disabled. `by`: the API key or tenant that disabled the tool. `at`: ISO 8601."""
 
     by: str
@@ -32,7 +32,7 @@ class ToolView(BaseModel):
     name: str
     description: str
     state: Literal["enabled", "disabled", "forbidden"]
-    off: Off | None = None
+    off: DisabledTool | None = None
     pool: str
     parameters: dict[str, Any]
     timeout_s: float | None
@@ -89,5 +89,5 @@ def view_tool(state: ToolState) -> ToolView:
     """Build the view of a tool for clients."""
     spec, switch = state.spec, state.switch
     fields = spec.model_dump(include=set(ToolView.model_fields) - {"state", "off"})
-    off = Off(by=switch.by, at=format_instant(switch.at), reason=switch.reason) if switch is not None else None
+    off = DisabledTool(by=switch.by, at=format_instant(switch.at), reason=switch.reason) if switch is not None else None
     return ToolView(**fields, state=state.state, off=off)

@@ -73,7 +73,7 @@ class HostView(BaseModel):
     store: str
     healthy: bool
     draining: bool
-    trouble: str
+    problem: str
     started_at: Instant
     reported_at: Instant
     waiting: dict[str, int]
@@ -122,7 +122,7 @@ def view_host(report: HostReport, waiting: Mapping[str, int]) -> HostView:
     """Return the view of a worker. `waiting`: numbers of calls by queue."""
     fields = report.model_dump(include=set(HostView.model_fields))
     queues = {queue: waiting.get(queue, 0) for queue in (report.queue, *report.pools)}
-    return HostView.model_validate({**fields, "state": report.state, "waiting": queues})
+    return HostView.model_validate({**fields, "state": report.state, "problem": report.trouble, "waiting": queues})
 
 
 def view_approval(pending: PendingQuestion) -> ApprovalView:
