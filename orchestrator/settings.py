@@ -34,8 +34,8 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     """
     approvals: Literal["auto", "ask", "never", "queue"] = "ask"
     """The treatment of a call that needs approval: `ask` asks at the terminal, `auto` allows the call, `never` denies
-    it, `queue` waits for a decision on the pages, over the API or by `toolcrew approvals` (docs/approvals.md). A batch
-    team sets it for runs without a terminal.
+    it, `queue` waits for a decision on the pages, over the API or by `toolcrew approvals` (docs/approvals.md).
+    A batch team sets it for runs without a terminal.
     """
     approvers: Literal["tenant", "operator"] = "tenant"
     """The people who may decide about waiting calls: `tenant` includes the tenant, `operator` means operators only

@@ -148,7 +148,7 @@ async def test_a_call_may_ask_so_often_and_no_more() -> None:
     for _ in range(MAX_QUESTIONS):
         await bridge.ask()
     failure = await refusal(bridge.model.complete("?"))
-    assert (failure.code, "20 times" in failure.message) == (ErrorCode.PERMISSION_DENIED, True)
+    assert (failure.code, "20 requests" in failure.message) == (ErrorCode.PERMISSION_DENIED, True)
     assert bridge.events.sent.empty()
 
 
