@@ -85,7 +85,7 @@ def entry_event(fields: Mapping[Any, Any], unseal: Callable[[bytes], str]) -> Ca
         return decode_event(unseal(data).encode())
     event = decode_event(data)
     if event.kind not in (OUTPUT, END):
-        raise EnvelopeRefused("a question of a call is not signed", "signature")
+        raise EnvelopeRefused("a request to the model is not signed", "signature")
     return event
 
 

@@ -25,7 +25,7 @@ from typing import Literal
 
 
 class ErrorCode(StrEnum):
-    """Closed set of the error codes of calls. The codec rejects any other code."""
+    """The error codes of calls. The codec rejects any other code."""
 
     TOOL_NOT_FOUND = "TOOL_NOT_FOUND"
     TOOL_DISABLED = "TOOL_DISABLED"

@@ -158,7 +158,7 @@ APPROVALS_ASKED = _counter(
 )
 APPROVALS = _counter(
     "toolcrew_approvals_total",
-    "Approval decisions: approved, modified, rejected (also when no decision came in time).",
+    "Approval decisions: approved, modified, rejected (denied, also because no decision came in time).",
     "many rejections: add a policy rule that decides these calls",
     "decision",
     max_series=8,
@@ -294,7 +294,7 @@ DEAD_MESSAGES = _gauge(
 )
 LOST_HOSTS = _gauge(
     "toolcrew_lost_hosts",
-    "Worker incarnations that stopped reporting without a shutdown and are not cleared yet.",
+    "Worker processes that stopped reporting without a shutdown and are not cleared yet.",
     "a host failed, or cannot reach Redis",
 )
 HOSTS = _gauge(

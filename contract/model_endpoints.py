@@ -55,7 +55,7 @@ class Prices:
 class ModelEndpoint(Record):
     """A model at an OpenAI-compatible server.
 
-    `model`: its name at the server. `secret`: the name of the stored secret with the API key; None: no key. Prices are
+    `model`: its name at the server. `secret`: the name of the stored secret with the API key; null: no key. Prices are
     per million tokens. `fallback`: the endpoint that answers while this one is down or blocked.
     """
 

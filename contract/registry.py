@@ -36,8 +36,8 @@ class Switch(Record):
         """Return the error text for a model that calls the disabled tool."""
         reason = f" ({self.reason})" if self.reason else ""
         return (
-            f"an administrator has turned off the tool {name}{reason}. Do not call it again. Use another tool, or say "
-            "what cannot be done"
+            f"an operator has disabled the tool {name}{reason}. Do not call it again. Use another tool, or say what "
+            "cannot be done"
         )
 
 

@@ -40,7 +40,9 @@ class FailureKind(StrEnum):
 
 
 class Failure(Record):
-    """The reason why a run has no result. `code`: an ErrorCode, a StopReason or one of runs/outcomes.py."""
+    """The reason why a run has no result. `code`: an error code of a call, a stop reason, or another
+    code of docs/errors.md.
+    """
 
     kind: FailureKind
     code: str

@@ -28,24 +28,30 @@ def _is_empty(names: Sequence[str]) -> bool:
 class SandboxOptions(Record):
     """Sizes, user and secrets of a sandbox. None: the value of the tenant class. Sizes are in bytes. JSON omits None
     and no secrets, so that earlier releases can read the record.
-
-    `cpus`: processors. `memory_bytes`: memory of all processes, with /tmp, /output and /dev/shm; a workspace in memory
-    is added. `workspace_bytes`: disk for all that the session writes. `pids`: processes and threads. `user`: `root` is
-    root of the sandbox only. `secrets`: names of secrets that programs may use without reading them.
     """
 
-    cpus: Cpus | None = Field(default=None, exclude_if=_is_none)
+    cpus: Cpus | None = Field(default=None, exclude_if=_is_none, description="Processors.")
     memory_bytes: Annotated[int, Field(ge=LEAST_MEMORY_BYTES, le=2**50)] | None = Field(
-        default=None, exclude_if=_is_none
+        default=None,
+        exclude_if=_is_none,
+        description="Memory of all processes, with /tmp, /output and /dev/shm. A workspace in memory is added.",
     )
-    workspace_bytes: WorkspaceBytes | None = Field(default=None, exclude_if=_is_none)
-    pids: Pids | None = Field(default=None, exclude_if=_is_none)
-    user: SandboxUser | None = Field(default=None, exclude_if=_is_none)
-    secrets: Annotated[tuple[SecretName, ...], Field(max_length=MAX_SECRETS)] = Field(default=(), exclude_if=_is_empty)
+    workspace_bytes: WorkspaceBytes | None = Field(
+        default=None, exclude_if=_is_none, description="Disk for all files that the session writes."
+    )
+    pids: Pids | None = Field(default=None, exclude_if=_is_none, description="Processes and threads.")
+    user: SandboxUser | None = Field(
+        default=None, exclude_if=_is_none, description="User of the programs; `root` is root of the sandbox only."
+    )
+    secrets: Annotated[tuple[SecretName, ...], Field(max_length=MAX_SECRETS)] = Field(
+        default=(),
+        exclude_if=_is_empty,
+        description="Names of secrets that programs may use without reading them.",
+    )
 
 
 class LargestOptions(SandboxOptions):
-    """The largest values that a session may request. None: the value of the class is the largest. `user` root:
+    """The largest values that a session may request. null: the value of the class is the largest. `user` root:
     the session may choose either user. `timeout_s`: the largest time limit of a call, in seconds.
     """
 

@@ -231,12 +231,15 @@ class BrokerSettings(BaseModel):
             return "ssl_ca_certs, ssl_certfile or ssl_keyfile in TOOLCREW_REDIS_URL names a file that does not exist"
         if self.is_tls:
             return (
-                "does it run, does it speak TLS there, and does it ask for a certificate of ours (ssl_certfile and "
-                "ssl_keyfile in TOOLCREW_REDIS_URL)?"
+                "check that it runs with TLS, and set ssl_certfile and ssl_keyfile in TOOLCREW_REDIS_URL if it "
+                "requires a client certificate"
             )
         if self.is_sentinel:
-            return "do the sentinels run, and do they watch a master by the name in TOOLCREW_REDIS_SENTINEL_MASTER?"
-        return "does it run, without TLS, and are address, user and password in TOOLCREW_REDIS_URL right?"
+            return (
+                "check that the sentinels run, and that they watch a master with the name in "
+                "TOOLCREW_REDIS_SENTINEL_MASTER"
+            )
+        return "check that it runs without TLS, and that address, user and password in TOOLCREW_REDIS_URL are correct"
 
     def tls_options(self) -> dict[str, Any]:
         """Return redis-py's options for TLS; none without TLS. The system's authorities are trusted too."""
@@ -304,11 +307,11 @@ def _check_other(part: SplitResult, first: SplitResult) -> None:
     the first address is read for these.
     """
     if part.query:
-        raise ConfigError("TOOLCREW_REDIS_URL has options behind a later sentinel: write them behind its first address")
+        raise ConfigError("TOOLCREW_REDIS_URL has options after a later sentinel: write them after its first address")
     own, expected = [(address.username, address.password, address.path.strip("/")) for address in (part, first)]
     if any(value and value != other for value, other in zip(own, expected, strict=True)):
         raise ConfigError(
-            "TOOLCREW_REDIS_URL has a user, password or database behind a later sentinel: write the user, password and "
+            "TOOLCREW_REDIS_URL has a user, password or database after a later sentinel: write the user, password and "
             "database of Redis in its first address"
         )
 

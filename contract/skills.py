@@ -208,11 +208,10 @@ def _parse_yaml(front: str) -> dict[Any, Any]:
     ) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 2} of SKILL.md" if mark is not None else ""
-        raise SkillBroken(
-            f"its front matter is not valid YAML{line} ({getattr(error, 'problem', None) or type(error).__name__})"
-        ) from error
+        problem = getattr(error, "problem", None) or type(error).__name__
+        raise SkillBroken(f"its front matter is not valid YAML{line} ({problem}): fix SKILL.md") from error
     if not isinstance(fields, dict):
-        raise SkillBroken("its front matter is not a list of `key: value`")
+        raise SkillBroken("its front matter is not a list of `key: value`: fix SKILL.md")
     return fields
 
 

@@ -50,30 +50,32 @@ class CommandRule(Record):
         return any(fnmatchcase(candidate, self.tool) for candidate in _names(name))
 
 
-class SandboxTerms(Record):
+class SandboxPolicy(Record):
     """Part of a tenant's policy about its sandboxes. A session sends it to sandboxd, which never exceeds the limits of
     the tenant class.
 
-    `tenant_class`: a class of the host (TOOLCREW_TENANT_CLASSES), which sets runtime and sizes. None in other fields:
+    `tenant_class`: a class of the host (TOOLCREW_TENANT_CLASSES), which sets runtime and sizes. null in other fields:
     the value of the class.
     """
 
     tenant_class: str = Field(
-        default="default", min_length=1, max_length=64, description="Tenant class of its sandboxes."
+        default="default", min_length=1, max_length=64, description="Tenant class of the tenant's sandboxes."
     )
     images: Annotated[tuple[ImagePatternText, ...], Field(max_length=100)] | None = Field(
-        default=None, description="Images that its sandboxes may use: names, or patterns such as ghcr.io/team/*."
+        default=None,
+        description="Images that the tenant's sandboxes may use: names, or patterns such as ghcr.io/team/*.",
     )
-    network: NetworkPolicy | None = Field(default=None, description="Highest network access of its sandboxes.")
+    network: NetworkPolicy | None = Field(default=None, description="Highest network access of the tenant's sandboxes.")
     workspace_bytes: WorkspaceBytes | None = Field(default=None, description="Limit of a workspace, in bytes.")
     secrets: Annotated[tuple[SecretName, ...], Field(max_length=MAX_SECRETS)] | None = Field(
-        default=None, description="Secrets that its sandboxes may use."
+        default=None, description="Secrets that the tenant's sandboxes may use."
     )
 
 
 class Budgets(Record):
-    """Limits of what a tenant uses in a day and in a month, in UTC. None: no limit. Tokens are those in and out; cost
-    is in the currency of the models' prices.
+    """Limits of what a tenant uses in a day and in a month, in UTC. null: no limit.
+
+    Tokens: prompt and completion tokens. Cost is in the currency of the models' prices.
     """
 
     tokens_per_day: int | None = Field(default=None, ge=0, description="Tokens of models per day, in UTC.")
@@ -87,32 +89,38 @@ class Budgets(Record):
         ge=0,
         description="Bytes of checkpoints, artifacts and uploads that are stored per day, less those deleted.",
     )
-    stored_bytes_per_month: int | None = Field(default=None, ge=0, description="The same per month.")
+    stored_bytes_per_month: int | None = Field(
+        default=None,
+        ge=0,
+        description="Bytes of checkpoints, artifacts and uploads that are stored per month, less those deleted.",
+    )
 
 
 class TenantPolicy(Record):
-    """Limits and rights of a tenant. None: no limit for this tenant."""
+    """Limits and rights of a tenant. null: no limit for this tenant."""
 
     # A field with a description is also an option of `toolcrew tenants set`.
     tools: Annotated[tuple[NamePattern, ...], Field(max_length=1000)] | None = Field(
-        default=None, description="Tools that it may call; * at the end matches any suffix."
+        default=None, description="Tools that the tenant may call; * at the end matches any suffix."
     )
     models: Annotated[tuple[NamePattern, ...], Field(max_length=1000)] | None = Field(
-        default=None, description="Models that its runs may use; * at the end matches any suffix."
+        default=None, description="Models that the tenant's runs may use; * at the end matches any suffix."
     )
-    weight: float = Field(default=1.0, ge=0.001, le=1000, description="Its share of slots relative to other tenants.")
-    in_flight: int = Field(default=1000, ge=1, le=1_000_000, description="Concurrent calls.")
-    queued: int = Field(default=10_000, ge=1, le=1_000_000, description="Waiting calls.")
-    rate_per_s: float | None = Field(default=None, ge=0.001, le=1_000_000, description="Calls per second.")
-    burst: int = Field(default=100, ge=1, le=1_000_000, description="Calls at once, beyond the rate.")
+    weight: float = Field(
+        default=1.0, ge=0.001, le=1000, description="The tenant's share of slots relative to other tenants."
+    )
+    in_flight: int = Field(default=1000, ge=1, le=1_000_000, description="Limit of concurrent calls.")
+    queued: int = Field(default=10_000, ge=1, le=1_000_000, description="Limit of waiting calls.")
+    rate_per_s: float | None = Field(default=None, ge=0.001, le=1_000_000, description="Limit of calls per second.")
+    burst: int = Field(default=100, ge=1, le=1_000_000, description="Limit of calls in a burst above the rate.")
     sandboxes: int = Field(
-        default=1000, ge=0, le=1_000_000, strict=True, description="Concurrently open sessions on all hosts together."
+        default=1000, ge=0, le=1_000_000, strict=True, description="Limit of open sessions on all hosts together."
     )
     commands: Annotated[tuple[CommandRule, ...], Field(max_length=1000)] = Field(
         default=(),
         description="A rule action:tool:words, as deny:bash_tool:git push; repeat it for more; replaces all rules.",
     )
-    sandbox: SandboxTerms = SandboxTerms()
+    sandbox: SandboxPolicy = SandboxPolicy()
     budgets: Budgets = Budgets()
     is_paused: bool = False
     """True while no call and no run of the tenant starts. `pause_reason` has the reason."""

@@ -38,7 +38,7 @@ COMMANDS: dict[str, dict[str, _CommandSource]] = {
         "runs": _CommandSource(
             "cli.runs", "runs_app", "List, show, follow, fork and cancel runs that programs started."
         ),
-        "calls": _CommandSource("cli.calls", "calls_app", "List, show and end calls."),
+        "calls": _CommandSource("cli.calls", "calls_app", "List, show and kill calls."),
         "approvals": _CommandSource(
             "cli.approvals", "approvals_app", "List the calls that wait for a decision, and decide."
         ),

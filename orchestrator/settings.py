@@ -34,11 +34,11 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     """
     approvals: Literal["auto", "ask", "never", "queue"] = "ask"
     """The treatment of a call that needs approval: `ask` asks at the terminal, `auto` allows the call, `never` denies
-    it, `queue` waits for an answer from elsewhere (docs/approvals.md). A batch team sets it for runs without a
-    terminal.
+    it, `queue` waits for a decision on the pages, over the API or by `toolcrew approvals` (docs/approvals.md).
+    A batch team sets it for runs without a terminal.
     """
     approvers: Literal["tenant", "operator"] = "tenant"
-    """The people who may answer the queue of questions: `tenant` includes the tenant, `operator` means operators only
+    """The people who may decide about waiting calls: `tenant` includes the tenant, `operator` means operators only
     (docs/approvals.md). The operator changes it for a tenant that must not approve its own calls.
     """
     approval_wait_s: float = Field(default=300.0, gt=0, le=7 * 86_400)
@@ -80,8 +80,8 @@ class OrchestratorSettings(SharedSettings, LogSettings):
     traces: Path = Field(default_factory=lambda: _find_state_home() / "toolcrew" / "traces")
     """The folder of the traces of runs (docs/observe.md). An operator changes it when its disk gets full."""
     api_rate: float = Field(default=200.0, gt=0)
-    """Requests a second of one API key at one process of the API; twice as many at once. An operator raises it when a
-    program gets status 429.
+    """Requests per second of one API key in one API process; a burst may have twice as many. An operator raises it when
+    a program gets status 429.
     """
     workspace_store: str | None = None
     """See sandboxd. The API writes uploads to it and reads artifacts from it. The operator sets it for batches with

@@ -89,7 +89,7 @@ def _operation(path: str, method: str, operation: Mapping[str, Any]) -> str:
         for status, response in operation["responses"].items()
         if status.startswith("2")
     ]
-    lines.append(f"\nAnswers: {', '.join(answers)}.\n")
+    lines.append(f"\nResponses: {', '.join(answers)}.\n")
     return "".join(lines)
 
 

@@ -159,7 +159,7 @@ class ApprovalAnswer(Record):
 
     def describe(self) -> str:
         """Return the answer as part of a sentence."""
-        return f"{'allowed' if self.is_allowed else 'refused'} by {self.by.label()} at {format_instant(self.at)}"
+        return f"{'allowed' if self.is_allowed else 'denied'} by {self.by.label()} at {format_instant(self.at)}"
 
 
 class UnknownQuestion(ToolFailure):
@@ -468,7 +468,7 @@ def build_answer(question: ApprovalQuestion, decision: Decision, by: Actor, at: 
     arguments = dict(decision.arguments) if decision.arguments is not None else None
     if arguments is not None and not decision.is_allowed:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, "a refused call has no arguments: omit the arguments, or allow the call"
+            ErrorCode.INVALID_ARGUMENTS, "a denied call has no arguments: omit the arguments, or allow the call"
         )
     try:
         text = dump_plain(arguments)

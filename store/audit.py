@@ -101,7 +101,7 @@ _ADD = f"{AUDIT_LUA}\naudit(KEYS[1], ARGV[1])\n"
 class Actor(Record):
     """The author of a change. `key`: the id of an API key, "local" for a system user with the pool's own secrets, or
     "sandbox" for a program of a session.
-    `name`: the name of the key or of the system user. `tenant`: the tenant of the key; None for a system user.
+    `name`: the name of the key or of the system user. `tenant`: the tenant of the key; null for a system user.
     """
 
     key: str = Field(max_length=64)
@@ -122,7 +122,7 @@ class Actor(Record):
         return self.name or self.key
 
 
-class AuditEntry(Record):
+class NewAuditEntry(Record):
     """A change and its author. `tenant`: the affected tenant, None for all tenants. `target`: the tool, tenant, key,
     approval, call, host, batch, run, session, skill, model endpoint or secret.
 
@@ -136,7 +136,7 @@ class AuditEntry(Record):
     details: dict[str, str] = Field(default_factory=dict, max_length=MAX_DETAILS)
 
 
-class Audited(AuditEntry):
+class AuditEntry(NewAuditEntry):
     """A stored change. `id`: unique in the deployment. `at`: by Redis's clock, in ISO 8601. `tenant`: the tenant that
     the change is about; null: all tenants. `target`: the tool, tenant, key, approval, call, host, batch or run.
     """
@@ -151,7 +151,7 @@ class AuditPage:
     or empty page is not necessarily the last one.
     """
 
-    entries: tuple[Audited, ...]
+    entries: tuple[AuditEntry, ...]
     cursor: str | None
 
 
@@ -171,7 +171,7 @@ def build_entry(
     *,
     tenant: str | None = None,
     details: Mapping[str, str | None] | None = None,
-) -> AuditEntry:
+) -> NewAuditEntry:
     """Return an entry. Empty details (None or "") are omitted; long details are shortened visibly.
 
     Raises ToolFailure(INVALID_ARGUMENTS): the target or the tenant is invalid. Build the entry before the change, so
@@ -179,7 +179,7 @@ def build_entry(
     """
     fitting = {name: _fitting(value) for name, value in (details or {}).items() if value}
     try:
-        return AuditEntry(actor=actor, action=action, tenant=tenant, target=target, details=fitting)
+        return NewAuditEntry(actor=actor, action=action, tenant=tenant, target=target, details=fitting)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field_path = ".".join(str(part) for part in first["loc"])
@@ -188,7 +188,7 @@ def build_entry(
         ) from error
 
 
-def entry_text(entry: AuditEntry) -> str:
+def entry_text(entry: NewAuditEntry) -> str:
     """Return the text of an entry for AUDIT_LUA."""
     return entry.model_dump_json(exclude_defaults=True)
 
@@ -218,7 +218,7 @@ class AuditedStore:
         return entry_text(build_entry(self._actor or local_actor(), action, target, tenant=tenant, details=details))
 
 
-def note_entry(pipe: "redis.asyncio.client.Pipeline", deployment: str, entry: AuditEntry) -> None:
+def note_entry(pipe: "redis.asyncio.client.Pipeline", deployment: str, entry: NewAuditEntry) -> None:
     """Add an operator's entry to a change in a MULTI transaction."""
     pipe.xadd(audit_key(deployment), {"entry": entry_text(entry)}, maxlen=MAX_ENTRIES, approximate=True)
 
@@ -230,7 +230,7 @@ class Audit:
         self._client, self._deployment = client, deployment
         self._add = client.register_script(_ADD)
 
-    async def add(self, entry: AuditEntry) -> None:
+    async def add(self, entry: NewAuditEntry) -> None:
         """Write an entry before a change outside of Redis. For changes in Redis, use AUDIT_LUA or `note_entry`.
 
         Raises BrokerUnavailable: the entry was not written, so the caller must not make the change.
@@ -262,7 +262,7 @@ class Audit:
         """
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit must be between 1 and {MAX_PAGE}, not {limit}")
-        cursor, entries, count_read = _parse_cursor(after) if after is not None else None, list[Audited](), 0
+        cursor, entries, count_read = _parse_cursor(after) if after is not None else None, list[AuditEntry](), 0
         owners = await self._owners(tenant)
         while count_read < MAX_LOOKED_AT:
             rows, is_last = await self._rows(cursor, owners)
@@ -374,19 +374,19 @@ class _Position(NamedTuple):
 _Row = tuple[_Position, Mapping[bytes, bytes]]
 
 
-def _fits(entry: AuditEntry, tenant: str | None, actions: tuple[AuditAction, ...], target: str | None) -> bool:
+def _fits(entry: NewAuditEntry, tenant: str | None, actions: tuple[AuditAction, ...], target: str | None) -> bool:
     return (
         tenant in (None, entry.tenant) and (not actions or entry.action in actions) and target in (None, entry.target)
     )
 
 
-def _parse(position: _Position, fields: Mapping[bytes, bytes]) -> Audited | None:
+def _parse(position: _Position, fields: Mapping[bytes, bytes]) -> AuditEntry | None:
     """Return an entry; None for an entry of a later release, which is not shown."""
     try:
-        entry = AuditEntry.model_validate_json(fields.get(b"entry", b""))
+        entry = NewAuditEntry.model_validate_json(fields.get(b"entry", b""))
     except ValidationError:
         return None
-    return Audited(**dict(entry), id=str(position), at=position.milliseconds / 1000)
+    return AuditEntry(**dict(entry), id=str(position), at=position.milliseconds / 1000)
 
 
 def _parse_cursor(text: str) -> _Position:

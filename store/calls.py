@@ -481,7 +481,7 @@ return 1
 
 
 class KillOrder(Record):
-    """An order to end a call, with its author and reason. `entry`: the entry for the audit log. The process that
+    """An order to kill a call, with its author and reason. `entry`: the entry for the audit log. The process that
     executes the order writes the entry.
     """
 
@@ -569,7 +569,7 @@ class CallStore:
         return CallState(record) if record else None
 
     async def kill(self, order: KillOrder, *, is_ours: bool = False) -> CallState | None:
-        """Store an order to end a call; repeatable. Return the resulting state of the call: FORBIDDEN if the call will
+        """Store an order to kill a call; repeatable. Return the resulting state of the call: FORBIDDEN if the call will
         never start. Return None for an unknown call: only the program that makes the call (`is_ours`) can then report
         its state.
         """

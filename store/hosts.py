@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from contract.hosts import HOST_TTL_S, RESTART_GRACE_S, HostReport
 from contract.names import control_queue, deployment_key, host_key, host_prefix, hosts_key, slots_key, tombstone_key
-from store.audit import AuditEntry, note_entry
+from store.audit import NewAuditEntry, note_entry
 from store.connection import RedisClient, SharedClock, SyncRedis, broker_errors, read_clock
 from telemetry.logs import get_logger
 
@@ -173,7 +173,7 @@ class HostStore:
         texts = await self._texts(await self._listed())
         return {queue for queue, text in texts.items() if text is not None and _parse_readable(text) is None}
 
-    async def send_drain(self, queue: str, envelope: str, entry: AuditEntry) -> None:
+    async def send_drain(self, queue: str, envelope: str, entry: NewAuditEntry) -> None:
         """Add a drain order to a worker's control list, and the entry to the audit log, in one step."""
         with broker_errors("the order to drain was not sent"):
             async with self._client.pipeline(transaction=True) as pipe:

@@ -49,7 +49,7 @@ class QueueSummary(Record):
 
 class TenantSummary(Record):
     """A tenant that is registered or has calls. `share`: share of its calls in all used slots. `fair_share`: share by
-    weight among the tenants that have calls, 0 without calls. `trouble`: why its policy cannot be read; the tenant is
+    weight among the tenants that have calls, 0 without calls. `problem`: why its policy cannot be read; the tenant is
     then not served.
     """
 
@@ -63,7 +63,7 @@ class TenantSummary(Record):
     share: float = Field(ge=0, le=1)
     fair_share: float = Field(ge=0, le=1)
     is_paused: bool
-    trouble: str = ""
+    problem: str = ""
 
 
 class BatchSummary(Record):
@@ -205,7 +205,7 @@ def _tenants(
             share=running / all_held if all_held else 0.0,
             fair_share=policy.weight / all_weight if name in data else 0.0,
             is_paused=policy.is_paused,
-            trouble=str(stored) if isinstance(stored, ConfigError) else "",
+            problem=str(stored) if isinstance(stored, ConfigError) else "",
         )
         tenants.append(summary)
     return tuple(sorted(tenants, key=lambda tenant: (-tenant.waiting, -tenant.held, tenant.tenant)))

@@ -46,7 +46,7 @@ FRESH_S = 1.0
 CATALOG_TTL_S = 15
 NAMES_TTL_S = 7 * 24 * 3600
 STARTED_BY = {
-    "sandbox": "`toolcrew serve worker` beside a sandboxd",
+    "sandbox": "`toolcrew serve worker` next to a sandboxd",
     "web": "`toolcrew serve worker --kind web`",
     "tools": "`toolcrew serve worker --kind web` with TOOLCREW_TOOL_MODULES or the tools' package",
 }
@@ -310,7 +310,7 @@ class RedisSwitches(AuditedStore):
         entry = self._entry(action, name, tenant=tenant, details=fields)
         field = switch_field(name, tenant)
         args = [field, seal_switch(self._keys, field, switch) if switch is not None else "", entry]
-        with broker_errors(f"{name} was not switched"):
+        with broker_errors(f"{name} was not enabled or disabled"):
             was_off = await self._turn_script(keys=[self._key, self._audit], args=args)
         self._cache.read_at = float("-inf")
         return bool(was_off)
@@ -372,6 +372,6 @@ class WorkerSwitches:
         when Redis does not answer: a tool that may be off must not run.
         """
         if (asked_at := self._cache.due()) is not None:
-            with broker_errors(f"the call was not run, because it is not known whether {name} is turned off"):
+            with broker_errors(f"the call was not run, because it is not known whether {name} is disabled"):
                 self._cache.learn(self._client.hgetall(self._key), asked_at)
         return find_switch(self._cache.switches, name, tenant)

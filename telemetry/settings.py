@@ -48,7 +48,7 @@ class TracingSettings(BaseSettings):
     )
     """The URL of the collector. `toolcrew doctor` checks it. The operator sets it together with TOOLCREW_TRACING."""
     is_disabled: bool = Field(default=False, validation_alias="OTEL_SDK_DISABLED")
-    """`true` turns tracing off. An operator sets it to stop all spans for a while."""
+    """`true` disables tracing. An operator sets it to stop all spans for a while."""
 
     @property
     def is_on(self) -> bool:

@@ -15,7 +15,7 @@ from orchestrator.approvals import asking
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.asking import build_record
 from store.approvals import ApprovalQuestion, ApprovalQueue, Approvers
-from store.audit import Actor, Audit, Audited
+from store.audit import Actor, Audit, AuditEntry
 from tests.builders import KEY, build_spec
 from tests.conftest import RedisProcess
 from tests.waiting import wait_until_async
@@ -57,7 +57,7 @@ class ApprovalHarness:
     def queue(self, keys: SigningKeys = KEY, approvers: Approvers = "tenant") -> ApprovalQueue:
         return ApprovalQueue(self.client, "d", keys, approvers)
 
-    async def entries(self) -> list[Audited]:
+    async def entries(self) -> list[AuditEntry]:
         return [*(await Audit(self.client, "d").read()).entries]
 
     async def until_pending(self, number: int = 1) -> list[ApprovalQuestion]:

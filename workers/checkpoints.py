@@ -207,7 +207,7 @@ class CheckpointMonitor:
             pause_s = min(MAX_PAUSE_S, self._every_s * 2**watched.failures)
             watched.retry_at = time.monotonic() + pause_s
             log.warning(
-                "session_checkpoint_failed", session=name.partition(":")[2], error=str(error), again_in_s=pause_s
+                "session_checkpoint_failed", session=name.partition(":")[2], error=str(error), retry_in_s=pause_s
             )
             return False
         watched.saved_at, watched.failures, watched.checkpoint = time.monotonic(), 0, checkpoint or ""

@@ -95,7 +95,7 @@ class ControlListener:
             try:
                 order = self._orders.take(self._queues, WAIT_S)
             except BrokerUnavailable as error:
-                log.warning("control_not_read", error=str(error))
+                log.warning("orders_not_read", error=str(error))
                 self._stop.wait(RETRY_S)
                 continue
             if order is not None:
@@ -105,7 +105,7 @@ class ControlListener:
         try:
             call, context = self._decode(data)
         except EnvelopeRefused as error:
-            log.error("control_refused", reason=error.reason, error=str(error))
+            log.error("order_refused", reason=error.reason, error=str(error))
             self._on_refused(error.reason)
             return
         # Wait for a free slot here, in the reading thread: orders beyond the limit stay in Redis.
@@ -144,9 +144,9 @@ class ControlListener:
                 is_obeyed = self._drain(call.arguments.get("lossy") is True)
             else:
                 is_obeyed = self._handler.obey(call, context, data)
-            log.info("control_obeyed", verb=call.name, call=call.id, done=is_obeyed)
+            log.info("order_executed", verb=call.name, call=call.id, done=is_obeyed)
         except ToolcrewError as error:
-            log.error("control_failed", verb=call.name, call=call.id, error=str(error))
+            log.error("order_failed", verb=call.name, call=call.id, error=str(error))
         finally:
             self._slots.release()
 

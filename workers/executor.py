@@ -24,7 +24,7 @@ from contract.errors import OPERATOR_CODES, BrokerUnavailable, ErrorCode, Operat
 from contract.registry import RELEASING, Switch, check_call, check_switches
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
-from contract.tenancy import SKILL_TOOL, SandboxTerms
+from contract.tenancy import SKILL_TOOL, SandboxPolicy
 from store.calls import CallClaim, WorkerCallStore
 from store.tenants import WorkerTenants
 from store.tools import WorkerSwitches
@@ -63,7 +63,7 @@ class CallPolicy:
 
         check_switches(find, spec, arguments)
 
-    def admit(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> SandboxTerms | None:
+    def admit(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> SandboxPolicy | None:
         """Check a call with its prepared arguments. Return the terms of the tenant's sandboxes; None without tenants.
 
         Raises ToolFailure: TOOL_DISABLED, UNKNOWN_TENANT, PERMISSION_DENIED, SECURITY_REFUSED; ConfigError,
@@ -76,7 +76,7 @@ class CallPolicy:
             return None
         if spec.name in RELEASING:
             # Also for a tenant that was removed or has no rights any more: its sandboxes must still be closed.
-            return SandboxTerms()
+            return SandboxPolicy()
         try:
             policy = self._tenants.policy(tenant)
         except ToolFailure:
@@ -156,7 +156,7 @@ class _PreparedCall:
     tool: WorkerTool
     arguments: dict[str, Any]
     aliases: list[str]
-    terms: SandboxTerms | None
+    terms: SandboxPolicy | None
 
 
 class Executor:

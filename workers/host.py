@@ -233,7 +233,7 @@ class SandboxHost:
             Duty("expiry", HEARTBEAT_S, partial(expiry.look, client()), "expired_sessions_not_forgotten", stop),
             Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.look, client()), "leftovers_not_closed", stop),
             Duty("usage", USAGE_EVERY_S, partial(usage.look, client()), "usage_not_counted", stop),
-            Duty("terms", HEARTBEAT_S, partial(terms_monitor.look, client()), "terms_not_sent", stop),
+            Duty("terms", HEARTBEAT_S, partial(terms_monitor.look, client()), "policies_not_sent", stop),
             Duty("secrets", SECRETS_EVERY_S, partial(secrets_monitor.look, client()), "secrets_not_sent", stop),
         ]
         every_s = self._checkpoint_every_s()
@@ -272,7 +272,7 @@ class SandboxHost:
         if setting_s:
             log.warning(
                 "checkpoints_not_made",
-                why="the checkpoints would not leave this host",
+                reason="the checkpoints would not leave this host",
                 remedy="set TOOLCREW_WORKSPACE_STORE to a store that all hosts share",
             )
         return 0.0

@@ -22,7 +22,7 @@ from contract.metrics import (
     SUM,
     WARM_SANDBOXES,
 )
-from contract.tenancy import SandboxTerms, TenantPolicy
+from contract.tenancy import SandboxPolicy, TenantPolicy
 from store.audit import SecretAudit, SecretUse, parse_uses
 from store.hosts import WorkerHostStore
 from store.metrics import Counts, WorkerMetricsStore
@@ -244,7 +244,7 @@ class TermsMonitor:
 
     def __init__(self, find_policy: Callable[[str], TenantPolicy]) -> None:
         self._find_policy = find_policy
-        self._sent: dict[str, SandboxTerms] = {}
+        self._sent: dict[str, SandboxPolicy] = {}
 
     def look(self, client: SandboxClient) -> int:
         """Run one round: send the terms that have changed. Return the number of tenants with changed terms.
@@ -262,7 +262,7 @@ class TermsMonitor:
                 count += 1
         return count
 
-    def _find_terms(self, tenant: str) -> SandboxTerms | None:
+    def _find_terms(self, tenant: str) -> SandboxPolicy | None:
         """Return the terms of the tenant's policy; None when they cannot be read now.
 
         A removed tenant keeps its last terms, without network.
@@ -272,9 +272,9 @@ class TermsMonitor:
         except ToolFailure as refused:
             if refused.code is not ErrorCode.UNKNOWN_TENANT:
                 raise
-            return self._sent.get(tenant, SandboxTerms()).model_copy(update={"network": "none"})
+            return self._sent.get(tenant, SandboxPolicy()).model_copy(update={"network": "none"})
         except OperatorError as error:
-            log.warning("terms_not_read", error=str(error))
+            log.warning("policies_not_read", error=str(error))
             return None
 
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from contract.calls import CallUsage, KillReport, SandboxInfo, SessionUsage
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from contract.sandboxes import SandboxOptions
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from workers.sandboxd.frames import MAX_DOWN, Frame, FrameDecoder, FrameError, encode_frame
 
 OPEN_TIMEOUT_S = 60.0
@@ -81,7 +81,7 @@ class SandboxClient:
         restore: str | None = None,
         network: str | None = None,
         options: SandboxOptions | None = None,
-        terms: SandboxTerms | None = None,
+        terms: SandboxPolicy | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> str:
         """Open a sandbox for the session. Return its id. For an open session the call returns the same id."""
@@ -101,7 +101,7 @@ class SandboxClient:
         workspace: str | None = None,
         network: str | None = None,
         options: SandboxOptions | None = None,
-        terms: SandboxTerms | None = None,
+        terms: SandboxPolicy | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Open a sandbox by its id.
@@ -172,7 +172,7 @@ class SandboxClient:
         *,
         call_id: str = "",
         on_data: Callable[[str, bytes], None] | None = None,
-        terms: SandboxTerms | None = None,
+        terms: SandboxPolicy | None = None,
         run: str | None = None,
     ) -> GuestResponse:
         """Run one request of docs/guest-protocol.md in the sandbox.
@@ -242,7 +242,7 @@ class SandboxClient:
         only = {"fence": fence} if fence is not None else {}
         return bool(self._request({"verb": "close", "sandbox": name, **only}, OPEN_TIMEOUT_S)["closed"])
 
-    def send_terms(self, tenant: str, terms: SandboxTerms) -> int:
+    def send_terms(self, tenant: str, terms: SandboxPolicy) -> int:
         """Replace the terms of a tenant for all of its sessions on this host. Return the number of these sessions."""
         return int(self._request({"verb": "terms", "tenant": tenant, **_build_terms_field(terms)}, 10.0)["sessions"])
 
@@ -386,7 +386,7 @@ class SandboxClient:
             raise
 
 
-def _build_terms_field(terms: SandboxTerms | None) -> dict[str, Any]:
+def _build_terms_field(terms: SandboxPolicy | None) -> dict[str, Any]:
     """Return the request field that contains the terms."""
     return {"terms": terms.model_dump(mode="json", exclude_none=True)} if terms is not None else {}
 
@@ -712,5 +712,5 @@ def _describe(error: ValidationError) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return the text without unpaired surrogates, which UTF-8 cannot encode."""
+    """Return the text without lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()

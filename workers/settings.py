@@ -211,8 +211,8 @@ class SandboxdSettings(LogSettings):
     folder. The operator changes it for a larger disk.
     """
     sandboxd_leases: Path = Field(default_factory=default_leases)
-    """The folder where the sandboxds of one host see which of them run. The operator sets it to a shared folder when
-    they run in containers.
+    """The folder of the lock files with which the sandboxds of one host detect each other. The operator sets it to a
+    shared folder when they run in containers.
     """
     sandbox_image: ImageNameText = DEFAULT_IMAGE
     """The image of a sandbox. The operator changes it to give all tenants more programs."""
@@ -237,7 +237,9 @@ class SandboxdSettings(LogSettings):
     only measured. The operator changes it when `auto` does not choose the wanted kind.
     """
     sandbox_workspace_bytes: int = Field(default=256 * MIB, ge=MIB)
-    """The size of a workspace, which holds one file for each 4 KiB. The operator raises it for large repositories."""
+    """The size of a workspace, which can hold at most one file per 4 KiB of this size. The operator raises it for large
+    repositories.
+    """
     max_sandboxes: int = Field(default=200, ge=1)
     """Containers at a time; an idle session gives its container to another one. The operator sets it by the memory of
     the host.
@@ -245,7 +247,7 @@ class SandboxdSettings(LogSettings):
     max_sessions: int = Field(default=1000, ge=1)
     """Open sessions at a time. The operator sets it by the disk of the host."""
     pool_size: int = Field(default=2, ge=0, le=1000)
-    """Unused sandboxes that are kept ready of the default image. The operator raises it when many sessions open at
+    """Unused sandboxes of the default image that are kept ready. The operator raises it when many sessions open at
     once.
     """
     idle_pause_s: float = Field(default=30.0, gt=0)
@@ -271,8 +273,8 @@ class SandboxdSettings(LogSettings):
     proxy runs as another user.
     """
     tenant_classes: dict[str, TenantClass] = Field(default={})
-    """A JSON object from the name of a class to what its tenants get instead of the settings above. The operator adds a
-    class when a tenant needs more.
+    """A JSON object: for the name of each class, the settings of its tenants' sandboxes, which replace the settings
+    above. The operator adds a class when a tenant needs more.
     """
 
     def allowed_uids(self) -> frozenset[int]:
@@ -296,8 +298,8 @@ class WebSettings(BaseSettings):
     )
 
     webfetch_allow_hosts: list[str] = Field(default=[])
-    """`host` or `host:port`: hosts that may have a private address, and with a port any port. The operator adds an
-    internal site that a batch team needs.
+    """Hosts that may have a private address. `host` opens every port of the host, `host:port` only that port. The
+    operator adds an internal site that a batch team needs.
     """
     webfetch_only_hosts: list[str] = Field(default=[])
     """The only hosts that pages are fetched from; `*.example.org` stands for the names below example.org. The operator
@@ -316,11 +318,11 @@ class WebSettings(BaseSettings):
     searxng_url: SecretStr | None = None
     """The URL of a SearXNG instance, which is asked first. The operator sets it to search without a paid service."""
     tavily_api_key: SecretStr | None = None
-    """The API key of Tavily, which is asked second. The operator sets it to turn the service on."""
+    """The API key of Tavily, which is asked second. The operator sets it to enable the service."""
     brave_api_key: SecretStr | None = None
-    """The API key of Brave Search, which is asked third. The operator sets it to turn the service on."""
+    """The API key of Brave Search, which is asked third. The operator sets it to enable the service."""
     exa_api_key: SecretStr | None = None
-    """The API key of Exa, which is asked last. The operator sets it to turn the service on."""
+    """The API key of Exa, which is asked last. The operator sets it to enable the service."""
 
 
 class EgressSettings(LogSettings):

@@ -65,7 +65,7 @@ def parse_question(payload: Mapping[str, Any]) -> ModelQuestion:
     try:
         return ModelQuestion.model_validate(payload)
     except ValidationError as error:
-        raise EnvelopeRefused(f"not a question for a model: {describe_invalid(error)}") from error
+        raise EnvelopeRefused(f"not a request to a model: {describe_invalid(error)}") from error
 
 
 def parse_answer(payload: Mapping[str, Any]) -> ModelAnswer:

@@ -299,7 +299,7 @@ class _Reader:
         draft.redirects.append((operator, target))
         if operator in ("<<", "<<-"):
             if draft.words and "[" in draft.words[-1].text:
-                self.mark_opaque("it may count in a subscript or begin a here-document")
+                self.mark_opaque("it may be arithmetic in a subscript, or begin a here-document")
             self._heredocs.append((draft, target, operator == "<<-"))
 
     def _add_word(self, commands: _CommandList) -> None:
@@ -454,7 +454,7 @@ class _Reader:
             if self.text.startswith(")", self.position):
                 self.position += 1
             else:
-                self.mark_opaque("parentheses may count or group")
+                self.mark_opaque("its parentheses may be arithmetic or group commands")
 
     def _read_special(self, character: str, *, is_first: bool) -> None:
         next_character = self.text[self.position + 1 : self.position + 2]
@@ -544,7 +544,7 @@ class _Reader:
             self.position, self._is_expanded = special.end(), True
         else:
             if text.startswith("$[", position):
-                self.mark_opaque("it counts in an old way")
+                self.mark_opaque("it uses the old arithmetic syntax $[...]")
             self._parts.append("$")
             self.position += 1
 

@@ -75,8 +75,8 @@ class ToolcrewTask(vf.Task[ToolcrewTaskData, ToolcrewState]):  # type: ignore[mi
         submission = trace.state.submission
         if submission is None:
             raise vf.TaskError(
-                "the files of the agent were not taken: use ToolcrewHarness, and limits.max_wall_s of the line instead "
-                "of a timeout of verifiers"
+                "the files of the agent were not copied from its sandbox: use ToolcrewHarness, and limits.max_wall_s "
+                "of the line instead of a timeout of verifiers"
             )
         if submission.refusal:
             trace.state.grade = Grade(reward=0.0, refusal=submission.refusal)

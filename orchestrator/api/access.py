@@ -19,7 +19,7 @@ from orchestrator.http.body_limits import find_header, refuse
 from orchestrator.http.problems import ApiProblem, response_to
 from orchestrator.sdk.client import ToolClient
 from store.api_keys import ApiKeys, Credential, Identity
-from store.audit import Audit, AuditAction, AuditEntry, build_entry
+from store.audit import Audit, AuditAction, NewAuditEntry, build_entry
 from store.model_endpoints import ModelEndpoints
 from store.secrets import SecretStore
 from store.tenants import RedisTenants
@@ -102,7 +102,7 @@ class Caller:
         if (entry := self.foreign_entry(action, target)) is not None:
             await Audit(self.app_state.parts.pool.redis, self.app_state.settings.deployment).add(entry)
 
-    def foreign_entry(self, action: AuditAction, target: str) -> AuditEntry | None:
+    def foreign_entry(self, action: AuditAction, target: str) -> NewAuditEntry | None:
         """Return the audit entry for an operator's action on another tenant, or None for the caller's own tenant."""
         if self.tenant == self.identity.tenant:
             return None

@@ -48,9 +48,9 @@ The file is stored in /tmp during the examination, and /tmp is small in a deploy
 """
 _ABOUT = """Runs, sessions, tools, approvals, batches, tenants and hosts of a toolcrew deployment.
 
-Each request carries an API key (`Authorization: Bearer KEY`), which says for which tenant it is; keys of operators may
-name another with `?tenant=`. Errors are `application/problem+json` with a closed `code`. Lists come in pages: give
-`next_cursor` as `cursor`. A `POST` with an `Idempotency-Key` is done once, however often it is sent."""
+Each request carries an API key (`Authorization: Bearer KEY`) of a tenant; operators' keys may select another tenant
+with `?tenant=`. Errors are `application/problem+json` with a `code` from a fixed list. Lists are paged: send
+`next_cursor` as `cursor`. A `POST` with an `Idempotency-Key` is executed once, even if it is sent several times."""
 
 
 def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:

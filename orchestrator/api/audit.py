@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query
 from orchestrator.api.access import OperatorCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, encode_cursor
 from orchestrator.api.problem_handlers import responses
-from store.audit import Audit, AuditAction, Audited
+from store.audit import Audit, AuditAction, AuditEntry
 
 router = APIRouter(prefix="/v1/audit", tags=["audit"], responses=responses())
 
@@ -22,7 +22,7 @@ async def read_audit(
         str | None, Query(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Only changes that concern this tenant.")
     ] = None,
     target: Annotated[str | None, Query(max_length=256)] = None,
-) -> Page[Audited]:
+) -> Page[AuditEntry]:
     """List the changes, the newest first. A page may be shorter than `limit` and not be the last:
     check `next_cursor`.
     """

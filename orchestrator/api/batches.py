@@ -17,6 +17,7 @@ from contract.run_events import FailureKind
 from contract.sandboxes import SandboxOptions, pick_options
 from contract.webhooks import MAX_URL_CHARS, Webhook
 from orchestrator.api.access import AnyCaller, Caller
+from orchestrator.api.idempotency import IdempotencyKey
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from orchestrator.api.problem_handlers import responses
 from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError, read_lines
@@ -58,27 +59,35 @@ class SubmittedBatch(BatchStatus):
 
 
 class BatchOptions(SandboxOptions):
-    """Options that apply to all lines; sizes and `user` to those that do not set them.
+    """Options that apply to all lines; sizes and `user` to those that do not set them."""
 
-    `id`: submitting the same lines with the same `id` continues the batch.
-    """
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    """The id of the batch. Submit the same lines with the same id to continue the batch."""
     name: str = Field(default="", max_length=200)
+    """The name that lists of batches show."""
     concurrency: int | None = Field(default=None, ge=1, le=10_000)
+    """Items that run at the same time, in all orchestrators. Default: the previous value, or 16 for a new batch."""
     model: str | None = Field(default=None, max_length=256)
+    """The model for lines that name none."""
     dialect: Literal["native", "tags", "json", "auto"] | None = None
+    """The format of tool calls, for lines that name none."""
     profile: ProfileName | None = None
+    """The tools and texts for the model. Default: `auto`."""
     max_iterations: int | None = Field(default=None, ge=1)
+    """Model replies per item, for lines that set no limit."""
     max_wall_s: float | None = Field(default=None, gt=0)
+    """Seconds that an item may run, without its setup."""
     max_tokens: int | None = Field(default=None, gt=0)
+    """Prompt and completion tokens that an item may use."""
     retries: int = Field(default=2, ge=0, le=20)
+    """New attempts of an item after infrastructure failures."""
     webhook_url: str | None = Field(default=None, max_length=MAX_URL_CHARS)
-    """Address that receives the end of the batch. The header `Webhook-Secret` contains the secret of the signature."""
+    """The URL that is notified at the end of the batch. The header `Webhook-Secret` has the secret of the signature."""
     ask: bool = False
-    """Let calls that need approval wait in the approvals queue.
-
-    Without `ask` the settings of the orchestrator allow or refuse these calls.
+    """Let calls that need approval wait for a decision. Default: TOOLCREW_APPROVALS of the orchestrator that runs the
+    item.
     """
 
 
@@ -90,7 +99,7 @@ class Retry(BaseModel):
     kinds: list[FailureKind] = [FailureKind.INFRASTRUCTURE]
 
 
-class Retried(BaseModel):
+class RetryResult(BaseModel):
     """Result of a retry. `items`: number of items that run again."""
 
     items: int
@@ -102,8 +111,10 @@ async def submit_batch(
     caller: AnyCaller,
     options: Annotated[BatchOptions, Query()],
     response: Response,
-    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
-    webhook_secret: Annotated[str | None, Header(max_length=256)] = None,
+    idempotency_key: IdempotencyKey = None,
+    webhook_secret: Annotated[
+        str | None, Header(max_length=256, description="The secret that signs the webhook.")
+    ] = None,
 ) -> SubmittedBatch:
     """Submit a batch: queue every line of the body.
 
@@ -181,11 +192,11 @@ async def delete_batch(batch_id: BatchId, caller: AnyCaller) -> None:
 
 
 @router.post("/{batch_id}/retry", responses=responses(404))
-async def retry_batch(batch_id: BatchId, body: Retry, caller: AnyCaller) -> Retried:
+async def retry_batch(batch_id: BatchId, body: Retry, caller: AnyCaller) -> RetryResult:
     """Retry the failed items with the selected kinds of failure."""
     runs = await _find_batch(caller, batch_id)
     entry = caller.foreign_entry("batch.retry", batch_id)
-    return Retried(
+    return RetryResult(
         items=await runs.batches.resume(batch_id, body.kinds, entry_text(entry) if entry is not None else "")
     )
 
@@ -193,7 +204,7 @@ async def retry_batch(batch_id: BatchId, body: Retry, caller: AnyCaller) -> Retr
 @router.get(
     "/{batch_id}/results",
     response_class=Response,
-    responses={**responses(404), 200: {"description": "A row a line", "content": {ROWS_TYPE: {}}}},
+    responses={**responses(404), 200: {"description": "One row per line", "content": {ROWS_TYPE: {}}}},
 )
 async def batch_results(batch_id: BatchId, caller: AnyCaller) -> Response:
     """Return the rows of all finished items, succeeded and failed, as one JSON object per line."""

@@ -19,14 +19,14 @@ CallId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class Kill(BaseModel):
-    """A request to end a call. `reason`: the text that the caller of the call reads."""
+    """A request to kill a call. `reason`: the text that the caller of the call reads."""
 
     model_config = ConfigDict(extra="forbid")
 
     reason: str = Field(default="", max_length=500)
 
 
-class Killed(BaseModel):
+class KillResult(BaseModel):
     """The state of the call. `was_over`: the call had already ended before the request."""
 
     call: str
@@ -58,8 +58,8 @@ async def get_call(call_id: CallId, caller: AnyCaller) -> dict[str, Any]:
 
 
 @router.post("/{call_id}/kill", responses=responses(404))
-async def kill_call(call_id: CallId, body: Kill, caller: AnyCaller) -> Killed:
-    """End a call. A waiting call never starts. A running call is killed with all its processes.
+async def kill_call(call_id: CallId, body: Kill, caller: AnyCaller) -> KillResult:
+    """Kill a call. A waiting call never starts. A running call ends with all its processes.
 
     The caller of the call receives the error CANCELLED.
     """
@@ -75,7 +75,7 @@ async def kill_call(call_id: CallId, body: Kill, caller: AnyCaller) -> Killed:
         if failure.code is ErrorCode.INVALID_ARGUMENTS:
             raise _unknown(caller, call_id) from failure
         raise
-    return Killed(
+    return KillResult(
         call=call_id, state=killed.record.state.value, error_code=killed.record.code or None, was_over=killed.was_over
     )
 

@@ -4,9 +4,9 @@ import asyncio
 import hashlib
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +17,7 @@ from contract.errors import ErrorCode
 from orchestrator.admission import WaitNotice, report_waiting, was_not_admitted
 from orchestrator.api.access import AnyCaller, find_caller
 from orchestrator.api.exact_json import dump_exactly
-from orchestrator.api.idempotency import note_undone
+from orchestrator.api.idempotency import IdempotencyKey, note_undone
 from orchestrator.api.problem_handlers import responses
 from orchestrator.api.sessions import SESSION_ID, SessionId
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
@@ -104,7 +104,7 @@ async def call_tool(
     body: NewCall,
     caller: AnyCaller,
     request: Request,
-    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Run a tool once. The status is 200 even if the tool fails: `success` and `error_code` contain the outcome.
 

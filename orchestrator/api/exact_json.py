@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 
 
 class ExactJson(JSONResponse):
-    """JSON response that escapes unpaired surrogates.
+    """JSON response that escapes lone surrogates.
 
     The text of a model may contain them. A person who decides about a call must see exactly what would run.
     """

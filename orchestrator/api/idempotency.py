@@ -12,8 +12,9 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+from fastapi import Header
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from contract.errors import BrokerUnavailable, OperatorError, ToolFailure
@@ -27,6 +28,10 @@ from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+IdempotencyKey = Annotated[
+    str | None,
+    Header(max_length=255, description="A key of your choice. Requests with the same key are executed once."),
+]
 MAX_ANSWER_BYTES = 1024 * 1024
 KEPT_FIRST_S = 1.0
 """Limit in seconds of the wait for storing the response before its end is sent.
@@ -205,7 +210,7 @@ async def _read(receive: Receive) -> bytes:
     while is_more:
         message = await receive()
         if message["type"] != "http.request":
-            raise ApiProblem(ApiCode.MALFORMED_REQUEST, "the request ended before its body was complete")
+            raise ApiProblem(ApiCode.MALFORMED_REQUEST, "the request ended before its body was complete: send it again")
         body += message.get("body", b"")
         is_more = message.get("more_body", False)
         if len(body) > JSON_BYTES:

@@ -20,6 +20,7 @@ from contract.session_locations import MAX_FORKS
 from contract.webhooks import Webhook
 from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.exact_json import dump_exactly
+from orchestrator.api.idempotency import IdempotencyKey
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from orchestrator.api.problem_handlers import responses
 from orchestrator.api.sessions import FileAnswer
@@ -84,7 +85,7 @@ class NewRun(SandboxOptions):
         try:
             self.model_dump_json()
         except ValueError as error:
-            raise ValueError("a text contains a single surrogate, which is not a character: remove it") from error
+            raise ValueError("a text contains a lone surrogate, which is not a character: remove it") from error
         return self
 
     def body(self) -> RunBody:
@@ -160,7 +161,7 @@ async def start_run(
     body: NewRun,
     caller: AnyCaller,
     response: Response,
-    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> RunView:
     """Queue a run. An orchestrator starts the run within a moment. Another orchestrator continues the run if the first
     dies.
@@ -212,7 +213,7 @@ async def fork_run(
     run_id: RunId,
     body: NewRunForks,
     caller: AnyCaller,
-    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> RunForks:
     """Queue runs that share the first steps of a run and continue from its session as it was then. The run must keep
     its states; it may still be running. No request to the model and no call of the shared steps is repeated.

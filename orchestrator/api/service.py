@@ -88,11 +88,11 @@ class ApiService:
                 ) as runner:
                     await RunService(runner, GRACE_S, stopping).run()
             except OperatorError as error:
-                log.error("api_orchestrator_ended", error=str(error), again_in_s=AGAIN_S)
+                log.error("api_orchestrator_ended", error=str(error), retry_in_s=AGAIN_S)
             except Exception:
                 # the edge of the orchestrator: without this loop the API would still accept runs after an unhandled
                 # error, but no process might run them, and no operator would know
-                log.exception("api_orchestrator_failed", again_in_s=AGAIN_S)
+                log.exception("api_orchestrator_failed", retry_in_s=AGAIN_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_S):
                     await stopping.draining.wait()

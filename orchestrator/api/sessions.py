@@ -113,7 +113,7 @@ class Forks(BaseModel):
     sessions: list[SessionView]
 
 
-class Written(BaseModel):
+class WrittenFile(BaseModel):
     """A written file. `path`: as in the request. `bytes`: the size of the file."""
 
     path: str
@@ -212,13 +212,13 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
         }
     },
 )
-async def write_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> Written:
+async def write_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> WrittenFile:
     """Write a whole file atomically. Missing folders are created. The limit is 64 MiB."""
     async with caller.app_state.files.turn(caller.identity.key_id):
         session = await _with_path(caller, session_id, path)
         data = await request.body()
         await session.write_file(path, data)
-        return Written(path=path, bytes=len(data))
+        return WrittenFile(path=path, bytes=len(data))
 
 
 async def _with_path(caller: AnyCaller, session_id: str, path: str) -> Session:

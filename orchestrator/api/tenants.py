@@ -22,12 +22,12 @@ Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 class TenantView(BaseModel):
     """A tenant. `policy`: the limits of the tenant; null when the stored policy cannot be read.
-    `trouble`: the reason.
+    `problem`: the reason.
     """
 
     name: str
     policy: TenantPolicy | None
-    trouble: str = ""
+    problem: str = ""
 
 
 class NewTenant(BaseModel):
@@ -47,7 +47,7 @@ class Pause(BaseModel):
     reason: str = Field(default="", max_length=500)
 
 
-class Removed(BaseModel):
+class RemovedTenant(BaseModel):
     """A removed tenant. `keys`: number of API keys that were revoked."""
 
     keys: int
@@ -110,12 +110,12 @@ async def set_tenant(name: Name, policy: TenantPolicy, caller: AdminCaller) -> T
 
 
 @router.delete("/{name}", responses=responses(404))
-async def remove_tenant(name: Name, caller: AdminCaller) -> Removed:
+async def remove_tenant(name: Name, caller: AdminCaller) -> RemovedTenant:
     """Remove a tenant and revoke its keys. Its open sessions expire.
 
     The name cannot be registered again, because data of the tenant may still be stored.
     """
-    return Removed(keys=await caller.tenants.remove(name))
+    return RemovedTenant(keys=await caller.tenants.remove(name))
 
 
 @router.post("/{name}/pause", responses=responses(404))
@@ -166,5 +166,5 @@ async def _check_tools(caller: Caller, name: str, policy: TenantPolicy) -> None:
 
 def _view(name: str, policy: TenantPolicy | ConfigError) -> TenantView:
     if isinstance(policy, ConfigError):
-        return TenantView(name=name, policy=None, trouble=str(policy))
+        return TenantView(name=name, policy=None, problem=str(policy))
     return TenantView(name=name, policy=policy)

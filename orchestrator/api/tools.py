@@ -1,4 +1,4 @@
-"""Tools over HTTP: list the tools with their states, and turn tools on and off."""
+"""Tools over HTTP: list the tools with their states, and enable and disable tools."""
 
 from typing import Any, Literal
 
@@ -14,8 +14,8 @@ from orchestrator.api.problem_handlers import responses
 router = APIRouter(prefix="/v1/tools", tags=["tools"], responses=responses())
 
 
-class Off(BaseModel):
-    """A record that a tool is turned off. `by`: the API key or tenant that turned the tool off. `at`: ISO 8601."""
+class DisabledTool(BaseModel):
+    """A record that a tool is disabled. `by`: the API key or tenant that disabled the tool. `at`: ISO 8601."""
 
     by: str
     at: str
@@ -25,14 +25,14 @@ class Off(BaseModel):
 class ToolView(BaseModel):
     """A tool that the workers publish.
 
-    `state`: the state for the tenant of the request: enabled, disabled (turned off), or forbidden (not allowed by the
-    tenant's policy). `off`: who turned the tool off; null: not turned off.
+    `state`: the state for the tenant of the request: enabled, disabled (by an operator), or forbidden (not allowed by
+    the tenant's policy). `off`: who disabled the tool; null: not disabled.
     """
 
     name: str
     description: str
     state: Literal["enabled", "disabled", "forbidden"]
-    off: Off | None = None
+    off: DisabledTool | None = None
     pool: str
     parameters: dict[str, Any]
     timeout_s: float | None
@@ -68,10 +68,10 @@ async def get_tool(name: str, caller: AnyCaller) -> ToolView:
 @router.patch(
     "/{name}",
     response_model=ToolView,
-    responses={**responses(404), 204: {"description": "The switch is set, and no worker serves the tool now"}},
+    responses={**responses(404), 204: {"description": "The change is stored, and no worker serves the tool now"}},
 )
 async def change_tool(name: str, change: ToolChange, caller: OperatorCaller) -> ToolView | Response:
-    """Turn a tool on or off, for all tenants or for one tenant.
+    """Enable or disable a tool, for all tenants or for one tenant.
 
     The change reaches every worker within 2 seconds. The audit log contains the change.
     """
@@ -89,5 +89,5 @@ def view_tool(state: ToolState) -> ToolView:
     """Build the view of a tool for clients."""
     spec, switch = state.spec, state.switch
     fields = spec.model_dump(include=set(ToolView.model_fields) - {"state", "off"})
-    off = Off(by=switch.by, at=format_instant(switch.at), reason=switch.reason) if switch is not None else None
+    off = DisabledTool(by=switch.by, at=format_instant(switch.at), reason=switch.reason) if switch is not None else None
     return ToolView(**fields, state=state.state, off=off)

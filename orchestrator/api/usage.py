@@ -19,7 +19,7 @@ DEFAULT_DAYS = 30
 
 
 class Usage(BaseModel):
-    """Used resources. `calls`: those with a result. `cpu_s`: calls, background jobs and starts of sandboxes.
+    """Used resources. `calls`: number of calls with a result. `cpu_s`: calls, background jobs and starts of sandboxes.
     `sandbox_s`: time of sessions with a container. `read_bytes`, `written_bytes`: disks, without the kernel's cache and
     files in memory. `network_bytes`: through the egress proxy, in both directions. `cost`: in the currency of the
     models' prices; replies without token counts do not count. `stored_bytes`: checkpoints, also automatic ones,
@@ -47,7 +47,9 @@ class UsagePeriod(Usage):
 
 
 class UsageReport(BaseModel):
-    """Usage of a tenant. `data`: periods with use, the oldest first. `total`: their sum. `budgets`: those of now."""
+    """Usage of a tenant. `data`: periods with use, the oldest first. `total`: their sum. `budgets`: their current
+    state.
+    """
 
     tenant: str
     by: By
@@ -67,10 +69,9 @@ async def get_usage(
     """Return what a tenant used by hour or day in UTC, and its budgets. Hours are kept for 400 days; a report by hour
     covers 31 days.
 
-    Amounts are counted in the step that stores a result, and every 10 s. sandboxd reports totals of a session and Redis
-    adds the difference, so nothing counts twice, and a call whose result was lost counts for its tenant. What a session
-    uses between calls counts for the session only. A sandboxd that is killed loses what was used since its last report.
-    Programs can hide bytes of disks, but no CPU time.
+    Amounts are updated when a call ends and every 10 s. Nothing is counted twice, and a call with a lost result counts.
+    Usage between calls counts for the session only. If sandboxd is killed, the usage since its last report is lost.
+    Programs can hide disk bytes, but not CPU time.
     """
     if not caller.identity.may_act_for(name):
         raise ApiProblem(

@@ -99,7 +99,7 @@ class CallbackApprover:
         return (
             answer
             if isinstance(answer, Decision)
-            else Decision(answer is True, "" if answer is True else "the call was refused")
+            else Decision(answer is True, "" if answer is True else "the call was denied")
         )
 
 
@@ -127,9 +127,7 @@ class ConsoleApprover:
                 self._write.write("\n(withdrawn: no answer is needed any more)\n")
                 self._write.flush()
                 raise
-        return (
-            Decision(True) if answer.strip().lower() in ("y", "yes") else Decision(False, "the user refused the call")
-        )
+        return Decision(True) if answer.strip().lower() in ("y", "yes") else Decision(False, "the user denied the call")
 
 
 def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bool) -> Approver:
@@ -140,7 +138,7 @@ def choose_approver(mode: Literal["auto", "ask", "never"], *, is_interactive: bo
     if mode == "auto":
         return AutoApprover()
     if mode == "never":
-        return RefusingApprover("approvals are switched off (TOOLCREW_APPROVALS=never)")
+        return RefusingApprover("calls that need approval are denied here (TOOLCREW_APPROVALS=never)")
     if is_interactive:
         return ConsoleApprover()
     return RefusingApprover(

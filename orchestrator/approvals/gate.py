@@ -106,7 +106,7 @@ async def review(
         decision = await _ask(approver, request, ttl_s)
         on_event(_decided(run, request, decision))
         if not decision.is_allowed:
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, decision.reason or "the call was refused")
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, decision.reason or "the call was denied")
         # The approver or the caller may have changed its copy of the call during the question. Either change makes the
         # approval invalid, because the person decided about different arguments.
         is_same = _seal(call, tenant, session) == digest and decision.digest in ("", approval.digest)

@@ -155,7 +155,7 @@ def _load(path: Path) -> dict[str, Any]:
             f"{path}: the approval policy cannot be read: {error.strerror}. Correct the path or omit it"
         ) from error
     if len(raw) > MAX_POLICY_BYTES:
-        raise ConfigError(f"{path}: the approval policy is larger than {MAX_POLICY_BYTES} bytes")
+        raise ConfigError(f"{path}: the approval policy is larger than {MAX_POLICY_BYTES} bytes: use fewer rules")
     try:
         data = readers[path.suffix](raw.decode())
     except (ValueError, RecursionError) as error:

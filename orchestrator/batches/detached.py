@@ -13,7 +13,10 @@ WORKSPACE = (
     "the workspace or the grader's files are a path of the submitter's machine, which a service cannot read: set "
     "TOOLCREW_WORKSPACE_STORE so that they are uploaded, or use the id of an upload"
 )
-ARTIFACTS = "the artifacts would go to a folder of the submitter's machine, which a service cannot write"
+ARTIFACTS = (
+    "the artifacts would go to a folder of the submitter's machine, which a service cannot write: submit the batch "
+    "without --artifacts"
+)
 
 
 def find_paths(item: BatchItem, artifacts: str | None) -> Iterator[str]:

@@ -233,10 +233,10 @@ class _Reader:
         try:
             text = _decode(line)
             fields = parse_object(text, MAX_VALUES, MAX_DEPTH)
-            # UTF-8 cannot encode half of a surrogate pair, which an escape may write.
+            # UTF-8 cannot encode a lone surrogate, which an escape may write.
             json.dumps(fields, ensure_ascii=False).encode() if "\\u" in text else None
         except UnicodeEncodeError:
-            return self._add_error(LineError("a text has half of a surrogate pair: write both halves", number))
+            return self._add_error(LineError("a text has a lone surrogate: write both halves of the pair", number))
         except InvalidJson as error:
             return self._add_error(LineError(f"{_NOT_AN_OBJECT} ({error.message}): fix it", number, error.column))
         for path, message in self._take(number, fields, text.count(",") + text.count("{") + text.count("[")):

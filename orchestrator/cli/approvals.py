@@ -29,7 +29,8 @@ Digest = Annotated[
     str | None,
     typer.Option(
         "--digest",
-        help="The digest of the call that you saw, or its first 8 characters. Another call is not decided.",
+        help="The digest of the call that you saw, or its first 8 characters. The command fails if the call has "
+        "another digest.",
     ),
 ]
 MIN_DIGEST_CHARS = 8

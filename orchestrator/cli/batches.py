@@ -63,7 +63,8 @@ Concurrency = Annotated[
         "--concurrency",
         min=1,
         max=10_000,
-        help="Items that run at the same time, in all orchestrators. Default: as before, first 16.",
+        help="Items that run at the same time, in all orchestrators. Default: the previous value, or 16 for a new "
+        "batch.",
     ),
 ]
 
@@ -192,7 +193,8 @@ def resume(
         typer.Option(
             "--retry",
             metavar="KINDS",
-            help="Retry only items that failed so: model, tool, grader, infrastructure, input, cancelled, or all.",
+            help="Retry only items with these kinds of failure: model, tool, grader, infrastructure, input, cancelled, "
+            "or all.",
         ),
     ] = None,
     output: RowsFile = None,

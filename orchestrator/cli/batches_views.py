@@ -76,10 +76,13 @@ async def _find_tenants(client: ToolClient, tenant: str | None) -> list[str]:
 async def batches_show(
     batch: BatchId,
     logs: Annotated[
-        bool, typer.Option("--logs", help="Print its latest failures, retries and notices instead.")
+        bool, typer.Option("--logs", help="Print the latest failures, retries and notices of the batch instead.")
     ] = False,
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Show its progress instead, like `submit`, until it has ended.")
+        bool,
+        typer.Option(
+            "-f", "--follow", help="Show the progress of the batch instead, like `submit`, until it has ended."
+        ),
     ] = False,
     tenant: Tenant = None,
     as_json: Annotated[

@@ -55,7 +55,7 @@ async def calls_kill(
     tenant: Tenant = None,
     as_json: Json = False,
 ) -> Output:
-    """Stop a call that waits or runs, and return when it has ended.
+    """Kill a call that waits or runs, and return when it has ended.
 
     The caller receives CANCELLED with the name of the key and the reason.
     """

@@ -10,7 +10,7 @@ from contract.errors import ConfigError, ErrorCode, ToolFailure
 from orchestrator.cli.clients import open_client
 from orchestrator.cli.runner import Json, Output, as_command, list_output
 from orchestrator.settings import load_settings
-from store.audit import ACTIONS, MAX_PAGE, AuditAction, Audited
+from store.audit import ACTIONS, MAX_PAGE, AuditAction, AuditEntry
 
 Tenants = Annotated[str | None, typer.Option("--tenant", help="Only changes that concern this tenant.")]
 Actions = Annotated[
@@ -38,7 +38,7 @@ async def changes_list(
     """List changes of tools, tenants, keys, approvals, hosts and calls, newest first. Needs an operator's key."""
     if load_settings().redis_url is None:
         raise ConfigError("TOOLCREW_REDIS_URL is not set. Set it to the Redis of the pool whose audit you want to read")
-    actions, entries, cursor = _parse_actions(action or []), list[Audited](), None
+    actions, entries, cursor = _parse_actions(action or []), list[AuditEntry](), None
     async with open_client(needs_workers=False) as client:
         log = await client.audit()
         while len(entries) < number:
@@ -66,7 +66,7 @@ def _quote_value(value: str) -> str:
     return value if value.isprintable() and value and " " not in value else json.dumps(value, ensure_ascii=False)
 
 
-def _row(entry: Audited) -> dict[str, Any]:
+def _row(entry: AuditEntry) -> dict[str, Any]:
     details = "  ".join(f"{name}={_quote_value(value)}" for name, value in entry.details.items())
     return {
         "at": format_instant(entry.at),

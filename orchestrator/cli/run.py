@@ -147,7 +147,7 @@ def run(
     """
     check_format(dialect, profile)
     if not text:
-        raise typer.BadParameter("the instruction is empty")
+        raise typer.BadParameter("the instruction is empty: give a text")
     view, refused, saver = RunPrinter(Console(stderr=True)), list[str](), WorkspaceSaver(save_workspace, checkpoint)
     run_files: list[RunFiles] = []
 

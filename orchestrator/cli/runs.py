@@ -52,10 +52,13 @@ async def runs_list(
 @as_command
 async def runs_show(
     run: RunName,
-    transcript: Annotated[bool, typer.Option("--transcript", help="Also print its messages.")] = False,
-    events: Annotated[bool, typer.Option("--events", help="Print its events instead, one per line.")] = False,
+    transcript: Annotated[bool, typer.Option("--transcript", help="Also print the messages of the run.")] = False,
+    events: Annotated[
+        bool, typer.Option("--events", help="Print the events of the run instead, one per line.")
+    ] = False,
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Print its events instead, one per line, until the run has ended.")
+        bool,
+        typer.Option("-f", "--follow", help="Print the events of the run instead, one per line, until it has ended."),
     ] = False,
     after: Annotated[str, typer.Option("--after", help="Only events after the event with this id.")] = "",
     tenant: Tenant = None,

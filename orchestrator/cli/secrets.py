@@ -28,10 +28,13 @@ async def secrets_set(
     name: Name,
     host: Annotated[
         list[str] | None,
-        typer.Option("--host", help="A host that may get it: NAME or NAME:PORT. Repeatable. Default: no host."),
+        typer.Option(
+            "--host",
+            help="A host that may receive the secret: NAME or NAME:PORT. Repeatable. Default: no host.",
+        ),
     ] = None,
     place: Annotated[
-        str, typer.Option("--place", help="Its place in a request: header:NAME, query:NAME or basic.")
+        str, typer.Option("--place", help="The place of the secret in a request: header:NAME, query:NAME or basic.")
     ] = "header:Authorization",
     source: Annotated[
         Path | None, typer.Option("--from", help="The file with the value. Default: stdin.", dir_okay=False)
@@ -50,7 +53,14 @@ async def secrets_set(
 
 @secrets_app.command("list")
 @as_command
-async def secrets_list(of_deployment: OfDeployment = False, tenant: Tenant = None, as_json: Json = False) -> Output:
+async def secrets_list(
+    of_deployment: Annotated[
+        bool,
+        typer.Option("--deployment", help="List the secrets of the deployment itself, such as a model's API key."),
+    ] = False,
+    tenant: Tenant = None,
+    as_json: Json = False,
+) -> Output:
     """List the secrets by name, without their values. No command shows a value."""
     async with open_deployment(_needed_role(of_deployment)) as deployment:
         found = await deployment.secrets.all(_find_owner(deployment, tenant, of_deployment))

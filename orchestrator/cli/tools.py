@@ -129,7 +129,7 @@ def state_lines(state: ToolState) -> list[str]:
 
 def _describe_switch(switch: Switch) -> str:
     reason = f" ({switch.reason})" if switch.reason else ""
-    return f"turned off by {switch.by or 'an unknown user'} at {format_instant(switch.at)}{reason}"
+    return f"disabled by {switch.by or 'an unknown user'} at {format_instant(switch.at)}{reason}"
 
 
 def _require_pool() -> None:

@@ -62,7 +62,7 @@ class TracePrinter(RunPrinter):
                 warning = f" (dangerous: {event.warning})" if event.warning else ""
                 self._line(f"   approval: {event.reason}{warning}", "magenta")
             case ApprovalDecided():
-                decision = "allowed" if event.is_allowed else "refused"
+                decision = "allowed" if event.is_allowed else "denied"
                 changed = ", with other arguments" if event.is_changed else ""
                 self._line(f"   {decision}{changed}{': ' + event.reason if event.reason else ''}", "magenta")
             case SandboxReady():

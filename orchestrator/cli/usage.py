@@ -21,10 +21,15 @@ async def tenants_usage(
     by: Annotated[By, typer.Option("--by", help="Length of the periods, in UTC.")] = "day",
     start: Annotated[
         datetime | None,
-        typer.Option("--from", formats=_TIME, help="In UTC. Default: 30 days ago, by hour a day ago."),
+        typer.Option(
+            "--from",
+            formats=_TIME,
+            help="Start of the report, in UTC. Default: 30 days before --to; with --by hour, one day.",
+        ),
     ] = None,
     end: Annotated[
-        datetime | None, typer.Option("--to", formats=_TIME, help="In UTC, not included. Default: now.")
+        datetime | None,
+        typer.Option("--to", formats=_TIME, help="End of the report, in UTC; this time is not included. Default: now."),
     ] = None,
     tenant: Tenant = None,
     as_json: Json = False,

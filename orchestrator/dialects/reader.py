@@ -15,7 +15,7 @@ from orchestrator.dialects.tag_events import TagCall, TagEvent
 from orchestrator.dialects.tag_parser import TagStreamParser
 from telemetry.logs import get_logger
 
-BROKEN = "the connection to the model broke off, so this call was not run; write it again"
+BROKEN = "the connection to the model was interrupted, so this call was not run; write it again"
 CUT = "the reply was cut at the token limit, so this call was not run; write it again, shorter"
 TAG_HINT = (
     'Use <name value="..." />, escape " as &quot;, or put long text between <name> and </name>. Close the call with '

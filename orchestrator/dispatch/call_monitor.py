@@ -53,7 +53,7 @@ class _CallTask:
 
 
 class CallMonitor:
-    """Monitors all calls of a process in one task. Twice a second the task reads the orders to end calls. Every two
+    """Monitors all calls of a process in one task. Twice a second the task reads the orders to kill calls. Every two
     seconds it reads the records of calls that take longer than usual, and the reports of their hosts.
 
     `fail(task_id, error)` raises the error in the caller that awaits that task.
@@ -101,7 +101,7 @@ class CallMonitor:
     # --- Calls that an operator ends -------------------------------------------------------------------------------
 
     async def watch(self, tenant: str, call_id: str, work: Awaitable[ToolResult]) -> ToolResult:
-        """Return the result of the call that `work` makes. An order to end the call stops `work` if the call has not
+        """Return the result of the call that `work` makes. An order to kill the call stops `work` if the call has not
         begun. If the call has begun, its worker ends it, and the result says which actor ended it and why.
 
         Raises ToolFailure(CANCELLED) for a call that was stopped, and the exceptions of `work`.

@@ -206,7 +206,9 @@ def _unpack(stored: dict[str, Any], attempt: Attempt) -> Any:
     if status == "SUCCESS" or answer is not None:
         return answer
     if status == "REVOKED":
-        raise DeliveryFailed(ErrorCode.TIMEOUT, "the call waited in the queue until after its deadline and was not run")
+        raise DeliveryFailed(
+            ErrorCode.TIMEOUT, "the call waited in the queue until after its deadline and was not run: send it again"
+        )
     kind = result.get("exc_type", "") if isinstance(result, dict) else ""
     message = _exception_text(result.get("exc_message", "")) if isinstance(result, dict) else str(result)
     if kind == HOST_LOST_TYPE:

@@ -101,7 +101,7 @@ class Delivery:
             work = self._deliver(request)
             if self._monitor is None:
                 return await work
-            # The monitor surrounds all attempts: an order to end the call also reaches a call that waits for its slot.
+            # The monitor surrounds all attempts: an order to kill the call also reaches a call that waits for its slot.
             return await self._monitor.watch(request.tenant, request.call.id, work)
         except asyncio.CancelledError:
             pool_queue = POOL_QUEUES.get(request.spec.pool)
@@ -117,7 +117,7 @@ class Delivery:
             return await self._deliver_to_pool(_Progress(request, self._calls))
         if queue is None:
             raise ConfigError(
-                f"{request.call.name} runs where its session lives, and this program has no pool of hosts"
+                f"{request.call.name} runs in a session, and this program has no pool of hosts: connect to a pool"
             )
         try:
             return await self._send(request, queue)

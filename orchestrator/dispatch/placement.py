@@ -173,6 +173,4 @@ def _explain(hosts: Sequence[HostReport], able: Sequence[HostReport], needs: Hos
     if not any(needs.tenant_class in host.classes for host in hosts):
         classes = ", ".join(sorted({name for host in hosts for name in host.classes}))
         return f"no host has the tenant class '{needs.tenant_class}'; the hosts have: {classes}"
-    return (
-        f"none of the {len(hosts)} hosts takes sessions now (draining, silent, or just lost): see `toolcrew hosts list`"
-    )
+    return f"none of the {len(hosts)} hosts takes sessions now (draining, unhealthy or lost): see `toolcrew hosts list`"

@@ -398,7 +398,8 @@ class Session:
         SandboxUnavailable. Then no session was made.
         """
         if not 1 <= n <= MAX_FORKS:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"a session is forked 1 to {MAX_FORKS} times, not {n}")
+            message = f"one request makes 1 to {MAX_FORKS} forks, not {n}: request a number in this range"
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message)
         return await self.fork_as([new_session_name() for _ in range(n)], leave_jobs=leave_jobs)
 
     async def fork_as(self, names: Sequence[str], *, leave_jobs: bool = False) -> list["Session"]:

@@ -157,5 +157,5 @@ def build_message(error: OperatorError, path: str = "") -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace unpaired surrogates, which JSON in UTF-8 cannot contain."""
+    """Replace lone surrogates, which JSON in UTF-8 cannot contain."""
     return text.encode("utf-8", "replace").decode()

@@ -123,5 +123,5 @@ def _decision(answer: object, digest: str) -> Decision:
         return Decision(False, "the client did not answer the approval question", digest=digest)
     content: Mapping[str, Any] = answer.content or {}
     if answer.action != "accept" or content.get("allow") is not True:
-        return Decision(False, "the call was refused", digest=digest)
+        return Decision(False, "the call was denied", digest=digest)
     return Decision(True, digest=digest)

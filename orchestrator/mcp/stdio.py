@@ -29,7 +29,7 @@ WAITING_LINES = 64
 _CHUNK_BYTES = 64 * 1024
 _UNREADABLE = (
     f"the line is not a JSON-RPC message: send one message per line, at most {MAX_LINE_BYTES} bytes, in UTF-8, "
-    "without single surrogates or deep nesting"
+    "without lone surrogates or deep nesting"
 )
 
 

@@ -210,15 +210,15 @@ def _build_sentence(failure: AttemptFailure, endpoint: FailedEndpoint) -> str:
             return f"{subject} did not answer in time: check that the server runs, or raise TOOLCREW_MODEL_TIMEOUT_S"
         case "connection":
             return (
-                f"{subject} cannot be reached or broke off its reply: {endpoint.check('OPENAI_BASE_URL')} and that the "
-                "server is up"
+                f"{subject} cannot be reached or interrupted its reply: {endpoint.check('OPENAI_BASE_URL')} and that "
+                "the server is up"
             )
         case "broken":
-            return f"{subject} broke off its reply: try again; if it repeats, read the server's log"
+            return f"{subject} interrupted its reply: try again; if it repeats, read the server's log"
         case "unfinished":
             return (
-                f"{subject} ended its reply without a finish_reason: the reply broke off, or the address is not a chat "
-                f"endpoint; {endpoint.check(_URL)}"
+                f"{subject} ended its reply without a finish_reason: the reply was interrupted, or the address is not "
+                f"a chat endpoint; {endpoint.check(_URL)}"
             )
         case "no_chat":
             return f"{subject} did not answer as a chat endpoint does{_streaming_hint(failure)}; {endpoint.check(_URL)}"

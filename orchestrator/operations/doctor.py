@@ -108,7 +108,10 @@ async def _examine_engine(report: Report) -> None:
         report.add("sandbox", False, str(facts["problem"]))
     else:
         report.add(
-            "sandbox", True, f"the profile holds under {facts['runtime']}: a sandbox was started, inspected and removed"
+            "sandbox",
+            True,
+            f"sandboxes are isolated as required under {facts['runtime']}: a sandbox was started, inspected and "
+            "removed",
         )
 
 

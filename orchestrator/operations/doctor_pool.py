@@ -81,8 +81,8 @@ def _judge_workers(reports: Sequence[HostReport], report: Report) -> None:
     if len({host.images for host in reports if host.kind == "sandbox" and host.worker}) > 1:
         report.note(
             "hosts",
-            "sandbox hosts allow different images: a session that names one has fewer hosts, and may not find another",
-            "set TOOLCREW_SANDBOX_IMAGE and TOOLCREW_SANDBOX_IMAGES_ALLOWED alike on all",
+            "sandbox hosts allow different images: a session with such an image can open on some hosts only",
+            "set TOOLCREW_SANDBOX_IMAGE and TOOLCREW_SANDBOX_IMAGES_ALLOWED to the same values on all hosts",
         )
 
 
@@ -91,7 +91,7 @@ async def _examine_unreadable(hosts: HostStore, report: Report) -> set[str]:
     unreadable = await hosts.find_unreadable()
     for queue in sorted(unreadable):
         report.broken(
-            "hosts", f"the report of {queue} cannot be read", "run neighbouring releases everywhere (docs/deploy.md)"
+            "hosts", f"the report of {queue} cannot be read", "run the same release everywhere (docs/deploy.md)"
         )
     return unreadable
 
@@ -197,13 +197,13 @@ class _Tools:
         off = sorted(switches)
         if off:
             self._report.note(
-                "tools", f"switched off: {', '.join(off)}", "if that is not intended: `toolcrew tools enable NAME`"
+                "tools", f"disabled: {', '.join(off)}", "if that is not intended: `toolcrew tools enable NAME`"
             )
         unknown = sorted(field for field in off if field.rpartition("/")[2] not in published)
         if unknown and published:
             self._report.note(
                 "tools",
-                f"switched off, and no worker publishes them: {', '.join(unknown)}",
+                f"disabled, and no worker publishes them: {', '.join(unknown)}",
                 "check the spelling: `toolcrew tools list`",
             )
 

@@ -109,7 +109,9 @@ def _judge_persistence(info: Mapping[str, Any], report: Report) -> None:
         report.note("persistence", "Redis is still loading its data", "wait: it answers no other request until then")
     if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":
         report.broken(
-            "persistence", "Redis could not write its log of changes", "check the free space of its disk, and its log"
+            "persistence",
+            "Redis could not write its append-only file (AOF)",
+            "check the free space of its disk, and its log",
         )
     elif info.get("aof_enabled"):
         report.good("persistence", "appendonly")
@@ -133,11 +135,11 @@ def _examine_secret(broker: BrokerSettings, report: Report) -> bool:
     if broker.secrets_previous:
         report.note(
             "secret",
-            f"calls are signed with {source}; {len(broker.secrets_previous)} older ones are still accepted",
-            "unset TOOLCREW_SECRETS_PREVIOUS everywhere after every process has the new one",
+            f"calls are signed with {source}; {len(broker.secrets_previous)} older secrets are still accepted",
+            "unset TOOLCREW_SECRETS_PREVIOUS everywhere after every process has the new secret",
         )
     else:
-        report.good("secret", f"calls are signed with {source}; --deep proves that every host has the same")
+        report.good("secret", f"calls are signed with {source}; --deep proves that every host has the same secret")
     return True
 
 

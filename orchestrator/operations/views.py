@@ -45,7 +45,8 @@ class KeyView(BaseModel):
 class HostView(BaseModel):
     """A live worker. Sizes are in bytes, times in ISO 8601.
 
-    `largest`: the most that sessions of a class may ask for, without classes that allow no more than they give.
+    `largest`: for each class, the largest sizes that a session may request; classes that allow no larger sizes are
+    omitted.
     `images`: names and patterns that sessions may use. `images_present`: images that the host may pull and already has.
     `waiting`: numbers of calls in the worker's queue and in the queues of the pools that it serves.
     """
@@ -72,7 +73,7 @@ class HostView(BaseModel):
     store: str
     healthy: bool
     draining: bool
-    trouble: str
+    problem: str
     started_at: Instant
     reported_at: Instant
     waiting: dict[str, int]
@@ -121,7 +122,7 @@ def view_host(report: HostReport, waiting: Mapping[str, int]) -> HostView:
     """Return the view of a worker. `waiting`: numbers of calls by queue."""
     fields = report.model_dump(include=set(HostView.model_fields))
     queues = {queue: waiting.get(queue, 0) for queue in (report.queue, *report.pools)}
-    return HostView.model_validate({**fields, "state": report.state, "waiting": queues})
+    return HostView.model_validate({**fields, "state": report.state, "problem": report.trouble, "waiting": queues})
 
 
 def view_approval(pending: PendingQuestion) -> ApprovalView:

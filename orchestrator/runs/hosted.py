@@ -335,7 +335,10 @@ def _build_item(run: str, body: RunBody, environment: ItemEnvironment, priority:
     except ValidationError as error:
         raise _refused("the run's request is nested too deeply: use less nesting") from error
     if body.model == LOCAL and not is_own:
-        raise _refused("an orchestrator does not start a local model for a run: name a model of its endpoint, or none")
+        raise _refused(
+            "an orchestrator does not start a local model for a run: name a model of the orchestrator's endpoint, or "
+            "omit `model`"
+        )
     if environment.session is not None and environment != ItemEnvironment(
         session=environment.session, artifacts=environment.artifacts
     ):

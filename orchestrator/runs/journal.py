@@ -239,7 +239,7 @@ class Journal:
 
 
 def _as_text(value: Any) -> Any:
-    """Return the value without single surrogates, which UTF-8 cannot encode.
+    """Return the value without lone surrogates, which UTF-8 cannot encode.
 
     Two surrogates that form a pair become one character. Any other surrogate becomes the replacement character.
     """

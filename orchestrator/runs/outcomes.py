@@ -55,13 +55,15 @@ CONTEXT_WINDOW_EXCEEDED, MODEL_REFUSED, ORCHESTRATOR_LOST, GRADER_ERROR = (
 """Codes of failed items that are not error codes of calls."""
 
 _STOP_MESSAGES: dict[StopReason, str] = {
-    StopReason.MAX_ITERATIONS: "the model still called tools when its steps were used up: allow more (max_iterations)",
+    StopReason.MAX_ITERATIONS: (
+        "the run reached its step limit while the model still called tools: allow more (max_iterations)"
+    ),
     StopReason.MAX_WALL: "the run reached its time limit (max_wall_s)",
-    StopReason.MAX_TOKENS: "the run used up its tokens (max_tokens)",
-    StopReason.MAX_COST: "the run used up its money (max_cost)",
+    StopReason.MAX_TOKENS: "the run reached its token limit (max_tokens)",
+    StopReason.MAX_COST: "the run reached its cost limit (max_cost)",
     StopReason.REPEATED_FAILURE: "the model repeated a call that failed, with the same arguments",
     StopReason.MALFORMED_REPLY: "the model wrote calls that could not be read, several times",
-    StopReason.EMPTY_REPLY: "the model answered nothing",
+    StopReason.EMPTY_REPLY: "the model sent an empty answer",
     StopReason.CUT_REPLY: "the answer was cut at the model's token limit",
 }
 _BUDGET_MESSAGE = "a budget of the tenant is used up: retry after its reset, which `toolcrew tenants usage` shows"
@@ -119,8 +121,8 @@ def judge_error(error: BaseException) -> Failure:
 def judge_losses(times: int) -> Failure:
     """Return the failure of an item that has lost its owner `times` times in a row."""
     message = (
-        f"the process that worked the item died, or lost Redis, {times} times in a row without bringing it further: "
-        "look into that process's log and its memory for what this item asks too much of, then retry it"
+        f"the process that ran the item died or lost its connection to Redis {times} times in a row, and the item made "
+        "no progress: check the log and the memory of that process, then retry the item"
     )
     return Failure(kind=FailureKind.INFRASTRUCTURE, code=ORCHESTRATOR_LOST, message=message)
 

@@ -166,7 +166,7 @@ def plan_fork(run: str, record: RunRecord, entries: Sequence[RunEvent], step: in
 def check_count(n: int) -> None:
     """Raise ToolFailure(INVALID_ARGUMENTS) for a number of forks that cannot be made at once."""
     if not 1 <= n <= MAX_FORKS:
-        raise _refused(f"a run is forked 1 to {MAX_FORKS} times, not {n}")
+        raise _refused(f"one request makes 1 to {MAX_FORKS} forks, not {n}: request a number in this range")
 
 
 def _refused(message: str) -> ToolFailure:

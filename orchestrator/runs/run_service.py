@@ -269,7 +269,10 @@ class ServiceWork(ItemWork):
 def _refuse(claim: RunClaim, defaults: BatchDefaults, model: str | None) -> str | None:
     """Return why a service does not execute the item; None if the service executes it."""
     if model == LOCAL:
-        return "a service starts no model of its own for a batch: name one of its endpoint, or submit without --detach"
+        return (
+            "a service does not start the local model for a batch: name a model of the service's endpoint, or submit "
+            "without --detach"
+        )
     return next(find_paths(claim.record.item, defaults.artifacts), None)
 
 

@@ -322,14 +322,12 @@ class Runner:
         if reason.cause == "endpoint":
             after_s = reason.after_s * random.uniform(1.0, 1.5)
             self._note_once(
-                self._waiting_for_model, batch, f"the batch waits for its model, and no item fails for it: {reason}"
+                self._waiting_for_model, batch, f"the batch waits for its model, and its items do not fail: {reason}"
             )
         elif reason.cause == "quota":
             if self.only is not None:
                 self.work.gate.note_quota(len(self._active) - 1)
-            self._note_once(
-                self._over_quota, batch, f"items beyond what the tenant may have wait, and none fails for it: {reason}"
-            )
+            self._note_once(self._over_quota, batch, f"items above the tenant's limits wait and do not fail: {reason}")
         await self._give_back(claim, self._active[claim.tenant, claim.run], after_s)
 
     def _note_once(self, reported: set[tuple[str, str]], batch: tuple[str, str], message: str) -> None:
@@ -342,7 +340,7 @@ class Runner:
         """Publish a notice in the batches that waited for the model, if the model answers again."""
         if not self.work.gate.is_down:
             for batch in self._waiting_for_model:
-                self._note(batch, "the model answers again: the batch goes on")
+                self._note(batch, "the model answers again: the batch continues")
             self._waiting_for_model.clear()
 
     def _note(self, batch: tuple[str, str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""End a call from any process, and report how it ended. A call that waits never begins; a call that runs is killed on
+"""Kill a call from any process, and report how it ended. A call that waits never begins; a call that runs is killed on
 its host.
 """
 

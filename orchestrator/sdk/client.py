@@ -258,7 +258,7 @@ class ToolClient:
         return await self._pool.calls.read_page(tenants, limit)
 
     async def kill_call(self, call: str, *, tenant: str | None = None, reason: str = "") -> KilledCall:
-        """End a call that waits or runs, and return when it has ended. Its caller gets CANCELLED with the actor and
+        """Kill a call that waits or runs, and return when it has ended. Its caller gets CANCELLED with the actor and
         the reason. Raises like `call_history`, and OperatorError when the call does not end.
         """
         owner, call_id = await self._pool.calls.resolve(call, await self._scope(tenant))
@@ -277,7 +277,7 @@ class ToolClient:
     async def tools(
         self, names: Iterable[str] | Literal["all"] = "all", *, session: Session | None = None
     ) -> list[ToolSpec]:
-        """Return the tools that a model of the client's tenant may call. Tools that are turned off are not included.
+        """Return the tools that a model of the client's tenant may call. Disabled tools are not included.
         `session`: describe the tools with the network and the largest limit of that session.
         """
         info = await session.info() if session is not None else None
@@ -342,7 +342,7 @@ class ToolClient:
     async def disable(
         self, name: str, *, reason: str | None = None, by: str | None = None, tenant: str | None = None
     ) -> ToolState | None:
-        """Turn a tool off for the whole deployment or for one tenant. The switch takes effect everywhere within 2 s
+        """Disable a tool for the whole deployment or for one tenant. The switch takes effect everywhere within 2 s
         and stays until `enable`. Calls of the tool fail with TOOL_DISABLED and `reason`, and new runs do not get the
         tool. `by`: the name of the person; None: the client's tenant. Returns None when no worker serves the tool
         now.
@@ -359,8 +359,8 @@ class ToolClient:
         return find_state(spec, switches_after, owner, await self._tenants.policy(owner)) if spec is not None else None
 
     async def enable(self, name: str, *, tenant: str | None = None) -> ToolState | None:
-        """Turn a tool on for all tenants, or for one tenant. The tool stays off while the other switch is off. Return
-        None when no worker serves the tool now. Raises like `disable`.
+        """Enable a tool for all tenants, or for one tenant. The tool stays disabled while the other switch is off.
+        Return None when no worker serves the tool now. Raises like `disable`.
         """
         switches = self._switches.acting_as(await self._check_operator())
         await self._check_tenant(tenant)
@@ -448,7 +448,7 @@ class ToolClient:
         if actor.role == "tenant":
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
-                "a tenant's API key cannot switch tools: use a key with the role operator or admin",
+                "a tenant's API key cannot enable or disable tools: use a key with the role operator or admin",
             )
         return actor
 
@@ -464,7 +464,7 @@ class ToolClient:
         if name.startswith("session."):
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"{name} is a session verb and cannot be turned off: use the name of a tool",
+                f"{name} is a session verb and cannot be disabled: use the name of a tool",
             )
         if spec is None and self._catalog.explain_missing(name) is None:
             nearest = find_nearest(name, [spec.name for spec in specs.values() if spec.audience == "model"])

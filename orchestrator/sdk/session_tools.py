@@ -59,7 +59,7 @@ class SessionTools:
             if name != "all" and name not in available_names:
                 available = [spec.name for spec in await parts.specs_in(session, "all")]
                 message = (
-                    f"tenant {session.tenant} has no tool '{name}', or the tool is turned off. Available tools: "
+                    f"tenant {session.tenant} has no tool '{name}', or the tool is disabled. Available tools: "
                     f"{', '.join(available)}"
                 )
                 raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, message, nearest=find_nearest(name, available))

@@ -132,7 +132,7 @@ class Trace:
             is_malformed = call.result is not None and call.result.error_code == ErrorCode.INVALID_ARGUMENTS
             return "the request was malformed" if is_malformed else "the run ended before the call"
         if call.was_refused:
-            return "the call was refused"
+            return "the call was denied"
         return "the call was not sent" if self._sends and call.sent is None and not call.has_run else ""
 
     def notes(self) -> list[str]:
@@ -250,7 +250,7 @@ def _parse(text: bytes) -> dict[str, Any] | None:
     try:
         line = json.loads(text, parse_constant=str)
         if _HALF_PAIR in text.lower():
-            # Another writer may have escaped single surrogates, which UTF-8 cannot encode.
+            # Another writer may have escaped lone surrogates, which UTF-8 cannot encode.
             line = json.loads(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None

@@ -195,7 +195,7 @@ def _dump(value: Any) -> bytes:
 
 
 def _replace_surrogates(text: str) -> str:
-    """Replace single surrogates, which UTF-8 cannot encode."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -184,7 +184,7 @@ class Call:
                 "the call killed its own supervisor" if self._is_exec else "the process of this request was killed"
             )
             if self.supervisor is not None and not self.supervisor.progress.is_taken:
-                message = "not started: its supervisors were killed before they could"
+                message = "not started: a program killed the processes that start calls; send the call again"
             return {"error": {"code": INTERNAL, "message": message}, "kill": report.as_field()}
         if not self._is_exec:
             code = CANCELLED if self.cancelled else TIMEOUT

@@ -166,7 +166,7 @@ def parse_facts(name: str, data: bytes) -> StoredFacts:
         or type(layout) is not int
     ):
         raise SandboxUnavailable(
-            f"the facts of the stored files {name} are damaged: check the disk of the store, and restore another "
+            f"the metadata of the stored files {name} is damaged: check the disk of the store, and restore another "
             "checkpoint"
         )
     if layout != _LAYOUT:

@@ -79,7 +79,9 @@ class FsspecStore:
 
     async def describe(self, name: str) -> StoredFacts:
         split_name(name)
-        return parse_facts(name, await self._do(f"did not return the facts of {name}", lambda: self._read_facts(name)))
+        return parse_facts(
+            name, await self._do(f"did not return the metadata of {name}", lambda: self._read_facts(name))
+        )
 
     async def get(self, name: str) -> AsyncGenerator[bytes]:
         expected, tally, failed = await self.describe(name), ArchiveHash(), f"did not return {name}"
@@ -228,7 +230,7 @@ class FsspecStore:
         except NotStored:
             raise
         except Exception as error:  # any error of the store's package
-            log.warning("store_failed", what=failure, error=repr(error)[:1000])
+            log.warning("store_failed", failure=failure, error=repr(error)[:1000])
             raise SandboxUnavailable(
                 f"the store of TOOLCREW_WORKSPACE_STORE {failure} ({type(error).__name__}): check that it is "
                 "running and which permissions this host has. The log of sandboxd contains the error"

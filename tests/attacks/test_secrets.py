@@ -569,7 +569,7 @@ def test_a_decompression_bomb_ends_at_the_quota_of_its_session_and_delays_no_oth
         reading.join()
     assert time.monotonic() - began > quota / rate * 0.7, "decoded bytes come at the rate of the session"
     assert quota * 0.9 < got[0] < quota * 1.01
-    assert harness.proxy.wait_for_line(session=f"bomb-{coding}")["verdict"] == "bytes_spent"
+    assert harness.proxy.wait_for_line(session=f"bomb-{coding}")["outcome"] == "bytes_spent"
 
 
 def test_an_attempt_that_succeeds_would_be_noticed(harness: SecretHarness) -> None:

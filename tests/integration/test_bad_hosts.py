@@ -137,7 +137,7 @@ async def test_the_profile_is_proved_under_the_runtime_of_every_class(api: APICl
 
     await open_on(settings, good)
     with pytest.raises(
-        SandboxUnavailable, match=rf"under the runtime '{OTHER_RUNTIME}' of a tenant class: .*does not apply.*PidsLimit"
+        SandboxUnavailable, match=rf"the runtime '{OTHER_RUNTIME}' of a tenant class .*does not apply.*PidsLimit"
     ):
         await open_on(settings, bad)
 

@@ -253,7 +253,7 @@ def test_a_redis_that_does_not_answer_is_said_with_its_address_and_without_its_p
 ) -> None:
     done = run_toolcrew(footprint, *command, environment={"TOOLCREW_REDIS_URL": "redis://:hidden-word@127.0.0.1:1/0"})
 
-    assert_says(done, "redis://127.0.0.1:1/0", "does it run")
+    assert_says(done, "redis://127.0.0.1:1/0", "TOOLCREW_REDIS_URL")
     assert "hidden-word" not in done.stdout + done.stderr
     footprint.assert_nothing_left(within_s=2)
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from contract.errors import ErrorCode, ToolFailure
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from tests.egress_harness import Harness, open_harness
 from tests.egress_sandboxd import run_script, running, running_sandboxd, sandboxd_environment, text_of, write_file
 from tests.package_site import build_site, open_site
@@ -55,7 +55,7 @@ for line in sys.stdin:
     print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": {"content": [{"type": "text", "text": text}]}}), flush=True)
 """
 """An MCP server whose only tool returns the content at an address."""
-TERMS = {"acme": SandboxTerms(tenant_class="fetching"), "rival": SandboxTerms(tenant_class="elsewhere")}
+TERMS = {"acme": SandboxPolicy(tenant_class="fetching"), "rival": SandboxPolicy(tenant_class="elsewhere")}
 
 
 @dataclass

@@ -9,7 +9,7 @@ from docker import APIClient
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.sandboxes import SandboxOptions
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from tests.containers import Watched, python, watch
 from tests.daemons import Daemon, Daemons, bash, run_script
 from tests.waiting import wait_until
@@ -107,14 +107,14 @@ def test_a_sandbox_has_the_sizes_that_its_session_asks_for(
 @pytest.mark.parametrize(
     ("terms", "options"),
     [
-        (SandboxTerms(), SandboxOptions(pids=301)),
-        (SandboxTerms(), SandboxOptions(user="root")),
-        (SandboxTerms(tenant_class="plain"), SandboxOptions(cpus=1.5)),
-        (SandboxTerms(workspace_bytes=16 * MIB), SandboxOptions(workspace_bytes=32 * MIB)),
+        (SandboxPolicy(), SandboxOptions(pids=301)),
+        (SandboxPolicy(), SandboxOptions(user="root")),
+        (SandboxPolicy(tenant_class="plain"), SandboxOptions(cpus=1.5)),
+        (SandboxPolicy(workspace_bytes=16 * MIB), SandboxOptions(workspace_bytes=32 * MIB)),
     ],
 )
 def test_more_than_class_and_policy_allow_opens_no_session(
-    daemons: Daemons, terms: SandboxTerms, options: SandboxOptions
+    daemons: Daemons, terms: SandboxPolicy, options: SandboxOptions
 ) -> None:
     daemon = start(daemons, "auto", CLASSES)
     with daemon.client() as client:
@@ -138,7 +138,7 @@ def test_a_session_is_root_inside_only_if_it_asks_for_it_and_its_class_allows_it
         own = client.open("acme", "own")
         assert run_script(client, own, "exec 2>&1; id -u; touch /etc/mine").split()[0] == "1000"
         with pytest.raises(ToolFailure, match="may not run as root"):
-            client.open("acme", "plain", options=SandboxOptions(user="root"), terms=SandboxTerms(tenant_class="plain"))
+            client.open("acme", "plain", options=SandboxOptions(user="root"), terms=SandboxPolicy(tenant_class="plain"))
     daemon.kill()
     daemon.start()
     with daemon.client() as client:

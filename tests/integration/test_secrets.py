@@ -16,7 +16,7 @@ from pydantic import SecretStr
 from contract.errors import ErrorCode, ToolFailure
 from contract.sandboxes import SandboxOptions
 from contract.secrets import build_placeholder
-from contract.tenancy import SandboxTerms, TenantPolicy
+from contract.tenancy import SandboxPolicy, TenantPolicy
 from orchestrator.models.scripted import Calls, ScriptedModel
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
@@ -96,7 +96,7 @@ async def set_class(place: Place, secrets: tuple[str, ...] | None = None) -> Non
     client = open_redis(place.settings.broker())
     try:
         tenants = RedisTenants(client, "default", place.settings.broker().signing_keys())
-        await tenants.replace("default", TenantPolicy(sandbox=SandboxTerms(tenant_class="fetching", secrets=secrets)))
+        await tenants.replace("default", TenantPolicy(sandbox=SandboxPolicy(tenant_class="fetching", secrets=secrets)))
     finally:
         await client.aclose()
 

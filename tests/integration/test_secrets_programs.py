@@ -18,7 +18,7 @@ import pytest
 
 from contract.sandboxes import SandboxOptions
 from contract.secrets import build_placeholder
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from tests.egress_harness import Harness, open_harness
 from tests.egress_sandboxd import run_script, running_sandboxd, sandboxd_environment, text_of, write_file
 from tests.package_site import build_site
@@ -29,7 +29,7 @@ from workers.sandbox_client import GuestResponse, SandboxClient
 
 TOKEN = "private-canary-0123456789abcdef"
 BASIC, HEADER = ("GIT_TOKEN", "PIP_TOKEN"), ("API_TOKEN", "NPM_TOKEN", "OPENAI_API_KEY")
-TERMS = SandboxTerms(tenant_class="fetching")
+TERMS = SandboxPolicy(tenant_class="fetching")
 NODE_IMAGE = "toolcrew-sandbox-node:dev"
 _PYTHON = (
     *("annotated_types", "anyio", "certifi", "h11", "httpcore", "httpcore2", "httpx", "httpx2", "idna", "jiter"),

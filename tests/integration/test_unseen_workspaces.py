@@ -49,7 +49,8 @@ async def test_it_takes_the_next_best_kind_and_says_why(tmp_path: Path) -> None:
     served = await open_on(tmp_path, sandbox_workspace_bytes=300 * MIB)
 
     # Not memory, because no setting allows so much memory.
-    assert served.startswith("folder: no images: the engine does not see those that are made here (a sandbox of image")
+    assert served.startswith("folder: no disk images")
+    assert "the engine does not see" in served
     assert "its quota is not in force" in served
 
 

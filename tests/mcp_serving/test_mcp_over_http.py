@@ -158,7 +158,7 @@ async def test_what_needs_approval_is_asked_of_the_person_at_the_client_and_runs
 async def test_a_no_or_a_client_that_cannot_ask_refuses(mcp_stack: McpStack) -> None:
     for person in (Person(allow=False), Person(), Person(allow="yes")):
         async with mcp_stack.client(elicitation_callback=person) as client:
-            assert "was not run: the call was refused" in text_of(await bash(client, DELETE))
+            assert "was not run: the call was denied" in text_of(await bash(client, DELETE))
             assert len(person.asked) == 1
     for revision in REVISIONS:
         async with mcp_stack.client(mode=revision) as client:

@@ -72,7 +72,7 @@ async def test_a_call_that_is_cancelled_leaves_no_process(mcp_stack: McpStack, r
 
 @pytest.mark.parametrize("revision", REVISIONS)
 async def test_a_person_at_the_client_is_asked_in_either_revision(mcp_stack: McpStack, revision: str) -> None:
-    for person, expected in ((Person(allow=True), "gone\n"), (Person(allow=False), "the call was refused")):
+    for person, expected in ((Person(allow=True), "gone\n"), (Person(allow=False), "the call was denied")):
         async with mcp_stack.stdio_client("--tenant", "acme", mode=revision, elicitation_callback=person) as client:
             assert expected in text_of(await bash(client, DELETE))
             assert len(person.asked) == 1

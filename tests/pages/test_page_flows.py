@@ -148,7 +148,7 @@ async def test_what_was_decided_meanwhile_is_reported_and_stays(world: World, vi
         await first.page.wait_for_url("**/approvals?*")
         second.expected = (409,)
         await second.page.get_by_role("button", name="Allow").click()
-        await expect(second.page.get_by_role("alert")).to_contain_text("refused by acme")
+        await expect(second.page.get_by_role("alert")).to_contain_text("denied by acme")
     assert not (await answer_of(world, question)).answer.is_allowed
 
 

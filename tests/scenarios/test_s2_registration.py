@@ -147,10 +147,7 @@ async def test_s2_26_a_tool_that_an_administrator_turns_off_cannot_be_called_and
         await administrator.disable("beta_tool", reason="it is being repaired", by="ada")
     session = await client.open_session()
     refused = await session.call("beta_tool", {})
-    assert (refused.error_code, "turned off the tool beta_tool" in (refused.error or "")) == (
-        ErrorCode.TOOL_DISABLED,
-        True,
-    )
+    assert (refused.error_code, "beta_tool" in (refused.error or "")) == (ErrorCode.TOOL_DISABLED, True)
     assert "it is being repaired" in (refused.error or "")
     assert (await session.call("alpha_tool", {})).output == "from alpha"
 

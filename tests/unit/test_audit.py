@@ -16,7 +16,7 @@ from store.audit import (
     Actor,
     Audit,
     AuditAction,
-    Audited,
+    AuditEntry,
     build_entry,
     entry_text,
 )
@@ -27,12 +27,12 @@ from tests.builders import KEY
 OPERATOR = Actor(key="0123456789abcdef", role="operator", name="ada", tenant="ops")
 
 
-async def entries(client: "redis.asyncio.Redis") -> list[Audited]:
+async def entries(client: "redis.asyncio.Redis") -> list[AuditEntry]:
     """Return the entries, oldest first."""
     return [*reversed((await Audit(client, "d").read()).entries)]
 
 
-def summarize(entry: Audited) -> tuple[str, str | None, str]:
+def summarize(entry: AuditEntry) -> tuple[str, str | None, str]:
     return entry.action, entry.tenant, entry.target
 
 
@@ -154,7 +154,7 @@ async def test_filters_find_old_entries(client: "redis.asyncio.Redis", monkeypat
     monkeypatch.setattr(audit_file, "MAX_LOOKED_AT", 10)
     await fill(client, 2, tenant="acme")
     await fill(client, 30)
-    log, cursor, pages, found = Audit(client, "d"), None, 0, list[Audited]()
+    log, cursor, pages, found = Audit(client, "d"), None, 0, list[AuditEntry]()
     while pages == 0 or cursor is not None:
         page = await log.read(cursor, 10, tenant="acme")
         found, cursor, pages = [*found, *page.entries], page.cursor, pages + 1

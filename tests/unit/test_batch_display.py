@@ -131,7 +131,7 @@ def test_a_terminal_shows_the_bar_the_counts_the_rate_the_cost_and_the_last_noti
     events = tell_batch(
         *[(Attempt(),)] * 30, (failed(),), (failed(FailureKind.TOOL),), (Attempt(is_cut=True),), total=100
     )
-    notice = "the batch waits for its model, and no item fails for it: the model at http://10.1.2.3/v1 answers 503"
+    notice = "the batch waits for its model, and its items do not fail: the model at http://10.1.2.3/v1 answers 503"
     with stage.open() as display:
         for batch_event in [*events, BatchNotice(at=BEGAN + 60, message=notice)]:
             display.show(batch_event)

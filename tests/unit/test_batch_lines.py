@@ -191,7 +191,7 @@ GOOD = '{"id":"a","instruction":"x"}'
             "nested deeper than 64",
         ),
         ("[" * 100_000, "more than 20000 values"),
-        ('{"id":"a","instruction":"\\ud83d"}', "line 1: a text has half of a surrogate pair"),
+        ('{"id":"a","instruction":"\\ud83d"}', "line 1: a text has a lone surrogate"),
         ('{"id":"a","instruction":"x"} {}', "line 1, column 30: the line is not one JSON object (extra data)"),
         ('{"id":"a","instruction":"x"', "line 1, column 28: the line is not one JSON object"),
         ('"a"', "line 1, column 1: the line is not one JSON object (it is a string"),

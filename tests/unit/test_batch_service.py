@@ -173,7 +173,7 @@ async def test_a_service_starts_no_model_of_its_own_for_a_batch(harness: RunHarn
         claim, journal, BatchDefaults(model="local"), lambda _: None
     )
     assert outcome.failure is not None
-    assert (outcome.failure.kind, "name one of its endpoint" in outcome.failure.message) == (FailureKind.INPUT, True)
+    assert (outcome.failure.kind, "without --detach" in outcome.failure.message) == (FailureKind.INPUT, True)
 
 
 class Asking(ItemWork):

@@ -20,7 +20,7 @@ from contract.tenancy import TenantPolicy
 from orchestrator.command import app, import_all
 from store.api_keys import ApiKeys, Role
 from store.approvals import ApprovalQueue
-from store.audit import Audit, Audited
+from store.audit import Audit, AuditEntry
 from store.sessions import SessionStore
 from store.tenants import RedisTenants
 from tests.approval_harness import build_question
@@ -139,8 +139,8 @@ class Pool:
             keys: Any = client.keys()
             return {key: client.hgetall(key) if client.type(key) == b"hash" else client.dump(key) for key in keys}
 
-    def audit(self) -> list[Audited]:
-        async def read() -> list[Audited]:
+    def audit(self) -> list[AuditEntry]:
+        async def read() -> list[AuditEntry]:
             async with redis.asyncio.Redis.from_url(self.server.url) as client:
                 return [*(await Audit(client, "default").read()).entries]
 

@@ -14,7 +14,7 @@ from contract.calls import SessionUsage
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import api_keys_key, call_key, catalog_names_key, tenants_key
 from contract.specs import Catalog
-from contract.tenancy import Budgets, CommandRule, SandboxTerms, TenantPolicy
+from contract.tenancy import Budgets, CommandRule, SandboxPolicy, TenantPolicy
 from orchestrator.cli.policy_options import OPTIONS, apply_options, policy_lines
 from orchestrator.command import app
 from store.usage import WorkerUsageStore
@@ -72,7 +72,7 @@ POLICY = TenantPolicy(
         CommandRule(action="ask", argv_prefix=("rm", "-r f")),
         CommandRule(action="allow"),
     ),
-    sandbox=SandboxTerms(
+    sandbox=SandboxPolicy(
         tenant_class="gpu",
         images=("a:1", "b:2"),
         network="none",
@@ -120,7 +120,7 @@ def test_every_field_has_an_option_and_every_option_sets_its_field(toolcrew: Too
     [_, acme] = as_json(toolcrew("list", "--json"))
     assert TenantPolicy.model_validate(acme["policy"]) == POLICY
     # Pausing and removing have commands of their own.
-    fields = {*TenantPolicy.model_fields, *SandboxTerms.model_fields, *Budgets.model_fields} - {
+    fields = {*TenantPolicy.model_fields, *SandboxPolicy.model_fields, *Budgets.model_fields} - {
         "sandbox",
         "budgets",
         "is_paused",
@@ -166,7 +166,7 @@ def test_a_file_says_all_of_a_policy_and_options_change_what_it_says(toolcrew: T
     path = tmp_path / "policy.json"
     path.write_text('{"weight": 2, "sandbox": {"network": "none"}}')
     assert policy_of(toolcrew("add", "acme", "--from", str(path), "--in-flight", "5", "--json")) == TenantPolicy(
-        weight=2, in_flight=5, sandbox=SandboxTerms(network="none")
+        weight=2, in_flight=5, sandbox=SandboxPolicy(network="none")
     )
     path.write_text("{}")
     assert policy_of(toolcrew("set", "acme", "--from", str(path), "--json")) == TenantPolicy()

@@ -148,7 +148,7 @@ async def test_a_call_may_ask_so_often_and_no_more() -> None:
     for _ in range(MAX_QUESTIONS):
         await bridge.ask()
     failure = await refusal(bridge.model.complete("?"))
-    assert (failure.code, "20 times" in failure.message) == (ErrorCode.PERMISSION_DENIED, True)
+    assert (failure.code, "20 requests" in failure.message) == (ErrorCode.PERMISSION_DENIED, True)
     assert bridge.events.sent.empty()
 
 
@@ -179,7 +179,7 @@ async def test_a_worker_that_does_not_count_is_counted_by_the_caller() -> None:
 async def test_what_cannot_be_asked_is_refused_before_it_is_sent(prompt: Any, options: dict[str, Any]) -> None:
     events = FakeEvents()
     failure = await refusal(CallerModel("m", events).complete(prompt, **options))
-    assert (failure.code, "question to the model is invalid" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+    assert (failure.code, "to the model is invalid" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
     assert events.sent.empty()
 
 
@@ -210,7 +210,7 @@ async def test_nonsense_for_an_answer_is_logged_and_the_next_answer_read() -> No
     events.answer(ModelAnswer(number=1, text="mine").model_dump(mode="json"))
     with capture_logs() as logs:
         assert (await CallerModel("m", events).complete("?")).text == "mine"
-    assert [entry["event"] for entry in logs] == ["model_answer_refused"] * 2
+    assert [entry["event"] for entry in logs] == ["model_reply_refused"] * 2
 
 
 async def test_nonsense_for_a_question_is_logged_and_not_answered(caplog: pytest.LogCaptureFixture) -> None:

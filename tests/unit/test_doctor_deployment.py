@@ -24,7 +24,7 @@ from contract.names import (
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.specs import Catalog, seal_catalog
-from contract.tenancy import SandboxTerms, TenantPolicy, seal_policy
+from contract.tenancy import SandboxPolicy, TenantPolicy, seal_policy
 from orchestrator.operations import doctor_deep
 from orchestrator.operations.doctor import examine
 from orchestrator.operations.doctor_deep import examine_hosts, judge_clock
@@ -286,7 +286,7 @@ async def test_tools_that_were_served_or_are_hidden_or_off_and_calls_that_wait_a
     assert len(messages) == 4
     assert "bash_tool of the pool tools" in messages[0]
     assert messages[1] == "no longer served: webfetch_tool"
-    assert messages[2] == "switched off: bash_toll"
+    assert messages[2] == "disabled: bash_toll"
     assert "no worker publishes them: bash_toll" in messages[3]
     assert [found.needed for found in of(report, "tools")] == [True, False, False, False]
 
@@ -295,8 +295,8 @@ async def test_tools_that_were_served_or_are_hidden_or_off_and_calls_that_wait_a
     ("policy", "is_broken", "message"),
     [
         (b"{", True, "cannot be verified"),
-        (TenantPolicy(sandbox=SandboxTerms(tenant_class="gold")), True, "no host has the class 'gold' of acme"),
-        (TenantPolicy(sandbox=SandboxTerms(images=("mine",))), True, "no host allows an image"),
+        (TenantPolicy(sandbox=SandboxPolicy(tenant_class="gold")), True, "no host has the class 'gold' of acme"),
+        (TenantPolicy(sandbox=SandboxPolicy(images=("mine",))), True, "no host allows an image"),
         (TenantPolicy(is_paused=True, pause_reason="unpaid"), False, "acme is paused: unpaid"),
     ],
     ids=["unreadable", "class", "image", "paused"],

@@ -27,7 +27,7 @@ from tests.egress_harness import (
 from tests.web_servers import WebServer, answer, open_web_server
 from workers.egress.allowances import ByteRateLimiter, ConnectionQuotas, EgressOpening
 from workers.egress.limits import ProxyLimits
-from workers.egress.verdicts import EgressVerdict, Refusal
+from workers.egress.outcomes import EgressOutcome, Refusal
 from workers.settings import EgressRules
 
 WATCHFUL = ProxyLimits(watch_s=0.05, linger_s=0.2)
@@ -99,7 +99,7 @@ def test_a_transfer_that_uses_the_last_byte_is_whole(harness: Harness, echo: int
         client.sendall(b"x" * 1000)
         client.shutdown(socket.SHUT_WR)
         assert read_all(client) == b"x" * 1000
-    assert harness.wait_for_line(2, session="whole")["verdict"] == "allowed"
+    assert harness.wait_for_line(2, session="whole")["outcome"] == "allowed"
 
 
 # Rates
@@ -146,7 +146,7 @@ def test_a_session_has_only_so_many_connections_and_gets_new_ones_when_they_end(
             pass
         second.shutdown(socket.SHUT_WR)
         assert read_all(second) == b""
-        harness.wait_for_line(session="many", verdict="allowed")
+        harness.wait_for_line(session="many", outcome="allowed")
         with harness.tunnel(rules, place, session="many"):
             pass
 
@@ -171,7 +171,7 @@ def test_a_tenant_has_only_so_many_connections_over_all_sessions() -> None:
     with quotas.enter(build_session(session="a")), quotas.enter(build_session(session="b")):
         with pytest.raises(Refusal, match="this tenant's sessions have 2") as refused:
             quotas.enter(build_session(session="c")).__enter__()
-        assert refused.value.verdict is EgressVerdict.TOO_MANY_CONNECTIONS
+        assert refused.value.outcome is EgressOutcome.TOO_MANY_CONNECTIONS
         with quotas.enter(build_session("globex", "a")):
             pass
     with quotas.enter(build_session(session="c")):
@@ -211,7 +211,7 @@ def test_a_client_that_drips_its_head_is_given_up() -> None:
                 client.sendall(b"G")
                 time.sleep(0.01)
         data = read_all(client)
-        assert (status_of(data), harness.wait_for_line()["verdict"]) == (408, "slow_request")
+        assert (status_of(data), harness.wait_for_line()["outcome"]) == (408, "slow_request")
 
 
 @pytest.mark.parametrize("head", [b"GET http://site.example/ HTTP/1.1\r\nX: ", b"G"])
@@ -225,7 +225,7 @@ def test_a_connection_on_which_nothing_moves_is_ended(echo: int) -> None:
     with open_harness(limits=IDLE) as harness:
         with harness.tunnel(build_rules(echo), f"site.example:{echo}") as client:
             assert read_all(client) == b""
-        assert harness.wait_for_line()["verdict"] == "idle"
+        assert harness.wait_for_line()["outcome"] == "idle"
 
 
 def test_a_host_that_does_not_answer_is_given_up_with_a_sentence(server: WebServer) -> None:
@@ -250,7 +250,7 @@ def test_a_connection_that_lives_too_long_is_ended_however_busy(echo: int) -> No
                 if not client.recv(1):
                     break
                 time.sleep(0.02)
-        assert harness.wait_for_line()["verdict"] == "too_long"
+        assert harness.wait_for_line()["outcome"] == "too_long"
 
 
 def test_a_client_that_does_not_read_holds_neither_memory_nor_others(harness: Harness, server: WebServer) -> None:

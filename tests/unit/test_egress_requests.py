@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.egress.http_messages import ProxyRequest, parse_request
-from workers.egress.verdicts import EgressVerdict, Refusal
+from workers.egress.outcomes import EgressOutcome, Refusal
 
 URL = b"http://site.example/"
 HOST = b"Host: site.example"
@@ -19,7 +19,7 @@ def parse(first: bytes, *lines: bytes) -> ProxyRequest:
 def complaint(first: bytes, *lines: bytes) -> str:
     with pytest.raises(Refusal) as refused:
         parse(first, *lines)
-    assert (refused.value.verdict, refused.value.status) == (EgressVerdict.BAD_REQUEST, 400)
+    assert (refused.value.outcome, refused.value.status) == (EgressOutcome.BAD_REQUEST, 400)
     return refused.value.sentence
 
 

@@ -389,7 +389,7 @@ async def test_a_session_has_the_content_id_of_its_image_over_a_restart(engine: 
         engine.untagged.clear()
         await host.sessions.use("acme:s")
         assert entry.plan.image_id == engine.images["ghcr.io/team/a:latest"]
-        assert "the content of image ghcr.io/team/a" in str(entry.news)
+        assert "image ghcr.io/team/a" in str(entry.news)
 
 
 async def test_an_opening_that_no_host_can_serve_is_not_sent_to_another(engine: MemoryEngine, tmp_path: Path) -> None:

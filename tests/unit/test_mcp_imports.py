@@ -120,7 +120,8 @@ def test_the_specs_of_one_server_have_a_total_limit() -> None:
 
 def test_a_description_is_marked_as_its_servers_and_printable() -> None:
     description = _spec(description="Read\x1b[2J everything" + "x" * 10_000).description
-    assert description.startswith("[A tool of the MCP server docs, in its words:] Read\ufffd[2J everything")
+    assert description.startswith("[A tool of the MCP server docs")
+    assert "] Read\ufffd[2J everything" in description
     assert len(description) < 4200
 
 

@@ -121,19 +121,19 @@ BROKEN_STREAMS = [
     (stream(HELLO, {"error": {"message": f"out of memory, {KEY}"}}), "out of memory, ***"),
     (stream({"object": "error", "message": "out of memory", "code": 400}), "out of memory"),
     (answer(200, {"choices": []}), "set TOOLCREW_MODEL_STREAMING=false"),
-    (HEAD + b"{broken\n\n", "broke off its reply"),
-    (HEAD + b"[" * 200_000 + b"\n\n", "broke off its reply"),
-    (cut_stream(HELLO), "broke off its reply"),
+    (HEAD + b"{broken\n\n", "interrupted its reply"),
+    (HEAD + b"[" * 200_000 + b"\n\n", "interrupted its reply"),
+    (cut_stream(HELLO), "interrupted its reply"),
     (stream(HELLO, done=False) + b'data: {"created": ' + b"9" * 5000 + b"}\n\n", "could not be called: ValueError"),
 ]
 BROKEN_REPLIES = [
     (answer(200, '{"created": ' + "9" * 5000 + "}"), "could not be called: ValueError"),
-    (answer(200, "{broken"), "broke off its reply"),
-    (answer(200, ""), "broke off its reply"),
+    (answer(200, "{broken"), "interrupted its reply"),
+    (answer(200, ""), "interrupted its reply"),
     (answer(200, {"choices": []}), "did not answer as a chat endpoint does"),
     (answer(200, {"error": {"message": f"no such key {KEY}", "code": 401}}), "no such key ***"),
     (answer(200, {"error": f"busy with {KEY}"}), "busy with ***"),
-    (answer(200, "{}").replace(b"content-length: ", b"content-length: 9"), "cannot be reached or broke off"),
+    (answer(200, "{}").replace(b"content-length: ", b"content-length: 9"), "cannot be reached"),
 ]
 
 

@@ -102,7 +102,7 @@ async def test_tenants_with_calls_come_first_with_their_shares_and_unregistered_
     assert tenant_rows["stranger"].share == 0.25
     assert (tenant_rows["idle"].held, tenant_rows["idle"].share, tenant_rows["idle"].fair_share) == (0, 0.0, 0.0)
     assert [name for name, tenant in tenant_rows.items() if tenant.is_paused] == ["idle"]
-    assert "cannot be verified" in tenant_rows["torn"].trouble
+    assert "cannot be verified" in tenant_rows["torn"].problem
 
 
 async def test_a_tenant_that_its_own_rate_stops_is_reported_with_what_waits(

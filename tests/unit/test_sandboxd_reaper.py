@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from contract.errors import SandboxUnavailable
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from tests.fake_engine import CLEAN, FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, SETTINGS, FakeHost, KeptWorkspaces, listed, open_host, sandbox_of
 from tests.waiting import until
@@ -84,7 +84,7 @@ async def test_only_the_data_of_a_dead_sandboxd_is_removed(tmp_path: Path, neigh
         process.join()
         assert await host.reaper.sweep() == 1
         assert not [*(tmp_path / "leases").glob("neighbour*")]
-        with pytest.raises(SandboxUnavailable, match="lives on this host"):
+        with pytest.raises(SandboxUnavailable, match="another sandboxd"):
             Lease.take(tmp_path / "leases", "test")
 
 
@@ -331,7 +331,7 @@ async def test_each_plan_of_a_class_has_a_pool_of_its_own_and_they_are_filled_at
         "same": TenantClass(pool={"default": 1}),
     }
     plans = Plans(SETTINGS.model_copy(update={"tenant_classes": classes, "pool_size": 1}))
-    small, python = plans.choose(SandboxTerms(tenant_class="small")), plans.choose(SandboxTerms(), "python")
+    small, python = plans.choose(SandboxPolicy(tenant_class="small")), plans.choose(SandboxPolicy(), "python")
     assert plans.pooled() == {PLAN: 2, python: 1, small: 1}
     async with open_host(tmp_path) as host:
         pools = WarmPools(host.factory, plans.pooled(), replace(QUICK, refill_per_s=30))

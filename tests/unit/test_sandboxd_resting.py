@@ -203,7 +203,7 @@ async def test_no_record_names_an_archive_that_was_used(tmp_path: Path) -> None:
         second.sessions.adopt()
         await second.sessions.sweep()
         entry, sandbox = await second.sessions.use("acme:s", "c")
-        assert (suspension_store.archives, "started anew" in entry.describe_sandbox(sandbox)["news"]) == ({}, True)
+        assert (suspension_store.archives, "restarted" in entry.describe_sandbox(sandbox)["news"]) == ({}, True)
 
 
 async def test_a_session_that_cannot_be_recorded_keeps_its_container(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from contract.errors import ConfigError, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.sandboxes import LargestOptions, SandboxOptions
 from contract.secrets import build_placeholder
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from tests.egress_harness import open_harness
 from tests.fake_sandboxd import PLAN, KeptWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import EXEC, call, frame, raw_exchange
@@ -49,7 +49,7 @@ def build_plans(classes: dict[str, TenantClass] = CLASSES) -> Plans:
 
 PLANS = build_plans()
 any_terms = st.builds(
-    SandboxTerms,
+    SandboxPolicy,
     tenant_class=st.sampled_from(["default", "open", "closed"]),
     images=st.none() | st.lists(st.sampled_from(IMAGES), max_size=4).map(tuple),
     network=st.sampled_from([None, "none", "egress"]),
@@ -59,7 +59,7 @@ asked_images = st.none() | st.sampled_from(IMAGES)
 asked_networks = st.sampled_from([None, "none", "egress"])
 
 
-def choose(terms: SandboxTerms, image: str | None = None, network: str | None = None) -> SandboxPlan | None:
+def choose(terms: SandboxPolicy, image: str | None = None, network: str | None = None) -> SandboxPlan | None:
     try:
         return PLANS.choose(terms, image, network)
     except ToolFailure:
@@ -70,8 +70,8 @@ def choose(terms: SandboxTerms, image: str | None = None, network: str | None = 
 
 
 @given(any_terms, asked_images, asked_networks)
-def test_terms_never_give_more_than_the_class_has(terms: SandboxTerms, image: str | None, network: str | None) -> None:
-    plan, most = choose(terms, image, network), PLANS.choose(SandboxTerms(tenant_class=terms.tenant_class))
+def test_terms_never_give_more_than_the_class_has(terms: SandboxPolicy, image: str | None, network: str | None) -> None:
+    plan, most = choose(terms, image, network), PLANS.choose(SandboxPolicy(tenant_class=terms.tenant_class))
     if plan is None:
         return
     allowed = {"default": {"default"}, "open": {"default", "python", "node"}, "closed": {"node"}}[terms.tenant_class]
@@ -85,7 +85,7 @@ def test_terms_never_give_more_than_the_class_has(terms: SandboxTerms, image: st
 
 @given(any_terms, any_terms, asked_images, asked_networks)
 def test_a_plan_that_is_revised_keeps_its_workspace_and_never_wins_a_network(
-    before: SandboxTerms, after: SandboxTerms, image: str | None, network: str | None
+    before: SandboxPolicy, after: SandboxPolicy, image: str | None, network: str | None
 ) -> None:
     plan = choose(before, image, network)
     if plan is None or choose(after) is None:
@@ -98,21 +98,21 @@ def test_a_plan_that_is_revised_keeps_its_workspace_and_never_wins_a_network(
 
 def test_a_class_that_the_host_does_not_have_is_refused_with_those_that_it_has() -> None:
     with pytest.raises(ToolFailure, match=r"no tenant class 'far', it has: closed, default, open; give") as refused:
-        PLANS.choose(SandboxTerms(tenant_class="far"))
+        PLANS.choose(SandboxPolicy(tenant_class="far"))
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
 def test_a_tenant_without_the_classs_own_image_gets_the_first_of_its_own() -> None:
-    assert PLANS.choose(SandboxTerms(tenant_class="open", images=("evil", "node", "python"))).image == "node"
+    assert PLANS.choose(SandboxPolicy(tenant_class="open", images=("evil", "node", "python"))).image == "node"
     with pytest.raises(ToolFailure, match="no image of the tenant's policy"):
-        PLANS.choose(SandboxTerms(tenant_class="open", images=("evil",)))
+        PLANS.choose(SandboxPolicy(tenant_class="open", images=("evil",)))
 
 
 @pytest.mark.parametrize("network", ["egress", "everything"])
 def test_more_network_than_terms_and_class_both_have_is_refused(network: str) -> None:
     for terms in (
-        SandboxTerms(tenant_class="open", network="none"),
-        SandboxTerms(tenant_class="closed", network="egress"),
+        SandboxPolicy(tenant_class="open", network="none"),
+        SandboxPolicy(tenant_class="closed", network="egress"),
     ):
         with pytest.raises(ToolFailure, match="is not allowed for this tenant"):
             PLANS.choose(terms, network=network)
@@ -120,8 +120,8 @@ def test_more_network_than_terms_and_class_both_have_is_refused(network: str) ->
 
 
 def test_sessions_of_a_removed_class_reach_nothing() -> None:
-    assert PLANS.rules(SandboxTerms(tenant_class="open")).hosts == ("site.example",)
-    assert PLANS.rules(SandboxTerms(tenant_class="gone")) == EgressRules()
+    assert PLANS.rules(SandboxPolicy(tenant_class="open")).hosts == ("site.example",)
+    assert PLANS.rules(SandboxPolicy(tenant_class="gone")) == EgressRules()
 
 
 @pytest.mark.parametrize("name", ["", "c" * 65])
@@ -146,7 +146,7 @@ SIZED = build_plans(
 
 
 def test_a_session_gets_the_sizes_that_it_asks_for_and_else_those_of_its_class() -> None:
-    terms = SandboxTerms(tenant_class="ci")
+    terms = SandboxPolicy(tenant_class="ci")
     own = SIZED.choose(terms)
     options = SandboxOptions(cpus=0.5, memory_bytes=GIB, workspace_bytes=3 * GIB, pids=1000, user="root")
     plan = SIZED.choose(terms, options=options)
@@ -174,7 +174,7 @@ def test_more_than_the_largest_of_the_class_is_refused_with_the_limit_and_the_cl
     tenant_class: str, options: SandboxOptions
 ) -> None:
     with pytest.raises(ToolFailure) as refused:
-        SIZED.choose(SandboxTerms(tenant_class=tenant_class), options=options)
+        SIZED.choose(SandboxPolicy(tenant_class=tenant_class), options=options)
     (name,) = options.model_dump()
     limit = {"cpus": "8", "memory_bytes": str(4 * GIB), "workspace_bytes": str(20 * GIB), "user": ""}.get(name, "")
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
@@ -183,22 +183,22 @@ def test_more_than_the_largest_of_the_class_is_refused_with_the_limit_and_the_cl
 
 
 def test_the_policy_of_a_tenant_limits_the_disk_that_it_may_ask_for() -> None:
-    terms = SandboxTerms(tenant_class="ci", workspace_bytes=2 * GIB)
+    terms = SandboxPolicy(tenant_class="ci", workspace_bytes=2 * GIB)
     assert SIZED.choose(terms, options=SandboxOptions(workspace_bytes=2 * GIB)).workspace_bytes == 2 * GIB
     with pytest.raises(ToolFailure, match=f"at most {2 * GIB} for this tenant"):
         SIZED.choose(terms, options=SandboxOptions(workspace_bytes=3 * GIB))
-    small = SandboxTerms(tenant_class="ci", workspace_bytes=MIB)
+    small = SandboxPolicy(tenant_class="ci", workspace_bytes=MIB)
     assert SIZED.choose(small, options=SandboxOptions(cpus=4)).workspace_bytes == MIB
 
 
 def test_a_root_class_gives_the_sandbox_user_to_those_who_ask() -> None:
-    terms = SandboxTerms(tenant_class="root")
+    terms = SandboxPolicy(tenant_class="root")
     assert SIZED.choose(terms).is_root
     assert not SIZED.choose(terms, options=SandboxOptions(user="sandbox")).is_root
 
 
 def test_the_next_sandbox_of_a_session_keeps_its_sizes_up_to_the_largest_of_the_class() -> None:
-    terms = SandboxTerms(tenant_class="ci")
+    terms = SandboxPolicy(tenant_class="ci")
     plan = SIZED.choose(terms, options=SandboxOptions(cpus=6, pids=1000, user="root"))
     assert SIZED.revise(terms, plan) == plan
     lowered = build_plans({"ci": TenantClass(memory_reserve_bytes=GIB, largest=LargestOptions(cpus=4, user="root"))})
@@ -214,7 +214,7 @@ async def test_a_call_runs_as_long_as_the_class_of_its_session_allows(tmp_path: 
         client, name = await daemon.open()
         assert (await call(client, name, {**EXEC, "timeout_s": 7_200}, body=b"done")).streams == {"stdout": b"done"}
         for tenant_class, most in (("default", 7_200), ("plain", 600)):
-            client, name = await daemon.open(tenant_class, terms=SandboxTerms(tenant_class=tenant_class))
+            client, name = await daemon.open(tenant_class, terms=SandboxPolicy(tenant_class=tenant_class))
             with pytest.raises(ToolFailure, match=f"class '{tenant_class}' may run {most} s at most") as refused:
                 await call(client, name, {**EXEC, "timeout_s": most + 1})
             assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
@@ -242,7 +242,7 @@ TEAM, DIGEST = "ghcr.io/team/tool:v1", f"sha256:{'0' * 64}"
     ],
 )
 def test_an_image_that_a_pattern_of_the_class_matches_is_allowed(requested: str, image: str) -> None:
-    plan = PATTERNS.choose(SandboxTerms(tenant_class="wide"), requested)
+    plan = PATTERNS.choose(SandboxPolicy(tenant_class="wide"), requested)
     assert (plan.image, plan.tenant_class, plan.image_id) == (image, "wide", None)
 
 
@@ -262,35 +262,35 @@ def test_an_image_that_class_and_terms_do_not_both_match_is_refused(
     tenant_class: str, images: tuple[str, ...] | None, requested: str
 ) -> None:
     with pytest.raises(ToolFailure, match="is not allowed on this host; allowed: "):
-        PATTERNS.choose(SandboxTerms(tenant_class=tenant_class, images=images), requested)
+        PATTERNS.choose(SandboxPolicy(tenant_class=tenant_class, images=images), requested)
 
 
 @pytest.mark.parametrize(
     ("image", "is_pulled"), [(TEAM, True), ("node:20", True), ("python:3", False), ("default", False)]
 )
 def test_only_an_entry_with_a_registry_lets_an_image_be_pulled(image: str, is_pulled: bool) -> None:
-    assert PATTERNS.may_pull(PATTERNS.choose(SandboxTerms(tenant_class="wide"), image)) == is_pulled
+    assert PATTERNS.may_pull(PATTERNS.choose(SandboxPolicy(tenant_class="wide"), image)) == is_pulled
     assert not PATTERNS.may_pull(replace(PATTERNS.standard(), image=image))
 
 
 def test_a_plan_that_is_revised_keeps_the_content_of_its_image() -> None:
-    terms = SandboxTerms(tenant_class="wide")
+    terms = SandboxPolicy(tenant_class="wide")
     plan = replace(PATTERNS.choose(terms, TEAM), image_id=DIGEST)
     assert PATTERNS.revise(terms, plan).image_id == DIGEST
-    revised = PATTERNS.revise(SandboxTerms(tenant_class="pinned"), plan)
+    revised = PATTERNS.revise(SandboxPolicy(tenant_class="pinned"), plan)
     assert (revised.image, revised.image_id) == ("default", None)
 
 
 def test_equal_names_of_an_image_share_a_pool() -> None:
     plans = build_plans({"wide": TenantClass(images=("docker.io/library/node",), pool={"node:latest": 2})})
     (pooled,) = [plan for plan in plans.pooled() if "node" in plan.image]
-    assert plans.choose(SandboxTerms(tenant_class="wide"), "node") == pooled
+    assert plans.choose(SandboxPolicy(tenant_class="wide"), "node") == pooled
 
 
 @pytest.mark.parametrize("images", [("*",), ("team/*",), ("Debian",), ("a" * 257,)])
 def test_a_malformed_pattern_is_refused_everywhere(images: tuple[str, ...]) -> None:
     for build in (
-        lambda: SandboxTerms(images=images),
+        lambda: SandboxPolicy(images=images),
         lambda: TenantClass(images=images),
         lambda: SandboxdSettings(sandbox_images_allowed=list(images)),
     ):
@@ -325,7 +325,7 @@ async def prepare_network(entry: Session, sandbox: Sandbox) -> None:
     sandbox.tunnels = Standing()
 
 
-OPEN = SandboxTerms(tenant_class="open")
+OPEN = SandboxPolicy(tenant_class="open")
 
 
 def standing(entry: Session | None) -> Standing:
@@ -340,7 +340,7 @@ async def test_terms_can_be_set_for_all_sessions_of_a_tenant(tmp_path: Path) -> 
         for session in ("s1", "s2"):
             client, _ = await daemon.open(session, terms=OPEN)
         await asyncio.to_thread(client.open, "umbrella", "s1", terms=OPEN)
-        assert await asyncio.to_thread(client.send_terms, "acme", SandboxTerms()) == 2
+        assert await asyncio.to_thread(client.send_terms, "acme", SandboxPolicy()) == 2
         cuts = {name: standing(daemon.sessions.find(name)).cuts for name in ("acme:s1", "acme:s2", "umbrella:s1")}
         assert cuts == {"acme:s1": 1, "acme:s2": 1, "umbrella:s1": 0}
 
@@ -359,7 +359,7 @@ async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has
         plan = PLANS.choose(OPEN.model_copy(update={"workspace_bytes": 5 * MIB}))
         entry = await host.sessions.open("acme:s", NewSession(plan, 60, terms=OPEN))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
-        await host.sessions.use("acme:s", "c", SandboxTerms(tenant_class="closed"))
+        await host.sessions.use("acme:s", "c", SandboxPolicy(tenant_class="closed"))
         config = host.engine.guests[-1].config
         assert config["HostConfig"]["Runtime"] == "runsc"
         assert config["HostConfig"]["PidsLimit"] == 32
@@ -374,9 +374,9 @@ async def test_a_session_without_its_class_has_no_sandbox_and_keeps_its_files(tm
         with pytest.raises(
             SandboxUnavailable, match=r"cannot be made again: this host has no tenant class 'gone'.* it has: closed"
         ):
-            await host.sessions.use("acme:s", "c", SandboxTerms(tenant_class="gone"))
+            await host.sessions.use("acme:s", "c", SandboxPolicy(tenant_class="gone"))
         assert host.factory.slots.taken == 0
-        await host.sessions.use("acme:s", "c", SandboxTerms())
+        await host.sessions.use("acme:s", "c", SandboxPolicy())
         assert len(host.suspension_store.unpacked) == 1
 
 
@@ -384,7 +384,7 @@ async def test_terms_outlive_sandboxd(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, plans=PLANS, workspaces=workspaces)
     await first.sessions.open("acme:s", NewSession(PLANS.choose(OPEN), 60, terms=OPEN))
-    await first.sessions.use("acme:s", "c", SandboxTerms(tenant_class="closed", images=("node",)))
+    await first.sessions.use("acme:s", "c", SandboxPolicy(tenant_class="closed", images=("node",)))
     first.lease.give_back()
     async with open_host(tmp_path, plans=PLANS, workspaces=workspaces) as second:
         assert second.sessions.adopt() == 1
@@ -452,7 +452,7 @@ async def test_a_session_gets_placeholders_and_the_authorities_and_no_value(tmp_
     ids=repr,
 )
 async def test_a_secret_that_policy_network_or_name_forbids_is_refused(
-    terms: SandboxTerms, secret: str, tmp_path: Path
+    terms: SandboxPolicy, secret: str, tmp_path: Path
 ) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
         with pytest.raises(ToolFailure) as refused:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from contract.tenancy import NetworkPolicy, SandboxTerms
+from contract.tenancy import NetworkPolicy, SandboxPolicy
 from tests.fake_engine import FakeGuest
 from tests.fake_sandboxd import running_sandboxd
 from tests.sandboxd_calls import call
@@ -218,7 +218,7 @@ def test_a_kept_session_reaches_nothing_once_its_class_has_no_network(tmp_path: 
     def hosts_with(network: NetworkPolicy) -> tuple[str, ...]:
         granted = TenantClass(network=network, egress=EgressRules(hosts=("site.example",)))
         plans = Plans(SandboxdSettings(tenant_classes={"a": granted}, egress_socket=tmp_path / "egress.sock"))
-        return plans.rules(SandboxTerms(tenant_class="a")).hosts
+        return plans.rules(SandboxPolicy(tenant_class="a")).hosts
 
     assert (hosts_with("egress"), hosts_with("none")) == (("site.example",), ())
 

@@ -21,7 +21,7 @@ from contract.tenancy import (
     MAX_POLICY_BYTES,
     VERSION_FIELD,
     CommandRule,
-    SandboxTerms,
+    SandboxPolicy,
     TenantPolicy,
     parse_policy,
     parse_tenants,
@@ -270,7 +270,7 @@ RULES = st.builds(
     CommandRule, action=st.sampled_from(["deny", "ask", "allow"]), argv_prefix=st.lists(WORDS, max_size=4).map(tuple)
 )
 TERMS = st.builds(
-    SandboxTerms,
+    SandboxPolicy,
     images=st.none() | st.lists(st.sampled_from(["debian", "ghcr.io/team/*", "a/b:v1"]), max_size=3).map(tuple),
     network=st.sampled_from([None, "none", "egress"]),
 )
@@ -335,7 +335,7 @@ class Harness:
 
     def __init__(self, **policies: TenantPolicy | Exception) -> None:
         self.counted: list[RefusalReason] = []
-        self.terms: list[SandboxTerms | None] = []
+        self.terms: list[SandboxPolicy | None] = []
         self.ledger = MemoryLedger()
         registry = ToolRegistry([WorkerTool(spec, self.handle) for spec in (BASH, CLOSE)])
         policy = CallPolicy(registry, None, FixedWorkerTenants(policies), self.counted.append)
@@ -351,7 +351,7 @@ class Harness:
 
 
 def test_a_worker_runs_what_the_policy_allows_with_the_terms_of_its_sandboxes() -> None:
-    terms = SandboxTerms(network="none")
+    terms = SandboxPolicy(network="none")
     harness = Harness(acme=TenantPolicy(sandbox=terms))
     assert harness.run(command="ls") is None
     assert (harness.terms, harness.counted) == ([terms], [])
@@ -409,7 +409,7 @@ def test_refusals_are_counted_in_redis(redis_server: RedisProcess) -> None:
         for _ in range(2):
             with pytest.raises(ToolFailure):
                 policy.admit("mallory", BASH, {"command": "ls"})
-        assert policy.admit("acme", BASH, {"command": "ls"}) == SandboxTerms()
+        assert policy.admit("acme", BASH, {"command": "ls"}) == SandboxPolicy()
         assert client.hgetall(refusals_key("test")) == {b"wrong_tenant": b"2"}
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.tenancy import SandboxTerms, TenantPolicy
+from contract.tenancy import SandboxPolicy, TenantPolicy
 from workers.host_duties import TermsMonitor
 from workers.sandbox_client import SandboxClient
 
-OPEN, CLOSED = SandboxTerms(tenant_class="open"), SandboxTerms(tenant_class="open", network="none")
+OPEN, CLOSED = SandboxPolicy(tenant_class="open"), SandboxPolicy(tenant_class="open", network="none")
 
 
 class Host(SandboxClient):
@@ -16,17 +16,17 @@ class Host(SandboxClient):
     def __init__(self, *tenants: str) -> None:
         super().__init__("/nonexistent")
         self.tenants = list(tenants)
-        self.sent_terms: list[tuple[str, SandboxTerms]] = []
+        self.sent_terms: list[tuple[str, SandboxPolicy]] = []
 
     def sessions(self) -> list[dict[str, object]]:
         return [{"name": f"{tenant}:{number}"} for tenant in self.tenants for number in range(2)]
 
-    def send_terms(self, tenant: str, terms: SandboxTerms) -> int:
+    def send_terms(self, tenant: str, terms: SandboxPolicy) -> int:
         self.sent_terms.append((tenant, terms))
         return 2
 
 
-class Book(dict[str, SandboxTerms | Exception]):
+class Book(dict[str, SandboxPolicy | Exception]):
     """Terms by tenant, or the exception that a request for the terms raises."""
 
     def policy(self, tenant: str) -> TenantPolicy:

@@ -324,7 +324,7 @@ async def test_atif_says_why_a_call_was_not_run(tmp_path: Path) -> None:
     exported = await export(tmp_path, build_atif, *turns, answer=refuse)
     calls = [call for step in exported["steps"] for call in step.get("tool_calls", ())]
     assert [call["extra"]["unrun"] for call in calls] == [
-        "the call was refused",
+        "the call was denied",
         "the request was malformed",
         "the call was not sent",
     ]

@@ -184,7 +184,7 @@ def test_an_error_reports_the_status_and_the_beginning_of_what_the_server_says(s
     assert result.text().startswith(f"Error [HTTP_ERROR]: {server.url()} answered {status}")
     if status != 302:
         assert f"\n{('reason ' * 200)[:500]}\n" in result.text()
-        assert footer_of(result) == "[the first 500 characters of the answer's text]"
+        assert footer_of(result).startswith("[the first 500 characters")
 
 
 # What a hostile page tries

@@ -140,7 +140,7 @@ def test_one_session_that_cannot_be_kept_holds_up_no_other_and_is_tried_less_and
     host.sandboxd.refuse["acme:full"] = ToolFailure(ErrorCode.NO_SPACE, "the store is full")
     with capture_logs() as logs:
         assert (host.look(), host.look()) == (1, 0)
-    assert [entry["again_in_s"] for entry in logs if entry["event"] == "session_checkpoint_failed"] == [120.0]
+    assert [entry["retry_in_s"] for entry in logs if entry["event"] == "session_checkpoint_failed"] == [120.0]
 
 
 def test_no_more_sessions_are_packed_at_once_than_leave_room_for_calls(host: Host) -> None:

@@ -136,7 +136,7 @@ def test_what_is_no_order_in_time_is_dropped_and_the_next_is_obeyed(harness: Har
         harness.send(item, order(call_id="next"))
         assert harness.sandboxd.was_asked()
     assert (harness.sandboxd.cancelled, harness.sandboxd.closed) == ([("acme:s1", "next")], [])
-    assert "control_refused" in [line["event"] for line in logs]
+    assert "order_refused" in [line["event"] for line in logs]
     assert len(harness.refused) == 1
 
 

@@ -165,7 +165,7 @@ def test_without_images_small_ones_are_tmpfs_and_large_ones_folders(tmp_path: Pa
 
     assert chosen.workspaces.kind == kind
     assert chosen.note is not None
-    assert chosen.note.startswith("no images: ")
+    assert chosen.note.startswith("no disk images ")
 
 
 @pytest.mark.usefixtures("as_user")

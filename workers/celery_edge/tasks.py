@@ -387,7 +387,7 @@ class _Results(RedisBackend):
         )
         if not self._calls().store(task_id, text, self.expires, answer.ending):
             # The call was sent again, and its caller waits for the answer of the new attempt.
-            log.warning("late_answer_dropped", task=task_id)
+            log.warning("late_result_dropped", task=task_id)
 
 
 def _outcome(answer: TaskResult, failure: CallNotServed | None) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contract.secrets import MAX_SECRETS
+from workers.egress.outcomes import EgressOutcome, Refusal, refuse_bad_gateway, refuse_exhausted
 from workers.egress.secrets import BoundSecret
-from workers.egress.verdicts import EgressVerdict, Refusal, refuse_bad_gateway, refuse_exhausted
 from workers.settings import EgressRules
 
 OpeningName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -60,7 +60,7 @@ def parse_opening(line: bytes) -> EgressOpening | EgressQuestion:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         location = ".".join(str(part) for part in first["loc"]) or "the line"
         raise refuse_bad_gateway(
-            EgressVerdict.BAD_OPENING,
+            EgressOutcome.BAD_OPENING,
             f"sandboxd did not send what this session may reach ({location}: {first['msg']}), so nothing can be "
             "reached: report it to the operator",
         ) from None
@@ -157,7 +157,7 @@ class ConnectionQuota:
 
     def build_spent_refusal(self) -> Refusal:
         return refuse_exhausted(
-            EgressVerdict.BYTES_SPENT,
+            EgressOutcome.BYTES_SPENT,
             f"this session has sent and received the {self._max_bytes} bytes of its network quota: continue without "
             f"the network",
         )
@@ -201,13 +201,13 @@ class ConnectionQuotas:
         max_connections = opening.rules.max_connections
         if quota.connections >= max_connections:
             raise refuse_exhausted(
-                EgressVerdict.TOO_MANY_CONNECTIONS,
+                EgressOutcome.TOO_MANY_CONNECTIONS,
                 f"this session has {quota.connections} open connections, and the limit is {max_connections}: wait "
                 f"until one ends, or use fewer connections",
             )
         if self._tenants[opening.tenant] >= self._max_tenant_connections:
             raise refuse_exhausted(
-                EgressVerdict.TOO_MANY_CONNECTIONS,
+                EgressOutcome.TOO_MANY_CONNECTIONS,
                 f"this tenant's sessions have {self._max_tenant_connections} open connections, which is the limit: "
                 f"try again later",
             )

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from contract.errors import ToolFailure
 from workers.egress.limits import ProxyLimits
-from workers.egress.verdicts import EgressVerdict, Refusal, refuse, refuse_bad_gateway
+from workers.egress.outcomes import EgressOutcome, Refusal, refuse, refuse_bad_gateway
 from workers.settings import EgressRules
 from workers.web.addresses import MAX_TRIED, AddressRules, check_peer, one_of_each_first
 from workers.web.egress import is_private_name, matches
@@ -60,7 +60,7 @@ class ResolverPool:
             try:
                 return await lookup
             except ToolFailure as failure:
-                raise refuse_bad_gateway(EgressVerdict.UNRESOLVED, failure.message) from None
+                raise refuse_bad_gateway(EgressOutcome.UNRESOLVED, failure.message) from None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -104,7 +104,7 @@ class Destinations:
             )
             if not is_exception and self._addresses.refusal(address) is not None:
                 raise refuse(
-                    EgressVerdict.ADDRESS_REFUSED,
+                    EgressOutcome.ADDRESS_REFUSED,
                     f"{target.host} has no public address, and sandboxes may not use other addresses: use another "
                     f"host, or ask the operator to add it to private_hosts",
                 )
@@ -127,7 +127,7 @@ class Destinations:
                     target, f"refused the connection ({os.strerror(error.errno or errno.ECONNREFUSED)})"
                 )
             except ToolFailure as error:
-                failure = refuse(EgressVerdict.ADDRESS_REFUSED, error.message)
+                failure = refuse(EgressOutcome.ADDRESS_REFUSED, error.message)
         raise failure or _unreachable(target, "has no address")
 
 
@@ -136,18 +136,18 @@ def check_listed(target: Target, rules: EgressRules) -> None:
     # A lookup is a message to the outside: a program could put data into a name and ask the attacker's name server.
     if not _is_listed(target, rules.hosts):
         raise refuse(
-            EgressVerdict.HOST_REFUSED,
+            EgressOutcome.HOST_REFUSED,
             f"{target.host} is not on this tenant's list; allowed: {_format_hosts(rules.hosts)}",
         )
     if target.port not in rules.ports:
         ports = ", ".join(map(str, sorted(rules.ports))) or "none"
         raise refuse(
-            EgressVerdict.PORT_REFUSED,
+            EgressOutcome.PORT_REFUSED,
             f"port {target.port} of {target.host} is not allowed for this tenant; allowed ports: {ports}",
         )
     if target.literal is None and is_private_name(target.host) and not _is_listed(target, rules.private_hosts):
         raise refuse(
-            EgressVerdict.HOST_REFUSED,
+            EgressOutcome.HOST_REFUSED,
             f"{target.host} is a name of a private network: ask the operator to add it to private_hosts as well",
         )
 
@@ -192,6 +192,6 @@ async def _connect(target: Target, address: Address) -> socket.socket:
 
 def _unreachable(target: Target, problem: str) -> Refusal:
     return refuse_bad_gateway(
-        EgressVerdict.UNREACHABLE,
+        EgressOutcome.UNREACHABLE,
         f"{target.host} port {target.port} {problem}: check host and port, or try again later",
     )

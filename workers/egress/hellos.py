@@ -6,7 +6,7 @@ forwards nothing before the ClientHello is complete and names the host of the tu
 
 from dataclasses import dataclass
 
-from workers.egress.verdicts import EgressVerdict, Refusal, refuse
+from workers.egress.outcomes import EgressOutcome, Refusal, refuse
 from workers.web.urls import Target
 
 UNRECOGNIZED_NAME = b"\x15\x03\x03\x00\x02\x02\x70"
@@ -38,7 +38,7 @@ class _Cursor:
 
     def take(self, count: int) -> bytes:
         if count > self.left:
-            raise HelloError("the greeting is shorter than its length field")
+            raise HelloError("the ClientHello is shorter than its length field")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -146,16 +146,16 @@ class HelloGate:
         the ClientHello.
         """
         if self._buffered:
-            raise self._build_refusal("ended in the middle of its TLS greeting")
+            raise self._build_refusal("ended in the middle of its TLS ClientHello")
 
     def _check_name(self, name: str) -> None:
         host = self._target.host
         if name == host or (not name and self._target.literal is not None):
             return
         if not name:
-            raise self._build_refusal("names no server in its TLS greeting (SNI): use a client that does")
+            raise self._build_refusal("names no server in its TLS ClientHello (SNI): use a client that does")
         raise self._build_refusal(
-            f"names another server in its TLS greeting (SNI) than {host}: request a tunnel to that server"
+            f"names another server in its TLS ClientHello (SNI) than {host}: request a tunnel to that server"
         )
 
     def _pass_non_tls(self) -> bytes:
@@ -171,7 +171,7 @@ class HelloGate:
         return buffered
 
     def _build_refusal(self, problem: str) -> Refusal:
-        return refuse(EgressVerdict.TLS_REFUSED, f"the client in the tunnel to {self._target.host} {problem}")
+        return refuse(EgressOutcome.TLS_REFUSED, f"the client in the tunnel to {self._target.host} {problem}")
 
     @property
     def answers_in_tls(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from contract.errors import ToolFailure
-from workers.egress.verdicts import refuse_bad_request
+from workers.egress.outcomes import refuse_bad_request
 from workers.web.urls import Target, parse_url
 
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}")

@@ -19,6 +19,7 @@ from workers.egress.authority import Authority
 from workers.egress.hellos import HelloGate
 from workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
 from workers.egress.limits import ProxyLimits
+from workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse_bad_request
 from workers.egress.relaying import AnswerRewriter, Peer, Relay, build_bad_answer, read_headers
 from workers.egress.secrets import (
     HTTPS_PORT,
@@ -31,7 +32,6 @@ from workers.egress.secrets import (
 )
 from workers.egress.streams import ActivityClock, Stream, Work, run_all
 from workers.egress.tls import TlsStream
-from workers.egress.verdicts import EgressVerdict, Refusal, build_answer, refuse_bad_request
 from workers.web.bodies import CODINGS, Inflater
 from workers.web.urls import Target
 
@@ -62,7 +62,7 @@ class MaskingRewriter(AnswerRewriter):
         codings = [coding for coding in codings if coding != "identity"]
         if len(codings) > 1 or not CODINGS.issuperset(codings) or status == HTTPStatus.PARTIAL_CONTENT:
             raise build_bad_answer(
-                self._host, "sends a partial answer, or a compressed answer that cannot be searched for secrets"
+                self._host, "sends a partial response, or a compressed response that cannot be searched for secrets"
             )
         dropped = {b"accept-ranges"}
         if codings:
@@ -87,11 +87,11 @@ class MaskingRewriter(AnswerRewriter):
                 yield self._stream.take(piece)
                 await asyncio.sleep(0)  # one read makes many pieces, and other connections must not wait for all
         except zlib.error:
-            raise build_bad_answer(self._host, "sends an answer with an incorrect Content-Encoding") from None
+            raise build_bad_answer(self._host, "sends a response with an incorrect Content-Encoding") from None
 
     def finish(self) -> bytes:
         if self._inflater is not None and not self._inflater.is_whole:
-            raise build_bad_answer(self._host, "sends a compressed answer that is not complete")
+            raise build_bad_answer(self._host, "sends a compressed response that is not complete")
         return self._stream.finish()
 
 
@@ -117,7 +117,7 @@ class Interception:
         await run_all(self._run(client, host, first), background=(watch(self._activity),))
 
     async def _run(self, client: Stream, host: Stream, first: bytes) -> None:
-        # The client first: without its greeting, the host is not asked for anything.
+        # The client first: without its ClientHello, the host is not asked for anything.
         tls = await self._greet(client, first)
         inner = Peer(tls, h11.SERVER, self._limits)
         try:
@@ -137,14 +137,14 @@ class Interception:
                     await tls.close()
 
     async def _greet(self, client: Stream, first: bytes) -> TlsStream:
-        # The name in the greeting must be that of the tunnel. Otherwise a program could reach one host under the rules,
-        # and with the secrets, of another.
+        # The name in the ClientHello must be that of the tunnel. Otherwise a program could reach one host under the
+        # rules, and with the secrets, of another.
         gate, data = HelloGate(self._target), first
         while not (passed := gate.pass_on(data)):
             data = await client.receive(self._quota)
             if not data:
                 gate.finish()
-                raise OSError("the client closed the connection before its TLS greeting")
+                raise OSError("the client closed the connection before its TLS ClientHello")
         tls = TlsStream(client, self._proxy.authority.find_context(self._target.host), self._quota, first=passed)
         async with asyncio.timeout(self._limits.header_s):
             await tls.handshake()
@@ -195,7 +195,7 @@ class Interception:
                 event = await inner.next()
         except TimeoutError:
             sentence = f"the head of the request did not come within {self._limits.header_s:g} s"
-            raise Refusal(EgressVerdict.SLOW_REQUEST, HTTPStatus.REQUEST_TIMEOUT, sentence) from None
+            raise Refusal(EgressOutcome.SLOW_REQUEST, HTTPStatus.REQUEST_TIMEOUT, sentence) from None
         self._activity.record_activity()
         return event if isinstance(event, h11.Request) else None
 

@@ -16,8 +16,8 @@ import h11
 from workers.egress.allowances import ConnectionQuota
 from workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
 from workers.egress.limits import KIB, ProxyLimits
+from workers.egress.outcomes import EgressOutcome, Refusal, refuse_bad_gateway, refuse_bad_request
 from workers.egress.streams import ActivityClock, Stream
-from workers.egress.verdicts import EgressVerdict, Refusal, refuse_bad_gateway, refuse_bad_request
 
 _MAX_INTERIM = 16
 
@@ -158,7 +158,7 @@ class Relay:
             more = f" (its head has more than {self._limits.header_bytes // KIB} KiB)" if is_long else ""
             raise build_bad_answer(self._host, f"does not answer in HTTP/1.1{more}") from None
         except h11.LocalProtocolError:
-            raise build_bad_answer(self._host, "sends an answer that cannot be forwarded") from None
+            raise build_bad_answer(self._host, "sends a response that cannot be forwarded") from None
 
     async def _read_answer(self) -> h11.Response:
         # A host could send interim answers without an end, and each counts as activity.
@@ -169,7 +169,7 @@ class Relay:
                 # The parser reports the end of a connection and bytes that are no answer in the same way.
                 if self._outer.http.trailing_data != (b"", True):
                     raise
-                raise build_bad_answer(self._host, "closed the connection without an answer") from None
+                raise build_bad_answer(self._host, "closed the connection without a response") from None
             self._activity.record_activity()
             if isinstance(event, h11.Response):
                 return event
@@ -177,7 +177,7 @@ class Relay:
             if is_go_ahead and self._inner.http.they_are_waiting_for_100_continue:
                 go_ahead = h11.InformationalResponse(status_code=HTTPStatus.CONTINUE, headers=[], reason=b"Continue")
                 await self._inner.send(go_ahead)
-        raise build_bad_answer(self._host, "sends interim answers without an end")
+        raise build_bad_answer(self._host, "sends interim responses without an end")
 
     async def _start_answer(self, response: h11.Response, rewriter: AnswerRewriter) -> None:
         headers = read_headers(response)
@@ -204,7 +204,7 @@ class Relay:
 
 def build_bad_answer(host: str, problem: str) -> Refusal:
     """Return the refusal for a host that answers badly."""
-    return refuse_bad_gateway(EgressVerdict.BAD_ANSWER, f"{host} {problem}: try again, or another source")
+    return refuse_bad_gateway(EgressOutcome.BAD_ANSWER, f"{host} {problem}: try again, or another source")
 
 
 def read_headers(message: h11.Request | h11.Response) -> tuple[Header, ...]:

@@ -26,9 +26,9 @@ from workers.egress.hellos import UNRECOGNIZED_NAME, HelloGate
 from workers.egress.http_messages import HeadError, ProxyRequest, parse_request
 from workers.egress.interception import Interception, SecretProxy, find_bound
 from workers.egress.limits import CHUNK_BYTES, ProxyLimits
+from workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse_bad_gateway, refuse_bad_request
 from workers.egress.relaying import AnswerRewriter, Peer, PlainChannel, Relay
 from workers.egress.streams import ActivityClock, Stream, run_all, tunnel, watch
-from workers.egress.verdicts import EgressVerdict, Refusal, build_answer, refuse_bad_gateway, refuse_bad_request
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +41,7 @@ class _Record:
 
     opening: EgressOpening | None = None
     request: ProxyRequest | None = None
-    verdict: EgressVerdict = EgressVerdict.ALLOWED
+    outcome: EgressOutcome = EgressOutcome.ALLOWED
     began_at: float = field(default_factory=time.monotonic)
 
     def write(self, bytes_up: int, bytes_down: int) -> None:
@@ -53,7 +53,7 @@ class _Record:
             method=request.method if request else "",
             destination=request.target.host if request else "",
             port=request.target.port if request else 0,
-            verdict=self.verdict.value,
+            outcome=self.outcome.value,
             bytes_up=bytes_up,
             bytes_down=bytes_down,
             seconds=round(time.monotonic() - self.began_at, 3),
@@ -83,7 +83,7 @@ class Proxy:
         try:
             await _send_last(
                 client,
-                build_answer(Refusal(EgressVerdict.TOO_MANY_CONNECTIONS, HTTPStatus.SERVICE_UNAVAILABLE, sentence)),
+                build_answer(Refusal(EgressOutcome.TOO_MANY_CONNECTIONS, HTTPStatus.SERVICE_UNAVAILABLE, sentence)),
                 self._limits,
             )
         finally:
@@ -122,20 +122,20 @@ class _Connection:
         try:
             await self._serve()
         except Refusal as refusal:
-            self._record.verdict = refusal.verdict
+            self._record.outcome = refusal.outcome
             self._close_host()
             await _send_last(
                 self._client, self._last_bytes or (build_answer(refusal) if self._is_http else b""), self._limits
             )
         except OSError:
-            self._record.verdict = EgressVerdict.BROKEN_OFF
+            self._record.outcome = EgressOutcome.INTERRUPTED
         except asyncio.CancelledError:
-            self._record.verdict = EgressVerdict.STOPPED
+            self._record.outcome = EgressOutcome.STOPPED
             raise
         finally:
             self._client.close()
             self._close_host()
-            if self._client.received or self._record.verdict is not EgressVerdict.ALLOWED:
+            if self._client.received or self._record.outcome is not EgressOutcome.ALLOWED:
                 self._record.write(self._client.received, self._host.received if self._host else 0)
 
     def _close_host(self) -> None:
@@ -177,7 +177,7 @@ class _Connection:
                 line = await self._client.receive_line(self._limits.opening_bytes)
         except TimeoutError:
             raise refuse_bad_gateway(
-                EgressVerdict.BAD_OPENING,
+                EgressOutcome.BAD_OPENING,
                 "sandboxd did not send the rules of this session in time: report it to the operator",
             ) from None
         return parse_opening(line) if line else None
@@ -191,7 +191,7 @@ class _Connection:
                 head, rest = await _read_head(self._client, quota, self._limits, first) if first else (b"", b"")
         except TimeoutError:
             sentence = f"the head of the request did not come within {self._limits.header_s:g} s"
-            raise Refusal(EgressVerdict.SLOW_REQUEST, HTTPStatus.REQUEST_TIMEOUT, sentence) from None
+            raise Refusal(EgressOutcome.SLOW_REQUEST, HTTPStatus.REQUEST_TIMEOUT, sentence) from None
         except HeadError as error:
             raise refuse_bad_request(str(error)) from None
         return (parse_request(head, self._limits.header_lines), rest) if head else None
@@ -204,7 +204,7 @@ class _Connection:
             relaying = tunnel(self._client, host, gate, rest, quota, activity)
             await run_all(relaying, background=(watch(self._client, activity, self._limits),))
         except Refusal as refusal:
-            if refusal.verdict is EgressVerdict.TLS_REFUSED:
+            if refusal.outcome is EgressOutcome.TLS_REFUSED:
                 self._last_bytes = UNRECOGNIZED_NAME if gate.answers_in_tls else build_answer(refusal)
             raise
 

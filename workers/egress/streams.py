@@ -13,7 +13,7 @@ from typing import Any
 from workers.egress.allowances import ConnectionQuota
 from workers.egress.hellos import HelloGate
 from workers.egress.limits import CHUNK_BYTES, ProxyLimits
-from workers.egress.verdicts import EgressVerdict, refuse_bad_gateway
+from workers.egress.outcomes import EgressOutcome, refuse_bad_gateway
 
 
 class Stream:
@@ -148,14 +148,14 @@ async def watch(client: Stream, activity: ActivityClock, limits: ProxyLimits) ->
     while True:
         await asyncio.sleep(min(limits.watch_s, limits.idle_s / 4, limits.total_s / 4))
         if client.is_ended and client.has_left():
-            raise refuse_bad_gateway(EgressVerdict.BROKEN_OFF, "the client left")
+            raise refuse_bad_gateway(EgressOutcome.INTERRUPTED, "the client left")
         if activity.idle_s >= limits.idle_s:
             raise refuse_bad_gateway(
-                EgressVerdict.IDLE, f"no data was sent or received for {limits.idle_s:g} s: try again"
+                EgressOutcome.IDLE, f"no data was sent or received for {limits.idle_s:g} s: try again"
             )
         if activity.age_s >= limits.total_s:
             raise refuse_bad_gateway(
-                EgressVerdict.TOO_LONG, f"a connection lasts {limits.total_s:g} s at most: open another connection"
+                EgressOutcome.TOO_LONG, f"a connection lasts {limits.total_s:g} s at most: open another connection"
             )
 
 

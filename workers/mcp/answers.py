@@ -26,7 +26,7 @@ def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
         raise build_protocol_error(server, "it requests more input, which a tool call cannot give")
     blocks = result.get("content", [])
     if not isinstance(blocks, list):
-        raise build_protocol_error(server, "its answer has no content")
+        raise build_protocol_error(server, "its response has no content")
     structured = result.get("structuredContent")
     text = "\n".join(_describe_blocks(blocks)) or (
         json.dumps(structured, ensure_ascii=False, indent=1) if structured is not None else ""
@@ -35,7 +35,7 @@ def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
     metadata: dict[str, JsonValue] = {"mcp_server": server, **_bounded(structured)}
     if result.get("isError") is not True:
         return Outcome(output, metadata, truncated=is_cut)
-    error = f"the MCP server {server} says that {tool} failed; its words are in the output"
+    error = f"the MCP server {server} says that {tool} failed; its message is in the output"
     return Outcome(output, metadata, truncated=is_cut, error=error, error_code=ErrorCode.HTTP_ERROR)
 
 
@@ -52,7 +52,7 @@ def _fenced(server: str, tool: str, text: str) -> tuple[str, bool]:
 
 def _describe_blocks(blocks: list[Any]) -> Iterable[str]:
     for block in blocks[:MAX_BLOCKS]:
-        yield _describe_block(block) if isinstance(block, dict) else "[a part that is none]"
+        yield _describe_block(block) if isinstance(block, dict) else "[a part with an invalid form: not shown]"
     if len(blocks) > MAX_BLOCKS:
         yield f"[{len(blocks) - MAX_BLOCKS} more parts were left out]"
 

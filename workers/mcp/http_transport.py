@@ -82,7 +82,7 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
                 message = parse_json((await read_body(response, None)).body, self._server)
                 reply = parse_reply(message, number)
             if reply is None:
-                raise build_protocol_error(self._server, "its answer does not match the request")
+                raise build_protocol_error(self._server, "its response does not match the request")
             return self._rebuild(reply, number, head)
 
     async def _refused(self, response: ResponseStream, number: Any) -> httpx2.Response:
@@ -150,7 +150,7 @@ async def find_reply(server: str, number: int, response: ResponseStream) -> Serv
         async for event in events:
             count += 1
             if count > MAX_EVENTS:
-                raise build_protocol_error(server, f"more than {MAX_EVENTS} events came before its answer")
+                raise build_protocol_error(server, f"more than {MAX_EVENTS} events came before its response")
             if event.data.strip():
                 reply = parse_reply(parse_json(event.data, server), number)
                 if reply is not None:

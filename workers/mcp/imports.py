@@ -147,7 +147,8 @@ def _describe(server: str, tool: dict[str, Any]) -> str:
     text = HIDDEN.sub("\ufffd", printable(description)).strip() if isinstance(description, str) else ""
     if len(text) > MAX_DESCRIPTION_CHARS:
         text = text[:MAX_DESCRIPTION_CHARS] + "..."
-    return f"[A tool of the MCP server {server}, in its words:] {text or 'It says nothing of this tool.'}"
+    text = text or "The server gives no description."
+    return f"[A tool of the MCP server {server}; description of the server:] {text}"
 
 
 def _flags(tool: dict[str, Any], entry: Entry) -> dict[str, bool]:
@@ -167,4 +168,4 @@ def _flags(tool: dict[str, Any], entry: Entry) -> dict[str, bool]:
 
 
 def _leave_out(server: str, name: str, reason: str) -> None:
-    log.error("mcp_tool_left_out", server=server, name=one_line(name, _SHOWN_NAME_CHARS), why=reason)
+    log.error("mcp_tool_left_out", server=server, name=one_line(name, _SHOWN_NAME_CHARS), reason=reason)

@@ -367,7 +367,7 @@ def build_answer(job: Message, answer: Message) -> bytes:
     try:
         text = json.dumps(answer)
     except (ValueError, RecursionError):
-        text = json.dumps({"failure": "died", "detail": "its answer cannot be encoded"})
+        text = json.dumps({"failure": "died", "detail": "its response cannot be encoded"})
     return "\n{} {}\n".format(job["mark"], text).encode("utf-8", "replace")
 
 

@@ -267,7 +267,7 @@ class SandboxServer:
     def _find_reply(self, answer: Mapping[str, Any]) -> ServerReply:
         reply = parse_reply(answer.get("reply"), _NUMBER)
         if reply is None:
-            raise build_protocol_error(self.name, "its answer does not match the request")
+            raise build_protocol_error(self.name, "its response does not match the request")
         return reply
 
 

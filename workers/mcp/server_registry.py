@@ -198,7 +198,7 @@ class ServerRegistry:
             try:
                 pause_s = self.list_due()
             except Exception:  # the edge of the thread: a bug with one server must not end the refresh of all
-                log.exception("mcp_refresh_failed", again_s=self.again_s)
+                log.exception("mcp_refresh_failed", retry_in_s=self.again_s)
                 pause_s = self.again_s
 
     def _list_tools(self, server: _Server) -> tuple[ImportedTool, ...] | None:
@@ -211,13 +211,13 @@ class ServerRegistry:
         except (ToolFailure, OperatorError) as error:
             self._delay(server)
             if server.tools:
-                log.warning("mcp_server_silent", server=source.name, error=str(error), again_s=server.pause_s)
+                log.warning("mcp_server_silent", server=source.name, error=str(error), retry_in_s=server.pause_s)
             else:
-                log.error("mcp_server_without_tools", server=source.name, error=str(error), again_s=server.pause_s)
+                log.error("mcp_server_without_tools", server=source.name, error=str(error), retry_in_s=server.pause_s)
             return None
         except Exception:  # the edge: a bug with one server must not hold up the tools of the others
             self._delay(server)
-            log.exception("mcp_server_failed", server=source.name, again_s=server.pause_s)
+            log.exception("mcp_server_failed", server=source.name, retry_in_s=server.pause_s)
             return None
         server.pause_s, server.due_at = 0.0, self._clock() + self._refresh_s
         if tools is None:
@@ -240,7 +240,7 @@ class ServerRegistry:
             # Nothing was changed. Without a digest the next listing is processed again.
             server.digest = None
             self._delay(server)
-            log.exception("mcp_server_failed", server=server.source.name, again_s=server.pause_s)
+            log.exception("mcp_server_failed", server=server.source.name, retry_in_s=server.pause_s)
             return False
 
     def _find_free(self, server: _Server, tools: tuple[ImportedTool, ...]) -> list[ImportedTool]:
@@ -251,7 +251,10 @@ class ServerRegistry:
                 free.append(tool)
             else:
                 log.error(
-                    "mcp_tool_left_out", server=server.source.name, name=tool.spec.name, why="another tool has its name"
+                    "mcp_tool_left_out",
+                    server=server.source.name,
+                    name=tool.spec.name,
+                    reason="another tool has its name",
                 )
         return free
 

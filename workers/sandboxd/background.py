@@ -17,6 +17,6 @@ async def settle(work: Iterable[Awaitable[Any]]) -> None:
     """
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, SandboxUnavailable):
-            log.warning("work_not_done", error=str(result))
+            log.warning("session_operation_repeated", error=str(result))
         elif isinstance(result, Exception):
-            log.error("work_failed", exc_info=result)
+            log.error("session_operation_failed", exc_info=result)

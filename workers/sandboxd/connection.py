@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from contract.calls import LONGEST_TIMEOUT_S, Record
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from workers.sandboxd.factory import SandboxdEnding
 from workers.sandboxd.frames import Frame, FrameError, WorkerLink
 from workers.sandboxd.sandbox import SANDBOXD_FIELDS, RunningCall, Sandbox, count_budget
@@ -283,9 +283,9 @@ def parse_fence(header: Mapping[str, Any]) -> int | None:
     return parse_count(header, "fence") if "fence" in header else None
 
 
-def parse_terms(header: Mapping[str, Any]) -> SandboxTerms | None:
-    """Return the tenant's current sandbox terms, or None when the request has none."""
-    return _parse_record(header, "terms", SandboxTerms, "fix the tenant's policy")
+def parse_terms(header: Mapping[str, Any]) -> SandboxPolicy | None:
+    """Return the sandbox policy of the tenant, or None when the request has none."""
+    return _parse_record(header, "terms", SandboxPolicy, "fix the tenant's policy")
 
 
 def parse_options(header: Mapping[str, Any]) -> SandboxOptions:

@@ -13,7 +13,7 @@ from typing import Any
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from workers.sandboxd.archives.checkpoints import Checkpoints
 from workers.sandboxd.archives.packing import count_max_bytes
 from workers.sandboxd.archives.workspaces import WorkspaceFiles
@@ -39,8 +39,8 @@ from workers.sandboxd.skill_store import SkillStore
 MAX_FENCE = 2**53
 MAX_SECRETS_BYTES = 64 * 1024 * 1024
 _WITHOUT_ROOT = (
-    "the checkpoint of this session has changes outside of /workspace, which were left out: they need an image with "
-    "the same content, and root inside"
+    "the checkpoint of this session has changes outside of /workspace, which were not restored: that needs a session "
+    "with the same image content and `user` root"
 )
 IMAGE_WAIT_S = 500.0
 """Time that an opening with an image waits for its pull, in seconds. The worker waits 540 s for such an opening."""
@@ -158,7 +158,7 @@ class ControlRequests:
         name, ttl_s = parse_session(header), parse_number(header, "ttl_s", DEFAULT_TTL_S, MAX_TTL_S)
         terms = parse_terms(header)
         plan = self._plans.choose(
-            terms or SandboxTerms(),
+            terms or SandboxPolicy(),
             _parse_optional(header, "image"),
             _parse_optional(header, "network"),
             parse_options(header),

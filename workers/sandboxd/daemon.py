@@ -260,7 +260,7 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
             )
         await _prove_others(daemon)
         if daemon.choice.note is not None and settings.sandbox_workspace == "auto":
-            log.warning("workspaces_weaker", kind=daemon.choice.workspaces.kind, why=daemon.choice.note)
+            log.warning("workspaces_weaker", kind=daemon.choice.workspaces.kind, reason=daemon.choice.note)
         log.info("sessions_adopted", sessions=daemon.sessions.adopt())
         await daemon.sessions.sweep()
         yield daemon
@@ -343,7 +343,7 @@ async def _prove(daemon: Daemon) -> Daemon:
             return daemon
         if setup.settings.sandbox_start == "oci":
             raise SandboxUnavailable(fault)
-        log.warning("oci_start_not_used", why=fault)
+        log.warning("oci_start_not_used", reason=fault)
         setup = replace(setup, starts_by_oci=False)
         daemon = Daemon(setup, daemon.choice)
     fault = await _try_sandbox(daemon, setup.plans.standard())
@@ -352,7 +352,7 @@ async def _prove(daemon: Daemon) -> Daemon:
     settings = setup.settings
     if settings.sandbox_workspace != "auto" or daemon.choice.workspaces.kind != "image":
         raise SandboxUnavailable(fault)
-    why = f"the engine does not see those that are made here ({fault})"
+    why = f"the engine does not see disk images that are made here ({fault})"
     weaker = Daemon(
         setup, choose_without_images(why, settings.state(), settings.sandbox_workspace_bytes, settings.host_free_bytes)
     )
@@ -372,8 +372,8 @@ async def _prove_others(daemon: Daemon) -> None:
         except SandboxUnavailable as error:
             fault = str(error)
         if fault is not None:
-            under = "root inside" if plan.is_root else f"the runtime '{plan.runtime}'"
-            raise SandboxUnavailable(f"under {under} of a tenant class: {fault}")
+            kind = "user root" if plan.is_root else f"the runtime '{plan.runtime}'"
+            raise SandboxUnavailable(f"sandboxes with {kind} of a tenant class cannot be used: {fault}")
 
 
 async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:

@@ -154,7 +154,7 @@ class Images:
             except SandboxUnavailable as error:
                 log.warning("images_not_checked", error=str(error))
             except Exception:  # the edge of a round: a bug here must not end sandboxd
-                log.exception("round_failed")
+                log.exception("cleanup_failed")
             with suppress(TimeoutError):
                 async with asyncio.timeout(REFRESH_S):
                     await self._is_due.wait()

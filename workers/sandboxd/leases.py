@@ -35,7 +35,7 @@ class Lease:
         name_fd = _lock_with_retries(folder / f"{name}.name")
         if name_fd is None:
             raise SandboxUnavailable(
-                f"another sandboxd named '{name}' lives on this host: stop it, or give this one another "
+                f"another sandboxd named '{name}' runs on this host: stop it, or give this one another "
                 "TOOLCREW_SANDBOXD_NAME and socket"
             )
         file = f"{name}-{secrets.token_hex(8)}.lease"

@@ -164,7 +164,7 @@ class SessionMonitor:
         if entry.sandbox is not None:
             size = entry.workspace.size
             entry.sandbox.end(
-                f"its workspace held {held_bytes} bytes, and {size.bytes} bytes in {size.inodes} files is the most: "
+                f"its workspace had {held_bytes} bytes, and the limits are {size.bytes} bytes and {size.inodes} files: "
                 "delete files"
             )
 
@@ -175,7 +175,7 @@ class SessionMonitor:
         assert self._disk is not None
         shortage = self._disk.find_shortage()
         if shortage is not None and self._factory.shortage is None:
-            log.error("host_disk_short", why=shortage)
+            log.error("host_disk_short", reason=shortage)
         # The factory gets the shortage before the sandboxes end, so that no session starts a new one in between.
         self._factory.shortage = shortage
         for entry in self._sessions.all() if shortage is not None else []:
@@ -201,4 +201,4 @@ async def _every(seconds: float, work: Callable[[], Awaitable[object]]) -> None:
         try:
             await work()
         except Exception:  # the edge of a round: a bug in one round must not end the others
-            log.exception("round_failed")
+            log.exception("cleanup_failed")

@@ -17,7 +17,7 @@ from contract.image_names import (
 )
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
 from contract.secrets import build_placeholder
-from contract.tenancy import NetworkPolicy, SandboxTerms
+from contract.tenancy import NetworkPolicy, SandboxPolicy
 from workers.sandboxd.disks.base import WorkspaceMount
 from workers.sandboxd.runtime.hardening import NO_IMAGE, ImageFacts, SandboxLimits, SandboxSpec
 from workers.settings import EgressRules, SandboxdSettings, TenantClass
@@ -104,7 +104,7 @@ class Plans:
 
     def choose(
         self,
-        terms: SandboxTerms,
+        terms: SandboxPolicy,
         image: str | None = None,
         network: str | None = None,
         options: SandboxOptions = DEFAULT_OPTIONS,
@@ -119,7 +119,7 @@ class Plans:
         _check_secrets(terms, plan)
         return _cut(plan, largest)
 
-    def revise(self, terms: SandboxTerms, plan: SandboxPlan) -> SandboxPlan:
+    def revise(self, terms: SandboxPolicy, plan: SandboxPlan) -> SandboxPlan:
         """Return the plan of an existing session under the current class and terms. It never allows more than before,
         and keeps the image where that is still allowed, and the size of the workspace. Raises ToolFailure like
         `choose`.
@@ -146,12 +146,12 @@ class Plans:
 
     def standard(self) -> SandboxPlan:
         """Return the plan of the default class. The pool uses it."""
-        return self.choose(SandboxTerms())
+        return self.choose(SandboxPolicy())
 
     def largest_bytes(self, *, has_tmpfs_workspace: bool) -> int:
         """Return the largest memory in bytes that a sandbox of any class may use."""
         plans = [
-            self.choose(SandboxTerms(tenant_class=name), options=terms.largest) for name, terms in self.classes.items()
+            self.choose(SandboxPolicy(tenant_class=name), options=terms.largest) for name, terms in self.classes.items()
         ]
         return max(limits_of(plan).memory_bytes(has_tmpfs_workspace=has_tmpfs_workspace) for plan in plans)
 
@@ -184,14 +184,14 @@ class Plans:
                 targets[plan] = target if name == DEFAULT else targets.get(plan, 0) + target
         return targets
 
-    def network(self, terms: SandboxTerms) -> NetworkPolicy:
+    def network(self, terms: SandboxPolicy) -> NetworkPolicy:
         """Return the network that sessions of these terms may have now. It is "none" under a class that this host does
         not have, or no longer has.
         """
         granted = self.classes.get(terms.tenant_class)
         return "none" if granted is None or terms.network == "none" else granted.network
 
-    def rules(self, terms: SandboxTerms) -> EgressRules:
+    def rules(self, terms: SandboxPolicy) -> EgressRules:
         """Return the destinations that sessions of these terms may reach now. Without egress there are no
         destinations, even if the opening allowed some.
         """
@@ -218,7 +218,7 @@ class Plans:
         # registry.
         return granted is not None and any(found.names_registry for found in find_matches(self._entries(granted), name))
 
-    def _class(self, terms: SandboxTerms) -> TenantClass:
+    def _class(self, terms: SandboxPolicy) -> TenantClass:
         granted = self.classes.get(terms.tenant_class)
         if granted is None:
             names = ", ".join(sorted(self.classes))
@@ -234,7 +234,7 @@ class Plans:
         listed = granted.images if granted.images is not None else self._settings.sandbox_images_allowed
         return (granted.image or self._settings.sandbox_image, *listed)
 
-    def _allows(self, granted: TenantClass, terms: SandboxTerms, image: str) -> bool:
+    def _allows(self, granted: TenantClass, terms: SandboxPolicy, image: str) -> bool:
         """Return whether both the class and the terms allow the image. False for a malformed name."""
         try:
             name = parse_image_name(image)
@@ -246,7 +246,7 @@ class Plans:
         """Return the name as the class spells it, so that equal images have equal plans."""
         return next((found.text for found in find_matches(self._entries(granted), name) if found.name), name.short)
 
-    def _image(self, granted: TenantClass, terms: SandboxTerms, requested: str | None) -> str:
+    def _image(self, granted: TenantClass, terms: SandboxPolicy, requested: str | None) -> str:
         """Return the requested image; by default the image of the class, or the tenant's first image that the class
         allows.
         """
@@ -271,7 +271,7 @@ class Plans:
             f"image '{requested}' is not allowed on this host; allowed: {_join(allowed)}",
         )
 
-    def _list_allowed(self, granted: TenantClass, terms: SandboxTerms) -> set[str]:
+    def _list_allowed(self, granted: TenantClass, terms: SandboxPolicy) -> set[str]:
         """Return the entries of the class that the terms allow, and the entries of the terms that the class allows.
         Of two patterns it is not known whether they have a name in common.
         """
@@ -282,7 +282,7 @@ class Plans:
             image for image in terms.images if "*" in image
         }
 
-    def _largest(self, terms: SandboxTerms, plan: SandboxPlan) -> SandboxPlan:
+    def _largest(self, terms: SandboxPolicy, plan: SandboxPlan) -> SandboxPlan:
         """Return the largest plan that a session of these terms may ask for. `plan`: the plan of the class."""
         most = self.classes[terms.tenant_class].largest
         largest = _with_options(plan, most)
@@ -325,7 +325,7 @@ def _join(images: Iterable[str]) -> str:
     return text if len(text) <= _MAX_LIST_CHARS else f"{text[:_MAX_LIST_CHARS]}…"
 
 
-def _network(granted: TenantClass, terms: SandboxTerms, requested: str | None) -> NetworkPolicy:
+def _network(granted: TenantClass, terms: SandboxPolicy, requested: str | None) -> NetworkPolicy:
     most = "none" if terms.network == "none" else granted.network
     if requested in (None, most):
         return most
@@ -357,7 +357,7 @@ def _check_options(options: SandboxOptions, plan: SandboxPlan, largest: SandboxP
         )
 
 
-def _check_secrets(terms: SandboxTerms, plan: SandboxPlan) -> None:
+def _check_secrets(terms: SandboxPolicy, plan: SandboxPlan) -> None:
     """Raise ToolFailure for secrets that the terms or the network do not allow."""
     names = plan.options.secrets
     refused = [name for name in names if terms.secrets is not None and name not in terms.secrets]

@@ -148,12 +148,12 @@ class WarmPool:
         if warm.sandbox.lost is not None or self._is_too_old(warm):
             return False
         try:
-            dirt = find_dirt(await ask_attestation(warm.sandbox))
+            findings = find_dirt(await ask_attestation(warm.sandbox))
         except SandboxUnavailable as error:
-            dirt = [str(error)]
-        if dirt:
-            log.error("pool_sandbox_not_clean", container=warm.sandbox.container[:12], dirt=dirt)
-        return not dirt
+            findings = [str(error)]
+        if findings:
+            log.error("pool_sandbox_not_clean", container=warm.sandbox.container[:12], findings=findings)
+        return not findings
 
     async def _drop_outdated(self) -> None:
         image_id = await self._find_image()

@@ -250,7 +250,10 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
         "-52565 and -52881 are fixed"
     )
     return HostPromise(
-        name, "void", f"runc {version}: void unless your distribution backported the fixes of November 2025", remedy
+        name,
+        "void",
+        f"runc {version} lacks the fixes of November 2025, unless your distribution backported them",
+        remedy,
     )
 
 

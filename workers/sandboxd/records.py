@@ -18,7 +18,7 @@ import structlog
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from contract.errors import SandboxUnavailable
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from workers.sandboxd.disks.base import Kind
 from workers.sandboxd.plans import SandboxPlan
 
@@ -51,7 +51,7 @@ class SessionRecord:
     used_at: float
     news: str | None
     unreported_loss: str | None
-    terms: SandboxTerms
+    terms: SandboxPolicy
     fence: int
     changed: bool
     automatic_at: float | None

@@ -16,7 +16,7 @@ from typing import Any
 
 from structlog.contextvars import bound_contextvars
 
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from workers.sandboxd.disks.base import Workspace
 from workers.sandboxd.metering import UsageTotals
 from workers.sandboxd.plans import SandboxPlan
@@ -120,7 +120,7 @@ class Session:
     workspace: Workspace
     sandbox: Sandbox | None
     generation: int = 1
-    terms: SandboxTerms = field(default_factory=SandboxTerms)
+    terms: SandboxPolicy = field(default_factory=SandboxPolicy)
     archive: str | None = field(init=False, default=None)
     is_unfilled: bool = field(init=False, default=False)
     lost: str | None = field(init=False, default=None)

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from workers.sandboxd.background import settle
 from workers.sandboxd.disks.base import Workspace, WorkspaceSize
 from workers.sandboxd.egress.secrets import AUTHORITY_VARIABLES
@@ -45,10 +45,12 @@ _ENDED_S = 60.0
 _MOST_ENDED = 5000
 OPEN_WAIT_S = 45.0
 """Time that the opening of a session waits for the pull of its image, in seconds. The worker waits longer."""
-_OTHER_IMAGE = "the content of image {} that this session began with was removed; its sandbox has the present content"
+_OTHER_IMAGE = (
+    "the version of image {} that this session started with was removed; the new sandbox uses the current version"
+)
 Fill = Callable[[Session, Sandbox], Awaitable[None]]
 """Function that fills the sandbox of a new session."""
-Revise = Callable[[SandboxTerms, SandboxPlan], SandboxPlan]
+Revise = Callable[[SandboxPolicy, SandboxPlan], SandboxPlan]
 """Function that returns the current plan for a tenant's terms and an earlier plan. Raises ToolFailure: when no plan
 is allowed.
 """
@@ -63,7 +65,7 @@ class NewSession:
     plan: SandboxPlan
     ttl_s: float
     fill: Fill | None = None
-    terms: SandboxTerms | None = None
+    terms: SandboxPolicy | None = None
     moved: SessionMove | None = None
     image_wait_s: float = OPEN_WAIT_S
 
@@ -133,7 +135,7 @@ class Sessions:
         return await asyncio.shield(self._starting[session])
 
     async def use(
-        self, session: str, call_id: str | None = None, terms: SandboxTerms | None = None, limit_s: float = 0.0
+        self, session: str, call_id: str | None = None, terms: SandboxPolicy | None = None, limit_s: float = 0.0
     ) -> tuple[Session, Sandbox]:
         """Return the session and its running sandbox, ready for the call `call_id`. With `call_id` None the request
         is not a call, so its result reports no loss.
@@ -162,7 +164,7 @@ class Sessions:
         assert entry.sandbox is not None
         return entry, entry.sandbox
 
-    def update_terms(self, entry: Session, terms: SandboxTerms) -> None:
+    def update_terms(self, entry: Session, terms: SandboxPolicy) -> None:
         """Set the tenant's terms. The network rules apply to the next connection, all other terms to the next
         sandbox.
 
@@ -338,7 +340,7 @@ class Sessions:
             plan, workspace, sandbox = replace(start.plan, image_id=warm.image_id), warm.workspace, warm.sandbox
         else:
             plan, workspace, sandbox = await self._make_pinned(start.plan, start.image_wait_s)
-        entry = Session(session, plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxTerms())
+        entry = Session(session, plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxPolicy())
         if start.moved is not None:
             _move_in(entry, sandbox, start.moved, is_restored=start.fill is not None)
         try:
@@ -550,7 +552,7 @@ class Sessions:
         return False
 
 
-def _name_network(terms: SandboxTerms) -> tuple[object, ...]:
+def _name_network(terms: SandboxPolicy) -> tuple[object, ...]:
     return (terms.network, terms.tenant_class, terms.secrets)
 
 

@@ -147,12 +147,12 @@ class SessionSuspender:
             log.error("archive_not_unpacked", container=sandbox.container[:12], error=str(error))
             entry.failed_unpacks += 1
             if entry.failed_unpacks >= _MOST_UNPACKS:
-                entry.lost = f"what was packed of it cannot be unpacked: {error}"
+                entry.lost = f"its stored archive cannot be unpacked: {error}"
                 if entry.workspace.outlives_container and not entry.is_unfilled:
                     entry.add_news(KEPT.format(entry.lost))
                 else:
                     entry.unreported_loss = FILES_LOST.format(
-                        f"the sandbox of this session cannot be had again ({entry.lost})"
+                        f"the sandbox of this session cannot be restored ({entry.lost})"
                     )
             raise
         entry.failed_unpacks = 0
@@ -259,6 +259,6 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> S
     if record.archive is not None:
         entry.used_at -= max(0.0, time.time() - record.used_at)
     else:  # The time of the last use before the kill is unknown: the idle time starts again.
-        entry.lost = "sandboxd was started anew"
+        entry.lost = "sandboxd was restarted"
         entry.add_news(KEPT.format(entry.lost))
     return entry

@@ -143,7 +143,10 @@ def _read_folder(name: str, environment: ToolEnvironment) -> bytes:
     if response.done["cancelled"]:
         raise ToolFailure(ErrorCode.CANCELLED, "the call was cancelled while its skill was read")
     if response.done["timed_out"]:
-        raise ToolFailure(ErrorCode.TIMEOUT, f"reading {ROOT}/{name} took all of {environment.context.timeout_s:g} s")
+        raise ToolFailure(
+            ErrorCode.TIMEOUT,
+            f"reading {ROOT}/{name} took all of {environment.context.timeout_s:g} s: make the skill smaller",
+        )
     data = response.streams.get("stdout", b"")
     if int(response.done["streams"]["stdout"]["total"]) > len(data):
         raise SkillBroken(f"it is larger than the {MAX_BYTES // 1024 // 1024} MiB that a skill of a session may have")

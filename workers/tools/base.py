@@ -16,7 +16,7 @@ from contract.functions.call_context import CallContext, CoroutineRunner
 from contract.functions.session_state import NoState, SessionStates
 from contract.registry import Tool, ToolRegistry
 from contract.sandboxes import SandboxOptions
-from contract.tenancy import SandboxTerms
+from contract.tenancy import SandboxPolicy
 from store.secrets import Secret
 from workers.call_events import CallEvents
 from workers.sandbox_client import (
@@ -102,7 +102,7 @@ class ToolEnvironment:
         context: ToolContext,
         resources: WorkerResources,
         content: bytes = b"",
-        terms: SandboxTerms | None = None,
+        terms: SandboxPolicy | None = None,
     ) -> None:
         """`content`: bytes that came with the arguments.
 

@@ -53,7 +53,9 @@ class CallerModel:
         within `timeout_s`. Also raises the failures of the caller's model.
         """
         if self._question_count >= MAX_QUESTIONS:
-            sentence = f"this tool has asked the model {MAX_QUESTIONS} times, the limit of one call; ask less often"
+            sentence = (
+                f"this tool has sent {MAX_QUESTIONS} requests to the model, the limit of one call; send fewer requests"
+            )
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, sentence)
         self._question_count += 1
         question = _build_question(self._question_count, prompt, max_tokens, timeout_s)
@@ -78,7 +80,7 @@ class CallerModel:
             is_received = self._events.send(MODEL, question.model_dump(mode="json"))
         except ValueError as error:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"the question to the model is invalid: {error}; send a shorter prompt"
+                ErrorCode.INVALID_ARGUMENTS, f"the request to the model is invalid: {error}; send a shorter prompt"
             ) from error
         if not is_received:
             raise ToolFailure(ErrorCode.CONFIG_MISSING, _NO_MODEL)
@@ -122,7 +124,7 @@ class _Answers:
                 # The read ended early, so the caller has disconnected.
                 self._fail_all()
         except EnvelopeRefused as error:
-            log.error("model_answer_refused", reason=str(error))
+            log.error("model_reply_refused", reason=str(error))
 
     def _has_open_questions(self) -> bool:
         with self._lock:
@@ -156,7 +158,7 @@ def _build_question(
         )
     except ValidationError as error:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the question to the model is invalid: {describe_invalid(error)}"
+            ErrorCode.INVALID_ARGUMENTS, f"the request to the model is invalid: {describe_invalid(error)}"
         ) from error
 
 
@@ -165,7 +167,7 @@ def _deliver(loop: asyncio.AbstractEventLoop, waiting: "asyncio.Future[ModelAnsw
         loop.call_soon_threadsafe(_resolve, waiting, answer)
     except RuntimeError:
         # The call and its loop have ended.
-        log.info("model_answer_late", number=answer.number)
+        log.info("model_reply_late", number=answer.number)
 
 
 def _resolve(waiting: "asyncio.Future[ModelAnswer]", answer: ModelAnswer) -> None:

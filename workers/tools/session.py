@@ -173,7 +173,9 @@ def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     response = _run(environment, argv, names, {"stream": MAX_BLOB_BYTES})
     done, data = response.done, response.streams.get("stdout", b"")
     if done["timed_out"]:
-        raise ToolFailure(ErrorCode.TIMEOUT, f"copying did not end within {environment.context.timeout_s:g} s")
+        raise ToolFailure(
+            ErrorCode.TIMEOUT, f"copying did not end within {environment.context.timeout_s:g} s: copy fewer files"
+        )
     if done["exit_code"] != 0:
         raise ToolFailure(
             ErrorCode.FILE_NOT_FOUND if names else ErrorCode.INTERNAL,

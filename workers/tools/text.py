@@ -36,14 +36,14 @@ _ESCAPE = re.compile(
 def encode(text: str, name: str) -> bytes:
     """Return the UTF-8 bytes of an argument.
 
-    Raises ToolFailure(INVALID_ARGUMENTS): the text has an unpaired surrogate, which a model's JSON may contain.
+    Raises ToolFailure(INVALID_ARGUMENTS): the text has a lone surrogate, which a model's JSON may contain.
     """
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"{name} contains half of a surrogate pair at character {error.start}; send whole characters",
+            f"{name} contains a lone surrogate at character {error.start}; send whole characters",
         ) from error
 
 

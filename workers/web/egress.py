@@ -35,13 +35,15 @@ class WebAccessRules:
     def check_target(self, target: Target) -> None:
         """Check everything that is known before the name lookup. Raises ToolFailure(SECURITY_REFUSED)."""
         if self.only_hosts and not any(matches(pattern, target.host) for pattern in self.only_hosts):
-            raise refused(f"{target.host} is not among the hosts that the operator allows")
+            raise refused(f"{target.host} is not among the hosts that the operator allows; use another url")
         if target.port not in self.ports and not self._is_allowed(target):
-            raise refused(f"port {target.port} is not allowed, only {', '.join(map(str, sorted(self.ports)))}")
+            raise refused(
+                f"port {target.port} is not allowed, only {', '.join(map(str, sorted(self.ports)))}; use another url"
+            )
         if target.literal is not None:
             self.check_addresses(target, [target.literal])
         elif not self._is_allowed(target) and is_private_name(target.host):
-            raise refused(f"{target.host} is a name of a private network, not of the internet")
+            raise refused(f"{target.host} is a name of a private network, not of the internet; use another url")
 
     def check_addresses(self, target: Target, addresses: Sequence[Address]) -> None:
         """Check every address of the host. A single forbidden address refuses the URL. Raises
@@ -52,7 +54,7 @@ class WebAccessRules:
         for address in addresses:
             reason = self.addresses.refusal(address)
             if reason is not None:
-                raise refused(f"{target.host} has an address that is not public ({reason})")
+                raise refused(f"{target.host} has an address that is not public ({reason}); use another url")
 
     def _is_allowed(self, target: Target) -> bool:
         # An entry with a port allows only that port of the host.

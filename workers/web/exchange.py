@@ -190,7 +190,7 @@ def _translate(error: httpcore2.RemoteProtocolError, host: str, limits: FetchLim
     if "Receive buffer too long" in text:
         return header_flood(host, limits)
     if "disconnected" in text or "closed connection" in text:
-        cause, problem = "reset", "closed the connection before its answer was complete"
+        cause, problem = "reset", "closed the connection before its response was complete"
     else:
         cause, problem = "protocol", "does not answer in HTTP/1.1"
     return ToolFailure(ErrorCode.NETWORK_ERROR, f"{host} {problem}: try again, or another source", cause=cause)

@@ -140,7 +140,7 @@ def _build_error(fetched: FetchedPage, document: Document) -> Outcome:
     page = fetched.page
     text = (document.text or "").strip()
     excerpt = text[:ERROR_CHARS]
-    cut = f"\n[the first {ERROR_CHARS} characters of the answer's text]" if len(text) > ERROR_CHARS else ""
+    cut = f"\n[the first {ERROR_CHARS} characters of the response's text]" if len(text) > ERROR_CHARS else ""
     return Outcome(
         output=f"{fence(excerpt)}{cut}" if excerpt else None,
         metadata=_metadata(fetched, document),

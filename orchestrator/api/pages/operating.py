@@ -76,7 +76,7 @@ async def switch_tool(
     enabled: Annotated[str, Form(pattern="^(yes|no)$")],
     reason: Annotated[str, Form(max_length=1000)] = "",
 ) -> Response:
-    """Turn a tool on or off, for all tenants or for the selected tenant."""
+    """Enable or disable a tool, for all tenants or for the selected tenant."""
     person.check_operator()
     if enabled == "yes":
         await person.client.enable(name, tenant=person.tenant)

@@ -50,8 +50,8 @@ def explain_miss(edit: Edit, text: FileText, body: bytes, change: tuple[bytes, s
     """
     if body != text.body and text.encode(edit.old, "old_string") in text.body:
         return (
-            "It was there before an earlier edit of this call changed it: edits are made in order, each on what the "
-            "one before it left."
+            "It was there before an earlier edit of this call changed it: each edit applies to the result of the edit "
+            "before it."
         )
     if len(body) > _MAX_BYTES or body.count(b"\n") > _MAX_LINES:
         return f"The file is too large to look for the cause. Find the place with grep_tool. {_READ_AGAIN}"

@@ -98,8 +98,8 @@ class FileState:
 def describe_stale(shown: str, known_data: bytes | None, data: bytes) -> Failure:
     """Return the failure for a file that is `data` now and was `known_data` when this session last saw it."""
     message = (
-        f"{shorten(shown)}: changed since this session last read or wrote it, and was left as it is. Mind the change, "
-        "then send the call again, adapted or as it is: it will be carried out."
+        f"{shorten(shown)}: changed since this session last read or wrote it; nothing was written. Check the change "
+        "below, then send the call again, adapted or unchanged."
     )
     diff = describe_change(known_data, data)
     return Failure(STALE_FILE, f"{message}\n{diff}")

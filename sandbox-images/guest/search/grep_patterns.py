@@ -44,7 +44,7 @@ class GrepPattern:
         try:
             size = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
-            raise self._build_failure("half of a surrogate pair", error.start + 1) from None
+            raise self._build_failure("a lone surrogate", error.start + 1) from None
         if size > MAX_PATTERN_BYTES:
             raise Failure(
                 INVALID_PATTERN, f"the pattern has {size} bytes, more than {MAX_PATTERN_BYTES}: search for a part of it"

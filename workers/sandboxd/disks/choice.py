@@ -41,7 +41,7 @@ def choose_workspaces(requested: WantedKind, state: Path, workspace_bytes: int, 
         return Choice(TmpfsWorkspaces(), "tmpfs was requested: files are lost with their container")
     if requested == "folder":
         _check_folder(folder, host_free_bytes)
-        return Choice(FolderWorkspaces(folder, host_free_bytes), "a folder was requested: its size is only watched")
+        return Choice(FolderWorkspaces(folder, host_free_bytes), "a folder was requested: its size is only measured")
     missing = find_obstacle(folder, host_free_bytes)
     if missing is None:
         return Choice(ImageWorkspaces(folder, host_free_bytes))
@@ -55,10 +55,11 @@ def choose_without_images(why: str, state: Path, workspace_bytes: int, host_free
     says what is missing.
     """
     if workspace_bytes <= LARGEST_TMPFS_BYTES:
-        return Choice(TmpfsWorkspaces(), f"no images: {why}. Files are lost with their container")
+        return Choice(TmpfsWorkspaces(), f"no disk images for workspaces: {why}. Files are lost with their container")
     folder = state / "workspaces"
     _check_folder(folder, host_free_bytes)
-    return Choice(FolderWorkspaces(folder, host_free_bytes), f"no images: {why}. The size of a folder is only watched")
+    note = f"no disk images for workspaces: {why}. The size of a folder is only measured"
+    return Choice(FolderWorkspaces(folder, host_free_bytes), note)
 
 
 def find_obstacle(folder: Path, host_free_bytes: int) -> str | None:

@@ -142,7 +142,7 @@ def repair(image: Path) -> None:
     """
     status, output = _run("e2fsck", "-p", str(image))
     if status & ~_CORRECTED == _UNCORRECTED:
-        log.warning("workspace_damaged", image=str(image), said=output)
+        log.warning("workspace_damaged", image=str(image), output=output)
         status, output = _run("e2fsck", "-y", str(image))
     if status & ~_CORRECTED:
         raise SandboxUnavailable(

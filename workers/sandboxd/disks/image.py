@@ -132,9 +132,9 @@ class ImageWorkspaces:
         if layer_bytes > below.size.bytes * _LAYERS_TIMES or len(layers) > MAX_LAYERS:
             raise ToolFailure(
                 ErrorCode.NO_SPACE,
-                f"the {len(layers)} frozen layers of this session hold {layer_bytes} bytes, and the limits are "
-                f"{MAX_LAYERS} layers and {below.size.bytes * _LAYERS_TIMES} bytes: make a checkpoint, and open a "
-                "session from it",
+                f"this session was forked too often: its forks share {len(layers)} layers with {layer_bytes} bytes, "
+                f"and the limits are {MAX_LAYERS} layers and {below.size.bytes * _LAYERS_TIMES} bytes: make a "
+                "checkpoint, and open a session from it",
             )
         place = self.store.of(name)
         try:

@@ -293,7 +293,7 @@ class Engine:
             ) from error
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise EngineSilent(
-                f"the Docker engine's answer cannot be read ({error!r}): is a Docker engine at DOCKER_HOST?"
+                f"the Docker engine's response cannot be read ({error!r}): is a Docker engine at DOCKER_HOST?"
             ) from error
 
     @contextlib.contextmanager

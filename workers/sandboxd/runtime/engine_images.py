@@ -161,7 +161,7 @@ def _pull(name: ImageName, account: RegistryAccount | None, progress: PullProgre
     ) as error:
         raise PullFailed(f"the Docker engine does not answer: {str(error)[:_MAX_ERROR_CHARS]}") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise PullFailed(f"the Docker engine's answer cannot be read: {error!r}"[:_MAX_ERROR_CHARS]) from error
+        raise PullFailed(f"the Docker engine's response cannot be read: {error!r}"[:_MAX_ERROR_CHARS]) from error
 
 
 def _list_used(api: docker.APIClient) -> frozenset[str]:

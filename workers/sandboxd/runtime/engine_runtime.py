@@ -20,8 +20,7 @@ class EngineRuntime:
     async def start(self, spec: SandboxSpec, name: str) -> AttachedContainer:
         if spec.workspace.layers:
             raise SandboxUnavailable(
-                "the files of this session lie in layers, which the engine cannot stack: run sandboxd with "
-                "TOOLCREW_SANDBOX_START=oci"
+                "the Docker engine cannot start a forked session: run sandboxd with TOOLCREW_SANDBOX_START=oci"
             )
         return await self._engine.start(build_container_config(spec), name)
 

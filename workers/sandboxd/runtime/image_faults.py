@@ -44,9 +44,9 @@ def explain_unfit(image: Mapping[str, Any], name: str) -> str | None:
     if not volumes:
         return None
     return (
-        f"image {name} cannot be a sandbox: it declares volumes ({volumes[:200]}), which the engine makes as host "
-        "disk without a limit; make an image without them from its files, by docker export of a container of it and "
-        "docker import"
+        f"image {name} cannot be a sandbox: it declares volumes ({volumes[:200]}), whose size the "
+        "engine does not limit; make an image without volumes: `docker export` a container of the image, then "
+        "`docker import` the file"
     )
 
 

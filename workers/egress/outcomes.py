@@ -4,7 +4,7 @@ from enum import StrEnum
 from http import HTTPStatus
 
 
-class EgressVerdict(StrEnum):
+class EgressOutcome(StrEnum):
     """The outcome of a connection in the log. `allowed`: the connection ended normally."""
 
     ALLOWED = "allowed"
@@ -22,7 +22,7 @@ class EgressVerdict(StrEnum):
     SLOW_REQUEST = "slow_request"
     IDLE = "idle"
     TOO_LONG = "too_long"
-    BROKEN_OFF = "broken_off"
+    INTERRUPTED = "interrupted"
     STOPPED = "stopped"
 
 
@@ -31,31 +31,31 @@ class Refusal(Exception):
     already sent.
     """
 
-    def __init__(self, verdict: EgressVerdict, status: HTTPStatus, sentence: str) -> None:
+    def __init__(self, outcome: EgressOutcome, status: HTTPStatus, sentence: str) -> None:
         super().__init__(sentence)
-        self.verdict = verdict
+        self.outcome = outcome
         self.status = status
         self.sentence = sentence
 
 
-def refuse(verdict: EgressVerdict, sentence: str) -> Refusal:
+def refuse(outcome: EgressOutcome, sentence: str) -> Refusal:
     """Return a 403: the rules do not allow the request."""
-    return Refusal(verdict, HTTPStatus.FORBIDDEN, sentence)
+    return Refusal(outcome, HTTPStatus.FORBIDDEN, sentence)
 
 
 def refuse_bad_request(problem: str) -> Refusal:
     """Return a 400: the proxy does not accept the request."""
-    return Refusal(EgressVerdict.BAD_REQUEST, HTTPStatus.BAD_REQUEST, f"the request is not accepted: {problem}")
+    return Refusal(EgressOutcome.BAD_REQUEST, HTTPStatus.BAD_REQUEST, f"the request is not accepted: {problem}")
 
 
-def refuse_exhausted(verdict: EgressVerdict, sentence: str) -> Refusal:
+def refuse_exhausted(outcome: EgressOutcome, sentence: str) -> Refusal:
     """Return a 429: a quota of the session or its tenant is used up."""
-    return Refusal(verdict, HTTPStatus.TOO_MANY_REQUESTS, sentence)
+    return Refusal(outcome, HTTPStatus.TOO_MANY_REQUESTS, sentence)
 
 
-def refuse_bad_gateway(verdict: EgressVerdict, sentence: str) -> Refusal:
+def refuse_bad_gateway(outcome: EgressOutcome, sentence: str) -> Refusal:
     """Return a 502: the host cannot be reached."""
-    return Refusal(verdict, HTTPStatus.BAD_GATEWAY, sentence)
+    return Refusal(outcome, HTTPStatus.BAD_GATEWAY, sentence)
 
 
 def build_answer(refusal: Refusal) -> bytes:
@@ -65,7 +65,7 @@ def build_answer(refusal: Refusal) -> bytes:
         f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}\r\n"
         f"Content-Type: text/plain; charset=utf-8\r\n"
         f"Content-Length: {len(body)}\r\n"
-        f"X-Toolcrew-Egress: {refusal.verdict.value}\r\n"
+        f"X-Toolcrew-Egress: {refusal.outcome.value}\r\n"
         "Connection: close\r\n\r\n"
     )
     return head.encode("ascii") + body
