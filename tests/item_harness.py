@@ -64,6 +64,10 @@ def failed(code: Any, message: str = "no") -> Answer:
     return lambda call, _: ToolResult.failed(call, code, message)
 
 
+# Its schemas take a tenth of a second to check.
+SPECS = tuple(build_registry().specs())
+
+
 class ItemHarness(RunHarness):
     """A process with its pool. `answers`: replies by verb or tool, instead of a success. `run_events`: all events
     of its runs. `places`: shared by the processes of one pool.
@@ -87,7 +91,7 @@ class ItemHarness(RunHarness):
         self.places = places or MemorySessionStore()
         self.transport = AnsweringTransport(self._answer)
         self.blobs = MemoryAsyncBlobs()
-        catalog: Any = StaticCatalog(*build_registry().specs(), echo or build_spec("echo"))
+        catalog: Any = StaticCatalog(*SPECS, echo or build_spec("echo"))
         blobs: Any = self.blobs
         pool = Pool(self.places, StaticHosts(build_report()), CallStore(client, "d"))
         dispatcher = Dispatcher(self.transport, TenantCatalog(catalog), KEY, queue_wait_s=60, pool=pool)

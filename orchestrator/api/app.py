@@ -1,12 +1,13 @@
 """Builds the API application: its routes, the order of its middleware, and its OpenAPI description."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.routing import BaseRoute
 
 from contract.calls import MAX_BLOB_BYTES
 from orchestrator.api import (
@@ -74,29 +75,8 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.app_state = app_state
-    named = (
-        health,
-        runs,
-        sessions,
-        calls,
-        call_lives,
-        tools,
-        skills,
-        secrets,
-        batches,
-        files,
-        approvals,
-        tenants,
-        models,
-        usage,
-        hosts,
-        pressure,
-        audit,
-    )
-    routers: list[APIRouter] = [*(routes.router for routes in named), pages.build_router()]
-    problem_handlers.install(app, routers)
-    for router in routers:
-        app.include_router(router)
+    problem_handlers.install(app, _list_routers())
+    app.router.routes += _build_routes()
     app.add_middleware(Idempotency, app_state=app_state)
     limits = (
         BodyLimit("PUT", "/v1/sessions/[^/]+/files/.*", MAX_BLOB_BYTES),
@@ -110,6 +90,42 @@ def build_app(app_state: ApiState, work: ConnectedWork) -> FastAPI:
     app.add_middleware(ApiAuthentication, app_state=app_state)
     app.openapi = partial(_describe, app)  # type: ignore[method-assign]
     return app
+
+
+_ROUTES = (
+    health,
+    runs,
+    sessions,
+    calls,
+    call_lives,
+    tools,
+    skills,
+    secrets,
+    batches,
+    files,
+    approvals,
+    tenants,
+    models,
+    usage,
+    hosts,
+    pressure,
+    audit,
+)
+
+
+@cache
+def _list_routers() -> Sequence[APIRouter]:
+    return [*(routes.router for routes in _ROUTES), pages.build_router()]
+
+
+@cache
+def _build_routes() -> Sequence[BaseRoute]:
+    """Return the routes of all applications. They take 0.4 s of processor time to build, which tests pay once."""
+    app = FastAPI(default_response_class=ExactJson, responses=problem_handlers.responses(), openapi_url=None)
+    built_in = len(app.routes)
+    for router in _list_routers():
+        app.include_router(router)
+    return app.routes[built_in:]
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:

@@ -28,6 +28,8 @@ JOB = {
 }
 SPILL = {"path": "/output/command-ab.txt", "bytes": 99_000, "lines": 7000, "whole": True}
 
+REGISTRY = build_registry()
+
 
 class Bench:
     """bash_tool over a scripted guest."""
@@ -36,7 +38,7 @@ class Bench:
         self.client = FakeSandboxClient(*answers)
         self.context = build_context(**context)
         self.executor = build_executor(
-            build_registry(), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"}
+            REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), {"host": "h1", "queue": "host.h1.b00t"}
         )
 
     def bash(self, command: str = "true", **arguments: Any) -> ToolResult:

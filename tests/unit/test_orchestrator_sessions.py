@@ -18,6 +18,7 @@ from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from workers.tools.builtin import build_registry
 
 SOON_S = 10.0
+SPECS = tuple(build_registry().specs())
 
 
 class Pool:
@@ -26,7 +27,7 @@ class Pool:
     def __init__(self, **answers: Any) -> None:
         self.blobs = MemoryAsyncBlobs()
         self.transport = AnsweringTransport(self._answer)
-        specs = (*build_registry().specs(), build_spec("wait"))
+        specs = (*SPECS, build_spec("wait"))
         self._dispatcher = Dispatcher(
             self.transport, TenantCatalog(StaticCatalog(*specs)), KEY, queue_wait_s=60, pool=build_pool()
         )

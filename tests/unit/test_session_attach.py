@@ -28,6 +28,8 @@ TOLD = {
     "workspace": "image",
 }
 
+SPECS = tuple(build_registry().specs())
+
 
 class Harness:
     """One pool, and two programs that use it."""
@@ -50,9 +52,7 @@ class Harness:
 
     def _program(self) -> Dispatcher:
         pool = Pool(self.places, StaticHosts(build_report()), NoLedger())  # type: ignore[arg-type]
-        return Dispatcher(
-            self.transport, TenantCatalog(StaticCatalog(*build_registry().specs())), KEY, queue_wait_s=60, pool=pool
-        )
+        return Dispatcher(self.transport, TenantCatalog(StaticCatalog(*SPECS)), KEY, queue_wait_s=60, pool=pool)
 
     def _answer(self, call: ToolCall, context: ToolContext) -> ToolResult:
         metadata: dict[str, Any] = dict(self.facts) if call.name == "session.open" else {}

@@ -31,6 +31,8 @@ from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 from workers.tools.builtin import build_registry
 
+REGISTRY = build_registry()
+
 
 class Edge:
     """The tasks of a worker, called as Celery calls them."""
@@ -40,11 +42,11 @@ class Edge:
         self.built = 0
         self.refused: list[str] = []
         self._app = Celery("test", broker="memory://", set_as_current=False)
-        register_tasks(self._app, build_registry(), KEY, self._build, self.refused.append, "d")
+        register_tasks(self._app, REGISTRY, KEY, self._build, self.refused.append, "d")
 
     def _build(self) -> Executor:
         self.built += 1
-        return build_executor(build_registry(), self.client, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
+        return build_executor(REGISTRY, self.client, MemoryLedger(), MemoryBlobs(), {"host": "h", "queue": "q"})
 
     def run(self, task: str, envelope: Any) -> ToolResult:
         return decode_result(
@@ -199,9 +201,6 @@ def test_a_blob_has_a_largest_size(redis_server: RedisProcess, monkeypatch: pyte
 
 KILL = {"signalled": 3, "survivors": 0, "method": "tree", "ms": 5.0}
 FACTS = {"host": "h1", "queue": "host.h1.b00t"}
-
-
-REGISTRY = build_registry()
 
 
 class Bench:
