@@ -46,7 +46,7 @@ class BatchShell:
     async def work(
         self, name: str, lines: Sequence[Mapping[str, Any]], server: ModelServer, concurrency: int
     ) -> Worked:
-        """Run a batch of these lines and return its measurements. Raises RuntimeError: when the command fails, with
+        """Run a batch of these lines and return its measurements. Raises RuntimeError when the command fails, with
         the last lines of its output.
         """
         file, out = self._folder / f"{name}.jsonl", self._folder / f"{name}-out.jsonl"

@@ -344,7 +344,7 @@ class SessionOpened(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunReady(RunEvent):
-    """The run's session is ready: its limits count from here. `setup_s`: since it was claimed."""
+    """The session is ready: the run's limits count from here. `setup_s`: since the claim."""
 
     setup_s: float = 0.0
 
@@ -413,7 +413,7 @@ class SubmissionTaken(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunResumed(RunEvent):
-    """Another process continues the run: its events from `step` on are void and come again."""
+    """Another process continues the run: its earlier events from `step` on are replaced."""
 
     step: int
 

@@ -114,7 +114,7 @@ ARTIFACTS_FOLDER = "/output/artifacts"
 
 
 class Grader(Record):
-    """How an item is graded. `command`: for bash, in /workspace of a new sandbox of `image`. `files`: what /workspace
+    """Grading of an item. `command`: for bash, in /workspace of a new sandbox of `image`. `files`: what /workspace
     has, like the workspace of an item. `artifacts`: patterns of files of the item's workspace; empty: the files that
     differ from its start. `reward_file`: absolute path of the file with the reward; None: the exit status.
     """

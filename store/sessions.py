@@ -351,9 +351,9 @@ class SessionStore:
         self, tenant: str, parent: str, starts: Mapping[str, str], queue: str, *, facts: str, limit: int
     ) -> None:
         """Create the locations of all new sessions of a fork, or none. `starts`: name -> start. `queue`: where the fork
-        was made. `facts`: as of `settle`.
+        was made. `facts`: as in `settle`.
 
-        Raises ToolFailure: QUOTA_EXCEEDED as of `open`. Raises SandboxUnavailable: the parent was moved or closed.
+        Raises ToolFailure: QUOTA_EXCEEDED as in `open`. Raises SandboxUnavailable: the parent was moved or closed.
         """
         keys = self._listed_keys(tenant, parent)
         arguments: list[str | int] = [queue, facts, limit, tenant, deployment_key(self._deployment, "")]
@@ -405,8 +405,8 @@ class SessionStore:
         return facts.decode(errors="replace") if isinstance(facts, bytes) else None
 
     async def fate(self, queue: str) -> HostFate:
-        """Return the fate of a host instance. A silent instance may return: after an outage of Redis, every host is
-        silent for a moment.
+        """Return the state of a host instance. A `silent` one may report again: after an outage of Redis, all reports
+        are missing.
         """
         pipe = self._client.pipeline(transaction=True)
         pipe.mget(host_key(self._deployment, queue), tombstone_key(self._deployment, queue))

@@ -25,14 +25,14 @@ DAY_S, HOUR_S = 24 * 3600, 3600
 USAGE_TTL_S = 400 * DAY_S
 SESSION_USAGE_TTL_S = int(MAX_TTL_S) + DAY_S
 REPLIES = "replies:"
-"""Field of a session with what its runs' replies used. No meter has a colon."""
+"""Field of a session for replies of models. No name of a meter has a colon."""
 AT_ONCE = 500
 MAX_DAYS: dict["By", int] = {"hour": 31, "day": 400}
 """Longest time of one report, in days."""
 MAX_AMOUNT = 10**12
 """Limit of an amount of one reply. The server of a model may report any number."""
 UNITS = {"cpu_us": 1e6, "sandbox_us": 1e6, "cost_millionths": 1e6}
-"""Units of fields in Redis in one unit of the report. Redis stores whole numbers only."""
+"""Redis units in one unit of the report, by field. Redis stores whole numbers only."""
 AMOUNTS = (
     *("calls", "cpu_us", "read_bytes", "written_bytes", "network_bytes", "sandbox_us"),
     *("prompt_tokens", "completion_tokens", "cached_tokens", "cost_millionths", "stored_bytes"),

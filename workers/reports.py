@@ -196,7 +196,7 @@ def _has_fallen_silent(hosts: WorkerHostStore, report: HostReport) -> bool:
 def _find_elder(hosts: WorkerHostStore, host: str, queue: str) -> HostReport | None:
     """Return the report of a worker of the same boot with an earlier name.
 
-    Of two workers that start together, the later one yields.
+    If two workers start together, the later one yields.
     """
     own_number = _number(queue)
     base = ".".join(queue.split(".")[:3])

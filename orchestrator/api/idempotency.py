@@ -48,8 +48,8 @@ def note_undone(scope: Scope) -> None:
 class Idempotency:
     """Stores the responses of requests with an Idempotency-Key for a day.
 
-    Streams and responses larger than MAX_ANSWER_BYTES are not stored. Such a run is found by the key itself, and such
-    a call does not run a second time. A response with `Cache-Control: no-store` contains a secret. For such a response
+    Streams and responses larger than MAX_ANSWER_BYTES are not stored. A repeated run request finds its run by the key;
+    a repeated call does not run. A response with `Cache-Control: no-store` contains a secret. For such a response
     only the fact that the request was processed is stored.
     """
 

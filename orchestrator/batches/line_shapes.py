@@ -74,7 +74,7 @@ class LimitFields(Shape):
 
 
 class GraderFields(SandboxOptions, Shape):
-    """How items are graded, and the options of the grader's sandbox."""
+    """Grading of items, and the options of the grader's sandbox."""
 
     command: Annotated[str, Field(min_length=1, max_length=65_536)]
     files: _Path | None = None

@@ -102,8 +102,8 @@ class Stage(IntEnum):
 
 @dataclass(slots=True)
 class _Item:
-    """Latest attempt at an item. `failure`: kind and code of its end; None if the attempt has not failed. `grade`: what
-    counts of its end if it has a grader.
+    """Latest attempt at an item. `failure`: kind and code of its end; None if the attempt has not failed. `grade`: its
+    graded values if it has a grader.
     """
 
     attempt: int = 1

@@ -117,7 +117,7 @@ async def work_batch(
     is_kept: bool,
     as_json: bool,
 ) -> int:
-    """Run a batch until it ends or is interrupted; return the exit code. `is_kept`: its Redis remains."""
+    """Run a batch to its end or an interrupt; return the exit code. `is_kept`: Redis keeps running."""
     with write_batch_events(paths.batch_events) as keep_event:
         record, summary = await runs.work(
             batch,

@@ -11,8 +11,8 @@ __all__ = ["Chunk", "Message", "Model", "ModelRequest", "Usage"]
 Message = dict[str, Any]
 """A chat message in the OpenAI wire shape."""
 Chunk = dict[str, Any]
-"""A `chat.completion.chunk` in the OpenAI wire shape, as a plain dict. Only nominally OpenAI's: see
-dialects/native.py.
+"""A `chat.completion.chunk` in the OpenAI wire shape, as a plain dict. Servers deviate from it
+(native_assembler.py).
 """
 
 

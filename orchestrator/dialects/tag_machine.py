@@ -26,7 +26,7 @@ Outcome = Literal["open", "complete", "mention", "reopen"]
 _HEADER, _BODY, _GAP = STATES["header"], STATES["body"], STATES["gap"]
 _BEHIND_MARKER = frozenset(BLANKS + ">/")
 _LONGEST_CLOSE = 64
-"""Longest closing tag that is found across the size limit. One with more blanks may be missed there."""
+"""Longest closing tag that is found across the size limit. A longer one may be missed."""
 
 
 class OpenTag:

@@ -167,7 +167,7 @@ class SessionLocator:
         """Return the address if the session has one now, else None."""
         if location.state is LocationState.MOVING:
             return await self._move(tenant, session, location, policy)
-        # With another fence, the session has moved since the call failed. The silence was that of its former host.
+        # With another fence, the session has moved since the call failed, and its former host was silent.
         is_silent = silent is not None and location.fence == silent.fence
         fate = await self._sessions.fate(location.queue) if is_silent else "alive"
         if fate == "given_up":

@@ -146,8 +146,8 @@ class Grading:
         )
 
     async def grade(self, tenant: str, grader: Grader, journal: Journal, submission: SubmissionTaken) -> GradingResult:
-        """Grade a submission in a new sandbox. Raises OperatorError, ToolFailure: there is no reward, and none of the
-        agent or the grader is the cause.
+        """Grade a submission in a new sandbox. Raises OperatorError, ToolFailure: there is no reward, and neither
+        agent nor grader is the cause.
         """
         if submission.refusal:
             return GradingResult(Grade(reward=0.0, refusal=submission.refusal))

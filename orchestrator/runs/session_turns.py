@@ -76,7 +76,7 @@ class SessionTurns:
         if self._opening[kind] >= has_room.at_once:
             return False
         is_moving = self._clock() - max(began, self._ended_at) < MAX_STALL_S
-        # Hosts may not count the sessions yet that this process is opening, so this process subtracts them.
+        # Hosts may not yet count the sessions that this process is opening, so this process subtracts them.
         return (has_room.sandboxes if is_moving else has_room.sessions) > self._opening[kind]
 
     async def _wait(self) -> None:

@@ -59,7 +59,7 @@ def find_place(path: str, paths: GuestPaths, make_parents: bool = False, to_read
     """
     raw = encode_text(path, "'path'")
     shown = printable(raw)
-    # In the whole file system, `..` leads from one root into another.
+    # The root b"" covers all others, and `..` may go anywhere in it.
     roots = (b"",) if b"" in paths.roots else paths.readable if to_read else paths.roots
     resolver = _Resolver(paths, shown, make_parents, roots)
     try:

@@ -282,7 +282,7 @@ class Loop:
         except Failure as error:
             self._send({"id": header["id"], "ev": "done", "error": error.as_error()})
             return
-        self._supervisors.retire_idle()  # it was forked with the variables from before
+        self._supervisors.retire_idle()  # the waiting supervisor has the old variables
         self._send({"id": header["id"], "ev": "done"})
 
     def _begin_call(self, frame: Frame) -> None:

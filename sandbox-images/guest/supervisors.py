@@ -8,7 +8,7 @@ PID 1 and a supervisor share three things. A socket carries calls and cancels to
 reports to PID 1. One byte of shared memory (`Progress`) shows how far the call is, also after the supervisor was
 killed.
 
-A supervisor builds a `RequestContext` from its ends for the function that serves a file request or a search request.
+For a file or search request, a supervisor builds a `RequestContext` from its ends of the pipes.
 """
 
 from __future__ import annotations

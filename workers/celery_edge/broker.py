@@ -104,7 +104,7 @@ class _HardenedChannel(redis.Channel):
         def take(message: Any) -> Any:
             try:
                 return callback(message)
-            # The outermost handler: a message that Celery cannot handle must cost only itself.
+            # The outermost handler: a message that Celery cannot handle must affect no other.
             except Exception as error:
                 if self._is_broken_connection(error):
                     raise

@@ -44,7 +44,7 @@ class PlainChannel:
 
 
 class Peer:
-    """One side: its bytes and its HTTP/1.1 parser."""
+    """Client or host, with its HTTP/1.1 parser."""
 
     def __init__(self, channel: Channel, role: "type[h11.CLIENT] | type[h11.SERVER]", limits: ProxyLimits) -> None:
         self.channel = channel

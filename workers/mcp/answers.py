@@ -20,7 +20,7 @@ _WORD_CHARS = 200
 
 def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
     """Return the outcome of a call. `tool`: the name of the tool in this deployment. `result`: the unchecked result
-    of tools/call. Raises ToolFailure(HTTP_ERROR): when the result is invalid.
+    of tools/call. Raises ToolFailure(HTTP_ERROR) when the result is invalid.
     """
     if result.get("resultType") not in (None, "complete"):
         raise build_protocol_error(server, "it requests more input, which a tool call cannot give")

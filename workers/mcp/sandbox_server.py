@@ -206,7 +206,7 @@ class SandboxServer:
         return self._read(run(request, encode(json.dumps(job), "arguments")), str(job["mark"]), timeout_s)
 
     def _read(self, response: GuestResponse, mark: str, timeout_s: float) -> dict[str, Any]:
-        """Return the driver's answer. Raises ToolFailure: when there is no answer, or the answer
+        """Return the driver's answer. Raises ToolFailure when there is no answer, or the answer
         reports a failure.
         """
         done, data = response.done, response.streams.get("stdout", b"")

@@ -85,7 +85,7 @@ class RequestServer:
             log.warning("connection_dropped", error=str(error))
         except asyncio.CancelledError:
             log.debug("connection_closed_at_shutdown")
-        except Exception:  # the edge: a bug costs this connection only, and is loud
+        except Exception:  # the edge: a bug ends only this connection and is logged
             log.exception("connection_bug")
         finally:
             link.close()

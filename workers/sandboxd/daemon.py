@@ -124,7 +124,7 @@ class Daemon:
         self.factory.images = self.images
         self.images.release = self._release_image
         if setup.oci is not None:
-            # Even without starts of its own, it finds what an earlier sandboxd left.
+            # Even if OCI starts no sandbox, it finds those of an earlier sandboxd.
             ours, engines = [setup.oci], self.factory.runtimes
             self.factory.runtimes = [*ours, *engines] if setup.starts_by_oci else [*engines, *ours]
         self.factory.check_start = StartCheck(choice.workspaces.is_hard).check

@@ -298,8 +298,8 @@ class SandboxFactory:
         return self._image_facts[plan.image_id]
 
     async def _find_toolkit(self, runtime: SandboxRuntime) -> str:
-        """Return the volume with the toolkit. The engine makes a missing volume anew, but empty, so it is checked
-        before each start there.
+        """Return the volume with the toolkit. The engine recreates a missing volume empty, so each start by the engine
+        checks the volume.
         """
         if self._toolkit is None or runtime is self._engine_runtime:
             self._toolkit = await self.guest_volume()

@@ -44,7 +44,7 @@ class Frame:
 
 
 def encode_frame(header: Mapping[str, object], body: bytes = b"", *, max_total: int) -> bytes:
-    """Return the bytes of the frame. Raises FrameError: when the other side would refuse the frame."""
+    """Return the bytes of the frame. Raises FrameError when the other side would refuse the frame."""
     try:
         text = json.dumps(dict(header), allow_nan=False, separators=(",", ":")).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
@@ -180,7 +180,7 @@ class WorkerLink(asyncio.Protocol):
     connected.
 
     While it is watched, `on_gone` is called when the worker has left. `on_pace` is called with True when the worker
-    reads more slowly than it is sent to, and with False when it has caught up.
+    reads too slowly, and with False when it has caught up.
     """
 
     def __init__(self, on_open: Callable[["WorkerLink"], None]) -> None:

@@ -55,7 +55,7 @@ class UsageReader:
             cpu, memory = group / "cpuacct.usage", root / "memory" / paths["memory"].lstrip("/") / _PEAK_OF_V1
             tasks = root / "pids" / paths["pids"].lstrip("/") / "pids.current"
         if container not in group.name:
-            # The engine's number of a process is that of another process in a sandboxd with its own PID namespace.
+            # In a sandboxd with its own PID namespace, the engine's pid belongs to another process.
             raise LookupError(f"process {process} is not in a control group of sandbox {container[:12]}")
         self._processes = str(group / "cgroup.procs")
         self._files = contextlib.ExitStack()
@@ -103,7 +103,7 @@ class UsageReader:
 
     def close(self) -> None:
         self._files.close()
-        self._cpu = self._memory = self._tasks = -1  # their numbers may be those of other files soon
+        self._cpu = self._memory = self._tasks = -1  # the descriptor numbers may be reused soon
 
     def _read_disks(self) -> tuple[int, int]:
         # The list of processes is expensive: the kernel builds it, and an open list of version 1 may be a second old.

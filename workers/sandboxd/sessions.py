@@ -49,7 +49,7 @@ _OTHER_IMAGE = "the content of image {} that this session began with was removed
 Fill = Callable[[Session, Sandbox], Awaitable[None]]
 """Function that fills the sandbox of a new session."""
 Revise = Callable[[SandboxTerms, SandboxPlan], SandboxPlan]
-"""Function that returns the current plan for a tenant's terms and an earlier plan. Raises ToolFailure: when no plan
+"""Function that returns the current plan for a tenant's terms and an earlier plan. Raises ToolFailure when no plan
 is allowed.
 """
 
@@ -94,14 +94,14 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
         self._starting: dict[str, asyncio.Task[Session]] = {}
         self._ended: deque[tuple[float, str, UsageTotals]] = deque(maxlen=_MOST_ENDED)
-        """When sessions ended, their names, and their totals."""
+        """End time, name and totals of ended sessions."""
         factory.slots.free_slot = self._free_slot
 
     async def open(self, session: str, start: NewSession) -> Session:
         """Open a session with a new, filled sandbox. An open session is returned unchanged, because the request may
         be a repetition. A session that was moved away and comes back is closed here first.
 
-        Raises SandboxUnavailable: when the host is full or the engine refuses. Also raises the errors of `fill`.
+        Raises SandboxUnavailable when the host is full or the engine refuses. Also raises the errors of `fill`.
         After an error nothing of the session remains.
         """
         # A loop: while the stale session is closed, another request may open the session again.
@@ -219,7 +219,7 @@ class Sessions:
         """Remove the session's sandbox and files, and return after the container is removed. Returns False if there
         is no such session, or it was opened under another fence.
 
-        Raises SandboxUnavailable: when the engine refuses. The session is then unusable, and the sweep retries the
+        Raises SandboxUnavailable when the engine refuses. The session is then unusable, and the sweep retries the
         removal.
         """
         if session in self._starting:
@@ -506,7 +506,7 @@ class Sessions:
                 await self._factory.discard_workspace(found)
 
     def _plan_again(self, entry: Session) -> SandboxPlan:
-        """Return the plan of the session's next sandbox. Raises SandboxUnavailable: when class or
+        """Return the plan of the session's next sandbox. Raises SandboxUnavailable when class or
         terms allow none.
         """
         try:
@@ -543,7 +543,7 @@ class Sessions:
             for entry in self.all()
             if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.checked_at < checked_before
         ]
-        # The first that can be packed is enough: each eviction costs a session its next start.
+        # The first that can be packed is enough: after each eviction, a session must start a sandbox again.
         for entry in sorted(idle, key=lambda entry: entry.used_at):
             if await self.suspender.give_up(entry):
                 return True

@@ -131,7 +131,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
         return max(0.001, self._window_from + self._limits.rate_window_s - self._deadline.now())
 
     def _next_window(self) -> None:
-        """Start the next rate window. Raises ToolFailure(TIMEOUT): when too few bytes arrived in the window that
+        """Start the next rate window. Raises ToolFailure(TIMEOUT) when too few bytes arrived in the window that
         ends.
         """
         if self._window_from is None:

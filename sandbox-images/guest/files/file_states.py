@@ -42,7 +42,7 @@ def read_whole(fd: int, shown: str, watch: Watch) -> bytes:
 
 
 class FileState:
-    """Stored knowledge of this session about the file at a place."""
+    """This session's stored record of the file at a `DirectoryEntry`."""
 
     __slots__ = ("_known", "_path", "_paths")
 

@@ -15,7 +15,7 @@ _BOM = "\ufeff"
 class FileText:
     """Text of a file.
 
-    `body`: the text without its mark, as bytes of `codec`. `join` returns unchanged parts byte for byte.
+    `body`: the text without its BOM, as bytes of `codec`. `join` returns unchanged parts byte for byte.
     """
 
     __slots__ = ("_is_wide", "body", "codec", "form")

@@ -239,7 +239,7 @@ class _TextWrite:
 
 
 def _as_utf8(data: bytes) -> bytes | None:
-    """Return the text of a file as UTF-8 without its mark, or None if the file is not text."""
+    """Return the text of a file as UTF-8 without its BOM, or None if the file is not text."""
     try:
         text = FileText(data, "")
     except Failure:

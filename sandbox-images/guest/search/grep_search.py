@@ -117,9 +117,9 @@ class _Search:
     def _find_files(self, names: NameFilter) -> None:
         """Find the matching files below the start.
 
-        ripgrep applies the ignore rules. Only the files that match are queried for their time and size. It starts
-        again if it reads a large file, and then leaves out all of them: to read the size of every file takes a sixth
-        of its time.
+        ripgrep applies the ignore rules. Only the files that match are queried for their time and size. If it reads a
+        large file, the search starts again and skips large files: checking the size of every file takes a sixth of
+        the time.
         """
         use_rules = not self._request.include_ignored
         limits: list[bytes] = []

@@ -109,7 +109,7 @@ class FileSelection:
     ) -> list[bytes]:
         """Return the options that select files. They may select more than `included`.
 
-        An inclusion is a type: a glob of ripgrep would override the ignore rules. Several types would add up.
+        `included` becomes a type: a ripgrep glob would override the ignore rules. Two types select the union.
         """
         options = [b"--debug", b"--hidden", b"--no-require-git", b"--no-ignore-global", b"--no-ignore-exclude"]
         options += [b"--no-ignore-messages"] if self._use_rules else [b"--no-ignore"]
@@ -197,7 +197,7 @@ class Ripgrep:
         return _MARKING if self._pattern.multiline else [b"--count"]
 
     def _marking_pattern(self) -> bytes:
-        """Return the pattern, of which no match in a line is empty.
+        """Return a pattern that has no empty match in a line.
 
         To find the columns, ripgrep looks for all matches in a line. After an empty match it goes on at the next
         byte, and PCRE2 fails if this is in the middle of a character. A match that takes one more character begins at

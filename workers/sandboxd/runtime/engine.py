@@ -64,7 +64,7 @@ class LateStarts:
         return len(self._tasks)
 
     def forget(self, name: str) -> None:
-        """Search and remove that container from now on. A search in progress starts again."""
+        """Remove that container when it appears. A search in progress starts again."""
         if name in self._tasks:
             self._tasks.pop(name).cancel()
         task = asyncio.get_running_loop().create_task(self._look(name))
@@ -185,13 +185,13 @@ class Engine:
         return await self._run(self._lanes.start_check, lambda api: dict(api.inspect_container(container)))
 
     async def pause(self, container: str) -> None:
-        """Freeze all processes of a container. A frozen container is not changed. Raises SandboxUnavailable: when the
+        """Freeze all processes of a container. A frozen container is not changed. Raises SandboxUnavailable when the
         container does not exist or does not run.
         """
         await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=True))
 
     async def unpause(self, container: str) -> None:
-        """Thaw a container. A running container is not changed. Raises SandboxUnavailable: when the container does
+        """Thaw a container. A running container is not changed. Raises SandboxUnavailable when the container does
         not exist or does not run.
         """
         await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=False))
@@ -249,7 +249,7 @@ class Engine:
         return await self._run(self._lanes.start_check, lambda api: list_volumes(api, label))
 
     async def remove_skill_volume(self, name: str) -> None:
-        """Remove a volume. A missing volume is ignored. Raises SandboxUnavailable: while a
+        """Remove a volume. A missing volume is ignored. Raises SandboxUnavailable while a
         container uses the volume.
         """
         await self._run(self._lanes.removals, lambda api: remove_volume(api, name))

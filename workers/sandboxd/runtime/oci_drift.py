@@ -25,7 +25,7 @@ _KERNEL_MOUNTS: Final = ("/proc", "/sys", "/dev")
 
 def find_kernel_drift(process: int, spec: SandboxSpec, base: int, cgroups: Cgroups, sandbox: str) -> list[str]:
     """Return a sentence for every property of a sandbox that the kernel does not confirm. `process`: its PID 1.
-    `base`: the host id of root inside. A process that has ended confirms nothing.
+    `base`: the host id of the sandbox's root user. A process that has ended confirms nothing.
     """
     try:
         return [
