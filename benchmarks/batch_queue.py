@@ -18,7 +18,7 @@ from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from contract.calls import ToolResult
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.run_events import CallFinished, OnEvent, RunReady, StepFinished
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
@@ -183,7 +183,7 @@ class _PlayedWork:
             await journal.note_reply([{"choices": [{"index": 0, "delta": {"content": "a reply"}}]}])
             result = ToolResult(call_id=f"{claim.run}-{step}", name="bash_tool", success=True)
             on_event(CallFinished(run=claim.run, result=result))
-            on_event(StepFinished(run=claim.run, step=step, model_s=0.0, usage=Usage()))
+            on_event(StepFinished(run=claim.run, step=step, model_s=0.0, usage=TokenUsage()))
         self.ended += 1
         if self.ended >= RUNS:
             self.drain()

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter
 
 from contract.calls import CallUsage, Clocks, Record, ToolCall, ToolResult
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 
 
 class FailureKind(StrEnum):
@@ -156,7 +156,7 @@ class ModelAnswered(RunEvent):
     step: int
     message: dict[str, Any]
     finish_reason: str | None
-    usage: Usage
+    usage: TokenUsage
     model_s: float
     tokens: ReplyTokens | None = None
 
@@ -286,7 +286,7 @@ class CallFinished(RunEvent):
 class StepFinished(RunEvent):
     step: int
     model_s: float
-    usage: Usage
+    usage: TokenUsage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +299,7 @@ class RunFinished(RunEvent):
     answer: str
     stop_reason: str
     clocks: Clocks
-    usage: Usage = field(default_factory=Usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
     cost: float | None = None
     call_usage: CallUsage = field(default_factory=CallUsage)
 
@@ -441,7 +441,7 @@ class RunEnded(RunEvent):
     stop_reason: str | None = None
     steps: int = 0
     calls: int = 0
-    usage: Usage = field(default_factory=Usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
     cost: float | None = None
     clocks: Clocks = field(default_factory=Clocks)
     call_usage: CallUsage = field(default_factory=CallUsage)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from contract.calls import CallUsage, Record
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.names import tenant_key
 from contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
@@ -335,7 +335,9 @@ def build_ended(outcome: ItemOutcome, at: float) -> RunEnded:
         state=final_state(outcome.failure),
         failure=outcome.failure,
         steps=_count(steps),
-        usage=Usage(*(_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens"))),
+        usage=TokenUsage(
+            *(_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens"))
+        ),
         cost=float(cost) if isinstance(cost, int | float) else None,
         task=outcome.task,
         grade=outcome.grade,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from contract.calls import SessionUsage
 from contract.clock import format_instant
 from contract.errors import ErrorCode, ToolFailure
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.names import tenant_key
 from contract.session_locations import MAX_TTL_S
 from store.connection import RedisClient, SyncRedis, broker_errors
@@ -157,7 +157,7 @@ class CallEnding:
 class ReplySpending:
     """Tokens of a reply of a model, and their cost in the currency of the prices; None without prices."""
 
-    usage: Usage = field(default_factory=Usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
     cost: float | None = None
 
     def amounts(self) -> list[int]:

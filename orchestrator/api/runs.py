@@ -149,7 +149,7 @@ class RunForks(BaseModel):
     runs: list[RunView]
 
 
-class Transcript(BaseModel):
+class TranscriptView(BaseModel):
     """Messages in the format of OpenAI's chat API."""
 
     messages: list[dict[str, Any]]
@@ -224,7 +224,7 @@ async def fork_run(
     return RunForks(runs=[view_run(run) for run in runs])
 
 
-@router.get("/{run_id}/transcript", response_model=Transcript, responses=responses(404))
+@router.get("/{run_id}/transcript", response_model=TranscriptView, responses=responses(404))
 async def read_transcript(run_id: RunId, caller: AnyCaller) -> Response:
     """Return the messages of a run: all messages after its end, the messages so far before its end."""
     async with AsyncExitStack() as stack:

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 
-__all__ = ["Chunk", "Message", "Model", "ModelRequest", "Usage"]
+__all__ = ["Chunk", "Message", "Model", "ModelRequest", "TokenUsage"]
 
 Message = dict[str, Any]
 """A chat message in the OpenAI wire shape."""

@@ -12,7 +12,7 @@ import os
 import stat
 
 from guest.commands.shell_state import read_folder
-from guest.failures import INVALID_ARGUMENTS, NOT_A_REGULAR_FILE, PATH_NOT_ALLOWED, Failure, describe_os_error
+from guest.failures import INVALID_ARGUMENTS, NOT_A_REGULAR_FILE, PATH_NOT_ALLOWED, RequestFailure, describe_os_error
 from guest.fields import encode_text, printable
 from guest.kernel import open_beneath
 from guest.paths import KERNEL_FOLDERS
@@ -53,7 +53,7 @@ class Place:
 
 
 def find_place(path: str, paths: GuestPaths, make_parents: bool = False, to_read: bool = False) -> Place:
-    """Resolve a path to the place of its file, which may not exist yet. Raises Failure.
+    """Resolve a path to the place of its file, which may not exist yet. Raises RequestFailure.
 
     Links are followed while they stay inside the roots. `to_read`: the folder of long outputs is allowed too.
     """
@@ -70,7 +70,7 @@ def find_place(path: str, paths: GuestPaths, make_parents: bool = False, to_read
     except OSError as error:
         resolver.undo()
         raise describe_os_error(error, shown) from None
-    except Failure:
+    except RequestFailure:
         resolver.undo()
         raise
     finally:
@@ -80,8 +80,8 @@ def find_place(path: str, paths: GuestPaths, make_parents: bool = False, to_read
 def pin_file(place: Place) -> int:
     """Return an O_PATH descriptor of the regular file at a place.
 
-    The descriptor refers to the file itself, so that a later exchange of the name has no effect. Raises Failure when
-    the file is a link or not a regular file, and OSError for other errors.
+    The descriptor refers to the file itself, so that a later exchange of the name has no effect. Raises RequestFailure
+    when the file is a link or not a regular file, and OSError for other errors.
     """
     # O_PATH opens nothing yet: opening a pipe or a device for reading could block, or have an effect.
     fd = os.open(place.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory)
@@ -90,9 +90,9 @@ def pin_file(place: Place) -> int:
         if stat.S_ISDIR(mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         if stat.S_ISLNK(mode):
-            raise Failure(PATH_NOT_ALLOWED, f"{place.shown}: replaced by a link while it was opened")
+            raise RequestFailure(PATH_NOT_ALLOWED, f"{place.shown}: replaced by a link while it was opened")
         if not stat.S_ISREG(mode):
-            raise Failure(NOT_A_REGULAR_FILE, f"{place.shown}: not a regular file")
+            raise RequestFailure(NOT_A_REGULAR_FILE, f"{place.shown}: not a regular file")
     except BaseException:
         os.close(fd)
         raise
@@ -108,7 +108,7 @@ def _check_kernel_folders(place: Place) -> None:
     real = os.path.normpath(os.path.join(os.readlink(f"/proc/self/fd/{place.directory}".encode()), place.name))
     if any(real == folder or real.startswith(folder + b"/") for folder in KERNEL_FOLDERS):
         place.close()
-        raise Failure(PATH_NOT_ALLOWED, f"{place.shown}: a file of the kernel; use bash_tool")
+        raise RequestFailure(PATH_NOT_ALLOWED, f"{place.shown}: a file of the kernel; use bash_tool")
 
 
 class _Resolver:
@@ -129,7 +129,7 @@ class _Resolver:
         self._made: list[bytes] = []
 
     def resolve(self, path: bytes) -> Place:
-        """Return the place of the path. Raises Failure and OSError."""
+        """Return the place of the path. Raises RequestFailure and OSError."""
         parts = self._enter_root(os.path.join(read_folder(self._paths), path))
         while True:
             if len(parts) > 1:
@@ -170,7 +170,7 @@ class _Resolver:
             os.close(self._trail.pop())
             return parts or [b"."]
         if len(self._trail) > _MAX_DEPTH:
-            raise Failure(INVALID_ARGUMENTS, f"{self._shown}: more than {_MAX_DEPTH} directories deep")
+            raise RequestFailure(INVALID_ARGUMENTS, f"{self._shown}: more than {_MAX_DEPTH} directories deep")
         try:
             self._trail.append(os.open(name, _DIRECTORY, dir_fd=self._trail[-1]))
         except FileNotFoundError:
@@ -235,7 +235,7 @@ class _Resolver:
         return _split(target) + rest
 
     def _enter_root(self, path: bytes) -> list[bytes]:
-        """Start again at the root of an absolute path. Return the remaining parts. Raises Failure outside of the
+        """Start again at the root of an absolute path. Return the remaining parts. Raises RequestFailure outside of the
         roots.
         """
         for root in self._roots:
@@ -246,9 +246,9 @@ class _Resolver:
                 return _split(path[len(root) :])
         raise self._outside()
 
-    def _outside(self) -> Failure:
+    def _outside(self) -> RequestFailure:
         roots = " and ".join(printable(root or b"/") for root in self._roots)
-        return Failure(PATH_NOT_ALLOWED, f"{self._shown}: outside of {roots}")
+        return RequestFailure(PATH_NOT_ALLOWED, f"{self._shown}: outside of {roots}")
 
 
 def _remove_empty(directory: int, names: list[bytes]) -> None:

@@ -25,10 +25,10 @@ from workers.sandboxd.program import examine
 from workers.sandboxd.promises import judge
 from workers.sandboxd.runtime.base import AttachedContainer
 from workers.sandboxd.runtime.engine import Engine, EngineFacts
-from workers.sandboxd.runtime.engine_gate import Lane, Lanes
+from workers.sandboxd.runtime.engine_gate import EngineCallKinds, Lane
 from workers.settings import SandboxdSettings, TenantClass
 
-HASTY = Lanes(
+HASTY = EngineCallKinds(
     *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "looks", "freezes", "fills")),
     probe_s=0.2,
 )

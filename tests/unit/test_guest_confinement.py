@@ -14,7 +14,7 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 from guest.confinement import find_place, open_pinned, pin_file  # noqa: E402
-from guest.failures import Failure, describe_os_error  # noqa: E402
+from guest.failures import RequestFailure, describe_os_error  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
 
 _RACE_TRIES = 3000
@@ -34,7 +34,7 @@ def paths(tmp_path: Path, request: pytest.FixtureRequest) -> GuestPaths:
 
 
 def read(path: str, paths: GuestPaths) -> str:
-    """Return the content at a path. Raises Failure."""
+    """Return the content at a path. Raises RequestFailure."""
     place = find_place(path, paths)
     try:
         pinned = pin_file(place)
@@ -114,7 +114,7 @@ def test_a_path_that_leads_out_is_not_allowed(paths: GuestPaths, path: str) -> N
     (ws / "sub" / "deep" / "far").symlink_to("../../../outside")
     (ws / "proc").symlink_to("/proc")
     (ws / "loop").symlink_to("loop")
-    with pytest.raises(Failure) as caught:
+    with pytest.raises(RequestFailure) as caught:
         read(path.format(ws=ws), paths)
     assert caught.value.code == "PATH_NOT_ALLOWED"
 
@@ -142,7 +142,7 @@ def test_what_is_no_file_has_its_code_and_is_never_opened(paths: GuestPaths, pat
     (ws / "dangling").symlink_to("absent")
     os.mkfifo(ws / "fifo")
     os.mknod(ws / "socket", 0o140600)
-    with pytest.raises(Failure) as caught:
+    with pytest.raises(RequestFailure) as caught:
         read(path, paths)
     assert caught.value.code == code
 
@@ -182,7 +182,7 @@ def test_what_is_swapped_with_a_link_never_leads_out(
         for _ in range(_RACE_TRIES):
             try:
                 outcomes.add(read(path, paths))
-            except Failure as failure:
+            except RequestFailure as failure:
                 outcomes.add(failure.code)
     assert inside in outcomes
     assert outcomes <= {inside, *codes}
@@ -199,12 +199,12 @@ def test_folders_made_for_a_file_that_never_came_go_again(paths: GuestPaths) -> 
         ("f/g", "NOT_A_DIRECTORY"),
         ("a/" * 1500 + "f", "INVALID_ARGUMENTS"),
     ):
-        with pytest.raises(Failure) as caught:
+        with pytest.raises(RequestFailure) as caught:
             find_place(path, paths, make_parents=True)
         assert caught.value.code == code
     read("sub/../sub/g", paths)
     for path in ("sub/absent", "sub/../..", "sub/deep"):
-        with pytest.raises(Failure):
+        with pytest.raises(RequestFailure):
             read(path, paths)
     assert sorted(path.name for path in ws.iterdir()) == ["f", "sub"]
     assert len(os.listdir("/proc/self/fd")) == before, "no descriptor stays open"
@@ -233,10 +233,10 @@ def test_root_of_the_sandbox_may_use_all_files_but_the_kernels(paths: GuestPaths
         (root(paths) / name).symlink_to(target)
     for path in ("../outside", "out", str(tmp_path / "ws2" / "f"), f"/proc/..{tmp_path}/outside"):
         assert read(path, everything) == "outside"
-        with pytest.raises(Failure, match="outside of"):
+        with pytest.raises(RequestFailure, match="outside of"):
             read(path, paths)
     for path in ("/proc/1/status", "proc/1/status", "/etc/../proc/1/status", "/proc", "/dev/null", "/sys/kernel/x"):
-        with pytest.raises(Failure) as refused:
+        with pytest.raises(RequestFailure) as refused:
             read(path, everything)
         assert refused.value.code in ("PATH_NOT_ALLOWED", "FILE_NOT_FOUND")
         assert "kernel" in str(refused.value) or path == "/sys/kernel/x"

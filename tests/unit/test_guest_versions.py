@@ -13,7 +13,7 @@ from tests.guest_harness import GUEST_PARENT
 assert GUEST_PARENT
 
 from guest.confinement import Place, find_place  # noqa: E402
-from guest.failures import Failure  # noqa: E402
+from guest.failures import RequestFailure  # noqa: E402
 from guest.files import versions  # noqa: E402
 from guest.files.versions import BytesContent, Version, open_old  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
@@ -28,7 +28,7 @@ class Watch:
     def check(self) -> None:
         self._looks -= 1
         if self._looks < 0:
-            raise Failure("TIMEOUT", "over")
+            raise RequestFailure("TIMEOUT", "over")
 
 
 @pytest.fixture(params=["nameless", "named"])
@@ -65,7 +65,7 @@ def test_a_file_is_made_and_replaced(place: Place, tmp_path: Path) -> None:
 
 def test_a_call_that_ends_on_the_way_leaves_the_old_file_and_nothing_else(place: Place, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"old")
-    with pytest.raises(Failure, match="over"):
+    with pytest.raises(RequestFailure, match="over"):
         version(place, bytes(1_000_000), looks=2).replace(open_old(place, os.O_RDWR))
     assert (names(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"old")
 
@@ -73,7 +73,7 @@ def test_a_call_that_ends_on_the_way_leaves_the_old_file_and_nothing_else(place:
 def test_a_name_that_was_taken_meanwhile_is_not_taken_over(place: Place, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"theirs")
     for write in (version(place, b"ours").create, lambda: version(place, b"ours").replace(None, is_known=True)):
-        with pytest.raises(Failure) as refused:
+        with pytest.raises(RequestFailure) as refused:
             write()
         assert refused.value.code == "FILE_EXISTS"
     assert (names(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"theirs")
@@ -87,7 +87,7 @@ def test_a_file_that_changed_since_it_was_opened_is_left(place: Place, tmp_path:
         (tmp_path / "f").unlink()
     with (tmp_path / "f").open("ab") as file:
         file.write(b"theirs")
-    with pytest.raises(Failure) as refused:
+    with pytest.raises(RequestFailure) as refused:
         version(place, b"ours").replace(old, is_known=True)
     assert refused.value.code == "STALE_FILE"
     assert (names(tmp_path), b"theirs" in (tmp_path / "f").read_bytes()) == (["f"], True)
@@ -97,7 +97,7 @@ def test_a_folder_that_was_removed_meanwhile_is_missing(place: Place, tmp_path: 
     missing = find_place("gone/f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")), make_parents=True)
     (tmp_path / "gone").rmdir()
     for write in (version(missing, b"ours").create, lambda: version(missing, b"ours").replace(None)):
-        with pytest.raises(Failure) as refused:
+        with pytest.raises(RequestFailure) as refused:
             write()
         assert refused.value.code == "FILE_NOT_FOUND"
     missing.close()

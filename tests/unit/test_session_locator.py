@@ -15,7 +15,7 @@ from contract.session_locations import LocationState, seal_checkpoint, seal_star
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch import session_locator as homes_module
-from orchestrator.dispatch.session_locator import SessionLocator, SessionOpening
+from orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
 from orchestrator.dispatch.transport import CallLost
 from store.call_messages import NotSent
 from store.session_list import SessionList
@@ -41,14 +41,14 @@ class Hosts:
 
     def __init__(self, *names: str) -> None:
         self.all = {f"host.{name}.b00t": build_report(name) for name in names}
-        self.opened: list[tuple[str, SessionOpening, int]] = []
+        self.opened: list[tuple[str, OpenRequest, int]] = []
         self.answers: dict[str, Any] = {}
-        self.answer: Callable[[SessionOpening], ToolResult | None] = lambda _: None
+        self.answer: Callable[[OpenRequest], ToolResult | None] = lambda _: None
 
     async def reports(self) -> list[Any]:
         return list(self.all.values())
 
-    async def send_open(self, opening: SessionOpening, address: SessionAddress) -> ToolResult:
+    async def send_open(self, opening: OpenRequest, address: SessionAddress) -> ToolResult:
         self.opened.append((address.queue, opening, address.fence))
         await asyncio.sleep(0)
         answer = self.answers.get(address.queue) or self.answer(opening)
@@ -129,7 +129,7 @@ async def test_an_open_follows_the_session_to_the_next_worker(client: "redis.asy
     hosts = Hosts("a", "b")
     requests: list[tuple[str, int]] = []
 
-    async def send_open(opening: SessionOpening, address: SessionAddress) -> ToolResult:
+    async def send_open(opening: OpenRequest, address: SessionAddress) -> ToolResult:
         requests.append((address.queue, address.fence))
         if address.fence == 1:
             place = place_key("d", opening.tenant, opening.session)
@@ -234,7 +234,7 @@ async def test_a_silent_host_that_returns_keeps_its_sessions(client: "redis.asyn
 
 async def _move_without_restores(
     client: "redis.asyncio.Redis", code: ErrorCode
-) -> tuple[list[tuple[str, SessionOpening, int]], BaseException | None]:
+) -> tuple[list[tuple[str, OpenRequest, int]], BaseException | None]:
     """Move a session with two checkpoints whose restores fail with `code`. Return the openings of the move, and its
     error.
     """

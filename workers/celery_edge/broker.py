@@ -66,7 +66,11 @@ class Intake:
 
 def register_transport() -> None:
     """Use the hardened transport for every Redis URL of this process's Celery apps."""
-    for scheme, name in (("redis", "Transport"), ("rediss", "Transport"), ("sentinel", "SentinelTransport")):
+    for scheme, name in (
+        ("redis", "DeduplicatingTransport"),
+        ("rediss", "DeduplicatingTransport"),
+        ("sentinel", "SentinelTransport"),
+    ):
         TRANSPORT_ALIASES[scheme] = f"{__name__}:{name}"
         # kombu caches resolved transports. A transport that this process resolved earlier must not be used for the
         # worker.
@@ -127,7 +131,7 @@ class SentinelChannel(_HardenedChannel, redis.SentinelChannel):
     """A channel to the master that Redis Sentinel names."""
 
 
-class Transport(redis.Transport):
+class DeduplicatingTransport(redis.Transport):
     """A transport that delivers each valid message once."""
 
     Channel = Channel
@@ -148,7 +152,7 @@ class Transport(redis.Transport):
         return queue in callbacks
 
 
-class SentinelTransport(Transport):
+class SentinelTransport(DeduplicatingTransport):
     """The same transport for Redis Sentinel."""
 
     default_port = 26379

@@ -26,7 +26,7 @@ from workers.egress.hellos import UNRECOGNIZED_NAME, HelloGate
 from workers.egress.http_messages import HeadError, ProxyRequest, parse_request
 from workers.egress.interception import Interception, SecretProxy, find_bound
 from workers.egress.limits import CHUNK_BYTES, ProxyLimits
-from workers.egress.relaying import AnswerRewriter, Peer, PlainChannel, Relay
+from workers.egress.relaying import AnswerRewriter, HttpRelay, Peer, PlainChannel
 from workers.egress.streams import ActivityClock, Stream, run_all, tunnel, watch
 from workers.egress.verdicts import EgressVerdict, Refusal, build_answer, refuse_bad_gateway, refuse_bad_request
 
@@ -221,7 +221,7 @@ class _Connection:
         activity, channel = ActivityClock(), PlainChannel(self._client, quota)
         inner = Peer(channel, h11.SERVER, self._limits)
         inner.http.receive_data(request.head + rest)
-        relay = Relay(
+        relay = HttpRelay(
             inner,
             Peer(PlainChannel(host, quota), h11.CLIENT, self._limits),
             request.target.host,

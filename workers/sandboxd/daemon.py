@@ -50,9 +50,9 @@ from workers.sandboxd.runtime.engine_images import EngineImages
 from workers.sandboxd.runtime.oci import OciRuntime, find_obstacle, find_program
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Session
+from workers.sandboxd.session import HostSession
 from workers.sandboxd.sessions import Sessions
-from workers.sandboxd.skill_store import SkillStore
+from workers.sandboxd.skill_store import SkillVolume
 from workers.sandboxd.suspension import open_suspension_store
 from workers.settings import SandboxdSettings
 from workers.unix_listening import refuse_second, socket_mode, unlink_own
@@ -92,7 +92,7 @@ class HostSetup:
     plans: Plans
     profile: Profile
     lease: Lease
-    skills: SkillStore
+    skills: SkillVolume
     oci: OciRuntime | None
     """The runtime that starts sandboxes without the engine. None: this host lacks something for it."""
     starts_by_oci: bool
@@ -230,7 +230,7 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
             LABEL_SANDBOXD: settings.sandboxd_name,
             LABEL_LEASE: lease.label,
         }
-        skills = SkillStore(engine, settings.sandbox_image, owner)
+        skills = SkillVolume(engine, settings.sandbox_image, owner)
         profile = Profile(
             seccomp=load_seccomp_profile(),
             cgroup_version=facts.cgroup_version,
@@ -305,7 +305,7 @@ def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) ->
 
 
 async def _prepare_network(
-    setup: HostSetup, values: SecretValues, authority: ProxyAuthority, session: Session, sandbox: Sandbox
+    setup: HostSetup, values: SecretValues, authority: ProxyAuthority, session: HostSession, sandbox: Sandbox
 ) -> None:
     """Connect a sandbox to the proxy. Raises SandboxUnavailable when the session has secrets and there is no proxy."""
     settings, plans = setup.settings, setup.plans

@@ -22,7 +22,7 @@ from workers.sandboxd.disks.base import Workspace, Workspaces, WorkspaceSize
 from workers.sandboxd.images import WAIT_S, Images
 from workers.sandboxd.plans import DEFAULT_RUNTIME, Profile, SandboxPlan
 from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.attestation import Guest, ask_attestation, find_misfits
+from workers.sandboxd.runtime.attestation import AttestingGuest, ask_attestation, find_misfits
 from workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEADLINE,
@@ -36,7 +36,7 @@ from workers.sandboxd.runtime.engine_runtime import EngineRuntime
 from workers.sandboxd.runtime.hardening import ImageFacts
 from workers.sandboxd.runtime.image_faults import FOLDERS, explained
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Session
+from workers.sandboxd.session import HostSession
 
 log = structlog.get_logger(__name__)
 
@@ -135,7 +135,7 @@ class SandboxCounts:
         }
 
 
-def count_states(sessions: Iterable[Session], warm: int) -> dict[str, int]:
+def count_states(sessions: Iterable[HostSession], warm: int) -> dict[str, int]:
     """Return how many containers are in each state now."""
     states = Counter[str]({"busy": 0, "idle": 0, "paused": 0, "lost": 0})
     for session in sessions:
@@ -382,7 +382,7 @@ class StartCheck:
         self._is_hard = is_hard
         self._passed: set[tuple[str, str]] = set()
 
-    async def check(self, plan: SandboxPlan, size: WorkspaceSize, sandbox: Guest) -> None:
+    async def check(self, plan: SandboxPlan, size: WorkspaceSize, sandbox: AttestingGuest) -> None:
         """Check a new sandbox with a workspace of that size.
 
         Raises WorkspaceMissed, and SandboxUnavailable when the guest does not attest.

@@ -174,7 +174,7 @@ class UsageTotals:
 
 
 @dataclass(eq=False)
-class CallMeter:
+class RequestMeter:
     """The usage of one request so far."""
 
     amounts: list[int] = field(default_factory=lambda: [0] * 4)
@@ -188,7 +188,7 @@ class SandboxMeter:
         self.network_bytes = 0
         self._reader = reader
         self._last = [0] * 4
-        self._calls: list[CallMeter] = []
+        self._calls: list[RequestMeter] = []
         self._totals: UsageTotals | None = None
         self._counted_at = 0.0
 
@@ -196,16 +196,16 @@ class SandboxMeter:
         """Count for a session from now on. The start of the sandbox counts too, and its time in a pool does not."""
         self._totals, self._counted_at = totals, time.monotonic()
 
-    def begin(self) -> CallMeter:
+    def begin(self) -> RequestMeter:
         """Begin to measure a request. Bytes of disks since the last request count for it."""
         self.update(has_disks=False)
         if not self._calls and self._reader is not None:
             self._reader.reset_peak()
-        call = CallMeter()
+        call = RequestMeter()
         self._calls.append(call)
         return call
 
-    def end(self, call: CallMeter) -> CallUsage | None:
+    def end(self, call: RequestMeter) -> CallUsage | None:
         """Return what the request used; None without a reader."""
         self.update()
         self._calls.remove(call)

@@ -39,7 +39,7 @@ space of other tenants.
 _MEMORY_BYTES = 1024 * 1024
 
 
-class SkillStore:
+class SkillVolume:
     """A volume with the lifetime of this process. `image`: any image of the engine, for the
     container that unpacks.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 
-from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, Failure
+from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, RequestFailure
 from guest.files.file_types import find_type
 
 BINARY_SAMPLE = 8192
@@ -64,8 +64,8 @@ def find_form(data: bytes, requested: str = "auto", is_whole: bool = True) -> Te
     With `is_whole` False, `data` is the beginning of the file and may end in the middle of a character. If `requested`
     names a codec, that codec is always used.
 
-    Raises Failure: BINARY_FILE with the size of `data`, or INVALID_ARGUMENTS if `requested` is neither "auto" nor a
-    text codec.
+    Raises RequestFailure: BINARY_FILE with the size of `data`, or INVALID_ARGUMENTS if `requested` is neither "auto"
+    nor a text codec.
     """
     form = find_sure_form(data, requested)
     if form is not None:
@@ -109,7 +109,8 @@ def guess_window(wrong: int) -> tuple[int, int]:
 def guess_form(sample: bytes, is_inner: bool) -> TextForm:
     """Return the most likely form of a part of a file that is not UTF-8.
 
-    `is_inner`: the part may begin in the middle of a character. Raises Failure(BINARY_FILE) if the part is not text.
+    `is_inner`: the part may begin in the middle of a character. Raises RequestFailure(BINARY_FILE) if the part is not
+    text.
     """
     if is_inner:
         # A byte below 0x30 is never the second or a later byte of a character, so a character begins there.
@@ -126,7 +127,9 @@ def guess_form(sample: bytes, is_inner: bool) -> TextForm:
 
 
 def check_codec(name: str) -> str:
-    """Return the canonical name of a codec. Raises Failure(INVALID_ARGUMENTS) if the codec is not for text files."""
+    """Return the canonical name of a codec. Raises RequestFailure(INVALID_ARGUMENTS) if the codec is not for text
+    files.
+    """
     try:
         if not 0 < len(name) <= _MAX_NAME or not _NAME_CHARS.issuperset(name):
             raise LookupError(name)
@@ -184,15 +187,15 @@ def _is_wide_text(sample: bytes, codec: str) -> bool:
     return "\0" not in text
 
 
-def _binary(data: bytes) -> Failure:
+def _binary(data: bytes) -> RequestFailure:
     file_type = find_type(data)
-    return Failure(
+    return RequestFailure(
         BINARY_FILE, f"not text but {file_type.name if file_type is not None else 'binary data'}", size=len(data)
     )
 
 
-def _unknown(name: str) -> Failure:
+def _unknown(name: str) -> RequestFailure:
     shown = name[:_MAX_NAME].encode("ascii", "backslashreplace").decode()
-    return Failure(
+    return RequestFailure(
         INVALID_ARGUMENTS, f"there is no text encoding '{shown}'; try auto, utf-8, utf-16, gb18030 or latin-1"
     )

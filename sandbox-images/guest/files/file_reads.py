@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from guest.confinement import find_place, open_pinned, pin_file
-from guest.failures import FILE_TOO_LARGE, Failure, describe_os_error
+from guest.failures import FILE_TOO_LARGE, RequestFailure, describe_os_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _BLOCK = 262_144
 def read_file(request: ReadFileRequest, context: RequestContext) -> dict[str, object]:
     """Send a whole file.
 
-    Raises Failure. FILE_TOO_LARGE is raised before any data is sent, unless the file grows during the read.
+    Raises RequestFailure. FILE_TOO_LARGE is raised before any data is sent, unless the file grows during the read.
     """
     fd, shown = _open_file(request.path, context.paths)
     declared = os.fstat(fd).st_size
@@ -58,5 +58,5 @@ def _blocks(fd: int, shown: str, watch: Watch) -> Iterator[bytes]:
         yield block
 
 
-def _too_large(shown: str, size: int, allowed: int) -> Failure:
-    return Failure(FILE_TOO_LARGE, f"{shown}: has {size} bytes, more than {allowed}", size=size)
+def _too_large(shown: str, size: int, allowed: int) -> RequestFailure:
+    return RequestFailure(FILE_TOO_LARGE, f"{shown}: has {size} bytes, more than {allowed}", size=size)

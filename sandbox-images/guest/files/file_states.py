@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from guest.failures import FILE_TOO_LARGE, STALE_FILE, Failure
+from guest.failures import FILE_TOO_LARGE, STALE_FILE, RequestFailure
 from guest.files.file_texts import FileText
 from guest.files.sha256 import digest_of
 from guest.files.snapshots import MAX_DATA_BYTES, Snapshot, forget, key_of, recall, remember
@@ -24,7 +24,7 @@ _PATH_CHARS = 120
 def read_whole(fd: int, shown: str, watch: Watch) -> bytes:
     """Return the content of a file.
 
-    Raises Failure(FILE_TOO_LARGE) before the read, or if the file grows beyond the limit.
+    Raises RequestFailure(FILE_TOO_LARGE) before the read, or if the file grows beyond the limit.
     """
     size = os.fstat(fd).st_size
     blocks: list[bytes] = []
@@ -38,7 +38,7 @@ def read_whole(fd: int, shown: str, watch: Watch) -> bytes:
         blocks.append(block)
         read += len(block)
         size = max(size, read)
-    raise Failure(FILE_TOO_LARGE, f"{shown}: has {size} bytes, more than {MAX_BYTES}: use bash_tool", size=size)
+    raise RequestFailure(FILE_TOO_LARGE, f"{shown}: has {size} bytes, more than {MAX_BYTES}: use bash_tool", size=size)
 
 
 class FileState:
@@ -95,14 +95,14 @@ class FileState:
         forget(self._paths, self._path)
 
 
-def describe_stale(shown: str, known_data: bytes | None, data: bytes) -> Failure:
+def describe_stale(shown: str, known_data: bytes | None, data: bytes) -> RequestFailure:
     """Return the failure for a file that is `data` now and was `known_data` when this session last saw it."""
     message = (
         f"{shorten(shown)}: changed since this session last read or wrote it, and was left as it is. Mind the change, "
         "then send the call again, adapted or as it is: it will be carried out."
     )
     diff = describe_change(known_data, data)
-    return Failure(STALE_FILE, f"{message}\n{diff}")
+    return RequestFailure(STALE_FILE, f"{message}\n{diff}")
 
 
 def describe_change(known_data: bytes | None, data: bytes) -> str:
@@ -110,7 +110,7 @@ def describe_change(known_data: bytes | None, data: bytes) -> str:
     try:
         text = FileText(data, "")
         before = FileText(known_data, "", text.form) if known_data is not None else None
-    except Failure:
+    except RequestFailure:
         return "[not text: no diff]"
     if before is None:
         return "[its content then was not stored: no diff; read it with read_tool]"

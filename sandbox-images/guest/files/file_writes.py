@@ -6,7 +6,7 @@ import os
 import stat
 
 from guest.confinement import Place, find_place
-from guest.failures import FILE_EXISTS, Failure, describe_os_error
+from guest.failures import FILE_EXISTS, RequestFailure, describe_os_error
 from guest.files.file_states import MAX_BYTES, FileState
 from guest.files.versions import BodyContent, OldFile, Version, open_old
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_file(request: WriteFileRequest, context: RequestContext) -> dict[str, object]:
-    """Write the body to a file. Raises Failure: the old content is then intact and no temporary file remains."""
+    """Write the body to a file. Raises RequestFailure: the old content is then intact and no temporary file remains."""
     place = find_place(request.path, context.paths, make_parents=True)
     try:
         return _write(str(request.mode), place, context)
@@ -33,7 +33,7 @@ def _write(mode: str, place: Place, context: RequestContext) -> dict[str, object
     old = open_old(place, os.O_WRONLY | (os.O_APPEND if mode == "append" else 0))
     if mode == "create":
         if old is not None:
-            raise Failure(FILE_EXISTS, f"{place.shown}: exists already")
+            raise RequestFailure(FILE_EXISTS, f"{place.shown}: exists already")
         status = version.create()
     elif mode == "append" and old is not None:
         status = version.append(old)

@@ -10,7 +10,7 @@ import os
 import stat
 
 from guest.confinement import Place, find_place
-from guest.failures import BINARY_FILE, FILE_EXISTS, INVALID_ARGUMENTS, Failure, describe_os_error
+from guest.failures import BINARY_FILE, FILE_EXISTS, INVALID_ARGUMENTS, RequestFailure, describe_os_error
 from guest.files.diffs import build_diff
 from guest.files.encodings import TextForm, check_codec, find_form
 from guest.files.file_states import MAX_BYTES, FileState, describe_stale, read_whole
@@ -31,7 +31,7 @@ _UTF8 = "utf-8"
 def write_text(request: WriteTextRequest, context: RequestContext) -> dict[str, object]:
     """Write the body, UTF-8 text, to a file.
 
-    Raises Failure: the old content is then intact and no temporary file remains.
+    Raises RequestFailure: the old content is then intact and no temporary file remains.
     """
     text = _read_body(context)
     if request.encoding != "auto":
@@ -50,7 +50,7 @@ def _read_body(context: RequestContext) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise Failure(INVALID_ARGUMENTS, f"the content is not UTF-8 at byte {error.start}") from None
+        raise RequestFailure(INVALID_ARGUMENTS, f"the content is not UTF-8 at byte {error.start}") from None
 
 
 class _TextWrite:
@@ -70,7 +70,7 @@ class _TextWrite:
         if old is None:
             status, form, written = self._make(mode)
         elif mode == "create":
-            raise Failure(
+            raise RequestFailure(
                 FILE_EXISTS, f"{self._place.shown}: exists already; mode=overwrite replaces it, mode=append adds to it"
             )
         elif mode == "append":
@@ -151,7 +151,7 @@ class _TextWrite:
         try:
             form = find_form(data, is_whole=is_whole)
             form.encode(self._text)
-        except Failure as failure:
+        except RequestFailure as failure:
             if failure.code != BINARY_FILE:
                 raise
             return TextForm(_UTF8)
@@ -172,8 +172,8 @@ class _TextWrite:
             return find_form(b"", requested)
         try:
             form = find_form(data, is_whole=is_whole)
-        except Failure as failure:
-            raise Failure(
+        except RequestFailure as failure:
+            raise RequestFailure(
                 failure.code, f"{self._place.shown}: {failure.message}: append with bash_tool", **failure.details
             ) from None
         if (
@@ -181,7 +181,7 @@ class _TextWrite:
             and not (self._text.isascii() and data.isascii())
             and find_form(data, requested).codec != form.codec
         ):
-            raise Failure(
+            raise RequestFailure(
                 INVALID_ARGUMENTS,
                 f"{self._place.shown}: is {form.codec}, and {requested} at its end would mix encodings; leave "
                 "encoding out",
@@ -193,7 +193,7 @@ class _TextWrite:
             return form.encode(text)
         except UnicodeEncodeError as error:
             sign = text[error.start]
-            raise Failure(
+            raise RequestFailure(
                 INVALID_ARGUMENTS,
                 f"content has {sign!a} (character {error.start}), which {form.codec} cannot hold; leave it out",
             ) from None
@@ -201,7 +201,7 @@ class _TextWrite:
     def _compare(self, data: bytes, content: bytes, status: os.stat_result) -> None:
         """Compare the old and the new content, and write the diff.
 
-        Raises Failure(STALE_FILE) if the write would replace a change that this session has not seen.
+        Raises RequestFailure(STALE_FILE) if the write would replace a change that this session has not seen.
         """
         if data != content and self._state.is_stale(data):
             message = describe_stale(self._place.shown, self._state.known_data, data)
@@ -242,7 +242,7 @@ def _as_utf8(data: bytes) -> bytes | None:
     """Return the text of a file as UTF-8 without its BOM, or None if the file is not text."""
     try:
         text = FileText(data, "")
-    except Failure:
+    except RequestFailure:
         return None
     return text.body if text.codec == _UTF8 else text.decode(text.body).encode("utf-8", "replace")
 

@@ -12,7 +12,7 @@ import os
 import stat
 
 from guest.confinement import Place, open_pinned, pin_file
-from guest.failures import FILE_EXISTS, NO_SPACE, PERMISSION_DENIED, STALE_FILE, Failure, describe_os_error
+from guest.failures import FILE_EXISTS, NO_SPACE, PERMISSION_DENIED, STALE_FILE, RequestFailure, describe_os_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class OldFile:
 
 
 def open_old(place: Place, flags: int) -> OldFile | None:
-    """Open the regular file at a place. Returns None if there is no file. Raises Failure and OSError.
+    """Open the regular file at a place. Returns None if there is no file. Raises RequestFailure and OSError.
 
     The file is opened for writing even if it will be replaced, so that a write-protected file is never changed.
     """
@@ -99,7 +99,7 @@ def open_old(place: Place, flags: int) -> OldFile | None:
     try:
         return OldFile(open_pinned(pinned, flags))
     except PermissionError:
-        raise Failure(
+        raise RequestFailure(
             PERMISSION_DENIED,
             f"{place.shown}: its permissions do not allow a change; if it should be changed, use chmod in bash_tool",
         ) from None
@@ -108,7 +108,9 @@ def open_old(place: Place, flags: int) -> OldFile | None:
 
 
 class Version:
-    """New content for a place. If a method raises Failure, the old content is intact and no temporary file remains."""
+    """New content for a place. If a method raises RequestFailure, the old content is intact and no temporary file
+    remains.
+    """
 
     def __init__(self, place: Place, content: Content, watch: Watch) -> None:
         self._place = place
@@ -116,7 +118,9 @@ class Version:
         self._watch = watch
 
     def create(self) -> os.stat_result:
-        """Create the file. Raises Failure(FILE_EXISTS) if the name exists, even if it was created a moment before."""
+        """Create the file. Raises RequestFailure(FILE_EXISTS) if the name exists, even if it was created a moment
+        before.
+        """
         if self._place.is_link_target:
             raise self._exists()
         with self._described():
@@ -125,7 +129,7 @@ class Version:
     def replace(self, old: OldFile | None, is_known: bool = False) -> os.stat_result:
         """Replace `old` and keep its mode.
 
-        `is_known`: the new content is based on the old content. Raises Failure(STALE_FILE) if the old file has
+        `is_known`: the new content is based on the old content. Raises RequestFailure(STALE_FILE) if the old file has
         changed.
         """
         with self._described():
@@ -236,7 +240,7 @@ class Version:
     def _check_unchanged(self, old: OldFile, now: os.stat_result) -> None:
         before = old.status
         if (before.st_ino, before.st_size, before.st_mtime_ns) != (now.st_ino, now.st_size, now.st_mtime_ns):
-            raise Failure(
+            raise RequestFailure(
                 STALE_FILE,
                 f"{self._place.shown}: changed while its new version was made, and was not written; read it again",
             )
@@ -256,12 +260,12 @@ class Version:
                 # Some file systems report a removed folder with EPERM.
                 error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if error.errno == errno.EFBIG:
-                raise Failure(
+                raise RequestFailure(
                     NO_SPACE, f"{self._place.shown}: {self._content.size} bytes exceed the limit of a file"
                 ) from None
             raise describe_os_error(error, self._place.shown) from None
 
-    def _no_space(self) -> Failure:
+    def _no_space(self) -> RequestFailure:
         room = os.fstatvfs(self._place.directory)
         free = room.f_bavail * room.f_frsize
         is_out_of_names = room.f_files and not room.f_favail
@@ -270,14 +274,14 @@ class Version:
             if is_out_of_names
             else f"{self._content.size} bytes are to be written and {free} bytes are free"
         )
-        return Failure(
+        return RequestFailure(
             NO_SPACE,
             f"{self._place.shown}: no space left: {reason}; nothing was changed; remove files that you do not need, "
             f"then try again",
         )
 
-    def _exists(self) -> Failure:
-        return Failure(FILE_EXISTS, f"{self._place.shown}: exists already")
+    def _exists(self) -> RequestFailure:
+        return RequestFailure(FILE_EXISTS, f"{self._place.shown}: exists already")
 
 
 def _build_name() -> bytes:

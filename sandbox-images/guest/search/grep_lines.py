@@ -39,7 +39,7 @@ def find_offsets(text: bytes, marks: Iterable[Mark]) -> Iterator[Mark]:
         yield Mark(line, mark.column, offset)
 
 
-class Page:
+class MatchPage:
     """Lines to send, limited in number and bytes. When `is_full` is set, no further line is accepted."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
@@ -72,7 +72,7 @@ class Page:
 class FilePrinter:
     """Printer for the marks of one file and the lines around them."""
 
-    def __init__(self, page: Page, shown: str, text: bytes, before: int, after: int) -> None:
+    def __init__(self, page: MatchPage, shown: str, text: bytes, before: int, after: int) -> None:
         self._page = page
         self._shown = shown
         self._text = text

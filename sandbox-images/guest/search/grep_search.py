@@ -12,7 +12,7 @@ import itertools
 import os
 import time
 
-from guest.failures import FILE_TOO_LARGE, INTERNAL, TIMEOUT, Failure, describe_os_error
+from guest.failures import FILE_TOO_LARGE, INTERNAL, TIMEOUT, RequestFailure, describe_os_error
 from guest.search.child import BlockedError, Child
 from guest.search.clock import Clock
 from guest.search.grep_files import (
@@ -24,7 +24,7 @@ from guest.search.grep_files import (
     open_file,
     read_text,
 )
-from guest.search.grep_lines import FilePrinter, Mark, Page, find_offsets
+from guest.search.grep_lines import FilePrinter, Mark, MatchPage, find_offsets
 from guest.search.grep_patterns import GrepPattern
 from guest.search.grep_records import group_marks
 from guest.search.names import build_names
@@ -56,7 +56,7 @@ class _NeedsPcreError(Exception):
 def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
     """Send the matching lines.
 
-    Raises Failure for an invalid pattern, for a path that does not exist or is not allowed, and if the time ends
+    Raises RequestFailure for an invalid pattern, for a path that does not exist or is not allowed, and if the time ends
     before anything is found.
     """
     clock = Clock(context.watch, request.timeout_s)
@@ -90,7 +90,7 @@ class _Search:
         self._context = context
         self._paths: GuestPaths = context.paths
         self._clock = clock
-        self._page = Page(request.max_lines, request.max_bytes)
+        self._page = MatchPage(request.max_lines, request.max_bytes)
         # (negative modification time, path, count) of each file, a heap: newest first, then by path. `_taken`: the
         # first of them, which are checked for binary content.
         self._matches: list[tuple[int, bytes, int]] = []
@@ -108,7 +108,7 @@ class _Search:
     # --- which files --------------------------------------------------------------------------------------------------
 
     def find(self, names: NameFilter) -> None:
-        """Find the matching files, or the matches of the one file. Raises Failure, and _NeedsPcreError."""
+        """Find the matching files, or the matches of the one file. Raises RequestFailure, and _NeedsPcreError."""
         if self._start.file is None:
             self._find_files(names)
         else:
@@ -182,7 +182,7 @@ class _Search:
             raise describe_os_error(error, shown) from None
         status = os.fstat(fd)
         if status.st_size > MAX_NAMED_BYTES:
-            raise Failure(
+            raise RequestFailure(
                 FILE_TOO_LARGE,
                 f"{shown}: has {status.st_size} bytes, more than {MAX_NAMED_BYTES}; search it with grep in bash_tool",
                 size=status.st_size,
@@ -199,7 +199,7 @@ class _Search:
     def _read_counts(self, child: Child, skips_large: bool = True) -> Iterator[tuple[bytes, int]]:
         """Yield (path, count) of each matching file.
 
-        Raises Failure if ripgrep rejects the pattern, and _LargeFileError unless `skips_large`.
+        Raises RequestFailure if ripgrep rejects the pattern, and _LargeFileError unless `skips_large`.
         """
         check_at = time.monotonic() + _LARGE_CHECK_S
 
@@ -224,16 +224,16 @@ class _Search:
             raise self._pattern.explain(child.left_out.text)
 
     def _check_found(self) -> None:
-        """Raise Failure if the search ended early and has found nothing."""
+        """Raise RequestFailure if the search ended early and has found nothing."""
         if not self._is_partial or self._matches:
             return
         if self._was_killed:
-            raise Failure(
+            raise RequestFailure(
                 INTERNAL,
                 "the search was killed before it found anything, because memory or processes ran out: narrow path or "
                 "include, or end other processes",
             )
-        raise Failure(
+        raise RequestFailure(
             TIMEOUT,
             f"nothing found in {self._clock.seconds:g} s, and not all files were searched: narrow path or include, or "
             f"simplify the pattern",

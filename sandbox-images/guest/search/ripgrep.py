@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from guest.failures import INVALID_PATTERN, PATH_NOT_ALLOWED, Failure
+from guest.failures import INVALID_PATTERN, PATH_NOT_ALLOWED, RequestFailure
 from guest.paths import KERNEL_FOLDERS
 from guest.search.child import Child, start_program
 from guest.search.glob_patterns import MAX_PATTERN_CHARS, Globs, split_list
@@ -73,7 +73,7 @@ class NameFilter:
     """Files that include, exclude and type of a request select."""
 
     def __init__(self, include: str | None, exclude: str | None, type_name: str | None) -> None:
-        """Compile the globs. Raises Failure for an invalid glob."""
+        """Compile the globs. Raises RequestFailure for an invalid glob."""
         globs = _read_globs(include, "include")
         self.excluded = [glob.removeprefix("!") for glob in globs if glob.startswith("!")]
         self.excluded += _read_globs(exclude, "exclude")
@@ -220,10 +220,10 @@ def _read_globs(text: str | None, subject: str) -> list[str]:
     if text is None:
         return []
     if len(text) > MAX_PATTERN_CHARS:
-        raise Failure(INVALID_PATTERN, f"{subject} has {len(text)} characters, more than {MAX_PATTERN_CHARS}")
+        raise RequestFailure(INVALID_PATTERN, f"{subject} has {len(text)} characters, more than {MAX_PATTERN_CHARS}")
     globs = split_list(text)
     if any(".." in glob.split("/") for glob in globs):
-        raise Failure(PATH_NOT_ALLOWED, f"{subject} cannot contain '..': give the directory to search as path")
+        raise RequestFailure(PATH_NOT_ALLOWED, f"{subject} cannot contain '..': give the directory to search as path")
     return globs
 
 

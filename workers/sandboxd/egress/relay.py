@@ -107,12 +107,12 @@ class Wire:
             self._send({"op": "net_data", "conn": number}, data)
 
 
-class Relay:
+class TunnelRelay:
     """Relays one connection from its creation on. `on_over` is called when both sides have closed. The caller has
     checked the guest's frames.
     """
 
-    def __init__(self, number: int, wire: Wire, on_over: Callable[["Relay"], None]) -> None:
+    def __init__(self, number: int, wire: Wire, on_over: Callable[["TunnelRelay"], None]) -> None:
         self.number = number
         self.room = WINDOW
         self.guest_room = WINDOW

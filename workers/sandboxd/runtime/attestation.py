@@ -31,13 +31,13 @@ class Attestation:
     workspace_type: str
 
 
-class Guest(Protocol):
+class AttestingGuest(Protocol):
     """A sandbox that answers requests."""
 
     async def ask(self, request: Mapping[str, Any], /) -> Mapping[str, Any]: ...
 
 
-async def ask_attestation(guest: Guest, timeout_s: float = 5.0) -> Attestation:
+async def ask_attestation(guest: AttestingGuest, timeout_s: float = 5.0) -> Attestation:
     """Return the guest's current report. Raises SandboxUnavailable when the report is missing or invalid."""
     try:
         return parse_attestation(await guest.ask({"op": "attest", "timeout_s": timeout_s}))

@@ -30,7 +30,7 @@ from workers.sandboxd.runtime.base import (
     AttachedContainer,
     ListedContainer,
 )
-from workers.sandboxd.runtime.engine_gate import LANES, EngineGate, EngineSilent, Lane, Lanes
+from workers.sandboxd.runtime.engine_gate import LANES, EngineCallKinds, EngineGate, EngineSilent, Lane
 from workers.sandboxd.runtime.hardening import ImageFacts
 from workers.sandboxd.runtime.image_faults import explain_unfit
 from workers.sandboxd.runtime.volumes import GuestVolumes, fill_volume, list_volumes, make_volume, remove_volume
@@ -123,7 +123,7 @@ class Engine:
     error text, or with why the engine was not called.
     """
 
-    def __init__(self, lanes: Lanes = LANES, late_pauses_s: Sequence[float] = PAUSES_S) -> None:
+    def __init__(self, lanes: EngineCallKinds = LANES, late_pauses_s: Sequence[float] = PAUSES_S) -> None:
         self._lanes = lanes
         self._clients: deque[docker.APIClient] = deque()
         self._volumes = GuestVolumes()

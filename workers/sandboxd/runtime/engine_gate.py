@@ -159,7 +159,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class EngineCallKinds:
     """All kinds of calls to the engine. `probe_s`: time limit of a probe."""
 
     starts: Lane
@@ -170,7 +170,7 @@ class Lanes:
     probe_s: float = 3.0
 
 
-LANES: Final = Lanes(
+LANES: Final = EngineCallKinds(
     # Starts are most of the engine's work. More starts at once than the host has cores do not finish sooner, and each
     # takes longer.
     starts=Lane("starts", at_once=max(2, min(os.cpu_count() or 1, 16)), deadline_s=45.0),
