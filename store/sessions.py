@@ -57,7 +57,7 @@ from contract.signing import SigningKeys
 from store.connection import RedisClient, SyncRedis, broker_errors
 from store.usage import COUNT_STORED_LUA, USAGE_LUA, usage_prefix
 
-HostFate = Literal["alive", "silent", "given_up"]
+HostState = Literal["alive", "silent", "given_up"]
 MOVE_S = 600
 """Time in which one process must open a session on another host, in seconds. After this time, another process may try.
 """
@@ -404,7 +404,7 @@ class SessionStore:
             facts = await self._client.get(session_facts_key(self._deployment, tenant, session))
         return facts.decode(errors="replace") if isinstance(facts, bytes) else None
 
-    async def fate(self, queue: str) -> HostFate:
+    async def host_state(self, queue: str) -> HostState:
         """Return the state of a host instance. A `silent` one may report again: after an outage of Redis, all reports
         are missing.
         """

@@ -84,7 +84,7 @@ def load_script() -> str:
 
 def grants_channel(deployment: str, orchestrator: str) -> str:
     """Return the channel on which an orchestrator receives the grants from steps of other orchestrators."""
-    return f"{admission_prefix(deployment)}told:{orchestrator}"
+    return f"{admission_prefix(deployment)}grants:{orchestrator}"
 
 
 def held_slots_key(deployment: str) -> str:

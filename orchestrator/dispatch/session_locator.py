@@ -169,12 +169,12 @@ class SessionLocator:
             return await self._move(tenant, session, location, policy)
         # With another fence, the session has moved since the call failed, and its former host was silent.
         is_silent = silent is not None and location.fence == silent.fence
-        fate = await self._sessions.fate(location.queue) if is_silent else "alive"
-        if fate == "given_up":
+        host_state = await self._sessions.host_state(location.queue) if is_silent else "alive"
+        if host_state == "given_up":
             return await self._move(tenant, session, location, policy)
         return (
             self._cache_address(tenant, session, SessionAddress(location.queue, location.fence))
-            if fate == "alive"
+            if host_state == "alive"
             else None
         )
 
@@ -198,9 +198,9 @@ class SessionLocator:
         until = time.monotonic() + SETTLE_S
         while (location := await self._sessions.find(tenant, session)) is not None and time.monotonic() < until:
             if location.state is LocationState.OPEN:
-                fate = await self._sessions.fate(location.queue)
-                if fate != "silent":
-                    return SessionAddress(location.queue, location.fence) if fate == "alive" else None
+                host_state = await self._sessions.host_state(location.queue)
+                if host_state != "silent":
+                    return SessionAddress(location.queue, location.fence) if host_state == "alive" else None
             elif not location.moving_until:
                 return None
             await asyncio.sleep(POLL_S)

@@ -21,7 +21,7 @@ from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobList
 from guest.commands.jobs import Job, Jobs
 from guest.failures import INVALID_ARGUMENTS, RequestFailure, describe_os_error
 from guest.fields import check_fields
-from guest.frames import Frame, FrameDecoder, FrameError, HostGone, Outbox, encode_frame
+from guest.frames import Frame, FrameDecoder, FrameError, HostDisconnected, Outbox, encode_frame
 from guest.kernel import PR_SET_DUMPABLE, set_process_flag
 from guest.paths import GuestPaths
 from guest.processes import Cleanup, KillReport, kill_everything, merge_kills, reap
@@ -173,7 +173,7 @@ class Loop:
                 self._serve_events()
                 self._serve_processes()
                 self._age_limit.check()
-        except (HostGone, EOFError):
+        except (HostDisconnected, EOFError):
             return None
         except (FrameError, ProtocolError) as error:
             return {"ev": "fatal", "message": str(error)}
@@ -462,7 +462,7 @@ class Loop:
         try:
             self._send(header)
             self._outbox.flush_last()
-        except HostGone:
+        except HostDisconnected:
             return
 
 

@@ -29,8 +29,8 @@ from contract.errors import RefusalReason
 
 log = structlog.get_logger(__name__)
 
-INTAKE = "intake"
-"""Transport option that holds the Intake of the app."""
+DUPLICATE_FILTER = "duplicate_filter"
+"""Transport option with the app's DuplicateFilter."""
 REMEMBERED = 20_000
 """Messages that are remembered to detect repetitions: more than a worker can run in half a minute."""
 
@@ -38,7 +38,7 @@ REMEMBERED = 20_000
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-class Intake:
+class DuplicateFilter:
     """The messages that a worker has read, over all its connections to the broker.
 
     `on_refused` receives the reason for each dropped message.
@@ -85,7 +85,7 @@ class _HardenedChannel(redis.Channel):
             return super()._brpop_read(**options)  # type: ignore[misc]
         except _UNREADABLE as error:
             log.error("queue_garbage", error=type(error).__name__)
-            _intake(self.connection).refuse("malformed")
+            _get_duplicate_filter(self.connection).refuse("malformed")
             return None
 
     def basic_consume(
@@ -113,7 +113,7 @@ class _HardenedChannel(redis.Channel):
                 if self._is_broken_connection(error):
                     raise
                 log.error("message_refused", error=type(error).__name__)
-                _intake(self.connection).refuse("malformed")
+                _get_duplicate_filter(self.connection).refuse("malformed")
                 return None
 
         return take
@@ -139,10 +139,10 @@ class DeduplicatingTransport(redis.Transport):
     def _deliver(self, message: Any, queue: str | None) -> None:
         if not _is_message(message):
             log.error("queue_garbage", queue=queue)
-            _intake(self).refuse("malformed")
-        elif self._is_read(queue) and _intake(self).is_repeated(message):
+            _get_duplicate_filter(self).refuse("malformed")
+        elif self._is_read(queue) and _get_duplicate_filter(self).is_repeated(message):
             log.error("message_repeated", queue=queue)
-            _intake(self).refuse("repeated")
+            _get_duplicate_filter(self).refuse("repeated")
         else:
             super()._deliver(message, queue)
 
@@ -159,10 +159,11 @@ class SentinelTransport(DeduplicatingTransport):
     Channel = SentinelChannel  # type: ignore[assignment]
 
 
-def _intake(transport: Any) -> Intake:
-    """Return the intake of the connection's app."""
-    intake: Intake = transport.client.transport_options.setdefault(INTAKE, Intake())
-    return intake
+def _get_duplicate_filter(transport: Any) -> DuplicateFilter:
+    """Return the DuplicateFilter of the connection's app."""
+    options = transport.client.transport_options
+    duplicate_filter: DuplicateFilter = options.setdefault(DUPLICATE_FILTER, DuplicateFilter())
+    return duplicate_filter
 
 
 def _is_message(message: Any) -> bool:

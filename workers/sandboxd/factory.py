@@ -267,7 +267,7 @@ class SandboxFactory:
         except BaseException:
             self._image_facts.clear()  # an image that was removed and pulled again has other folders
             self._toolkit = None
-            await asyncio.shield(self._confirm_gone(runtime, name))
+            await asyncio.shield(self._confirm_removed(runtime, name))
             # The engine may have created the container despite the error, so the cleanup runs even after a
             # cancellation.
             raise
@@ -328,7 +328,7 @@ class SandboxFactory:
 
     async def retry_removals(self) -> None:
         """Try failed removals again."""
-        names = [self._confirm_gone(runtime, name) for name, runtime in list(self._unconfirmed.items())]
+        names = [self._confirm_removed(runtime, name) for name, runtime in list(self._unconfirmed.items())]
         await settle([*names, *(self.discard(*pair) for pair in list(self._unwanted.items()))])
         for workspace in list(self._unwanted_workspaces):
             await self.discard_workspace(workspace)
@@ -348,7 +348,7 @@ class SandboxFactory:
         if self.shortage is not None:
             raise SandboxUnavailable(f"no sandbox is started now: {self.shortage}")
 
-    async def _confirm_gone(self, runtime: SandboxRuntime, name: str) -> None:
+    async def _confirm_removed(self, runtime: SandboxRuntime, name: str) -> None:
         """Remove a container after a failed start. The engine may have created the container despite the error, or
         may create it later.
         """

@@ -49,7 +49,7 @@ _TIMEOUT_TEXTS: Final = ("timeout", "timed out", "deadline exceeded")
 T = TypeVar("T")
 
 
-class LateStarts:
+class LateContainerRemover:
     """Removes containers that appear late, in the background. `remove`: a function that removes the container of a
     name and returns whether it existed. The function raises SandboxUnavailable.
     """
@@ -63,7 +63,7 @@ class LateStarts:
         """Return the number of containers that are still searched for."""
         return len(self._tasks)
 
-    def forget(self, name: str) -> None:
+    def remove_later(self, name: str) -> None:
         """Remove that container when it appears. A search in progress starts again."""
         if name in self._tasks:
             self._tasks.pop(name).cancel()
@@ -127,7 +127,7 @@ class Engine:
         self._lanes = lanes
         self._clients: deque[docker.APIClient] = deque()
         self._volumes = GuestVolumes()
-        self._late = LateStarts(self._remove_by_name, late_pauses_s)
+        self._late_containers = LateContainerRemover(self._remove_by_name, late_pauses_s)
         self.gate = EngineGate(lambda: self._work(lambda api: api.ping(), lanes.probe_s), probe_s=lanes.probe_s)
 
     async def facts(self) -> EngineFacts:
@@ -167,13 +167,13 @@ class Engine:
 
         def late(container: AttachedContainer) -> None:
             container.sock.close()
-            self._late.forget(name)
+            self._late_containers.remove_later(name)
 
         try:
             return await self._run(self._lanes.starts, work, late)
         except (EngineSilent, asyncio.CancelledError):
             if begun.is_set():
-                self._late.forget(name)
+                self._late_containers.remove_later(name)
             raise
         except SandboxUnavailable:
             if begun.is_set():
@@ -264,11 +264,11 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         """Return the state of the engine for `status`: calls in progress and waiting, and the state of the breaker."""
-        return {**self.gate.describe(), "late_starts": len(self._late)}
+        return {**self.gate.describe(), "late_starts": len(self._late_containers)}
 
     def close(self) -> None:
         """Close the clients. Running threads end with the process."""
-        self._late.close()
+        self._late_containers.close()
         while self._clients:
             self._clients.popleft().close()
 
@@ -331,7 +331,7 @@ class Engine:
             await self.remove(name)
         except SandboxUnavailable as error:
             log.warning("refused_container_not_removed", container=name, error=str(error))
-            self._late.forget(name)
+            self._late_containers.remove_later(name)
 
 
 def _build_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:
