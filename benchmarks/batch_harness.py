@@ -20,7 +20,7 @@ LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
-class Worked:
+class BatchMeasurement:
     """Measurements of a completed batch.
 
     `seconds`: from the start of the first item to the end of the last item. `cpu_s` and `peak_bytes` (resident): the
@@ -45,7 +45,7 @@ class BatchShell:
 
     async def work(
         self, name: str, lines: Sequence[Mapping[str, Any]], server: ModelServer, concurrency: int
-    ) -> Worked:
+    ) -> BatchMeasurement:
         """Run a batch of these lines and return its measurements. Raises RuntimeError when the command fails, with
         the last lines of its output.
         """
@@ -80,7 +80,7 @@ class BatchShell:
         seconds, retried, most = _measure_events(list(read_batch_events(out.with_name(f"{out.stem}.events.jsonl"))))
         failures = [json.dumps(row["error"]) for row in _rows(out.with_name(f"{out.stem}.errors.jsonl"))]
         answers = {row["custom_id"]: _answer(row) for row in _rows(out)}
-        return Worked(seconds, cpu_s, peak, answers, failures, retried, most)
+        return BatchMeasurement(seconds, cpu_s, peak, answers, failures, retried, most)
 
 
 @contextlib.contextmanager

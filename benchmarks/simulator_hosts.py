@@ -193,9 +193,9 @@ class World:
         host.busy += 1
         self._running[call.id] = (host.queue, context.tenant, self.loop.time())
         seconds, began = float(str(call.arguments["seconds"])), self.loop.time()
-        self.loop.call_later(seconds, self._ended, host, call, context, fields["headers"]["id"], began)
+        self.loop.call_later(seconds, self._end_call, host, call, context, fields["headers"]["id"], began)
 
-    def _ended(self, host: Host, call: ToolCall, context: ToolContext, task_id: str, began: float) -> None:
+    def _end_call(self, host: Host, call: ToolCall, context: ToolContext, task_id: str, began: float) -> None:
         if host.state == "frozen":
             host.late.append((call, context, task_id, began))
         elif host.state == "alive":

@@ -109,13 +109,13 @@ def parse_skill(text: str, folder: str) -> SkillText:
         raise SkillBroken(
             "its front matter has no description: say in a sentence what the skill does and when to use it"
         )
-    description = _bounded(description, "description", STANDARD_DESCRIPTION_CHARS, MAX_SKILL_DESCRIPTION, warnings)
+    description = _limit_text(description, "description", STANDARD_DESCRIPTION_CHARS, MAX_SKILL_DESCRIPTION, warnings)
     compatibility = _text_of(fields, "compatibility", warnings)
     if compatibility is not None:
-        compatibility = _bounded(compatibility, "compatibility", STANDARD_COMPATIBILITY_CHARS, 1000, warnings)
+        compatibility = _limit_text(compatibility, "compatibility", STANDARD_COMPATIBILITY_CHARS, 1000, warnings)
     licence = _text_of(fields, "license", warnings)
     if licence is not None:
-        licence = _bounded(licence, "license", 500, 500, warnings)
+        licence = _limit_text(licence, "license", 500, 500, warnings)
     extra = sorted(str(key)[:60] for key in fields if key not in _STANDARD_KEYS)
     if extra:
         warnings.append(f"keys that are not in the standard are ignored: {', '.join(extra[:10])}")
@@ -287,7 +287,7 @@ def _text_of(fields: Mapping[Any, Any], key: str, warnings: list[str]) -> str | 
     return text or None
 
 
-def _bounded(text: str, key: str, standard: int, max_chars: int, warnings: list[str]) -> str:
+def _limit_text(text: str, key: str, standard: int, max_chars: int, warnings: list[str]) -> str:
     if len(text) > standard:
         warnings.append(
             f"{key} has {len(text)} characters, the standard allows {standard}"

@@ -26,7 +26,7 @@ from contract.names import (
     tenant_sessions_key,
 )
 from store.calls import PUBLISH
-from store.connection import CLOSED, LuaScript, RedisClient, ScriptConnection, SharedClock, Unanswered, broker_errors
+from store.connection import CLOSED, LuaScript, RedisClient, ReplyMissing, ScriptConnection, SharedClock, broker_errors
 from store.slots import held_slots_key
 from store.tasks import cancel_all
 from telemetry.logs import get_logger
@@ -105,7 +105,7 @@ class Publisher:
             try:
                 outcome = await self._post(keys, arguments)
                 break
-            except Unanswered as unanswered:
+            except ReplyMissing as unanswered:
                 may_be_sent = may_be_sent or unanswered.may_have_run
                 if str(unanswered) == CLOSED:
                     raise BrokerUnavailable(
@@ -148,7 +148,7 @@ class Publisher:
         return keys, arguments
 
     async def _post(self, keys: list[str], arguments: list[str | int]) -> str:
-        """Send the call once, and return the outcome. Raises RedisError: Redis refused the script. Raises Unanswered:
+        """Send the call once, and return the outcome. Raises RedisError: Redis refused the script. Raises ReplyMissing:
         the call may have been sent.
         """
         began = asyncio.get_running_loop().time()

@@ -22,7 +22,7 @@ PRESSURE_FRESH_S = 3.0
 T = TypeVar("T")
 
 
-class Fresh(Generic[T]):
+class ValueCache(Generic[T]):
     """Caches one value for `fresh_s` seconds. `clock`: monotonic seconds."""
 
     def __init__(self, fresh_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,9 +48,9 @@ class ApiState(AppState):
 
     def __init__(self, settings: OrchestratorSettings) -> None:
         super().__init__(settings)
-        self.readiness = Fresh[Mapping[str, str]](READY_FRESH_S)
+        self.readiness = ValueCache[Mapping[str, str]](READY_FRESH_S)
         # Autoscalers query every replica every few seconds, and counting the waiting calls reads all of them.
-        self.pressure = Fresh[PoolPressure](PRESSURE_FRESH_S)
+        self.pressure = ValueCache[PoolPressure](PRESSURE_FRESH_S)
         self.streams = OpenStreams()
         self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.

@@ -107,16 +107,16 @@ class Idempotency:
             return await slots.claim(claim)
         except BaseException:
             # Redis may have stored the claim before the error. An unreleased claim would block the key for PENDING_S.
-            self._app_state.background.begin(_patiently(partial(slots.release, claim)))
+            self._app_state.background.begin(_retry_until_available(partial(slots.release, claim)))
             raise
 
     async def _settle(self, slots: IdempotencyStore, claim: SlotClaim, record: str | None) -> None:
         settle = partial(slots.release, claim) if record is None else partial(slots.keep, claim, record)
         # The background task continues after the timeout. A slow Redis delays the response by at most KEPT_FIRST_S.
-        await asyncio.wait({self._app_state.background.begin(_patiently(settle))}, timeout=KEPT_FIRST_S)
+        await asyncio.wait({self._app_state.background.begin(_retry_until_available(settle))}, timeout=KEPT_FIRST_S)
 
 
-async def _patiently(settle: Callable[[], Awaitable[None]]) -> None:
+async def _retry_until_available(settle: Callable[[], Awaitable[None]]) -> None:
     """Run `settle`, and retry while Redis is unavailable."""
     try:
         await retry_until_available(settle, PENDING_S)

@@ -78,11 +78,11 @@ async def install_skill(
             with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
                 packed = Path(folder) / "skill.zip"
                 await asyncio.to_thread(packed.write_bytes, data)
-                skill = await _installed(installer, packed, replace=replace)
+                skill = await _install(installer, packed, replace=replace)
     return view_skill(skill, await caller.client.offer())
 
 
-async def _installed(installer: SkillInstaller, packed: Path, *, replace: bool) -> SkillSummary:
+async def _install(installer: SkillInstaller, packed: Path, *, replace: bool) -> SkillSummary:
     try:
         return (await installer.install(packed, replace=replace)).skill
     except SkillBroken as broken:

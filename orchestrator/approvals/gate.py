@@ -93,7 +93,7 @@ async def review(
         prepared = await _prepare(call, spec, call.arguments, checks)
         verdict = await _judge(policy, tenant, spec, prepared)
         if verdict.action == "deny":
-            raise _denied(verdict)
+            raise _build_denial(verdict)
         if verdict.action == "allow":
             return prepared
         approval = Approval(digest_call(prepared, tenant, session), clock() + ttl_s)
@@ -104,7 +104,7 @@ async def review(
         )
         on_event(_build_asked_event(run, request))
         decision = await _ask(approver, request, ttl_s)
-        on_event(_decided(run, request, decision))
+        on_event(_build_decided_event(run, request, decision))
         if not decision.is_allowed:
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, decision.reason or "the call was refused")
         # The approver or the caller may have changed its copy of the call during the question. Either change makes the
@@ -116,7 +116,7 @@ async def review(
         changed = await _prepare(prepared, spec, decision.arguments, checks)
         return await _change(changed, spec, policy, tenant)
     except ToolFailure as failure:
-        return _failed(call, failure)
+        return _build_failure(call, failure)
 
 
 async def _prepare(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], checks: Checks) -> ToolCall:
@@ -153,7 +153,7 @@ async def _change(changed: ToolCall, spec: ToolSpec, policy: ApprovalPolicy, ten
     """Return the changed call unless the policy denies it. Raises ToolFailure."""
     verdict = await _judge(policy, tenant, spec, changed)
     if verdict.action == "deny":
-        raise _denied(verdict)
+        raise _build_denial(verdict)
     return changed
 
 
@@ -192,7 +192,7 @@ def _build_asked_event(run: str, request: ApprovalRequest) -> ApprovalAsked:
     )
 
 
-def _decided(run: str, request: ApprovalRequest, decision: Decision) -> ApprovalDecided:
+def _build_decided_event(run: str, request: ApprovalRequest, decision: Decision) -> ApprovalDecided:
     return ApprovalDecided(
         run=run,
         call_id=request.call.id,
@@ -224,11 +224,11 @@ def _seal(call: ToolCall, tenant: str, session: str | None) -> str:
         return ""
 
 
-def _denied(verdict: Verdict) -> ToolFailure:
+def _build_denial(verdict: Verdict) -> ToolFailure:
     return ToolFailure(verdict.code or ErrorCode.PERMISSION_DENIED, verdict.reason)
 
 
-def _failed(call: ToolCall, failure: ToolFailure) -> ToolResult:
+def _build_failure(call: ToolCall, failure: ToolFailure) -> ToolResult:
     is_invalid = failure.code is ErrorCode.INVALID_ARGUMENTS
     sentence = failure.message if is_invalid else f"{call.name} was not run: {failure.message}"
     fields = {} if is_invalid else {"was_refused": True}

@@ -111,9 +111,9 @@ class ApprovalPolicy:
         ]
         denying = next(((rule, used) for rule, used in touching if rule.action == "deny"), None)
         if denying is not None:
-            return _denied(denying[0], say_subject(spec.name, denying[1]), warning)
+            return _deny(denying[0], say_subject(spec.name, denying[1]), warning)
         if touching:
-            return Verdict("ask", _say_asked(spec.name, touching[0][1]), warning)
+            return Verdict("ask", _explain_ask(spec.name, touching[0][1]), warning)
         # An allow rule for a tool that this call would use indirectly does not allow this tool.
         if _is_allowed([rule for rule, used in rules if rule.action == "allow" and used == spec.name], script):
             return Verdict("allow", "a rule of the policy allows it", warning)
@@ -188,7 +188,7 @@ def _warning(spec: ToolSpec, reason: str) -> str:
     return "this tool is marked dangerous" if spec.dangerous else ""
 
 
-def _denied(rule: Rule, subject: str, warning: str) -> Verdict:
+def _deny(rule: Rule, subject: str, warning: str) -> Verdict:
     if rule.argv_prefix:
         reason = f"commands with '{' '.join(rule.argv_prefix)}' are forbidden by the policy"
         return Verdict("deny", reason, warning, ErrorCode.SECURITY_REFUSED)
@@ -196,7 +196,7 @@ def _denied(rule: Rule, subject: str, warning: str) -> Verdict:
     return Verdict("deny", f"{forbidden} forbidden by the policy", warning, ErrorCode.PERMISSION_DENIED)
 
 
-def _say_asked(name: str, used: str) -> str:
+def _explain_ask(name: str, used: str) -> str:
     reason = "a rule of the policy requires approval"
     return reason if used == name else f"{reason}: it would run a program as {used} does"
 

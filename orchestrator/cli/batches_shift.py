@@ -121,8 +121,8 @@ async def work_batch(
     with write_batch_events(paths.batch_events) as keep_event:
         record, summary = await runs.work(
             batch,
-            lambda watched: open_display(
-                replace(watched, rows=(str(paths.output), str(paths.failures))), console, as_json=as_json
+            lambda displayed: open_display(
+                replace(displayed, rows=(str(paths.output), str(paths.failures))), console, as_json=as_json
             ),
             rows=rows,
             keep_event=keep_event,

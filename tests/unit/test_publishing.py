@@ -23,7 +23,7 @@ from orchestrator.dispatch.request import Attempt
 from store import call_messages as publishing
 from store.call_messages import NotSent, Publisher
 from store.calls import CALL_TTL_S, CallState, CallStore, parse_record
-from store.connection import ScriptConnection, SharedClock, Unanswered
+from store.connection import ReplyMissing, ScriptConnection, SharedClock
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 
@@ -290,7 +290,7 @@ async def test_an_uncertain_send_is_repeated_and_not_reported_as_unsent(
     """A caller that reads "not sent" makes the call again while the first call runs."""
     post = publisher._post
     errors: list[RedisError] = [
-        Unanswered("cut", may_have_run=True),
+        ReplyMissing("cut", may_have_run=True),
         ResponseError("BUSY Redis is busy running a script"),
     ]
 

@@ -91,7 +91,7 @@ class _HardenedChannel(redis.Channel):
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Callable[..., Any] | None, consumer_tag: str | None, **kwargs: Any
     ) -> str:
-        guarded = self._guarded(callback) if callback is not None else None
+        guarded = self._guard(callback) if callback is not None else None
         # Always without acknowledgement: kombu then keeps no list of messages.
         tag: str = super().basic_consume(queue, no_ack=True, callback=guarded, consumer_tag=consumer_tag, **kwargs)
         return tag
@@ -104,7 +104,7 @@ class _HardenedChannel(redis.Channel):
         if requeue:
             super().basic_reject(delivery_tag, requeue=True)
 
-    def _guarded(self, callback: Callable[..., Any]) -> Callable[[Any], Any]:
+    def _guard(self, callback: Callable[..., Any]) -> Callable[[Any], Any]:
         def take(message: Any) -> Any:
             try:
                 return callback(message)

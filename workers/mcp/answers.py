@@ -31,15 +31,15 @@ def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
     text = "\n".join(_describe_blocks(blocks)) or (
         json.dumps(structured, ensure_ascii=False, indent=1) if structured is not None else ""
     )
-    output, is_cut = _fenced(server, tool, printable(text))
-    metadata: dict[str, JsonValue] = {"mcp_server": server, **_bounded(structured)}
+    output, is_cut = _fence(server, tool, printable(text))
+    metadata: dict[str, JsonValue] = {"mcp_server": server, **_limit_structured(structured)}
     if result.get("isError") is not True:
         return Outcome(output, metadata, truncated=is_cut)
     error = f"the MCP server {server} says that {tool} failed; its words are in the output"
     return Outcome(output, metadata, truncated=is_cut, error=error, error_code=ErrorCode.HTTP_ERROR)
 
 
-def _fenced(server: str, tool: str, text: str) -> tuple[str, bool]:
+def _fence(server: str, tool: str, text: str) -> tuple[str, bool]:
     if not text.strip():
         return "[the tool gave no text]", False
     visible, is_cut = cut_output(tool, text)
@@ -81,7 +81,7 @@ def _size(data: Any) -> str:
     return f"about {len(data) * 3 // 4} bytes" if isinstance(data, str) else "unknown size"
 
 
-def _bounded(structured: Any) -> dict[str, JsonValue]:
+def _limit_structured(structured: Any) -> dict[str, JsonValue]:
     if structured is None:
         return {}
     # JSON can contain a lone surrogate, which UTF-8 cannot encode.

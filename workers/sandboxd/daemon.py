@@ -34,7 +34,7 @@ from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_
 from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
 from workers.sandboxd.egress.secrets import ProxyAuthority, SecretValues, read_uses
 from workers.sandboxd.egress.tunnels import Tunnels
-from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceMissed, count_states
+from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceNotMounted, count_states
 from workers.sandboxd.forks import SessionForker
 from workers.sandboxd.images import Images
 from workers.sandboxd.leases import Lease
@@ -387,7 +387,7 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
         sandbox = await factory.make(plan, workspace, 1)
     except SandboxUnavailable as error:
         await factory.discard_workspace(workspace)
-        if not isinstance(error, WorkspaceMissed) and _NO_FOLDER not in str(error):
+        if not isinstance(error, WorkspaceNotMounted) and _NO_FOLDER not in str(error):
             raise
         return str(error)
     try:

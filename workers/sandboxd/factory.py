@@ -369,7 +369,7 @@ class SandboxFactory:
             self.slots.give_back()
 
 
-class WorkspaceMissed(SandboxUnavailable):
+class WorkspaceNotMounted(SandboxUnavailable):
     """A sandbox started, but its /workspace is not the one that was made for it."""
 
 
@@ -385,7 +385,7 @@ class StartCheck:
     async def check(self, plan: SandboxPlan, size: WorkspaceSize, sandbox: AttestingGuest) -> None:
         """Check a new sandbox with a workspace of that size.
 
-        Raises WorkspaceMissed, and SandboxUnavailable when the guest does not attest.
+        Raises WorkspaceNotMounted, and SandboxUnavailable when the guest does not attest.
         """
         checked = (plan.image_id or plan.image, plan.runtime)
         if checked in self._passed:
@@ -393,7 +393,7 @@ class StartCheck:
         attestation = await ask_attestation(sandbox)
         misfits = find_misfits(attestation, size.bytes, size.inodes) if self._is_hard else []
         if misfits:
-            raise WorkspaceMissed(
+            raise WorkspaceNotMounted(
                 f"a sandbox of image {plan.image} does not have its workspace: {'; '.join(misfits)}; {FOLDERS}"
             )
         self._passed.add(checked)

@@ -310,11 +310,11 @@ class Sandbox:
         """
         self._mark_lost("removed by sandboxd")
         # The removal is shared by all callers and shielded: a caller that is cancelled must not stop it.
-        error = await asyncio.shield(self._removing())
+        error = await asyncio.shield(self._begin_removal())
         if error is not None:
             raise SandboxUnavailable(str(error)) from error
 
-    def _removing(self) -> "asyncio.Task[SandboxUnavailable | None]":
+    def _begin_removal(self) -> "asyncio.Task[SandboxUnavailable | None]":
         # One removal at a time. A failed one is repeated only when a caller asks again, so the engine is not flooded.
         if self._removal is None or (self._removal.done() and not self.is_removed):
             self._removal = asyncio.get_running_loop().create_task(self._remove())
@@ -411,7 +411,7 @@ class Sandbox:
         self.forget(call)
         started = time.monotonic()
         self._lose(reason)
-        self._removing().add_done_callback(functools.partial(self._answer_removed, call, done, started))
+        self._begin_removal().add_done_callback(functools.partial(self._answer_removed, call, done, started))
 
     def _answer_removed(
         self,
@@ -466,7 +466,7 @@ class Sandbox:
         if self.counts is not None:
             self.counts.lost[cause] += 1
         self._mark_lost(reason)
-        self._removing()
+        self._begin_removal()
 
     def _mark_lost(self, reason: str) -> None:
         if self.lost is not None:

@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import Looking, Sending, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, not_here
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
@@ -23,7 +23,7 @@ CallId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 @router.get("/calls")
-async def calls(request: Request, person: Looking, id: str = "", done: str = "") -> Response:
+async def calls(request: Request, person: PageViewer, id: str = "", done: str = "") -> Response:
     """Show the calls that wait, run, or ended recently. With an id, redirect to the page of that call."""
     if id.strip():
         return RedirectResponse(
@@ -38,7 +38,7 @@ async def calls(request: Request, person: Looking, id: str = "", done: str = "")
 
 
 @router.post("/calls/{call}/kill")
-async def kill_call(call: CallId, person: Sending) -> Response:
+async def kill_call(call: CallId, person: FormSender) -> Response:
     """End a waiting or running call."""
     app_state = person.app_state
     try:
@@ -53,7 +53,7 @@ async def kill_call(call: CallId, person: Sending) -> Response:
 
 
 @router.get("/calls/{call}")
-async def one_call(call: str, person: Looking, of: str = "") -> Response:
+async def one_call(call: str, person: PageViewer, of: str = "") -> Response:
     """Show the information of every process about a call, by its id or the id of its Celery task."""
     # Operators can find a call without knowing its tenant.
     tenant = of or person.tenant

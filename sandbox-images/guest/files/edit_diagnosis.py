@@ -92,7 +92,7 @@ def _by_line(change: Normalize) -> Normalize:
     return lambda text: "\n".join([change(line) for line in text.split("\n")])
 
 
-def _alike(description: str, change: Normalize) -> _Cause:
+def _build_cause(description: str, change: Normalize) -> _Cause:
     """Return the cause that old_string and the file differ only in what `change` removes."""
     return _Cause(description, change, change)
 
@@ -150,14 +150,14 @@ _CAUSES = (
     _Cause(
         "It has &lt;, &amp; or the like where the file has plain characters, at line {line}: send these.", html.unescape
     ),
-    _alike(_INDENTATION, _by_line(lambda line: line.lstrip(" \t"))),
+    _build_cause(_INDENTATION, _by_line(lambda line: line.lstrip(" \t"))),
     _Cause("Without the blanks and line ends at its own beginning and end it stands at line {line}.", str.strip),
-    _alike(_BLANKS_AT_ENDS, _by_line(lambda line: line.rstrip(" \t"))),
-    _alike(
+    _build_cause(_BLANKS_AT_ENDS, _by_line(lambda line: line.rstrip(" \t"))),
+    _build_cause(
         "It differs only in blanks within or around its lines, in the text from line {line} on.", _by_line(_squeeze)
     ),
-    _alike("It differs only in upper and lower case, at line {line}.", str.lower),
-    _alike(_LOOK_ALIKES, _fold),
+    _build_cause("It differs only in upper and lower case, at line {line}.", str.lower),
+    _build_cause(_LOOK_ALIKES, _fold),
 )
 
 

@@ -78,8 +78,8 @@ class Breaker:
         return max(0.0, self._next_try_at - self._clock()) if self.is_open else 0.0
 
     def admit(self) -> BreakerDecision:
-        """Decide about a call. After `PROBE` the caller must call `probe_failed`, `probe_answered` or
-        `probe_dropped`.
+        """Decide about a call. After `PROBE` the caller must call `note_probe_failure`, `note_probe_answer` or
+        `drop_probe`.
         """
         if not self.is_open:
             return BreakerDecision.GO
@@ -88,7 +88,7 @@ class Breaker:
         self._is_probing = True
         return BreakerDecision.PROBE
 
-    def failed(self, error: str) -> bool:
+    def note_failure(self, error: str) -> bool:
         """Note a call without an answer. Returns whether this opened the breaker. Calls that were in progress when it
         opened do not lengthen the pause.
         """
@@ -99,7 +99,7 @@ class Breaker:
         self._next_try_at = self._clock() + self._pause_s
         return True
 
-    def answered(self) -> bool:
+    def note_answer(self) -> bool:
         """Note an answer, even a refusal. Returns whether this closed the breaker."""
         was_open = self.is_open
         self.is_open = self._is_probing = False
@@ -107,14 +107,14 @@ class Breaker:
         self._pause_s = self._first_pause_s
         return was_open
 
-    def probe_failed(self, error: str) -> None:
+    def note_probe_failure(self, error: str) -> None:
         """Note that the engine still does not answer."""
         self._count(error)
         self._is_probing = False
         self._lengthen_pause()
         self._next_try_at = self._clock() + self._pause_s
 
-    def probe_answered(self) -> bool:
+    def note_probe_answer(self) -> bool:
         """Note that the engine answers again. The next call without an answer opens the breaker at once, with a longer
         pause. Returns whether this closed the breaker.
 
@@ -127,7 +127,7 @@ class Breaker:
         self._lengthen_pause()
         return True
 
-    def probe_dropped(self) -> None:
+    def drop_probe(self) -> None:
         """Note that the probing caller has left. The next caller probes."""
         self._is_probing = False
 
@@ -324,23 +324,23 @@ class EngineGate:
             async with asyncio.timeout(self._probe_s):
                 await asyncio.shield(self._probing)
         except (SandboxUnavailable, TimeoutError) as error:
-            self._breaker.probe_failed(str(error) or f"no answer within {self._probe_s:g} s")
+            self._breaker.note_probe_failure(str(error) or f"no answer within {self._probe_s:g} s")
             raise SandboxUnavailable(self._silence()) from error
         except BaseException:
-            self._breaker.probe_dropped()
+            self._breaker.drop_probe()
             raise
-        if self._breaker.probe_answered():
+        if self._breaker.note_probe_answer():
             log.info("engine_breaker_closed")
 
     def note_end(self, error: BaseException | None) -> None:
         """Update the breaker after the end of a call."""
         if isinstance(error, EngineSilent):
             self._fail(error)
-        elif (error is None or isinstance(error, SandboxUnavailable)) and self._breaker.answered():
+        elif (error is None or isinstance(error, SandboxUnavailable)) and self._breaker.note_answer():
             log.info("engine_breaker_closed")
 
     def _fail(self, error: EngineSilent) -> None:
-        if self._breaker.failed(str(error)):
+        if self._breaker.note_failure(str(error)):
             log.warning("engine_breaker_opened", failures=self._breaker.failures, error=str(error))
             for turns in self._turns.values():
                 turns.refuse_waiting(self._silence())
