@@ -59,12 +59,12 @@ class SkillText:
 
 @dataclass(frozen=True)
 class BundleFile:
-    """File of a skill's folder. `path`: relative to the folder, with `/`. `mark`: the first two bytes of the file."""
+    """File of a skill's folder. `path`: relative to the folder, with `/`. `first_bytes`: its first two."""
 
     path: str
     size: int
     is_executable: bool
-    mark: bytes
+    first_bytes: bytes
     leads_out: bool = False
     """True for a link to something outside the folder."""
 
@@ -132,7 +132,7 @@ def check_bundle(files: Iterable[BundleFile]) -> list[str]:
         count, size = count + 1, size + file.size
         if file.leads_out:
             raise SkillBroken(f"{file.path[:200]} is a link that leads out of its folder: copy the file into it")
-        if file.path.startswith(SCRIPTS) and not file.is_executable and file.mark == b"#!":
+        if file.path.startswith(SCRIPTS) and not file.is_executable and file.first_bytes == b"#!":
             warnings.append(f"{file.path[:200]} begins with #! and has no run bit: chmod +x it")
         if count > MAX_BUNDLE_FILES:
             raise SkillBroken(f"it has more than {MAX_BUNDLE_FILES} files: leave out what the skill does not use")

@@ -19,7 +19,7 @@ from contract.errors import BrokerUnavailable
 from contract.names import (
     call_key,
     host_key,
-    place_key,
+    location_key,
     result_channel_pattern,
     result_key,
     tenant_calls_key,
@@ -142,7 +142,7 @@ class Publisher:
             *(call.attempt, nonce, call.tool, call.text, call.task_id, call.ticket, call.slot, call.call_id),
         ]
         if call.session is not None and call.fence is not None:
-            keys += [place_key(self._deployment, call.tenant, call.session), host_key(self._deployment, call.queue)]
+            keys += [location_key(self._deployment, call.tenant, call.session), host_key(self._deployment, call.queue)]
             keys.append(tenant_sessions_key(self._deployment, call.tenant))
             arguments += [call.session, call.fence, call.extra_s]
         return keys, arguments

@@ -34,7 +34,7 @@ from store.batches import (
     BatchRecord,
     BatchState,
     ItemOutcome,
-    RowPlace,
+    RowLocation,
     batch_key,
     batches_key,
     member,
@@ -172,7 +172,7 @@ class RunQueue:
         sealed = seal_defaults(self.keys, tenant, batch, defaults)
         await self._set(tenant, batch, concurrency=concurrency, defaults=sealed, is_detached=int(is_detached))
 
-    async def note_rows(self, tenant: str, batch: str, position: RowPlace) -> None:
+    async def note_rows(self, tenant: str, batch: str, position: RowLocation) -> None:
         """Store where the rows of a batch are written."""
         await self._set(tenant, batch, rows=seal_rows(self.keys, tenant, batch, position))
 

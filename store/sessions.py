@@ -39,7 +39,7 @@ from contract.names import (
     host_key,
     host_prefix,
     hosts_key,
-    place_key,
+    location_key,
     seen_tenants_key,
     tenant_key,
     tenant_sessions_key,
@@ -359,7 +359,7 @@ class SessionStore:
         arguments: list[str | int] = [queue, facts, limit, tenant, deployment_key(self._deployment, "")]
         arguments += [LOCATION_MARGIN_S, FACTS_MARGIN_S]
         for name, start in starts.items():
-            keys += [place_key(self._deployment, tenant, name), session_facts_key(self._deployment, tenant, name)]
+            keys += [location_key(self._deployment, tenant, name), session_facts_key(self._deployment, tenant, name)]
             arguments += [name, start]
         with broker_errors(_WHAT):
             result = _text(await self._fork(keys=keys, args=arguments))
@@ -371,7 +371,7 @@ class SessionStore:
     async def find(self, tenant: str, session: str) -> SessionLocation | None:
         """Return the location of a session; None if it is closed, has expired, or belongs to another tenant."""
         with broker_errors(_WHAT):
-            fields: Any = await self._client.hgetall(place_key(self._deployment, tenant, session))
+            fields: Any = await self._client.hgetall(location_key(self._deployment, tenant, session))
         try:
             return parse_session_location(fields)
         except ValidationError as error:
@@ -385,7 +385,7 @@ class SessionStore:
         """Claim the move of a session to `queue`. Return None if its location has changed, or if another process is
         moving it.
         """
-        keys = [place_key(self._deployment, tenant, session)]
+        keys = [location_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             fence = int(await self._move(keys=keys, args=[seen_fence, queue, MOVE_S, seen_state.value]))
         return SessionAddress(queue, fence) if fence else None
@@ -394,7 +394,7 @@ class SessionStore:
         """End a move: the session is open on the new host, or (MOVING) any process may try again. `facts`: the report
         of its host, for a program that attaches later. Return False if the session has been moved again.
         """
-        keys = [place_key(self._deployment, tenant, session), session_facts_key(self._deployment, tenant, session)]
+        keys = [location_key(self._deployment, tenant, session), session_facts_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             return bool(await self._settle(keys=keys, args=[fence, state.value, facts, FACTS_MARGIN_S]))
 
@@ -429,7 +429,7 @@ class SessionStore:
     def _listed_keys(self, tenant: str, session: str) -> list[str]:
         """Return the keys of a session's location and of all lists that contain the session."""
         return [
-            place_key(self._deployment, tenant, session),
+            location_key(self._deployment, tenant, session),
             tenant_sessions_key(self._deployment, tenant),
             open_sessions_key(self._deployment),
             tenant_open_sessions_key(self._deployment, tenant),
@@ -607,7 +607,7 @@ class WorkerSessionStore:
 
     def _key(self, name: str) -> str:
         tenant, _, session = name.partition(":")
-        return place_key(self._deployment, tenant, session)
+        return location_key(self._deployment, tenant, session)
 
 
 def _parse_readable(fields: Any) -> SessionLocation | None:

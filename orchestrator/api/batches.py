@@ -58,7 +58,7 @@ class SubmittedBatch(BatchStatus):
 
 
 class BatchOptions(SandboxOptions):
-    """Options for all lines. Sizes and `user` apply to lines that do not set them.
+    """Options that apply to all lines; sizes and `user` to those that do not set them.
 
     `id`: submitting the same lines with the same `id` continues the batch.
     """

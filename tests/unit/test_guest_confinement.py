@@ -13,7 +13,7 @@ import pytest
 from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
-from guest.confinement import find_place, open_pinned, pin_file  # noqa: E402
+from guest.confinement import find_entry, open_pinned, pin_file  # noqa: E402
 from guest.failures import RequestFailure, describe_os_error  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
 
@@ -35,13 +35,13 @@ def paths(tmp_path: Path, request: pytest.FixtureRequest) -> GuestPaths:
 
 def read(path: str, paths: GuestPaths) -> str:
     """Return the content at a path. Raises RequestFailure."""
-    place = find_place(path, paths)
+    entry = find_entry(path, paths)
     try:
-        pinned = pin_file(place)
+        pinned = pin_file(entry)
     except OSError as error:
-        raise describe_os_error(error, place.shown) from None
+        raise describe_os_error(error, entry.shown) from None
     finally:
-        place.close()
+        entry.close()
     with os.fdopen(open_pinned(pinned, os.O_RDONLY)) as file:
         os.close(pinned)
         return file.read()
@@ -191,7 +191,7 @@ def test_what_is_swapped_with_a_link_never_leads_out(
 def test_folders_made_for_a_file_that_never_came_go_again(paths: GuestPaths) -> None:
     ws = root(paths)
     before = len(os.listdir("/proc/self/fd"))
-    find_place("sub/a/b/c/f", paths, make_parents=True).close()
+    find_entry("sub/a/b/c/f", paths, make_parents=True).close()
     assert sorted(path.name for path in (ws / "sub").iterdir()) == ["deep", "g"]
     for path, code in (
         ("new/a/" + "x" * 300 + "/f", "INVALID_ARGUMENTS"),
@@ -200,7 +200,7 @@ def test_folders_made_for_a_file_that_never_came_go_again(paths: GuestPaths) -> 
         ("a/" * 1500 + "f", "INVALID_ARGUMENTS"),
     ):
         with pytest.raises(RequestFailure) as caught:
-            find_place(path, paths, make_parents=True)
+            find_entry(path, paths, make_parents=True)
         assert caught.value.code == code
     read("sub/../sub/g", paths)
     for path in ("sub/absent", "sub/../..", "sub/deep"):
@@ -212,14 +212,14 @@ def test_folders_made_for_a_file_that_never_came_go_again(paths: GuestPaths) -> 
 
 def test_folders_that_are_used_or_were_moved_meanwhile_stay(paths: GuestPaths) -> None:
     ws = root(paths)
-    way = find_place("new/deep/../../other/f", paths, make_parents=True)
+    way = find_entry("new/deep/../../other/f", paths, make_parents=True)
     (ws / "other" / "f").touch()
-    used, moved = (find_place(f"{name}/a/f", paths, make_parents=True) for name in ("used", "moved"))
+    used, moved = (find_entry(f"{name}/a/f", paths, make_parents=True) for name in ("used", "moved"))
     (ws / "used" / "a" / "f").touch()
     (ws / "moved" / "a").rename(ws / "sub" / "b")
     (ws / "sub" / "a").mkdir()
-    for place in (way, used, moved):
-        place.close()
+    for entry in (way, used, moved):
+        entry.close()
     assert (ws / "used" / "a" / "f").exists()
     assert (ws / "sub" / "a").exists()
     assert (ws / "sub" / "b").exists()

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import BrokerUnavailable
-from contract.names import call_key, host_key, place_key, tenant_sessions_key
+from contract.names import call_key, host_key, location_key, tenant_sessions_key
 from contract.session_locations import LOCATION_MARGIN_S
 from orchestrator.dispatch.celery_transport import build_call_message
 from orchestrator.dispatch.request import Attempt
@@ -28,7 +28,7 @@ from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 
 QUEUE = "host.a.b00t"
-PLACE = place_key("d", "acme", "s1")
+PLACE = location_key("d", "acme", "s1")
 HOST = host_key("d", QUEUE)
 IN_SESSION = {"session": "s1", "fence": 3}
 

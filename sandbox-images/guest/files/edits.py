@@ -11,7 +11,7 @@ import stat
 import time
 from collections import Counter
 
-from guest.confinement import Place, find_place
+from guest.confinement import DirectoryEntry, find_entry
 from guest.failures import (
     AMBIGUOUS_MATCH,
     FILE_NOT_FOUND,
@@ -176,18 +176,18 @@ def edit_text(request: EditTextRequest, context: RequestContext) -> dict[str, ob
     edits = _read_edits(context)
     creates = not edits[0].old
     try:
-        place = find_place(request.path, context.paths, make_parents=creates)
+        entry = find_entry(request.path, context.paths, make_parents=creates)
     except RequestFailure as failure:
         raise _missing(request.path, context) if failure.code == FILE_NOT_FOUND else failure from None
     try:
-        old = open_old(place, os.O_RDWR)
+        old = open_old(entry, os.O_RDWR)
         if old is None and not creates:
             raise _missing(request.path, context)
-        return _FileEdit(request, edits, place, context).run(old)
+        return _FileEdit(request, edits, entry, context).run(old)
     except OSError as error:
-        raise describe_os_error(error, place.shown) from None
+        raise describe_os_error(error, entry.shown) from None
     finally:
-        place.close()
+        entry.close()
 
 
 def _missing(path: str, context: RequestContext) -> RequestFailure:
@@ -208,29 +208,31 @@ def _read_edits(context: RequestContext) -> list[Edit]:
 
 
 class _FileEdit:
-    def __init__(self, request: EditTextRequest, edits: list[Edit], place: Place, context: RequestContext) -> None:
+    def __init__(
+        self, request: EditTextRequest, edits: list[Edit], entry: DirectoryEntry, context: RequestContext
+    ) -> None:
         self._request = request
         self._edits = edits
-        self._place = place
+        self._entry = entry
         self._context = context
-        self._state = FileState(place, context.paths)
+        self._state = FileState(entry, context.paths)
         self._notes: list[str] = []
 
     def run(self, old: OldFile | None) -> dict[str, object]:
-        data = read_whole(old.fd, self._place.shown, self._context.watch) if old is not None else b""
-        text = FileText(data, self._place.shown)
+        data = read_whole(old.fd, self._entry.shown, self._context.watch) if old is not None else b""
+        text = FileText(data, self._entry.shown)
         edited = EditedText(text.body)
         for edit in self._edits:
             self._context.watch.check()
             self._apply_edit(edit, text, edited, data)
         if old is not None and edited.equals(text.body):
             raise RequestFailure(
-                NO_CHANGE, f"{self._place.shown}: the edits do not change the file; nothing was written"
+                NO_CHANGE, f"{self._entry.shown}: the edits do not change the file; nothing was written"
             )
         pieces = text.join(edited.parts)
         self._note_text(text, edited)
         self._note_foreign_change(data, old)
-        status = Version(self._place, BytesContent(*pieces), self._context.watch).replace(old, is_known=True)
+        status = Version(self._entry, BytesContent(*pieces), self._context.watch).replace(old, is_known=True)
         self._state.note(pieces, status)
         self._context.writer.send("file", self._view(text, edited))
         return {
@@ -279,14 +281,14 @@ class _FileEdit:
         diagnosis = explain_miss(edit, text, edited.body, self._state.describe_since(data), until)
         return RequestFailure(
             NO_MATCH,
-            f"{edit.name}{shorten(self._place.shown)}: old_string was not found, and nothing was written. {diagnosis}",
+            f"{edit.name}{shorten(self._entry.shown)}: old_string was not found, and nothing was written. {diagnosis}",
         )
 
     def _create(self, edit: Edit, new: bytes, edited: EditedText) -> None:
         if edited.body:
             raise RequestFailure(
                 INVALID_ARGUMENTS,
-                f"{edit.name}{self._place.shown}: has {len(edited.body)} bytes, and an empty old_string is only for a "
+                f"{edit.name}{self._entry.shown}: has {len(edited.body)} bytes, and an empty old_string is only for a "
                 f"new or an empty file; give the text to replace, or use write_tool",
             )
         if new:
@@ -326,13 +328,13 @@ class _FileEdit:
         if expected is not None:
             return RequestFailure(
                 AMBIGUOUS_MATCH,
-                f"{edit.name}{self._place.shown}: old_string occurs {count} times, not {expected}, at {where}; nothing "
+                f"{edit.name}{self._entry.shown}: old_string occurs {count} times, not {expected}, at {where}; nothing "
                 "was replaced. Give the right expected_count, or an old_string with more of the text around the place",
             )
         times = f"{count} times" if count > 1 else "more than once, overlapping itself"
         return RequestFailure(
             AMBIGUOUS_MATCH,
-            f"{edit.name}{self._place.shown}: old_string occurs {times}, at {where}; nothing was replaced. Either give "
+            f"{edit.name}{self._entry.shown}: old_string occurs {times}, at {where}; nothing was replaced. Either give "
             "an old_string with more of the text around the one place, or replace_all=true for all of them",
         )
 
@@ -355,6 +357,6 @@ class _FileEdit:
                 break
         if text.form.is_guess and not all(edit.new.isascii() for edit in self._edits):
             self._notes.append(f"[written as {text.form.codec}, which is a guess of the file's encoding]")
-        syntax = describe_syntax(self._place.name, text.body, edited.parts)
+        syntax = describe_syntax(self._entry.name, text.body, edited.parts)
         if syntax is not None:
             self._notes.append(syntax)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from guest.confinement import find_place, open_pinned, pin_file
+from guest.confinement import find_entry, open_pinned, pin_file
 from guest.failures import FILE_TOO_LARGE, RequestFailure, describe_os_error
 
 TYPE_CHECKING = False
@@ -37,13 +37,13 @@ def read_file(request: ReadFileRequest, context: RequestContext) -> dict[str, ob
 
 
 def _open_file(path: str, paths: GuestPaths) -> tuple[int, str]:
-    place = find_place(path, paths, to_read=True)
+    entry = find_entry(path, paths, to_read=True)
     try:
-        return open_pinned(pin_file(place), os.O_RDONLY), place.shown
+        return open_pinned(pin_file(entry), os.O_RDONLY), entry.shown
     except OSError as error:
-        raise describe_os_error(error, place.shown) from None
+        raise describe_os_error(error, entry.shown) from None
     finally:
-        place.close()
+        entry.close()
 
 
 def _blocks(fd: int, shown: str, watch: Watch) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from guest.files.snapshots import MAX_DATA_BYTES, Snapshot, forget, key_of, reca
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.confinement import Place
+    from guest.confinement import DirectoryEntry
     from guest.paths import GuestPaths
     from guest.supervisors import Watch
 
@@ -46,9 +46,9 @@ class FileState:
 
     __slots__ = ("_known", "_path", "_paths")
 
-    def __init__(self, place: Place, paths: GuestPaths) -> None:
+    def __init__(self, entry: DirectoryEntry, paths: GuestPaths) -> None:
         self._paths = paths
-        self._path = key_of(place)
+        self._path = key_of(entry)
         self._known: Snapshot | None = recall(paths, self._path)
 
     @property
@@ -81,7 +81,7 @@ class FileState:
     def note(self, pieces: tuple[bytes | memoryview, ...], status: os.stat_result) -> bool:
         """Record the content, which may be in pieces, as the content that the session knows.
 
-        Returns False if an older record remains in place. The caller must then not reject a call because of that
+        Returns False if an older record remains in entry. The caller must then not reject a call because of that
         record.
         """
         size = sum(map(len, pieces))

@@ -24,9 +24,9 @@ from guest.search.grep_files import (
     open_file,
     read_text,
 )
-from guest.search.grep_lines import FilePrinter, Mark, MatchPage, find_offsets
+from guest.search.grep_lines import FilePrinter, MatchPage, MatchPosition, find_offsets
 from guest.search.grep_patterns import GrepPattern
-from guest.search.grep_records import group_marks
+from guest.search.grep_records import group_positions
 from guest.search.names import build_names
 from guest.search.ripgrep import FileSelection, NameFilter, Ripgrep, list_files
 from guest.search.start import Start, open_start
@@ -303,19 +303,19 @@ class _Search:
                 return 0
             most = limit if self._request.max_per_file is None else min(limit, self._request.max_per_file)
             child = opened.enter_context(Child(self._ripgrep.start_marking([fd for _, fd in by_name.values()], most)))
-            for name, marks in group_marks(child.read_records(b"\n", lambda: self._clock.is_over)):
-                shown += self._send_file(*by_name[name], itertools.islice(marks, min(most, limit - shown)))
+            for name, positions in group_positions(child.read_records(b"\n", lambda: self._clock.is_over)):
+                shown += self._send_file(*by_name[name], itertools.islice(positions, min(most, limit - shown)))
                 if shown >= limit or self._page.is_full:
                     return shown
             if child.was_cut_off:
                 self._is_partial = True
         return shown
 
-    def _send_file(self, path: bytes, fd: int, marks: Iterable[Mark]) -> int:
+    def _send_file(self, path: bytes, fd: int, positions: Iterable[MatchPosition]) -> int:
         text = read_text(fd)
         printer = FilePrinter(self._page, self._start.show(path), text, self._request.before, self._request.after)
         # PCRE2 gets a replacement character for each byte that is not UTF-8, so its offsets are larger.
-        printer.print_marks(find_offsets(text, marks) if self._pattern.needs_pcre else marks)
+        printer.print_positions(find_offsets(text, positions) if self._pattern.needs_pcre else positions)
         self._context.writer.send("lines", self._page.take())
         self._shown += printer.matches
         self._shown_files += printer.matches > 0

@@ -165,7 +165,7 @@ class Ripgrep:
         )
 
     def start_marking(self, fds: list[int], max_matches: int | None) -> Callable[[int, int], int]:
-        """Return a start function that lists the matching lines of open files, for `group_marks`.
+        """Return a start function that lists the matching lines of open files, for `group_positions`.
 
         The files are processed one after the other. Lines and columns count from 1. `offset` is the start of the
         line. Each file has at most `max_matches` lines, or a few more.
