@@ -229,7 +229,7 @@ async def read_transcript(run_id: RunId, caller: AnyCaller) -> Response:
     """Return the messages of a run: all messages after its end, the messages so far before its end."""
     async with AsyncExitStack() as stack:
         # A transcript may have a hundred megabytes, which are in memory until the client has received them.
-        await stack.enter_async_context(caller.app_state.files.turn(caller.identity.key_id))
+        await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
         with found():
             messages = await hosted(caller).transcript(caller.tenant, run_id)
         data = await asyncio.to_thread(dump_exactly, {"messages": messages})

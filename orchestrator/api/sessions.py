@@ -195,7 +195,7 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
         "Cache-Control": "no-store",
     }
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(caller.app_state.files.turn(caller.identity.key_id))
+        await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
         session = await _with_path(caller, session_id, path)
         # The response owns the turn from here. The turn ends when the client has received the file, not when this
         # function returns.
@@ -214,7 +214,7 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
 )
 async def write_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> Written:
     """Write a whole file atomically. Missing folders are created. The limit is 64 MiB."""
-    async with caller.app_state.files.turn(caller.identity.key_id):
+    async with caller.app_state.files.enter(caller.identity.key_id):
         session = await _with_path(caller, session_id, path)
         data = await request.body()
         await session.write_file(path, data)

@@ -72,9 +72,9 @@ async def install_skill(
 ) -> SkillView:
     """Install a skill for the tenant: its folder as a .zip file of at most 16 MiB. New runs can use the skill."""
     installer = await caller.client.own_skills()
-    async with caller.app_state.files.turn(caller.identity.key_id):
+    async with caller.app_state.files.enter(caller.identity.key_id):
         data = await request.body()
-        async with caller.app_state.examining.turn(caller.tenant):
+        async with caller.app_state.examining.enter(caller.tenant):
             with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
                 packed = Path(folder) / "skill.zip"
                 await asyncio.to_thread(packed.write_bytes, data)

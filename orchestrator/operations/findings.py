@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """Result of one check. `needed` False: the deployment works without it. `remedy`: the action to take, if `text`
     does not contain it.
     """
@@ -25,7 +25,7 @@ class Report:
     A row of the table has `name`, `state` (holds, void, unknown), `why`, `remedy` and `is_needed`.
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckResult] = field(default_factory=list)
     promises: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -34,19 +34,19 @@ class Report:
         return not void and all(finding.is_good for finding in self.findings if finding.needed)
 
     def add(self, name: str, is_good: bool, text: str, *, needed: bool = True) -> None:
-        self.findings.append(Finding(name, is_good, text, needed))
+        self.findings.append(CheckResult(name, is_good, text, needed))
 
     def good(self, name: str, text: str) -> None:
         """Add a finding that is in order."""
-        self.findings.append(Finding(name, True, text))
+        self.findings.append(CheckResult(name, True, text))
 
     def note(self, name: str, text: str, remedy: str) -> None:
         """Add a finding that needs attention, but does not stop the service."""
-        self.findings.append(Finding(name, False, text, needed=False, remedy=remedy))
+        self.findings.append(CheckResult(name, False, text, needed=False, remedy=remedy))
 
     def broken(self, name: str, text: str, remedy: str) -> None:
         """Add a finding that stops a service or loses data until it is fixed."""
-        self.findings.append(Finding(name, False, text, remedy=remedy))
+        self.findings.append(CheckResult(name, False, text, remedy=remedy))
 
     def lines(self) -> list[str]:
         """Return one line per finding, and the remedy below each problem."""

@@ -84,7 +84,7 @@ class Person:
         few pages at a time.
         """
         viewer = await self.viewer()
-        async with self.app_state.pages.turn(self.login.identity.key_id):
+        async with self.app_state.pages.enter(self.login.identity.key_id):
             return await asyncio.to_thread(render, template, viewer, **values)
 
     def check_operator(self) -> None:

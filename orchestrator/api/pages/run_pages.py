@@ -17,7 +17,7 @@ from orchestrator.api.pages.operating import DONE, back
 from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_here
 from orchestrator.api.pages.rendering import Viewer, build, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.api.pages.run_story import RunStory
+from orchestrator.api.pages.run_progress import RunProgress
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.runs.hosted import HostedRuns
 from store.run_events import START, is_before
@@ -73,10 +73,10 @@ async def one_run(request: Request, run: RunId, person: PageViewer, done: str = 
     trace = find_trace(person, run)
     if is_fragment(request):
         return render("run.part.html", viewer, run=hosted_run, tree=tree, trace=trace)
-    story, last = RunStory(), ""
+    progress, last = RunProgress(), ""
     with _found():
-        last = await _read_so_far(person, run, story)
-    values: dict[str, Any] = {"run": hosted_run, "tree": tree, "story": story, "last": last, "trace": trace}
+        last = await _read_so_far(person, run, progress)
+    values: dict[str, Any] = {"run": hosted_run, "tree": tree, "progress": progress, "last": last, "trace": trace}
     values["done"] = DONE.get(done)
     return await person.render("run.html", title=f"Run {run}", page="runs", **values)
 
@@ -97,12 +97,12 @@ async def stream(request: Request, run: RunId, person: PageViewer, after: str = 
     start = request.headers.get("last-event-id") or after
     if start and not _EVENT_ID.fullmatch(start):
         raise not_here("event")
-    viewer, story = await person.viewer(), RunStory()
+    viewer, progress = await person.viewer(), RunProgress()
     with _found():
         await _get_hosted_runs(person).get(person.owner, run)
         # A change replaces the complete step on the page, so the stream needs all earlier events of the run.
-        last = await _read_so_far(person, run, story, until=start)
-    return EventStream(person.streams.counted(_parts(person, viewer, run, story, last)))
+        last = await _read_so_far(person, run, progress, until=start)
+    return EventStream(person.streams.counted(_parts(person, viewer, run, progress, last)))
 
 
 @router.post("/runs/{run}/cancel")
@@ -143,7 +143,9 @@ async def newest_runs(
     return sorted(newest, key=lambda run: -run.created_at)[:limit]
 
 
-async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last: str) -> AsyncIterator[ServerEvent]:
+async def _parts(
+    person: Person, viewer: Viewer, run: str, progress: RunProgress, last: str
+) -> AsyncIterator[ServerEvent]:
     events = _get_hosted_runs(person).follow(person.owner, run, last)
     following = asyncio.ensure_future(anext(events, None))
     looked_at = time.monotonic()
@@ -157,7 +159,7 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
                 if not done or (entry := following.result()) is None:
                     break
                 last = entry[0]
-                story.add(entry[1])
+                progress.add(entry[1])
                 following = asyncio.ensure_future(anext(events, None))
                 if time.monotonic() >= until:
                     break
@@ -166,7 +168,7 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
                 await person.login.credential.check(person.owner)
             parts = [
                 (step.id, build("step.part.html", viewer, step=step, tenant=person.owner))
-                for step in story.take_changed()
+                for step in progress.take_changed()
             ]
             if parts:
                 yield ServerEvent("parts", json.dumps(parts), last)
@@ -182,19 +184,19 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
             await close()
 
 
-async def _read_so_far(person: Person, run: str, story: RunStory, until: str | None = None) -> str:
-    """Add the stored events to the story, and return the id of the last event.
+async def _read_so_far(person: Person, run: str, progress: RunProgress, until: str | None = None) -> str:
+    """Add the stored events to the progress, and return the id of the last event.
 
     Changes up to the event `until` count as known to the page.
     """
     last = START
     async for id_, text in _get_hosted_runs(person).stored_events(person.owner, run):
         if until and not is_before(until, last) and is_before(until, id_):
-            story.take_changed()
-        story.add(text)
+            progress.take_changed()
+        progress.add(text)
         last = id_
     if until is None or (until and not is_before(until, last)):
-        story.take_changed()
+        progress.take_changed()
     return last
 
 

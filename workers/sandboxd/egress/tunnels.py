@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from workers.sandboxd.egress.relay import GRANT, WINDOW, ProxyStreams, TunnelRelay, Wire
+from workers.sandboxd.egress.relay import GRANT, WINDOW, ProxyStreams, RelayContext, TunnelRelay
 from workers.sandboxd.frames import Frame
 
 MAX_TUNNELS = 64
@@ -45,7 +45,7 @@ class Tunnels:
         connect: Callable[[], Awaitable[ProxyStreams]],
         on_violation: Callable[[str], None],
     ) -> None:
-        self._wire = Wire(send, drain, connect)
+        self._context = RelayContext(send, drain, connect)
         self._on_violation = on_violation
         self._relays: dict[int, TunnelRelay] = {}
         self._last = 0
@@ -97,7 +97,7 @@ class Tunnels:
         if len(self._relays) >= MAX_TUNNELS:
             raise _Violation(f"there are more than {MAX_TUNNELS} connections")
         self._last = number
-        self._relays[number] = TunnelRelay(number, self._wire, self._forget)
+        self._relays[number] = TunnelRelay(number, self._context, self._forget)
 
     def _pass_event(self, relay: TunnelRelay, event: str, frame: Frame) -> None:
         if event == "net_data":

@@ -268,7 +268,7 @@ class EngineGate:
         self._probe = probe
         self._probe_s = probe_s
         self._breaker = breaker or Breaker()
-        self._turns: dict[str, _LaneSlots] = {}
+        self._slots: dict[str, _LaneSlots] = {}
         self._probing: asyncio.Future[object] | None = None
 
     async def run(self, lane: Lane, work: Callable[[], T], late: Callable[[T], None] | None = None) -> T:
@@ -279,15 +279,15 @@ class EngineGate:
         its result goes to `late`.
         """
         await self._admit()
-        turns = self._turns.setdefault(lane.name, _LaneSlots(lane))
-        await turns.take()
+        slots = self._slots.setdefault(lane.name, _LaneSlots(lane))
+        await slots.take()
         if self._breaker.is_open:
-            turns.give_back()
+            slots.give_back()
             raise SandboxUnavailable(self._silence())
         try:
-            call = _Call(self, turns, in_thread(work, f"engine-{lane.name}"), late)
+            call = _Call(self, slots, in_thread(work, f"engine-{lane.name}"), late)
         except SandboxUnavailable:
-            turns.give_back()
+            slots.give_back()
             raise
         try:
             return await call.answer
@@ -299,8 +299,8 @@ class EngineGate:
         """Return the running and waiting calls by kind and the state of the breaker, for `status`."""
         breaker = self._breaker
         return {
-            "running": {name: turns.running for name, turns in self._turns.items()},
-            "waiting": {name: turns.waiting for name, turns in self._turns.items()},
+            "running": {name: slots.running for name, slots in self._slots.items()},
+            "waiting": {name: slots.waiting for name, slots in self._slots.items()},
             "breaker": "open" if breaker.is_open else "closed",
             "failures": breaker.failures,
             "silent_s": round(breaker.silent_s, 3),
@@ -342,8 +342,8 @@ class EngineGate:
     def _fail(self, error: EngineSilent) -> None:
         if self._breaker.note_failure(str(error)):
             log.warning("engine_breaker_opened", failures=self._breaker.failures, error=str(error))
-            for turns in self._turns.values():
-                turns.refuse_waiting(self._silence())
+            for slots in self._slots.values():
+                slots.refuse_waiting(self._silence())
 
     def _silence(self) -> str:
         breaker = self._breaker
@@ -361,16 +361,16 @@ class _Call(Generic[T]):
     """
 
     def __init__(
-        self, gate: EngineGate, turns: _LaneSlots, running: "asyncio.Future[T]", late: Callable[[T], None] | None
+        self, gate: EngineGate, slots: _LaneSlots, running: "asyncio.Future[T]", late: Callable[[T], None] | None
     ) -> None:
         loop = asyncio.get_running_loop()
         self.answer: asyncio.Future[T] = loop.create_future()
         """The future of the caller; cancelled when the caller leaves."""
         self._gate = gate
-        self._turns = turns
+        self._slots = slots
         self._late = late
         self._is_overdue = False
-        self._timer = loop.call_later(turns.lane.deadline_s, self._give_up)
+        self._timer = loop.call_later(slots.lane.deadline_s, self._give_up)
         running.add_done_callback(self._end)
 
     def leave(self) -> None:
@@ -381,18 +381,18 @@ class _Call(Generic[T]):
     def _give_up(self) -> None:
         self._is_overdue = True
         silence = EngineSilent(
-            f"the Docker engine did not answer within {self._turns.lane.deadline_s:g} s: check it, or restart it"
+            f"the Docker engine did not answer within {self._slots.lane.deadline_s:g} s: check it, or restart it"
         )
         self._gate.note_end(silence)
-        self._turns.count_overdue()
+        self._slots.count_overdue()
         if not self.answer.done():
             self.answer.set_exception(silence)
 
     def _end(self, running: "asyncio.Future[T]") -> None:
         self._timer.cancel()
         if self._is_overdue:
-            self._turns.overdue -= 1
-        self._turns.give_back()
+            self._slots.overdue -= 1
+        self._slots.give_back()
         error = running.exception()
         if not (self._is_overdue and isinstance(error, EngineSilent)):
             self._gate.note_end(error)
