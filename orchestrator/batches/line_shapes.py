@@ -216,7 +216,7 @@ class ChatFields(Shape):
 
     def to_work(self) -> RunBody:
         """Return the run. Raises InvalidField: a field cannot be accepted."""
-        self._check_promises()
+        self._check_unsupported()
         for number, message in enumerate(self.messages):
             _check_message(message, ("messages", number))
         last = len(self.messages) - 1
@@ -234,7 +234,7 @@ class ChatFields(Shape):
             sampling=sampling,
         )
 
-    def _check_promises(self) -> None:
+    def _check_unsupported(self) -> None:
         """Raise InvalidField for fields that ask for something that a row cannot contain."""
         if self.n not in (None, 1):
             raise InvalidField(("n",), "a row contains one answer: remove `n`, and write a line for each answer")
