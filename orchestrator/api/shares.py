@@ -47,7 +47,7 @@ class Streams:
                 headers={"Retry-After": str(AGAIN_S)},
             )
         self._open[self._key] += 1
-        return _Counted(events, self._end)
+        return _CountedEvents(events, self._end)
 
     def _end(self) -> None:
         self._open[self._key] -= 1
@@ -55,7 +55,7 @@ class Streams:
             del self._open[self._key]
 
 
-class _Counted(AsyncIterator[ServerEvent]):
+class _CountedEvents(AsyncIterator[ServerEvent]):
     """Events that count as a stream until they are closed.
 
     The class is not a generator: the `finally` block of a generator that was never started never runs.

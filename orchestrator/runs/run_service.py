@@ -76,7 +76,7 @@ async def open_runner(
 
 
 @dataclass(frozen=True)
-class Stopping:
+class StopPhases:
     """The two phases in which a service stops: draining, then stopped."""
 
     draining: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,7 +101,7 @@ class RunService:
 
     runner: Runner
     grace_s: float = 60.0
-    stopping: Stopping = field(default_factory=Stopping)
+    stopping: StopPhases = field(default_factory=StopPhases)
 
     async def run(self) -> None:
         """Return when the service was interrupted and every run has ended or has returned to the queue. Raises

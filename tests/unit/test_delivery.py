@@ -15,7 +15,7 @@ from contract.envelope import decode_call, encode_result
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.names import call_key, host_key, location_key
 from contract.signing import ResultSeal
-from orchestrator.admission import Slot, Unlimited
+from orchestrator.admission import Slot, UnlimitedAdmission
 from orchestrator.dispatch import delivery
 from orchestrator.dispatch import session_locator as locator
 from orchestrator.dispatch.delivery import Pool
@@ -285,7 +285,7 @@ async def test_a_tenant_is_charged_for_the_time_of_its_sandbox_and_of_its_progra
         slots.append((request, Slot()))
         yield slots[-1][1]
 
-    monkeypatch.setattr(Unlimited, "slot", give)
+    monkeypatch.setattr(UnlimitedAdmission, "slot", give)
 
     def run(call: ToolCall) -> ToolResult:
         clocks = Clocks(queued_s=8, sandbox_s=1, run_s=2)

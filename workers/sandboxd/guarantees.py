@@ -86,8 +86,7 @@ State = Literal["holds", "broken", "unknown"]
 
 @dataclass(frozen=True)
 class HostGuarantee:
-    """A guarantee of this host. `remedy`: how to restore it. `is_needed`: sandboxd does not start while it is broken.
-    """
+    """A guarantee of this host. `remedy`: how to restore it. `is_needed`: sandboxd cannot start without it."""
 
     name: str
     state: State

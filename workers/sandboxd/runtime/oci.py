@@ -90,7 +90,7 @@ _ERROR_CHARS: Final = 500
 
 
 @dataclass
-class _Running:
+class _RunningSandbox:
     """A sandbox of this process. `process`: a descriptor of its PID 1. `changes`: descriptors of the folders with the
     changes of its root file system, the latest first.
     """
@@ -145,7 +145,7 @@ class OciRuntime:
         self._state = folder / "state"
         self._skeleton = folder / skeleton_name()
         self._cgroups = Cgroups()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningSandbox] = {}
         self._forgetting = threading.Lock()
         self._pins: dict[tuple[str, ...], asyncio.Future[Mapping[str, str]]] = {}
         self._pin_names: dict[str, str] = {}
@@ -185,7 +185,7 @@ class OciRuntime:
                 stack.callback(os.close, disks[-1])
             # From here on the folder leads every removal to what the thread makes, so nothing is undone here any more.
             lock = self._open(sandbox, name, spec)
-            self._running[sandbox] = _Running(base)
+            self._running[sandbox] = _RunningSandbox(base)
             stack.pop_all()
         starting = asyncio.get_running_loop().run_in_executor(
             self._threads, functools.partial(self._start, sandbox, spec, volumes, disks, lock)
@@ -365,7 +365,7 @@ class OciRuntime:
             except OSError as error:
                 raise SandboxUnavailable(f"sandbox {sandbox} cannot be started: {error}") from error
 
-    def _run_program(self, sandbox: str, running: _Running, lock: int) -> AttachedContainer:
+    def _run_program(self, sandbox: str, running: _RunningSandbox, lock: int) -> AttachedContainer:
         place = self._sandboxes / sandbox
         # The channel is made here and not by the program: no path leads to it, so no other process can connect.
         ours, theirs = socket.socketpair()
