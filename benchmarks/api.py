@@ -133,7 +133,7 @@ class _Line:
         self._common = f"Host: bench\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n".encode()
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> Any:
-        """Send a request and return the JSON of the response. Raises RuntimeError: when the status is not 200."""
+        """Send a request and return the JSON of the response. Raises RuntimeError when the status is not 200."""
         length = b"Content-Length: %d\r\n" % len(body) if body else b""
         self._writer.write(
             b"%s %s HTTP/1.1\r\n%s%s\r\n%s" % (method.encode(), path.encode(), self._common, length, body)

@@ -20,7 +20,7 @@ LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
-class Worked:
+class BatchMeasurement:
     """Measurements of a completed batch.
 
     `seconds`: from the start of the first item to the end of the last item. `cpu_s` and `peak_bytes` (resident): the
@@ -45,8 +45,8 @@ class BatchShell:
 
     async def work(
         self, name: str, lines: Sequence[Mapping[str, Any]], server: ModelServer, concurrency: int
-    ) -> Worked:
-        """Run a batch of these lines and return its measurements. Raises RuntimeError: when the command fails, with
+    ) -> BatchMeasurement:
+        """Run a batch of these lines and return its measurements. Raises RuntimeError when the command fails, with
         the last lines of its output.
         """
         file, out = self._folder / f"{name}.jsonl", self._folder / f"{name}-out.jsonl"
@@ -77,10 +77,10 @@ class BatchShell:
                 await asyncio.sleep(LOOK_S)
         if child.returncode not in (0, 1):
             raise RuntimeError(f"the batch {name} was not worked to its end: {log.read_text(errors='replace')[-2000:]}")
-        seconds, retried, most = _told(list(read_batch_events(out.with_name(f"{out.stem}.events.jsonl"))))
+        seconds, retried, most = _measure_events(list(read_batch_events(out.with_name(f"{out.stem}.events.jsonl"))))
         failures = [json.dumps(row["error"]) for row in _rows(out.with_name(f"{out.stem}.errors.jsonl"))]
         answers = {row["custom_id"]: _answer(row) for row in _rows(out)}
-        return Worked(seconds, cpu_s, peak, answers, failures, retried, most)
+        return BatchMeasurement(seconds, cpu_s, peak, answers, failures, retried, most)
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ def _answer(row: dict[str, Any]) -> str:
     return str(body["answer"] if "answer" in body else body["choices"][0]["message"]["content"])
 
 
-def _told(batch_events: Sequence[RunEvent]) -> tuple[float, int, int]:
+def _measure_events(batch_events: Sequence[RunEvent]) -> tuple[float, int, int]:
     """Return three figures of a batch, read from its events.
 
     The first figure is the seconds from the first start to the last end. The second figure is the number of restarts

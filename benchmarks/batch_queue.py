@@ -18,7 +18,7 @@ from benchmarks.fairness import open_server, until_it_answers
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
 from contract.calls import ToolResult
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.run_events import CallFinished, OnEvent, RunReady, StepFinished
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
@@ -66,7 +66,7 @@ async def _run(rounds: int) -> Report:
     spent: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for number in range(rounds + 1):
         for queued in QUEUED:
-            for name, case in (("queue", _claimed_and_ended), ("loop", _worked)):
+            for name, case in (("queue", _measure_queue), ("loop", _measure_loop)):
                 one = await _on_a_redis_of_its_own(case, queued)
                 if number:
                     spent.setdefault((name, queued), []).append(one)
@@ -117,7 +117,7 @@ async def _on_a_redis_of_its_own(case: Case, queued: int) -> tuple[float, float]
     with open_server() as url:
         async with _client(url) as client:
             queue = RunQueue(client, DEPLOYMENT, KEYS)
-            batch = await _submitted(queue, RUNS + queued)
+            batch = await _submit_batch(queue, RUNS + queued)
             redis_s, own_s = await case(client, queue, batch)
             return redis_s / RUNS, own_s / RUNS
 
@@ -132,7 +132,7 @@ async def _client(url: str) -> AsyncIterator["redis.asyncio.Redis"]:
         await client.aclose()
 
 
-async def _submitted(queue: RunQueue, count: int) -> str:
+async def _submit_batch(queue: RunQueue, count: int) -> str:
     record = BatchRecord(
         state=BatchState.IN_PROGRESS,
         total=count,
@@ -156,7 +156,7 @@ def _outcome(claim: RunClaim) -> ItemOutcome:
     return ItemOutcome(custom_id=claim.record.item.custom_id, run=claim.run, status_code=200, body={"answer": "done"})
 
 
-async def _claimed_and_ended(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:
+async def _measure_queue(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:
     spent = _Spent(client)
     await spent.begin()
     for _ in range(RUNS // AT_ONCE):
@@ -183,7 +183,7 @@ class _PlayedWork:
             await journal.note_reply([{"choices": [{"index": 0, "delta": {"content": "a reply"}}]}])
             result = ToolResult(call_id=f"{claim.run}-{step}", name="bash_tool", success=True)
             on_event(CallFinished(run=claim.run, result=result))
-            on_event(StepFinished(run=claim.run, step=step, model_s=0.0, usage=Usage()))
+            on_event(StepFinished(run=claim.run, step=step, model_s=0.0, usage=TokenUsage()))
         self.ended += 1
         if self.ended >= RUNS:
             self.drain()
@@ -193,7 +193,7 @@ class _PlayedWork:
         """Do nothing: no spans are recorded."""
 
 
-async def _worked(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:
+async def _measure_loop(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:
     work, writer, progress = _PlayedWork(), RunEventPublisher(client, DEPLOYMENT), BatchProgress(RUNS)
     played: Any = work
     runner = Runner(client, DEPLOYMENT, queue, played, writer, 16, (TENANT, batch))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.batch_harness import Worked, open_shell
+from benchmarks.batch_harness import BatchMeasurement, open_shell
 from benchmarks.raw_celery import RawCelery, open_raw
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
@@ -144,7 +144,7 @@ async def _one_local(model: OpenAIModel, folder: str, instruction: str) -> str:
     return result.answer or ""
 
 
-def _check(worked: Worked, runs: int, calls: int) -> None:
+def _check(worked: BatchMeasurement, runs: int, calls: int) -> None:
     """Raise RuntimeError if a run failed: the figures of a wrong batch have no meaning."""
     if right(worked.answers, runs, calls) != runs:
         raise RuntimeError(
@@ -152,7 +152,7 @@ def _check(worked: Worked, runs: int, calls: int) -> None:
         )
 
 
-def _add_whole(report: Report, whole: Worked, runs: int, step_s: float) -> None:
+def _add_whole(report: Report, whole: BatchMeasurement, runs: int, step_s: float) -> None:
     report.add(
         "right_number",
         right(whole.answers, runs, CALLS),

@@ -80,7 +80,7 @@ def _leave(path: Path, number: int) -> float:
 
 
 def _resume(path: Path, number: int) -> float:
-    """Make the second call of a session. Raises RuntimeError: when the file or the shell state is missing."""
+    """Make the second call of a session. Raises RuntimeError when the file or the shell state is missing."""
     started = time.perf_counter()
     with SandboxClient(path) as client:
         found = _bash(client, f"bench:evicted-{number}", 'cat kept.txt; echo "$kept"')

@@ -93,7 +93,7 @@ async def _run(share_s: float) -> Report:
         "few_first_ms", first * 1000, f"{FEW} calls behind {FLOOD} of another tenant, 10 ms each: the first is done"
     )
     report.add("few_last_ms", last * 1000, "the last is done; in one queue about 5,000 ms", at_most=300)
-    share = await _weighted(share_s)
+    share = await _measure_share(share_s)
     report.add(
         "weight_3_share_ratio",
         share,
@@ -131,7 +131,7 @@ async def _few_behind_a_flood() -> tuple[float, float]:
         return min(ends), max(ends)
 
 
-async def _weighted(for_s: float) -> float:
+async def _measure_share(for_s: float) -> float:
     """Return the share of the workers' seconds that the tenant of weight 3 received.
 
     Each tenant has 24 callers at one of the orchestrators.

@@ -206,11 +206,11 @@ def run(rounds: int = ROUNDS, at_once: int = AT_ONCE) -> Report:
     with running_sandboxd() as sandboxd, contextlib.closing(open_api()) as api:
         played = Rounds(sandboxd, api)
         played.play(range(WARM_UP), at_once)
-        _check_gone(played)
+        _check_leftovers(played)
         before, engine_before, started = played.vitals(), _engine_rss(), time.monotonic()
         played.play(range(WARM_UP, WARM_UP + rounds), at_once)
         took_s = time.monotonic() - started
-        _check_gone(played)
+        _check_leftovers(played)
         after, engine_after = played.vitals(), _engine_rss()
     ways = ", ".join(f"{count} x {way}" for way, count in sorted(played.done.items()))
     report = Report(
@@ -240,7 +240,7 @@ def run(rounds: int = ROUNDS, at_once: int = AT_ONCE) -> Report:
     return report
 
 
-def _check_gone(played: Rounds) -> None:
+def _check_leftovers(played: Rounds) -> None:
     leftovers = played.settle()
     if leftovers:
         raise SandboxUnavailable(f"left behind after {GONE_S:g} s: {leftovers}")

@@ -58,7 +58,7 @@ REPLIES: dict[str, tuple[Dialect, list[Chunk]]] = {
 }
 
 
-class _Prepared:
+class _PreparedModel:
     """Test double of a model that returns the same chunks immediately for each request."""
 
     name = "prepared"
@@ -78,7 +78,7 @@ async def _answer(call: ToolCall) -> ToolResult:
     return ToolResult(call_id=call.id, name=call.name, success=True, output=OUTPUT)
 
 
-async def _floor(model: _Prepared) -> float:
+async def _floor(model: _PreparedModel) -> float:
     """Return the seconds per step of the baseline: read the chunks of the model and call the tool."""
     started = time.perf_counter()
     for step in range(STEPS):
@@ -88,7 +88,7 @@ async def _floor(model: _Prepared) -> float:
     return (time.perf_counter() - started) / STEPS
 
 
-async def _ours(model: _Prepared, dialect: Dialect) -> float:
+async def _ours(model: _PreparedModel, dialect: Dialect) -> float:
     agent = Agent(model, dialect, [SPEC], _answer, options=ReActOptions(max_iterations=STEPS))
     started = time.perf_counter()
     result = await agent.run("Say it again.")
@@ -113,7 +113,7 @@ def quiet_log() -> Iterator[None]:
 async def _measure() -> Report:
     cases: dict[str, Any] = {}
     for name, (dialect, chunks) in REPLIES.items():
-        model = _Prepared(chunks)
+        model = _PreparedModel(chunks)
         cases[f"{name} floor"] = lambda model=model: _floor(model)
         cases[name] = lambda model=model, dialect=dialect: _ours(model, dialect)
     seconds = await interleave(cases, ROUNDS, warm_up=2)

@@ -19,12 +19,12 @@ ROUNDS, WARM_UP, FIRSTS = size((100, 10, 10), (2, 1, 1))
 SERVER = """
 import json, sys
 for line in sys.stdin:
-    told = json.loads(line)
+    request = json.loads(line)
     tools = [{"name": "nothing", "inputSchema": {"type": "object"}}]
     versions = {"supportedVersions": ["2026-07-28"]}
     results = {"server/discover": versions, "tools/list": {"tools": tools}, "tools/call": {"content": []}}
-    if "id" in told:
-        print(json.dumps({"jsonrpc": "2.0", "id": told["id"], "result": results[told["method"]]}), flush=True)
+    if "id" in request:
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": results[request["method"]]}), flush=True)
 """
 """Source of a minimal MCP server in Python."""
 

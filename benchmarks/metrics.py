@@ -59,7 +59,7 @@ async def _run() -> Report:
             page = MetricsPage(client, DEPLOYMENT)
             size = len(await page.render())
             report.add("page_bytes", size, "bytes of the page")
-            report.add("scrape_ms", await _scraped(page), "one scrape", at_most=TARGET_MS)
+            report.add("scrape_ms", await _measure_scrape(page), "one scrape", at_most=TARGET_MS)
             report.add("scrape_own_ms", await _own_ms(page), "processor time of it")
             looks = await _looks_ms(client)
             report.add("looks_ms", sum(looks), f"Redis's time for its {len(looks)} scripts")
@@ -72,7 +72,7 @@ async def _run() -> Report:
     return report
 
 
-async def _scraped(page: MetricsPage) -> float:
+async def _measure_scrape(page: MetricsPage) -> float:
     """Return the milliseconds of one scrape. The scrape reads everything again and uses no cached values."""
     took = list[float]()
     for _ in range(SCRAPES):

@@ -85,7 +85,7 @@ def run(rounds: int = ROUNDS) -> Report:
         neighbour = client.open("bench", "neighbour")
         for _ in range(WARM_UP):
             sandbox_call(client, neighbour)
-        durations = {attack: _beside(attack, sandboxd.socket, client, neighbour, rounds) for attack in ATTACKS}
+        durations = {attack: _measure_next_to(attack, sandboxd.socket, client, neighbour, rounds) for attack in ATTACKS}
     notes = [
         (
             f"one attacker and one neighbour; {rounds} rounds an attack, each of {WINDOW_S:g} s quiet and {WINDOW_S:g} "
@@ -105,13 +105,13 @@ def run(rounds: int = ROUNDS) -> Report:
     return report
 
 
-def _beside(attack: Attack, path: Path, client: SandboxClient, neighbour: str, rounds: int) -> Seconds:
+def _measure_next_to(attack: Attack, path: Path, client: SandboxClient, neighbour: str, rounds: int) -> Seconds:
     seconds = Seconds()
     attacker = client.open("bench", f"attacker-{attack.key}")
     try:
         for _ in range(rounds):
             seconds.quiet += _calls(client, neighbour)
-            with _attacking(attack, path, attacker):
+            with _attack(attack, path, attacker):
                 seconds.attacked += _calls(client, neighbour)
     finally:
         client.close(attacker)
@@ -128,7 +128,7 @@ def _calls(client: SandboxClient, name: str) -> list[float]:
 
 
 @contextlib.contextmanager
-def _attacking(attack: Attack, path: Path, name: str) -> Iterator[None]:
+def _attack(attack: Attack, path: Path, name: str) -> Iterator[None]:
     """Run an attack from a separate worker process. Killing that process ends the attack."""
     worker = multiprocessing.get_context("spawn").Process(
         target=_ask, args=(str(path), name, attack.script, dict(attack.changes)), daemon=True

@@ -60,7 +60,7 @@ async def _run() -> Report:
                     "failed_runs": f"/runs?tenant={TENANT}&state=failed",
                 }
                 for name, path in {**paths, "run": f"/runs/{first}"}.items():
-                    cold, warm = await _viewed(pages, path)
+                    cold, warm = await _measure_view(pages, path)
                     report.add(f"{name}_first_ms", cold, f"first view of {path.partition('?')[0]}", at_most=TARGET_MS)
                     report.add(f"{name}_ms", warm, "later ones")
         finally:
@@ -99,7 +99,7 @@ async def _open(settings: OrchestratorSettings, key: str) -> AsyncIterator[httpx
         await running
 
 
-async def _viewed(client: httpx.AsyncClient, path: str) -> tuple[float, float]:
+async def _measure_view(client: httpx.AsyncClient, path: str) -> tuple[float, float]:
     """Return the milliseconds of the first view, and the median of later views."""
     took: list[Any] = []
     for _ in range(VIEWS):

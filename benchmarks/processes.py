@@ -71,7 +71,7 @@ def child_process(
 def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[RunningSandboxd]:
     """Start a sandboxd and yield it when it answers. Its sandboxes are removed at the end.
 
-    The sandboxd has no warm pool unless `settings` configures one. Raises SandboxUnavailable: when sandboxd does not
+    The sandboxd has no warm pool unless `settings` configures one. Raises SandboxUnavailable when sandboxd does not
     start, with the end of its output.
     """
     name = f"bench-{secrets.token_hex(4)}"

@@ -72,7 +72,7 @@ def _add(report: Report, kind: str, seconds: dict[str, list[float]], raw: list[f
 
 def _cases_of(stack: contextlib.ExitStack, kind: str) -> dict[str, Case]:
     """Start two sandboxds with workspaces of that kind, one of them with a pool, and return the cases. Raises
-    SandboxUnavailable: when this host does not support the kind.
+    SandboxUnavailable when this host does not support the kind.
     """
     settings = {"TOOLCREW_SANDBOX_WORKSPACE": kind}
     without = _client(stack, stack.enter_context(running_sandboxd(settings)))

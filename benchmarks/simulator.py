@@ -133,7 +133,7 @@ async def _place(ground: Ground, report: Report) -> list[Session]:
     await asyncio.gather(*(_open(ground, at, session, ground.chance.random()) for at, session in enumerate(burst)))
     report.add("burst_max_ratio", _fullest(ground.world), f"the same after {BURST} more in one second")
     report.add("burst_refused_number", ground.ends.refused_openings - refused, "of those, refused while there was room")
-    report.add("burst_used_ratio", _used(ground.world), "of all places then taken")
+    report.add("burst_used_ratio", _compute_used_ratio(ground.world), "of all places then taken")
     for session in burst:
         queue = ground.ends.lived.pop(session.name, None)
         if queue is not None:
@@ -164,10 +164,10 @@ async def _open(ground: Ground, at: int, session: Session, after_s: float) -> No
 
 def _fullest(world: World) -> float:
     loads = [host.sessions / host.max_sessions for host in world.hosts]
-    return max(loads) / _used(world)
+    return max(loads) / _compute_used_ratio(world)
 
 
-def _used(world: World) -> float:
+def _compute_used_ratio(world: World) -> float:
     return sum(host.sessions for host in world.hosts) / sum(host.max_sessions for host in world.hosts)
 
 

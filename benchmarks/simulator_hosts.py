@@ -148,7 +148,7 @@ class World:
         self._announce(host)
 
     def _announce(self, host: Host) -> None:
-        self._client.set(host_key(DEPLOYMENT, host.queue), self._told(host).model_dump_json())
+        self._client.set(host_key(DEPLOYMENT, host.queue), self._build_report(host).model_dump_json())
         self._client.zadd(hosts_key(DEPLOYMENT), {host.queue: NEVER})
         self._report(host)
 
@@ -156,7 +156,7 @@ class World:
         now = self.loop.time()
         if host.state == "alive":
             host.reported_at = now
-            report = self.reports.get(host.queue) or self._told(host)
+            report = self.reports.get(host.queue) or self._build_report(host)
             changes = {"busy": host.busy, "sessions": host.sessions, "reported_at": now}
             self.reports[host.queue] = report.model_copy(update=changes)
         elif not host.is_expired and now - host.reported_at >= HOST_TTL_S:
@@ -166,7 +166,7 @@ class World:
             self._client.delete(host_key(DEPLOYMENT, host.queue), slots_key(DEPLOYMENT, host.queue))
             self._client.zadd(hosts_key(DEPLOYMENT), {host.queue: 0})
 
-    def _told(self, host: Host) -> HostReport:
+    def _build_report(self, host: Host) -> HostReport:
         return HostReport(
             host=host.name,
             queue=host.queue,
@@ -193,9 +193,9 @@ class World:
         host.busy += 1
         self._running[call.id] = (host.queue, context.tenant, self.loop.time())
         seconds, began = float(str(call.arguments["seconds"])), self.loop.time()
-        self.loop.call_later(seconds, self._ended, host, call, context, fields["headers"]["id"], began)
+        self.loop.call_later(seconds, self._end_call, host, call, context, fields["headers"]["id"], began)
 
-    def _ended(self, host: Host, call: ToolCall, context: ToolContext, task_id: str, began: float) -> None:
+    def _end_call(self, host: Host, call: ToolCall, context: ToolContext, task_id: str, began: float) -> None:
         if host.state == "frozen":
             host.late.append((call, context, task_id, began))
         elif host.state == "alive":

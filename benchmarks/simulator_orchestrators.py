@@ -27,7 +27,7 @@ from orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, CallMonitor
 from orchestrator.dispatch.celery_transport import build_call_message
 from orchestrator.dispatch.delivery import Delivery, Pool
 from orchestrator.dispatch.request import Attempt, Request
-from orchestrator.dispatch.session_locator import SessionLocator, SessionOpening
+from orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed
 from store.call_messages import NotSent, Publisher, ResultHub
 from store.calls import CallStore
@@ -176,7 +176,7 @@ class Orchestrator:
         self._ends.longest_s = max(self._ends.longest_s, self._world.loop.time() - began)
         return code
 
-    async def _send_open(self, opening: SessionOpening, address: SessionAddress) -> ToolResult:
+    async def _send_open(self, opening: OpenRequest, address: SessionAddress) -> ToolResult:
         call = ToolCall(id=secrets.token_hex(8), name="session.open")
         await asyncio.sleep(OPEN_S)
         has_room = self._world.open_session(address.queue)

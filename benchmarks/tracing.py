@@ -24,7 +24,7 @@ ratio needs values above zero.
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-async def _called(session: Session) -> None:
+async def _call(session: Session) -> None:
     for _ in range(CALLS):
         result = await session.call("bash_tool", {"command": "true"})
         if not result.success:
@@ -72,7 +72,7 @@ async def _measure() -> Report:
         cpu: dict[str, list[float]] = {name: [] for name in clients}
 
         def case(name: str) -> Any:
-            timed = awaited(lambda: _called(sessions[name]))
+            timed = awaited(lambda: _call(sessions[name]))
 
             async def counted() -> float:
                 before = _cpu_s(pids)

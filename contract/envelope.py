@@ -59,7 +59,7 @@ def encode_call(call: ToolCall, context: ToolContext, keys: SigningKeys) -> str:
     }
     body = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     head = f"v{VERSION}.{keys.current.id}"
-    return _bounded(f"{head}.{_signature(keys.current, head, body)}.{body}")
+    return _check_size(f"{head}.{_signature(keys.current, head, body)}.{body}")
 
 
 def decode_call(text: str, keys: SigningKeys) -> tuple[ToolCall, ToolContext]:
@@ -219,7 +219,7 @@ def _record(kind: type[AnyRecord], text: str) -> AnyRecord:
         raise EnvelopeRefused(f"not a valid {kind.__name__}: {describe_invalid(error)}") from error
 
 
-def _bounded(text: str) -> str:
+def _check_size(text: str) -> str:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:

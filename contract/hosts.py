@@ -58,14 +58,14 @@ class HostReport(Record):
     classes: tuple[str, ...] = ()
     """Tenant classes that this host supports."""
     largest: dict[str, LargestOptions] = Field(default_factory=dict, exclude_if=lambda classes: not classes)
-    """The most that sessions of a class may ask for, without classes that allow no more than they give."""
+    """Largest options of each class; without classes whose defaults are already the largest."""
     images: tuple[str, ...] = ()
     """Names and patterns of images that any class of this host may use (contract/image_names.py)."""
     images_present: Annotated[
         tuple[str, ...], Field(max_length=MAX_IMAGES_PRESENT, exclude_if=lambda images: not images)
     ] = ()
-    """Images that the host may pull and already has; with many, the last used. A host that pulls none omits the field,
-    so that earlier releases can read its report.
+    """Images that the host may pull and has; if too many, the last used. A host that pulls none omits the field, so
+    that earlier releases can read its report.
     """
     healthy: bool = True
     """False while its sandboxd does not answer. The host then gets no new sessions."""

@@ -189,8 +189,8 @@ def is_allowed(patterns: Iterable[str], name: ImageName) -> bool:
 
 
 def may_share(first: str, second: str) -> bool:
-    """Return whether two names or patterns may have an image in common. Of two patterns only the registries are
-    compared. Malformed texts have none in common.
+    """Return whether two names or patterns may have an image in common. Two patterns are compared by registry
+    only. Malformed texts have none in common.
     """
     try:
         one, other = parse_image_pattern(first), parse_image_pattern(second)

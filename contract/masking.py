@@ -193,7 +193,7 @@ def _cores(value: str) -> set[str]:
     cores = set()
     for shift in range(3):
         text = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
-        # Only characters that are made entirely of bits of the value.
+        # Keep only characters whose bits all belong to the value.
         core = text[(shift * 8 + 5) // 6 : (shift + len(raw)) * 8 // 6]
         if len(core) >= MIN_CORE_CHARS:
             cores |= {core, core.replace("+", "-").replace("/", "_")}

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
 from contract.calls import Record
 from contract.errors import ConfigError
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.secrets import SecretName
 from contract.signing import SigningKeys, readable
 
@@ -41,7 +41,7 @@ class Prices:
     completion_per_million: float
     cached_per_million: float | None = None
 
-    def cost(self, usage: Usage) -> float:
+    def cost(self, usage: TokenUsage) -> float:
         """Return the cost of `usage`."""
         cached = self.prompt_per_million if self.cached_per_million is None else self.cached_per_million
         new_tokens = max(0, usage.prompt_tokens - usage.cached_tokens)
@@ -86,7 +86,7 @@ class ModelEndpoint(Record):
             return None
         return Prices(self.prompt_price, self.completion_price, self.cached_price)
 
-    def cost_of(self, usage: Usage) -> float | None:
+    def cost_of(self, usage: TokenUsage) -> float | None:
         """Return the cost of a reply with that usage; None without prices."""
         return self.prices.cost(usage) if self.prices is not None else None
 

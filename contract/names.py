@@ -99,7 +99,7 @@ def tenant_calls_key(deployment: str, tenant: str) -> str:
     return tenant_key(deployment, tenant, "calls")
 
 
-def place_key(deployment: str, tenant: str, session: str) -> str:
+def location_key(deployment: str, tenant: str, session: str) -> str:
     """Return the key of the hash with a session's location (contract/session_locations.py)."""
     return tenant_key(deployment, tenant, f"session.{session}:place")
 

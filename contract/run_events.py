@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter
 
 from contract.calls import CallUsage, Clocks, Record, ToolCall, ToolResult
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 
 
 class FailureKind(StrEnum):
@@ -158,7 +158,7 @@ class ModelAnswered(RunEvent):
     step: int
     message: dict[str, Any]
     finish_reason: str | None
-    usage: Usage
+    usage: TokenUsage
     model_s: float
     tokens: ReplyTokens | None = None
 
@@ -288,7 +288,7 @@ class CallFinished(RunEvent):
 class StepFinished(RunEvent):
     step: int
     model_s: float
-    usage: Usage
+    usage: TokenUsage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +301,7 @@ class RunFinished(RunEvent):
     answer: str
     stop_reason: str
     clocks: Clocks
-    usage: Usage = field(default_factory=Usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
     cost: float | None = None
     call_usage: CallUsage = field(default_factory=CallUsage)
 
@@ -346,7 +346,7 @@ class SessionOpened(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunReady(RunEvent):
-    """The run's session is ready: its limits count from here. `setup_s`: since it was claimed."""
+    """The session is ready: the run's limits count from here. `setup_s`: since the claim."""
 
     setup_s: float = 0.0
 
@@ -415,7 +415,7 @@ class SubmissionTaken(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunResumed(RunEvent):
-    """Another process continues the run: its events from `step` on are void and come again."""
+    """Another process continues the run: its earlier events from `step` on are replaced."""
 
     step: int
 
@@ -443,7 +443,7 @@ class RunEnded(RunEvent):
     stop_reason: str | None = None
     steps: int = 0
     calls: int = 0
-    usage: Usage = field(default_factory=Usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
     cost: float | None = None
     clocks: Clocks = field(default_factory=Clocks)
     call_usage: CallUsage = field(default_factory=CallUsage)

@@ -50,7 +50,7 @@ def _check_place(place: str) -> str:
 
 
 SecretName = Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,63}$"), AfterValidator(_check_name)]
-"""Also the name of the environment variable with the placeholder."""
+"""Name of a secret and of the variable with its placeholder."""
 SecretHost = Annotated[
     str, Field(max_length=259, pattern=rf"^(?:{_LABEL}\.)*[a-z](?:[a-z0-9-]{{0,61}}[a-z0-9])?(?::[1-9][0-9]{{0,4}})?$")
 ]
@@ -60,7 +60,7 @@ SecretPlace = Annotated[
     Field(pattern=r"^(?:header:[A-Za-z0-9-]{1,64}|query:[A-Za-z0-9._~-]{1,64}|basic)$"),
     AfterValidator(_check_place),
 ]
-"""Where a request carries the secret: a header, a query parameter, or the password of basic authentication."""
+"""Part of a request with the secret: a header, a query parameter, or the password of basic authentication."""
 
 
 class SecretInfo(Record):

@@ -60,7 +60,7 @@ def seal_start(keys: SigningKeys, tenant: str, session: str, arguments: Mapping[
 
 
 def open_start(keys: SigningKeys, tenant: str, session: str, location: SessionLocation) -> dict[str, Any]:
-    """Return the arguments that `seal_start` signed. Raises SandboxUnavailable: when they are not signed for that
+    """Return the arguments that `seal_start` signed. Raises SandboxUnavailable when they are not signed for that
     session.
     """
     try:

@@ -47,7 +47,7 @@ def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
             _describe_error(settings, str(first["loc"][0]), first["type"], first["msg"], first["loc"][1:])
         ) from error
     except SettingsError as error:
-        # Without the cause, which holds the value.
+        # Drop the cause: it contains the value.
         match = _FIELD.search(str(error))
         if match is None:
             raise ConfigError(

@@ -59,12 +59,12 @@ class SkillText:
 
 @dataclass(frozen=True)
 class BundleFile:
-    """File of a skill's folder. `path`: relative to the folder, with `/`. `mark`: the first two bytes of the file."""
+    """File of a skill's folder. `path`: relative to the folder, with `/`. `first_bytes`: its first two."""
 
     path: str
     size: int
     is_executable: bool
-    mark: bytes
+    first_bytes: bytes
     leads_out: bool = False
     """True for a link to something outside the folder."""
 
@@ -109,13 +109,13 @@ def parse_skill(text: str, folder: str) -> SkillText:
         raise SkillBroken(
             "its front matter has no description: say in a sentence what the skill does and when to use it"
         )
-    description = _bounded(description, "description", STANDARD_DESCRIPTION_CHARS, MAX_SKILL_DESCRIPTION, warnings)
+    description = _limit_text(description, "description", STANDARD_DESCRIPTION_CHARS, MAX_SKILL_DESCRIPTION, warnings)
     compatibility = _text_of(fields, "compatibility", warnings)
     if compatibility is not None:
-        compatibility = _bounded(compatibility, "compatibility", STANDARD_COMPATIBILITY_CHARS, 1000, warnings)
+        compatibility = _limit_text(compatibility, "compatibility", STANDARD_COMPATIBILITY_CHARS, 1000, warnings)
     licence = _text_of(fields, "license", warnings)
     if licence is not None:
-        licence = _bounded(licence, "license", 500, 500, warnings)
+        licence = _limit_text(licence, "license", 500, 500, warnings)
     extra = sorted(str(key)[:60] for key in fields if key not in _STANDARD_KEYS)
     if extra:
         warnings.append(f"keys that are not in the standard are ignored: {', '.join(extra[:10])}")
@@ -132,7 +132,7 @@ def check_bundle(files: Iterable[BundleFile]) -> list[str]:
         count, size = count + 1, size + file.size
         if file.leads_out:
             raise SkillBroken(f"{file.path[:200]} is a link that leads out of its folder: copy the file into it")
-        if file.path.startswith(SCRIPTS) and not file.is_executable and file.mark == b"#!":
+        if file.path.startswith(SCRIPTS) and not file.is_executable and file.first_bytes == b"#!":
             warnings.append(f"{file.path[:200]} begins with #! and has no run bit: chmod +x it")
         if count > MAX_BUNDLE_FILES:
             raise SkillBroken(f"it has more than {MAX_BUNDLE_FILES} files: leave out what the skill does not use")
@@ -286,7 +286,7 @@ def _text_of(fields: Mapping[Any, Any], key: str, warnings: list[str]) -> str | 
     return text or None
 
 
-def _bounded(text: str, key: str, standard: int, max_chars: int, warnings: list[str]) -> str:
+def _limit_text(text: str, key: str, standard: int, max_chars: int, warnings: list[str]) -> str:
     if len(text) > standard:
         warnings.append(
             f"{key} has {len(text)} characters, the standard allows {standard}"

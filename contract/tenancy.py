@@ -15,8 +15,8 @@ from contract.signing import UNSEAL_LUA, SigningKeys, readable
 from contract.specs import ToolSpec
 
 DEFAULT_TENANT = "default"
-"""Always known. Until the first tenant is registered, every name is served with this one's policy. From then on only
-registered names are served, even after all tenants were removed."""
+"""Tenant that always exists. Until the first registration, every name is served with its policy; afterwards only
+registered names, even when none is left."""
 POLICY_FRESH_S = 1.0
 """Highest age of a process's copy of the policies."""
 MAX_PAUSE_REASON_CHARS = 500

@@ -108,7 +108,7 @@ class Admission(Protocol):
         ...
 
 
-class Unlimited:
+class UnlimitedAdmission:
     """Admission for programs without a pool. Every call has a slot at once."""
 
     @asynccontextmanager

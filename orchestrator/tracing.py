@@ -236,12 +236,12 @@ class RunSpans:
                 if not self._is_replayed:
                     self._chat = self._begin_chat(event)
             case events.ModelAnswered():
-                self._answered(event)
+                self._end_answered_chat(event)
             case events.CallStarted():
                 if not self._is_reported(event.call.id):
                     self._calls[event.call.id] = self._begin_call(event.call, event.at)
             case events.CallFinished():
-                self._finished(event)
+                self._end_call(event)
             case events.ApprovalAsked() if (call := self._calls.get(event.call.id)) is not None:
                 self._approvals[event.call.id] = self._tracer.start(
                     "approval", self._identity, parent=call.ref, at=event.at
@@ -250,7 +250,7 @@ class RunSpans:
                 span.set({names.IS_ALLOWED: event.is_allowed, names.IS_CHANGED: event.is_changed})
                 span.end(at=event.at)
             case events.RunFinished():
-                self._ended(event)
+                self._end_run(event)
             case events.RunAborted():
                 self._error = "aborted"
 
@@ -265,7 +265,7 @@ class RunSpans:
         }
         return self._tracer.start(f"chat {self._model}", attributes, kind="client", parent=self.span.ref, at=event.at)
 
-    def _answered(self, event: events.ModelAnswered) -> None:
+    def _end_answered_chat(self, event: events.ModelAnswered) -> None:
         if self._chat is not None:
             self._chat.set(
                 {
@@ -291,7 +291,7 @@ class RunSpans:
         attributes: Attributes = {**call_attributes(self._tracer, call), **self._identity}
         return self._tracer.start(f"execute_tool {call.name}", attributes, parent=parent, ref=ref, at=at)
 
-    def _finished(self, event: events.CallFinished) -> None:
+    def _end_call(self, event: events.CallFinished) -> None:
         result = event.result
         approval = self._approvals.pop(result.call_id, None)
         if approval is not None:
@@ -304,7 +304,7 @@ class RunSpans:
             span = self._begin_call(ToolCall(id=result.call_id, name=result.name), event.at)
         end_call(self._tracer, span, result, event.at)
 
-    def _ended(self, event: events.RunFinished) -> None:
+    def _end_run(self, event: events.RunFinished) -> None:
         attributes: dict[str, Any] = {
             names.STOP_REASON: event.stop_reason,
             names.INPUT_TOKENS: event.usage.prompt_tokens,

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # File of the repository -> page of the site.
 OUTSIDE = {
     "README.md": "index.md",
-    "SECURITY.md": "security-promises.md",
+    "SECURITY.md": "security-guarantees.md",
     "CHANGELOG.md": "changelog.md",
     "examples/README.md": "examples.md",
     "LICENSE": "LICENSE.txt",

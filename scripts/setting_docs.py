@@ -110,7 +110,7 @@ def _rows(settings: type[BaseModel]) -> str:
 def docstrings(settings: type[BaseModel]) -> dict[str, str]:
     """Return the docstring of each field that the class itself declares.
 
-    Raises SystemExit: when a field has no docstring and no base class has one.
+    Raises SystemExit when a field has no docstring and no base class has one.
     """
     (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(settings))).body
     assert isinstance(tree, ast.ClassDef)

@@ -67,7 +67,7 @@ _DURATION = re.compile(rb"([\d.]+)s (?:call|setup|teardown) +(tests/\S.*)$|=+ sl
 _NAMED = re.compile(rb"(FAILED|ERROR) tests/")
 
 
-class Stopped(Exception):
+class SuiteStopped(Exception):
     """A signal stopped the suite."""
 
     def __init__(self, number: int) -> None:
@@ -280,7 +280,7 @@ def run_suite(root: Path, folder: Path) -> int:
 def _stop(number: int, _frame: object) -> None:
     for stopping in STOPPED:
         signal.signal(stopping, signal.SIG_IGN)  # the parts already clean up
-    raise Stopped(number)
+    raise SuiteStopped(number)
 
 
 def main(arguments: list[str]) -> int:
@@ -290,7 +290,7 @@ def main(arguments: list[str]) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="toolcrew-test-") as folder:
             return run_suite(root, Path(folder))
-    except Stopped as stopped:
+    except SuiteStopped as stopped:
         say(f"test: stopped by {stopped}")
         return 128 + stopped.number
 

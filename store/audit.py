@@ -177,7 +177,7 @@ def build_entry(
     Raises ToolFailure(INVALID_ARGUMENTS): the target or the tenant is invalid. Build the entry before the change, so
     that an error prevents the change.
     """
-    fitting = {name: _fitting(value) for name, value in (details or {}).items() if value}
+    fitting = {name: _fit_text(value) for name, value in (details or {}).items() if value}
     try:
         return NewAuditEntry(actor=actor, action=action, tenant=tenant, target=target, details=fitting)
     except ValidationError as error:
@@ -400,7 +400,7 @@ def _parse_cursor(text: str) -> _Position:
     return position
 
 
-def _fitting(text: str) -> str:
+def _fit_text(text: str) -> str:
     """Return a detail in a form that JSON can encode."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_DETAIL_CHARS else f"{text[: MAX_DETAIL_CHARS - 32]}... ({len(text)} characters)"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, JsonValue, ValidationError
 
 from contract.calls import CallUsage, Record
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.names import tenant_key
 from contract.run_events import PROGRESS_EVENTS, Failure, FailureKind, Grade, RunEnded, RunEvent, parse_event
 from contract.sandboxes import DEFAULT_OPTIONS, SandboxOptions
@@ -114,7 +114,7 @@ ARTIFACTS_FOLDER = "/output/artifacts"
 
 
 class Grader(Record):
-    """How an item is graded. `command`: for bash, in /workspace of a new sandbox of `image`. `files`: what /workspace
+    """Grading of an item. `command`: for bash, in /workspace of a new sandbox of `image`. `files`: what /workspace
     has, like the workspace of an item. `artifacts`: patterns of files of the item's workspace; empty: the files that
     differ from its start. `reward_file`: absolute path of the file with the reward; None: the exit status.
     """
@@ -226,7 +226,7 @@ class BatchDefaults(Record):
     """
 
 
-class RowPlace(Record):
+class RowLocation(Record):
     """The last location of the rows of a batch. `host`: the name of the machine with these paths."""
 
     host: str
@@ -249,7 +249,7 @@ class BatchRecord(Record):
     ended_at: float = 0.0
     name: str = ""
     is_detached: bool = False
-    rows: RowPlace | None = None
+    rows: RowLocation | None = None
     succeeded: int = 0
     failed: dict[FailureKind, int] = Field(default_factory=dict)
 
@@ -283,7 +283,7 @@ def seal_defaults(keys: SigningKeys, tenant: str, batch: str, defaults: BatchDef
     return keys.seal(f"defaults {tenant} {batch}", defaults.model_dump_json())
 
 
-def seal_rows(keys: SigningKeys, tenant: str, batch: str, position: RowPlace) -> str:
+def seal_rows(keys: SigningKeys, tenant: str, batch: str, position: RowLocation) -> str:
     """Return the signed location of a batch's rows. The signature matters, because a later command writes files
     there.
     """
@@ -298,7 +298,7 @@ def parse_batch(keys: SigningKeys, tenant: str, batch: str, fields: Mapping[byte
             keys.unseal(f"defaults {tenant} {batch}", values.get("defaults", ""))
         )
         rows = values.pop("rows", "")
-        values["rows"] = RowPlace.model_validate_json(keys.unseal(f"rows {tenant} {batch}", rows)) if rows else None
+        values["rows"] = RowLocation.model_validate_json(keys.unseal(f"rows {tenant} {batch}", rows)) if rows else None
         values["failed"] = {kind: int(values.pop(f"failed:{kind}", 0)) for kind in FailureKind}
         values = {name: value for name, value in values.items() if name in BatchRecord.model_fields}
         return BatchRecord.model_validate(values, strict=False)
@@ -335,7 +335,9 @@ def build_ended(outcome: ItemOutcome, at: float) -> RunEnded:
         state=final_state(outcome.failure),
         failure=outcome.failure,
         steps=_count(steps),
-        usage=Usage(*(_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens"))),
+        usage=TokenUsage(
+            *(_count(counts.get(name)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens"))
+        ),
         cost=float(cost) if isinstance(cost, int | float) else None,
         task=outcome.task,
         grade=outcome.grade,

@@ -32,7 +32,7 @@ SIZES_TTL_S = 2 * 3600
 ROOM_WAIT_S = 30.0
 """Time that a call waits for other calls of its tenant to free room, in seconds."""
 RESULT_ROOM_WAIT_S = 10.0
-"""Time that a result waits for room, in seconds. Shorter, because the call has acted and its caller waits."""
+"""Time that a result waits for room, in seconds. Less than ROOM_WAIT_S, because the caller waits."""
 ROOM_PAUSE_S = 0.2
 _DIGEST_CHARS = 64
 # KEYS: sizes. ARGV: prefix of the keys of blobs, name of the blob ('' to check only), its size, the limit, lifetime of

@@ -1,6 +1,6 @@
 """Budgets of tenants: the amounts used on this day and in this month, and the notices about them. Each process reads
-the usage of a tenant at most once every POLICY_FRESH_S seconds, and only if the tenant has budgets. So a call costs
-nothing more, and a budget is in force everywhere within 2 seconds.
+the usage of a tenant at most once every POLICY_FRESH_S seconds, and only if the tenant has budgets. So calls need
+no extra read, and a budget is in force everywhere within 2 seconds.
 """
 
 import time

@@ -19,14 +19,14 @@ from contract.errors import BrokerUnavailable
 from contract.names import (
     call_key,
     host_key,
-    place_key,
+    location_key,
     result_channel_pattern,
     result_key,
     tenant_calls_key,
     tenant_sessions_key,
 )
 from store.calls import PUBLISH
-from store.connection import CLOSED, LuaScript, RedisClient, ScriptConnection, SharedClock, Unanswered, broker_errors
+from store.connection import CLOSED, LuaScript, RedisClient, ReplyMissing, ScriptConnection, SharedClock, broker_errors
 from store.slots import held_slots_key
 from store.tasks import cancel_all
 from telemetry.logs import get_logger
@@ -105,7 +105,7 @@ class Publisher:
             try:
                 outcome = await self._post(keys, arguments)
                 break
-            except Unanswered as unanswered:
+            except ReplyMissing as unanswered:
                 may_be_sent = may_be_sent or unanswered.may_have_run
                 if str(unanswered) == CLOSED:
                     raise BrokerUnavailable(
@@ -142,13 +142,13 @@ class Publisher:
             *(call.attempt, nonce, call.tool, call.text, call.task_id, call.ticket, call.slot, call.call_id),
         ]
         if call.session is not None and call.fence is not None:
-            keys += [place_key(self._deployment, call.tenant, call.session), host_key(self._deployment, call.queue)]
+            keys += [location_key(self._deployment, call.tenant, call.session), host_key(self._deployment, call.queue)]
             keys.append(tenant_sessions_key(self._deployment, call.tenant))
             arguments += [call.session, call.fence, call.extra_s]
         return keys, arguments
 
     async def _post(self, keys: list[str], arguments: list[str | int]) -> str:
-        """Send the call once, and return the outcome. Raises RedisError: Redis refused the script. Raises Unanswered:
+        """Send the call once, and return the outcome. Raises RedisError: Redis refused the script. Raises ReplyMissing:
         the call may have been sent.
         """
         began = asyncio.get_running_loop().time()

@@ -30,7 +30,7 @@ from contract.names import (
     host_key,
     host_of,
     is_blob_of,
-    place_key,
+    location_key,
     result_key,
     seen_tenants_key,
     tenant_calls_key,
@@ -124,7 +124,7 @@ class CallLife(ShownCall):
     - `is_held`: whether the worker that runs the call still reports.
     - `run_s`: None for a lost call, because `ended_at` is then the time at which the loss was noticed.
     - `waits_in`: `admission` (for a slot) or `queue`. `ahead`: how many of the `waiting` calls are before this call.
-    - `place`: the location of its session; None if the session is closed or has expired.
+    - `location`: the location of its session; None if the session is closed or has expired.
     - `result`: None if Redis no longer stores the result. Its JSON omits the output, because only the caller may read
       it.
     """
@@ -154,19 +154,19 @@ class CallLife(ShownCall):
     waits_in: str | None = None
     ahead: int | None = None
     waiting: int | None = None
-    place: SessionLocation | None = None
+    location: SessionLocation | None = None
     result: ToolResult | None = None
 
-    @field_serializer("place", when_used="json-unless-none")
-    def _show_place(self, place: SessionLocation) -> dict[str, Any]:
+    @field_serializer("location", when_used="json-unless-none")
+    def _show_location(self, location: SessionLocation) -> dict[str, Any]:
         return {
-            "state": place.state.value,
-            "host": host_of(place.queue) if place.queue else None,
-            "queue": place.queue or None,
-            "generation": place.fence,
-            "opened_at": format_instant(place.opened_at, "milliseconds") if place.opened_at else None,
-            "checkpoint": show_checkpoint(place.checkpoint),
-            "checkpoint_at": format_instant(place.checkpoint_at, "milliseconds") if place.checkpoint_at else None,
+            "state": location.state.value,
+            "host": host_of(location.queue) if location.queue else None,
+            "queue": location.queue or None,
+            "generation": location.fence,
+            "opened_at": format_instant(location.opened_at, "milliseconds") if location.opened_at else None,
+            "checkpoint": show_checkpoint(location.checkpoint),
+            "checkpoint_at": format_instant(location.checkpoint_at, "milliseconds") if location.checkpoint_at else None,
         }
 
     @field_serializer("result", when_used="json-unless-none")
@@ -286,7 +286,7 @@ class CallReader:
             ended_at=record.ended_at or None,
             queued_s=_seconds(record.queued_at, record.started_at),
             run_s=_seconds(record.started_at, record.ended_at) if not record.noticed_by else None,
-            place=await self._place(tenant, record.session),
+            location=await self._read_location(tenant, record.session),
             result=await self._result(tenant, call_id, record),
         )
 
@@ -374,10 +374,10 @@ class CallReader:
     async def _tickets(self, call_id: str) -> list[tuple[str, dict[str, Any]]]:
         return (await self._scan("waiting", MAX_SEARCHED, f'"call":"{call_id}"'.encode()))[0]
 
-    async def _place(self, tenant: str, session: str) -> SessionLocation | None:
+    async def _read_location(self, tenant: str, session: str) -> SessionLocation | None:
         if not session:
             return None
-        fields: Any = await _ask(self._client.hgetall(place_key(self._deployment, tenant, session)))
+        fields: Any = await _ask(self._client.hgetall(location_key(self._deployment, tenant, session)))
         try:
             return parse_session_location(fields)
         except ValidationError:

@@ -55,7 +55,7 @@ from contract.names import (
     host_key,
     hosts_key,
     kills_key,
-    place_key,
+    location_key,
     result_key,
     tombstone_key,
 )
@@ -715,7 +715,7 @@ class WorkerCallStore:
         """
         key = self._key(context.tenant, call.id)
         fence = context.fence if context.session is not None and context.fence is not None else ""
-        location = place_key(self._deployment, context.tenant, context.session) if fence and context.session else key
+        location = location_key(self._deployment, context.tenant, context.session) if fence and context.session else key
         may_move = int(call.name == "session.open")
         arguments = [holder, repr(context.deadline_at), fence, may_move, call.name, context.session or "", self._node]
         return self._decide(partial(self._claim, meanwhile=meanwhile), [key, location], context, arguments)

@@ -368,7 +368,7 @@ _INCOMPLETE = object()
 """The return value of the parser for an incomplete reply."""
 
 
-class Unanswered(RedisConnectionError):
+class ReplyMissing(RedisConnectionError):
     """Redis did not answer a script. `may_have_run`: the script was written to the connection, so Redis may have run
     it.
     """
@@ -415,7 +415,7 @@ class ScriptConnection(asyncio.Protocol):
     def run(
         self, script: LuaScript, keys: Sequence[str], arguments: Sequence[str | int | float]
     ) -> "asyncio.Future[Any]":
-        """Return the future reply of the script. The future raises Unanswered, or the RedisError that Redis sent as
+        """Return the future reply of the script. The future raises ReplyMissing, or the RedisError that Redis sent as
         the reply.
 
         A script whose future is cancelled before the script is written is not sent.
@@ -432,7 +432,7 @@ class ScriptConnection(asyncio.Protocol):
         return invocation.answer
 
     async def aclose(self) -> None:
-        """Close the connection. Scripts without a reply get Unanswered."""
+        """Close the connection. Scripts without a reply get ReplyMissing."""
         self._is_closed = True
         self._lose(CLOSED)
         unsent, self._unsent = self._unsent, []
@@ -575,4 +575,4 @@ def _parse_error(text: str) -> Exception:
 def _fail(invocations: Iterable[_Invocation], reason: str, *, may_have_run: bool) -> None:
     for invocation in invocations:
         if not invocation.answer.done():
-            invocation.answer.set_exception(Unanswered(reason, may_have_run=may_have_run))
+            invocation.answer.set_exception(ReplyMissing(reason, may_have_run=may_have_run))

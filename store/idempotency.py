@@ -56,11 +56,11 @@ return 0
 @dataclass(frozen=True)
 class SlotClaim:
     """The claim of a request to its slot. `pending`: the content of the slot while the request runs; no other request
-    writes the same content. `gone`: the key that exists if the claim was released before Redis received it.
+    writes the same content. `released`: the key that exists if the claim was released before Redis received it.
     """
 
     slot: str
-    gone: str
+    released: str
     account: str
     pending: str
 
@@ -93,7 +93,7 @@ class IdempotencyStore:
             # The limit is approximate: requests that run at the same time may exceed it by their own responses.
             is_full = await self.count(claim.account) > KEPT_BYTES
             content: Any = await self._claim(
-                [claim.slot, claim.gone], [claim.pending, PENDING_S, "full" if is_full else ""]
+                [claim.slot, claim.released], [claim.pending, PENDING_S, "full" if is_full else ""]
             )
         if content == b"full":
             raise ToolFailure(ErrorCode.QUOTA_EXCEEDED, FULL)
@@ -131,7 +131,7 @@ class IdempotencyStore:
         """Free the slot, if that claim still holds it. Repeatable. Raises BrokerUnavailable when Redis does not
         answer.
         """
-        await self._settle(self._release([claim.slot, claim.gone], [claim.pending, PENDING_S]))
+        await self._settle(self._release([claim.slot, claim.released], [claim.pending, PENDING_S]))
 
     async def count(self, account: str) -> int:
         """Return how many bytes are stored for the account. Each hour has its own counter, which expires a day later

@@ -51,7 +51,7 @@ return redis.call('HDEL', KEYS[1], ARGV[1])
 
 @dataclass(frozen=True)
 class StoredEndpoint:
-    """An endpoint and its place. `tenant` None: of the deployment."""
+    """An endpoint and its owner. `tenant` None: the deployment."""
 
     name: str
     tenant: str | None

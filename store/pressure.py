@@ -122,10 +122,10 @@ class Pressure:
             loop_now = asyncio.get_running_loop().time()
             if self._scan is None or loop_now - self._scanned_at >= FRESH_S:
                 with broker_errors(_WHAT):
-                    self._scan, self._scanned_at = await self._scanned(), loop_now
+                    self._scan, self._scanned_at = await self._run_scan(), loop_now
             return self._scan
 
-    async def _scanned(self) -> _Scan:
+    async def _run_scan(self) -> _Scan:
         """Read all waiting calls in steps. Redis serves other clients between two steps."""
         calls: dict[tuple[str, str], list[float]] = defaultdict(list)
         paused = Counter[str]()

@@ -33,7 +33,7 @@ return 1
 
 
 @dataclass
-class Resealed:
+class ResealResult:
     """The result of signing again. `signed`: number of records with a new signature. `refused`: names of records that
     cannot be verified; they are not changed.
     """
@@ -42,7 +42,7 @@ class Resealed:
     refused: list[str] = field(default_factory=list)
 
 
-async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> Resealed:
+async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> ResealResult:
     """Sign API keys, policies, switches, model endpoints and installed skills with the present secret, and encrypt
     secrets with it. Repeatable. Raises BrokerUnavailable when Redis does not answer.
     """
@@ -57,7 +57,7 @@ async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKe
         model_endpoints_key(deployment): ("model endpoint", sign(endpoint_purpose)),
         secrets_key(deployment, None): ("secret", partial(reseal_secret, keys, None)),
     }
-    done, script = Resealed(), client.register_script(_REPLACE)
+    done, script = ResealResult(), client.register_script(_REPLACE)
     with broker_errors("some records were not signed again"):
         names: Any = await client.hkeys(tenants_key(deployment))
         for tenant in {DEFAULT_TENANT, *(raw.decode(errors="replace") for raw in names)} - {VERSION_FIELD}:

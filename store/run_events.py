@@ -216,7 +216,7 @@ class BatchEventReader:
 
 def _page(run: str, after: str, events: list[StoredEvent], tip: str, values: Mapping[str, str]) -> EventPage:
     trimmed, last = values["trimmed"], values["last_event"]
-    entries = [(trimmed, _missed(run))] if trimmed and is_before(after, trimmed) else []
+    entries = [(trimmed, _build_missed_event(run))] if trimmed and is_before(after, trimmed) else []
     entries += events
     if values["state"] != "ended":
         return EventPage(tuple(entries), tip, is_over=False)
@@ -226,12 +226,12 @@ def _page(run: str, after: str, events: list[StoredEvent], tip: str, values: Map
         # The stream has expired, a day after the end, or Redis has lost it. The record still contains the end of the
         # run.
         previous = _id_before(last)
-        entries = [(previous, _missed(run))] if is_before(after, previous) else []
+        entries = [(previous, _build_missed_event(run))] if is_before(after, previous) else []
         entries.append((last, values["end"]))
     return EventPage(tuple(entries), tip, is_over=entries[-1][0] == last)
 
 
-def _missed(run: str) -> str:
+def _build_missed_event(run: str) -> str:
     return build_event(EventsMissed(run=run).to_json())
 
 

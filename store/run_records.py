@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from contract.calls import CallUsage, Clocks, Record
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.run_events import Failure, FailureKind, RunEnded
 from contract.signing import SigningKeys, readable
 from store.batches import (
@@ -89,7 +89,7 @@ class RunEnd(Record):
     is_cut: bool = False
     stop_reason: str | None = None
     steps: int = 0
-    usage: Usage = Usage()
+    usage: TokenUsage = TokenUsage()
     cost: float | None = None
     clocks: Clocks = Clocks()
     call_usage: CallUsage = CallUsage()

@@ -34,7 +34,7 @@ from store.batches import (
     BatchRecord,
     BatchState,
     ItemOutcome,
-    RowPlace,
+    RowLocation,
     batch_key,
     batches_key,
     member,
@@ -172,7 +172,7 @@ class RunQueue:
         sealed = seal_defaults(self.keys, tenant, batch, defaults)
         await self._set(tenant, batch, concurrency=concurrency, defaults=sealed, is_detached=int(is_detached))
 
-    async def note_rows(self, tenant: str, batch: str, position: RowPlace) -> None:
+    async def note_rows(self, tenant: str, batch: str, position: RowLocation) -> None:
         """Store where the rows of a batch are written."""
         await self._set(tenant, batch, rows=seal_rows(self.keys, tenant, batch, position))
 
@@ -240,7 +240,9 @@ class RunQueue:
             names = [run.decode() for run in waiting]
             records = await self.runs([(tenant, name) for name in names])
             outcomes = [
-                _cancelled(name, record) for name, record in zip(names, records, strict=True) if record is not None
+                _build_cancelled_outcome(name, record)
+                for name, record in zip(names, records, strict=True)
+                if record is not None
             ]
             dropped += len(await self.settle(tenant, batch, outcomes))
         return dropped if record.state in (BatchState.IN_PROGRESS, BatchState.CANCELLING) else 0
@@ -423,7 +425,9 @@ class RunQueue:
         records = await self._fields([(tenant, run) for tenant, _, run in abandoned])
         for (tenant, batch, run), fields in zip(abandoned, records, strict=True):
             try:
-                await self.settle(tenant, batch, [_cancelled(run, await self._parse(tenant, run, fields))])
+                await self.settle(
+                    tenant, batch, [_build_cancelled_outcome(run, await self._parse(tenant, run, fields))]
+                )
             except ConfigError as error:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
 
@@ -675,7 +679,7 @@ def _in_steps(values: Iterable[T]) -> Iterator[list[T]]:
         yield some
 
 
-def _cancelled(run: str, record: RunRecord) -> ItemOutcome:
+def _build_cancelled_outcome(run: str, record: RunRecord) -> ItemOutcome:
     failure = Failure(
         kind=FailureKind.CANCELLED,
         code=ErrorCode.CANCELLED.value,

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from contract.calls import Record
 from contract.clock import Instant
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.names import host_of, place_key
+from contract.names import host_of, location_key
 from contract.session_locations import SessionLocation, open_start, show_checkpoint
 from contract.signing import SigningKeys
 from store.connection import RedisClient, broker_errors
@@ -124,7 +124,7 @@ class SessionList:
     async def _locations(self, rows: Sequence["_Row"]) -> list["OpenSession | Literal['expired', 'unreadable']"]:
         pipe = self._client.pipeline(transaction=False)
         for row in rows:
-            pipe.hgetall(place_key(self._deployment, row.tenant, row.session))
+            pipe.hgetall(location_key(self._deployment, row.tenant, row.session))
         with broker_errors(_LIST):
             read: list[Mapping[bytes, bytes]] = await pipe.execute()
         return [self._parse(row, fields) for row, fields in zip(rows, read, strict=True)]

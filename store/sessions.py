@@ -39,7 +39,7 @@ from contract.names import (
     host_key,
     host_prefix,
     hosts_key,
-    place_key,
+    location_key,
     seen_tenants_key,
     tenant_key,
     tenant_sessions_key,
@@ -57,7 +57,7 @@ from contract.signing import SigningKeys
 from store.connection import RedisClient, SyncRedis, broker_errors
 from store.usage import COUNT_STORED_LUA, USAGE_LUA, usage_prefix
 
-HostFate = Literal["alive", "silent", "given_up"]
+HostState = Literal["alive", "silent", "given_up"]
 MOVE_S = 600
 """Time in which one process must open a session on another host, in seconds. After this time, another process may try.
 """
@@ -351,15 +351,15 @@ class SessionStore:
         self, tenant: str, parent: str, starts: Mapping[str, str], queue: str, *, facts: str, limit: int
     ) -> None:
         """Create the locations of all new sessions of a fork, or none. `starts`: name -> start. `queue`: where the fork
-        was made. `facts`: as of `settle`.
+        was made. `facts`: as in `settle`.
 
-        Raises ToolFailure: QUOTA_EXCEEDED as of `open`. Raises SandboxUnavailable: the parent was moved or closed.
+        Raises ToolFailure: QUOTA_EXCEEDED as in `open`. Raises SandboxUnavailable: the parent was moved or closed.
         """
         keys = self._listed_keys(tenant, parent)
         arguments: list[str | int] = [queue, facts, limit, tenant, deployment_key(self._deployment, "")]
         arguments += [LOCATION_MARGIN_S, FACTS_MARGIN_S]
         for name, start in starts.items():
-            keys += [place_key(self._deployment, tenant, name), session_facts_key(self._deployment, tenant, name)]
+            keys += [location_key(self._deployment, tenant, name), session_facts_key(self._deployment, tenant, name)]
             arguments += [name, start]
         with broker_errors(_WHAT):
             result = _text(await self._fork(keys=keys, args=arguments))
@@ -371,7 +371,7 @@ class SessionStore:
     async def find(self, tenant: str, session: str) -> SessionLocation | None:
         """Return the location of a session; None if it is closed, has expired, or belongs to another tenant."""
         with broker_errors(_WHAT):
-            fields: Any = await self._client.hgetall(place_key(self._deployment, tenant, session))
+            fields: Any = await self._client.hgetall(location_key(self._deployment, tenant, session))
         try:
             return parse_session_location(fields)
         except ValidationError as error:
@@ -385,7 +385,7 @@ class SessionStore:
         """Claim the move of a session to `queue`. Return None if its location has changed, or if another process is
         moving it.
         """
-        keys = [place_key(self._deployment, tenant, session)]
+        keys = [location_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             fence = int(await self._move(keys=keys, args=[seen_fence, queue, MOVE_S, seen_state.value]))
         return SessionAddress(queue, fence) if fence else None
@@ -394,7 +394,7 @@ class SessionStore:
         """End a move: the session is open on the new host, or (MOVING) any process may try again. `facts`: the report
         of its host, for a program that attaches later. Return False if the session has been moved again.
         """
-        keys = [place_key(self._deployment, tenant, session), session_facts_key(self._deployment, tenant, session)]
+        keys = [location_key(self._deployment, tenant, session), session_facts_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
             return bool(await self._settle(keys=keys, args=[fence, state.value, facts, FACTS_MARGIN_S]))
 
@@ -404,9 +404,9 @@ class SessionStore:
             facts = await self._client.get(session_facts_key(self._deployment, tenant, session))
         return facts.decode(errors="replace") if isinstance(facts, bytes) else None
 
-    async def fate(self, queue: str) -> HostFate:
-        """Return the fate of a host instance. A silent instance may return: after an outage of Redis, every host is
-        silent for a moment.
+    async def host_state(self, queue: str) -> HostState:
+        """Return the state of a host instance. A `silent` one may report again: after an outage of Redis, all reports
+        are missing.
         """
         pipe = self._client.pipeline(transaction=True)
         pipe.mget(host_key(self._deployment, queue), tombstone_key(self._deployment, queue))
@@ -429,7 +429,7 @@ class SessionStore:
     def _listed_keys(self, tenant: str, session: str) -> list[str]:
         """Return the keys of a session's location and of all lists that contain the session."""
         return [
-            place_key(self._deployment, tenant, session),
+            location_key(self._deployment, tenant, session),
             tenant_sessions_key(self._deployment, tenant),
             open_sessions_key(self._deployment),
             tenant_open_sessions_key(self._deployment, tenant),
@@ -607,7 +607,7 @@ class WorkerSessionStore:
 
     def _key(self, name: str) -> str:
         tenant, _, session = name.partition(":")
-        return place_key(self._deployment, tenant, session)
+        return location_key(self._deployment, tenant, session)
 
 
 def _parse_readable(fields: Any) -> SessionLocation | None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from contract.errors import BrokerUnavailable
 from contract.names import admission_prefix, slots_key
 from contract.tenancy import TenantPolicy
-from store.connection import CLOSED, LuaScript, RedisClient, ScriptConnection, Unanswered, broker_errors
+from store.connection import CLOSED, LuaScript, RedisClient, ReplyMissing, ScriptConnection, broker_errors
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -84,7 +84,7 @@ def load_script() -> str:
 
 def grants_channel(deployment: str, orchestrator: str) -> str:
     """Return the channel on which an orchestrator receives the grants from steps of other orchestrators."""
-    return f"{admission_prefix(deployment)}told:{orchestrator}"
+    return f"{admission_prefix(deployment)}grants:{orchestrator}"
 
 
 def held_slots_key(deployment: str) -> str:
@@ -343,7 +343,7 @@ class SlotStore:
 
     def _take_answer(self, step: "_Step", done: "asyncio.Future[bytes]") -> None:
         error = done.exception()
-        if isinstance(error, Unanswered) and error.may_have_run and not step.is_repeated:
+        if isinstance(error, ReplyMissing) and error.may_have_run and not step.is_repeated:
             # The connection may have been lost before Redis ran the step. Repeating a step is safe. Only once: the
             # callers must learn soon that Redis does not answer.
             self._run(replace(step, is_repeated=True))

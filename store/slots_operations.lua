@@ -322,7 +322,7 @@ end
 
 for _, entry in pairs(records) do save_record(entry) end
 for orchestrator, ids in pairs(granted) do
-  if orchestrator ~= this_orchestrator then redis.call('PUBLISH', prefix .. 'told:' .. orchestrator, cjson.encode(ids)) end
+  if orchestrator ~= this_orchestrator then redis.call('PUBLISH', prefix .. 'grants:' .. orchestrator, cjson.encode(ids)) end
 end
 if wakes_changed then wake = first_wake() end
 return cjson.encode({granted = granted[this_orchestrator] or {}, refused = refused, waiting = waiting, unknown = unknown, wake = wake and math.max(0, tonumber(wake) - now) or nil})

@@ -311,7 +311,7 @@ class RedisTenants(AuditedStore):
         """Replace a registered tenant's policy. A paused tenant stays paused. Raises the same errors as `change`."""
         for _ in range(MAX_CHANGES):
             present = await self._read_present(name)
-            if await self._write(name, present, self._as_paused(name, present, policy), "tenant.set"):
+            if await self._write(name, present, self._keep_pause(name, present, policy), "tenant.set"):
                 return
         raise BrokerUnavailable(
             f"tenant {name} was not changed, because other processes changed it at the same time: try again"
@@ -360,7 +360,7 @@ class RedisTenants(AuditedStore):
             args = [name, secrets.token_hex(8), entry, *own]
             revoked = int(await self._remove_script(keys=self._keys, args=args))
         if revoked < 0:
-            raise _missing(name)
+            raise _build_unknown_error(name)
         self._cache.forget()
         return revoked
 
@@ -387,7 +387,7 @@ class RedisTenants(AuditedStore):
         with broker_errors(f"tenant {name} was not changed"):
             sealed: Any = await self._client.hget(self._keys[0], name)
         if sealed is None and name != DEFAULT_TENANT:
-            raise _missing(name)
+            raise _build_unknown_error(name)
         present = bytes(sealed or b"")
         try:
             is_removed = self._parse(name, present).is_removed
@@ -448,7 +448,7 @@ class RedisTenants(AuditedStore):
             for field, value in changed.items()
         }
 
-    def _as_paused(self, name: str, present: bytes, policy: TenantPolicy) -> TenantPolicy:
+    def _keep_pause(self, name: str, present: bytes, policy: TenantPolicy) -> TenantPolicy:
         """Return the new policy, paused if the present policy is paused. A new policy must not resume a tenant by
         accident.
         """
@@ -470,7 +470,7 @@ def _check_name(name: str) -> None:
         ) from error
 
 
-def _missing(name: str) -> ToolFailure:
+def _build_unknown_error(name: str) -> ToolFailure:
     return ToolFailure(
         ErrorCode.UNKNOWN_TENANT,
         f"tenant {name} does not exist: see `toolcrew tenants list`, or register it (toolcrew tenants add {name})",

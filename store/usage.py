@@ -16,7 +16,7 @@ from typing import Any, Literal
 from contract.calls import SessionUsage
 from contract.clock import format_instant
 from contract.errors import ErrorCode, ToolFailure
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.names import tenant_key
 from contract.session_locations import MAX_TTL_S
 from store.connection import RedisClient, SyncRedis, broker_errors
@@ -25,14 +25,14 @@ DAY_S, HOUR_S = 24 * 3600, 3600
 USAGE_TTL_S = 400 * DAY_S
 SESSION_USAGE_TTL_S = int(MAX_TTL_S) + DAY_S
 REPLIES = "replies:"
-"""Field of a session with what its runs' replies used. No meter has a colon."""
+"""Field of a session for replies of models. No name of a meter has a colon."""
 AT_ONCE = 500
 MAX_DAYS: dict["By", int] = {"hour": 31, "day": 400}
 """Longest time of one report, in days."""
 MAX_AMOUNT = 10**12
 """Limit of an amount of one reply. The server of a model may report any number."""
 UNITS = {"cpu_us": 1e6, "sandbox_us": 1e6, "cost_millionths": 1e6}
-"""Units of fields in Redis in one unit of the report. Redis stores whole numbers only."""
+"""Redis units in one unit of the report, by field. Redis stores whole numbers only."""
 AMOUNTS = (
     *("calls", "cpu_us", "read_bytes", "written_bytes", "network_bytes", "sandbox_us"),
     *("prompt_tokens", "completion_tokens", "cached_tokens", "cost_millionths", "stored_bytes"),
@@ -157,7 +157,7 @@ class CallEnding:
 class ReplySpending:
     """Tokens of a reply of a model, and their cost in the currency of the prices; None without prices."""
 
-    usage: Usage = field(default_factory=Usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
     cost: float | None = None
 
     def amounts(self) -> list[int]:

@@ -28,7 +28,7 @@ def get_logger(name: str) -> Any:
 
 
 def _to_record(_: object, method: str, fields: MutableMapping[str, Any]) -> tuple[tuple[LogEvent], dict[str, Any]]:
-    """Return the arguments of the standard library's logging call. The last processor."""
+    """Last processor: return the arguments of the standard library's logging call."""
     if method == "exception":
         fields.setdefault("exc_info", True)
     # Read the exception now: another exception may be active when the record is formatted.

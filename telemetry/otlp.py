@@ -125,7 +125,7 @@ class _Otel:
 
     def put(self, span: Span) -> None:
         """Queue an ended span. Never waits."""
-        self._processor.on_end(self._converted(span))
+        self._processor.on_end(self._convert(span))
 
     def close(self) -> None:
         """Send the last spans, for at most CLOSE_S. The processor alone would wait 30 s for a slow collector."""
@@ -134,7 +134,7 @@ class _Otel:
         thread.join(CLOSE_S)
         self._exporter.shutdown()
 
-    def _converted(self, span: Span) -> Any:
+    def _convert(self, span: Span) -> Any:
         status = (
             self._api.Status(self._api.StatusCode.ERROR) if span.error else self._api.Status(self._api.StatusCode.UNSET)
         )

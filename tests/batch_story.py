@@ -6,7 +6,7 @@ from typing import Any
 
 from contract.calls import Clocks, ToolResult
 from contract.errors import ErrorCode
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.run_events import (
     BatchNotice,
     CallFinished,
@@ -39,7 +39,9 @@ def step_finished(
     tokens: tuple[int, int] = (0, 0),
 ) -> StepFinished:
     """Return the end of a step. `tokens`: of the prompt and of the completion."""
-    return StepFinished(run=run, at=at, attempt=attempt, item=item, step=step, model_s=model_s, usage=Usage(*tokens))
+    return StepFinished(
+        run=run, at=at, attempt=attempt, item=item, step=step, model_s=model_s, usage=TokenUsage(*tokens)
+    )
 
 
 def call_finished(
@@ -92,7 +94,7 @@ def ended(
         item=item,
         state=final_state(cause),
         failure=cause,
-        usage=Usage(*tokens),
+        usage=TokenUsage(*tokens),
         **fields,
     )
 

@@ -8,7 +8,7 @@ import redis
 
 from contract.errors import SandboxUnavailable
 from contract.hosts import HostReport
-from contract.names import place_key
+from contract.names import location_key
 from contract.session_locations import SessionLocation, open_checkpoint, seal_checkpoint
 from store.connection import SharedClock
 from store.hosts import WorkerHostStore
@@ -143,4 +143,4 @@ class HostHarness:
 
     def _key(self, name: str) -> str:
         tenant, _, session = name.partition(":")
-        return place_key(DEPLOYMENT, tenant, session)
+        return location_key(DEPLOYMENT, tenant, session)

@@ -6,7 +6,7 @@ from typing import Any
 from contract.hosts import HostReport
 from contract.session_locations import LocationState, SessionLocation
 from orchestrator.dispatch.dispatcher import Pool
-from store.sessions import HostFate, SessionAddress, SessionStore
+from store.sessions import HostState, SessionAddress, SessionStore
 
 
 def build_report(name: str = "h1", **fields: Any) -> HostReport:
@@ -77,7 +77,7 @@ class MemorySessionStore(SessionStore):
     async def facts(self, tenant: str, session: str) -> str | None:
         return self.loss_facts.get((tenant, session))
 
-    async def fate(self, queue: str) -> HostFate:
+    async def host_state(self, queue: str) -> HostState:
         return "alive"
 
     async def close(self, tenant: str, session: str) -> None:

@@ -29,9 +29,9 @@ from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_LEASE, LABEL_SANDBOXD
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Session
+from workers.sandboxd.session import HostSession
 from workers.sandboxd.sessions import Sessions
-from workers.sandboxd.skill_store import SkillStore
+from workers.sandboxd.skill_store import SkillVolume
 from workers.sandboxd.suspension import SuspensionStore
 from workers.settings import SandboxdSettings
 
@@ -112,7 +112,7 @@ class MemorySuspensionStore(SuspensionStore):
         self.refuse_to_unpack = 0
         self.refuse_to_forget = False
 
-    async def pack(self, session: Session, sandbox: Sandbox, *, is_whole: bool = False) -> str:
+    async def pack(self, session: HostSession, sandbox: Sandbox, *, is_whole: bool = False) -> str:
         if self.refuse:
             self.refuse -= 1
             raise SandboxUnavailable("no space for an archive")
@@ -120,7 +120,7 @@ class MemorySuspensionStore(SuspensionStore):
         self.archives[name] = session.id
         return name
 
-    async def unpack(self, session: Session, sandbox: Sandbox) -> None:
+    async def unpack(self, session: HostSession, sandbox: Sandbox) -> None:
         assert session.archive is not None
         if self.refuse_to_unpack:
             self.refuse_to_unpack -= 1
@@ -172,7 +172,7 @@ def build_host(
     engine: FakeEngine | None = None,
     suspension_store: MemorySuspensionStore | None = None,
     plans: Plans = PLANS,
-    prepare_network: Callable[[Session, Sandbox], Awaitable[None]] | None = None,
+    prepare_network: Callable[[HostSession, Sandbox], Awaitable[None]] | None = None,
 ) -> FakeHost:
     """Build all parts over a fake engine. The next host of the same name finds the content of `folder`."""
     engine = engine or FakeEngine(*behaviours)
@@ -240,7 +240,7 @@ class Sandboxd:
         self.clients.append(client)
         return client
 
-    def session(self, name: str = "acme:s1") -> Session:
+    def session(self, name: str = "acme:s1") -> HostSession:
         entry = self.sessions.find(name)
         assert entry is not None
         return entry
@@ -250,7 +250,7 @@ class Sandboxd:
         return client, await asyncio.to_thread(client.open, "acme", session, **fields)
 
 
-def sandbox_of(entry: Session) -> Sandbox:
+def sandbox_of(entry: HostSession) -> Sandbox:
     assert entry.sandbox is not None
     return entry.sandbox
 
@@ -272,7 +272,7 @@ async def running_sandboxd(
     """Run sandboxd without a container engine. `behaviours`: of the guests, in the order of their start."""
     host = build_host(path, *behaviours, plans=plans, **how)
     allowed = frozenset({os.geteuid()}) if uids is None else uids
-    skills = SkillStore(host.engine, "default", {})  # type: ignore[arg-type]
+    skills = SkillVolume(host.engine, "default", {})  # type: ignore[arg-type]
     values = SecretValues(host.sessions.cut_users)
     control = ControlRequests(
         host.sessions,

@@ -28,7 +28,7 @@ from contract.specs import Catalog, seal_catalog
 from contract.tenancy import Budgets
 from orchestrator.approvals.approvers import ApprovalRequest
 from orchestrator.approvals.asking import build_record
-from orchestrator.dialects.model import Usage
+from orchestrator.dialects.model import TokenUsage
 from orchestrator.runs.event_publisher import RunEventBuffer, RunEventPublisher
 from orchestrator.runs.hosted import HostedRuns
 from orchestrator.settings import OrchestratorSettings
@@ -102,7 +102,7 @@ class World:
         budgets = Budgets(tokens_per_day=500_000, cost_per_month=9.0)
         await self.tenants.change("acme", lambda policy: policy.model_copy(update={"budgets": budgets}))
         for tenant, tokens in (("acme", 1234), ("rival", 98_765)):
-            await UsageStore(self.redis, DEPLOYMENT).count_reply(tenant, "s", ReplySpending(Usage(tokens, 0), 1.5))
+            await UsageStore(self.redis, DEPLOYMENT).count_reply(tenant, "s", ReplySpending(TokenUsage(tokens, 0), 1.5))
 
     async def add_key(self, tenant: str) -> NewKey:
         return await self._keys.add(tenant, name="a key of a test")
@@ -270,7 +270,7 @@ class Worked:
         )
         self.teller.on_event(CallFinished(run=self.id, result=result))
         self.teller.on_event(
-            StepFinished(run=self.id, step=1, model_s=1.2, usage=Usage(prompt_tokens=1000, completion_tokens=20))
+            StepFinished(run=self.id, step=1, model_s=1.2, usage=TokenUsage(prompt_tokens=1000, completion_tokens=20))
         )
 
 

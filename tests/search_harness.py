@@ -10,7 +10,7 @@ from typing import Any
 from tests.guest_harness import GUEST_PARENT, RIPGREP
 
 assert GUEST_PARENT
-from guest.failures import Failure  # noqa: E402
+from guest.failures import RequestFailure  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
 from guest.search.glob_search import glob  # noqa: E402
 from guest.search.grep_search import grep  # noqa: E402
@@ -20,7 +20,7 @@ from guest.search.requests import GlobRequest, GrepRequest  # noqa: E402
 class Found:
     """The result of a search: lines, fields, or the failure."""
 
-    def __init__(self, text: str, fields: dict[str, Any], failure: Failure | None) -> None:
+    def __init__(self, text: str, fields: dict[str, Any], failure: RequestFailure | None) -> None:
         self.text = text
         self.lines = text.splitlines()
         self.fields = fields
@@ -85,7 +85,7 @@ class Harness:
             bench = LocalContext(paths)
             try:
                 done = serve(request_class(fields), bench)
-            except Failure as failure:
+            except RequestFailure as failure:
                 return Found(bench.sent.decode(), {}, failure)
         return Found(bench.sent.decode(), done, None)
 

@@ -13,7 +13,7 @@ from contract.names import catalog_key
 from contract.registry import ToolRegistry
 from contract.settings import BrokerSettings
 from contract.specs import Catalog, seal_catalog
-from orchestrator.admission import PausableAdmission, SharedAdmission, Unlimited
+from orchestrator.admission import PausableAdmission, SharedAdmission, UnlimitedAdmission
 from orchestrator.dispatch.call_events import CallEventListener
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.pool_connection import PoolConnection
@@ -83,7 +83,9 @@ class SwitchedPool:
         hosts, blobs = build_pool(), cast(Blobs, MemoryAsyncBlobs())
         await hosts.sessions.open("acme", SESSION, "q", start="{}", ttl_s=60, limit=1)
         tenants = RedisTenants(redis, "default", KEY)
-        admission = PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else Unlimited()
+        admission = (
+            PausableAdmission(SharedAdmission(redis, "default"), tenants) if has_admission else UnlimitedAdmission()
+        )
         installed = SkillStore(redis, "default", KEY)
         offers = TenantCatalog(catalog, installed)
         dispatcher = Dispatcher(

@@ -110,7 +110,7 @@ class RecordingSandboxClient(SandboxClient):
         try:
             self._sessions.record_requested(name, str(saved["checkpoint"]), taken_at)
         except BrokerUnavailable as error:
-            # The checkpoint exists. Without the record, the loss of the host costs more changes than necessary.
+            # The checkpoint exists. Without the record, more changes than necessary are lost with the host.
             log.warning("checkpoint_not_recorded", checkpoint=saved["checkpoint"], error=str(error))
         return saved
 
@@ -145,7 +145,7 @@ class WatchedSession:
 
 
 class CheckpointMonitor:
-    """Saves changed sessions, so that the loss of a host costs few changes.
+    """Saves changed sessions, so that few changes are lost with a host.
 
     A session is saved at most every `every_s` seconds. A few sessions are packed at the same time.
     """

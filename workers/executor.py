@@ -199,7 +199,7 @@ class Executor:
         prepared = prepare()
         if isinstance(prepared, ToolResult):
             # The record must say `forbidden` before the sender gets the refusal. Otherwise a repeated message could
-            # start the call when the reason for the refusal is gone.
+            # start the call when that reason no longer exists.
             if claim in (CallClaim.GRANTED, CallClaim.MOVED):
                 claim = _attempt(call, lambda: self._claims.refuse(call, context, self._resources.holder))
             # The sender gets the refusal even if Redis cannot record it.

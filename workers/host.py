@@ -52,7 +52,7 @@ from workers.reports import (
     build_pool_report,
     describe_process,
     read_store,
-    take_incarnation,
+    take_queue_name,
 )
 from workers.sandbox_client import SandboxClient
 from workers.settings import WorkerSettings
@@ -137,13 +137,13 @@ class SandboxHost:
         self._sandboxd = SandboxdMonitor(first, self._end_after_restart)
         self._facts = _Facts(settings.host, secrets.token_hex(4), describe_process(), settings.concurrency, time.time())
         hosts = WorkerHostStore(connect_once(self._broker), self._broker.deployment, clock)
-        incarnation = take_incarnation(settings.host, str(first["boot"]), hosts, self._report)
-        self.queue, self.worker = incarnation.queue, self._facts.worker
+        taken = take_queue_name(settings.host, str(first["boot"]), hosts, self._report)
+        self.queue, self.worker = taken.queue, self._facts.worker
         self.queues: tuple[str, ...] = (self.queue,)
         self.control_queues: tuple[str, ...] = (self.queue,)
         self._sessions = self.open_sessions()
         # Decide about the sessions before the first call: a stale session must not serve a call.
-        self._adoption = AdoptionMonitor(self._sessions, hosts, incarnation.ended)
+        self._adoption = AdoptionMonitor(self._sessions, hosts, taken.ended)
         with self._open_client() as sandboxd:
             self._adoption.begin(str(row["name"]) for row in sandboxd.sessions())
         self._heartbeat = Heartbeat(hosts, lambda: self._report(self.queue), clock, self._end_for_loss)

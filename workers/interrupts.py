@@ -60,7 +60,7 @@ class CancelBoard:
 
 
 @dataclass(frozen=True)
-class _Running:
+class _RunningCall:
     call: ToolCall
     context: ToolContext
     started: float
@@ -79,7 +79,7 @@ class CallInterrupts(ExecutorMiddleware):
         """
         self._board = board
         self._clean_up = clean_up
-        self._running: _Running | None = None
+        self._running: _RunningCall | None = None
 
     def listen(self) -> None:
         """Replace Celery's handler of the signal. Celery's handler raises no matter what the process is doing."""
@@ -107,7 +107,7 @@ class CallInterrupts(ExecutorMiddleware):
         self.listen()
         # Set `_running` before the check of the board. A cancel that arrives between the two lines then raises in the
         # signal handler.
-        self._running = _Running(call, context, time.monotonic())
+        self._running = _RunningCall(call, context, time.monotonic())
         if self._board.is_marked(context.tenant, call.id):
             raise CallInterrupted(ErrorCode.CANCELLED, f"{call.name} was cancelled before it began")
 

@@ -117,7 +117,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Incarnation:
+class TakenQueueName:
     """A queue name that this worker has taken.
 
     `ended` lists the reports of ended workers of this host. Their sessions now belong to this worker.
@@ -127,7 +127,7 @@ class Incarnation:
     ended: tuple[HostReport, ...]
 
 
-def take_incarnation(host: str, boot: str, hosts: WorkerHostStore, build: Callable[[str], HostReport]) -> Incarnation:
+def take_queue_name(host: str, boot: str, hosts: WorkerHostStore, build: Callable[[str], HostReport]) -> TakenQueueName:
     """Take the first free queue name of this boot: `host.<host>.<boot>`, then the name with `.2`, `.3`.
 
     Send its first report. Each process has its own name, because a killed worker loses the message that Redis has
@@ -146,7 +146,7 @@ def take_incarnation(host: str, boot: str, hosts: WorkerHostStore, build: Callab
         # Withdraw the name again, so that no process sends calls to a worker that ends now.
         hosts.leave("drained", build(queue))
         raise _second(rival)
-    return Incarnation(queue, ended)
+    return TakenQueueName(queue, ended)
 
 
 def _take_name(host: str, boot: str, hosts: WorkerHostStore, build: Callable[[str], HostReport]) -> str:
@@ -196,7 +196,7 @@ def _has_fallen_silent(hosts: WorkerHostStore, report: HostReport) -> bool:
 def _find_elder(hosts: WorkerHostStore, host: str, queue: str) -> HostReport | None:
     """Return the report of a worker of the same boot with an earlier name.
 
-    Of two workers that start together, the later one yields.
+    If two workers start together, the later one yields.
     """
     own_number = _number(queue)
     base = ".".join(queue.split(".")[:3])

@@ -194,15 +194,15 @@ class SandboxClient:
         # Bounded: sandboxd ends a sandbox that sends more than the request allows.
         gathered: dict[str, bytearray] = {}
         # Before the connection: arguments that are too large are a failure of the call, not of sandboxd.
-        first = _encoded(header, body[:_BODY_CHUNK])
+        first = _encode_frame(header, body[:_BODY_CHUNK])
         with self._errors():
-            sock = self._connected()
+            sock = self._connect()
             sock.settimeout(timeout_s)
             # Set before the first byte: even a partial send may reach sandboxd.
             self._was_sent = True
             sock.sendall(first)
             for at in range(_BODY_CHUNK, len(body), _BODY_CHUNK):
-                sock.sendall(_encoded({"verb": "data"}, body[at : at + _BODY_CHUNK]))
+                sock.sendall(_encode_frame({"verb": "data"}, body[at : at + _BODY_CHUNK]))
             # From here, because the limit of the call starts in sandboxd when the body is complete.
             deadline = time.monotonic() + timeout_s
             while (frame := self._next(deadline)).header.get("ev") == "data":
@@ -212,7 +212,7 @@ class SandboxClient:
                     on_data(stream, frame.body)
                 else:
                     gathered.setdefault(stream, bytearray()).extend(frame.body)
-        return GuestResponse(_checked(frame.header), {stream: bytes(data) for stream, data in gathered.items()})
+        return GuestResponse(_check_answer(frame.header), {stream: bytes(data) for stream, data in gathered.items()})
 
     def find_skill(self, name: str, digest: str, *, shared: bool) -> str | None:
         """Return the folder of a skill's bundle in every sandbox; None when the bundle must be placed first.
@@ -228,7 +228,7 @@ class SandboxClient:
         `archive` is a tar archive of the bundle's files, sorted by path.
         """
         header = {"verb": "skill", "sandbox": name, "digest": digest, "shared": shared}
-        return str(_checked(self._exchange(header, OPEN_TIMEOUT_S, archive).header)["place"])
+        return str(_check_answer(self._exchange(header, OPEN_TIMEOUT_S, archive).header)["place"])
 
     def cancel(self, name: str, call_id: str) -> bool:
         """Kill the processes of a call. Return False when the call is not running."""
@@ -255,7 +255,7 @@ class SandboxClient:
         """
         body = io.BytesIO(json.dumps(values).encode())
         answer = self._exchange({"verb": "secrets"}, 10.0, body)
-        _checked(answer.header)
+        _check_answer(answer.header)
         return dict(json.loads(answer.body))
 
     def status(self) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class SandboxClient:
         after: str | None = ""
         while after is not None:
             page = self._exchange({"verb": verb, "after": after}, 10.0)
-            after = _checked(page.header)["next"]
+            after = _check_answer(page.header)["next"]
             rows += json.loads(page.body)
         return rows
 
@@ -313,7 +313,7 @@ class SandboxClient:
         self.disconnect()
 
     def _request(self, header: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        return _checked(self._exchange(header, timeout_s).header)
+        return _check_answer(self._exchange(header, timeout_s).header)
 
     def _exchange(self, header: Mapping[str, Any], timeout_s: float, body: IO[bytes] | None = None) -> Frame:
         first = b""
@@ -322,15 +322,15 @@ class SandboxClient:
             body.seek(0)
             first = body.read(_BODY_CHUNK)
         with self._errors():
-            sock = self._connected()
+            sock = self._connect()
             sock.settimeout(timeout_s)
             self._was_sent = True
-            sock.sendall(_encoded(header, first))
+            sock.sendall(_encode_frame(header, first))
             while body is not None and (data := body.read(_BODY_CHUNK)):
-                sock.sendall(_encoded({"verb": "data"}, data))
+                sock.sendall(_encode_frame({"verb": "data"}, data))
             return self._next(time.monotonic() + timeout_s)
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         # An unread frame belongs to an earlier request. The next request would take the frame for its own answer.
         if self._sock is not None and (self._waiting or not _is_quiet(self._sock)):
             self.disconnect()
@@ -406,7 +406,7 @@ def _is_quiet(sock: socket.socket) -> bool:
     return False  # The connection has ended, or has an answer that no request expects.
 
 
-def _encoded(header: Mapping[str, Any], body: bytes) -> bytes:
+def _encode_frame(header: Mapping[str, Any], body: bytes) -> bytes:
     """Return one frame. Raises ToolFailure: the arguments, the environment or a path are too large for a frame."""
     try:
         return encode_frame(header, body, max_total=MAX_DOWN)
@@ -415,7 +415,7 @@ def _encoded(header: Mapping[str, Any], body: bytes) -> bytes:
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, message) from error
 
 
-def _checked(header: Mapping[str, Any]) -> dict[str, Any]:
+def _check_answer(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer. Raises the failure that the answer contains."""
     if header.get("ok") is not True:
         code, message = str(header.get("code")), str(header.get("message"))

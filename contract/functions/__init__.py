@@ -2,7 +2,7 @@
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.functions.call_context import CallContext, ModelAdapter
-from contract.functions.completions import Completion, Usage
+from contract.functions.completions import Completion, TokenUsage
 from contract.functions.function_tools import FunctionTool, tool
 from contract.functions.session_state import SessionState
 
@@ -13,7 +13,7 @@ __all__ = [
     "FunctionTool",
     "ModelAdapter",
     "SessionState",
+    "TokenUsage",
     "ToolFailure",
-    "Usage",
     "tool",
 ]

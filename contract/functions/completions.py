@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Usage:
+class TokenUsage:
     """Token counts of the model server; 0 if the server reports none. `cached_tokens`: the prompt tokens that the
     server had in its cache. `cost`: by the prices of the endpoint, or reported by the server; None if it is unknown.
     """
@@ -14,8 +14,8 @@ class Usage:
     cached_tokens: int = 0
     cost: float | None = None
 
-    def __add__(self, other: "Usage") -> "Usage":
-        return Usage(
+    def __add__(self, other: "TokenUsage") -> "TokenUsage":
+        return TokenUsage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
@@ -28,5 +28,5 @@ class Completion:
     """Whole reply of a model. `finish_reason` is the server's value; "length" means that the text is incomplete."""
 
     text: str
-    usage: Usage
+    usage: TokenUsage
     finish_reason: str | None

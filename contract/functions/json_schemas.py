@@ -149,15 +149,15 @@ def _map(schema: JsonSchema, change: Callable[[JsonSchema], JsonSchema]) -> Json
     copy = dict(schema)
     for key in _MAPS:
         if isinstance(copy.get(key), Mapping):
-            copy[key] = {name: _changed(part, change) for name, part in copy[key].items()}
+            copy[key] = {name: _apply_change(part, change) for name, part in copy[key].items()}
     for key in _LISTS:
         if isinstance(copy.get(key), list):
-            copy[key] = [_changed(part, change) for part in copy[key]]
+            copy[key] = [_apply_change(part, change) for part in copy[key]]
     for key in _SINGLES:
         if key in copy:
-            copy[key] = _changed(copy[key], change)
+            copy[key] = _apply_change(copy[key], change)
     return copy
 
 
-def _changed(part: Any, change: Callable[[JsonSchema], JsonSchema]) -> Any:
+def _apply_change(part: Any, change: Callable[[JsonSchema], JsonSchema]) -> Any:
     return change(dict(part)) if isinstance(part, Mapping) else part

@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from contract.calls import MAX_TIMEOUT_S, Record, describe_invalid
 from contract.errors import EnvelopeRefused, ErrorCode, ToolFailure
-from contract.functions.completions import Completion, Usage
+from contract.functions.completions import Completion, TokenUsage
 
 MAX_MESSAGES = 1000
 MAX_QUESTIONS = 20
@@ -57,7 +57,7 @@ class ModelAnswer(Record):
         """Return the completion. Raises ToolFailure if the reply is an error."""
         if self.error_code is not None:
             raise ToolFailure(self.error_code, self.error or "the model did not reply; try again")
-        return Completion(self.text, Usage(self.prompt_tokens, self.completion_tokens), self.finish_reason)
+        return Completion(self.text, TokenUsage(self.prompt_tokens, self.completion_tokens), self.finish_reason)
 
 
 def parse_question(payload: Mapping[str, Any]) -> ModelQuestion:

@@ -1,3 +1,3 @@
-"""Shell commands, read without running them: the programs they name, and how dangerous each is. Both sides of the queue
-judge alike.
+"""Shell commands, read without running them: their programs, and how dangerous each is. Orchestrators and workers
+share this code.
 """

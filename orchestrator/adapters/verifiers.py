@@ -43,7 +43,7 @@ __all__ = ["ToolcrewEnv", "ToolcrewHarness", "ToolcrewTaskset"]
 
 
 class ToolcrewTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
-    """`file`: a file of batch lines (docs/batches.md) that have an instruction and a grader. `tenant` None: the default
+    """Options. `file`: batch lines (docs/batches.md) with an instruction and a grader. `tenant` None: the default
     tenant.
     """
 

@@ -4,7 +4,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
-from orchestrator.api.shares import FILES_OF_A_KEY, LOOKS_OF_A_KEY, PAGES_OF_A_KEY, FairTurn, OpenStreams, Turns
+from orchestrator.api.shares import (
+    FILES_OF_A_KEY,
+    LOOKS_OF_A_KEY,
+    PAGES_OF_A_KEY,
+    ConcurrencyLimit,
+    FairQueue,
+    OpenStreams,
+)
 from orchestrator.batches.stored_files import StoredFiles
 from orchestrator.http.app_state import AppState
 from orchestrator.settings import OrchestratorSettings
@@ -22,7 +29,7 @@ PRESSURE_FRESH_S = 3.0
 T = TypeVar("T")
 
 
-class Fresh(Generic[T]):
+class ValueCache(Generic[T]):
     """Caches one value for `fresh_s` seconds. `clock`: monotonic seconds."""
 
     def __init__(self, fresh_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,14 +55,14 @@ class ApiState(AppState):
 
     def __init__(self, settings: OrchestratorSettings) -> None:
         super().__init__(settings)
-        self.readiness = Fresh[Mapping[str, str]](READY_FRESH_S)
+        self.readiness = ValueCache[Mapping[str, str]](READY_FRESH_S)
         # Autoscalers query every replica every few seconds, and counting the waiting calls reads all of them.
-        self.pressure = Fresh[PoolPressure](PRESSURE_FRESH_S)
+        self.pressure = ValueCache[PoolPressure](PRESSURE_FRESH_S)
         self.streams = OpenStreams()
-        self.files, self.pages = Turns(FILES_OF_A_KEY), Turns(PAGES_OF_A_KEY)
+        self.files, self.pages = ConcurrencyLimit(FILES_OF_A_KEY), ConcurrencyLimit(PAGES_OF_A_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.
-        self.examining = FairTurn()
-        self.looks = Turns(LOOKS_OF_A_KEY)
+        self.examining = FairQueue()
+        self.looks = ConcurrencyLimit(LOOKS_OF_A_KEY)
         # Opened at the start, so that a store that cannot be opened stops the service at once.
         self._stored = StoredFiles.of(settings) if settings.workspace_store is not None else None
 

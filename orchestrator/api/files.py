@@ -25,7 +25,7 @@ async def upload_file(caller: AnyCaller, request: Request, response: Response) -
     days.
     """
     files = _files(caller)
-    async with caller.app_state.files.turn(caller.identity.key_id):
+    async with caller.app_state.files.enter(caller.identity.key_id):
         await caller.tenants.check_budgets(caller.tenant)
         stored = await files.upload(caller.tenant, request.stream(), caller.client.usage_store)
     response.headers["Location"] = f"/v1/files/{stored.id}"
@@ -74,7 +74,7 @@ async def delete_file(file_id: FileId, caller: AnyCaller) -> None:
 
 
 async def _content(caller: Caller, files: StoredFiles, file: str) -> AsyncGenerator[bytes]:
-    async with caller.app_state.files.turn(caller.identity.key_id):
+    async with caller.app_state.files.enter(caller.identity.key_id):
         async for chunk in files.read(caller.tenant, file):
             yield chunk
 

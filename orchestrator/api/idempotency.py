@@ -53,8 +53,8 @@ def note_undone(scope: Scope) -> None:
 class Idempotency:
     """Stores the responses of requests with an Idempotency-Key for a day.
 
-    Streams and responses larger than MAX_ANSWER_BYTES are not stored. Such a run is found by the key itself, and such
-    a call does not run a second time. A response with `Cache-Control: no-store` contains a secret. For such a response
+    Streams and responses larger than MAX_ANSWER_BYTES are not stored. A repeated run request finds its run by the key;
+    a repeated call does not run. A response with `Cache-Control: no-store` contains a secret. For such a response
     only the fact that the request was processed is stored.
     """
 
@@ -112,16 +112,16 @@ class Idempotency:
             return await slots.claim(claim)
         except BaseException:
             # Redis may have stored the claim before the error. An unreleased claim would block the key for PENDING_S.
-            self._app_state.background.begin(_patiently(partial(slots.release, claim)))
+            self._app_state.background.begin(_retry_until_available(partial(slots.release, claim)))
             raise
 
     async def _settle(self, slots: IdempotencyStore, claim: SlotClaim, record: str | None) -> None:
         settle = partial(slots.release, claim) if record is None else partial(slots.keep, claim, record)
         # The background task continues after the timeout. A slow Redis delays the response by at most KEPT_FIRST_S.
-        await asyncio.wait({self._app_state.background.begin(_patiently(settle))}, timeout=KEPT_FIRST_S)
+        await asyncio.wait({self._app_state.background.begin(_retry_until_available(settle))}, timeout=KEPT_FIRST_S)
 
 
-async def _patiently(settle: Callable[[], Awaitable[None]]) -> None:
+async def _retry_until_available(settle: Callable[[], Awaitable[None]]) -> None:
     """Run `settle`, and retry while Redis is unavailable."""
     try:
         await retry_until_available(settle, PENDING_S)

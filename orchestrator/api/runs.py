@@ -150,7 +150,7 @@ class RunForks(BaseModel):
     runs: list[RunView]
 
 
-class Transcript(BaseModel):
+class TranscriptView(BaseModel):
     """Messages in the format of OpenAI's chat API."""
 
     messages: list[dict[str, Any]]
@@ -225,12 +225,12 @@ async def fork_run(
     return RunForks(runs=[view_run(run) for run in runs])
 
 
-@router.get("/{run_id}/transcript", response_model=Transcript, responses=responses(404))
+@router.get("/{run_id}/transcript", response_model=TranscriptView, responses=responses(404))
 async def read_transcript(run_id: RunId, caller: AnyCaller) -> Response:
     """Return the messages of a run: all messages after its end, the messages so far before its end."""
     async with AsyncExitStack() as stack:
         # A transcript may have a hundred megabytes, which are in memory until the client has received them.
-        await stack.enter_async_context(caller.app_state.files.turn(caller.identity.key_id))
+        await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
         with found():
             messages = await hosted(caller).transcript(caller.tenant, run_id)
         data = await asyncio.to_thread(dump_exactly, {"messages": messages})

@@ -9,7 +9,7 @@ from orchestrator.api.api_state import ApiState
 from orchestrator.api.app import build_app
 from orchestrator.http.app_state import ConnectedParts
 from orchestrator.http.server import UvicornServer
-from orchestrator.runs.run_service import RunService, Stopping, open_runner
+from orchestrator.runs.run_service import RunService, StopPhases, open_runner
 from orchestrator.settings import OrchestratorSettings
 from telemetry.logs import get_logger
 
@@ -67,7 +67,7 @@ class ApiService:
         if self._concurrency == 0:
             yield
             return
-        stopping = Stopping()
+        stopping = StopPhases()
         working = asyncio.create_task(self._work(parts, stopping))
         try:
             yield
@@ -75,7 +75,7 @@ class ApiService:
             stopping.interrupt()
             await asyncio.gather(working, return_exceptions=True)
 
-    async def _work(self, parts: ConnectedParts, stopping: Stopping) -> None:
+    async def _work(self, parts: ConnectedParts, stopping: StopPhases) -> None:
         """Process runs until the service stops.
 
         After an error, such as a model that refuses this process, the orchestrator starts again after AGAIN_S. The API

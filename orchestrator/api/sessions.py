@@ -15,7 +15,7 @@ from contract.session_locations import DEFAULT_TTL_S, MAX_FORKS, MAX_TTL_S
 from orchestrator.api.access import AnyCaller
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from orchestrator.api.problem_handlers import responses
-from orchestrator.api.usage import Usage
+from orchestrator.api.usage import UsageAmounts
 from orchestrator.dispatch.sessions import Checkpoint, Session, SessionInfo
 from store.session_list import OpenSession
 
@@ -93,7 +93,7 @@ class SessionView(SandboxOptions):
     sandbox: str
     generation: int
     timeout_s: float
-    usage: Usage | None = None
+    usage: UsageAmounts | None = None
 
 
 class NewForks(BaseModel):
@@ -152,7 +152,7 @@ async def list_sessions(
 async def get_session(session_id: SessionId, caller: AnyCaller) -> SessionView:
     """Return a session with its host and sandbox, and what it used."""
     view = view_session(await (await caller.client.session(session_id)).info())
-    return view.model_copy(update={"usage": Usage(**await caller.client.session_usage(session_id))})
+    return view.model_copy(update={"usage": UsageAmounts(**await caller.client.session_usage(session_id))})
 
 
 @router.delete("/{session_id}", status_code=204, responses=responses(404))
@@ -195,7 +195,7 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
         "Cache-Control": "no-store",
     }
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(caller.app_state.files.turn(caller.identity.key_id))
+        await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
         session = await _with_path(caller, session_id, path)
         # The response owns the turn from here. The turn ends when the client has received the file, not when this
         # function returns.
@@ -214,7 +214,7 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
 )
 async def write_file(session_id: SessionId, path: FilePath, caller: AnyCaller, request: Request) -> WrittenFile:
     """Write a whole file atomically. Missing folders are created. The limit is 64 MiB."""
-    async with caller.app_state.files.turn(caller.identity.key_id):
+    async with caller.app_state.files.enter(caller.identity.key_id):
         session = await _with_path(caller, session_id, path)
         data = await request.body()
         await session.write_file(path, data)

@@ -47,7 +47,7 @@ class Streams:
                 headers={"Retry-After": str(AGAIN_S)},
             )
         self._open[self._key] += 1
-        return _Counted(events, self._end)
+        return _CountedEvents(events, self._end)
 
     def _end(self) -> None:
         self._open[self._key] -= 1
@@ -55,7 +55,7 @@ class Streams:
             del self._open[self._key]
 
 
-class _Counted(AsyncIterator[ServerEvent]):
+class _CountedEvents(AsyncIterator[ServerEvent]):
     """Events that count as a stream until they are closed.
 
     The class is not a generator: the `finally` block of a generator that was never started never runs.
@@ -77,7 +77,7 @@ class _Counted(AsyncIterator[ServerEvent]):
             await close()
 
 
-class Turns:
+class ConcurrencyLimit:
     """Limits each key to `limit` concurrent operations. Further operations wait."""
 
     def __init__(self, limit: int) -> None:
@@ -85,7 +85,7 @@ class Turns:
         self._semaphores: dict[str, tuple[asyncio.Semaphore, int]] = {}
 
     @asynccontextmanager
-    async def turn(self, key: str) -> AsyncIterator[None]:
+    async def enter(self, key: str) -> AsyncIterator[None]:
         """Run the block when fewer than `limit` operations of the key run."""
         # The user count removes the semaphore of a key after its last use. Otherwise the dict would grow with every
         # key.
@@ -100,18 +100,18 @@ class Turns:
                 self._semaphores[key] = (semaphore, users - 1)
 
 
-class FairTurn:
-    """Runs one operation at a time, in turns by tenant.
+class FairQueue:
+    """Runs one operation at a time, for each tenant in turn.
 
     Each tenant has at most one request in the queue. A request of one tenant therefore waits for at most one request
     of each other tenant.
     """
 
     def __init__(self) -> None:
-        self._of_tenants, self._one = Turns(1), asyncio.Semaphore(1)
+        self._of_tenants, self._one = ConcurrencyLimit(1), asyncio.Semaphore(1)
 
     @asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
+    async def enter(self, tenant: str) -> AsyncIterator[None]:
         """Run the block when it is the tenant's turn."""
-        async with self._of_tenants.turn(tenant), self._one:
+        async with self._of_tenants.enter(tenant), self._one:
             yield

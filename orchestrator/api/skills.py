@@ -72,17 +72,17 @@ async def install_skill(
 ) -> SkillView:
     """Install a skill for the tenant: its folder as a .zip file of at most 16 MiB. New runs can use the skill."""
     installer = await caller.client.own_skills()
-    async with caller.app_state.files.turn(caller.identity.key_id):
+    async with caller.app_state.files.enter(caller.identity.key_id):
         data = await request.body()
-        async with caller.app_state.examining.turn(caller.tenant):
+        async with caller.app_state.examining.enter(caller.tenant):
             with tempfile.TemporaryDirectory(prefix="toolcrew-skill-") as folder:
                 packed = Path(folder) / "skill.zip"
                 await asyncio.to_thread(packed.write_bytes, data)
-                skill = await _installed(installer, packed, replace=replace)
+                skill = await _install(installer, packed, replace=replace)
     return view_skill(skill, await caller.client.offer())
 
 
-async def _installed(installer: SkillInstaller, packed: Path, *, replace: bool) -> SkillSummary:
+async def _install(installer: SkillInstaller, packed: Path, *, replace: bool) -> SkillSummary:
     try:
         return (await installer.install(packed, replace=replace)).skill
     except SkillBroken as broken:

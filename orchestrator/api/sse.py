@@ -57,7 +57,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. A client that disconnects or is too slow does not raise an exception."""
         sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_until_gone(receive))
+        leaving = asyncio.ensure_future(_await_disconnect(receive))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -96,6 +96,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _await_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

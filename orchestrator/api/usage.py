@@ -18,7 +18,7 @@ router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses()
 DEFAULT_DAYS = 30
 
 
-class Usage(BaseModel):
+class UsageAmounts(BaseModel):
     """Used resources. `calls`: number of calls with a result. `cpu_s`: calls, background jobs and starts of sandboxes.
     `sandbox_s`: time of sessions with a container. `read_bytes`, `written_bytes`: disks, without the kernel's cache and
     files in memory. `network_bytes`: through the egress proxy, in both directions. `cost`: in the currency of the
@@ -40,7 +40,7 @@ class Usage(BaseModel):
     stored_bytes: int = 0
 
 
-class UsagePeriod(Usage):
+class UsagePeriod(UsageAmounts):
     """Used resources of the hour or day that begins at `start`, in ISO 8601."""
 
     start: str
@@ -54,7 +54,7 @@ class UsageReport(BaseModel):
     tenant: str
     by: By
     data: list[UsagePeriod]
-    total: Usage
+    total: UsageAmounts
     budgets: list[BudgetState]
 
 
@@ -83,7 +83,9 @@ async def get_usage(
     )
     data = [UsagePeriod.model_validate(row.to_json()) for row in rows]
     budgets = await caller.client.budgets(name)
-    return UsageReport(tenant=name, by=by, data=data, total=Usage(**show_amounts(sum_rows(rows))), budgets=budgets)
+    return UsageReport(
+        tenant=name, by=by, data=data, total=UsageAmounts(**show_amounts(sum_rows(rows))), budgets=budgets
+    )
 
 
 def _seconds(at: datetime) -> float:

@@ -11,7 +11,7 @@ from orchestrator.approvals.approvers import (
     choose_approver,
 )
 from orchestrator.approvals.gate import APPROVAL_TTL_S, DEFAULT_POLICY, Approval, review
-from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict, load_policy
+from orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision, Rule, load_policy
 
 __all__ = [
     "APPROVAL_TTL_S",
@@ -24,9 +24,9 @@ __all__ = [
     "CallbackApprover",
     "ConsoleApprover",
     "Decision",
+    "PolicyDecision",
     "RefusingApprover",
     "Rule",
-    "Verdict",
     "choose_approver",
     "digest_call",
     "load_policy",

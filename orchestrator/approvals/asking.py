@@ -61,7 +61,7 @@ class QueueApprover:
         try:
             answer = await self._ask(question, asker, request.expires_at)
             if answer is None:
-                answer = await self._answered(question.id)
+                answer = await self._await_answer(question.id)
             is_answered = True
         except ToolFailure as failure:
             return Decision(False, failure.message)
@@ -91,13 +91,13 @@ class QueueApprover:
                 log.warning("question_not_stored", approval=question.id, error=str(error))
                 await asyncio.sleep(AGAIN_S)
 
-    async def _answered(self, id_: str) -> ApprovalAnswer:
+    async def _await_answer(self, id_: str) -> ApprovalAnswer:
         """Wait for the answer and return it. Raises EnvelopeRefused."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(id_, set()).add(future)
         if self._looking is None or self._looking.done():
             self._looking = begin_shared(self._look(), "approvals")
-            self._looking.add_done_callback(self._stopped)
+            self._looking.add_done_callback(self._fail_waiters)
         try:
             answer: ApprovalAnswer = await future
             return answer
@@ -118,7 +118,7 @@ class QueueApprover:
                 for future in self._waiting.pop(id_, set()):
                     _settle(future, answer)
 
-    def _stopped(self, looking: "asyncio.Task[None]") -> None:
+    def _fail_waiters(self, looking: "asyncio.Task[None]") -> None:
         """Pass an error of the reading task to all waiters. Without the task, no answer would ever reach them."""
         error = None if looking.cancelled() else looking.exception()
         if error is not None:

@@ -24,7 +24,7 @@ from contract.run_events import ApprovalAsked, ApprovalDecided, OnEvent
 from contract.schema import Checks, is_quick, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.approvals.approvers import ApprovalRequest, Approver
-from orchestrator.approvals.policies import ApprovalPolicy, Verdict
+from orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision
 from telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -91,20 +91,28 @@ async def review(
     try:
         digest = _seal(call, tenant, session)
         prepared = await _prepare(call, spec, call.arguments, checks)
-        verdict = await _judge(policy, tenant, spec, prepared)
-        if verdict.action == "deny":
-            raise _denied(verdict)
-        if verdict.action == "allow":
+        policy_decision = await _judge(policy, tenant, spec, prepared)
+        if policy_decision.action == "deny":
+            raise _build_denial(policy_decision)
+        if policy_decision.action == "allow":
             return prepared
         approval = Approval(digest_call(prepared, tenant, session), clock() + ttl_s)
         # The approver receives a copy. Approver code must not be able to change the call that runs.
         shown = prepared.model_copy(deep=True)
         request = ApprovalRequest(
-            shown, spec, tenant, session, approval.digest, verdict.reason, verdict.warning, approval.expires_at, run
+            shown,
+            spec,
+            tenant,
+            session,
+            approval.digest,
+            policy_decision.reason,
+            policy_decision.warning,
+            approval.expires_at,
+            run,
         )
         on_event(_build_asked_event(run, request))
         decision = await _ask(approver, request, ttl_s)
-        on_event(_decided(run, request, decision))
+        on_event(_build_decided_event(run, request, decision))
         if not decision.is_allowed:
             raise ToolFailure(ErrorCode.PERMISSION_DENIED, decision.reason or "the call was denied")
         # The approver or the caller may have changed its copy of the call during the question. Either change makes the
@@ -116,7 +124,7 @@ async def review(
         changed = await _prepare(prepared, spec, decision.arguments, checks)
         return await _change(changed, spec, policy, tenant)
     except ToolFailure as failure:
-        return _failed(call, failure)
+        return _build_failure(call, failure)
 
 
 async def _prepare(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, Any], checks: Checks) -> ToolCall:
@@ -143,7 +151,7 @@ def _replace_arguments(call: ToolCall, spec: ToolSpec, arguments: Mapping[str, A
         ) from error
 
 
-async def _judge(policy: ApprovalPolicy, tenant: str, spec: ToolSpec, call: ToolCall) -> Verdict:
+async def _judge(policy: ApprovalPolicy, tenant: str, spec: ToolSpec, call: ToolCall) -> PolicyDecision:
     if spec.command_parameter is None or len(canonical_json(call.arguments)) <= MAX_INLINE_CHARS:
         return policy.decide(tenant, spec, call.arguments)
     return await asyncio.to_thread(policy.decide, tenant, spec, call.arguments)
@@ -151,9 +159,9 @@ async def _judge(policy: ApprovalPolicy, tenant: str, spec: ToolSpec, call: Tool
 
 async def _change(changed: ToolCall, spec: ToolSpec, policy: ApprovalPolicy, tenant: str) -> ToolCall:
     """Return the changed call unless the policy denies it. Raises ToolFailure."""
-    verdict = await _judge(policy, tenant, spec, changed)
-    if verdict.action == "deny":
-        raise _denied(verdict)
+    policy_decision = await _judge(policy, tenant, spec, changed)
+    if policy_decision.action == "deny":
+        raise _build_denial(policy_decision)
     return changed
 
 
@@ -192,7 +200,7 @@ def _build_asked_event(run: str, request: ApprovalRequest) -> ApprovalAsked:
     )
 
 
-def _decided(run: str, request: ApprovalRequest, decision: Decision) -> ApprovalDecided:
+def _build_decided_event(run: str, request: ApprovalRequest, decision: Decision) -> ApprovalDecided:
     return ApprovalDecided(
         run=run,
         call_id=request.call.id,
@@ -224,11 +232,11 @@ def _seal(call: ToolCall, tenant: str, session: str | None) -> str:
         return ""
 
 
-def _denied(verdict: Verdict) -> ToolFailure:
-    return ToolFailure(verdict.code or ErrorCode.PERMISSION_DENIED, verdict.reason)
+def _build_denial(policy_decision: PolicyDecision) -> ToolFailure:
+    return ToolFailure(policy_decision.code or ErrorCode.PERMISSION_DENIED, policy_decision.reason)
 
 
-def _failed(call: ToolCall, failure: ToolFailure) -> ToolResult:
+def _build_failure(call: ToolCall, failure: ToolFailure) -> ToolResult:
     is_invalid = failure.code is ErrorCode.INVALID_ARGUMENTS
     sentence = failure.message if is_invalid else f"{call.name} was not run: {failure.message}"
     fields = {} if is_invalid else {"was_refused": True}

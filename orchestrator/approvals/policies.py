@@ -65,7 +65,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PolicyDecision:
     """Result of a policy for one call.
 
     `code`: the error code of a denied call. `warning`: why the call is dangerous, "" for other calls.
@@ -92,7 +92,7 @@ class ApprovalPolicy:
 
     rules: tuple[Rule, ...] = field(default=())
 
-    def decide(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> Verdict:
+    def decide(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> PolicyDecision:
         """Decide about one call, from arguments that `prepare_arguments` returned.
 
         Prepared arguments have no aliases, so that an alias cannot hide the command.
@@ -101,7 +101,7 @@ class ApprovalPolicy:
         danger = classify(script, _folder(spec, arguments)) if script is not None else None
         # Catastrophic commands are denied before the rules are read, so that no rule can allow them.
         if danger is not None and danger.level is Level.CATASTROPHIC:
-            return Verdict("deny", f"it {danger.reason}", danger.reason, ErrorCode.SECURITY_REFUSED)
+            return PolicyDecision("deny", f"it {danger.reason}", danger.reason, ErrorCode.SECURITY_REFUSED)
         warning = _warning(spec, danger.reason if danger is not None else "")
         rules = [
             (rule, used) for rule in self.rules for used in tools_of(spec, arguments) if rule.is_about(tenant, used)
@@ -111,17 +111,17 @@ class ApprovalPolicy:
         ]
         denying = next(((rule, used) for rule, used in touching if rule.action == "deny"), None)
         if denying is not None:
-            return _denied(denying[0], say_subject(spec.name, denying[1]), warning)
+            return _deny(denying[0], say_subject(spec.name, denying[1]), warning)
         if touching:
-            return Verdict("ask", _say_asked(spec.name, touching[0][1]), warning)
+            return PolicyDecision("ask", _explain_ask(spec.name, touching[0][1]), warning)
         # An allow rule for a tool that this call would use indirectly does not allow this tool.
         if _is_allowed([rule for rule, used in rules if rule.action == "allow" and used == spec.name], script):
-            return Verdict("allow", "a rule of the policy allows it", warning)
+            return PolicyDecision("allow", "a rule of the policy allows it", warning)
         if warning:
-            return Verdict("ask", "the call is dangerous", warning)
+            return PolicyDecision("ask", "the call is dangerous", warning)
         if spec.requires_permission:
-            return Verdict("ask", "its tool requires permission")
-        return Verdict("allow")
+            return PolicyDecision("ask", "its tool requires permission")
+        return PolicyDecision("allow")
 
 
 def load_policy(path: Path | str) -> ApprovalPolicy:
@@ -188,15 +188,15 @@ def _warning(spec: ToolSpec, reason: str) -> str:
     return "this tool is marked dangerous" if spec.dangerous else ""
 
 
-def _denied(rule: Rule, subject: str, warning: str) -> Verdict:
+def _deny(rule: Rule, subject: str, warning: str) -> PolicyDecision:
     if rule.argv_prefix:
         reason = f"commands with '{' '.join(rule.argv_prefix)}' are forbidden by the policy"
-        return Verdict("deny", reason, warning, ErrorCode.SECURITY_REFUSED)
+        return PolicyDecision("deny", reason, warning, ErrorCode.SECURITY_REFUSED)
     forbidden = "this tool is" if subject == "it" else f"{subject} is"
-    return Verdict("deny", f"{forbidden} forbidden by the policy", warning, ErrorCode.PERMISSION_DENIED)
+    return PolicyDecision("deny", f"{forbidden} forbidden by the policy", warning, ErrorCode.PERMISSION_DENIED)
 
 
-def _say_asked(name: str, used: str) -> str:
+def _explain_ask(name: str, used: str) -> str:
     reason = "a rule of the policy requires approval"
     return reason if used == name else f"{reason}: it would run a program as {used} does"
 

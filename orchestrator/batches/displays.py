@@ -25,7 +25,7 @@ STATUS_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
-class Watched:
+class DisplayedBatch:
     """A batch that a display shows.
 
     `wall`: returns Unix seconds. `ticks`: returns seconds of a clock that never jumps. `is_kept`: commands can name
@@ -59,10 +59,10 @@ class Display:
     Leaving the context ends the display with a summary, even after an exception.
     """
 
-    def __init__(self, watched: Watched, every_s: float) -> None:
+    def __init__(self, displayed: DisplayedBatch, every_s: float) -> None:
         """`every_s`: minimum time between two statuses, in seconds."""
-        self._watched, self._every_s = watched, every_s
-        self._opened_at, self._next_at = watched.wall(), watched.ticks() + every_s
+        self._displayed, self._every_s = displayed, every_s
+        self._opened_at, self._next_at = displayed.wall(), displayed.ticks() + every_s
         self._ended_earlier = 0
 
     def __enter__(self) -> "Display":
@@ -73,23 +73,23 @@ class Display:
     ) -> None:
         """Show the summary, unless the reader of the output has closed the pipe."""
         if not isinstance(error, BrokenPipeError):
-            self._show_summary(self._watched.summary())
+            self._show_summary(self._displayed.summary())
 
     def show(self, event: RunEvent) -> None:
         """Count an event and show the event."""
-        is_new = self._watched.progress.add(event)
+        is_new = self._displayed.progress.add(event)
         if event.at < self._opened_at:
             # A resumed batch may have been paused for days. Ends before the pause say nothing about the current rate.
-            self._ended_earlier = self._watched.progress.ended
+            self._ended_earlier = self._displayed.progress.ended
         self._show_event(event, is_new)
         self.tick()
 
     def tick(self) -> None:
         """Show the status if it is due. Called several times per second, even without events."""
-        now = self._watched.ticks()
+        now = self._displayed.ticks()
         if now >= self._next_at:
             self._next_at = now + self._every_s
-            self._show_status(self._watched.progress.snapshot(self._watched.wall()))
+            self._show_status(self._displayed.progress.snapshot(self._displayed.wall()))
 
     def _show_event(self, event: RunEvent, is_new: bool) -> None: ...
 
@@ -105,7 +105,7 @@ class Display:
 
     def _figures(self, s: ProgressSnapshot) -> str:
         """Return the rate since the display was opened, the estimated remaining time at that rate, and the cost."""
-        seconds = self._watched.wall() - self._opened_at
+        seconds = self._displayed.wall() - self._opened_at
         rate = max(0, s.ended - self._ended_earlier) / seconds if seconds > 0 else 0.0
         eta = format_seconds((s.total - s.ended) / rate) if rate else "unknown"
         tokens = f"{format_count(s.prompt_tokens)} in, {format_count(s.completion_tokens)} out"
@@ -118,8 +118,8 @@ class Display:
 class JsonLines(Display):
     """Writes every event as one line of JSON, including repeated events, and then the summary."""
 
-    def __init__(self, watched: Watched, out: IO[str]) -> None:
-        super().__init__(watched, STATUS_EVERY_S)
+    def __init__(self, displayed: DisplayedBatch, out: IO[str]) -> None:
+        super().__init__(displayed, STATUS_EVERY_S)
         self._out = out
 
     def _show_event(self, event: RunEvent, is_new: bool) -> None:
@@ -141,8 +141,8 @@ class LogDisplay(Display):
     `has_past`: also write events from before the display was opened. A resumed batch would repeat these events.
     """
 
-    def __init__(self, watched: Watched, out: IO[str], *, has_past: bool = False) -> None:
-        super().__init__(watched, STATUS_EVERY_S)
+    def __init__(self, displayed: DisplayedBatch, out: IO[str], *, has_past: bool = False) -> None:
+        super().__init__(displayed, STATUS_EVERY_S)
         self._out, self._has_past = out, has_past
         self._last_counts = ""
 
@@ -155,7 +155,7 @@ class LogDisplay(Display):
         counts = f"{self._counts(s)}; {s.steps:,} steps"
         if counts != self._last_counts:
             self._last_counts = counts
-            self._write(self._watched.wall(), f"{counts}; {self._figures(s)}")
+            self._write(self._displayed.wall(), f"{counts}; {self._figures(s)}")
 
     def _show_summary(self, summary: Summary) -> None:
         self._out.write("".join(f"{line}\n" for line in build_summary_lines(summary)))

@@ -31,7 +31,7 @@ class PassRate(Record):
 
 
 class GradeSummary(Record):
-    """Figures of a batch's graded items that have ended. `counted`: all but those of the last three counts.
+    """Figures of a batch's graded items that have ended. `counted`: not infrastructure, input or cancelled.
 
     `solved`: items with the reward 1. `refused`: items whose artifacts were refused, with the reward 0.
     `grader_errors`: counted as not solved. `mean_reward`: of the items with a reward; None without any.

@@ -74,7 +74,7 @@ class LimitFields(Shape):
 
 
 class GraderFields(SandboxOptions, Shape):
-    """How items are graded, and the options of the grader's sandbox."""
+    """Grading of items, and the options of the grader's sandbox."""
 
     command: Annotated[str, Field(min_length=1, max_length=65_536)]
     files: _Path | None = None
@@ -216,7 +216,7 @@ class ChatFields(Shape):
 
     def to_work(self) -> RunBody:
         """Return the run. Raises InvalidField: a field cannot be accepted."""
-        self._check_promises()
+        self._check_unsupported()
         for number, message in enumerate(self.messages):
             _check_message(message, ("messages", number))
         last = len(self.messages) - 1
@@ -234,7 +234,7 @@ class ChatFields(Shape):
             sampling=sampling,
         )
 
-    def _check_promises(self) -> None:
+    def _check_unsupported(self) -> None:
         """Raise InvalidField for fields that ask for something that a row cannot contain."""
         if self.n not in (None, 1):
             raise InvalidField(("n",), "a row contains one answer: remove `n`, and write a line for each answer")

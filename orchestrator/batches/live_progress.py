@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.text import Text
 
-from orchestrator.batches.displays import Display, JsonLines, LogDisplay, Watched
+from orchestrator.batches.displays import Display, DisplayedBatch, JsonLines, LogDisplay
 from orchestrator.batches.progress import ProgressSnapshot
 from orchestrator.batches.summary import Summary, build_summary_lines
 from orchestrator.terminal.figures import MAX_NOTE_CHARS, format_seconds, one_line
@@ -21,8 +21,8 @@ class LiveProgress(Display):
     terminal.
     """
 
-    def __init__(self, watched: Watched, console: Console) -> None:
-        super().__init__(watched, REFRESH_S)
+    def __init__(self, displayed: DisplayedBatch, console: Console) -> None:
+        super().__init__(displayed, REFRESH_S)
         self._console = console
         self._bar = Progress(
             BarColumn(None, complete_style="green", finished_style="green"),
@@ -35,7 +35,7 @@ class LiveProgress(Display):
 
     def __enter__(self) -> "LiveProgress":
         self._live.start()
-        self._show_status(self._watched.progress.snapshot(self._watched.wall()))
+        self._show_status(self._displayed.progress.snapshot(self._displayed.wall()))
         return self
 
     def __exit__(
@@ -46,7 +46,7 @@ class LiveProgress(Display):
 
     def _show_status(self, s: ProgressSnapshot) -> None:
         self._bar.update(self._task, total=s.total, completed=s.ended)
-        title = Text(f"batch {one_line(self._watched.batch)}  {format_seconds(s.wall_s)}", style="bold")
+        title = Text(f"batch {one_line(self._displayed.batch)}  {format_seconds(s.wall_s)}", style="bold")
         notes = [Text(one_line(note.message, MAX_NOTE_CHARS), style="magenta") for note in s.notes[-1:]]
         figures = Text(f"{self._counts(s)}\n{self._figures(s)}")
         self._live.update(Group(title, self._bar, figures, *notes), refresh=True)
@@ -56,10 +56,10 @@ class LiveProgress(Display):
             self._console.print(Text(line), soft_wrap=True)
 
 
-def open_display(watched: Watched, console: Console, *, as_json: bool = False) -> Display:
+def open_display(displayed: DisplayedBatch, console: Console, *, as_json: bool = False) -> Display:
     """Return a suitable display: JSON on stdout on request, else a progress bar on a terminal, else log lines."""
     if as_json:
-        return JsonLines(watched, sys.stdout)
+        return JsonLines(displayed, sys.stdout)
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveProgress(watched, console)
-    return LogDisplay(watched, console.file)
+        return LiveProgress(displayed, console)
+    return LogDisplay(displayed, console.file)

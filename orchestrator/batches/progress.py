@@ -92,8 +92,8 @@ class ProgressSnapshot(Record):
         return self.done + self.failed
 
 
-class Stage(IntEnum):
-    """Stage of one attempt at an item."""
+class Phase(IntEnum):
+    """Phase of one attempt at an item."""
 
     QUEUED = 0
     RUNNING = 1
@@ -102,12 +102,12 @@ class Stage(IntEnum):
 
 @dataclass(slots=True)
 class _Item:
-    """Latest attempt at an item. `failure`: kind and code of its end; None if the attempt has not failed. `grade`: what
-    counts of its end if it has a grader.
+    """Latest attempt at an item. `failure`: kind and code of its end; None if the attempt has not failed. `grade`: its
+    graded values if it has a grader.
     """
 
     attempt: int = 1
-    stage: Stage = Stage.QUEUED
+    phase: Phase = Phase.QUEUED
     failure: tuple[FailureKind, str] | None = None
     grade: ItemGrade | None = None
 
@@ -141,7 +141,7 @@ class BatchProgress:
         """
         self._resumed: set[tuple[str, int]] = set()
         self._retried = 0
-        self._stages = Counter[Stage]()
+        self._phases = Counter[Phase]()
         """Numbers of running and ended items. All other items are queued."""
         self._failures = Counter[tuple[FailureKind, str]]()
         self._examples: dict[tuple[FailureKind, str], RunEnded] = {}
@@ -183,16 +183,16 @@ class BatchProgress:
     @property
     def ended(self) -> int:
         """Return the number of items with an ended latest attempt."""
-        return self._stages[Stage.ENDED]
+        return self._phases[Phase.ENDED]
 
-    def latest(self, name: str) -> tuple[int, Stage]:
-        """Return the latest attempt at an item and its stage; attempt 0 if there is none."""
+    def latest(self, name: str) -> tuple[int, Phase]:
+        """Return the latest attempt at an item and its phase; attempt 0 if there is none."""
         item = self._items.get(name)
-        return (0, Stage.QUEUED) if item is None else (item.attempt, item.stage)
+        return (0, Phase.QUEUED) if item is None else (item.attempt, item.phase)
 
     def has_end(self, name: str, attempt: int) -> bool:
         """Return whether the attempt at the item has ended, or a later attempt has an event."""
-        return self.latest(name) >= (attempt, Stage.ENDED)
+        return self.latest(name) >= (attempt, Phase.ENDED)
 
     def summarize_grades(self) -> GradeSummary | None:
         """Return the figures of the graded items; None if there are none."""
@@ -200,7 +200,7 @@ class BatchProgress:
 
     def snapshot(self, now: float) -> ProgressSnapshot:
         """Return the progress at `now`, in Unix seconds."""
-        total, failed, running = max(self._total, len(self._items)), self._failures.total(), self._stages[Stage.RUNNING]
+        total, failed, running = max(self._total, len(self._items)), self._failures.total(), self._phases[Phase.RUNNING]
         has_ended = self._total > 0 and self.ended == total
         wall = max(0.0, (self.last_at if has_ended else now) - (now if self._first_at is None else self._first_at))
         steps, calls, prompt_tokens, completion_tokens = self._usage
@@ -269,23 +269,23 @@ class BatchProgress:
         self._usage = _add(self._usage, (after - old for after, old in zip(attempt.usage(), before, strict=True)))
 
     def _move(self, event: RunEvent) -> None:
-        """Move an item to the stage of its event. An item never moves back: an event of an earlier attempt or stage
+        """Move an item to the phase of its event. An item never moves back: an event of an earlier attempt or phase
         is late.
         """
-        name, stage = event.item, Stage.RUNNING
+        name, phase = event.item, Phase.RUNNING
         if isinstance(event, RunEnded | RunRetried):
-            stage = Stage.ENDED if isinstance(event, RunEnded) else Stage.QUEUED
+            phase = Phase.ENDED if isinstance(event, RunEnded) else Phase.QUEUED
         item = self._items.setdefault(name, _Item())
-        if (event.attempt, stage) <= (item.attempt, item.stage):
+        if (event.attempt, phase) <= (item.attempt, item.phase):
             return
-        self._stages[item.stage] -= 1
-        self._stages[stage] += 1
+        self._phases[item.phase] -= 1
+        self._phases[phase] += 1
         if item.failure is not None:
             self._failures[item.failure] -= 1
             if (example := self._examples.get(item.failure)) is not None and example.item == name:
                 del self._examples[item.failure]
         self._retried += event.attempt - item.attempt
-        item.attempt, item.stage, item.failure, item.grade = event.attempt, stage, None, None
+        item.attempt, item.phase, item.failure, item.grade = event.attempt, phase, None, None
         if isinstance(event, RunEnded):
             item.grade = build_item_grade(event)
         if isinstance(event, RunEnded) and event.failure is not None:

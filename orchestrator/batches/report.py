@@ -11,7 +11,7 @@ from contract.calls import MAX_NAME_CHARS
 from contract.run_events import CallFinished, RunClaimed, RunEnded, RunEvent, RunReady, RunRetried, StepFinished
 from contract.tenancy import DEFAULT_TENANT
 from orchestrator.batches.grades import format_grades
-from orchestrator.batches.progress import BatchProgress, ProgressSnapshot, Stage
+from orchestrator.batches.progress import BatchProgress, Phase, ProgressSnapshot
 from orchestrator.batches.report_plots import Plot, add_up, build_plot, limit_time
 from orchestrator.batches.summary import Summary, build_summary
 from orchestrator.offline_pages import load_template, render_page
@@ -173,7 +173,7 @@ class _Report:
         still = sorted(
             (started, item, attempt, run)
             for (item, attempt), (started, run) in self._started.items()
-            if self._progress.latest(item) == (attempt, Stage.RUNNING)
+            if self._progress.latest(item) == (attempt, Phase.RUNNING)
         )
         self._amounts["running"] += [(started, 1) for started, *_ in still]
         snapshot = self._progress.snapshot(high)
@@ -205,7 +205,7 @@ class _Report:
             return ["No item has failed."]
         latest = self._progress.latest
         listed = sorted(
-            (end for end in self._failed.values() if latest(end.item) == (end.attempt, Stage.ENDED)),
+            (end for end in self._failed.values() if latest(end.item) == (end.attempt, Phase.ENDED)),
             key=lambda end: (end.at, end.item),
         )
         rows = [

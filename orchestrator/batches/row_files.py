@@ -17,7 +17,7 @@ from pathlib import Path
 
 from contract.errors import ConfigError, ErrorCode, OperatorError
 from contract.run_events import Failure, FailureKind
-from orchestrator.batches.row_scan import Belongs, Scan, read_rows, scan_rows
+from orchestrator.batches.row_scan import RowCheck, Scan, read_rows, scan_rows
 from orchestrator.batches.rows import Row, build_row, build_row_line, parse_outcome, parse_row
 from store.batches import ItemOutcome
 
@@ -56,7 +56,7 @@ class RowFile:
         self._is_torn = False
 
     @classmethod
-    def open(cls, path: Path, belongs: Belongs) -> "RowFile":
+    def open(cls, path: Path, belongs: RowCheck) -> "RowFile":
         """Open the file for rows of one batch. The file is created if it does not exist.
 
         Raises ConfigError: the path cannot be written, the disk is full, or the file is not a row file. Raises
@@ -69,7 +69,7 @@ class RowFile:
             raise _build_open_error(path, error) from error
 
     @classmethod
-    def _open(cls, path: Path, belongs: Belongs) -> "RowFile":
+    def _open(cls, path: Path, belongs: RowCheck) -> "RowFile":
         """Open, lock, scan and repair the file."""
         real, descriptor = _open_locked(path)
         try:
@@ -256,7 +256,7 @@ class RowFiles:
         self._newer: dict[str, bytes] = {}
 
     @classmethod
-    def open(cls, output: Path, errors: Path, belongs: Belongs) -> "RowFiles":
+    def open(cls, output: Path, errors: Path, belongs: RowCheck) -> "RowFiles":
         """Open both files. Raises ConfigError as RowFile.open does. Raises ConfigError: both names lead to the same
         file.
         """

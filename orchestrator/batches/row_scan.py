@@ -18,7 +18,7 @@ file.
 """
 
 
-class Belongs(Protocol):
+class RowCheck(Protocol):
     """Returns whether a row with that id and run belongs to the batch of the file."""
 
     def __call__(self, custom_id: str, run: str, /) -> bool: ...
@@ -39,7 +39,7 @@ class Scan:
     has_holes: bool = False
 
 
-def scan_rows(descriptor: int, path: Path, belongs: Belongs) -> Scan:
+def scan_rows(descriptor: int, path: Path, belongs: RowCheck) -> Scan:
     """Scan the file from its start. Raises ConfigError for content that a crash of this program cannot have left. The
     file is not changed.
     """
@@ -70,7 +70,7 @@ def read_rows(source: BinaryIO, end: int) -> Iterator[tuple[str, bytes]]:
             yield parse_row(line).custom_id, line
 
 
-def _take_line(scan: Scan, line: bytes, path: Path, number: int, belongs: Belongs) -> None:
+def _take_line(scan: Scan, line: bytes, path: Path, number: int, belongs: RowCheck) -> None:
     """Scan one line that ends with a newline."""
     if b"\0" in line and _is_hole(scan, line):
         scan.has_holes = True
@@ -88,7 +88,7 @@ def _is_hole(scan: Scan, line: bytes) -> bool:
     return bool(scan.ids) or not line.strip(b"\0\n")
 
 
-def _take_tail(scan: Scan, tail: bytes, path: Path, number: int, belongs: Belongs) -> None:
+def _take_tail(scan: Scan, tail: bytes, path: Path, number: int, belongs: RowCheck) -> None:
     """Scan the end of a file without a newline: a complete row or an incomplete row."""
     if _is_json(tail):
         _take_row(scan, _parse(tail, path, number), path, number, belongs)
@@ -110,7 +110,7 @@ def _is_json(tail: bytes) -> bool:
     return True
 
 
-def _take_row(scan: Scan, row: Row, path: Path, number: int, belongs: Belongs) -> None:
+def _take_row(scan: Scan, row: Row, path: Path, number: int, belongs: RowCheck) -> None:
     """Add the id of a row. Raises ConfigError for a row of another batch and for a second row of an item."""
     if not belongs(row.custom_id, row.id):
         raise ConfigError(

@@ -70,7 +70,7 @@ class StoredFiles:
                 f"tenant {tenant} has reached the limit of {MAX_UPLOADS} uploads: delete some uploads",
             )
         file = new_file_id("file")
-        await self._store.put(f"{tenant}/{file}", self._checked(in_pieces(chunks, _PIECE_BYTES)))
+        await self._store.put(f"{tenant}/{file}", self._check_pieces(in_pieces(chunks, _PIECE_BYTES)))
         stored = await self.get(tenant, file)
         try:
             await usage.count_stored(tenant, stored.bytes)
@@ -145,7 +145,7 @@ class StoredFiles:
         names = await self._store.list(f"{tenant}/")
         return [file for name in names if is_file_id(file := name.partition("/")[2])]
 
-    async def _checked(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def _check_pieces(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the pieces of an upload. Raises ToolFailure as soon as the content is invalid or too large."""
         total = 0
         async for piece in pieces:

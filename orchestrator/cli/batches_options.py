@@ -95,7 +95,7 @@ def parse_webhook(url: str | None, secret: Path | None, *, is_detached: bool) ->
 
 
 def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool = False) -> None:
-    """Check that the lines need no option that is not set. Otherwise each item would fail later. Raises ConfigError."""
+    """Check that every option that the lines need is set. Otherwise each item would fail later. Raises ConfigError."""
     items_with_artifacts = [item for item in file.items if item.environment.artifacts]
     if items_with_artifacts and defaults.artifacts is None and not is_detached:
         raise ConfigError(

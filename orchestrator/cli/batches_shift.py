@@ -17,7 +17,7 @@ from orchestrator.batches.row_files import RowFiles
 from orchestrator.cli.runner import EXIT_INTERRUPTED
 from orchestrator.runs.batch_runs import BatchRuns, RowPaths
 from orchestrator.runs.runner import Runner
-from store.batches import BatchState, RowPlace
+from store.batches import BatchState, RowLocation
 
 EXIT_FAILED = 1
 _DRAIN, _STOP, _BREAK_OFF = 1, 2, 3
@@ -78,7 +78,7 @@ class BatchInterrupts:
             self._runner.drain()
 
 
-def find_rows(batch: str, row_place: RowPlace | None, output: Path | None, errors: Path | None) -> RowPaths:
+def find_rows(batch: str, location: RowLocation | None, output: Path | None, errors: Path | None) -> RowPaths:
     """Return the files for the rows of a resumed batch: those of the command, else those that were used before. Raises
     ConfigError if there are none.
     """
@@ -86,24 +86,24 @@ def find_rows(batch: str, row_place: RowPlace | None, output: Path | None, error
         return RowPaths(output, errors)
     if errors is not None:
         raise ConfigError("--errors needs --output: give both, or neither to use the files that were used before")
-    if row_place is None:
+    if location is None:
         raise ConfigError(f"the output file of batch {batch} is unknown: give --output OUT.jsonl")
-    if row_place.host != platform.node():
+    if location.host != platform.node():
         raise ConfigError(
-            f"the rows of batch {batch} go to {row_place.output} on host {row_place.host}: resume it there, or give "
+            f"the rows of batch {batch} go to {location.output} on host {location.host}: resume it there, or give "
             "--output OUT.jsonl"
         )
-    if not Path(row_place.output).is_file():
+    if not Path(location.output).is_file():
         raise ConfigError(
-            f"the rows of batch {batch} went to {row_place.output}, which does not exist any more: give --output "
+            f"the rows of batch {batch} went to {location.output}, which does not exist any more: give --output "
             "OUT.jsonl to write all rows again"
         )
-    return RowPaths(Path(row_place.output), Path(row_place.errors))
+    return RowPaths(Path(location.output), Path(location.errors))
 
 
-def build_row_place(paths: RowPaths) -> RowPlace:
+def build_row_location(paths: RowPaths) -> RowLocation:
     """Return the record of the files that is stored with the batch."""
-    return RowPlace(host=platform.node(), output=str(paths.output.absolute()), errors=str(paths.failures.absolute()))
+    return RowLocation(host=platform.node(), output=str(paths.output.absolute()), errors=str(paths.failures.absolute()))
 
 
 async def work_batch(
@@ -117,12 +117,12 @@ async def work_batch(
     is_kept: bool,
     as_json: bool,
 ) -> int:
-    """Run a batch until it ends or is interrupted; return the exit code. `is_kept`: its Redis remains."""
+    """Run a batch to its end or an interrupt; return the exit code. `is_kept`: Redis keeps running."""
     with write_batch_events(paths.batch_events) as keep_event:
         record, summary = await runs.work(
             batch,
-            lambda watched: open_display(
-                replace(watched, rows=(str(paths.output), str(paths.failures))), console, as_json=as_json
+            lambda displayed: open_display(
+                replace(displayed, rows=(str(paths.output), str(paths.failures))), console, as_json=as_json
             ),
             rows=rows,
             keep_event=keep_event,

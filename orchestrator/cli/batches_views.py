@@ -12,7 +12,7 @@ from rich.console import Console
 from contract.errors import ConfigError
 from contract.run_events import RunEvent
 from contract.tenancy import DEFAULT_TENANT
-from orchestrator.batches.displays import Display, LogDisplay, Watched
+from orchestrator.batches.displays import Display, DisplayedBatch, LogDisplay
 from orchestrator.batches.event_files import read_batch_events
 from orchestrator.batches.live_progress import open_display
 from orchestrator.batches.report import build_report
@@ -91,10 +91,10 @@ async def batches_show(
 ) -> Output | None:
     """Show the counts and the state of a batch, or its events."""
 
-    def open_log(watched: Watched) -> Display:
+    def open_log(displayed: DisplayedBatch) -> Display:
         if follow or as_json:
-            return open_display(watched, Console(), as_json=as_json)
-        return LogDisplay(watched, sys.stdout, has_past=True)
+            return open_display(displayed, Console(), as_json=as_json)
+        return LogDisplay(displayed, sys.stdout, has_past=True)
 
     async with open_pool_client(tenant) as client:
         runs = client.batch_runs()

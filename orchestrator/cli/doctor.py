@@ -31,5 +31,5 @@ async def doctor(
     the API, model and tracing. Exit code 1: something is broken.
     """
     report = await examine(load_settings(), only or "all", is_deep=deep)
-    lines = [*report.lines(), *report.promise_lines()]
+    lines = [*report.lines(), *report.guarantee_lines()]
     return Output(report.to_json(), lines, exit_code=0 if report.is_healthy else EXIT_ERROR)

@@ -1,5 +1,5 @@
-"""Files that `toolcrew run` writes: the trace of the run, and its trajectory for the user. A file that cannot be
-written never costs the answer.
+"""Files that `toolcrew run` writes: the trace of the run, and its trajectory for the user. The answer is kept if a
+file cannot be written.
 """
 
 import json
@@ -21,7 +21,7 @@ class RunFiles:
     """The trace of a run and, with `output`, the trajectory that is built from it."""
 
     def __init__(self, output: Path | None) -> None:
-        """Prepare the files before the run costs anything. Raises ConfigError for a file that cannot be written."""
+        """Prepare the files before the run starts. Raises ConfigError for a file that cannot be written."""
         self._folder, self._output = load_settings().traces, output
         self._run = ""
         self._tenant = DEFAULT_TENANT

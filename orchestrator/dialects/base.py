@@ -6,10 +6,10 @@ from typing import Protocol
 
 from contract.calls import ToolCall, ToolResult
 from contract.specs import ToolSpec
-from orchestrator.dialects.model import Chunk, Message, ModelRequest, Usage
+from orchestrator.dialects.model import Chunk, Message, ModelRequest, TokenUsage
 from orchestrator.dialects.tag_events import Text
 
-__all__ = ["CallRequested", "Dialect", "Event", "MalformedCall", "ReplyEnd", "ReplyReader", "Text", "Usage"]
+__all__ = ["CallRequested", "Dialect", "Event", "MalformedCall", "ReplyEnd", "ReplyReader", "Text", "TokenUsage"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ReplyEnd:
     message: Message
     text: str
     finish_reason: str | None
-    usage: Usage
+    usage: TokenUsage
 
 
 class ReplyReader(Protocol):

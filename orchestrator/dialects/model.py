@@ -4,15 +4,15 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 
-__all__ = ["Chunk", "Message", "Model", "ModelRequest", "Usage"]
+__all__ = ["Chunk", "Message", "Model", "ModelRequest", "TokenUsage"]
 
 Message = dict[str, Any]
 """A chat message in the OpenAI wire shape."""
 Chunk = dict[str, Any]
-"""A `chat.completion.chunk` in the OpenAI wire shape, as a plain dict. Only nominally OpenAI's: see
-dialects/native.py.
+"""A `chat.completion.chunk` in the OpenAI wire shape, as a plain dict. Servers deviate from it
+(native_assembler.py).
 """
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LONGEST_NAME = 256
-"""Longer than any tool name. Further fragments are dropped: appending without a limit would take quadratic time."""
+"""Limit above any tool name. Further fragments are dropped: appending without a limit would take quadratic time."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from contract.calls import ToolCall
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
 from orchestrator.dialects.call_ids import build_call_id, build_short_id
-from orchestrator.dialects.model import Chunk, Message, Usage
+from orchestrator.dialects.model import Chunk, Message, TokenUsage
 from orchestrator.dialects.native_assembler import MalformedNativeCall, NativeCall, NativeCallAssembler
 from orchestrator.dialects.tag_events import TagCall, TagEvent
 from orchestrator.dialects.tag_parser import TagStreamParser
@@ -59,7 +59,7 @@ class StreamReader:
         self._waiting: list[TagEvent] = []
         self._index = 0
         self._texts: list[str] = []
-        self._usage = Usage()
+        self._usage = TokenUsage()
 
     def feed(self, chunk: Chunk) -> list[Event]:
         events: list[Event] = []
@@ -201,14 +201,14 @@ def build_wire_name(name: str) -> str:
     return _UNFIT_FOR_NAME.sub("_", name)[:64] or "unknown"
 
 
-def read_usage(chunk: Chunk) -> Usage | None:
+def read_usage(chunk: Chunk) -> TokenUsage | None:
     usage = chunk.get("usage")
     if not isinstance(usage, dict):
         return None
     details = usage.get("prompt_tokens_details")
     cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
     cost = usage.get("cost")
-    return Usage(
+    return TokenUsage(
         _count(usage.get("prompt_tokens")),
         _count(usage.get("completion_tokens")),
         cached,

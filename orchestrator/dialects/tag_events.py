@@ -22,7 +22,7 @@ class TagCall:
 
 
 @dataclass(slots=True)
-class Malformed:
+class MalformedTag:
     """A tag that is not a valid call. `name` is None when no name was read."""
 
     reason: str
@@ -30,4 +30,4 @@ class Malformed:
     raw: str
 
 
-TagEvent = Text | TagCall | Malformed
+TagEvent = Text | TagCall | MalformedTag

@@ -45,9 +45,9 @@ class State:
     otherwise: Edge
     name_edge: Edge | None = None
     is_header: bool = False
-    """Before the commit point: the next character may still show that the text only mentions the tag."""
+    """True before the commit point: the text may still only mention the tag."""
     awaited: str = ">"
-    """No tag ends or begins before this character comes (and after it a `>`)."""
+    """Character that must come, then a `>`, before a tag can begin or end."""
 
 
 def _run(characters: str) -> Skip:
@@ -76,7 +76,7 @@ COMMON_START = re.compile(
     rf"{MARKER}[{_S}]++(?:[^{_DELIMITERS}]++[{_S}]*+(?:=[{_S}]*+(?:\"[^\"<>&\r\n]*+(?:\"(?:>"
     rf"(?:{_ANY_CHILD})*+[{_S}]*+(?:<(?:([/!]|[^{_DELIMITERS}])[^<>\"]*+(?:\"[^\"]*+)?)?)?)?)?)?)?)?"
 ).fullmatch
-"""The first group matches only after the commit point."""
+"""Start of a call. Group 1: past the commit point."""
 MENTION = re.compile(rf"{MARKER}[{_S}]++[^{_DELIMITERS}]++[{_S}]*+[^={_S}]").match
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Literal
 
-from orchestrator.dialects.tag_events import Malformed, TagCall
+from orchestrator.dialects.tag_events import MalformedTag, TagCall
 from orchestrator.dialects.tag_grammar import (
     BLANKS,
     CHILD,
@@ -26,7 +26,7 @@ Outcome = Literal["open", "complete", "mention", "reopen"]
 _HEADER, _BODY, _GAP = STATES["header"], STATES["body"], STATES["gap"]
 _BEHIND_MARKER = frozenset(BLANKS + ">/")
 _LONGEST_CLOSE = 64
-"""Longest closing tag that is found across the size limit. One with more blanks may be missed there."""
+"""Longest closing tag that is found across the size limit. A longer one may be missed."""
 
 
 class OpenTag:
@@ -138,25 +138,25 @@ class OpenTag:
     def raw(self) -> str:
         return "".join(self._pieces)
 
-    def close(self) -> TagCall | Malformed:
+    def close(self) -> TagCall | MalformedTag:
         """Return the event of a completed tag."""
         raw = self.raw()
         if self._problem is None and not self._name:
             self._problem = "missing tool name"
         if self._problem is not None or self._name is None:
-            return Malformed(self._problem or "", self._name or None, raw)
+            return MalformedTag(self._problem or "", self._name or None, raw)
         return TagCall(
             self._name, {child: self._join_value(raw, spans, quote) for child, spans, quote in self._values}, raw
         )
 
-    def abandon(self, reason: str = "unclosed") -> Malformed:
+    def abandon(self, reason: str = "unclosed") -> MalformedTag:
         """Return the event of a tag that ends without being complete. An earlier error takes
         precedence over `reason`.
         """
         raw = self.raw()[: self.cut] if self.outcome == "reopen" else self.raw()
-        return Malformed(self._problem if self._skipping and self._problem else reason, self._name or None, raw)
+        return MalformedTag(self._problem if self._skipping and self._problem else reason, self._name or None, raw)
 
-    def overflow(self) -> tuple[Malformed, str]:
+    def overflow(self) -> tuple[MalformedTag, str]:
         """Return the event of a tag larger than the limit, and the tail to feed again, which may begin the closing tag.
 
         The tag stays open and skips to its end, with empty buffers.
@@ -167,7 +167,7 @@ class OpenTag:
         self._fail("too long")
         self._state, self._awaited = STATES["skip"], ">"
         self._pieces, self.size = [], 0
-        return Malformed("too long", self._name or None, raw[:cut]), raw[cut:]
+        return MalformedTag("too long", self._name or None, raw[:cut]), raw[cut:]
 
     @staticmethod
     def _join_value(raw: str, spans: list[tuple[int, int]], quote: str) -> str:

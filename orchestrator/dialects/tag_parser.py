@@ -1,7 +1,7 @@
 """Reads `<tool_action>` calls from streamed text, independent of the chunk boundaries (grammar: docs/agents.md)."""
 
 from orchestrator.dialects.fences import FenceTracker
-from orchestrator.dialects.tag_events import Malformed, TagCall, TagEvent, Text
+from orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
 from orchestrator.dialects.tag_grammar import BLANKS, COMMON_CALL, COMMON_CHILDREN, COMMON_START, MARKER, MENTION, TAG
 from orchestrator.dialects.tag_machine import OpenTag
 from orchestrator.dialects.tag_values import decode_entities
@@ -160,7 +160,7 @@ class TagStreamParser:
             self._emit(tag.raw(), events)
             return position
         self._tag = OpenTag() if tag.outcome == "reopen" else None
-        event: TagCall | Malformed = tag.abandon() if tag.outcome == "reopen" else tag.close()
+        event: TagCall | MalformedTag = tag.abandon() if tag.outcome == "reopen" else tag.close()
         # A tag that was too long leaves an empty event if the next tag begins exactly at the cut.
         if event.raw:
             events.append(event)

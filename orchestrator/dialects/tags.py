@@ -13,12 +13,12 @@ from orchestrator.dialects.observations import build_tool_messages, build_wire_m
 from orchestrator.dialects.profiles import STANDARD, ModelProfile
 from orchestrator.dialects.prompts import EXAMPLES_STOP, build_examples, build_system_prompt, generate_tool_prompt
 from orchestrator.dialects.reader import StreamReader
-from orchestrator.dialects.tag_events import Malformed, TagCall, TagEvent, Text
+from orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
 from orchestrator.dialects.tag_gbnf import build_tag_grammar
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tag_values import build_tag_call
 
-__all__ = ["Malformed", "TagCall", "TagEvent", "TagStreamParser", "TagsDialect", "Text", "build_tag_call"]
+__all__ = ["MalformedTag", "TagCall", "TagEvent", "TagStreamParser", "TagsDialect", "Text", "build_tag_call"]
 
 
 class TagsDialect:

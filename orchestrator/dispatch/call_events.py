@@ -78,7 +78,7 @@ class CallEventReader:
         self._question_slots = asyncio.Semaphore(MAX_QUESTIONS)
 
     async def open(self, ttl_s: float) -> None:
-        """Create the stream, which expires `ttl_s` seconds later. Raises BrokerUnavailable: when Redis does not
+        """Create the stream, which expires `ttl_s` seconds later. Raises BrokerUnavailable when Redis does not
         answer, or when another process reads this call.
         """
         self._ttl_s = int(ttl_s)

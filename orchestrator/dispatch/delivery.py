@@ -24,7 +24,7 @@ from contract.envelope import EnvelopeTooLarge, decode_result, encode_arguments,
 from contract.errors import BrokerUnavailable, ConfigError, EnvelopeRefused, ErrorCode, OperatorError, ToolFailure
 from contract.names import POOL_QUEUES
 from contract.signing import ResultSeal, SigningKeys
-from orchestrator.admission import Admission, Unlimited
+from orchestrator.admission import Admission, UnlimitedAdmission
 from orchestrator.dispatch.call_events import CallEventListener
 from orchestrator.dispatch.call_monitor import CallMonitor, describe_loss
 from orchestrator.dispatch.request import Attempt, Request
@@ -65,7 +65,7 @@ class Pool:
     sessions: SessionStore
     hosts: HostSource
     calls: CallStore
-    admission: Admission = field(default_factory=Unlimited)
+    admission: Admission = field(default_factory=UnlimitedAdmission)
     events: CallEventListener | None = None
     monitor: CallMonitor | None = None
     blobs: Blobs | None = None
@@ -87,7 +87,7 @@ class Delivery:
         self._monitor = pool.monitor if pool is not None else None
         self._events = pool.events if pool is not None else None
         self._blobs = pool.blobs if pool is not None else None
-        self._admission = pool.admission if pool is not None else Unlimited()
+        self._admission = pool.admission if pool is not None else UnlimitedAdmission()
         self.clock: Callable[[], float] = pool.clock if pool is not None else SharedClock()
         """Return the time in Unix seconds of the clock that all processes of the deployment share."""
 

@@ -18,7 +18,7 @@ from contract.tenancy import SKILL_TOOL, TenantPolicy, largest_limit
 from orchestrator.dispatch.delivery import RESEND_S, Delivery, Pool
 from orchestrator.dispatch.placement import HostCapacity
 from orchestrator.dispatch.request import Request
-from orchestrator.dispatch.session_locator import SessionLocator, SessionOpening
+from orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
 from orchestrator.dispatch.tenant_catalog import CallRules, TenantCatalog, check_policy
 from orchestrator.dispatch.transport import CallLost, DeliveryFailed, Transport
 from store.call_messages import NotSent
@@ -295,7 +295,7 @@ class Dispatcher:
         failure = result.run_failure
         return None if failure is not None and failure.is_temporary else result
 
-    async def _send_open(self, opening: SessionOpening, address: SessionAddress) -> ToolResult:
+    async def _send_open(self, opening: OpenRequest, address: SessionAddress) -> ToolResult:
         """Make one attempt at `session.open` at that address."""
         request = _session_request("open", opening.tenant, opening.session, opening.arguments)
         await self._complete(request)

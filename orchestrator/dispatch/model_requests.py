@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 
 from contract.call_events import MAX_ANSWER_BYTES, CallEvent
 from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFailure
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.functions.model_questions import ModelAnswer, ModelQuestion, parse_question
 from orchestrator.dialects.model import Model
 from orchestrator.dispatch.call_events import CallEventReader, Handler
@@ -21,9 +21,9 @@ class ModelRequests:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._usage = Usage()
+        self._usage = TokenUsage()
 
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Return the tokens of all answers so far, as the model server counted them."""
         return self._usage
 

@@ -75,8 +75,8 @@ def choose_host(
     excluded: Collection[str] = (),
     chance: random.Random | None = None,
 ) -> HostReport:
-    """Return the less loaded of two random hosts, chosen in proportion to their slots. Reports are seconds old;
-    without chance all callers would choose the same host.
+    """Return the less loaded of two random hosts, chosen in proportion to their slots. As reports are seconds
+    old, callers would otherwise all choose the same host.
 
     `placed`: queue -> sessions sent there since its report. `excluded`: queues that have just failed. Raises NoHost
     with the missing resource, ToolFailure for a malformed image name and for an image that no host allows.
@@ -137,7 +137,7 @@ def _prefer_image(hosts: list[HostReport], image: ImageName | None, placed: Mapp
 
 
 def _rank(host: HostReport, image: ImageName) -> bytes:
-    """Return the rank of a host for an image (rendezvous hashing): a host more or less moves only its own images."""
+    """Return the rank of a host for an image (rendezvous hashing): adding a host moves only its own images."""
     return hashlib.blake2b(f"{image.full}\0{host.host}".encode(), digest_size=8).digest()
 
 

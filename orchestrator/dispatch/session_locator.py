@@ -59,7 +59,7 @@ class HostSource(Protocol):
 
 
 @dataclass(frozen=True)
-class SessionOpening:
+class OpenRequest:
     """A session that is being opened, with the arguments of the verb `open`."""
 
     tenant: str
@@ -68,7 +68,7 @@ class SessionOpening:
 
 
 _Claimed = TypeVar("_Claimed", bound=SessionAddress | None)
-SendOpen = Callable[[SessionOpening, SessionAddress], Awaitable[ToolResult]]
+SendOpen = Callable[[OpenRequest, SessionAddress], Awaitable[ToolResult]]
 """Sends the verb to an address once and returns its result, also a failed one. Raises NotSent, CallLost,
 DeliveryFailed.
 """
@@ -107,7 +107,7 @@ class SessionLocator:
             queue, self._sessions.open(tenant, session, queue, start=start, ttl_s=ttl_s, limit=policy.sandboxes)
         )
         try:
-            result, _ = await self._send_to_hosts(SessionOpening(tenant, session, arguments), address, policy, excluded)
+            result, _ = await self._send_to_hosts(OpenRequest(tenant, session, arguments), address, policy, excluded)
         except BaseException:
             # No caller knows the name of this session, so its location must not count towards the tenant's limit.
             await asyncio.shield(self._forget_quietly(tenant, session))
@@ -167,14 +167,14 @@ class SessionLocator:
         """Return the address if the session has one now, else None."""
         if location.state is LocationState.MOVING:
             return await self._move(tenant, session, location, policy)
-        # With another fence, the session has moved since the call failed. The silence was that of its former host.
+        # With another fence, the session has moved since the call failed, and its former host was silent.
         is_silent = silent is not None and location.fence == silent.fence
-        fate = await self._sessions.fate(location.queue) if is_silent else "alive"
-        if fate == "given_up":
+        host_state = await self._sessions.host_state(location.queue) if is_silent else "alive"
+        if host_state == "given_up":
             return await self._move(tenant, session, location, policy)
         return (
             self._cache_address(tenant, session, SessionAddress(location.queue, location.fence))
-            if fate == "alive"
+            if host_state == "alive"
             else None
         )
 
@@ -198,9 +198,9 @@ class SessionLocator:
         until = time.monotonic() + SETTLE_S
         while (location := await self._sessions.find(tenant, session)) is not None and time.monotonic() < until:
             if location.state is LocationState.OPEN:
-                fate = await self._sessions.fate(location.queue)
-                if fate != "silent":
-                    return SessionAddress(location.queue, location.fence) if fate == "alive" else None
+                host_state = await self._sessions.host_state(location.queue)
+                if host_state != "silent":
+                    return SessionAddress(location.queue, location.fence) if host_state == "alive" else None
             elif not location.moving_until:
                 return None
             await asyncio.sleep(POLL_S)
@@ -297,7 +297,7 @@ class SessionLocator:
                 self._placed[queue] -= 1
 
     async def _send_to_hosts(
-        self, opening: SessionOpening, address: SessionAddress, policy: TenantPolicy, excluded: set[str]
+        self, opening: OpenRequest, address: SessionAddress, policy: TenantPolicy, excluded: set[str]
     ) -> tuple[ToolResult, SessionAddress]:
         """Send the verb `open`. Try other hosts when a host is lost before it answers, or has no capacity. Return the
         result and the address of the host that gave it.
@@ -336,7 +336,7 @@ class SessionLocator:
             raise
 
     async def _claim_other_host(
-        self, opening: SessionOpening, address: SessionAddress, policy: TenantPolicy, excluded: set[str], reason: str
+        self, opening: OpenRequest, address: SessionAddress, policy: TenantPolicy, excluded: set[str], reason: str
     ) -> SessionAddress:
         """Claim another host for an opening whose host was lost or refused it."""
         excluded.add(address.queue)
@@ -361,7 +361,7 @@ class SessionLocator:
             )
         return claimed
 
-    async def _find_taken_over(self, opening: SessionOpening, address: SessionAddress) -> SessionAddress | None:
+    async def _find_taken_over(self, opening: OpenRequest, address: SessionAddress) -> SessionAddress | None:
         """Return the address of an opening that the host's next worker has taken over. The same verb then returns the
         session that exists. Otherwise no process would have the address of that session.
         """
@@ -409,7 +409,7 @@ class SessionLocator:
             # The address of the host that answered. Another host may have replaced the first one, and the location is
             # there now.
             result, address = await self._send_to_hosts(
-                SessionOpening(tenant, session, arguments), address, policy, excluded
+                OpenRequest(tenant, session, arguments), address, policy, excluded
             )
             if result.success:
                 return address

@@ -227,8 +227,8 @@ def refuse_unasked(
 
 
 def with_tenant_rules(policy: ApprovalPolicy, tenant_policy: TenantPolicy, tenant: str) -> ApprovalPolicy:
-    """Return the approval policy with the tenant's own rules added. Of all rules that match, deny takes precedence
-    over ask, and ask over allow.
+    """Return the approval policy with the tenant's own rules added. Among matching rules, deny takes precedence over
+    ask, and ask over allow.
     """
     if not tenant_policy.commands:
         return policy

@@ -48,7 +48,7 @@ The check of the key or login sets the owner. A body without an owner is limited
 """
 
 
-class _Refused(Exception):
+class _BodyRefused(Exception):
     """Stops the application when it reads a body that is refused."""
 
 
@@ -96,7 +96,7 @@ class BodyLimits:
                 await send(message)
 
         try:
-            with suppress(_Refused):
+            with suppress(_BodyRefused):
                 await self._app(scope, body.receive, sent)
         finally:
             body.let_go()
@@ -229,7 +229,7 @@ class _Body:
 
     def _refuse(self, refusal: Response) -> NoReturn:
         self.refusal = refusal
-        raise _Refused
+        raise _BodyRefused
 
 
 async def refuse(refusal: Response, receive: Receive, send: Send) -> None:

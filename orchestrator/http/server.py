@@ -53,7 +53,7 @@ class _JoinedAnswers(h11.Connection):
         return [*head, *written]
 
 
-class PatientProtocol(H11Protocol):
+class HeadTimeoutProtocol(H11Protocol):
     """HTTP connection that is closed when the head of a request does not arrive within HEAD_WITHIN_S."""
 
     _waiting: asyncio.TimerHandle | None = None
@@ -133,7 +133,7 @@ class PatientProtocol(H11Protocol):
         idle = [
             connection
             for connection in self.connections
-            if isinstance(connection, PatientProtocol) and connection._is_idle
+            if isinstance(connection, HeadTimeoutProtocol) and connection._is_idle
         ]
         min(idle, key=lambda connection: connection._idle_since, default=self).transport.abort()
 
@@ -164,7 +164,7 @@ class UvicornServer:
     def __init__(self, app: ASGIApp, host: str, port: int, announce: Callable[[str], None]) -> None:
         config = uvicorn.Config(
             app,
-            http=PatientProtocol,
+            http=HeadTimeoutProtocol,
             ws="none",
             lifespan="on",
             log_config=None,

@@ -36,7 +36,7 @@ from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, Dialect, Event, MalformedCall, ReplyEnd, ReplyReader, Text
 from orchestrator.dialects.call_ids import build_call_id
 from orchestrator.dialects.fences import find_command
-from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
+from orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
 from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from orchestrator.dialects.thinking import strip_thinking
 from orchestrator.dialects.tokens import TokenCollector
@@ -69,7 +69,7 @@ class RunResult:
     stop_reason: StopReason
     steps: int
     transcript: Transcript
-    usage: Usage
+    usage: TokenUsage
     clocks: Clocks
     run: str = ""
     cost: float | None = None
@@ -99,7 +99,7 @@ class Agent:
     options: ReActOptions = field(default_factory=ReActOptions)
     on_event: OnEvent = lambda _: None
     run_id: str = ""
-    spent_by_tools: Callable[[], Usage] = Usage
+    spent_by_tools: Callable[[], TokenUsage] = TokenUsage
     switched_off: Mapping[str, Switch] = field(default_factory=dict)
     skills: Collection[str] = ()
     profile: ModelProfile = STANDARD

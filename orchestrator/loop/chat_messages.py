@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from orchestrator.dialects.model import Message, Usage
+from orchestrator.dialects.model import Message, TokenUsage
 from orchestrator.dialects.reader import build_wire_name
 
 
@@ -34,7 +34,7 @@ class AIMessage:
     content: str
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
-    usage: Usage = field(default_factory=Usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from orchestrator.dialects.model import Message, Usage
+from orchestrator.dialects.model import Message, TokenUsage
 
 BYTES_PER_TOKEN = 3.5
 """The estimate until a server reports the tokens of a request."""
@@ -29,14 +29,16 @@ class ContextWindow:
         # they are.
         self._tools_bytes = len(json.dumps(tools)) if tools else 0
 
-    def learn(self, messages: Sequence[Message], usage: Usage) -> None:
+    def learn(self, messages: Sequence[Message], usage: TokenUsage) -> None:
         """Adjust the estimate to the tokens that the server counted for a request with these messages and the tools."""
         if usage.prompt_tokens > 0:
             self._bytes_per_token = min(8.0, max(0.5, self._total(messages) / usage.prompt_tokens))
 
-    def estimate(self, messages: Sequence[Message], reply: Message) -> Usage:
+    def estimate(self, messages: Sequence[Message], reply: Message) -> TokenUsage:
         """Return the estimated usage of a request with these messages and of its reply."""
-        return Usage(round(self._total(messages) / self._bytes_per_token), round(_size(reply) / self._bytes_per_token))
+        return TokenUsage(
+            round(self._total(messages) / self._bytes_per_token), round(_size(reply) / self._bytes_per_token)
+        )
 
     def shrink(self, limit_tokens: int | None, messages: Sequence[Message]) -> None:
         """Lower the limit after the server refused a request as too long. `limit_tokens`: the limit that the server

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from contract.calls import DEFAULT_TIMEOUT_S
 from contract.model_endpoints import Prices
-from orchestrator.dialects.model import Usage
+from orchestrator.dialects.model import TokenUsage
 from orchestrator.models.capabilities import Capabilities
 from orchestrator.settings import OrchestratorSettings
 
@@ -85,15 +85,15 @@ class Spending:
 
     options: ReActOptions
     steps: int = 0
-    usage: Usage = field(default_factory=Usage)
-    uncounted: Usage = field(default_factory=Usage)
-    by_tools: Callable[[], Usage] = Usage
+    usage: TokenUsage = field(default_factory=TokenUsage)
+    uncounted: TokenUsage = field(default_factory=TokenUsage)
+    by_tools: Callable[[], TokenUsage] = TokenUsage
     malformed_replies: int = 0
     """The current number of malformed replies in a row."""
     started_at: float = field(default_factory=time.monotonic)
 
     @property
-    def counted(self) -> Usage:
+    def counted(self) -> TokenUsage:
         """Return the tokens that the server counted, including those of tools."""
         return self.usage + self.by_tools()
 
@@ -108,15 +108,15 @@ class Spending:
         parts = (self.usage, self.by_tools(), self.uncounted)
         return sum(prices.cost(usage) if usage.cost is None else usage.cost for usage in parts)
 
-    def charge(self, usage: Usage, estimate: Usage) -> bool:
+    def charge(self, usage: TokenUsage, estimate: TokenUsage) -> bool:
         """Add the tokens of one reply, or `estimate` if the server did not count.
 
         Returns True when this is the first estimate and a budget depends on it.
         """
-        if usage != Usage():
+        if usage != TokenUsage():
             self.usage += usage
             return False
-        is_first = self.uncounted == Usage()
+        is_first = self.uncounted == TokenUsage()
         self.uncounted += estimate
         return is_first and (self.options.max_tokens, self.options.max_cost) != (None, None)
 

@@ -122,7 +122,7 @@ _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True)
 class McpCaller:
-    """McpCaller of a request. `principal`: the identity to which an approval is bound. `session`: the session in the
+    """Caller of a request. `principal`: the identity to which an approval is bound. `session`: the session in the
     request's address. `asks_client`: the person at the client decides on approvals; otherwise `approver` decides, or
     with None the approver of `client`.
     """

@@ -88,7 +88,7 @@ async def _no_lines() -> AsyncIterator[str]:
 
 class _Lines:
     """Reads non-blank lines of a file descriptor in a daemon thread, which cannot block the end of the process. A
-    line that is too long is truncated, and so is invalid JSON.
+    line that is too long is cut and then is no valid JSON.
     """
 
     def __init__(self, fd: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from contract.errors import ErrorCode, ModelInterrupted, ToolFailure
 from contract.functions.completions import Completion
-from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
+from orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
 from orchestrator.dialects.native_assembler import NativeCallAssembler
 from orchestrator.dialects.reader import read_usage
 
@@ -26,7 +26,7 @@ class _Usage:
 
     calls: int = 0
     tokens: int = 0
-    usage: Usage = field(default_factory=Usage)
+    usage: TokenUsage = field(default_factory=TokenUsage)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class BudgetedModel:
         return self.model.name
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Return the tokens of all replies so far, as the server counted them."""
         return self._used.usage
 
@@ -82,7 +82,7 @@ class BudgetedModel:
         return await self._read_reply(request)
 
     async def _read_reply(self, request: ModelRequest) -> Completion:
-        assembler, usage = NativeCallAssembler(), Usage()
+        assembler, usage = NativeCallAssembler(), TokenUsage()
         async for chunk in self.model.stream(request):
             assembler.feed(chunk)
             usage = read_usage(chunk) or usage

@@ -18,9 +18,7 @@ from orchestrator.models.retries import is_retried_status
 MAX_DETAIL_CHARS = 300
 MAX_SEARCHED_CHARS = 4000
 FailureType = Literal["timeout", "connection", "status", "in_reply", "broken", "unfinished", "no_chat", "unknown"]
-"""`status`: an HTTP error status. `in_reply`: an error object inside a reply. `unfinished`: an end without a
-finish_reason.
-"""
+"""Kind of failure. `status`: an HTTP error. `in_reply`: an error object in a reply. `unfinished`: no finish_reason."""
 
 
 @dataclass(frozen=True)

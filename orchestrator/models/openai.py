@@ -48,10 +48,9 @@ class OpenAIModel:
 
     A request is retried by the policy `retries` (a number: that many retries) until a part of its reply was returned.
     After that, a break raises ModelInterrupted, and the caller decides. `timeout_s` limits the wait for the next bytes,
-    not for the whole reply. With `streaming` False the reply comes in one piece, so it limits the whole wait.
+    not for the whole reply. Without `streaming`, `timeout_s` limits the wait for the whole reply.
 
-    `limits`: decides when a request may be sent. Without another value, a rate limit of the server is known only to
-    this object.
+    `limits`: decides when a request may be sent. By default, only this object knows of a rate limit of the server.
     """
 
     def __init__(

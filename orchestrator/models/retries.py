@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 RETRIED_STATUSES = frozenset({408, 409, 429})
-"""Also every 5xx, except for 501: that server will never support the request."""
+"""Every 5xx is retried too, except 501: such a server never supports it."""
 _NOT_IMPLEMENTED = 501
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 

@@ -91,7 +91,7 @@ async def _examine_engine(report: Report) -> None:
             err.decode(errors="replace").strip()[-300:] or "the check ended without output: run it again",
         )
         return
-    report.promises = list(facts["promises"])
+    report.guarantees = list(facts["guarantees"])
     if "engine" in facts:
         report.add("engine", True, f"Docker {facts['engine']}, runtimes {', '.join(facts['runtimes'])}")
         report.add(

@@ -5,7 +5,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """Result of one check. `needed` False: the deployment works without it. `remedy`: the action to take, if `text`
     does not contain it.
     """
@@ -22,31 +22,31 @@ class Report:
     """All findings in the order of the checks, and the table of guarantees of this host's sandboxes, from sandboxd's
     check.
 
-    A row of the table has `name`, `state` (holds, void, unknown), `why`, `remedy` and `is_needed`.
+    A row of the table has `name`, `state` (holds, broken, unknown), `why`, `remedy` and `is_needed`.
     """
 
-    findings: list[Finding] = field(default_factory=list)
-    promises: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[CheckResult] = field(default_factory=list)
+    guarantees: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_healthy(self) -> bool:
-        void = any(row["is_needed"] and row["state"] == "void" for row in self.promises)
-        return not void and all(finding.is_good for finding in self.findings if finding.needed)
+        is_broken = any(row["is_needed"] and row["state"] == "broken" for row in self.guarantees)
+        return not is_broken and all(finding.is_good for finding in self.findings if finding.needed)
 
     def add(self, name: str, is_good: bool, text: str, *, needed: bool = True) -> None:
-        self.findings.append(Finding(name, is_good, text, needed))
+        self.findings.append(CheckResult(name, is_good, text, needed))
 
     def good(self, name: str, text: str) -> None:
         """Add a finding that is in order."""
-        self.findings.append(Finding(name, True, text))
+        self.findings.append(CheckResult(name, True, text))
 
     def note(self, name: str, text: str, remedy: str) -> None:
         """Add a finding that needs attention, but does not stop the service."""
-        self.findings.append(Finding(name, False, text, needed=False, remedy=remedy))
+        self.findings.append(CheckResult(name, False, text, needed=False, remedy=remedy))
 
     def broken(self, name: str, text: str, remedy: str) -> None:
         """Add a finding that stops a service or loses data until it is fixed."""
-        self.findings.append(Finding(name, False, text, remedy=remedy))
+        self.findings.append(CheckResult(name, False, text, remedy=remedy))
 
     def lines(self) -> list[str]:
         """Return one line per finding, and the remedy below each problem."""
@@ -59,11 +59,11 @@ class Report:
                 lines.append(f"{'':<4}  {'':<{width}}  -> {finding.remedy}")
         return lines
 
-    def promise_lines(self) -> list[str]:
+    def guarantee_lines(self) -> list[str]:
         """Return the table of guarantees, and the remedy below each one that does not hold."""
-        width = max((len(str(row["name"])) for row in self.promises), default=0)
-        lines = ["", "guarantees of this host's sandboxes"] if self.promises else []
-        for row in self.promises:
+        width = max((len(str(row["name"])) for row in self.guarantees), default=0)
+        lines = ["", "guarantees of this host's sandboxes"] if self.guarantees else []
+        for row in self.guarantees:
             lines.append(f"{row['state']:<7}  {row['name']:<{width}}  {row['why']}")
             if row["state"] != "holds" and row["remedy"]:
                 lines.append(f"{'':<7}  {'':<{width}}  -> {row['remedy']}")
@@ -73,5 +73,5 @@ class Report:
         return {
             "healthy": self.is_healthy,
             "findings": [vars(finding) for finding in self.findings],
-            "promises": self.promises,
+            "guarantees": self.guarantees,
         }

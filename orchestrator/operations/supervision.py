@@ -186,7 +186,7 @@ async def _clear(child: asyncio.subprocess.Process) -> None:
 
 
 def die_with_supervisor(supervisor: int, number: int) -> None:
-    """Prepare the child process before exec: the kernel sends it `number` when the supervisor is killed."""
+    """Prepare the child before exec: the kernel sends it signal `number` when the supervisor is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != supervisor:
         # The supervisor died before the kernel had the request, so no signal will come.

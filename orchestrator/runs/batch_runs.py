@@ -11,7 +11,7 @@ from typing import Any
 
 from contract.errors import ConfigError
 from contract.run_events import OnEvent, RunEvent, pass_to
-from orchestrator.batches.displays import Display, Watched
+from orchestrator.batches.displays import Display, DisplayedBatch
 from orchestrator.batches.lines import BatchFile
 from orchestrator.batches.model_check import check_prices, models_of
 from orchestrator.batches.progress import BatchProgress
@@ -44,7 +44,7 @@ from store.run_records import RunRecord
 from store.runs import RunQueue
 from store.tasks import retry_until_available
 
-OpenDisplay = Callable[[Watched], Display]
+OpenDisplay = Callable[[DisplayedBatch], Display]
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class RowPaths:
     @property
     def failures(self) -> Path:
         """Return the path of the file with the failed rows."""
-        return self.errors or self._beside("errors")
+        return self.errors or self._build_sibling_path("errors")
 
     @property
     def batch_events(self) -> Path:
         """Return the path of the file with the batch's events. A report reads this file."""
-        return self._beside("events")
+        return self._build_sibling_path("events")
 
-    def _beside(self, suffix: str) -> Path:
+    def _build_sibling_path(self, suffix: str) -> Path:
         """Return the path of a file next to the output file, with `suffix` in its name."""
         return self.output.with_name(f"{self.output.stem}.{suffix}.jsonl")
 
@@ -226,15 +226,15 @@ class BatchRuns:
     async def show(self, batch: str, open_display: OpenDisplay, *, follow: bool) -> None:
         """Show the latest events of a batch. `follow`: show new events too, until the batch has ended."""
         record, reader = await self.batches.status(batch), self._reader(batch)
-        watched = Watched(batch, BatchProgress(record.total), tenant=self.tenant)
-        with open_display(watched) as display:
+        displayed = DisplayedBatch(batch, BatchProgress(record.total), tenant=self.tenant)
+        with open_display(displayed) as display:
             follower = Follower(self.queue, reader, self.tenant, batch, rows=None, show=display.show, tick=display.tick)
             if follow:
                 await follower.run()
             else:
                 for event in await self.batch_events(batch):
                     display.show(event)
-            await self._show_missing_ends(batch, watched.progress, display.show)
+            await self._show_missing_ends(batch, displayed.progress, display.show)
 
     async def work(
         self,
@@ -255,13 +255,13 @@ class BatchRuns:
         pool exists longer than this process, so the summary may name commands with the batch's id.
         """
         record = await self.batches.status(batch)
-        watched = Watched(batch, BatchProgress(record.total), is_kept=is_kept, tenant=self.tenant)
+        displayed = DisplayedBatch(batch, BatchProgress(record.total), is_kept=is_kept, tenant=self.tenant)
         async with AsyncExitStack() as stack:
             runner = await stack.enter_async_context(
                 self.runner(batch, concurrency=concurrency or record.concurrency, model=model)
             )
             on_runner(runner)
-            with open_display(watched) as display:
+            with open_display(displayed) as display:
                 show, reader = pass_to(keep_event, display.show), self._reader(batch)
                 follower = Follower(self.queue, reader, self.tenant, batch, rows=rows, show=show, tick=display.tick)
                 try:
@@ -269,8 +269,8 @@ class BatchRuns:
                 # Ended items must have their rows even if this process is interrupted.
                 finally:
                     await follower.end()
-                await self._show_missing_ends(batch, watched.progress, show)
-            return await self.batches.status(batch), watched.summary()
+                await self._show_missing_ends(batch, displayed.progress, show)
+            return await self.batches.status(batch), displayed.summary()
 
     async def _show_missing_ends(self, batch: str, progress: BatchProgress, show: Callable[[RunEvent], object]) -> None:
         """Show ends that have no event. These are ends of items that were cancelled before their start, and ends with

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from contract.errors import ConfigError
 from orchestrator.dispatch.pool_connection import PoolConnection, wait_for_pool
-from orchestrator.runs.run_service import RunService, Stopping, open_runner
+from orchestrator.runs.run_service import RunService, StopPhases, open_runner
 from orchestrator.runs.runner import Runner
 from orchestrator.settings import OrchestratorSettings
 from telemetry.logs import get_logger
@@ -30,7 +30,7 @@ class BatchService:
     tenants: tuple[str, ...] = ()
     grace_s: float = 60.0
     has_traces: bool = True
-    _stopping: Stopping = field(default_factory=Stopping)
+    _stopping: StopPhases = field(default_factory=StopPhases)
 
     def interrupt(self) -> None:
         """Stop the service. The first call starts no more runs. The second call returns the running runs to the queue

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from contract.model_endpoints import Prices
-from orchestrator.dialects.model import Chunk, Model, ModelRequest, Usage
+from orchestrator.dialects.model import Chunk, Model, ModelRequest, TokenUsage
 from orchestrator.dialects.reader import read_usage
 from store.tasks import retry_until_available
 from store.usage import ReplySpending
@@ -11,7 +11,7 @@ from store.usage import ReplySpending
 
 def price_reply(chunks: Iterable[Chunk], prices: Prices | None) -> ReplySpending:
     """Return the tokens that the server counted for a reply, and their cost."""
-    usage = sum((counted for chunk in chunks if (counted := read_usage(chunk)) is not None), Usage())
+    usage = sum((counted for chunk in chunks if (counted := read_usage(chunk)) is not None), TokenUsage())
     # A fallback with other prices may have answered, so the cost in the reply counts first.
     cost = prices.cost(usage) if usage.cost is None and prices is not None else usage.cost
     return ReplySpending(usage, cost)

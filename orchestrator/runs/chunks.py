@@ -20,7 +20,7 @@ def join_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
     last_frame: Any = None
     for chunk in chunks:
         piece = _find_piece(chunk)
-        frame = (piece[1], _surroundings(chunk)) if piece is not None else None
+        frame = (piece[1], _get_other_fields(chunk)) if piece is not None else None
         if piece is not None and frame == last_frame:
             pieces.append(piece[0][piece[1][-1]])
             continue
@@ -57,7 +57,7 @@ def _find_piece(chunk: Chunk) -> tuple[dict[str, Any], tuple[Any, ...]] | None:
     return None
 
 
-def _surroundings(chunk: Chunk) -> Any:
+def _get_other_fields(chunk: Chunk) -> Any:
     """Return everything in a chunk except its piece of text and its creation time. Only chunks with equal surroundings
     can be joined.
     """

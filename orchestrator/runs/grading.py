@@ -79,7 +79,7 @@ _ABOUT_FILES = frozenset(
 """Codes of calls that ran and say something about the sandbox's files. After any other code, nothing is known."""
 
 
-class _Refused(Exception):
+class _ArtifactsRefused(Exception):
     """The artifacts of an item break the rules. The message is a sentence."""
 
 
@@ -146,8 +146,8 @@ class Grading:
         )
 
     async def grade(self, tenant: str, grader: Grader, journal: Journal, submission: SubmissionTaken) -> GradingResult:
-        """Grade a submission in a new sandbox. Raises OperatorError, ToolFailure: there is no reward, and none of the
-        agent or the grader is the cause.
+        """Grade a submission in a new sandbox. Raises OperatorError, ToolFailure: there is no reward, and neither
+        agent nor grader is the cause.
         """
         if submission.refusal:
             return GradingResult(Grade(reward=0.0, refusal=submission.refusal))
@@ -189,7 +189,7 @@ async def take_submission(session: Session, grader: Grader) -> Submission:
     await session.end_jobs()
     try:
         files = await _take_files(session, grader)
-    except _Refused as refusal:
+    except _ArtifactsRefused as refusal:
         return Submission(refusal=str(refusal))
     except ToolFailure as error:
         if error.code not in _ABOUT_FILES:
@@ -235,7 +235,7 @@ async def grade_submission(session: Session, grader: Grader, submission: Submiss
 
 
 async def _take_files(session: Session, grader: Grader) -> dict[str, tuple[bytes, bool]]:
-    """Return the content of each artifact by its name, and whether it is executable. Raises _Refused."""
+    """Return the content of each artifact by its name, and whether it is executable. Raises _ArtifactsRefused."""
     names = await _list_names(session, grader)
     if not names:
         return {}
@@ -243,17 +243,21 @@ async def _take_files(session: Session, grader: Grader) -> dict[str, tuple[bytes
 
 
 async def _list_names(session: Session, grader: Grader) -> list[str]:
-    """Return the names of the regular files that the grader gets. Raises _Refused: names or sizes break a limit."""
+    """Return the names of the regular files that the grader gets. Raises _ArtifactsRefused: names or sizes break a
+    limit.
+    """
     if grader.artifacts:
         argv = ["find", ".", "-xdev", "-type", "f", *_selection(grader.artifacts), "-printf", _PRINT]
         done = await session.exec(argv, env={"LC_ALL": "C"}, cwd="/workspace", timeout_s=LIST_TIMEOUT_S)
     else:
         done = await _bash(session, _LIST_CHANGED)
     if done.timed_out or done.truncated:
-        raise _Refused(f"the workspace has too many files for a list of the artifacts: at most {MAX_FILES} are copied")
+        raise _ArtifactsRefused(
+            f"the workspace has too many files for a list of the artifacts: at most {MAX_FILES} are copied"
+        )
     # The agent may have replaced its `find`. What it prints is checked below, and again in the archive.
     if done.returncode not in (0, _UNREADABLE):
-        raise _Refused(f"the files of the workspace cannot be listed: {_end_of(done.stderr)}")
+        raise _ArtifactsRefused(f"the files of the workspace cannot be listed: {_end_of(done.stderr)}")
     sizes = dict[str, int]()
     for entry in done.stdout.split(b"\0"):
         size, _, rest = entry.partition(b" ")
@@ -264,7 +268,7 @@ async def _list_names(session: Session, grader: Grader) -> list[str]:
     if grader.artifacts:
         names, _ = await asyncio.to_thread(choose_paths, sizes, grader.artifacts)
     if len(names) > MAX_FILES:
-        raise _Refused(f"{len(names)} files are artifacts, and the limit is {MAX_FILES}")
+        raise _ArtifactsRefused(f"{len(names)} files are artifacts, and the limit is {MAX_FILES}")
     _check_names(names)
     _check_size(sum(sizes[name] for name in names))
     return names
@@ -282,35 +286,39 @@ def _selection(patterns: Sequence[str]) -> list[str]:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise _Refused for a name that a grader may misread."""
+    """Raise _ArtifactsRefused for a name that a grader may misread."""
     for name in names:
         is_text = all(not 0xD800 <= ord(character) <= 0xDFFF for character in name)
         if not is_text or _NOT_PLAIN.search(name) or len(name.encode()) > MAX_NAME_BYTES:
-            raise _Refused(f"the name of an artifact is not plain text in UTF-8: {name[:100]!a}")
+            raise _ArtifactsRefused(f"the name of an artifact is not plain text in UTF-8: {name[:100]!a}")
         if name.startswith("/") or not {"", ".", ".."}.isdisjoint(name.split("/")):
-            raise _Refused(f"the name of an artifact leads out of its folder: {name[:100]!a}")
+            raise _ArtifactsRefused(f"the name of an artifact leads out of its folder: {name[:100]!a}")
 
 
 def _check_size(size: int) -> None:
     if size > MAX_BYTES:
-        raise _Refused(f"the artifacts have {size} bytes, and the limit is {MAX_BYTES}")
+        raise _ArtifactsRefused(f"the artifacts have {size} bytes, and the limit is {MAX_BYTES}")
 
 
 def _read_archive(archive: bytes, names: frozenset[str]) -> dict[str, tuple[bytes, bool]]:
-    """Return the files of an archive from the agent's sandbox. Raises _Refused: it has anything but these files."""
+    """Return the files of an archive from the agent's sandbox. Raises _ArtifactsRefused: it has anything but these
+    files.
+    """
     files = dict[str, tuple[bytes, bool]]()
     stream = io.BytesIO(archive)
     try:
         for entry in read_tar(stream, 2 * MAX_FILES + 1):
             # A link could lead to a file of the grader when the archive is unpacked there.
             if entry.kind != "file" or entry.name not in names or entry.name in files:
-                raise _Refused(f"an artifact is not a regular file, or changed while it was read: {entry.name[:100]!a}")
+                raise _ArtifactsRefused(
+                    f"an artifact is not a regular file, or changed while it was read: {entry.name[:100]!a}"
+                )
             files[entry.name] = entry.read(stream), entry.is_executable
     except ValueError as error:
-        raise _Refused(f"the artifacts cannot be read: {error}") from error
+        raise _ArtifactsRefused(f"the artifacts cannot be read: {error}") from error
     # A name that is also the folder of another one cannot be unpacked, and which of them wins depends on the program.
     if files.keys() != names or any(str(above) in names for name in names for above in Path(name).parents):
-        raise _Refused("the artifacts changed while they were read")
+        raise _ArtifactsRefused("the artifacts changed while they were read")
     _check_size(sum(len(content) for content, _ in files.values()))
     return files
 

@@ -191,7 +191,7 @@ class HostedRuns:
         released or has expired, and as `start` does.
         """
         check_count(n)
-        record, entries = await self.queue.read_log(tenant, _checked(run), batch=None)
+        record, entries = await self.queue.read_log(tenant, _check_run_id(run), batch=None)
         batch = record.batch
         defaults = HOSTED_DEFAULTS if batch == HOSTED_BATCH else (await self.queue.batch(tenant, batch)).defaults
         plan = plan_fork(run, record, entries, step, defaults)
@@ -222,7 +222,7 @@ class HostedRuns:
 
     async def get(self, tenant: str, run: str) -> HostedRun:
         """Return a run with its complete answer."""
-        return await self.queue.hosted(tenant, _checked(run))
+        return await self.queue.hosted(tenant, _check_run_id(run))
 
     async def list(
         self, tenant: str, *, cursor: str | None = None, limit: int = 50, state: HostedState | None = None
@@ -249,8 +249,8 @@ class HostedRuns:
         """
         entry = ""
         if actor is not None and actor.role != "tenant":
-            entry = entry_text(build_entry(actor, "run.cancel", _checked(run), tenant=tenant))
-        await self.queue.cancel_hosted(tenant, _checked(run), entry)
+            entry = entry_text(build_entry(actor, "run.cancel", _check_run_id(run), tenant=tenant))
+        await self.queue.cancel_hosted(tenant, _check_run_id(run), entry)
         return await self.get(tenant, run)
 
     async def transcript(self, tenant: str, run: str) -> Sequence[dict[str, Any]]:
@@ -259,14 +259,14 @@ class HostedRuns:
         A run that has ended normally has all messages. A run that is not finished or that was interrupted has the
         messages so far, without the system prompt.
         """
-        messages = await self.queue.transcript(tenant, _checked(run))
+        messages = await self.queue.transcript(tenant, _check_run_id(run))
         if messages is not None:
             return messages
         return await asyncio.to_thread(build_transcript, run, *await self.queue.read_log(tenant, run))
 
     async def stored_events(self, tenant: str, run: str, after: str = "") -> AsyncIterator[tuple[str, str]]:
         """Yield the events that exist now, in the form that `follow` yields."""
-        page = await self.hub.read(tenant, _checked(run), after)
+        page = await self.hub.read(tenant, _check_run_id(run), after)
         while page.entries:
             for entry in page.entries:
                 yield entry
@@ -279,7 +279,7 @@ class HostedRuns:
         An `EventsMissed` event replaces events that are no longer stored. Raises ToolFailure(INVALID_ARGUMENTS): the
         id is invalid.
         """
-        return self.hub.follow(tenant, _checked(run), after)
+        return self.hub.follow(tenant, _check_run_id(run), after)
 
     async def _check_session(self, tenant: str, session: str) -> None:
         """Raise ToolFailure(SESSION_NOT_FOUND) unless the tenant has this session open."""
@@ -357,7 +357,7 @@ def _check_files(environment: ItemEnvironment, store: TenantStore) -> None:
         raise _refused(f"{'.'.join(str(part) for part in path)}: {problem}")
 
 
-def _checked(run: str) -> str:
+def _check_run_id(run: str) -> str:
     """Return the run id. Raises ToolFailure(FILE_NOT_FOUND): the id is invalid. An invalid id could address another
     Redis key.
     """

@@ -13,7 +13,7 @@ from orchestrator.dispatch.session_locator import new_session_name
 from orchestrator.dispatch.sessions import Session, SessionInfo, SessionStart
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.run_slots import RunSlots
-from orchestrator.runs.session_turns import SessionTurns
+from orchestrator.runs.session_queue import SessionQueue
 from store.tasks import Backoff, retry_until_available
 from telemetry.logs import get_logger
 
@@ -30,13 +30,13 @@ class ItemSessions:
     def __init__(self, pool: PoolConnection, slots: RunSlots) -> None:
         self._pool = pool
         self._slots = slots
-        self._turns = SessionTurns(pool.dispatcher.capacity)
+        self._queue = SessionQueue(pool.dispatcher.capacity)
 
     async def open(self, tenant: str, journal: Journal, start: SessionStart) -> Session:
         """Open a session when a host has room. Raises like Session.open."""
         name, pool = new_session_name(), self._pool
         async with self._slots.lend():
-            async with self._turns.turn(tenant, start.image):
+            async with self._queue.enter(tenant, start.image):
                 await journal.note(SessionOpening, session=name)
                 session = await Session.open(pool.dispatcher, pool.blobs, tenant=tenant, start=start, name=name)
             info = _INFO.dump_python(await session.info(), mode="json")
@@ -56,7 +56,7 @@ class ItemSessions:
         except (OperatorError, ToolFailure) as error:
             log.warning("session_not_closed", session=session.id, error=str(error))
             await self._abandon(session.tenant, session.id)
-        self._turns.note_end()
+        self._queue.note_end()
 
     async def keep_state(self, session: Session, journal: Journal) -> str:
         """Keep the state of the session after the steps in the log, unless it is kept. Return why it was not kept; ""

@@ -115,7 +115,7 @@ class ItemWork:
         Raises RunDeferred: the run has to wait. Raises ModelDenied: no run of this process can continue.
         """
         with self._traced(claim, journal) as spans:
-            outcome = await self._ended(claim, journal, defaults, on_event)
+            outcome = await self._run_item(claim, journal, defaults, on_event)
             if spans is not None:
                 spans.finish(outcome.failure.code if outcome.failure is not None else None)
         return outcome
@@ -152,7 +152,7 @@ class ItemWork:
             self._interrupted[claim.tenant, claim.run] = spans
             raise
 
-    async def _ended(
+    async def _run_item(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent
     ) -> ItemOutcome:
         """Set up the item's session, execute the item, close the session, and return the outcome. Errors of the item
@@ -166,7 +166,7 @@ class ItemWork:
             # Chats need this check too: a tenant without permissions may not run them.
             await retry_until_available(lambda: self._pool.tenants.policy(claim.tenant))
             if journal.submission is not None:
-                return await self._graded(claim, journal, journal.submission)
+                return await self._grade(claim, journal, journal.submission)
             if isinstance(item.work, RunBody):
                 chosen_model = await self._models.get(claim.tenant, own_model or defaults.model)
                 is_configured = chosen_model.endpoint is not None
@@ -180,12 +180,12 @@ class ItemWork:
             )
             on_event(RunReady(run=claim.run, setup_s=time.monotonic() - began))
             journal.begin()
-            body, failure = await self._worked(claim, journal, defaults, session, on_event)
+            body, failure = await self._execute(claim, journal, defaults, session, on_event)
             if session is not None and item.grader is not None and is_gradable(failure):
                 submission = await self._grading.take(session, item.grader, journal, body, failure)
                 await self._sessions.close(session)
                 session = None
-                return await self._graded(claim, journal, submission)
+                return await self._grade(claim, journal, submission)
         except Exception as error:  # any error ends only this item; the batch continues
             # An endpoint that denies its key or its model is no reason to stop runs with other models.
             is_denied = is_configured and isinstance(error, ModelDenied)
@@ -204,7 +204,7 @@ class ItemWork:
                 await self._sessions.close(session)
         return build_outcome(claim, failure, body)
 
-    async def _graded(self, claim: RunClaim, journal: Journal, submission: SubmissionTaken) -> ItemOutcome:
+    async def _grade(self, claim: RunClaim, journal: Journal, submission: SubmissionTaken) -> ItemOutcome:
         """Grade an item whose agent has ended, and return its outcome. The failure of a grader hides that of the
         agent.
         """
@@ -246,7 +246,7 @@ class ItemWork:
         )
         return await self._sessions.open(claim.tenant, journal, start)
 
-    async def _worked(
+    async def _execute(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, session: Session | None, on_event: OnEvent
     ) -> tuple[dict[str, Any] | None, Failure | None]:
         """Execute the item. Return the body of its row and its failure; the failure is None for a success."""
@@ -255,15 +255,15 @@ class ItemWork:
             await note_start(session, grader)
         if isinstance(work, RunBody):
             try:
-                return await self._run(claim, work, journal, defaults, session, on_event)
+                return await self._run_agent(claim, work, journal, defaults, session, on_event)
             except (ContextWindowExceeded, ModelRefused) as error:
                 return None, judge_error(error)
         assert session is not None
-        result = await self._called(claim, journal, work, session, on_event)
+        result = await self._send_single_call(claim, journal, work, session, on_event)
         artifacts = await self._artifacts(claim.record.item, journal, defaults, session, on_event)
         return build_call_body(result, **artifacts), judge_call(result)
 
-    async def _run(
+    async def _run_agent(
         self,
         claim: RunClaim,
         work: RunBody,
@@ -272,7 +272,7 @@ class ItemWork:
         session: Session | None,
         on_event: OnEvent,
     ) -> tuple[dict[str, Any], Failure | None]:
-        """Run the agent of an item. Return the same values as `_worked`."""
+        """Run the agent of an item. Return the same values as `_execute`."""
         item, agent_run = claim.record.item, _run_name(claim)
 
         def notify(message: str) -> None:
@@ -390,7 +390,7 @@ class ItemWork:
 
             yield listen, live
 
-    async def _called(
+    async def _send_single_call(
         self, claim: RunClaim, journal: Journal, work: CallBody, session: Session, on_event: OnEvent
     ) -> ToolResult:
         """Send the single call of an item without an agent. Return the logged result if there is one."""

@@ -43,8 +43,8 @@ class Journal:
     `on_taken` is called when another process owns the run. The callback must cancel the task that executes the run
     here.
 
-    A resumed run uses the ordinary agent loop. The loop asks the same questions in the same order and receives the
-    logged answers. Only the questions after the end of the log go to the model and the pool.
+    A resumed run uses the ordinary agent loop. The loop makes the same requests in the same order and receives the
+    logged results. Only requests after the end of the log go to the model and the pool.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Journal:
 
     @property
     def has_lost_session(self) -> bool:
-        """Return whether a call found that the run's session no longer exists. Later replies of the model would rest on
-        a lost sandbox.
+        """Return whether a call found that the run's session no longer exists. Later replies of the model would rely on
+        lost files.
         """
         results = (event.result for event in self._log.entries if isinstance(event, CallFinished))
         return any(result.error_code is ErrorCode.SESSION_NOT_FOUND for result in results)

@@ -93,19 +93,19 @@ async def load_copied_steps(queue: RunQueue, claim: RunClaim, run_log: RunLog) -
     try:
         record, entries = await queue.read_log(claim.tenant, source.run, batch=None)
     except ToolFailure as failure:
-        raise _gone(source) from failure
+        raise _build_expired_error(source) from failure
     names = name_attempt(source.run, source.attempt), name_attempt(claim.run, claim.record.attempt)
     copied = copy_steps(entries, source.step, names[0], claim.run, names[1])
     # The other run was retried, or its log has expired in part. Fewer steps would be another run than the one that was
     # asked for.
     if record.attempt != source.attempt or len(copied) != source.entries:
-        raise _gone(source)
+        raise _build_expired_error(source)
     # An earlier holder may have died while it copied.
     for entry in copied[len(run_log.entries) :]:
         await run_log.append(entry)
 
 
-def _gone(source: ForkSource) -> ConfigError:
+def _build_expired_error(source: ForkSource) -> ConfigError:
     return ConfigError(
         f"the log of run {source.run}, from which this run was forked, is no longer stored: fork another run"
     )

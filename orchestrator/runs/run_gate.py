@@ -144,8 +144,8 @@ class EndpointGate:
 
 
 class RunGate(EndpointGate):
-    """Decides how many runs of this process may start now, and which failures make a run wait. Itself the gate of the
-    endpoint of the environment.
+    """Decides how many runs of this process may start now, and which failures make a run wait. It is also the gate of
+    the environment's endpoint.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

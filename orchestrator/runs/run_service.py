@@ -76,7 +76,7 @@ async def open_runner(
 
 
 @dataclass(frozen=True)
-class Stopping:
+class StopPhases:
     """The two phases in which a service stops: draining, then stopped."""
 
     draining: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,7 +101,7 @@ class RunService:
 
     runner: Runner
     grace_s: float = 60.0
-    stopping: Stopping = field(default_factory=Stopping)
+    stopping: StopPhases = field(default_factory=StopPhases)
 
     async def run(self) -> None:
         """Return when the service was interrupted and every run has ended or has returned to the queue. Raises
@@ -145,7 +145,7 @@ class ServiceWork(ItemWork):
         """Execute the item as `ItemWork.work` does, and log its start and end."""
         log.info("run_begun", **_names(claim), is_resumed=claim.is_resumed)
         try:
-            outcome = await self._checked(claim, journal, defaults, on_event)
+            outcome = await self._check_item(claim, journal, defaults, on_event)
         except (asyncio.CancelledError, RunDeferred, ModelDenied) as reason:
             log.info("run_returned_to_queue", **_names(claim), reason=type(reason).__name__)
             raise
@@ -158,7 +158,7 @@ class ServiceWork(ItemWork):
         )
         return outcome
 
-    async def _checked(
+    async def _check_item(
         self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent
     ) -> ItemOutcome:
         """Refuse items that a service must not execute. Execute all other items."""

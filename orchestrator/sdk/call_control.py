@@ -21,8 +21,8 @@ LOOKUP_S = 5.0
 second.
 """
 SHORT_LOOKUP_S = 0.75
-"""The same time for a call that also the admission does not have. Only a program that is about to request a slot
-could have this call.
+"""The same time for a call that is not in admission either. Only a program that is about to request a slot could have
+it.
 """
 END_TIMEOUT_S = 30.0
 """Limit of the wait for the end of a call, in seconds. It is longer than the removal of a sandbox whose processes do

@@ -12,7 +12,7 @@ from contract.calls import DEFAULT_TIMEOUT_S, MAX_NAME_CHARS, ToolCall, ToolResu
 from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.schema import find_aliases, find_nearest, prepare_arguments
 from contract.specs import ToolSpec
-from orchestrator.approvals import Approver, Verdict
+from orchestrator.approvals import Approver, PolicyDecision
 from orchestrator.dispatch.call_events import OnOutput
 from orchestrator.dispatch.dispatcher import note_aliases
 from orchestrator.dispatch.request import Request
@@ -104,7 +104,7 @@ class SessionTools:
         result = await self._session.send(request, on_output)
         return note_aliases(result, find_aliases(spec, call.arguments))
 
-    async def decide(self, name: str, arguments: Mapping[str, Any]) -> Verdict:
+    async def decide(self, name: str, arguments: Mapping[str, Any]) -> PolicyDecision:
         """Return the decision of the policy for a call, for loops with their own approvals. Raises ToolFailure for an
         invalid call, OperatorError.
         """

@@ -11,7 +11,7 @@ from typing import Any
 from contract.calls import ToolResult
 from contract.errors import ModelInterrupted
 from orchestrator.dialects.base import CallRequested, MalformedCall, Text
-from orchestrator.dialects.model import Message, Model, ModelRequest, Usage
+from orchestrator.dialects.model import Message, Model, ModelRequest, TokenUsage
 from orchestrator.dialects.native import NativeCallAssembler
 from orchestrator.dialects.observations import NAMELESS_TOOL, build_wire_messages
 from orchestrator.dialects.prompt_json import PromptJsonDialect
@@ -86,7 +86,7 @@ class ToolAgent:
         )
 
     async def _generate_native(self, wire: list[Message]) -> AIMessage:
-        assembler, usage = NativeCallAssembler(secrets.token_hex(4)), Usage()
+        assembler, usage = NativeCallAssembler(secrets.token_hex(4)), TokenUsage()
         async for chunk in self._llm.model.stream(ModelRequest(wire, self.schemas)):
             assembler.feed(chunk)
             usage = read_usage(chunk) or usage

@@ -31,7 +31,7 @@ from contract.run_events import (
     Warned,
     parse_event,
 )
-from orchestrator.dialects.model import Usage
+from orchestrator.dialects.model import TokenUsage
 from orchestrator.traces.recorder import VERSION, trace_path
 from orchestrator.traces.steps import RunCall, RunSteps, call_id_of
 
@@ -93,11 +93,11 @@ class Trace:
         return [call for step in self.steps for call in step.calls.values()]
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Return the tokens of the run. If the run did not finish, return the tokens of its replies."""
         if self.finished is not None:
             return self.finished.usage
-        return sum((event.usage for event in self.attempt if isinstance(event, ModelAnswered)), Usage())
+        return sum((event.usage for event in self.attempt if isinstance(event, ModelAnswered)), TokenUsage())
 
     @property
     def clocks(self) -> Clocks:

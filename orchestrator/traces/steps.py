@@ -92,7 +92,7 @@ class RunCall:
         return self.result is not None and bool(self.result.metadata.get("was_refused"))
 
     def add(self, event: RunEvent) -> None:
-        """Store an event of the call. Of several approvals or sent calls, the first is stored."""
+        """Store an event of the call. The first of several approvals or sent calls is stored."""
         match event:
             case CallStarted():
                 self.started = event

@@ -25,7 +25,7 @@ _SHARED_MEMORY = b"/dev/shm"
 
 
 def attest(header: dict[str, Any], paths: GuestPaths, idle_pids: Set[int], jobs: int) -> dict[str, object]:
-    """Return the fields of the done event. Raises Failure and OSError.
+    """Return the fields of the done event. Raises RequestFailure and OSError.
 
     `idle_pids`: pids of supervisors that wait for a call; they are not counted. `jobs`: number of running jobs.
     """

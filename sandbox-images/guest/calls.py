@@ -11,7 +11,7 @@ import os
 import time
 from collections import deque
 
-from guest.failures import CANCELLED, INTERNAL, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT, Failure
+from guest.failures import CANCELLED, INTERNAL, INVALID_ARGUMENTS, NO_SPACE, TIMEOUT, RequestFailure
 from guest.frames import join_frame
 from guest.processes import KillReport, read_oom_kills
 from guest.requests import ExecRequest, parse_body_bytes, parse_call
@@ -41,20 +41,20 @@ class Body:
     def __init__(self, declared: int) -> None:
         self.missing = declared
         self.fd: int | None = os.memfd_create("body", os.MFD_CLOEXEC) if declared else None
-        self.failure: Failure | None = None
+        self.failure: RequestFailure | None = None
 
     def add(self, data: bytes) -> None:
         """Store the next part. A part that cannot be stored is counted, and `failure` reports the error."""
         self.missing -= len(data)
         if self.missing < 0:
             self.missing = 0
-            self.failure = Failure(INVALID_ARGUMENTS, "the body has more bytes than 'body_bytes' says")
+            self.failure = RequestFailure(INVALID_ARGUMENTS, "the body has more bytes than 'body_bytes' says")
         view = memoryview(data)
         try:
             while view and self.fd is not None and self.failure is None:
                 view = view[os.write(self.fd, view) :]
         except OSError:
-            self.failure = Failure(NO_SPACE, "no memory left in the sandbox for the body of the request")
+            self.failure = RequestFailure(NO_SPACE, "no memory left in the sandbox for the body of the request")
 
     def close(self) -> None:
         """Close the memory file."""
@@ -66,7 +66,7 @@ class Body:
 class Call:
     """A call, from its first frame to its done event.
 
-    The constructor raises Failure when the header does not state the size of the body.
+    The constructor raises RequestFailure when the header does not state the size of the body.
     """
 
     def __init__(self, header: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class Call:
         self._data_headers: dict[int, bytes] = {}
 
     def prepare(self) -> None:
-        """Parse the request when its body has arrived completely. Raises Failure when the request is invalid."""
+        """Parse the request when its body has arrived completely. Raises RequestFailure when the request is invalid."""
         self.is_whole = True
         if self.body.failure is not None:
             raise self.body.failure
@@ -226,7 +226,7 @@ class Call:
         return header
 
 
-class Lanes:
+class CallLanes:
     """The running call of each lane, and the calls that wait for it. A call without a lane never waits.
 
     Invariant: at most one call of a lane runs. Waiting calls run in the order in which they came.

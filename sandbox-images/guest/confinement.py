@@ -12,7 +12,7 @@ import os
 import stat
 
 from guest.commands.shell_state import read_folder
-from guest.failures import INVALID_ARGUMENTS, NOT_A_REGULAR_FILE, PATH_NOT_ALLOWED, Failure, describe_os_error
+from guest.failures import INVALID_ARGUMENTS, NOT_A_REGULAR_FILE, PATH_NOT_ALLOWED, RequestFailure, describe_os_error
 from guest.fields import encode_text, printable
 from guest.kernel import open_beneath
 from guest.paths import KERNEL_FOLDERS
@@ -28,7 +28,7 @@ _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_OPENAT2 = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
 
 
-class Place:
+class DirectoryEntry:
     """A name in an open directory below a root. The object owns the descriptor of the directory.
 
     The name was not a link at the time of the resolution. A file of that name may not exist.
@@ -39,7 +39,7 @@ class Place:
     def __init__(
         self, directory: int, name: bytes, shown: str, is_link_target: bool, made: list[bytes] | None = None
     ) -> None:
-        """Store the place. `made`: the last names of the directory's path that the resolution has created."""
+        """Store the entry. `made`: the last names of the directory's path that the resolution has created."""
         self.directory = directory
         self.name = name
         self.shown = shown
@@ -52,47 +52,47 @@ class Place:
         os.close(self.directory)
 
 
-def find_place(path: str, paths: GuestPaths, make_parents: bool = False, to_read: bool = False) -> Place:
-    """Resolve a path to the place of its file, which may not exist yet. Raises Failure.
+def find_entry(path: str, paths: GuestPaths, make_parents: bool = False, to_read: bool = False) -> DirectoryEntry:
+    """Resolve a path to the entry of its file, which may not exist yet. Raises RequestFailure.
 
     Links are followed while they stay inside the roots. `to_read`: the folder of long outputs is allowed too.
     """
     raw = encode_text(path, "'path'")
     shown = printable(raw)
-    # In the whole file system, `..` leads from one root into another.
+    # The root b"" covers all others, and `..` may go anywhere in it.
     roots = (b"",) if b"" in paths.roots else paths.readable if to_read else paths.roots
     resolver = _Resolver(paths, shown, make_parents, roots)
     try:
-        place = resolver.resolve(raw)
+        entry = resolver.resolve(raw)
         if b"" in roots:
-            _check_kernel_folders(place)
-        return place
+            _check_kernel_folders(entry)
+        return entry
     except OSError as error:
         resolver.undo()
         raise describe_os_error(error, shown) from None
-    except Failure:
+    except RequestFailure:
         resolver.undo()
         raise
     finally:
         resolver.close()
 
 
-def pin_file(place: Place) -> int:
-    """Return an O_PATH descriptor of the regular file at a place.
+def pin_file(entry: DirectoryEntry) -> int:
+    """Return an O_PATH descriptor of the regular file of an entry.
 
-    The descriptor refers to the file itself, so that a later exchange of the name has no effect. Raises Failure when
-    the file is a link or not a regular file, and OSError for other errors.
+    The descriptor refers to the file itself, so that a later exchange of the name has no effect. Raises RequestFailure
+    when the file is a link or not a regular file, and OSError for other errors.
     """
     # O_PATH opens nothing yet: opening a pipe or a device for reading could block, or have an effect.
-    fd = os.open(place.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory)
+    fd = os.open(entry.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=entry.directory)
     try:
         mode = os.fstat(fd).st_mode
         if stat.S_ISDIR(mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         if stat.S_ISLNK(mode):
-            raise Failure(PATH_NOT_ALLOWED, f"{place.shown}: replaced by a link while it was opened")
+            raise RequestFailure(PATH_NOT_ALLOWED, f"{entry.shown}: replaced by a link while it was opened")
         if not stat.S_ISREG(mode):
-            raise Failure(NOT_A_REGULAR_FILE, f"{place.shown}: not a regular file")
+            raise RequestFailure(NOT_A_REGULAR_FILE, f"{entry.shown}: not a regular file")
     except BaseException:
         os.close(fd)
         raise
@@ -104,11 +104,11 @@ def open_pinned(pinned: int, flags: int) -> int:
     return os.open(f"/proc/self/fd/{pinned}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
-def _check_kernel_folders(place: Place) -> None:
-    real = os.path.normpath(os.path.join(os.readlink(f"/proc/self/fd/{place.directory}".encode()), place.name))
+def _check_kernel_folders(entry: DirectoryEntry) -> None:
+    real = os.path.normpath(os.path.join(os.readlink(f"/proc/self/fd/{entry.directory}".encode()), entry.name))
     if any(real == folder or real.startswith(folder + b"/") for folder in KERNEL_FOLDERS):
-        place.close()
-        raise Failure(PATH_NOT_ALLOWED, f"{place.shown}: a file of the kernel; use bash_tool")
+        entry.close()
+        raise RequestFailure(PATH_NOT_ALLOWED, f"{entry.shown}: a file of the kernel; use bash_tool")
 
 
 class _Resolver:
@@ -128,8 +128,8 @@ class _Resolver:
         # Names of the last directories of the trail that this resolution has created.
         self._made: list[bytes] = []
 
-    def resolve(self, path: bytes) -> Place:
-        """Return the place of the path. Raises Failure and OSError."""
+    def resolve(self, path: bytes) -> DirectoryEntry:
+        """Return the entry of the path. Raises RequestFailure and OSError."""
         parts = self._enter_root(os.path.join(read_folder(self._paths), path))
         while True:
             if len(parts) > 1:
@@ -138,11 +138,11 @@ class _Resolver:
             if not parts and name not in (b".", b".."):
                 target = self._read_link(name)
                 if target is None:
-                    return Place(self._trail.pop(), name, self._shown, self._final_link, self._made)
+                    return DirectoryEntry(self._trail.pop(), name, self._shown, self._final_link, self._made)
                 self._final_link = True
                 parts = self._follow(target, parts)
             elif not parts and name == b".":
-                return Place(self._trail.pop(), name, self._shown, self._final_link, self._made)
+                return DirectoryEntry(self._trail.pop(), name, self._shown, self._final_link, self._made)
             else:
                 parts = self._step(name, parts)
 
@@ -170,7 +170,7 @@ class _Resolver:
             os.close(self._trail.pop())
             return parts or [b"."]
         if len(self._trail) > _MAX_DEPTH:
-            raise Failure(INVALID_ARGUMENTS, f"{self._shown}: more than {_MAX_DEPTH} directories deep")
+            raise RequestFailure(INVALID_ARGUMENTS, f"{self._shown}: more than {_MAX_DEPTH} directories deep")
         try:
             self._trail.append(os.open(name, _DIRECTORY, dir_fd=self._trail[-1]))
         except FileNotFoundError:
@@ -235,7 +235,7 @@ class _Resolver:
         return _split(target) + rest
 
     def _enter_root(self, path: bytes) -> list[bytes]:
-        """Start again at the root of an absolute path. Return the remaining parts. Raises Failure outside of the
+        """Start again at the root of an absolute path. Return the remaining parts. Raises RequestFailure outside of the
         roots.
         """
         for root in self._roots:
@@ -246,9 +246,9 @@ class _Resolver:
                 return _split(path[len(root) :])
         raise self._outside()
 
-    def _outside(self) -> Failure:
+    def _outside(self) -> RequestFailure:
         roots = " and ".join(printable(root or b"/") for root in self._roots)
-        return Failure(PATH_NOT_ALLOWED, f"{self._shown}: outside of {roots}")
+        return RequestFailure(PATH_NOT_ALLOWED, f"{self._shown}: outside of {roots}")
 
 
 def _remove_empty(directory: int, names: list[bytes]) -> None:

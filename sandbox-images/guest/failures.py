@@ -47,7 +47,7 @@ MESSAGE_CHARS = 4000
 MAX_BODY = 67_108_864
 
 
-class Failure(Exception):
+class RequestFailure(Exception):
     """A request that ends with an error. `details` are additional fields of the error object."""
 
     def __init__(self, code: str, message: str, **details: int) -> None:
@@ -63,11 +63,11 @@ class Failure(Exception):
         return {"code": self.code, "message": self.message, **self.details}
 
 
-def describe_os_error(error: OSError, subject: str) -> Failure:
+def describe_os_error(error: OSError, subject: str) -> RequestFailure:
     """Return the failure for an error of the kernel.
 
     `subject` is the path or the program in the message. `subject` must already be printable.
     """
     number = error.errno or 0
     code = _CODE_OF_ERRNO.get(number, INTERNAL)
-    return Failure(code, f"{subject}: {os.strerror(number).lower() if number else error}")
+    return RequestFailure(code, f"{subject}: {os.strerror(number).lower() if number else error}")

@@ -4,7 +4,7 @@ and programs become fields as text that every encoder accepts.
 
 from __future__ import annotations
 
-from guest.failures import INVALID_ARGUMENTS, MAX_BODY, Failure
+from guest.failures import INVALID_ARGUMENTS, MAX_BODY, RequestFailure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _COMMON = frozenset(("id", "op", "body_bytes", "timeout_s"))
 
 
-class Request:
-    """Request with the fields of `FIELDS` as attributes. The constructor raises Failure for any other field."""
+class GuestRequest:
+    """Request with the fields of `FIELDS` as attributes. The constructor raises RequestFailure for any other field."""
 
     FIELDS: ClassVar[dict[str, Reader]] = {}
     timeout_s: float
@@ -35,35 +35,37 @@ class Request:
 
 
 def check_fields(header: dict[str, Any], *names: str) -> None:
-    """Raise Failure when the header has a field that is neither common to all requests nor one of `names`."""
+    """Raise RequestFailure when the header has a field that is neither common to all requests nor one of `names`."""
     unknown = header.keys() - _COMMON - set(names)
     if unknown:
-        raise Failure(INVALID_ARGUMENTS, f"unknown field {min(unknown)!a}")
+        raise RequestFailure(INVALID_ARGUMENTS, f"unknown field {min(unknown)!a}")
 
 
 def read_whole(header: dict[str, Any], name: str, least: int, most: int | None, default: int | None = None) -> int:
-    """Return an integer field from `least` to `most`. Raises Failure when the value is missing or invalid."""
+    """Return an integer field from `least` to `most`. Raises RequestFailure when the value is missing or invalid."""
     value = header.get(name, default)
     # In Python, bool is a subclass of int. JSON's true is not a number.
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be a whole number {bounds}")
+        raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be a whole number {bounds}")
     return value
 
 
 def read_timeout(header: dict[str, Any]) -> float:
-    """Return the time limit of a request, in seconds. Raises Failure when the value is missing or invalid."""
+    """Return the time limit of a request, in seconds. Raises RequestFailure when the value is missing or invalid."""
     value = header.get("timeout_s")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
-        raise Failure(INVALID_ARGUMENTS, "'timeout_s' must be a number above 0")
+        raise RequestFailure(INVALID_ARGUMENTS, "'timeout_s' must be a number above 0")
     return float(value)
 
 
 def read_text(header: dict[str, Any], name: str) -> str:
-    """Return a text field, which is not empty and has no NUL. Raises Failure when the value is missing or invalid."""
+    """Return a text field, which is not empty and has no NUL. Raises RequestFailure when the value is missing or
+    invalid.
+    """
     value = header.get(name)
     if not isinstance(value, str) or not value or "\0" in value:
-        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be a string, not empty and without NUL")
+        raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be a string, not empty and without NUL")
     return value
 
 
@@ -71,7 +73,7 @@ def read_any_text(header: dict[str, Any], name: str) -> str:
     """Return a text that may be empty or contain NUL: its use reports what is wrong with it."""
     value = header.get(name)
     if not isinstance(value, str):
-        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be a string")
+        raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be a string")
     return value
 
 
@@ -79,7 +81,7 @@ def read_flag(header: dict[str, Any], name: str) -> bool:
     """Return a boolean field; False when it is missing."""
     value = header.get(name, False)
     if not isinstance(value, bool):
-        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be true or false")
+        raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be true or false")
     return value
 
 
@@ -87,7 +89,7 @@ def read_script_bytes(header: dict[str, Any], name: str) -> int:
     """Return the size of a script, which is the start of the body."""
     size = read_whole(header, name, 1, MAX_BODY)
     if size > read_whole(header, "body_bytes", 0, MAX_BODY):
-        raise Failure(INVALID_ARGUMENTS, f"{name!r} is larger than the body")
+        raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} is larger than the body")
     return size
 
 
@@ -107,7 +109,7 @@ def choice(*choices: str, default: str | None = None) -> Reader:
     def read(header: dict[str, Any], name: str) -> str:
         value = header.get(name, default)
         if value not in choices:
-            raise Failure(INVALID_ARGUMENTS, f"{name!r} must be one of {', '.join(choices)}")
+            raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be one of {', '.join(choices)}")
         return str(value)
 
     return read
@@ -128,8 +130,8 @@ def escaped(name: bytes) -> str:
 
 
 def encode_text(text: str, subject: str) -> bytes:
-    """Return the bytes of a name or an argument. Raises Failure when the text cannot be encoded."""
+    """Return the bytes of a name or an argument. Raises RequestFailure when the text cannot be encoded."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        raise Failure(INVALID_ARGUMENTS, f"{subject} has a character that cannot be encoded") from None
+        raise RequestFailure(INVALID_ARGUMENTS, f"{subject} has a character that cannot be encoded") from None

@@ -186,7 +186,7 @@ def _check_depth(header: dict[str, Any]) -> None:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)
 
 
-class HostGone(Exception):
+class HostDisconnected(Exception):
     """The host has closed the guest's stdout."""
 
 
@@ -200,13 +200,13 @@ class Outbox:
         self._frames: deque[memoryview] = deque()
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame, and send as much as possible now. Raises HostGone."""
+        """Queue a frame, and send as much as possible now. Raises HostDisconnected."""
         self._frames.append(memoryview(frame))
         self.size += len(frame)
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as possible now. Raises HostGone."""
+        """Send as much as possible now. Raises HostDisconnected."""
         try:
             while self._frames:
                 sent = os.write(self.fd, self._frames[0])
@@ -217,10 +217,12 @@ class Outbox:
                     self._frames[0] = self._frames[0][sent:]
         except OSError as error:
             if error.errno not in WRITE_LATER:
-                raise HostGone from error
+                raise HostDisconnected from error
 
     def flush_last(self) -> None:
-        """Send the rest before the guest ends. Wait at most _LAST_FLUSH_S seconds for the host. Raises HostGone."""
+        """Send the rest before the guest ends. Wait at most _LAST_FLUSH_S seconds for the host. Raises
+        HostDisconnected.
+        """
         poller = select.poll()
         poller.register(self.fd, select.POLLOUT)
         give_up_at = time.monotonic() + _LAST_FLUSH_S

@@ -16,12 +16,12 @@ import sys
 import time
 
 from guest.attestation import attest
-from guest.calls import Call, Lanes
+from guest.calls import Call, CallLanes
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
 from guest.commands.jobs import Job, Jobs
-from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
+from guest.failures import INVALID_ARGUMENTS, RequestFailure, describe_os_error
 from guest.fields import check_fields
-from guest.frames import Frame, FrameDecoder, FrameError, HostGone, Outbox, encode_frame
+from guest.frames import Frame, FrameDecoder, FrameError, HostDisconnected, Outbox, encode_frame
 from guest.kernel import PR_SET_DUMPABLE, set_process_flag
 from guest.paths import GuestPaths
 from guest.processes import Cleanup, KillReport, kill_everything, merge_kills, reap
@@ -146,7 +146,7 @@ class Loop:
         self._calls: dict[str, Call] = {}
         self._supervisors = Supervisors(paths)
         self._cleanup = Cleanup()
-        self._lanes = Lanes()
+        self._lanes = CallLanes()
         self._jobs = Jobs()
         self._tunnels = Tunnels(self._outbox, options.proxy_port) if options.proxy_port is not None else None
         # Calls that may run now, because an earlier call of their lane has ended.
@@ -173,7 +173,7 @@ class Loop:
                 self._serve_events()
                 self._serve_processes()
                 self._age_limit.check()
-        except (HostGone, EOFError):
+        except (HostDisconnected, EOFError):
             return None
         except (FrameError, ProtocolError) as error:
             return {"ev": "fatal", "message": str(error)}
@@ -270,7 +270,7 @@ class Loop:
     def _attest(self, header: dict[str, object]) -> None:
         try:
             fields = attest(header, self._paths, self._supervisors.idle_pids, self._jobs.running)
-        except (Failure, OSError) as error:
+        except (RequestFailure, OSError) as error:
             fields = {"error": _to_failure(error).as_error()}
         self._send({"id": header["id"], "ev": "done", **fields})
 
@@ -279,16 +279,16 @@ class Loop:
         try:
             check_fields(header, "variables")
             self._paths.add_variables(read_variables(header, "variables"))
-        except Failure as error:
+        except RequestFailure as error:
             self._send({"id": header["id"], "ev": "done", "error": error.as_error()})
             return
-        self._supervisors.retire_idle()  # it was forked with the variables from before
+        self._supervisors.retire_idle()  # the waiting supervisor has the old variables
         self._send({"id": header["id"], "ev": "done"})
 
     def _begin_call(self, frame: Frame) -> None:
         try:
             call = Call(frame.header)
-        except (Failure, OSError) as error:
+        except (RequestFailure, OSError) as error:
             self._send({"id": frame.header["id"], "ev": "done", "error": _to_failure(error).as_error()})
             return
         self._calls[call.id] = call
@@ -305,7 +305,7 @@ class Loop:
     def _start(self, call: Call) -> None:
         try:
             call.prepare()
-        except Failure as error:
+        except RequestFailure as error:
             self._answer(call, {"error": error.as_error()})
             return
         if self._lanes.enter(call):
@@ -324,7 +324,7 @@ class Loop:
                 self._send_to_keeper(call, request)
             else:
                 self._supervisors.entrust(call)
-        except (Failure, OSError) as error:
+        except (RequestFailure, OSError) as error:
             self._answer(call, {"error": _to_failure(error).as_error()})
 
     def _start_job(self, call: Call, request: JobStartRequest) -> None:
@@ -462,14 +462,14 @@ class Loop:
         try:
             self._send(header)
             self._outbox.flush_last()
-        except HostGone:
+        except HostDisconnected:
             return
 
 
 def _build_job_end(job: Job, request: object) -> dict[str, object]:
     """Return the answer about a job after its keeper has ended, from the last report of the keeper."""
     if isinstance(request, JobInputRequest):
-        return {"error": Failure(INVALID_ARGUMENTS, f"{job.id} has ended and reads no more input").as_error()}
+        return {"error": RequestFailure(INVALID_ARGUMENTS, f"{job.id} has ended and reads no more input").as_error()}
     stream = {"total": 0, "head": 0, "tail": 0}
     done: dict[str, object] = {"job": job.as_field(), "streams": {"merged": stream}}
     return {**done, "kill": None} if isinstance(request, JobKillRequest) else done
@@ -481,8 +481,8 @@ def _build_held_end(call: Call, report: KillReport) -> dict[str, object]:
     return {**call.done, "kill": merge_kills(call.done.get("kill"), report)}
 
 
-def _to_failure(error: Failure | OSError) -> Failure:
-    if isinstance(error, Failure):
+def _to_failure(error: RequestFailure | OSError) -> RequestFailure:
+    if isinstance(error, RequestFailure):
         return error
     return describe_os_error(error, "the sandbox cannot accept another request")
 

@@ -15,7 +15,7 @@ import errno
 import os
 import time
 
-from guest.failures import INVALID_ARGUMENTS, SPAWN_FAILED, Failure, describe_os_error
+from guest.failures import INVALID_ARGUMENTS, SPAWN_FAILED, RequestFailure, describe_os_error
 from guest.fields import encode_text, printable
 from guest.paths import TOOLKIT
 
@@ -70,15 +70,15 @@ _SIGNALS = tuple(number for number in range(1, 65) if number not in (9, 19, 32, 
 
 
 def build_bash_argv(script: bytes) -> list[bytes]:
-    """Return the arguments that run `script` with bash. Raises Failure when the script has a NUL byte."""
+    """Return the arguments that run `script` with bash. Raises RequestFailure when the script has a NUL byte."""
     if b"\0" in script:
-        raise Failure(INVALID_ARGUMENTS, "the script has a NUL byte")
+        raise RequestFailure(INVALID_ARGUMENTS, "the script has a NUL byte")
     # The last argument is the script's own name, $0. Bash prints this name in front of its error messages.
     return [*BASH, script, b"bash"]
 
 
 def enter_directory(path: str, workspace: bytes) -> None:
-    """Make `path` the working directory of this process. Raises Failure.
+    """Make `path` the working directory of this process. Raises RequestFailure.
 
     posix_spawn cannot set the working directory of a program, so the program inherits the working directory.
     """
@@ -92,7 +92,7 @@ def enter_directory(path: str, workspace: bytes) -> None:
 def spawn(
     argv: list[bytes], env: dict[bytes, bytes], stdin: int, stdout: int, stderr: int, further: Sequence[int] = ()
 ) -> int:
-    """Start a program in its own session. Return its pid. Raises Failure when the program cannot be started.
+    """Start a program in its own session. Return its pid. Raises RequestFailure when the program cannot be started.
 
     The program gets `stdin`, `stdout` and `stderr` as 0, 1 and 2, and `further` from 3 on. The program gets no other
     descriptor.
@@ -112,20 +112,20 @@ def spawn(
         return os.posix_spawn(program, argv, env, file_actions=actions, setsid=True, setsigmask=(), setsigdef=_SIGNALS)
     except OSError as error:
         if error.errno == errno.E2BIG:
-            raise Failure(INVALID_ARGUMENTS, "arguments and environment are too large together") from None
+            raise RequestFailure(INVALID_ARGUMENTS, "arguments and environment are too large together") from None
         reason = os.strerror(error.errno or 0).lower()
-        raise Failure(SPAWN_FAILED, f"{printable(argv[0][:200])} could not be started: {reason}") from None
+        raise RequestFailure(SPAWN_FAILED, f"{printable(argv[0][:200])} could not be started: {reason}") from None
 
 
 def _find_program(name: bytes, search_path: bytes) -> bytes:
-    """Return the path of the program `name`. Raises Failure when no directory of PATH has the program."""
+    """Return the path of the program `name`. Raises RequestFailure when no directory of PATH has the program."""
     if b"/" in name:
         return name
     for directory in search_path.split(b":"):
         candidate = os.path.join(directory or b".", name)
         if os.access(candidate, os.X_OK) and not os.path.isdir(candidate):
             return candidate
-    raise Failure(SPAWN_FAILED, f"{printable(name[:200])} could not be started: not found in PATH")
+    raise RequestFailure(SPAWN_FAILED, f"{printable(name[:200])} could not be started: not found in PATH")
 
 
 class Process:

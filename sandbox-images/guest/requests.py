@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobListRequest, JobPollRequest, JobStartRequest
-from guest.failures import INVALID_ARGUMENTS, MAX_BODY, Failure
-from guest.fields import Request, choice, optional, read_flag, read_text, read_whole, whole
+from guest.failures import INVALID_ARGUMENTS, MAX_BODY, RequestFailure
+from guest.fields import GuestRequest, choice, optional, read_flag, read_text, read_whole, whole
 from guest.files.requests import EditTextRequest, ReadFileRequest, ReadTextRequest, WriteFileRequest, WriteTextRequest
 from guest.search.requests import GlobRequest, GrepRequest
 
@@ -26,16 +26,16 @@ _STREAMS = ("stdout", "stderr", "merged")
 def _read_argv(header: dict[str, Any], name: str) -> list[str]:
     value = header[name]
     if not isinstance(value, list) or not value or not all(isinstance(part, str) for part in value):
-        raise Failure(INVALID_ARGUMENTS, "'argv' must be null or a list of strings, not empty")
+        raise RequestFailure(INVALID_ARGUMENTS, "'argv' must be null or a list of strings, not empty")
     if not value[0] or any("\0" in part for part in value):
-        raise Failure(INVALID_ARGUMENTS, "'argv' has a NUL byte or names no program")
+        raise RequestFailure(INVALID_ARGUMENTS, "'argv' has a NUL byte or names no program")
     return value
 
 
 def _read_spill(header: dict[str, Any], name: str) -> tuple[int, int]:
     value = header[name]
     if not isinstance(value, dict) or set(value) != {"bytes", "lines"}:
-        raise Failure(INVALID_ARGUMENTS, "'spill' must be null or an object of 'bytes' and 'lines'")
+        raise RequestFailure(INVALID_ARGUMENTS, "'spill' must be null or an object of 'bytes' and 'lines'")
     return read_whole(value, "bytes", 0, MAX_BODY), read_whole(value, "lines", 0, None)
 
 
@@ -43,30 +43,30 @@ def _read_capture(header: dict[str, Any], name: str) -> tuple[int | None, dict[s
     """Return the limit of a stream that is sent as it arrives, or None, and the numbers of bytes to return."""
     capture = header.get(name)
     if not isinstance(capture, dict):
-        raise Failure(INVALID_ARGUMENTS, "'capture' must be an object")
+        raise RequestFailure(INVALID_ARGUMENTS, "'capture' must be an object")
     if set(capture) == {"stream"}:
         return read_whole(capture, "stream", 0, None), {"stdout": 0, "stderr": STREAM_STDERR_BYTES}
     if capture.keys() <= set(_STREAMS):
         return None, {stream: read_whole(capture, stream, 0, MAX_BODY, default=0) for stream in _STREAMS}
-    raise Failure(INVALID_ARGUMENTS, "'capture' has 'stream' alone, or 'stdout', 'stderr' and 'merged'")
+    raise RequestFailure(INVALID_ARGUMENTS, "'capture' has 'stream' alone, or 'stdout', 'stderr' and 'merged'")
 
 
 def read_variables(header: dict[str, Any], name: str) -> dict[str, str]:
-    """Return the environment variables in a field of a header; none when it is missing. Raises Failure when a variable
-    is invalid.
+    """Return the environment variables in a field of a header; none when it is missing. Raises RequestFailure when a
+    variable is invalid.
     """
     value = header.get(name)
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be an object of strings")
+        raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be an object of strings")
     for variable, text in value.items():
         if not variable or "=" in variable or "\0" in variable or "\0" in text:
-            raise Failure(INVALID_ARGUMENTS, f"{variable!a} cannot be an environment variable")
+            raise RequestFailure(INVALID_ARGUMENTS, f"{variable!a} cannot be an environment variable")
     return value
 
 
-class ExecRequest(Request):
+class ExecRequest(GuestRequest):
     """Run one program.
 
     `caps`: the number of bytes to return of each stream. `stream_bytes`: limit of stdout that is sent as it arrives,
@@ -104,16 +104,16 @@ class ExecRequest(Request):
         self.stream_bytes, self.caps = self.capture
         self.live_bytes = self.max_bytes if self.live else 0
         if self.cwd is None and not self.has_state:
-            raise Failure(INVALID_ARGUMENTS, "'cwd' is missing")
+            raise RequestFailure(INVALID_ARGUMENTS, "'cwd' is missing")
         if self.argv is not None and self.script_bytes:
-            raise Failure(INVALID_ARGUMENTS, "'argv' and a script cannot be combined")
+            raise RequestFailure(INVALID_ARGUMENTS, "'argv' and a script cannot be combined")
         if self.has_state and (self.argv is not None or self.env):
-            raise Failure(
+            raise RequestFailure(
                 INVALID_ARGUMENTS,
                 "'argv' and 'env' cannot be combined with 'state', which is for scripts and contains the environment",
             )
         if self.argv is None and self.script_bytes > read_whole(header, "body_bytes", 0, MAX_BODY):
-            raise Failure(INVALID_ARGUMENTS, "'script_bytes' is larger than the body")
+            raise RequestFailure(INVALID_ARGUMENTS, "'script_bytes' is larger than the body")
 
     @property
     def has_state(self) -> bool:
@@ -165,14 +165,14 @@ _HEX = frozenset("0123456789abcdef")
 
 
 def parse_call(header: dict[str, Any]) -> CallRequest:
-    """Return the request for a header. The op must be in CALL_OPS. Raises Failure(INVALID_ARGUMENTS)."""
+    """Return the request for a header. The op must be in CALL_OPS. Raises RequestFailure(INVALID_ARGUMENTS)."""
     return _REQUESTS[header["op"]](header)
 
 
 def load_server(request: object) -> Callable[[Any, RequestContext], dict[str, object]]:
     """Return the function that serves a request: (request, context) -> the fields of its done event.
 
-    The function raises Failure and OSError.
+    The function raises RequestFailure and OSError.
     """
     module, function = _SERVERS[type(request)]
     server: Callable[[Any, RequestContext], dict[str, object]] = getattr(
@@ -182,7 +182,7 @@ def load_server(request: object) -> Callable[[Any, RequestContext], dict[str, ob
 
 
 def parse_body_bytes(header: dict[str, Any]) -> int:
-    """Return the declared size of a call's body, in bytes. Raises Failure(INVALID_ARGUMENTS)."""
+    """Return the declared size of a call's body, in bytes. Raises RequestFailure(INVALID_ARGUMENTS)."""
     return read_whole(header, "body_bytes", 0, MAX_BODY)
 
 

@@ -8,7 +8,7 @@ PID 1 and a supervisor share three things. A socket carries calls and cancels to
 reports to PID 1. One byte of shared memory (`Progress`) shows how far the call is, also after the supervisor was
 killed.
 
-A supervisor builds a `RequestContext` from its ends for the function that serves a file request or a search request.
+For a file or search request, a supervisor builds a `RequestContext` from its ends of the pipes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import time
 
 from guest.commands.execution import Execution
 from guest.commands.job_requests import JobStartRequest
-from guest.failures import CANCELLED, INTERNAL, TIMEOUT, Failure, describe_os_error
+from guest.failures import CANCELLED, INTERNAL, TIMEOUT, RequestFailure, describe_os_error
 from guest.kernel import PR_SET_CHILD_SUBREAPER, WRITE_LATER, set_process_flag
 from guest.processes import KillReport, kill_below, reap
 from guest.requests import ExecRequest, load_server, parse_call
@@ -321,9 +321,9 @@ class CallPipes:
         return fd
 
     def check_cancel(self) -> None:
-        """Raise Failure(CANCELLED) when PID 1 has cancelled the call."""
+        """Raise RequestFailure(CANCELLED) when PID 1 has cancelled the call."""
         if has_cancel(self._channel):
-            raise Failure(CANCELLED, "cancelled")
+            raise RequestFailure(CANCELLED, "cancelled")
 
 
 class Watch:
@@ -335,9 +335,9 @@ class Watch:
         self._limit_at = time.monotonic() + timeout_s
 
     def check(self) -> None:
-        """Raise Failure(TIMEOUT) after the time limit, and Failure(CANCELLED) after a cancel."""
+        """Raise RequestFailure(TIMEOUT) after the time limit, and RequestFailure(CANCELLED) after a cancel."""
         if time.monotonic() >= self._limit_at:
-            raise Failure(TIMEOUT, f"not done after {self._timeout_s:g} s")
+            raise RequestFailure(TIMEOUT, f"not done after {self._timeout_s:g} s")
         self._pipes.check_cancel()
 
 
@@ -429,14 +429,14 @@ class Supervisor:
     def _run_call(self, assignment: Assignment, pipes: CallPipes) -> dict[str, object]:
         try:
             return self._dispatch(assignment, pipes)
-        except Failure as failure:
+        except RequestFailure as failure:
             return _build_failed_end(failure, pipes)
         except OSError as error:
             return _build_failed_end(describe_os_error(error, "the guest"), pipes)
         # The outermost function of this process. A defect in the guest must still answer the call and must leave no
         # process running.
         except Exception as error:  # noqa: BLE001
-            return _build_failed_end(Failure(INTERNAL, f"{type(error).__name__} in the guest"), pipes)
+            return _build_failed_end(RequestFailure(INTERNAL, f"{type(error).__name__} in the guest"), pipes)
 
     def _dispatch(self, assignment: Assignment, pipes: CallPipes) -> dict[str, object]:
         request = assignment.request
@@ -445,7 +445,7 @@ class Supervisor:
         return load_server(request)(request, RequestContext(self._paths, pipes, Watch(pipes, request.timeout_s)))
 
 
-def _build_failed_end(failure: Failure, pipes: CallPipes) -> dict[str, object]:
+def _build_failed_end(failure: RequestFailure, pipes: CallPipes) -> dict[str, object]:
     """Return the done fields of a failed call, after every process of the call is killed."""
     fields: dict[str, object] = {"error": failure.as_error()}
     if not reap():

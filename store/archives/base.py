@@ -211,7 +211,7 @@ class StoreThreads:
 
     def __init__(self, answer_s: float = ANSWER_S, at_once: int = _AT_ONCE) -> None:
         self._answer_s = answer_s
-        self._turns = asyncio.Semaphore(at_once)
+        self._slots = asyncio.Semaphore(at_once)
 
     async def run(self, work: Callable[[], T], within_s: float | None = None) -> T:
         """Run blocking work in a thread, and return its result. Raises the errors of the work. Raises TimeoutError:
@@ -220,7 +220,7 @@ class StoreThreads:
         limit_s = within_s or self._answer_s
         try:
             async with asyncio.timeout(limit_s) as limit:
-                await self._turns.acquire()
+                await self._slots.acquire()
                 # The shield keeps the thread's slot occupied after a timeout. Otherwise hanging threads would
                 # accumulate.
                 return await asyncio.shield(self._start(work))
@@ -233,11 +233,11 @@ class StoreThreads:
         try:
             running = in_thread(work, "store")
         except BaseException:
-            self._turns.release()
+            self._slots.release()
             raise
         running.add_done_callback(self._give_back)
         return running
 
     def _give_back(self, running: "asyncio.Future[T]") -> None:
-        self._turns.release()
+        self._slots.release()
         running.exception()  # reading the exception prevents asyncio's warning if the caller has given up

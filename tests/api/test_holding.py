@@ -13,11 +13,11 @@ from uvicorn.server import ServerState
 from orchestrator.api import shares
 from orchestrator.api.calls import NewCall, _stream
 from orchestrator.api.sessions import PIECE_BYTES, FileAnswer
-from orchestrator.api.shares import FairTurn, Turns
+from orchestrator.api.shares import ConcurrencyLimit, FairQueue
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.dispatch.sessions import Session
 from orchestrator.http import body_limits, server
-from orchestrator.http.server import PatientProtocol
+from orchestrator.http.server import HeadTimeoutProtocol
 from tests.api_harness import ApiHarness, open_api
 from tests.conftest import RedisProcess
 from tests.waiting import wait_until_async
@@ -198,11 +198,11 @@ async def test_a_request_with_a_body_counts_once_towards_the_rate(
 
 
 async def test_a_key_has_its_files_one_after_the_other_and_keeps_no_place() -> None:
-    turns, inside, most = Turns(2), 0, 0
+    turns, inside, most = ConcurrencyLimit(2), 0, 0
 
     async def take() -> None:
         nonlocal inside, most
-        async with turns.turn("k"):
+        async with turns.enter("k"):
             inside += 1
             most = max(most, inside)
             await asyncio.sleep(0)
@@ -213,10 +213,10 @@ async def test_a_key_has_its_files_one_after_the_other_and_keeps_no_place() -> N
 
 
 async def test_a_tenant_with_many_requests_delays_another_by_one_turn_each() -> None:
-    fair, order = FairTurn(), list[str]()
+    fair, order = FairQueue(), list[str]()
 
     async def take(tenant: str) -> None:
-        async with fair.turn(tenant):
+        async with fair.enter(tenant):
             order.append(tenant)
             await asyncio.sleep(0)
 
@@ -278,7 +278,7 @@ class Line(asyncio.Transport):
 
 
 async def test_who_takes_a_large_answer_over_a_slow_line_is_given_all_of_it() -> None:
-    connection = PatientProtocol(uvicorn.Config(lambda: None, log_config=None), ServerState(), {})
+    connection = HeadTimeoutProtocol(uvicorn.Config(lambda: None, log_config=None), ServerState(), {})
     line = Line()
     connection.connection_made(line)
     line.size = 10_000_000

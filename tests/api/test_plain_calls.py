@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from orchestrator.http.server import PatientProtocol
+from orchestrator.http.server import HeadTimeoutProtocol
 from tests.api_harness import ApiHarness
 
 SHORT, LONG = "application/json", "application/json; charset=utf-8"
@@ -69,7 +69,7 @@ async def test_an_answer_is_sent_in_one_piece() -> None:
         await send({"type": "http.response.body", "body": b"done"})
 
     state, line = ServerState(), Line()
-    connection = PatientProtocol(uvicorn.Config(answer, log_config=None), state, {})
+    connection = HeadTimeoutProtocol(uvicorn.Config(answer, log_config=None), state, {})
     connection.connection_made(line)
     for _ in range(2):
         connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")

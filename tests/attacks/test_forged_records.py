@@ -21,7 +21,7 @@ from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.models.scripted import ScriptedModel
 from store.api_keys import ApiKeys, LoginStore
-from store.batches import BatchDefaults, RowPlace, RunBody, batch_key, seal_defaults, seal_item
+from store.batches import BatchDefaults, RowLocation, RunBody, batch_key, seal_defaults, seal_item
 from store.call_events import call_event_keys
 from store.connection import open_redis
 from store.idempotency import IdempotencyStore
@@ -265,7 +265,7 @@ LAX = BatchDefaults(model="the-dearest", asks_people=False)
         ("defaults", seal_defaults(GUESS, "acme", "b", LAX)),
         ("defaults", seal_defaults(KEY, "acme", "c", LAX)),
         ("defaults", seal_defaults(KEY, "rival", "b", LAX)),
-        ("rows", RowPlace(host="h", output="/root/.ssh/authorized_keys", errors="/dev/null").model_dump_json()),
+        ("rows", RowLocation(host="h", output="/root/.ssh/authorized_keys", errors="/dev/null").model_dump_json()),
     ],
     ids=["unsigned", "another secret", "of another batch", "of another tenant", "where rows are written"],
 )

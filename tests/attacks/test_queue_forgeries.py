@@ -23,7 +23,7 @@ from contract.calls import ToolCall, ToolContext, ToolResult
 from contract.envelope import MAX_ENVELOPE_BYTES, encode_call
 from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
-from contract.names import POOL_WEB, call_key, control_queue, place_key, refusals_key, result_key, tenants_key
+from contract.names import POOL_WEB, call_key, control_queue, location_key, refusals_key, result_key, tenants_key
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy, seal_policy
 from orchestrator.dispatch.celery_transport import build_message
@@ -228,7 +228,7 @@ def test_a_call_of_a_session_that_lives_elsewhere_or_is_another_tenants_is_not_r
     # A key that only a worker of a sandbox host may read. This worker has the role here.
     attacker.redis.acl_setuser("web", enabled=True, keys=["toolcrew:default:t:*:session.*:place"])
     place = {"state": "open", "queue": "host.b.1", "fence": "2"}
-    attacker.redis.hset(place_key("default", "acme", "s1"), mapping=place)
+    attacker.redis.hset(location_key("default", "acme", "s1"), mapping=place)
     for fields in ({"session": "s1", "fence": 1}, {"session": "s1", "fence": 2, "tenant": "rival"}):
         call = attacker.call()
         attacker.push(encode_call(call, build_context(**fields), KEYS), call)

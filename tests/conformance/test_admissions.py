@@ -7,7 +7,7 @@ import pytest
 import redis.asyncio
 
 from contract.names import slots_key
-from orchestrator.admission import Admission, SharedAdmission, Unlimited
+from orchestrator.admission import Admission, SharedAdmission, UnlimitedAdmission
 from tests.admission_harness import DEPLOYMENT, QUEUE, build_request
 from tests.conftest import RedisProcess
 
@@ -15,7 +15,7 @@ from tests.conftest import RedisProcess
 @pytest.fixture(params=["unlimited", "shared"])
 async def admission(request: pytest.FixtureRequest) -> AsyncIterator[Admission]:
     if request.param == "unlimited":
-        yield Unlimited()
+        yield UnlimitedAdmission()
         return
     server: RedisProcess = request.getfixturevalue("redis_server")
     async with redis.asyncio.Redis.from_url(server.url, socket_timeout=10) as client:

@@ -308,9 +308,9 @@ def test_sandboxes_are_started_by_sandboxd_on_disks_and_have_no_right_on_the_hos
     status = json.loads(composed.execute("sandboxd", "python", "-c", ask).out)
     assert (status["start"], status["workspaces"]) == ("oci", {"kind": "image", "hard": True, "note": None})
     report = json.loads(composed.execute("sandboxd", "python", "-m", "workers.sandboxd", "--check", "--json").out)
-    states = {row["name"]: row["state"] for row in report["promises"]}
-    for promise in ("files outlive their sandbox", "root in a sandbox is not root on the host"):
-        assert states[promise] == "holds", report
+    states = {row["name"]: row["state"] for row in report["guarantees"]}
+    for guarantee in ("files outlive their sandbox", "root in a sandbox is not root on the host"):
+        assert states[guarantee] == "holds", report
     examined = 0
     for process in find_processes(composed.list_sandboxes()):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended just now

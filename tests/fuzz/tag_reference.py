@@ -4,7 +4,7 @@ for comparison.
 
 import re
 
-from orchestrator.dialects.tag_events import Malformed, TagCall, TagEvent, Text
+from orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
 from orchestrator.dialects.tag_grammar import JSON_BODY, NOT_CLOSED, STRAY_TEXT, UNQUOTED, WRONG_CLOSE
 from orchestrator.dialects.tag_values import decode_attribute, decode_entities, strip_body
 
@@ -67,7 +67,7 @@ class _Tag:
             raw = self.text[self.start : end]
             reason = self.problem or ("" if self.name else "missing tool name")
             return (
-                Malformed(reason, self.name or None, raw) if reason else TagCall(self.name or "", self.values, raw)
+                MalformedTag(reason, self.name or None, raw) if reason else TagCall(self.name or "", self.values, raw)
             ), end
         reason = "unclosed" if kind in ("unclosed", "reopen") else self.problem or kind
         if kind == "unclosed":
@@ -75,7 +75,7 @@ class _Tag:
         elif kind != "reopen":
             found = _SKIP_END.search(self.text, end)
             end = len(self.text) if found is None else found.end() if found[1] else found.start()
-        return Malformed(reason, self.name or None, self.text[self.start : end]), end
+        return MalformedTag(reason, self.name or None, self.text[self.start : end]), end
 
     def _take(self, pattern: str) -> re.Match[str] | None:
         found = re.compile(pattern).match(self.text, self.at)

@@ -19,16 +19,16 @@ from tests.containers import IMAGE, open_engine
 from tests.engine_stubs import answers_nothing, refuses, stub_engine
 from tests.log_lines import read_last_words
 from workers.sandboxd.daemon import open_daemon
+from workers.sandboxd.guarantees import judge
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.program import examine
-from workers.sandboxd.promises import judge
 from workers.sandboxd.runtime.base import AttachedContainer
 from workers.sandboxd.runtime.engine import Engine, EngineFacts
-from workers.sandboxd.runtime.engine_gate import Lane, Lanes
+from workers.sandboxd.runtime.engine_gate import EngineCallKinds, Lane
 from workers.settings import SandboxdSettings, TenantClass
 
-HASTY = Lanes(
+HASTY = EngineCallKinds(
     *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "looks", "freezes", "fills")),
     probe_s=0.2,
 )
@@ -186,7 +186,7 @@ async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClie
         "images are present": "holds",
         "workspaces are limited": "holds",
     }
-    assert states["files outlive their sandbox"] == "void"
+    assert states["files outlive their sandbox"] == "broken"
     assert leftovers == []
     assert find_files(tmp_path) == []
 
@@ -225,9 +225,9 @@ async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(
     finally:
         engine.close()
 
-    assert rows["engine answers"].state == rows["profile holds"].state == "void"
+    assert rows["engine answers"].state == rows["profile holds"].state == "broken"
     assert "start it" in rows["engine answers"].why
-    assert rows["network follows the class"].state == "void"
+    assert rows["network follows the class"].state == "broken"
     assert rows["large programs start"].state != "unknown"
 
 
@@ -242,7 +242,7 @@ class SettingsOfAnother(SandboxdSettings):
     ("kind", "state", "message"),
     [
         (SandboxdSettings, "holds", "through the egress proxy"),
-        (SettingsOfAnother, "void", "which may not be the egress proxy"),
+        (SettingsOfAnother, "broken", "which may not be the egress proxy"),
     ],
 )
 async def test_an_egress_proxy_counts_for_the_check_as_it_does_for_sandboxes(

@@ -31,18 +31,18 @@ from tests.engine_stubs import (
 from tests.waiting import until
 from workers.sandboxd.runtime.base import LABEL_DEPLOYMENT, LABEL_PRODUCT
 from workers.sandboxd.runtime.engine import Engine
-from workers.sandboxd.runtime.engine_gate import EngineSilent, Lane, Lanes
+from workers.sandboxd.runtime.engine_gate import EngineCallKinds, EngineSilent, Lane
 from workers.sandboxd.runtime.volumes import PRODUCT_GUEST
 
 PATIENT_S = 15.0
 DEPLOYMENT = f"faults-{secrets.token_hex(4)}"
 
 
-def lanes(deadline_s: float, starts_s: float) -> Lanes:
+def lanes(deadline_s: float, starts_s: float) -> EngineCallKinds:
     """Return lanes that run two requests of each kind at a time. All kinds have the same deadline, except starts."""
     starts = Lane("starts", at_once=2, deadline_s=starts_s)
     others = [Lane(name, at_once=2, deadline_s=deadline_s) for name in ("removals", "looks", "freezes", "fills")]
-    return Lanes(starts, *others, probe_s=deadline_s)
+    return EngineCallKinds(starts, *others, probe_s=deadline_s)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from docker import APIClient
 
 from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, ToolResult
 from contract.errors import ErrorCode
-from contract.names import call_key, place_key
+from contract.names import call_key, location_key
 from contract.session_locations import LOCATION_MARGIN_S
 from orchestrator.dispatch.sessions import Session
 from orchestrator.sdk.client import ToolClient
@@ -61,7 +61,7 @@ async def test_a_call_of_a_day_is_kept_for_longer_and_killed_like_any_other(stac
         await session.call("bash_tool", {"command": "true"})  # a short call does not shorten what the long one needs
         with stack.open_redis() as redis:
             assert redis.ttl(call_key("default", "default", "of-a-day")) > CALL_TTL_S + MORE_S - 60
-            assert redis.ttl(place_key("default", "default", session.id)) > LOCATION_MARGIN_S + MORE_S
+            assert redis.ttl(location_key("default", "default", session.id)) > LOCATION_MARGIN_S + MORE_S
         listed = (await client.list_calls()).data
         assert ("of-a-day", "running") in {(row.call, row.state) for row in listed}
 

@@ -158,7 +158,7 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
     assert "was killed by" in str(result.error)
     assert "it runs away" in str(result.error)
     reply = (await other.call_history(call_id)).model_dump(mode="json")
-    assert (reply["state"], reply["error_code"], reply["session"], reply["place"]["state"]) == (
+    assert (reply["state"], reply["error_code"], reply["session"], reply["location"]["state"]) == (
         "done",
         "CANCELLED",
         session.id,

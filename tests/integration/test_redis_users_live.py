@@ -22,7 +22,7 @@ from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from contract.envelope import INLINE_BYTES
-from contract.names import catalog_key, host_key, hosts_key, place_key, tombstone_key
+from contract.names import catalog_key, host_key, hosts_key, location_key, tombstone_key
 from contract.tenancy import TenantPolicy
 from orchestrator.approvals import AutoApprover
 from orchestrator.command import app
@@ -371,7 +371,7 @@ async def test_a_host_that_is_lost_and_one_that_is_drained(pool: PoolHarness) ->
         assert (await session.call("bash_tool", {"command": "echo kept > file"})).success
         first = await session.info()
         with pool.server.client() as admin:
-            place = place_key("default", "default", session.id)
+            place = location_key("default", "default", session.id)
             await wait_until_async(lambda: admin.hget(place, "automatic"), UP_S, pool.last_words)
             await lose_worker(pool, first.host, first.queue)
             await until_it_reads(session, "kept")

@@ -10,7 +10,7 @@ import pytest
 
 from contract.run_events import CallFinished, CallStarted, RunEvent, TextArrived
 from orchestrator.dialects.model import Chunk, ModelRequest
-from orchestrator.dialects.tag_events import Malformed, TagCall, TagEvent, Text
+from orchestrator.dialects.tag_events import MalformedTag, TagCall, TagEvent, Text
 from orchestrator.dialects.tag_parser import TagStreamParser
 from orchestrator.dialects.tags import TagsDialect
 from orchestrator.functions.function_tools import tool
@@ -163,7 +163,7 @@ async def test_s0_04_a_tag_that_is_never_closed_is_not_run_nor_shown_and_the_mod
     assert observer.text() == "好。I stop."
     assert "unclosed" in model.requests[1].messages[-1]["content"]
     [_, malformed] = parse(unclosed)
-    assert isinstance(malformed, Malformed)
+    assert isinstance(malformed, MalformedTag)
     assert (malformed.reason, malformed.name, malformed.raw) == (
         "unclosed",
         "vector-search",

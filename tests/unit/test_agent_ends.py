@@ -11,7 +11,7 @@ from contract.calls import Clocks, ToolCall, ToolResult
 from contract.errors import ContextWindowExceeded, ModelInterrupted
 from contract.model_endpoints import Prices
 from contract.run_events import CallFinished, RunEvent, TextArrived, TextWithdrawn, Warned
-from orchestrator.dialects.base import Dialect, Usage
+from orchestrator.dialects.base import Dialect, TokenUsage
 from orchestrator.dialects.json_decision import JsonDecisionDialect
 from orchestrator.dialects.model import Chunk, Message, Model, ModelRequest
 from orchestrator.dialects.native import NativeDialect
@@ -79,7 +79,7 @@ async def test_calls_that_ran_before_the_wall_limit_stay_in_the_transcript(tool:
     assert "may or may not have acted" in entries[1]
     assert "was not run" in entries[2]
     assert unanswered(result.transcript.messages()) == []
-    assert (result.usage, result.clocks.run_s) == (Usage(1, len("Working.")), 1)
+    assert (result.usage, result.clocks.run_s) == (TokenUsage(1, len("Working.")), 1)
     assert [event.result.success for event in events if isinstance(event, CallFinished)] == [True, False, False]
 
 
@@ -136,7 +136,7 @@ async def test_budgets_hold_for_a_server_that_does_not_count(options: dict[str, 
         on_event=events.append,
     )
     result = await work(one)
-    assert (result.stop_reason, result.usage) == (reason, Usage())
+    assert (result.stop_reason, result.usage) == (reason, TokenUsage())
     assert result.steps < 5
     warnings = [event.message for event in events if isinstance(event, Warned)]
     assert sum("does not count tokens" in warning for warning in warnings) == 1

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from orchestrator.api.api_state import Fresh
+from orchestrator.api.api_state import ValueCache
 
 
 class Look:
@@ -23,7 +23,7 @@ class Look:
 
 async def test_what_was_found_a_moment_ago_is_given_again_and_later_it_is_looked_anew() -> None:
     now, look = 100.0, Look()
-    fresh = Fresh[int](1.0, lambda: now)
+    fresh = ValueCache[int](1.0, lambda: now)
     assert [await fresh.get(look), await fresh.get(look)] == [1, 1]
     now = 100.999
     assert await fresh.get(look) == 1
@@ -32,7 +32,7 @@ async def test_what_was_found_a_moment_ago_is_given_again_and_later_it_is_looked
 
 
 async def test_those_who_ask_at_the_same_time_wait_for_one_look() -> None:
-    look, fresh = Look(), Fresh[int](1.0)
+    look, fresh = Look(), ValueCache[int](1.0)
     look.may_end.clear()
     asking = [asyncio.create_task(fresh.get(look)) for _ in range(50)]
     while look.count == 0:  # noqa: ASYNC110
@@ -42,7 +42,7 @@ async def test_those_who_ask_at_the_same_time_wait_for_one_look() -> None:
 
 
 async def test_a_failure_is_not_kept() -> None:
-    fresh = Fresh[int](1.0)
+    fresh = ValueCache[int](1.0)
 
     async def fail() -> int:
         raise ValueError

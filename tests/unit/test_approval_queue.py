@@ -135,10 +135,10 @@ async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(harness
 async def test_who_begins_to_wait_as_the_last_one_stops_hears_the_answer(harness: ApprovalHarness) -> None:
     approver, question = QueueApprover(harness.queue()), build_question()
     await harness.queue().ask(question, "alice", SOON_S)
-    first = asyncio.create_task(approver._answered("another"))
+    first = asyncio.create_task(approver._await_answer("another"))
     await asyncio.sleep(0)  # It waits now.
     first.cancel()
-    second = asyncio.create_task(approver._answered(question.id))
+    second = asyncio.create_task(approver._await_answer(question.id))
     await asyncio.gather(first, return_exceptions=True)
     await harness.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
     async with asyncio.timeout(SOON_S):

@@ -15,8 +15,8 @@ from tests.local_guest import LocalGuest
 from workers.sandboxd.archives import packing as packing_module
 from workers.sandboxd.archives.packing import (
     ArchiveFacts,
-    Guest,
     Packing,
+    PackingGuest,
     count_max_bytes,
     pack_roots,
     unpack,
@@ -28,7 +28,7 @@ MIB = 1024 * 1024
 
 
 async def pack(
-    guest: Guest, roots: tuple[str, ...], write: Callable[[bytes], Awaitable[None]], max_bytes: int
+    guest: PackingGuest, roots: tuple[str, ...], write: Callable[[bytes], Awaitable[None]], max_bytes: int
 ) -> ArchiveFacts:
     """Pack the roots into one archive with `write`."""
     packing = Packing(guest, pack_roots(roots), max_bytes)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from contract.errors import SandboxUnavailable
 from workers.sandboxd.disks.base import WorkspaceSize
-from workers.sandboxd.factory import StartCheck, WorkspaceMissed
+from workers.sandboxd.factory import StartCheck, WorkspaceNotMounted
 from workers.sandboxd.plans import SandboxPlan
 from workers.sandboxd.runtime.attestation import (
     Attestation,
@@ -104,7 +104,7 @@ async def test_an_image_that_hides_its_workspace_is_refused_each_time() -> None:
     )
     for _ in range(2):
         with pytest.raises(
-            WorkspaceMissed, match=r"image acme/tools:1 does not have its workspace: .*must be folders in an image"
+            WorkspaceNotMounted, match=r"image acme/tools:1 does not have its workspace: .*must be folders in an image"
         ):
             await check.check(PLAN, SIZE, guest)
 

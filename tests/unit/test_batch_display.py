@@ -17,7 +17,7 @@ from contract.run_events import (
     FailureKind,
     RunEvent,
 )
-from orchestrator.batches.displays import Display, JsonLines, LogDisplay, Watched
+from orchestrator.batches.displays import Display, DisplayedBatch, JsonLines, LogDisplay
 from orchestrator.batches.live_progress import LiveProgress, open_display
 from orchestrator.batches.progress import MAX_GROUPS, BatchProgress, ProgressSnapshot
 from orchestrator.batches.summary import build_summary, build_summary_lines
@@ -52,7 +52,7 @@ class Stage:
     out: io.StringIO = field(default_factory=io.StringIO)
 
     def open(self, batch: str = "b-1") -> Display:
-        watched = Watched(batch, self.progress, wall=lambda: BEGAN + self.now, ticks=lambda: self.now)
+        watched = DisplayedBatch(batch, self.progress, wall=lambda: BEGAN + self.now, ticks=lambda: self.now)
         if self.kind == "json":
             return JsonLines(watched, self.out)
         if self.kind == "lines":
@@ -175,7 +175,7 @@ def test_a_program_reads_every_happening_as_it_is_and_then_one_summary() -> None
 
 
 def test_the_display_is_chosen_by_where_it_is_shown() -> None:
-    watched = Watched("b", BatchProgress())
+    watched = DisplayedBatch("b", BatchProgress())
 
     def kind(**options: object) -> type[object]:
         return type(open_display(watched, Console(file=io.StringIO(), **options)))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from orchestrator.batches.rows import (
     build_run_body,
     parse_row,
 )
-from orchestrator.dialects.model import Usage
+from orchestrator.dialects.model import TokenUsage
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
 from orchestrator.loop.transcript import Transcript
@@ -47,7 +47,7 @@ def build_result(**fields: Any) -> RunResult:
         "stop_reason": StopReason.ANSWERED,
         "steps": 2,
         "transcript": Transcript({"role": "user", "content": "6 * 7?"}),
-        "usage": Usage(10, 5),
+        "usage": TokenUsage(10, 5),
         "clocks": Clocks(run_s=1.5),
         "run": "r1",
         "cost": 0.25,

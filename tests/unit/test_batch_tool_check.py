@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from contract.names import catalog_names_key
 from contract.run_events import BatchNotice
 from contract.specs import Catalog
-from orchestrator.batches.displays import LogDisplay, Watched
+from orchestrator.batches.displays import DisplayedBatch, LogDisplay
 from orchestrator.batches.lines import BadBatch, load_lines
 from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.tool_check import MAX_SHOWN, check_tools
@@ -161,7 +161,7 @@ def test_an_alias_is_accepted_with_one_warning_for_all_its_lines(
 
 def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
     out = io.StringIO()
-    with LogDisplay(Watched("b", BatchProgress(1)), out, has_past=True) as display:
+    with LogDisplay(DisplayedBatch("b", BatchProgress(1)), out, has_past=True) as display:
         display.show(warning())
         display.show(warning(at=2.0))
     assert out.getvalue().count("no model is set") == 2

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from contract.calls import SessionUsage, ToolCall, ToolResult
 from contract.errors import ErrorCode, ToolFailure
 from contract.tenancy import Budgets, TenantPolicy
-from orchestrator.dialects.model import Usage
+from orchestrator.dialects.model import TokenUsage
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dispatch.tenant_catalog import CallRules
 from orchestrator.loop.agent import Agent
@@ -42,7 +42,7 @@ class Harness:
         self.worker.count([("acme:s1", SessionUsage(meter="m1", cpu_s=cpu_s))])
 
     async def reply(self, tokens: int, cost: float = 0.0) -> None:
-        await self.usage.count_reply("acme", "s1", ReplySpending(Usage(tokens, 0), cost))
+        await self.usage.count_reply("acme", "s1", ReplySpending(TokenUsage(tokens, 0), cost))
 
     async def refusal(self, tenants: RedisTenants | None = None) -> ToolFailure | None:
         """Return why a call is refused now, without the copies of the last second."""

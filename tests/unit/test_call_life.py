@@ -249,5 +249,5 @@ async def test_a_call_reports_of_its_session_its_task_and_its_page_in_flower(har
     await SessionStore(harness.client, "d").open("acme", "s1", "host.a.b1", start="{}", ttl_s=60, limit=10)
     await harness.note(state="done")
     reply = (await harness.lives.find("c1", "acme")).model_dump(mode="json")
-    assert (reply["place"]["state"], reply["place"]["host"], reply["place"]["generation"]) == ("open", "a", 1)
+    assert (reply["location"]["state"], reply["location"]["host"], reply["location"]["generation"]) == ("open", "a", 1)
     assert (reply["task"], reply["flower_url"]) == (TASK, f"https://flower.example/f/task/{TASK}")

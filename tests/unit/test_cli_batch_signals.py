@@ -14,7 +14,7 @@ from orchestrator.cli.batches_shift import BatchInterrupts, find_rows
 from orchestrator.cli.run_files import RunFiles
 from orchestrator.runs.runner import Runner
 from orchestrator.traces.reading import find_attempts
-from store.batches import RowPlace
+from store.batches import RowLocation
 
 
 @dataclass
@@ -79,8 +79,8 @@ async def test_a_service_managers_stop_gives_back_at_once() -> None:
     assert (result.runner.asked, result.interrupts.exit_code) == (["stop"], 143)
 
 
-def place(output: Path, host: str) -> RowPlace:
-    return RowPlace(host=host, output=str(output), errors=str(output.with_name("e.jsonl")))
+def place(output: Path, host: str) -> RowLocation:
+    return RowLocation(host=host, output=str(output), errors=str(output.with_name("e.jsonl")))
 
 
 def test_rows_of_another_host_are_not_written_here(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.dialects.model import Message, Usage
+from orchestrator.dialects.model import Message, TokenUsage
 from orchestrator.loop.context_window import KEPT_CHARS, ContextWindow
 
 LONG = "head " + "x" * 50_000 + " tail"
@@ -29,7 +29,7 @@ def test_the_oldest_results_are_shortened_first_and_only_as_many_as_need_be() ->
 def test_what_a_request_really_took_sets_the_scale() -> None:
     window, given_ones = ContextWindow(40_000), messages(LONG, LONG)
     assert window.fit(given_ones, [0], [1])[1] == 0
-    window.learn(given_ones, Usage(prompt_tokens=100_000))
+    window.learn(given_ones, TokenUsage(prompt_tokens=100_000))
     assert window.fit(given_ones, [0], [1])[1] > 0
 
 

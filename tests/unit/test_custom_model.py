@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from contract.call_events import MAX_ANSWER_BYTES, MODEL, CallEvent, decode_answer, encode_answer, encode_event
 from contract.errors import EnvelopeRefused, ErrorCode, ModelUnavailable, ToolFailure
-from contract.functions import Completion, Usage
+from contract.functions import Completion, TokenUsage
 from contract.functions.model_questions import MAX_QUESTIONS, ModelAnswer, parse_answer, parse_question
 from contract.model_endpoints import Prices
 from orchestrator.dispatch.model_requests import ModelRequests
@@ -245,7 +245,7 @@ async def test_the_thread_that_reads_answers_ends_when_no_question_waits() -> No
 
 def test_what_tools_had_of_the_model_counts_for_the_runs_budgets() -> None:
     options = ReActOptions(max_tokens=100, prices=Prices(1e6, 2e6))
-    spending = Spending(options, by_tools=lambda: Usage(60, 30))
+    spending = Spending(options, by_tools=lambda: TokenUsage(60, 30))
     assert (spending.find_exhausted(), spending.cost) == (None, 120)
-    spending.charge(Usage(5, 5), Usage())
-    assert (spending.find_exhausted(), spending.counted) == (StopReason.MAX_TOKENS, Usage(65, 35))
+    spending.charge(TokenUsage(5, 5), TokenUsage())
+    assert (spending.find_exhausted(), spending.counted) == (StopReason.MAX_TOKENS, TokenUsage(65, 35))

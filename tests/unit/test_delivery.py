@@ -13,9 +13,9 @@ import redis.asyncio
 from contract.calls import Clocks, ToolCall, ToolContext, ToolResult
 from contract.envelope import decode_call, encode_result
 from contract.errors import BrokerUnavailable, ErrorCode
-from contract.names import call_key, host_key, place_key
+from contract.names import call_key, host_key, location_key
 from contract.signing import ResultSeal
-from orchestrator.admission import Slot, Unlimited
+from orchestrator.admission import Slot, UnlimitedAdmission
 from orchestrator.dispatch import delivery
 from orchestrator.dispatch import session_locator as locator
 from orchestrator.dispatch.delivery import Pool
@@ -239,7 +239,7 @@ async def test_a_call_whose_session_is_gone_when_it_is_to_be_sent_again_is_not_l
 ) -> None:
     def refuse(call: ToolCall) -> ToolResult:
         with redis_server.client() as at_once:
-            at_once.delete(place_key("d", "acme", "s1"))
+            at_once.delete(location_key("d", "acme", "s1"))
         return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
 
     harness = Harness(client, refuse)
@@ -285,7 +285,7 @@ async def test_a_tenant_is_charged_for_the_time_of_its_sandbox_and_of_its_progra
         slots.append((request, Slot()))
         yield slots[-1][1]
 
-    monkeypatch.setattr(Unlimited, "slot", give)
+    monkeypatch.setattr(UnlimitedAdmission, "slot", give)
 
     def run(call: ToolCall) -> ToolResult:
         clocks = Clocks(queued_s=8, sandbox_s=1, run_s=2)
@@ -311,13 +311,13 @@ async def test_closing_a_session_whose_host_is_lost_closes_it(client: "redis.asy
 
     harness.fleet.deliver = refuse  # type: ignore[method-assign]
     assert (await harness.dispatcher.close_session("acme", "s1")).success
-    assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
+    assert await client.hget(location_key("d", "acme", "s1"), "state") == b"closed"
 
 
 async def test_a_session_whose_worker_was_restarted_is_closed_where_it_is_by_now(client: "redis.asyncio.Redis") -> None:
     harness = Harness(client)
     await harness.open()
-    place = place_key("d", "acme", "s1")
+    place = location_key("d", "acme", "s1")
     # As a restarted worker takes its sessions over.
     await client.hset(place, mapping={"queue": "host.b.b00t", "fence": 2})
     closed: list[tuple[str, int]] = []
@@ -336,7 +336,7 @@ async def test_a_session_whose_worker_was_restarted_is_closed_where_it_is_by_now
     harness.fleet.deliver = deliver  # type: ignore[method-assign]
     result = await harness.dispatcher.close_session("acme", "s1")
     assert (result.success, result.metadata["closed"], closed) == (True, True, [("host.b.b00t", 2)] * 2)
-    assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
+    assert await client.hget(location_key("d", "acme", "s1"), "state") == b"closed"
 
 
 async def test_a_session_that_another_program_opened_is_closed_where_it_lives(client: "redis.asyncio.Redis") -> None:

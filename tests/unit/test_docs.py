@@ -94,7 +94,7 @@ def test_every_page_of_the_repository_is_in_the_menu_and_the_site(site: Path) ->
     named = [page for part in menu for pages in part.values() for entry in pages for page in entry.values()]
     assert len(named) == len(set(named))
     docs = {page.name for page in (ROOT / "docs").glob("*.md")}
-    assert docs | {"index.md", "security-promises.md", "changelog.md", "examples.md"} == set(named)
+    assert docs | {"index.md", "security-guarantees.md", "changelog.md", "examples.md"} == set(named)
     assert [name for name in named if not (site / name).with_suffix(".html").exists()] == []
 
 
@@ -104,7 +104,7 @@ def test_a_link_that_leads_nowhere_or_out_of_the_site_builds_no_site(tmp_path: P
     (docs / "page.md").write_text("# A page\n\n[x](missing.md) [x](tools.md#nowhere) [x](../contract/errors.py)\n")
     (docs / "tools.md").write_text("# Tools\n\n## bash_tool\n")
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    outside = ["index.md", "security-promises.md", "changelog.md", "examples.md"]
+    outside = ["index.md", "security-guarantees.md", "changelog.md", "examples.md"]
     hooks = [str(ROOT / "scripts" / "docs_hooks.py")]
     nav = ["page.md", "tools.md", *outside]
     config |= {"hooks": hooks, "nav": nav, "theme": {"name": "mkdocs"}, "plugins": []}

@@ -30,7 +30,7 @@ from orchestrator.operations.doctor import examine
 from orchestrator.operations.doctor_deep import examine_hosts, judge_clock
 from orchestrator.operations.doctor_pool import examine_pool
 from orchestrator.operations.doctor_redis import examine_redis
-from orchestrator.operations.findings import Finding, Report
+from orchestrator.operations.findings import CheckResult, Report
 from orchestrator.settings import OrchestratorSettings
 from store.api_keys import ApiKeys
 from store.approvals import approvals_key
@@ -86,7 +86,7 @@ async def looked_at(client: Client) -> Report:
     return report
 
 
-def of(report: Report, name: str) -> list[Finding]:
+def of(report: Report, name: str) -> list[CheckResult]:
     return [found for found in report.findings if found.name == name]
 
 

@@ -15,7 +15,7 @@ import redis.asyncio
 
 from contract.model_endpoints import ModelEndpoint
 from orchestrator.operations.doctor_links import examine_model, examine_model_endpoints, examine_pages, examine_tracing
-from orchestrator.operations.findings import Finding, Report
+from orchestrator.operations.findings import CheckResult, Report
 from orchestrator.settings import OrchestratorSettings
 from store.model_endpoints import ModelEndpoints
 from store.secrets import SecretStore
@@ -23,7 +23,7 @@ from tests.builders import KEY
 from tests.stack import free_port
 
 
-def of(report: Report, name: str) -> list[Finding]:
+def of(report: Report, name: str) -> list[CheckResult]:
     return [found for found in report.findings if found.name == name]
 
 

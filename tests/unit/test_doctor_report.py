@@ -1,4 +1,4 @@
-"""The table of promises in the output of `toolcrew doctor`."""
+"""The table of guarantees in the output of `toolcrew doctor`."""
 
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,20 @@ def test_what_to_do_stands_below_what_is_not_good() -> None:
     report.good("memory", "1 MiB")
     report.broken("redis", "gone", "start it")
     assert report.lines() == ["ok    memory  1 MiB", "FAIL  redis   gone", "              -> start it"]
-    report = Report(promises=[build_row("short", "holds"), build_row("much longer", "void")])
-    assert report.promise_lines()[2:] == [
+    report = Report(guarantees=[build_row("short", "holds"), build_row("much longer", "broken")])
+    assert report.guarantee_lines()[2:] == [
         "holds    short        why short",
-        "void     much longer  why much longer",
+        "broken   much longer  why much longer",
         "                      -> fix much longer",
     ]
 
 
-def test_a_void_promise_makes_no_host_unhealthy_and_a_missing_need_does() -> None:
-    report = Report(promises=[build_row("hostile tenants are isolated", "void")])
+def test_a_broken_guarantee_makes_no_host_unhealthy_and_a_missing_need_does() -> None:
+    report = Report(guarantees=[build_row("hostile tenants are isolated", "broken")])
     report.add("engine", True, "Docker")
     assert report.is_healthy
 
-    report.promises.append(build_row("runtimes are installed", "void", is_needed=True))
+    report.guarantees.append(build_row("runtimes are installed", "broken", is_needed=True))
     assert not report.is_healthy
 
 

@@ -275,20 +275,20 @@ def test_a_few_silences_in_a_row_open_it_and_an_answer_between_does_not() -> Non
     breaker = Breaker(clock, threshold=3, first_pause_s=1.0)
 
     for outcome in ("failed", "failed", "answered", "failed", "failed"):
-        breaker.failed("no answer") if outcome == "failed" else breaker.answered()
+        breaker.note_failure("no answer") if outcome == "failed" else breaker.note_answer()
 
     assert not breaker.is_open
-    assert breaker.failed("no answer") is True
+    assert breaker.note_failure("no answer") is True
     assert breaker.admit() is BreakerDecision.REFUSE
     clock.now += 1
     assert [breaker.admit() for _ in range(2)] == [BreakerDecision.PROBE, BreakerDecision.REFUSE]
-    breaker.probe_dropped()
+    breaker.drop_probe()
     assert breaker.admit() is BreakerDecision.PROBE
 
 
 MOVES = st.lists(
     st.one_of(
-        st.sampled_from(["failed", "answered", "admit", "probe_failed", "probe_answered", "probe_dropped"]),
+        st.sampled_from(["failed", "answered", "admit", "note_probe_failure", "note_probe_answer", "drop_probe"]),
         st.floats(0.0, 40.0),
     ),
     max_size=80,
@@ -313,18 +313,18 @@ def test_whatever_happens_it_opens_only_after_silences_and_never_for_longer_than
             is_probing = is_probing or admission is BreakerDecision.PROBE
         elif move.startswith("probe_") and is_probing:
             is_probing = False
-            if move == "probe_failed":
-                breaker.probe_failed("silent")
+            if move == "note_probe_failure":
+                breaker.note_probe_failure("silent")
             else:
                 getattr(breaker, move)()
         elif move == "failed":
             in_row += 1
-            has_opened = breaker.failed("silent")
+            has_opened = breaker.note_failure("silent")
             assert has_opened == (breaker.is_open and not was_open)
             assert not (has_opened and in_row < 2)
         elif move == "answered":
             in_row, is_probing = 0, False
-            assert breaker.answered() == was_open
+            assert breaker.note_answer() == was_open
             assert breaker.admit() is BreakerDecision.GO
         if not breaker.is_open:
             is_probing = False

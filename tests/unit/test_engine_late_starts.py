@@ -3,7 +3,7 @@
 import asyncio
 
 from contract.errors import SandboxUnavailable
-from workers.sandboxd.runtime.engine import ABSENT_ENOUGH, LateStarts
+from workers.sandboxd.runtime.engine import ABSENT_ENOUGH, LateContainerRemover
 
 SOON_S = 10.0
 
@@ -23,7 +23,7 @@ class Removals:
         return answer
 
 
-async def settle(late: LateStarts) -> None:
+async def settle(late: LateContainerRemover) -> None:
     async with asyncio.timeout(SOON_S):
         while len(late):  # noqa: ASYNC110  # it ends in a task of its own
             await asyncio.sleep(0)
@@ -31,9 +31,9 @@ async def settle(late: LateStarts) -> None:
 
 async def test_a_container_that_comes_late_is_removed_and_asked_for_no_more() -> None:
     removals = Removals(None, None, False, True)
-    late = LateStarts(removals, pauses_s=(0.0,))
+    late = LateContainerRemover(removals, pauses_s=(0.0,))
 
-    late.forget("toolcrew-a")
+    late.remove_later("toolcrew-a")
     await settle(late)
 
     assert removals.asked == ["toolcrew-a"] * 4
@@ -41,10 +41,10 @@ async def test_a_container_that_comes_late_is_removed_and_asked_for_no_more() ->
 
 async def test_one_that_never_came_is_given_up_after_some_answers_in_a_row() -> None:
     removals = Removals(False, False, None)
-    late = LateStarts(removals, pauses_s=(0.0,))
+    late = LateContainerRemover(removals, pauses_s=(0.0,))
 
-    late.forget("toolcrew-a")
-    late.forget("toolcrew-a")
+    late.remove_later("toolcrew-a")
+    late.remove_later("toolcrew-a")
     assert len(late) == 1, "the same name is not looked for twice"
     await settle(late)
 
@@ -52,9 +52,9 @@ async def test_one_that_never_came_is_given_up_after_some_answers_in_a_row() -> 
 
 
 async def test_at_the_end_nothing_is_looked_for_any_more() -> None:
-    late = LateStarts(Removals(), pauses_s=(3600.0,))
-    late.forget("toolcrew-a")
-    late.forget("toolcrew-b")
+    late = LateContainerRemover(Removals(), pauses_s=(3600.0,))
+    late.remove_later("toolcrew-a")
+    late.remove_later("toolcrew-b")
 
     late.close()
     await settle(late)

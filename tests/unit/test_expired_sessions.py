@@ -5,7 +5,7 @@ keep their location.
 import pytest
 
 from contract.errors import BrokerUnavailable
-from contract.names import place_key, tenant_sessions_key
+from contract.names import location_key, tenant_sessions_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd
 from workers.host_duties import ExpiryMonitor
@@ -32,7 +32,7 @@ class Host:
             return self.watch.look(client)
 
     def has_place(self, session: str) -> bool:
-        return bool(self.harness.redis.exists(place_key(DEPLOYMENT, "acme", session)))
+        return bool(self.harness.redis.exists(location_key(DEPLOYMENT, "acme", session)))
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
-from guest.confinement import find_place, open_pinned, pin_file  # noqa: E402
-from guest.failures import Failure, describe_os_error  # noqa: E402
+from guest.confinement import find_entry, open_pinned, pin_file  # noqa: E402
+from guest.failures import RequestFailure, describe_os_error  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
 
 _RACE_TRIES = 3000
@@ -34,14 +34,14 @@ def paths(tmp_path: Path, request: pytest.FixtureRequest) -> GuestPaths:
 
 
 def read(path: str, paths: GuestPaths) -> str:
-    """Return the content at a path. Raises Failure."""
-    place = find_place(path, paths)
+    """Return the content at a path. Raises RequestFailure."""
+    entry = find_entry(path, paths)
     try:
-        pinned = pin_file(place)
+        pinned = pin_file(entry)
     except OSError as error:
-        raise describe_os_error(error, place.shown) from None
+        raise describe_os_error(error, entry.shown) from None
     finally:
-        place.close()
+        entry.close()
     with os.fdopen(open_pinned(pinned, os.O_RDONLY)) as file:
         os.close(pinned)
         return file.read()
@@ -114,7 +114,7 @@ def test_a_path_that_leads_out_is_not_allowed(paths: GuestPaths, path: str) -> N
     (ws / "sub" / "deep" / "far").symlink_to("../../../outside")
     (ws / "proc").symlink_to("/proc")
     (ws / "loop").symlink_to("loop")
-    with pytest.raises(Failure) as caught:
+    with pytest.raises(RequestFailure) as caught:
         read(path.format(ws=ws), paths)
     assert caught.value.code == "PATH_NOT_ALLOWED"
 
@@ -142,7 +142,7 @@ def test_what_is_no_file_has_its_code_and_is_never_opened(paths: GuestPaths, pat
     (ws / "dangling").symlink_to("absent")
     os.mkfifo(ws / "fifo")
     os.mknod(ws / "socket", 0o140600)
-    with pytest.raises(Failure) as caught:
+    with pytest.raises(RequestFailure) as caught:
         read(path, paths)
     assert caught.value.code == code
 
@@ -182,7 +182,7 @@ def test_what_is_swapped_with_a_link_never_leads_out(
         for _ in range(_RACE_TRIES):
             try:
                 outcomes.add(read(path, paths))
-            except Failure as failure:
+            except RequestFailure as failure:
                 outcomes.add(failure.code)
     assert inside in outcomes
     assert outcomes <= {inside, *codes}
@@ -191,7 +191,7 @@ def test_what_is_swapped_with_a_link_never_leads_out(
 def test_folders_made_for_a_file_that_never_came_go_again(paths: GuestPaths) -> None:
     ws = root(paths)
     before = len(os.listdir("/proc/self/fd"))
-    find_place("sub/a/b/c/f", paths, make_parents=True).close()
+    find_entry("sub/a/b/c/f", paths, make_parents=True).close()
     assert sorted(path.name for path in (ws / "sub").iterdir()) == ["deep", "g"]
     for path, code in (
         ("new/a/" + "x" * 300 + "/f", "INVALID_ARGUMENTS"),
@@ -199,12 +199,12 @@ def test_folders_made_for_a_file_that_never_came_go_again(paths: GuestPaths) -> 
         ("f/g", "NOT_A_DIRECTORY"),
         ("a/" * 1500 + "f", "INVALID_ARGUMENTS"),
     ):
-        with pytest.raises(Failure) as caught:
-            find_place(path, paths, make_parents=True)
+        with pytest.raises(RequestFailure) as caught:
+            find_entry(path, paths, make_parents=True)
         assert caught.value.code == code
     read("sub/../sub/g", paths)
     for path in ("sub/absent", "sub/../..", "sub/deep"):
-        with pytest.raises(Failure):
+        with pytest.raises(RequestFailure):
             read(path, paths)
     assert sorted(path.name for path in ws.iterdir()) == ["f", "sub"]
     assert len(os.listdir("/proc/self/fd")) == before, "no descriptor stays open"
@@ -212,14 +212,14 @@ def test_folders_made_for_a_file_that_never_came_go_again(paths: GuestPaths) -> 
 
 def test_folders_that_are_used_or_were_moved_meanwhile_stay(paths: GuestPaths) -> None:
     ws = root(paths)
-    way = find_place("new/deep/../../other/f", paths, make_parents=True)
+    way = find_entry("new/deep/../../other/f", paths, make_parents=True)
     (ws / "other" / "f").touch()
-    used, moved = (find_place(f"{name}/a/f", paths, make_parents=True) for name in ("used", "moved"))
+    used, moved = (find_entry(f"{name}/a/f", paths, make_parents=True) for name in ("used", "moved"))
     (ws / "used" / "a" / "f").touch()
     (ws / "moved" / "a").rename(ws / "sub" / "b")
     (ws / "sub" / "a").mkdir()
-    for place in (way, used, moved):
-        place.close()
+    for entry in (way, used, moved):
+        entry.close()
     assert (ws / "used" / "a" / "f").exists()
     assert (ws / "sub" / "a").exists()
     assert (ws / "sub" / "b").exists()
@@ -233,10 +233,10 @@ def test_root_of_the_sandbox_may_use_all_files_but_the_kernels(paths: GuestPaths
         (root(paths) / name).symlink_to(target)
     for path in ("../outside", "out", str(tmp_path / "ws2" / "f"), f"/proc/..{tmp_path}/outside"):
         assert read(path, everything) == "outside"
-        with pytest.raises(Failure, match="outside of"):
+        with pytest.raises(RequestFailure, match="outside of"):
             read(path, paths)
     for path in ("/proc/1/status", "proc/1/status", "/etc/../proc/1/status", "/proc", "/dev/null", "/sys/kernel/x"):
-        with pytest.raises(Failure) as refused:
+        with pytest.raises(RequestFailure) as refused:
             read(path, everything)
         assert refused.value.code in ("PATH_NOT_ALLOWED", "FILE_NOT_FOUND")
         assert "kernel" in str(refused.value) or path == "/sys/kernel/x"

@@ -14,7 +14,7 @@ from tests.search_harness import LocalContext
 
 assert GUEST_PARENT
 
-from guest.failures import Failure  # noqa: E402
+from guest.failures import RequestFailure  # noqa: E402
 from guest.files.edit_matching import Needle, fit_line_ends  # noqa: E402
 from guest.files.edits import edit_text  # noqa: E402
 from guest.files.encodings import find_form  # noqa: E402
@@ -42,7 +42,7 @@ def edit(root: Path, data: bytes, edits: list[tuple[str, str, bool]]) -> bytes |
     bench: Any = LocalContext(paths, "file", body)
     try:
         edit_text(EditTextRequest({"path": "f", "max_bytes": 8192, "timeout_s": 5.0}), bench)
-    except Failure as failure:
+    except RequestFailure as failure:
         assert file.read_bytes() == data
         return failure.code
     finally:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
-from guest.failures import Failure  # noqa: E402
+from guest.failures import RequestFailure  # noqa: E402
 from guest.files.encodings import (  # noqa: E402
     BINARY_SAMPLE,
     GUESS_BYTES,
@@ -34,7 +34,7 @@ def form_or_code(data: bytes) -> TextForm | str:
     """Return the form of a content, or the code of its refusal."""
     try:
         return find_form(data)
-    except Failure as failure:
+    except RequestFailure as failure:
         return failure.code
 
 
@@ -78,7 +78,7 @@ def test_a_character_that_the_end_of_a_sample_cuts_is_not_wrong(sign: str) -> No
 @pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
 def test_wide_encodings_without_a_mark_are_text_only_if_they_are_named(codec: str) -> None:
     data = "hello\nworld\n".encode(codec)
-    with pytest.raises(Failure, match="not text"):
+    with pytest.raises(RequestFailure, match="not text"):
         find_form(data)
     assert find_form(data, codec).decode(data) == "hello\nworld\n"
     assert find_form(b"\0\xff", "latin-1").decode(b"\0\xff") == "\0ÿ"
@@ -148,7 +148,7 @@ def test_a_guess_looks_at_what_is_no_utf_8_however_far_in_it_is() -> None:
     ],
 )
 def test_what_is_no_text_is_refused_with_its_size(data: bytes) -> None:
-    with pytest.raises(Failure) as caught:
+    with pytest.raises(RequestFailure) as caught:
         find_form(data)
     assert (caught.value.code, caught.value.details) == ("BINARY_FILE", {"size": len(data)})
 
@@ -177,7 +177,7 @@ def test_a_codec_that_writes_its_own_mark_is_taken_apart(data: bytes, asked: str
     ["rot13", "hex", "base64", "zlib", "idna", "punycode", "unicode_escape", "nope", "", "../os", "a" * 41, "é", "a b"],
 )
 def test_what_is_no_codec_of_text_files_is_refused(name: str) -> None:
-    with pytest.raises(Failure, match="there is no text encoding") as caught:
+    with pytest.raises(RequestFailure, match="there is no text encoding") as caught:
         check_codec(name)
     assert caught.value.code == "INVALID_ARGUMENTS"
 
@@ -187,7 +187,7 @@ def test_every_codec_that_is_let_in_reads_and_writes_text() -> None:
     for name in sorted(set(aliases.values())):
         try:
             form = find_form(b"", name)
-        except Failure:
+        except RequestFailure:
             continue
         taken.append(name)
         assert form.decode(form.bom + form.encode("a\n1")) == "a\n1"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.guest_harness import GUEST_PARENT, Guest, needs_namespace
 
 assert GUEST_PARENT
-from guest.calls import Call, Lanes  # noqa: E402
+from guest.calls import Call, CallLanes  # noqa: E402
 
 
 def start(guest: Guest, script: str, **fields: object) -> str:
@@ -76,7 +76,7 @@ def build_call(lane: str | None) -> Call:
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 9)), max_size=40))
 def test_in_a_lane_one_runs_and_the_others_follow_in_order(steps: list[tuple[str | None, int]]) -> None:
-    lanes, running, waiting = Lanes(), dict[str, Call](), list[Call]()
+    lanes, running, waiting = CallLanes(), dict[str, Call](), list[Call]()
     for lane, choice in steps:
         call = build_call(lane)
         may_run = lanes.enter(call)

@@ -15,7 +15,7 @@ from tests.guest_harness import GUEST_PARENT, Done, Guest, needs_namespace
 from tests.search_harness import Harness, LocalContext
 
 assert GUEST_PARENT
-from guest.failures import Failure  # noqa: E402
+from guest.failures import RequestFailure  # noqa: E402
 from guest.files import text_reads  # noqa: E402
 from guest.files.requests import ReadTextRequest  # noqa: E402
 from guest.files.sha256 import new_digest  # noqa: E402
@@ -279,7 +279,7 @@ def test_a_line_too_far_in_is_not_looked_for(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "ws" / "f").write_bytes(b"line\n" * 500_000)
     header = {"path": "f", "limit": 1, "max_bytes": 8192, "timeout_s": 5}
     assert text_reads.read_text(ReadTextRequest({**header, "offset": 200_000}), context)["count"] == 1
-    with pytest.raises(Failure, match="line 400000 does not begin within its first") as caught:
+    with pytest.raises(RequestFailure, match="line 400000 does not begin within its first") as caught:
         text_reads.read_text(ReadTextRequest({**header, "offset": 400_000}), context)
     assert caught.value.code == "FILE_TOO_LARGE"
 

@@ -12,8 +12,8 @@ from tests.guest_harness import GUEST_PARENT
 
 assert GUEST_PARENT
 
-from guest.confinement import Place, find_place  # noqa: E402
-from guest.failures import Failure  # noqa: E402
+from guest.confinement import DirectoryEntry, find_entry  # noqa: E402
+from guest.failures import RequestFailure  # noqa: E402
 from guest.files import versions  # noqa: E402
 from guest.files.versions import BytesContent, Version, open_old  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
@@ -28,11 +28,11 @@ class Watch:
     def check(self) -> None:
         self._looks -= 1
         if self._looks < 0:
-            raise Failure("TIMEOUT", "over")
+            raise RequestFailure("TIMEOUT", "over")
 
 
 @pytest.fixture(params=["nameless", "named"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def entry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectoryEntry]:
     real_open = os.open
 
     def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
@@ -43,61 +43,63 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "named":
         monkeypatch.setattr(versions.os, "open", refuse)
     (tmp_path / "o").mkdir()
-    found = find_place("f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")))
+    found = find_entry("f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")))
     yield found
     found.close()
 
 
-def version(place: Place, content: bytes, looks: int = 1 << 30) -> Version:
+def version(entry: DirectoryEntry, content: bytes, looks: int = 1 << 30) -> Version:
     watch: Any = Watch(looks)
-    return Version(place, BytesContent(content), watch)
+    return Version(entry, BytesContent(content), watch)
 
 
 def names(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.iterdir() if path.is_file())
 
 
-def test_a_file_is_made_and_replaced(place: Place, tmp_path: Path) -> None:
-    version(place, b"one").create()
-    version(place, b"two").replace(open_old(place, os.O_RDWR), is_known=True)
+def test_a_file_is_made_and_replaced(entry: DirectoryEntry, tmp_path: Path) -> None:
+    version(entry, b"one").create()
+    version(entry, b"two").replace(open_old(entry, os.O_RDWR), is_known=True)
     assert (names(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"two")
 
 
-def test_a_call_that_ends_on_the_way_leaves_the_old_file_and_nothing_else(place: Place, tmp_path: Path) -> None:
+def test_a_call_that_ends_on_the_way_leaves_the_old_file_and_nothing_else(
+    entry: DirectoryEntry, tmp_path: Path
+) -> None:
     (tmp_path / "f").write_bytes(b"old")
-    with pytest.raises(Failure, match="over"):
-        version(place, bytes(1_000_000), looks=2).replace(open_old(place, os.O_RDWR))
+    with pytest.raises(RequestFailure, match="over"):
+        version(entry, bytes(1_000_000), looks=2).replace(open_old(entry, os.O_RDWR))
     assert (names(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"old")
 
 
-def test_a_name_that_was_taken_meanwhile_is_not_taken_over(place: Place, tmp_path: Path) -> None:
+def test_a_name_that_was_taken_meanwhile_is_not_taken_over(entry: DirectoryEntry, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"theirs")
-    for write in (version(place, b"ours").create, lambda: version(place, b"ours").replace(None, is_known=True)):
-        with pytest.raises(Failure) as refused:
+    for write in (version(entry, b"ours").create, lambda: version(entry, b"ours").replace(None, is_known=True)):
+        with pytest.raises(RequestFailure) as refused:
             write()
         assert refused.value.code == "FILE_EXISTS"
     assert (names(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"theirs")
 
 
 @pytest.mark.parametrize("change", ["append", "swap"])
-def test_a_file_that_changed_since_it_was_opened_is_left(place: Place, tmp_path: Path, change: str) -> None:
+def test_a_file_that_changed_since_it_was_opened_is_left(entry: DirectoryEntry, tmp_path: Path, change: str) -> None:
     (tmp_path / "f").write_bytes(b"old")
-    old = open_old(place, os.O_RDWR)
+    old = open_old(entry, os.O_RDWR)
     if change == "swap":
         (tmp_path / "f").unlink()
     with (tmp_path / "f").open("ab") as file:
         file.write(b"theirs")
-    with pytest.raises(Failure) as refused:
-        version(place, b"ours").replace(old, is_known=True)
+    with pytest.raises(RequestFailure) as refused:
+        version(entry, b"ours").replace(old, is_known=True)
     assert refused.value.code == "STALE_FILE"
     assert (names(tmp_path), b"theirs" in (tmp_path / "f").read_bytes()) == (["f"], True)
 
 
-def test_a_folder_that_was_removed_meanwhile_is_missing(place: Place, tmp_path: Path) -> None:
-    missing = find_place("gone/f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")), make_parents=True)
+def test_a_folder_that_was_removed_meanwhile_is_missing(entry: DirectoryEntry, tmp_path: Path) -> None:
+    missing = find_entry("gone/f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")), make_parents=True)
     (tmp_path / "gone").rmdir()
     for write in (version(missing, b"ours").create, lambda: version(missing, b"ours").replace(None)):
-        with pytest.raises(Failure) as refused:
+        with pytest.raises(RequestFailure) as refused:
             write()
         assert refused.value.code == "FILE_NOT_FOUND"
     missing.close()

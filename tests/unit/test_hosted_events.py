@@ -26,7 +26,7 @@ from contract.run_events import (
     StepStarted,
     TextArrived,
 )
-from orchestrator.dialects.model import Usage
+from orchestrator.dialects.model import TokenUsage
 from orchestrator.runs.event_publisher import MAX_BUFFERED_CHARS, MAX_OUTPUT_CHARS, RunEventBuffer
 from store import run_events
 from store.run_events import MAX_EVENT_BYTES, RunEventHub, build_event, is_before, parse_id
@@ -48,7 +48,7 @@ def text(content: str) -> TextArrived:
 
 
 def step(number: int) -> StepFinished:
-    return StepFinished(run="r", step=number, model_s=0.0, usage=Usage())
+    return StepFinished(run="r", step=number, model_s=0.0, usage=TokenUsage())
 
 
 @pytest.fixture

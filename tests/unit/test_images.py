@@ -19,7 +19,7 @@ from workers.sandboxd.images import ImageNotReady, ImageRefused, Images, explain
 from workers.sandboxd.plans import Plans, SandboxPlan
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.engine_images import EngineImage, PullFailed, PullProgress, RegistryAccount
-from workers.sandboxd.sessions import NewSession
+from workers.sandboxd.sessions import SessionParameters
 from workers.settings import RegistryLogin, SandboxdSettings, TenantClass
 
 PLANS = Plans(SandboxdSettings(sandbox_image="default", sandbox_images_allowed=["ghcr.io/team/*", "local"]))
@@ -375,7 +375,7 @@ def give_images(host: FakeHost, engine: MemoryEngine, folder: Path) -> None:
 async def test_a_session_has_the_content_id_of_its_image_over_a_restart(engine: MemoryEngine, tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS) as host:
         give_images(host, engine, tmp_path / "images")
-        entry = await host.sessions.open("acme:s", NewSession(plan_of("ghcr.io/team/a"), 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(plan_of("ghcr.io/team/a"), 60))
         assert entry.plan.image_id == engine.images["ghcr.io/team/a:latest"]
         assert host.engine.guests[0].config["Image"] == entry.plan.image_id
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
@@ -397,11 +397,11 @@ async def test_an_opening_that_no_host_can_serve_is_not_sent_to_another(engine: 
         give_images(host, engine, tmp_path / "images")
         engine.failure = "manifest unknown"
         with pytest.raises(ToolFailure, match="has no such image") as refused:
-            await host.sessions.open("acme:s", NewSession(plan_of("ghcr.io/team/a"), 60))
+            await host.sessions.open("acme:s", SessionParameters(plan_of("ghcr.io/team/a"), 60))
         assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
         engine.failure = "connection refused"
         with pytest.raises(SandboxUnavailable, match="cannot reach"):
-            await host.sessions.open("acme:s", NewSession(plan_of("ghcr.io/team/a"), 60))
+            await host.sessions.open("acme:s", SessionParameters(plan_of("ghcr.io/team/a"), 60))
         assert host.factory.slots.taken == 0
 
 
@@ -410,9 +410,9 @@ async def test_a_pull_takes_no_slot(engine: MemoryEngine, tmp_path: Path) -> Non
         give_images(host, engine, tmp_path / "images")
         engine.tag("local")
         engine.pull_gate.clear()
-        opening = asyncio.create_task(host.sessions.open("acme:s", NewSession(plan_of("ghcr.io/team/a"), 60)))
+        opening = asyncio.create_task(host.sessions.open("acme:s", SessionParameters(plan_of("ghcr.io/team/a"), 60)))
         await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
-        await host.sessions.open("acme:t", NewSession(plan_of("local"), 60))
+        await host.sessions.open("acme:t", SessionParameters(plan_of("local"), 60))
         await host.sessions.close("acme:t")
         engine.pull_gate.set()
         await opening

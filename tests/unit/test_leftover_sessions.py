@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from contract.calls import ToolCall
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
-from contract.names import place_key, tenant_sessions_key
+from contract.names import location_key, tenant_sessions_key
 from store.calls import CallClaim, WorkerCallStore
 from store.sessions import CLOSED_MARGIN_S, SessionStore
 from tests.builders import build_context
@@ -76,7 +76,7 @@ async def test_only_what_redis_reports_counts(host: Host) -> None:
     host.sandboxd.add("acme:unknown")
     await host.open("here")
     await host.open("of-an-earlier-worker", "host.a.b0")
-    await host.client.hset(place_key(DEPLOYMENT, "acme", "here"), "state", "moving")
+    await host.client.hset(location_key(DEPLOYMENT, "acme", "here"), "state", "moving")
     assert host.look() == 0
     await host.client.flushall()
     assert host.look() == 0
@@ -125,7 +125,7 @@ async def test_that_a_session_was_closed_is_known_for_as_long_as_a_sandbox_of_it
     await host.open("s1")
     for _ in range(2):
         await host.orchestrator.close("acme", "s1")
-        assert 60 < await host.client.ttl(place_key(DEPLOYMENT, "acme", "s1")) <= 60 + CLOSED_MARGIN_S
+        assert 60 < await host.client.ttl(location_key(DEPLOYMENT, "acme", "s1")) <= 60 + CLOSED_MARGIN_S
 
 
 async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host) -> None:

@@ -29,7 +29,7 @@ from orchestrator.dialects.model import Message
 from orchestrator.dispatch.dispatcher import Dispatcher
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.loop.limits import Usage
+from orchestrator.loop.limits import TokenUsage
 from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.tally import Tally
 from store.metrics import metrics_key
@@ -156,7 +156,7 @@ def story(*, is_sent: bool, code: ErrorCode | None = None) -> list[RunEvent]:
     """Return one step with one call."""
     call = build_call(text="x")
     result = ToolResult.failed(call, code, "no") if code else ToolResult(call_id=call.id, name=call.name, success=True)
-    usage = Usage(prompt_tokens=100, completion_tokens=7)
+    usage = TokenUsage(prompt_tokens=100, completion_tokens=7)
     answered = ModelAnswered(run="r", step=1, message=Message(), finish_reason="stop", usage=usage, model_s=0.3)
     sent = [CallSent(run="r", call=call)] if is_sent else []
     return [

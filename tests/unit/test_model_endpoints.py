@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.model_endpoints import ENDPOINTS_FRESH_S, EndpointBlocked, ModelEndpoint, RequestLease, seal_endpoint
 from contract.names import model_endpoints_key
 from contract.signing import SigningKeys
@@ -33,7 +33,7 @@ OWN = ModelEndpoint(base_url="https://models.acme.example/v1", model="m-2", secr
 
 
 def test_the_cost_of_a_reply_follows_the_prices() -> None:
-    usage = Usage(prompt_tokens=1_000_000, completion_tokens=500_000, cached_tokens=400_000)
+    usage = TokenUsage(prompt_tokens=1_000_000, completion_tokens=500_000, cached_tokens=400_000)
     prices = {"prompt_price": 1.0, "completion_price": 4.0}
     assert FAST.cost_of(usage) is None
     assert FAST.model_copy(update=prices).cost_of(usage) == pytest.approx(3.0)

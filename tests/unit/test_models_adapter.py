@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from contract.errors import ErrorCode, ModelInterrupted, ToolFailure
-from orchestrator.dialects.model import Chunk, ModelRequest, Usage
+from orchestrator.dialects.model import Chunk, ModelRequest, TokenUsage
 from orchestrator.models.adapter import BudgetedModel, Completion
 from orchestrator.models.scripted import ScriptedModel
 from tests.fakes import StreamModel
@@ -17,10 +17,10 @@ from tests.model_endpoint import END, HELLO
 async def test_usage_is_summed_and_the_adapter_itself_is_frozen() -> None:
     model = ScriptedModel(["one", "three"])
     adapter = BudgetedModel(model)
-    assert await adapter.complete("a") == Completion("one", Usage(1, 3), "stop")
+    assert await adapter.complete("a") == Completion("one", TokenUsage(1, 3), "stop")
     assert model.requests == [ModelRequest([{"role": "user", "content": "a"}])]
     await adapter.complete("b")
-    assert adapter.usage == Usage(2, 8)
+    assert adapter.usage == TokenUsage(2, 8)
     with pytest.raises(FrozenInstanceError):
         adapter.max_calls = 1000  # type: ignore[misc]
 

@@ -28,7 +28,7 @@ from orchestrator.approvals import (
     digest_call,
     review,
 )
-from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict
+from orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision, Rule
 from tests.builders import build_call, build_spec
 
 BASH = build_spec("bash_tool", properties={"command": {"type": "string"}}, command_parameter="command")
@@ -183,7 +183,7 @@ async def test_a_command_that_takes_long_to_judge_does_not_hold_up_the_loop() ->
     ran_in: list[threading.Thread] = []
 
     class Watching(ApprovalPolicy):
-        def decide(self, *args: Any) -> Verdict:
+        def decide(self, *args: Any) -> PolicyDecision:
             ran_in.append(threading.current_thread())
             return super().decide(*args)
 

@@ -25,7 +25,7 @@ from contract.run_events import (
     parse_event,
 )
 from orchestrator.cli.call import parse_arguments
-from orchestrator.dialects.model import ModelRequest, Usage
+from orchestrator.dialects.model import ModelRequest, TokenUsage
 from orchestrator.loop.agent import build_model_asked
 from orchestrator.loop.limits import ReActOptions, Spending, StopReason
 from orchestrator.loop.transcript import Transcript
@@ -52,13 +52,13 @@ def test_a_limit_that_allows_nothing_is_refused(options: dict[str, Any]) -> None
     [
         ({}, {"steps": 4}, None),
         ({}, {"steps": 5}, StopReason.MAX_ITERATIONS),
-        ({"max_tokens": 10}, {"usage": Usage(4, 5)}, None),
-        ({"max_tokens": 10}, {"usage": Usage(5, 5)}, StopReason.MAX_TOKENS),
-        ({"max_cost": 1, "prices": Prices(10, 100)}, {"usage": Usage(90_000, 999)}, None),
-        ({"max_cost": 1, "prices": Prices(10, 100)}, {"usage": Usage(90_000, 1000)}, StopReason.MAX_COST),
+        ({"max_tokens": 10}, {"usage": TokenUsage(4, 5)}, None),
+        ({"max_tokens": 10}, {"usage": TokenUsage(5, 5)}, StopReason.MAX_TOKENS),
+        ({"max_cost": 1, "prices": Prices(10, 100)}, {"usage": TokenUsage(90_000, 999)}, None),
+        ({"max_cost": 1, "prices": Prices(10, 100)}, {"usage": TokenUsage(90_000, 1000)}, StopReason.MAX_COST),
         ({"max_wall_s": 60}, {}, None),
         ({"max_wall_s": 60}, {"started_at": time.monotonic() - 61}, StopReason.MAX_WALL),
-        ({"max_tokens": 1, "max_iterations": 1}, {"steps": 1, "usage": Usage(1, 0)}, StopReason.MAX_ITERATIONS),
+        ({"max_tokens": 1, "max_iterations": 1}, {"steps": 1, "usage": TokenUsage(1, 0)}, StopReason.MAX_ITERATIONS),
     ],
 )
 def test_a_reached_budget_is_spent(options: dict[str, Any], spent: dict[str, Any], reason: StopReason | None) -> None:
@@ -82,7 +82,7 @@ EVENTS: list[RunEvent] = [
     TextArrived(run="r", text="hi"),
     CallStarted(run="r", call=ToolCall(id="c", name="echo", arguments={"a": [1]})),
     CallFinished(run="r", result=RESULT),
-    StepFinished(run="r", step=1, model_s=0.5, usage=Usage(1, 2)),
+    StepFinished(run="r", step=1, model_s=0.5, usage=TokenUsage(1, 2)),
     Warned(run="r", message="careful"),
     RunFinished(run="r", answer="done", stop_reason="answered", clocks=Clocks(run_s=1)),
 ]

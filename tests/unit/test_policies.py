@@ -8,7 +8,7 @@ import pytest
 from contract.errors import ConfigError, ErrorCode
 from contract.shell.command_rules import MAX_PLAIN_INPUT_CHARS
 from contract.specs import ToolSpec
-from orchestrator.approvals.policies import ApprovalPolicy, Rule, Verdict, load_policy
+from orchestrator.approvals.policies import ApprovalPolicy, PolicyDecision, Rule, load_policy
 from tests.builders import build_spec
 
 BASH = build_spec(
@@ -16,7 +16,7 @@ BASH = build_spec(
 )
 
 
-def decide(command: str, *rules: Rule) -> Verdict:
+def decide(command: str, *rules: Rule) -> PolicyDecision:
     return ApprovalPolicy(rules).decide("acme", BASH, {"command": command})
 
 
@@ -108,11 +108,11 @@ def test_without_rules_a_command_is_judged_by_its_danger(arguments: dict[str, An
 def test_a_forbidden_command_is_a_security_refusal_and_a_dangerous_one_warns(
     command: str, rules: tuple[Rule, ...], action: str, code: ErrorCode | None, warning: str | None
 ) -> None:
-    verdict = decide(command, *rules)
-    assert verdict.action == action
-    assert code is None or verdict.code is code
+    decision = decide(command, *rules)
+    assert decision.action == action
+    assert code is None or decision.code is code
     if action == "ask":
-        assert (verdict.is_dangerous, verdict.warning or None) == (warning is not None, warning)
+        assert (decision.is_dangerous, decision.warning or None) == (warning is not None, warning)
 
 
 @pytest.mark.parametrize(

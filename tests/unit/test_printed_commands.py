@@ -21,7 +21,7 @@ from contract.session_locations import seal_start
 from contract.settings import BrokerSettings
 from contract.specs import Catalog
 from contract.tenancy import TenantPolicy
-from orchestrator.batches.displays import Watched
+from orchestrator.batches.displays import DisplayedBatch
 from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.report import build_report
 from orchestrator.command import app, import_all
@@ -219,7 +219,7 @@ def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
     ends = [ended(2.0, f"i{at}", run=f"run{at}", failure=kind, code="X") for at, kind in enumerate(kinds)]
     for batch_event in (*batch_events, *ends):
         progress.add(batch_event)
-    summary = Watched("t2", progress, tenant="acme").summary()
+    summary = DisplayedBatch("t2", progress, tenant="acme").summary()
     page = build_report([*batch_events, *ends], title="Batch t2", batch="t2", tenant="acme")
     for text in ("\n".join(summary.next), page):
         hints = find_commands(text)

@@ -16,19 +16,19 @@ from redis.exceptions import RedisError, ResponseError
 
 from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import BrokerUnavailable
-from contract.names import call_key, host_key, place_key, tenant_sessions_key
+from contract.names import call_key, host_key, location_key, tenant_sessions_key
 from contract.session_locations import LOCATION_MARGIN_S
 from orchestrator.dispatch.celery_transport import build_call_message
 from orchestrator.dispatch.request import Attempt
 from store import call_messages as publishing
 from store.call_messages import NotSent, Publisher
 from store.calls import CALL_TTL_S, CallState, CallStore, parse_record
-from store.connection import ScriptConnection, SharedClock, Unanswered
+from store.connection import ReplyMissing, ScriptConnection, SharedClock
 from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 
 QUEUE = "host.a.b00t"
-PLACE = place_key("d", "acme", "s1")
+PLACE = location_key("d", "acme", "s1")
 HOST = host_key("d", QUEUE)
 IN_SESSION = {"session": "s1", "fence": 3}
 
@@ -290,7 +290,7 @@ async def test_an_uncertain_send_is_repeated_and_not_reported_as_unsent(
     """A caller that reads "not sent" makes the call again while the first call runs."""
     post = publisher._post
     errors: list[RedisError] = [
-        Unanswered("cut", may_have_run=True),
+        ReplyMissing("cut", may_have_run=True),
         ResponseError("BUSY Redis is busy running a script"),
     ]
 

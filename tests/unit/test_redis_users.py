@@ -49,7 +49,7 @@ KEYS = {
     "call": names.call_key(DEP, "acme", "c1"),
     "blob of sandboxes": names.blob_key(DEP, "acme", "sandbox", "b1"),
     "blob of the web": names.blob_key(DEP, "acme", "web", "b1"),
-    "place": names.place_key(DEP, "acme", "s1"),
+    "place": names.location_key(DEP, "acme", "s1"),
     "open sessions": names.tenant_sessions_key(DEP, "acme"),
     "session's state": names.session_state_key(DEP, "acme", "s1"),
     "web cache": f"toolcrew:{DEP}:t:acme:web.index",

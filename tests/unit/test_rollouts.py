@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.masking import Masker
 from contract.run_events import Grade, ModelAnswered, RunStarted
 from orchestrator.batches.lines import BadBatch, load_lines
@@ -72,7 +72,7 @@ def record(folder: Path) -> Trace:
                 step=step,
                 message=message,
                 finish_reason="stop",
-                usage=Usage(3, 2),
+                usage=TokenUsage(3, 2),
                 model_s=0.1,
                 tokens=collect(VLLM) if step == 1 else None,
             )

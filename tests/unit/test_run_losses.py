@@ -9,7 +9,7 @@ import pytest
 import redis.asyncio
 from structlog.testing import capture_logs
 
-from contract.names import place_key
+from contract.names import location_key
 from contract.run_events import FailureKind, ModelReplied, RunEvent, SessionOpened, SessionOpening
 from orchestrator.runs import runner as runner_module
 from orchestrator.runs.journal import Journal
@@ -181,7 +181,7 @@ class SessionsHarness(RunnerHarness):
         await run_log.append(ModelReplied(run=claim.run, at=1.0, chunks=({"choices": []},)))
 
     async def closed(self, *sessions: str) -> list[bool]:
-        keys = [place_key("d", "acme", session) for session in sessions]
+        keys = [location_key("d", "acme", session) for session in sessions]
         return [await self.client.hget(key, "state") == b"closed" for key in keys]
 
 

@@ -16,7 +16,7 @@ from contract.errors import (
     ToolFailure,
 )
 from contract.run_events import FailureKind
-from orchestrator.dialects.model import Usage
+from orchestrator.dialects.model import TokenUsage
 from orchestrator.loop.agent import RunResult
 from orchestrator.loop.limits import StopReason
 from orchestrator.loop.transcript import Transcript
@@ -67,7 +67,7 @@ def test_every_way_in_which_a_call_fails_is_the_tools_or_the_infrastructures(cod
 
 @pytest.mark.parametrize("reason", list(StopReason))
 def test_only_a_run_that_answered_is_a_success_and_every_other_end_says_why(reason: StopReason) -> None:
-    failure = judge_run(RunResult("", reason, 1, Transcript({"role": "system", "content": ""}), Usage(), Clocks()))
+    failure = judge_run(RunResult("", reason, 1, Transcript({"role": "system", "content": ""}), TokenUsage(), Clocks()))
     if reason is StopReason.ANSWERED:
         assert failure is None
     else:

@@ -11,7 +11,7 @@ import redis.asyncio
 
 from contract.calls import ToolResult
 from contract.errors import BrokerUnavailable, ModelDenied
-from contract.functions.completions import Usage
+from contract.functions.completions import TokenUsage
 from contract.run_events import (
     BatchNotice,
     CallFinished,
@@ -217,7 +217,7 @@ async def test_an_end_reports_what_the_item_took(harness: RunnerHarness) -> None
         for number in (1, 2, 2):
             result = ToolResult(call_id=f"c{number}", name="echo", success=True)
             tell(CallFinished(run=claim.run, result=result, seconds=0.1))
-            tell(StepFinished(run=claim.run, step=number, model_s=0.0, usage=Usage()))
+            tell(StepFinished(run=claim.run, step=number, model_s=0.0, usage=TokenUsage()))
         usage = {"prompt_tokens": 1000, "completion_tokens": 10}
         bodies: dict[str, dict[str, Any]] = {
             "b-1": {"usage": {**usage, "cost": 0.003}},

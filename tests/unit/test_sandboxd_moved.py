@@ -12,7 +12,7 @@ from tests.fake_engine import FakeGuest, echoing
 from tests.fake_sandboxd import PLAN, KeptWorkspaces, Sandboxd, build_host, open_host, running_sandboxd
 from tests.sandboxd_calls import SOON_S, call, frame, raw_exchange
 from workers.sandboxd.session import SessionMove
-from workers.sandboxd.sessions import NewSession
+from workers.sandboxd.sessions import SessionParameters
 
 AT = "2030-01-31T12:00:00+00:00"
 
@@ -74,7 +74,7 @@ async def test_an_untold_loss_is_not_kept_as_a_checkpoint(tmp_path: Path) -> Non
 async def test_a_loss_is_reported_exactly_once_also_after_a_restart(tmp_path: Path) -> None:
     workspaces, is_told = KeptWorkspaces(), False
     host = build_host(tmp_path, workspaces=workspaces)
-    await host.sessions.open("acme:s", NewSession(PLAN, 60, moved=SessionMove(7)))
+    await host.sessions.open("acme:s", SessionParameters(PLAN, 60, moved=SessionMove(7)))
     for _ in range(2):
         host.lease.give_back()
         await host.engine.end()
@@ -97,7 +97,7 @@ async def test_a_sandbox_that_dies_before_the_first_call_adds_to_the_news(tmp_pa
         async def nothing(*_: object) -> None: ...
 
         entry = await host.sessions.open(
-            "acme:s", NewSession(PLAN, 60, nothing, moved=SessionMove(2, datetime(2030, 1, 31, tzinfo=UTC)))
+            "acme:s", SessionParameters(PLAN, 60, nothing, moved=SessionMove(2, datetime(2030, 1, 31, tzinfo=UTC)))
         )
         assert entry.sandbox is not None
         entry.sandbox.end("out of memory")

@@ -23,7 +23,7 @@ from workers.sandboxd.plans import Plans
 from workers.sandboxd.pool import PoolLimits, WarmPools
 from workers.sandboxd.records import Records
 from workers.sandboxd.runtime.hardening import AUTHORITIES
-from workers.sandboxd.sessions import NewSession
+from workers.sandboxd.sessions import SessionParameters
 from workers.settings import TenantClass
 
 
@@ -63,7 +63,7 @@ async def test_containers_of_a_predecessor_past_their_deadline_or_never_started_
 
 async def test_containers_of_this_sandboxd_stay(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         host.engine.listed = [listed(sandbox_of(entry).name, sandboxd="test", labels={"toolcrew.deadline": "1"})]
         assert await host.reaper.sweep() == 0
 
@@ -108,7 +108,7 @@ async def test_a_container_is_recorded_before_it_starts_and_forgotten_when_it_is
     async with open_host(tmp_path) as host:
         host.engine.start_gate.clear()
 
-        opening = asyncio.create_task(host.sessions.open("acme:s", NewSession(PLAN, 60)))
+        opening = asyncio.create_task(host.sessions.open("acme:s", SessionParameters(PLAN, 60)))
         await host.engine.starting.wait()
         assert len(host.records.containers()) == 1
         host.engine.start_gate.set()
@@ -141,7 +141,8 @@ def test_a_record_that_cannot_be_read_is_set_aside(tmp_path: Path) -> None:
 async def test_idle_sessions_are_frozen_then_given_up_and_working_ones_are_left(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), idle=IdleTimes(pause_s=10, evict_s=100)) as host:
         fresh, idle, long = [
-            await host.sessions.open(f"acme:{name}", NewSession(PLAN, 9999)) for name in ("fresh", "idle", "long")
+            await host.sessions.open(f"acme:{name}", SessionParameters(PLAN, 9999))
+            for name in ("fresh", "idle", "long")
         ]
         idle.used_at -= 20
         long.used_at -= 200
@@ -153,7 +154,7 @@ async def test_idle_sessions_are_frozen_then_given_up_and_working_ones_are_left(
 async def test_a_session_expires_after_its_time_also_when_its_container_is_given_up(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         await host.sessions.suspender.give_up(entry, must_be_idle=False)
         entry.used_at -= 61
         await host.monitor.expire()
@@ -162,7 +163,7 @@ async def test_a_session_expires_after_its_time_also_when_its_container_is_given
 
 async def test_a_session_in_the_middle_of_a_call_does_not_expire(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         sandbox_of(entry).begin("c", {"op": "exec", "timeout_s": 5}, 0, lambda _: None)
         entry.used_at -= 61
         await host.monitor.expire()
@@ -172,7 +173,7 @@ async def test_a_session_in_the_middle_of_a_call_does_not_expire(tmp_path: Path)
 async def test_expiring_goes_on_when_one_container_would_not_go(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         for name in ("a", "b"):
-            (await host.sessions.open(f"acme:{name}", NewSession(PLAN, 60))).used_at -= 61
+            (await host.sessions.open(f"acme:{name}", SessionParameters(PLAN, 60))).used_at -= 61
         host.engine.refuse_removals = 1
         await host.monitor.expire()
         assert len(host.sessions) == 1
@@ -195,11 +196,11 @@ async def test_a_session_with_secrets_gets_a_warm_sandbox_with_its_placeholders(
         (await filled(host)).cancel()
         plan = replace(PLAN, secrets=(("TOKEN", "tcs_placeholder_1"),))
         warm = set(host.alive)
-        entry = await host.sessions.open("acme:s", NewSession(plan, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(plan, 60))
         assert sandbox_of(entry).container in warm
         variables = host.engine.alive[sandbox_of(entry).container].variables
         assert (variables["TOKEN"], variables["SSL_CERT_FILE"]) == ("tcs_placeholder_1", AUTHORITIES)
-        other = await host.sessions.open("acme:other", NewSession(PLAN, 60))
+        other = await host.sessions.open("acme:other", SessionParameters(PLAN, 60))
         assert host.engine.alive[sandbox_of(other).container].variables == {}
 
 
@@ -214,7 +215,7 @@ async def test_a_sandbox_whose_guest_takes_no_placeholders_serves_no_session(tmp
     async with open_host(tmp_path, refusing, pool=replace(QUICK, target=1)) as host:
         (await filled(host, 1)).cancel()
         with pytest.raises(SandboxUnavailable, match="did not accept variables"):
-            await host.sessions.open("acme:s", NewSession(replace(PLAN, secrets=(("TOKEN", "tcs_1"),)), 60))
+            await host.sessions.open("acme:s", SessionParameters(replace(PLAN, secrets=(("TOKEN", "tcs_1"),)), 60))
         assert host.alive == []
 
 
@@ -233,7 +234,7 @@ async def test_a_sandbox_that_is_not_clean_is_never_handed_out(tmp_path: Path, d
         (await filled(host, 1)).cancel()
         dirty = host.alive[0]
         host.engine.guests[0].attests = dirt
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         assert sandbox_of(entry).container != dirty
         assert dirty not in host.alive
 
@@ -244,7 +245,7 @@ async def test_a_sandbox_that_died_in_the_pool_is_replaced(tmp_path: Path) -> No
         first = host.alive[0]
         host.engine.alive[first].die()
         await until(lambda: first not in host.alive)
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         assert sandbox_of(entry).lost is None
         filling.cancel()
 
@@ -252,7 +253,7 @@ async def test_a_sandbox_that_died_in_the_pool_is_replaced(tmp_path: Path) -> No
 async def test_the_pool_gives_its_places_up_for_sessions(tmp_path: Path) -> None:
     async with open_host(tmp_path, pool=QUICK, limit=2) as host:
         (await filled(host)).cancel()
-        await host.sessions.open("acme:s", NewSession(replace(PLAN, image="python"), 60))
+        await host.sessions.open("acme:s", SessionParameters(replace(PLAN, image="python"), 60))
         assert (len(host.pools), len(host.alive)) == (1, 2)
 
 
@@ -287,7 +288,7 @@ async def test_a_sandbox_that_has_waited_too_long_is_replaced(tmp_path: Path) ->
         filling = await filled(host, 1)
         first = host.alive[0]
         await asyncio.sleep(0.06)
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         assert sandbox_of(entry).container != first
         filling.cancel()
 

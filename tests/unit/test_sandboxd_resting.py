@@ -24,8 +24,8 @@ from tests.fake_sandboxd import (
 from workers.sandboxd import factory as factory_module
 from workers.sandboxd.monitor import DiskMonitor, IdleTimes, SessionMonitor
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Session
-from workers.sandboxd.sessions import NewSession
+from workers.sandboxd.session import HostSession
+from workers.sandboxd.sessions import SessionParameters
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
 SOON_S = 10.0
@@ -38,11 +38,11 @@ class SlowSuspensionStore(MemorySuspensionStore):
         super().__init__()
         self.begun, self.go_on = asyncio.Event(), asyncio.Event()
 
-    async def pack(self, session: Session, sandbox: Sandbox) -> str:
+    async def pack(self, session: HostSession, sandbox: Sandbox) -> str:
         await self._wait()
         return await super().pack(session, sandbox)
 
-    async def unpack(self, session: Session, sandbox: Sandbox) -> None:
+    async def unpack(self, session: HostSession, sandbox: Sandbox) -> None:
         await self._wait()
         await super().unpack(session, sandbox)
 
@@ -51,13 +51,13 @@ class SlowSuspensionStore(MemorySuspensionStore):
         await self.go_on.wait()
 
 
-async def give_up(host: FakeHost, name: str = "acme:s") -> Session:
-    entry = await host.sessions.open(name, NewSession(PLAN, 60))
+async def give_up(host: FakeHost, name: str = "acme:s") -> HostSession:
+    entry = await host.sessions.open(name, SessionParameters(PLAN, 60))
     assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
     return entry
 
 
-async def pack(daemon: Sandboxd, name: str, store: SlowSuspensionStore) -> Session:
+async def pack(daemon: Sandboxd, name: str, store: SlowSuspensionStore) -> HostSession:
     """Give the session up at once. Its unpacking waits for the test."""
     entry = daemon.session(name)
     store.go_on.set()
@@ -79,7 +79,7 @@ async def next_life(host: FakeHost) -> None:
 async def test_a_call_that_the_maximum_life_would_end_gets_a_new_sandbox(tmp_path: Path) -> None:
     """The sandboxes of the test live for 3,600 s."""
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         _, first = await host.sessions.use("acme:s", "a", None, 600.0)
         assert first.remaining_s() == pytest.approx(3_540, abs=30)
         first.started_at -= 3_000.0
@@ -98,7 +98,7 @@ async def test_a_call_that_the_maximum_life_would_end_gets_a_new_sandbox(tmp_pat
 
 async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         host.engine.pause_gate.clear()
         freezing = asyncio.create_task(host.sessions.suspender.pause(entry))
         await host.engine.pausing.wait()
@@ -118,8 +118,8 @@ async def test_a_slow_pack_does_not_delay_the_freeze_of_others(tmp_path: Path) -
         tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, idle=IdleTimes(10, 100)
     ) as host:
         slow, idle = (
-            await host.sessions.open("acme:slow", NewSession(PLAN, 9999)),
-            await host.sessions.open("acme:idle", NewSession(PLAN, 9999)),
+            await host.sessions.open("acme:slow", SessionParameters(PLAN, 9999)),
+            await host.sessions.open("acme:idle", SessionParameters(PLAN, 9999)),
         )
         slow.used_at -= 200
         idle.used_at -= 20
@@ -138,10 +138,10 @@ async def test_a_slow_guest_does_not_delay_other_sessions(tmp_path: Path, monkey
     monkeypatch.setattr(factory_module, "GIVE_UP_S", 0.05)
     suspension_store = SlowSuspensionStore()
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, limit=1) as host:
-        old = await host.sessions.open("acme:old", NewSession(PLAN, 60))
+        old = await host.sessions.open("acme:old", SessionParameters(PLAN, 60))
         old.used_at -= 100
         with pytest.raises(SandboxUnavailable, match="already holds"):
-            await asyncio.wait_for(host.sessions.open("acme:new", NewSession(PLAN, 60)), SOON_S)
+            await asyncio.wait_for(host.sessions.open("acme:new", SessionParameters(PLAN, 60)), SOON_S)
         assert suspension_store.begun.is_set()
         suspension_store.go_on.set()
         async with old.lock:
@@ -151,12 +151,12 @@ async def test_a_slow_guest_does_not_delay_other_sessions(tmp_path: Path, monkey
 async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
 
-        async def refuse(entry: Session, sandbox: Sandbox) -> None:
+        async def refuse(entry: HostSession, sandbox: Sandbox) -> None:
             raise RuntimeError("no way out")
 
         host.sessions._prepare_network = refuse
         with pytest.raises(RuntimeError):
-            await host.sessions.open("acme:s", NewSession(PLAN, 60))
+            await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         assert (host.alive, host.factory.slots.taken, len(host.sessions)) == ([], 0, 0)
 
 
@@ -208,7 +208,7 @@ async def test_no_record_names_an_archive_that_was_used(tmp_path: Path) -> None:
 
 async def test_a_session_that_cannot_be_recorded_keeps_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         (tmp_path / "test" / "sessions").rmdir()
         assert not await host.sessions.suspender.give_up(entry, must_be_idle=False)
         assert (entry.sandbox is not None, entry.archive, host.suspension_store.archives) == (True, None, {})
@@ -218,7 +218,7 @@ async def test_an_unwritable_state_folder_is_reported(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         (tmp_path / "test" / "containers").rmdir()
         with pytest.raises(SandboxUnavailable, match="TOOLCREW_SANDBOXD_STATE"):
-            await host.sessions.open("acme:s", NewSession(PLAN, 60))
+            await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         assert host.factory.slots.taken == 0
 
 
@@ -228,7 +228,7 @@ async def test_an_unwritable_state_folder_is_reported(tmp_path: Path) -> None:
 async def test_a_background_job_costs_a_memory_workspace_nothing_but_itself_at_an_end_in_order(tmp_path: Path) -> None:
     suspension_store = MemorySuspensionStore()
     first = build_host(tmp_path, suspension_store=suspension_store)
-    await first.sessions.open("acme:s", NewSession(PLAN, 60))
+    await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
     first.engine.guests[0].attests = {"jobs": 1}
     await first.sessions.suspend_all(SOON_S)
     await next_life(first)
@@ -260,7 +260,7 @@ async def test_a_call_that_wakes_a_session_while_sandboxd_ends_costs_it_nothing(
 
 async def test_no_call_begins_once_sandboxd_ends(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         host.factory.is_ending = True
         with pytest.raises(SandboxUnavailable, match="stopping"):
             await host.sessions.use("acme:s", "c")
@@ -272,7 +272,7 @@ async def test_no_call_begins_once_sandboxd_ends(tmp_path: Path) -> None:
 async def test_a_workspace_of_another_kind_does_not_pass_for_the_one_that_was_kept(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
-    await first.sessions.open("acme:s", NewSession(PLAN, 60))
+    await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
     await next_life(first)
     second = build_host(tmp_path)  # in memory
     assert second.sessions.adopt() == 0
@@ -288,7 +288,7 @@ async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> No
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
     await first.sessions.open(
-        "acme:s", NewSession(replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60)
+        "acme:s", SessionParameters(replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60)
     )
     await next_life(first)
     async with open_host(tmp_path, workspaces=workspaces) as second:
@@ -315,7 +315,7 @@ async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> No
 )
 async def test_a_record_of_another_version_is_set_aside(tmp_path: Path, name: str, value: object) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         (path,) = (tmp_path / "test" / "sessions").glob("*.json")
         path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
         assert host.records.sessions() == []
@@ -433,7 +433,7 @@ async def test_a_restore_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 async def test_a_session_that_cannot_be_packed_keeps_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         host.suspension_store.refuse = 1
         assert not await host.sessions.suspender.give_up(entry, must_be_idle=False)
         assert (await host.sessions.use("acme:s"))[1] is entry.sandbox
@@ -441,7 +441,7 @@ async def test_a_session_that_cannot_be_packed_keeps_its_container(tmp_path: Pat
 
 async def test_a_session_with_a_background_job_is_neither_frozen_nor_given_up(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         host.engine.guests[0].attests = {"jobs": 1}
         assert not await host.sessions.suspender.pause(entry)
         assert not await host.sessions.suspender.give_up(entry, must_be_idle=False)
@@ -461,7 +461,7 @@ async def test_a_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> No
 async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_path: Path) -> None:
     store = SlowSuspensionStore()
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=store) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         giving_up = asyncio.create_task(host.sessions.suspender.give_up(entry, must_be_idle=False))
         await store.begun.wait()
         using = asyncio.create_task(host.sessions.use("acme:s"))
@@ -473,18 +473,18 @@ async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_
 async def test_a_full_host_takes_the_container_of_the_session_that_was_idle_longest(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), limit=2) as host:
         old, new = (
-            await host.sessions.open("acme:old", NewSession(PLAN, 60)),
-            await host.sessions.open("acme:new", NewSession(PLAN, 60)),
+            await host.sessions.open("acme:old", SessionParameters(PLAN, 60)),
+            await host.sessions.open("acme:new", SessionParameters(PLAN, 60)),
         )
         old.used_at -= 100
         new.used_at -= 50
-        await host.sessions.open("acme:third", NewSession(PLAN, 60))
+        await host.sessions.open("acme:third", SessionParameters(PLAN, 60))
         assert (old.sandbox, new.sandbox is not None, len(host.alive)) == (None, True, 2)
 
 
 async def test_a_kept_session_whose_workspace_is_missing_is_not_taken_over(tmp_path: Path) -> None:
     first = build_host(tmp_path, workspaces=KeptWorkspaces())
-    await first.sessions.open("acme:s", NewSession(PLAN, 60))
+    await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
     first.lease.give_back()
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as second:
         assert second.sessions.adopt() == 0
@@ -495,7 +495,7 @@ async def test_a_kept_session_whose_workspace_is_missing_is_not_taken_over(tmp_p
 async def test_closing_deletes_the_workspace_the_archive_and_the_record(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         await host.sessions.suspender.give_up(entry, must_be_idle=False)
         await host.sessions.close("acme:s")
         assert (workspaces.alive, host.suspension_store.archives, host.records.sessions()) == ({}, {}, [])
@@ -504,7 +504,7 @@ async def test_closing_deletes_the_workspace_the_archive_and_the_record(tmp_path
 async def test_a_workspace_that_would_not_go_is_tried_again(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
-        await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         workspaces.refuse_removals = 1
         await host.sessions.close("acme:s")
         assert len(workspaces.alive) == 1
@@ -517,14 +517,14 @@ async def test_a_failed_start_leaves_neither_workspace_nor_place_nor_record(tmp_
     async with open_host(tmp_path, workspaces=workspaces, limit=1) as host:
         host.engine.refuse_starts = 1
         with pytest.raises(SandboxUnavailable):
-            await host.sessions.open("acme:s", NewSession(PLAN, 60))
+            await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         assert (workspaces.alive, host.factory.slots.taken, host.records.containers()) == ({}, 0, [])
 
 
 async def test_an_overfull_workspace_ends_its_sandbox_once_and_leaves_room_to_delete(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces(is_hard=False)
     async with open_host(tmp_path, workspaces=workspaces) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         workspaces.overfull = {entry.workspace.name: 2 * PLAN.workspace_bytes}
         await host.monitor.end_overfull()
         assert entry.sandbox is not None
@@ -547,7 +547,7 @@ async def test_a_nearly_full_disk_stops_sessions_that_write(tmp_path: Path) -> N
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
         disk = Disk(tmp_path, 0)
         monitor = SessionMonitor(host.sessions, host.factory, host.reaper, IdleTimes(60, 60), disk)
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         await monitor.watch_disk()
         assert entry.sandbox is not None
         assert "make room" in str(entry.sandbox.lost)

@@ -27,7 +27,7 @@ from workers.host_duties import SandboxdMetrics
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.daemon import cancelled_by_signals
 from workers.sandboxd.factory import count_states
-from workers.sandboxd.sessions import NewSession, Sessions
+from workers.sandboxd.sessions import SessionParameters, Sessions
 from workers.unix_listening import socket_mode
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 5}
@@ -55,7 +55,7 @@ async def lose(sessions: Sessions, session: str = "s") -> None:
 
 async def test_calls_that_come_at_once_after_a_loss_rebuild_it_once(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", NewSession(PLAN, 60))
+        await sessions.open("s", SessionParameters(PLAN, 60))
         await lose(sessions)
         with pytest.raises(SandboxUnavailable):
             await sessions.use("s", "c")
@@ -69,7 +69,7 @@ async def test_a_session_whose_rebuilding_failed_tries_again(tmp_path: Path) -> 
         guest.die()
 
     async with open_sessions(tmp_path, echoing, stillborn, echoing) as (sessions, engine):
-        await sessions.open("s", NewSession(PLAN, 60))
+        await sessions.open("s", SessionParameters(PLAN, 60))
         await lose(sessions)
         for _ in range(2):
             with pytest.raises(SandboxUnavailable):
@@ -80,7 +80,7 @@ async def test_a_session_whose_rebuilding_failed_tries_again(tmp_path: Path) -> 
 
 async def test_a_removal_that_failed_is_tried_again(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", NewSession(PLAN, 60))
+        await sessions.open("s", SessionParameters(PLAN, 60))
         engine.refuse_removals = 2
         await lose(sessions)
         with pytest.raises(SandboxUnavailable, match="files are lost"):
@@ -95,21 +95,21 @@ async def test_a_removal_that_failed_is_tried_again(tmp_path: Path) -> None:
 
 async def test_a_full_host_refuses_and_says_what_to_do(tmp_path: Path) -> None:
     async with open_sessions(tmp_path, limit=1) as (sessions, engine):
-        await sessions.open("a", NewSession(PLAN, 60))
+        await sessions.open("a", SessionParameters(PLAN, 60))
         with pytest.raises(SandboxUnavailable, match="TOOLCREW_MAX_SANDBOXES"):
-            await sessions.open("b", NewSession(PLAN, 60))
+            await sessions.open("b", SessionParameters(PLAN, 60))
         await sessions.close("a")
-        await sessions.open("b", NewSession(PLAN, 60))
+        await sessions.open("b", SessionParameters(PLAN, 60))
         assert len(engine.alive) == 1
 
 
 async def test_sandboxes_that_are_being_started_count(tmp_path: Path) -> None:
     async with open_sessions(tmp_path, limit=1) as (sessions, engine):
         engine.start_gate.clear()
-        first = asyncio.create_task(sessions.open("a", NewSession(PLAN, 60)))
+        first = asyncio.create_task(sessions.open("a", SessionParameters(PLAN, 60)))
         await engine.starting.wait()
         with pytest.raises(SandboxUnavailable):
-            await sessions.open("b", NewSession(PLAN, 60))
+            await sessions.open("b", SessionParameters(PLAN, 60))
         engine.start_gate.set()
         await first
 
@@ -117,7 +117,7 @@ async def test_sandboxes_that_are_being_started_count(tmp_path: Path) -> None:
 async def test_a_session_opened_twice_at_once_has_one_sandbox(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
         first, two = await asyncio.gather(
-            sessions.open("s", NewSession(PLAN, 60)), sessions.open("s", NewSession(PLAN, 60))
+            sessions.open("s", SessionParameters(PLAN, 60)), sessions.open("s", SessionParameters(PLAN, 60))
         )
         assert first is two
         assert len(engine.alive) == 1
@@ -128,7 +128,7 @@ async def test_a_session_opened_twice_at_once_has_one_sandbox(tmp_path: Path) ->
 
 async def test_closing_returns_when_the_container_is_gone(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", NewSession(PLAN, 60))
+        await sessions.open("s", SessionParameters(PLAN, 60))
         engine.remove_gate.clear()
         closing = asyncio.create_task(sessions.close("s"))
         await engine.removing.wait()
@@ -156,7 +156,7 @@ async def test_closing_ends_the_calls_that_run(tmp_path: Path) -> None:
 
 async def test_a_session_closed_while_it_is_rebuilt_leaves_nothing(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", NewSession(PLAN, 60))
+        await sessions.open("s", SessionParameters(PLAN, 60))
         await lose(sessions)
         with pytest.raises(SandboxUnavailable):
             await sessions.use("s", "c")
@@ -173,7 +173,7 @@ async def test_a_session_closed_while_it_is_rebuilt_leaves_nothing(tmp_path: Pat
 async def test_a_container_that_stays_does_not_block_others(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
         for name in ("a", "b", "c"):
-            await sessions.open(name, NewSession(PLAN, 60))
+            await sessions.open(name, SessionParameters(PLAN, 60))
         engine.refuse_removals = 1
         await sessions.close_all()
         assert len(engine.alive) == 1
@@ -189,7 +189,7 @@ async def stillborn(guest: FakeGuest) -> None:
 async def test_the_container_of_a_lost_sandbox_that_would_not_go_is_swept(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         sessions, engine = host.sessions, host.engine
-        await sessions.open("s", NewSession(PLAN, 60))
+        await sessions.open("s", SessionParameters(PLAN, 60))
         engine.refuse_removals = 3
         await lose(sessions)
         for _ in range(3):
@@ -203,19 +203,19 @@ async def test_remains_of_a_failed_start_are_swept(tmp_path: Path) -> None:
         sessions, engine = host.sessions, host.engine
         engine.refuse_removals = 2
         with pytest.raises(SandboxUnavailable, match="did not start"):
-            await sessions.open("s", NewSession(PLAN, 60))
+            await sessions.open("s", SessionParameters(PLAN, 60))
         with pytest.raises(SandboxUnavailable, match="already holds"):
-            await sessions.open("s", NewSession(PLAN, 60))
+            await sessions.open("s", SessionParameters(PLAN, 60))
         for _ in range(3):
             await host.monitor.expire()
         assert host.alive == []
-        await sessions.open("s", NewSession(PLAN, 60))
+        await sessions.open("s", SessionParameters(PLAN, 60))
 
 
 async def test_a_session_that_failed_to_close_is_swept(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         sessions, engine = host.sessions, host.engine
-        await sessions.open("s", NewSession(PLAN, 60))
+        await sessions.open("s", SessionParameters(PLAN, 60))
         engine.refuse_removals = 2
         with pytest.raises(SandboxUnavailable):
             await sessions.close("s")
@@ -229,18 +229,18 @@ async def test_a_session_that_failed_to_close_is_swept(tmp_path: Path) -> None:
 
 async def test_opening_a_session_that_could_not_be_closed_ends_the_old_one_first(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        old = await sessions.open("s", NewSession(PLAN, 60))
+        old = await sessions.open("s", SessionParameters(PLAN, 60))
         engine.refuse_removals = 1
         with pytest.raises(SandboxUnavailable):
             await sessions.close("s")
-        new = await sessions.open("s", NewSession(PLAN, 60))
+        new = await sessions.open("s", SessionParameters(PLAN, 60))
         assert new is not old
         assert list(engine.alive) == [sandbox_of(new).container]
 
 
 async def test_a_session_closed_twice_at_once_is_removed_once(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", NewSession(PLAN, 60))
+        await sessions.open("s", SessionParameters(PLAN, 60))
         assert await asyncio.gather(sessions.close("s"), sessions.close("s")) == [True, True]
         assert len(engine.removed) == 1
 
@@ -251,7 +251,7 @@ async def test_a_session_closed_twice_at_once_is_removed_once(tmp_path: Path) ->
 async def test_closing_waits_for_a_start_under_way(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
         engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", NewSession(PLAN, 60)))
+        opening = asyncio.create_task(sessions.open("s", SessionParameters(PLAN, 60)))
         await engine.starting.wait()
         closing = asyncio.create_task(sessions.close("s"))
         await asyncio.sleep(0)
@@ -264,18 +264,18 @@ async def test_closing_waits_for_a_start_under_way(tmp_path: Path) -> None:
 async def test_a_container_stays_known_when_its_client_leaves(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
         engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", NewSession(PLAN, 60)))
+        opening = asyncio.create_task(sessions.open("s", SessionParameters(PLAN, 60)))
         await engine.starting.wait()
         opening.cancel()
         engine.start_gate.set()
-        entry = await sessions.open("s", NewSession(PLAN, 60))
+        entry = await sessions.open("s", SessionParameters(PLAN, 60))
         assert list(engine.alive) == [sandbox_of(entry).container]
 
 
 async def test_a_sandboxd_that_ends_leaves_no_start_behind_and_makes_no_new_one(tmp_path: Path) -> None:
     async with open_sessions(tmp_path) as (sessions, engine):
         engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", NewSession(PLAN, 60)))
+        opening = asyncio.create_task(sessions.open("s", SessionParameters(PLAN, 60)))
         await engine.starting.wait()
         ending = asyncio.create_task(sessions.close_all())
         await asyncio.sleep(0)
@@ -283,7 +283,7 @@ async def test_a_sandboxd_that_ends_leaves_no_start_behind_and_makes_no_new_one(
         await asyncio.gather(opening, ending)
         assert engine.alive == {}
         with pytest.raises(SandboxUnavailable, match="stopping"):
-            await sessions.open("t", NewSession(PLAN, 60))
+            await sessions.open("t", SessionParameters(PLAN, 60))
 
 
 async def test_a_signal_ends_what_is_under_way_once_and_lets_it_clean_up() -> None:
@@ -357,9 +357,9 @@ def build_taker(client: "redis.Redis", *events: dict[str, Any]) -> tuple[Sandbox
 
 async def test_starts_failures_and_losses_are_counted(tmp_path: Path) -> None:
     async with open_host(tmp_path, echoing, stillborn, echoing) as host:
-        await host.sessions.open("s", NewSession(PLAN, 60))
+        await host.sessions.open("s", SessionParameters(PLAN, 60))
         with pytest.raises(SandboxUnavailable):
-            await host.sessions.open("t", NewSession(PLAN, 60))
+            await host.sessions.open("t", SessionParameters(PLAN, 60))
         await lose(host.sessions)
         counts = host.factory.counts.describe()
     assert (counts["starts"]["count"], counts["failed_starts"]) == (1, 1)
@@ -422,8 +422,8 @@ async def test_a_sandboxd_of_another_release_reports_what_it_can(
 
 async def test_states_of_existing_containers_are_counted(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        await host.sessions.open("s", NewSession(PLAN, 60))
-        await host.sessions.open("t", NewSession(PLAN, 60))
+        await host.sessions.open("s", SessionParameters(PLAN, 60))
+        await host.sessions.open("t", SessionParameters(PLAN, 60))
         assert count_states(host.sessions.all(), 3) == {"busy": 0, "idle": 2, "paused": 0, "lost": 0, "warm": 3}
         await lose(host.sessions, "t")
         assert count_states(host.sessions.all(), 0) == {"busy": 0, "idle": 1, "paused": 0, "lost": 1, "warm": 0}

@@ -24,8 +24,8 @@ from workers.sandboxd.egress import secrets as module
 from workers.sandboxd.plans import BYTES_PER_INODE, Plans, SandboxPlan, limits_of, load_plans
 from workers.sandboxd.runtime.hardening import AUTHORITIES
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Session
-from workers.sandboxd.sessions import NewSession
+from workers.sandboxd.session import HostSession
+from workers.sandboxd.sessions import SessionParameters
 from workers.settings import EgressRules, SandboxdSettings, TenantClass
 
 MIB = 1024 * 1024
@@ -321,14 +321,14 @@ class Standing:
     def close(self) -> None: ...
 
 
-async def prepare_network(entry: Session, sandbox: Sandbox) -> None:
+async def prepare_network(entry: HostSession, sandbox: Sandbox) -> None:
     sandbox.tunnels = Standing()
 
 
 OPEN = SandboxPolicy(tenant_class="open")
 
 
-def standing(entry: Session | None) -> Standing:
+def standing(entry: HostSession | None) -> Standing:
     assert entry is not None
     assert entry.sandbox is not None
     assert isinstance(entry.sandbox.tunnels, Standing)
@@ -357,7 +357,7 @@ async def test_a_repeated_open_without_terms_leaves_those_of_the_session(tmp_pat
 async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has_by_then(tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
         plan = PLANS.choose(OPEN.model_copy(update={"workspace_bytes": 5 * MIB}))
-        entry = await host.sessions.open("acme:s", NewSession(plan, 60, terms=OPEN))
+        entry = await host.sessions.open("acme:s", SessionParameters(plan, 60, terms=OPEN))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         await host.sessions.use("acme:s", "c", SandboxPolicy(tenant_class="closed"))
         config = host.engine.guests[-1].config
@@ -369,7 +369,7 @@ async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has
 
 async def test_a_session_without_its_class_has_no_sandbox_and_keeps_its_files(tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         with pytest.raises(
             SandboxUnavailable, match=r"cannot be made again: this host has no tenant class 'gone'.* it has: closed"
@@ -383,7 +383,7 @@ async def test_a_session_without_its_class_has_no_sandbox_and_keeps_its_files(tm
 async def test_terms_outlive_sandboxd(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, plans=PLANS, workspaces=workspaces)
-    await first.sessions.open("acme:s", NewSession(PLANS.choose(OPEN), 60, terms=OPEN))
+    await first.sessions.open("acme:s", SessionParameters(PLANS.choose(OPEN), 60, terms=OPEN))
     await first.sessions.use("acme:s", "c", SandboxPolicy(tenant_class="closed", images=("node",)))
     first.lease.give_back()
     async with open_host(tmp_path, plans=PLANS, workspaces=workspaces) as second:

@@ -22,7 +22,7 @@ from tests.fake_sandboxd import (
 from tests.sandboxd_calls import SOON_S, call
 from workers.sandboxd.archives.checkpoints import StoredCheckpoint
 from workers.sandboxd.session import SessionActivity
-from workers.sandboxd.sessions import NewSession
+from workers.sandboxd.sessions import SessionParameters
 
 RUNNING, ENDED = {"job": "job-1", "state": "running"}, {"job": "job-1", "state": "exited"}
 
@@ -174,7 +174,7 @@ async def test_an_automatic_checkpoint_that_grows_old_is_worth_another(tmp_path:
 async def test_after_a_restart_only_packed_sessions_are_unchanged(tmp_path: Path, is_packed: bool) -> None:
     workspaces, suspension_store = KeptWorkspaces(), MemorySuspensionStore()
     first = build_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store)
-    await first.sessions.open("acme:s", NewSession(PLAN, 60))
+    await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
     if is_packed:
         await first.sessions.suspend_all(5)
     first.lease.give_back()
@@ -186,7 +186,7 @@ async def test_after_a_restart_only_packed_sessions_are_unchanged(tmp_path: Path
 
 async def test_a_job_ends_with_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
-        entry = await host.sessions.open("acme:s", NewSession(PLAN, 60))
+        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         entry.activity.note("job_start", {"job": RUNNING})
         entry.activity.has_written = False
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)

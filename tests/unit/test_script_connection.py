@@ -9,7 +9,7 @@ import redis.asyncio
 from redis.exceptions import ResponseError
 
 from store import connection
-from store.connection import LuaScript, ScriptConnection, Unanswered
+from store.connection import LuaScript, ReplyMissing, ScriptConnection
 from tests.conftest import RedisProcess
 
 ECHO = LuaScript("return ARGV[1]")
@@ -107,7 +107,7 @@ async def test_a_lost_connection_is_replaced(scripts: ScriptConnection, relay: R
     answer = scripts.run(PUSH, ["list"], ["a"])
     await asyncio.wait_for(relay.asked.wait(), 10)
     relay.cut()
-    with pytest.raises(Unanswered) as lost:
+    with pytest.raises(ReplyMissing) as lost:
         await answer
     assert lost.value.may_have_run
     relay.is_silent = False
@@ -122,7 +122,7 @@ async def test_a_silent_redis_fails(scripts: ScriptConnection, relay: Relay, mon
     if scripts._timer is not None:
         scripts._timer.cancel()
         scripts._timer = None
-    with pytest.raises(Unanswered) as silent:
+    with pytest.raises(ReplyMissing) as silent:
         await asyncio.wait_for(scripts.run(ECHO, (), ["b"]), 10)
     assert silent.value.may_have_run
 
@@ -143,7 +143,7 @@ async def test_a_replica_is_left_for_the_master(scripts: ScriptConnection, redis
 
 async def test_without_redis_it_is_certain_that_nothing_has_run(scripts: ScriptConnection, relay: Relay) -> None:
     relay.stop()
-    with pytest.raises(Unanswered) as refused:
+    with pytest.raises(ReplyMissing) as refused:
         await asyncio.wait_for(scripts.run(ECHO, (), ["a"]), 10)
     assert not refused.value.may_have_run
 
@@ -151,6 +151,6 @@ async def test_without_redis_it_is_certain_that_nothing_has_run(scripts: ScriptC
 async def test_a_closed_connection_runs_nothing(scripts: ScriptConnection) -> None:
     await scripts.run(ECHO, (), ["a"])
     await scripts.aclose()
-    with pytest.raises(Unanswered) as closed:
+    with pytest.raises(ReplyMissing) as closed:
         await scripts.run(ECHO, (), ["b"])
     assert not closed.value.may_have_run

@@ -12,7 +12,7 @@ from orchestrator.dispatch.dispatcher import Dispatcher, Pool
 from orchestrator.dispatch.placement import HostCapacity
 from orchestrator.dispatch.sessions import Session, SessionStart
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
-from orchestrator.runs.session_turns import MAX_STALL_S, SessionTurns
+from orchestrator.runs.session_queue import MAX_STALL_S, SessionQueue
 from tests.builders import KEY
 from tests.fake_hosts import MemorySessionStore, NoLedger, StaticHosts, build_report
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
@@ -152,7 +152,7 @@ class Hosts:
         self.room = room
         self.now = 0.0
         self.asked = asyncio.Event()
-        self.turns = SessionTurns(self.ask, lambda: self.now)
+        self.queue = SessionQueue(self.ask, lambda: self.now)
         self.opened: list[str] = []
 
     async def ask(self, tenant: str, image: str | None) -> HostCapacity | None:
@@ -162,7 +162,7 @@ class Hosts:
         return self.room
 
     async def open(self, name: str, until: asyncio.Event, *, tenant: str = "acme") -> None:
-        async with self.turns.turn(tenant, None):
+        async with self.queue.enter(tenant, None):
             self.opened.append(name)
             await until.wait()
 
@@ -204,9 +204,9 @@ async def test_when_no_session_ends_for_long_sandboxes_are_shared() -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(hosts.open("patient", done))
         await hosts.looked()
-        hosts.turns.note_end()
+        hosts.queue.note_end()
         hosts.now = MAX_STALL_S + 1
-        hosts.turns.note_end()
+        hosts.queue.note_end()
         await hosts.looked()
         assert hosts.opened == []
         hosts.now = 2 * MAX_STALL_S + 1

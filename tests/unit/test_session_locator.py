@@ -10,12 +10,12 @@ import redis.asyncio
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.names import host_key, hosts_key, place_key, tombstone_key
+from contract.names import host_key, hosts_key, location_key, tombstone_key
 from contract.session_locations import LocationState, seal_checkpoint, seal_start
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
 from orchestrator.dispatch import session_locator as homes_module
-from orchestrator.dispatch.session_locator import SessionLocator, SessionOpening
+from orchestrator.dispatch.session_locator import OpenRequest, SessionLocator
 from orchestrator.dispatch.transport import CallLost
 from store.call_messages import NotSent
 from store.session_list import SessionList
@@ -41,14 +41,14 @@ class Hosts:
 
     def __init__(self, *names: str) -> None:
         self.all = {f"host.{name}.b00t": build_report(name) for name in names}
-        self.opened: list[tuple[str, SessionOpening, int]] = []
+        self.opened: list[tuple[str, OpenRequest, int]] = []
         self.answers: dict[str, Any] = {}
-        self.answer: Callable[[SessionOpening], ToolResult | None] = lambda _: None
+        self.answer: Callable[[OpenRequest], ToolResult | None] = lambda _: None
 
     async def reports(self) -> list[Any]:
         return list(self.all.values())
 
-    async def send_open(self, opening: SessionOpening, address: SessionAddress) -> ToolResult:
+    async def send_open(self, opening: OpenRequest, address: SessionAddress) -> ToolResult:
         self.opened.append((address.queue, opening, address.fence))
         await asyncio.sleep(0)
         answer = self.answers.get(address.queue) or self.answer(opening)
@@ -73,7 +73,7 @@ async def open_and_lose(
     """Open acme's session s1 at its only host, store these fields in its record, and lose the host. Host b remains."""
     await locator.open("acme", "s1", DEFAULT, {})
     if stored:
-        await client.hset(place_key("d", "acme", "s1"), mapping=stored)
+        await client.hset(location_key("d", "acme", "s1"), mapping=stored)
     address = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, address.queue)
     hosts.all["host.b.b00t"] = build_report("b")
@@ -100,7 +100,7 @@ async def test_the_sandbox_quota_counts_only_open_sessions(client: "redis.asynci
     await locator.open("other", "s1", policy, {})
     await locator.forget("acme", "s1")
     await locator.open("acme", "s4", policy, {})
-    await client.delete(place_key("d", "acme", "s2"))  # its time ran out
+    await client.delete(location_key("d", "acme", "s2"))  # its time ran out
     await locator.open("acme", "s5", policy, {})
 
 
@@ -129,10 +129,10 @@ async def test_an_open_follows_the_session_to_the_next_worker(client: "redis.asy
     hosts = Hosts("a", "b")
     requests: list[tuple[str, int]] = []
 
-    async def send_open(opening: SessionOpening, address: SessionAddress) -> ToolResult:
+    async def send_open(opening: OpenRequest, address: SessionAddress) -> ToolResult:
         requests.append((address.queue, address.fence))
         if address.fence == 1:
-            place = place_key("d", opening.tenant, opening.session)
+            place = location_key("d", opening.tenant, opening.session)
             await client.hset(place, "queue", "host.a.n3w")
             await client.hincrby(place, "fence", 1)
             raise CallLost("gone", has_started=True)
@@ -156,7 +156,7 @@ async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Red
     locator = build_locator(client, hosts)
     with contextlib.suppress(SandboxUnavailable):
         assert not (await locator.open("acme", "s1", DEFAULT, {})).success
-    assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
+    assert await client.hget(location_key("d", "acme", "s1"), "state") == b"closed"
     assert await client.keys("*:sessions") == []
 
 
@@ -165,7 +165,7 @@ async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_checkpoint(
     locator = build_locator(client, hosts)
     start = {"image": "base", "ttl_s": 60, "restore": "c0", "options": {"cpus": 0.5, "user": "root"}}
     await locator.open("acme", "s1", DEFAULT, start)
-    await client.hset(place_key("d", "acme", "s1"), mapping={**checkpoints("c7"), "checkpoint_at": 1_700_000_000})
+    await client.hset(location_key("d", "acme", "s1"), mapping={**checkpoints("c7"), "checkpoint_at": 1_700_000_000})
     address = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, "host.a.b00t")
     hosts.all["host.b.b00t"] = build_report("b")
@@ -193,7 +193,7 @@ async def test_the_next_call_opens_a_parked_session(client: "redis.asyncio.Redis
     await locator.open("acme", "s1", DEFAULT, {})
     found_address = await locator.find("acme", "s1", DEFAULT)
     parked = {"state": LocationState.MOVING.value, "queue": "", "fence": 2, "checkpoint": "c1", "checkpoint_at": 1}
-    await client.hset(place_key("d", "acme", "s1"), mapping=parked)
+    await client.hset(location_key("d", "acme", "s1"), mapping=parked)
     await hosts.lose(client, found_address.queue)
     address = await locator.refresh("acme", "s1", found_address, DEFAULT, is_lost=False)
     assert address.fence == 3
@@ -234,7 +234,7 @@ async def test_a_silent_host_that_returns_keeps_its_sessions(client: "redis.asyn
 
 async def _move_without_restores(
     client: "redis.asyncio.Redis", code: ErrorCode
-) -> tuple[list[tuple[str, SessionOpening, int]], BaseException | None]:
+) -> tuple[list[tuple[str, OpenRequest, int]], BaseException | None]:
     """Move a session with two checkpoints whose restores fail with `code`. Return the openings of the move, and its
     error.
     """
@@ -269,7 +269,7 @@ async def test_a_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis"
     await locator.open("acme", "s1", DEFAULT, {})
     for forged in ("another-sessions", seal_checkpoint(KEY, "acme", "s2", "another-sessions")):
         mapping = {**checkpoints("c1", "c1"), "checkpoint": forged, "checkpoint_at": 1}
-        await client.hset(place_key("d", "acme", "s1"), mapping=mapping)
+        await client.hset(location_key("d", "acme", "s1"), mapping=mapping)
         address = await locator.find("acme", "s1", DEFAULT)
         await hosts.lose(client, address.queue)
         name = f"b{len(hosts.opened)}"
@@ -332,7 +332,7 @@ async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redi
     hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
-    place = place_key("d", "acme", "s1")
+    place = location_key("d", "acme", "s1")
     await client.hset(place, mapping={"state": "moving", "fence": 2, "moving_until": 9_000_000_000})
     waiting = [asyncio.create_task(build_locator(client, hosts).find("acme", "s1", DEFAULT)) for _ in range(2)]
     waiting += [
@@ -392,7 +392,7 @@ async def test_a_refusal_of_all_hosts_gives_their_reasons(client: "redis.asyncio
     assert result.error_code == ErrorCode.SANDBOX_UNAVAILABLE
     assert "has no engine" in str(result.error)
     assert len(hosts.opened) == 2
-    assert await client.hget(place_key("d", "acme", "s1"), "state") == b"closed"
+    assert await client.hget(location_key("d", "acme", "s1"), "state") == b"closed"
 
 
 async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "redis.asyncio.Redis") -> None:
@@ -420,14 +420,14 @@ async def test_forged_arguments_do_not_reopen_a_session(client: "redis.asyncio.R
     address = await locator.find("acme", "s1", DEFAULT)
     await locator.open("acme", "s2", DEFAULT, {"network": "egress"})
     place = await SessionStore(client, "d").find("acme", "s1")
-    other = await client.hget(place_key("d", "acme", "s2"), "start")  # type: ignore[misc]
+    other = await client.hget(location_key("d", "acme", "s2"), "start")  # type: ignore[misc]
     assert place is not None
     forged = {
         "unsigned": '{"network": "egress"}',
         "of another session": other,
         "changed": place.start.replace("none", "egress"),
     }[forgery]
-    await client.hset(place_key("d", "acme", "s1"), "start", forged)  # type: ignore[misc]
+    await client.hset(location_key("d", "acme", "s1"), "start", forged)  # type: ignore[misc]
     await hosts.lose(client, place.queue)
     opened = len(hosts.opened)
     with pytest.raises(
@@ -480,7 +480,9 @@ async def test_more_sessions_than_are_read_at_once_are_listed_too(client: "redis
 
 async def test_a_session_reports_where_it_lives_and_of_its_last_checkpoint(client: "redis.asyncio.Redis") -> None:
     await open_some(client, 1)
-    await client.hset(place_key("d", "acme", "acme-0"), mapping={"checkpoint": "c1", "checkpoint_at": 1_700_000_000.0})
+    await client.hset(
+        location_key("d", "acme", "acme-0"), mapping={"checkpoint": "c1", "checkpoint_at": 1_700_000_000.0}
+    )
     [session] = (await SessionList(client, "d", KEYS).read("acme")).sessions
     assert session.id == "acme-0"
     assert session.tenant == "acme"
@@ -512,7 +514,7 @@ async def test_a_closed_session_is_listed_no_more_and_leaves_nothing_of_itself(c
 
 async def test_sessions_that_expired_are_passed_over_and_taken_out_of_the_lists(client: "redis.asyncio.Redis") -> None:
     names = await open_some(client, 6)
-    await client.delete(*(place_key("d", "acme", name) for name in names[::2]))
+    await client.delete(*(location_key("d", "acme", name) for name in names[::2]))
     assert await read_all(client, "acme", 2) == names[1::2]
     assert await client.zcard(open_sessions_key("d")) == await client.zcard(tenant_open_sessions_key("d", "acme")) == 3
 
@@ -520,14 +522,14 @@ async def test_sessions_that_expired_are_passed_over_and_taken_out_of_the_lists(
 async def test_the_lists_do_not_grow_with_sessions_that_expired(client: "redis.asyncio.Redis") -> None:
     for number in range(400):
         await SessionStore(client, "d").open("acme", f"s{number}", "host.a.b1", start="{}", ttl_s=60, limit=1000)
-        await client.delete(place_key("d", "acme", f"s{number}"))
+        await client.delete(location_key("d", "acme", f"s{number}"))
     assert await client.zcard(open_sessions_key("d")) < 50
     assert await client.zcard(tenant_open_sessions_key("d", "acme")) < 50
 
 
 async def test_a_record_of_a_later_release_stays_listed(client: "redis.asyncio.Redis") -> None:
     names = await open_some(client, 2)
-    await client.hset(place_key("d", "acme", names[0]), "colour", "red")
+    await client.hset(location_key("d", "acme", names[0]), "colour", "red")
     assert await read_all(client, "acme", 50) == names[1:]
     assert await client.zcard(open_sessions_key("d")) == 2
 
@@ -544,7 +546,7 @@ async def test_a_record_of_a_later_release_stays_listed(client: "redis.asyncio.R
 )
 async def test_a_session_without_a_signature_is_not_listed(client: "redis.asyncio.Redis", start: str) -> None:
     names = await open_some(client, 2)
-    await client.hset(place_key("d", "acme", "acme-0"), "start", start)
+    await client.hset(location_key("d", "acme", "acme-0"), "start", start)
     assert await read_all(client, "acme", 50) == names[:1]
 
 

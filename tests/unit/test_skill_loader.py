@@ -30,7 +30,7 @@ from orchestrator.sdk.skill_folders import examine_skill
 from tests.fake_engine import FakeEngine
 from tests.skill_harness import write_skill
 from workers.sandboxd import skill_store
-from workers.sandboxd.skill_store import SkillStore
+from workers.sandboxd.skill_store import SkillVolume
 from workers.skills.loader import load_skill, load_skills, pack_skill
 
 LINE = st.text(st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp")), min_size=1, max_size=80).filter(str.strip)
@@ -365,7 +365,7 @@ def test_any_bytes_make_a_sidecar_or_a_sentence(text: bytes) -> None:
         parse_sidecar(text, SIDECAR_FILES)
 
 
-async def put(store: SkillStore, root: Path, scope: str, name: str) -> str:
+async def put(store: SkillVolume, root: Path, scope: str, name: str) -> str:
     skill = load_skill(write_skill(root, name, files={"big": bytes(40_000)}))
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -378,7 +378,7 @@ async def put(store: SkillStore, root: Path, scope: str, name: str) -> str:
 async def test_a_tenant_evicts_only_its_own_skills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skill_store, "MAX_TENANT_BYTES", 100_000)
     monkeypatch.setattr(skill_store, "MAX_TOTAL_BYTES", 200_000)
-    store = SkillStore(FakeEngine(), "default", {})  # type: ignore[arg-type]
+    store = SkillVolume(FakeEngine(), "default", {})  # type: ignore[arg-type]
     first = await put(store, tmp_path / "1", "acme", "a")
     with pytest.raises(ToolFailure, match="skills that tenant acme has used") as refused:
         await put(store, tmp_path / "2", "acme", "b")

@@ -154,7 +154,7 @@ def test_any_attribute_leaves_the_batch_readable(attributes: dict[str, object], 
     ended: list[Span] = []
     tracer = Tracer(ended.append, lambda _: True)
     tracer.start(name, attributes).end(error="\ud800")  # type: ignore[arg-type]
-    assert encode_spans([OTEL._converted(ended[0])]).SerializeToString()
+    assert encode_spans([OTEL._convert(ended[0])]).SerializeToString()
 
 
 def test_content_is_masked_before_it_is_cut() -> None:

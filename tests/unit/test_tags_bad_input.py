@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from orchestrator.dialects.tags import Malformed, TagCall, TagEvent, TagStreamParser, Text
+from orchestrator.dialects.tags import MalformedTag, TagCall, TagEvent, TagStreamParser, Text
 
 MIB = 1024 * 1024
 OPEN = '<tool_action name="t"><v value="'
@@ -37,16 +37,16 @@ def test_a_hundred_megabytes_in_one_tag_are_errors_of_the_limit_and_bounded_memo
     parser, chunk, size = TagStreamParser(), "x" * 65_536, len(head)
     tracemalloc.start()
     try:
-        lengths = [len(event.raw) for event in parser.feed(head) if isinstance(event, Malformed)]
+        lengths = [len(event.raw) for event in parser.feed(head) if isinstance(event, MalformedTag)]
         for _ in range(1600):
             events = parser.feed(chunk)
-            assert all(isinstance(event, Malformed) and event.reason == "too long" for event in events)
-            lengths += [len(event.raw) for event in events if isinstance(event, Malformed)]
+            assert all(isinstance(event, MalformedTag) and event.reason == "too long" for event in events)
+            lengths += [len(event.raw) for event in events if isinstance(event, MalformedTag)]
             size += len(chunk)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    lengths += [len(event.raw) for event in parser.finish() if isinstance(event, Malformed)]
+    lengths += [len(event.raw) for event in parser.finish() if isinstance(event, MalformedTag)]
     assert (len(lengths), sum(lengths)) == (7, size)
     assert peak < 100 * MIB
 
@@ -73,7 +73,7 @@ def test_a_tag_of_exactly_the_limit_is_a_call_and_one_more_character_is_too_long
     text = OPEN + "x" * (300 - len(OPEN) - len(CLOSE)) + CLOSE
     for chunks in ([text], list(text)):
         assert [type(event) for event in read(chunks, max_tag_chars=300)] == [TagCall]
-        assert {event.reason for event in read(chunks, max_tag_chars=299) if isinstance(event, Malformed)} == {
+        assert {event.reason for event in read(chunks, max_tag_chars=299) if isinstance(event, MalformedTag)} == {
             "too long"
         }
 

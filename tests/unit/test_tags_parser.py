@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.dialects.tags import Malformed, TagCall, TagEvent, TagStreamParser, Text, build_tag_call
+from orchestrator.dialects.tags import MalformedTag, TagCall, TagEvent, TagStreamParser, Text, build_tag_call
 
 
 def parse(text: str, **options: object) -> list[TagEvent]:
@@ -30,8 +30,8 @@ def only_call(text: str) -> TagCall:
     return event
 
 
-def only_error(text: str) -> Malformed:
-    [event] = [event for event in parse(text) if isinstance(event, Malformed)]
+def only_error(text: str) -> MalformedTag:
+    [event] = [event for event in parse(text) if isinstance(event, MalformedTag)]
     return event
 
 
@@ -139,23 +139,28 @@ def test_a_call_without_a_tool_name_is_an_error(text: str) -> None:
     ['<tool_action name="t"', '<tool_action name="t"><v value="rm -rf', '<tool_action name="t"><v>a</v></tool_action'],
 )
 def test_a_tag_that_never_closes_is_an_error_and_no_text(text: str) -> None:
-    assert [type(event) for event in parse("a " + text)] == [Text, Malformed]
+    assert [type(event) for event in parse("a " + text)] == [Text, MalformedTag]
     assert only_error(text).reason == "unclosed"
 
 
 def test_a_new_tag_where_a_parameter_may_stand_ends_the_first_as_unclosed() -> None:
     first, second = parse('<tool_action name="a"><v value="1" />\n<tool_action name="b"/>')
-    assert isinstance(first, Malformed)
+    assert isinstance(first, MalformedTag)
     assert (first.reason, first.name) == ("unclosed", "a")
     assert isinstance(second, TagCall)
 
 
 def test_a_new_tag_ends_the_skipping_after_an_error() -> None:
-    assert [type(event) for event in parse('<tool_action name="a">{"x"<tool_action name="b"/>')] == [Malformed, TagCall]
+    assert [type(event) for event in parse('<tool_action name="a">{"x"<tool_action name="b"/>')] == [
+        MalformedTag,
+        TagCall,
+    ]
 
 
 def test_a_tag_inside_a_duplicate_value_does_not_run() -> None:
-    assert [type(event) for event in parse(tag('<v value="1" /><v value="<tool_action name="x"/>" />'))] == [Malformed]
+    assert [type(event) for event in parse(tag('<v value="1" /><v value="<tool_action name="x"/>" />'))] == [
+        MalformedTag
+    ]
 
 
 def test_a_message_that_starts_with_think_is_not_searched_before_its_end() -> None:
@@ -191,7 +196,7 @@ def test_fences_are_recognised_as_markdown_does(before: str, is_fenced: bool) ->
 @pytest.mark.parametrize("value", ["\n```\n", "\n~~~ sh\nls\n"])
 def test_fences_inside_a_call_are_data_and_fence_nothing_behind_it(value: str) -> None:
     text = tag(f"<v>{value}</v>") + "\n" + tag("{" + value) + "\n" + SEARCH
-    assert [type(event) for event in parse(text, ignore_fenced=True)] == [TagCall, Text, Malformed, Text, TagCall]
+    assert [type(event) for event in parse(text, ignore_fenced=True)] == [TagCall, Text, MalformedTag, Text, TagCall]
 
 
 def test_fences_inside_a_thought_fence_nothing_behind_it() -> None:
@@ -216,7 +221,7 @@ def test_an_attribute_is_found_at_any_cut(name: str, place: int) -> None:
     for chunk in (text[:22], text[22:23], text[23:split], text[split:]):
         events = parser.feed(chunk)
     assert [(type(event), getattr(event, "reason", "")) for event in events] == [
-        (Malformed, f"unexpected attribute '{name}'")
+        (MalformedTag, f"unexpected attribute '{name}'")
     ]
 
 
@@ -302,4 +307,4 @@ def test_a_paired_body_is_read_back(name: str, value: str) -> None:
 def test_a_call_that_is_cut_short_never_runs(arguments: dict[str, str], data: st.DataObject) -> None:
     whole = build_tag_call("t", arguments)
     end = data.draw(st.integers(len('<tool_action name="t">'), len(whole) - 1))
-    assert [type(event) for event in parse_chunks([whole[:end]], {})] == [Malformed]
+    assert [type(event) for event in parse_chunks([whole[:end]], {})] == [MalformedTag]

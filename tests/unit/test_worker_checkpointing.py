@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
-from contract.names import place_key
+from contract.names import location_key
 from tests.conftest import RedisProcess
 from tests.fake_host import DEPLOYMENT, HostHarness, MemorySandboxd
 from workers import checkpoints as checkpoints_module
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_a_session_that_moved_counts_nothing(host: Host) -> None
 def test_a_forged_checkpoint_is_not_deleted(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(HostHarness(redis_server), every_s=0.001)
     host.add("acme:s1")
-    host.harness.redis.hset(place_key(DEPLOYMENT, "acme", "s1"), "automatic", "one-that-a-user-asked-for")
+    host.harness.redis.hset(location_key(DEPLOYMENT, "acme", "s1"), "automatic", "one-that-a-user-asked-for")
     assert host.look() == 1
     host.forget_superseded(monkeypatch)
     assert host.sandboxd.deleted == []

@@ -13,7 +13,7 @@ from redis.retry import Retry
 
 from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import BrokerUnavailable
-from contract.names import call_key, place_key
+from contract.names import call_key, location_key
 from store.calls import CALL_TTL_S, CallClaim, CallRecord, CallState, WorkerCallStore, parse_record
 from store.connection import SharedClock
 from tests.builders import build_call, build_context
@@ -39,7 +39,7 @@ class Book:
 
     def place(self, fence: int, state: str = "open") -> None:
         self.client.hset(
-            place_key("d", "acme", "s1"), mapping={"state": state, "fence": fence, "queue": "host.h1.b00t"}
+            location_key("d", "acme", "s1"), mapping={"state": state, "fence": fence, "queue": "host.h1.b00t"}
         )
 
     def read(self) -> CallRecord | None:

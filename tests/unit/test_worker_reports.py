@@ -20,7 +20,7 @@ from tests.fake_host import DEPLOYMENT, HostHarness, build_report
 from tests.waiting import wait_until
 from workers import reports
 from workers.duties import Duty
-from workers.reports import Heartbeat, Incarnation, describe_process, has_surely_ended, take_incarnation
+from workers.reports import Heartbeat, TakenQueueName, describe_process, has_surely_ended, take_queue_name
 
 QUEUE = "host.a.b1"
 
@@ -116,8 +116,8 @@ def test_a_worker_that_is_restarted_is_waited_for(harness: HostHarness) -> None:
 # --- taking a name ----------------------------------------------------------------------------------------------------
 
 
-def take(harness: HostHarness, worker: str = "w2", boot: str = "b1") -> Incarnation:
-    return take_incarnation("a", boot, harness.hosts(), lambda queue: build_report(queue, worker))
+def take(harness: HostHarness, worker: str = "w2", boot: str = "b1") -> TakenQueueName:
+    return take_queue_name("a", boot, harness.hosts(), lambda queue: build_report(queue, worker))
 
 
 @pytest.mark.parametrize(

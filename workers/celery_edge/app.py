@@ -21,7 +21,7 @@ from celery.worker.control import Panel
 
 from contract.errors import ConfigError, RefusalReason
 from contract.settings import BrokerSettings
-from workers.celery_edge.broker import INTAKE, Intake, LiveTasks, register_transport
+from workers.celery_edge.broker import DUPLICATE_FILTER, DuplicateFilter, LiveTasks, register_transport
 from workers.celery_edge.tasks import BACKENDS
 
 log = structlog.get_logger(__name__)
@@ -164,7 +164,7 @@ def build_app(broker: BrokerSettings, on_refused: Callable[[RefusalReason], None
         task_create_missing_queues=True,
         broker_transport_options={
             **transport_options,
-            INTAKE: Intake(on_refused),
+            DUPLICATE_FILTER: DuplicateFilter(on_refused),
             # The transport keeps no list of unacknowledged messages (workers/celery_edge/broker.py), so kombu has
             # nothing to restore.
             "unacked_restore_interval": 3600,

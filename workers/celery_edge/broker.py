@@ -29,8 +29,8 @@ from contract.errors import RefusalReason
 
 log = structlog.get_logger(__name__)
 
-INTAKE = "intake"
-"""Transport option that holds the Intake of the app."""
+DUPLICATE_FILTER = "duplicate_filter"
+"""Transport option with the app's DuplicateFilter."""
 REMEMBERED = 20_000
 """Messages that are remembered to detect repetitions: more than a worker can run in half a minute."""
 
@@ -38,7 +38,7 @@ REMEMBERED = 20_000
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-class Intake:
+class DuplicateFilter:
     """The messages that a worker has read, over all its connections to the broker.
 
     `on_refused` receives the reason for each dropped message.
@@ -66,7 +66,11 @@ class Intake:
 
 def register_transport() -> None:
     """Use the hardened transport for every Redis URL of this process's Celery apps."""
-    for scheme, name in (("redis", "Transport"), ("rediss", "Transport"), ("sentinel", "SentinelTransport")):
+    for scheme, name in (
+        ("redis", "DeduplicatingTransport"),
+        ("rediss", "DeduplicatingTransport"),
+        ("sentinel", "SentinelTransport"),
+    ):
         TRANSPORT_ALIASES[scheme] = f"{__name__}:{name}"
         # kombu caches resolved transports. A transport that this process resolved earlier must not be used for the
         # worker.
@@ -81,13 +85,13 @@ class _HardenedChannel(redis.Channel):
             return super()._brpop_read(**options)  # type: ignore[misc]
         except _UNREADABLE as error:
             log.error("queue_garbage", error=type(error).__name__)
-            _intake(self.connection).refuse("malformed")
+            _get_duplicate_filter(self.connection).refuse("malformed")
             return None
 
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Callable[..., Any] | None, consumer_tag: str | None, **kwargs: Any
     ) -> str:
-        guarded = self._guarded(callback) if callback is not None else None
+        guarded = self._guard(callback) if callback is not None else None
         # Always without acknowledgement: kombu then keeps no list of messages.
         tag: str = super().basic_consume(queue, no_ack=True, callback=guarded, consumer_tag=consumer_tag, **kwargs)
         return tag
@@ -100,16 +104,16 @@ class _HardenedChannel(redis.Channel):
         if requeue:
             super().basic_reject(delivery_tag, requeue=True)
 
-    def _guarded(self, callback: Callable[..., Any]) -> Callable[[Any], Any]:
+    def _guard(self, callback: Callable[..., Any]) -> Callable[[Any], Any]:
         def take(message: Any) -> Any:
             try:
                 return callback(message)
-            # The outermost handler: a message that Celery cannot handle must cost only itself.
+            # The outermost handler: a message that Celery cannot handle must affect no other.
             except Exception as error:
                 if self._is_broken_connection(error):
                     raise
                 log.error("message_refused", error=type(error).__name__)
-                _intake(self.connection).refuse("malformed")
+                _get_duplicate_filter(self.connection).refuse("malformed")
                 return None
 
         return take
@@ -127,7 +131,7 @@ class SentinelChannel(_HardenedChannel, redis.SentinelChannel):
     """A channel to the master that Redis Sentinel names."""
 
 
-class Transport(redis.Transport):
+class DeduplicatingTransport(redis.Transport):
     """A transport that delivers each valid message once."""
 
     Channel = Channel
@@ -135,10 +139,10 @@ class Transport(redis.Transport):
     def _deliver(self, message: Any, queue: str | None) -> None:
         if not _is_message(message):
             log.error("queue_garbage", queue=queue)
-            _intake(self).refuse("malformed")
-        elif self._is_read(queue) and _intake(self).is_repeated(message):
+            _get_duplicate_filter(self).refuse("malformed")
+        elif self._is_read(queue) and _get_duplicate_filter(self).is_repeated(message):
             log.error("message_repeated", queue=queue)
-            _intake(self).refuse("repeated")
+            _get_duplicate_filter(self).refuse("repeated")
         else:
             super()._deliver(message, queue)
 
@@ -148,17 +152,18 @@ class Transport(redis.Transport):
         return queue in callbacks
 
 
-class SentinelTransport(Transport):
+class SentinelTransport(DeduplicatingTransport):
     """The same transport for Redis Sentinel."""
 
     default_port = 26379
     Channel = SentinelChannel  # type: ignore[assignment]
 
 
-def _intake(transport: Any) -> Intake:
-    """Return the intake of the connection's app."""
-    intake: Intake = transport.client.transport_options.setdefault(INTAKE, Intake())
-    return intake
+def _get_duplicate_filter(transport: Any) -> DuplicateFilter:
+    """Return the DuplicateFilter of the connection's app."""
+    options = transport.client.transport_options
+    duplicate_filter: DuplicateFilter = options.setdefault(DUPLICATE_FILTER, DuplicateFilter())
+    return duplicate_filter
 
 
 def _is_message(message: Any) -> bool:

@@ -20,17 +20,17 @@ NEWLINE = "\n"
 
 def build_outcome(call: ToolCall, value: Any) -> Outcome:
     """Return the outcome for the return value `value`. Raises any error from methods of `value`."""
-    return _bounded(build_result(call, value))
+    return _limit_outcome(build_result(call, value))
 
 
 def build_error_outcome(call: ToolCall, error: BaseException) -> Outcome:
     """Return the outcome for an exception. The model sees its type and text, or the code and message of a
     ToolFailure.
     """
-    return _bounded(build_failure(call, error))
+    return _limit_outcome(build_failure(call, error))
 
 
-def _bounded(result: ToolResult) -> Outcome:
+def _limit_outcome(result: ToolResult) -> Outcome:
     output, is_cut = (None, False) if result.output is None else cut_output(result.name, result.output)
     return Outcome(
         output=output,

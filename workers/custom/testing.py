@@ -24,7 +24,7 @@ from structlog.testing import capture_logs
 from contract.call_events import MODEL
 from contract.calls import DEFAULT_TIMEOUT_S, MAX_BLOB_BYTES, POOL_GRACE_S, ToolCall, ToolContext, ToolResult
 from contract.errors import ErrorCode, ToolFailure
-from contract.functions.completions import Completion, Usage
+from contract.functions.completions import Completion, TokenUsage
 from contract.functions.model_questions import ModelAnswer, parse_question
 from contract.functions.session_state import MAX_STATE_BYTES, Change, encode_value, entry_size, state_full_error
 from contract.registry import ToolRegistry
@@ -214,7 +214,7 @@ class _ModelEvents(CallEvents):
         if kind != MODEL:
             return False
         question = parse_question(payload)
-        completion = Completion(self._model([dict(message) for message in question.messages]), Usage(), "stop")
+        completion = Completion(self._model([dict(message) for message in question.messages]), TokenUsage(), "stop")
         self._answers.put(ModelAnswer.of(question.number, completion).model_dump(mode="json"))
         return True
 

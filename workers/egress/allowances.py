@@ -29,7 +29,7 @@ _MIN_BURST_BYTES = 1024
 
 
 class EgressOpening(BaseModel):
-    """A line of JSON, with its line end. There are no default rules: a session without rules reaches nothing."""
+    """First line of a connection (JSON). There are no default rules: a session without rules reaches nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,7 @@ class EgressOpening(BaseModel):
 
 
 class EgressQuestion(BaseModel):
-    """A question of sandboxd in place of an opening. The answer is sent as it is, and ends the connection."""
+    """A request of sandboxd in place of an opening. The answer is sent alone and ends the connection."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -96,7 +96,7 @@ class ByteRateLimiter:
         return granted
 
     def give_back(self, count: int) -> None:
-        """Return bytes that were taken and not used."""
+        """Give unused bytes back to the limit."""
         self._tokens += count
 
     def _fill(self) -> float:

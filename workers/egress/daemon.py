@@ -125,7 +125,7 @@ class _Listener:
 async def _serve(proxy: Proxy, sock: socket.socket) -> None:
     try:
         await proxy.serve(sock)
-    except Exception:  # the edge: a bug must cost this connection only
+    except Exception:  # the edge: a bug must end only this connection
         log.exception("egress_bug")
 
 

@@ -142,7 +142,7 @@ class HelloGate:
         return self._release()
 
     def finish(self) -> None:
-        """Accept the end of the client's data. Raises Refusal: when the data ends in the middle of
+        """Accept the end of the client's data. Raises Refusal when the data ends in the middle of
         the ClientHello.
         """
         if self._buffered:

@@ -57,7 +57,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Framing:
-    """The length of a body: `length` bytes, or chunked, or (neither) defined by the kind of message."""
+    """How a body ends: after `length` bytes, chunked, or (neither) as the kind of message defines."""
 
     length: int | None = None
     is_chunked: bool = False
@@ -107,7 +107,7 @@ def parse_framing(headers: Sequence[Header]) -> Framing:
 
 
 def drop_hop_by_hop(headers: Sequence[Header]) -> list[Header]:
-    """Return the headers without those of this hop. Raises HeadError when Connection lists a header that frames or
+    """Return the headers except hop-by-hop ones. Raises HeadError when Connection lists a header that frames or
     routes the message.
     """
     listed = {name.strip(b" \t").lower() for value in find_values(headers, b"connection") for name in value.split(b",")}
@@ -118,7 +118,7 @@ def drop_hop_by_hop(headers: Sequence[Header]) -> list[Header]:
 
 @dataclass(frozen=True)
 class ProxyRequest:
-    """`head`: the bytes for the host, up to the empty line; empty for a tunnel. `target.path` is not used here."""
+    """A request. `head`: bytes for the host to the empty line; empty for a tunnel. `target.path` is unused."""
 
     method: str
     target: Target

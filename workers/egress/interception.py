@@ -20,7 +20,7 @@ from workers.egress.hellos import HelloGate
 from workers.egress.http_messages import Header, HeadError, drop_hop_by_hop, find_values, parse_framing
 from workers.egress.limits import ProxyLimits
 from workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse_bad_request
-from workers.egress.relaying import AnswerRewriter, Peer, Relay, build_bad_answer, read_headers
+from workers.egress.relaying import AnswerRewriter, HttpRelay, Peer, build_bad_answer, read_headers
 from workers.egress.secrets import (
     HTTPS_PORT,
     BoundSecret,
@@ -110,7 +110,7 @@ class Interception:
             opening.tenant, opening.session, [one for one in opening.secrets if one.is_bound_to(target)]
         )
         self._masker = SecretMasker.of(opening.secrets)
-        self._relay: Relay | None = None
+        self._relay: HttpRelay | None = None
 
     async def run(self, client: Stream, host: Stream, first: bytes, watch: Callable[[ActivityClock], Work]) -> None:
         """Serve until one side ends. `first`: bytes that the client has already sent. Raises Refusal and OSError."""
@@ -122,7 +122,7 @@ class Interception:
         inner = Peer(tls, h11.SERVER, self._limits)
         try:
             outer = Peer(await self._connect(host), h11.CLIENT, self._limits)
-            self._relay = Relay(inner, outer, self._target.host, self._activity, self._limits)
+            self._relay = HttpRelay(inner, outer, self._target.host, self._activity, self._limits)
             while await self._serve_request(inner, outer, self._relay):
                 inner.http.start_next_cycle()
                 outer.http.start_next_cycle()
@@ -160,7 +160,7 @@ class Interception:
             raise build_bad_answer(self._target.host, f"cannot be verified ({problem})") from None
         return tls
 
-    async def _serve_request(self, inner: Peer, outer: Peer, relay: Relay) -> bool:
+    async def _serve_request(self, inner: Peer, outer: Peer, relay: HttpRelay) -> bool:
         """Serve one request. Returns whether both connections can serve another one."""
         relay.has_answered = False
         try:

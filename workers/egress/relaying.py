@@ -22,7 +22,7 @@ from workers.egress.streams import ActivityClock, Stream
 _MAX_INTERIM = 16
 
 
-class Channel(Protocol):
+class ByteChannel(Protocol):
     """Bytes in both directions. Both methods raise OSError, and `receive` also Refusal."""
 
     async def receive(self) -> bytes: ...
@@ -44,9 +44,9 @@ class PlainChannel:
 
 
 class Peer:
-    """One side: its bytes and its HTTP/1.1 parser."""
+    """Client or host, with its HTTP/1.1 parser."""
 
-    def __init__(self, channel: Channel, role: "type[h11.CLIENT] | type[h11.SERVER]", limits: ProxyLimits) -> None:
+    def __init__(self, channel: ByteChannel, role: "type[h11.CLIENT] | type[h11.SERVER]", limits: ProxyLimits) -> None:
         self.channel = channel
         self.http = h11.Connection(role, max_incomplete_event_size=limits.header_bytes)
 
@@ -84,7 +84,7 @@ class AnswerRewriter:
         return b""
 
 
-class Relay:
+class HttpRelay:
     """Relays requests of `inner` to `outer`, the `host`, one after another. `has_answered`: whether the client has
     received a part of the answer to the present request.
     """

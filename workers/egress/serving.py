@@ -27,7 +27,7 @@ from workers.egress.http_messages import HeadError, ProxyRequest, parse_request
 from workers.egress.interception import Interception, SecretProxy, find_bound
 from workers.egress.limits import CHUNK_BYTES, ProxyLimits
 from workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse_bad_gateway, refuse_bad_request
-from workers.egress.relaying import AnswerRewriter, Peer, PlainChannel, Relay
+from workers.egress.relaying import AnswerRewriter, HttpRelay, Peer, PlainChannel
 from workers.egress.streams import ActivityClock, Stream, run_all, tunnel, watch
 
 log = structlog.get_logger(__name__)
@@ -221,7 +221,7 @@ class _Connection:
         activity, channel = ActivityClock(), PlainChannel(self._client, quota)
         inner = Peer(channel, h11.SERVER, self._limits)
         inner.http.receive_data(request.head + rest)
-        relay = Relay(
+        relay = HttpRelay(
             inner,
             Peer(PlainChannel(host, quota), h11.CLIENT, self._limits),
             request.target.host,

@@ -35,7 +35,7 @@ class Stream:
         more bytes wait.
         """
         while True:
-            # The end costs no quota: a session without quota can still learn that the answer is complete.
+            # The end uses no quota: a session without quota can still learn that the answer is complete.
             data = self._peek(quota) if quota.is_used_up else self._receive(quota, await quota.take(max_bytes))
             if data is not None:
                 self.received += len(data)

@@ -20,7 +20,7 @@ _WORD_CHARS = 200
 
 def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
     """Return the outcome of a call. `tool`: the name of the tool in this deployment. `result`: the unchecked result
-    of tools/call. Raises ToolFailure(HTTP_ERROR): when the result is invalid.
+    of tools/call. Raises ToolFailure(HTTP_ERROR) when the result is invalid.
     """
     if result.get("resultType") not in (None, "complete"):
         raise build_protocol_error(server, "it requests more input, which a tool call cannot give")
@@ -31,15 +31,15 @@ def build_outcome(server: str, tool: str, result: dict[str, Any]) -> Outcome:
     text = "\n".join(_describe_blocks(blocks)) or (
         json.dumps(structured, ensure_ascii=False, indent=1) if structured is not None else ""
     )
-    output, is_cut = _fenced(server, tool, printable(text))
-    metadata: dict[str, JsonValue] = {"mcp_server": server, **_bounded(structured)}
+    output, is_cut = _fence(server, tool, printable(text))
+    metadata: dict[str, JsonValue] = {"mcp_server": server, **_limit_structured(structured)}
     if result.get("isError") is not True:
         return Outcome(output, metadata, truncated=is_cut)
     error = f"the MCP server {server} says that {tool} failed; its message is in the output"
     return Outcome(output, metadata, truncated=is_cut, error=error, error_code=ErrorCode.HTTP_ERROR)
 
 
-def _fenced(server: str, tool: str, text: str) -> tuple[str, bool]:
+def _fence(server: str, tool: str, text: str) -> tuple[str, bool]:
     if not text.strip():
         return "[the tool gave no text]", False
     visible, is_cut = cut_output(tool, text)
@@ -81,7 +81,7 @@ def _size(data: Any) -> str:
     return f"about {len(data) * 3 // 4} bytes" if isinstance(data, str) else "unknown size"
 
 
-def _bounded(structured: Any) -> dict[str, JsonValue]:
+def _limit_structured(structured: Any) -> dict[str, JsonValue]:
     if structured is None:
         return {}
     # JSON can contain a lone surrogate, which UTF-8 cannot encode.

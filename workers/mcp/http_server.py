@@ -57,7 +57,7 @@ class HttpServer:
 
     def list_tools(self, deadline: Deadline) -> list[Any]:
         """Return the unchecked list of the server's tools. Raises ToolFailure."""
-        return self._talk(RawSession.gather_tools, deadline)
+        return self._exchange(RawSession.gather_tools, deadline)
 
     def call_tool(self, tool: str, arguments: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
         """Return the result of the call. Only its type is checked (an object). Raises ToolFailure."""
@@ -69,11 +69,11 @@ class HttpServer:
             return await session.use_tool(tool, arguments)
 
         try:
-            return self._talk(call, deadline)
+            return self._exchange(call, deadline)
         except ToolFailure as failure:
             raise (_mark_possibly_done(failure) if is_sent else failure) from None
 
-    def _talk(self, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline) -> T:
+    def _exchange(self, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline) -> T:
         transport = self._judge(deadline)
         # The event loop runs in its own thread. An exception in the main thread interrupts a call, and an event loop
         # in the main thread could lose this exception.

@@ -86,7 +86,7 @@ class JudgedTransport(httpx2.AsyncBaseTransport):
             return self._rebuild(reply, number, head)
 
     async def _refused(self, response: ResponseStream, number: Any) -> httpx2.Response:
-        """Return the response for an error status that the SDK may interpret. Raises ToolFailure: for any other
+        """Return the response for an error status that the SDK may interpret. Raises ToolFailure for any other
         status. The body is not shown, because it may repeat a key.
         """
         head = response.head

@@ -101,7 +101,7 @@ def import_tools(
 
 
 def _index_by_name(server: str, listed: Iterable[Any]) -> dict[str, dict[str, Any]]:
-    """Return the tools by name. Of several tools with one name the first is kept."""
+    """Return the tools by name. The first of several tools with one name is kept."""
     by_name: dict[str, dict[str, Any]] = {}
     for tool in listed:
         name = tool.get("name") if isinstance(tool, dict) else None
@@ -127,7 +127,7 @@ def _is_included(name: str, entry: Entry) -> bool:
 def _build_spec(
     server: str, name: str, tool: dict[str, Any], entry: Entry, pool: Literal["sandbox", "tools"]
 ) -> ToolSpec:
-    """Return the spec of a tool. Raises SchemaRefused: when the input schema is not accepted."""
+    """Return the spec of a tool. Raises SchemaRefused when the input schema is not accepted."""
     return ToolSpec(
         name=name,
         description=_describe(server, tool),

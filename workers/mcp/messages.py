@@ -25,7 +25,7 @@ class ServerReply:
 
 
 def parse_json(data: bytes | str, server: str) -> Any:
-    """Parse JSON. Raises ToolFailure(HTTP_ERROR): for invalid JSON, more than MAX_VALUES values, or a depth over
+    """Parse JSON. Raises ToolFailure(HTTP_ERROR) for invalid JSON, more than MAX_VALUES values, or a depth over
     MAX_DEPTH.
     """
     try:
@@ -72,7 +72,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _parse_float(text: str) -> float:
-    """Parse a number. Raises ValueError: when the number is too large. It would become infinite, which JSON cannot
+    """Parse a number. Raises ValueError when the number is too large. It would become infinite, which JSON cannot
     express.
     """
     value = float(text)

@@ -56,7 +56,7 @@ _BROKEN = (
 )
 
 
-class Failed(Exception):
+class ServerFailure(Exception):
     """A failure of the server. `kind`: one of the kinds that the worker knows."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
@@ -77,7 +77,7 @@ class ServerProcess:
         self.count = 0
         self.received_bytes = 0
         self.stderr_tail = b""
-        self.failure: Failed | None = None
+        self.failure: ServerFailure | None = None
         folder = os.path.join(environment["PWD"], job["cwd"] or ".")
         try:
             self.process = subprocess.Popen(
@@ -90,7 +90,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
-            raise Failed("not_started", str(error)) from error
+            raise ServerFailure("not_started", str(error)) from error
         self.ready = asyncio.ensure_future(self.greet(job["hello"]))
 
     async def greet(self, hello: list[Message]) -> None:
@@ -101,14 +101,14 @@ class ServerProcess:
         self.reading_errors = asyncio.ensure_future(self.read_errors(await open_reader(self.process.stderr)))
         self.reading = asyncio.ensure_future(self.read(stdout))
         if hello:
-            with contextlib.suppress(Failed):
+            with contextlib.suppress(ServerFailure):
                 reply = await self.ask(hello[0])[1]
                 if not isinstance(reply.get("result"), dict):
-                    self.end_with(Failed("refused", json.dumps(reply.get("error"))[:500]))
+                    self.end_with(ServerFailure("refused", json.dumps(reply.get("error"))[:500]))
                 self.send(hello[1])
 
     async def answer(self, job: Message, disconnected: asyncio.Future[Any]) -> Message:
-        """Return the reply to a job. `disconnected`: done when the caller has disconnected. Raises Failed."""
+        """Return the reply to a job. `disconnected`: done when the caller has disconnected. Raises ServerFailure."""
         until = time.monotonic() + job["timeout_s"]
         await asyncio.wait({self.ready, disconnected}, timeout=job["timeout_s"], return_when=asyncio.FIRST_COMPLETED)
         # A server that does not finish its greeting would block every later call, so the server is ended. A caller
@@ -116,7 +116,7 @@ class ServerProcess:
         if not self.ready.done() and not disconnected.done():
             self.give_up()
         if not self.ready.done():
-            raise Failed("gone" if disconnected.done() else "hangs")
+            raise ServerFailure("gone" if disconnected.done() else "hangs")
         if self.failure is not None:
             raise self.failure
         number, reply = self.ask(job["message"])
@@ -132,16 +132,16 @@ class ServerProcess:
         if not reply.done():
             del self.waiting[number]
             self.give_up()
-            raise Failed(reason)
+            raise ServerFailure(reason)
         message = {**reply.result(), "id": job["message"]["id"]}
         # A result that arrives during the cancellation is delivered. An error at this point is only the server's
         # reaction to the cancellation.
         if reason and not isinstance(message.get("result"), dict):
-            raise Failed(reason)
+            raise ServerFailure(reason)
         return message
 
     def give_up(self) -> None:
-        self.end_with(Failed("died", "another call did not end, so the server was ended"))
+        self.end_with(ServerFailure("died", "another call did not end, so the server was ended"))
 
     def ask(self, request: Message) -> tuple[int, asyncio.Future[Message]]:
         if not self.waiting:
@@ -161,9 +161,9 @@ class ServerProcess:
             self.received_bytes += len(data)
             if not data:
                 detail = await self.describe_exit()
-                self.end_with(Failed("died", detail))
+                self.end_with(ServerFailure("died", detail))
             elif self.received_bytes > self.max_bytes:
-                self.end_with(Failed("flood"))
+                self.end_with(ServerFailure("flood"))
             elif b"\n" not in data:
                 unread += data
             else:
@@ -195,7 +195,7 @@ class ServerProcess:
             answer = {"result": {}}
         self.send({"jsonrpc": "2.0", "id": number, **answer})
         if self.stdin.get_write_buffer_size() > OUTBOX_BYTES:
-            self.end_with(Failed("flood"))
+            self.end_with(ServerFailure("flood"))
 
     async def read_errors(self, stderr: asyncio.StreamReader) -> None:
         while True:
@@ -212,7 +212,7 @@ class ServerProcess:
             "none" if code is None else code, self.stderr_tail.decode("utf-8", "replace").strip()
         )
 
-    def end_with(self, failure: Failed) -> None:
+    def end_with(self, failure: ServerFailure) -> None:
         """End the server. Every pending request fails."""
         if self.failure is not None:
             return
@@ -227,7 +227,7 @@ class ServerProcess:
     async def end(self) -> None:
         """End the server: first by closing its input, as the protocol requires, then by force."""
         if self.failure is None:
-            self.failure = Failed("died")
+            self.failure = ServerFailure("died")
             self.stdin.abort()
             # The event loop closes the pipe in its next iteration.
             await asyncio.sleep(0)
@@ -268,7 +268,7 @@ class DriverDaemon:
                 self.server = None
                 self.server = ServerProcess(job, environment, self.changed)
             return {"reply": await self.server.answer(job, disconnected)}
-        except Failed as failure:
+        except ServerFailure as failure:
             return {"failure": failure.kind, "detail": failure.detail}
 
     async def serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -85,7 +85,7 @@ class SandboxServer:
             probe = message["method"] == "server/discover"
             return self._use_once(run, message, FOLDER, min(remaining_s, PROBE_S) if probe else remaining_s)
 
-        return self._talk(RawSession.gather_tools, send)
+        return self._exchange(RawSession.gather_tools, send)
 
     def call_tool(
         self, run: Run, tool: str, arguments: Mapping[str, Any], cwd: str, timeout_s: float
@@ -94,11 +94,11 @@ class SandboxServer:
         the same exceptions as `list_tools`.
         """
         use = self._use_running_server if self.entry.idle_s > 0 else self._use_once
-        return self._talk(
+        return self._exchange(
             lambda session: session.use_tool(tool, arguments), lambda message: use(run, message, cwd, timeout_s)
         )
 
-    def _talk(self, work: Callable[[RawSession], Awaitable[T]], send: Callable[[_Message], ServerReply]) -> T:
+    def _exchange(self, work: Callable[[RawSession], Awaitable[T]], send: Callable[[_Message], ServerReply]) -> T:
         async def converse() -> T:
             # The session is not entered: entering would start the reader of unsolicited messages.
             session = RawSession(self.name, _Dispatcher(send))
@@ -206,7 +206,7 @@ class SandboxServer:
         return self._read(run(request, encode(json.dumps(job), "arguments")), str(job["mark"]), timeout_s)
 
     def _read(self, response: GuestResponse, mark: str, timeout_s: float) -> dict[str, Any]:
-        """Return the driver's answer. Raises ToolFailure: when there is no answer, or the answer
+        """Return the driver's answer. Raises ToolFailure when there is no answer, or the answer
         reports a failure.
         """
         done, data = response.done, response.streams.get("stdout", b"")

@@ -21,7 +21,7 @@ DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_IDLE_S = 300.0
 MAX_IDLE_S = 86_400.0
 _SERVER_NAME = re.compile(r"[A-Za-z0-9]+(?:[_-][A-Za-z0-9]+)*")
-"""No two underscores in a row and none at the ends, so that the end of the name within a tool's name is unambiguous."""
+"""Name without double or outer underscores, so that its end within a tool's name is unambiguous."""
 MAX_SERVER_NAME = 32
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _SECRET = re.compile(r"authori[sz]ation|cookie|key|token|secret|passw", re.IGNORECASE)
@@ -186,7 +186,7 @@ def _refuse_plain_secrets(source: str, entry: Mapping[str, Any]) -> None:
 
 
 def _fill_variables(source: str, value: Any, environment: Mapping[str, str]) -> Any:
-    """Return `value` with every `${NAME}` in its texts replaced. Raises ConfigError: for a variable
+    """Return `value` with every `${NAME}` in its texts replaced. Raises ConfigError for a variable
     that is not set.
     """
     if isinstance(value, dict):

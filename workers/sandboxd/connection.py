@@ -85,7 +85,7 @@ class RequestServer:
             log.warning("connection_dropped", error=str(error))
         except asyncio.CancelledError:
             log.debug("connection_closed_at_shutdown")
-        except Exception:  # the edge: a bug costs this connection only, and is loud
+        except Exception:  # the edge: a bug ends only this connection and is logged
             log.exception("connection_bug")
         finally:
             link.close()
@@ -157,7 +157,7 @@ class Connection:
             parse_text(frame.header, "sandbox"), call_id, parse_terms(frame.header), request["timeout_s"]
         )
         session.run = parse_run(frame.header)
-        if self._link.is_gone:
+        if self._link.is_disconnected:
             raise ConnectionError("the worker closed the connection before its call began")
         if call_id in session.cancelled_calls:
             raise ToolFailure(ErrorCode.CANCELLED, "the call was cancelled before it began")
@@ -177,7 +177,7 @@ class Connection:
             session.activity.note(call.op, done)
             session.used_at = time.monotonic()
             usage = sandbox.meter.end(measured)
-        if self._link.is_gone:
+        if self._link.is_disconnected:
             # This check comes before the news is taken: the news must not be lost in an answer that no worker reads.
             raise ConnectionError("the worker left during a call")
         sandbox_fields: dict[str, Any] = {

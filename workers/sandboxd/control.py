@@ -32,9 +32,9 @@ from workers.sandboxd.egress.secrets import SecretValues, parse_values
 from workers.sandboxd.forks import SessionForker
 from workers.sandboxd.plans import Plans, with_placeholders
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Session, SessionMove
-from workers.sandboxd.sessions import MAX_ROWS, NewSession, Sessions
-from workers.sandboxd.skill_store import SkillStore
+from workers.sandboxd.session import HostSession, SessionMove
+from workers.sandboxd.sessions import MAX_ROWS, SessionParameters, Sessions
+from workers.sandboxd.skill_store import SkillVolume
 
 MAX_FENCE = 2**53
 MAX_SECRETS_BYTES = 64 * 1024 * 1024
@@ -52,7 +52,7 @@ class HostStores:
 
     checkpoints: Checkpoints
     files: WorkspaceFiles
-    skills: SkillStore
+    skills: SkillVolume
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class ControlRequests:
         )
         plan = with_placeholders(plan, name)
         started = time.monotonic()
-        start = NewSession(plan, ttl_s, self._choose_fill(header), terms, parse_moved(header))
+        start = SessionParameters(plan, ttl_s, self._choose_fill(header), terms, parse_moved(header))
         if header.get("image") is not None:
             start = replace(start, image_wait_s=IMAGE_WAIT_S)
         session = await self._sessions.open(name, start)
@@ -184,7 +184,7 @@ class ControlRequests:
         session = await self._forker.fork(name, names, leaves_jobs=header.get("leave_jobs") is True)
         return {**self._describe_session(session), "start_s": time.monotonic() - started}
 
-    def _describe_session(self, session: Session) -> dict[str, Any]:
+    def _describe_session(self, session: HostSession) -> dict[str, Any]:
         rules = self._plans.rules(session.terms) if session.plan.network == "egress" else None
         return {
             "image": session.plan.image,
@@ -195,7 +195,7 @@ class ControlRequests:
             "timeout_s": session.plan.timeout_s,
         }
 
-    def _choose_fill(self, header: Mapping[str, Any]) -> Callable[[Session, Sandbox], Awaitable[None]] | None:
+    def _choose_fill(self, header: Mapping[str, Any]) -> Callable[[HostSession, Sandbox], Awaitable[None]] | None:
         """Return what a new session begins with: a checkpoint, a file of the store, or nothing. Raises ToolFailure."""
         restore, workspace = _parse_optional(header, "restore"), _parse_optional(header, "workspace")
         if restore is not None and workspace is not None:
@@ -204,12 +204,12 @@ class ControlRequests:
             return partial(self._restore, restore)
         return partial(self._load_workspace, workspace) if workspace is not None else None
 
-    async def _restore(self, checkpoint: str, session: Session, sandbox: Sandbox) -> None:
+    async def _restore(self, checkpoint: str, session: HostSession, sandbox: Sandbox) -> None:
         image = sandbox.spec.image_facts.id if sandbox.spec.is_root else None
         if not await self._checkpoints.load(session.tenant, checkpoint, sandbox, root_image=image):
             session.add_news(_WITHOUT_ROOT)
 
-    async def _load_workspace(self, workspace: str, session: Session, sandbox: Sandbox) -> None:
+    async def _load_workspace(self, workspace: str, session: HostSession, sandbox: Sandbox) -> None:
         await self._files.load(session.tenant, workspace, sandbox)
         # No checkpoint has these files.
         session.activity.has_written = True

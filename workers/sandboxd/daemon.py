@@ -34,7 +34,7 @@ from workers.sandboxd.disks.choice import Choice, choose_without_images, choose_
 from workers.sandboxd.egress.relay import ProxyStreams, open_proxy
 from workers.sandboxd.egress.secrets import ProxyAuthority, SecretValues, read_uses
 from workers.sandboxd.egress.tunnels import Tunnels
-from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceMissed, count_states
+from workers.sandboxd.factory import SandboxFactory, SandboxSlots, StartCheck, WorkspaceNotMounted, count_states
 from workers.sandboxd.forks import SessionForker
 from workers.sandboxd.images import Images
 from workers.sandboxd.leases import Lease
@@ -50,9 +50,9 @@ from workers.sandboxd.runtime.engine_images import EngineImages
 from workers.sandboxd.runtime.oci import OciRuntime, find_obstacle, find_program
 from workers.sandboxd.runtime.seccomp import load_seccomp_profile
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Session
+from workers.sandboxd.session import HostSession
 from workers.sandboxd.sessions import Sessions
-from workers.sandboxd.skill_store import SkillStore
+from workers.sandboxd.skill_store import SkillVolume
 from workers.sandboxd.suspension import open_suspension_store
 from workers.settings import SandboxdSettings
 from workers.unix_listening import refuse_second, socket_mode, unlink_own
@@ -92,7 +92,7 @@ class HostSetup:
     plans: Plans
     profile: Profile
     lease: Lease
-    skills: SkillStore
+    skills: SkillVolume
     oci: OciRuntime | None
     """The runtime that starts sandboxes without the engine. None: this host lacks something for it."""
     starts_by_oci: bool
@@ -124,7 +124,7 @@ class Daemon:
         self.factory.images = self.images
         self.images.release = self._release_image
         if setup.oci is not None:
-            # Even without starts of its own, it finds what an earlier sandboxd left.
+            # Even if OCI starts no sandbox, it finds those of an earlier sandboxd.
             ours, engines = [setup.oci], self.factory.runtimes
             self.factory.runtimes = [*ours, *engines] if setup.starts_by_oci else [*engines, *ours]
         self.factory.check_start = StartCheck(choice.workspaces.is_hard).check
@@ -230,7 +230,7 @@ async def open_daemon(settings: SandboxdSettings, engine: Engine) -> AsyncIterat
             LABEL_SANDBOXD: settings.sandboxd_name,
             LABEL_LEASE: lease.label,
         }
-        skills = SkillStore(engine, settings.sandbox_image, owner)
+        skills = SkillVolume(engine, settings.sandbox_image, owner)
         profile = Profile(
             seccomp=load_seccomp_profile(),
             cgroup_version=facts.cgroup_version,
@@ -305,7 +305,7 @@ def _open_oci(settings: SandboxdSettings, engine: Engine, facts: EngineFacts) ->
 
 
 async def _prepare_network(
-    setup: HostSetup, values: SecretValues, authority: ProxyAuthority, session: Session, sandbox: Sandbox
+    setup: HostSetup, values: SecretValues, authority: ProxyAuthority, session: HostSession, sandbox: Sandbox
 ) -> None:
     """Connect a sandbox to the proxy. Raises SandboxUnavailable when the session has secrets and there is no proxy."""
     settings, plans = setup.settings, setup.plans
@@ -387,7 +387,7 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
         sandbox = await factory.make(plan, workspace, 1)
     except SandboxUnavailable as error:
         await factory.discard_workspace(workspace)
-        if not isinstance(error, WorkspaceMissed) and _NO_FOLDER not in str(error):
+        if not isinstance(error, WorkspaceNotMounted) and _NO_FOLDER not in str(error):
             raise
         return str(error)
     try:

@@ -22,7 +22,7 @@ from workers.sandboxd.disks.base import Workspace, Workspaces, WorkspaceSize
 from workers.sandboxd.images import WAIT_S, Images
 from workers.sandboxd.plans import DEFAULT_RUNTIME, Profile, SandboxPlan
 from workers.sandboxd.records import Records
-from workers.sandboxd.runtime.attestation import Guest, ask_attestation, find_misfits
+from workers.sandboxd.runtime.attestation import AttestingGuest, ask_attestation, find_misfits
 from workers.sandboxd.runtime.base import (
     LABEL_CREATED_AT,
     LABEL_DEADLINE,
@@ -36,7 +36,7 @@ from workers.sandboxd.runtime.engine_runtime import EngineRuntime
 from workers.sandboxd.runtime.hardening import ImageFacts
 from workers.sandboxd.runtime.image_faults import FOLDERS, explained
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import Session
+from workers.sandboxd.session import HostSession
 
 log = structlog.get_logger(__name__)
 
@@ -135,7 +135,7 @@ class SandboxCounts:
         }
 
 
-def count_states(sessions: Iterable[Session], warm: int) -> dict[str, int]:
+def count_states(sessions: Iterable[HostSession], warm: int) -> dict[str, int]:
     """Return how many containers are in each state now."""
     states = Counter[str]({"busy": 0, "idle": 0, "paused": 0, "lost": 0})
     for session in sessions:
@@ -267,7 +267,7 @@ class SandboxFactory:
         except BaseException:
             self._image_facts.clear()  # an image that was removed and pulled again has other folders
             self._toolkit = None
-            await asyncio.shield(self._confirm_gone(runtime, name))
+            await asyncio.shield(self._confirm_removed(runtime, name))
             # The engine may have created the container despite the error, so the cleanup runs even after a
             # cancellation.
             raise
@@ -298,8 +298,8 @@ class SandboxFactory:
         return self._image_facts[plan.image_id]
 
     async def _find_toolkit(self, runtime: SandboxRuntime) -> str:
-        """Return the volume with the toolkit. The engine makes a missing volume anew, but empty, so it is checked
-        before each start there.
+        """Return the volume with the toolkit. The engine recreates a missing volume empty, so each start by the engine
+        checks the volume.
         """
         if self._toolkit is None or runtime is self._engine_runtime:
             self._toolkit = await self.guest_volume()
@@ -328,7 +328,7 @@ class SandboxFactory:
 
     async def retry_removals(self) -> None:
         """Try failed removals again."""
-        names = [self._confirm_gone(runtime, name) for name, runtime in list(self._unconfirmed.items())]
+        names = [self._confirm_removed(runtime, name) for name, runtime in list(self._unconfirmed.items())]
         await settle([*names, *(self.discard(*pair) for pair in list(self._unwanted.items()))])
         for workspace in list(self._unwanted_workspaces):
             await self.discard_workspace(workspace)
@@ -348,7 +348,7 @@ class SandboxFactory:
         if self.shortage is not None:
             raise SandboxUnavailable(f"no sandbox is started now: {self.shortage}")
 
-    async def _confirm_gone(self, runtime: SandboxRuntime, name: str) -> None:
+    async def _confirm_removed(self, runtime: SandboxRuntime, name: str) -> None:
         """Remove a container after a failed start. The engine may have created the container despite the error, or
         may create it later.
         """
@@ -369,7 +369,7 @@ class SandboxFactory:
             self.slots.give_back()
 
 
-class WorkspaceMissed(SandboxUnavailable):
+class WorkspaceNotMounted(SandboxUnavailable):
     """A sandbox started, but its /workspace is not the one that was made for it."""
 
 
@@ -382,10 +382,10 @@ class StartCheck:
         self._is_hard = is_hard
         self._passed: set[tuple[str, str]] = set()
 
-    async def check(self, plan: SandboxPlan, size: WorkspaceSize, sandbox: Guest) -> None:
+    async def check(self, plan: SandboxPlan, size: WorkspaceSize, sandbox: AttestingGuest) -> None:
         """Check a new sandbox with a workspace of that size.
 
-        Raises WorkspaceMissed, and SandboxUnavailable when the guest does not attest.
+        Raises WorkspaceNotMounted, and SandboxUnavailable when the guest does not attest.
         """
         checked = (plan.image_id or plan.image, plan.runtime)
         if checked in self._passed:
@@ -393,7 +393,7 @@ class StartCheck:
         attestation = await ask_attestation(sandbox)
         misfits = find_misfits(attestation, size.bytes, size.inodes) if self._is_hard else []
         if misfits:
-            raise WorkspaceMissed(
+            raise WorkspaceNotMounted(
                 f"a sandbox of image {plan.image} does not have its workspace: {'; '.join(misfits)}; {FOLDERS}"
             )
         self._passed.add(checked)

@@ -29,7 +29,7 @@ from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.plans import with_placeholders
 from workers.sandboxd.runtime.attestation import ask_attestation
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import KEPT, Session
+from workers.sandboxd.session import KEPT, HostSession
 from workers.sandboxd.sessions import Sessions
 
 log = structlog.get_logger(__name__)
@@ -48,7 +48,7 @@ class SessionForker:
         self._running: set[asyncio.Task[None]] = set()
         self._merging = asyncio.Lock()
 
-    async def fork(self, name: str, children: Sequence[str], *, leaves_jobs: bool) -> Session:
+    async def fork(self, name: str, children: Sequence[str], *, leaves_jobs: bool) -> HostSession:
         """Make the sessions `children`, which get their sandboxes at their first calls, and return the parent. Without
         `leaves_jobs` a session with a background job is refused; with it the jobs continue in the parent only.
 
@@ -71,7 +71,7 @@ class SessionForker:
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _fork(self, entry: Session, children: Sequence[str], *, leaves_jobs: bool) -> None:
+    async def _fork(self, entry: HostSession, children: Sequence[str], *, leaves_jobs: bool) -> None:
         async with entry.lock:
             self._sessions.find_open(entry.id)  # not closed meanwhile
             entry.used_at = time.monotonic()
@@ -89,7 +89,7 @@ class SessionForker:
             finally:
                 entry.is_moving = False
 
-    async def _merge(self, layers: tuple[str, ...], entry: Session) -> None:
+    async def _merge(self, layers: tuple[str, ...], entry: HostSession) -> None:
         """Replace frozen workspaces by one with the same content, in every session that lies over all of them. A
         sandbox that runs keeps the old ones until it ends.
         """
@@ -120,7 +120,7 @@ class SessionForker:
             await self._sessions.discard_layers((name, *layers), size)
 
     async def _fork_running(
-        self, entry: Session, sandbox: Sandbox, children: Sequence[str], *, leaves_jobs: bool, can_stack: bool
+        self, entry: HostSession, sandbox: Sandbox, children: Sequence[str], *, leaves_jobs: bool, can_stack: bool
     ) -> None:
         if entry.is_busy:
             raise _busy("a call or a checkpoint of the session is running: fork it between its calls")
@@ -143,7 +143,7 @@ class SessionForker:
                 for heir in heirs:
                     heir.handover = handover
 
-    async def _hand_over(self, sandbox: Sandbox, entry: Session, heirs: Sequence[Session]) -> None:
+    async def _hand_over(self, sandbox: Sandbox, entry: HostSession, heirs: Sequence[HostSession]) -> None:
         """Pack the state of the parent's container for all `heirs`, and remove the container."""
         try:
             archive = await self._store.pack(entry, sandbox)
@@ -161,7 +161,7 @@ class SessionForker:
             await self._sessions.forget_archive(entry, archive)  # all of them may be closed by now
         await settle([self._factory.discard(sandbox)])
 
-    def _stack(self, entry: Session, children: Sequence[str]) -> None:
+    def _stack(self, entry: HostSession, children: Sequence[str]) -> None:
         """Give the parent and each child an empty disk over the parent's. It has no await, so that no other task sees
         a part of it.
         """
@@ -189,7 +189,7 @@ class SessionForker:
             for workspace in unused:
                 self._start(self._factory.discard_workspace(workspace))
 
-    async def _copy(self, entry: Session, sandbox: Sandbox, children: Sequence[str], *, can_stack: bool) -> None:
+    async def _copy(self, entry: HostSession, sandbox: Sandbox, children: Sequence[str], *, can_stack: bool) -> None:
         """Leave the parent as it is. The children share a copy of its disk, or else an archive of all files, which each
         of them unpacks at its first call.
         """
@@ -212,7 +212,7 @@ class SessionForker:
             await self._store.forget(entry.tenant, archive)
             raise
 
-    async def _copy_disk(self, entry: Session, sandbox: Sandbox) -> ImageWorkspace:
+    async def _copy_disk(self, entry: HostSession, sandbox: Sandbox) -> ImageWorkspace:
         workspaces, workspace = self._factory.workspaces, entry.workspace
         assert isinstance(workspaces, ImageWorkspaces)
         assert isinstance(workspace, ImageWorkspace)
@@ -223,10 +223,10 @@ class SessionForker:
         finally:
             await sandbox.unpause()
 
-    def _build_child(self, entry: Session, name: str, workspace: Workspace, archive: str | None) -> Session:
+    def _build_child(self, entry: HostSession, name: str, workspace: Workspace, archive: str | None) -> HostSession:
         # Placeholders of secrets belong to one session. The proxy would not fill in those of the parent.
         plan = with_placeholders(entry.plan, name)
-        child = Session(name, plan, entry.ttl_s, workspace, None, generation=0, terms=entry.terms)
+        child = HostSession(name, plan, entry.ttl_s, workspace, None, generation=0, terms=entry.terms)
         child.archive, child.lost, child.news = archive, entry.lost, entry.news
         # No checkpoint has its files.
         child.activity.has_written = True

@@ -44,7 +44,7 @@ class Frame:
 
 
 def encode_frame(header: Mapping[str, object], body: bytes = b"", *, max_total: int) -> bytes:
-    """Return the bytes of the frame. Raises FrameError: when the other side would refuse the frame."""
+    """Return the bytes of the frame. Raises FrameError when the other side would refuse the frame."""
     try:
         text = json.dumps(dict(header), allow_nan=False, separators=(",", ":")).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
@@ -179,13 +179,13 @@ class WorkerLink(asyncio.Protocol):
     """A connection of a worker as an asyncio protocol, without a task of its own. `on_open` gets the link when it is
     connected.
 
-    While it is watched, `on_gone` is called when the worker has left. `on_pace` is called with True when the worker
-    reads more slowly than it is sent to, and with False when it has caught up.
+    While it is watched, `on_disconnect` is called when the worker has left. `on_pace` is called with True when the
+    worker reads too slowly, and with False when it has caught up.
     """
 
     def __init__(self, on_open: Callable[["WorkerLink"], None]) -> None:
         self._on_open = on_open
-        self._on_gone: Callable[[], None] | None = None
+        self._on_disconnect: Callable[[], None] | None = None
         self._on_pace: Callable[[bool], None] | None = None
         self._decoder = FrameDecoder(MAX_DOWN)
         self._frames: deque[Frame] = deque()
@@ -195,18 +195,18 @@ class WorkerLink(asyncio.Protocol):
         self._sendable = asyncio.Event()
         self._sendable.set()
         self.transport: asyncio.Transport | None = None
-        self.is_gone = False
+        self.is_disconnected = False
 
-    def watch(self, on_gone: Callable[[], None], on_pace: Callable[[bool], None]) -> None:
+    def watch(self, on_disconnect: Callable[[], None], on_pace: Callable[[bool], None]) -> None:
         """Report the worker's end and pace from now on. An event that has already occurred is reported at once."""
-        self._on_gone, self._on_pace = on_gone, on_pace
-        if self.is_gone:
-            on_gone()
+        self._on_disconnect, self._on_pace = on_disconnect, on_pace
+        if self.is_disconnected:
+            on_disconnect()
         elif not self._sendable.is_set():
             on_pace(True)
 
     def unwatch(self) -> None:
-        self._on_gone = self._on_pace = None
+        self._on_disconnect = self._on_pace = None
 
     async def next(self) -> Frame | None:
         """Return the next frame, or None when the worker has left. Raises FrameError when the worker sent an invalid
@@ -215,7 +215,7 @@ class WorkerLink(asyncio.Protocol):
         while not self._frames:
             if self._broken is not None:
                 raise self._broken
-            if self.is_gone:
+            if self.is_disconnected:
                 return None
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
@@ -226,7 +226,7 @@ class WorkerLink(asyncio.Protocol):
     def send(self, header: Mapping[str, object], body: bytes = b"") -> None:
         """Send a frame. A frame to a worker that has left is dropped. Raises FrameError when the frame is too large."""
         data = encode_frame(header, body, max_total=MAX_DOWN)
-        if self.transport is not None and not self.is_gone:
+        if self.transport is not None and not self.is_disconnected:
             self.transport.write(data)
 
     async def drain(self) -> None:
@@ -262,7 +262,7 @@ class WorkerLink(asyncio.Protocol):
         self._go()
 
     def pause_writing(self) -> None:
-        if self.is_gone:
+        if self.is_disconnected:
             return
         self._sendable.clear()
         if self._on_pace is not None:
@@ -270,17 +270,17 @@ class WorkerLink(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._sendable.set()
-        if self._on_pace is not None and not self.is_gone:
+        if self._on_pace is not None and not self.is_disconnected:
             self._on_pace(False)
 
     def _go(self) -> None:
-        if self.is_gone:
+        if self.is_disconnected:
             return
-        self.is_gone = True
+        self.is_disconnected = True
         self._sendable.set()
         self._wake()
-        if self._on_gone is not None:
-            self._on_gone()
+        if self._on_disconnect is not None:
+            self._on_disconnect()
 
     def _wake(self) -> None:
         if self._arrival is not None and not self._arrival.done():
@@ -291,7 +291,7 @@ class WorkerLink(asyncio.Protocol):
         before, self._waiting_bytes = self._waiting_bytes, self._waiting_bytes + change
         if before <= _WAITING_BYTES < self._waiting_bytes:
             self.transport.pause_reading()
-        elif self._waiting_bytes <= _WAITING_BYTES < before and not self.is_gone:
+        elif self._waiting_bytes <= _WAITING_BYTES < before and not self.is_disconnected:
             self.transport.resume_reading()
 
 

@@ -55,7 +55,7 @@ class UsageReader:
             cpu, memory = group / "cpuacct.usage", root / "memory" / paths["memory"].lstrip("/") / _PEAK_OF_V1
             tasks = root / "pids" / paths["pids"].lstrip("/") / "pids.current"
         if container not in group.name:
-            # The engine's number of a process is that of another process in a sandboxd with its own PID namespace.
+            # In a sandboxd with its own PID namespace, the engine's pid belongs to another process.
             raise LookupError(f"process {process} is not in a control group of sandbox {container[:12]}")
         self._processes = str(group / "cgroup.procs")
         self._files = contextlib.ExitStack()
@@ -103,7 +103,7 @@ class UsageReader:
 
     def close(self) -> None:
         self._files.close()
-        self._cpu = self._memory = self._tasks = -1  # their numbers may be those of other files soon
+        self._cpu = self._memory = self._tasks = -1  # the descriptor numbers may be reused soon
 
     def _read_disks(self) -> tuple[int, int]:
         # The list of processes is expensive: the kernel builds it, and an open list of version 1 may be a second old.
@@ -174,7 +174,7 @@ class UsageTotals:
 
 
 @dataclass(eq=False)
-class CallMeter:
+class RequestMeter:
     """The usage of one request so far."""
 
     amounts: list[int] = field(default_factory=lambda: [0] * 4)
@@ -188,7 +188,7 @@ class SandboxMeter:
         self.network_bytes = 0
         self._reader = reader
         self._last = [0] * 4
-        self._calls: list[CallMeter] = []
+        self._calls: list[RequestMeter] = []
         self._totals: UsageTotals | None = None
         self._counted_at = 0.0
 
@@ -196,16 +196,16 @@ class SandboxMeter:
         """Count for a session from now on. The start of the sandbox counts too, and its time in a pool does not."""
         self._totals, self._counted_at = totals, time.monotonic()
 
-    def begin(self) -> CallMeter:
+    def begin(self) -> RequestMeter:
         """Begin to measure a request. Bytes of disks since the last request count for it."""
         self.update(has_disks=False)
         if not self._calls and self._reader is not None:
             self._reader.reset_peak()
-        call = CallMeter()
+        call = RequestMeter()
         self._calls.append(call)
         return call
 
-    def end(self, call: CallMeter) -> CallUsage | None:
+    def end(self, call: RequestMeter) -> CallUsage | None:
         """Return what the request used; None without a reader."""
         self.update()
         self._calls.remove(call)

@@ -19,7 +19,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.background import settle
 from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.reaper import Reaper
-from workers.sandboxd.session import Session, bound_to_session
+from workers.sandboxd.session import HostSession, bound_to_session
 from workers.sandboxd.sessions import Sessions
 
 log = structlog.get_logger(__name__)
@@ -109,12 +109,12 @@ class SessionMonitor:
         await settle(self._end(entry) for entry in self._sessions.all() if not entry.lock.locked())
         await self._factory.retry_removals()
 
-    async def _end(self, entry: Session) -> None:
+    async def _end(self, entry: HostSession) -> None:
         """Run the due action for a session. The caller skips sessions whose lock another task holds."""
         with bound_to_session(entry.id):
             await self._end_bound(entry)
 
-    async def _end_bound(self, entry: Session) -> None:
+    async def _end_bound(self, entry: HostSession) -> None:
         # No await lies between the check and the mark: a call cannot begin after the check, because `is_closing`
         # refuses it.
         if not entry.is_closing and entry.idle_s() > entry.ttl_s:
@@ -134,14 +134,14 @@ class SessionMonitor:
         slots = asyncio.Semaphore(_EVICTED_AT_ONCE)
         await settle(self._evict(entry, slots) for entry in self._find_idle(self._idle.evict_s))
 
-    async def _evict(self, entry: Session, slots: asyncio.Semaphore) -> None:
+    async def _evict(self, entry: HostSession, slots: asyncio.Semaphore) -> None:
         async with slots:
             # The session may have been used while this task waited for a slot.
             if entry.idle_s() >= self._idle.evict_s:
                 with bound_to_session(entry.id):
                     await self._sessions.suspender.give_up(entry)
 
-    def _find_idle(self, idle_s: float) -> list[Session]:
+    def _find_idle(self, idle_s: float) -> list[HostSession]:
         """Return the sessions that have a container and were idle for `idle_s` seconds. A session with a background
         job is checked again only after the time for freezing.
         """
@@ -159,7 +159,7 @@ class SessionMonitor:
             if not held_bytes:
                 entry.overfull_bytes = 0
 
-    def _end_overfull(self, entry: Session, held_bytes: int) -> None:
+    def _end_overfull(self, entry: HostSession, held_bytes: int) -> None:
         entry.overfull_bytes = held_bytes
         if entry.sandbox is not None:
             size = entry.workspace.size

@@ -83,7 +83,7 @@ class SandboxPlan:
 class Plans:
     """Computes plans from a tenant's terms and class. A session gets only properties that both allow.
 
-    Raises ValueError: for a class with an invalid name, or a class that this host cannot support.
+    Raises ValueError for a class with an invalid name, or a class that this host cannot support.
     """
 
     def __init__(self, settings: SandboxdSettings) -> None:
@@ -157,7 +157,7 @@ class Plans:
 
     def proofs(self) -> tuple[SandboxPlan, ...]:
         """Return the plans that the start-up check tries: the standard plan, then the same under every other runtime
-        that a class uses, and with root inside if a class has it.
+        that a class uses, and as root of the sandbox if a class allows it.
         """
         first = self.standard()
         others = [replace(first, runtime=runtime) for runtime in sorted(self.runtimes() - {first.runtime})]
@@ -166,7 +166,7 @@ class Plans:
         return (first, *others)
 
     def has_root(self) -> bool:
-        """Return whether sessions of any class run as root inside."""
+        """Return whether sessions of any class may run as root of the sandbox."""
         return any("root" in (terms.user, terms.largest.user) for terms in self.classes.values())
 
     def pooled(self) -> Mapping[SandboxPlan, int]:
@@ -273,7 +273,7 @@ class Plans:
 
     def _list_allowed(self, granted: TenantClass, terms: SandboxPolicy) -> set[str]:
         """Return the entries of the class that the terms allow, and the entries of the terms that the class allows.
-        Of two patterns it is not known whether they have a name in common.
+        It is unknown whether two patterns have a name in common.
         """
         entries = self._entries(granted)
         if terms.images is None:

@@ -41,7 +41,7 @@ class WarmSandbox:
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """`target`: how many sandboxes to keep. `refill_per_s`: how many to start per second. `memory_floor_bytes`: memory
+    """Limits of a pool. `target`: sandboxes to keep. `refill_per_s`: starts per second. `memory_floor_bytes`: memory
     that must stay available on the host. `keep_s`: the age at which a sandbox is replaced.
     """
 

@@ -19,8 +19,8 @@ from contract.errors import OperatorError
 from workers.logs import configure_logging, log_not_started
 from workers.sandboxd.daemon import cancelled_by_signals, open_daemon, run
 from workers.sandboxd.egress.relay import connect_proxy
+from workers.sandboxd.guarantees import Evidence, HostGuarantee, WorkspaceFacts, judge, read_host_facts
 from workers.sandboxd.plans import Plans, load_plans
-from workers.sandboxd.promises import Evidence, HostPromise, WorkspaceFacts, judge, read_host_facts
 from workers.sandboxd.runtime.engine import Engine
 from workers.settings import SandboxdSettings, load_sandboxd_settings
 
@@ -136,7 +136,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 async def _check(settings: SandboxdSettings, *, as_json: bool) -> int:
-    """Print the table of promises. Returns 1 when sandboxd would not start."""
+    """Print the table of guarantees. Returns 1 when sandboxd would not start."""
     plans = load_plans(settings)
     engine = Engine()
     try:
@@ -149,14 +149,14 @@ async def _check(settings: SandboxdSettings, *, as_json: bool) -> int:
         engine.close()
     rows = judge(evidence)
     sys.stdout.write(json.dumps(_build_report(evidence, rows)) + "\n" if as_json else "".join(map(_show, rows)))
-    return 1 if any(row.is_needed and row.state == "void" for row in rows) else 0
+    return 1 if any(row.is_needed and row.state == "broken" for row in rows) else 0
 
 
-def _build_report(evidence: Evidence, rows: tuple[HostPromise, ...]) -> dict[str, Any]:
+def _build_report(evidence: Evidence, rows: tuple[HostGuarantee, ...]) -> dict[str, Any]:
     """Return the report that `toolcrew doctor` reads."""
     facts, settings = evidence.facts, evidence.settings
     report: dict[str, Any] = {"image": settings.sandbox_image, "runtime": settings.sandbox_runtime}
-    report["promises"] = [asdict(row) for row in rows]
+    report["guarantees"] = [asdict(row) for row in rows]
     if facts is not None:
         report |= {
             "engine": facts.version,
@@ -171,6 +171,6 @@ def _build_report(evidence: Evidence, rows: tuple[HostPromise, ...]) -> dict[str
     return report | ({"problem": evidence.problem} if evidence.problem is not None else {})
 
 
-def _show(row: HostPromise) -> str:
+def _show(row: HostGuarantee) -> str:
     remedy = f"\n         do: {row.remedy}" if row.state != "holds" and row.remedy else ""
     return f"{row.state:<7}  {row.name}: {row.why}{remedy}\n"

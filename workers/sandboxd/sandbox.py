@@ -143,7 +143,7 @@ class Sandbox:
     async def attach(self, attached: AttachedContainer) -> None:
         """Take over the streams of the container and wait for the guest's hello.
 
-        Raises SandboxUnavailable: when no hello arrives. The caller then removes the sandbox.
+        Raises SandboxUnavailable when no hello arrives. The caller then removes the sandbox.
         """
         self._channel = await GuestChannel.open(attached.sock, self._on_frame, self._lose, attached.stderr)
         self.meter = SandboxMeter(_open_reader(attached))
@@ -187,7 +187,7 @@ class Sandbox:
         self.calls.pop(call.guest_id, None)
 
     def feed(self, call: RunningCall, header: Mapping[str, Any], body: bytes) -> None:
-        """Send one frame of a call to the guest. Raises FrameError: when the frame is too large."""
+        """Send one frame of a call to the guest. Raises FrameError when the frame is too large."""
         if self._channel is not None:
             self._channel.send({**header, "id": call.guest_id}, body)
 
@@ -209,7 +209,7 @@ class Sandbox:
         """Send a request of sandboxd itself, with a body of exactly `body_bytes`. Returns the guest's last header,
         checked like the answer to a worker's call.
 
-        Raises SandboxUnavailable: when the sandbox is lost before the answer.
+        Raises SandboxUnavailable when the sandbox is lost before the answer.
         """
         call = self.begin("", request, count_budget(request), sink or _drop)
         try:
@@ -306,15 +306,15 @@ class Sandbox:
     async def remove(self) -> None:
         """Remove the container and return after the engine no longer has it. Pending calls are answered.
 
-        Raises SandboxUnavailable: when the engine refuses. The next `remove` tries again.
+        Raises SandboxUnavailable when the engine refuses. The next `remove` tries again.
         """
         self._mark_lost("removed by sandboxd")
         # The removal is shared by all callers and shielded: a caller that is cancelled must not stop it.
-        error = await asyncio.shield(self._removing())
+        error = await asyncio.shield(self._begin_removal())
         if error is not None:
             raise SandboxUnavailable(str(error)) from error
 
-    def _removing(self) -> "asyncio.Task[SandboxUnavailable | None]":
+    def _begin_removal(self) -> "asyncio.Task[SandboxUnavailable | None]":
         # One removal at a time. A failed one is repeated only when a caller asks again, so the engine is not flooded.
         if self._removal is None or (self._removal.done() and not self.is_removed):
             self._removal = asyncio.get_running_loop().create_task(self._remove())
@@ -411,7 +411,7 @@ class Sandbox:
         self.forget(call)
         started = time.monotonic()
         self._lose(reason)
-        self._removing().add_done_callback(functools.partial(self._answer_removed, call, done, started))
+        self._begin_removal().add_done_callback(functools.partial(self._answer_removed, call, done, started))
 
     def _answer_removed(
         self,
@@ -466,7 +466,7 @@ class Sandbox:
         if self.counts is not None:
             self.counts.lost[cause] += 1
         self._mark_lost(reason)
-        self._removing()
+        self._begin_removal()
 
     def _mark_lost(self, reason: str) -> None:
         if self.lost is not None:
@@ -535,7 +535,7 @@ def count_survivors(header: Mapping[str, Any]) -> int:
     kill = header.get("kill")
     if kill is None:
         return 0
-    # In doubt there are survivors. A false zero would leave a process alive; a false one only costs a container.
+    # In doubt there are survivors. A false zero would leave a process alive; a false one only removes a container.
     count = kill.get("survivors", 0) if isinstance(kill, dict) else 1
     return count if isinstance(count, int) else 1
 

@@ -95,7 +95,7 @@ class SessionActivity:
 
 
 @dataclass(eq=False)
-class Session:
+class HostSession:
     """A session of this host.
 
     `terms`: the tenant's latest terms from a worker. `plan`: the plan of the sandbox, made from the terms at its

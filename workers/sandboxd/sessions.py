@@ -30,7 +30,7 @@ from workers.sandboxd.plans import SandboxPlan
 from workers.sandboxd.pool import WarmPools
 from workers.sandboxd.records import Records
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_LOST, KEPT, Session, SessionMove
+from workers.sandboxd.session import FILES_LOST, KEPT, HostSession, SessionMove
 from workers.sandboxd.suspension import MIN_IDLE_S, SessionSuspender, SuspensionStore, adopt
 
 log = structlog.get_logger(__name__)
@@ -48,16 +48,16 @@ OPEN_WAIT_S = 45.0
 _OTHER_IMAGE = (
     "the version of image {} that this session started with was removed; the new sandbox uses the current version"
 )
-Fill = Callable[[Session, Sandbox], Awaitable[None]]
+Fill = Callable[[HostSession, Sandbox], Awaitable[None]]
 """Function that fills the sandbox of a new session."""
 Revise = Callable[[SandboxPolicy, SandboxPlan], SandboxPlan]
-"""Function that returns the current plan for a tenant's terms and an earlier plan. Raises ToolFailure: when no plan
+"""Function that returns the current plan for a tenant's terms and an earlier plan. Raises ToolFailure when no plan
 is allowed.
 """
 
 
 @dataclass(frozen=True)
-class NewSession:
+class SessionParameters:
     """Parameters of a new session. `fill`: None for an empty workspace. `moved`: set if another host had the session;
     `fill` then restores its checkpoint. `image_wait_s`: how long to wait for the pull of the image.
     """
@@ -82,7 +82,7 @@ class Sessions:
         *,
         limit: int,
         revise: Revise,
-        prepare_network: Callable[[Session, Sandbox], Awaitable[None]] | None = None,
+        prepare_network: Callable[[HostSession, Sandbox], Awaitable[None]] | None = None,
     ) -> None:
         """Create the collection. `prepare_network`: connects a session's new sandbox to the egress proxy."""
         self._factory = factory
@@ -93,17 +93,17 @@ class Sessions:
         self.store = suspension_store
         self.suspender = SessionSuspender(factory, suspension_store, records)
         self._limit = limit
-        self._sessions: dict[str, Session] = {}
-        self._starting: dict[str, asyncio.Task[Session]] = {}
+        self._sessions: dict[str, HostSession] = {}
+        self._starting: dict[str, asyncio.Task[HostSession]] = {}
         self._ended: deque[tuple[float, str, UsageTotals]] = deque(maxlen=_MOST_ENDED)
-        """When sessions ended, their names, and their totals."""
+        """End time, name and totals of ended sessions."""
         factory.slots.free_slot = self._free_slot
 
-    async def open(self, session: str, start: NewSession) -> Session:
+    async def open(self, session: str, start: SessionParameters) -> HostSession:
         """Open a session with a new, filled sandbox. An open session is returned unchanged, because the request may
         be a repetition. A session that was moved away and comes back is closed here first.
 
-        Raises SandboxUnavailable: when the host is full or the engine refuses. Also raises the errors of `fill`.
+        Raises SandboxUnavailable when the host is full or the engine refuses. Also raises the errors of `fill`.
         After an error nothing of the session remains.
         """
         # A loop: while the stale session is closed, another request may open the session again.
@@ -116,7 +116,7 @@ class Sessions:
             log.warning("stale_session_closed", fence=entry.fence, wanted=start.moved.fence)
             await self.close(session)
 
-    async def _open_or_join(self, session: str, start: NewSession) -> Session:
+    async def _open_or_join(self, session: str, start: SessionParameters) -> HostSession:
         entry = self._sessions.get(session)
         if entry is not None and entry.is_closing:
             await self.close(session)
@@ -136,7 +136,7 @@ class Sessions:
 
     async def use(
         self, session: str, call_id: str | None = None, terms: SandboxPolicy | None = None, limit_s: float = 0.0
-    ) -> tuple[Session, Sandbox]:
+    ) -> tuple[HostSession, Sandbox]:
         """Return the session and its running sandbox, ready for the call `call_id`. With `call_id` None the request
         is not a call, so its result reports no loss.
 
@@ -164,7 +164,7 @@ class Sessions:
         assert entry.sandbox is not None
         return entry, entry.sandbox
 
-    def update_terms(self, entry: Session, terms: SandboxPolicy) -> None:
+    def update_terms(self, entry: HostSession, terms: SandboxPolicy) -> None:
         """Set the tenant's terms. The network rules apply to the next connection, all other terms to the next
         sandbox.
 
@@ -188,11 +188,11 @@ class Sessions:
             if connections is not None and any((entry.tenant, name) in secrets for name, _ in entry.plan.secrets):
                 connections.cut()
 
-    def find(self, session: str) -> Session | None:
+    def find(self, session: str) -> HostSession | None:
         """Return the session; None if it is unknown."""
         return self._sessions.get(session)
 
-    def find_open(self, session: str) -> Session:
+    def find_open(self, session: str) -> HostSession:
         """Return the session. Raises ToolFailure (SESSION_NOT_FOUND) and SandboxUnavailable."""
         entry = self._sessions.get(session)
         if entry is None or entry.is_closing:
@@ -201,7 +201,7 @@ class Sessions:
             raise SandboxdEnding
         return entry
 
-    def add_all(self, entries: Iterable[Session]) -> None:
+    def add_all(self, entries: Iterable[HostSession]) -> None:
         """Add new sessions without sandboxes, and record them. Raises SandboxUnavailable; then none of them remains."""
         entries = list(entries)
         self._sessions |= {entry.id: entry for entry in entries}
@@ -214,14 +214,14 @@ class Sessions:
                 del self._sessions[entry.id]
             raise
 
-    def all(self) -> list[Session]:
+    def all(self) -> list[HostSession]:
         return list(self._sessions.values())
 
     async def close(self, session: str, *, fence: int | None = None) -> bool:
         """Remove the session's sandbox and files, and return after the container is removed. Returns False if there
         is no such session, or it was opened under another fence.
 
-        Raises SandboxUnavailable: when the engine refuses. The session is then unusable, and the sweep retries the
+        Raises SandboxUnavailable when the engine refuses. The session is then unusable, and the sweep retries the
         removal.
         """
         if session in self._starting:
@@ -320,7 +320,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def _note_ended(self, entry: Session) -> None:
+    def _note_ended(self, entry: HostSession) -> None:
         """Keep the totals of an ended session until every worker has certainly read them."""
         now = time.monotonic()
         self._ended.append((now, entry.id, entry.usage))
@@ -334,13 +334,13 @@ class Sessions:
                 f"this host already has {self._limit} sessions: close some, add a host, or raise TOOLCREW_MAX_SESSIONS"
             )
 
-    async def _open(self, session: str, start: NewSession) -> Session:
+    async def _open(self, session: str, start: SessionParameters) -> HostSession:
         warm = await self._pools.take(start.plan)
         if warm is not None:
             plan, workspace, sandbox = replace(start.plan, image_id=warm.image_id), warm.workspace, warm.sandbox
         else:
             plan, workspace, sandbox = await self._make_pinned(start.plan, start.image_wait_s)
-        entry = Session(session, plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxPolicy())
+        entry = HostSession(session, plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxPolicy())
         if start.moved is not None:
             _move_in(entry, sandbox, start.moved, is_restored=start.fill is not None)
         try:
@@ -358,7 +358,7 @@ class Sessions:
         self._sessions[session] = entry
         return entry
 
-    async def _connect(self, entry: Session, sandbox: Sandbox) -> None:
+    async def _connect(self, entry: HostSession, sandbox: Sandbox) -> None:
         """Connect a new sandbox to the session's usage and network, and give its programs the placeholders of the
         session's secrets.
         """
@@ -395,7 +395,7 @@ class Sessions:
             await asyncio.shield(self._factory.discard_workspace(workspace))
             raise
 
-    def _forget_start(self, session: str, task: "asyncio.Task[Session]") -> None:
+    def _forget_start(self, session: str, task: "asyncio.Task[HostSession]") -> None:
         del self._starting[session]
         if not task.cancelled():
             task.exception()  # retrieve the exception: the caller may have left
@@ -408,7 +408,7 @@ class Sessions:
             start.cancel()
         await asyncio.gather(*late, return_exceptions=True)
 
-    async def _wait_ready(self, entry: Session, call_id: str | None) -> None:
+    async def _wait_ready(self, entry: HostSession, call_id: str | None) -> None:
         """Wait until the sandbox is ready. A cancel request removes the id of a waiting call from `entry.waiting`."""
         # A call that waits is not in the guest yet, so a cancel finds it only in this list.
         if call_id is not None:
@@ -426,7 +426,7 @@ class Sessions:
             raise ToolFailure(ErrorCode.CANCELLED, "the call was cancelled before it began")
         entry.used_at = time.monotonic()
 
-    async def make_ready(self, entry: Session, *, is_call: bool = False) -> None:
+    async def make_ready(self, entry: HostSession, *, is_call: bool = False) -> None:
         """Give a session, whose lock the caller holds, a running sandbox. Raises SandboxUnavailable."""
         sandbox = entry.sandbox
         lost = sandbox if sandbox is not None and sandbox.lost is not None else None
@@ -443,7 +443,7 @@ class Sessions:
             await entry.sandbox.unpause()
             entry.is_paused = False
 
-    def refuse_lost(self, entry: Session, *, is_call: bool = False) -> None:
+    def refuse_lost(self, entry: HostSession, *, is_call: bool = False) -> None:
         """Raise the loss of the files until one call has reported it. A model must not find an empty folder without
         notice, so other requests are refused before that call.
         """
@@ -456,7 +456,7 @@ class Sessions:
                 self.suspender.try_keep(entry)
             raise SandboxUnavailable(unreported_loss)
 
-    async def _remove_lost(self, entry: Session, sandbox: Sandbox) -> None:
+    async def _remove_lost(self, entry: HostSession, sandbox: Sandbox) -> None:
         await sandbox.remove()
         # A call whose own result reported the loss needs no second report.
         entry.lost = sandbox.lost
@@ -465,7 +465,7 @@ class Sessions:
             entry.add_news(KEPT.format(sandbox.lost))
         entry.sandbox, entry.is_paused = None, False
 
-    async def _start_again(self, entry: Session) -> None:
+    async def _start_again(self, entry: HostSession) -> None:
         """Start a new container around the session's workspace, with the packed state of the last container."""
         # After a fork, its state is still being packed. A container that starts now would begin without it.
         await entry.handed_over()
@@ -491,7 +491,7 @@ class Sessions:
         self.suspender.try_keep(entry)  # Save first: a record must not name a deleted archive.
         await self.forget_archive(entry, archive)
 
-    async def forget_archive(self, entry: Session, archive: str | None) -> None:
+    async def forget_archive(self, entry: HostSession, archive: str | None) -> None:
         """Delete an archive that a session needed, unless a fork needs it, too."""
         # A fork shares the archive of its parent. Without a session that has it, no fork can begin to share it.
         if all(other.archive != archive for other in self._sessions.values()):
@@ -507,8 +507,8 @@ class Sessions:
             if found is not None:
                 await self._factory.discard_workspace(found)
 
-    def _plan_again(self, entry: Session) -> SandboxPlan:
-        """Return the plan of the session's next sandbox. Raises SandboxUnavailable: when class or
+    def _plan_again(self, entry: HostSession) -> SandboxPlan:
+        """Return the plan of the session's next sandbox. Raises SandboxUnavailable when class or
         terms allow none.
         """
         try:
@@ -519,11 +519,11 @@ class Sessions:
             log.warning("session_image_not_allowed_any_more", was=entry.plan.image, now=plan.image)
         return plan
 
-    async def _suspend(self, entry: Session, slots: asyncio.Semaphore) -> None:
+    async def _suspend(self, entry: HostSession, slots: asyncio.Semaphore) -> None:
         async with slots:
             await self.suspender.suspend(entry)
 
-    async def _remove_unpacked(self, entry: Session) -> None:
+    async def _remove_unpacked(self, entry: HostSession) -> None:
         """Remove a container that could not be packed. Its own state is lost."""
         try:
             self.suspender.keep(entry)
@@ -545,7 +545,7 @@ class Sessions:
             for entry in self.all()
             if entry.sandbox is not None and entry.idle_s() >= MIN_IDLE_S and entry.checked_at < checked_before
         ]
-        # The first that can be packed is enough: each eviction costs a session its next start.
+        # The first that can be packed is enough: after each eviction, a session must start a sandbox again.
         for entry in sorted(idle, key=lambda entry: entry.used_at):
             if await self.suspender.give_up(entry):
                 return True
@@ -556,7 +556,7 @@ def _name_network(terms: SandboxPolicy) -> tuple[object, ...]:
     return (terms.network, terms.tenant_class, terms.secrets)
 
 
-def _move_in(entry: Session, sandbox: Sandbox, moved: SessionMove, *, is_restored: bool) -> None:
+def _move_in(entry: HostSession, sandbox: Sandbox, moved: SessionMove, *, is_restored: bool) -> None:
     """Mark a session that comes from another host. Its first call reports the loss."""
     entry.fence = entry.generation = sandbox.generation = moved.fence
     entry.was_rebuilt = True

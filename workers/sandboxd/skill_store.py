@@ -39,7 +39,7 @@ space of other tenants.
 _MEMORY_BYTES = 1024 * 1024
 
 
-class SkillStore:
+class SkillVolume:
     """A volume with the lifetime of this process. `image`: any image of the engine, for the
     container that unpacks.
     """
@@ -140,7 +140,7 @@ class SkillStore:
 
 def _repack(received: IO[bytes], archive: IO[bytes], name: str, digest: str) -> None:
     """Repack the files below `name`, owned by root and read-only. Only regular files are accepted. Raises
-    ToolFailure: when the files do not match the digest.
+    ToolFailure when the files do not match the digest.
     """
     bundle_digest, folders, top = BundleDigest(), {""}, SKILLS_FOLDER.strip("/")
     try:

@@ -23,7 +23,7 @@ from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.records import Records, SessionRecord
 from workers.sandboxd.runtime.attestation import ask_attestation
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_LOST, KEPT, Session
+from workers.sandboxd.session import FILES_LOST, KEPT, HostSession
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +49,7 @@ class SuspensionStore:
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
-    async def pack(self, session: Session, sandbox: Sandbox, *, is_whole: bool = False) -> str:
+    async def pack(self, session: HostSession, sandbox: Sandbox, *, is_whole: bool = False) -> str:
         """Return a new archive. `is_whole`: with the workspace in any case."""
         most = count_max_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
         with _as_unavailable("packed"):
@@ -58,7 +58,7 @@ class SuspensionStore:
             )
             return saved.id
 
-    async def unpack(self, session: Session, sandbox: Sandbox) -> None:
+    async def unpack(self, session: HostSession, sandbox: Sandbox) -> None:
         if session.archive is not None:
             with _as_unavailable("unpacked"):
                 await self._checkpoints.load(session.tenant, session.archive, sandbox, roots=_roots(session))
@@ -75,7 +75,7 @@ def open_suspension_store(folder: Path, free_bytes: int) -> SuspensionStore:
     return SuspensionStore(Checkpoints(open_own_store(folder, free_bytes), save_s=PACKING_S))
 
 
-def _roots(session: Session) -> tuple[str, ...]:
+def _roots(session: HostSession) -> tuple[str, ...]:
     return _CONTAINERS_OWN if session.workspace.outlives_container and not session.is_unfilled else _WHOLE
 
 
@@ -98,7 +98,7 @@ class SessionSuspender:
         self._store = suspension_store
         self._records = records
 
-    async def pause(self, entry: Session) -> bool:
+    async def pause(self, entry: HostSession) -> bool:
         """Freeze an idle session; its next call thaws it. Returns False when the session is busy or has a background
         job.
         """
@@ -123,7 +123,7 @@ class SessionSuspender:
                 raise
         return True
 
-    async def give_up(self, entry: Session, *, must_be_idle: bool = True) -> bool:
+    async def give_up(self, entry: HostSession, *, must_be_idle: bool = True) -> bool:
         """Pack the container's own state and remove it. Returns False when the session is busy, has a background job,
         or cannot be packed.
         """
@@ -132,12 +132,12 @@ class SessionSuspender:
         async with entry.lock:
             return await self._pack_and_remove(entry)
 
-    async def suspend(self, entry: Session) -> None:
+    async def suspend(self, entry: HostSession) -> None:
         """Evict a session because sandboxd is shutting down; its background jobs end. A busy session is left alone."""
         async with entry.lock:
             await self._pack_and_remove(entry, is_last=True)
 
-    async def unpack(self, entry: Session, sandbox: Sandbox) -> None:
+    async def unpack(self, entry: HostSession, sandbox: Sandbox) -> None:
         """Unpack the archive into the session's new sandbox. Raises SandboxUnavailable. After a few failures the
         archive counts as lost.
         """
@@ -157,7 +157,7 @@ class SessionSuspender:
             raise
         entry.failed_unpacks = 0
 
-    def keep(self, entry: Session) -> None:
+    def keep(self, entry: HostSession) -> None:
         """Save the session's record for the next sandboxd, or delete it when nothing is kept. Raises
         SandboxUnavailable.
         """
@@ -166,18 +166,18 @@ class SessionSuspender:
         else:
             self._records.forget_session(entry.id)
 
-    def try_keep(self, entry: Session) -> None:
+    def try_keep(self, entry: HostSession) -> None:
         """Save like `keep`, but only log a failure. The next sandboxd then finds the earlier record."""
         try:
             self.keep(entry)
         except SandboxUnavailable as error:
             log.error("session_not_recorded", workspace=entry.workspace.name, error=str(error))
 
-    def is_kept(self, entry: Session) -> bool:
+    def is_kept(self, entry: HostSession) -> bool:
         """Return whether the files exist without this process, as a workspace or as an archive."""
         return entry.workspace.outlives_container or (entry.sandbox is None and entry.archive is not None)
 
-    async def forget_archive(self, entry: Session, archive: str | None) -> None:
+    async def forget_archive(self, entry: HostSession, archive: str | None) -> None:
         """Delete an archive. The next start repeats a failed deletion."""
         try:
             if archive is not None:
@@ -185,7 +185,7 @@ class SessionSuspender:
         except SandboxUnavailable as error:
             log.error("archive_not_removed", error=str(error))
 
-    async def _pack_and_remove(self, entry: Session, *, is_last: bool = False) -> bool:
+    async def _pack_and_remove(self, entry: HostSession, *, is_last: bool = False) -> bool:
         """Pack and remove the container. `is_last`: sandboxd is shutting down, so background jobs may end."""
         sandbox = entry.sandbox
         if sandbox is None or sandbox.lost is not None or entry.is_busy or entry.is_closing:
@@ -210,7 +210,7 @@ class SessionSuspender:
             entry.is_moving = False
         return entry.sandbox is None
 
-    async def _remove_packed(self, entry: Session, sandbox: Sandbox) -> None:
+    async def _remove_packed(self, entry: HostSession, sandbox: Sandbox) -> None:
         """Save the record that the session is packed, then remove the container. Without a record the
         container stays.
         """
@@ -223,21 +223,21 @@ class SessionSuspender:
             raise
         await self._factory.discard(sandbox)
 
-    async def _has_jobs(self, entry: Session, sandbox: Sandbox) -> bool:
+    async def _has_jobs(self, entry: HostSession, sandbox: Sandbox) -> bool:
         entry.checked_at = time.monotonic()
         jobs = (await ask_attestation(sandbox)).jobs
         entry.activity.note_jobs(jobs)
         return jobs > 0
 
 
-def adopt(records: Records, workspaces: Workspaces) -> list[Session]:
+def adopt(records: Records, workspaces: Workspaces) -> list[HostSession]:
     """Return the kept sessions, without containers. A session whose files are missing is deleted. A session whose
     files have another kind waits for a sandboxd with that kind.
     """
     return [entry for record in records.sessions() if (entry := _adopt(record, records, workspaces)) is not None]
 
 
-def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> Session | None:
+def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> HostSession | None:
     if record.kind != workspaces.kind:
         # An empty workspace of another kind must not replace the kept one.
         log.error(
@@ -251,7 +251,7 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> S
         log.error("workspace_missing", workspace=record.workspace)
         records.forget_session(record.id)
         return None
-    entry = Session(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.terms)
+    entry = HostSession(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.terms)
     entry.archive, entry.news, entry.unreported_loss = record.archive, record.news, record.unreported_loss
     entry.fence, entry.automatic_at, entry.is_unfilled = record.fence, record.automatic_at, record.unfilled
     # The changes between the record and the end of that sandboxd are unknown.

@@ -1,6 +1,6 @@
 """Parses the content of session skills in a separate process.
 
-A parser that fails or needs too much costs only that call.
+A parser that fails or exceeds a limit ends only that call.
 """
 
 import hashlib

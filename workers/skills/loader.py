@@ -80,7 +80,7 @@ class Skill:
 
 
 def load_skills(roots: Sequence[Path]) -> tuple[Skill, ...]:
-    """Return all usable skills by name. Of two skills with the same name, the skill of the first root is used.
+    """Return all usable skills by name. If two skills have the same name, the skill of the first root is used.
 
     A broken skill is logged and does not affect other skills. Raises ConfigError: a root is no folder.
     """

@@ -109,7 +109,7 @@ def name_nearest(name: str, names: Iterable[str], none: str) -> str:
 
 
 def _command(skill: Skill, file: BundleFile, path: str) -> list[str]:
-    if file.mark == b"#!":
+    if file.first_bytes == b"#!":
         command = _read_first_line(
             read_bundled(skill, file, _SHEBANG_BYTES).split(b"\n")[0][2:].decode("utf-8", "replace")
         )

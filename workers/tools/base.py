@@ -228,7 +228,7 @@ class ToolEnvironment:
             if path is not None:
                 return path
             with pack() as archive:
-                return self._timed(
+                return self._measure(
                     "place_skill", lambda: client.place_skill(self._name, digest, archive, shared=is_shared)
                 )
         except SandboxdUnreachable as unreachable:
@@ -255,7 +255,7 @@ class ToolEnvironment:
         client = self._client()
         if moved is None and options is not None:
             self._check_secrets(options.secrets)
-        fields = self._timed(
+        fields = self._measure(
             "open" if restore is None and workspace is None else "restore",
             lambda: client.describe_open(
                 self._name,
@@ -288,13 +288,13 @@ class ToolEnvironment:
     def checkpoint(self) -> Mapping[str, Any]:
         """Save a checkpoint. Return `checkpoint` (its id), `bytes`, `sha256`, `skipped` (sockets) and `torn`."""
         client = self._client()
-        fields = self._timed("checkpoint", lambda: client.checkpoint(self._name))
+        fields = self._measure("checkpoint", lambda: client.checkpoint(self._name))
         return {name: fields[name] for name in ("checkpoint", "bytes", "sha256", "skipped", "torn")}
 
     def save_files(self, file: str, names: str) -> Mapping[str, Any]:
         """Store files of the workspace (SandboxClient.save_files). Return `bytes` and `sha256`."""
         client = self._client()
-        fields = self._timed("save_files", lambda: client.save_files(self._name, file, names))
+        fields = self._measure("save_files", lambda: client.save_files(self._name, file, names))
         return {name: fields[name] for name in ("bytes", "sha256")}
 
     def fork(self, children: Sequence[str], *, leave_jobs: bool) -> Mapping[str, Any]:
@@ -303,7 +303,7 @@ class ToolEnvironment:
         """
         client, tenant = self._client(), self.context.tenant
         names = [sandbox_id(tenant, child) for child in children]
-        fields = self._timed("fork", lambda: client.fork(self._name, names, leave_jobs=leave_jobs))
+        fields = self._measure("fork", lambda: client.fork(self._name, names, leave_jobs=leave_jobs))
         return {name: fields[name] for name in ("image", "network", "hosts", "workspace", "options", "start_s")}
 
     def delete_checkpoint(self, checkpoint: str) -> Mapping[str, Any]:
@@ -313,7 +313,7 @@ class ToolEnvironment:
     def close_sandbox(self) -> bool:
         """Close the session's sandbox. Return False when there was no sandbox."""
         client = self._client()
-        return self._timed("close", lambda: client.close(self._name))
+        return self._measure("close", lambda: client.close(self._name))
 
     def sandbox_news(self) -> str:
         """Return a line about the sandbox for the end of the output, such as its loss before the call; or an empty
@@ -373,7 +373,7 @@ class ToolEnvironment:
         except (ToolFailure, OperatorError) as error:
             log.error("sandbox_not_closed", call=self.call.id, error=str(error))
 
-    def _timed(self, op: str, work: Callable[[], T], sandbox_s: Callable[[T], float] = lambda _: 0.0) -> T:
+    def _measure(self, op: str, work: Callable[[], T], sandbox_s: Callable[[T], float] = lambda _: 0.0) -> T:
         """Return the result of `work`, and record its duration.
 
         `sandbox_s` returns sandboxd's part of the duration from the result.

@@ -78,7 +78,7 @@ class AddressRules:
     """
 
     def __init__(self, own_ranges: Iterable[Network] = (), nat64_prefix: ipaddress.IPv6Network | None = None) -> None:
-        """Create the rules. `nat64_prefix`: a /96 network. Raises ValueError: when the prefix has another length."""
+        """Create the rules. `nat64_prefix`: a /96 network. Raises ValueError when the prefix has another length."""
         if nat64_prefix is not None and nat64_prefix.prefixlen != 96:
             raise ValueError("a NAT64 prefix must be a /96")
         self._own = tuple(_range(network, "closed by the operator") for network in own_ranges)

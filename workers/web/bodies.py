@@ -62,7 +62,7 @@ class Inflater:
 
 
 class BodyDecoder:
-    """Decoder of one layer of `encoding`, a Content-Encoding, within limits. Raises ToolFailure(NETWORK_ERROR): for an
+    """Decoder of one layer of `encoding`, a Content-Encoding, within limits. Raises ToolFailure(NETWORK_ERROR) for an
     encoding that the request did not ask for.
     """
 

@@ -55,12 +55,12 @@ class JudgedBackend(httpcore2.AsyncNetworkBackend):
             except httpcore2.ConnectTimeout:
                 failure = _slow(target.host, f"accepted no connection within {self._limits.connect_s:g} s")
             except httpcore2.ConnectError:
-                failure = _failed("refused", f"{target.host} port {target.port} refused the connection")
+                failure = _build_failure("refused", f"{target.host} port {target.port} refused the connection")
             else:
-                return await self._checked(stream, address)
-        raise failure or _failed("dns", f"no address for {target.host}")
+                return await self._check_stream(stream, address)
+        raise failure or _build_failure("dns", f"no address for {target.host}")
 
-    async def _checked(self, stream: httpcore2.AsyncNetworkStream, address: Address) -> "BoundedStream":
+    async def _check_stream(self, stream: httpcore2.AsyncNetworkStream, address: Address) -> "BoundedStream":
         try:
             check_peer(stream.get_extra_info("socket"), address, self._target)
         except BaseException:
@@ -96,7 +96,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
         except httpcore2.WriteTimeout:
             raise _slow(self._host, "did not accept the request") from None
         except httpcore2.WriteError:
-            raise _failed("reset", f"{self._host} closed the connection while the request was sent") from None
+            raise _build_failure("reset", f"{self._host} closed the connection while the request was sent") from None
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """Return the next bytes; empty at the end. Raises ToolFailure: NETWORK_ERROR, TIMEOUT, FILE_TOO_LARGE."""
@@ -123,7 +123,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
             self._deadline.remaining_s(step)
             return None
         except httpcore2.ReadError:
-            raise _failed("reset", f"{self._host} closed the connection") from None
+            raise _build_failure("reset", f"{self._host} closed the connection") from None
 
     def _wait_s(self) -> float:
         if self._window_from is None:
@@ -131,7 +131,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
         return max(0.001, self._window_from + self._limits.rate_window_s - self._deadline.now())
 
     def _next_window(self) -> None:
-        """Start the next rate window. Raises ToolFailure(TIMEOUT): when too few bytes arrived in the window that
+        """Start the next rate window. Raises ToolFailure(TIMEOUT) when too few bytes arrived in the window that
         ends.
         """
         if self._window_from is None:
@@ -159,8 +159,8 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
         elif isinstance(cause, ssl.SSLError | ValueError):
             reason = f"no secure connection to {self._host} ({getattr(cause, 'reason', None) or 'no TLS'})"
         else:
-            return _failed("reset", f"{self._host} closed the connection during the TLS handshake")
-        return _failed("tls", f"TLS: {reason}")
+            return _build_failure("reset", f"{self._host} closed the connection during the TLS handshake")
+        return _build_failure("tls", f"TLS: {reason}")
 
     async def aclose(self) -> None:
         """Close the connection."""
@@ -173,7 +173,7 @@ class BoundedStream(httpcore2.AsyncNetworkStream):
 
 def header_flood(host: str, limits: FetchLimits) -> ToolFailure:
     """Return the failure for a response with too many headers."""
-    return _failed(
+    return _build_failure(
         "protocol", f"{host} sends more headers than {limits.header_lines} lines or {limits.header_bytes // 1024} KiB"
     )
 
@@ -182,5 +182,5 @@ def _slow(host: str, problem: str) -> ToolFailure:
     return ToolFailure(ErrorCode.TIMEOUT, f"{host} {problem}: try again later, or another source")
 
 
-def _failed(cause: str, sentence: str) -> ToolFailure:
+def _build_failure(cause: str, sentence: str) -> ToolFailure:
     return ToolFailure(ErrorCode.NETWORK_ERROR, sentence, cause=cause)

@@ -129,10 +129,10 @@ class Fetcher:
                     "directly",
                     cause="redirects",
                 )
-            base, target = target, self._redirected(target, location)
+            base, target = target, self._parse_redirect(target, location)
             redirects = (*redirects, target.url)
 
-    def _redirected(self, base: Target, location: str) -> Target:
+    def _parse_redirect(self, base: Target, location: str) -> Target:
         """Return the target of a redirect, checked like a requested URL. Raises ToolFailure(SECURITY_REFUSED)."""
         try:
             target = parse_location(base, _as_utf8(location))

@@ -47,7 +47,7 @@ class Deadline:
         return self._clock()
 
     def remaining_s(self, step: str, at_most: float | None = None) -> float:
-        """Return the seconds for a wait: more than 0 and at most `at_most`. Raises ToolFailure(TIMEOUT): when the
+        """Return the seconds for a wait: more than 0 and at most `at_most`. Raises ToolFailure(TIMEOUT) when the
         deadline has passed; the message names the `step`.
         """
         seconds = self._until - self._clock()

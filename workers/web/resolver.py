@@ -41,7 +41,9 @@ class SystemResolver:
         # process with threads.
         self._lookups = [lookup for lookup in self._lookups if lookup.is_alive()]
         if len(self._lookups) >= self._max_lookups:
-            raise _failed(ErrorCode.TIMEOUT, f"DNS: too many lookups are running to look up {host}; try again later")
+            raise _build_failure(
+                ErrorCode.TIMEOUT, f"DNS: too many lookups are running to look up {host}; try again later"
+            )
         answer: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
         lookup = threading.Thread(target=_look_up, args=(host, answer), name="dns", daemon=True)
         self._lookups.append(lookup)
@@ -49,11 +51,13 @@ class SystemResolver:
         try:
             result = answer.get(timeout=limit_s)
         except queue.Empty:
-            raise _failed(
+            raise _build_failure(
                 ErrorCode.TIMEOUT, f"DNS: no answer for {host} within {limit_s:g} s; try again or use another host"
             ) from None
         if isinstance(result, OSError):
-            raise _failed(ErrorCode.NETWORK_ERROR, f"DNS: {host} has no address ({result.strerror}); check the name")
+            raise _build_failure(
+                ErrorCode.NETWORK_ERROR, f"DNS: {host} has no address ({result.strerror}); check the name"
+            )
         return parse_answers(host, result)
 
 
@@ -79,13 +83,13 @@ def parse_answers(host: str, answers: list[str]) -> tuple[Address, ...]:
     try:
         addresses = tuple(dict.fromkeys(ipaddress.ip_address(answer) for answer in answers))
     except ValueError:
-        raise _failed(ErrorCode.NETWORK_ERROR, f"DNS: the answer for {host} is not an address") from None
+        raise _build_failure(ErrorCode.NETWORK_ERROR, f"DNS: the answer for {host} is not an address") from None
     if not 0 < len(addresses) <= MAX_ANSWERS:
-        raise _failed(
+        raise _build_failure(
             ErrorCode.NETWORK_ERROR, f"DNS: {len(addresses)} addresses for {host}; from 1 to {MAX_ANSWERS} are accepted"
         )
     return addresses
 
 
-def _failed(code: ErrorCode, message: str) -> ToolFailure:
+def _build_failure(code: ErrorCode, message: str) -> ToolFailure:
     return ToolFailure(code, message, cause="dns")

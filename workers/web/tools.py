@@ -38,7 +38,7 @@ def _is_set(secret: SecretStr | None) -> TypeGuard[SecretStr]:
 def build_web_tools(
     settings: WebSettings, cache: PageStore, resolver: Resolver | None = None
 ) -> tuple[WorkerTool, ...]:
-    """Return webfetch_tool and websearch_tool. Raises ConfigError: for an invalid address of a search service."""
+    """Return webfetch_tool and websearch_tool. Raises ConfigError for an invalid address of a search service."""
     resolver = resolver or SystemResolver()
     fetcher = Fetcher(resolver, build_egress_rules(settings), cache, per_minute=settings.webfetch_per_minute)
     return build_webfetch(fetcher), build_websearch(build_providers(settings, resolver))

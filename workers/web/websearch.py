@@ -91,7 +91,7 @@ def _parse_query_text(text: str) -> str:
 
 
 def _parse_domains(names: list[str]) -> tuple[str, ...]:
-    """Return the domains, normalized. Raises ToolFailure(INVALID_ARGUMENTS): for text that a provider's query would
+    """Return the domains, normalized. Raises ToolFailure(INVALID_ARGUMENTS) for text that a provider's query would
     not read as a domain.
     """
     domains = tuple(dict.fromkeys(domain.strip().lower().removeprefix("*.").removesuffix(".") for domain in names))

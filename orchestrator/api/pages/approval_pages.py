@@ -16,7 +16,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.schema import MAX_VALUES
 from contract.strict_json import InvalidJson, parse_object
 from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import Looking, Person, Sending, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_here
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
@@ -74,7 +74,7 @@ class QuestionView:
 
 
 @router.get("/approvals")
-async def approvals(request: Request, person: Looking, cursor: str = "", done: str = "") -> Response:
+async def approvals(request: Request, person: PageViewer, cursor: str = "", done: str = "") -> Response:
     """Show the questions that wait for a decision. The question that expires first is first."""
     viewer = await person.viewer()
     page = await person.app_state.parts.approvals.pending(person.actor, viewer.tenant, cursor or None, PAGE)
@@ -83,7 +83,7 @@ async def approvals(request: Request, person: Looking, cursor: str = "", done: s
         return render("approvals.part.html", viewer, ids=ids, shown=request.query_params.get("shown", ids))
     values: dict[str, Any] = {
         "questions": await asyncio.gather(
-            *(_build_question(person, question, is_whole) for question, is_whole in _fitting(page.questions))
+            *(_build_question(person, question, is_whole) for question, is_whole in _select_fitting(page.questions))
         ),
         "cursor": page.cursor,
         "ids": ids,
@@ -100,7 +100,7 @@ async def approvals(request: Request, person: Looking, cursor: str = "", done: s
 
 
 @router.get("/approvals/{id_}")
-async def approval(id_: str, person: Looking) -> Response:
+async def approval(id_: str, person: PageViewer) -> Response:
     """Show one question."""
     try:
         pending = await person.app_state.parts.approvals.get(id_, person.actor)
@@ -119,7 +119,7 @@ async def approval(id_: str, person: Looking) -> Response:
 @router.post("/approvals/{id_}")
 async def decide(
     id_: str,
-    person: Sending,
+    person: FormSender,
     digest: Annotated[str, Form(max_length=256)],
     decision: Annotated[str, Form(pattern="^(allow|change|deny)$")],
     reason: Annotated[str, Form(max_length=1024)] = "",
@@ -135,7 +135,7 @@ async def decide(
     return back("approvals", tenant=person.tenant, done="denied" if decision == "deny" else "allowed")
 
 
-def _fitting(questions: Iterable[PendingQuestion]) -> Iterator[tuple[PendingQuestion, bool]]:
+def _select_fitting(questions: Iterable[PendingQuestion]) -> Iterator[tuple[PendingQuestion, bool]]:
     """Yield each question, with whether the page has room for its arguments."""
     remaining = MOST_CHARS
     for question in questions:

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from contract.errors import ToolFailure
 from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import Looking, Person, Sending, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_here
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.batches.report import build_sections
@@ -35,7 +35,7 @@ BatchId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 @router.get("/batches")
-async def batches(person: Looking) -> Response:
+async def batches(person: PageViewer) -> Response:
     """Show the batches of the last 30 days."""
     viewer = await person.viewer()
     names = [viewer.tenant] if viewer.tenant else await known_tenants(person)
@@ -59,7 +59,7 @@ async def batches(person: Looking) -> Response:
 
 
 @router.get("/batches/{batch}")
-async def one_batch(request: Request, batch: BatchId, person: Looking, done: str = "") -> Response:
+async def one_batch(request: Request, batch: BatchId, person: PageViewer, done: str = "") -> Response:
     """Show the state of a batch and its report so far."""
     runs = _runs(person)
     record = await _find_batch(person, runs, batch)
@@ -93,7 +93,7 @@ async def one_batch(request: Request, batch: BatchId, person: Looking, done: str
 
 @router.get("/batches/{batch}/items")
 async def batch_items(
-    batch: BatchId, person: Looking, first: Annotated[int, Query(ge=0, le=10_000_000)] = 0, only: str = ""
+    batch: BatchId, person: PageViewer, first: Annotated[int, Query(ge=0, le=10_000_000)] = 0, only: str = ""
 ) -> Response:
     """Show the items of a batch in the order of its file, or only failed items."""
     runs = _runs(person)
@@ -120,7 +120,7 @@ async def batch_items(
 
 
 @router.get("/batches/{batch}/items/{run}")
-async def batch_item(batch: BatchId, run: BatchId, person: Looking) -> Response:
+async def batch_item(batch: BatchId, run: BatchId, person: PageViewer) -> Response:
     """Show one item: its outcome and its messages."""
     runs = _runs(person)
     await _find_batch(person, runs, batch)
@@ -140,7 +140,7 @@ async def batch_item(batch: BatchId, run: BatchId, person: Looking) -> Response:
 
 
 @router.post("/batches/{batch}/cancel")
-async def cancel_batch(batch: BatchId, person: Sending) -> Response:
+async def cancel_batch(batch: BatchId, person: FormSender) -> Response:
     """Cancel a batch: start no further items and end the running items."""
     runs = _runs(person)
     await _find_batch(person, runs, batch)

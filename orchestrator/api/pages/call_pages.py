@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import Looking, Sending, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, not_here
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
@@ -23,7 +23,7 @@ CallId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 @router.get("/calls")
-async def calls(request: Request, person: Looking, id: str = "", done: str = "") -> Response:
+async def calls(request: Request, person: PageViewer, id: str = "", done: str = "") -> Response:
     """Show the calls that wait, run, or ended recently. With an id, redirect to the page of that call."""
     if id.strip():
         return RedirectResponse(
@@ -31,14 +31,14 @@ async def calls(request: Request, person: Looking, id: str = "", done: str = "")
         )
     viewer, parts = await person.viewer(), person.app_state.parts
     tenants = [viewer.tenant] if viewer.tenant else list(viewer.tenants)
-    async with person.app_state.looks.turn(person.login.identity.key_id):
+    async with person.app_state.looks.enter(person.login.identity.key_id):
         page = await parts.pool.calls.read_page(tenants, MOST)
     template = "calls.part.html" if is_fragment(request) else "calls.html"
     return render(template, viewer, title="Calls", page="calls", calls=page, done=DONE.get(done))
 
 
 @router.post("/calls/{call}/kill")
-async def kill_call(call: CallId, person: Sending) -> Response:
+async def kill_call(call: CallId, person: FormSender) -> Response:
     """End a waiting or running call."""
     app_state = person.app_state
     try:
@@ -53,12 +53,12 @@ async def kill_call(call: CallId, person: Sending) -> Response:
 
 
 @router.get("/calls/{call}")
-async def one_call(call: str, person: Looking, of: str = "") -> Response:
+async def one_call(call: str, person: PageViewer, of: str = "") -> Response:
     """Show the information of every process about a call, by its id or the id of its Celery task."""
     # Operators can find a call without knowing its tenant.
     tenant = of or person.tenant
     try:
-        async with person.app_state.looks.turn(person.login.identity.key_id):
+        async with person.app_state.looks.enter(person.login.identity.key_id):
             state = await person.app_state.parts.pool.calls.find(call, tenant)
     except ToolFailure as failure:
         if failure.code is not ErrorCode.INVALID_ARGUMENTS:

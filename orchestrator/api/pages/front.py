@@ -9,7 +9,7 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import depend_on_app_state
 from orchestrator.api.api_state import ApiState
 from orchestrator.api.pages.logins import cookie_name, is_secure, logins_of
-from orchestrator.api.pages.people import Sending, check_origin, not_here
+from orchestrator.api.pages.people import FormSender, check_origin, not_here
 from orchestrator.api.pages.rendering import render, static_files
 from orchestrator.api.pages.route import PageRoute
 from orchestrator.http.authentication import MAX_KEY_CHARS
@@ -81,7 +81,7 @@ async def log_in(
 
 
 @router.post("/logout")
-async def log_out(request: Request, person: Sending) -> Response:
+async def log_out(request: Request, person: FormSender) -> Response:
     """Log a person out, in this and every other window of the login."""
     name = cookie_name(person.app_state.settings)
     await logins_of(person.app_state).close(request.cookies.get(name, ""))

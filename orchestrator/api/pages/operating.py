@@ -8,7 +8,7 @@ from fastapi.responses import RedirectResponse
 
 from contract.errors import ConfigError, ErrorCode
 from contract.registry import Switch
-from orchestrator.api.pages.people import Looking, Person, Sending, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_here
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.http.problems import ApiProblem
@@ -55,7 +55,7 @@ class TenantRow:
 
 
 @router.get("/tools")
-async def tools(person: Looking, done: str = "") -> Response:
+async def tools(person: PageViewer, done: str = "") -> Response:
     """Show every tool, enabled or disabled, with its switches."""
     viewer, client = await person.viewer(), person.client
     try:
@@ -72,7 +72,7 @@ async def tools(person: Looking, done: str = "") -> Response:
 @router.post("/tools/{name}")
 async def switch_tool(
     name: str,
-    person: Sending,
+    person: FormSender,
     enabled: Annotated[str, Form(pattern="^(yes|no)$")],
     reason: Annotated[str, Form(max_length=1000)] = "",
 ) -> Response:
@@ -86,7 +86,7 @@ async def switch_tool(
 
 
 @router.get("/tenants")
-async def tenants(request: Request, person: Looking, done: str = "") -> Response:
+async def tenants(request: Request, person: PageViewer, done: str = "") -> Response:
     """Show the tenants with their limits and their running and waiting calls. A tenant's key shows only its own
     tenant.
     """
@@ -109,7 +109,7 @@ async def tenants(request: Request, person: Looking, done: str = "") -> Response
 
 
 @router.post("/tenants/{name}/pause")
-async def pause_tenant(name: Name, person: Sending, reason: Annotated[str, Form(max_length=500)] = "") -> Response:
+async def pause_tenant(name: Name, person: FormSender, reason: Annotated[str, Form(max_length=500)] = "") -> Response:
     """Pause a tenant."""
     person.check_operator()
     await person.app_state.parts.pool.tenants.acting_as(person.actor).pause(name, reason.strip())
@@ -117,7 +117,7 @@ async def pause_tenant(name: Name, person: Sending, reason: Annotated[str, Form(
 
 
 @router.post("/tenants/{name}/resume")
-async def resume_tenant(name: Name, person: Sending) -> Response:
+async def resume_tenant(name: Name, person: FormSender) -> Response:
     """Resume a tenant."""
     person.check_operator()
     await person.app_state.parts.pool.tenants.acting_as(person.actor).resume(name)
@@ -125,7 +125,7 @@ async def resume_tenant(name: Name, person: Sending) -> Response:
 
 
 @router.get("/models")
-async def models(request: Request, person: Looking) -> Response:
+async def models(request: Request, person: PageViewer) -> Response:
     """Show the model endpoints. A tenant's key shows those that the tenant may use."""
     parts, viewer = person.app_state.parts, await person.viewer()
     endpoints = ModelEndpoints(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys)
@@ -136,7 +136,7 @@ async def models(request: Request, person: Looking) -> Response:
 
 
 @router.get("/secrets")
-async def secrets(person: Looking, done: str = "") -> Response:
+async def secrets(person: PageViewer, done: str = "") -> Response:
     """Show the secrets of a tenant, without their values."""
     found = await _secret_store(person).all(person.owner)
     rows = [view_secret(name, info) for name, info in found.items()]
@@ -147,7 +147,7 @@ async def secrets(person: Looking, done: str = "") -> Response:
 
 @router.post("/secrets")
 async def set_secret(
-    person: Sending,
+    person: FormSender,
     name: Annotated[str, Form(max_length=64)],
     value: Annotated[str, Form(max_length=8192)],
     hosts: Annotated[str, Form(max_length=16_384)] = "",
@@ -160,7 +160,7 @@ async def set_secret(
 
 
 @router.post("/secrets/{name}/revoke")
-async def revoke_secret(name: Name, person: Sending) -> Response:
+async def revoke_secret(name: Name, person: FormSender) -> Response:
     """Revoke a secret of a tenant."""
     if not await _secret_store(person).revoke(person.owner, name):
         raise not_here("secret")
@@ -168,7 +168,7 @@ async def revoke_secret(name: Name, person: Sending) -> Response:
 
 
 @router.get("/hosts")
-async def hosts(request: Request, person: Looking, done: str = "") -> Response:
+async def hosts(request: Request, person: PageViewer, done: str = "") -> Response:
     """Show the live workers with their load, and the queues without a worker."""
     person.check_operator()
     parts = person.app_state.parts
@@ -182,7 +182,7 @@ async def hosts(request: Request, person: Looking, done: str = "") -> Response:
 
 
 @router.post("/hosts/{host}/drain")
-async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] = "") -> Response:
+async def drain_host(host: str, person: FormSender, lossy: Annotated[str, Form()] = "") -> Response:
     """Drain a host."""
     person.check_operator()
     app_state = person.app_state
@@ -205,7 +205,7 @@ async def drain_host(host: str, person: Sending, lossy: Annotated[str, Form()] =
 
 
 @router.get("/sessions")
-async def sessions(person: Looking, cursor: str = "", done: str = "") -> Response:
+async def sessions(person: PageViewer, cursor: str = "", done: str = "") -> Response:
     """Show the open sessions."""
     parts, viewer = person.app_state.parts, await person.viewer()
     page = await SessionList(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read(
@@ -216,7 +216,7 @@ async def sessions(person: Looking, cursor: str = "", done: str = "") -> Respons
 
 
 @router.get("/audit")
-async def audit(person: Looking, cursor: str = "", action: str = "") -> Response:
+async def audit(person: PageViewer, cursor: str = "", action: str = "") -> Response:
     """Show the audit log."""
     person.check_operator()
     selected = tuple(name for name in ACTIONS if name == action)

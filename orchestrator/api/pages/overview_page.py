@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from orchestrator.api.pages.people import Looking, Person
+from orchestrator.api.pages.people import PageViewer, Person
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import newest_runs
@@ -25,14 +25,14 @@ _LIVE = (HostedState.WAITING_FOR_APPROVAL, HostedState.RUNNING)
 
 
 @router.get("/")
-async def overview(request: Request, person: Looking) -> Response:
+async def overview(request: Request, person: PageViewer) -> Response:
     """Show an overview of the deployment, or of one tenant."""
     parts, viewer = person.app_state.parts, await person.viewer()
     snapshot = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
     mine = [tenant for tenant in snapshot.tenants if viewer.tenant in (None, tenant.tenant)]
     names = [viewer.tenant] if viewer.tenant else [tenant.tenant for tenant in mine][:MOST_TENANTS]
     runs = [run for state in _LIVE for run in await newest_runs(person, names, state, MOST_RUNS)][:MOST_RUNS]
-    does = await asyncio.gather(*(_doing(person, run) for run in runs))
+    does = await asyncio.gather(*(_describe_activity(person, run) for run in runs))
     pending = await parts.approvals.pending(person.actor, viewer.tenant, None, MOST_APPROVALS)
     count = f"{len(pending.questions)}{' or more' if pending.cursor else ''}"
     values: dict[str, Any] = {
@@ -52,7 +52,7 @@ async def overview(request: Request, person: Looking) -> Response:
     )
 
 
-async def _doing(person: Person, run: HostedRun) -> str:
+async def _describe_activity(person: Person, run: HostedRun) -> str:
     """Return what a run does now, from its last event, in a few words."""
     events = RunEventStore(person.app_state.parts.pool.redis, person.app_state.settings.deployment)
     text = await events.last(run.tenant, run.id)

@@ -84,7 +84,7 @@ class Person:
         few pages at a time.
         """
         viewer = await self.viewer()
-        async with self.app_state.pages.turn(self.login.identity.key_id):
+        async with self.app_state.pages.enter(self.login.identity.key_id):
             return await asyncio.to_thread(render, template, viewer, **values)
 
     def check_operator(self) -> None:
@@ -96,7 +96,7 @@ class Person:
             )
 
 
-async def _looking(
+async def _find_viewer(
     request: Request,
     app_state: Annotated[ApiState, Depends(depend_on_app_state)],
     tenant: TenantName = "",
@@ -118,8 +118,10 @@ async def _looking(
     )
 
 
-async def _sending(
-    request: Request, person: Annotated[Person, Depends(_looking)], form_token: Annotated[str, Form(max_length=64)] = ""
+async def _check_sender(
+    request: Request,
+    person: Annotated[Person, Depends(_find_viewer)],
+    form_token: Annotated[str, Form(max_length=64)] = "",
 ) -> Person:
     check_origin(request, person.app_state.settings)
     # Second protection next to the origin check: another site cannot read the token of this login.
@@ -163,5 +165,5 @@ def not_here(kind: str) -> ApiProblem:
     )
 
 
-Looking = Annotated[Person, Depends(_looking)]
-Sending = Annotated[Person, Depends(_sending)]
+PageViewer = Annotated[Person, Depends(_find_viewer)]
+FormSender = Annotated[Person, Depends(_check_sender)]

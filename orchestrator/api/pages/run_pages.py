@@ -14,10 +14,10 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.traceparent import trace_id_of
 from orchestrator.api.pages.batch_pages import known_tenants
 from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import Looking, Person, Sending, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_here
 from orchestrator.api.pages.rendering import Viewer, build, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
-from orchestrator.api.pages.run_story import RunStory
+from orchestrator.api.pages.run_progress import RunProgress
 from orchestrator.api.sse import EventStream, ServerEvent
 from orchestrator.runs.hosted import HostedRuns
 from store.run_events import START, is_before
@@ -38,13 +38,13 @@ RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 @router.get("/runs")
-async def runs(request: Request, person: Looking, state: str = "", cursor: str = "") -> Response:
+async def runs(request: Request, person: PageViewer, state: str = "", cursor: str = "") -> Response:
     """Show the runs, the newest first."""
     viewer, selected = await person.viewer(), next((member for member in HostedState if member.value == state), None)
     listed: list[HostedRun] = []
     following, unseen = None, 0
     if viewer.tenant is not None:
-        page = await _hosted(person).list(viewer.tenant, cursor=cursor or None, limit=PAGE, state=selected)
+        page = await _get_hosted_runs(person).list(viewer.tenant, cursor=cursor or None, limit=PAGE, state=selected)
         listed, following = list(page.runs), page.next_cursor
     else:
         names = await known_tenants(person)
@@ -64,52 +64,52 @@ async def runs(request: Request, person: Looking, state: str = "", cursor: str =
 
 
 @router.get("/runs/{run}")
-async def one_run(request: Request, run: RunId, person: Looking, done: str = "") -> Response:
+async def one_run(request: Request, run: RunId, person: PageViewer, done: str = "") -> Response:
     """Show a run with its steps and calls so far."""
     viewer = await person.viewer()
     with _found():
-        hosted_run = await _hosted(person).get(person.owner, run)
-        tree = await _hosted(person).tree(person.owner, hosted_run)
+        hosted_run = await _get_hosted_runs(person).get(person.owner, run)
+        tree = await _get_hosted_runs(person).tree(person.owner, hosted_run)
     trace = find_trace(person, run)
     if is_fragment(request):
         return render("run.part.html", viewer, run=hosted_run, tree=tree, trace=trace)
-    story, last = RunStory(), ""
+    progress, last = RunProgress(), ""
     with _found():
-        last = await _read_so_far(person, run, story)
-    values: dict[str, Any] = {"run": hosted_run, "tree": tree, "story": story, "last": last, "trace": trace}
+        last = await _read_so_far(person, run, progress)
+    values: dict[str, Any] = {"run": hosted_run, "tree": tree, "progress": progress, "last": last, "trace": trace}
     values["done"] = DONE.get(done)
     return await person.render("run.html", title=f"Run {run}", page="runs", **values)
 
 
 @router.get("/runs/{run}/transcript")
-async def transcript(run: RunId, person: Looking) -> Response:
+async def transcript(run: RunId, person: PageViewer) -> Response:
     """Show the messages of a run, in the form that the model receives."""
     with _found():
-        messages = await _hosted(person).transcript(person.owner, run)
+        messages = await _get_hosted_runs(person).transcript(person.owner, run)
     return await person.render(
         "transcript.html", title=f"Transcript of run {run}", page="runs", run=run, of=person.owner, messages=messages
     )
 
 
 @router.get("/runs/{run}/stream")
-async def stream(request: Request, run: RunId, person: Looking, after: str = "") -> Response:
+async def stream(request: Request, run: RunId, person: PageViewer, after: str = "") -> Response:
     """Stream the changed steps of a run, each rendered as on the page."""
     start = request.headers.get("last-event-id") or after
     if start and not _EVENT_ID.fullmatch(start):
         raise not_here("event")
-    viewer, story = await person.viewer(), RunStory()
+    viewer, progress = await person.viewer(), RunProgress()
     with _found():
-        await _hosted(person).get(person.owner, run)
+        await _get_hosted_runs(person).get(person.owner, run)
         # A change replaces the complete step on the page, so the stream needs all earlier events of the run.
-        last = await _read_so_far(person, run, story, until=start)
-    return EventStream(person.streams.counted(_parts(person, viewer, run, story, last)))
+        last = await _read_so_far(person, run, progress, until=start)
+    return EventStream(person.streams.counted(_parts(person, viewer, run, progress, last)))
 
 
 @router.post("/runs/{run}/cancel")
-async def cancel(run: RunId, person: Sending) -> Response:
+async def cancel(run: RunId, person: FormSender) -> Response:
     """Cancel a run."""
     with _found():
-        await _hosted(person).cancel(person.owner, run, actor=person.actor)
+        await _get_hosted_runs(person).cancel(person.owner, run, actor=person.actor)
     return back("runs", run, of=person.owner, tenant=person.tenant, done="cancelled")
 
 
@@ -127,7 +127,7 @@ def find_trace(person: Person, run: str) -> tuple[str, str | None] | None:
 async def has_page(person: Person, tenant: str, run: str | None) -> bool:
     """Return whether a run has a page. Items of batches and runs of other programs have no page."""
     try:
-        return run is not None and (await _hosted(person).get(tenant, run)).id == run
+        return run is not None and (await _get_hosted_runs(person).get(tenant, run)).id == run
     except ToolFailure:
         return False
 
@@ -136,13 +136,17 @@ async def newest_runs(
     person: Person, tenants: list[str], state: HostedState | None = None, limit: int = PAGE
 ) -> list[HostedRun]:
     """Return the newest runs of several tenants, the newest first."""
-    pages = await asyncio.gather(*(_hosted(person).list(tenant, limit=limit, state=state) for tenant in tenants))
+    pages = await asyncio.gather(
+        *(_get_hosted_runs(person).list(tenant, limit=limit, state=state) for tenant in tenants)
+    )
     newest = [run for page in pages for run in page.runs]
     return sorted(newest, key=lambda run: -run.created_at)[:limit]
 
 
-async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last: str) -> AsyncIterator[ServerEvent]:
-    events = _hosted(person).follow(person.owner, run, last)
+async def _parts(
+    person: Person, viewer: Viewer, run: str, progress: RunProgress, last: str
+) -> AsyncIterator[ServerEvent]:
+    events = _get_hosted_runs(person).follow(person.owner, run, last)
     following = asyncio.ensure_future(anext(events, None))
     looked_at = time.monotonic()
     try:
@@ -155,7 +159,7 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
                 if not done or (entry := following.result()) is None:
                     break
                 last = entry[0]
-                story.add(entry[1])
+                progress.add(entry[1])
                 following = asyncio.ensure_future(anext(events, None))
                 if time.monotonic() >= until:
                     break
@@ -164,7 +168,7 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
                 await person.login.credential.check(person.owner)
             parts = [
                 (step.id, build("step.part.html", viewer, step=step, tenant=person.owner))
-                for step in story.take_changed()
+                for step in progress.take_changed()
             ]
             if parts:
                 yield ServerEvent("parts", json.dumps(parts), last)
@@ -180,23 +184,23 @@ async def _parts(person: Person, viewer: Viewer, run: str, story: RunStory, last
             await close()
 
 
-async def _read_so_far(person: Person, run: str, story: RunStory, until: str | None = None) -> str:
-    """Add the stored events to the story, and return the id of the last event.
+async def _read_so_far(person: Person, run: str, progress: RunProgress, until: str | None = None) -> str:
+    """Add the stored events to the progress, and return the id of the last event.
 
     Changes up to the event `until` count as known to the page.
     """
     last = START
-    async for id_, text in _hosted(person).stored_events(person.owner, run):
+    async for id_, text in _get_hosted_runs(person).stored_events(person.owner, run):
         if until and not is_before(until, last) and is_before(until, id_):
-            story.take_changed()
-        story.add(text)
+            progress.take_changed()
+        progress.add(text)
         last = id_
     if until is None or (until and not is_before(until, last)):
-        story.take_changed()
+        progress.take_changed()
     return last
 
 
-def _hosted(person: Person) -> HostedRuns:
+def _get_hosted_runs(person: Person) -> HostedRuns:
     return person.app_state.parts.runs
 
 

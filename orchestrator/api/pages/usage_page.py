@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter, Response
 
-from orchestrator.api.pages.people import Looking
+from orchestrator.api.pages.people import PageViewer
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute
 from store.budgets import BudgetState
@@ -47,7 +47,7 @@ class TenantUsage:
 
 
 @router.get("/usage")
-async def usage(person: Looking) -> Response:
+async def usage(person: PageViewer) -> Response:
     """Show the usage of the selected tenant, or of the first tenants."""
     parts, deployment = person.app_state.parts, person.app_state.settings.deployment
     viewer = await person.viewer()

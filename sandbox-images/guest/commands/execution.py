@@ -11,7 +11,7 @@ import time
 
 from guest.commands.outputs import Outputs
 from guest.commands.shell_state import ShellSession
-from guest.failures import INVALID_ARGUMENTS, Failure
+from guest.failures import INVALID_ARGUMENTS, RequestFailure
 from guest.fields import encode_text
 from guest.processes import (
     MAX_ARGUMENT_BYTES,
@@ -67,7 +67,7 @@ class Execution:
     def run(self) -> dict[str, object]:
         """Run the program to its end. Return the fields of the done event.
 
-        At the return, no process of the program lives and its output is sent. Raises Failure or OSError when the
+        At the return, no process of the program lives and its output is sent. Raises RequestFailure or OSError when the
         program cannot be started.
         """
         self._start()
@@ -93,7 +93,7 @@ class Execution:
         }
 
     def _start(self) -> None:
-        """Start the program. Raises Failure or OSError."""
+        """Start the program. Raises RequestFailure or OSError."""
         script = self._pipes.read_body(self._request.script_bytes)
         inherited: list[int] = []
         if self._request.has_state:
@@ -211,10 +211,10 @@ class Execution:
 
 
 def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
-    """Return the arguments of the program. Raises Failure when an argument or the script is too long."""
+    """Return the arguments of the program. Raises RequestFailure when an argument or the script is too long."""
     if request.argv is None:
         if len(script) > MAX_ARGUMENT_BYTES:
-            raise Failure(
+            raise RequestFailure(
                 INVALID_ARGUMENTS,
                 f"the script has {len(script)} bytes, more than {MAX_ARGUMENT_BYTES}: write it to a file and run the "
                 "file",
@@ -223,11 +223,11 @@ def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
     argv = [encode_text(argument, "an argument") for argument in request.argv]
     longest = max(len(argument) for argument in argv)
     if longest > MAX_ARGUMENT_BYTES:
-        raise Failure(INVALID_ARGUMENTS, f"an argument has {longest} bytes, more than {MAX_ARGUMENT_BYTES}")
+        raise RequestFailure(INVALID_ARGUMENTS, f"an argument has {longest} bytes, more than {MAX_ARGUMENT_BYTES}")
     return argv
 
 
 def build_environment(request: ExecRequest, paths: GuestPaths) -> dict[bytes, bytes]:
-    """Return the environment of the program: the sandbox's variables and the request's. Raises Failure."""
+    """Return the environment of the program: the sandbox's variables and the request's. Raises RequestFailure."""
     merged = {**paths.environment, **request.env}
     return {encode_text(name, "env"): encode_text(value, "env") for name, value in merged.items()}

@@ -15,7 +15,7 @@ from guest.commands.job_log import JobLog
 from guest.commands.job_requests import JobInputRequest, JobKillRequest, JobStartRequest
 from guest.commands.jobs import EXITED, KILLED, RUNNING
 from guest.commands.shell_state import build_shell, enter_session_folder, load_state
-from guest.failures import INVALID_ARGUMENTS, Failure, describe_os_error
+from guest.failures import INVALID_ARGUMENTS, RequestFailure, describe_os_error
 from guest.kernel import WRITE_LATER
 from guest.processes import KillReport, ask_to_end, kill_below, offer_to_oom_killer, read_oom_kills, reap, spawn
 
@@ -54,7 +54,7 @@ class JobKeeper:
     def serve(self) -> None:
         """Start the job and serve its requests. Return when the end of the job is reported or nothing is left to do.
 
-        Raises Failure and OSError when the job cannot be started. No process of the job runs then.
+        Raises RequestFailure and OSError when the job cannot be started. No process of the job runs then.
         """
         self._start()
         self._watch(time.monotonic() + self._request.wait_ms / 1000, is_start=True)
@@ -64,7 +64,7 @@ class JobKeeper:
                 return
 
     def _start(self) -> None:
-        """Start the job's shell. Raises Failure and OSError."""
+        """Start the job's shell. Raises RequestFailure and OSError."""
         script = self._pipes.read_body(self._request.script_bytes)
         argv, env, inherited = build_shell(script, load_state(self._paths), self._paths, token=None)
         enter_session_folder(self._request.cwd, self._paths)
@@ -171,7 +171,7 @@ class JobKeeper:
                 self._answer({**fields, "kill": report.as_field() if report is not None else None})
             else:
                 self._answer(self._report_output(request.max_bytes))  # type: ignore[union-attr]
-        except Failure as failure:
+        except RequestFailure as failure:
             self._answer({"error": failure.as_error()})
         except OSError as error:
             self._answer({"error": describe_os_error(error, "the job").as_error()})
@@ -221,23 +221,23 @@ class JobKeeper:
         }
 
     def _add_input(self, request: JobInputRequest) -> None:
-        """Add the body of a request to the job's input. Raises Failure when the job cannot read the input."""
+        """Add the body of a request to the job's input. Raises RequestFailure when the job cannot read the input."""
         if self._state != RUNNING:
-            raise Failure(INVALID_ARGUMENTS, f"{self._request.job} has ended and reads no more input")
+            raise RequestFailure(INVALID_ARGUMENTS, f"{self._request.job} has ended and reads no more input")
         if self._stdin < 0 or self._closes_input:
-            raise Failure(INVALID_ARGUMENTS, f"the standard input of {self._request.job} is closed")
+            raise RequestFailure(INVALID_ARGUMENTS, f"the standard input of {self._request.job} is closed")
         body = self._pipes.body
         data = self._pipes.read_body(os.fstat(body).st_size) if body is not None else b""
         if len(self._input) + len(data) > PENDING_INPUT_BYTES:
             waiting = len(self._input)
-            raise Failure(
+            raise RequestFailure(
                 INVALID_ARGUMENTS,
                 f"{self._request.job} has not read {waiting} bytes of earlier input: send this input later",
             )
         self._input += data
         self._closes_input = request.close
         if not self._feed():
-            raise Failure(INVALID_ARGUMENTS, f"{self._request.job} has closed its standard input")
+            raise RequestFailure(INVALID_ARGUMENTS, f"{self._request.job} has closed its standard input")
 
     def _feed(self) -> bool:
         """Write as much input as the job's pipe accepts now. Return False when the job has closed its end."""
@@ -285,8 +285,8 @@ def keep(assignment: Assignment, ends: SupervisorEnds, paths: GuestPaths) -> Non
     request = assignment.request
     try:
         JobKeeper(request, ends, assignment.body, paths).serve()  # type: ignore[arg-type]
-    except (Failure, OSError) as error:
-        failure = error if isinstance(error, Failure) else describe_os_error(error, "the job")
+    except (RequestFailure, OSError) as error:
+        failure = error if isinstance(error, RequestFailure) else describe_os_error(error, "the job")
         if not reap():
             kill_below(KillReport())
         ends.progress.settle()

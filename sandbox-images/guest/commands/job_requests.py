@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from guest.failures import MAX_BODY
-from guest.fields import Request, optional, read_flag, read_script_bytes, read_text, whole
+from guest.fields import GuestRequest, optional, read_flag, read_script_bytes, read_text, whole
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def _read_label(header: dict[str, Any], name: str) -> str:
     return read_text(header, name)[:_LABEL_CHARS]
 
 
-class JobStartRequest(Request):
+class JobStartRequest(GuestRequest):
     """Run a script in the background.
 
     The request is answered `wait_ms` after the start of the script, or at its end. The script starts from the
@@ -39,7 +39,7 @@ class JobStartRequest(Request):
     job = ""
 
 
-class _JobRequest(Request):
+class _JobRequest(GuestRequest):
     """A request about one job. The requests about a job run one after the other."""
 
     job: str
@@ -68,5 +68,5 @@ class JobInputRequest(_JobRequest):
     close: bool
 
 
-class JobListRequest(Request):
+class JobListRequest(GuestRequest):
     """List every job of the session."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from guest.failures import INVALID_ARGUMENTS, Failure
+from guest.failures import INVALID_ARGUMENTS, RequestFailure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ class Jobs:
         return sum(job.is_running for job in self._jobs.values())
 
     def open(self, request: JobStartRequest) -> Job:
-        """Create a job and set `request.job`. Raises Failure when MAX_JOBS jobs run already."""
+        """Create a job and set `request.job`. Raises RequestFailure when MAX_JOBS jobs run already."""
         while len(self._jobs) >= MAX_JOBS:
             ended = next((job for job in self._jobs.values() if not job.is_running), None)
             if ended is None:
                 running = ", ".join(self._jobs)
-                raise Failure(
+                raise RequestFailure(
                     INVALID_ARGUMENTS, f"{MAX_JOBS} jobs run already, which is the limit: kill one of {running}"
                 )
             self.forget(ended)
@@ -80,11 +80,11 @@ class Jobs:
         return job
 
     def find(self, job_id: str) -> Job:
-        """Return the job with this id. Raises Failure when there is none."""
+        """Return the job with this id. Raises RequestFailure when there is none."""
         job = self._jobs.get(job_id)
         if job is None:
             hint = f"there are {', '.join(self._jobs)}" if self._jobs else "none has been started"
-            raise Failure(INVALID_ARGUMENTS, f"no job {job_id[:50]!a}: {hint}")
+            raise RequestFailure(INVALID_ARGUMENTS, f"no job {job_id[:50]!a}: {hint}")
         return job
 
     def update(self, keeper: SupervisorHandle, facts: object) -> None:

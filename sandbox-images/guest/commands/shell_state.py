@@ -13,7 +13,7 @@ import os
 import re
 import stat
 
-from guest.failures import PATH_NOT_ALLOWED, Failure
+from guest.failures import PATH_NOT_ALLOWED, RequestFailure
 from guest.fields import printable
 from guest.paths import ENVIRONMENT, GuestPaths
 from guest.processes import BASH, MAX_ARGUMENT_BYTES, build_bash_argv, enter_directory
@@ -225,7 +225,7 @@ def build_preamble(state: ShellState, paths: GuestPaths, token: bytes | None, is
 def build_shell(
     script: bytes, state: ShellState, paths: GuestPaths, token: bytes | None
 ) -> tuple[list[bytes], dict[bytes, bytes], list[int]]:
-    """Return a shell's arguments, its environment, and its descriptors from 3 on. Raises Failure and OSError."""
+    """Return a shell's arguments, its environment, and its descriptors from 3 on. Raises RequestFailure and OSError."""
     argv = build_bash_argv(script)
     is_long = len(script) > MAX_ARGUMENT_BYTES
     inherited = [open_in_memory(build_preamble(state, paths, token, is_long))]
@@ -348,7 +348,8 @@ class ShellSession:
         self._token = os.urandom(8).hex().encode() if request.keeps_state else None
 
     def prepare(self, script: bytes) -> tuple[list[bytes], dict[bytes, bytes], list[int]]:
-        """Return the shell's arguments, its environment, and its descriptors from 3 on. Raises Failure and OSError.
+        """Return the shell's arguments, its environment, and its descriptors from 3 on. Raises RequestFailure and
+        OSError.
 
         Afterwards, the working directory of this process is the directory in which the shell must run.
         """
@@ -385,7 +386,7 @@ def enter_session_folder(cwd: str | None, paths: GuestPaths) -> tuple[bytes, byt
     """Change to `cwd`, or to the session's folder when `cwd` is None.
 
     Return the session's folder and None. When the session's folder no longer exists, return the workspace and the
-    lost folder. Raises Failure when `cwd` is missing or not allowed.
+    lost folder. Raises RequestFailure when `cwd` is missing or not allowed.
     """
     folder = read_folder(paths)
     if cwd is not None:
@@ -393,7 +394,7 @@ def enter_session_folder(cwd: str | None, paths: GuestPaths) -> tuple[bytes, byt
         if not is_allowed(os.getcwdb(), paths):
             os.chdir("/")
             roots = " and ".join(map(printable, paths.roots))
-            raise Failure(PATH_NOT_ALLOWED, f"cwd {cwd}: outside of {roots}; a command may cd there itself")
+            raise RequestFailure(PATH_NOT_ALLOWED, f"cwd {cwd}: outside of {roots}; a command may cd there itself")
         return folder, None
     with contextlib.suppress(OSError):
         os.chdir(folder)

@@ -73,13 +73,13 @@ def explain_miss(edit: Edit, text: FileText, body: bytes, change: tuple[bytes, s
 class _Cause:
     """Usual mistake: the text is in the file after `of_old` changed old_string and `of_body` changed the file.
 
-    Neither function may change the number of lines before the place. `words` has a placeholder for the line.
+    Neither function may change the number of lines before the match. `message` has a placeholder for the line.
     """
 
-    __slots__ = ("of_body", "of_old", "words")
+    __slots__ = ("message", "of_body", "of_old")
 
-    def __init__(self, words: str, of_old: Normalize, of_body: Normalize | None = None) -> None:
-        self.words = words
+    def __init__(self, message: str, of_old: Normalize, of_body: Normalize | None = None) -> None:
+        self.message = message
         self.of_old = of_old
         self.of_body = of_body or _unchanged
 
@@ -92,7 +92,7 @@ def _by_line(change: Normalize) -> Normalize:
     return lambda text: "\n".join([change(line) for line in text.split("\n")])
 
 
-def _alike(description: str, change: Normalize) -> _Cause:
+def _build_cause(description: str, change: Normalize) -> _Cause:
     """Return the cause that old_string and the file differ only in what `change` removes."""
     return _Cause(description, change, change)
 
@@ -150,14 +150,14 @@ _CAUSES = (
     _Cause(
         "It has &lt;, &amp; or the like where the file has plain characters, at line {line}: send these.", html.unescape
     ),
-    _alike(_INDENTATION, _by_line(lambda line: line.lstrip(" \t"))),
+    _build_cause(_INDENTATION, _by_line(lambda line: line.lstrip(" \t"))),
     _Cause("Without the blanks and line ends at its own beginning and end it stands at line {line}.", str.strip),
-    _alike(_BLANKS_AT_ENDS, _by_line(lambda line: line.rstrip(" \t"))),
-    _alike(
+    _build_cause(_BLANKS_AT_ENDS, _by_line(lambda line: line.rstrip(" \t"))),
+    _build_cause(
         "It differs only in blanks within or around its lines, in the text from line {line} on.", _by_line(_squeeze)
     ),
-    _alike("It differs only in upper and lower case, at line {line}.", str.lower),
-    _alike(_LOOK_ALIKES, _fold),
+    _build_cause("It differs only in upper and lower case, at line {line}.", str.lower),
+    _build_cause(_LOOK_ALIKES, _fold),
 )
 
 
@@ -183,7 +183,7 @@ class _Miss:
             at = body.find(old)
             if at >= 0:
                 first = body.count("\n", 0, at)
-                return cause.words.format(line=first + 1) + self._describe_difference(cause, first)
+                return cause.message.format(line=first + 1) + self._describe_difference(cause, first)
         # A short text may occur anywhere and proves nothing.
         at = self._body.find(self._new) if len(self._new.strip()) >= _TELLING_CHARS else -1
         if at < 0:
@@ -193,11 +193,11 @@ class _Miss:
 
     def _describe_difference(self, cause: _Cause, first: int) -> str:
         """Return what a diff could not show of a difference: blanks, and characters that look alike."""
-        if cause.words is _LOOK_ALIKES:
+        if cause.message is _LOOK_ALIKES:
             block = "\n".join(self._lines[first : first + self._old.count("\n") + 1])
             ours, theirs = _name_signs(self._old, block), _name_signs(block, self._old)
             return f" old_string has {ours or 'none of them'}, the file has {theirs or 'none of them'}."
-        if cause.words is not _INDENTATION:
+        if cause.message is not _INDENTATION:
             return ""
         for number, (ours, theirs) in enumerate(zip(self._old.split("\n"), self._lines[first:]), start=first + 1):
             # The first line of old_string may begin in the middle of a line of the file.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 
-from guest.failures import FILE_TOO_LARGE, Failure
+from guest.failures import FILE_TOO_LARGE, RequestFailure
 from guest.files.edit_matching import Needle, fit_line_ends
 
 TYPE_CHECKING = False
@@ -90,7 +90,7 @@ class EditedText:
         return count
 
     def replace(self, span: Span, new: bytes) -> None:
-        """Replace one span. Raises Failure(FILE_TOO_LARGE) if the result is larger than MAX_BYTES."""
+        """Replace one span. Raises RequestFailure(FILE_TOO_LARGE) if the result is larger than MAX_BYTES."""
         start, end = span
         grown = len(new) - (end - start)
         _check_size(len(self.body) + grown)
@@ -155,7 +155,7 @@ class EditedText:
 
 def _check_size(size: int) -> None:
     if size > MAX_BYTES:
-        raise Failure(
+        raise RequestFailure(
             FILE_TOO_LARGE,
             f"the edits would make it {size} bytes, more than {MAX_BYTES}; nothing was written",
             size=size,

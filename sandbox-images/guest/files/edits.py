@@ -11,14 +11,14 @@ import stat
 import time
 from collections import Counter
 
-from guest.confinement import Place, find_place
+from guest.confinement import DirectoryEntry, find_entry
 from guest.failures import (
     AMBIGUOUS_MATCH,
     FILE_NOT_FOUND,
     INVALID_ARGUMENTS,
     NO_CHANGE,
     NO_MATCH,
-    Failure,
+    RequestFailure,
     describe_os_error,
 )
 from guest.files.edit_matching import Needle, fit_line_ends
@@ -160,10 +160,10 @@ class Edit:
     def __init__(self, fields: Any, number: int, count: int) -> None:
         self.name = "" if count == 1 else f"edit {number} of {count}: "
         if not isinstance(fields, dict) or not fields.keys() <= _KEYS:
-            raise Failure(INVALID_ARGUMENTS, f"{self.name}an edit is an object with {', '.join(sorted(_KEYS))}")
+            raise RequestFailure(INVALID_ARGUMENTS, f"{self.name}an edit is an object with {', '.join(sorted(_KEYS))}")
         old, new, replace_all = fields.get("old_string"), fields.get("new_string"), fields.get("replace_all", False)
         if not isinstance(old, str) or not isinstance(new, str) or not isinstance(replace_all, bool):
-            raise Failure(
+            raise RequestFailure(
                 INVALID_ARGUMENTS, f"{self.name}old_string and new_string must be texts, replace_all a boolean"
             )
         self.old: str = old
@@ -172,25 +172,25 @@ class Edit:
 
 
 def edit_text(request: EditTextRequest, context: RequestContext) -> dict[str, object]:
-    """Apply the edits in the body of the request. Raises Failure: the file is then unchanged."""
+    """Apply the edits in the body of the request. Raises RequestFailure: the file is then unchanged."""
     edits = _read_edits(context)
     creates = not edits[0].old
     try:
-        place = find_place(request.path, context.paths, make_parents=creates)
-    except Failure as failure:
+        entry = find_entry(request.path, context.paths, make_parents=creates)
+    except RequestFailure as failure:
         raise _missing(request.path, context) if failure.code == FILE_NOT_FOUND else failure from None
     try:
-        old = open_old(place, os.O_RDWR)
+        old = open_old(entry, os.O_RDWR)
         if old is None and not creates:
             raise _missing(request.path, context)
-        return _FileEdit(request, edits, place, context).run(old)
+        return _FileEdit(request, edits, entry, context).run(old)
     except OSError as error:
-        raise describe_os_error(error, place.shown) from None
+        raise describe_os_error(error, entry.shown) from None
     finally:
-        place.close()
+        entry.close()
 
 
-def _missing(path: str, context: RequestContext) -> Failure:
+def _missing(path: str, context: RequestContext) -> RequestFailure:
     # Imported only here, because the import takes longer than an edit.
     from guest.search.suggestions import missing_file
 
@@ -201,34 +201,38 @@ def _read_edits(context: RequestContext) -> list[Edit]:
     try:
         listed = json.loads(b"".join(BodyContent(context.body).blocks()))
     except (ValueError, RecursionError):
-        raise Failure(INVALID_ARGUMENTS, "the body is not JSON") from None
+        raise RequestFailure(INVALID_ARGUMENTS, "the body is not JSON") from None
     if not isinstance(listed, list) or not 1 <= len(listed) <= _MAX_EDITS:
-        raise Failure(INVALID_ARGUMENTS, f"the body must be a list of 1 to {_MAX_EDITS} edits")
+        raise RequestFailure(INVALID_ARGUMENTS, f"the body must be a list of 1 to {_MAX_EDITS} edits")
     return [Edit(fields, number, len(listed)) for number, fields in enumerate(listed, start=1)]
 
 
 class _FileEdit:
-    def __init__(self, request: EditTextRequest, edits: list[Edit], place: Place, context: RequestContext) -> None:
+    def __init__(
+        self, request: EditTextRequest, edits: list[Edit], entry: DirectoryEntry, context: RequestContext
+    ) -> None:
         self._request = request
         self._edits = edits
-        self._place = place
+        self._entry = entry
         self._context = context
-        self._state = FileState(place, context.paths)
+        self._state = FileState(entry, context.paths)
         self._notes: list[str] = []
 
     def run(self, old: OldFile | None) -> dict[str, object]:
-        data = read_whole(old.fd, self._place.shown, self._context.watch) if old is not None else b""
-        text = FileText(data, self._place.shown)
+        data = read_whole(old.fd, self._entry.shown, self._context.watch) if old is not None else b""
+        text = FileText(data, self._entry.shown)
         edited = EditedText(text.body)
         for edit in self._edits:
             self._context.watch.check()
             self._apply_edit(edit, text, edited, data)
         if old is not None and edited.equals(text.body):
-            raise Failure(NO_CHANGE, f"{self._place.shown}: the edits do not change the file; nothing was written")
+            raise RequestFailure(
+                NO_CHANGE, f"{self._entry.shown}: the edits do not change the file; nothing was written"
+            )
         pieces = text.join(edited.parts)
         self._note_text(text, edited)
         self._note_foreign_change(data, old)
-        status = Version(self._place, BytesContent(*pieces), self._context.watch).replace(old, is_known=True)
+        status = Version(self._entry, BytesContent(*pieces), self._context.watch).replace(old, is_known=True)
         self._state.note(pieces, status)
         self._context.writer.send("file", self._view(text, edited))
         return {
@@ -250,7 +254,7 @@ class _FileEdit:
     def _apply_edit(self, edit: Edit, text: FileText, edited: EditedText, data: bytes) -> None:
         old, new = text.encode(edit.old, f"{edit.name}old_string"), text.encode(edit.new, f"{edit.name}new_string")
         if old == new:
-            raise Failure(NO_CHANGE, f"{edit.name}old_string and new_string are the same; nothing was written")
+            raise RequestFailure(NO_CHANGE, f"{edit.name}old_string and new_string are the same; nothing was written")
         if not old:
             self._create(edit, new, edited)
             return
@@ -269,22 +273,22 @@ class _FileEdit:
         else:
             edited.replace(first, fit_line_ends(new, edited.body, first))
 
-    def _unmatched(self, edit: Edit, text: FileText, edited: EditedText, data: bytes) -> Failure:
+    def _unmatched(self, edit: Edit, text: FileText, edited: EditedText, data: bytes) -> RequestFailure:
         # Imported only here, because the import takes longer than an edit.
         from guest.files.edit_diagnosis import explain_miss
 
         until = time.monotonic() + min(_DIAGNOSIS_S, _DIAGNOSIS_SHARE * self._request.timeout_s)
         diagnosis = explain_miss(edit, text, edited.body, self._state.describe_since(data), until)
-        return Failure(
+        return RequestFailure(
             NO_MATCH,
-            f"{edit.name}{shorten(self._place.shown)}: old_string was not found, and nothing was written. {diagnosis}",
+            f"{edit.name}{shorten(self._entry.shown)}: old_string was not found, and nothing was written. {diagnosis}",
         )
 
     def _create(self, edit: Edit, new: bytes, edited: EditedText) -> None:
         if edited.body:
-            raise Failure(
+            raise RequestFailure(
                 INVALID_ARGUMENTS,
-                f"{edit.name}{self._place.shown}: has {len(edited.body)} bytes, and an empty old_string is only for a "
+                f"{edit.name}{self._entry.shown}: has {len(edited.body)} bytes, and an empty old_string is only for a "
                 f"new or an empty file; give the text to replace, or use write_tool",
             )
         if new:
@@ -304,14 +308,14 @@ class _FileEdit:
         return True
 
     def _check_count(self, edit: Edit, needle: Needle, edited: EditedText, expected: int | None) -> None:
-        """Raise Failure unless the old text occurs as often as expected.
+        """Raise RequestFailure unless the old text occurs as often as expected.
 
         An expected count implies that all matches are replaced.
         """
         if expected is not None and edited.count_matches(needle, self._context.watch) != expected:
             raise self._ambiguous(edit, needle, edited, expected)
 
-    def _ambiguous(self, edit: Edit, needle: Needle, edited: EditedText, expected: int | None) -> Failure:
+    def _ambiguous(self, edit: Edit, needle: Needle, edited: EditedText, expected: int | None) -> RequestFailure:
         count = edited.count_matches(needle, self._context.watch)
         lines: list[str] = []
         at = needle.find_next(0)
@@ -322,15 +326,15 @@ class _FileEdit:
         listed = list(dict.fromkeys(lines))
         where = f"line{'s' * (len(listed) > 1)} {', '.join(listed)}{' and more' if at is not None else ''}"
         if expected is not None:
-            return Failure(
+            return RequestFailure(
                 AMBIGUOUS_MATCH,
-                f"{edit.name}{self._place.shown}: old_string occurs {count} times, not {expected}, at {where}; nothing "
+                f"{edit.name}{self._entry.shown}: old_string occurs {count} times, not {expected}, at {where}; nothing "
                 "was replaced. Give the right expected_count, or an old_string with more of the text around the place",
             )
         times = f"{count} times" if count > 1 else "more than once, overlapping itself"
-        return Failure(
+        return RequestFailure(
             AMBIGUOUS_MATCH,
-            f"{edit.name}{self._place.shown}: old_string occurs {times}, at {where}; nothing was replaced. Either give "
+            f"{edit.name}{self._entry.shown}: old_string occurs {times}, at {where}; nothing was replaced. Either give "
             "an old_string with more of the text around the one place, or replace_all=true for all of them",
         )
 
@@ -353,6 +357,6 @@ class _FileEdit:
                 break
         if text.form.is_guess and not all(edit.new.isascii() for edit in self._edits):
             self._notes.append(f"[written as {text.form.codec}, which is a guess of the file's encoding]")
-        syntax = describe_syntax(self._place.name, text.body, edited.parts)
+        syntax = describe_syntax(self._entry.name, text.body, edited.parts)
         if syntax is not None:
             self._notes.append(syntax)

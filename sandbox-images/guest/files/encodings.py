@@ -1,26 +1,23 @@
 """Find the encoding of a text file.
 
-The order is: byte order mark, UTF-8 if the bytes are valid, otherwise the most likely guess. UTF-16 and UTF-32 need a
-mark, as for ripgrep; without one they are binary unless the request names them.
+The order is: byte order mark (BOM), UTF-8 if the bytes are valid, otherwise the most likely guess. UTF-16 and UTF-32
+need a BOM, as in ripgrep; without it they are binary unless the request names them.
 """
 
 from __future__ import annotations
 
 import codecs
 
-from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, Failure
+from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, RequestFailure
 from guest.files.file_types import find_type
 
 BINARY_SAMPLE = 8192
-"""Number of bytes at the start of a file that are searched for NUL. With a NUL, only a mark makes it text."""
+"""Number of bytes at the start of a file that are searched for NUL. With a NUL, only a BOM makes it text."""
 GUESS_BYTES = 65_536
-"""Number of bytes after the first invalid UTF-8 byte that the guess examines.
+"""Bytes that the guess examines after the first invalid UTF-8 byte. Before that byte it examines a quarter as many."""
 
-It also examines a quarter of that before it.
-"""
-
-# UTF-32 comes first, because its little-endian mark begins with the mark of UTF-16.
-_MARKS = (
+# UTF-32 comes first, because its little-endian BOM begins with the BOM of UTF-16.
+_BOMS = (
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF8, "utf-8"),
@@ -28,8 +25,8 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16-be"),
     (b"\x84\x31\x95\x33", "gb18030"),
 )
-_MARK_OF_CODEC = {codec: mark for mark, codec in _MARKS}
-# Codecs that write a mark themselves. The form stores the mark separately and uses a codec that writes no mark.
+_BOM_OF_CODEC = {codec: bom for bom, codec in _BOMS}
+# Codecs that write a BOM themselves. The form stores the BOM separately and uses a codec that writes no BOM.
 _MARKING = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le", "utf-32": "utf-32-le"}
 _BIG_ENDIAN = {"utf-16": "utf-16-be", "utf-32": "utf-32-be"}
 # Python calls these codecs text encodings, but they serve host names, source code or no data at all.
@@ -39,7 +36,7 @@ _MAX_NAME = 40
 
 
 class TextForm:
-    """Form in which a file stores text: a codec that neither reads nor writes a mark, and the mark (`b""` for none).
+    """Form in which a file stores text: a codec that neither reads nor writes a BOM, and the BOM (`b""` for none).
 
     `is_guess`: nothing in the file proves the codec. If the guess is UTF-8, some bytes of the file are not valid
     UTF-8.
@@ -53,11 +50,11 @@ class TextForm:
         self.is_guess = is_guess
 
     def encode(self, text: str) -> bytes:
-        """Return the bytes of a text, without the mark. Raises UnicodeEncodeError."""
+        """Return the bytes of a text, without the BOM. Raises UnicodeEncodeError."""
         return text.encode(self.codec)
 
     def decode(self, data: bytes) -> str:
-        """Return the text of a file or of a complete part of a file, without the mark. Invalid bytes become U+FFFD."""
+        """Return the text of a file or of a complete part of a file, without the BOM. Invalid bytes become U+FFFD."""
         return data[len(self.bom) if data.startswith(self.bom) else 0 :].decode(self.codec, "replace")
 
 
@@ -67,8 +64,8 @@ def find_form(data: bytes, requested: str = "auto", is_whole: bool = True) -> Te
     With `is_whole` False, `data` is the beginning of the file and may end in the middle of a character. If `requested`
     names a codec, that codec is always used.
 
-    Raises Failure: BINARY_FILE with the size of `data`, or INVALID_ARGUMENTS if `requested` is neither "auto" nor a
-    text codec.
+    Raises RequestFailure: BINARY_FILE with the size of `data`, or INVALID_ARGUMENTS if `requested` is neither "auto"
+    nor a text codec.
     """
     form = find_sure_form(data, requested)
     if form is not None:
@@ -112,7 +109,8 @@ def guess_window(wrong: int) -> tuple[int, int]:
 def guess_form(sample: bytes, is_inner: bool) -> TextForm:
     """Return the most likely form of a part of a file that is not UTF-8.
 
-    `is_inner`: the part may begin in the middle of a character. Raises Failure(BINARY_FILE) if the part is not text.
+    `is_inner`: the part may begin in the middle of a character. Raises RequestFailure(BINARY_FILE) if the part is not
+    text.
     """
     if is_inner:
         # A byte below 0x30 is never the second or a later byte of a character, so a character begins there.
@@ -129,7 +127,9 @@ def guess_form(sample: bytes, is_inner: bool) -> TextForm:
 
 
 def check_codec(name: str) -> str:
-    """Return the canonical name of a codec. Raises Failure(INVALID_ARGUMENTS) if the codec is not for text files."""
+    """Return the canonical name of a codec. Raises RequestFailure(INVALID_ARGUMENTS) if the codec is not for text
+    files.
+    """
     try:
         if not 0 < len(name) <= _MAX_NAME or not _NAME_CHARS.issuperset(name):
             raise LookupError(name)
@@ -150,7 +150,7 @@ def _find_requested_form(data: bytes, requested: str) -> TextForm:
         if marked is not None and marked.codec.startswith(codec.removesuffix("-sig")):
             return marked
         if not data:
-            return TextForm(_MARKING[codec], _MARK_OF_CODEC[_MARKING[codec]])
+            return TextForm(_MARKING[codec], _BOM_OF_CODEC[_MARKING[codec]])
         wide = _likelier_end(data, codec) if codec in _BIG_ENDIAN else _MARKING[codec]
         return TextForm(wide)
     if marked is not None and marked.codec == codec:
@@ -159,11 +159,11 @@ def _find_requested_form(data: bytes, requested: str) -> TextForm:
 
 
 def _marked_form(data: bytes) -> TextForm | None:
-    for mark, codec in _MARKS:
-        if data.startswith(mark):
-            sample = data[len(mark) : len(mark) + BINARY_SAMPLE]
+    for bom, codec in _BOMS:
+        if data.startswith(bom):
+            sample = data[len(bom) : len(bom) + BINARY_SAMPLE]
             if codec.startswith("utf-8") or _is_wide_text(sample, codec):
-                return TextForm(codec, mark)
+                return TextForm(codec, bom)
     return None
 
 
@@ -187,15 +187,15 @@ def _is_wide_text(sample: bytes, codec: str) -> bool:
     return "\0" not in text
 
 
-def _binary(data: bytes) -> Failure:
+def _binary(data: bytes) -> RequestFailure:
     file_type = find_type(data)
-    return Failure(
+    return RequestFailure(
         BINARY_FILE, f"not text but {file_type.name if file_type is not None else 'binary data'}", size=len(data)
     )
 
 
-def _unknown(name: str) -> Failure:
+def _unknown(name: str) -> RequestFailure:
     shown = name[:_MAX_NAME].encode("ascii", "backslashreplace").decode()
-    return Failure(
+    return RequestFailure(
         INVALID_ARGUMENTS, f"there is no text encoding '{shown}'; try auto, utf-8, utf-16, gb18030 or latin-1"
     )

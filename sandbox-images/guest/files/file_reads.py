@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from guest.confinement import find_place, open_pinned, pin_file
-from guest.failures import FILE_TOO_LARGE, Failure, describe_os_error
+from guest.confinement import find_entry, open_pinned, pin_file
+from guest.failures import FILE_TOO_LARGE, RequestFailure, describe_os_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _BLOCK = 262_144
 def read_file(request: ReadFileRequest, context: RequestContext) -> dict[str, object]:
     """Send a whole file.
 
-    Raises Failure. FILE_TOO_LARGE is raised before any data is sent, unless the file grows during the read.
+    Raises RequestFailure. FILE_TOO_LARGE is raised before any data is sent, unless the file grows during the read.
     """
     fd, shown = _open_file(request.path, context.paths)
     declared = os.fstat(fd).st_size
@@ -37,13 +37,13 @@ def read_file(request: ReadFileRequest, context: RequestContext) -> dict[str, ob
 
 
 def _open_file(path: str, paths: GuestPaths) -> tuple[int, str]:
-    place = find_place(path, paths, to_read=True)
+    entry = find_entry(path, paths, to_read=True)
     try:
-        return open_pinned(pin_file(place), os.O_RDONLY), place.shown
+        return open_pinned(pin_file(entry), os.O_RDONLY), entry.shown
     except OSError as error:
-        raise describe_os_error(error, place.shown) from None
+        raise describe_os_error(error, entry.shown) from None
     finally:
-        place.close()
+        entry.close()
 
 
 def _blocks(fd: int, shown: str, watch: Watch) -> Iterator[bytes]:
@@ -58,5 +58,5 @@ def _blocks(fd: int, shown: str, watch: Watch) -> Iterator[bytes]:
         yield block
 
 
-def _too_large(shown: str, size: int, allowed: int) -> Failure:
-    return Failure(FILE_TOO_LARGE, f"{shown}: has {size} bytes, more than {allowed}", size=size)
+def _too_large(shown: str, size: int, allowed: int) -> RequestFailure:
+    return RequestFailure(FILE_TOO_LARGE, f"{shown}: has {size} bytes, more than {allowed}", size=size)

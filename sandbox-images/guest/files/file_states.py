@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from guest.failures import FILE_TOO_LARGE, STALE_FILE, Failure
+from guest.failures import FILE_TOO_LARGE, STALE_FILE, RequestFailure
 from guest.files.file_texts import FileText
 from guest.files.sha256 import digest_of
 from guest.files.snapshots import MAX_DATA_BYTES, Snapshot, forget, key_of, recall, remember
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from guest.confinement import Place
+    from guest.confinement import DirectoryEntry
     from guest.paths import GuestPaths
     from guest.supervisors import Watch
 
@@ -24,7 +24,7 @@ _PATH_CHARS = 120
 def read_whole(fd: int, shown: str, watch: Watch) -> bytes:
     """Return the content of a file.
 
-    Raises Failure(FILE_TOO_LARGE) before the read, or if the file grows beyond the limit.
+    Raises RequestFailure(FILE_TOO_LARGE) before the read, or if the file grows beyond the limit.
     """
     size = os.fstat(fd).st_size
     blocks: list[bytes] = []
@@ -38,17 +38,17 @@ def read_whole(fd: int, shown: str, watch: Watch) -> bytes:
         blocks.append(block)
         read += len(block)
         size = max(size, read)
-    raise Failure(FILE_TOO_LARGE, f"{shown}: has {size} bytes, more than {MAX_BYTES}: use bash_tool", size=size)
+    raise RequestFailure(FILE_TOO_LARGE, f"{shown}: has {size} bytes, more than {MAX_BYTES}: use bash_tool", size=size)
 
 
 class FileState:
-    """Stored knowledge of this session about the file at a place."""
+    """This session's stored record of the file at a `DirectoryEntry`."""
 
     __slots__ = ("_known", "_path", "_paths")
 
-    def __init__(self, place: Place, paths: GuestPaths) -> None:
+    def __init__(self, entry: DirectoryEntry, paths: GuestPaths) -> None:
         self._paths = paths
-        self._path = key_of(place)
+        self._path = key_of(entry)
         self._known: Snapshot | None = recall(paths, self._path)
 
     @property
@@ -81,7 +81,7 @@ class FileState:
     def note(self, pieces: tuple[bytes | memoryview, ...], status: os.stat_result) -> bool:
         """Record the content, which may be in pieces, as the content that the session knows.
 
-        Returns False if an older record remains in place. The caller must then not reject a call because of that
+        Returns False if an older record remains in entry. The caller must then not reject a call because of that
         record.
         """
         size = sum(map(len, pieces))
@@ -95,14 +95,14 @@ class FileState:
         forget(self._paths, self._path)
 
 
-def describe_stale(shown: str, known_data: bytes | None, data: bytes) -> Failure:
+def describe_stale(shown: str, known_data: bytes | None, data: bytes) -> RequestFailure:
     """Return the failure for a file that is `data` now and was `known_data` when this session last saw it."""
     message = (
         f"{shorten(shown)}: changed since this session last read or wrote it; nothing was written. Check the change "
         "below, then send the call again, adapted or unchanged."
     )
     diff = describe_change(known_data, data)
-    return Failure(STALE_FILE, f"{message}\n{diff}")
+    return RequestFailure(STALE_FILE, f"{message}\n{diff}")
 
 
 def describe_change(known_data: bytes | None, data: bytes) -> str:
@@ -110,7 +110,7 @@ def describe_change(known_data: bytes | None, data: bytes) -> str:
     try:
         text = FileText(data, "")
         before = FileText(known_data, "", text.form) if known_data is not None else None
-    except Failure:
+    except RequestFailure:
         return "[not text: no diff]"
     if before is None:
         return "[its content then was not stored: no diff; read it with read_tool]"

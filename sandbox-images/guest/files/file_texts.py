@@ -5,7 +5,7 @@ The bytes are in the encoding of the file if a line end is one byte there. UTF-1
 
 from __future__ import annotations
 
-from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, Failure
+from guest.failures import BINARY_FILE, INVALID_ARGUMENTS, RequestFailure
 from guest.files.encodings import TextForm, find_form
 
 _WIDE = ("utf-16", "utf-32")
@@ -15,13 +15,13 @@ _BOM = "\ufeff"
 class FileText:
     """Text of a file.
 
-    `body`: the text without its mark, as bytes of `codec`. `join` returns unchanged parts byte for byte.
+    `body`: the text without its BOM, as bytes of `codec`. `join` returns unchanged parts byte for byte.
     """
 
     __slots__ = ("_is_wide", "body", "codec", "form")
 
     def __init__(self, data: bytes, shown: str, form: TextForm | None = None) -> None:
-        """Find the form of `data` unless `form` is given. Raises Failure(BINARY_FILE) if the data is not text."""
+        """Find the form of `data`, unless `form` is given. Raises RequestFailure(BINARY_FILE) for binary data."""
         self.form = form or _find_form(data, shown)
         self._is_wide = self.form.codec.startswith(_WIDE)
         self.codec = "utf-8" if self._is_wide else self.form.codec
@@ -30,7 +30,7 @@ class FileText:
             try:
                 body = body.decode(self.form.codec, "surrogatepass").encode("utf-8", "surrogatepass")
             except UnicodeDecodeError:
-                raise Failure(
+                raise RequestFailure(
                     BINARY_FILE, f"{shown}: not valid {self.form.codec}: change it with bash_tool", size=len(data)
                 ) from None
         self.body = body
@@ -38,13 +38,13 @@ class FileText:
     def encode(self, text: str, subject: str) -> bytes:
         """Return a text as bytes that can be searched in the body or inserted into the body.
 
-        Raises Failure(INVALID_ARGUMENTS) if the encoding of the file has no such character.
+        Raises RequestFailure(INVALID_ARGUMENTS) if the encoding of the file has no such character.
         """
         try:
             return text.encode(self.codec)
         except UnicodeEncodeError as error:
             sign = text[error.start]
-            raise Failure(
+            raise RequestFailure(
                 INVALID_ARGUMENTS,
                 f"{subject} has {sign!a} (character {error.start}), which the file's encoding, {self.form.codec}, "
                 f"cannot "
@@ -65,8 +65,8 @@ class FileText:
 def _find_form(data: bytes, shown: str) -> TextForm:
     try:
         return find_form(data)
-    except Failure as failure:
-        raise Failure(
+    except RequestFailure as failure:
+        raise RequestFailure(
             failure.code, f"{shown}: {failure.message}: change it with bash_tool", **failure.details
         ) from None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import stat
 
-from guest.confinement import Place, find_place
-from guest.failures import FILE_EXISTS, Failure, describe_os_error
+from guest.confinement import DirectoryEntry, find_entry
+from guest.failures import FILE_EXISTS, RequestFailure, describe_os_error
 from guest.files.file_states import MAX_BYTES, FileState
 from guest.files.versions import BodyContent, OldFile, Version, open_old
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 
 def write_file(request: WriteFileRequest, context: RequestContext) -> dict[str, object]:
-    """Write the body to a file. Raises Failure: the old content is then intact and no temporary file remains."""
-    place = find_place(request.path, context.paths, make_parents=True)
+    """Write the body to a file. Raises RequestFailure: the old content is then intact and no temporary file remains."""
+    entry = find_entry(request.path, context.paths, make_parents=True)
     try:
-        return _write(str(request.mode), place, context)
+        return _write(str(request.mode), entry, context)
     except OSError as error:
-        raise describe_os_error(error, place.shown) from None
+        raise describe_os_error(error, entry.shown) from None
     finally:
-        place.close()
+        entry.close()
 
 
-def _write(mode: str, place: Place, context: RequestContext) -> dict[str, object]:
+def _write(mode: str, entry: DirectoryEntry, context: RequestContext) -> dict[str, object]:
     content = BodyContent(context.body)
-    version = Version(place, content, context.watch)
-    old = open_old(place, os.O_WRONLY | (os.O_APPEND if mode == "append" else 0))
+    version = Version(entry, content, context.watch)
+    old = open_old(entry, os.O_WRONLY | (os.O_APPEND if mode == "append" else 0))
     if mode == "create":
         if old is not None:
-            raise Failure(FILE_EXISTS, f"{place.shown}: exists already")
+            raise RequestFailure(FILE_EXISTS, f"{entry.shown}: exists already")
         status = version.create()
     elif mode == "append" and old is not None:
         status = version.append(old)
     else:
         status = version.replace(old)
-    _note(FileState(place, context.paths), old if mode == "append" else None, content, status)
+    _note(FileState(entry, context.paths), old if mode == "append" else None, content, status)
     return {"created": old is None, "size": status.st_size, "mode_bits": stat.S_IMODE(status.st_mode)}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from guest.failures import INVALID_ARGUMENTS, Failure
-from guest.fields import Request, choice, optional, read_text, whole
+from guest.failures import INVALID_ARGUMENTS, RequestFailure
+from guest.fields import GuestRequest, choice, optional, read_text, whole
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ _MODE = choice("overwrite", "append", "create", default="overwrite")
 def _read_encoding(header: dict[str, Any], name: str) -> str:
     encoding = read_text({name: "auto", **header}, name)
     if not encoding.isascii():
-        raise Failure(INVALID_ARGUMENTS, f"{name!r} must be auto or the name of a codec")
+        raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be auto or the name of a codec")
     return encoding
 
 
-class ReadFileRequest(Request):
+class ReadFileRequest(GuestRequest):
     """Request for a whole file of at most `max_bytes`."""
 
     FIELDS: ClassVar = {"path": read_text, "max_bytes": whole(0)}
@@ -53,7 +53,7 @@ class ReadFileRequest(Request):
     max_bytes: int
 
 
-class _WriteRequest(Request):
+class _WriteRequest(GuestRequest):
     @property
     def lane(self) -> str:
         """Return the lane of all requests that write files."""
@@ -68,7 +68,7 @@ class WriteFileRequest(_WriteRequest):
     mode: str
 
 
-class ReadTextRequest(Request):
+class ReadTextRequest(GuestRequest):
     """Request for lines `offset` to `offset + limit - 1` of a text file.
 
     The first line starts at `column`. The answer has at most `max_bytes` bytes of UTF-8. `encoding` is "auto" or a

@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from guest.confinement import Place
+    from guest.confinement import DirectoryEntry
     from guest.paths import GuestPaths
 
 MAX_DATA_BYTES = 1_048_576
@@ -56,12 +56,12 @@ class Snapshot:
         return self._data if self._data is not None and digest_of(self._data) == self.digest else None
 
 
-def key_of(place: Place) -> bytes:
+def key_of(entry: DirectoryEntry) -> bytes:
     """Return the path under which a file is remembered.
 
     Links and `..` are resolved, so every spelling gives the same key.
     """
-    return os.readlink(f"/proc/self/fd/{place.directory}".encode()) + b"/" + place.name
+    return os.readlink(f"/proc/self/fd/{entry.directory}".encode()) + b"/" + entry.name
 
 
 def remember(paths: GuestPaths, path: bytes, digest: bytes, data: bytes | None, changed_ns: int) -> bool:

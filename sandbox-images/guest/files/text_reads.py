@@ -10,14 +10,14 @@ import codecs
 import heapq
 import os
 
-from guest.confinement import Place, find_place, open_pinned, pin_file
+from guest.confinement import DirectoryEntry, find_entry, open_pinned, pin_file
 from guest.failures import (
     BINARY_FILE,
     FILE_NOT_FOUND,
     FILE_TOO_LARGE,
     INVALID_ARGUMENTS,
     OFFSET_OUT_OF_RANGE,
-    Failure,
+    RequestFailure,
     describe_os_error,
 )
 from guest.fields import escaped
@@ -46,12 +46,12 @@ DIGEST_BYTES = 33_554_432
 _BLOCK = 262_144
 
 
-def list_folder(place: Place, max_bytes: int, context: RequestContext) -> dict[str, object]:
+def list_folder(folder: DirectoryEntry, max_bytes: int, context: RequestContext) -> dict[str, object]:
     """Send the first names of a directory in order, one per line, with a slash after directories.
 
     At most MAX_NAMES names and `max_bytes` bytes are sent. Raises OSError.
     """
-    fd = os.open(place.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory)
+    fd = os.open(folder.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder.directory)
     counter = _EntryCounter(context)
     with os.scandir(fd) as entries:
         hidden = os.path.relpath(context.paths.state, os.readlink(f"/proc/self/fd/{fd}".encode()))
@@ -93,38 +93,38 @@ def _order(entry: os.DirEntry[str]) -> bytes:
 def read_text(request: ReadTextRequest, context: RequestContext) -> dict[str, object]:
     """Send a page of a text file, or the names in a directory.
 
-    For an image or a document, only the type and size are returned. Raises Failure.
+    For an image or a document, only the type and size are returned. Raises RequestFailure.
     """
     if request.encoding != "auto":
         check_codec(request.encoding)
     try:
-        place = find_place(request.path, context.paths, to_read=True)
-    except Failure as failure:
+        entry = find_entry(request.path, context.paths, to_read=True)
+    except RequestFailure as failure:
         raise _missing(request, context) if failure.code == FILE_NOT_FOUND else failure from None
     try:
-        return _TextRead(request, context, place, open_pinned(pin_file(place), os.O_RDONLY)).run()
+        return _TextRead(request, context, entry, open_pinned(pin_file(entry), os.O_RDONLY)).run()
     except FileNotFoundError:
         raise _missing(request, context) from None
     except IsADirectoryError:
-        return _list_folder(place, request, context)
+        return _list_folder(entry, request, context)
     except OSError as error:
-        raise describe_os_error(error, place.shown) from None
+        raise describe_os_error(error, entry.shown) from None
     finally:
-        place.close()
+        entry.close()
 
 
 # A supervisor often serves only a few calls, so modules that only error cases need are imported on demand.
 
 
-def _missing(request: ReadTextRequest, context: RequestContext) -> Failure:
+def _missing(request: ReadTextRequest, context: RequestContext) -> RequestFailure:
 
     return missing_file(request.path, context.paths)
 
 
-def _list_folder(place: Place, request: ReadTextRequest, context: RequestContext) -> dict[str, object]:
+def _list_folder(entry: DirectoryEntry, request: ReadTextRequest, context: RequestContext) -> dict[str, object]:
     from guest.files.text_reads import list_folder
 
-    return list_folder(place, request.max_bytes, context)
+    return list_folder(entry, request.max_bytes, context)
 
 
 class _WrongUtf8(Exception):
@@ -136,15 +136,15 @@ class _WrongUtf8(Exception):
 
 
 class _TextRead:
-    def __init__(self, request: ReadTextRequest, context: RequestContext, place: Place, fd: int) -> None:
+    def __init__(self, request: ReadTextRequest, context: RequestContext, entry: DirectoryEntry, fd: int) -> None:
         self._request = request
         self._context = context
-        self._place = place
+        self._entry = entry
         self._fd = fd
         status = os.fstat(fd)
         self._size = status.st_size
         self._changed_ns = status.st_ctime_ns
-        self._key = key_of(place)
+        self._key = key_of(entry)
         # Output of a command was shown as UTF-8 with replacement characters. Its file is read the same way, also if
         # it is binary.
         self._is_output = self._key.startswith(context.paths.output + b"/")
@@ -171,7 +171,7 @@ class _TextRead:
             return TextForm("utf-8")
         try:
             form = find_sure_form(head, self._request.encoding)
-        except Failure as failure:
+        except RequestFailure as failure:
             raise self._named(failure) from None
         return form or TextForm("utf-8")
 
@@ -182,13 +182,15 @@ class _TextRead:
         start, end = guess_window(wrong)
         try:
             return guess_form(os.pread(self._fd, end - start, start), start > 0)
-        except Failure as failure:
+        except RequestFailure as failure:
             raise self._named(failure) from None
 
-    def _named(self, failure: Failure) -> Failure:
+    def _named(self, failure: RequestFailure) -> RequestFailure:
         if failure.code != BINARY_FILE:
             return failure
-        return Failure(BINARY_FILE, f"{self._place.shown}: {failure.message}, {self._size} bytes", size=self._size)
+        return RequestFailure(
+            BINARY_FILE, f"{self._entry.shown}: {failure.message}, {self._size} bytes", size=self._size
+        )
 
     def _remember(self, scan: _Scan) -> None:
         """Record the content, so that later calls can detect a change by another process.
@@ -211,22 +213,24 @@ class _TextRead:
                 scan.take(block)
             except UnicodeError:
                 # Some codecs raise an error for bytes of a very different encoding, even in "replace" mode.
-                raise Failure(INVALID_ARGUMENTS, f"{self._place.shown}: cannot be read as {form.codec}") from None
+                raise RequestFailure(
+                    INVALID_ARGUMENTS, f"{self._entry.shown}: cannot be read as {form.codec}"
+                ) from None
         scan.page.finish()
         return scan
 
     def _check_page(self, scan: _Scan) -> None:
-        """Raise Failure if the file has nothing at the requested line and column."""
+        """Raise RequestFailure if the file has nothing at the requested line and column."""
         page, offset, column = scan.page, self._request.offset, self._request.column
-        shown = self._place.shown
+        shown = self._entry.shown
         if not page.shown and not scan.has_ended:
             message = (
                 f"{shown}: line {offset} does not begin within its first {scan.bytes} bytes, which have {page.lines} "
                 "lines"
             )
-            raise Failure(FILE_TOO_LARGE, message, size=self._size, lines=page.lines)
+            raise RequestFailure(FILE_TOO_LARGE, message, size=self._size, lines=page.lines)
         if not page.shown and (page.lines or offset > 1):
-            raise Failure(
+            raise RequestFailure(
                 OFFSET_OUT_OF_RANGE,
                 f"{shown}: has {page.lines} lines, none at {offset}; offset can be 1 to {max(1, page.lines)}",
                 lines=page.lines,
@@ -236,7 +240,7 @@ class _TextRead:
                 f"{shown}: line {offset} has {page.first_length} characters, none at {column}; column can be 1 to "
                 f"{max(1, page.first_length)}"
             )
-            raise Failure(OFFSET_OUT_OF_RANGE, message, lines=page.lines)
+            raise RequestFailure(OFFSET_OUT_OF_RANGE, message, lines=page.lines)
 
     def _answer(self, form: TextForm, scan: _Scan) -> dict[str, object]:
         page = scan.page

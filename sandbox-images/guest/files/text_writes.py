@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import stat
 
-from guest.confinement import Place, find_place
-from guest.failures import BINARY_FILE, FILE_EXISTS, INVALID_ARGUMENTS, Failure, describe_os_error
+from guest.confinement import DirectoryEntry, find_entry
+from guest.failures import BINARY_FILE, FILE_EXISTS, INVALID_ARGUMENTS, RequestFailure, describe_os_error
 from guest.files.diffs import build_diff
 from guest.files.encodings import TextForm, check_codec, find_form
 from guest.files.file_states import MAX_BYTES, FileState, describe_stale, read_whole
@@ -31,18 +31,18 @@ _UTF8 = "utf-8"
 def write_text(request: WriteTextRequest, context: RequestContext) -> dict[str, object]:
     """Write the body, UTF-8 text, to a file.
 
-    Raises Failure: the old content is then intact and no temporary file remains.
+    Raises RequestFailure: the old content is then intact and no temporary file remains.
     """
     text = _read_body(context)
     if request.encoding != "auto":
         check_codec(request.encoding)
-    place = find_place(request.path, context.paths, make_parents=True)
+    entry = find_entry(request.path, context.paths, make_parents=True)
     try:
-        return _TextWrite(request, text, place, context).run()
+        return _TextWrite(request, text, entry, context).run()
     except OSError as error:
-        raise describe_os_error(error, place.shown) from None
+        raise describe_os_error(error, entry.shown) from None
     finally:
-        place.close()
+        entry.close()
 
 
 def _read_body(context: RequestContext) -> str:
@@ -50,28 +50,28 @@ def _read_body(context: RequestContext) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise Failure(INVALID_ARGUMENTS, f"the content is not UTF-8 at byte {error.start}") from None
+        raise RequestFailure(INVALID_ARGUMENTS, f"the content is not UTF-8 at byte {error.start}") from None
 
 
 class _TextWrite:
-    def __init__(self, request: WriteTextRequest, text: str, place: Place, context: RequestContext) -> None:
+    def __init__(self, request: WriteTextRequest, text: str, entry: DirectoryEntry, context: RequestContext) -> None:
         self._request = request
         self._text = text
-        self._place = place
+        self._entry = entry
         self._context = context
-        self._state = FileState(place, context.paths)
+        self._state = FileState(entry, context.paths)
         self._notes: list[str] = []
         self._diff = ""
         self._old = b""
 
     def run(self) -> dict[str, object]:
         mode = self._request.mode
-        old = open_old(self._place, os.O_RDWR | (os.O_APPEND if mode == "append" else 0))
+        old = open_old(self._entry, os.O_RDWR | (os.O_APPEND if mode == "append" else 0))
         if old is None:
             status, form, written = self._make(mode)
         elif mode == "create":
-            raise Failure(
-                FILE_EXISTS, f"{self._place.shown}: exists already; mode=overwrite replaces it, mode=append adds to it"
+            raise RequestFailure(
+                FILE_EXISTS, f"{self._entry.shown}: exists already; mode=overwrite replaces it, mode=append adds to it"
             )
         elif mode == "append":
             status, form, written = self._append(old)
@@ -93,27 +93,27 @@ class _TextWrite:
     def _make(self, mode: str) -> tuple[os.stat_result, TextForm, int]:
         form = find_form(b"", self._request.encoding)
         pieces = (form.bom, self._encode(form, self._without_mark(form)))
-        version = Version(self._place, BytesContent(*pieces), self._context.watch)
+        version = Version(self._entry, BytesContent(*pieces), self._context.watch)
         status = version.create() if mode == "create" else version.replace(None, is_known=True)
         self._state.note(pieces, status)
         return status, form, status.st_size
 
     def _overwrite(self, old: OldFile) -> tuple[os.stat_result, TextForm, int]:
-        data = read_whole(old.fd, self._place.shown, self._context.watch) if old.status.st_size <= MAX_BYTES else None
+        data = read_whole(old.fd, self._entry.shown, self._context.watch) if old.status.st_size <= MAX_BYTES else None
         form = self._choose_form(data if data is not None else os.pread(old.fd, _SAMPLE_BYTES, 0), data is not None)
         content = form.bom + self._encode(form, self._without_mark(form))
         if data is None:
             self._notes.append(f"[the old content, {old.status.st_size} bytes, was too large to compare]")
         else:
             self._compare(data, content, old.status)
-        version = Version(self._place, BytesContent(content), self._context.watch)
+        version = Version(self._entry, BytesContent(content), self._context.watch)
         status = version.replace(old, is_known=data is not None)
         self._state.note((content,), status)
         return status, form, status.st_size
 
     def _append(self, old: OldFile) -> tuple[os.stat_result, TextForm, int]:
         size = old.status.st_size
-        data = read_whole(old.fd, self._place.shown, self._context.watch) if size <= MAX_BYTES else None
+        data = read_whole(old.fd, self._entry.shown, self._context.watch) if size <= MAX_BYTES else None
         form = self._choose_form_to_append(
             data if data is not None else os.pread(old.fd, _SAMPLE_BYTES, 0), data is not None
         )
@@ -123,7 +123,7 @@ class _TextWrite:
             else form.bom + self._encode(form, self._without_mark(form))
         )
         is_stale = data is not None and self._state.is_stale(data)
-        status = Version(self._place, BytesContent(content), self._context.watch).append(old)
+        status = Version(self._entry, BytesContent(content), self._context.watch).append(old)
         if not form.codec.startswith(("utf-16", "utf-32")):
             self._note_line_ends(os.pread(old.fd, min(size, _SAMPLE_BYTES), 0))
         last = "\n".encode(form.codec)
@@ -151,7 +151,7 @@ class _TextWrite:
         try:
             form = find_form(data, is_whole=is_whole)
             form.encode(self._text)
-        except Failure as failure:
+        except RequestFailure as failure:
             if failure.code != BINARY_FILE:
                 raise
             return TextForm(_UTF8)
@@ -172,18 +172,18 @@ class _TextWrite:
             return find_form(b"", requested)
         try:
             form = find_form(data, is_whole=is_whole)
-        except Failure as failure:
-            raise Failure(
-                failure.code, f"{self._place.shown}: {failure.message}: append with bash_tool", **failure.details
+        except RequestFailure as failure:
+            raise RequestFailure(
+                failure.code, f"{self._entry.shown}: {failure.message}: append with bash_tool", **failure.details
             ) from None
         if (
             requested != "auto"
             and not (self._text.isascii() and data.isascii())
             and find_form(data, requested).codec != form.codec
         ):
-            raise Failure(
+            raise RequestFailure(
                 INVALID_ARGUMENTS,
-                f"{self._place.shown}: is {form.codec}, and {requested} at its end would mix encodings; leave "
+                f"{self._entry.shown}: is {form.codec}, and {requested} at its end would mix encodings; leave "
                 "encoding out",
             )
         return form
@@ -193,7 +193,7 @@ class _TextWrite:
             return form.encode(text)
         except UnicodeEncodeError as error:
             sign = text[error.start]
-            raise Failure(
+            raise RequestFailure(
                 INVALID_ARGUMENTS,
                 f"content has {sign!a} (character {error.start}), which {form.codec} cannot hold; leave it out",
             ) from None
@@ -201,10 +201,10 @@ class _TextWrite:
     def _compare(self, data: bytes, content: bytes, status: os.stat_result) -> None:
         """Compare the old and the new content, and write the diff.
 
-        Raises Failure(STALE_FILE) if the write would replace a change that this session has not seen.
+        Raises RequestFailure(STALE_FILE) if the write would replace a change that this session has not seen.
         """
         if data != content and self._state.is_stale(data):
-            message = describe_stale(self._place.shown, self._state.known_data, data)
+            message = describe_stale(self._entry.shown, self._state.known_data, data)
             # Record the present content first: the same call succeeds when the client sends it again. If the record
             # fails, every repeated call would be rejected, so the write goes ahead.
             if self._state.note((data,), status):
@@ -239,10 +239,10 @@ class _TextWrite:
 
 
 def _as_utf8(data: bytes) -> bytes | None:
-    """Return the text of a file as UTF-8 without its mark, or None if the file is not text."""
+    """Return the text of a file as UTF-8 without its BOM, or None if the file is not text."""
     try:
         text = FileText(data, "")
-    except Failure:
+    except RequestFailure:
         return None
     return text.body if text.codec == _UTF8 else text.decode(text.body).encode("utf-8", "replace")
 

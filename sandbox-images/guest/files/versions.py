@@ -11,8 +11,8 @@ import errno
 import os
 import stat
 
-from guest.confinement import Place, open_pinned, pin_file
-from guest.failures import FILE_EXISTS, NO_SPACE, PERMISSION_DENIED, STALE_FILE, Failure, describe_os_error
+from guest.confinement import DirectoryEntry, open_pinned, pin_file
+from guest.failures import FILE_EXISTS, NO_SPACE, PERMISSION_DENIED, STALE_FILE, RequestFailure, describe_os_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -87,37 +87,41 @@ class OldFile:
         os.close(self.fd)
 
 
-def open_old(place: Place, flags: int) -> OldFile | None:
-    """Open the regular file at a place. Returns None if there is no file. Raises Failure and OSError.
+def open_old(entry: DirectoryEntry, flags: int) -> OldFile | None:
+    """Open the regular file of an entry. Returns None if there is no file. Raises RequestFailure and OSError.
 
     The file is opened for writing even if it will be replaced, so that a write-protected file is never changed.
     """
     try:
-        pinned = pin_file(place)
+        pinned = pin_file(entry)
     except FileNotFoundError:
         return None
     try:
         return OldFile(open_pinned(pinned, flags))
     except PermissionError:
-        raise Failure(
+        raise RequestFailure(
             PERMISSION_DENIED,
-            f"{place.shown}: its permissions do not allow a change; if it should be changed, use chmod in bash_tool",
+            f"{entry.shown}: its permissions do not allow a change; if it should be changed, use chmod in bash_tool",
         ) from None
     finally:
         os.close(pinned)
 
 
 class Version:
-    """New content for a place. If a method raises Failure, the old content is intact and no temporary file remains."""
+    """New content for an entry. If a method raises RequestFailure, the old content is intact and no temporary file
+    remains.
+    """
 
-    def __init__(self, place: Place, content: Content, watch: Watch) -> None:
-        self._place = place
+    def __init__(self, entry: DirectoryEntry, content: Content, watch: Watch) -> None:
+        self._entry = entry
         self._content = content
         self._watch = watch
 
     def create(self) -> os.stat_result:
-        """Create the file. Raises Failure(FILE_EXISTS) if the name exists, even if it was created a moment before."""
-        if self._place.is_link_target:
+        """Create the file. Raises RequestFailure(FILE_EXISTS) if the name exists, even if it was created a moment
+        before.
+        """
+        if self._entry.is_link_target:
             raise self._exists()
         with self._described():
             return self._write_beside(_NEW_MODE, self._take_free_name)
@@ -125,7 +129,7 @@ class Version:
     def replace(self, old: OldFile | None, is_known: bool = False) -> os.stat_result:
         """Replace `old` and keep its mode.
 
-        `is_known`: the new content is based on the old content. Raises Failure(STALE_FILE) if the old file has
+        `is_known`: the new content is based on the old content. Raises RequestFailure(STALE_FILE) if the old file has
         changed.
         """
         with self._described():
@@ -174,7 +178,7 @@ class Version:
 
         A file without a name disappears if the process dies. Returns the name only if the file needs one.
         """
-        directory = self._place.directory
+        directory = self._entry.directory
         try:
             return os.open(b".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=directory), None
         except OSError as error:
@@ -188,22 +192,22 @@ class Version:
     def _take_free_name(self, fd: int) -> None:
         # Unlike rename, link fails if another process has taken the name.
         try:
-            os.link(f"/proc/self/fd/{fd}".encode(), self._place.name, dst_dir_fd=self._place.directory)
+            os.link(f"/proc/self/fd/{fd}".encode(), self._entry.name, dst_dir_fd=self._entry.directory)
         except FileExistsError:
             raise self._exists() from None
 
     def _take_name(self, fd: int, old: OldFile | None = None) -> None:
         # The file gets a temporary name, because link cannot replace a name. The rename then replaces the old file in
         # one step.
-        directory = self._place.directory
+        directory = self._entry.directory
         name = _build_name()
         os.link(f"/proc/self/fd/{fd}".encode(), name, dst_dir_fd=directory)
         try:
             if old is not None:
                 # The check comes directly before the rename, to keep the time short in which another process can
                 # change the file.
-                self._check_unchanged(old, os.stat(self._place.name, dir_fd=directory, follow_symlinks=False))
-            os.rename(name, self._place.name, src_dir_fd=directory, dst_dir_fd=directory)
+                self._check_unchanged(old, os.stat(self._entry.name, dir_fd=directory, follow_symlinks=False))
+            os.rename(name, self._entry.name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             self._drop(name)
             raise
@@ -236,14 +240,14 @@ class Version:
     def _check_unchanged(self, old: OldFile, now: os.stat_result) -> None:
         before = old.status
         if (before.st_ino, before.st_size, before.st_mtime_ns) != (now.st_ino, now.st_size, now.st_mtime_ns):
-            raise Failure(
+            raise RequestFailure(
                 STALE_FILE,
-                f"{self._place.shown}: changed while its new version was made, and was not written; read it again",
+                f"{self._entry.shown}: changed while its new version was made, and was not written; read it again",
             )
 
     def _drop(self, name: bytes) -> None:
         with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=self._place.directory)
+            os.unlink(name, dir_fd=self._entry.directory)
 
     @contextlib.contextmanager
     def _described(self) -> Iterator[None]:
@@ -252,17 +256,17 @@ class Version:
         except OSError as error:
             if error.errno in _FULL:
                 raise self._no_space() from None
-            if error.errno == errno.EPERM and not os.fstat(self._place.directory).st_nlink:
+            if error.errno == errno.EPERM and not os.fstat(self._entry.directory).st_nlink:
                 # Some file systems report a removed folder with EPERM.
                 error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if error.errno == errno.EFBIG:
-                raise Failure(
-                    NO_SPACE, f"{self._place.shown}: {self._content.size} bytes exceed the limit of a file"
+                raise RequestFailure(
+                    NO_SPACE, f"{self._entry.shown}: {self._content.size} bytes exceed the limit of a file"
                 ) from None
-            raise describe_os_error(error, self._place.shown) from None
+            raise describe_os_error(error, self._entry.shown) from None
 
-    def _no_space(self) -> Failure:
-        room = os.fstatvfs(self._place.directory)
+    def _no_space(self) -> RequestFailure:
+        room = os.fstatvfs(self._entry.directory)
         free = room.f_bavail * room.f_frsize
         is_out_of_names = room.f_files and not room.f_favail
         reason = (
@@ -270,14 +274,14 @@ class Version:
             if is_out_of_names
             else f"{self._content.size} bytes are to be written and {free} bytes are free"
         )
-        return Failure(
+        return RequestFailure(
             NO_SPACE,
-            f"{self._place.shown}: no space left: {reason}; nothing was changed; remove files that you do not need, "
+            f"{self._entry.shown}: no space left: {reason}; nothing was changed; remove files that you do not need, "
             f"then try again",
         )
 
-    def _exists(self) -> Failure:
-        return Failure(FILE_EXISTS, f"{self._place.shown}: exists already")
+    def _exists(self) -> RequestFailure:
+        return RequestFailure(FILE_EXISTS, f"{self._entry.shown}: exists already")
 
 
 def _build_name() -> bytes:

@@ -72,8 +72,8 @@ class Child:
     def read(self, is_late: Callable[[], bool]) -> Iterator[bytes]:
         """Yield the output piece by piece until the process ends or `is_late` returns True.
 
-        `is_late` is called between pieces and raises Failure if the call is cancelled. When the pipe is full, the
-        process waits until the caller reads on. Raises BlockedError.
+        `is_late` is called between pieces and raises RequestFailure if the call is cancelled. When the pipe is full,
+        the process waits until the caller reads on. Raises BlockedError.
         """
         poller = select.poll()
         poller.register(self._out, select.POLLIN)

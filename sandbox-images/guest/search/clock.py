@@ -27,7 +27,7 @@ class Clock:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the search must stop. Raises Failure if the call is cancelled."""
+        """Return whether the search must stop. Raises RequestFailure if the call is cancelled."""
         self._watch.check()
         return time.monotonic() >= self._started_at + self._total_s
 
@@ -35,7 +35,7 @@ class Clock:
     def is_too_late_to_find(self) -> bool:
         """Return whether the remaining time is needed to report the matches so far.
 
-        Raises Failure if the call is cancelled.
+        Raises RequestFailure if the call is cancelled.
         """
         self._watch.check()
         return time.monotonic() >= self._started_at + _SHARE_TO_FIND * self._total_s

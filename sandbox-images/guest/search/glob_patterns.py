@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from guest.failures import INVALID_PATTERN, Failure
+from guest.failures import INVALID_PATTERN, RequestFailure
 from guest.fields import escaped
 
 TYPE_CHECKING = False
@@ -37,7 +37,7 @@ class Globs:
     """
 
     def __init__(self, texts: list[str], subject: str) -> None:
-        """Compile the patterns. `subject` names them in the message. Raises Failure."""
+        """Compile the patterns. `subject` names them in the message. Raises RequestFailure."""
         self.names: list[str] = []
         self.accept_all = False
         regexes = []
@@ -50,7 +50,7 @@ class Globs:
                     regexes.append(_join(parts))
                 self._match: Callable[[str], object] = re.compile("|".join(regexes), re.DOTALL).fullmatch
             except (re.error, RecursionError, OverflowError) as error:
-                raise Failure(INVALID_PATTERN, f"{subject} '{_shorten(text)}': {error}") from None
+                raise RequestFailure(INVALID_PATTERN, f"{subject} '{_shorten(text)}': {error}") from None
 
     def match(self, path: str) -> bool:
         return self._match(path) is not None

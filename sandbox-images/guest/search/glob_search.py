@@ -13,7 +13,7 @@ from guest.failures import (
     INVALID_PATTERN,
     NOT_A_DIRECTORY,
     PATH_NOT_ALLOWED,
-    Failure,
+    RequestFailure,
     describe_os_error,
 )
 from guest.fields import escaped
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
     """Send the matching paths, one per line.
 
-    Raises Failure for an invalid pattern, and for a path that does not exist or is not allowed.
+    Raises RequestFailure for an invalid pattern, and for a path that does not exist or is not allowed.
     """
     clock = Clock(context.watch, request.timeout_s)
     text, paths = request.pattern, context.paths
     if not text.strip() or "\0" in text or len(text) > MAX_PATTERN_CHARS:
-        raise Failure(
+        raise RequestFailure(
             INVALID_PATTERN,
             f"the pattern must have 1 to {MAX_PATTERN_CHARS} characters and no NUL; **/* matches every file",
         )
     if ".." in text.split("/"):
-        raise Failure(PATH_NOT_ALLOWED, "a pattern cannot contain '..': give the directory to search as path")
+        raise RequestFailure(PATH_NOT_ALLOWED, "a pattern cannot contain '..': give the directory to search as path")
     finder = _Finder(request, clock, paths)
     is_absolute = text.startswith("/")
     *folders, name = [part for part in text.split("/") if part not in ("", ".")] or ["**"]
@@ -62,7 +62,7 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
     finder.add_literal(_open_below(start, os.fsdecode(start.real), rest, paths), name)
     try:
         globs = Globs(["/".join(([""] if is_absolute or literal else []) + [*rest, name])], "the pattern")
-    except Failure:
+    except RequestFailure:
         if not finder.has_literal:
             raise
     else:
@@ -73,13 +73,13 @@ def glob(request: GlobRequest, context: RequestContext) -> dict[str, object]:
 def _open_below(start: Start, path: str, parts: list[str], paths: GuestPaths) -> Start | None:
     """Open the directory `parts` below `path`, which is open as `start`.
 
-    Returns None if it does not exist. Raises Failure.
+    Returns None if it does not exist. Raises RequestFailure.
     """
     if not parts:
         return start
     try:
         return open_folder("/".join((path.rstrip("/"), *parts)), paths, may_miss=True)
-    except Failure as failure:
+    except RequestFailure as failure:
         if failure.code in (FILE_NOT_FOUND, NOT_A_DIRECTORY, INVALID_ARGUMENTS):
             return None
         raise

@@ -15,7 +15,7 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))
 _GAP = "--\n"
 
 
-class Mark:
+class MatchPosition:
     """Position of a matching line.
 
     `offset` is the start of the line in the file. `column` is the first byte of the match in the line, from 1.
@@ -29,17 +29,17 @@ class Mark:
         self.offset = offset
 
 
-def find_offsets(text: bytes, marks: Iterable[Mark]) -> Iterator[Mark]:
-    """Yield the marks, which are in the order of their lines, with the offsets of these lines in the text."""
+def find_offsets(text: bytes, positions: Iterable[MatchPosition]) -> Iterator[MatchPosition]:
+    """Yield the positions, which are in the order of their lines, with the offsets of these lines in the text."""
     line, offset = 1, 0
-    for mark in marks:
-        while line < mark.line:
+    for position in positions:
+        while line < position.line:
             offset = text.find(b"\n", offset) + 1
             line += 1
-        yield Mark(line, mark.column, offset)
+        yield MatchPosition(line, position.column, offset)
 
 
-class Page:
+class MatchPage:
     """Lines to send, limited in number and bytes. When `is_full` is set, no further line is accepted."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
@@ -70,9 +70,9 @@ class Page:
 
 
 class FilePrinter:
-    """Printer for the marks of one file and the lines around them."""
+    """Printer for the positions of one file and the lines around them."""
 
-    def __init__(self, page: Page, shown: str, text: bytes, before: int, after: int) -> None:
+    def __init__(self, page: MatchPage, shown: str, text: bytes, before: int, after: int) -> None:
         self._page = page
         self._shown = shown
         self._text = text
@@ -85,26 +85,28 @@ class FilePrinter:
         self._due = 0
         self.matches = 0
 
-    def print_marks(self, marks: Iterable[Mark]) -> None:
-        """Print marks, which must be in the order of their lines. `matches` then has the number of printed marks."""
-        for mark in marks:
-            if not self._print_until(mark):
+    def print_positions(self, positions: Iterable[MatchPosition]) -> None:
+        """Print positions, which must be in the order of their lines. `matches` then has the number of printed
+        positions.
+        """
+        for position in positions:
+            if not self._print_until(position):
                 return
-            is_cut, text = cut_line(self._line_at(mark.offset), mark.column)
-            if not self._page.add(f"{self._shown}:{mark.line}: {text}\n"):
+            is_cut, text = cut_line(self._line_at(position.offset), position.column)
+            if not self._page.add(f"{self._shown}:{position.line}: {text}\n"):
                 return
             self._page.cut_lines += is_cut
             self.matches += 1
-            self._go_on_after(mark.line, mark.offset)
+            self._go_on_after(position.line, position.offset)
             self._due = self._after
         while self._due and self._print_context():
             self._due -= 1
 
-    def _print_until(self, mark: Mark) -> bool:
+    def _print_until(self, position: MatchPosition) -> bool:
         """Print what precedes a matching line: the context of the last match, a gap, and the context of this match."""
-        while self._due and self._next_line < mark.line and self._print_context():
+        while self._due and self._next_line < position.line and self._print_context():
             self._due -= 1
-        start = max(mark.line - self._before, self._next_line, 1)
+        start = max(position.line - self._before, self._next_line, 1)
         if (
             (self._before or self._after)
             and start > self._next_line
@@ -113,9 +115,9 @@ class FilePrinter:
         ):
             return False
         if start > self._next_line:
-            self._next_offset = self._find_back(mark, mark.line - start)
+            self._next_offset = self._find_back(position, position.line - start)
             self._next_line = start
-        while self._next_line < mark.line:
+        while self._next_line < position.line:
             if not self._print_context():
                 return False
         return not self._page.is_full
@@ -136,9 +138,9 @@ class FilePrinter:
         self._next_line = line + 1
         self._next_offset = len(self._text) if end < 0 else end + 1
 
-    def _find_back(self, mark: Mark, lines: int) -> int:
-        """Return the start of the line that is `lines` lines before a mark."""
-        offset = mark.offset
+    def _find_back(self, position: MatchPosition, lines: int) -> int:
+        """Return the start of the line that is `lines` lines before a position."""
+        offset = position.offset
         for _ in range(lines):
             offset = self._text.rfind(b"\n", 0, offset - 1) + 1
         return offset

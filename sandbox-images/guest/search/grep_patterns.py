@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from guest.failures import INVALID_ARGUMENTS, INVALID_PATTERN, Failure
+from guest.failures import INVALID_ARGUMENTS, INVALID_PATTERN, RequestFailure
 from guest.fields import escaped
 
 MAX_PATTERN_BYTES = 131_000
@@ -28,7 +28,7 @@ _REASON = re.compile(r"^error: (.+)$", re.MULTILINE)
 
 
 class GrepPattern:
-    """Checked pattern. The constructor raises Failure if no line can match the pattern."""
+    """Checked pattern. The constructor raises RequestFailure if no line can match the pattern."""
 
     def __init__(self, text: str, fixed_strings: bool, ignore_case: bool, multiline: bool) -> None:
         self.text = text
@@ -36,17 +36,17 @@ class GrepPattern:
         self.ignore_case = ignore_case
         self.multiline = multiline
         if not text:
-            raise Failure(
+            raise RequestFailure(
                 INVALID_PATTERN, "the pattern is empty: give the text to find; . matches every line that is not empty"
             )
         if "\0" in text:
-            raise Failure(INVALID_PATTERN, "the pattern has a NUL character, which no text file has")
+            raise RequestFailure(INVALID_PATTERN, "the pattern has a NUL character, which no text file has")
         try:
             size = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise self._build_failure("a lone surrogate", error.start + 1) from None
         if size > MAX_PATTERN_BYTES:
-            raise Failure(
+            raise RequestFailure(
                 INVALID_PATTERN, f"the pattern has {size} bytes, more than {MAX_PATTERN_BYTES}: search for a part of it"
             )
         if "\n" in text and not multiline:
@@ -60,15 +60,15 @@ class GrepPattern:
         self.needs_pcre = True
         return True
 
-    def explain(self, error_text: str) -> Failure:
+    def explain(self, error_text: str) -> RequestFailure:
         """Convert an error message of ripgrep about this pattern, or about a type or a glob, to a failure."""
         if (unknown := _UNKNOWN_TYPE.search(error_text)) is not None:
-            return Failure(
+            return RequestFailure(
                 INVALID_ARGUMENTS,
                 f"unknown type '{escaped(unknown[1].encode())[:80]}': give the file extension in include, like *.py",
             )
         if (glob := _BAD_GLOB.search(error_text)) is not None:
-            return Failure(INVALID_PATTERN, f"exclude: {escaped(glob[1].encode())[:300]}")
+            return RequestFailure(INVALID_PATTERN, f"exclude: {escaped(glob[1].encode())[:300]}")
         if _LINE_END.search(error_text) is not None:
             return self._spans_lines()
         pcre = _PCRE.search(error_text)
@@ -82,19 +82,19 @@ class GrepPattern:
         reason_text = reason[1] if reason else (lines[0] if lines else "not understood")
         return self._build_failure(reason_text[:300], len(caret[1]) + 1 if caret and "\n" not in self.text else None)
 
-    def _build_failure(self, reason: str, position: int | None) -> Failure:
+    def _build_failure(self, reason: str, position: int | None) -> RequestFailure:
         where = f" at character {position}" if position is not None else ""
         message = f"not a regular expression{where}: {reason}; the pattern was {_shorten(self.text)}"
         if not self.fixed_strings and not _OPERATORS.search(self.text):
             message += "; if it is meant literally, retry with fixed_strings=true"
-        return Failure(INVALID_PATTERN, message)
+        return RequestFailure(INVALID_PATTERN, message)
 
-    def _spans_lines(self) -> Failure:
+    def _spans_lines(self) -> RequestFailure:
         message = (
             "the pattern has a line end, and no single line matches it: set multiline=true; it was "
             f"{_shorten(self.text)}"
         )
-        return Failure(INVALID_PATTERN, message)
+        return RequestFailure(INVALID_PATTERN, message)
 
 
 def _shorten(text: str) -> str:

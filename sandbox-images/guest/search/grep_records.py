@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from guest.search.grep_lines import Mark
+from guest.search.grep_lines import MatchPosition
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,24 +49,24 @@ def count_marks(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
         yield current, count
 
 
-def group_marks(records: Iterator[bytes]) -> Iterator[tuple[bytes, Iterator[Mark]]]:
-    """Parse `name NUL line::column::offset::text LF ...`, split at LF, and yield each name with its marks.
+def group_positions(records: Iterator[bytes]) -> Iterator[tuple[bytes, Iterator[MatchPosition]]]:
+    """Parse `name NUL line::column::offset::text LF ...`, split at LF, and yield each name with its positions.
 
-    Marks that the caller does not read are skipped. ripgrep omits the column if it is unknown, for example for an
+    Positions that the caller does not read are skipped. ripgrep omits the column if it is unknown, for example for an
     empty match at the very end.
     """
     current = next(records, None)
 
-    def marks_of(name: bytes) -> Iterator[Mark]:
+    def positions_of(name: bytes) -> Iterator[MatchPosition]:
         nonlocal current
         while current is not None and current.startswith(name + b"\0"):
             *numbers, _ = current[len(name) + 1 :].split(SEPARATOR)
-            yield Mark(int(numbers[0]), int(numbers[1]) if len(numbers) > 2 else 1, int(numbers[-1]))
+            yield MatchPosition(int(numbers[0]), int(numbers[1]) if len(numbers) > 2 else 1, int(numbers[-1]))
             current = next(records, None)
 
     while current is not None:
         name = current.partition(b"\0")[0]
-        marks = marks_of(name)
-        yield name, marks
-        for _ in marks:
+        positions = positions_of(name)
+        yield name, positions
+        for _ in positions:
             pass

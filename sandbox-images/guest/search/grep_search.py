@@ -12,7 +12,7 @@ import itertools
 import os
 import time
 
-from guest.failures import FILE_TOO_LARGE, INTERNAL, TIMEOUT, Failure, describe_os_error
+from guest.failures import FILE_TOO_LARGE, INTERNAL, TIMEOUT, RequestFailure, describe_os_error
 from guest.search.child import BlockedError, Child
 from guest.search.clock import Clock
 from guest.search.grep_files import (
@@ -24,9 +24,9 @@ from guest.search.grep_files import (
     open_file,
     read_text,
 )
-from guest.search.grep_lines import FilePrinter, Mark, Page, find_offsets
+from guest.search.grep_lines import FilePrinter, MatchPage, MatchPosition, find_offsets
 from guest.search.grep_patterns import GrepPattern
-from guest.search.grep_records import group_marks
+from guest.search.grep_records import group_positions
 from guest.search.names import build_names
 from guest.search.ripgrep import FileSelection, NameFilter, Ripgrep, list_files
 from guest.search.start import Start, open_start
@@ -56,7 +56,7 @@ class _NeedsPcreError(Exception):
 def grep(request: GrepRequest, context: RequestContext) -> dict[str, object]:
     """Send the matching lines.
 
-    Raises Failure for an invalid pattern, for a path that does not exist or is not allowed, and if the time ends
+    Raises RequestFailure for an invalid pattern, for a path that does not exist or is not allowed, and if the time ends
     before anything is found.
     """
     clock = Clock(context.watch, request.timeout_s)
@@ -90,7 +90,7 @@ class _Search:
         self._context = context
         self._paths: GuestPaths = context.paths
         self._clock = clock
-        self._page = Page(request.max_lines, request.max_bytes)
+        self._page = MatchPage(request.max_lines, request.max_bytes)
         # (negative modification time, path, count) of each file, a heap: newest first, then by path. `_taken`: the
         # first of them, which are checked for binary content.
         self._matches: list[tuple[int, bytes, int]] = []
@@ -108,7 +108,7 @@ class _Search:
     # --- which files --------------------------------------------------------------------------------------------------
 
     def find(self, names: NameFilter) -> None:
-        """Find the matching files, or the matches of the one file. Raises Failure, and _NeedsPcreError."""
+        """Find the matching files, or the matches of the one file. Raises RequestFailure, and _NeedsPcreError."""
         if self._start.file is None:
             self._find_files(names)
         else:
@@ -117,9 +117,9 @@ class _Search:
     def _find_files(self, names: NameFilter) -> None:
         """Find the matching files below the start.
 
-        ripgrep applies the ignore rules. Only the files that match are queried for their time and size. It starts
-        again if it reads a large file, and then leaves out all of them: to read the size of every file takes a sixth
-        of its time.
+        ripgrep applies the ignore rules. Only the files that match are queried for their time and size. If it reads a
+        large file, the search starts again and skips large files: checking the size of every file takes a sixth of
+        the time.
         """
         use_rules = not self._request.include_ignored
         limits: list[bytes] = []
@@ -182,7 +182,7 @@ class _Search:
             raise describe_os_error(error, shown) from None
         status = os.fstat(fd)
         if status.st_size > MAX_NAMED_BYTES:
-            raise Failure(
+            raise RequestFailure(
                 FILE_TOO_LARGE,
                 f"{shown}: has {status.st_size} bytes, more than {MAX_NAMED_BYTES}; search it with grep in bash_tool",
                 size=status.st_size,
@@ -199,7 +199,7 @@ class _Search:
     def _read_counts(self, child: Child, skips_large: bool = True) -> Iterator[tuple[bytes, int]]:
         """Yield (path, count) of each matching file.
 
-        Raises Failure if ripgrep rejects the pattern, and _LargeFileError unless `skips_large`.
+        Raises RequestFailure if ripgrep rejects the pattern, and _LargeFileError unless `skips_large`.
         """
         check_at = time.monotonic() + _LARGE_CHECK_S
 
@@ -224,16 +224,16 @@ class _Search:
             raise self._pattern.explain(child.left_out.text)
 
     def _check_found(self) -> None:
-        """Raise Failure if the search ended early and has found nothing."""
+        """Raise RequestFailure if the search ended early and has found nothing."""
         if not self._is_partial or self._matches:
             return
         if self._was_killed:
-            raise Failure(
+            raise RequestFailure(
                 INTERNAL,
                 "the search was killed before it found anything, because memory or processes ran out: narrow path or "
                 "include, or end other processes",
             )
-        raise Failure(
+        raise RequestFailure(
             TIMEOUT,
             f"nothing found in {self._clock.seconds:g} s, and not all files were searched: narrow path or include, or "
             f"simplify the pattern",
@@ -303,19 +303,19 @@ class _Search:
                 return 0
             most = limit if self._request.max_per_file is None else min(limit, self._request.max_per_file)
             child = opened.enter_context(Child(self._ripgrep.start_marking([fd for _, fd in by_name.values()], most)))
-            for name, marks in group_marks(child.read_records(b"\n", lambda: self._clock.is_over)):
-                shown += self._send_file(*by_name[name], itertools.islice(marks, min(most, limit - shown)))
+            for name, positions in group_positions(child.read_records(b"\n", lambda: self._clock.is_over)):
+                shown += self._send_file(*by_name[name], itertools.islice(positions, min(most, limit - shown)))
                 if shown >= limit or self._page.is_full:
                     return shown
             if child.was_cut_off:
                 self._is_partial = True
         return shown
 
-    def _send_file(self, path: bytes, fd: int, marks: Iterable[Mark]) -> int:
+    def _send_file(self, path: bytes, fd: int, positions: Iterable[MatchPosition]) -> int:
         text = read_text(fd)
         printer = FilePrinter(self._page, self._start.show(path), text, self._request.before, self._request.after)
         # PCRE2 gets a replacement character for each byte that is not UTF-8, so its offsets are larger.
-        printer.print_marks(find_offsets(text, marks) if self._pattern.needs_pcre else marks)
+        printer.print_positions(find_offsets(text, positions) if self._pattern.needs_pcre else positions)
         self._context.writer.send("lines", self._page.take())
         self._shown += printer.matches
         self._shown_files += printer.matches > 0

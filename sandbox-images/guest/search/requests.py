@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from guest.fields import Request, choice, optional, read_any_text, read_flag, read_text, whole
+from guest.fields import GuestRequest, choice, optional, read_any_text, read_flag, read_text, whole
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ MAX_MATCHES = 1000
 MAX_CONTEXT = 20
 
 
-class GlobRequest(Request):
+class GlobRequest(GuestRequest):
     """Request for names below `path` that match `pattern`: the newest `limit` names, at most `max_bytes` of text."""
 
     FIELDS: ClassVar = {
@@ -32,7 +32,7 @@ class GlobRequest(Request):
     max_bytes: int
 
 
-class GrepRequest(Request):
+class GrepRequest(GuestRequest):
     """Request for lines that match `pattern` in files below `path`.
 
     The answer has at most `limit` matches, `max_lines` lines and `max_bytes` bytes of text.

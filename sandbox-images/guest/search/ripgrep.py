@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from guest.failures import INVALID_PATTERN, PATH_NOT_ALLOWED, Failure
+from guest.failures import INVALID_PATTERN, PATH_NOT_ALLOWED, RequestFailure
 from guest.paths import KERNEL_FOLDERS
 from guest.search.child import Child, start_program
 from guest.search.glob_patterns import MAX_PATTERN_CHARS, Globs, split_list
@@ -73,7 +73,7 @@ class NameFilter:
     """Files that include, exclude and type of a request select."""
 
     def __init__(self, include: str | None, exclude: str | None, type_name: str | None) -> None:
-        """Compile the globs. Raises Failure for an invalid glob."""
+        """Compile the globs. Raises RequestFailure for an invalid glob."""
         globs = _read_globs(include, "include")
         self.excluded = [glob.removeprefix("!") for glob in globs if glob.startswith("!")]
         self.excluded += _read_globs(exclude, "exclude")
@@ -109,7 +109,7 @@ class FileSelection:
     ) -> list[bytes]:
         """Return the options that select files. They may select more than `included`.
 
-        An inclusion is a type: a glob of ripgrep would override the ignore rules. Several types would add up.
+        `included` becomes a type: a ripgrep glob would override the ignore rules. Two types select the union.
         """
         options = [b"--debug", b"--hidden", b"--no-require-git", b"--no-ignore-global", b"--no-ignore-exclude"]
         options += [b"--no-ignore-messages"] if self._use_rules else [b"--no-ignore"]
@@ -165,7 +165,7 @@ class Ripgrep:
         )
 
     def start_marking(self, fds: list[int], max_matches: int | None) -> Callable[[int, int], int]:
-        """Return a start function that lists the matching lines of open files, for `group_marks`.
+        """Return a start function that lists the matching lines of open files, for `group_positions`.
 
         The files are processed one after the other. Lines and columns count from 1. `offset` is the start of the
         line. Each file has at most `max_matches` lines, or a few more.
@@ -197,7 +197,7 @@ class Ripgrep:
         return _MARKING if self._pattern.multiline else [b"--count"]
 
     def _marking_pattern(self) -> bytes:
-        """Return the pattern, of which no match in a line is empty.
+        """Return a pattern that has no empty match in a line.
 
         To find the columns, ripgrep looks for all matches in a line. After an empty match it goes on at the next
         byte, and PCRE2 fails if this is in the middle of a character. A match that takes one more character begins at
@@ -220,10 +220,10 @@ def _read_globs(text: str | None, subject: str) -> list[str]:
     if text is None:
         return []
     if len(text) > MAX_PATTERN_CHARS:
-        raise Failure(INVALID_PATTERN, f"{subject} has {len(text)} characters, more than {MAX_PATTERN_CHARS}")
+        raise RequestFailure(INVALID_PATTERN, f"{subject} has {len(text)} characters, more than {MAX_PATTERN_CHARS}")
     globs = split_list(text)
     if any(".." in glob.split("/") for glob in globs):
-        raise Failure(PATH_NOT_ALLOWED, f"{subject} cannot contain '..': give the directory to search as path")
+        raise RequestFailure(PATH_NOT_ALLOWED, f"{subject} cannot contain '..': give the directory to search as path")
     return globs
 
 

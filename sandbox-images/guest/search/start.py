@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from guest.commands.shell_state import read_folder
-from guest.confinement import Place, find_place, pin_file
-from guest.failures import FILE_NOT_FOUND, NOT_A_DIRECTORY, PATH_NOT_ALLOWED, Failure, describe_os_error
+from guest.confinement import DirectoryEntry, find_entry, pin_file
+from guest.failures import FILE_NOT_FOUND, NOT_A_DIRECTORY, PATH_NOT_ALLOWED, RequestFailure, describe_os_error
 from guest.fields import escaped
 from guest.search.suggestions import missing_file
 
@@ -46,45 +46,45 @@ class Start:
 def open_start(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
     """Open the start of a search.
 
-    Raises Failure for a path outside the roots or inside the private folder of the sandbox program. `may_miss`: a
-    missing path is expected, so no similar paths are suggested.
+    Raises RequestFailure for a path outside the roots or inside the private folder of the sandbox program. `may_miss`:
+    a missing path is expected, so no similar paths are suggested.
     """
     try:
-        place = find_place(path, paths, to_read=True)
+        entry = find_entry(path, paths, to_read=True)
         try:
-            start = _open_place(place, paths)
+            start = _open_entry(entry, paths)
         finally:
-            place.close()
-    except Failure as failure:
+            entry.close()
+    except RequestFailure as failure:
         raise missing_file(path, paths) if failure.code == FILE_NOT_FOUND and not may_miss else failure from None
     # The check uses the path of the open descriptor. A swapped name or a link cannot bypass this check.
     if _is_below(start.real, os.path.realpath(paths.state)):
         os.close(start.fd)
-        raise Failure(PATH_NOT_ALLOWED, f"{place.shown}: reserved for the sandbox itself")
+        raise RequestFailure(PATH_NOT_ALLOWED, f"{entry.shown}: reserved for the sandbox itself")
     return start
 
 
 def open_folder(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
-    """Open a directory as the start of a search. Raises Failure as `open_start` does, and for a file."""
+    """Open a directory as the start of a search. Raises RequestFailure as `open_start` does, and for a file."""
     start = open_start(path, paths, may_miss)
     if start.file is not None:
         os.close(start.fd)
-        raise Failure(
+        raise RequestFailure(
             NOT_A_DIRECTORY,
             f"{escaped(os.fsencode(path))}: is a file; give its folder, or its name as the pattern",
         )
     return start
 
 
-def _open_place(place: Place, paths: GuestPaths) -> Start:
+def _open_entry(entry: DirectoryEntry, paths: GuestPaths) -> Start:
     try:
-        return Start(os.open(place.name, _DIRECTORY, dir_fd=place.directory), None, paths)
+        return Start(os.open(entry.name, _DIRECTORY, dir_fd=entry.directory), None, paths)
     except NotADirectoryError:
         # `pin_file` raises unless the name is a regular file. The search then covers this one file in its folder.
-        os.close(pin_file(place))
-        return Start(os.open(b".", _DIRECTORY, dir_fd=place.directory), place.name, paths)
+        os.close(pin_file(entry))
+        return Start(os.open(b".", _DIRECTORY, dir_fd=entry.directory), entry.name, paths)
     except OSError as error:
-        raise describe_os_error(error, place.shown) from None
+        raise describe_os_error(error, entry.shown) from None
 
 
 def _shown_prefix(real: bytes, folder: bytes) -> bytes:

@@ -13,7 +13,7 @@ import os
 import time
 
 from guest.commands.shell_state import read_folder
-from guest.failures import FILE_NOT_FOUND, Failure
+from guest.failures import FILE_NOT_FOUND, RequestFailure
 from guest.fields import encode_text, escaped
 from guest.search.child import Child
 from guest.search.ripgrep import list_all_files
@@ -33,7 +33,7 @@ _MAX_LENGTH_DIFFERENCE = 3
 _MAX_SHOWN = 240
 
 
-def missing_file(path: str, paths: GuestPaths) -> Failure:
+def missing_file(path: str, paths: GuestPaths) -> RequestFailure:
     """Return the failure for a path that does not exist.
 
     The message names the path, the working directory and up to five similar paths.
@@ -46,7 +46,7 @@ def missing_file(path: str, paths: GuestPaths) -> Failure:
     similar = [_shorten(escaped(found.removeprefix(cwd + b"/"))) for found in wanted.ranked()]
     hint = f"{_shorten(escaped(tried))}: no such file or directory; the working directory is {_shorten(escaped(cwd))}"
     hint += f"; did you mean {_join(similar)}?" if similar else "; no name like it was found"
-    return Failure(FILE_NOT_FOUND, hint)
+    return RequestFailure(FILE_NOT_FOUND, hint)
 
 
 class _MissingName:

@@ -27,7 +27,7 @@ _LOST = select.POLLERR | select.POLLHUP
 
 
 class Tunnel:
-    """A connection from its accept to its close. Never blocks. Raises HostGone like the outbox."""
+    """A connection from its accept to its close. Never blocks. Raises HostDisconnected like the outbox."""
 
     __slots__ = (
         "_data_header",

@@ -202,7 +202,7 @@ def build_answer(request):
     results, covered = [], set()
     for score, index in rank_passages(request["query"], passages):
         path, first, last, _ = passages[index]
-        # Passages overlap. Of adjacent passages, only the best one is listed.
+        # Passages overlap. Only the best of adjacent passages is listed.
         if any((path, line) in covered for line in range(first + OVERLAP_LINES, last - OVERLAP_LINES + 1)):
             continue
         covered.update((path, line) for line in range(first, last + 1))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from store.archives.base import ArchiveStore, NotStored, join_chunks
 from store.archives.files import KEPT_S, file_created_at, is_file_id
-from workers.sandboxd.archives.packing import ROOTS, Guest, Packing, pack_roots, unpack, unpack_roots
+from workers.sandboxd.archives.packing import ROOTS, Packing, PackingGuest, pack_roots, unpack, unpack_roots
 from workers.sandboxd.archives.root_changes import encode_changes, pack_changes, split_changes, unpack_changes
 from workers.sandboxd.disks.changes import RootChanges
 
@@ -58,7 +58,7 @@ class Checkpoints:
     async def save(
         self,
         tenant: str,
-        sandbox: Guest,
+        sandbox: PackingGuest,
         *,
         roots: tuple[str, ...] = ROOTS,
         max_bytes: int = MAX_ARCHIVE_BYTES,
@@ -86,7 +86,7 @@ class Checkpoints:
         self,
         tenant: str,
         checkpoint: str,
-        sandbox: Guest,
+        sandbox: PackingGuest,
         *,
         roots: tuple[str, ...] = ROOTS,
         root_image: str | None = None,

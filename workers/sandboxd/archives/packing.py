@@ -71,7 +71,7 @@ trap 'rm -f -- "$1"' EXIT
 """
 
 
-class Guest(Protocol):
+class PackingGuest(Protocol):
     """The part of a sandbox that packing needs."""
 
     async def ask(
@@ -127,7 +127,7 @@ def pack_list(names: str, folder: str) -> list[str]:
 class Packing:
     """Packs one archive: read `chunks` once, then `facts`."""
 
-    def __init__(self, guest: Guest, argv: list[str], max_bytes: int, stdin: bytes = b"") -> None:
+    def __init__(self, guest: PackingGuest, argv: list[str], max_bytes: int, stdin: bytes = b"") -> None:
         """Create the packing. `argv`: a program of `pack_roots`, `pack_list` or `pack_changes` (root_changes.py), which
         reads `stdin`.
         """
@@ -169,7 +169,7 @@ class Packing:
         self.facts = ArchiveFacts(packed.bytes, packed.sha256, flow.stderr.count(b"socket ignored"), is_torn)
 
 
-async def unpack(guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], total: int) -> None:
+async def unpack(guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int) -> None:
     """Unpack an archive of `total` bytes into a guest. `argv`: a program that reads it, such as of `unpack_roots`.
 
     Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and the errors of `read`. Some files
@@ -188,7 +188,7 @@ async def unpack(guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], 
         _check_done(done, stderr, "unpacked")
 
 
-async def run_with_input(guest: Guest, argv: Sequence[str], data: bytes) -> None:
+async def run_with_input(guest: PackingGuest, argv: Sequence[str], data: bytes) -> None:
     """Run a program of an unpacking with these bytes on its standard input, which the guest holds in memory. Raises as
     `unpack`.
     """
@@ -200,7 +200,7 @@ async def run_with_input(guest: Guest, argv: Sequence[str], data: bytes) -> None
 
 
 async def stream_in(
-    guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], total: int
+    guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int
 ) -> tuple[dict[str, Any], str]:
     """Run a program in the guest with these bytes on its standard input, a pipe. Return its end and its stderr.
     Raises as `unpack`.
@@ -210,7 +210,7 @@ async def stream_in(
 
 
 async def run_with_file(
-    guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], total: int, path: str
+    guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int, path: str
 ) -> tuple[dict[str, Any], str]:
     """Run a program like `stream_in`, but with a seekable standard input. `path`: the file that stores the bytes for
     that time.
@@ -233,7 +233,7 @@ async def run_with_file(
 
 
 async def _stream_in(
-    guest: Guest, argv: Sequence[str], read: AsyncIterator[bytes], total: int
+    guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int
 ) -> tuple[dict[str, Any], bytearray]:
     """Feed a program that reads a FIFO, a piece at a time: the guest holds a whole piece in memory."""
     fifo, stderr = f"{_FIFO_FOLDER}/.archive-{secrets.token_hex(8)}", bytearray()
@@ -259,7 +259,7 @@ def _check_size(sent: int, total: int) -> None:
         raise SandboxUnavailable(f"the stored files have {sent} bytes instead of {total}: use other files")
 
 
-async def _feed(guest: Guest, fifo: str, piece: bytes, unpacking: "asyncio.Future[dict[str, Any]]") -> bool:
+async def _feed(guest: PackingGuest, fifo: str, piece: bytes, unpacking: "asyncio.Future[dict[str, Any]]") -> bool:
     """Send one chunk to tar. Returns False when tar has ended. Raises like `unpack`."""
     stderr = bytearray()
     request = _exec(["bash", "-c", _FEED, "feed", fifo])
@@ -285,7 +285,7 @@ async def _feed(guest: Guest, fifo: str, piece: bytes, unpacking: "asyncio.Futur
 class _OutputQueue:
     """Bytes of a guest's stream that the caller has not read yet. `stderr`: the beginning of its stderr."""
 
-    def __init__(self, guest: Guest) -> None:
+    def __init__(self, guest: PackingGuest) -> None:
         self._guest = guest
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0

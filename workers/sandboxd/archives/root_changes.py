@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from contract.errors import SandboxUnavailable
 from store.archives.base import join_chunks, read_head
-from workers.sandboxd.archives.packing import Guest, run_with_input, unpack
+from workers.sandboxd.archives.packing import PackingGuest, run_with_input, unpack
 from workers.sandboxd.disks.changes import MAX_LIST_BYTES, RootChanges
 
 _NAME = ".toolcrew-root-changes"
@@ -42,7 +42,7 @@ def pack_changes(changes: RootChanges, roots: Sequence[str]) -> tuple[list[str],
     return argv, changes.folders + changes.replaced
 
 
-async def unpack_changes(guest: Guest, changes: RootChanges, read: AsyncIterator[bytes], total: int) -> None:
+async def unpack_changes(guest: PackingGuest, changes: RootChanges, read: AsyncIterator[bytes], total: int) -> None:
     """Unpack an archive with changes into a guest that has the same image. Raises as `unpack`."""
     await run_with_input(guest, ["bash", "-c", _CLEAR], changes.replaced)
     await unpack(guest, _UNPACK, read, total)

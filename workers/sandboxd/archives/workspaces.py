@@ -13,7 +13,7 @@ from contract.errors import ErrorCode, ToolFailure
 from store.archives.base import ArchiveStore, NotStored, StoredFacts, join_chunks, read_head
 from store.archives.files import MAX_WORKSPACE_BYTES, NO_STORE, is_file_id, is_location, parse_location
 from workers.sandboxd.archives.imports import build_import, check_import
-from workers.sandboxd.archives.packing import Guest, Packing, pack_list, run_with_file, stream_in
+from workers.sandboxd.archives.packing import Packing, PackingGuest, pack_list, run_with_file, stream_in
 
 WHOLE_S = 500.0
 """Time limit for one workspace, in seconds. It is shorter than the time that workers wait for an answer."""
@@ -42,7 +42,7 @@ class WorkspaceFiles:
         self._setting = setting
         self._max_bytes = max_bytes
 
-    async def load(self, tenant: str, workspace: str, sandbox: Guest) -> None:
+    async def load(self, tenant: str, workspace: str, sandbox: PackingGuest) -> None:
         """Unpack a file of the tenant, an archive or a git bundle, into the empty workspace of a sandbox. `workspace`:
         an id or a location.
 
@@ -60,7 +60,7 @@ class WorkspaceFiles:
             async with contextlib.aclosing(source.chunks) as chunks:
                 await _load(workspace, source.size, chunks, sandbox)
 
-    async def save(self, tenant: str, file: str, names: str, sandbox: Guest) -> StoredFacts:
+    async def save(self, tenant: str, file: str, names: str, sandbox: PackingGuest) -> StoredFacts:
         """Store files of the workspace as the archive `file`. `names`: a file in the sandbox that lists the names,
         each with a NUL at its end.
 
@@ -93,7 +93,7 @@ class WorkspaceFiles:
         return _Source(await self._store.object_size(path), self._store.read_object(path))
 
 
-async def _load(workspace: str, size: int, chunks: AsyncGenerator[bytes], sandbox: Guest) -> None:
+async def _load(workspace: str, size: int, chunks: AsyncGenerator[bytes], sandbox: PackingGuest) -> None:
     head = await read_head(chunks, HEAD_BYTES)
     kind = find_kind(head)
     if kind is None:

@@ -33,7 +33,7 @@ def choose_workspaces(requested: WantedKind, state: Path, workspace_bytes: int, 
     kind that the setting names is not replaced.
 
     Creates and mounts an image as a test, which blocks for some tens of milliseconds. Images and folders are below
-    `state`/workspaces. Raises SandboxUnavailable: when the requested kind is impossible; the text says what is
+    `state`/workspaces. Raises SandboxUnavailable when the requested kind is impossible; the text says what is
     missing.
     """
     folder = state / "workspaces"

@@ -86,7 +86,7 @@ class FolderWorkspaces:
         """Return the overfull workspaces that a container has used since this sandboxd started. The time is limited;
         uncounted workspaces come first in the next round.
 
-        Raises SandboxUnavailable: when a workspace cannot be read and no other is overfull.
+        Raises SandboxUnavailable when a workspace cannot be read and no other is overfull.
         """
         async with self._watching:
             watched = dict(self._watched)

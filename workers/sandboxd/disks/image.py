@@ -291,7 +291,7 @@ def open_each(layers: Sequence[int], name: str, stack: ExitStack) -> Iterator[in
 
 
 def open_workspaces(layers: Sequence[int], stack: ExitStack, *, is_root: bool) -> Iterator[int]:
-    """Yield the workspace of each layer. Without root inside, the lowest disk is one as a whole. Raises OSError."""
+    """Yield the workspace of each layer. Without `is_root`, the lowest disk is all workspace. Raises OSError."""
     yield from open_each(layers if is_root else layers[:-1], WORKSPACE, stack)
     yield from open_each(() if is_root else layers[-1:], ".", stack)
 

@@ -65,7 +65,7 @@ def attach_read_only(image: int, label: Path) -> int:
 
 
 def mount_read_only(device: int) -> int:
-    """Return the descriptor of a new mount of a device, which has no place. Raises OSError."""
+    """Return the descriptor of a new, detached mount of a device. Raises OSError."""
     with open_context("ext4") as context:
         context.set("source", os.readlink(f"/proc/self/fd/{device}"))
         context.set("ro")

@@ -1,4 +1,4 @@
-"""The mount API of Linux 5.2 and later: mounts that are descriptors and have no place in a mount table."""
+"""The mount API of Linux 5.2 and later: detached mounts, which are descriptors outside any mount table."""
 
 import ctypes
 import os

@@ -78,7 +78,7 @@ async def connect_proxy(path: Path, uids: frozenset[int]) -> ProxyStreams:
     return reader, writer
 
 
-class Wire:
+class RelayContext:
     """The parts that all connections of a sandbox share: the channel, which they use in turn, and the connection
     function of the proxy.
     """
@@ -107,18 +107,18 @@ class Wire:
             self._send({"op": "net_data", "conn": number}, data)
 
 
-class Relay:
+class TunnelRelay:
     """Relays one connection from its creation on. `on_over` is called when both sides have closed. The caller has
     checked the guest's frames.
     """
 
-    def __init__(self, number: int, wire: Wire, on_over: Callable[["Relay"], None]) -> None:
+    def __init__(self, number: int, context: RelayContext, on_over: Callable[["TunnelRelay"], None]) -> None:
         self.number = number
         self.room = WINDOW
         self.guest_room = WINDOW
         self.guest_ended = False
         self.guest_closed = False
-        self._wire = wire
+        self._context = context
         self._on_over = on_over
         self._ended = False
         self._closed = False
@@ -170,7 +170,7 @@ class Relay:
 
     async def _run(self) -> None:
         try:
-            reader, writer = await self._wire.connect()
+            reader, writer = await self._context.connect()
         except OSError as error:
             self._note(error)
             await self._answer_unreachable()
@@ -203,7 +203,7 @@ class Relay:
             if not data:
                 break
             self._take_up_room(len(data))
-            await self._wire.send_data(self.number, data)
+            await self._context.send_data(self.number, data)
         self._end()
 
     async def _send_up(self, writer: asyncio.StreamWriter) -> None:
@@ -235,7 +235,7 @@ class Relay:
 
     async def _answer_unreachable(self) -> None:
         self._take_up_room(len(_ANSWER))
-        await self._wire.send_data(self.number, _ANSWER)
+        await self._context.send_data(self.number, _ANSWER)
         self._end()
         # A program reads the answer only after it has sent its request.
         with contextlib.suppress(TimeoutError):
@@ -244,7 +244,7 @@ class Relay:
 
     def _note(self, error: OSError | None) -> None:
         """Log when the proxy becomes unreachable, and when it answers again."""
-        was_there, self._wire.proxy_answers = self._wire.proxy_answers, error is None
+        was_there, self._context.proxy_answers = self._context.proxy_answers, error is None
         if error is not None and was_there:
             log.error("egress_proxy_unreachable", error=str(error))
         elif error is None and not was_there:
@@ -259,12 +259,12 @@ class Relay:
         self._unreported_room += count
         if self._unreported_room >= GRANT and not self.guest_ended:
             self.guest_room += self._unreported_room
-            self._wire.send_event(self.number, "net_room", bytes=self._unreported_room)
+            self._context.send_event(self.number, "net_room", bytes=self._unreported_room)
             self._unreported_room = 0
 
     def _end(self) -> None:
         self._ended = True
-        self._wire.send_event(self.number, "net_end")
+        self._context.send_event(self.number, "net_end")
 
     def _close(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -273,7 +273,7 @@ class Relay:
             return
         self._closed = True
         self._upward.clear()
-        self._wire.send_event(self.number, "net_close")
+        self._context.send_event(self.number, "net_close")
         if self.guest_closed:
             self._on_over(self)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from workers.sandboxd.egress.relay import GRANT, WINDOW, ProxyStreams, Relay, Wire
+from workers.sandboxd.egress.relay import GRANT, WINDOW, ProxyStreams, RelayContext, TunnelRelay
 from workers.sandboxd.frames import Frame
 
 MAX_TUNNELS = 64
@@ -45,9 +45,9 @@ class Tunnels:
         connect: Callable[[], Awaitable[ProxyStreams]],
         on_violation: Callable[[str], None],
     ) -> None:
-        self._wire = Wire(send, drain, connect)
+        self._context = RelayContext(send, drain, connect)
         self._on_violation = on_violation
-        self._relays: dict[int, Relay] = {}
+        self._relays: dict[int, TunnelRelay] = {}
         self._last = 0
         self._is_closed = False
         self._tokens = _FRAMES_AT_ONCE
@@ -97,9 +97,9 @@ class Tunnels:
         if len(self._relays) >= MAX_TUNNELS:
             raise _Violation(f"there are more than {MAX_TUNNELS} connections")
         self._last = number
-        self._relays[number] = Relay(number, self._wire, self._forget)
+        self._relays[number] = TunnelRelay(number, self._context, self._forget)
 
-    def _pass_event(self, relay: Relay, event: str, frame: Frame) -> None:
+    def _pass_event(self, relay: TunnelRelay, event: str, frame: Frame) -> None:
         if event == "net_data":
             if relay.guest_ended or not 0 < len(frame.body) <= relay.guest_room:
                 raise _Violation("data is empty, exceeds the window, or belongs to an ended connection")
@@ -117,7 +117,7 @@ class Tunnels:
         else:
             relay.take_close()
 
-    def _forget(self, relay: Relay) -> None:
+    def _forget(self, relay: TunnelRelay) -> None:
         self._relays.pop(relay.number, None)
 
     def _count(self, event: str) -> None:

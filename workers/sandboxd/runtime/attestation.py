@@ -31,14 +31,14 @@ class Attestation:
     workspace_type: str
 
 
-class Guest(Protocol):
+class AttestingGuest(Protocol):
     """A sandbox that answers requests."""
 
     async def ask(self, request: Mapping[str, Any], /) -> Mapping[str, Any]: ...
 
 
-async def ask_attestation(guest: Guest, timeout_s: float = 5.0) -> Attestation:
-    """Return the guest's current report. Raises SandboxUnavailable: when the report is missing or invalid."""
+async def ask_attestation(guest: AttestingGuest, timeout_s: float = 5.0) -> Attestation:
+    """Return the guest's current report. Raises SandboxUnavailable when the report is missing or invalid."""
     try:
         return parse_attestation(await guest.ask({"op": "attest", "timeout_s": timeout_s}))
     except ValueError as error:
@@ -48,7 +48,7 @@ async def ask_attestation(guest: Guest, timeout_s: float = 5.0) -> Attestation:
 
 
 def parse_attestation(done: Mapping[str, Any]) -> Attestation:
-    """Return the answer to `attest`. Raises ValueError: when the answer is an error or violates the protocol."""
+    """Return the answer to `attest`. Raises ValueError when the answer is an error or violates the protocol."""
     if "error" in done:
         raise ValueError(f"it failed: {str(done['error'])[:300]}")
     entries, workspace = _mapping(done, "entries"), _mapping(done, "workspace")

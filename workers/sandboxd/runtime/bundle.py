@@ -34,8 +34,8 @@ ROOT_CAPABILITIES: Final[Mapping[str, int]] = {
     "CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_FOWNER": 3, "CAP_FSETID": 4, "CAP_KILL": 5, "CAP_SETGID": 6,
     "CAP_SETUID": 7, "CAP_SETPCAP": 8, "CAP_NET_BIND_SERVICE": 10, "CAP_SYS_CHROOT": 18, "CAP_SETFCAP": 31,
 }  # fmt: skip
-"""Capabilities of root inside, with their numbers: what package managers and services need. They count only for what
-belongs to the user namespace of the sandbox.
+"""Capabilities of the sandbox's root user, with their numbers: what package managers and services need. They count only
+for what belongs to the user namespace of the sandbox.
 """
 _CAPABILITY_SETS: Final = ("bounding", "effective", "inheritable", "permitted", "ambient")
 _SEALED: Final = ["nosuid", "noexec", "nodev"]
@@ -85,8 +85,8 @@ def make_skeleton(place: Path) -> None:
 
 def build_bundle(spec: SandboxSpec, *, root: Path, cgroup: str, base: int, seccomp_bpf: str | None) -> dict[str, Any]:
     """Return the content of config.json. `root`: its root folder. `cgroup`: the path of its control group. `base`: the
-    host id of root inside. `seccomp_bpf`: the compiled filter in base64, which crun loads instead of compiling the
-    profile again.
+    host id of the sandbox's root user. `seccomp_bpf`: the compiled filter in base64, which crun loads instead of
+    compiling the profile again.
     """
     ids = [{"containerID": 0, "hostID": base, "size": ID_RANGE}]
     linux: dict[str, Any] = {
@@ -136,9 +136,9 @@ def build_environment(spec: SandboxSpec) -> list[str]:
 
 
 def build_seccomp(profile: str, *, is_root: bool) -> dict[str, Any]:
-    """Return the filter of the specification, from a profile of the engine (seccomp.json). With root inside, a netlink
-    socket is refused with the error of a kernel without netlink. After EPERM `useradd` would fail, because EPERM means
-    to it that the kernel's audit log exists and is broken.
+    """Return the filter of the specification, from a profile of the engine (seccomp.json). For root of the sandbox, a
+    netlink socket is refused with the error of a kernel without netlink. After EPERM `useradd` would fail, because
+    EPERM means to it that the kernel's audit log exists and is broken.
     """
     content = json.loads(profile)
     architecture, name = _ARCHITECTURES[platform.machine()]
@@ -197,7 +197,7 @@ def _build_cgroup_mounts(spec: SandboxSpec, cgroup: str) -> list[tuple[str, str,
     bound = ["bind", *_SEALED, "ro"]
     if spec.cgroup_version == 2:
         return [("/sys/fs/cgroup", f"/sys/fs/cgroup{cgroup}", bound)]
-    # No room but for the one folder, because root inside may write to it.
+    # No room but for the one folder, because root of the sandbox may write to it.
     folder = ["mode=755", "size=4k", "nr_inodes=2", *_SEALED]
     return [
         ("/sys/fs/cgroup", "tmpfs", folder),

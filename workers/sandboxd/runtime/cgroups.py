@@ -54,7 +54,7 @@ class Cgroups:
             fd = os.pidfd_open(process)
         except ProcessLookupError:
             return None
-        # Its number may have gone to another process before it was opened.
+        # The pid may have been reused before the process was opened.
         if process in self._processes(sandbox):
             return fd
         os.close(fd)

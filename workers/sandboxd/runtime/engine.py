@@ -30,7 +30,7 @@ from workers.sandboxd.runtime.base import (
     AttachedContainer,
     ListedContainer,
 )
-from workers.sandboxd.runtime.engine_gate import LANES, EngineGate, EngineSilent, Lane, Lanes
+from workers.sandboxd.runtime.engine_gate import LANES, EngineCallKinds, EngineGate, EngineSilent, Lane
 from workers.sandboxd.runtime.hardening import ImageFacts
 from workers.sandboxd.runtime.image_faults import explain_unfit
 from workers.sandboxd.runtime.volumes import GuestVolumes, fill_volume, list_volumes, make_volume, remove_volume
@@ -49,7 +49,7 @@ _TIMEOUT_TEXTS: Final = ("timeout", "timed out", "deadline exceeded")
 T = TypeVar("T")
 
 
-class LateStarts:
+class LateContainerRemover:
     """Removes containers that appear late, in the background. `remove`: a function that removes the container of a
     name and returns whether it existed. The function raises SandboxUnavailable.
     """
@@ -63,8 +63,8 @@ class LateStarts:
         """Return the number of containers that are still searched for."""
         return len(self._tasks)
 
-    def forget(self, name: str) -> None:
-        """Search and remove that container from now on. A search in progress starts again."""
+    def remove_later(self, name: str) -> None:
+        """Remove that container when it appears. A search in progress starts again."""
         if name in self._tasks:
             self._tasks.pop(name).cancel()
         task = asyncio.get_running_loop().create_task(self._look(name))
@@ -123,11 +123,11 @@ class Engine:
     error text, or with why the engine was not called.
     """
 
-    def __init__(self, lanes: Lanes = LANES, late_pauses_s: Sequence[float] = PAUSES_S) -> None:
+    def __init__(self, lanes: EngineCallKinds = LANES, late_pauses_s: Sequence[float] = PAUSES_S) -> None:
         self._lanes = lanes
         self._clients: deque[docker.APIClient] = deque()
         self._volumes = GuestVolumes()
-        self._late = LateStarts(self._remove_by_name, late_pauses_s)
+        self._late_containers = LateContainerRemover(self._remove_by_name, late_pauses_s)
         self.gate = EngineGate(lambda: self._work(lambda api: api.ping(), lanes.probe_s), probe_s=lanes.probe_s)
 
     async def facts(self) -> EngineFacts:
@@ -167,13 +167,13 @@ class Engine:
 
         def late(container: AttachedContainer) -> None:
             container.sock.close()
-            self._late.forget(name)
+            self._late_containers.remove_later(name)
 
         try:
             return await self._run(self._lanes.starts, work, late)
         except (EngineSilent, asyncio.CancelledError):
             if begun.is_set():
-                self._late.forget(name)
+                self._late_containers.remove_later(name)
             raise
         except SandboxUnavailable:
             if begun.is_set():
@@ -185,13 +185,13 @@ class Engine:
         return await self._run(self._lanes.start_check, lambda api: dict(api.inspect_container(container)))
 
     async def pause(self, container: str) -> None:
-        """Freeze all processes of a container. A frozen container is not changed. Raises SandboxUnavailable: when the
+        """Freeze all processes of a container. A frozen container is not changed. Raises SandboxUnavailable when the
         container does not exist or does not run.
         """
         await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=True))
 
     async def unpause(self, container: str) -> None:
-        """Thaw a container. A running container is not changed. Raises SandboxUnavailable: when the container does
+        """Thaw a container. A running container is not changed. Raises SandboxUnavailable when the container does
         not exist or does not run.
         """
         await self._run(self._lanes.freezes, lambda api: _freeze(api, container, is_wanted=False))
@@ -249,7 +249,7 @@ class Engine:
         return await self._run(self._lanes.start_check, lambda api: list_volumes(api, label))
 
     async def remove_skill_volume(self, name: str) -> None:
-        """Remove a volume. A missing volume is ignored. Raises SandboxUnavailable: while a
+        """Remove a volume. A missing volume is ignored. Raises SandboxUnavailable while a
         container uses the volume.
         """
         await self._run(self._lanes.removals, lambda api: remove_volume(api, name))
@@ -264,11 +264,11 @@ class Engine:
 
     def describe(self) -> dict[str, Any]:
         """Return the state of the engine for `status`: calls in progress and waiting, and the state of the breaker."""
-        return {**self.gate.describe(), "late_starts": len(self._late)}
+        return {**self.gate.describe(), "late_starts": len(self._late_containers)}
 
     def close(self) -> None:
         """Close the clients. Running threads end with the process."""
-        self._late.close()
+        self._late_containers.close()
         while self._clients:
             self._clients.popleft().close()
 
@@ -331,7 +331,7 @@ class Engine:
             await self.remove(name)
         except SandboxUnavailable as error:
             log.warning("refused_container_not_removed", container=name, error=str(error))
-            self._late.forget(name)
+            self._late_containers.remove_later(name)
 
 
 def _build_facts(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:

@@ -78,8 +78,8 @@ class Breaker:
         return max(0.0, self._next_try_at - self._clock()) if self.is_open else 0.0
 
     def admit(self) -> BreakerDecision:
-        """Decide about a call. After `PROBE` the caller must call `probe_failed`, `probe_answered` or
-        `probe_dropped`.
+        """Decide about a call. After `PROBE` the caller must call `note_probe_failure`, `note_probe_answer` or
+        `drop_probe`.
         """
         if not self.is_open:
             return BreakerDecision.GO
@@ -88,7 +88,7 @@ class Breaker:
         self._is_probing = True
         return BreakerDecision.PROBE
 
-    def failed(self, error: str) -> bool:
+    def note_failure(self, error: str) -> bool:
         """Note a call without an answer. Returns whether this opened the breaker. Calls that were in progress when it
         opened do not lengthen the pause.
         """
@@ -99,7 +99,7 @@ class Breaker:
         self._next_try_at = self._clock() + self._pause_s
         return True
 
-    def answered(self) -> bool:
+    def note_answer(self) -> bool:
         """Note an answer, even a refusal. Returns whether this closed the breaker."""
         was_open = self.is_open
         self.is_open = self._is_probing = False
@@ -107,14 +107,14 @@ class Breaker:
         self._pause_s = self._first_pause_s
         return was_open
 
-    def probe_failed(self, error: str) -> None:
+    def note_probe_failure(self, error: str) -> None:
         """Note that the engine still does not answer."""
         self._count(error)
         self._is_probing = False
         self._lengthen_pause()
         self._next_try_at = self._clock() + self._pause_s
 
-    def probe_answered(self) -> bool:
+    def note_probe_answer(self) -> bool:
         """Note that the engine answers again. The next call without an answer opens the breaker at once, with a longer
         pause. Returns whether this closed the breaker.
 
@@ -127,7 +127,7 @@ class Breaker:
         self._lengthen_pause()
         return True
 
-    def probe_dropped(self) -> None:
+    def drop_probe(self) -> None:
         """Note that the probing caller has left. The next caller probes."""
         self._is_probing = False
 
@@ -159,7 +159,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class EngineCallKinds:
     """All kinds of calls to the engine. `probe_s`: time limit of a probe."""
 
     starts: Lane
@@ -170,7 +170,7 @@ class Lanes:
     probe_s: float = 3.0
 
 
-LANES: Final = Lanes(
+LANES: Final = EngineCallKinds(
     # Starts are most of the engine's work. More starts at once than the host has cores do not finish sooner, and each
     # takes longer.
     starts=Lane("starts", at_once=max(2, min(os.cpu_count() or 1, 16)), deadline_s=45.0),
@@ -268,7 +268,7 @@ class EngineGate:
         self._probe = probe
         self._probe_s = probe_s
         self._breaker = breaker or Breaker()
-        self._turns: dict[str, _LaneSlots] = {}
+        self._slots: dict[str, _LaneSlots] = {}
         self._probing: asyncio.Future[object] | None = None
 
     async def run(self, lane: Lane, work: Callable[[], T], late: Callable[[T], None] | None = None) -> T:
@@ -279,15 +279,15 @@ class EngineGate:
         its result goes to `late`.
         """
         await self._admit()
-        turns = self._turns.setdefault(lane.name, _LaneSlots(lane))
-        await turns.take()
+        slots = self._slots.setdefault(lane.name, _LaneSlots(lane))
+        await slots.take()
         if self._breaker.is_open:
-            turns.give_back()
+            slots.give_back()
             raise SandboxUnavailable(self._silence())
         try:
-            call = _Call(self, turns, in_thread(work, f"engine-{lane.name}"), late)
+            call = _Call(self, slots, in_thread(work, f"engine-{lane.name}"), late)
         except SandboxUnavailable:
-            turns.give_back()
+            slots.give_back()
             raise
         try:
             return await call.answer
@@ -299,8 +299,8 @@ class EngineGate:
         """Return the running and waiting calls by kind and the state of the breaker, for `status`."""
         breaker = self._breaker
         return {
-            "running": {name: turns.running for name, turns in self._turns.items()},
-            "waiting": {name: turns.waiting for name, turns in self._turns.items()},
+            "running": {name: slots.running for name, slots in self._slots.items()},
+            "waiting": {name: slots.waiting for name, slots in self._slots.items()},
             "breaker": "open" if breaker.is_open else "closed",
             "failures": breaker.failures,
             "silent_s": round(breaker.silent_s, 3),
@@ -324,26 +324,26 @@ class EngineGate:
             async with asyncio.timeout(self._probe_s):
                 await asyncio.shield(self._probing)
         except (SandboxUnavailable, TimeoutError) as error:
-            self._breaker.probe_failed(str(error) or f"no answer within {self._probe_s:g} s")
+            self._breaker.note_probe_failure(str(error) or f"no answer within {self._probe_s:g} s")
             raise SandboxUnavailable(self._silence()) from error
         except BaseException:
-            self._breaker.probe_dropped()
+            self._breaker.drop_probe()
             raise
-        if self._breaker.probe_answered():
+        if self._breaker.note_probe_answer():
             log.info("engine_breaker_closed")
 
     def note_end(self, error: BaseException | None) -> None:
         """Update the breaker after the end of a call."""
         if isinstance(error, EngineSilent):
             self._fail(error)
-        elif (error is None or isinstance(error, SandboxUnavailable)) and self._breaker.answered():
+        elif (error is None or isinstance(error, SandboxUnavailable)) and self._breaker.note_answer():
             log.info("engine_breaker_closed")
 
     def _fail(self, error: EngineSilent) -> None:
-        if self._breaker.failed(str(error)):
+        if self._breaker.note_failure(str(error)):
             log.warning("engine_breaker_opened", failures=self._breaker.failures, error=str(error))
-            for turns in self._turns.values():
-                turns.refuse_waiting(self._silence())
+            for slots in self._slots.values():
+                slots.refuse_waiting(self._silence())
 
     def _silence(self) -> str:
         breaker = self._breaker
@@ -361,16 +361,16 @@ class _Call(Generic[T]):
     """
 
     def __init__(
-        self, gate: EngineGate, turns: _LaneSlots, running: "asyncio.Future[T]", late: Callable[[T], None] | None
+        self, gate: EngineGate, slots: _LaneSlots, running: "asyncio.Future[T]", late: Callable[[T], None] | None
     ) -> None:
         loop = asyncio.get_running_loop()
         self.answer: asyncio.Future[T] = loop.create_future()
         """The future of the caller; cancelled when the caller leaves."""
         self._gate = gate
-        self._turns = turns
+        self._slots = slots
         self._late = late
         self._is_overdue = False
-        self._timer = loop.call_later(turns.lane.deadline_s, self._give_up)
+        self._timer = loop.call_later(slots.lane.deadline_s, self._give_up)
         running.add_done_callback(self._end)
 
     def leave(self) -> None:
@@ -381,18 +381,18 @@ class _Call(Generic[T]):
     def _give_up(self) -> None:
         self._is_overdue = True
         silence = EngineSilent(
-            f"the Docker engine did not answer within {self._turns.lane.deadline_s:g} s: check it, or restart it"
+            f"the Docker engine did not answer within {self._slots.lane.deadline_s:g} s: check it, or restart it"
         )
         self._gate.note_end(silence)
-        self._turns.count_overdue()
+        self._slots.count_overdue()
         if not self.answer.done():
             self.answer.set_exception(silence)
 
     def _end(self, running: "asyncio.Future[T]") -> None:
         self._timer.cancel()
         if self._is_overdue:
-            self._turns.overdue -= 1
-        self._turns.give_back()
+            self._slots.overdue -= 1
+        self._slots.give_back()
         error = running.exception()
         if not (self._is_overdue and isinstance(error, EngineSilent)):
             self._gate.note_end(error)

@@ -14,7 +14,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.runtime.mounts import ID_RANGE
 
 FIRST_ID: Final = 0x4000_0000
-"""Above the ids that distributions give to users, to user namespaces of users, and to systemd's containers."""
+"""First id: above the ids of users, of user namespaces of users, and of systemd's containers."""
 _BLOCK_RANGES: Final = 512
 _BLOCKS: Final = 31
 

@@ -1,8 +1,8 @@
 """Mounts by descriptor (the mount API of Linux 5.2 and later), for the root file system of a sandbox.
 
-A mount made here has no place in any mount table until `attach` gives it one, and the kernel frees it with its last
-descriptor. The only places are in a mount namespace of one thread (`enter_private_namespace`). So a process that is
-killed at any point leaves no mount on the host.
+A mount made here is detached: it is in no mount table until `attach`, and the kernel frees it with its last
+descriptor. Mounts are attached only in a mount namespace of one thread (`enter_private_namespace`). So a process that
+is killed at any point leaves no mount on the host.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ def clone_tree(path: str | Path, attributes: int = 0, id_map: int | None = None)
 
 
 def set_attributes(mount: int, attributes: int, id_map: int | None = None) -> None:
-    """Set attributes, and map the ids of a mount without a place. Raises OSError."""
+    """Set attributes, and map the ids of a detached mount. Raises OSError."""
     flags = attributes | (_IDMAP if id_map is not None else 0)
     values = struct.pack("QQQQ", flags, 0, _MS_PRIVATE, id_map or 0)
     check(LIBC.syscall(_MOUNT_SETATTR, mount, b"", _AT_EMPTY_PATH, values, len(values)), "mount_setattr")
@@ -80,7 +80,7 @@ def mount_overlay(
 
 @contextmanager
 def attached(mount: int, place: Path) -> Iterator[None]:
-    """Give a mount a place for the time of the block. Mounts below it go with it."""
+    """Attach a detached mount inside the block, with the mounts below it."""
     attach(mount, place)
     try:
         yield
@@ -89,7 +89,7 @@ def attached(mount: int, place: Path) -> Iterator[None]:
 
 
 def attach(mount: int, place: Path) -> None:
-    """Give a mount a place. Raises OSError."""
+    """Attach a mount. Raises OSError."""
     flags = _MOVE_MOUNT_F_EMPTY_PATH
     check(LIBC.syscall(_MOVE_MOUNT, mount, b"", _AT_FDCWD, os.fsencode(place), flags), str(place))
 

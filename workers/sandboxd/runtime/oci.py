@@ -78,7 +78,7 @@ _THREADS: Final = 8
 """Starts and removals at a time."""
 _START_S: Final = 30.0
 _LOCK_S: Final = 35.0
-"""Time in seconds in which a start of another process, which holds the lock, has ended."""
+"""Time limit in seconds for a start of another process, which holds the lock."""
 _KILL_S: Final = 15.0
 _PAUSE_S: Final = 0.005
 _HOST_CGROUPS: Final = 0xEFFFFFFB
@@ -90,7 +90,7 @@ _ERROR_CHARS: Final = 500
 
 
 @dataclass
-class _Running:
+class _RunningSandbox:
     """A sandbox of this process. `process`: a descriptor of its PID 1. `changes`: descriptors of the folders with the
     changes of its root file system, the latest first.
     """
@@ -145,13 +145,13 @@ class OciRuntime:
         self._state = folder / "state"
         self._skeleton = folder / skeleton_name()
         self._cgroups = Cgroups()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningSandbox] = {}
         self._forgetting = threading.Lock()
         self._pins: dict[tuple[str, ...], asyncio.Future[Mapping[str, str]]] = {}
         self._pin_names: dict[str, str] = {}
         """Name of a pin -> content id of its image."""
         self._filters: dict[bool, str] = {}
-        """Compiled filters in base64, without and with root inside."""
+        """Compiled filters in base64. Key: whether programs run as root of the sandbox."""
         for place in (self._sandboxes, self._state):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_unfinished(self._sandboxes)
@@ -185,7 +185,7 @@ class OciRuntime:
                 stack.callback(os.close, disks[-1])
             # From here on the folder leads every removal to what the thread makes, so nothing is undone here any more.
             lock = self._open(sandbox, name, spec)
-            self._running[sandbox] = _Running(base)
+            self._running[sandbox] = _RunningSandbox(base)
             stack.pop_all()
         starting = asyncio.get_running_loop().run_in_executor(
             self._threads, functools.partial(self._start, sandbox, spec, volumes, disks, lock)
@@ -254,8 +254,8 @@ class OciRuntime:
             self._pin_names.pop(pin, None)
 
     async def _pin(self, spec: SandboxSpec) -> Mapping[str, str]:
-        """Keep the engine from removing the image and the volumes of a sandbox, which it does not see, by a container
-        that is never started. Returns the folders of the volumes on this host, by their place in the sandbox.
+        """Create a container that is never started. It keeps image and volumes of a sandbox, which the engine does not
+        see, from removal. Returns the folders of the volumes on this host, by their path in the sandbox.
         """
         volumes = {
             place: volume
@@ -269,8 +269,7 @@ class OciRuntime:
                 "scripts/build-image, or pull it"
             )
         if key not in self._pins:
-            # A task, which starts at the same time share. A start that is cancelled must not leave a pin that no later
-            # start uses.
+            # Starts at the same time share one task. A cancelled start must not leave a pin that no later start uses.
             self._pins[key] = asyncio.ensure_future(self._make_pin(key, spec, volumes))
         return await asyncio.shield(self._pins[key])
 
@@ -366,7 +365,7 @@ class OciRuntime:
             except OSError as error:
                 raise SandboxUnavailable(f"sandbox {sandbox} cannot be started: {error}") from error
 
-    def _run_program(self, sandbox: str, running: _Running, lock: int) -> AttachedContainer:
+    def _run_program(self, sandbox: str, running: _RunningSandbox, lock: int) -> AttachedContainer:
         place = self._sandboxes / sandbox
         # The channel is made here and not by the program: no path leads to it, so no other process can connect.
         ours, theirs = socket.socketpair()
@@ -526,8 +525,8 @@ class _Content:
 @contextmanager
 def _divided(disks: Sequence[int], namespace: int, sandbox: str, *, root: int | None) -> Iterator[_Content]:
     """Divide a session's disk between the changes of the root file system and the workspace. Both share the size of the
-    disk, and are stacked on those of the layers below. `root`: the host id of root inside; None without changes of the
-    root file system. Without such changes and without layers, the disk is the workspace. Raises OSError.
+    disk, and are stacked on those of the layers below. `root`: the host id of the sandbox's root user; None without
+    changes of the root file system. Without such changes and without layers, the disk is the workspace. Raises OSError.
     """
     disk, *layers = disks
     place = ROOTS / f"{sandbox}.disk"
@@ -540,7 +539,7 @@ def _divided(disks: Sequence[int], namespace: int, sandbox: str, *, root: int | 
             stack.callback(os.close, fd)
             return fd
 
-        # The kernel clones a part only of a mount that has a place.
+        # The kernel clones a part only of an attached mount.
         stack.enter_context(attached(disk, place))
         lower = list(open_workspaces(layers, stack, is_root=root is not None))
         folders = [(name, root, root, 0o755) for name in (*_CHANGES, _WORKSPACE[0]) if root is not None]

@@ -25,7 +25,7 @@ _KERNEL_MOUNTS: Final = ("/proc", "/sys", "/dev")
 
 def find_kernel_drift(process: int, spec: SandboxSpec, base: int, cgroups: Cgroups, sandbox: str) -> list[str]:
     """Return a sentence for every property of a sandbox that the kernel does not confirm. `process`: its PID 1.
-    `base`: the host id of root inside. A process that has ended confirms nothing.
+    `base`: the host id of the sandbox's root user. A process that has ended confirms nothing.
     """
     try:
         return [
@@ -87,26 +87,26 @@ def _compare_limits(spec: SandboxSpec, cgroups: Cgroups, sandbox: str) -> Iterat
 
 def _compare_mounts(spec: SandboxSpec, mounts: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, object, object]]:
     """Yield the properties of mounts. `mounts`: place -> options, among them those of the file system."""
-    yield "options of /", [], _missing(["rw" if spec.is_root else "ro", "nosuid", "nodev"], mounts.get("/", ()))
+    yield "options of /", [], _find_missing(["rw" if spec.is_root else "ro", "nosuid", "nodev"], mounts.get("/", ()))
     folders = tmpfs_options(spec)
     for folder, options in folders.items():
         wanted = [option for option in options if option in ("rw", "nosuid", "nodev", "noexec")]
-        yield f"options of {folder}", [], _missing(wanted, mounts.get(folder, ()))
+        yield f"options of {folder}", [], _find_missing(wanted, mounts.get(folder, ()))
         sizes = {option for option in options if option.startswith("nr_inodes=")}
-        yield f"inodes of {folder}", [], _missing(sorted(sizes), mounts.get(folder, ()))
+        yield f"inodes of {folder}", [], _find_missing(sorted(sizes), mounts.get(folder, ()))
     read_only = [
         folder
         for folder, volume in ((GUEST_FOLDER, spec.guest_volume), (SKILLS_FOLDER, spec.skills_volume))
         if volume is not None
     ]
     for folder in read_only:
-        yield f"options of {folder}", [], _missing(["ro", "nosuid", "nodev"], mounts.get(folder, ()))
+        yield f"options of {folder}", [], _find_missing(["ro", "nosuid", "nodev"], mounts.get(folder, ()))
     own = {"/", "/workspace", *folders, *read_only}
     others = [place for place in mounts if place not in own and not place.startswith(_KERNEL_MOUNTS)]
     yield "other mounts", [], others
 
 
-def _missing(wanted: Sequence[str], options: Sequence[str]) -> list[str]:
+def _find_missing(wanted: Sequence[str], options: Sequence[str]) -> list[str]:
     return [option for option in wanted if option not in options]
 
 

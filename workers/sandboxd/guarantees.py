@@ -1,6 +1,6 @@
-"""Table of the promises of a host's sandboxes, derived only from evidence.
+"""Table of the guarantees of a host's sandboxes, derived only from evidence.
 
-Invariant: a promise that is shown as kept was observed. A fact that cannot be read makes a row `unknown`, never
+Invariant: a guarantee that is shown as kept was observed. A fact that cannot be read makes a row `unknown`, never
 `holds`, so a row can only be too pessimistic. The functions are pure; program.py collects the `Evidence`. No row raises
 an exception, for any state of the engine and any facts about the host.
 """
@@ -81,14 +81,12 @@ def _parse_total(meminfo: str) -> int | None:
     return None if match is None else int(match[1]) * 1024
 
 
-State = Literal["holds", "void", "unknown"]
+State = Literal["holds", "broken", "unknown"]
 
 
 @dataclass(frozen=True)
-class HostPromise:
-    """A promise of this host. `remedy`: what to do if it does not hold. `is_needed`: sandboxd does not start while it
-    is void.
-    """
+class HostGuarantee:
+    """A guarantee of this host. `remedy`: how to restore it. `is_needed`: sandboxd cannot start without it."""
 
     name: str
     state: State
@@ -126,69 +124,71 @@ class Evidence:
     problem: str | None = None
 
 
-def judge(evidence: Evidence) -> tuple[HostPromise, ...]:
+def judge(evidence: Evidence) -> tuple[HostGuarantee, ...]:
     """Return all rows. The rows that sandboxd needs come first."""
     return tuple(row(evidence) for row in _ROWS)
 
 
-def _judge_engine(evidence: Evidence) -> HostPromise:
+def _judge_engine(evidence: Evidence) -> HostGuarantee:
     name, facts = "engine answers", evidence.facts
     if facts is None:
-        return HostPromise(
+        return HostGuarantee(
             name,
-            "void",
+            "broken",
             evidence.problem or "it was not queried",
             "start Docker, or check DOCKER_HOST and your rights",
             is_needed=True,
         )
-    return HostPromise(name, "holds", f"Docker {facts.version}", is_needed=True)
+    return HostGuarantee(name, "holds", f"Docker {facts.version}", is_needed=True)
 
 
-def _judge_profile(evidence: Evidence) -> HostPromise:
+def _judge_profile(evidence: Evidence) -> HostGuarantee:
     name = "profile holds"
     # The proof is a real sandbox. An engine may ignore an option of the profile and still start the container, so what
     # was requested proves nothing.
     if evidence.problem is not None:
-        return HostPromise(
+        return HostGuarantee(
             name,
-            "void",
+            "broken",
             evidence.problem,
             "fix this problem and check again; until then sandboxd does not start",
             is_needed=True,
         )
     runtimes = _list(plan.runtime for plan in evidence.plans.proofs())
-    return HostPromise(name, "holds", f"a sandbox was started, inspected and removed, under {runtimes}", is_needed=True)
+    return HostGuarantee(
+        name, "holds", f"a sandbox was started, inspected and removed, under {runtimes}", is_needed=True
+    )
 
 
-def _judge_filter(evidence: Evidence) -> HostPromise:
+def _judge_filter(evidence: Evidence) -> HostGuarantee:
     name = "system calls are filtered"
     if evidence.facts is None:
         return _engine_unknown(name)
     if not evidence.facts.seccomp:
-        return HostPromise(
-            name, "void", "the engine has no seccomp", "use an engine and a kernel built with seccomp", is_needed=True
+        return HostGuarantee(
+            name, "broken", "the engine has no seccomp", "use an engine and a kernel built with seccomp", is_needed=True
         )
-    return HostPromise(name, "holds", "seccomp, with toolcrew's own profile", is_needed=True)
+    return HostGuarantee(name, "holds", "seccomp, with toolcrew's own profile", is_needed=True)
 
 
-def _judge_runtimes(evidence: Evidence) -> HostPromise:
+def _judge_runtimes(evidence: Evidence) -> HostGuarantee:
     name = "runtimes are installed"
     if evidence.facts is None:
         return _engine_unknown(name)
     missing = sorted(evidence.plans.runtimes() - set(evidence.facts.runtimes))
     if missing:
         reason = f"the engine has no {_list(missing)} (it has {_list(sorted(evidence.facts.runtimes))})"
-        return HostPromise(
+        return HostGuarantee(
             name,
-            "void",
+            "broken",
             reason,
             "install it, or change TOOLCREW_SANDBOX_RUNTIME or the tenant class's runtime",
             is_needed=True,
         )
-    return HostPromise(name, "holds", _list(sorted(evidence.plans.runtimes())), is_needed=True)
+    return HostGuarantee(name, "holds", _list(sorted(evidence.plans.runtimes())), is_needed=True)
 
 
-def _judge_images(evidence: Evidence) -> HostPromise:
+def _judge_images(evidence: Evidence) -> HostGuarantee:
     name = "images are present"
     if evidence.facts is None:
         return _engine_unknown(name)
@@ -196,9 +196,9 @@ def _judge_images(evidence: Evidence) -> HostPromise:
     if missing:
         # Without the default image no session opens. Other images concern only the tenants that ask for them.
         is_needed = evidence.settings.sandbox_image in missing
-        return HostPromise(
+        return HostGuarantee(
             name,
-            "void",
+            "broken",
             f"the engine has no {_list(missing)}",
             "build it with scripts/build-image, or pull it; sandboxd pulls images whose entry begins with a registry",
             is_needed=is_needed,
@@ -206,15 +206,15 @@ def _judge_images(evidence: Evidence) -> HostPromise:
     image_ids = sorted(
         f"{image} = {str(identity).removeprefix('sha256:')[:12]}" for image, identity in evidence.images.items()
     )
-    return HostPromise(name, "holds", _list(image_ids))
+    return HostGuarantee(name, "holds", _list(image_ids))
 
 
-def _judge_runc(evidence: Evidence) -> HostPromise:
+def _judge_runc(evidence: Evidence) -> HostGuarantee:
     name = "no known escape"
     if evidence.facts is None:
         return _engine_unknown(name)
     if not any("runc" in runtime for runtime in evidence.plans.runtimes()):
-        return HostPromise(
+        return HostGuarantee(
             name,
             "unknown",
             "no class uses runc; the fixes of other runtimes are not known here",
@@ -223,7 +223,7 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
     program, _, own = (evidence.own_runtime or "").partition(" ")
     # Upstream numbers say which faults runc has. For crun there is no such list here, so the row must not say `holds`.
     if program == "crun":
-        return HostPromise(
+        return HostGuarantee(
             name,
             "unknown",
             f"crun {own} starts sandboxes, each in a user namespace; which faults it has is not known here",
@@ -233,14 +233,14 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
     version = own or evidence.facts.components.get("runc", "")
     is_fixed = is_runc_fixed(version)
     if is_fixed is None:
-        return HostPromise(
+        return HostGuarantee(
             name,
             "unknown",
             f"the engine reports '{version[:60]}' as runc's version",
             "check `runc --version`: it must be 1.2.8, 1.3.3 or later",
         )
     if is_fixed:
-        return HostPromise(
+        return HostGuarantee(
             name,
             "holds",
             f"runc {version} has the fixes of November 2025; unknown faults of the kernel are not covered",
@@ -249,9 +249,9 @@ def _judge_runc(evidence: Evidence) -> HostPromise:
         "install runc 1.2.8, 1.3.3 or later; or check in your distribution's changelog that CVE-2025-31133, "
         "-52565 and -52881 are fixed"
     )
-    return HostPromise(
+    return HostGuarantee(
         name,
-        "void",
+        "broken",
         f"runc {version} lacks the fixes of November 2025, unless your distribution backported them",
         remedy,
     )
@@ -274,21 +274,23 @@ def is_runc_fixed(version: str) -> bool | None:
     return (number >= series[0] and is_final) if series else number > RUNC_FIXED[-1]
 
 
-def _judge_tenants(evidence: Evidence) -> HostPromise:
+def _judge_tenants(evidence: Evidence) -> HostGuarantee:
     name = "hostile tenants are isolated"
     sharing = _classes_on_shared_kernel(evidence)
     if not sharing:
         runtimes = _list(sorted(evidence.plans.runtimes()))
-        return HostPromise(
+        return HostGuarantee(
             name, "holds", f"the runtime of every class has a kernel of its own, by its name: {runtimes}"
         )
     reason = (
         f"class {_list(sharing)}: sandboxes share this host's kernel, so a fault of the kernel affects every tenant"
     )
-    return HostPromise(name, "void", reason, "use gVisor or Kata for the tenant class, or a host for each such tenant")
+    return HostGuarantee(
+        name, "broken", reason, "use gVisor or Kata for the tenant class, or a host for each such tenant"
+    )
 
 
-def _judge_access_control(evidence: Evidence) -> HostPromise:
+def _judge_access_control(evidence: Evidence) -> HostGuarantee:
     name = "mandatory access control on files"
     if evidence.facts is None:
         return _engine_unknown(name)
@@ -296,28 +298,33 @@ def _judge_access_control(evidence: Evidence) -> HostPromise:
     # The host has a module, but its policy applies only to containers of the engine.
     if modules and evidence.own_runtime is not None:
         reason = f"sandboxes that sandboxd starts itself have no profile of {_list(modules)}"
-        return HostPromise(name, "void", reason, "set TOOLCREW_SANDBOX_START=engine where you need one")
+        return HostGuarantee(name, "broken", reason, "set TOOLCREW_SANDBOX_START=engine where you need one")
     if modules:
-        return HostPromise(name, "holds", f"{_list(modules)}, with the engine's default policy")
-    return HostPromise(
-        name, "void", "the engine uses neither AppArmor nor SELinux", "enable one of them in the kernel and the engine"
+        return HostGuarantee(name, "holds", f"{_list(modules)}, with the engine's default policy")
+    return HostGuarantee(
+        name,
+        "broken",
+        "the engine uses neither AppArmor nor SELinux",
+        "enable one of them in the kernel and the engine",
     )
 
 
-def _judge_user_namespace(evidence: Evidence) -> HostPromise:
+def _judge_user_namespace(evidence: Evidence) -> HostGuarantee:
     name = "root in a sandbox is not root on the host"
     if evidence.facts is None:
         return _engine_unknown(name)
     if evidence.own_runtime is not None:
-        return HostPromise(name, "holds", "each sandbox has a user namespace with ids of its own")
+        return HostGuarantee(name, "holds", "each sandbox has a user namespace with ids of its own")
     features = sorted(evidence.facts.security & {"userns", "rootless"})
     if features:
-        return HostPromise(name, "holds", f"the engine has {_list(features)}")
+        return HostGuarantee(name, "holds", f"the engine has {_list(features)}")
     reason = "no user namespace: uid 1000, and root after a fault of the runtime, have the rights of the host's users"
-    return HostPromise(name, "void", reason, "set userns-remap in the engine's configuration, or use a rootless engine")
+    return HostGuarantee(
+        name, "broken", reason, "set userns-remap in the engine's configuration, or use a rootless engine"
+    )
 
 
-def _judge_resource_limits(evidence: Evidence) -> HostPromise:
+def _judge_resource_limits(evidence: Evidence) -> HostGuarantee:
     name = "memory and processes are limited"
     facts = evidence.facts
     if facts is None:
@@ -331,168 +338,168 @@ def _judge_resource_limits(evidence: Evidence) -> HostPromise:
     if not facts.has_swap_limit and evidence.host.swaps != ():
         missing.append("swap")
     if missing:
-        return HostPromise(
+        return HostGuarantee(
             name,
-            "void",
+            "broken",
             f"the kernel does not limit {_list(missing)} by control group",
             "boot with cgroup_enable=memory swapaccount=1",
         )
-    return HostPromise(name, "holds", f"by cgroup v{facts.cgroup_version}")
+    return HostGuarantee(name, "holds", f"by cgroup v{facts.cgroup_version}")
 
 
-def _judge_memory(evidence: Evidence) -> HostPromise:
+def _judge_memory(evidence: Evidence) -> HostGuarantee:
     name = "memory suffices for all sandboxes"
     host_bytes = evidence.host.memory_bytes
     if host_bytes is None:
-        return HostPromise(name, "unknown", "the size of this host's memory cannot be read", "mount /proc")
+        return HostGuarantee(name, "unknown", "the size of this host's memory cannot be read", "mount /proc")
     # Files of a tmpfs are memory of the host, in addition to that of the programs. An unknown kind counts as tmpfs.
     is_tmpfs = evidence.workspaces is None or evidence.workspaces.kind == "tmpfs"
     sandbox_bytes = evidence.plans.largest_bytes(has_tmpfs_workspace=is_tmpfs)
     max_sandboxes = evidence.settings.max_sandboxes
     sum_text = f"{max_sandboxes} sandboxes of up to {sandbox_bytes // _MIB} MiB on {host_bytes // _MIB} MiB"
     if max_sandboxes * sandbox_bytes <= host_bytes:
-        return HostPromise(name, "holds", sum_text)
+        return HostGuarantee(name, "holds", sum_text)
     reason = f"{sum_text}: if all sandboxes use their limit, the kernel kills some of them and the host is slow"
-    return HostPromise(
+    return HostGuarantee(
         name,
-        "void",
+        "broken",
         reason,
         f"set TOOLCREW_MAX_SANDBOXES to {max(1, host_bytes // sandbox_bytes)}, or accept the risk",
     )
 
 
-def _judge_overcommit(evidence: Evidence) -> HostPromise:
+def _judge_overcommit(evidence: Evidence) -> HostGuarantee:
     name = "large programs start"
     mode = evidence.host.overcommit
     if mode is None:
-        return HostPromise(name, "unknown", "vm.overcommit_memory cannot be read", "mount /proc")
+        return HostGuarantee(name, "unknown", "vm.overcommit_memory cannot be read", "mount /proc")
     if mode == 2:
-        return HostPromise(
+        return HostGuarantee(
             name,
-            "void",
+            "broken",
             "vm.overcommit_memory is 2, but Node.js and other programs reserve more memory than they use",
             "set vm.overcommit_memory to 0 or 1",
         )
-    return HostPromise(name, "holds", f"vm.overcommit_memory is {mode}")
+    return HostGuarantee(name, "holds", f"vm.overcommit_memory is {mode}")
 
 
-def _judge_swap(evidence: Evidence) -> HostPromise:
+def _judge_swap(evidence: Evidence) -> HostGuarantee:
     name = "secrets are not written to disk"
     swaps = evidence.host.swaps
     if swaps is None:
-        return HostPromise(name, "unknown", "/proc/swaps cannot be read", "mount /proc")
+        return HostGuarantee(name, "unknown", "/proc/swaps cannot be read", "mount /proc")
     # zram is compressed memory. A mapped device may be encrypted, which its name does not show.
     on_disk = [device for device in swaps if not device.startswith("/dev/zram")]
     if not on_disk:
-        return HostPromise(name, "holds", "no swap on a disk")
+        return HostGuarantee(name, "holds", "no swap on a disk")
     if all(device.startswith(("/dev/dm-", "/dev/mapper/")) for device in on_disk):
-        return HostPromise(
+        return HostGuarantee(
             name, "unknown", f"swap on {_list(on_disk)}, which may be encrypted", "check it with `dmsetup table`"
         )
-    return HostPromise(
+    return HostGuarantee(
         name,
-        "void",
+        "broken",
         f"memory of sandboxd and workers may be written to {_list(on_disk)}",
         "run swapoff, or encrypt the swap",
     )
 
 
-def _judge_quota(evidence: Evidence) -> HostPromise:
+def _judge_quota(evidence: Evidence) -> HostGuarantee:
     name = "workspaces are limited"
     workspaces = evidence.workspaces
     if workspaces is None:
-        return HostPromise(name, "unknown", "no workspace was created", "fix the rows above, then check again")
+        return HostGuarantee(name, "unknown", "no workspace was created", "fix the rows above, then check again")
     if not workspaces.is_hard:
         reason = (
             f"{workspaces.kind}: the size is only measured, so a fast program can exceed the limit{_note(workspaces)}"
         )
-        return HostPromise(
+        return HostGuarantee(
             name,
-            "void",
+            "broken",
             reason,
             "run sandboxd as root with e2fsprogs and loop devices; workspaces are then disk images",
         )
-    return HostPromise(name, "holds", f"{workspaces.kind}: the kernel enforces bytes and number of files")
+    return HostGuarantee(name, "holds", f"{workspaces.kind}: the kernel enforces bytes and number of files")
 
 
-def _judge_persistence(evidence: Evidence) -> HostPromise:
+def _judge_persistence(evidence: Evidence) -> HostGuarantee:
     name = "files outlive their sandbox"
     workspaces = evidence.workspaces
     if workspaces is None:
-        return HostPromise(name, "unknown", "no workspace was created", "fix the rows above, then check again")
+        return HostGuarantee(name, "unknown", "no workspace was created", "fix the rows above, then check again")
     if workspaces.kind == "tmpfs":
         reason = f"tmpfs: the files of a session are lost with its sandbox{_note(workspaces)}"
-        return HostPromise(
+        return HostGuarantee(
             name,
-            "void",
+            "broken",
             reason,
             "run sandboxd as root with TOOLCREW_SANDBOX_WORKSPACE=auto or image, or as uid 1000 with folder",
         )
-    return HostPromise(name, "holds", f"{workspaces.kind}: kept below {evidence.settings.state()}")
+    return HostGuarantee(name, "holds", f"{workspaces.kind}: kept below {evidence.settings.state()}")
 
 
-def _judge_inotify(evidence: Evidence) -> HostPromise:
+def _judge_inotify(evidence: Evidence) -> HostGuarantee:
     name = "per-user limits are separate"
     sharing, instances = _classes_on_shared_kernel(evidence), evidence.host.inotify_instances
     # The kernel counts some resources per user, and all sandboxes of the engine have the uid 1000 of the host.
     if not sharing:
-        return HostPromise(name, "holds", "each sandbox has a kernel with counters of its own")
+        return HostGuarantee(name, "holds", "each sandbox has a kernel with counters of its own")
     if evidence.own_runtime is not None:
-        return HostPromise(name, "holds", "each sandbox has users of its own")
+        return HostGuarantee(name, "holds", "each sandbox has users of its own")
     shown = "an unknown number of" if instances is None else str(instances)
     reason = (
         f"the kernel sees all sandboxes as one user: they share {shown} inotify instances, and one sandbox can use all"
     )
-    return HostPromise(name, "void", reason, "raise fs.inotify.max_user_instances, or use gVisor or Kata")
+    return HostGuarantee(name, "broken", reason, "raise fs.inotify.max_user_instances, or use gVisor or Kata")
 
 
-def _judge_side_channels(evidence: Evidence) -> HostPromise:
+def _judge_side_channels(evidence: Evidence) -> HostGuarantee:
     name = "no shared core or memory page"
     host = evidence.host
-    # One risk is enough for `void`, even if the other one cannot be read.
+    # One risk is enough for `broken`, even if the other one cannot be read.
     risks = [risk for risk, is_on in (("hyper-threads", host.smt_active), ("KSM", host.ksm_running)) if is_on]
     if risks:
-        return HostPromise(
+        return HostGuarantee(
             name,
-            "void",
+            "broken",
             f"{_list(risks)} on: one sandbox can infer data of another",
             "disable them where tenants are hostile",
         )
     if host.smt_active is None or host.ksm_running is None:
-        return HostPromise(
+        return HostGuarantee(
             name,
             "unknown",
             "/sys does not show whether hyper-threads and KSM are on",
             "check `lscpu` and /sys/kernel/mm/ksm/run",
         )
-    return HostPromise(name, "holds", "hyper-threads and KSM are off; caches are still shared")
+    return HostGuarantee(name, "holds", "hyper-threads and KSM are off; caches are still shared")
 
 
-def _judge_kernel(evidence: Evidence) -> HostPromise:
+def _judge_kernel(evidence: Evidence) -> HostGuarantee:
     name = "paths are resolved by the kernel"
     if evidence.facts is None:
         return _engine_unknown(name)
     kernel = evidence.facts.kernel
     match = re.match(r"(\d{1,4})\.(\d{1,4})", kernel)
     if match is None:
-        return HostPromise(
+        return HostGuarantee(
             name, "unknown", f"the engine reports '{kernel[:60]}' as its kernel", "check that it is 5.6 or later"
         )
     if (int(match[1]), int(match[2])) < _OPENAT2:
         reason = (
             f"kernel {kernel} has no openat2: file tools open each part of a path, which is slower and equally safe"
         )
-        return HostPromise(name, "void", reason, "use a kernel of 5.6 or later")
-    return HostPromise(name, "holds", f"kernel {kernel} has openat2")
+        return HostGuarantee(name, "broken", reason, "use a kernel of 5.6 or later")
+    return HostGuarantee(name, "holds", f"kernel {kernel} has openat2")
 
 
-def _judge_engine_host(evidence: Evidence) -> HostPromise:
+def _judge_engine_host(evidence: Evidence) -> HostGuarantee:
     name = "the engine is on this host"
     if evidence.facts is None:
         return _engine_unknown(name)
     ours, theirs = evidence.host.kernel, evidence.facts.kernel
     if ours is None:
-        return HostPromise(name, "unknown", "this host's kernel version cannot be read", "mount /proc")
+        return HostGuarantee(name, "unknown", "this host's kernel version cannot be read", "mount /proc")
     # The socket may lead to another machine. The versions are equal on two machines by chance only, and the rows about
     # this host would then be right in most cases.
     if ours != theirs:
@@ -500,30 +507,30 @@ def _judge_engine_host(evidence: Evidence) -> HostPromise:
             f"the engine's kernel is {theirs}, this host's kernel is {ours}: the rows about memory, swap and "
             "workspaces do not describe the engine's host"
         )
-        return HostPromise(name, "void", reason, "run sandboxd where the engine runs")
-    return HostPromise(name, "holds", f"kernel {ours}")
+        return HostGuarantee(name, "broken", reason, "run sandboxd where the engine runs")
+    return HostGuarantee(name, "holds", f"kernel {ours}")
 
 
-def _judge_egress(evidence: Evidence) -> HostPromise:
+def _judge_egress(evidence: Evidence) -> HostGuarantee:
     name = "network follows the class"
     classes = sorted(label for label, terms in evidence.plans.classes.items() if terms.network == "egress")
     if not classes:
-        return HostPromise(name, "holds", "no class has network")
+        return HostGuarantee(name, "holds", "no class has network")
     if evidence.egress_problem is not None:
         reason = f"class {_list(classes)} has no network: {evidence.egress_problem}"
         remedy = (
             "start `python -m workers.egress` with the same TOOLCREW_EGRESS_SOCKET, under a uid that "
             "TOOLCREW_EGRESS_UIDS allows"
         )
-        return HostPromise(name, "void", reason, remedy)
-    return HostPromise(
+        return HostGuarantee(name, "broken", reason, remedy)
+    return HostGuarantee(
         name, "holds", f"class {_list(classes)} through the egress proxy, all other classes have no network"
     )
 
 
 # By importance, not by name: an operator reads the table from the top, and the rows without which sandboxd does not
 # start explain many of the others.
-_ROWS: Final[tuple[Callable[[Evidence], HostPromise], ...]] = (
+_ROWS: Final[tuple[Callable[[Evidence], HostGuarantee], ...]] = (
     _judge_engine,
     _judge_profile,
     _judge_filter,
@@ -555,8 +562,8 @@ def _classes_on_shared_kernel(evidence: Evidence) -> list[str]:
     )
 
 
-def _engine_unknown(name: str) -> HostPromise:
-    return HostPromise(name, "unknown", "the engine does not answer", "fix the engine first")
+def _engine_unknown(name: str) -> HostGuarantee:
+    return HostGuarantee(name, "unknown", "the engine does not answer", "fix the engine first")
 
 
 def _note(workspaces: WorkspaceFacts) -> str:

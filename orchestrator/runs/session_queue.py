@@ -25,10 +25,10 @@ Kind = tuple[str, str | None]
 AskRoom = Callable[[str, str | None], Awaitable[HostCapacity | None]]
 
 
-class SessionTurns:
-    """Turns of one process, in the order of arrival for each kind of session.
+class SessionQueue:
+    """Queue of one process for opening sessions, in the order of arrival for each kind of session.
 
-    A turn has no timeout: every open session ends, at the latest at the end of its time to live.
+    The wait has no timeout: every open session ends, at the latest at the end of its time to live.
     """
 
     def __init__(self, ask_room: AskRoom, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class SessionTurns:
         self._ended_at = clock()
 
     @asynccontextmanager
-    async def turn(self, tenant: str, image: str | None) -> AsyncIterator[None]:
+    async def enter(self, tenant: str, image: str | None) -> AsyncIterator[None]:
         """Wait until a host has room, then wrap the opening of one session. Waits while Redis does not answer. Raises
         the other exceptions of `ask_room`.
         """
@@ -76,7 +76,7 @@ class SessionTurns:
         if self._opening[kind] >= has_room.at_once:
             return False
         is_moving = self._clock() - max(began, self._ended_at) < MAX_STALL_S
-        # Hosts may not count the sessions yet that this process is opening, so this process subtracts them.
+        # Hosts may not yet count the sessions that this process is opening, so this process subtracts them.
         return (has_room.sandboxes if is_moving else has_room.sessions) > self._opening[kind]
 
     async def _wait(self) -> None:

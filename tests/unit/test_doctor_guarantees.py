@@ -1,4 +1,4 @@
-"""The table of promises, evaluated on artificial evidence: kept promises, void promises with the reason, and the fix."""
+"""The table of guarantees, evaluated on artificial evidence: those that hold, and broken ones with reason and fix."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.sandboxd.plans import Plans
-from workers.sandboxd.promises import (
+from workers.sandboxd.guarantees import (
     Evidence,
     HostFacts,
-    HostPromise,
+    HostGuarantee,
     WorkspaceFacts,
     is_runc_fixed,
     judge,
     read_host_facts,
 )
+from workers.sandboxd.plans import Plans
 from workers.sandboxd.runtime.engine import EngineFacts
 from workers.settings import SandboxdSettings, TenantClass
 
@@ -65,14 +65,14 @@ NO_SWAP_LIMIT = {"facts": {"has_swap_limit": False}}
 OLD_RUNC = {"facts": {"components": {"runc": "1.1.5+ds1"}}, "sandbox_runtime": "runc"}
 
 
-def row_of(evidence: Evidence, name: str) -> HostPromise:
+def row_of(evidence: Evidence, name: str) -> HostGuarantee:
     return next(row for row in judge(evidence) if row.name == name)
 
 
-def test_on_a_good_host_nothing_is_void() -> None:
+def test_on_a_good_host_nothing_is_broken() -> None:
     rows = judge(build_evidence())
 
-    assert [row.name for row in rows if row.state == "void"] == []
+    assert [row.name for row in rows if row.state == "broken"] == []
     assert [row.name for row in rows if row.state == "unknown"] == ["no known escape"]
 
 
@@ -105,34 +105,34 @@ def test_the_runc_versions_with_the_fixes_are_reported_from_those_without(versio
 @pytest.mark.parametrize(
     ("name", "changes", "state", "word"),
     [
-        ("system calls are filtered", {"facts": {"seccomp": False}}, "void", "no seccomp"),
-        ("runtimes are installed", {"facts": {"runtimes": ("runc",)}}, "void", "no runsc"),
-        ("mandatory access control on files", UNGUARDED, "void", "neither AppArmor nor SELinux"),
+        ("system calls are filtered", {"facts": {"seccomp": False}}, "broken", "no seccomp"),
+        ("runtimes are installed", {"facts": {"runtimes": ("runc",)}}, "broken", "no runsc"),
+        ("mandatory access control on files", UNGUARDED, "broken", "neither AppArmor nor SELinux"),
         ("root in a sandbox is not root on the host", ROOTLESS, "holds", "rootless"),
-        ("root in a sandbox is not root on the host", UNGUARDED, "void", "no user namespace"),
-        ("memory and processes are limited", {"facts": {"has_memory_limit": False}}, "void", "memory"),
+        ("root in a sandbox is not root on the host", UNGUARDED, "broken", "no user namespace"),
+        ("memory and processes are limited", {"facts": {"has_memory_limit": False}}, "broken", "memory"),
         ("memory and processes are limited", NO_SWAP_LIMIT, "holds", "cgroup v2"),
-        ("memory and processes are limited", {**NO_SWAP_LIMIT, "host": {"swaps": ("/swap",)}}, "void", "swap"),
-        ("memory suffices for all sandboxes", {"host": {"memory_bytes": 4 * GIB}}, "void", "4096 MiB"),
+        ("memory and processes are limited", {**NO_SWAP_LIMIT, "host": {"swaps": ("/swap",)}}, "broken", "swap"),
+        ("memory suffices for all sandboxes", {"host": {"memory_bytes": 4 * GIB}}, "broken", "4096 MiB"),
         ("memory suffices for all sandboxes", {"host": {"memory_bytes": None}}, "unknown", "cannot be read"),
-        ("large programs start", {"host": {"overcommit": 2}}, "void", "overcommit_memory is 2"),
+        ("large programs start", {"host": {"overcommit": 2}}, "broken", "overcommit_memory is 2"),
         ("secrets are not written to disk", {"host": {"swaps": ("/dev/zram0",)}}, "holds", "no swap on a disk"),
         ("secrets are not written to disk", {"host": {"swaps": ("/dev/dm-1",)}}, "unknown", "may be encrypted"),
-        ("secrets are not written to disk", {"host": {"swaps": ("/dev/sda2", "/dev/dm-1")}}, "void", "/dev/sda2"),
+        ("secrets are not written to disk", {"host": {"swaps": ("/dev/sda2", "/dev/dm-1")}}, "broken", "/dev/sda2"),
         ("secrets are not written to disk", {"host": {"swaps": None}}, "unknown", "cannot be read"),
-        ("per-user limits are separate", {"sandbox_runtime": "runc"}, "void", "1024 inotify instances"),
-        ("no shared core or memory page", {"host": {"smt_active": True}}, "void", "hyper-threads"),
+        ("per-user limits are separate", {"sandbox_runtime": "runc"}, "broken", "1024 inotify instances"),
+        ("no shared core or memory page", {"host": {"smt_active": True}}, "broken", "hyper-threads"),
         ("no shared core or memory page", {"host": {"ksm_running": None}}, "unknown", "KSM"),
-        ("paths are resolved by the kernel", {"facts": {"kernel": "5.4.0-200"}}, "void", "no openat2"),
+        ("paths are resolved by the kernel", {"facts": {"kernel": "5.4.0-200"}}, "broken", "no openat2"),
         ("paths are resolved by the kernel", {"facts": {"kernel": "?"}}, "unknown", "?"),
-        ("the engine is on this host", {"facts": {"kernel": "6.10.14-linuxkit"}}, "void", "linuxkit"),
-        ("hostile tenants are isolated", {"sandbox_runtime": "runc"}, "void", "class default"),
-        ("hostile tenants are isolated", {"tenant_classes": {"trusted": RUNC}}, "void", "class trusted:"),
-        ("images are present", {"tenant_classes": {"data": TenantClass(image="theirs:2")}}, "void", "theirs:2"),
-        ("no known escape", OLD_RUNC, "void", "unless your distribution"),
+        ("the engine is on this host", {"facts": {"kernel": "6.10.14-linuxkit"}}, "broken", "linuxkit"),
+        ("hostile tenants are isolated", {"sandbox_runtime": "runc"}, "broken", "class default"),
+        ("hostile tenants are isolated", {"tenant_classes": {"trusted": RUNC}}, "broken", "class trusted:"),
+        ("images are present", {"tenant_classes": {"data": TenantClass(image="theirs:2")}}, "broken", "theirs:2"),
+        ("no known escape", OLD_RUNC, "broken", "unless your distribution"),
     ],
 )
-def test_each_lack_of_a_host_voids_its_own_promise_and_says_what_to_do(
+def test_each_lack_of_a_host_breaks_its_own_guarantee_and_says_what_to_do(
     name: str, changes: dict[str, Any], state: str, word: str
 ) -> None:
     row = row_of(build_evidence(**changes), name)
@@ -149,7 +149,7 @@ def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
         tenant_classes={"data": TenantClass(image="theirs:2")},
     )
 
-    assert {row.name for row in judge(evidence) if row.is_needed and row.state == "void"} == {
+    assert {row.name for row in judge(evidence) if row.is_needed and row.state == "broken"} == {
         "system calls are filtered",
         "runtimes are installed",
     }
@@ -159,13 +159,13 @@ def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
     ("facts", "quota", "kept"),
     [
         (WorkspaceFacts("image", is_hard=True), "holds", "holds"),
-        (WorkspaceFacts("tmpfs", is_hard=True, note="not root"), "holds", "void"),
-        (WorkspaceFacts("folder", is_hard=False, note="not root"), "void", "holds"),
+        (WorkspaceFacts("tmpfs", is_hard=True, note="not root"), "holds", "broken"),
+        (WorkspaceFacts("folder", is_hard=False, note="not root"), "broken", "holds"),
         (None, "unknown", "unknown"),
     ],
     ids=["image", "tmpfs", "folder", "none"],
 )
-def test_what_a_kind_of_workspace_promises(facts: WorkspaceFacts | None, quota: str, kept: str) -> None:
+def test_what_a_kind_of_workspace_guarantees(facts: WorkspaceFacts | None, quota: str, kept: str) -> None:
     evidence = replace(build_evidence(), workspaces=facts)
 
     assert row_of(evidence, "workspaces are limited").state == quota
@@ -178,7 +178,7 @@ def test_a_class_with_network_whose_proxy_is_gone_has_none(tmp_path: Path) -> No
 
     assert row_of(evidence, "network follows the class").state == "holds"
     row = row_of(replace(evidence, egress_problem="no such file"), "network follows the class")
-    assert (row.state, row.is_needed) == ("void", False)
+    assert (row.state, row.is_needed) == ("broken", False)
     assert "has no network" in row.why
 
 
@@ -189,7 +189,7 @@ def test_without_an_engine_every_row_is_there_and_none_holds_by_hope() -> None:
     rows = judge(evidence)
 
     assert [row.name for row in rows] == [row.name for row in judge(build_evidence())]
-    assert {row.name: row.state for row in rows}["engine answers"] == "void"
+    assert {row.name: row.state for row in rows}["engine answers"] == "broken"
     assert {row.name: row.state for row in rows}["system calls are filtered"] == "unknown"
 
 
@@ -220,7 +220,7 @@ def test_no_row_raises_whatever_engine_and_host_say(
         )
     )
 
-    assert all(row.state in ("holds", "void", "unknown") and row.why for row in rows)
+    assert all(row.state in ("holds", "broken", "unknown") and row.why for row in rows)
     assert all(row.remedy for row in rows if row.state != "holds")
 
 
@@ -246,9 +246,9 @@ def test_host_facts_are_read_where_they_are_and_unknown_where_they_are_not(tmp_p
     assert read_host_facts(tmp_path / "nothing") == HostFacts()
 
 
-def test_the_promises_that_security_md_asks_a_host_for_are_rows_of_the_table() -> None:
+def test_the_guarantees_that_security_md_asks_a_host_for_are_rows_of_the_table() -> None:
     text = (ROOT / "SECURITY.md").read_text()
-    section = text.partition("| promise | requires |")[2].partition("\n\n")[0]
+    section = text.partition("| guarantee | requires |")[2].partition("\n\n")[0]
     named = [name.strip() for line in section.splitlines()[2:] for name in line.split("|")[1].split(",")]
 
     assert named

@@ -6,7 +6,7 @@ from contract.run_events import EventsMissed, EventsOmitted, RunEnded, RunResume
 from orchestrator.traces.steps import RunStep, RunSteps
 
 
-class RunStory:
+class RunProgress:
     """Steps of a run so far, and which of them changed since the last `take_changed`."""
 
     def __init__(self) -> None:
