@@ -10,7 +10,7 @@ local HOSTED_BATCH = '@runs'
 -- Shares of Redis's memory. Above the first, only tenants that store less than their part of it add runs. Above the second, no tenant does: all tenants
 -- share the rest, because a full Redis would stop every call of the deployment.
 local RUNS_SHARE, LAST_SHARE = 0.75, 0.85
--- What a run occupies beside its texts, in bytes.
+-- Memory of a run in addition to its texts, in bytes.
 local RUN_BYTES = 1024
 -- Lifetime of the counts of stored bytes: that of runs, in days.
 local STORED_DAYS = 30
