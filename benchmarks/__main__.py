@@ -33,7 +33,7 @@ SIZED = ("batch_runs", "batch_memory")
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/bench", description="Ours beside floors and peers, from one interleaved run each."
+        prog="scripts/bench", description="Ours next to floors and peers, from one interleaved run each."
     )
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; batch: all of batches; default all"

@@ -97,7 +97,7 @@ async def _run(share_s: float) -> Report:
     report.add(
         "weight_3_share_ratio",
         share,
-        f"share of weight 3 beside weight 1, {share_s:g} s of 20 ms calls",
+        f"share of weight 3 next to weight 1, {share_s:g} s of 20 ms calls",
         at_least=0.7125,
     )
     report.add("weight_3_off_ratio", abs(share - 0.75) / 0.75, "its distance from three quarters", at_most=0.05)
@@ -168,8 +168,8 @@ async def _costs(report: Report) -> None:
     sizes = {"waiting_0": (50, 0, 1), "waiting_5000": (50, 5000, 1), "tenants_1000": (50, 5000, 1000)}
     labels = {
         "waiting_0": "25 callers, nobody waits",
-        "waiting_5000": "the same beside 5,000 waiting calls of one tenant",
-        "tenants_1000": "the same beside 5,000 waiting calls of 1,000 tenants",
+        "waiting_5000": "the same with 5,000 waiting calls of one tenant",
+        "tenants_1000": "the same with 5,000 waiting calls of 1,000 tenants",
     }
     redis_s: dict[str, list[float]] = {name: [] for name in sizes}
     rates: dict[str, list[float]] = {name: [] for name in sizes}

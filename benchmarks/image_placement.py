@@ -80,7 +80,7 @@ async def _run(registry: ImageRegistry, folder: Path) -> Report:
             "TOOLCREW_REDIS_URL": broker.redis_url.get_secret_value(),
             "TOOLCREW_SANDBOX_IMAGES_ALLOWED": json.dumps([f"{registry.repository}/*"]),
         }
-        # Half an image more, for what the engine counts besides the files.
+        # Half an image more, for what the engine counts in addition to the files.
         own = {"TOOLCREW_IMAGE_CACHE_BYTES": str(IMAGE_BYTES * ROOM + IMAGE_BYTES // 2), "TOOLCREW_REDIS_URL": ""}
         hosts = [running_host(f"host-{at}", folder / f"host-{at}", shared, own) for at in range(HOSTS)]
         for host in hosts:

@@ -126,7 +126,7 @@ async def _measure() -> Report:
         report.add(
             f"{name}_added_ms",
             (ours - floor) * 1000,
-            f"a step in the {name} dialect, beside model and tool",
+            f"a step in the {name} dialect, without model and tool",
             at_most=1.0,
         )
         report.add(f"{name}_ratio", ours / floor, f"{name}: step / floor")

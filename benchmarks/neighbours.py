@@ -99,9 +99,9 @@ def run(rounds: int = ROUNDS) -> Report:
         "a warm call, p50 of the quiet halves",
     )
     for attack, seconds in durations.items():
-        report.add(f"{attack.key}_ratio", seconds.ratio(0.5), f"p50 beside {attack.what} / quiet", at_most=TARGET)
+        report.add(f"{attack.key}_ratio", seconds.ratio(0.5), f"p50 with {attack.what} / quiet", at_most=TARGET)
     for attack, seconds in durations.items():
-        report.add(f"{attack.key}_p95_ratio", seconds.ratio(0.95), f"p95 beside {attack.what} / quiet")
+        report.add(f"{attack.key}_p95_ratio", seconds.ratio(0.95), f"p95 with {attack.what} / quiet")
     return report
 
 

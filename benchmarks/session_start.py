@@ -33,7 +33,7 @@ def run(rounds: int = ROUNDS) -> Report:
     notes = [
         (
             f"medians of {rounds} interleaved rounds after {WARM_UP}; removals are not timed; the pool begins to "
-            "refill beside each first call"
+            "refill during each first call"
         )
     ]
     with contextlib.ExitStack() as stack:

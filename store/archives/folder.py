@@ -183,14 +183,14 @@ def _publish(part: Path, data: Path, facts: StoredFacts, group: int) -> None:
     facts_path = data.with_suffix(_FACTS)
     facts_path.unlink(missing_ok=True)
     part.rename(data)
-    beside = facts_path.with_name(f".{facts_path.stem}.{secrets.token_hex(8)}{_PART}")
+    partial = facts_path.with_name(f".{facts_path.stem}.{secrets.token_hex(8)}{_PART}")
     try:
-        with _create(beside, group) as file:
+        with _create(partial, group) as file:
             write_all(file, encode_facts(facts))
             os.fsync(file.fileno())
-        beside.rename(facts_path)
+        partial.rename(facts_path)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     # Without fsync of the folder, the renamed files may be lost at a power failure.
     folder = os.open(data.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -130,9 +130,9 @@ async def test_a_session_keeps_its_servers_and_a_cancelled_call_ends_what_it_beg
                 assert all(result.success for result in both)
                 assert _number((await other.call("mcp__ours__count", {})).text()) == 1
 
-                beside = await session.call("bash_tool", {"command": "echo on"})
-                assert beside.success
-                assert beside.kill is None
+                command = await session.call("bash_tool", {"command": "echo on"})
+                assert command.success
+                assert command.kill is None
                 assert "the MCP server ours" in (await session.call("bash_tool", {"action": "list"})).text()
 
                 hanging = asyncio.ensure_future(session.call("mcp__hangs__echo", {"text": "x"}))

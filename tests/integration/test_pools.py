@@ -290,10 +290,10 @@ async def test_a_tool_of_another_pool_is_not_found_here(pool: Pool) -> None:
 
 async def test_a_session_of_an_embedded_stack_reaches_the_pool_with_the_network(stack: Stack, session: Session) -> None:
     web = await session.call("webfetch_tool", {"url": "http://127.0.0.1:9/"})
-    beside = await session.call("bash_tool", {"command": "echo on"})
+    command = await session.call("bash_tool", {"command": "echo on"})
 
     assert (web.error_code, web.sandbox) == (ErrorCode.SECURITY_REFUSED, None)
-    assert (beside.success, beside.sandbox is not None) == (True, True)
+    assert (command.success, command.sandbox is not None) == (True, True)
     assert len(children_of(stack.pid("web"))) == WEB_CONCURRENCY
 
 

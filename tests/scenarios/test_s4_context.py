@@ -251,7 +251,7 @@ def test_s4_15_in_workers_a_tool_reads_and_updates_the_state_of_its_session(redi
         assert execute(one, "read", "d", build_context(session="s2")) == []
 
 
-@pytest.mark.parametrize("has_sandbox", [True, False], ids=["beside a sandbox", "without a sandbox"])
+@pytest.mark.parametrize("has_sandbox", [True, False], ids=["with a sandbox", "without a sandbox"])
 async def test_s4_12_to_15_built_in_and_skill_tools_get_the_same_context(
     redis_server: RedisProcess, has_sandbox: bool
 ) -> None:
