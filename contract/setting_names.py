@@ -131,4 +131,4 @@ def check_names(environment: Iterable[str]) -> None:
 
 def _describe(name: str, valid: Iterable[str]) -> str:
     close = difflib.get_close_matches(name[:100], sorted(valid), n=1, cutoff=0.6)
-    return f"{PREFIX}{name[:100]} is not a setting" + (f": did you mean {PREFIX}{close[0]}?" if close else "")
+    return f"{PREFIX}{name[:100]} is not a setting" + (f" (did you mean {PREFIX}{close[0]}?)" if close else "")

@@ -239,7 +239,7 @@ class BrokerSettings(BaseModel):
                 "check that the sentinels run, and that they watch a master with the name in "
                 "TOOLCREW_REDIS_SENTINEL_MASTER"
             )
-        return "check that it runs without TLS, and that address, user and password in TOOLCREW_REDIS_URL are correct"
+        return "check that Redis runs there, and that TOOLCREW_REDIS_URL is correct (rediss:// if it needs TLS)"
 
     def tls_options(self) -> dict[str, Any]:
         """Return redis-py's options for TLS; none without TLS. The system's authorities are trusted too."""

@@ -115,8 +115,8 @@ class OrchestratorSettings(SharedSettings, LogSettings):
         redis_url = SecretStr(url) if url else self.redis_url
         if redis_url is None:
             raise ConfigError(
-                "TOOLCREW_REDIS_URL is not set: set it to the pool's Redis, or use ToolClient.embedded() or `toolcrew "
-                "up`"
+                "TOOLCREW_REDIS_URL is not set: set it to the Redis of the pool (`toolcrew up` starts a pool and "
+                "prints it), or use ToolClient.embedded()"
             )
         return BrokerSettings.model_validate(
             {name: getattr(self, name) for name in BrokerSettings.model_fields} | {"redis_url": redis_url}

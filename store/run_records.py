@@ -187,16 +187,18 @@ def build_end(outcome: ItemOutcome) -> RunEnd:
     return RunEnd.model_validate({**values, "failure": outcome.failure}, strict=False)
 
 
-def end_event(run: str, at: float, attempt: int, end: RunEnd) -> str:
+def end_event(run: str, at: float, attempt: int, end: RunEnd, calls: int = 0, seconds: float = 0.0) -> str:
     """Return the last event of a run as JSON. The hash of the run stores the same text. A long answer is shortened."""
     fields: dict[str, Any] = {name: value for name, value in end if name not in ("artifacts", "artifacts_missing")}
     fields["is_cut"] = end.is_cut or len(end.answer) > SHOWN_ANSWER
     fields["answer"] = end.answer[:SHOWN_ANSWER]
-    event = RunEnded(run=run, at=at, attempt=attempt, state=final_state(end.failure), **fields)
+    event = RunEnded(
+        run=run, at=at, attempt=attempt, state=final_state(end.failure), calls=calls, seconds=seconds, **fields
+    )
     return json.dumps(event.to_json(), separators=(",", ":"))
 
 
-def pack_end(outcome: ItemOutcome) -> tuple[ItemOutcome, str, bytes]:
+def pack_end(outcome: ItemOutcome, calls: int, seconds: float) -> tuple[ItemOutcome, str, bytes]:
     """Return the outcome for the record, the last event, and the packed transcript, which is stored separately. The
     transcript is b"" if there is none or if it is too large.
     """
@@ -204,7 +206,8 @@ def pack_end(outcome: ItemOutcome) -> tuple[ItemOutcome, str, bytes]:
     transcript = body.pop("transcript", None)
     stored = outcome.model_copy(update={"body": body}) if outcome.body is not None else outcome
     packed = pack_transcript(transcript) if transcript is not None else b""
-    return stored, end_event(outcome.run, time.time(), outcome.attempt, build_end(stored)), packed
+    event = end_event(outcome.run, time.time(), outcome.attempt, build_end(stored), calls, seconds)
+    return stored, event, packed
 
 
 def parse_end(text: str) -> RunEnd:

@@ -394,14 +394,16 @@ class RunQueue:
             for name in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))
         }
 
-    async def finish(self, claim: RunClaim, outcome: ItemOutcome) -> bool:
-        """Store how a run ended. Return False if another process holds the run."""
+    async def finish(self, claim: RunClaim, outcome: ItemOutcome, *, calls: int = 0, seconds: float = 0.0) -> bool:
+        """Store how a run ended. Return False if another process holds the run. `calls`, `seconds`: for the last event
+        of a hosted run.
+        """
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
         rest: tuple[str | bytes, ...] = ()
         if claim.record.batch == HOSTED_BATCH:
             # In the same step as the state: a follower that reads the last event finds the outcome there.
             # In a thread: a transcript may have 64 MB, which take seconds to compress.
-            outcome, event, transcript = await asyncio.to_thread(pack_end, outcome)
+            outcome, event, transcript = await asyncio.to_thread(pack_end, outcome, calls, seconds)
             rest = (event, transcript)
         sealed = seal_outcome(self.keys, claim.tenant, claim.run, outcome)
         return bool(await self.step("finish", claim.tenant, claim.run, claim.token, sealed, kind, *rest))

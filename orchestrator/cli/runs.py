@@ -77,16 +77,10 @@ async def runs_show(
                     json.dumps({"id": event, **fields}) if as_json else escape_controls(_describe_event(event, fields))
                 )
             return None
-        view = _view(await client.runs.get(run))
+        found = await client.runs.get(run)
         messages = list(await client.runs.transcript(run)) if transcript else []
-    shown = {name: value for name, value in view.items() if name != "end"} | (view["end"] or {})
-    texts = {
-        name: json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
-        for name, value in shown.items()
-    }
-    lines = [f"{name:<14}{text}" for name, text in texts.items()]
-    lines += [json.dumps(message, ensure_ascii=False) for message in messages]
-    return Output(view | ({"transcript": messages} if transcript else {}), lines)
+    lines = [*describe_run(found), *(json.dumps(message, ensure_ascii=False) for message in messages)]
+    return Output(_view(found) | ({"transcript": messages} if transcript else {}), lines)
 
 
 @runs_app.command("fork")
@@ -119,6 +113,19 @@ async def runs_cancel(run: RunName, tenant: Tenant = None, as_json: Json = False
 
 def _view(run: HostedRun) -> dict[str, Any]:
     return run.model_dump(mode="json")
+
+
+def describe_run(run: HostedRun) -> list[str]:
+    """Return the fields of the run and of its end that have a value, one per line."""
+    view = _view(run)
+    fields = {name: value for name, value in view.items() if name != "end"} | (view["end"] or {})
+    lines = []
+    for name, value in fields.items():
+        if value is None or value in ("", [], {}):
+            continue
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
+        lines.append(f"{name:<18}{format_instant(value) if name.endswith('_at') else text}")
+    return lines
 
 
 def _describe_event(event: str, fields: dict[str, Any]) -> str:

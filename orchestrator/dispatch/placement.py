@@ -153,7 +153,9 @@ def _check_image(hosts: Sequence[HostReport], needs: HostRequirements) -> None:
     if hosts and needs.image is not None and not any(_allows_image(host, needs) for host in hosts):
         allowed = ", ".join(sorted({image for host in hosts for image in host.images})[:MAX_SHOWN_IMAGES])
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"image '{needs.image[:200]}' is not allowed on any host; allowed: {allowed}"
+            ErrorCode.INVALID_ARGUMENTS,
+            f"image '{needs.image[:200]}' is not allowed on any host; allowed: {allowed}. Use one of these, or ask the "
+            "operator to add it to TOOLCREW_SANDBOX_IMAGES_ALLOWED or to the class",
         )
 
 

@@ -171,7 +171,8 @@ class _Tools:
                     f"{', '.join(hidden)} of the pool {pool} are hidden by tools of the same name",
                     "rename them",
                 )
-        lost = await self._served_before(catalog) - published.keys()
+        # Also names that no model gets, such as webhook.send.
+        lost = await self._served_before(catalog) - {spec.name for specs in pools.values() for spec in specs}
         if lost:
             self._report.note(
                 "tools",

@@ -96,7 +96,12 @@ class _ActiveRun:
         process.
         """
         has_grown = self.journal is not None and self.journal.has_grown
-        return self.is_doubtful and not has_grown and time.monotonic() - self.began < TRIAL_S
+        return self.is_doubtful and not has_grown and self.seconds < TRIAL_S
+
+    @property
+    def seconds(self) -> float:
+        """Return the time since this process claimed the run."""
+        return time.monotonic() - self.began
 
     def count(self, event: RunEvent) -> None:
         """Count the steps and calls that the end event of the run reports."""
@@ -376,7 +381,7 @@ class Runner:
                     after_s = RETRY_AFTER_S[min(times, len(RETRY_AFTER_S)) - 1] * random.uniform(1.0, 1.5)
                     is_ours = await self.queue.give_back(claim, after_s=after_s, is_new=True)
                 else:
-                    is_ours = await self.queue.finish(claim, outcome)
+                    is_ours = await self.queue.finish(claim, outcome, calls=len(active.calls), seconds=active.seconds)
                 break
             except BatchCancelled:
                 # The batch was cancelled, so no further attempt is queued. The failure is stored as the outcome.
@@ -399,8 +404,8 @@ class Runner:
             event: RunEvent = RunRetried(run=claim.run, attempt=attempt, item=item, failure=failure)
         else:
             ended = build_ended(outcome, time.time())
-            steps, seconds = max(ended.steps, len(active.steps)), time.monotonic() - active.began
-            event = replace(ended, steps=steps, calls=len(active.calls), seconds=seconds)
+            steps = max(ended.steps, len(active.steps))
+            event = replace(ended, steps=steps, calls=len(active.calls), seconds=active.seconds)
         self.publisher.add(claim.tenant, record.batch, event)
 
     async def _let_go(self, claim: RunClaim, active: _ActiveRun) -> None:
@@ -437,7 +442,7 @@ class Runner:
         )
         failure = Failure(kind=FailureKind.CANCELLED, code=ErrorCode.CANCELLED.value, message=message)
         outcome = build_outcome(claim, failure)
-        if await self.queue.finish(claim, outcome):
+        if await self.queue.finish(claim, outcome, calls=len(active.calls), seconds=active.seconds):
             self._publish_end(claim, active, outcome, is_retried=False)
 
     def _lose(self, active: _ActiveRun) -> None:

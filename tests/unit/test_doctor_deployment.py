@@ -291,6 +291,14 @@ async def test_tools_that_were_served_or_are_hidden_or_off_and_calls_that_wait_a
     assert [found.needed for found in of(report, "tools")] == [True, False, False, False]
 
 
+async def test_a_served_tool_that_models_do_not_get_is_not_reported(client: Client) -> None:
+    await serve(client)
+    await client.set(catalog_names_key(D, "web"), json.dumps(["webhook.send"]))
+    notice = build_spec("webhook.send", pool="web", audience="session")
+    await client.set(catalog_key(D, "web"), seal_catalog(keys_of(client), "web", Catalog(tools=(notice,))))
+    assert of(await looked_at(client), "tools") == []
+
+
 @pytest.mark.parametrize(
     ("policy", "is_broken", "message"),
     [

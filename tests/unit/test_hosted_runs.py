@@ -75,7 +75,8 @@ async def test_a_run_is_worked_to_its_answer_and_reports_of_each_step(harness: H
         "RunEnded",
     ]
     assert all(event["run"] == run for event in events)
-    assert (events[-1]["state"], events[-1]["answer"]) == ("succeeded", "done")
+    assert (events[-1]["state"], events[-1]["answer"], events[-1]["calls"]) == ("succeeded", "done", 1)
+    assert events[-1]["seconds"] > 0
 
 
 async def test_the_transcript_is_reported_while_the_run_works_and_whole_afterwards(make_hosted: MadeHosted) -> None:
