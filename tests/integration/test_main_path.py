@@ -1,5 +1,6 @@
 """A call through the whole stack: the results of tools, programs and files."""
 
+import asyncio
 import contextlib
 import os
 import stat
@@ -18,7 +19,7 @@ from orchestrator.sdk.client import ToolClient
 from tests.containers import watch
 from tests.processes import read_proc
 from tests.queue_by_hand import open_dispatcher
-from tests.stack import Stack, all_of, is_alive
+from tests.stack import Stack, all_of, commands_in, is_alive
 from tests.waiting import wait_until_async
 
 pytestmark = pytest.mark.stack
@@ -225,7 +226,12 @@ async def test_a_closed_session_has_no_container_and_answers_so(stack: Stack, cl
         assert result.sandbox is not None
         container = result.sandbox.id
         assert stack.has_container(container)
+        running = asyncio.create_task(session.call("bash_tool", {"command": "sleep 987"}))
+        await wait_until_async(
+            lambda: any("sleep 987" in command for command in commands_in(container).values()), 20, "the call runs"
+        )
 
+    assert (await running).error_code == ErrorCode.CANCELLED
     assert not stack.has_container(container)
     late = await session.call("bash_tool", {"command": "true"})
     assert late.error_code == ErrorCode.SESSION_NOT_FOUND

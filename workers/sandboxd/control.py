@@ -101,7 +101,10 @@ class ControlRequests:
         if verb == "open":
             return await self._open(header)
         if verb == "close":
-            return {"closed": await self._sessions.close(parse_text(header, "sandbox"), fence=parse_fence(header))}
+            closed = await self._sessions.close(
+                parse_text(header, "sandbox"), fence=parse_fence(header), cancels_calls=True
+            )
+            return {"closed": closed}
         if verb == "cancel":
             return {"cancelled": self._cancel(parse_text(header, "sandbox"), parse_text(header, "call"))}
         if verb == "checkpoint":

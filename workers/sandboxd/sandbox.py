@@ -254,6 +254,11 @@ class Sandbox:
         self.feed(call, {"op": "cancel"}, b"")
         self._limit(call, 0.0)
 
+    def end_calls(self, code: str, message: str) -> None:
+        """Answer all running calls with this error. The caller then removes the sandbox, which ends their programs."""
+        for call in list(self.calls.values()):
+            self._answer(call, {"ev": "done", "error": {"code": code, "message": message}})
+
     async def drain(self) -> None:
         """Wait until the guest has read all data that was sent."""
         if self._channel is not None:

@@ -217,9 +217,10 @@ class Sessions:
     def all(self) -> list[HostSession]:
         return list(self._sessions.values())
 
-    async def close(self, session: str, *, fence: int | None = None) -> bool:
+    async def close(self, session: str, *, fence: int | None = None, cancels_calls: bool = False) -> bool:
         """Remove the session's sandbox and files, and return after the container is removed. Returns False if there
-        is no such session, or it was opened under another fence.
+        is no such session, or it was opened under another fence. `cancels_calls`: running calls end as cancelled, and
+        not with the loss of their sandbox.
 
         Raises SandboxUnavailable when the engine refuses. The session is then unusable, and the sweep retries the
         removal.
@@ -239,6 +240,8 @@ class Sessions:
                 # the engine, the next sandboxd or the next sweep finds both by it. What forks share comes after the
                 # record, because it is deleted only when no session refers to it.
                 if entry.sandbox is not None:
+                    if cancels_calls:
+                        entry.sandbox.end_calls("CANCELLED", "the session was closed during the call")
                     await entry.sandbox.remove()
                 await self._factory.discard_workspace(entry.workspace)
                 self._records.forget_session(session)
