@@ -134,8 +134,9 @@ class Batches:
                 f"interrupted: submit the same file again with `{build_resubmission(batch, self.tenant)}` to continue",
             )
         again = await self._queue.retry(self.tenant, batch, kinds, entry)
-        await self._queue.reopen(self.tenant, batch)
-        await self._note(batch, f"resumed, {again} items start again")
+        # Without a change no notice: the figures of a batch count up to its last event.
+        if await self._queue.reopen(self.tenant, batch) or again:
+            await self._note(batch, f"resumed, {again} items start again")
         return again
 
     async def status(self, batch: str) -> BatchRecord:

@@ -92,8 +92,10 @@ async def test_only_the_asked_kinds_are_retried_and_a_second_time_there_is_nothi
     assert await harness.batches.resume("b", [FailureKind.MODEL]) == 1
     assert await harness.batches.resume("b", [FailureKind.MODEL]) == 0
     assert await harness.end(None) == ["item-2"]
+    events = await harness.client.xlen("toolcrew:d:t:acme:batch.b:events")
     assert await harness.batches.resume("b", [FailureKind.MODEL]) == 0
     assert (await harness.batches.status("b")).state is BatchState.COMPLETED
+    assert await harness.client.xlen("toolcrew:d:t:acme:batch.b:events") == events > 0
 
 
 async def test_items_that_redis_lost_are_worked_when_the_file_is_submitted_again(harness: Harness) -> None:
