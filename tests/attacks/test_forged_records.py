@@ -150,7 +150,7 @@ async def test_a_switch_that_was_copied_to_another_tool_is_not_taken_for_its_own
     switches = RedisSwitches(client, "d", KEY)
     await switches.turn_off("echo", Switch(reason="an operator's reason"))
     await client.hset(switches_key("d"), "other", await client.hget(switches_key("d"), "echo") or b"")  # type: ignore[misc]
-    assert "operator" not in (await RedisSwitches(client, "d", KEY).switches())["other"].refusal("other")
+    assert "operator's reason" not in (await RedisSwitches(client, "d", KEY).switches())["other"].refusal("other")
 
 
 # Running calls: requests of a tool to its caller's model, which the caller pays for, and the answers

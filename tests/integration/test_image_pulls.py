@@ -148,7 +148,7 @@ def test_a_session_keeps_its_image_when_the_tag_moves(
     with daemon.client() as client:
         answer = bash(client, first, READ + '; echo "$(<file)"')
         assert answer.streams["merged"] == b"one\nkept\n"
-        assert "the content of image" not in answer.done["sandbox"].get("news", "")
+        assert "the version of image" not in answer.done["sandbox"].get("news", "")
         assert run_script(client, client.open("acme", "second", image), READ) == "two\n"
 
 
@@ -166,7 +166,7 @@ def test_a_session_learns_that_its_image_was_removed(
     with daemon.client() as client:
         answer = bash(client, name, READ)
     assert answer.streams["merged"] == b"two\n"
-    assert "the content of image" in answer.done["sandbox"]["news"]
+    assert "the version of image" in answer.done["sandbox"]["news"]
 
 
 def test_the_least_recently_used_images_go_and_those_in_use_stay(

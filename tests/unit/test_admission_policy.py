@@ -163,6 +163,14 @@ def test_calls_begin_no_faster_than_the_tenants_rate(harness: Harness) -> None:
         assert len(harness.held) == 2 + 2 * seconds
 
 
+def test_sums_stay_while_calls_run_and_until_the_rate_limit_allows_a_full_burst(harness: Harness) -> None:
+    key, policy = "toolcrew:d:admission:tenant:acme", TenantPolicy(rate_per_s=0.01, burst=20)
+    harness.end(harness.ask(policy=policy))
+    assert harness.client.ttl(key) > 1900
+    harness.ask(policy=policy)
+    assert harness.client.ttl(key) == -1
+
+
 def test_nothing_is_left_of_who_has_gone(harness: Harness) -> None:
     """Only sums remain, and they expire by themselves."""
     policy = TenantPolicy(in_flight=2, rate_per_s=5, burst=1)

@@ -49,7 +49,6 @@ async def test_a_too_large_blob_leaves_nothing(
     harness: Harness, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
-    monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
     with pytest.raises(ToolFailure) as refused:
         await harness.own.leave("acme", bytes(MOST + 1))
     check_refused(refused)
@@ -68,6 +67,14 @@ async def test_what_was_read_dropped_or_has_expired_gives_its_room_back(harness:
         harness.sync.pexpireat(harness.workers.leave("acme", bytes(MOST)), 1)
     assert harness.keys() == []
     assert harness.sync.hlen("toolcrew:d:t:acme:blob-sandbox.sizes") == 2
+
+
+async def test_small_blobs_are_limited_in_number(harness: Harness) -> None:
+    for _ in range(MOST // LEAST_CHARGE):
+        harness.workers.leave("acme", b"x")
+    with pytest.raises(ToolFailure) as refused:
+        harness.workers.leave("acme", b"x")
+    check_refused(refused)
 
 
 async def test_a_call_waits_until_another_frees_room(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

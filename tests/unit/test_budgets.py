@@ -88,7 +88,11 @@ async def test_a_used_budget_refuses_calls_everywhere_and_warns_before(harness: 
     assert (await CallRules(harness.tenants).policy("acme", "session.close")).budgets == LIMITS
 
 
-@pytest.mark.parametrize(("tokens", "cost", "budget"), [(1000, 0.0, "tokens_per_month"), (1, 2.0, "cost_per_day")])
+# With two used budgets, the error names the one that resets last.
+@pytest.mark.parametrize(
+    ("tokens", "cost", "budget"),
+    [(1000, 0.0, "tokens_per_month"), (1, 2.0, "cost_per_day"), (1000, 2.0, "tokens_per_month")],
+)
 async def test_tokens_and_cost_are_limited(harness: Harness, tokens: int, cost: float, budget: str) -> None:
     await harness.reply(tokens, cost)
     refusal = await harness.refusal()
@@ -115,6 +119,10 @@ async def test_a_higher_limit_is_in_force_at_once_here_and_after_the_copy_expire
     await CallRules(harness.tenants).policy("acme", "bash_tool")
     harness.elsewhere._cache.forget()
     assert await harness.refusal(harness.elsewhere) is None
+    # The new limit has its own notice.
+    harness.use_cpu(99.0)
+    assert await harness.refusal() is not None
+    assert len(await harness.notices()) == 2
 
 
 async def test_a_run_ends_at_its_next_step(harness: Harness) -> None:

@@ -120,7 +120,10 @@ async def test_an_unknown_call_is_reported_at_once_and_its_order_stays(harness: 
         await harness.control.kill("acme", "c1", ANNE, lookup_s=0.0)
     assert asyncio.get_running_loop().time() - began < control_module.LOOKUP_S
     assert await harness.audited() == []
-    # A call that its program was about to make also never starts.
+    # A call that its program was about to make also never starts, even if the program has read the order before.
+    with harness.monitor._stoppable("acme", "other"):
+        await harness.monitor.find_kills()
+    await harness.monitor.find_kills()
     with pytest.raises(ToolFailure, match="killed by anne"):
         await asyncio.wait_for(harness.monitor.watch("acme", "c1", wait_for_ever()), SOON_S)
 
@@ -198,6 +201,8 @@ async def test_a_killed_call_is_not_sent_again_when_its_host_is_lost(harness: Ha
     await harness.note(state="lost")
     ledger = CallStore(harness.client, "d")
     assert (await harness.control.kill("acme", "c1", ANNE)).record.state is CallState.LOST
+    await harness.control.kill("acme", "c1", ANNE, "again")
+    assert len(await harness.audited()) == 1
     assert await ledger.renew("acme", "c1", 1) is False
     await harness.note("c2", state="lost")
     assert await ledger.renew("acme", "c2", 1) is True

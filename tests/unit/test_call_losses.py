@@ -10,6 +10,7 @@ import redis.asyncio
 from contract.errors import ErrorCode
 from contract.hosts import HOST_LOST_TYPE
 from contract.names import call_key, control_queue, host_key, hosts_key, result_key, tombstone_key
+from orchestrator.dispatch import call_monitor
 from orchestrator.dispatch.call_monitor import LOSSES_EVERY_S, RESULT_LATE_S, CallMonitor
 from orchestrator.dispatch.celery_transport import describe_sender
 from orchestrator.dispatch.transport import CallLost
@@ -120,6 +121,20 @@ async def test_the_record_of_a_lost_call_says_when_who_noticed_and_why(client: "
     ended = await CallStore(client, "d").find("acme", "c1")
     assert ended is not None
     assert (ended.code, ended.ended_at) == ("OUTCOME_UNKNOWN", record.ended_at)
+
+
+async def test_rounds_check_all_calls_in_turn(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_monitor, "MAX_LOOKS", 1)
+    watching = Watching(client)
+    await report(client)
+    for call, queue in (("c1", QUEUE), ("c2", "host.gone.x")):
+        record = {"attempt": 1, "state": "running", "holder": f"{queue}/w1"}
+        await client.hset(call_key("d", "acme", call), mapping=record)
+    with ExitStack() as watched:
+        for call in ("c1", "c2"):
+            watched.enter_context(watching.monitor.over(call, build_attempt(queue="pool.web", call_id=call)))
+        await watching.settle()
+    assert set(watching.failed) == {"c2"}
 
 
 async def test_a_call_that_is_sent_again_is_no_longer_lost(client: "redis.asyncio.Redis") -> None:

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from orchestrator.dialects.base import CallRequested, MalformedCall
 from orchestrator.dialects.decisions import (
     TOOL_DECISION_SCHEMA,
     ToolDecisionOutput,
@@ -16,6 +17,7 @@ from orchestrator.dialects.decisions import (
     find_tool_decision,
     parse_tool_decision,
 )
+from orchestrator.dialects.json_decision import JsonDecisionDialect
 from tests.builders import build_spec
 
 CALL = '{"tool": "t", "arguments": {"x": 1}}'
@@ -70,6 +72,19 @@ def test_a_decision_is_read(text: str, decision: ToolDecisionOutput) -> None:
 def test_an_invalid_decision_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason.replace("(", "\\(")):
         parse_tool_decision(text)
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "is_broken", "kind"),
+    [("stop", False, CallRequested), ("length", False, MalformedCall), (None, True, MalformedCall)],
+)
+def test_the_decision_of_a_reply_that_was_cut_is_not_run(
+    finish_reason: str | None, is_broken: bool, kind: type[object]
+) -> None:
+    reader = JsonDecisionDialect().open_reader("run", 0)
+    reader.feed({"choices": [{"index": 0, "delta": {"content": CALL}, "finish_reason": finish_reason}]})
+    events, _ = reader.finish(is_broken=is_broken)
+    assert [type(event) for event in events] == [kind]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ from tests.unit.test_session_locator import Hosts
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 
 ENDED = CallLost("its result was lost", has_started=True)
+# Redis has lost the renewal, and has the record of the attempt before.
+FORGOTTEN = CallLost("gone", has_started=False)
 SAFE, ACTS = build_spec("safe", idempotent=True), build_spec("acts")
 
 
@@ -68,6 +70,10 @@ class Fleet:
                 await self.client.hset(
                     call_key("d", attempt.tenant, call.id), "state", "done" if end is ENDED else "lost"
                 )
+                if end is FORGOTTEN:
+                    earlier = attempt.number - 1
+                    proof = {"attempt": earlier, "ticket": seal_ticket(KEY, attempt.tenant, call.id, earlier)}
+                    await self.client.hset(call_key("d", attempt.tenant, call.id), mapping=proof)
                 if end.has_started:
                     await self.client.hdel(call_key("d", attempt.tenant, call.id), "ticket")
                 raise end
@@ -144,6 +150,7 @@ UNKNOWN, LOST, QUEUED = CallState.UNKNOWN, CallState.LOST, CallState.QUEUED
         ("safe", [STARTED, *[UNSTARTED] * 2], 3, ErrorCode.OUTCOME_UNKNOWN, "", UNKNOWN),
         ("acts", [UNSTARTED], 2, None, "", QUEUED),
         ("acts", [UNSTARTED] * 9, 3, ErrorCode.HOST_LOST, "was not run", LOST),
+        ("acts", [UNSTARTED, UNSTARTED, FORGOTTEN], 3, ErrorCode.OUTCOME_UNKNOWN, "", None),
         ("acts", [MOVED], 2, None, "", QUEUED),
         ("acts", [AWAY] * 2, 3, None, "", QUEUED),
         ("acts", [NO_BROKER] * 2, 3, None, "", QUEUED),

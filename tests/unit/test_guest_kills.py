@@ -1,12 +1,14 @@
 """All processes that a program starts end with its call. On a real pid namespace, checked from outside."""
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.guest_harness import DEADLINE_S, Guest, needs_namespace, running_guest
+from tests.guest_harness import DEADLINE_S, GUEST_PARENT, Guest, needs_namespace, running_guest
 
 pytestmark = needs_namespace
 
@@ -164,3 +166,17 @@ def test_the_end_of_stdin_ends_everything() -> None:
         assert inside
         guest.close_stdin()
         assert guest.wait_exit() == 0
+
+
+def test_a_kill_between_the_fork_and_the_new_session_of_a_program_spares_its_supervisor() -> None:
+    code = (
+        "import os, time; from guest.processes import KillReport, kill_processes, read_descendants\n"
+        "child = os.fork() or time.sleep(1000)\n"
+        "kill_processes(read_descendants(), KillReport())\n"
+        "print(os.waitpid(child, 0)[1])"
+    )
+    # In a group of its own: a defect would otherwise kill the tests.
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=GUEST_PARENT, capture_output=True, text=True, start_new_session=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"{signal.SIGKILL.value}\n")

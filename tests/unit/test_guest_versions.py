@@ -69,6 +69,10 @@ def test_a_call_that_ends_on_the_way_leaves_the_old_file_and_nothing_else(
     (tmp_path / "f").write_bytes(b"old")
     with pytest.raises(RequestFailure, match="over"):
         version(entry, bytes(1_000_000), looks=2).replace(open_old(entry, os.O_RDWR))
+    old = open_old(entry, os.O_RDWR | os.O_APPEND)
+    assert old is not None
+    with pytest.raises(RequestFailure, match="over"):
+        version(entry, bytes(1_000_000), looks=2).append(old)
     assert (names(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"old")
 
 
@@ -81,13 +85,14 @@ def test_a_name_that_was_taken_meanwhile_is_not_taken_over(entry: DirectoryEntry
     assert (names(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"theirs")
 
 
-@pytest.mark.parametrize("change", ["append", "swap"])
+@pytest.mark.parametrize("change", ["append", "swap", "edit"])
 def test_a_file_that_changed_since_it_was_opened_is_left(entry: DirectoryEntry, tmp_path: Path, change: str) -> None:
-    (tmp_path / "f").write_bytes(b"old")
+    (tmp_path / "f").write_bytes(b"former")
+    os.utime(tmp_path / "f", (1, 1))
     old = open_old(entry, os.O_RDWR)
     if change == "swap":
         (tmp_path / "f").unlink()
-    with (tmp_path / "f").open("ab") as file:
+    with (tmp_path / "f").open("r+b" if change == "edit" else "ab") as file:
         file.write(b"theirs")
     with pytest.raises(RequestFailure) as refused:
         version(entry, b"ours").replace(old, is_known=True)

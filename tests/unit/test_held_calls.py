@@ -55,13 +55,14 @@ class Watched:
 
 def test_a_call_is_made_sure_of_once_and_not_before_it_cannot_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
-    with watched.held.over(watched.confirm):
+    with watched.held.over(watched.confirm), watched.held.over(watched.confirm):
         watched.held.look()
         assert watched.confirmed == 0
         watched.is_away = True
+        # The second call would only wait for the same time limit.
         assert watched.look_later() == 1
         watched.is_away = False
-        assert [watched.look_later(), watched.look_later()] == [2, 2], "again after an outage, and then no more"
+        assert [watched.look_later(), watched.look_later()] == [3, 3], "again after an outage, and then no more"
 
 
 @pytest.mark.parametrize(

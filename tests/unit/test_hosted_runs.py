@@ -356,7 +356,7 @@ async def test_what_is_no_run_of_the_tenant_is_reported_alike(harness: HostedHar
 async def test_the_standing_batch_cannot_be_changed(harness: HostedHarness) -> None:
     await harness.start()
     batches = Batches(harness.queue, RunEventPublisher(harness.client, "d"), "acme")
-    for method in (batches.cancel, batches.resume, batches.status, batches.custom_ids):
+    for method in (batches.cancel, batches.resume, batches.status, batches.custom_ids, batches.delete):
         assert (await refused(method(HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
     file = BatchFile((), "0" * 64, 0, "/v1/agent/runs")
     assert (await refused(batches.submit(file, batch=HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
@@ -441,6 +441,11 @@ async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(make_
     assert [run.id for run in (await harness.runs.list("acme")).runs] == started[:1:-1]
     assert (await harness.runs.list("acme", cursor=cursor)).runs == ()
     assert await harness.client.keys(f"toolcrew:d:t:acme:run.{started[0]}*") == []
+    # The bytes of the removed runs no longer count. A record that has expired is not subtracted a second time.
+    await harness.client.delete(f"toolcrew:d:t:acme:run.{started[2]}")
+    await harness.start()
+    (stored,) = await harness.client.hvals("toolcrew:d:t:acme:stored-runs")
+    assert int(stored) == 4 * (1024 + await harness.client.hstrlen(f"toolcrew:d:t:acme:run.{started[3]}", "item"))
 
 
 async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(make_hosted: MadeHosted) -> None:
@@ -448,10 +453,10 @@ async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(make_hos
     harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_kept=15)
     waiting = [await harness.start(priority=-1) for _ in range(12)]
     ended = []
-    for _ in range(6):
+    for kind in (FailureKind.MODEL, None) * 3:
         ended.append(await harness.start(priority=1))
         claim = await harness.claimed()
-        await harness.queue.finish(claim, build_outcome(claim))
+        await harness.queue.finish(claim, build_outcome(claim, kind))
     assert [run.id for run in (await harness.runs.list("acme")).runs] == [*ended[:2:-1], *waiting[::-1]]
     assert await harness.client.keys(f"toolcrew:d:t:acme:run.{ended[2]}*") == []
 
@@ -490,3 +495,7 @@ async def test_runs_are_found_by_their_state(make_hosted: MadeHosted) -> None:
     assert set(expected) == set(HostedState)
     for state, run in expected.items():
         assert [found.id for found in (await harness.runs.list("acme", state=state)).runs] == [run]
+    newer = await harness.start()
+    page = await harness.runs.list("acme", state=HostedState.QUEUED, limit=1)
+    rest = await harness.runs.list("acme", state=HostedState.QUEUED, limit=1, cursor=page.next_cursor)
+    assert [found.id for found in (*page.runs, *rest.runs)] == [newer, queued]

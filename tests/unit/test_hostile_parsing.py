@@ -23,6 +23,7 @@ from contract.json_limits import has_more_values, has_more_values_in_text
 from contract.schema import MAX_VALUES, prepare_arguments
 from contract.skills import SkillBroken, parse_skill
 from orchestrator.batches.lines import BadBatch, read_lines
+from orchestrator.dialects import native_assembler
 from orchestrator.dialects.decisions import find_tool_decision, parse_tool_decision
 from orchestrator.dialects.native_assembler import NativeCallAssembler, parse_arguments
 from tests.builders import build_spec
@@ -176,6 +177,16 @@ def test_a_reply_without_an_end_is_refused(delta: dict[str, Any]) -> None:
     reader = NativeCallAssembler()
     with pytest.raises(ModelRefused):
         collections.deque(map(reader.feed, itertools.repeat({"choices": [{"index": 0, "delta": delta}]})), maxlen=0)
+
+
+def test_fragments_without_text_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_assembler, "MAX_REPLY_CHARS", 10 * native_assembler.FRAGMENT_CHARS)
+    reader = NativeCallAssembler()
+    chunk = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {}}]}}]}
+    for _ in range(10):
+        reader.feed(chunk)
+    with pytest.raises(ModelRefused):
+        reader.feed(chunk)
 
 
 @given(JSON, st.integers(1, 12))

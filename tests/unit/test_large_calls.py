@@ -89,6 +89,26 @@ async def test_a_worker_gets_the_whole_of_a_large_call_and_redis_keeps_nothing(h
     assert harness.keys() == []
 
 
+@pytest.mark.parametrize("keeps_result", [True, False])
+async def test_only_a_cancelled_call_that_continues_keeps_its_arguments(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, keeps_result: bool
+) -> None:
+    begun = asyncio.Event()
+
+    async def hang(_: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(harness.transport, "deliver", hang)
+    call = ToolCall(id="c1", name="bash_tool", arguments={"command": "cat", "stdin": LARGE})
+    request = Request(call, "acme", "s1", "q", keeps_result=keeps_result)
+    task = asyncio.create_task(harness.dispatcher.dispatch(request))
+    await begun.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert len(harness.keys()) == int(keeps_result)
+
+
 async def test_a_worker_checks_the_whole_of_a_large_call(harness: Harness) -> None:
     result = await harness.call("bash_tool", command="rm -rf /", stdin=LARGE)
     assert (result.error_code, harness.sandbox.requests) == (ErrorCode.SECURITY_REFUSED, [])

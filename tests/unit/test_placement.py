@@ -81,6 +81,11 @@ def test_an_image_that_no_host_allows_or_that_is_malformed_is_the_callers_mistak
     assert find_capacity([build_report("a", images=("base",))], HostRequirements(image=image), {}) is None
 
 
+def test_a_host_with_running_calls_is_loaded() -> None:
+    reports = [build_report("a", busy=4), build_report("b")]
+    assert choose_host(reports, HostRequirements()).host == "b"
+
+
 def test_a_host_that_has_just_failed_is_left_out() -> None:
     reports = [build_report("a"), build_report("b", sessions=90)]
     assert choose_host(reports, HostRequirements(), excluded={"host.a.b00t"}).host == "b"

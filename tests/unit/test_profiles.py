@@ -11,8 +11,8 @@ from contract.errors import ConfigError
 from contract.run_events import ReplyRepaired, RunEvent
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.fences import find_command
-from orchestrator.dialects.json_decision import JsonDecisionDialect
-from orchestrator.dialects.model import Chunk, ModelRequest
+from orchestrator.dialects.json_decision import RESULT_HEAD, RESULT_HINT, JsonDecisionDialect
+from orchestrator.dialects.model import Chunk, Message, ModelRequest
 from orchestrator.dialects.native import NativeDialect
 from orchestrator.dialects.profiles import SMALL, STANDARD, ModelProfile
 from orchestrator.dialects.tag_values import build_tag_call
@@ -186,6 +186,13 @@ async def test_a_request_with_an_absolute_path_gets_no_list(request_: str) -> No
 async def test_a_small_model_that_repeats_a_failed_call_is_stopped() -> None:
     result, calls, _ = await run(ScriptedModel([CALL] * 9), SMALL, exit_code=1, options=ReActOptions(max_iterations=9))
     assert (len(calls), result.stop_reason) == (3, StopReason.REPEATED_FAILURE)
+
+
+@pytest.mark.parametrize(("text", "has_hint"), [("14", True), ("Error [TIMEOUT]: not done", False)])
+def test_a_hint_to_answer_follows_only_a_successful_result(text: str, has_hint: bool) -> None:
+    result: Message = {"role": "user", "content": f"{RESULT_HEAD}bash_tool]\n{text}"}
+    [message] = JsonDecisionDialect(profile=SMALL).build_request([result], []).messages
+    assert str(message["content"]).endswith(RESULT_HINT) is has_hint
 
 
 @pytest.mark.parametrize("profile", [SMALL, STANDARD])

@@ -173,6 +173,8 @@ async def test_a_second_request_with_the_same_key_starts_nothing(harness: Hosted
         fork.id for fork in forks
     ]
     assert len((await harness.queue.forks("acme", [run]))[0]) == 3
+    ttls = [await harness.client.ttl(f"toolcrew:d:t:acme:run.{run}:{part}") for part in ("forks", "log")]
+    assert (ttls[0] > 0, 3600 < ttls[1] <= 86400) == (True, True)
     failure = await refused(harness.runs.fork("acme", run, 2, 3, idempotency_key="k"))
     assert failure.code is ErrorCode.INVALID_ARGUMENTS
 

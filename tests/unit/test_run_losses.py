@@ -98,6 +98,8 @@ async def test_a_loss_in_a_batch_of_a_client_is_counted_and_a_run_put_back_is_no
     assert await harness.other.claim(9) == []
     (again,) = await harness.queue.claim(1, BATCH)
     assert again.record.losses == 1
+    await harness.queue.give_back(again, is_new=True)
+    assert await losses(harness) == 0
 
 
 async def test_those_that_may_be_what_kills_are_tried_one_after_the_other_and_others_beside_them(

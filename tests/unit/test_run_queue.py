@@ -2,13 +2,14 @@
 also after records are lost, and no batch is affected by another.
 """
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.asyncio
 
-from contract.errors import ConfigError, ToolFailure
+from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.row_files import RowFiles
 from orchestrator.runs.follower import Follower
@@ -78,6 +79,13 @@ async def test_the_run_of_a_process_that_died_goes_to_another_which_goes_on_with
     assert not await harness.queue.finish(dead, build_outcome(dead))
     assert not await harness.queue.give_back(dead)
     assert await harness.other.finish(claim, build_outcome(claim))
+
+
+async def test_a_claim_gets_no_more_runs_of_dead_processes_than_it_may(harness: RunHarness) -> None:
+    await harness.submit(2)
+    for dead in await harness.queue.claim(2):
+        await harness.die(dead)
+    assert [[claim.run for claim in await harness.other.claim(1)] for _ in range(2)] == [["b-1"], ["b-2"]]
 
 
 async def test_a_run_that_is_renewed_stays_whose_it_is(harness: RunHarness) -> None:
@@ -302,6 +310,9 @@ async def test_a_deleted_batch_leaves_no_key_and_no_bytes_of_its_tenant(
     monkeypatch.setattr(harness.queue, "step", die_after_two)
     await harness.queue.delete("acme", "b")
     assert replies == [b"deleting", b"deleting"]
+    # The bytes count under the day of the batch. No notice of the end is sent any more.
+    assert await harness.client.hkeys("toolcrew:d:t:acme:stored-runs") == [b"0"]
+    assert not await harness.client.hexists("toolcrew:d:t:acme:batch.b", "webhook")
     for work in (harness.other.batch, harness.other.cancel):
         with pytest.raises(ToolFailure, match="not found"):
             await work("acme", "b")
@@ -314,6 +325,45 @@ async def test_a_deleted_batch_leaves_no_key_and_no_bytes_of_its_tenant(
     assert before == {key: await harness.client.dump(key) async for key in harness.client.scan_iter("*t:acme:*")}
     with pytest.raises(ToolFailure, match="not found"):
         await harness.other.delete("acme", "b")
+
+
+@pytest.mark.parametrize(
+    ("used", "stored", "age_days", "policies", "has_room"),
+    [
+        (0.70, 9.0, 0, {}, True),
+        (0.80, 0.7, 0, {}, True),
+        (0.80, 0.8, 0, {}, False),
+        # Each of two tenants has a half of three quarters.
+        (0.80, 0.35, 0, {"acme": "", "rival": "", "#version": ""}, True),
+        (0.80, 0.4, 0, {"acme": "", "rival": "", "#version": ""}, False),
+        # These runs have expired.
+        (0.80, 0.8, 33, {}, True),
+        (0.90, 0.0, 0, {}, False),
+    ],
+)
+async def test_a_tenant_stores_no_more_than_its_part_when_redis_is_nearly_full(
+    harness: RunHarness, used: float, stored: float, age_days: int, policies: dict[str, str], has_room: bool
+) -> None:
+    """`used`, `stored`: shares of the memory of Redis, in use and of the tenant's runs."""
+    await harness.submit(1)
+    if policies:
+        await harness.client.hset("toolcrew:d:tenants", mapping=dict[Any, Any](policies))
+    limit = int((await harness.client.info("memory"))["used_memory"] / used)
+    day = int(time.time() / 86400) - age_days
+    await harness.client.hset("toolcrew:d:t:acme:stored-runs", mapping={str(day): int(stored * limit)})
+    await harness.client.config_set("maxmemory", limit)
+    try:
+        assert bool(await harness.queue.step("has_room", "acme", "new")) is has_room
+        assert await harness.queue.step("has_room", "acme", "b")
+        adding = harness.queue.add("acme", "b", [("b-2", build_item(2))])
+        if has_room:
+            assert await adding == 1
+        else:
+            with pytest.raises(ToolFailure) as failure:
+                await adding
+            assert failure.value.code is ErrorCode.QUOTA_EXCEEDED
+    finally:
+        await harness.client.config_set("maxmemory", 0)
 
 
 async def test_batches_are_listed_in_pages_that_stay_good_while_batches_come_and_go(harness: RunHarness) -> None:

@@ -10,7 +10,7 @@ import redis.asyncio
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
-from contract.names import host_key, hosts_key, location_key, tombstone_key
+from contract.names import host_key, hosts_key, location_key, tenant_sessions_key, tombstone_key
 from contract.session_locations import LocationState, seal_checkpoint, seal_start
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
@@ -104,6 +104,22 @@ async def test_the_sandbox_quota_counts_only_open_sessions(client: "redis.asynci
     await locator.open("acme", "s5", policy, {})
 
 
+async def test_forks_live_where_their_session_does_and_count(client: "redis.asyncio.Redis") -> None:
+    locator, policy, facts = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=3), {"queue": "host.a.b00t"}
+    await locator.open("acme", "s1", policy, {})
+    await client.expire(tenant_sessions_key("d", "acme"), 60)
+    await locator.add_forks("acme", "s1", ["f1", "f2"], policy, facts)
+    assert await build_locator(client, Hosts("a")).find("acme", "f2", policy) == SessionAddress("host.a.b00t", 1)
+    assert await client.ttl(tenant_sessions_key("d", "acme")) > 60
+    with pytest.raises(ToolFailure) as full:
+        await locator.add_forks("acme", "s1", ["f3"], policy, facts)
+    assert full.value.code is ErrorCode.QUOTA_EXCEEDED
+    # The session was moved while its host forked it.
+    with pytest.raises(SandboxUnavailable):
+        await locator.add_forks("acme", "s1", ["f3"], DEFAULT, {"queue": "host.b.b00t"})
+    assert await SessionStore(client, "d").find("acme", "f3") is None
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -160,12 +176,23 @@ async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Red
     assert await client.keys("*:sessions") == []
 
 
-async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_checkpoint(client: "redis.asyncio.Redis") -> None:
+async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_last_checkpoint(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     start = {"image": "base", "ttl_s": 60, "restore": "c0", "options": {"cpus": 0.5, "user": "root"}}
     await locator.open("acme", "s1", DEFAULT, start)
-    await client.hset(location_key("d", "acme", "s1"), mapping={**checkpoints("c7"), "checkpoint_at": 1_700_000_000})
+    await client.hset(location_key("d", "acme", "s1"), mapping={**checkpoints("c6"), "checkpoint_at": 1})
+    begin_move = SessionStore.begin_move
+
+    async def begin_after_checkpoint(*arguments: Any) -> SessionAddress | None:
+        await client.hset(
+            location_key("d", "acme", "s1"), mapping={**checkpoints("c7"), "checkpoint_at": 1_700_000_000}
+        )
+        return await begin_move(*arguments)
+
+    monkeypatch.setattr(SessionStore, "begin_move", begin_after_checkpoint)
     address = await locator.find("acme", "s1", DEFAULT)
     await hosts.lose(client, "host.a.b00t")
     hosts.all["host.b.b00t"] = build_report("b")
@@ -194,6 +221,9 @@ async def test_the_next_call_opens_a_parked_session(client: "redis.asyncio.Redis
     found_address = await locator.find("acme", "s1", DEFAULT)
     parked = {"state": LocationState.MOVING.value, "queue": "", "fence": 2, "checkpoint": "c1", "checkpoint_at": 1}
     await client.hset(location_key("d", "acme", "s1"), mapping=parked)
+    # No host has the session, so a close does not wait for one.
+    async with asyncio.timeout(5):
+        assert await locator.find_for_closing("acme", "s1") is None
     await hosts.lose(client, found_address.queue)
     address = await locator.refresh("acme", "s1", found_address, DEFAULT, is_lost=False)
     assert address.fence == 3

@@ -4,9 +4,19 @@ import pytest
 import redis.asyncio
 
 from contract.calls import SessionUsage
+from contract.functions.completions import TokenUsage
 from contract.names import call_key
 from store.calls import FinishedCalls
-from store.usage import DAY_S, CallEnding, UsageStore, WorkerUsageStore, sum_rows
+from store.usage import (
+    DAY_S,
+    MAX_AMOUNT,
+    CallEnding,
+    ReplySpending,
+    UsageStore,
+    WorkerUsageStore,
+    session_usage_key,
+    sum_rows,
+)
 from tests.conftest import RedisProcess
 
 
@@ -42,8 +52,12 @@ async def harness(redis_server: RedisProcess) -> Harness:
 
 
 async def test_totals_count_once_in_any_order_of_reports(harness: Harness) -> None:
+    key = session_usage_key("d", "acme", "s1")
     for used in (usage(2.0), usage(1.0), usage(2.5)):
         harness.worker.count([("acme:s1", used), ("acme:s1", used)])
+        # Each report extends the lifetime of the usage of its session.
+        assert harness.client.ttl(key) > 60
+        harness.client.expire(key, 60)
     assert harness.finish(ending(used=usage(3.0)))
     assert harness.finish(ending(used=usage(3.0)))
     harness.worker.count([("acme:s1", usage(0.5, "m2", sandbox_s=7.0))])
@@ -68,6 +82,11 @@ async def test_a_call_whose_result_was_lost_and_that_ran_again_counts_once(harne
     harness.client.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
     assert harness.finish(ending(2, usage(1.5), stored_bytes=5))
     assert await harness.sums() == {"calls": 1, "cpu_us": 1_500_000, "written_bytes": 10, "stored_bytes": 10}
+
+
+def test_a_model_server_cannot_report_any_amount() -> None:
+    amounts = ReplySpending(TokenUsage(MAX_AMOUNT + 1, -1), cost=1e9).amounts()
+    assert amounts == [MAX_AMOUNT, 0, 0, MAX_AMOUNT]
 
 
 async def test_a_deletion_gives_its_bytes_back(harness: Harness) -> None:

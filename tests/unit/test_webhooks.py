@@ -137,6 +137,15 @@ async def test_a_sender_that_dies_loses_no_notice(harness: Harness) -> None:
     assert await harness.due() == {}
 
 
+async def test_a_late_sender_does_not_remove_the_notice_of_a_batch_that_was_reopened(harness: Harness) -> None:
+    await harness.end_batch()
+    notices = DueNotices(harness.queue.step)
+    (late,) = await notices.claim(9, 60)
+    await harness.client.hset("toolcrew:d:t:acme:batch.b", "webhook_notice", "2.0")
+    await notices.settle(late, None)
+    assert list(await harness.due()) == ["acme|batch|b"]
+
+
 async def test_a_tenant_with_many_notices_delays_no_notice_of_another(harness: Harness) -> None:
     for tenant, count in (("acme", 40), ("rival", 1)):
         for _ in range(count):

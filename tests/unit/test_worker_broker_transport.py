@@ -198,6 +198,10 @@ def test_messages_of_a_cancelled_queue_are_returned(app: Celery, redis_server: R
         reader.connection.drain_events(timeout=10)
         assert (client.llen(QUEUE), client.hlen("unacked")) == (1, 0)
     reader.close()
+    # A later connection of this worker reads the message, which is no repetition.
+    reader = Reader(app)
+    assert reader.read_one()["number"] == 1
+    reader.close()
 
 
 def test_two_workers_of_one_name_on_a_machine_have_two_names_and_a_free_one_is_taken_again() -> None:

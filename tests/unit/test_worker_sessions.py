@@ -214,6 +214,9 @@ def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(harness:
     assert recorded.previous is None
     place = harness.place("acme:s1")
     assert (place.checkpoint, place.checkpoint_at, place.automatic) == ("c1", 10.5, "c1")
+    # A slow checkpoint that began before is older.
+    assert sessions.record_requested("acme:s1", "c0", 9.5)
+    assert harness.place("acme:s1").checkpoint == "c1"
     harness.put_place("acme:s1", queue="host.b.b1", fence=3)
     assert sessions.record_automatic("acme:s1", 3, "c2", 11.0, 0) is None
     assert not sessions.record_requested("acme:s1", "c2", 11.0)

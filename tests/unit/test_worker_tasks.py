@@ -27,7 +27,7 @@ from tests.conftest import RedisProcess
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.celery_edge.tasks import CallNotServed, register_tasks
 from workers.executor import Executor
-from workers.sandbox_client import GuestResponse
+from workers.sandbox_client import GuestResponse, SandboxdUnreachable
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 from workers.tools.builtin import build_registry
 
@@ -105,7 +105,12 @@ def build_failing_app(code: ErrorCode) -> Celery:
     def fail(arguments: dict[str, Any], bench: Any) -> Outcome:
         raise ToolFailure(code, "the words of a secret")
 
-    registry: WorkerRegistry = ToolRegistry([WorkerTool(build_spec("x"), fail)])
+    return build_app("x", fail)
+
+
+def build_app(name: str, handler: Any) -> Celery:
+    """Return an app whose only tool has that handler."""
+    registry: WorkerRegistry = ToolRegistry([WorkerTool(build_spec(name), handler)])
     app = Celery("test", broker="memory://", set_as_current=False)
 
     def build() -> Executor:
@@ -131,6 +136,42 @@ def test_a_task_fails_exactly_when_the_operator_must_act(code: ErrorCode) -> Non
 
 
 # Counts and blobs on a real Redis
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "stored"),
+    [
+        ("session.checkpoint", Outcome(metadata={"bytes": 10}), 10),
+        ("session.delete_checkpoint", Outcome(metadata={"bytes": 10}), -10),
+        (
+            "session.delete_checkpoint",
+            Outcome(error="no", error_code=ErrorCode.FILE_NOT_FOUND, metadata={"bytes": 1}),
+            0,
+        ),
+        ("x", Outcome(metadata={"bytes": 10}), 0),
+    ],
+)
+def test_stored_files_count_and_deleted_ones_are_subtracted(name: str, outcome: Outcome, stored: int) -> None:
+    app = build_app(name, lambda arguments, bench: outcome)
+    answer = app.tasks[task_name(name)].run(envelope=encode_call(build_call(name), build_context(), KEY))
+    assert answer.ending.stored_bytes == stored
+
+
+@pytest.mark.parametrize("was_sent", [True, False])
+def test_a_call_that_has_not_run_leaves_its_record_open(was_sent: bool) -> None:
+    def fail(arguments: dict[str, Any], bench: Any) -> Outcome:
+        raise SandboxdUnreachable("away", was_sent=was_sent)
+
+    with capture_logs():
+        try:
+            answer = (
+                build_app("x", fail)
+                .tasks[task_name("x")]
+                .run(envelope=encode_call(build_call("x"), build_context(), KEY))
+            )
+        except CallNotServed as failed:
+            answer = failed.answer
+    assert (answer.ending is not None) is was_sent
 
 
 def test_a_count_that_redis_does_not_take_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
