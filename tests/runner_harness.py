@@ -131,13 +131,13 @@ class WatchedQueue(RunQueue):
         self.renewed.set()
         return result
 
-    async def finish(self, claim: RunClaim, outcome: ItemOutcome) -> bool:
+    async def finish(self, claim: RunClaim, outcome: ItemOutcome, *, calls: int = 0, seconds: float = 0.0) -> bool:
         self.noting.set()
         await self.may_note.wait()
         if self.outages:
             self.outages -= 1
             raise BrokerUnavailable("Redis is away")
-        return await super().finish(claim, outcome)
+        return await super().finish(claim, outcome, calls=calls, seconds=seconds)
 
 
 @asynccontextmanager
