@@ -182,7 +182,11 @@ class RunQueue:
 
     async def _set(self, tenant: str, batch: str, **fields: Any) -> None:
         mapping: dict[Any, Any] = fields
-        await _ask(self._client.hset(self._batch_key(tenant, batch), mapping=mapping))
+        pipe = self._client.pipeline(transaction=True)
+        pipe.hset(self._batch_key(tenant, batch), mapping=mapping)
+        # The batch may have just been deleted. What this leaves then expires, and no reader takes it for a batch.
+        pipe.expire(self._batch_key(tenant, batch), RUN_TTL_S)
+        await _ask(pipe.execute())
 
     async def batch(self, tenant: str, batch: str) -> BatchRecord:
         """Return a batch's record. Raises ToolFailure(INVALID_ARGUMENTS): unknown id. Raises ConfigError: the record

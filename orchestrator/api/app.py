@@ -120,7 +120,7 @@ def _list_routers() -> Sequence[APIRouter]:
 
 @cache
 def _build_routes() -> Sequence[BaseRoute]:
-    """Return the routes of all applications. They take 0.4 s of processor time to build, which tests pay once."""
+    """Return the routes of all applications. Building them takes 0.4 s of processor time, so tests do it once."""
     app = FastAPI(default_response_class=ExactJson, responses=problem_handlers.responses(), openapi_url=None)
     built_in = len(app.routes)
     for router in _list_routers():

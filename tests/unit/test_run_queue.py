@@ -322,6 +322,9 @@ async def test_a_deleted_batch_leaves_no_key_and_no_bytes_of_its_tenant(
     with pytest.raises(BatchCancelled):
         await harness.other.add("acme", "b", [("b-9", build_item(9))])
     await harness.other.delete("acme", "b")
+    await harness.other.set_concurrency("acme", "b", 2)
+    assert 0 < await harness.client.ttl("toolcrew:d:t:acme:batch.b") <= RUN_TTL_S
+    await harness.client.delete("toolcrew:d:t:acme:batch.b")
     assert before == {key: await harness.client.dump(key) async for key in harness.client.scan_iter("*t:acme:*")}
     with pytest.raises(ToolFailure, match="not found"):
         await harness.other.delete("acme", "b")
