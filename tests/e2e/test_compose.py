@@ -257,8 +257,10 @@ def test_a_batch_that_is_handed_over_is_worked_by_the_service(composed: ComposeS
 def test_a_program_of_the_host_opens_a_session_and_calls_a_tool_over_http(composed: ComposeStack) -> None:
     with composed.open_client() as client:
         session = client.post("/v1/sessions", json={}).json()["id"]
+        # It uses a few milliseconds, so that a report of the usage at the same time does not take all of it.
+        command = "for i in $(seq 20000); do :; done; echo $((6*7))"
         result = client.post(
-            f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": "echo $((6*7))"}}
+            f"/v1/sessions/{session}/calls", json={"name": "bash_tool", "arguments": {"command": command}}
         ).json()
         assert (result["success"], result["output"].strip()) == (True, "42"), composed.tell()
         # sandboxd in its container measures the sandboxes that it starts itself.
