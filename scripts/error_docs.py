@@ -117,11 +117,17 @@ REASONS: dict[str, str] = {
 }
 
 
+def _reader(code: ErrorCode) -> str:
+    if code is ErrorCode.INTERNAL:
+        return "developer"
+    return "operator" if code in OPERATOR_CODES else "model"
+
+
 def build_page() -> str:
     """Return the text of the page. Raises KeyError for a code without text."""
     rows = "".join(
         (
-            f"| `{code.value}` | {'operator' if code in OPERATOR_CODES else 'model'} | {status_of(code)} | "
+            f"| `{code.value}` | {_reader(code)} | {status_of(code)} | "
             f"{'FAILURE' if code in OPERATOR_CODES else 'SUCCESS'} | {MEANINGS[code]} | {DO.get(code, MODEL)} |\n"
         )
         for code in ErrorCode
