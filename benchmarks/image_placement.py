@@ -40,7 +40,7 @@ from tests.image_registry import ImageRegistry, open_registry
 SEED = 4
 HOSTS, IMAGES, LINES = size((4, 200, 400), (2, 8, 16))
 ROOM = IMAGES // 4 // HOSTS
-"""Images for which one host has room. All hosts together have room for a quarter of the images."""
+"""Number of images for which one host has room. All hosts together have room for a quarter of the images."""
 IMAGE_BYTES = 300 * 1024
 AT_A_TIME = size(8, 2)
 READY_S = 60.0
@@ -48,7 +48,9 @@ READY_S = 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """One batch. `pulls`: of each image. `right`: lines whose sandbox had the files of the line's image."""
+    """Result of one batch. `pulls`: number of pulls of each image. `right`: number of lines whose sandbox had the files
+    of the line's image.
+    """
 
     pulls: Counter[str]
     right: int
@@ -64,7 +66,7 @@ def run() -> Report:
         if shutil.which(program) is None:
             raise SandboxUnavailable(f"this benchmark needs {program}: apt-get install docker.io docker-registry")
     with contextlib.ExitStack() as stack:
-        # In memory: a disk that discards freed blocks takes minutes to remove the layers of the engines.
+        # The data is in memory: a disk that discards freed blocks takes minutes to remove the layers of the engines.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-", dir="/dev/shm")))
         api = open_api()
         stack.callback(api.close)
@@ -80,7 +82,7 @@ async def _run(registry: ImageRegistry, folder: Path) -> Report:
             "TOOLCREW_REDIS_URL": broker.redis_url.get_secret_value(),
             "TOOLCREW_SANDBOX_IMAGES_ALLOWED": json.dumps([f"{registry.repository}/*"]),
         }
-        # Half an image more, for what the engine counts in addition to the files.
+        # The budget has half an image more, because the engine counts more than the files.
         own = {"TOOLCREW_IMAGE_CACHE_BYTES": str(IMAGE_BYTES * ROOM + IMAGE_BYTES // 2), "TOOLCREW_REDIS_URL": ""}
         hosts = [running_host(f"host-{at}", folder / f"host-{at}", shared, own) for at in range(HOSTS)]
         for host in hosts:

@@ -224,7 +224,7 @@ class PoolOrders:
 
 
 def process_holder(worker: str, pid: int) -> str:
-    """Return the holder of a call for the ledger: one process of a worker without sandboxes."""
+    """Return the name under which the ledger records the process of a call. Only workers without sandboxes use it."""
     return holder_name(worker, str(pid))
 
 

@@ -103,7 +103,7 @@ class CallInterrupts(ExecutorMiddleware):
             environment.run_s = time.monotonic() - began
 
     def _open(self, call: ToolCall, context: ToolContext) -> None:
-        # Install the handler for every call: the tool of the previous call may have replaced the handler.
+        # Install the handler before every call: the tool of the previous call may have replaced it.
         self.listen()
         # Set `_running` before the check of the board. A cancel that arrives between the two lines then raises in the
         # signal handler.

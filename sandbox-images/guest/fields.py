@@ -94,7 +94,7 @@ def read_script_bytes(header: dict[str, Any], name: str) -> int:
 
 
 def optional(read: Reader) -> Reader:
-    """Return a reader of a field that may be missing or null; it is then None."""
+    """Return a reader of a field that may be missing or null. For such a field the reader returns None."""
     return lambda header, name: None if header.get(name) is None else read(header, name)
 
 

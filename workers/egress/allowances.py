@@ -89,7 +89,7 @@ class ByteRateLimiter:
         if self._lock.locked() or self._fill() < min(max_bytes, self._min_take()):
             async with self._lock:
                 while (missing := min(max_bytes, self._min_take()) - self._fill()) > 0:  # noqa: ASYNC110
-                    # time is what it waits for
+                    # The refill depends only on time, so there is no event to wait for.
                     await asyncio.sleep(missing / self._rate)
         granted = min(max_bytes, int(self._tokens))
         self._tokens -= granted
@@ -137,8 +137,8 @@ class ConnectionQuota:
         return granted
 
     async def charge(self, count: int) -> None:
-        """Count bytes that the proxy itself has made, at the session's rate. Raises Refusal when the quota is used
-        up.
+        """Charge the session's quota for `count` bytes that the proxy itself produced, at the session's rate. Raises
+        Refusal when the quota is used up.
         """
         while count:
             granted = await self.take(count)

@@ -93,7 +93,9 @@ class SharedLists:
 
 
 class ToolSource(Protocol):
-    """A server with tools to offer. `stands_alone`: the server's revision; None before the first listing."""
+    """A server with tools to offer. `stands_alone`: whether the server speaks a revision of the protocol without
+    sessions; None before the first listing.
+    """
 
     stands_alone: bool | None
 

@@ -108,7 +108,7 @@ class UsageReader:
     def _read_disks(self) -> tuple[int, int]:
         # The list of processes is expensive: the kernel builds it, and an open list of version 1 may be a second old.
         # An ended process is noticed by its account. A process that starts when a thread of another one ends is not
-        # noticed at once, and its parent has its account later.
+        # noticed at once. Later its account is part of its parent's account.
         tasks = os.pread(self._tasks, _READ_BYTES, 0)
         if tasks == self._known_tasks:
             with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ class UsageReader:
         processes = _read(self._processes).split()[:_MOST_PROCESSES]
         texts = []
         for process in processes:
-            # A process may end before it is read. Its parent has its account then.
+            # A process may end before its account is read. The kernel has then added the account to that of the parent.
             with contextlib.suppress(OSError):
                 file = os.open(f"{self._proc}/{process.decode('ascii')}/io", os.O_RDONLY | os.O_CLOEXEC)
                 self._accounts.callback(os.close, file)
@@ -181,7 +181,7 @@ class RequestMeter:
 
 
 class SandboxMeter:
-    """Measures one sandbox from its start to its removal. `network_bytes`: counted by its owner."""
+    """Measures one sandbox from its start to its removal. `network_bytes`: the caller counts them here."""
 
     def __init__(self, reader: UsageReader | None) -> None:
         """`reader` None: this process does not see the control group, so only time and network are measured."""
@@ -193,11 +193,13 @@ class SandboxMeter:
         self._counted_at = 0.0
 
     def bill(self, totals: UsageTotals) -> None:
-        """Count for a session from now on. The start of the sandbox counts too, and its time in a pool does not."""
+        """Add the usage of the sandbox to `totals` from now on. Usage since the start of the sandbox counts too, except
+        the time in a pool.
+        """
         self._totals, self._counted_at = totals, time.monotonic()
 
     def begin(self) -> RequestMeter:
-        """Begin to measure a request. Bytes of disks since the last request count for it."""
+        """Begin to measure a request. The bytes of disks since the last request count for this request."""
         self.update(has_disks=False)
         if not self._calls and self._reader is not None:
             self._reader.reset_peak()
@@ -230,7 +232,7 @@ class SandboxMeter:
             used = list(map(sub, used, shares))
 
     def close(self) -> None:
-        """Count for the last time."""
+        """Count the usage for the last time, and close the reader."""
         self.update()
         self._totals = None
         if self._reader is not None:

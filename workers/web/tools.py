@@ -45,7 +45,7 @@ def build_web_tools(
 
 
 def build_egress_rules(settings: WebSettings) -> WebAccessRules:
-    """Return the rules for the hosts and addresses that webfetch_tool may reach."""
+    """Return the operator's rules for the hosts, ports and addresses that webfetch_tool may reach."""
     return WebAccessRules(
         addresses=AddressRules(settings.refuse_ranges, settings.nat64_prefix),
         ports=WEB_PORTS,

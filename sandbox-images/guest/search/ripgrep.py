@@ -90,7 +90,7 @@ class NameFilter:
 
 
 class FileSelection:
-    """Files below a start that ripgrep looks at."""
+    """The files below the start of a search that ripgrep reads."""
 
     def __init__(self, start: Start, paths: GuestPaths, use_rules: bool) -> None:
         self._use_rules = use_rules

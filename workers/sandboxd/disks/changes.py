@@ -35,7 +35,7 @@ class RootChanges:
 
 @dataclass
 class _ChangeList:
-    """Names that are gathered, of limited size."""
+    """The names that are collected. Their total size is limited."""
 
     folders: bytearray = field(default_factory=bytearray)
     replaced: bytearray = field(default_factory=bytearray)

@@ -46,7 +46,7 @@ class Merge:
             for name, below in self._merge_folder(path, numbers):
                 pending.append(((*path, name), below))
                 times.append(((*path, name), below[0]))
-        # Last, because every new entry changes the time of its folder.
+        # Set the times of folders last, because every new entry changes the time of its folder.
         for path, number in times:
             with descended(self.target, path) as target, descended(self.sources[number], path) as source:
                 _copy_times(os.fstat(source), target)
@@ -90,8 +90,8 @@ class Merge:
 
 
 def find_below(name: str, folders: Sequence[int]) -> tuple[list[int], bool]:
-    """Return the positions of the folders whose subfolders of that name are one merged folder, and whether it hides
-    what deeper layers have.
+    """Return the positions of the folders whose subfolders `name` form one merged subfolder, and whether this subfolder
+    hides the content of deeper layers.
     """
     found = list[int]()
     for position, folder in enumerate(folders):

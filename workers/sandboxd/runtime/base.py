@@ -23,7 +23,7 @@ the container.
 LABEL_LEASE: Final = "toolcrew.lease"
 PRODUCT: Final = "sandbox"
 PRODUCT_PIN: Final = "pin"
-"""Containers that are never started, and keep an image and volumes from removal."""
+"""Product label of pins: containers that are never started, and prevent the removal of an image and of volumes."""
 
 
 @dataclass(frozen=True)

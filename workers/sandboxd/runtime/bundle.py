@@ -129,7 +129,7 @@ def build_bundle(spec: SandboxSpec, *, root: Path, cgroup: str, base: int, secco
 
 
 def build_environment(spec: SandboxSpec) -> list[str]:
-    """Return the environment of PID 1: that of the image, with ours over it."""
+    """Return the environment of PID 1: the variables of the image and those of sandboxd, which win."""
     image = dict(variable.partition("=")[::2] for variable in spec.image_facts.variables if "=" in variable)
     variables = {"PATH": _DEFAULT_PATH, **image, **own_variables(spec)}
     return [f"{name}={value}" for name, value in variables.items() if name not in LOADER_VARIABLES]
@@ -197,7 +197,7 @@ def _build_cgroup_mounts(spec: SandboxSpec, cgroup: str) -> list[tuple[str, str,
     bound = ["bind", *_SEALED, "ro"]
     if spec.cgroup_version == 2:
         return [("/sys/fs/cgroup", f"/sys/fs/cgroup{cgroup}", bound)]
-    # No room but for the one folder, because root of the sandbox may write to it.
+    # The tmpfs has space only for the one folder, because root of the sandbox may write to it.
     folder = ["mode=755", "size=4k", "nr_inodes=2", *_SEALED]
     return [
         ("/sys/fs/cgroup", "tmpfs", folder),
