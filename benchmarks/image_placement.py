@@ -47,7 +47,7 @@ READY_S = 60.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlacementResult:
     """Result of one batch. `pulls`: number of pulls of each image. `right`: number of lines whose sandbox had the files
     of the line's image.
     """
@@ -120,7 +120,7 @@ def _ignoring_images() -> Iterator[None]:
         vars(session_locator)["choose_host"] = choose_host
 
 
-async def _work(client: ToolClient, registry: ImageRegistry, folder: Path, name: str) -> Outcome:
+async def _work(client: ToolClient, registry: ImageRegistry, folder: Path, name: str) -> PlacementResult:
     """Run the lines over new images. Each image has the same number of lines, in a random order."""
     chance, marks = random.Random(SEED), {f"{name}-{at}": secrets.token_hex(8) for at in range(IMAGES)}
     address, _, team = registry.repository.partition("/")
@@ -143,10 +143,10 @@ async def _work(client: ToolClient, registry: ImageRegistry, folder: Path, name:
     seconds = time.monotonic() - began
     answers = {row["custom_id"]: json.dumps(row) for row in map(json.loads, out.read_text().splitlines())}
     right = sum(images[image] in answers.get(f"i{at}", "") for at, image in enumerate(order))
-    return Outcome(Counter({image: registry.count_pulls(image) for image in images}), right, seconds)
+    return PlacementResult(Counter({image: registry.count_pulls(image) for image in images}), right, seconds)
 
 
-def _report(ignoring: Outcome, chosen: Outcome) -> Report:
+def _report(ignoring: PlacementResult, chosen: PlacementResult) -> Report:
     report = Report(
         "image_placement",
         notes=[

@@ -24,10 +24,10 @@ def run() -> Report:
         rounds = Rounds(sandboxd, api)
         first = [_use(rounds, sandboxd, number) for number in range(FIRST)]
         left_first = rounds.settle()
-        before, paths_before = rounds.vitals(), _count_paths(sandboxd)
+        before, paths_before = rounds.resources(), _count_paths(sandboxd)
         rest = [_use(rounds, sandboxd, number) for number in range(FIRST, ROUNDS)]
         leftovers = {**left_first, **rounds.settle()}
-        after, paths_after = rounds.vitals(), _count_paths(sandboxd)
+        after, paths_after = rounds.resources(), _count_paths(sandboxd)
     last = rest[-FIRST:]
     report = Report(
         "starts_in_a_row",

@@ -220,7 +220,7 @@ class SandboxHost:
             self._heartbeat_duty,
             Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.look, client()), "sandboxd_silent", stop),
             Duty(
-                "sandboxd-counts", HEARTBEAT_S, counts.try_keep, "sandboxd_counts_not_sent", stop, is_first_at_once=True
+                "sandboxd-counts", HEARTBEAT_S, counts.try_send, "sandboxd_counts_not_sent", stop, is_first_at_once=True
             ),
             Duty(
                 "adoption",

@@ -1,4 +1,6 @@
-"""Periodic duties of a sandbox worker for its host. Each class is one duty; each `look` is one round of the duty."""
+"""Periodic duties of a sandbox worker for its host. Each class is one duty. Its method `look` runs one round of the
+duty.
+"""
 
 import time
 from collections import Counter
@@ -357,7 +359,7 @@ class SandboxdMetrics:
         self._boot = ""
         self._is_reported = False
 
-    def keep(self) -> None:
+    def send(self) -> None:
         """Send the counts of the last status. Raises BrokerUnavailable."""
         status = self._status()
         if not isinstance(status.get("counts"), Mapping):
@@ -369,10 +371,10 @@ class SandboxdMetrics:
         self._metrics.set_gauges(self._queue, _gauges(status))
         self._metrics.absorb(f"{self._host}.{self._boot}", self._counts)
 
-    def try_keep(self) -> None:
+    def try_send(self) -> None:
         """Send the counts. Log once when Redis does not answer."""
         try:
-            self.keep()
+            self.send()
             self._is_reported = False
         except BrokerUnavailable as error:
             if not self._is_reported:

@@ -82,7 +82,9 @@ class CallInterrupts(ExecutorMiddleware):
         self._running: _RunningCall | None = None
 
     def listen(self) -> None:
-        """Replace Celery's handler of the signal. Celery's handler raises no matter what the process is doing."""
+        """Replace Celery's handler of the signal. Celery's handler raises an exception at any moment, even when no
+        handler of a tool runs.
+        """
         signal.signal(END_SIGNAL, self._on_signal)
 
     def run(self, environment: ToolEnvironment, handler: Callable[[], Outcome]) -> Outcome:

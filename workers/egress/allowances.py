@@ -51,7 +51,7 @@ class EgressQuestion(BaseModel):
 
 
 def parse_opening(line: bytes) -> EgressOpening | EgressQuestion:
-    """Return the opening of a line. Raises Refusal for anything but an opening of this version."""
+    """Parse sandboxd's first line. Raises Refusal for a line that is not an opening or a question of this version."""
     with contextlib.suppress(ValidationError):
         return EgressQuestion.model_validate_json(line)
     try:
@@ -147,7 +147,7 @@ class ConnectionQuota:
             count -= granted
 
     def give_back(self, count: int) -> None:
-        """Return bytes that were taken and not read."""
+        """Give bytes back to the quota that were taken and not read."""
         self._used -= count
         self._rate_limiter.give_back(count)
 
@@ -164,8 +164,8 @@ class ConnectionQuota:
 
 
 class ConnectionQuotas:
-    """The quotas of all sessions. `max_tenant_connections`: open connections of one tenant, over all of its
-    sessions.
+    """The quotas of all sessions. `max_tenant_connections`: maximum number of open connections of one tenant, over all
+    of its sessions.
     """
 
     def __init__(

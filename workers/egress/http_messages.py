@@ -1,7 +1,7 @@
 """Requests to the proxy: their heads are checked and rewritten.
 
 A message that two parsers could read differently is refused. The proxy writes its own head from parsed parts and never
-forwards a head as it came.
+forwards a head unchanged.
 """
 
 import re

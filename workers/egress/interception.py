@@ -253,7 +253,7 @@ def build_upstream_context() -> ssl.SSLContext:
     return context
 
 
-def find_bound(secrets: Sequence[BoundSecret], target: Target) -> bool:
+def must_intercept(secrets: Sequence[BoundSecret], target: Target) -> bool:
     """Return whether a tunnel to the target must be intercepted."""
     return any(secret.is_bound_to(target) for secret in secrets)
 

@@ -69,7 +69,7 @@ class Peer:
 
 
 class AnswerRewriter:
-    """Changes an answer on its way to the client. This one changes nothing."""
+    """Base class of objects that change an answer on its way to the client. This class changes nothing."""
 
     def rewrite_head(self, status: int, headers: list[Header]) -> list[Header]:
         """Return the headers for the client. Raises Refusal."""

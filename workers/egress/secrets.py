@@ -130,7 +130,7 @@ class SecretMasker:
 
     @classmethod
     def of(cls, secrets: Iterable[BoundSecret]) -> "SecretMasker":
-        """Return the masker of all encodings of the secrets."""
+        """Return a masker for all encodings of the secrets."""
         values = [secret.value.get_secret_value() for secret in secrets]
         return cls(form.encode() for value in values for form in find_encodings(value))
 

@@ -42,7 +42,7 @@ class RawSession(ClientSession):
         self._server = server
         self._recording = dispatcher
 
-    async def adopt_alone(self) -> bool:
+    async def try_adopt_alone(self) -> bool:
         """Use the revision in which every request stands alone, if the server speaks it. Return whether it does."""
         try:
             answer = await self.send_discover(LATEST_MODERN_VERSION)

@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 
 SLOT_WAIT_S = 10.0
 """Time limit of all attempts to get a slot, in seconds."""
-GIVE_UP_S = 10.0
+FREE_SLOT_TIMEOUT_S = 10.0
 """Time limit of one attempt, in seconds: the wait until another session has freed its slot."""
 _LOOK_S = 0.1
 _MOST_FACTS = 1000
@@ -98,7 +98,7 @@ class SandboxSlots:
         freeing = asyncio.ensure_future(self.free_slot())
         self._making.add(freeing)
         freeing.add_done_callback(self._making.discard)
-        await asyncio.wait({freeing}, timeout=GIVE_UP_S)
+        await asyncio.wait({freeing}, timeout=FREE_SLOT_TIMEOUT_S)
         return freeing.done() and freeing.result()
 
 

@@ -261,7 +261,7 @@ class Images:
     async def _wait_for_pull(self, name: ImageName, tenant_class: str, wait_s: float) -> None:
         """Wait for the pull of an image, and begin it if none runs. The pull goes on when the caller leaves."""
         login = self._plans.classes[tenant_class].registries.get(name.registry)
-        # Classes with other rights at the registry do not share a pull.
+        # Tenant classes with different logins at the registry do not share a pull.
         key = (name.full, tenant_class if login is not None else "")
         pull = self._pulls.get(key)
         if pull is None:

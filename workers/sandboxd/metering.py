@@ -1,12 +1,13 @@
-"""Measures what the processes of a sandbox use, divides it among the sandbox's calls, and sums it for its session.
+"""Measures the resources that the processes of a sandbox use, divides them among its calls, and adds them up for its
+session.
 
 Invariant: every microsecond and byte of a reading counts once for the session and at most once for a call. Calls that
 overlap share equally what is used while they run. What is used while no call runs counts for the session only.
 
-CPU time and memory come from the control group. Bytes of disks come from the kernel's accounts of the processes: in
-version 1 a group does not count writes that the kernel makes later, and in version 2 it counts those to a workspace on
-a loop device twice. The account of an ended process goes to its parent, and at last to PID 1. A program that ignores
-SIGCHLD can hide the bytes of its children.
+CPU time and memory come from the control group. Bytes of disks come from the kernel's accounts of the processes: a
+control group of version 1 does not count writes that the kernel makes later, and one of version 2 counts writes to a
+workspace on a loop device twice. The account of an ended process goes to its parent, and at last to PID 1. A program
+that ignores SIGCHLD can hide the bytes of its children.
 """
 
 import contextlib
@@ -72,8 +73,9 @@ class UsageReader:
         self._last = UsageReading()
 
     def read(self, *, has_disks: bool = True) -> UsageReading:
-        """Return the totals, which never fall. Those of an ended sandbox are the last ones that were read. Reading the
-        bytes of disks takes most of the time; without `has_disks` they are the last ones too.
+        """Return the totals, which never decrease. For an ended sandbox these are the last totals that were read.
+        Reading the bytes of disks takes most of the time. Without `has_disks` the bytes that were read last are
+        returned again.
         """
         last = self._last
         try:
@@ -88,8 +90,8 @@ class UsageReader:
         return self._last
 
     def reset_peak(self) -> None:
-        """Start a new measurement of the peak of memory. Version 2 cannot do this before Linux 6.12: the peak is then
-        the highest memory since the start.
+        """Start a new measurement of the peak of memory. Control groups of version 2 cannot do this before Linux 6.12:
+        the peak is then the highest memory since the start.
         """
         with contextlib.suppress(OSError):
             os.pwrite(self._memory, b"0", 0)
@@ -208,7 +210,7 @@ class SandboxMeter:
         return call
 
     def end(self, call: RequestMeter) -> CallUsage | None:
-        """Return what the request used; None without a reader."""
+        """Return the usage of the request; None without a reader."""
         self.update()
         self._calls.remove(call)
         if self._reader is None:
@@ -216,7 +218,7 @@ class SandboxMeter:
         return CallUsage(memory_peak_bytes=self._reader.read_peak(), **_fields(call.amounts))
 
     def update(self, *, has_disks: bool = True) -> None:
-        """Read the counters, and count what was used since the last time."""
+        """Read the counters, and count the usage since the last reading."""
         if self._totals is None:
             return
         reading = self._reader.read(has_disks=has_disks) if self._reader is not None else UsageReading()

@@ -48,8 +48,8 @@ class SandboxPlan:
     """The properties of a container. Sessions with equal plans may get the same unused sandbox. Sizes are in bytes.
 
     `tenant_class`: the class whose registry logins pull the image. `image_id`: the content id of the image once it is
-    known; the container is made from it, so a tag that moves does not change the image of a session. `options`: what
-    the session asked for. `timeout_s`: the largest limit of a call.
+    known; the container is made from it, so a tag that moves does not change the image of a session. `options`: the
+    options that the session asked for. `timeout_s`: the largest limit of a call.
     """
 
     image: str

@@ -229,7 +229,7 @@ class Sandbox:
         return done
 
     async def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Add variables to those of the programs that start from now on. Raises SandboxUnavailable."""
+        """Add environment variables to all programs that start from now on. Raises SandboxUnavailable."""
         done = await self.ask({"op": "set_variables", "timeout_s": _VARIABLES_S, "variables": variables})
         if "error" in done:
             raise SandboxUnavailable(f"the guest did not accept variables: {quote_text(done['error'])}")
@@ -295,8 +295,8 @@ class Sandbox:
         await self.runtime.unpause(self.container)
 
     async def list_changes(self) -> RootChanges | None:
-        """Return what was changed in the root file system, or None when that is read-only. Raises ToolFailure
-        (FILE_TOO_LARGE) and SandboxUnavailable.
+        """Return the changes of the root file system, or None when it is read-only. Raises ToolFailure (FILE_TOO_LARGE)
+        and SandboxUnavailable.
         """
         return await self.runtime.list_changes(self.container, self.spec)
 

@@ -225,7 +225,9 @@ class HostSession:
         return self.identify_sandbox(sandbox) | ({"news": news} if news else {})
 
     def describe(self) -> dict[str, Any]:
-        """Return a row for workers, without tenant content. `jobs` and `changed` are what calls have reported."""
+        """Return a row for workers, without tenant content. `jobs` and `changed` come from the guest's reports about
+        calls.
+        """
         sandbox = self.sandbox
         lost = sandbox.lost if sandbox is not None else self.lost
         return {

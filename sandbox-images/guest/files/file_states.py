@@ -1,4 +1,4 @@
-"""Compare files with what the session last saw of them, and store what the session sees."""
+"""Compare files with the content that the session last saw, and store the content that the session sees."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ async def unpack_changes(guest: PackingGuest, changes: RootChanges, read: AsyncI
 
 
 def encode_changes(changes: RootChanges) -> bytes:
-    """Return the member with which the archive begins."""
+    """Return the tar member with the list of changes, which is the first member of the archive."""
     content = f"{changes.image} {len(changes.replaced)}\n".encode() + changes.replaced + changes.removed
     member = tarfile.TarInfo(_NAME)
     member.size = len(content)

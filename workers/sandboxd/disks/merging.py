@@ -1,5 +1,5 @@
 """A program that merges the folders of layers into a new one. It is a process of its own, because it may copy many
-files. Arguments: the descriptor of an empty folder, then those of the folders, the top one first.
+files. Arguments: the descriptor of an empty folder, then the descriptors of the folders to merge, the top one first.
 
 Invariant: nothing is overwritten and no link is followed, because the names come from untrusted users. Every step opens
 a name relative to a folder descriptor with O_NOFOLLOW. The depth costs no stack and no descriptors.

@@ -254,11 +254,11 @@ class Engine:
         """
         await self._run(self._lanes.removals, lambda api: remove_volume(api, name))
 
-    async def look(self, work: Callable[[docker.APIClient], T]) -> T:
+    async def run_query(self, work: Callable[[docker.APIClient], T]) -> T:
         """Return the result of a short blocking call that changes nothing."""
         return await self._run(self._lanes.start_check, work)
 
-    async def clear(self, work: Callable[[docker.APIClient], T]) -> T:
+    async def run_removal(self, work: Callable[[docker.APIClient], T]) -> T:
         """Return the result of a blocking call that removes something."""
         return await self._run(self._lanes.removals, work)
 
