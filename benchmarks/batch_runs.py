@@ -68,7 +68,7 @@ def lines(runs: int) -> list[Mapping[str, Any]]:
     ]
 
 
-def right(answers: Mapping[str, str], runs: int, calls: int) -> int:
+def count_correct(answers: Mapping[str, str], runs: int, calls: int) -> int:
     """Return the number of runs with the only correct answer."""
     return sum(answers.get(f"i{number}") == f"{number} acted {calls} times" for number in range(runs))
 
@@ -126,7 +126,7 @@ async def _local(server: ModelServer, runs: int) -> float:
     await asyncio.gather(*(worker() for _ in range(AT_A_TIME)))
     seconds = time.perf_counter() - began
     await model.aclose()
-    if right(answers, runs, LONG) != runs:
+    if count_correct(answers, runs, LONG) != runs:
         raise RuntimeError(f"the runs without a pool went wrong: {list(answers.values())[:3]}")
     return seconds
 
@@ -146,16 +146,15 @@ async def _one_local(model: OpenAIModel, folder: str, instruction: str) -> str:
 
 def _check(worked: BatchMeasurement, runs: int, calls: int) -> None:
     """Raise RuntimeError if a run failed: the figures of a wrong batch have no meaning."""
-    if right(worked.answers, runs, calls) != runs:
-        raise RuntimeError(
-            f"{runs - right(worked.answers, runs, calls)} of {runs} runs went wrong: {list(worked.failures)[:3]}"
-        )
+    correct = count_correct(worked.answers, runs, calls)
+    if correct != runs:
+        raise RuntimeError(f"{runs - correct} of {runs} runs went wrong: {list(worked.failures)[:3]}")
 
 
 def _add_whole(report: Report, whole: BatchMeasurement, runs: int, step_s: float) -> None:
     report.add(
         "right_number",
-        right(whole.answers, runs, CALLS),
+        count_correct(whole.answers, runs, CALLS),
         f"of {runs} runs of {CALLS} calls: right results",
         at_least=runs,
     )

@@ -39,7 +39,7 @@ CALLS = size(2000, 50)
 LONG_S = size(60.0, 1.0)
 
 
-class Ground:
+class SimulatedPool:
     """Separate Redis server, two orchestrators, and four workers that run the admitted calls in order."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
@@ -116,14 +116,14 @@ async def _few_behind_a_flood() -> tuple[float, float]:
     """Return the seconds from the submission of tenant B's few calls until the first and until the last call has
     ended.
     """
-    async with open_ground() as ground:
-        flood = [asyncio.create_task(ground.call("a", 0.01)) for _ in range(FLOOD)]
+    async with open_pool() as pool:
+        flood = [asyncio.create_task(pool.call("a", 0.01)) for _ in range(FLOOD)]
         await asyncio.sleep(0.3)
         ends: list[float] = []
         came = time.perf_counter()
 
         async def few() -> None:
-            await ground.call("b", 0.01, by=1)
+            await pool.call("b", 0.01, by=1)
             ends.append(time.perf_counter() - came)
 
         await asyncio.gather(*(few() for _ in range(FEW)))
@@ -136,11 +136,11 @@ async def _measure_share(for_s: float) -> float:
 
     Each tenant has 24 callers at one of the orchestrators.
     """
-    async with open_ground() as ground:
+    async with open_pool() as pool:
 
         async def caller(tenant: str, by: int, policy: TenantPolicy) -> None:
             while True:
-                await ground.call(tenant, 0.02, by, policy)
+                await pool.call(tenant, 0.02, by, policy)
 
         callers = [
             asyncio.create_task(caller(tenant, by, TenantPolicy(weight=weight)))
@@ -148,18 +148,18 @@ async def _measure_share(for_s: float) -> float:
             for _ in range(24)
         ]
         await asyncio.sleep(for_s)
-        used = dict(ground.used)
+        used = dict(pool.used)
         await _end(callers)
         return used["heavy"] / sum(used.values())
 
 
 async def _long_calls() -> int:
     """Return the number of slots that one tenant occupies when its long calls request all slots."""
-    async with open_ground() as ground:
-        calls = [asyncio.create_task(ground.call("hog", LONG_S)) for _ in range(20)]
+    async with open_pool() as pool:
+        calls = [asyncio.create_task(pool.call("hog", LONG_S)) for _ in range(20)]
         await asyncio.sleep(3)
-        await ground.call("other", 0.01, by=1, wait_s=10)
-        held: Any = await ground.client.hvals("toolcrew:bench:admission:held")
+        await pool.call("other", 0.01, by=1, wait_s=10)
+        held: Any = await pool.client.hvals("toolcrew:bench:admission:held")
         await _end(calls)
         return sum(json.loads(call)["tenant"] == "hog" for call in held)
 
@@ -195,23 +195,23 @@ async def _cost(callers: int, waiting: int, tenants: int) -> tuple[float, float]
     """Return calls per second, and CPU seconds of Redis per call. The waiting tenants have long calls, which leave
     slots free for the measured calls.
     """
-    async with open_ground() as ground:
-        await ground.set_slots(callers)
+    async with open_pool() as pool:
+        await pool.set_slots(callers)
         # Admission knows that the calls of this tenant are short before long calls arrive.
-        await ground.call("measured", 0.0001)
-        crowd = [asyncio.create_task(ground.call(f"w{number % tenants}", LONG_S, 1)) for number in range(waiting)]
-        while await ground.client.hlen("toolcrew:bench:admission:waiting") < waiting - 2 * callers:  # noqa: ASYNC110
+        await pool.call("measured", 0.0001)
+        crowd = [asyncio.create_task(pool.call(f"w{number % tenants}", LONG_S, 1)) for number in range(waiting)]
+        while await pool.client.hlen("toolcrew:bench:admission:waiting") < waiting - 2 * callers:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         numbers = iter(range(CALLS))
 
         async def caller() -> None:
             for _ in numbers:
-                async with ground.admissions[0].slot(build_request("measured")) as slot:
+                async with pool.admissions[0].slot(build_request("measured")) as slot:
                     slot.used_s = 0.0001
 
-        before, started = await _processor_s(ground.client), time.perf_counter()
+        before, started = await _processor_s(pool.client), time.perf_counter()
         await asyncio.gather(*(caller() for _ in range(callers // 2)))
-        took, busy = time.perf_counter() - started, await _processor_s(ground.client) - before
+        took, busy = time.perf_counter() - started, await _processor_s(pool.client) - before
         await _end(crowd)
         return CALLS / took, busy / CALLS
 
@@ -228,17 +228,19 @@ async def _end(tasks: list["asyncio.Task[None]"]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_ground() -> AsyncIterator[Ground]:
+async def open_pool() -> AsyncIterator[SimulatedPool]:
     with open_server() as url:
-        pool = redis.asyncio.BlockingConnectionPool.from_url(url, max_connections=16, timeout=10, socket_timeout=10)
-        async with redis.asyncio.Redis(connection_pool=pool) as client:
+        connections = redis.asyncio.BlockingConnectionPool.from_url(
+            url, max_connections=16, timeout=10, socket_timeout=10
+        )
+        async with redis.asyncio.Redis(connection_pool=connections) as client:
             await until_it_answers(client)
-            ground = Ground(client)
-            await ground.set_slots(SLOTS)
-            yield ground
-            for admission in ground.admissions:
+            pool = SimulatedPool(client)
+            await pool.set_slots(SLOTS)
+            yield pool
+            for admission in pool.admissions:
                 await admission.aclose()
-        await pool.disconnect()
+        await connections.disconnect()
 
 
 @contextlib.contextmanager

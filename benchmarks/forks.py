@@ -50,7 +50,7 @@ def run() -> Report:
 
 
 def _fork_s(client: SandboxClient, session: str, mib: int) -> list[float]:
-    """Return the seconds of each fork of a session that holds so much."""
+    """Return the seconds of each fork of a session whose files have `mib` MiB."""
     name, numbers = client.open("bench", session), itertools.count()
     script = f"head -c {mib}M /dev/urandom > file && sync".encode()
     done = client.call(name, {**REQUEST, "script_bytes": len(script), "timeout_s": 300.0}, script).done

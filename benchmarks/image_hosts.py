@@ -1,4 +1,6 @@
-"""Hosts of their own for a benchmark of images: each has its own Docker engine, sandboxd and worker on this machine."""
+"""Start separate hosts for the benchmark of images. Each host has its own Docker engine, sandboxd and worker on this
+machine.
+"""
 
 import contextlib
 import gzip
@@ -39,8 +41,8 @@ class ImageHost:
 
 @contextlib.contextmanager
 def running_host(name: str, folder: Path, shared: Mapping[str, str], own: Mapping[str, str]) -> Iterator[ImageHost]:
-    """Start a host whose engine has only the sandbox image. `shared`: environment of sandboxd and the worker; `own`: of
-    sandboxd alone. Raises SandboxUnavailable when a part does not start.
+    """Start a host whose engine has only the sandbox image. `shared`: environment of sandboxd and the worker. `own`:
+    additional environment of sandboxd alone. Raises SandboxUnavailable when a part does not start.
     """
     folder.mkdir()
     with running_engine(folder) as api:
@@ -62,7 +64,7 @@ def running_host(name: str, folder: Path, shared: Mapping[str, str], own: Mappin
 def running_engine(folder: Path) -> Iterator[APIClient]:
     """Start a Docker engine without networks, and yield a client of it. Raises SandboxUnavailable with its output."""
     socket, log = folder / "engine.sock", folder / "engine.log"
-    # The configuration of the machine's own engine does not count here.
+    # This engine must not read the configuration of the machine's own engine.
     (folder / "engine.json").write_text("{}")
     argv = [
         *("dockerd", "--config-file", str(folder / "engine.json"), "--host", f"unix://{socket}", "--bridge", "none"),

@@ -40,15 +40,17 @@ from tests.image_registry import ImageRegistry, open_registry
 SEED = 4
 HOSTS, IMAGES, LINES = size((4, 200, 400), (2, 8, 16))
 ROOM = IMAGES // 4 // HOSTS
-"""Images for which one host has room. All hosts together have room for a quarter of the images."""
+"""Number of images for which one host has room. All hosts together have room for a quarter of the images."""
 IMAGE_BYTES = 300 * 1024
 AT_A_TIME = size(8, 2)
 READY_S = 60.0
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One batch. `pulls`: of each image. `right`: lines whose sandbox had the files of the line's image."""
+class PlacementResult:
+    """Result of one batch. `pulls`: number of pulls of each image. `right`: number of lines whose sandbox had the files
+    of the line's image.
+    """
 
     pulls: Counter[str]
     right: int
@@ -64,7 +66,7 @@ def run() -> Report:
         if shutil.which(program) is None:
             raise SandboxUnavailable(f"this benchmark needs {program}: apt-get install docker.io docker-registry")
     with contextlib.ExitStack() as stack:
-        # In memory: a disk that discards freed blocks takes minutes to remove the layers of the engines.
+        # The data is in memory: a disk that discards freed blocks takes minutes to remove the layers of the engines.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="toolcrew-bench-", dir="/dev/shm")))
         api = open_api()
         stack.callback(api.close)
@@ -80,7 +82,7 @@ async def _run(registry: ImageRegistry, folder: Path) -> Report:
             "TOOLCREW_REDIS_URL": broker.redis_url.get_secret_value(),
             "TOOLCREW_SANDBOX_IMAGES_ALLOWED": json.dumps([f"{registry.repository}/*"]),
         }
-        # Half an image more, for what the engine counts in addition to the files.
+        # The budget has half an image more, because the engine counts more than the files.
         own = {"TOOLCREW_IMAGE_CACHE_BYTES": str(IMAGE_BYTES * ROOM + IMAGE_BYTES // 2), "TOOLCREW_REDIS_URL": ""}
         hosts = [running_host(f"host-{at}", folder / f"host-{at}", shared, own) for at in range(HOSTS)]
         for host in hosts:
@@ -118,7 +120,7 @@ def _ignoring_images() -> Iterator[None]:
         vars(session_locator)["choose_host"] = choose_host
 
 
-async def _work(client: ToolClient, registry: ImageRegistry, folder: Path, name: str) -> Outcome:
+async def _work(client: ToolClient, registry: ImageRegistry, folder: Path, name: str) -> PlacementResult:
     """Run the lines over new images. Each image has the same number of lines, in a random order."""
     chance, marks = random.Random(SEED), {f"{name}-{at}": secrets.token_hex(8) for at in range(IMAGES)}
     address, _, team = registry.repository.partition("/")
@@ -141,10 +143,10 @@ async def _work(client: ToolClient, registry: ImageRegistry, folder: Path, name:
     seconds = time.monotonic() - began
     answers = {row["custom_id"]: json.dumps(row) for row in map(json.loads, out.read_text().splitlines())}
     right = sum(images[image] in answers.get(f"i{at}", "") for at, image in enumerate(order))
-    return Outcome(Counter({image: registry.count_pulls(image) for image in images}), right, seconds)
+    return PlacementResult(Counter({image: registry.count_pulls(image) for image in images}), right, seconds)
 
 
-def _report(ignoring: Outcome, chosen: Outcome) -> Report:
+def _report(ignoring: PlacementResult, chosen: PlacementResult) -> Report:
     report = Report(
         "image_placement",
         notes=[

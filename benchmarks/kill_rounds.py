@@ -98,7 +98,7 @@ class Traces:
 
 
 @dataclass(frozen=True)
-class Vitals:
+class SandboxdResources:
     """Number of open files, number of threads, and resident bytes of sandboxd."""
 
     files: int
@@ -130,10 +130,10 @@ class Rounds:
             time.sleep(0.2)
         return leftovers
 
-    def vitals(self) -> Vitals:
+    def resources(self) -> SandboxdResources:
         """Return the current values. Call `settle` first."""
         folder = Path(f"/proc/{self._sandboxd.pid}")
-        return Vitals(
+        return SandboxdResources(
             len(os.listdir(folder / "fd")),
             len(os.listdir(folder / "task")),
             memory_of_process(self._sandboxd.pid)["rss"],
@@ -207,11 +207,11 @@ def run(rounds: int = ROUNDS, at_once: int = AT_ONCE) -> Report:
         played = Rounds(sandboxd, api)
         played.play(range(WARM_UP), at_once)
         _check_leftovers(played)
-        before, engine_before, started = played.vitals(), _engine_rss(), time.monotonic()
+        before, engine_before, started = played.resources(), _engine_rss(), time.monotonic()
         played.play(range(WARM_UP, WARM_UP + rounds), at_once)
         took_s = time.monotonic() - started
         _check_leftovers(played)
-        after, engine_after = played.vitals(), _engine_rss()
+        after, engine_after = played.resources(), _engine_rss()
     ways = ", ".join(f"{count} x {way}" for way, count in sorted(played.done.items()))
     report = Report(
         "kill_rounds",

@@ -19,7 +19,7 @@ from workers.sandbox_client import SandboxClient
 
 ROUNDS = size(3, 1)
 WINDOW_S = size(1.0, 0.1)
-"""Duration of the measurement in each round, quiet and attacked."""
+"""Duration of each measurement in seconds. A round measures once on a quiet host and once during the attack."""
 SETTLE_S = size(0.6, 0.1)
 """Delay in seconds until an attack has its full effect, and until the processes that it left are killed."""
 TARGET = 2.0

@@ -1,4 +1,4 @@
-"""Figures of one benchmark: medians of an interleaved run, ratios, targets, as text and as JSON."""
+"""The report of one benchmark, as text and as JSON. Its figures are medians of interleaved runs and ratios."""
 
 import inspect
 import math
@@ -15,8 +15,8 @@ Case = Callable[[], float | Awaitable[float]]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie, interpolated between neighbours. ValueError when there are
-    none.
+    """Return the value below which the part `share` (0 to 1) of the values lies, interpolated between neighbours.
+    Raises ValueError when there are no values.
     """
     if not values or not 0.0 <= share <= 1.0:
         raise ValueError("a percentile needs values and a share from 0 to 1")
@@ -32,8 +32,8 @@ def median(values: Sequence[float]) -> float:
 
 
 def timed(work: Callable[[], object], *, settle_s: float = 0.0) -> Callable[[], float]:
-    """A case that is `work` and nothing else; `settle_s` passes afterwards for what it leaves running, so that the next
-    does not pay.
+    """Return a case that times only `work`. Afterwards it pauses for `settle_s`, so that work which continues in the
+    background does not slow the next case down.
     """
 
     def case() -> float:
@@ -47,8 +47,8 @@ def timed(work: Callable[[], object], *, settle_s: float = 0.0) -> Callable[[], 
 
 
 async def interleave(cases: Mapping[str, Case], rounds: int, warm_up: int) -> dict[str, list[float]]:
-    """Seconds of each case in rounds of A B C, A B C, ...: whatever slows the machine down slows all of them. The first
-    rounds are dropped.
+    """Run the cases in rounds of A B C, A B C, ... and return the seconds of each case. Interleaving spreads a slowdown
+    of the machine over all cases. The first `warm_up` rounds are dropped.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(warm_up + rounds):
@@ -62,7 +62,9 @@ async def interleave(cases: Mapping[str, Case], rounds: int, warm_up: int) -> di
 
 @dataclass(frozen=True)
 class Figure:
-    """One number. Its key ends in its unit, as every key of the JSON does; `at_most` or `at_least` is its target."""
+    """One number of a report. `key`: its name in the JSON, which ends in one of UNITS. `what`: its label for people.
+    `at_most` or `at_least`: its target.
+    """
 
     key: str
     value: float
@@ -90,7 +92,9 @@ class Figure:
         return f"{value:.{2 if value < 100 else 0}f} {UNITS[ending]}".rstrip()
 
     def verdict(self) -> str:
-        """`target: at most 2.50 x, met`; nothing without a target."""
+        """Return the target and whether it is met, such as `target: at most 2.50 x, met`; an empty string without a
+        target.
+        """
         if self.met is None:
             return ""
         bound = (
@@ -106,7 +110,7 @@ class Figure:
 
 @dataclass
 class Report:
-    """The figures of one benchmark in the order they are read, and sentences on how they were taken."""
+    """The figures of one benchmark, in the order of the report. `notes`: sentences about the measurement."""
 
     name: str
     figures: list[Figure] = field(default_factory=list)
@@ -118,7 +122,7 @@ class Report:
         self.figures.append(Figure(key, value, label, at_most, at_least))
 
     def add_ms(self, name: str, seconds: Sequence[float], label: str) -> None:
-        """The median of a case as `<name>_ms`."""
+        """Add the median of a case as the figure `<name>_ms`."""
         self.add(f"{name}_ms", median(seconds) * 1000, label)
 
     def as_text(self) -> str:

@@ -1,4 +1,4 @@
-"""Measure what starts a sandbox: sandboxd itself with an OCI runtime, next to the Docker engine.
+"""Compare two ways to start a sandbox: by sandboxd itself with an OCI runtime, and by the Docker engine.
 
 Each round opens a session without a pool, makes one call and closes the session, first alone, then several at a time.
 """

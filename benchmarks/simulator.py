@@ -57,7 +57,7 @@ CONNECTIONS = 64
 
 
 @dataclass
-class Ground:
+class Simulation:
     """State that all parts of the simulation share."""
 
     world: World
@@ -102,64 +102,68 @@ async def _play(url: str, report: Report) -> None:
             world.add_hosts(HOSTS)
             weights = {f"t{at}": WEIGHTS[at % len(WEIGHTS)] for at in range(TENANTS)}
             async with open_orchestrators(world, client, ORCHESTRATORS, ends) as orchestrators:
-                ground = Ground(world, orchestrators, ends, chance, weights)
+                simulation = Simulation(world, orchestrators, ends, chance, weights)
                 beats = asyncio.create_task(run_heartbeats(world))
                 await asyncio.sleep(12)  # wait until the monitors trust the reports
-                sessions = await _place(ground, report)
-                await _share_hosts(ground, sessions, report)
-                await _recover(ground, sessions, report)
+                sessions = await _place(simulation, report)
+                await _share_hosts(simulation, sessions, report)
+                await _recover(simulation, sessions, report)
                 beats.cancel()
             await _share_pool(client, loop, weights, report)
     await pool.disconnect()
 
 
-async def _place(ground: Ground, report: Report) -> list[Session]:
+async def _place(simulation: Simulation, report: Report) -> list[Session]:
     """Open sessions at a steady rate, then open a burst and close the burst again."""
-    sessions = _make_sessions(ground, SESSIONS)
+    sessions = _make_sessions(simulation, SESSIONS)
     await asyncio.gather(
-        *(_open(ground, at, session, ground.chance.uniform(0, STEADY_S)) for at, session in enumerate(sessions))
+        *(_open(simulation, at, session, simulation.chance.uniform(0, STEADY_S)) for at, session in enumerate(sessions))
     )
     report.add(
         "placed_max_ratio",
-        _fullest(ground.world),
+        _fullest(simulation.world),
         "fullest host / mean, by sessions of their most, after opening them in a minute",
         at_most=1.5,
     )
     report.add(
-        "placed_refused_number", ground.ends.refused_openings, "openings refused while there was room", at_most=0
+        "placed_refused_number", simulation.ends.refused_openings, "openings refused while there was room", at_most=0
     )
-    refused = ground.ends.refused_openings
-    burst = _make_sessions(ground, BURST)
-    await asyncio.gather(*(_open(ground, at, session, ground.chance.random()) for at, session in enumerate(burst)))
-    report.add("burst_max_ratio", _fullest(ground.world), f"the same after {BURST} more in one second")
-    report.add("burst_refused_number", ground.ends.refused_openings - refused, "of those, refused while there was room")
-    report.add("burst_used_ratio", _compute_used_ratio(ground.world), "of all places then taken")
+    refused = simulation.ends.refused_openings
+    burst = _make_sessions(simulation, BURST)
+    await asyncio.gather(
+        *(_open(simulation, at, session, simulation.chance.random()) for at, session in enumerate(burst))
+    )
+    report.add("burst_max_ratio", _fullest(simulation.world), f"the same after {BURST} more in one second")
+    report.add(
+        "burst_refused_number", simulation.ends.refused_openings - refused, "of those, refused while there was room"
+    )
+    report.add("burst_used_ratio", _compute_used_ratio(simulation.world), "of all places then taken")
     for session in burst:
-        queue = ground.ends.lived.pop(session.name, None)
+        queue = simulation.ends.lived.pop(session.name, None)
         if queue is not None:
-            ground.world.by_queue[queue].sessions -= 1
-    reports, began = list(ground.world.reports.values()), time.process_time()
+            simulation.world.by_queue[queue].sessions -= 1
+    reports, began = list(simulation.world.reports.values()), time.process_time()
     for _ in range(200):
         choose_host(reports, HostRequirements())
     report.add(
         "choose_ms", (time.process_time() - began) / 200 * 1000, f"of a real processor, to choose one of {HOSTS} hosts"
     )
-    return [session for session in sessions if session.name in ground.ends.lived]
+    return [session for session in sessions if session.name in simulation.ends.lived]
 
 
-def _make_sessions(ground: Ground, number: int) -> list[Session]:
+def _make_sessions(simulation: Simulation, number: int) -> list[Session]:
     """Create the sessions. The tenant of rank r has 1/r of the sessions of the first tenant."""
-    names = list(ground.weights)
-    drawn = ground.chance.choices(names, weights=[1 / (at + 1) for at in range(TENANTS)], k=number)
+    names = list(simulation.weights)
+    drawn = simulation.chance.choices(names, weights=[1 / (at + 1) for at in range(TENANTS)], k=number)
     return [
-        Session(tenant, secrets.token_hex(8), TenantPolicy(weight=ground.weights[tenant], sandboxes=100_000))
+        Session(tenant, secrets.token_hex(8), TenantPolicy(weight=simulation.weights[tenant], sandboxes=100_000))
         for tenant in drawn
     ]
 
 
-async def _open(ground: Ground, at: int, session: Session, after_s: float) -> None:
+async def _open(simulation: Simulation, at: int, session: Session, after_s: float) -> None:
     await asyncio.sleep(after_s)
-    await ground.orchestrators[at % ORCHESTRATORS].open(session)
+    await simulation.orchestrators[at % ORCHESTRATORS].open(session)
 
 
 def _fullest(world: World) -> float:
@@ -172,12 +176,12 @@ def _compute_used_ratio(world: World) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _at_work(ground: Ground, sessions: Sequence[Session], pace: Pace) -> AsyncIterator[None]:
+async def _at_work(simulation: Simulation, sessions: Sequence[Session], pace: Pace) -> AsyncIterator[None]:
     """Let all sessions think and call while the block runs. At the end, wait for the calls in progress."""
     over = asyncio.Event()
     agents = [
         asyncio.create_task(
-            play_agent(ground.orchestrators[at % ORCHESTRATORS], session, random.Random(SEED + at), pace, over)
+            play_agent(simulation.orchestrators[at % ORCHESTRATORS], session, random.Random(SEED + at), pace, over)
         )
         for at, session in enumerate(sessions)
     ]
@@ -186,47 +190,47 @@ async def _at_work(ground: Ground, sessions: Sequence[Session], pace: Pace) -> A
     await asyncio.gather(*agents)
 
 
-async def _share_hosts(ground: Ground, sessions: Sequence[Session], report: Report) -> None:
+async def _share_hosts(simulation: Simulation, sessions: Sequence[Session], report: Report) -> None:
     """Run some hosts long enough for each of their tenants to get many turns, and report the shares."""
-    hosts = {host.queue for host in ground.chance.sample(ground.world.hosts, SHARED_HOSTS)}
-    at_work = [session for session in sessions if ground.ends.lived[session.name] in hosts]
-    async with _at_work(ground, at_work, SHORT):
+    hosts = {host.queue for host in simulation.chance.sample(simulation.world.hosts, SHARED_HOSTS)}
+    at_work = [session for session in sessions if simulation.ends.lived[session.name] in hosts]
+    async with _at_work(simulation, at_work, SHORT):
         await asyncio.sleep(SETTLE_S)
-        begins = ground.world.loop.time()
+        begins = simulation.world.loop.time()
         await asyncio.sleep(SHARE_S)
-        _tell_shares(ground, hosts, at_work, begins, report)
+        _tell_shares(simulation, hosts, at_work, begins, report)
 
 
-async def _recover(ground: Ground, sessions: Sequence[Session], report: Report) -> None:
+async def _recover(simulation: Simulation, sessions: Sequence[Session], report: Report) -> None:
     """Run all sessions while hosts are lost, and report the recovery."""
-    before = Ends(calls=ground.ends.calls, codes=Counter(ground.ends.codes))
-    async with _at_work(ground, sessions, LONG):
+    before = Ends(calls=simulation.ends.calls, codes=Counter(simulation.ends.codes))
+    async with _at_work(simulation, sessions, LONG):
         await asyncio.sleep(FILL_S)
-        await _lose_hosts(ground)
+        await _lose_hosts(simulation)
         await asyncio.sleep(AFTER_S)
-    _tell_recovery(ground, before, report)
+    _tell_recovery(simulation, before, report)
 
 
 def _tell_shares(
-    ground: Ground, hosts: Collection[str], sessions: Sequence[Session], begins: float, report: Report
+    simulation: Simulation, hosts: Collection[str], sessions: Sequence[Session], begins: float, report: Report
 ) -> None:
-    ends = ground.world.loop.time()
+    ends = simulation.world.loop.time()
     used: dict[tuple[str, str], float] = defaultdict(float)
-    for queue, tenant, began, ended in [*ground.world.runs, *ground.world.running()]:
+    for queue, tenant, began, ended in [*simulation.world.runs, *simulation.world.running()]:
         used[queue, tenant] += max(0.0, min(ended, ends) - max(began, begins))
-    living = Counter((ground.ends.lived[session.name], session.tenant) for session in sessions)
+    living = Counter((simulation.ends.lived[session.name], session.tenant) for session in sessions)
     by_host: dict[str, dict[str, float]] = defaultdict(dict)
     for (queue, tenant), number in living.items():
-        by_host[queue][tenant] = number * SHORT.wish
+        by_host[queue][tenant] = number * SHORT.demand
     fair: dict[tuple[str, str], float] = {}
-    for host in (ground.world.by_queue[queue] for queue in hosts):
+    for host in (simulation.world.by_queue[queue] for queue in hosts):
         # No tenant gets all slots for calls of this length (docs/design.md).
         most = max(1, host.slots * 9 // 10)
-        wishes = {tenant: min(most, wish) for tenant, wish in by_host[host.queue].items()}
-        for tenant, slots in share_out(host.slots, wishes, ground.weights).items():
+        wishes = {tenant: min(most, demand) for tenant, demand in by_host[host.queue].items()}
+        for tenant, slots in share_out(host.slots, wishes, simulation.weights).items():
             fair[host.queue, tenant] = slots * (ends - begins)
-    slots_s = sum(ground.world.by_queue[queue].slots for queue in hosts) * (ends - begins)
-    wanted = sum(wish for wishes in by_host.values() for wish in wishes.values()) * (ends - begins) / slots_s
+    slots_s = sum(simulation.world.by_queue[queue].slots for queue in hosts) * (ends - begins)
+    wanted = sum(demand for wishes in by_host.values() for demand in wishes.values()) * (ends - begins) / slots_s
     report.add(
         "used_slots_ratio",
         sum(used.values()) / slots_s,
@@ -240,27 +244,29 @@ def _tell_shares(
     for kind, label, least, most in kinds:
         for weight in sorted(set(WEIGHTS)):
             pairs = [
-                pair for pair, number in living.items() if least <= number <= most and ground.weights[pair[1]] == weight
+                pair
+                for pair, number in living.items()
+                if least <= number <= most and simulation.weights[pair[1]] == weight
             ]
             if pairs:
                 got = sum(used[pair] for pair in pairs) / sum(fair[pair] for pair in pairs)
                 report.add(f"{kind}_weight_{weight:g}_ratio", got, f"{label}, weight {weight:g}: seconds got / fair")
 
 
-async def _lose_hosts(ground: Ground) -> None:
+async def _lose_hosts(simulation: Simulation) -> None:
     """Stop hosts one after the other within LOSS_S. Frozen hosts resume after 5 to 40 s."""
-    hosts = ground.chance.sample(ground.world.hosts, DEAD + FROZEN)
+    hosts = simulation.chance.sample(simulation.world.hosts, DEAD + FROZEN)
     for at, host in enumerate(hosts):
         await asyncio.sleep(LOSS_S / len(hosts))
         if at % len(hosts) < DEAD:
-            ground.world.stop(host, "dead")
+            simulation.world.stop(host, "dead")
         else:
-            ground.world.stop(host, "frozen")
-            asyncio.get_running_loop().call_later(ground.chance.uniform(5, 40), ground.world.wake, host)
+            simulation.world.stop(host, "frozen")
+            asyncio.get_running_loop().call_later(simulation.chance.uniform(5, 40), simulation.world.wake, host)
 
 
-def _tell_recovery(ground: Ground, before: Ends, report: Report) -> None:
-    ends, starts = ground.ends, ground.world.starts
+def _tell_recovery(simulation: Simulation, before: Ends, report: Report) -> None:
+    ends, starts = simulation.ends, simulation.world.starts
     codes = ends.codes - before.codes
     resent = sum(number - 1 for call, number in starts.items() if ends.idempotent[call])
     doubled = sum(number - 1 for call, number in starts.items() if not ends.idempotent[call])
@@ -283,7 +289,7 @@ def _tell_recovery(ground: Ground, before: Ends, report: Report) -> None:
     report.add("other_number", sum(others.values()), "ended with any other error", at_most=0)
     report.add(
         "late_number",
-        ground.world.late,
+        simulation.world.late,
         "results of frozen hosts that came after their call was given up, and were dropped",
     )
     report.add("moved_number", len(ends.moved_s), "sessions opened on another host")

@@ -92,7 +92,7 @@ class World:
                 for host in hosts[at : at + AT_ONCE]:
                     self._report(host)
 
-    def poke(self, queue: str) -> None:
+    def start_calls(self, queue: str) -> None:
         """Start calls after a call is queued or a slot becomes free."""
         host = self.by_queue.get(queue)
         if host is None or host.state != "alive":
@@ -132,7 +132,7 @@ class World:
         else:
             host.is_expired = False
             self._announce(host)
-            self.poke(host.queue)
+            self.start_calls(host.queue)
 
     def running(self) -> list[tuple[str, str, float, float]]:
         """Return the executions in progress, in the form of `runs`."""
@@ -200,7 +200,7 @@ class World:
             host.late.append((call, context, task_id, began))
         elif host.state == "alive":
             self._end(host, call, context, task_id, began)
-            self.poke(host.queue)
+            self.start_calls(host.queue)
 
     def _end(self, host: Host, call: ToolCall, context: ToolContext, task_id: str, began: float) -> None:
         host.busy -= 1

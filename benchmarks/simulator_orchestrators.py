@@ -100,7 +100,7 @@ class _Transport:
         task_id = self._hub.task_id(f"{attempt.call_id}.{attempt.number}")
         with self._hub.expect(task_id) as stored:
             await self._publisher.publish(build_call_message(attempt, task_id, DEPLOYMENT))
-            self._world.poke(attempt.queue)
+            self._world.start_calls(attempt.queue)
             with self._monitor.over(task_id, attempt):
                 async with asyncio.timeout(attempt.request.wait_s):
                     ended = await stored
@@ -229,7 +229,7 @@ class Pace:
     call_s: float
 
     @property
-    def wish(self) -> float:
+    def demand(self) -> float:
         """Return the average number of slots that one agent uses if it never waits."""
         return self.call_s / (self.call_s + self.think_s)
 

@@ -1,6 +1,6 @@
-"""Open a session without a pool, make one call and close it, 2,000 times in a row, and count what is left.
+"""Open a session without a pool, make one call and close it, 2,000 times in a row, and count the resources that remain.
 
-A leak of each sandbox shows in the difference between the counts after the first tenth and after the last round.
+If each sandbox leaks a resource, the counts after the first tenth of the rounds and after the last round differ.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ def run() -> Report:
         rounds = Rounds(sandboxd, api)
         first = [_use(rounds, sandboxd, number) for number in range(FIRST)]
         left_first = rounds.settle()
-        before, paths_before = rounds.vitals(), _count_paths(sandboxd)
+        before, paths_before = rounds.resources(), _count_paths(sandboxd)
         rest = [_use(rounds, sandboxd, number) for number in range(FIRST, ROUNDS)]
         leftovers = {**left_first, **rounds.settle()}
-        after, paths_after = rounds.vitals(), _count_paths(sandboxd)
+        after, paths_after = rounds.resources(), _count_paths(sandboxd)
     last = rest[-FIRST:]
     report = Report(
         "starts_in_a_row",
@@ -50,7 +50,7 @@ def run() -> Report:
 
 
 def _use(rounds: Rounds, sandboxd: RunningSandboxd, number: int) -> float:
-    """Return the seconds of one session without those of finding its sandbox."""
+    """Return the duration of one session in seconds, without the time to find its sandbox."""
     with SandboxClient(sandboxd.socket) as client:
         name, started = f"bench:row-{number}", time.perf_counter()
         opened = client.describe_open(name, None, 600.0)

@@ -1,4 +1,5 @@
-"""Peer of a call: a Celery app as its documentation shows it, with the JSON serializer and task events.
+"""The peer in the comparison of calls: a Celery app as Celery's documentation shows it, with the JSON serializer and
+task events.
 
 `python -m celery -A benchmarks.stock_celery worker` runs its worker. REDIS_URL names the broker and result backend.
 """

@@ -76,7 +76,9 @@ async def _run() -> Report:
 
 
 async def _fill(redis: Any, deployment: str, first: int) -> None:
-    """Write what the scripts write for so many calls, whose number changes only the amounts."""
+    """Write the records that the scripts of the store write for a month of calls. The number of calls changes only the
+    amounts.
+    """
     hourly = CALLS // (DAYS * 24)
     for day in range(first, first + DAYS):
         hours = dict.fromkeys(range(24), pack_amounts(dict.fromkeys(AMOUNTS, hourly)))

@@ -38,7 +38,7 @@ _BASH = ["/bin/bash", "--noprofile", "--norc", "-c", "true"]
 
 
 def host_spawn() -> None:
-    """Run the program with the least work on the host: posix_spawn and wait, without a pipe."""
+    """Run the program directly on the host in the cheapest way: posix_spawn and wait, without a pipe."""
     pid = os.posix_spawn(_BASH[0], _BASH, os.environ)
     os.waitpid(pid, 0)
 

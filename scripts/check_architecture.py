@@ -368,7 +368,7 @@ def folder_of(name: str, package: str) -> str:
 
 
 def circles(rule: str, lines: dict[str, dict[str, tuple[str, int]]]) -> Iterator[Violation]:
-    """Yield each circle of importers; `lines`: importer -> imported -> path and line of the import."""
+    """Yield a violation for each circular import. `lines`: importer -> imported module -> path and line of the import."""
     while True:
         try:
             TopologicalSorter(lines).prepare()

@@ -100,7 +100,7 @@ async def open_world() -> AsyncIterator[tuple[StackInfo, str]]:
         stack = client.stack
         assert stack is not None
         sessions = [await client.open_session(tenant=tenant) for tenant in TENANTS]
-        await until_flower_hears(stack, sessions[0])
+        await wait_for_flower(stack, sessions[0])
         late = await work(sessions)
         running = [
             asyncio.create_task(session.call("bash_tool", {"command": "sleep 600"}, timeout_s=600))
@@ -127,7 +127,7 @@ async def work(sessions: list[Session]) -> str:
     return late.id
 
 
-async def until_flower_hears(stack: StackInfo, session: Session) -> None:
+async def wait_for_flower(stack: StackInfo, session: Session) -> None:
     """Wait until Flower receives events. The pool serves calls before Flower is connected."""
     async with asyncio.timeout(90):
         while not await asyncio.to_thread(tasks_of, stack):
@@ -149,7 +149,7 @@ async def task_of(stack: StackInfo, call_id: str) -> str:
 
 
 def tasks_of(stack: StackInfo) -> dict[str, dict[str, str]]:
-    """Return the tasks that Flower lists; none while Flower does not answer."""
+    """Return the tasks that Flower lists, as task id -> fields; empty while Flower does not answer."""
     try:
         answer = httpx.get(f"{stack.flower_url}api/tasks", timeout=20)
     except httpx.TransportError:

@@ -1,9 +1,9 @@
 """Run the whole test suite in parallel parts: `.venv/bin/python scripts/test_parts.py [ROOT]`.
 
 A part is the test files of one directory below tests/, or a slice of a large one, run by a pytest process. Parts run
-side by side, because most tests wait for programs. For a part that passes, this program prints its counts, warnings and skips. For a part that
-fails, it prints the log without the tests that passed. For a part that died, it also prints the tests that ran last. The
-end names the failed tests and the SLOWEST slowest tests.
+side by side, because most tests wait for programs. For a part that passes, this program prints its counts, warnings and
+skips. For a part that fails, it prints the log without the tests that passed. For a part that died, it also prints the
+tests that ran last. The end names the failed tests and the SLOWEST slowest tests.
 
 Failed tests run once more when all parts have ended, unless there are more than MAX_REPEATED. A test that lost a race
 against a busy processor passes then; it is reported as flaky, and the suite passes. A test that fails again fails the
@@ -77,7 +77,7 @@ class SuiteStopped(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """The name of a part and the arguments of its pytest."""
+    """A part of the test suite that can be started: its name and the arguments of its pytest."""
 
     name: str
     arguments: tuple[str, ...]
@@ -85,7 +85,7 @@ class Plan:
 
 @dataclass
 class Part:
-    """A part and the pytest that runs it."""
+    """A started part of the test suite, and the pytest process that runs it."""
 
     plan: Plan
     log: Path
@@ -222,7 +222,7 @@ def report(part: Part) -> None:
 
 
 def ran_last(part: Part) -> list[str]:
-    """Return the names of the tests that ran last. The last one is at the end."""
+    """Return the names of the tests that pytest started last, in their order."""
     started = [line.decode(errors="replace") for line in part.lines() if line.startswith(b"tests/") and b"::" in line]
     return started[-LAST_TESTS:]
 
@@ -235,7 +235,9 @@ def find_slowest(parts: list[Part]) -> list[str]:
 
 
 def failures(part: Part) -> list[str]:
-    """pytest's own list of what failed, and the part itself where that says nothing."""
+    """Return the names of the failed tests from pytest's summary. Adds a line about the part when the summary is
+    missing or pytest itself failed.
+    """
     named = [line.decode(errors="replace") for line in part.lines() if _NAMED.match(line)]
     return named if named and part.process.returncode == TESTS_FAILED else [*named, summarize(part)]
 
@@ -262,7 +264,7 @@ def repeat_failed(root: Path, folder: Path, failed: list[Part]) -> list[Part]:
 
 
 def run_suite(root: Path, folder: Path) -> int:
-    """Runs everything; gives the exit status."""
+    """Run all parts, repeat the failed tests, and return the exit status."""
     ended: list[Part] = []
     with contextlib.closing(run_all(root, folder)) as parts:
         for part in parts:

@@ -31,7 +31,7 @@ LOOK_EVERY_S = 2.0
 QUIET_S = 1.0
 """Idle seconds after which a session is usually between two steps of its model. Packing then disturbs no call."""
 AT_ONCE = 2
-"""Sessions of a host that are packed at the same time. Packing uses a processor that calls need."""
+"""Maximum number of sessions of a host that are packed at the same time. Packing uses a processor that calls need."""
 MAX_PAUSE_S = 600.0
 
 
@@ -117,7 +117,7 @@ class RecordingSandboxClient(SandboxClient):
 
 @dataclass
 class WatchedSession:
-    """State of a session from the last rounds, in monotonic seconds.
+    """A session as the last rounds found it. Times are in monotonic seconds.
 
     `changed_at` is the time of the first unsaved change; None when all files are saved.
     """
@@ -147,7 +147,7 @@ class WatchedSession:
 class CheckpointMonitor:
     """Saves changed sessions, so that few changes are lost with a host.
 
-    A session is saved at most every `every_s` seconds. A few sessions are packed at the same time.
+    A session is saved at most every `every_s` seconds. At most AT_ONCE sessions are packed at the same time.
     """
 
     def __init__(

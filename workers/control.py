@@ -208,7 +208,9 @@ class PoolOrders:
         self._end_process = end_process or _interrupt_child
 
     def obey(self, call: ToolCall, context: ToolContext, data: bytes) -> bool:
-        """Return True when the call had not started and never will, or when this or another worker ends the call."""
+        """Cancel a call. Return True when the call had not started and never will, or when this or another worker ends
+        it.
+        """
         call_id = str(call.arguments["call_id"])
         if self._ledger.forbid(context.tenant, call_id):
             return True
@@ -224,7 +226,7 @@ class PoolOrders:
 
 
 def process_holder(worker: str, pid: int) -> str:
-    """Return the holder of a call for the ledger: one process of a worker without sandboxes."""
+    """Return the name under which the ledger records the process of a call. Only workers without sandboxes use it."""
     return holder_name(worker, str(pid))
 
 

@@ -36,7 +36,7 @@ RETRY_S = 5.0
 MAX_RETRY_S = 60.0
 """Longest pause between two holds of a session.
 
-A failed hold makes the session's other calls wait, so each pause is longer.
+A failed hold makes the session's other calls wait, so each pause is longer than the one before.
 """
 POLL_S = 0.05
 

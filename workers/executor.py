@@ -64,7 +64,7 @@ class CallPolicy:
         check_switches(find, spec, arguments)
 
     def admit(self, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> SandboxPolicy | None:
-        """Check a call with its prepared arguments. Return the terms of the tenant's sandboxes; None without tenants.
+        """Check a call with its prepared arguments. Return the sandbox policy of the tenant; None without tenants.
 
         Raises ToolFailure: TOOL_DISABLED, UNKNOWN_TENANT, PERMISSION_DENIED, SECURITY_REFUSED; ConfigError,
         BrokerUnavailable.
@@ -148,8 +148,7 @@ class ExecutorMiddleware:
 class _PreparedCall:
     """A call that may start. `call` includes all of its arguments.
 
-    `aliases` lists the alternative argument names that the caller used. `terms` are the terms of the tenant's
-    sandboxes.
+    `aliases` lists the alternative argument names that the caller used. `terms`: the sandbox policy of the tenant.
     """
 
     call: ToolCall
@@ -229,7 +228,8 @@ class Executor:
     def _prepare(self, call: ToolCall, context: ToolContext) -> _PreparedCall:
         """Check everything that can be wrong with a call before it starts."""
         tool = self._registry.get(call.name)
-        # The same answer for both: a tenant cannot learn that another one has a tool.
+        # An unknown tool and a tool of another tenant get the same answer: a tenant cannot learn that another tenant
+        # has a tool.
         if tool is None or not tool.spec.is_for(context.tenant):
             raise ToolFailure(ErrorCode.TOOL_NOT_FOUND, f"Tool not found: {call.name}")
         # Check before the arguments: a tool that is off reports that even for invalid arguments.

@@ -18,8 +18,8 @@ from workers.web.fences import printable
 MAX_SCHEMA_BYTES = 16 * 1024
 MAX_SCHEMA_DEPTH = 24
 MAX_PARTS = 2000
-"""Limit of the schemas that one check of arguments visits, after following references, plus the values in their
-lists.
+"""Limit of the work of one check of arguments: the number of subschemas that it visits, with those behind references,
+plus the number of values in their lists.
 """
 HIDDEN = re.compile("[\u202a-\u202e\u2066-\u2069\U000e0000-\U000e007f]")
 """Characters that are invisible to a person but not to a model, and characters that change the order of text."""

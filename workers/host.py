@@ -63,9 +63,9 @@ SANDBOXD_WAIT_S = 60.0
 ADOPT_EVERY_S = 1.0
 LEFTOVERS_EVERY_S = USAGE_EVERY_S = 10.0
 LOST_S = 15.0
-"""Seconds that running calls get when the worker must end at once.
+"""Seconds that running calls get when the worker was declared lost, or sandboxd has restarted.
 
-No process waits for results of an incarnation that was declared lost.
+The worker must then end soon, because no process waits for the results of these calls.
 """
 
 
@@ -220,7 +220,7 @@ class SandboxHost:
             self._heartbeat_duty,
             Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.look, client()), "sandboxd_silent", stop),
             Duty(
-                "sandboxd-counts", HEARTBEAT_S, counts.try_keep, "sandboxd_counts_not_sent", stop, is_first_at_once=True
+                "sandboxd-counts", HEARTBEAT_S, counts.try_send, "sandboxd_counts_not_sent", stop, is_first_at_once=True
             ),
             Duty(
                 "adoption",

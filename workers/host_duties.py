@@ -1,4 +1,6 @@
-"""Periodic duties of a sandbox worker for its host. Each class is one duty; each `look` is one round of the duty."""
+"""Periodic duties of a sandbox worker for its host. Each class is one duty. Its method `look` runs one round of the
+duty.
+"""
 
 import time
 from collections import Counter
@@ -70,7 +72,7 @@ class SandboxdSession:
 
 
 def parse_rows(rows: Sequence[Mapping[str, Any]]) -> list[SandboxdSession]:
-    """Return the rows of a reply. A row without `changed` counts as changed."""
+    """Return the sessions in a reply of sandboxd. A session without the field `changed` counts as changed."""
     return [
         SandboxdSession(
             str(row["name"]),
@@ -100,7 +102,9 @@ class SandboxdMonitor:
         return time.monotonic() - self._last_seen_at > SILENT_S
 
     def look(self, client: SandboxClient) -> bool:
-        """Read the status. Return True when another boot of sandboxd answered. Raises OperatorError, ToolFailure."""
+        """Read the status. Return True when sandboxd has restarted since the last status. Raises OperatorError,
+        ToolFailure.
+        """
         self.status = client.status()
         self._last_seen_at = time.monotonic()
         boot = str(self.status["boot"])
@@ -236,10 +240,10 @@ class LeftoverMonitor:
 
 
 class TermsMonitor:
-    """Sends sandboxd the terms of tenants with sessions here when their policies change.
+    """Sends sandboxd the terms (the sandbox policies) of tenants with sessions on this host when they change.
 
-    A background job then loses a withdrawn network also between calls. `find_policy` raises
-    ToolFailure(UNKNOWN_TENANT) and OperatorError.
+    Without this duty, a background job would keep a withdrawn network until the next call of its session. `find_policy`
+    raises ToolFailure(UNKNOWN_TENANT) and OperatorError.
     """
 
     def __init__(self, find_policy: Callable[[str], TenantPolicy]) -> None:
@@ -355,7 +359,7 @@ class SandboxdMetrics:
         self._boot = ""
         self._is_reported = False
 
-    def keep(self) -> None:
+    def send(self) -> None:
         """Send the counts of the last status. Raises BrokerUnavailable."""
         status = self._status()
         if not isinstance(status.get("counts"), Mapping):
@@ -367,10 +371,10 @@ class SandboxdMetrics:
         self._metrics.set_gauges(self._queue, _gauges(status))
         self._metrics.absorb(f"{self._host}.{self._boot}", self._counts)
 
-    def try_keep(self) -> None:
+    def try_send(self) -> None:
         """Send the counts. Log once when Redis does not answer."""
         try:
-            self.keep()
+            self.send()
             self._is_reported = False
         except BrokerUnavailable as error:
             if not self._is_reported:

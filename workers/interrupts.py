@@ -82,7 +82,9 @@ class CallInterrupts(ExecutorMiddleware):
         self._running: _RunningCall | None = None
 
     def listen(self) -> None:
-        """Replace Celery's handler of the signal. Celery's handler raises no matter what the process is doing."""
+        """Replace Celery's handler of the signal. Celery's handler raises an exception at any moment, even when no
+        handler of a tool runs.
+        """
         signal.signal(END_SIGNAL, self._on_signal)
 
     def run(self, environment: ToolEnvironment, handler: Callable[[], Outcome]) -> Outcome:
@@ -103,7 +105,7 @@ class CallInterrupts(ExecutorMiddleware):
             environment.run_s = time.monotonic() - began
 
     def _open(self, call: ToolCall, context: ToolContext) -> None:
-        # Install the handler for every call: the tool of the previous call may have replaced the handler.
+        # Install the handler before every call: the tool of the previous call may have replaced it.
         self.listen()
         # Set `_running` before the check of the board. A cancel that arrives between the two lines then raises in the
         # signal handler.

@@ -108,15 +108,13 @@ class SandboxClient:
 
         Return its container id, generation, image, network, kind of workspace, options, and start time.
 
-        - `restore`: a checkpoint of the tenant, which is unpacked into a new session. An open session stays
-          unchanged.
+        - `restore`: a checkpoint of the tenant, which is unpacked into a new session. An open session stays unchanged.
         - `workspace`: a file of the store in place of a checkpoint, by its id or location.
         - `options`: sizes and user of the sandbox. None: those of the class.
-        - `terms`: the terms of the tenant. None: the terms of the class `default`, or the present terms of an open
-          session.
-        - `moved`: set when another host had the session. `generation` is the fence of its new location.
-          `checkpoint_at` is the time of the restored checkpoint in ISO 8601, or None. `is_planned`: that host was
-          drained, not lost.
+        - `terms`: the tenant's sandbox policy. None: the policy of the class `default`, or the present policy of an
+          open session.
+        - `moved`: set when another host had the session. `generation` is the fence of its new location. `checkpoint_at`
+          is the time of the restored checkpoint in ISO 8601, or None. `is_planned`: that host was drained, not lost.
 
         The first call of a moved session reports what was lost. Without `restore` the first call is refused with this
         report. A state of an older generation on this host is closed first.
@@ -177,8 +175,8 @@ class SandboxClient:
     ) -> GuestResponse:
         """Run one request of docs/guest-protocol.md in the sandbox.
 
-        `on_data` receives pieces of streams as they arrive; without it the response contains them. `terms` are the
-        present terms of the tenant; None: unchanged. `run`: the run that the call belongs to.
+        `on_data` receives pieces of streams as they arrive; without it the response contains them. `terms`: the
+        tenant's present sandbox policy; None: unchanged. `run`: the run that the call belongs to.
 
         Raises ToolFailure with the guest's code, and SandboxUnavailable when the sandbox or sandboxd has ended.
         """
@@ -191,9 +189,9 @@ class SandboxClient:
             **_build_terms_field(terms),
             **({"run": run} if run is not None else {}),
         }
-        # Bounded: sandboxd ends a sandbox that sends more than the request allows.
+        # The size is bounded: sandboxd ends a sandbox that sends more than the request allows.
         gathered: dict[str, bytearray] = {}
-        # Before the connection: arguments that are too large are a failure of the call, not of sandboxd.
+        # Encode before the connection is used: arguments that are too large are a failure of the call, not of sandboxd.
         first = _encode_frame(header, body[:_BODY_CHUNK])
         with self._errors():
             sock = self._connect()
@@ -203,7 +201,7 @@ class SandboxClient:
             sock.sendall(first)
             for at in range(_BODY_CHUNK, len(body), _BODY_CHUNK):
                 sock.sendall(_encode_frame({"verb": "data"}, body[at : at + _BODY_CHUNK]))
-            # From here, because the limit of the call starts in sandboxd when the body is complete.
+            # Start the time limit here: in sandboxd the limit of the call starts when the body is complete.
             deadline = time.monotonic() + timeout_s
             while (frame := self._next(deadline)).header.get("ev") == "data":
                 stream = str(frame.header.get("stream"))
@@ -243,7 +241,9 @@ class SandboxClient:
         return bool(self._request({"verb": "close", "sandbox": name, **only}, OPEN_TIMEOUT_S)["closed"])
 
     def send_terms(self, tenant: str, terms: SandboxPolicy) -> int:
-        """Replace the terms of a tenant for all of its sessions on this host. Return the number of these sessions."""
+        """Replace the sandbox policy (`terms`) of a tenant for all of its sessions on this host. Return the number of
+        these sessions.
+        """
         return int(self._request({"verb": "terms", "tenant": tenant, **_build_terms_field(terms)}, 10.0)["sessions"])
 
     def exchange_secrets(self, values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -484,12 +484,13 @@ class InvalidGuestAnswer(Exception):
 class _Shape(BaseModel):
     """Base of the answer shapes. Fields without a name here are ignored."""
 
-    # `strict`: text in place of a number would be converted. Without NaN, which passes every comparison as false.
+    # `strict`: otherwise text in place of a number would be converted. `allow_inf_nan`: NaN would pass every limit,
+    # because each comparison with NaN is false.
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class GuestAnswer(_Shape):
-    """The end of any request. sandboxd itself adds all fields but `run_s`, `kill` and `error`."""
+    """The fields of `done` that all requests share. sandboxd adds all of them except `run_s`, `kill` and `error`."""
 
     run_s: float = 0.0
     kill: KillReport | None = None

@@ -93,8 +93,8 @@ class WorkerSettings(SharedSettings, LogSettings):
     change or repeat, as in containers.
     """
     checkpoint_every_s: float | None = Field(default=None, ge=0, le=86_400)
-    """Least seconds between two checkpoints of a session whose files change; 0: no checkpoints. Default: 60 with a
-    shared TOOLCREW_WORKSPACE_STORE. An operator raises it when the store is slow.
+    """Minimum time in seconds between two checkpoints of a session whose files change; 0: no checkpoints. Default: 60
+    with a shared TOOLCREW_WORKSPACE_STORE. An operator raises it when the store is slow.
     """
     drain_s: float = Field(default=600.0, gt=0, le=86_400)
     """Seconds that a drain waits for busy sessions; then they move from their last checkpoint. An operator changes it
@@ -167,7 +167,7 @@ class RegistryLogin(BaseModel):
 
 
 class TenantClass(BaseModel):
-    """Limits of the sessions of a tenant class on this host. None: the host's default. The terms of a tenant name its
+    """Limits of the sessions of a tenant class on this host. None: the host's default. The policy of a tenant names its
     class.
     """
 

@@ -10,7 +10,7 @@ from workers.mcp.settings import HttpEntry, load_servers
 from workers.settings import WorkerSettings, load_web_settings
 from workers.tools.base import WorkerTool
 from workers.web.resolver import SystemResolver
-from workers.web.tools import build_egress_rules, build_web_tools
+from workers.web.tools import build_access_rules, build_web_tools
 from workers.web.webhook import build_webhook
 
 
@@ -22,7 +22,7 @@ def load_web_worker_tools(settings: WorkerSettings) -> tuple[WorkerTool, ...]:
     custom = load_custom_tools(settings.tool_modules, config=settings.tool_config)
     web = load_web_settings()
     # Models do not get `webhook.send`. Only orchestrators call it.
-    webhook = build_webhook(SystemResolver(), build_egress_rules(web))
+    webhook = build_webhook(SystemResolver(), build_access_rules(web))
     return (*build_web_tools(web, cache), webhook, *custom)
 
 

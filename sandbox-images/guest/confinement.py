@@ -125,7 +125,7 @@ class _Resolver:
         # The parts that the kernel resolved in one step. The trail then lacks the parents of its last directory.
         self._skipped: list[bytes] = []
         self._on_foot = not paths.use_openat2
-        # Names of the last directories of the trail that this resolution has created.
+        # Names of the directories at the end of the trail that this resolution has created.
         self._made: list[bytes] = []
 
     def resolve(self, path: bytes) -> DirectoryEntry:

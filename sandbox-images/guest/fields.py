@@ -70,7 +70,7 @@ def read_text(header: dict[str, Any], name: str) -> str:
 
 
 def read_any_text(header: dict[str, Any], name: str) -> str:
-    """Return a text that may be empty or contain NUL: its use reports what is wrong with it."""
+    """Return a text that may be empty or contain NUL. The code that uses the text reports its faults."""
     value = header.get(name)
     if not isinstance(value, str):
         raise RequestFailure(INVALID_ARGUMENTS, f"{name!r} must be a string")
@@ -94,7 +94,7 @@ def read_script_bytes(header: dict[str, Any], name: str) -> int:
 
 
 def optional(read: Reader) -> Reader:
-    """Return a reader of a field that may be missing or null; it is then None."""
+    """Return a reader of a field that may be missing or null. For such a field the reader returns None."""
     return lambda header, name: None if header.get(name) is None else read(header, name)
 
 

@@ -344,7 +344,8 @@ class Watch:
 class RequestContext:
     """The environment of the function that serves a file request or a search request.
 
-    The function calls `watch.check()` between two pieces of work. The supervisor closes what the function opens.
+    The function calls `watch.check()` between two pieces of work. The supervisor closes all descriptors that the
+    function opens.
     """
 
     __slots__ = ("paths", "pipes", "watch")

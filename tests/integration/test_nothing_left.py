@@ -22,12 +22,12 @@ def test_twenty_rounds_of_every_end_leave_nothing_and_cost_sandboxd_nothing(
     played = Rounds(daemon.running, engine)
     played.play(range(len(WAYS)))
     assert played.settle(SOON_S) == {}
-    before = played.vitals()
+    before = played.resources()
 
     played.play(range(len(WAYS), len(WAYS) + ROUNDS))
 
     assert played.settle(SOON_S) == {}
-    after = played.vitals()
+    after = played.resources()
     assert set(played.done) == set(WAYS)
     assert daemon.status()["sessions"] == 0
     assert daemon.status()["room"]["taken"] == 0

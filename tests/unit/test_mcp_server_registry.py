@@ -16,7 +16,7 @@ from contract.registry import ToolRegistry
 from tests.mcp_peers import TOOL
 from workers.celery_edge.broker import LiveTasks
 from workers.mcp.imports import ImportedTool, import_tools
-from workers.mcp.server_registry import FIRST_AGAIN_S, ServerRegistry
+from workers.mcp.server_registry import FIRST_RETRY_S, ServerRegistry
 from workers.mcp.settings import HttpEntry
 from workers.tools.base import Outcome, WorkerRegistry, WorkerTool
 
@@ -77,7 +77,7 @@ def test_a_server_that_is_down_is_retried() -> None:
     pauses = [harness.ask()]
     for _ in range(6):
         pauses.append(harness.ask(pauses[-1]))
-    assert pauses == [FIRST_AGAIN_S, 60, 120, 240, 480, REFRESH_S, REFRESH_S]
+    assert pauses == [FIRST_RETRY_S, 60, 120, 240, 480, REFRESH_S, REFRESH_S]
     source.listed = [TOOL]
     assert harness.ask(REFRESH_S) == REFRESH_S
     assert (harness.names(), harness.changes) == (["docs__echo"], 1)
@@ -147,7 +147,7 @@ def test_a_silent_server_keeps_its_tools_and_is_retried_sooner() -> None:
     assert (logs, harness.changes) == ([], 1), "the same list is no change"
     source.listed = None
     with capture_logs() as logs:
-        assert harness.ask(REFRESH_S) == FIRST_AGAIN_S
+        assert harness.ask(REFRESH_S) == FIRST_RETRY_S
     assert [log["event"] for log in logs] == ["mcp_server_silent"]
     assert harness.names() == ["docs__echo"]
     assert harness.changes == 1

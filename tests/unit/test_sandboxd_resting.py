@@ -135,7 +135,7 @@ async def test_a_slow_pack_does_not_delay_the_freeze_of_others(tmp_path: Path) -
 
 
 async def test_a_slow_guest_does_not_delay_other_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory_module, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(factory_module, "FREE_SLOT_TIMEOUT_S", 0.05)
     suspension_store = SlowSuspensionStore()
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, limit=1) as host:
         old = await host.sessions.open("acme:old", SessionParameters(PLAN, 60))

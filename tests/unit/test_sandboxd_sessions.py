@@ -389,11 +389,11 @@ async def test_counts_of_sandboxd_are_added_once(redis_server: RedisProcess, cli
     first, statuses = build_taker(
         client, build_status(oom=2, starts=starts, kills={"tree": 1}, lost={"ended": 1, "invented": 9})
     )
-    first.keep()
-    first.keep()
+    first.send()
+    first.send()
     statuses.append(build_status(oom=5, starts=starts, failed_starts=1))
     second, _ = build_taker(client, statuses[-1])
-    second.keep()
+    second.send()
     counts = await read(redis_server)
     assert counts[key("toolcrew_sandbox_oom_total")] == 5
     assert counts[key("toolcrew_sandbox_start_seconds_count")] == 2
@@ -417,7 +417,7 @@ async def test_counts_of_sandboxd_are_added_once(redis_server: RedisProcess, cli
 async def test_a_sandboxd_of_another_release_reports_what_it_can(
     redis_server: RedisProcess, client: "redis.Redis", status: dict[str, Any]
 ) -> None:
-    build_taker(client, status)[0].keep()
+    build_taker(client, status)[0].send()
     assert (await read(redis_server))[key("toolcrew_sandbox_oom_total")] == 0
 
 

@@ -20,7 +20,7 @@ from workers.web.providers.endpoint import SearchEndpoint
 from workers.web.providers.exa import Exa
 from workers.web.providers.searxng import Searxng
 from workers.web.providers.tavily import Tavily
-from workers.web.tools import build_egress_rules, build_providers, build_web_tools
+from workers.web.tools import build_access_rules, build_providers, build_web_tools
 from workers.web.websearch import build_websearch
 
 KEY = "key-that-stays-secret"
@@ -351,8 +351,8 @@ def test_settings_come_from_the_environment_and_hide_their_secrets(monkeypatch: 
         monkeypatch.setenv(f"TOOLCREW_{name}", value)
     settings = load_web_settings()
     assert KEY not in repr(settings) + str(settings) + settings.model_dump_json()
-    assert build_egress_rules(settings).allowed_hosts == {"wiki.internal:8080"}
-    assert build_egress_rules(settings).ports == {80, 443}
+    assert build_access_rules(settings).allowed_hosts == {"wiki.internal:8080"}
+    assert build_access_rules(settings).ports == {80, 443}
 
 
 def test_an_address_of_a_service_that_is_none_is_said_without_repeating_it() -> None:

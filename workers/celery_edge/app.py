@@ -87,7 +87,7 @@ def parse_session_of(arguments: Any) -> str | None:
 
 
 def end_worker(code: int, *, within_s: float | None = None) -> None:
-    """Take no more calls, wait for the running calls, then end the process with `code`.
+    """Stop taking calls, wait for the running calls, then end the process with exit code `code`.
 
     With `within_s` the process ends after this many seconds even if calls are running.
     """

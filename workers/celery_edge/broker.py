@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 DUPLICATE_FILTER = "duplicate_filter"
 """Transport option with the app's DuplicateFilter."""
 REMEMBERED = 20_000
-"""Messages that are remembered to detect repetitions: more than a worker can run in half a minute."""
+"""Number of messages that are remembered to detect repetitions. A worker cannot run as many in half a minute."""
 
 # Errors that kombu's hooks for dates, numbers and bytes, and the decoding of a body, raise on hostile JSON.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -190,7 +190,7 @@ FLUSH_AFTER_S = 0.1
 """Maximum age of the first event of a batch, in seconds."""
 MAX_BATCH = 500
 FORGOTTEN_S = 1.0
-"""Seconds after its due time when a batch counts as lost with a broken connection."""
+"""Seconds after its due time at which an unsent batch counts as lost, because its connection is broken."""
 
 
 class LiveTasks(TaskRegistry):

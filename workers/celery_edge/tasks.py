@@ -49,7 +49,9 @@ effect: the guest and sandboxd end the call.
 RECORD_TTL_S = 3600 + 60
 """Seconds that Redis keeps a large result: longer than Celery keeps the message that names it."""
 KEEP_WAIT_S = 60.0
-"""Seconds that a result waits for an unavailable Redis. A restart takes seconds, and the call has acted."""
+"""Seconds that a result waits for an unavailable Redis. A restart of Redis takes seconds, and the call has already
+acted.
+"""
 PAUSE_S = 0.5
 
 

@@ -34,7 +34,8 @@ class CallLoop:
             self._runner.close()
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T:
-        """Return the result of `coroutine`. Threads of a tool wait for each other.
+        """Run `coroutine` to its end and return its result. Calls from several threads of a tool run one after the
+        other.
 
         Raises RuntimeError inside a running loop, where the wait would never end.
         """

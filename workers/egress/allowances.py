@@ -51,7 +51,7 @@ class EgressQuestion(BaseModel):
 
 
 def parse_opening(line: bytes) -> EgressOpening | EgressQuestion:
-    """Return the opening of a line. Raises Refusal for anything but an opening of this version."""
+    """Parse sandboxd's first line. Raises Refusal for a line that is not an opening or a question of this version."""
     with contextlib.suppress(ValidationError):
         return EgressQuestion.model_validate_json(line)
     try:
@@ -89,7 +89,7 @@ class ByteRateLimiter:
         if self._lock.locked() or self._fill() < min(max_bytes, self._min_take()):
             async with self._lock:
                 while (missing := min(max_bytes, self._min_take()) - self._fill()) > 0:  # noqa: ASYNC110
-                    # time is what it waits for
+                    # The refill depends only on time, so there is no event to wait for.
                     await asyncio.sleep(missing / self._rate)
         granted = min(max_bytes, int(self._tokens))
         self._tokens -= granted
@@ -137,8 +137,8 @@ class ConnectionQuota:
         return granted
 
     async def charge(self, count: int) -> None:
-        """Count bytes that the proxy itself has made, at the session's rate. Raises Refusal when the quota is used
-        up.
+        """Charge the session's quota for `count` bytes that the proxy itself produced, at the session's rate. Raises
+        Refusal when the quota is used up.
         """
         while count:
             granted = await self.take(count)
@@ -147,7 +147,7 @@ class ConnectionQuota:
             count -= granted
 
     def give_back(self, count: int) -> None:
-        """Return bytes that were taken and not read."""
+        """Give bytes back to the quota that were taken and not read."""
         self._used -= count
         self._rate_limiter.give_back(count)
 
@@ -164,8 +164,8 @@ class ConnectionQuota:
 
 
 class ConnectionQuotas:
-    """The quotas of all sessions. `max_tenant_connections`: open connections of one tenant, over all of its
-    sessions.
+    """The quotas of all sessions. `max_tenant_connections`: maximum number of open connections of one tenant, over all
+    of its sessions.
     """
 
     def __init__(

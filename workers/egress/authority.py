@@ -41,14 +41,14 @@ class Authority:
         self._contexts: OrderedDict[str, tuple[float, ssl.SSLContext]] = OrderedDict()
 
     def build_bundle(self) -> bytes:
-        """Return this authority and those of the system, in PEM: what programs of a sandbox trust."""
+        """Return the certificates that programs of a sandbox trust, in PEM: those of the system and this one."""
         paths = ssl.get_default_verify_paths()
         hashed = sorted(Path(paths.capath).glob("*.[0-9]")) if paths.capath else []
         system = [Path(paths.cafile)] if paths.cafile else hashed
         return b"".join([self._certificate.public_bytes(Encoding.PEM), *(path.read_bytes() for path in system)])
 
     def find_context(self, host: str) -> ssl.SSLContext:
-        """Return the server's side of TLS for the host."""
+        """Return the TLS context with which the proxy acts as `host`. A missing or old certificate is issued anew."""
         made_at, context = self._contexts.get(host, (float("-inf"), None))
         if context is None or self._clock() - made_at > RENEW_S:
             context = self._build_context(host)

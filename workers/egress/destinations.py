@@ -1,8 +1,8 @@
-"""Connects to the destination of a request: check the tenant's list, resolve once, judge every address, connect to a
-judged address.
+"""Connects to the destination of a request: check the tenant's list, resolve once, check every address, connect to a
+checked address.
 
 Invariant: a sandbox reaches only hosts of its tenant's list, and among private addresses only those that an operator
-has listed. The name is resolved once and the socket connects to exactly the judged addresses. A second lookup could
+has listed. The name is resolved once and the socket connects to exactly the checked addresses. A second lookup could
 return another address (DNS rebinding). The peer of the connected socket is checked again.
 """
 
@@ -38,7 +38,7 @@ _METADATA = frozenset(ipaddress.ip_address(text) for text in ("100.100.100.200",
 
 
 class ResolverPool:
-    """Lookups in threads, a few at once per tenant. Slow name servers of one tenant delay no other tenant.
+    """Looks up names in threads, a few at once per tenant. Slow name servers of one tenant delay no other tenant.
 
     `open_resolver` returns a tenant's resolver, which may block. The resolver is kept for the next lookup, because it
     may count lookups that still hang.
@@ -162,8 +162,8 @@ def _is_listed(target: Target, patterns: Sequence[str]) -> bool:
 
 
 def _is_private(address: Address) -> bool:
-    """Return whether a private host may have the address. Link-local, metadata and multicast addresses are never
-    allowed.
+    """Return whether the address is one of those that an operator may allow with `private_hosts`. Link-local, metadata
+    and multicast addresses are never allowed.
     """
     # These answer with credentials of the machine. They lie in ranges that an operator may open.
     return address not in _METADATA and any(address in network for network in _PRIVATE)

@@ -1,7 +1,7 @@
 """Requests to the proxy: their heads are checked and rewritten.
 
 A message that two parsers could read differently is refused. The proxy writes its own head from parsed parts and never
-forwards a head as it came.
+forwards a head unchanged.
 """
 
 import re
@@ -57,7 +57,9 @@ class Header:
 
 @dataclass(frozen=True)
 class Framing:
-    """How a body ends: after `length` bytes, chunked, or (neither) as the kind of message defines."""
+    """The way in which a body ends: after `length` bytes, after the last chunk, or (neither) as the kind of message
+    defines.
+    """
 
     length: int | None = None
     is_chunked: bool = False
@@ -118,13 +120,15 @@ def drop_hop_by_hop(headers: Sequence[Header]) -> list[Header]:
 
 @dataclass(frozen=True)
 class ProxyRequest:
-    """A request. `head`: bytes for the host to the empty line; empty for a tunnel. `target.path` is unused."""
+    """A request to the proxy. `head`: the bytes for the host, up to and including the empty line; empty for a tunnel.
+    `target.path` is unused.
+    """
 
     method: str
     target: Target
     is_tunnel: bool
     is_old: bool
-    """HTTP/1.0, which has no chunked answers."""
+    """True for HTTP/1.0, which has no chunked answers."""
     framing: Framing
     head: bytes
 

@@ -1,8 +1,8 @@
 """A connection to a host with secrets of the session: TLS ends here, and every request is parsed, checked, filled with
 secrets and framed again.
 
-Invariant: a secret leaves only in a request to its host, over TLS that was verified, at its place. Requests and answers
-that two parsers could read differently end the connection.
+Invariant: a secret leaves only in a request to its host, over TLS that was verified, at the place that the secret's
+owner has named. Requests and answers that two parsers could read differently end the connection.
 """
 
 import asyncio
@@ -35,14 +35,15 @@ from workers.egress.tls import TlsStream
 from workers.web.bodies import CODINGS, Inflater
 from workers.web.urls import Target
 
-# A part of an answer could show a secret in pieces that nothing recognizes, so the host sends the whole.
+# Headers that the proxy removes or sets itself. With `range`, the answer could contain a part of a secret, which is not
+# recognized, so the host must send the whole answer.
 _DROPPED = frozenset({b"accept-encoding", b"range", b"if-range", b"host"})
 _DECODED = frozenset({b"content-encoding", b"content-length"})
 """Headers that do not apply to a decoded answer."""
 
 
 class SecretProxy:
-    """Intercepts connections to hosts with secrets. `upstream`: verifies the hosts."""
+    """Intercepts connections to hosts with secrets. `upstream`: the TLS context that verifies the hosts."""
 
     def __init__(self, authority: Authority, uses: SecretUses, upstream: ssl.SSLContext) -> None:
         self.authority, self.uses, self.upstream = authority, uses, upstream
@@ -104,8 +105,8 @@ class Interception:
         self._proxy, self._opening, self._target = proxy, opening, target
         self._quota, self._limits = quota, limits
         self._activity = ActivityClock()
-        # Filled in: only the secrets of this host. Masked: all of the session, because another host may have given one
-        # to this one.
+        # Requests get only the secrets of this host. Answers are masked for all secrets of the session, because another
+        # host may have passed one to this host.
         self._filler = SecretFiller(
             opening.tenant, opening.session, [one for one in opening.secrets if one.is_bound_to(target)]
         )
@@ -117,7 +118,7 @@ class Interception:
         await run_all(self._run(client, host, first), background=(watch(self._activity),))
 
     async def _run(self, client: Stream, host: Stream, first: bytes) -> None:
-        # The client first: without its ClientHello, the host is not asked for anything.
+        # Handshake with the client first: without its ClientHello, nothing is sent to the host.
         tls = await self._greet(client, first)
         inner = Peer(tls, h11.SERVER, self._limits)
         try:
@@ -172,7 +173,8 @@ class Interception:
             raise refuse_bad_request(f"it is not an HTTP/1.1 request ({error})") from None
         except HeadError as error:
             raise refuse_bad_request(str(error)) from None
-        # Noted before the request is sent: a use that the host never saw is better than one that no report shows.
+        # Count the use before the request is sent: it is better to report a use that the host never saw than to miss
+        # one.
         for name in filled.used:
             self._proxy.uses.note(
                 self._opening.tenant, self._opening.session, self._opening.run, name, self._target.authority
@@ -184,7 +186,7 @@ class Interception:
 
     async def _next_request(self, inner: Peer, outer: Peer) -> h11.Request | None:
         """Return the next request, or None when one side ends. A head must be complete in time."""
-        # A client may have sent its next request already. Then nothing is waited for.
+        # A client may have sent its next request already. In this case the proxy waits for no bytes.
         if inner.http.trailing_data == (b"", False):
             data = await self._wait_for_client(inner, outer)
             if data is None:
@@ -238,18 +240,20 @@ class Interception:
         forwarded += [_header(b"Host", self._target.authority.encode()), _header(b"Accept-Encoding", b"identity")]
         if framing.is_chunked:
             forwarded.append(_header(b"Transfer-Encoding", b"chunked"))
-        # Last, so that no check and no list of headers depends on the value of a secret.
+        # Fill in the secrets last, so that no check and no list of headers depends on the value of a secret.
         return self._filler.fill(request.target, forwarded)
 
 
 def build_upstream_context() -> ssl.SSLContext:
-    """Return the client's side of TLS to hosts, which must be known to an authority of the system."""
+    """Return the TLS context for connections to hosts. A host must have a certificate of an authority that the system
+    trusts.
+    """
     context = ssl.create_default_context()
     context.set_alpn_protocols(["http/1.1"])
     return context
 
 
-def find_bound(secrets: Sequence[BoundSecret], target: Target) -> bool:
+def must_intercept(secrets: Sequence[BoundSecret], target: Target) -> bool:
     """Return whether a tunnel to the target must be intercepted."""
     return any(secret.is_bound_to(target) for secret in secrets)
 

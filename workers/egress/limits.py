@@ -14,7 +14,7 @@ class ProxyLimits:
     opening_s: float = 5.0
     """Time for sandboxd's opening line."""
     opening_bytes: int = 1024 * KIB
-    """The limit is larger than the longest rules."""
+    """Limit of the opening line. It is larger than a line with the longest rules."""
     request_s: float = 60.0
     """Time for the first byte of a request: clients open connections before they need them."""
     header_s: float = 10.0

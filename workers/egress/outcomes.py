@@ -39,22 +39,22 @@ class Refusal(Exception):
 
 
 def refuse(outcome: EgressOutcome, sentence: str) -> Refusal:
-    """Return a 403: the rules do not allow the request."""
+    """Return the refusal with status 403: the rules do not allow the request."""
     return Refusal(outcome, HTTPStatus.FORBIDDEN, sentence)
 
 
 def refuse_bad_request(problem: str) -> Refusal:
-    """Return a 400: the proxy does not accept the request."""
+    """Return the refusal with status 400: the proxy does not accept the request."""
     return Refusal(EgressOutcome.BAD_REQUEST, HTTPStatus.BAD_REQUEST, f"the request is not accepted: {problem}")
 
 
 def refuse_exhausted(outcome: EgressOutcome, sentence: str) -> Refusal:
-    """Return a 429: a quota of the session or its tenant is used up."""
+    """Return the refusal with status 429: a quota of the session or its tenant is used up."""
     return Refusal(outcome, HTTPStatus.TOO_MANY_REQUESTS, sentence)
 
 
 def refuse_bad_gateway(outcome: EgressOutcome, sentence: str) -> Refusal:
-    """Return a 502: the host cannot be reached."""
+    """Return the refusal with status 502: the host cannot be reached."""
     return Refusal(outcome, HTTPStatus.BAD_GATEWAY, sentence)
 
 

@@ -69,7 +69,7 @@ class Peer:
 
 
 class AnswerRewriter:
-    """Changes an answer on its way to the client. This one changes nothing."""
+    """Base class of objects that change an answer on its way to the client. This class changes nothing."""
 
     def rewrite_head(self, status: int, headers: list[Header]) -> list[Header]:
         """Return the headers for the client. Raises Refusal."""
@@ -85,8 +85,8 @@ class AnswerRewriter:
 
 
 class HttpRelay:
-    """Relays requests of `inner` to `outer`, the `host`, one after another. `has_answered`: whether the client has
-    received a part of the answer to the present request.
+    """Relays requests of `inner`, the client, to `outer`, the host, one after another. `host`: the host's name for
+    error messages. `has_answered`: whether the client has received a part of the answer to the present request.
     """
 
     def __init__(self, inner: Peer, outer: Peer, host: str, activity: ActivityClock, limits: ProxyLimits) -> None:
@@ -103,7 +103,8 @@ class HttpRelay:
             await self._outer.send(request)
         except h11.LocalProtocolError:
             raise refuse_bad_request("it cannot be forwarded") from None
-        # At the same time: a host may answer before it has the whole body, and may wait until its answer is read.
+        # Relay body and answer at the same time: a host may answer before it has the whole body, and may wait until its
+        # answer is read.
         sending = asyncio.ensure_future(self._send_all(is_last=is_last))
         answering = asyncio.ensure_future(self._forward_answer(rewriter))
         try:
@@ -181,7 +182,7 @@ class HttpRelay:
 
     async def _start_answer(self, response: h11.Response, rewriter: AnswerRewriter) -> None:
         headers = read_headers(response)
-        # Only for its check: h11 accepts framing that other clients read differently.
+        # Parse only to check the headers: h11 accepts framing that other clients read differently.
         parse_framing(headers)
         if len(headers) > self._limits.header_lines:
             raise HeadError(f"it has more than {self._limits.header_lines} header lines")
@@ -192,7 +193,7 @@ class HttpRelay:
         # The host's own words may be a secret.
         reason = responses.get(response.status_code, "").encode()
         data = self._inner.http.send(h11.Response(status_code=response.status_code, headers=lines, reason=reason))
-        # Before the send: a part of the head may be out when it fails.
+        # Set before the send: a part of the head may have been sent when the send fails.
         self.has_answered = True
         await self._inner.channel.send(data or b"")
 
@@ -203,10 +204,10 @@ class HttpRelay:
 
 
 def build_bad_answer(host: str, problem: str) -> Refusal:
-    """Return the refusal for a host that answers badly."""
+    """Return the refusal for a host with an invalid answer."""
     return refuse_bad_gateway(EgressOutcome.BAD_ANSWER, f"{host} {problem}: try again, or another source")
 
 
 def read_headers(message: h11.Request | h11.Response) -> tuple[Header, ...]:
-    """Return the headers of a message as they came."""
+    """Return the headers of a message, unchanged and in their order."""
     return tuple(Header(name.lower(), name, value) for name, value in message.headers.raw_items())

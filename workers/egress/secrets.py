@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 HTTPS_PORT = 443
 MAX_USES = 10_000
-"""Maximum number of kinds of uses that wait to be reported."""
+"""Maximum number of kinds of uses that wait to be reported. A kind is a session, run, secret and host."""
 REPORT_S = 60.0
 """Time between two reports of the same kind of use."""
 
@@ -102,7 +102,7 @@ def _fill_query(target: bytes, name: str, placeholder: bytes, value: bytes) -> b
     for at, part in enumerate(parts):
         key, equals, text = part.partition(b"=")
         if equals and unquote(key.decode("ascii")) == name and placeholder in text:
-            # Quoted, or a `&` in the secret would add a parameter.
+            # Quote the secret, or a `&` in it would add a parameter.
             parts[at] = key + equals + text.replace(placeholder, quote(value, safe="").encode())
     return path + mark + b"&".join(parts)
 
@@ -130,7 +130,7 @@ class SecretMasker:
 
     @classmethod
     def of(cls, secrets: Iterable[BoundSecret]) -> "SecretMasker":
-        """Return the masker of all encodings of the secrets."""
+        """Return a masker for all encodings of the secrets."""
         values = [secret.value.get_secret_value() for secret in secrets]
         return cls(form.encode() for value in values for form in find_encodings(value))
 
@@ -148,7 +148,7 @@ class SecretMasker:
                 following = lower.find(form, at + 1)
                 end = at + len(form)
                 if 0 < following < end:
-                    # Occurrences that overlap, such as those of `aaaa` in a long text of `a`. The text repeats itself
+                    # These occurrences overlap, such as those of `aaaa` in a long text of `a`. The text repeats itself
                     # with the period of their distance, so all occurrences up to the end of that run are known at once.
                     period = following - at
                     run = _find_end_of_run(lower, following + len(form), period) - at - len(form)
@@ -178,7 +178,8 @@ class MaskedStream:
         """Return the bytes that can be sent now."""
         raw = self._raw + data
         masked = bytearray(self._masker.mask(raw))
-        # A secret may have ended in the held bytes, whose start was already sent. The new text alone does not show it.
+        # The held bytes may contain the end of a secret whose start was already sent. The new text alone does not show
+        # this secret.
         for at, byte in enumerate(self._masked):
             if byte != self._raw[at]:
                 masked[at] = byte

@@ -24,7 +24,7 @@ from workers.egress.allowances import (
 from workers.egress.destinations import Destinations
 from workers.egress.hellos import UNRECOGNIZED_NAME, HelloGate
 from workers.egress.http_messages import HeadError, ProxyRequest, parse_request
-from workers.egress.interception import Interception, SecretProxy, find_bound
+from workers.egress.interception import Interception, SecretProxy, must_intercept
 from workers.egress.limits import CHUNK_BYTES, ProxyLimits
 from workers.egress.outcomes import EgressOutcome, Refusal, build_answer, refuse_bad_gateway, refuse_bad_request
 from workers.egress.relaying import AnswerRewriter, HttpRelay, Peer, PlainChannel
@@ -158,7 +158,7 @@ class _Connection:
             self._record.request = request
             sock = await self._destinations.connect(opening.tenant, request.target, opening.rules)
             self._host = Stream(sock)
-            if request.is_tunnel and find_bound(opening.secrets, request.target):
+            if request.is_tunnel and must_intercept(opening.secrets, request.target):
                 await self._intercept(self._host, opening, request, rest, quota)
             elif request.is_tunnel:
                 await self._tunnel(self._host, request, rest, quota)

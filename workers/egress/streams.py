@@ -1,5 +1,5 @@
-"""Bytes between a client and a host: a stream per side that charges the session's quota, both directions at once, and a
-watch for idle and old connections.
+"""Relay of bytes between a client and a host. Each side is a stream that charges the session's quota, and both
+directions run at once. `watch` ends idle and old connections.
 """
 
 import asyncio

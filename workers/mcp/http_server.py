@@ -17,7 +17,7 @@ from mcp.shared.jsonrpc_dispatcher import JSONRPCDispatcher
 from mcp.shared.transport_context import TransportContext
 
 from contract.errors import ErrorCode, ToolFailure
-from workers.mcp.http_transport import JudgedTransport
+from workers.mcp.http_transport import CheckedTransport
 from workers.mcp.session import REFUSED, STANDS_ALONE, RawSession
 from workers.mcp.settings import HttpEntry
 from workers.web.addresses import AddressRules
@@ -74,7 +74,7 @@ class HttpServer:
             raise (_mark_possibly_done(failure) if is_sent else failure) from None
 
     def _exchange(self, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline) -> T:
-        transport = self._judge(deadline)
+        transport = self._open_transport(deadline)
         # The event loop runs in its own thread. An exception in the main thread interrupts a call, and an event loop
         # in the main thread could lose this exception.
         with start_blocking_portal(name="mcp") as portal:
@@ -85,7 +85,7 @@ class HttpServer:
             raise deadline.passed(f"waiting for the MCP server {self.name}")
         return results[0]
 
-    def _judge(self, deadline: Deadline) -> JudgedTransport:
+    def _open_transport(self, deadline: Deadline) -> CheckedTransport:
         """Return a transport to the checked addresses of the server. Each conversation resolves the name once. Raises
         ToolFailure.
         """
@@ -96,10 +96,10 @@ class HttpServer:
         rules.check_target(target)
         addresses = find_addresses(self.resolver, target, deadline, FetchLimits())
         rules.check_addresses(target, addresses)
-        return JudgedTransport(self.name, target, addresses, self.tls, deadline)
+        return CheckedTransport(self.name, target, addresses, self.tls, deadline)
 
     async def _converse(
-        self, transport: JudgedTransport, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline
+        self, transport: CheckedTransport, work: Callable[[RawSession], Awaitable[T]], deadline: Deadline
     ) -> list[T]:
         """Return a list with the one result. The list is empty if `transport` has a failure or the deadline has
         passed.
@@ -132,7 +132,7 @@ class HttpServer:
         # server is known only after a successful greeting.
         alone, self.stands_alone = self.stands_alone, None
         if alone is None:
-            alone = await session.adopt_alone()
+            alone = await session.try_adopt_alone()
         elif alone:
             session.adopt(STANDS_ALONE)
         if not alone:

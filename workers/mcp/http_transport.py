@@ -26,7 +26,7 @@ _SESSION_ID = pattern(r"[\x21-\x7e]{1,512}")
 _OWN_HEADERS = frozenset({"accept-encoding", "connection", "content-length", "host", "user-agent"})
 
 
-class JudgedTransport(httpx2.AsyncBaseTransport):
+class CheckedTransport(httpx2.AsyncBaseTransport):
     """Transport that sends every request of one conversation to `target`, at checked addresses.
 
     `failure`: the reason why the conversation ended. The transport then calls `end`, which cancels the conversation.

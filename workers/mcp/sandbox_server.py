@@ -113,7 +113,7 @@ class SandboxServer:
     async def _greet(self, session: RawSession) -> None:
         if self.stands_alone is None:
             try:
-                self.stands_alone = await session.adopt_alone()
+                self.stands_alone = await session.try_adopt_alone()
             except ToolFailure as failure:
                 # A server that does not answer an unknown request gets the older greeting.
                 if failure.code is not ErrorCode.TIMEOUT:

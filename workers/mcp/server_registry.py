@@ -24,7 +24,7 @@ from workers.tools.base import WorkerRegistry, WorkerTool
 log = structlog.get_logger(__name__)
 
 _VERSION_BYTES = 8
-FIRST_AGAIN_S = 30.0
+FIRST_RETRY_S = 30.0
 """Pause after the first failure of a server, in seconds. Each further failure doubles the pause, up to the interval
 of a server without failures.
 """
@@ -32,7 +32,7 @@ of a server without failures.
 
 @dataclass(frozen=True)
 class ServerState:
-    """The known state of a server."""
+    """The last list of a server's tools, and the kind of its revision (ToolSource.stands_alone)."""
 
     stands_alone: bool | None
     tools: tuple[ImportedTool, ...]
@@ -64,7 +64,7 @@ class SharedLists:
             while at < len(data):
                 at += os.pwrite(self._fd, view[at:], at)
 
-    def read_news(self) -> dict[str, ServerState]:
+    def read_changed(self) -> dict[str, ServerState]:
         """Return the lists if another process wrote them since the last read or the fork; otherwise an empty dict."""
         if int.from_bytes(os.pread(self._fd, _VERSION_BYTES, 0)) == self._version:
             return {}
@@ -93,7 +93,9 @@ class SharedLists:
 
 
 class ToolSource(Protocol):
-    """A server with tools to offer. `stands_alone`: the server's revision; None before the first listing."""
+    """A server with tools to offer. `stands_alone`: whether the server speaks a revision of the protocol without
+    sessions; None before the first listing.
+    """
 
     stands_alone: bool | None
 
@@ -149,7 +151,7 @@ class ServerRegistry:
         self._shared = SharedLists() if sources else None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mcp-servers", daemon=True)
-        self.again_s = FIRST_AGAIN_S
+        self.again_s = FIRST_RETRY_S
         """Seconds until the next try after an unexpected exception."""
         self.on_change: Callable[[], None] = lambda: None
 
@@ -187,7 +189,7 @@ class ServerRegistry:
         """
         if self._shared is None or os.getpid() == self._owner:
             return
-        for name, state in self._shared.read_news().items():
+        for name, state in self._shared.read_changed().items():
             server = self._servers[name]
             server.source.stands_alone = state.stands_alone
             self._replace_tools(server, state.tools)
@@ -229,7 +231,7 @@ class ServerRegistry:
 
     def _delay(self, server: _Server) -> None:
         """Schedule the next try after a longer pause than the last one."""
-        server.pause_s = min(max(FIRST_AGAIN_S, server.pause_s * 2), self._refresh_s)
+        server.pause_s = min(max(FIRST_RETRY_S, server.pause_s * 2), self._refresh_s)
         server.due_at = self._clock() + server.pause_s
 
     def _register_tools(self, server: _Server, tools: tuple[ImportedTool, ...]) -> bool:

@@ -19,7 +19,7 @@ from workers.mcp.pages import ToolPages
 
 CLIENT = types.Implementation(name="toolcrew", version="1")
 STANDS_ALONE = types.DiscoverResult(supported_versions=[LATEST_MODERN_VERSION], capabilities=types.ServerCapabilities())
-"""State to adopt when a server is known to speak a revision in which every request stands alone."""
+"""State of a session with a server that speaks a revision without sessions, in which every request stands alone."""
 REFUSED = (MCPError, ValidationError, RuntimeError)
 """Exceptions of the SDK for an error response or an invalid response."""
 _ANY: TypeAdapter[Any] = TypeAdapter(Any)
@@ -42,10 +42,8 @@ class RawSession(ClientSession):
         self._server = server
         self._recording = dispatcher
 
-    async def adopt_alone(self) -> bool:
-        """Return whether the server speaks a revision in which every request stands alone. If so, the session uses
-        it.
-        """
+    async def try_adopt_alone(self) -> bool:
+        """Use the revision in which every request stands alone, if the server speaks it. Return whether it does."""
         try:
             answer = await self.send_discover(LATEST_MODERN_VERSION)
         except MCPError:

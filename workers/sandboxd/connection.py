@@ -193,7 +193,7 @@ class Connection:
             sandbox_fields["workspace_kept"] = session.workspace.outlives_container
         assert sandbox_fields.keys() <= SANDBOXD_FIELDS, "a guest could set a field that only sandboxd may set"
         self._send_done(done, sandbox_fields)
-        # Log last: the worker does not wait for it.
+        # Write the log entry last, so that the worker does not wait for it.
         log.info(
             "sandbox_call_ended",
             call=call_id,
@@ -279,7 +279,7 @@ def parse_session(header: Mapping[str, Any]) -> str:
 
 
 def parse_fence(header: Mapping[str, Any]) -> int | None:
-    """Return which opening of a session the request refers to, or None for any."""
+    """Return the fence: the number of the session's opening that the request refers to; None for any opening."""
     return parse_count(header, "fence") if "fence" in header else None
 
 
@@ -289,7 +289,7 @@ def parse_terms(header: Mapping[str, Any]) -> SandboxPolicy | None:
 
 
 def parse_options(header: Mapping[str, Any]) -> SandboxOptions:
-    """Return what the session asks of its sandbox."""
+    """Return the options that the session requests for its sandbox."""
     return _parse_record(header, "options", SandboxOptions, "correct the request") or DEFAULT_OPTIONS
 
 

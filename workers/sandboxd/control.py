@@ -48,7 +48,7 @@ IMAGE_WAIT_S = 500.0
 
 @dataclass(frozen=True)
 class HostStores:
-    """The stores of this host's sandboxd."""
+    """The stores that requests of workers use: checkpoints, files of workspaces, and skill bundles."""
 
     checkpoints: Checkpoints
     files: WorkspaceFiles
@@ -229,7 +229,9 @@ class ControlRequests:
         return {"bytes": saved.bytes, "sha256": saved.sha256}
 
     async def _update_terms(self, header: Mapping[str, Any]) -> int:
-        """Set the terms of all sessions of a tenant on this host, and return how many sessions there are."""
+        """Set the sandbox policy (`terms`) of all sessions of a tenant on this host, and return how many sessions there
+        are.
+        """
         tenant, terms = parse_text(header, "tenant"), parse_terms(header)
         if terms is None:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "'terms' is missing")
@@ -246,8 +248,8 @@ class ControlRequests:
         entry = self._sessions.find(name)
         used_at = entry.used_at if entry is not None else 0.0
         session, _ = await self._sessions.use(name)
-        # One at a time. Files that their owner may not read are opened up while they are packed, and two tasks would
-        # close them for each other.
+        # One checkpoint at a time: files that their owner may not read are readable only while they are packed. Of two
+        # tasks, the first to end would make the files unreadable for the other.
         async with session.checkpointing:
             _, sandbox = await self._sessions.use(name)
             used_before = session.used_at
@@ -298,7 +300,9 @@ def _parse_optional(header: Mapping[str, Any], name: str) -> str | None:
 
 
 def parse_moved(header: Mapping[str, Any]) -> SessionMove | None:
-    """Return the move that a request to open describes, or None when the session is new. Raises ToolFailure."""
+    """Return how the session moved here from another host, as a request to open describes it; None when the session did
+    not move. Raises ToolFailure.
+    """
     move = header.get("moved")
     if move is None:
         return None

@@ -41,15 +41,17 @@ from workers.sandboxd.session import HostSession
 log = structlog.get_logger(__name__)
 
 SLOT_WAIT_S = 10.0
-"""Time limit for a session that waits for a slot of another session, in seconds."""
-GIVE_UP_S = 10.0
-"""Time limit for a session that waits while another session frees its slot, in seconds."""
+"""Time limit of all attempts to get a slot, in seconds."""
+FREE_SLOT_TIMEOUT_S = 10.0
+"""Time limit of one attempt, in seconds: the wait until another session has freed its slot."""
 _LOOK_S = 0.1
 _MOST_FACTS = 1000
 
 
 class SandboxSlots:
-    """Slots for containers. `free_slot` asks another holder to free a slot, and returns whether it succeeded."""
+    """The slots of a host, one for each container. `free_slot` makes another holder free a slot, and returns whether it
+    succeeded.
+    """
 
     def __init__(self, limit: int, wait_s: float = SLOT_WAIT_S) -> None:
         self.limit = limit
@@ -96,7 +98,7 @@ class SandboxSlots:
         freeing = asyncio.ensure_future(self.free_slot())
         self._making.add(freeing)
         freeing.add_done_callback(self._making.discard)
-        await asyncio.wait({freeing}, timeout=GIVE_UP_S)
+        await asyncio.wait({freeing}, timeout=FREE_SLOT_TIMEOUT_S)
         return freeing.done() and freeing.result()
 
 
@@ -202,7 +204,7 @@ class SandboxFactory:
         self.shortage: str | None = None
 
     def pinned(self, plan: SandboxPlan, wait_s: float = WAIT_S) -> AbstractAsyncContextManager[SandboxPlan]:
-        """Return a block in which the image of the plan has a content id and is not removed (Images.pinned)."""
+        """Return a context in which the image of the plan has a content id and is not removed (Images.pinned)."""
         return nullcontext(plan) if self.images is None else self.images.pinned(plan, wait_s)
 
     def images_in_use(self) -> set[str | None]:
@@ -265,7 +267,7 @@ class SandboxFactory:
                     spec = self._profile.build_spec(plan, mount, labels, volume, image)
                     attached = await runtime.start(spec, name)
         except BaseException:
-            self._image_facts.clear()  # an image that was removed and pulled again has other folders
+            self._image_facts.clear()  # An image that was removed and pulled again has other folders.
             self._toolkit = None
             await asyncio.shield(self._confirm_removed(runtime, name))
             # The engine may have created the container despite the error, so the cleanup runs even after a
@@ -334,7 +336,7 @@ class SandboxFactory:
             await self.discard_workspace(workspace)
 
     async def end(self) -> None:
-        """Refuse new sandboxes from now on, and remove what is due."""
+        """Refuse new sandboxes from now on, and retry the failed removals."""
         self.is_ending = True
         await self.retry_removals()
 

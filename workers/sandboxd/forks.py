@@ -56,11 +56,10 @@ class SessionForker:
         """
         entry = self._sessions.find_open(name)
         self._sessions.check_room(len(children))
-        # A worker that disconnects must not stop it half-way: the records of some children would exist without the
-        # others.
+        # A worker that disconnects must not stop the fork half-way: only some of the children would then have records.
         await asyncio.shield(self._start(self._fork(entry, children, leaves_jobs=leaves_jobs)))
         depth = len(entry.workspace.layers)
-        # A merge that failed, because the disk is too full, is tried again only some layers later.
+        # After a failed merge, for example on a full disk, the next merge is tried only some layers later.
         if depth and depth % MERGED_LAYERS == 0 and not self._merging.locked():
             self._start(self._merge(entry.workspace.layers, entry))
         return entry
@@ -73,7 +72,7 @@ class SessionForker:
 
     async def _fork(self, entry: HostSession, children: Sequence[str], *, leaves_jobs: bool) -> None:
         async with entry.lock:
-            self._sessions.find_open(entry.id)  # not closed meanwhile
+            self._sessions.find_open(entry.id)  # Raises if the session was closed meanwhile.
             entry.used_at = time.monotonic()
             await entry.handed_over()
             can_stack = self._factory.stacks(entry.plan)
@@ -83,7 +82,7 @@ class SessionForker:
             if entry.sandbox is None:
                 self._stack(entry, children)
                 return
-            entry.is_moving = True  # calls wait for the lock from here
+            entry.is_moving = True  # From here on, calls wait for the lock.
             try:
                 await self._fork_running(entry, entry.sandbox, children, leaves_jobs=leaves_jobs, can_stack=can_stack)
             finally:
@@ -103,11 +102,11 @@ class SessionForker:
                 log.warning("layers_not_merged", layers=len(layers), error=str(error))
                 return
             for session in self._sessions.all():
-                async with session.lock:  # no sandbox of it starts now
+                async with session.lock:  # While the lock is held, no sandbox of the session starts.
                     workspace = session.workspace
                     if not isinstance(workspace, ImageWorkspace) or workspace.layers[-len(layers) :] != layers:
                         continue
-                    # Closed while this task waited for the lock: its record must not be written again.
+                    # The session was closed while this task waited for the lock. Its record must not be written again.
                     if self._sessions.find(session.id) is not session:
                         continue
                     session.workspace = replace(workspace, layers=(*workspace.layers[: -len(layers)], name))
@@ -116,7 +115,8 @@ class SessionForker:
                     except SandboxUnavailable as error:
                         session.workspace = workspace
                         log.warning("layers_not_merged", layers=len(layers), error=str(error))
-            # Also the new one, if no session could take it over. Layers that some session still names stay.
+            # This also deletes the new workspace if no session could take it over. Layers that a session still names
+            # stay.
             await self._sessions.discard_layers((name, *layers), size)
 
     async def _fork_running(
@@ -124,7 +124,7 @@ class SessionForker:
     ) -> None:
         if entry.is_busy:
             raise _busy("a call or a checkpoint of the session is running: fork it between its calls")
-        # Asked now, because a job may have ended, or begun in a call whose answer was lost.
+        # Ask the guest now: a job may have ended, or may have begun in a call whose answer was lost.
         has_jobs = (await ask_attestation(sandbox)).jobs > 0
         if has_jobs and not leaves_jobs:
             raise _busy("a background job of the session is running: end it, or leave the jobs in the parent")
@@ -135,8 +135,8 @@ class SessionForker:
         try:
             self._stack(entry, children)
         finally:
-            # Also after an error: the parent has its new disk, so its old container, which writes to a frozen one, must
-            # end.
+            # Do this also after an error: the parent may have its new disk, so its old container, which writes to the
+            # frozen disk, must end.
             if entry.sandbox is None:
                 heirs = [heir for name in (entry.id, *children) if (heir := self._sessions.find(name)) is not None]
                 handover = self._start(self._hand_over(sandbox, entry, heirs))
@@ -148,7 +148,8 @@ class SessionForker:
         try:
             archive = await self._store.pack(entry, sandbox)
         except SandboxUnavailable as error:
-            # Their files are safe on the frozen disk. /output and /tmp are lost, and the next call of each says so.
+            # The files of all heirs are safe on the frozen disk. /output and /tmp are lost, and the next call of each
+            # heir reports this.
             log.error("fork_not_packed", container=sandbox.container[:12], error=str(error))
             for heir in heirs:
                 heir.lost = str(error)
@@ -158,7 +159,7 @@ class SessionForker:
                 heir.archive = archive
                 if self._sessions.find(heir.id) is heir:
                     self._sessions.suspender.try_keep(heir)
-            await self._sessions.forget_archive(entry, archive)  # all of them may be closed by now
+            await self._sessions.forget_archive(entry, archive)  # All heirs may be closed by now.
         await settle([self._factory.discard(sandbox)])
 
     def _stack(self, entry: HostSession, children: Sequence[str]) -> None:
@@ -228,7 +229,7 @@ class SessionForker:
         plan = with_placeholders(entry.plan, name)
         child = HostSession(name, plan, entry.ttl_s, workspace, None, generation=0, terms=entry.terms)
         child.archive, child.lost, child.news = archive, entry.lost, entry.news
-        # No checkpoint has its files.
+        # No checkpoint has the child's files.
         child.activity.has_written = True
         return child
 

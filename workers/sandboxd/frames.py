@@ -20,9 +20,9 @@ from typing import Any
 from contract.json_limits import is_deeper
 
 MAX_DOWN = 1_048_576
-"""Largest total of a frame from host to guest."""
+"""Maximum size of a frame from host to guest, in bytes, without the length field at its start."""
 MAX_UP = 524_288
-"""Largest total of a frame from guest to host."""
+"""Maximum size of a frame from guest to host, in bytes, without the length field at its start."""
 MAX_HEADER = 262_144
 MAX_BODY_UP = 262_144
 MAX_DEPTH = 32
@@ -59,7 +59,8 @@ def encode_frame(header: Mapping[str, object], body: bytes = b"", *, max_total: 
 class FrameDecoder:
     """Collects bytes into frames. Holds at most one unfinished frame of `max_total` bytes.
 
-    `max_total` defines the direction. At MAX_UP a body may have MAX_BODY_UP bytes, otherwise all that the total leaves.
+    `max_total` also defines the direction. With MAX_UP a body has at most MAX_BODY_UP bytes. With any other limit only
+    the total size limits the body.
     """
 
     def __init__(self, max_total: int = MAX_UP) -> None:
@@ -256,7 +257,7 @@ class WorkerLink(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         self._go()
-        return True  # the connection's task closes it
+        return True  # The task of the connection closes the transport.
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._go()

@@ -34,7 +34,7 @@ class HostFacts:
     swaps: tuple[str, ...] | None = None
     """Devices and files that are used as swap."""
     overcommit: int | None = None
-    """vm.overcommit_memory: 0 by guess, 1 always, 2 never."""
+    """vm.overcommit_memory. 0: the kernel decides by a heuristic. 1: always. 2: never."""
     memory_bytes: int | None = None
     inotify_instances: int | None = None
     smt_active: bool | None = None
@@ -125,7 +125,9 @@ class Evidence:
 
 
 def judge(evidence: Evidence) -> tuple[HostGuarantee, ...]:
-    """Return all rows. The rows that sandboxd needs come first."""
+    """Return one row for each guarantee, judged by the evidence. The rows without which sandboxd cannot start come
+    first.
+    """
     return tuple(row(evidence) for row in _ROWS)
 
 
@@ -267,8 +269,8 @@ def is_runc_fixed(version: str) -> bool | None:
     number = (int(match[1]), int(match[2]), int(match[3]))
     if number == RUNC_FIXED[-1] and match[4] is not None:
         return int(match[4]) >= _RUNC_FIRST_CANDIDATE
-    # Each series got the fixes in a release of its own: 1.2.9 has them, and the higher 1.3.2 has not. A series without
-    # an entry is older than all of them, and has them never, or is newer and began with them.
+    # Each series got the fixes in a release of its own: 1.2.9 has the fixes, and the higher 1.3.2 does not. A series
+    # without an entry is either older than all entries and never got the fixes, or newer and had them from its start.
     series = [fixed for fixed in RUNC_FIXED if fixed[:2] == number[:2]]
     is_final = match[4] is None or number not in RUNC_FIXED
     return (number >= series[0] and is_final) if series else number > RUNC_FIXED[-1]
@@ -528,8 +530,8 @@ def _judge_egress(evidence: Evidence) -> HostGuarantee:
     )
 
 
-# By importance, not by name: an operator reads the table from the top, and the rows without which sandboxd does not
-# start explain many of the others.
+# Sort by importance, not by name: an operator reads the table from the top, and the rows without which sandboxd does
+# not start explain many of the others.
 _ROWS: Final[tuple[Callable[[Evidence], HostGuarantee], ...]] = (
     _judge_engine,
     _judge_profile,
@@ -555,7 +557,7 @@ _ROWS: Final[tuple[Callable[[Evidence], HostGuarantee], ...]] = (
 
 
 def _classes_on_shared_kernel(evidence: Evidence) -> list[str]:
-    # By the name of the runtime, which is all that the engine reports. The row says so.
+    # Judge by the name of the runtime, because the engine reports nothing else. The row says so.
     default = evidence.settings.sandbox_runtime
     return sorted(
         name for name, terms in evidence.plans.classes.items() if not _SECOND_KERNEL.search(terms.runtime or default)

@@ -28,13 +28,15 @@ log = structlog.get_logger(__name__)
 WAIT_S: Final = 30.0
 """Seconds that a call or the pool waits for a pull."""
 AT_ONCE: Final = 3
-"""Pulls at a time. More share the same network and disk."""
+"""Maximum number of pulls at a time. More pulls would only share the same network and disk."""
 MAX_PULLS: Final = 200
-"""Running and waiting pulls. A pull stays in line even if the session that asked for it is closed."""
+"""Maximum number of running and waiting pulls. A pull continues to wait even if the session that asked for it is
+closed.
+"""
 REFRESH_S: Final = 60.0
 """Seconds between two comparisons with the engine. The operator may remove images there at any time."""
 MAX_PRESENT_CHARS: Final = 8 * 1024
-"""Limit of the names of images in a report of this host."""
+"""Maximum number of characters of all names of images in a report of this host."""
 _MAX_ROWS: Final = 20
 _LOG_S: Final = 10.0
 _NOTE_S: Final = 60.0
@@ -127,14 +129,14 @@ class Images:
         ImageRefused, and SandboxUnavailable.
         """
         name = parse_image_name(plan.image)
-        # The keys are counted before the first await, so that no removal can begin from here on.
+        # Count the keys before the first await, so that no removal can begin from here on.
         keys = [name.full, *([plan.image_id] if plan.image_id is not None else [])]
         self._users.update(keys)
         try:
             for key in keys:
                 await self._wait_removed(key)
             found = await self._find(name, plan, wait_s)
-            while await self._wait_removed(found.id):  # it had this name too
+            while await self._wait_removed(found.id):  # The image was removed meanwhile: find it again.
                 found = await self._find(name, plan, wait_s)
             keys.append(found.id)
             self._users[found.id] += 1
@@ -142,7 +144,7 @@ class Images:
             yield replace(plan, image_id=found.id)
         finally:
             self._users.subtract(keys)
-            self._users += Counter()  # drops the zeros
+            self._users += Counter()  # This removes counts of zero.
 
     async def run(self) -> None:
         """Compare with the engine and remove images above the budget, until the task is cancelled."""
@@ -160,8 +162,8 @@ class Images:
                     await self._is_due.wait()
 
     async def refresh(self) -> None:
-        """Learn which images the engine has. Complete the records of pulls that a dead sandboxd began, and forget
-        images that the engine no longer has.
+        """Read from the engine which images it has. Complete the records of pulls that a dead sandboxd began, and
+        forget images that the engine no longer has.
         """
         # A pull that runs now, or begins before the list is here, changes its record itself.
         pulled = {pull.image for pull in self._pulls.values()}
@@ -259,7 +261,7 @@ class Images:
     async def _wait_for_pull(self, name: ImageName, tenant_class: str, wait_s: float) -> None:
         """Wait for the pull of an image, and begin it if none runs. The pull goes on when the caller leaves."""
         login = self._plans.classes[tenant_class].registries.get(name.registry)
-        # Classes with other rights at the registry do not share a pull.
+        # Tenant classes with different logins at the registry do not share a pull.
         key = (name.full, tenant_class if login is not None else "")
         pull = self._pulls.get(key)
         if pull is None:

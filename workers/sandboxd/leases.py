@@ -71,7 +71,7 @@ class Lease:
             os.close(fd)
 
     def forget_dead(self) -> None:
-        """Delete the lease files of dead owners, once all their leftovers are removed."""
+        """Delete the lease files of dead owners. Call this only when all their leftovers are removed."""
         for path in self._folder.glob("*.lease"):
             if self.is_dead(f"{self._domain}/{path.name}"):
                 path.unlink(missing_ok=True)

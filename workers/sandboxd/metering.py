@@ -1,12 +1,13 @@
-"""Measures what the processes of a sandbox use, divides it among the sandbox's calls, and sums it for its session.
+"""Measures the resources that the processes of a sandbox use, divides them among its calls, and adds them up for its
+session.
 
 Invariant: every microsecond and byte of a reading counts once for the session and at most once for a call. Calls that
 overlap share equally what is used while they run. What is used while no call runs counts for the session only.
 
-CPU time and memory come from the control group. Bytes of disks come from the kernel's accounts of the processes: in
-version 1 a group does not count writes that the kernel makes later, and in version 2 it counts those to a workspace on
-a loop device twice. The account of an ended process goes to its parent, and at last to PID 1. A program that ignores
-SIGCHLD can hide the bytes of its children.
+CPU time and memory come from the control group. Bytes of disks come from the kernel's accounts of the processes: a
+control group of version 1 does not count writes that the kernel makes later, and one of version 2 counts writes to a
+workspace on a loop device twice. The account of an ended process goes to its parent, and at last to PID 1. A program
+that ignores SIGCHLD can hide the bytes of its children.
 """
 
 import contextlib
@@ -72,8 +73,9 @@ class UsageReader:
         self._last = UsageReading()
 
     def read(self, *, has_disks: bool = True) -> UsageReading:
-        """Return the totals, which never fall. Those of an ended sandbox are the last ones that were read. Reading the
-        bytes of disks takes most of the time; without `has_disks` they are the last ones too.
+        """Return the totals, which never decrease. For an ended sandbox these are the last totals that were read.
+        Reading the bytes of disks takes most of the time. Without `has_disks` the bytes that were read last are
+        returned again.
         """
         last = self._last
         try:
@@ -88,8 +90,8 @@ class UsageReader:
         return self._last
 
     def reset_peak(self) -> None:
-        """Start a new measurement of the peak of memory. Version 2 cannot do this before Linux 6.12: the peak is then
-        the highest memory since the start.
+        """Start a new measurement of the peak of memory. Control groups of version 2 cannot do this before Linux 6.12:
+        the peak is then the highest memory since the start.
         """
         with contextlib.suppress(OSError):
             os.pwrite(self._memory, b"0", 0)
@@ -108,7 +110,7 @@ class UsageReader:
     def _read_disks(self) -> tuple[int, int]:
         # The list of processes is expensive: the kernel builds it, and an open list of version 1 may be a second old.
         # An ended process is noticed by its account. A process that starts when a thread of another one ends is not
-        # noticed at once, and its parent has its account later.
+        # noticed at once. Later its account is part of its parent's account.
         tasks = os.pread(self._tasks, _READ_BYTES, 0)
         if tasks == self._known_tasks:
             with contextlib.suppress(OSError):
@@ -118,7 +120,7 @@ class UsageReader:
         processes = _read(self._processes).split()[:_MOST_PROCESSES]
         texts = []
         for process in processes:
-            # A process may end before it is read. Its parent has its account then.
+            # A process may end before its account is read. The kernel has then added the account to that of the parent.
             with contextlib.suppress(OSError):
                 file = os.open(f"{self._proc}/{process.decode('ascii')}/io", os.O_RDONLY | os.O_CLOEXEC)
                 self._accounts.callback(os.close, file)
@@ -181,7 +183,7 @@ class RequestMeter:
 
 
 class SandboxMeter:
-    """Measures one sandbox from its start to its removal. `network_bytes`: counted by its owner."""
+    """Measures one sandbox from its start to its removal. `network_bytes`: the caller counts them here."""
 
     def __init__(self, reader: UsageReader | None) -> None:
         """`reader` None: this process does not see the control group, so only time and network are measured."""
@@ -193,11 +195,13 @@ class SandboxMeter:
         self._counted_at = 0.0
 
     def bill(self, totals: UsageTotals) -> None:
-        """Count for a session from now on. The start of the sandbox counts too, and its time in a pool does not."""
+        """Add the usage of the sandbox to `totals` from now on. Usage since the start of the sandbox counts too, except
+        the time in a pool.
+        """
         self._totals, self._counted_at = totals, time.monotonic()
 
     def begin(self) -> RequestMeter:
-        """Begin to measure a request. Bytes of disks since the last request count for it."""
+        """Begin to measure a request. The bytes of disks since the last request count for this request."""
         self.update(has_disks=False)
         if not self._calls and self._reader is not None:
             self._reader.reset_peak()
@@ -206,7 +210,7 @@ class SandboxMeter:
         return call
 
     def end(self, call: RequestMeter) -> CallUsage | None:
-        """Return what the request used; None without a reader."""
+        """Return the usage of the request; None without a reader."""
         self.update()
         self._calls.remove(call)
         if self._reader is None:
@@ -214,7 +218,7 @@ class SandboxMeter:
         return CallUsage(memory_peak_bytes=self._reader.read_peak(), **_fields(call.amounts))
 
     def update(self, *, has_disks: bool = True) -> None:
-        """Read the counters, and count what was used since the last time."""
+        """Read the counters, and count the usage since the last reading."""
         if self._totals is None:
             return
         reading = self._reader.read(has_disks=has_disks) if self._reader is not None else UsageReading()
@@ -230,7 +234,7 @@ class SandboxMeter:
             used = list(map(sub, used, shares))
 
     def close(self) -> None:
-        """Count for the last time."""
+        """Count the usage for the last time, and close the reader."""
         self.update()
         self._totals = None
         if self._reader is not None:

@@ -80,8 +80,8 @@ class SessionMonitor:
         disk: DiskMonitor | None = None,
         tidy: Callable[[], Awaitable[int]] | None = None,
     ) -> None:
-        """Create the monitor. `disk`: the disk of the workspaces, unless they are in the containers' memory. `tidy`:
-        deletes old checkpoints and returns their number.
+        """Create the monitor. `disk`: the disk of the workspaces; None when the workspaces are in the containers'
+        memory. `tidy`: deletes old checkpoints and returns their number.
         """
         self._tidy_store = tidy
         self._sessions = sessions

@@ -1,5 +1,5 @@
-"""Plans of sandboxes. A plan comes from the settings and the tenant class; the terms of the tenant can only
-narrow it.
+"""Plans of sandboxes. A plan comes from the settings and the tenant class. The terms of the tenant, its SandboxPolicy,
+can only narrow the plan.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ _MAX_LIST_CHARS = 2000
 DEFAULT_RUNTIME = "runc"
 """Runtime for which sandboxd may start sandboxes itself. Others, such as runsc, are started by the engine."""
 MAX_NAME_CHARS = 64
-"""Longest name of a class in terms."""
+"""Maximum length of the name of a class, because a SandboxPolicy names its class."""
 MAX_IMAGES_CHARS = 32 * 1024
 """Limit of the names and patterns of images of all classes. Each report of the host contains them."""
 _SIZES = {
@@ -48,8 +48,8 @@ class SandboxPlan:
     """The properties of a container. Sessions with equal plans may get the same unused sandbox. Sizes are in bytes.
 
     `tenant_class`: the class whose registry logins pull the image. `image_id`: the content id of the image once it is
-    known; the container is made from it, so a tag that moves does not change the image of a session. `options`: what
-    the session asked for. `timeout_s`: the largest limit of a call.
+    known; the container is made from it, so a tag that moves does not change the image of a session. `options`: the
+    options that the session asked for. `timeout_s`: the largest limit of a call.
     """
 
     image: str
@@ -62,7 +62,9 @@ class SandboxPlan:
     pids: int
     is_root: bool = False
     secrets: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """Names of the session's secrets with their placeholders. The sandbox gets them when the session gets it."""
+    """Names of the session's secrets with their placeholders. A sandbox of the pool gets the placeholders when it is
+    handed to the session.
+    """
     options: SandboxOptions = field(default=DEFAULT_OPTIONS, compare=False)
     timeout_s: float = field(default=MAX_TIMEOUT_S, compare=False)
     tenant_class: str = field(default=DEFAULT, compare=False)
@@ -401,7 +403,7 @@ def _cut(plan: SandboxPlan, largest: SandboxPlan) -> SandboxPlan:
 
 
 def limits_of(plan: SandboxPlan) -> SandboxLimits:
-    """Return the sizes of a plan; the profile's defaults fill the rest."""
+    """Return the limits of a sandbox with this plan. Sizes that a plan does not have are the profile's defaults."""
     return SandboxLimits(
         memory_reserve_bytes=plan.memory_reserve_bytes,
         workspace_bytes=plan.workspace_bytes,

@@ -26,14 +26,15 @@ from workers.sandboxd.runtime.base import (
 log = structlog.get_logger(__name__)
 
 NEVER_STARTED_S = 120.0
-"""A container is started within seconds after its creation, or never."""
+"""Age in seconds after which a container that was created and not started is removed. A start takes a few seconds."""
 DEADLINE_GRACE_S = 60.0
-"""The guest ends itself at its deadline, and its owner removes it. Only after this time may another sandboxd remove it.
+"""Seconds after the deadline of a container until another sandboxd may remove it. Until then the guest ends itself, and
+its own sandboxd removes it.
 """
 
 
 class Reaper:
-    """Examines only the containers of this deployment."""
+    """Removes containers without an owner. Examines only the containers of this deployment."""
 
     def __init__(self, factory: SandboxFactory, records: Records, lease: Lease, deployment: str, name: str) -> None:
         self._factory = factory

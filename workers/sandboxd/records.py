@@ -65,8 +65,8 @@ class _ContainerRecord:
 
 @dataclass(frozen=True)
 class ImageRecord:
-    """An image that sandboxd pulls or has pulled. `name`: complete. `id`: the content id; None while it is being
-    pulled. `digest`: the digest in its registry. `used_at`: epoch seconds, some minutes old.
+    """An image that sandboxd pulls or has pulled. `name`: the complete name, with the registry. `id`: the content id;
+    None while it is being pulled. `digest`: the digest in its registry. `used_at`: epoch seconds, some minutes old.
     """
 
     name: str

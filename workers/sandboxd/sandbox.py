@@ -34,8 +34,8 @@ GUEST_GRACE_S = 2.0
 SLOW_WORKER_GRACE_S = 15.0
 """Additional seconds for an answer that waits behind output which a worker reads slowly."""
 LIFE_MARGIN_S = 60.0
-"""Time between the limit of a call and the maximum life of its sandbox, for the start of both clocks and the end of the
-call.
+"""Minimum time in seconds between the limit of a call and the end of its sandbox's maximum life. It covers the
+different starts of both clocks, and the end of the call.
 """
 BODY_TIMEOUT_S = 60.0
 """Time in seconds in which the next part of a request's body must reach the guest. The call's own limit starts when
@@ -229,7 +229,7 @@ class Sandbox:
         return done
 
     async def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Add variables to those of the programs that start from now on. Raises SandboxUnavailable."""
+        """Add environment variables to all programs that start from now on. Raises SandboxUnavailable."""
         done = await self.ask({"op": "set_variables", "timeout_s": _VARIABLES_S, "variables": variables})
         if "error" in done:
             raise SandboxUnavailable(f"the guest did not accept variables: {quote_text(done['error'])}")
@@ -295,8 +295,8 @@ class Sandbox:
         await self.runtime.unpause(self.container)
 
     async def list_changes(self) -> RootChanges | None:
-        """Return what was changed in the root file system, or None when that is read-only. Raises ToolFailure
-        (FILE_TOO_LARGE) and SandboxUnavailable.
+        """Return the changes of the root file system, or None when it is read-only. Raises ToolFailure (FILE_TOO_LARGE)
+        and SandboxUnavailable.
         """
         return await self.runtime.list_changes(self.container, self.spec)
 
@@ -327,7 +327,7 @@ class Sandbox:
 
     async def _remove(self) -> SandboxUnavailable | None:
         """Remove the container; return a failure instead of raising it, because possibly no task awaits this one."""
-        # Its counters end with its control group, so they are read first.
+        # Read the counters first, because they end with the control group of the sandbox.
         self.meter.close()
         if self._channel is not None:
             self._channel.close()
@@ -348,7 +348,7 @@ class Sandbox:
             # A frame that was already buffered at the loss is dropped: all calls were answered with the loss.
             return
         # A correct guest sends only these frames. Any other one ends the sandbox: a guest that another program controls
-        # could otherwise try what sandboxd makes of it.
+        # could otherwise test how sandboxd handles invalid frames.
         kind = frame.header.get("ev")
         call = self.calls.get(str(frame.header.get("id")))
         if kind == "hello" and not self._hello.done():
@@ -377,7 +377,7 @@ class Sandbox:
             )
 
     def _take_data(self, call: RunningCall, frame: Frame) -> None:
-        # Charged before the check of the stream, so that every data frame costs something.
+        # Charge the budget before the check of the stream, so that every data frame costs something.
         call.budget -= len(frame.body) + FRAME_COST_BYTES
         if not has_stream(call.op, frame.header.get("stream")):
             self._violate("data of a stream that the request does not have")
@@ -411,8 +411,8 @@ class Sandbox:
 
     def _end_by_removal(self, call: RunningCall, done: dict[str, Any], reason: str) -> None:
         """Remove the container and answer the call afterwards, when none of its processes can run."""
-        # Out of the list first: `_lose` answers every call in the list at once, and this one has to wait for the
-        # removal.
+        # Remove the call from the list first: `_lose` answers every call in the list at once, and this call must wait
+        # for the removal of the container.
         self.forget(call)
         started = time.monotonic()
         self._lose(reason)
@@ -540,7 +540,8 @@ def count_survivors(header: Mapping[str, Any]) -> int:
     kill = header.get("kill")
     if kill is None:
         return 0
-    # In doubt there are survivors. A false zero would leave a process alive; a false one only removes a container.
+    # In doubt there are survivors. A wrong count of zero would leave a process alive. A wrong count above zero only
+    # removes a container.
     count = kill.get("survivors", 0) if isinstance(kill, dict) else 1
     return count if isinstance(count, int) else 1
 

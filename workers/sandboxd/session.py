@@ -98,20 +98,19 @@ class SessionActivity:
 class HostSession:
     """A session of this host.
 
-    `terms`: the tenant's latest terms from a worker. `plan`: the plan of the sandbox, made from the terms at its
-    creation. `fence`: the number of the session's opening; a request with a later number is for another opening.
+    `terms`: the tenant's latest sandbox policy from a worker. `plan`: the plan of the sandbox, made from the terms at
+    its creation. `fence`: the number of the session's opening; a request with a later number is for another opening.
     `run`: the run of the last call. `sandbox`: None after an eviction or a restart of sandboxd. `archive`: the packed
-    files of the evicted container. `is_unfilled`: the archive has the files of the workspace, too, although it outlives
-    its container. `lost`: the reason why the sandbox was lost. `news`: facts that the next call's answer reports.
-    `unreported_loss`:
-    a loss of all files that no call has reported yet. `is_closing`: no request may use the session; the session stays
-    in the list until its container is removed. `is_moving`: the sandbox is being evicted, and calls wait for the
-    lock. `checkpoint`: the last checkpoint of this host. `automatic_at`: the time of the last automatic checkpoint,
-    in epoch seconds. `checkpointing`: a lock that is held while a checkpoint is made; calls continue.
-    `overfull_bytes`: the size of the workspace when it was last found too large. `waiting`: ids of calls that wait
-    for the sandbox; a cancel removes an id. `handover`: a task that gives it the archive of a container, after a fork.
-    `cancelled_calls`: ids of calls that were cancelled before they began, or between two of their requests.
-    `usage`: what all its sandboxes used in this process.
+    files of the evicted container. `is_unfilled`: the archive has the files of the workspace, too, although the
+    workspace outlives its container. `lost`: the reason why the sandbox was lost. `news`: facts that the next call's
+    answer reports. `unreported_loss`: a loss of all files that no call has reported yet. `is_closing`: no request may
+    use the session; the session stays in the list until its container is removed. `is_moving`: the sandbox is being
+    evicted, and calls wait for the lock. `checkpoint`: the last checkpoint of this host. `automatic_at`: the time of
+    the last automatic checkpoint, in epoch seconds. `checkpointing`: a lock that is held while a checkpoint is made;
+    calls continue. `overfull_bytes`: the size of the workspace when it was last found too large. `waiting`: ids of
+    calls that wait for the sandbox; a cancel removes an id. `handover`: a task that gives the session the archive of
+    its parent's container, after a fork. `cancelled_calls`: ids of calls that were cancelled before they began, or
+    between two of their requests. `usage`: what all sandboxes of the session have used since this process started.
     """
 
     id: str
@@ -226,7 +225,9 @@ class HostSession:
         return self.identify_sandbox(sandbox) | ({"news": news} if news else {})
 
     def describe(self) -> dict[str, Any]:
-        """Return a row for workers, without tenant content. `jobs` and `changed` are what calls have reported."""
+        """Return a row for workers, without tenant content. `jobs` and `changed` come from the guest's reports about
+        calls.
+        """
         sandbox = self.sandbox
         lost = sandbox.lost if sandbox is not None else self.lost
         return {

@@ -129,7 +129,7 @@ class Sessions:
             self.check_room()
             # A separate task: a worker that disconnects during the start must not leave an unregistered container.
             starting = asyncio.get_running_loop().create_task(self._open(session, start))
-            # No await since the look-up: two requests for one session must not start two containers.
+            # There is no await since the look-up: two requests for one session must not start two containers.
             self._starting[session] = starting
             starting.add_done_callback(lambda task: self._forget_start(session, task))
         return await asyncio.shield(self._starting[session])
@@ -156,7 +156,8 @@ class Sessions:
                 "class",
             )
         if entry.is_ready and entry.sandbox is not None and entry.sandbox.remaining_s() < limit_s:
-            # Its maximum life would end the call. A busy session keeps its sandbox, and its calls report the loss.
+            # The maximum life of the sandbox would end the call. A busy session keeps its sandbox, and its calls report
+            # the loss.
             await self.suspender.give_up(entry, must_be_idle=False)
         if not entry.is_ready or entry.unreported_loss is not None:
             await self._wait_ready(entry, call_id)
@@ -174,7 +175,7 @@ class Sessions:
             return
         was, entry.terms = entry.terms, terms
         connections = entry.sandbox.tunnels if entry.sandbox is not None else None
-        # A rule is checked when a connection opens. One that is open would keep the former rule as long as it likes.
+        # A rule is checked when a connection opens. An open connection would keep the former rule until its end.
         if connections is not None and _name_network(was) != _name_network(terms):
             connections.cut()
         self.suspender.try_keep(entry)
@@ -231,7 +232,8 @@ class Sessions:
         entry = self._sessions.get(session)
         if entry is None or fence not in (None, entry.fence):
             return False
-        # Before the lock, which a rebuild may hold for long. Calls that wait for that rebuild must not begin after it.
+        # Set this before the lock, which a rebuild may hold for long. Calls that wait for that rebuild must not begin
+        # after it.
         entry.is_closing = True
         async with entry.lock:
             # Another close may have removed the session while this one waited for the lock.

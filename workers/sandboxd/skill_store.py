@@ -40,7 +40,7 @@ _MEMORY_BYTES = 1024 * 1024
 
 
 class SkillVolume:
-    """A volume with the lifetime of this process. `image`: any image of the engine, for the
+    """The volume with the skill bundles, which lives as long as this process. `image`: any image of the engine, for the
     container that unpacks.
     """
 

@@ -50,7 +50,9 @@ class SuspensionStore:
         self._checkpoints = checkpoints
 
     async def pack(self, session: HostSession, sandbox: Sandbox, *, is_whole: bool = False) -> str:
-        """Return a new archive. `is_whole`: with the workspace in any case."""
+        """Pack the state of a session's container and return the id of the new archive. `is_whole`: include the
+        workspace even if it outlives the container.
+        """
         most = count_max_bytes(session.plan.workspace_bytes, session.plan.workspace_inodes)
         with _as_unavailable("packed"):
             saved = await self._checkpoints.save(

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class SkillSource(Protocol):
-    """Files by their paths, with `/`. The text of a source describes it in the log."""
+    """Files that are read by their paths, which contain `/`. `str(source)` describes the source in the log."""
 
     def read(self, path: str, at_most: int = -1) -> bytes:
         """Return the file's bytes, at most `at_most`. Raises OSError."""
@@ -29,7 +29,7 @@ class FolderSource:
 
 
 class MemorySource:
-    """Files in memory. `name` describes them."""
+    """Files in memory. `name` describes them in the log."""
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
         self._name, self._files = name, files

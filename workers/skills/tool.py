@@ -148,7 +148,7 @@ def _line_of(name: str, description: str) -> str:
 
 
 def _check_action(arguments: Mapping[str, Any]) -> str | None:
-    """Check which arguments belong to which action.
+    """Return an error message for an argument that does not belong to the action, or a missing one.
 
     The schema has no such conditions, because model servers refuse or ignore them.
     """

@@ -92,8 +92,8 @@ class ToolEnvironment:
     """The objects that a tool's handler may use: the call's context and content, its events, and its session's
     sandbox.
 
-    The environment also records what sandboxd reports while the call runs. `terms` are the tenant's present terms for
-    its sandboxes; None: the terms of the class `default`.
+    The environment also records what sandboxd reports while the call runs. `terms`: the tenant's present sandbox
+    policy; None: the policy of the class `default`.
     """
 
     def __init__(

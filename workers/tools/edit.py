@@ -67,7 +67,7 @@ _EDIT = ToolSpec(
 
 
 def check_form(arguments: Mapping[str, Any]) -> str | None:
-    """Check that the call has either one edit or a list of edits."""
+    """Return an error message unless the call has either one edit or a list of edits."""
     single = [name for name in ("old_string", "new_string", "expected_count") if name in arguments]
     if "edits" in arguments:
         is_mixed = single or arguments.get("replace_all")

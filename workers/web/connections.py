@@ -20,7 +20,7 @@ def build_tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-class JudgedBackend(httpcore2.AsyncNetworkBackend):
+class CheckedBackend(httpcore2.AsyncNetworkBackend):
     """Network backend that connects only to the checked addresses of a target. It ignores the host that the caller
     passes.
     """

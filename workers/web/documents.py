@@ -78,8 +78,7 @@ def read_document(page: WebPage, kind: DocumentFormat, extractor: Extractor, dea
         return Document(name, None)
     decoded = decode_body(page.body, declared_charset(page.content_type), is_html=is_html(name))
     notes = []
-    # JSON without a charset is UTF-8, and pure ASCII reads the same in every supported charset. A note would be
-    # noise.
+    # JSON without a charset is UTF-8, and pure ASCII reads the same in every supported charset. A note would not help.
     if decoded.source == "guess" and not (is_json(name) and decoded.charset == "utf-8") and not decoded.text.isascii():
         notes.append(f"the page does not say its charset: read as {decoded.charset}")
     if decoded.replaced:

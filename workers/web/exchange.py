@@ -13,7 +13,7 @@ from anyio.from_thread import start_blocking_portal
 
 from contract.errors import ErrorCode, ToolFailure
 from workers.web.bodies import ACCEPTED, BodyDecoder, too_large
-from workers.web.connections import JudgedBackend, header_flood
+from workers.web.connections import CheckedBackend, header_flood
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.urls import Address, Target
 
@@ -58,8 +58,8 @@ class HttpResponse:
 
 
 BodyBytes = Callable[[Head], int | None]
-"""Function that returns how many bytes of a body to read. None: the whole body, and a body over the limits is an
-error. A number: at most so many bytes, and an empty body is accepted.
+"""Function that returns how many bytes of a body to read. None: the whole body, and a body over the limits is an error.
+A number: at most this number of bytes, and an empty body is accepted.
 """
 
 
@@ -135,7 +135,7 @@ async def open_response(request: HttpRequest, options: ConnectionOptions) -> Asy
         headers["Content-Length"] = str(len(request.body))
     # The URL is passed in parts, so no second parser can read it differently.
     url = httpcore2.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
-    backend = JudgedBackend(target, options.addresses, limits, options.deadline)
+    backend = CheckedBackend(target, options.addresses, limits, options.deadline)
     try:
         async with httpcore2.AsyncHTTPConnection(url.origin, options.tls, network_backend=backend) as connection:
             response = await connection.handle_async_request(

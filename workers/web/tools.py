@@ -40,12 +40,12 @@ def build_web_tools(
 ) -> tuple[WorkerTool, ...]:
     """Return webfetch_tool and websearch_tool. Raises ConfigError for an invalid address of a search service."""
     resolver = resolver or SystemResolver()
-    fetcher = Fetcher(resolver, build_egress_rules(settings), cache, per_minute=settings.webfetch_per_minute)
+    fetcher = Fetcher(resolver, build_access_rules(settings), cache, per_minute=settings.webfetch_per_minute)
     return build_webfetch(fetcher), build_websearch(build_providers(settings, resolver))
 
 
-def build_egress_rules(settings: WebSettings) -> WebAccessRules:
-    """Return the rules for the hosts and addresses that webfetch_tool may reach."""
+def build_access_rules(settings: WebSettings) -> WebAccessRules:
+    """Return the operator's rules for the hosts, ports and addresses that webfetch_tool may reach."""
     return WebAccessRules(
         addresses=AddressRules(settings.refuse_ranges, settings.nat64_prefix),
         ports=WEB_PORTS,

@@ -57,7 +57,7 @@ WEBFETCH_SPEC = ToolSpec(
 
 
 def build_webfetch(fetcher: Fetcher, extractor: Extractor | None = None) -> WorkerTool:
-    """Return the tool for a fetcher."""
+    """Return webfetch_tool, which gets pages from `fetcher`. `extractor` None: a new one."""
     reader = extractor or Extractor()
 
     def handler(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:

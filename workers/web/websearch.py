@@ -18,9 +18,9 @@ NEEDS_CONFIGURATION = (
     "or configure a SearXNG url (TOOLCREW_SEARXNG_URL)"
 )
 MIN_ATTEMPT_S = 0.5
-"""Minimum time in seconds to try another service."""
+"""Remaining time in seconds below which no further service is tried."""
 MIN_SHARE_S = 5.0
-"""Minimum share of an attempt in seconds, if so much time remains."""
+"""Minimum time of one attempt in seconds, if so much time remains."""
 
 _DOMAIN = re.compile(r"(?=.{1,253}$)([a-z0-9]([a-z0-9\-]{0,61}[a-z0-9])?\.)+[a-z0-9\-]{2,63}")
 _DOMAINS = {

@@ -51,7 +51,9 @@ _NO_PIDFD_PACE_S = 0.005
 
 
 class Execution:
-    """An exec call. The process is a child subreaper. The supervisor closes what the execution opens."""
+    """An exec call. The process that runs it is a child subreaper. The supervisor closes all descriptors that the
+    execution opens.
+    """
 
     def __init__(self, request: ExecRequest, pipes: CallPipes, paths: GuestPaths, oom_kills: int | None) -> None:
         self._request = request

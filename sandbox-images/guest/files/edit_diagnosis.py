@@ -177,7 +177,8 @@ class _Miss:
             if time.monotonic() >= self._until:
                 return None
             old, body = cause.of_old(self._old), cause.of_body(self._body)
-            # Without a change there is nothing new to find, except for line ends, which are changed already.
+            # A cause that changes neither text cannot find a new match. The first cause is an exception: the line ends
+            # of both texts are changed already.
             if not old.strip() or (number and old == self._old and body == self._body):
                 continue
             at = body.find(old)

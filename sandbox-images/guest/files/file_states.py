@@ -1,4 +1,4 @@
-"""Compare files with what the session last saw of them, and store what the session sees."""
+"""Compare files with the content that the session last saw, and store the content that the session sees."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class FileState:
     def note(self, pieces: tuple[bytes | memoryview, ...], status: os.stat_result) -> bool:
         """Record the content, which may be in pieces, as the content that the session knows.
 
-        Returns False if an older record remains in entry. The caller must then not reject a call because of that
-        record.
+        Returns False if an older record remains, because it could be neither replaced nor deleted. The caller must then
+        not reject a call because of that record.
         """
         size = sum(map(len, pieces))
         if size <= MAX_BYTES:

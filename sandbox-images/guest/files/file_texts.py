@@ -56,7 +56,7 @@ class FileText:
         return part.decode(self.codec, "replace")
 
     def join(self, parts: tuple[bytes | memoryview, ...]) -> tuple[bytes | memoryview, ...]:
-        """Return the pieces of the file whose body has these parts."""
+        """Return the new content of the file in pieces, from the parts of its new body."""
         if self._is_wide:
             parts = (b"".join(parts).decode("utf-8", "surrogatepass").encode(self.form.codec, "surrogatepass"),)
         return (self.form.bom, *parts)

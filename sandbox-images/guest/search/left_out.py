@@ -35,7 +35,8 @@ class LeftOut:
         self._remaining_bytes = _MAX_BYTES
 
     def feed(self, data: bytes) -> None:
-        # A rule of a megabyte is repeated in messages. Nothing beyond the longest path is needed of a line.
+        # A message repeats its ignore rule, which may be megabytes long. Only the start of a line is needed, up to the
+        # longest possible path.
         *lines, self._rest = (self._rest[:_MAX_LINE_BYTES] + data).split(b"\n")
         for line in lines:
             if not line.startswith(b"DEBUG|"):

@@ -90,7 +90,7 @@ class NameFilter:
 
 
 class FileSelection:
-    """Files below a start that ripgrep looks at."""
+    """The files below the start of a search that ripgrep reads."""
 
     def __init__(self, start: Start, paths: GuestPaths, use_rules: bool) -> None:
         self._use_rules = use_rules
@@ -145,7 +145,7 @@ class Ripgrep:
     def start_counting(self, file_options: list[bytes], names_only: bool) -> Callable[[int, int], int]:
         """Return a start function that counts the matching lines of all files, for `read_counting`.
 
-        It also reports what it leaves out, for `Child.left_out`.
+        ripgrep also reports the files that it leaves out, for `Child.left_out`.
         """
         options = [*file_options, *self._counting(names_only)]
         return start_program([*self._argv, *options, b"--regexp", self._raw_pattern(), b"--", b"./"])

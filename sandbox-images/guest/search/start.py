@@ -46,8 +46,8 @@ class Start:
 def open_start(path: str, paths: GuestPaths, may_miss: bool = False) -> Start:
     """Open the start of a search.
 
-    Raises RequestFailure for a path outside the roots or inside the private folder of the sandbox program. `may_miss`:
-    a missing path is expected, so no similar paths are suggested.
+    Raises RequestFailure for a path outside the roots or inside the folder of the guest's own state. `may_miss`: a
+    missing path is expected, so no similar paths are suggested.
     """
     try:
         entry = find_entry(path, paths, to_read=True)

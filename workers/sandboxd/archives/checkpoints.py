@@ -91,12 +91,13 @@ class Checkpoints:
         roots: tuple[str, ...] = ROOTS,
         root_image: str | None = None,
     ) -> bool:
-        """Unpack a checkpoint into an empty sandbox. When it raises, the sandbox holds a part and must not be used.
-        `root_image`: the content id of the sandbox's image, if its root file system may be changed.
+        """Unpack a checkpoint into an empty sandbox. After an exception the sandbox contains only a part of the files
+        and must not be used. `root_image`: the content id of the sandbox's image, if its root file system may be
+        changed.
 
-        Returns False if changes of the root file system were left out: they are over another image, or this root file
-        system is read-only. Raises ToolFailure: FILE_NOT_FOUND when the tenant has no such checkpoint, TIMEOUT, and
-        like `unpack`.
+        Returns False if changes of the root file system were left out, because they belong to another image, or because
+        the root file system of this sandbox is read-only. Raises ToolFailure: FILE_NOT_FOUND when the tenant has no
+        such checkpoint, TIMEOUT, and like `unpack`.
         """
         name = _name(tenant, checkpoint)
         try:

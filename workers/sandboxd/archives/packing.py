@@ -57,7 +57,7 @@ trap 'rm -f -- "$1"' EXIT
 head -c "$2" 0<>"$1" | "${@:3}"
 exit "${PIPESTATUS[1]}"
 """
-# Only the files of the list, without folders above them; links become the files that they lead to.
+# Pack only the files of the list, without the folders above them. Links become the files that they lead to.
 _PACK_LIST = """
 trap 'rm -f -- "$1"' EXIT
 tar -c -f - -b 128 --format=posix --dereference --hard-dereference --no-recursion --numeric-owner -C "$2" \\
@@ -113,7 +113,7 @@ def pack_roots(roots: Sequence[str]) -> list[str]:
 
 
 def unpack_roots(roots: Sequence[str]) -> list[str]:
-    """Return the program that unpacks what is below these folders from its standard input."""
+    """Return the program that reads an archive from its standard input and unpacks all files below these folders."""
     return [*_TAR, *(root.removeprefix("/") for root in roots)]
 
 
@@ -141,8 +141,8 @@ class Packing:
         """Yield the tar stream in chunks of a few MiB at most. A slow reader delays the whole sandbox, so write the
         chunks to a disk.
 
-        Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, and SandboxUnavailable. The
-        chunks are then void.
+        Raises ToolFailure(FILE_TOO_LARGE) beyond `max_bytes`, ToolFailure when tar fails, and SandboxUnavailable.
+        Chunks that were already read must then not be used.
         """
         flow, tally = _OutputQueue(self._guest), ArchiveHash()
         request = _exec(self._argv, {"stream": self._max_bytes + 1})
@@ -170,12 +170,13 @@ class Packing:
 
 
 async def unpack(guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int) -> None:
-    """Unpack an archive of `total` bytes into a guest. `argv`: a program that reads it, such as of `unpack_roots`.
+    """Unpack an archive of `total` bytes into a guest. `argv`: the program that reads the archive, for example from
+    `unpack_roots`.
 
     Raises ToolFailure(NO_SPACE), ToolFailure when tar fails, SandboxUnavailable, and the errors of `read`. Some files
     may then be unpacked.
     """
-    if total <= _PIECE_BYTES:  # one program in place of three: most forks and evictions
+    if total <= _PIECE_BYTES:  # Most forks and evictions: one program instead of three is enough.
         data = b""
         async for chunk in read:
             data += chunk
@@ -189,7 +190,7 @@ async def unpack(guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[b
 
 
 async def run_with_input(guest: PackingGuest, argv: Sequence[str], data: bytes) -> None:
-    """Run a program of an unpacking with these bytes on its standard input, which the guest holds in memory. Raises as
+    """Run a program in the guest with `data` on its standard input. The guest holds `data` in memory. Raises as
     `unpack`.
     """
     stderr = bytearray()
@@ -202,8 +203,8 @@ async def run_with_input(guest: PackingGuest, argv: Sequence[str], data: bytes) 
 async def stream_in(
     guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int
 ) -> tuple[dict[str, Any], str]:
-    """Run a program in the guest with these bytes on its standard input, a pipe. Return its end and its stderr.
-    Raises as `unpack`.
+    """Run a program in the guest that reads `total` bytes from a pipe as its standard input. Return the `done` header
+    and the program's stderr. Raises as `unpack`.
     """
     done, stderr = await _stream_in(guest, argv, read, total)
     return done, bytes(stderr).decode("utf-8", "replace")
@@ -212,8 +213,8 @@ async def stream_in(
 async def run_with_file(
     guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int, path: str
 ) -> tuple[dict[str, Any], str]:
-    """Run a program like `stream_in`, but with a seekable standard input. `path`: the file that stores the bytes for
-    that time.
+    """Run a program like `stream_in`, but with a seekable standard input. `path`: a temporary file in the sandbox,
+    which stores the bytes.
     """
     sent = 0
     async for piece in in_pieces(read, _PIECE_BYTES):

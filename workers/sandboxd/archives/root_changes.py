@@ -17,8 +17,8 @@ from workers.sandboxd.disks.changes import MAX_LIST_BYTES, RootChanges
 _NAME = ".toolcrew-root-changes"
 _HEAD = re.compile(rb"(sha256:[0-9a-f]{64}) ([0-9]{1,9})\n")
 _HEAD_BYTES = 100
-# Standard input has the names of folders, and then of what is packed with everything below. A file of the list may
-# disappear meanwhile.
+# Standard input has the names of merged folders, whose entries are listed by the command `find`, and then the names of
+# files and folders that are packed with all of their content. A file of the list may disappear meanwhile.
 _PACK = """
 { head -c "$1"; xargs -0 -r bash -c 'find "$@" -xdev -print0' find; } |
 tar -c -f - -b 128 --format=posix --sparse --one-file-system --numeric-owner --ignore-failed-read -C / \\
@@ -46,12 +46,13 @@ async def unpack_changes(guest: PackingGuest, changes: RootChanges, read: AsyncI
     """Unpack an archive with changes into a guest that has the same image. Raises as `unpack`."""
     await run_with_input(guest, ["bash", "-c", _CLEAR], changes.replaced)
     await unpack(guest, _UNPACK, read, total)
-    # Last, because the programs of the image that unpack may need what a newer version of them does not.
+    # Remove files last: the image's own tar, which unpacks, may need files that a newer version in the archive does not
+    # need.
     await run_with_input(guest, _REMOVE, changes.removed)
 
 
 def encode_changes(changes: RootChanges) -> bytes:
-    """Return the member with which the archive begins."""
+    """Return the tar member with the list of changes, which is the first member of the archive."""
     content = f"{changes.image} {len(changes.replaced)}\n".encode() + changes.replaced + changes.removed
     member = tarfile.TarInfo(_NAME)
     member.size = len(content)

@@ -16,7 +16,9 @@ from workers.sandboxd.archives.imports import build_import, check_import
 from workers.sandboxd.archives.packing import Packing, PackingGuest, pack_list, run_with_file, stream_in
 
 WHOLE_S = 500.0
-"""Time limit for one workspace, in seconds. It is shorter than the time that workers wait for an answer."""
+"""Time limit for the import or export of one workspace, in seconds. It is shorter than the time that workers wait for
+an answer.
+"""
 _FOLDER = "/workspace"
 _SEEKING_KINDS = ("zip", "bundle")
 """Archive kinds whose programs cannot read a pipe."""

@@ -1,4 +1,6 @@
-"""The interface of a workspace: storage of limited size that one container at a time can use."""
+"""The interface of a workspace: storage of limited size that one container at a time can use. A frozen workspace is
+never written again; other workspaces may be stacked on it.
+"""
 
 from collections.abc import Mapping, Set
 from contextlib import AbstractAsyncContextManager

@@ -24,7 +24,7 @@ _NOT_KEPT = frozenset(("tmp",))
 class RootChanges:
     """Changes of the root file system of an image. `image`: its content id. Names begin with `./` and end with NUL.
     `folders`: folders that the session's layers merge with those of the image. `replaced`: files and whole folders that
-    hide what the image has there. `removed`: names of the image that the session removed.
+    hide entries of the image with the same names. `removed`: names of the image that the session removed.
     """
 
     image: str
@@ -35,7 +35,7 @@ class RootChanges:
 
 @dataclass
 class _ChangeList:
-    """Names that are gathered, of limited size."""
+    """The names that are collected. Their total size is limited."""
 
     folders: bytearray = field(default_factory=bytearray)
     replaced: bytearray = field(default_factory=bytearray)

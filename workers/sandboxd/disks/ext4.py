@@ -48,7 +48,9 @@ _UNCORRECTED = 4
 
 
 class Templates:
-    """Empty images, one per size, in a private folder. Methods block and may run in any thread."""
+    """Empty ext4 images, one per size, in a private folder. Each is copied for new workspaces. Methods block and may
+    run in any thread.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -107,7 +109,7 @@ def make_image(image: Path, place: Path, size: WorkspaceSize) -> None:
     """
     place.mkdir(mode=0o700)
     data_blocks = -(-size.bytes // _BLOCK)
-    data_blocks += max(4, data_blocks // 256)  # room for the block lists of large files
+    data_blocks += max(4, data_blocks // 256)  # space for the block lists of large files
     blocks, inodes = data_blocks + size.inodes // 16 + 8, size.inodes + _RESERVED_INODES
     for _ in range(_TRIES):
         _format(image, blocks, inodes)

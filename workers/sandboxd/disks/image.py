@@ -1,7 +1,7 @@
 """Workspaces as ext4 images. The kernel enforces bytes and inodes, and the files outlive the container.
 
-Invariant: an image has one writer, and no reader while it has a writer. The lock of its file says so (loop_mounts.py);
-no table of this process is needed for it, so it also holds after kill -9.
+Invariant: an image has one writer, and no reader while it has a writer. The lock of the image file ensures this
+(loop_mounts.py). The invariant needs no table of this process, so it also holds after kill -9.
 
 A workspace may lie over frozen ones, its layers: the runtime stacks them as an overlay whose changes go to the image of
 the workspace. A frozen image is never written again. Sessions that refer to a layer keep it from removal (sessions.py).
@@ -86,8 +86,8 @@ class ImageWorkspace:
                 await run_to_end(lambda: self.owner.fill(place, self.size))
             async with AsyncExitStack() as stack:
                 layers = []
-                # The layers first: they are shared and quickly there. The lock of the own image is held only from here
-                # on.
+                # Mount the layers first: they are shared, and the mount is quick. The lock of the workspace's own image
+                # is held only from here on.
                 for layer in self.layers:
                     layers.append(await self.owner.mount_layer(layer, self.release_s))
                     stack.callback(os.close, layers[-1])
@@ -163,7 +163,8 @@ class ImageWorkspaces:
         place = self.store.of(name)
         if not all(image.is_file() for image in map(self._image, layers or (name,))) or not place.is_dir():
             return None
-        # The mount of a sandboxd that was killed would keep the lock of the image. That of a start here is in use.
+        # A mount that a killed sandboxd left would keep the lock of the image. A mount that a start in this process
+        # made is in use and stays.
         if name not in self.handing_over:
             _unmount(place)
         return ImageWorkspace(name, size, self, layers)
@@ -179,9 +180,9 @@ class ImageWorkspaces:
                 # `undo`: a device that no caller receives would hold the lock of the layer until sandboxd ends.
                 self._devices[name] = await run_to_end(lambda: _attach_layer(image, self._image(name)), undo=os.close)
                 while len(self._devices) > _MOST_DEVICES:
-                    # The sandboxes keep the device; only the next one gets another.
+                    # Running sandboxes keep this device. The next sandbox gets a new device.
                     self._close_device(next(iter(self._devices)))
-            # A duplicate: the removal of the layer may close the device while the mount below is made.
+            # Use a duplicate: the removal of the layer may close the device while it is mounted here.
             device = os.dup(self._devices[name])
         try:
             return await run_to_end(lambda: mount_read_only(device), undo=os.close)
@@ -191,8 +192,9 @@ class ImageWorkspaces:
             os.close(device)
 
     async def merge(self, name: str, layers: Sequence[str], size: WorkspaceSize, *, is_root: bool) -> None:
-        """Make a frozen workspace with the content of `layers`, the top one first. `is_root`: they have changes of the
-        root file system, too. Raises SandboxUnavailable; then nothing is left.
+        """Make a frozen workspace `name` with the merged content of the frozen workspaces `layers`, the top one first.
+        `is_root`: the layers also contain changes of the root file system. Raises SandboxUnavailable; the new workspace
+        then does not exist.
         """
         made = await self.make(name, size)
         try:
@@ -222,14 +224,14 @@ class ImageWorkspaces:
         unfinished = place / f"{IMAGE}.new"
         try:
             self.store.check_room()
-            unfinished.unlink(missing_ok=True)  # of a process that was killed
+            unfinished.unlink(missing_ok=True)  # A process that was killed may have left it.
             self._templates.copy(size, unfinished)
             unfinished.rename(place / IMAGE)
         except OSError as error:
             raise refused(f"workspace {place.name} cannot be made", error) from error
 
     def _fill_new(self, place: Path, size: WorkspaceSize) -> None:
-        # No user may write there: a container whose start missed the mount would fill the host's disk.
+        # No user may write to this folder: a container whose start missed the mount would fill the host's disk.
         (place / MOUNT).mkdir(mode=0o500)
         self.fill(place, size)
 
@@ -250,7 +252,7 @@ async def _merge(place: Path, layers: Sequence[int], *, is_root: bool) -> None:
                 (place / name).mkdir()
             changed = list(open_each(layers, CHANGES, stack))
             await _run_merging(place / CHANGES, changed)
-        # Through an overlay, which knows which folders of a layer were renamed.
+        # Read the layers through an overlay, because only the overlay resolves folders that were renamed in a layer.
         if len(lower) > 1:
             with open_context("overlay") as context:
                 for fd in lower:
@@ -282,7 +284,9 @@ async def _run_merging(target: Path, sources: Sequence[int]) -> None:
 
 
 def open_each(layers: Sequence[int], name: str, stack: ExitStack) -> Iterator[int]:
-    """Yield a folder of each layer. A layer whose sandbox never started has none. Raises OSError."""
+    """Yield a descriptor of the folder `name` in each layer. A layer whose sandbox never started has no such folder and
+    is left out. `stack` closes the descriptors. Raises OSError.
+    """
     for layer in layers:
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(name, FOLDER_FLAGS, dir_fd=layer)
@@ -291,7 +295,9 @@ def open_each(layers: Sequence[int], name: str, stack: ExitStack) -> Iterator[in
 
 
 def open_workspaces(layers: Sequence[int], stack: ExitStack, *, is_root: bool) -> Iterator[int]:
-    """Yield the workspace of each layer. Without `is_root`, the lowest disk is all workspace. Raises OSError."""
+    """Yield a descriptor of the workspace in each layer. Without `is_root`, the whole lowest disk is the workspace.
+    Raises OSError.
+    """
     yield from open_each(layers if is_root else layers[:-1], WORKSPACE, stack)
     yield from open_each(() if is_root else layers[-1:], ".", stack)
 
@@ -318,7 +324,7 @@ async def _open_released(image: Path, try_lock: Callable[[int], bool], release_s
 
 
 def _try_layer(image: int) -> bool:
-    # The first reader has it alone for a moment, and may repair it.
+    # The first reader holds the lock exclusively for a moment, so that it may repair the image.
     return try_lock(image) or try_lock(image, shared=True)
 
 
@@ -327,8 +333,8 @@ def _attach_layer(image: int, path: Path) -> int:
     try:
         if not is_clean(image):
             repair(path)
-        # From here on others may read too. `flock` gives up the lock for a moment when it changes its kind, and another
-        # process may take it then.
+        # Share the lock, so that other processes may read too. `flock` releases the lock for a moment when it changes
+        # the kind of the lock, and another process may take it then.
         if not try_lock(image, shared=True):
             raise SandboxUnavailable(f"{path} is used by another process: end it, and try again")
         return attach_read_only(image, path)
@@ -347,8 +353,8 @@ def _open_image(image: Path) -> int:
         ) from None
     except OSError as error:
         raise refused(f"the image of workspace {image.parent.name} cannot be opened", error) from error
-    # Checked on the descriptor: the path could lead to another file by now. A second name would be a second way to
-    # write to a mounted image.
+    # Check the descriptor, because the path could lead to another file by now. With a second name, the image could be
+    # written while it is mounted.
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
         return fd

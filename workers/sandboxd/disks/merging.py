@@ -1,5 +1,5 @@
 """A program that merges the folders of layers into a new one. It is a process of its own, because it may copy many
-files. Arguments: the descriptor of an empty folder, then those of the folders, the top one first.
+files. Arguments: the descriptor of an empty folder, then the descriptors of the folders to merge, the top one first.
 
 Invariant: nothing is overwritten and no link is followed, because the names come from untrusted users. Every step opens
 a name relative to a folder descriptor with O_NOFOLLOW. The depth costs no stack and no descriptors.
@@ -46,7 +46,7 @@ class Merge:
             for name, below in self._merge_folder(path, numbers):
                 pending.append(((*path, name), below))
                 times.append(((*path, name), below[0]))
-        # Last, because every new entry changes the time of its folder.
+        # Set the times of folders last, because every new entry changes the time of its folder.
         for path, number in times:
             with descended(self.target, path) as target, descended(self.sources[number], path) as source:
                 _copy_times(os.fstat(source), target)
@@ -90,8 +90,8 @@ class Merge:
 
 
 def find_below(name: str, folders: Sequence[int]) -> tuple[list[int], bool]:
-    """Return the positions of the folders whose subfolders of that name are one merged folder, and whether it hides
-    what deeper layers have.
+    """Return the positions of the folders whose subfolders `name` form one merged subfolder, and whether this subfolder
+    hides the content of deeper layers.
     """
     found = list[int]()
     for position, folder in enumerate(folders):

@@ -27,7 +27,7 @@ ProxyStreams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 WINDOW = 65_536
 """Maximum number of bytes in one direction that were sent and not yet read at the other end."""
 GRANT = WINDOW // 2
-"""Freed window space is reported in steps of at least this size."""
+"""Minimum number of freed bytes of a window that are reported to the sender at once."""
 PIECE = 32_768
 """Maximum bytes of one frame, and so the longest delay of a call's frame."""
 LINGER_S = 1.0
@@ -79,8 +79,8 @@ async def connect_proxy(path: Path, uids: frozenset[int]) -> ProxyStreams:
 
 
 class RelayContext:
-    """The parts that all connections of a sandbox share: the channel, which they use in turn, and the connection
-    function of the proxy.
+    """The parts that all connections of a sandbox share: the channel to the guest, which one connection uses at a time,
+    and the function that connects to the proxy.
     """
 
     def __init__(

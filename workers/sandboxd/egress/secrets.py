@@ -24,7 +24,7 @@ AUTHORITY_VARIABLES: Mapping[str, str] = dict.fromkeys(
     ),
     AUTHORITIES,
 )
-"""Variables with which programs trust the proxy's authority."""
+"""Environment variables that make programs trust the proxy's certificate authority."""
 LEASE_S = 10.0
 """Time without a confirmation after which values are forgotten."""
 WAIT_S = 5.0
@@ -74,8 +74,8 @@ class SecretValues:
             self._on_change(changed)
 
     async def wait(self, tenant: str, names: Iterable[str]) -> list[dict[str, Any]]:
-        """Return the secrets of these names that exist, for the proxy. Raises OSError when the worker sends no values
-        within WAIT_S.
+        """Return the existing secrets among `names`, in the form that the proxy expects. Raises OSError when the worker
+        sends no values within WAIT_S.
         """
         wanted = set(names)
         try:
@@ -89,8 +89,8 @@ class SecretValues:
 
 
 class ProxyAuthority:
-    """Keeps the file with the certificate authorities of sandboxes up to date. `place`: writes the file. A proxy that
-    was started again has another authority.
+    """Keeps the file with the certificate authorities for sandboxes up to date. `place`: writes the file. A proxy that
+    was started again has a new authority.
     """
 
     def __init__(self, path: Path | None, uids: frozenset[int], place: Callable[[bytes], Awaitable[None]]) -> None:
@@ -99,7 +99,9 @@ class ProxyAuthority:
         self._lock = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Write the file if another proxy listens now. Raises OSError."""
+        """Write the file with the certificate authorities if the proxy has restarted since the last write. Raises
+        OSError.
+        """
         async with self._lock:
             stat = await asyncio.to_thread(Path(self._path or "").stat)
             if (identity := (stat.st_ino, stat.st_ctime_ns)) != self._seen:

@@ -23,7 +23,7 @@ the container.
 LABEL_LEASE: Final = "toolcrew.lease"
 PRODUCT: Final = "sandbox"
 PRODUCT_PIN: Final = "pin"
-"""Containers that are never started, and keep an image and volumes from removal."""
+"""Product label of pins: containers that are never started, and prevent the removal of an image and of volumes."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SandboxRuntime(Protocol):
         ...
 
     async def list_changes(self, container: str, spec: SandboxSpec) -> RootChanges | None:
-        """Return what a running sandbox has changed in its root file system, or None when that cannot be changed.
+        """Return the changes of a running sandbox's root file system, or None when it is read-only.
 
         Raises ToolFailure (FILE_TOO_LARGE) when the list is too long.
         """

@@ -1,7 +1,7 @@
 """The configuration of a sandbox for an OCI runtime (`config.json` of the runtime specification), and its root folder.
-The rules are those of hardening.py, in the terms of the specification. Two rules are stronger than those of the engine.
-Each sandbox has its own user namespace. The mount points come from sandboxd, so no link of an image can lead a mount
-elsewhere.
+The rules are those of hardening.py, in the format of the specification. Two rules are stronger than those of the
+engine. Each sandbox has its own user namespace. The mount points come from sandboxd, so no link of an image can lead a
+mount elsewhere.
 """
 
 import errno
@@ -34,8 +34,8 @@ ROOT_CAPABILITIES: Final[Mapping[str, int]] = {
     "CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_FOWNER": 3, "CAP_FSETID": 4, "CAP_KILL": 5, "CAP_SETGID": 6,
     "CAP_SETUID": 7, "CAP_SETPCAP": 8, "CAP_NET_BIND_SERVICE": 10, "CAP_SYS_CHROOT": 18, "CAP_SETFCAP": 31,
 }  # fmt: skip
-"""Capabilities of the sandbox's root user, with their numbers: what package managers and services need. They count only
-for what belongs to the user namespace of the sandbox.
+"""Capabilities of the sandbox's root user, with their numbers: what package managers and services need. They apply only
+to objects that belong to the user namespace of the sandbox.
 """
 _CAPABILITY_SETS: Final = ("bounding", "effective", "inheritable", "permitted", "ambient")
 _SEALED: Final = ["nosuid", "noexec", "nodev"]
@@ -129,7 +129,9 @@ def build_bundle(spec: SandboxSpec, *, root: Path, cgroup: str, base: int, secco
 
 
 def build_environment(spec: SandboxSpec) -> list[str]:
-    """Return the environment of PID 1: that of the image, with ours over it."""
+    """Return the environment of PID 1: the variables of the image, and the variables of sandboxd, which replace
+    variables with the same name.
+    """
     image = dict(variable.partition("=")[::2] for variable in spec.image_facts.variables if "=" in variable)
     variables = {"PATH": _DEFAULT_PATH, **image, **own_variables(spec)}
     return [f"{name}={value}" for name, value in variables.items() if name not in LOADER_VARIABLES]
@@ -197,7 +199,7 @@ def _build_cgroup_mounts(spec: SandboxSpec, cgroup: str) -> list[tuple[str, str,
     bound = ["bind", *_SEALED, "ro"]
     if spec.cgroup_version == 2:
         return [("/sys/fs/cgroup", f"/sys/fs/cgroup{cgroup}", bound)]
-    # No room but for the one folder, because root of the sandbox may write to it.
+    # The tmpfs has space only for the one folder, because root of the sandbox may write to it.
     folder = ["mode=755", "size=4k", "nr_inodes=2", *_SEALED]
     return [
         ("/sys/fs/cgroup", "tmpfs", folder),

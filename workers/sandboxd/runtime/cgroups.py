@@ -18,7 +18,7 @@ _LONGEST_PAUSE_S = 0.05
 
 
 class Cgroups:
-    """The hierarchies of this host, below `root`."""
+    """The control groups of this host's sandboxes. `root`: the mount point of the hierarchies."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self.version = 2 if (root / "cgroup.controllers").exists() else 1
@@ -34,8 +34,8 @@ class Cgroups:
         return hierarchy / PARENT / sandbox / name
 
     def freeze(self, sandbox: str, give_up_s: float) -> None:
-        """Freeze all processes of a sandbox, and return when none runs. Raises OSError, such as FileNotFoundError, and
-        TimeoutError.
+        """Freeze all processes of a sandbox, and return when none runs. Raises OSError: FileNotFoundError without a
+        group, TimeoutError after `give_up_s` seconds.
         """
         until = time.monotonic() + give_up_s
         self._freezer(sandbox).write_text("1" if self.version == 2 else "FROZEN", encoding="ascii")
@@ -61,7 +61,9 @@ class Cgroups:
         return None
 
     def kill(self, sandbox: str, give_up_s: float) -> None:
-        """Kill all processes of a thawed sandbox, and return when none exists. Raises TimeoutError."""
+        """Kill all processes of a thawed sandbox, and return when none exists. Raises TimeoutError after `give_up_s`
+        seconds.
+        """
         until, pause = time.monotonic() + give_up_s, _FIRST_PAUSE_S
         while processes := self._processes(sandbox):
             for process in processes:
@@ -72,7 +74,9 @@ class Cgroups:
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
 
     def remove(self, sandbox: str, give_up_s: float) -> None:
-        """Remove the empty groups of a sandbox. Raises OSError."""
+        """Remove the empty groups of a sandbox. Waits up to `give_up_s` seconds for ended processes to leave them.
+        Raises OSError.
+        """
         until = time.monotonic() + give_up_s
         for folder in self._folders(sandbox):
             while True:

@@ -38,7 +38,7 @@ from workers.sandboxd.runtime.volumes import GuestVolumes, fill_volume, list_vol
 log = structlog.get_logger(__name__)
 
 PAUSES_S: Final = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Pauses before each attempt; the last value repeats."""
+"""Pauses before each attempt to remove a late container, in seconds; the last value repeats."""
 ABSENT_ENOUGH: Final = 5
 """Number of consecutive attempts without a container after which the container counts as never created. Only attempts
 that the engine answered count. A container that appears even later is removed at its deadline.
@@ -213,7 +213,7 @@ class Engine:
 
     async def pin(self, name: str, image: str, labels: Mapping[str, str], volumes: Mapping[str, str]) -> None:
         """Create a container that is never started. While it exists, the engine refuses to remove the image and the
-        volumes. `volumes`: place -> name.
+        volumes. `volumes`: mount point -> name of the volume.
         """
         mounts = [{"Type": "volume", "Source": name, "Target": place} for place, name in volumes.items()]
         config = {
@@ -254,11 +254,11 @@ class Engine:
         """
         await self._run(self._lanes.removals, lambda api: remove_volume(api, name))
 
-    async def look(self, work: Callable[[docker.APIClient], T]) -> T:
+    async def run_query(self, work: Callable[[docker.APIClient], T]) -> T:
         """Return the result of a short blocking call that changes nothing."""
         return await self._run(self._lanes.start_check, work)
 
-    async def clear(self, work: Callable[[docker.APIClient], T]) -> T:
+    async def run_removal(self, work: Callable[[docker.APIClient], T]) -> T:
         """Return the result of a blocking call that removes something."""
         return await self._run(self._lanes.removals, work)
 

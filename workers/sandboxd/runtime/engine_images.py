@@ -94,21 +94,21 @@ class EngineImages:
 
     async def find(self, name: str) -> EngineImage | None:
         """Return the image of a complete name or a content id; None when the engine does not have it."""
-        return await self._engine.look(lambda api: _find(api, name))
+        return await self._engine.run_query(lambda api: _find(api, name))
 
     async def list(self) -> Sequence[EngineImage]:
         """Return all images with a name or of a finished build."""
-        return await self._engine.look(lambda api: [_build(image) for image in api.images()])
+        return await self._engine.run_query(lambda api: [_build(image) for image in api.images()])
 
     async def used(self) -> frozenset[str]:
         """Return the content ids of the images of all containers, in any state and of any owner. Pins do not count."""
-        return await self._engine.look(_list_used)
+        return await self._engine.run_query(_list_used)
 
     async def remove(self, name: str) -> bool:
         """Remove a name of an image, or an image by its content id. The layers go with the last name. Returns False
         when the engine refuses because a container uses the image or it has other names.
         """
-        return await self._engine.clear(lambda api: _remove(api, name))
+        return await self._engine.run_removal(lambda api: _remove(api, name))
 
     async def pull(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
         """Pull an image. Raises PullFailed. A cancelled caller does not end the pull; `progress.stop` does."""

@@ -19,7 +19,7 @@ LABEL_PREFIX: Final = "toolcrew."
 GUEST_FOLDER: Final = "/opt/toolcrew"
 SKILLS_FOLDER: Final = "/skills"
 GUEST_COMMAND: Final = (f"{GUEST_FOLDER}/bin/python3", "-I", "-S", "-u", GUEST_FOLDER)
-"""The guest brings its own Python, so that it runs in any image."""
+"""Command of PID 1. The guest has its own Python, so it runs in any image."""
 PROXY_PORT: Final = 3128
 """Port of the proxy on the loopback interface of a sandbox with `egress`."""
 ENVIRONMENT: Final[Mapping[str, str]] = {
@@ -28,7 +28,9 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "TERM": "dumb",
 }
 LOADER_VARIABLES: Final = ("LD_PRELOAD", "LD_AUDIT")
-"""The loader reads these for PID 1, too: with the image's values, code of the image would run in the guest."""
+"""Variables that must not come from the image. The dynamic loader reads them for PID 1, too, so code of the image would
+run in the guest.
+"""
 _DEFAULT_PATH: Final = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PROXY: Final = f"http://127.0.0.1:{PROXY_PORT}"
 EGRESS_ENVIRONMENT: Final[Mapping[str, str]] = {
@@ -38,7 +40,7 @@ EGRESS_ENVIRONMENT: Final[Mapping[str, str]] = {
     **{name: "localhost,127.0.0.1,::1" for name in ("no_proxy", "NO_PROXY")},
 }
 AUTHORITIES: Final = f"{SKILLS_FOLDER}/authority/bundle.pem"
-"""The certificate authorities that programs trust in a session with secrets."""
+"""Path in the sandbox of the file with the certificate authorities that programs of a session with secrets trust."""
 # The engine's own defaults since 20.10. They are not requested, because naming them would drop the additions of a newer
 # engine.
 MASKED_PATHS: Final = frozenset({
@@ -254,7 +256,7 @@ def guest_command(spec: SandboxSpec) -> list[str]:
 
 
 def own_variables(spec: SandboxSpec) -> dict[str, str]:
-    """Return the variables that are set over those of the image."""
+    """Return the environment variables that sandboxd sets. They replace those of the image."""
     home = {"HOME": "/root"} if spec.is_root else {}
     egress = EGRESS_ENVIRONMENT if spec.network == "egress" else {}
     return {**ENVIRONMENT, **home, **egress}
@@ -262,7 +264,8 @@ def own_variables(spec: SandboxSpec) -> dict[str, str]:
 
 def _environment(spec: SandboxSpec) -> list[str]:
     named = {variable.partition("=")[0] for variable in spec.image_facts.variables}
-    unset = dict.fromkeys(named.intersection(LOADER_VARIABLES), "")  # the engine can empty, not remove
+    # The engine can set a variable to an empty text, but cannot remove it.
+    unset = dict.fromkeys(named.intersection(LOADER_VARIABLES), "")
     return [f"{name}={value}" for name, value in {**own_variables(spec), **unset}.items()]
 
 

@@ -14,7 +14,9 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.runtime.mounts import ID_RANGE
 
 FIRST_ID: Final = 0x4000_0000
-"""First id: above the ids of users, of user namespaces of users, and of systemd's containers."""
+"""First host id of all ranges. It is above the ids of users, of the user namespaces of users, and of systemd's
+containers.
+"""
 _BLOCK_RANGES: Final = 512
 _BLOCKS: Final = 31
 

@@ -52,7 +52,9 @@ def explain_unfit(image: Mapping[str, Any], name: str) -> str | None:
 
 @contextmanager
 def explained(image: str) -> Iterator[None]:
-    """Explain a SandboxUnavailable inside the block when the image causes it. Other errors pass unchanged."""
+    """Replace the message of a SandboxUnavailable inside the block by an explanation, if the image is the cause. Other
+    errors pass unchanged.
+    """
     try:
         yield
     except SandboxUnavailable as error:

@@ -121,5 +121,5 @@ _KERNEL_FOLDERS = (Path("/proc"), Path("/sys"), *_WHOLE_FOLDERS)
 
 def _list_mounts() -> list[Path]:
     lines = Path("/proc/thread-self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    # The kernel writes spaces and the like as octal numbers.
+    # The kernel writes spaces and some other characters as octal numbers.
     return [Path(line.split(" ")[4].encode().decode("unicode_escape")) for line in lines]

@@ -177,13 +177,14 @@ class OciRuntime:
             stack.callback(self._ranges.give_back, base)
             disks = []
             if spec.workspace.bind is not None:
-                # Here, because the threads do not see the mounts of the host's namespace.
+                # Clone the mount in this thread: the worker threads do not see the mounts of the host's namespace.
                 disks.append(_clone_workspace(spec.workspace.bind))
                 stack.callback(os.close, disks[0])
             for layer in spec.workspace.layers:
                 disks.append(os.dup(layer))
                 stack.callback(os.close, disks[-1])
-            # From here on the folder leads every removal to what the thread makes, so nothing is undone here any more.
+            # From here on a removal finds everything that the thread makes by the folder of the sandbox, so nothing is
+            # undone here.
             lock = self._open(sandbox, name, spec)
             self._running[sandbox] = _RunningSandbox(base)
             stack.pop_all()
@@ -200,8 +201,8 @@ class OciRuntime:
 
     async def find_drift(self, container: str, spec: SandboxSpec) -> list[str]:
         running = self._running[_id_of(container)]
-        # From the file that the runtime program wrote, so that the check sees what was started and not what was
-        # intended.
+        # Read the pid from the file that the runtime program wrote, so that the check examines the process that was
+        # started.
         process = int((self._sandboxes / _id_of(container) / "pid").read_text(encoding="ascii"))
         return find_kernel_drift(process, spec, running.base, self._cgroups, _id_of(container))
 
@@ -269,7 +270,8 @@ class OciRuntime:
                 "scripts/build-image, or pull it"
             )
         if key not in self._pins:
-            # Starts at the same time share one task. A cancelled start must not leave a pin that no later start uses.
+            # Starts of the same image at the same time share one task. A cancelled start must not leave a pin that no
+            # later start uses.
             self._pins[key] = asyncio.ensure_future(self._make_pin(key, spec, volumes))
         return await asyncio.shield(self._pins[key])
 
@@ -295,7 +297,8 @@ class OciRuntime:
 
     def _open(self, sandbox: str, name: str, spec: SandboxSpec) -> int:
         """Make the folder of a sandbox. Returns the locked descriptor of its lock."""
-        # Hidden until it has its lock and its labels: a removal that finds the folder relies on both.
+        # The name is hidden until the folder has its lock and its labels: a removal that finds the folder relies on
+        # both.
         place = self._sandboxes / f".{sandbox}"
         with ExitStack() as failure:
             try:
@@ -379,7 +382,7 @@ class OciRuntime:
             process = int((place / "pid").read_text(encoding="ascii"))
             running.process = self._cgroups.open_process(sandbox, process)
             failure.pop_all()
-        # What crun writes over the hidden groups of version 2, in this thread's namespace (mounts.py).
+        # crun creates this folder in place of the hidden groups of version 2, in this thread's namespace (mounts.py).
         shutil.rmtree(f"/sys/fs/cgroup/unified/{PARENT}", ignore_errors=True)
         ours.setblocking(False)
         return AttachedContainer(sandbox, ours, process, reading)
@@ -430,16 +433,18 @@ class OciRuntime:
                     self._cgroups.thaw(sandbox)
                 if running is not None and running.process is not None:
                     _end_process(running.process)
-                # Also without a process of this sandboxd: the start may have been that of a sandboxd that was killed.
+                # Kill even if this sandboxd started no process: another sandboxd, which was killed, may have started
+                # it.
                 self._cgroups.kill(sandbox, _KILL_S)
                 self._cgroups.remove(sandbox, _KILL_S)
                 shutil.rmtree(self._state / sandbox, ignore_errors=True)
-                # Renamed first: a removal at the same time, or after a kill, must not find a folder without its lock.
+                # Rename the folder first: a removal at the same time, or after a kill, must not find a folder without
+                # its lock.
                 shutil.rmtree(place.rename(place.with_name(f".{sandbox}")))
-                # Under the lock: a second removal must not use the descriptor that this closes.
+                # Close the descriptors under the lock: a second removal must not use them afterwards.
                 self._forget(sandbox)
         except (OSError, TimeoutError) as error:
-            if place.exists():  # else another removal was quicker
+            if place.exists():  # Otherwise another removal was quicker.
                 raise SandboxUnavailable(
                     f"sandbox {sandbox} cannot be removed: {error}; sandboxd tries again"
                 ) from error
@@ -459,7 +464,7 @@ class OciRuntime:
     @contextmanager
     def _locked(self, sandbox: str) -> Iterator[None]:
         """Hold the lock of a sandbox. Raises OSError and TimeoutError."""
-        # A new open file each time: two removals in this process must exclude each other, too.
+        # Open the file anew each time: two removals in this process must exclude each other, too.
         fd = os.open(self._sandboxes / sandbox / "lock", os.O_RDWR | os.O_CLOEXEC)
         until = time.monotonic() + _LOCK_S
         try:
@@ -469,7 +474,7 @@ class OciRuntime:
                     break
                 except BlockingIOError:
                     if time.monotonic() > until:
-                        # A start that was given up has left a process with the lock.
+                        # A start that was cancelled has left a process that holds the lock.
                         self._cgroups.kill(sandbox, _KILL_S)
                         raise TimeoutError(f"its start has not ended in {_LOCK_S:g} s") from None
                     time.sleep(_PAUSE_S)
@@ -481,7 +486,7 @@ class OciRuntime:
         try:
             content = json.loads((place / "labels.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            content = {"name": place.name, "labels": {}}  # its start was cut off; or its removal has ended
+            content = {"name": place.name, "labels": {}}  # The start was interrupted, or the removal has just ended.
         labels = {str(name): str(value) for name, value in content["labels"].items()}
         state = "running" if self._cgroups.exists(place.name) else "created"
         return ListedContainer(
@@ -565,7 +570,7 @@ def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:
     """Make a folder of a disk, unless an earlier sandbox of the session has made it."""
     if place.exists():
         return
-    # Renamed last: a start that was killed in between must not leave a folder with the owner or the mode of the host.
+    # Rename the folder last: a start that was killed in between must not leave a folder with the wrong owner or mode.
     unfinished = place.with_name("unfinished")
     unfinished.mkdir(exist_ok=True)
     os.chown(unfinished, uid, gid)
@@ -576,7 +581,7 @@ def _make_folder(place: Path, uid: int, gid: int, mode: int) -> None:
 def _remove_unfinished(sandboxes: Path) -> None:
     """Remove folders that a killed process had begun to make. Nothing of a sandbox existed then."""
     for place in sandboxes.glob(".*"):
-        with contextlib.suppress(OSError):  # its maker has completed it just now
+        with contextlib.suppress(OSError):  # Another process has just completed the folder.
             if place.stat().st_mtime < time.time() - _START_S:
                 shutil.rmtree(place)
 

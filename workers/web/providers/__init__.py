@@ -1,1 +1,1 @@
-"""Search providers, a file each behind one method."""
+"""Search providers. Each file has one provider, and all providers have the same interface (base.py)."""
