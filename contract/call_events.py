@@ -90,7 +90,9 @@ def entry_event(fields: Mapping[Any, Any], unseal: Callable[[bytes], str]) -> Ca
 
 
 def encode_answer(payload: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a reply. Raises ValueError if they exceed MAX_ANSWER_BYTES, or if the reply is not JSON."""
+    """Return the bytes of the model's reply to a request of the tool. Raises ValueError if they exceed
+    MAX_ANSWER_BYTES, or if the reply is not JSON.
+    """
     data = _encode(dict(payload))
     if len(data) > MAX_ANSWER_BYTES:
         raise ValueError(f"the answer is {len(data)} bytes; the limit is {MAX_ANSWER_BYTES}. Send less data.")

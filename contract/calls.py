@@ -24,8 +24,8 @@ BLOB_TTL_S = 600
 DEFAULT_TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 600.0
 LONGEST_TIMEOUT_S = 86_400.0
-"""Largest limit of a call of bash_tool, a skill or `session.exec`, where the tenant class allows more than
-MAX_TIMEOUT_S.
+"""Largest timeout, in seconds, of a call of bash_tool, a skill or `session.exec`, where the tenant class allows more
+than MAX_TIMEOUT_S.
 """
 GRACE_S = 5.0
 """Seconds that the dispatcher waits beyond the timeout of a call, so that the timeout inside the sandbox applies first.
@@ -46,8 +46,8 @@ class Record(BaseModel):
 
 
 def describe_invalid(error: ValueError) -> str:
-    """Return the first problem of a record as `field: problem`, without the value of the field; or the text of another
-    error.
+    """Return the first problem of a record as `field: problem`, without the value of the field. For another error than
+    pydantic's, return its text.
     """
     if not isinstance(error, ValidationError):
         return str(error)
@@ -68,7 +68,7 @@ def pick_fields(kind: type[R], source: BaseModel, **others: Any) -> R:
 
 
 class ToolCall(Record):
-    """A request to run one tool once. `arguments` is the only free dict of the contract."""
+    """A request to run one tool once. `arguments` is the only field of the contract that may contain any JSON object."""
 
     id: Identifier
     name: ToolName
@@ -85,7 +85,9 @@ class ToolContext(Record):
     run: Identifier | None = None
     session: Identifier | None = None
     fence: int | None = Field(default=None, ge=1)
-    """Fence of the session's location that the sender knows. A worker refuses the call if the session has moved."""
+    """Fencing token of the session's location, as the sender knows it. The token grows when the session moves. A worker
+    refuses the call if the session has moved since.
+    """
     attempt: int = Field(default=1, ge=1)
     sent_at: float
     deadline_at: float
@@ -248,7 +250,9 @@ class ToolResult(Record):
     kill: KillReport | None = None
     sandbox: SandboxInfo | None = None
     usage: CallUsage | None = Field(default=None, exclude_if=lambda usage: usage is None)
-    """Resources that the call used. None: it used no sandbox, the sandbox was not measured, or its result was lost."""
+    """Resources that the call used. None: the call used no sandbox, the sandbox was not measured, or the result of the
+    call was lost.
+    """
     blob: str | None = Field(default=None, max_length=256)
     """Key of result bytes in Redis, which ends with their SHA-256. The orchestrator fetches and deletes the bytes."""
 

@@ -20,7 +20,9 @@ Handler = TypeVar("Handler")
 Validator = Callable[[Mapping[str, Any]], str | None]
 """Custom check of arguments that match the schema. Returns None, or a sentence: what is wrong and what to do."""
 SWITCHES_FRESH_S = 1.0
-"""Highest age of a process's copy of the switches. A switch takes effect everywhere within twice this time."""
+"""Maximum age, in seconds, of the switches that a process has cached. A switch takes effect everywhere within twice
+this time.
+"""
 LAST_INSTANT = 253_402_300_800
 """Unix time of the year 10000, the first that datetime cannot represent."""
 

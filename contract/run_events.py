@@ -29,7 +29,7 @@ class FailureKind(StrEnum):
     model rejects.
     """
     TOOL = "tool"
-    """The only call of the item failed: bad arguments, a timeout, a refusal."""
+    """The batch item consists of one call, and the call failed: bad arguments, a timeout, a refusal."""
     INFRASTRUCTURE = "infrastructure"
     """No sandbox, no host, no Redis, no model endpoint, a process that died."""
     INPUT = "input"
@@ -69,12 +69,12 @@ class Grade(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """Base of all events. `at`: Unix seconds. `attempt`: of the run, from 1. `item`: the custom_id of its batch line;
-    "" for a run that is no line of a batch. `wall_s`: in a log, the working time of the run until the event, in
-    seconds. The setup and the time without a holder do not count.
+    """Base of all events. `at`: Unix seconds. `attempt`: number of the attempt of the run, from 1. `item`: the
+    custom_id of its batch line; "" for a run that is no line of a batch. `wall_s`: in a log, the working time of the
+    run until the event, in seconds. The setup, and the time in which no process ran the run, do not count.
     """
 
-    # Pydantic reads it when it parses an event.
+    # Pydantic uses this configuration when it parses an event.
     __pydantic_config__ = ConfigDict(allow_inf_nan=False)
 
     run: str
@@ -92,7 +92,7 @@ class RunEvent:
         return {"type": type(self).__name__, **data}
 
     def to_trace(self) -> dict[str, Any]:
-        """Return what a trace stores: the fields of `to_json`, and those that are too large for a stream."""
+        """Return the data that a trace stores: the fields of `to_json`, and the fields that are too large for a stream."""
         return self.to_json()
 
 
@@ -257,7 +257,7 @@ class SandboxClosed(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputArrived(RunEvent):
-    """A piece of a running call's output arrived. The result that follows has all of it."""
+    """A piece of a running call's output arrived. The result that follows contains the whole output."""
 
     call_id: str
     stream: str
@@ -430,9 +430,9 @@ class RunRetried(RunEvent):
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(RunEvent):
     """The one end of a durable run. `state`: succeeded, failed or cancelled. `answer`: the model's last text; `is_cut`:
-    only its beginning. `cost` None: no prices are known. `clocks`, `call_usage`: those of its calls, summed.
+    `answer` contains only the beginning. `cost` None: no prices are known. `clocks`, `call_usage`: sums over its calls.
     `sandbox_s`: time in which it had a session of its own. `seconds`: since it was claimed. `artifacts_file`: the id of
-    its artifacts in the store. `task`: the id of its line, for an item with a grader. `grade` None: it has no
+    its artifacts in the store. `task`: the id of the batch line, for an item with a grader. `grade` None: it has no
     reward.
     """
 
@@ -465,7 +465,7 @@ class RunEnded(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOmitted(RunEvent):
-    """No more output of the running call is published. Its result has all of it."""
+    """No more output of the running call is published. The result contains the whole output."""
 
     call_id: str
 

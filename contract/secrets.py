@@ -54,7 +54,7 @@ SecretName = Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,63}$"), AfterValid
 SecretHost = Annotated[
     str, Field(max_length=259, pattern=rf"^(?:{_LABEL}\.)*[a-z](?:[a-z0-9-]{{0,61}}[a-z0-9])?(?::[1-9][0-9]{{0,4}})?$")
 ]
-"""A host name, or a host name with a port; without a port: 443. Patterns and addresses are not accepted."""
+"""A host name, or a host name with a port. The default port is 443. Patterns and addresses are not accepted."""
 SecretPlace = Annotated[
     str,
     Field(pattern=r"^(?:header:[A-Za-z0-9-]{1,64}|query:[A-Za-z0-9._~-]{1,64}|basic)$"),

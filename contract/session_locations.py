@@ -86,5 +86,5 @@ def open_checkpoint(keys: SigningKeys, tenant: str, session: str, sealed: str) -
 
 
 def show_checkpoint(sealed: str) -> str | None:
-    """Return the name of a checkpoint for people to read, whether its signature holds or not."""
+    """Return the name of a checkpoint for people to read, even if its signature is invalid."""
     return sealed.rpartition(".")[2] or None

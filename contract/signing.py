@@ -38,8 +38,8 @@ class SigningKey:
         return cls(hashlib.sha256(b"toolcrew key id\0" + key).hexdigest()[:KEY_ID_CHARS], key)
 
     def sign(self, purpose: str, data: bytes) -> str:
-        """Return the HMAC-SHA-256 in hex. `purpose` prevents that a signature for one kind of text is used for
-        another.
+        """Return the HMAC-SHA-256 in hex. Because of `purpose`, a signature for one kind of text is invalid for every
+        other kind.
         """
         return hmac.digest(self.key, purpose.encode(errors="surrogatepass") + b"\0" + data, "sha256").hex()
 
@@ -94,8 +94,9 @@ class SigningKeys:
 
 @contextmanager
 def readable(name: str, advice: str, consequence: str = "it is not used") -> Iterator[None]:
-    """Raise RecordRefused for a stored record that is not signed for its place, and ConfigError for a record that
-    another release wrote. Their messages say what to do, and contain no text of the record.
+    """Context manager around code that reads a stored record. Raise RecordRefused for a record that is not signed for
+    the place where it is stored, and ConfigError for a record that another release wrote. Their messages say what to
+    do, and contain no text of the record.
     """
     try:
         yield

@@ -26,9 +26,10 @@ class SidecarBroken(ValueError):
 class Sidecar(BaseModel):
     """Content of the file.
 
-    `entrypoint`: a file of the skill. `interpreter`: the program that runs it; None: by its first line and its suffix.
-    `args` json-stdin: arguments as one JSON object on standard input. `args` argv: arguments as `--name=value`; true
-    values as `--name`; lists once for each value. `timeout`: seconds. `network`: the tool needs network access.
+    `entrypoint`: a file of the skill. `interpreter`: the program that runs the entrypoint; None: the first line or the
+    suffix of the file decides. `args` json-stdin: arguments as one JSON object on standard input. `args` argv:
+    arguments as `--name=value`; true values as `--name`; lists once for each value. `timeout`: seconds. `network`: the
+    tool needs network access.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

@@ -70,7 +70,7 @@ class BundleFile:
 
 
 class BundleDigest:
-    """Return the content hash of a bundle: the hash of its files in the order of their paths."""
+    """Content hash of a bundle: the hash of its files in the order of their paths."""
 
     def __init__(self) -> None:
         self._sum = hashlib.sha256()

@@ -50,7 +50,7 @@ class ToolSpec(Record):
     network: str = NO_NETWORK
     """Network access of the sandbox, in the words of the description."""
     tells_network: bool = Field(default=True, exclude_if=lambda tells: tells)
-    """True if toolcrew has added these words to the description."""
+    """True if toolcrew has added the text of `network` to the description."""
     is_installed_skill: bool = Field(default=False, exclude_if=lambda is_skill: not is_skill)
     """True for a skill that was installed for a tenant. Its calls are sent as runs of skill_tool and checked as such.
     No worker publishes the skill.

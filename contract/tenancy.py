@@ -18,7 +18,7 @@ DEFAULT_TENANT = "default"
 """Tenant that always exists. Until the first registration, every name is served with its policy; afterwards only
 registered names, even when none is left."""
 POLICY_FRESH_S = 1.0
-"""Highest age of a process's copy of the policies."""
+"""Maximum age, in seconds, of the policies that a process has cached."""
 MAX_PAUSE_REASON_CHARS = 500
 MAX_POLICY_BYTES = 256 * 1024
 """Limit of a signed policy. A larger policy is neither written nor read."""
@@ -189,7 +189,9 @@ end
 
 
 def say_subject(name: str, used: str) -> str:
-    """Return the subject of the sentence "... is forbidden". `used`: the tool of the call that is forbidden."""
+    """Return the subject of a refusal "... is forbidden". `name`: the tool that was called. `used`: the forbidden tool
+    that the call would use.
+    """
     return "it" if used == name else f"it would run a program as {used} does, which"
 
 

@@ -44,7 +44,7 @@ def _check(text: str) -> str:
 
 
 Traceparent = Annotated[str, AfterValidator(_check)]
-"""Trace context with no flag except `sampled`."""
+"""Text of a traceparent. Validation rejects every flag except `sampled`."""
 
 
 def derive_id(*parts: str) -> str:

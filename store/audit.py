@@ -25,8 +25,8 @@ from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from store.connection import SyncRedis, broker_errors
 
 Role = Literal["tenant", "operator", "admin"]
-"""The role of an actor. tenant: calls for its own tenant. operator: calls for any tenant. admin: may also change the
-policies of tenants.
+"""The role of an actor. tenant: may call tools for its own tenant. operator: may call tools for any tenant. admin: may
+also change the policies of tenants.
 """
 _ROLES: tuple[Role, ...] = get_args(Role)
 LOCAL = "local"
@@ -194,8 +194,8 @@ def entry_text(entry: NewAuditEntry) -> str:
 
 
 class AuditedStore:
-    """Base of the stores whose changes are in the audit log. The log names the system user as the actor, or the actor
-    of `acting_as`.
+    """Base of the stores whose changes are in the audit log. The actor of a change is the one that `acting_as` was
+    given, or otherwise the system user.
     """
 
     _actor: Actor | None = None

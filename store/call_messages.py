@@ -60,8 +60,7 @@ class CallMessage:
     of the shared clock. `ticket`: a signed text that stays in the record until a worker decides about the call
     (store/calls.py). `session`, `fence`: for a call that must reach the host of its session; None if any worker of the
     queue may run the call. `slot`: the id of the slot that the call must hold (store/slots.py); "" if the slot is
-    already confirmed. `extra_s`: by how many seconds the call may run longer
-    than MAX_TIMEOUT_S.
+    already confirmed. `extra_s`: number of seconds by which the limit of the call exceeds MAX_TIMEOUT_S.
     """
 
     tenant: str
@@ -240,7 +239,7 @@ class ResultHub:
                 await self._delete_taken()
 
     def task_id(self, name: str) -> str:
-        """Return the task id under which a result returns to this hub."""
+        """Return a task id whose result this hub receives. `name`: the last part of the id."""
         return f"{self.id}-{name}"
 
     @contextlib.contextmanager
@@ -263,8 +262,8 @@ class ResultHub:
             self._stored.discard(task_id)
 
     async def look(self, task_id: str) -> None:
-        """Read the result of one task now, if it is stored. Results that another hub published are not announced to
-        this hub.
+        """Read the result of one task now, if it is stored. This is necessary for a task that another hub has
+        published, because Redis does not announce its result to this hub.
         """
         try:
             await self._take_stored([task_id])

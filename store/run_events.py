@@ -85,8 +85,8 @@ of the runs contain the outcomes.
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Consecutive events of one run. `first`: how many events the holder has added before. `last_step`: the last step
-    whose events are complete after this batch; None: no further step is complete.
+    """Consecutive events of one run. `first`: the number of events of the run that the holder has added before these.
+    `last_step`: the last step whose events are complete after this batch; None: no further step is complete.
     """
 
     tenant: str
@@ -100,7 +100,9 @@ class EventBatch:
 
 @dataclass(frozen=True)
 class EventPage:
-    """Events in order. `tip`: the id of the last event in the stream. `is_over`: no events follow."""
+    """Events in order. `tip`: the id of the last event in the stream, which may be after this page. `is_over`: no
+    events follow.
+    """
 
     entries: tuple[StoredEvent, ...]
     tip: str
@@ -127,8 +129,8 @@ class RunEventStore:
         return int(step or 0), bool(has_any)
 
     async def append(self, batches: Sequence[EventBatch], progress: Sequence[ProgressEvent] = ()) -> list[bool]:
-        """Add events. Return for each run whether the holder still holds the run. A repetition after a lost reply adds
-        no event of a run twice, and may repeat events of `progress`.
+        """Add events. Return, for each of `batches`, whether the process still holds the run. A repetition after a lost
+        reply adds no event of a run twice, and may repeat events of `progress`.
         """
         pipe = self._client.pipeline(transaction=False)
         for batch in batches:
@@ -312,7 +314,7 @@ def _shorten(value: Any, limit: int) -> Any:
 
 BLOCK_MS = 200
 PAUSE_S = 0.05
-"""Pause after each read, in seconds. One read then returns all events of the pause."""
+"""Pause after each read, in seconds, so that one read returns several events."""
 AGAIN_S = 0.5
 LOOK_S = 15.0
 """Time without an event after which a follower checks whether the run still exists, in seconds."""

@@ -207,7 +207,7 @@ class SkillUses:
         self._client, self._deployment = client, deployment
 
     async def note(self, tenant: str, skill: str) -> None:
-        """Count one use of a skill."""
+        """Count one use of a skill by a run of the tenant."""
         key = skill_uses_key(self._deployment, tenant)
         pipe = self._client.pipeline(transaction=False)
         pipe.hincrby(key, skill, 1)

@@ -77,7 +77,7 @@ Operation = Sequence[object]
 
 
 def load_script() -> str:
-    """Return the source of the script that Redis runs."""
+    """Return the source of the Lua script that divides the slots."""
     folder = resources.files("store")
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _FILES)
 
@@ -136,7 +136,9 @@ def renew(running: Sequence[str], waiting: Sequence[str]) -> Operation:
 
 
 def tick(queues: Iterable[str]) -> Operation:
-    """Return the operation that reports a possible change in the slots of these queues."""
+    """Return the operation that checks these queues for free slots and grants them, because workers may have started or
+    stopped.
+    """
     return ("tick", *queues)
 
 
@@ -250,14 +252,15 @@ class SlotStore:
         self._idle.set()
 
     def ask(self, call: str, request: SlotRequest, *, is_early: bool = False, is_in_line: bool = False) -> bool:
-        """Request a slot for a call. A step that was delayed because Redis did not answer is sent now: the caller must
-        learn at once that Redis is unavailable.
+        """Request a slot for a call. If the next step is delayed because Redis did not answer, it is sent now: the
+        caller must learn at once that Redis is unavailable.
 
         `is_early`: send the step before this method returns, unless another step is being sent. `is_in_line`: other
         calls of the tenant already wait for the queue, so this request is not urgent. Return whether the request was
         sent.
         """
-        # Until the step is sent, a caller that gives up only removes its request. Redis never sees it.
+        # Until the step is sent, a caller that gives up removes its request from this dict, and Redis never receives
+        # it.
         self._requests[call] = request
         self._is_hurried = self._is_hurried or not is_in_line
         is_sent_now = is_early and not self._is_sending
@@ -287,7 +290,7 @@ class SlotStore:
         self._stop_waiting()
 
     async def settle(self, within_s: float) -> None:
-        """Wait until everything is sent, at most `within_s` seconds."""
+        """Wait until all operations are sent, at most `within_s` seconds."""
         waiting = asyncio.ensure_future(self._idle.wait())
         await asyncio.wait({waiting}, timeout=within_s)
         waiting.cancel()
@@ -407,7 +410,7 @@ class GrantListener:
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["type"] == "subscribe":
-            # After the subscription is active. A check before it could miss a grant between the two.
+            # Checked after the subscription is active. An earlier check could miss a grant before the subscription.
             self._on_gap()
         elif message["type"] == "message":
             try:

@@ -22,8 +22,8 @@ OUTAGE_S = 120.0
 
 
 def is_being_cancelled() -> bool:
-    """Return whether this task is being cancelled. False: only an operation that the task awaited was cancelled or
-    timed out.
+    """Return whether the current task is being cancelled. Call it after a CancelledError: False means that only an
+    operation that the task awaited was cancelled or timed out.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
@@ -59,7 +59,9 @@ def begin_shared(work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
 
 
 class SharedReads(Generic[T]):
-    """Reads in progress, by their subject. Cancelling one caller does not cancel the read for the others."""
+    """Shares reads that are in progress, by their subject, so that concurrent callers cause one read. Cancelling one
+    caller does not cancel the read for the others.
+    """
 
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Task[T]] = {}

@@ -151,7 +151,7 @@ class PolicyCache:
         return self.clock() - self._asked_at >= POLICY_FRESH_S
 
     def find(self, tenant: str) -> TenantPolicy | None:
-        """Return the cached policy; None if it must be read."""
+        """Return the cached policy of a tenant; None if the caller must read it from Redis."""
         return self._policies.get(tenant)
 
     def confirm(self, version: bytes | None, asked_at: float) -> None:
@@ -212,7 +212,7 @@ class TenantSource(Protocol):
 
 
 class OpenTenants:
-    """Tenants for programs without a pool. Every tenant has the default policy."""
+    """TenantSource for programs without a pool. Every tenant has the default policy."""
 
     async def policy(self, tenant: str) -> TenantPolicy:
         return TenantPolicy()
@@ -332,7 +332,9 @@ class RedisTenants(AuditedStore):
         )
 
     async def resume(self, name: str) -> TenantPolicy:
-        """Resume a tenant, within 2 s everywhere. Return the new policy. Raises the same errors as `change`."""
+        """Resume a paused tenant. The change takes effect everywhere within 2 seconds. Return the new policy. Raises
+        the same errors as `change`.
+        """
         fields = {"is_paused": False, "pause_reason": ""}
         return await self.change(name, lambda policy: policy.model_copy(update=fields), action="tenant.resume")
 

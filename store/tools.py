@@ -100,8 +100,8 @@ class RedisCatalog:
         return None if pool is None else f"no worker serves {name} now: start one with {STARTED_BY[pool]}"
 
     async def pools(self) -> dict[str, tuple[ToolSpec, ...]]:
-        """Return the present tools of each pool, without pools that have no worker. Raises the same errors as `specs`,
-        except for missing workers.
+        """Return the tools of each pool that has a worker now. Raises the same errors as `specs`, except for missing
+        workers.
         """
         texts, _ = await self._fetch()
         return {pool: self._parse(pool, text).tools for pool, text in texts.items() if text is not None}
@@ -300,8 +300,8 @@ class RedisSwitches(AuditedStore):
         await self._turn("tool.disable", name, tenant, switch)
 
     async def turn_on(self, name: str, tenant: str | None = None) -> bool:
-        """Turn a tool on. Return whether it was off. The tool stays off for a tenant that has a switch of its own.
-        Raises BrokerUnavailable when Redis does not answer.
+        """Turn a tool on. Return whether it was off. A tool that is also turned off for one tenant stays off for that
+        tenant. Raises BrokerUnavailable when Redis does not answer.
         """
         return await self._turn("tool.enable", name, tenant, None)
 
@@ -339,7 +339,7 @@ class _SwitchCache:
 
 
 class RegistrySwitches:
-    """The switches of a registry in this process."""
+    """SwitchSource that reads the switches of a ToolRegistry in this process."""
 
     def __init__(self, registry: ToolRegistry[Any]) -> None:
         self._registry = registry

@@ -213,7 +213,7 @@ FIND_TESTS_WITH_VALUE = frozenset(
         "-xtype",
     ]
 )
-"""Actions and tests of `find`."""
+"""Tests of `find` that take a value."""
 
 HOSTILE_FLAGS = frozenset({"+", ":"})
 """Beginnings of words, not options: `git push origin +main` forces, `git push origin :main` removes."""

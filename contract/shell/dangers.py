@@ -33,7 +33,7 @@ from contract.shell.shell_reader import Word
 
 
 class Level(enum.IntEnum):
-    """Ordered: a script is as dangerous as its most dangerous command."""
+    """Danger level. Levels are ordered, and a script is as dangerous as its most dangerous command."""
 
     NONE = 0
     DANGEROUS = 1

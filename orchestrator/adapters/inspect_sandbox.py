@@ -53,11 +53,11 @@ copy, and removes it.
 @sandboxenv(name="toolcrew")
 class ToolcrewSandboxEnvironment(SandboxEnvironment):
     """Sandbox of one sample: a session of the pool that TOOLCREW_REDIS_URL names. Relative paths start at /workspace;
-    processes run as uid 1000, or as any user where the configuration says `user: root`.
+    processes run as uid 1000, or as any user if the configuration sets `user: root`.
     """
 
     def __init__(self, session: Session, default_user: str | None = None) -> None:
-        """`default_user`: the user of programs and files that name none."""
+        """Use an open session. `default_user`: the user of programs and files for which the caller names no user."""
         super().__init__()
         self.session = session
         self._default_user = default_user

@@ -40,8 +40,8 @@ class PoolOutput(str):
 
 
 class RunApprover:
-    """Takes the decision on a call from the SDK's run (`RunState.approve` and `reject`). A call without an approval
-    is refused.
+    """Approver that takes the decision about a call from the SDK's run (`RunState.approve` and `reject`). A call
+    without an approval is refused.
     """
 
     def __init__(self, context: ToolContext[Any]) -> None:

@@ -93,7 +93,7 @@ class NewRun(SandboxOptions):
         return pick_fields(RunBody, self, limits=pick_fields(RunLimits, self))
 
     def environment(self) -> ItemEnvironment:
-        """Return where the run works: its session, or how to open one."""
+        """Return the session of the run, or the options to open one."""
         return pick_fields(ItemEnvironment, self)
 
 
@@ -108,12 +108,12 @@ class NewRunForks(BaseModel):
 
 class RunView(BaseModel):
     """A run. The fields from `answer` on are set at the end of the run. `cost` is null if the model has no prices.
-    `usage`: tokens. `call_usage`: what its calls used in sandboxes. `sandbox_s`: time with a session of its own.
-    `forked_from`: null if the run is no fork. The sums of a fork are without the shared steps; `steps` has them.
+    `usage`: tokens. `call_usage`: resources that its calls used in sandboxes. `sandbox_s`: seconds in which the run had
+    its own session. `forked_from`: null if the run is no fork. The sums of a fork are without the shared steps; `steps`
+    has them.
 
     `is_cut`: a list contains only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file`
-    (GET /v1/files/{id}/content), not in lists. `artifacts_missing`: why other files are missing. Times are in ISO
-    8601.
+    (GET /v1/files/{id}/content), not in lists. `artifacts_missing`: why other files are missing. Times are in ISO 8601.
     """
 
     id: str
@@ -278,7 +278,7 @@ async def _build_server_events(caller: Caller, events: AsyncIterator[tuple[str, 
 
 @contextmanager
 def found() -> Iterator[None]:
-    """Convert the error for a missing run to the problem NOT_FOUND."""
+    """Context manager that converts the error for a missing run to the problem NOT_FOUND."""
     try:
         yield
     except ToolFailure as failure:

@@ -22,8 +22,8 @@ AGAIN_S = 30.0
 
 
 class ApiService:
-    """API service of one process. `concurrency`: number of concurrent runs and batch items; 0: the service processes
-    none.
+    """API service of one process. `concurrency`: number of concurrent runs and batch items; 0: the service processes no
+    runs.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ AGAIN_S = 5
 
 
 class OpenStreams:
-    """Counts the open event streams of every key."""
+    """Counts the open event streams of every API key."""
 
     def __init__(self) -> None:
         self._open = Counter[str]()

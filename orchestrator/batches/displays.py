@@ -60,7 +60,7 @@ class Display:
     """
 
     def __init__(self, displayed: DisplayedBatch, every_s: float) -> None:
-        """`every_s`: minimum time between two statuses, in seconds."""
+        """Create the display. `every_s`: minimum time between two statuses, in seconds."""
         self._displayed, self._every_s = displayed, every_s
         self._opened_at, self._next_at = displayed.wall(), displayed.ticks() + every_s
         self._ended_earlier = 0

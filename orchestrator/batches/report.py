@@ -53,7 +53,7 @@ Block = str | Table | Plot | list[str]
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the report. `id`: in the page."""
+    """A section of the report. `id`: the id of its HTML element."""
 
     id: str
     heading: str

@@ -71,7 +71,7 @@ async def open_pool_client(tenant: str | None = None, *, needs_workers: bool = F
 
 
 def show_waiting() -> AbstractContextManager[None]:
-    """Print on stderr why a call of this block waits, each reason once."""
+    """Context manager that prints on stderr why calls of the block wait. Prints each reason once."""
 
     def print_notice(notice: WaitNotice) -> None:
         typer.echo(f"toolcrew: {escape_controls(notice.message)}", err=True)

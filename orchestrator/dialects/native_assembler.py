@@ -35,7 +35,7 @@ NO_NAME = "the call has no tool name"
 class NativeCall:
     """A call whose arguments are a JSON object.
 
-    `id` is the model's, or generated when it sent none. `position` is its index in the reply.
+    `id` is the id that the model sent, or a generated id if the model sent none. `position` is its index in the reply.
     """
 
     id: str
@@ -70,7 +70,7 @@ class NativeReply:
 
 
 class NativeCallAssembler:
-    """Assembles one streamed reply. `run` and `step` are part of the ids generated for calls without one."""
+    """Assembles one streamed reply. `run` and `step` are part of the ids that are generated for calls without an id."""
 
     def __init__(self, run: str = "run", step: int = 0) -> None:
         self._run = run
@@ -104,8 +104,8 @@ class NativeCallAssembler:
         return self._add_text(content) if isinstance(content, str) else []
 
     def flush(self) -> list[Text]:
-        """Return a held half of a surrogate pair as text. `finish` also includes it in the reply,
-        but emits no event.
+        """Return the half of a surrogate pair that waits for its other half, as text. `finish` also includes it in the
+        reply, but emits no event.
         """
         tail = self._surrogates.finish()
         if not tail:

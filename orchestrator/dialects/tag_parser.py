@@ -161,7 +161,8 @@ class TagStreamParser:
             return position
         self._tag = OpenTag() if tag.outcome == "reopen" else None
         event: TagCall | MalformedTag = tag.abandon() if tag.outcome == "reopen" else tag.close()
-        # A tag that was too long leaves an empty event if the next tag begins exactly at the cut.
+        # A tag that was too long gives an event without text if the next tag begins exactly at the cut. Such an event
+        # is dropped.
         if event.raw:
             events.append(event)
         if self._fences is not None:

@@ -91,7 +91,7 @@ class CallEventReader:
         await self._store.push_answer(self.keys, encode_answer(payload), self._ttl_s)
 
     def take(self, entries: Sequence[Entry]) -> None:
-        """Add the next entries of the stream, in order."""
+        """Queue the next entries of the stream, in order, for `deliver`."""
         if entries:
             if not self._entries:
                 self._moved_at = time.monotonic()
@@ -131,7 +131,9 @@ class CallEventReader:
                     await self._drained.wait()
 
     def note(self, result: ToolResult) -> ToolResult:
-        """Return the result with the number of characters of output that arrived too late to be shown."""
+        """Return the result with a field in its metadata: the number of output characters that arrived too late to be
+        shown.
+        """
         hidden = sum(self._count_characters(fields) for _, fields in self._entries)
         hidden_by_worker = result.metadata.get(HIDDEN)
         hidden += hidden_by_worker if isinstance(hidden_by_worker, int) else 0

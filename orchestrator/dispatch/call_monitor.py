@@ -25,11 +25,13 @@ log = get_logger(__name__)
 KILLS_EVERY_S = 0.5
 LOSSES_EVERY_S = 2.0
 ANSWER_S = 2.0
-"""Longest normal time of an answer of Redis. After a longer one, Redis or this process was stopped for a while."""
+"""Longest normal time, in seconds, until Redis answers. If an answer takes longer, Redis or this process was stopped
+for a while.
+"""
 LOOK_AFTER_S = 3.0
-"""Age at which a call is first checked. Most calls end earlier, and their records are never read."""
+"""Age in seconds at which a call is first checked. Most calls end earlier, and their records are never read."""
 RESULT_LATE_S = 15.0
-"""Longest time between the end of a call in its record and the arrival of its result."""
+"""Longest normal time, in seconds, between the end of a call in its record and the arrival of its result."""
 MAX_LOOKS = 2000
 """Limit of calls that one round checks. The next rounds check the others."""
 
@@ -132,7 +134,7 @@ class CallMonitor:
         task = asyncio.current_task()
         key = (tenant, call_id)
         if task is None or key in self._making:
-            # Another call uses this id. An order means the call that used it first.
+            # Another call uses the same id. The order means the call that used the id first.
             yield
             return
         making = self._making[key] = _CallTask(task, task.cancelling())

@@ -34,7 +34,8 @@ from store.connection import ScriptConnection, SharedClock, open_redis
 from store.hosts import send_order
 
 START_GRACE_S = 2.0
-"""Extra wait after a call's deadline for starting. A worker that took the call in the last moment records that first.
+"""Seconds to wait after the deadline by which a call must start. A worker that claims the call at the last moment needs
+this time to record the claim.
 """
 ASK_AGAIN_S = 0.5
 _PERSISTENT, _TRANSIENT = 2, 1

@@ -27,19 +27,19 @@ _FROM_SERVERS = "mcp__"
 
 @dataclass(frozen=True)
 class Offer:
-    """Current tools and skills of one tenant. `tools`: all tools, including session verbs. `skills`: all skills, by
-    name. `own`: the names of the tenant's own skills.
+    """Current tools and skills of one tenant. `tools`: all tools, including the session verbs, such as `session.open`,
+    which models never see. `skills`: all skills, by name. `own`: the names of the tenant's own skills.
     """
 
     tools: tuple[ToolSpec, ...]
     skills: tuple[SkillSummary, ...]
     own: frozenset[str]
     hiding: frozenset[str]
-    """Own skills that replace a skill of the workers with the same name."""
+    """Names of the tenant's own skills that replace a skill of the workers."""
     as_tools: frozenset[str]
-    """Skills that are tools with the same name."""
+    """Names of the skills that are also tools of the same name."""
     name_taken: frozenset[str]
-    """Own skills that are not tools because a tool of the workers has their name."""
+    """Names of the tenant's own skills that are no tools, because a tool of the workers has the same name."""
 
     def describe(self, skill: str) -> dict[str, str | bool]:
         """Return the source and the kind of a skill. `tool`: "yes", "no", or "name taken" if a tool of the workers

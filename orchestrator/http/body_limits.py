@@ -20,11 +20,11 @@ from orchestrator.http.problems import ApiCode, build_response
 CHUNK_WITHIN_S = 20.0
 """Limit of a pause in the middle of a body, in seconds."""
 LEAST_BYTES_PER_S = 8 * 1024
-"""Lowest average rate of a body after the first PATIENCE_S seconds."""
+"""Lowest average rate of a body in bytes per second, after the first PATIENCE_S seconds."""
 PATIENCE_S = 30.0
 JSON_BYTES = 2 * 1024 * 1024
 LOGIN_BYTES = 16 * 1024
-"""Limit of a body that has no key or login."""
+"""Limit, in bytes, of the body of a request without a valid key or login."""
 LINGER_S = 5.0
 LINGER_BYTES = 128 * 1024 * 1024
 JSON_VALUES = 10_000
@@ -40,7 +40,7 @@ The limit is half of the memory of a service in this project's deployments.
 TENANT_BYTES = HELD_BYTES // 4
 """Limit of one tenant's bodies together, in bytes. A tenant without other bodies can send a single larger body."""
 STREAMED_BYTES = 16 * 1024 * 1024
-"""Memory limit of a streamed body, which does not depend on its length."""
+"""Memory, in bytes, that is reserved for a streamed body. It does not depend on the length of the body."""
 BODY_OWNER = "toolcrew.body_owner"
 """Key in the ASGI scope of a request for the owner of its body.
 
@@ -118,8 +118,8 @@ class HeldBodies:
         self._of = Counter[str]()
 
     def take(self, owner: str, count: int, *, already: int) -> Response | None:
-        """Reserve `count` more bytes for a body that already has `already` bytes. Return the refusal when a limit is
-        reached.
+        """Reserve `count` more bytes for a body that already has `already` bytes. Return None, or the response that
+        refuses the body when a limit is reached.
         """
         other_bytes = self._of[owner] - already
         if other_bytes and self._of[owner] + count > TENANT_BYTES:

@@ -17,7 +17,9 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 HEAD_WITHIN_S = 10.0
-"""Limit of the time to receive the head of a request, from the connection or from the first byte of the head."""
+"""Limit, in seconds, of the time to receive the head of a request, from the connection or from the first byte of the
+head.
+"""
 KEEP_ALIVE_S = 30
 MAX_HEAD_BYTES = 32 * 1024
 MAX_CONNECTIONS = 4000
@@ -26,7 +28,7 @@ MAX_CONNECTIONS = 4000
 Clients that only hold connections open therefore cannot block other clients.
 """
 TAKE_WITHIN_S = 30.0
-"""Time after which a client is disconnected that receives its response slower than LEAST_BYTES_PER_S.
+"""Seconds after which a client is disconnected if it receives its response slower than LEAST_BYTES_PER_S.
 
 The unsent part of the response occupies memory of the service.
 """

@@ -20,8 +20,8 @@ class Transcript:
 
     @property
     def older(self) -> list[int]:
-        """Return the indexes of the observations of all steps except the last, including tool
-        messages of the history.
+        """Return the indexes of the observations (messages with results) of all steps except the last, including the
+        tool messages of the history.
         """
         return list(self._older)
 

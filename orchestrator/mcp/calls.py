@@ -116,7 +116,9 @@ T = TypeVar("T")
 END_S = 10.0
 """Time that a cancelled call has to end its command, in seconds."""
 LIST_FRESH_MS = 2000
-"""Validity of a tool list in milliseconds. A switch takes effect everywhere within this time."""
+"""Milliseconds for which a client may cache the list of tools. Disabling a tool takes effect everywhere within this
+time.
+"""
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 

@@ -21,7 +21,7 @@ log = get_logger(__name__)
 MOST_LOST = 1000
 """Limit of queues that are read for hosts that do not report."""
 MOST_TENANTS = 200
-"""Limit of tenants whose usage has series of their own."""
+"""Limit of tenants whose usage has its own series. The usage of all others is summed."""
 _STATES = ("busy", "idle", "paused", "lost", "warm")
 _NUMBERS = (bytes, int, float)
 

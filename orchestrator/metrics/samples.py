@@ -22,7 +22,7 @@ Labels = tuple[str, ...]
 
 @dataclass
 class Samples(Collector):
-    """Values by metric and label values. A histogram consists of parts."""
+    """Values of the metrics, by metric and label values. A histogram consists of parts (contract/metrics.py)."""
 
     numbers: dict[str, dict[Labels, float]] = field(default_factory=lambda: defaultdict(dict))
     histograms: dict[str, dict[Labels, dict[str, float]]] = field(
@@ -33,7 +33,7 @@ class Samples(Collector):
         self.numbers[metric.name][labels] = min(value, MAX_VALUE)
 
     def add(self, metric: Metric, value: float, *labels: str) -> None:
-        """Add to the current value."""
+        """Add `value` to the current value of the metric with these label values."""
         values = self.numbers[metric.name]
         values[labels] = values.get(labels, 0.0) + min(value, MAX_VALUE)
 

@@ -23,7 +23,9 @@ class RequestLimits(Protocol):
 
 
 class LocalLimits:
-    """The block of an endpoint in a program without a pool."""
+    """RequestLimits of a program without a pool: they only record for how long the server's rate limit blocks the
+    endpoint.
+    """
 
     def __init__(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
         self._sleep = sleep

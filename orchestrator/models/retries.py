@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 RETRIED_STATUSES = frozenset({408, 409, 429})
-"""Every 5xx is retried too, except 501: such a server never supports it."""
+"""Status codes below 500 that are retried. Every 5xx is retried too, except 501 (not implemented), which does not go
+away.
+"""
 _NOT_IMPLEMENTED = 501
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 

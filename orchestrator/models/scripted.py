@@ -12,7 +12,7 @@ from orchestrator.models.capabilities import Capabilities
 
 CHUNK_CHARS = 7
 EVERYTHING = Capabilities(native_tools=True, parallel=True, strict=True, tool_choice=True, json_schema=True)
-"""A script ignores the fields of requests, so it supports all of them."""
+"""The capabilities of a scripted model. A script ignores the fields of requests, so it supports all of them."""
 
 
 @dataclass(frozen=True)

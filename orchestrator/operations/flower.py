@@ -30,13 +30,14 @@ from orchestrator.logs import configure_logging
 from orchestrator.settings import OrchestratorSettings, load_settings
 
 DEFAULTS: dict[str, Any] = {
-    # About 5 KiB each.
+    # Limit of the tasks in memory. Each task takes about 5 KiB.
     "max_tasks": 20_000,
     "max_workers": 1_000,
     "purge_offline_workers": 300,
     "task_runtime_metric_buckets": [0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0],
     "tasks_columns": "name,state,runtime,received,kwargs,worker,uuid",
-    # In milliseconds. Losing one minute of its data is acceptable, and Flower is blocked while it writes.
+    # Interval in milliseconds. Flower is blocked while it saves its state, and the loss of one minute of the state is
+    # acceptable.
     "state_save_interval": 60_000,
 }
 TEMPLATE = resources.files("orchestrator.operations").joinpath("flower_call.html")

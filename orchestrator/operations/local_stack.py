@@ -47,7 +47,7 @@ predecessor.
 WEB_STOP_TIMEOUT_S = 5.0
 """Time for the web worker to stop, in seconds. No caller waits for its calls, and it has no state to hand over."""
 WEB_CONCURRENCY = 2
-"""Processes of the web worker. Each costs memory, and web tools mostly wait."""
+"""Number of processes of the web worker. Each process costs memory, and web tools mostly wait for the network."""
 WORKERS_ONLY = "--workers-only"
 END_FOR_GOOD = signal.SIGUSR1
 """Signal that ends sandboxd and removes its sessions. After any other signal, sandboxd keeps its sessions for its
@@ -515,7 +515,7 @@ def print_json(stack: StackInfo) -> None:
 
 
 def find_last_words(lines: Sequence[str]) -> str | None:
-    """Return the reason why a process did not start, from its log lines; None if they contain none."""
+    """Return the reason why a process did not start, from its log lines; None if the lines contain no reason."""
     for line in reversed(lines):
         # The line may be truncated or come from another program. Then try the line before.
         with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -16,8 +16,8 @@ from store.approvals import PendingQuestion
 
 
 class SecretView(BaseModel):
-    """A secret without its value. `hosts`: hosts that sandboxes may send it to. `place`: where a request carries it.
-    `state`: `valid`, or why it is not used. Times are in ISO 8601.
+    """A secret without its value. `hosts`: hosts that sandboxes may send it to. `place`: the part of a request that
+    contains the secret. `state`: `valid`, or why it is not used. Times are in ISO 8601.
     """
 
     name: str

@@ -18,8 +18,8 @@ def price_reply(chunks: Iterable[Chunk], prices: Prices | None) -> ReplySpending
 
 
 class BilledModel:
-    """Model of a tenant. `check` raises ToolFailure(BUDGET_EXCEEDED) before a request. `count` gets the chunks of each
-    whole reply that have token counts; None: another process counts the reply.
+    """Model of a tenant. `check` raises ToolFailure(BUDGET_EXCEEDED) before a request. `count` gets the chunks with
+    token counts of each whole reply; None: another object counts the reply.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ MAX_BYTES = 16 * 1024 * 1024
 MAX_NAME_BYTES = 1024
 MAX_OUTPUT_CHARS = 4000
 TRIES = 3
-"""Number of sandboxes in which the grading of one attempt is tried while the infrastructure fails."""
+"""Number of tries to grade one attempt, each in a new sandbox, if the infrastructure fails."""
 RETRY_S = 1.0
 LIST_TIMEOUT_S = 120.0
 _START_LIST = "/output/.files-at-start"
@@ -112,7 +112,9 @@ def is_gradable(failure: Failure | None) -> bool:
 
 
 def source_of(workspace: str | None) -> dict[str, Any]:
-    """Return the argument of SessionStart for a path of this machine or a file of the store."""
+    """Return the keyword argument of SessionStart for a workspace: `workspace` for a path of this machine, `stored` for
+    a file of the store; empty for None.
+    """
     if workspace is None:
         return {}
     return {"stored": workspace} if is_stored(workspace) else {"workspace": Path(workspace)}
@@ -132,7 +134,9 @@ class Grading:
         body: dict[str, Any] | None,
         failure: Failure | None,
     ) -> SubmissionTaken:
-        """End the background jobs of an item, take its artifacts and log them. Raises OperatorError, ToolFailure."""
+        """End the background jobs of an item, copy its artifacts for the grader, and log them. Raises OperatorError,
+        ToolFailure.
+        """
         submission = await take_submission(session, grader)
         # Logged before the grading: a process that resumes the run grades the same bytes, although the agent's session
         # may be closed by then.
@@ -158,7 +162,8 @@ class Grading:
         start = SessionStart(**source_of(grader.files), image=grader.image, network="none", options=grader.options)
 
         async def open_session() -> Session:
-            # The agent's session, that of a grading whose process died, or that of an opening without an answer.
+            # The log may still name a session: of the agent, of a grading whose process died, or of an opening whose
+            # reply was lost.
             await self._sessions.abandon_last(tenant, journal)
             return await self._sessions.open(tenant, journal, start)
 
@@ -316,7 +321,7 @@ def _read_archive(archive: bytes, names: frozenset[str]) -> dict[str, tuple[byte
             files[entry.name] = entry.read(stream), entry.is_executable
     except ValueError as error:
         raise _ArtifactsRefused(f"the artifacts cannot be read: {error}") from error
-    # A name that is also the folder of another one cannot be unpacked, and which of them wins depends on the program.
+    # If a file has the same name as a folder of another file, the result of unpacking both depends on the program.
     if files.keys() != names or any(str(above) in names for name in names for above in Path(name).parents):
         raise _ArtifactsRefused("the artifacts changed while they were read")
     _check_size(sum(len(content) for content, _ in files.values()))

@@ -106,8 +106,8 @@ class HostedRuns:
         max_pending: int = MAX_PENDING,
         max_kept: int = MAX_KEPT,
     ) -> None:
-        """`workspace_store`: URL or folder of the store; None: no store. `max_pending`: limit of a tenant's queued
-        runs. `max_kept`: limit of the runs that are listed.
+        """Create the runs. `workspace_store`: URL or folder of the store; None: no store. `max_pending`: limit of a
+        tenant's queued runs. `max_kept`: limit of the runs that are listed.
         """
         self._tenants = tenants
         self._workspace_store = workspace_store

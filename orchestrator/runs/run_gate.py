@@ -82,7 +82,7 @@ class EndpointGate:
         self._lone_deferrals: Counter[str] = Counter()
 
     def now(self) -> float:
-        """Return the time of the gate's clock, in seconds."""
+        """Return the current time of the gate's monotonic clock, in seconds."""
         return self._clock()
 
     @property
@@ -138,7 +138,7 @@ class EndpointGate:
         return True
 
     def hold(self) -> None:
-        """Raise RunDeferred for a run of a configured endpoint that is down, unless the run may try it."""
+        """Raise RunDeferred if the gate's configured endpoint is down and this run may not try it now."""
         if self._is_configured and not self.admit_try():
             raise RunDeferred("the model endpoint does not answer", "endpoint", self._try_at - self._clock())
 
@@ -156,14 +156,16 @@ class RunGate(EndpointGate):
         self._unknown: dict[str, str] = {}
 
     def of(self, endpoint: str | None) -> EndpointGate:
-        """Return the gate of a configured endpoint by its id; None: of the endpoint of the environment."""
+        """Return the gate of a configured endpoint by its id. None: return the gate of the endpoint that the
+        environment variables set.
+        """
         if endpoint is None:
             return self
         return self._configured.setdefault(endpoint, EndpointGate(self._clock, is_configured=True))
 
     @property
     def is_down(self) -> bool:
-        """Return whether an endpoint does not answer."""
+        """Return whether any endpoint that runs of this process use is down."""
         return any(gate.down_s is not None for gate in (self, *self._configured.values()))
 
     def check_model(self, own_model: str | None) -> None:

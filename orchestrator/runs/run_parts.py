@@ -61,7 +61,9 @@ log = get_logger(__name__)
 MAX_CHARS = 8 * 1024
 """Limit of the complete description of skill_tool, in characters. The model reads the description at each step."""
 WINDOW_SHARE = 0.02
-"""Largest share of a known context window that the description may use."""
+"""Largest share of the model's context window that the description of skill_tool may use, if the size of the window is
+known.
+"""
 CHARS_A_TOKEN = 4
 """Approximate number of characters of English text in a token."""
 _NONE = "There are no skills now."
@@ -127,7 +129,7 @@ class ActiveSkills:
         self._loaded: set[str] = set()
 
     def note(self, call: ToolCall, result: ToolResult) -> str | None:
-        """Return the skill that the call has used; None if the call has used no skill."""
+        """Record the skill that the call has loaded. Return its name; None if the call has used no skill."""
         name = call.arguments.get("name") if call.name == SKILL_TOOL else call.name
         if not result.success or not isinstance(name, str) or name not in self._skills:
             return None
@@ -237,7 +239,7 @@ class RunParts:
             skills = offer.skills
             has_shell = any(spec.name == SHELL_TOOL for spec in specs)
             if profile.shows_files and has_shell:
-                # A resumed run lists them again: the log has no list, and the files may have changed.
+                # A resumed run lists the files again: the log has no list, and the files may have changed.
                 files = await list_files(session)
             config.on_event(_ready(config.run, info))
             run_call = _Calls(

@@ -1,5 +1,5 @@
-"""Opens the sessions of items one after another when hosts have room. A thousand items that start at once neither
-overload the hosts nor fail.
+"""Opens the sessions of items one after another, when hosts have free capacity. A thousand items that start at once
+neither overload the hosts nor fail.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ that suspend idle sessions can still open more.
 """
 
 Kind = tuple[str, str | None]
-"""Tenant and image. Hosts may have room for one kind of session and no room for another."""
+"""Kind of a session: tenant and image. Hosts may have capacity for one kind and none for another."""
 AskRoom = Callable[[str, str | None], Awaitable[HostCapacity | None]]
 
 
@@ -32,7 +32,9 @@ class SessionQueue:
     """
 
     def __init__(self, ask_room: AskRoom, clock: Callable[[], float] = time.monotonic) -> None:
-        """`ask_room`: returns the room that hosts have for a tenant's sessions of an image (Dispatcher.capacity)."""
+        """Create the queue. `ask_room`: returns the free capacity of the hosts for sessions of a tenant and an image
+        (Dispatcher.capacity).
+        """
         self._ask_room = ask_room
         self._clock = clock
         self._queues: defaultdict[Kind, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -42,8 +44,8 @@ class SessionQueue:
 
     @asynccontextmanager
     async def enter(self, tenant: str, image: str | None) -> AsyncIterator[None]:
-        """Wait until a host has room, then wrap the opening of one session. Waits while Redis does not answer. Raises
-        the other exceptions of `ask_room`.
+        """Wait until a host has free capacity. The block of the context manager then opens one session. Waits while
+        Redis does not answer. Raises the other exceptions of `ask_room`.
         """
         kind = (tenant, image)
         # The lock keeps the order of arrival. Its owner releases the lock before the session opens, so sessions open

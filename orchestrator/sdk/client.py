@@ -409,7 +409,7 @@ class ToolClient:
 
     @property
     def approvals(self) -> ApprovalQueue:
-        """Return the questions that wait for people. `actor` gives the identity that asks and answers."""
+        """Return the queue of calls that wait for a decision. `ToolClient.actor` returns the identity to decide with."""
         return open_approvals(self._settings, self._pool.redis, self._pool.keys)
 
     @property
@@ -486,10 +486,10 @@ class ToolClient:
         tools: Iterable[str] | Literal["all"] | None = None,
         has_trace: bool = False,
     ) -> RunResult:
-        """Run one instruction to an answer or a limit, in `session` or in a session of its own.
+        """Run one instruction until the model answers or a limit is reached, in `session` or in a new session.
 
-        `model` None: the model of the environment's settings, otherwise the embedded small model. `profile`: `small`
-        or `standard`; None or `auto`: the one that suits the model. `tools` None: the tools of the profile. `on_event`
+        `model` None: the model of the environment's settings, otherwise the embedded small model. `profile`: `small` or
+        `standard`; None or `auto`: the one that suits the model. `tools` None: the tools of the profile. `on_event`
         gets OutputArrived while calls run, unless `shows_output` is False; then workers send no output. `has_trace`:
         the run's events are written to `traces` (docs/observe.md), under the result's `run`. Raises ModelUnavailable,
         SandboxUnavailable, ConfigError, and ToolFailure(PERMISSION_DENIED) for a model that the tenant may not use.

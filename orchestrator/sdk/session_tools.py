@@ -20,7 +20,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.run_parts import RunParts
 
 Names = Iterable[str] | Literal["all"]
-"""Names of tools, or "all"."""
+"""Names of the tools to offer, or "all"."""
 
 
 class SessionTools:

@@ -23,7 +23,9 @@ class EventFile:
     """
 
     def __init__(self, path: Path, *, is_torn: bool = False) -> None:
-        """`is_torn`: an earlier writer died in the middle of a line. A newline then ends the incomplete line."""
+        """Append to the file at `path`. `is_torn`: an earlier writer died in the middle of a line. A newline then ends
+        the incomplete line.
+        """
         self.path = path
         self._is_torn = is_torn
         self._has_failed = False

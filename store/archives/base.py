@@ -50,7 +50,8 @@ class ArchiveStore(Protocol):
         """Store all `chunks` as an archive, in place of an earlier archive of that name. If `chunks` raises an
         exception, nothing new is stored.
 
-        The method accepts chunks at the speed of a disk, because their source may be a guest that waits.
+        The method must accept chunks at the speed of a disk: the source may be a sandbox that waits until its data is
+        read.
         """
         ...
 
@@ -80,7 +81,9 @@ class ArchiveStore(Protocol):
         ...
 
     def read_object(self, path: str) -> AsyncGenerator[bytes]:
-        """Yield the contents of such a file. Raises NotStored: there is no such file."""
+        """Yield the content of a file that another program has put into the store. `path`: from `parse_location`.
+        Raises NotStored: there is no such file.
+        """
         ...
 
 
@@ -190,7 +193,7 @@ async def in_pieces(chunks: AsyncIterator[bytes], size: int) -> AsyncIterator[by
 
 
 async def read_head(chunks: AsyncIterator[bytes], size: int) -> bytes:
-    """Return the first chunks: at least `size` bytes, or all that there are."""
+    """Return the first chunks, joined: at least `size` bytes, or all bytes if there are fewer."""
     head = bytearray()
     while len(head) < size and (chunk := await anext(chunks, None)) is not None:
         head += chunk
@@ -198,7 +201,7 @@ async def read_head(chunks: AsyncIterator[bytes], size: int) -> bytes:
 
 
 async def join_chunks(head: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield bytes that were read before, and the rest."""
+    """Yield `head`, the bytes that `read_head` returned, and then the remaining chunks."""
     yield head
     async for chunk in rest:
         yield chunk

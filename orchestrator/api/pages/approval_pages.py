@@ -28,7 +28,7 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 PAGE = 20
 MOST_CHARS = 32_000
-"""Limit of the argument characters on a page with several questions.
+"""Limit of the characters of all arguments on a page with several questions.
 
 A question with longer arguments has a page of its own. The page examines and marks every character, which takes time.
 """
@@ -38,7 +38,7 @@ A question with longer arguments has a page of its own. The page examines and ma
 class ShownArgument:
     """Argument of a call, with its complete text.
 
-    `unseen`: number of invisible characters. `alike`: number of characters that look like others.
+    `unseen`: number of invisible characters. `alike`: number of characters that imitate other characters.
     """
 
     name: str
@@ -69,7 +69,7 @@ class QuestionView:
 
     @property
     def editable(self) -> str:
-        """Return the arguments as ASCII JSON, in which every character is visible and none is lost."""
+        """Return the arguments as ASCII JSON, in which every character is visible and no character is lost."""
         return json.dumps(self.pending.question.call.arguments, indent=2, ensure_ascii=True)
 
 

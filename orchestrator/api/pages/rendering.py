@@ -49,7 +49,7 @@ def render(template: str, viewer: Viewer | None, *, status: int = 200, **values:
 
 
 def build(template: str, viewer: Viewer | None, **values: Any) -> str:
-    """Render a template as text. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
+    """Render a template as HTML text. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
     text = environment().get_template(template).render(viewer=viewer, url=_Addresses(viewer), **values)
     return text.encode("utf-8", "replace").decode()
 

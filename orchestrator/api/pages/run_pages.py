@@ -31,7 +31,7 @@ MOST_TENANTS = 20
 GATHER_S = 0.3
 """Time in seconds to collect changes before a page update. Faster updates would not be readable."""
 LOOK_AGAIN_S = 10.0
-"""Interval in seconds between checks in a stream that its login is still valid."""
+"""Interval in seconds at which a stream checks that its login is still valid."""
 _EVENT_ID = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
 
 RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
