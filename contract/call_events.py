@@ -30,9 +30,9 @@ slowly.
 """
 
 MAX_PIECE_BYTES = 16 * 1024
-"""Limit of an entry with output."""
+"""Limit of an entry with output, in bytes."""
 MAX_EVENT_BYTES = 256 * 1024
-"""Limit of any other entry."""
+"""Limit of an entry of any other kind, in bytes."""
 MAX_ANSWER_BYTES = 1024 * 1024
 MAX_WAITING_EVENTS = 64
 """Number of unread entries at which the worker waits."""
@@ -40,7 +40,7 @@ MAX_WAITING_BYTES = 256 * 1024
 STALL_S = 2.0
 """Seconds without any read by the caller, after which the worker sends no more output of this call."""
 MAX_PAUSE_S = 10.0
-"""Limit of the total time that a slow caller can delay one call."""
+"""Limit of the total time, in seconds, by which a slow caller can delay one call."""
 
 _FIELD = b"event"
 

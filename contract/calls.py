@@ -11,7 +11,7 @@ from contract.errors import ErrorCode
 from contract.traceparent import Traceparent
 
 MAX_OUTPUT_CHARS = 256 * 1024
-"""Limit of the text of one result. Tools have lower limits and report when they cut."""
+"""Limit of the text of one result, in characters. Tools have lower limits, and report it when they cut their output."""
 MAX_ERROR_CHARS = 16 * 1024
 MAX_NAME_CHARS = 128
 NO_OUTPUT = "(no output)"
@@ -19,7 +19,7 @@ NO_OUTPUT = "(no output)"
 COMMAND_FAILED = "The command failed. Now correct it with another call."
 FOUND_NOTHING = "The command failed or found nothing. Now correct it with another call."
 MAX_BLOB_BYTES = 64 * 1024 * 1024
-"""Limit of the data of one call that is stored in Redis outside the envelope."""
+"""Limit, in bytes, of the data of one call that is stored in Redis outside the envelope."""
 BLOB_TTL_S = 600
 DEFAULT_TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 600.0
@@ -68,7 +68,9 @@ def pick_fields(kind: type[R], source: BaseModel, **others: Any) -> R:
 
 
 class ToolCall(Record):
-    """A request to run one tool once. `arguments` is the only field of the contract that may contain any JSON object."""
+    """A request to run one tool once. `arguments` is the only field of the contract that may contain any JSON
+    object.
+    """
 
     id: Identifier
     name: ToolName
@@ -122,11 +124,11 @@ class Clocks(Record):
 
     @property
     def total_s(self) -> float:
-        """Return how long the call took."""
+        """Return the duration of the whole call, in seconds: the sum of all phases."""
         return self.queued_s + self.sandbox_s + self.run_s + self.transfer_s
 
     def __add__(self, other: "Clocks") -> "Clocks":
-        """Return the sum of every field."""
+        """Return clocks whose fields are the sums of the fields of both."""
         return Clocks(**{name: seconds + getattr(other, name) for name, seconds in self})
 
 

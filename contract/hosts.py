@@ -17,7 +17,9 @@ RESTART_GRACE_S = 30
 its worker starts again.
 """
 TOMBSTONE_TTL_S = 24 * 3600
-"""Lifetime of the mark of a lost incarnation. The process may resume later and must then not use its name."""
+"""Seconds for which an incarnation stays marked as lost (`tombstone_key`). Its process may resume during this time, and
+must then not use its name.
+"""
 MAX_TROUBLE_CHARS = 500
 MAX_IMAGES_PRESENT = 1000
 

@@ -19,7 +19,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, Field
 
 MAX_IMAGE_CHARS: Final = 256
-"""Longest name or pattern."""
+"""Limit of the characters of an image name or pattern."""
 ANY_DIGEST: Final = "sha256:*"
 """End of a pattern, after `@`, that only names with a digest match."""
 _HUB: Final = "docker.io"
@@ -93,7 +93,7 @@ class ImagePattern:
     needs_digest: bool = False
 
     def matches(self, name: ImageName) -> bool:
-        """Return whether the name is allowed."""
+        """Return whether the pattern matches the image name."""
         if self.name is not None:
             return name == self.name
         if name.is_id or name.registry != self.registry or not _fits(self.repository, name.repository):

@@ -177,7 +177,9 @@ def runs_prefix(deployment: str) -> str:
 
 
 def admission_prefix(deployment: str) -> str:
-    """Return the prefix of the keys of admission, which divides the workers' slots among the tenants (store/slots.py)."""
+    """Return the prefix of the keys of admission, which divides the workers' slots among the tenants
+    (store/slots.py).
+    """
     return deployment_key(deployment, "admission:")
 
 

@@ -50,8 +50,9 @@ class Failure(Record):
 
 
 class Grade(Record):
-    """The reward of an item. `scores`: further numbers of the grader. `refusal`: why the artifacts were refused, which
-    gives the reward 0; "" if the grader ran. `files`, `bytes`: artifacts that the grader received.
+    """The reward of an item. `scores`: numbers that the grader reported in addition to the reward. `refusal`: why the
+    artifacts were refused, which gives the reward 0; "" if the grader ran. `files`, `bytes`: artifacts that the grader
+    received.
     """
 
     reward: float = Field(ge=0, le=1)
@@ -92,13 +93,15 @@ class RunEvent:
         return {"type": type(self).__name__, **data}
 
     def to_trace(self) -> dict[str, Any]:
-        """Return the data that a trace stores: the fields of `to_json`, and the fields that are too large for a stream."""
+        """Return the data that a trace stores: the fields of `to_json`, and the fields that are too large for a
+        stream.
+        """
         return self.to_json()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(RunEvent):
-    """Begins each attempt of a run."""
+    """First event of each attempt of a run."""
 
     instruction: str
     model: str
@@ -181,7 +184,7 @@ class ReplyRepaired(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TextArrived(RunEvent):
-    """A piece of the model's text arrived."""
+    """A piece of the text of a model's reply arrived."""
 
     text: str
 
@@ -235,8 +238,8 @@ class CallSent(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxReady(RunEvent):
-    """The session of the run's calls is open. `start_s`: how long its sandbox took to start; `sandbox`: its id, "" if
-    it is not known yet.
+    """The session of the run's calls is open. `start_s`: seconds that its sandbox took to start. `sandbox`: the id of
+    the sandbox, "" if it is not known yet.
     """
 
     session: str
@@ -250,7 +253,7 @@ class SandboxReady(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxClosed(RunEvent):
-    """The run's own session was closed."""
+    """The session that was opened for the run was closed."""
 
     session: str
 
@@ -266,7 +269,7 @@ class OutputArrived(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CallFinished(RunEvent):
-    """The only result of a call. `seconds`: from the request of the call to its result."""
+    """A call has ended; this event has its only result. `seconds`: time from the request of the call to its result."""
 
     result: ToolResult
     seconds: float = 0.0

@@ -24,7 +24,7 @@ from contract.json_limits import TEXT_UNIT_CHARS, count_values, has_more_values,
 from contract.specs import ToolSpec
 
 MAX_NAME_CHARS = 100
-"""Characters of an unknown name that a message repeats."""
+"""Limit of the characters of an unknown name that an error message repeats."""
 MAX_VALUES = 10_000
 """Limit of the values in the arguments of a call, including nested values."""
 MAX_STEPS = 250_000

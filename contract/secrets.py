@@ -10,7 +10,7 @@ from contract.calls import Record
 
 MIN_VALUE_CHARS, MAX_VALUE_CHARS = 8, 4096
 MAX_SECRETS = 100
-"""Limit of the secrets of one tenant."""
+"""Limit of the number of secrets of one tenant."""
 MAX_HOSTS = 32
 # A program that could write a secret into these headers could route or frame a request with it.
 _ROUTING = frozenset(

@@ -53,7 +53,7 @@ class SigningKeys:
 
     @classmethod
     def of(cls, secret: str, previous: Iterable[str] = (), deployment: str = "") -> "SigningKeys":
-        """Derive keys from secret texts."""
+        """Derive the keys of a deployment from its current secret and the previous secrets."""
         return cls(SigningKey.of(secret, deployment), tuple(SigningKey.of(text, deployment) for text in previous))
 
     def find(self, key_id: str) -> SigningKey | None:
@@ -123,7 +123,7 @@ class ResultSeal:
     attempt: int = 1
 
     def close(self, text: str) -> str:
-        """Return the signed result."""
+        """Return the encoded result with its signature."""
         return self.keys.seal(self._purpose(), text)
 
     def open(self, sealed: str) -> str:

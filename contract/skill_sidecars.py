@@ -61,7 +61,7 @@ def parse_sidecar(text: bytes, files: Collection[str]) -> Sidecar:
     return sidecar
 
 
-def tell_broken_sidecar(error: SidecarBroken) -> str:
+def describe_broken_sidecar(error: SidecarBroken) -> str:
     """Return the warning for a skill that has an invalid sidecar."""
     return f"its {SIDECAR_FILE} is not used, so that it is no tool of its own: {error}"[:400]
 

@@ -17,7 +17,7 @@ from contract.specs import MAX_ALLOWED_TOOLS, MAX_SKILL_DESCRIPTION, AllowedTool
 
 SKILL_FILE = "SKILL.md"
 SCRIPTS = "scripts/"
-LEFT_OUT = frozenset({".git", "__pycache__"})
+OMITTED_FOLDERS = frozenset({".git", "__pycache__"})
 """Folders that a bundle omits."""
 MAX_BUNDLE_BYTES = 64 * 1024 * 1024
 MAX_BUNDLE_FILES = 2000

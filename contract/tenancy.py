@@ -21,7 +21,7 @@ POLICY_FRESH_S = 1.0
 """Maximum age, in seconds, of the policies that a process has cached."""
 MAX_PAUSE_REASON_CHARS = 500
 MAX_POLICY_BYTES = 256 * 1024
-"""Limit of a signed policy. A larger policy is neither written nor read."""
+"""Limit of a signed policy, in bytes. A larger policy is neither written nor read."""
 VERSION_FIELD = "#version"
 """Field of the hash of tenants that is not a tenant. Its value changes with every change of a policy, so that one small
 read shows if anything has changed.
@@ -188,7 +188,7 @@ end
 )
 
 
-def say_subject(name: str, used: str) -> str:
+def build_refusal_subject(name: str, used: str) -> str:
     """Return the subject of a refusal "... is forbidden". `name`: the tool that was called. `used`: the forbidden tool
     that the call would use.
     """

@@ -20,7 +20,7 @@ class SpanRef:
     is_sampled: bool = True
 
     def __str__(self) -> str:
-        """Return the traceparent."""
+        """Return the text of the traceparent header."""
         return f"00-{self.trace_id}-{self.span_id}-0{int(self.is_sampled)}"
 
 

@@ -89,7 +89,7 @@ class Slot:
 
 
 class Admission(Protocol):
-    """Grants slots in fair shares."""
+    """Interface that grants the workers' slots to calls, in fair shares for the tenants."""
 
     def slot(self, request: SlotRequest, *, is_early: bool = False) -> AbstractAsyncContextManager[Slot]:
         """Wait for a slot and hold it until the block ends. A request of a paused tenant gets no slot.
@@ -183,7 +183,7 @@ def build_notice(request: SlotRequest, reason: WaitReason) -> WaitNotice:
 
 
 class PolicySource(Protocol):
-    """Returns the present policy of a tenant."""
+    """Source of the present policies of tenants."""
 
     async def policy(self, tenant: str) -> TenantPolicy: ...
 

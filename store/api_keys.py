@@ -38,7 +38,7 @@ twice this time.
 MAX_KNOWN = 4096
 SECRET_BYTES = 32
 LOGIN_S = 12 * 3600
-LOGINS_OF_A_KEY = 100
+LOGINS_PER_KEY = 100
 """Limit of logins of one API key at the same time. A further login ends the oldest one, so that one client cannot fill
 Redis.
 """
@@ -332,7 +332,7 @@ class LoginStore:
         sealed = self._signing.seal(self._purpose(token), key_id)
         keys = [self._key(token), deployment_key(self._deployment, f"page:logins:{key_id}")]
         with broker_errors("the login was not stored"):
-            await self._open_script(keys=keys, args=[sealed, LOGIN_S, LOGINS_OF_A_KEY])
+            await self._open_script(keys=keys, args=[sealed, LOGIN_S, LOGINS_PER_KEY])
         return token
 
     async def find(self, token: str) -> str | None:

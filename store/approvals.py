@@ -45,13 +45,13 @@ def approval_key(deployment: str, approval: str) -> str:
 Approvers = Literal["tenant", "operator"]
 """The people who may answer: "tenant": operators and the tenant of the call; "operator": operators only."""
 MAX_PENDING = 1000
-"""Limit of open questions of one tenant."""
+"""Limit of the open questions of one tenant."""
 MAX_WAIT_S = 7 * 86_400.0
-ANSWER_KEPT_S = 86_400.0
+ANSWER_TTL_S = 86_400.0
 """Lifetime of an answer, in seconds. The lifetime is long because no process may be executing the run when the answer
 arrives.
 """
-OVER_KEPT_S = 3600.0
+CLOSED_QUESTION_TTL_S = 3600.0
 """Lifetime of a withdrawn or expired question, in seconds. During this time, an answer to the question gets the error
 QuestionOver.
 """
@@ -266,7 +266,7 @@ class ApprovalQueue:
             question.digest,
             asker,
             wait_ms,
-            wait_ms + int(OVER_KEPT_S * 1000),
+            wait_ms + int(CLOSED_QUESTION_TTL_S * 1000),
             MAX_PENDING,
         ]
         reply = await self._run(self._ask_script, [*self._keys_of(question.id), *self._sets(question.tenant)], args)
@@ -371,7 +371,7 @@ class ApprovalQueue:
         action: Literal["approval.allow", "approval.deny"] = "approval.allow" if answer.is_allowed else "approval.deny"
         entry = build_entry(actor, action, id_, tenant=question.tenant, details=details)
         keys = [*self._keys_of(id_), *self._sets(question.tenant), audit_key(self._deployment)]
-        args = [id_, digest, seal(self._keys, answer), int(ANSWER_KEPT_S * 1000), entry_text(entry)]
+        args = [id_, digest, seal(self._keys, answer), int(ANSWER_TTL_S * 1000), entry_text(entry)]
         # The script checks digest and expiry again: another process may have changed the question since `get`.
         reply = await self._run(self._answer_script, keys, args)
         if reply[0] == b"answered":

@@ -65,14 +65,14 @@ AuditAction = Literal[
 ]
 ACTIONS: tuple[AuditAction, ...] = get_args(AuditAction)
 MAX_ENTRIES = 100_000
-"""Minimum number of newest entries in the operators' stream."""
+"""Number of newest entries that the operators' stream keeps at least. Older entries may be removed."""
 MAX_TENANT_ENTRIES = 5_000
-"""Minimum number of newest entries in a tenant's stream."""
+"""Number of newest entries that a tenant's stream keeps at least. Older entries may be removed."""
 MAX_TARGET_CHARS = 256
 MAX_DETAILS = 16
 MAX_DETAIL_CHARS = 1024
 MAX_PAGE = 1000
-MAX_LOOKED_AT = 10_000
+MAX_ENTRIES_READ = 10_000
 """Limit of entries that are read for one page. The limit keeps a page fast even if few entries match the filters."""
 _AT_ONCE = 500
 _WHAT = "the audit was not read"
@@ -264,7 +264,7 @@ class Audit:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit must be between 1 and {MAX_PAGE}, not {limit}")
         cursor, entries, count_read = _parse_cursor(after) if after is not None else None, list[AuditEntry](), 0
         owners = await self._owners(tenant)
-        while count_read < MAX_LOOKED_AT:
+        while count_read < MAX_ENTRIES_READ:
             rows, is_last = await self._rows(cursor, owners)
             count_read += len(rows)
             for position, fields in rows:

@@ -96,7 +96,7 @@ class Blobs:
         with broker_errors("the call's content was not stored"):
             while not await self._store(tenant, pool, key, data):
                 if not await until.wait():
-                    raise no_room(tenant)
+                    raise blob_limit_error(tenant)
         return key
 
     async def _store(self, tenant: str, pool: BlobPool, key: str, data: bytes) -> bool:
@@ -181,7 +181,7 @@ class WorkerBlobs:
         with broker_errors("the bytes of a result were not stored"):
             while not self._store(tenant, key, data, ttl_s):
                 if time.monotonic() > until:
-                    raise no_room(tenant)
+                    raise blob_limit_error(tenant)
                 time.sleep(ROOM_PAUSE_S)
         return key
 
@@ -234,7 +234,7 @@ def room_arguments(
     )
 
 
-def no_room(tenant: str) -> ToolFailure:
+def blob_limit_error(tenant: str) -> ToolFailure:
     """Return the failure for a blob that would exceed the tenant's limit."""
     return ToolFailure(
         ErrorCode.QUOTA_EXCEEDED,

@@ -149,7 +149,7 @@ class CallEventStore:
             return list(await pipe.execute())
 
     async def acknowledge(self, keys: CallEventKeys, entries: Sequence[bytes]) -> None:
-        """Delete handled entries. A worker that waits for room then continues."""
+        """Delete handled entries. A worker that waits because the stream has too many unread entries then continues."""
         with broker_errors("the events of a running call were not acknowledged"):
             await self._client.xdel(keys.events, *entries)
 

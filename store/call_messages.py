@@ -229,7 +229,7 @@ class ResultHub:
             ) from None
 
     async def close(self) -> None:
-        """Stop listening. Waiting callers get BrokerUnavailable."""
+        """Stop listening. Futures that still wait raise BrokerUnavailable."""
         await cancel_all(self._tasks)
         self._fail_all("the client was closed while it waited for this call: the call may or may not have acted")
         self._waiting.clear()
@@ -277,7 +277,7 @@ class ResultHub:
             future.set_exception(error)
 
     def discard(self, key: str) -> None:
-        """Delete a key soon, together with others."""
+        """Queue a result key for deletion. Keys are deleted in groups."""
         if len(self._collected) < MAX_UNDELETED:
             self._collected.append(key)
 

@@ -142,7 +142,7 @@ class HostStore:
         return self._cached
 
     async def read(self) -> list[HostReport]:
-        """Return the reports without a cache."""
+        """Return the reports as they are in Redis now, without the cache of `reports`."""
         found = await self.find_all(await self._listed())
         return [report for report in found.values() if report is not None]
 
@@ -229,7 +229,7 @@ class ReportResult(StrEnum):
     GIVEN_UP = "given_up"
     """The instance was considered lost, and its calls were answered. The worker must not continue under its name."""
     REPLACED = "replaced"
-    """Another worker has the name."""
+    """Another worker uses the name of this host instance."""
 
 
 class WorkerHostStore:

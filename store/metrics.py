@@ -49,7 +49,7 @@ COUNTED_TTL_S = 7 * 24 * 3600
 MAX_VALUE = 1e15
 """Maximum counted value. The server of a model may report any number."""
 MOST_BATCHES = 1000
-LOOK_AT_ONCE = 250
+ROWS_PER_READ = 250
 """Number of entries of a hash or set that one run of the script reads. Between two runs, Redis serves other clients."""
 _FIELDS_AT_ONCE = 500
 _NOT_SENT = "the counts were not sent"
@@ -57,7 +57,7 @@ _NOT_READ = "the metrics were not read"
 
 
 def metrics_key(deployment: str) -> str:
-    """Return the key of the hash of the deployment's sums (contract/metrics.py)."""
+    """Return the key of the hash with the sums of all metrics of the deployment (contract/metrics.py)."""
     return deployment_key(deployment, "metrics")
 
 
@@ -159,7 +159,7 @@ class Counts:
             self._changed.add(field)
 
     def pending(self) -> PendingCounts | None:
-        """Return the next totals to send; None if Redis has everything."""
+        """Return the next totals to send; None if Redis has all current totals."""
         if not self._changed:
             return None
         # The count of a histogram must come before its other parts, because the count marks the series as existing.
@@ -347,8 +347,8 @@ class MetricsStore:
 
     async def _read_rows(self, subject: str, rows: Sequence[str]) -> list[Any]:
         results: list[Any] = []
-        for start in range(0, len(rows), LOOK_AT_ONCE):
-            results += await self._run(subject, rows[start : start + LOOK_AT_ONCE])
+        for start in range(0, len(rows), ROWS_PER_READ):
+            results += await self._run(subject, rows[start : start + ROWS_PER_READ])
         return results
 
     async def _run(self, subject: str, rows: Sequence[Any]) -> Any:
@@ -358,16 +358,16 @@ class MetricsStore:
 
 
 def _split(tenants: Mapping[str, Sequence[str]]) -> Iterator[Sequence[tuple[str, Sequence[str]]]]:
-    """Split the rows into parts of at most LOOK_AT_ONCE tenants, because reading one tenant of a queue takes as long as
-    reading one row elsewhere.
+    """Split the rows into parts of at most ROWS_PER_READ tenants, because reading one tenant of a queue takes as long
+    as reading one row elsewhere.
     """
-    rows, free = list[tuple[str, Sequence[str]]](), LOOK_AT_ONCE
+    rows, free = list[tuple[str, Sequence[str]]](), ROWS_PER_READ
     for queue, names in tenants.items():
-        for start in range(0, len(names), LOOK_AT_ONCE):
-            part = names[start : start + LOOK_AT_ONCE]
+        for start in range(0, len(names), ROWS_PER_READ):
+            part = names[start : start + ROWS_PER_READ]
             if len(part) > free:
                 yield rows
-                rows, free = [], LOOK_AT_ONCE
+                rows, free = [], ROWS_PER_READ
             rows.append((queue, part))
             free -= len(part)
     if rows:

@@ -88,7 +88,9 @@ class ModelEndpoints(AuditedStore):
         return cache.endpoints
 
     async def of(self, tenant: str) -> dict[str, StoredEndpoint | ConfigError]:
-        """Return the endpoints of a tenant by name: its own ones, and those of the deployment with other names."""
+        """Return the endpoints of a tenant by name: its own endpoints, and the endpoints of the deployment whose names
+        its own endpoints do not use.
+        """
         found: dict[str, StoredEndpoint | ConfigError] = {}
         for field, endpoint in (await self.all()).items():
             owner, _, name = field.rpartition("/")

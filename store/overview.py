@@ -21,7 +21,7 @@ from store.slots import count_slots_in_use
 from store.tenants import RedisTenants
 
 MOST_BATCHES = 50
-"""Limit of listed batches."""
+"""Limit of the batches that an overview lists."""
 _TAIL_BYTES = 4096
 """Size of the end of a message, which contains its headers, in bytes."""
 _CALL_KEY = re.compile(rb'"call_key": ?"([^"\\]+)"')

@@ -31,7 +31,8 @@ def run_events_key(deployment: str, tenant: str, run: str) -> str:
 
 
 MAX_EVENTS, MAX_STREAM_BYTES = 5000, 2 * 1024 * 1024
-"""Limits of a run's stream. Above the limits, the oldest events are deleted."""
+"""Limits of a run's stream: number of events, and their size in bytes. Above the limits, the oldest events are deleted.
+"""
 MAX_EVENT_BYTES = 16 * 1024
 PAGE, BATCH_PAGE = 16, 1000
 START = "0-0"
@@ -196,7 +197,7 @@ def _progress_key(deployment: str, tenant: str, batch: str) -> str:
 
 
 class BatchEventReader:
-    """A reader of one batch's stream."""
+    """Reads the event stream of one batch, and remembers its position."""
 
     def __init__(
         self, client: "redis.asyncio.Redis", deployment: str, tenant: str, batch: str, after: str = START
@@ -320,7 +321,9 @@ LOOK_S = 15.0
 """Time without an event after which a follower checks whether the run still exists, in seconds."""
 READ_COUNT = 64
 RING_EVENTS, RING_BYTES = 128, 64 * 1024
-"""Limits of the events of a followed run in memory. A follower that is further behind reads the stream itself."""
+"""Limits of the events of a followed run that are kept in memory: their number, and their size in bytes. A follower
+that is further behind reads the stream itself.
+"""
 
 
 @dataclass

@@ -288,8 +288,9 @@ AT_ONCE = 100
 async def close_left_sessions(
     client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Iterable[str]
 ) -> int:
-    """Close all sessions that these runs have opened or were about to open, also those of graders and of kept states.
-    Return how many there are. The hosts remove the sandboxes. Raises BrokerUnavailable when Redis does not answer.
+    """Close all sessions that these runs have opened or were about to open, including sessions of graders and of kept
+    states. Return the number of these sessions. The hosts remove the sandboxes. Raises BrokerUnavailable when Redis
+    does not answer.
     """
     names, store, count = list(runs), SessionStore(client, deployment), 0
     for at in range(0, len(names), AT_ONCE):

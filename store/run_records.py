@@ -1,4 +1,6 @@
-"""Records of runs: the fields of a run's hash, the fields of a hosted run that lists show, and the end of a hosted run."""
+"""Records of runs: the fields of a run's hash, the fields of a hosted run that lists show, and the end of a hosted
+run.
+"""
 
 import json
 import time

@@ -77,10 +77,10 @@ LEASE_S = 20.0
 AT_ONCE = 200
 """Maximum number of runs in one step of the script. Redis is blocked during a step."""
 STEP_CHARS = 4 * 1024 * 1024
-"""Size of sealed items after which one step adds no further item."""
-LOOKS, MAX_STEPS = 2000, 10
-"""Limits of the search for runs in a given state. LOOKS: number of runs that one step reads. MAX_STEPS: number of steps
-for one page.
+"""Number of characters of signed items after which one step of the script adds no further item."""
+RUNS_PER_STEP, MAX_STEPS = 2000, 10
+"""Limits of the search for runs in a given state. RUNS_PER_STEP: number of runs that one step reads. MAX_STEPS:
+number of steps for one page.
 """
 _CURSOR = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)/([A-Za-z0-9_-]{1,64})")
 """Pattern of a cursor: the creation time of a batch and its id."""
@@ -308,7 +308,7 @@ class RunQueue:
         return [run.decode() for run in await _ask(self._client.lrange(key, first, last))]
 
     async def count_items(self, tenant: str, batch: str) -> int:
-        """Return how many runs were added."""
+        """Return the number of runs that were added to the batch."""
         return int(await _ask(self._client.llen(self._batch_key(tenant, batch) + ":items")))
 
     async def counts(self, tenant: str, batch: str) -> Mapping[str, int]:
@@ -443,7 +443,9 @@ class RunQueue:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
 
     async def settle(self, tenant: str, batch: str, outcomes: Iterable[ItemOutcome]) -> set[str]:
-        """End waiting runs with these outcomes, without executing them. Return the ids of the runs that were waiting."""
+        """End waiting runs with these outcomes, without executing them. Return the ids of the runs that were
+        waiting.
+        """
         settled: set[str] = set()
         for some in _in_steps(outcomes):
             sealed = [
@@ -566,7 +568,7 @@ class RunQueue:
         runs: list[HostedRun] = []
         state_name, max_checked = (
             state.value if state is not None else "",
-            LOOKS if state is not None and not state.is_final else limit,
+            RUNS_PER_STEP if state is not None and not state.is_final else limit,
         )
         # Runs in a rare state may be far apart. A page may then have few runs, and its cursor continues the search.
         for _ in range(MAX_STEPS):

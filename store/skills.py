@@ -206,7 +206,7 @@ class SkillUses:
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client, self._deployment = client, deployment
 
-    async def note(self, tenant: str, skill: str) -> None:
+    async def count(self, tenant: str, skill: str) -> None:
         """Count one use of a skill by a run of the tenant."""
         key = skill_uses_key(self._deployment, tenant)
         pipe = self._client.pipeline(transaction=False)

@@ -83,7 +83,9 @@ def load_script() -> str:
 
 
 def grants_channel(deployment: str, orchestrator: str) -> str:
-    """Return the channel on which an orchestrator receives the grants from steps of other orchestrators."""
+    """Return the Redis channel of one orchestrator. It receives there the slots that the script grants to its calls
+    while another orchestrator runs the script.
+    """
     return f"{admission_prefix(deployment)}grants:{orchestrator}"
 
 
@@ -192,7 +194,7 @@ def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
 AT_ONCE = 200
 """Maximum number of operations in a step. Redis is blocked for some milliseconds during a step."""
 RETRY_S = 0.5
-TOGETHER_S = 0.003
+STEP_DELAY_S = 0.003
 """Delay of a release, and of a request behind other requests of its tenant, to fill a step with more operations. In
 seconds. No worker waits because of the delay: a queue has a few calls more than its workers have slots.
 """
@@ -285,7 +287,7 @@ class SlotStore:
         self._schedule()
 
     def close(self) -> None:
-        """Send no more steps."""
+        """Stop: send no more steps."""
         self._is_closed = True
         self._stop_waiting()
 
@@ -295,7 +297,7 @@ class SlotStore:
         await asyncio.wait({waiting}, timeout=within_s)
         waiting.cancel()
 
-    def _schedule(self, delay_s: float = TOGETHER_S) -> None:
+    def _schedule(self, delay_s: float = STEP_DELAY_S) -> None:
         """Send a step after `delay_s` seconds, or now if an operation is urgent."""
         self._idle.clear()
         if self._is_sending or self._is_closed:
@@ -366,7 +368,7 @@ class SlotStore:
         if self._requests or self._releases or self._other_operations:
             # The caller of a new request must learn at once that Redis is unavailable.
             self._is_hurried = self._is_hurried or (error is not None and bool(self._requests))
-            self._schedule(RETRY_S if error is not None else TOGETHER_S)
+            self._schedule(RETRY_S if error is not None else STEP_DELAY_S)
         else:
             self._idle.set()
 
@@ -390,7 +392,7 @@ class GrantListener:
         self._on_grants, self._on_gap = on_grants, on_gap
 
     async def run(self) -> None:
-        """Receive grants until the task is cancelled."""
+        """Receive grants and pass them on until the task is cancelled."""
         failures = 0
         while True:
             try:

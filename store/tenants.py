@@ -198,7 +198,7 @@ class PolicyCache:
 
 
 class TenantSource(Protocol):
-    """A source of policies."""
+    """A source of the tenants' policies and budgets."""
 
     async def policy(self, tenant: str) -> TenantPolicy:
         """Return the tenant's present policy. Raises ToolFailure(UNKNOWN_TENANT): no such tenant. Raises ConfigError:
@@ -207,7 +207,9 @@ class TenantSource(Protocol):
         ...
 
     async def check_budgets(self, tenant: str) -> None:
-        """Raise ToolFailure(BUDGET_EXCEEDED) if a budget of the tenant is used up. Also raises like `policy`."""
+        """Raise ToolFailure(BUDGET_EXCEEDED) if a budget of the tenant is used up. Also raises the same errors as
+        `policy`.
+        """
         ...
 
 

@@ -264,7 +264,7 @@ return was_off
 
 
 class SwitchSource(Protocol):
-    """A source of the switches."""
+    """A source of the switches that turn tools off."""
 
     async def switches(self) -> Mapping[str, Switch]:
         """Return the switches of all tools that are off, for all tenants or for one tenant. See `find_switch` and

@@ -30,7 +30,7 @@ colon.
 """
 AT_ONCE = 500
 MAX_DAYS: dict["By", int] = {"hour": 31, "day": 400}
-"""Longest time of one report, in days."""
+"""Longest time of one report, in days, by the length of its periods."""
 MAX_AMOUNT = 10**12
 """Limit of an amount of one reply. The server of a model may report any number."""
 UNITS = {"cpu_us": 1e6, "sandbox_us": 1e6, "cost_millionths": 1e6}
@@ -199,7 +199,7 @@ _SHOWN = {"cpu_us": "cpu_s", "sandbox_us": "sandbox_s", "cost_millionths": "cost
 
 
 def sum_rows(rows: Iterable[UsageRow]) -> Mapping[str, int]:
-    """Return the sums over all rows."""
+    """Return the sum of each amount over all rows."""
     sums = dict.fromkeys(AMOUNTS, 0)
     for row in rows:
         for name, amount in row.amounts.items():

@@ -133,7 +133,7 @@ class StderrLogger:
     """Receives finished lines from structlog."""
 
     def msg(self, line: str) -> None:
-        """Write the line."""
+        """Write a finished line to stderr."""
         write_line(line)
 
     debug = info = warning = error = critical = exception = msg

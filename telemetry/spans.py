@@ -18,7 +18,7 @@ Attributes = Mapping[str, Value | None]
 
 MAX_TEXT_CHARS = 256
 MAX_CONTENT_CHARS = 8 * 1024
-"""Limit of a text of arguments, results or messages."""
+"""Limit, in characters, of a text of arguments, results or messages in a span."""
 MARGIN_CHARS = 4 * 1024
 """Characters beyond that limit that are searched for secrets which begin before the limit."""
 MAX_ITEMS = 32

@@ -58,7 +58,7 @@ class FunctionShape:
 
     @property
     def is_open(self) -> bool:
-        """True if the function takes `**kwargs`."""
+        """True if the function takes `**kwargs`, so that a call may contain any other arguments."""
         return self._extra is not None
 
     def bind(self, arguments: Mapping[str, Any], context: CallContext) -> tuple[list[Any], dict[str, Any]]:

@@ -26,8 +26,8 @@ from typing_extensions import override
 
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ErrorCode, OperatorError, ToolcrewError, ToolFailure
+from orchestrator.adapters.inspect_client import client_of_loop
 from orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
-from orchestrator.adapters.inspect_crew import client_of_loop
 from orchestrator.adapters.inspect_results import file_errors, judge, not_started, unavailable
 from orchestrator.adapters.inspect_users import OWN, give_workspace, read_as, run_as, write_as
 from orchestrator.dispatch.sessions import Session

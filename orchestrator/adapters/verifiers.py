@@ -52,7 +52,7 @@ class ToolcrewTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
 
 
 class ToolcrewTaskData(vf.TaskData):  # type: ignore[misc]
-    """One line of the file."""
+    """Data of a task: one line of the batch file."""
 
     item: BatchItem
     tenant: str | None = None
@@ -110,7 +110,7 @@ class ToolcrewTask(vf.Task[ToolcrewTaskData, ToolcrewState]):  # type: ignore[mi
 
 
 class ToolcrewTaskset(vf.Taskset[ToolcrewTask, ToolcrewTasksetConfig]):  # type: ignore[misc]
-    """The lines of a batch file."""
+    """Taskset whose tasks are the lines of a batch file."""
 
     @override
     def load(self) -> Iterable[ToolcrewTask]:
@@ -137,7 +137,7 @@ class ToolcrewEnvConfig(vf.SingleAgentEnvConfig):  # type: ignore[misc]
 
 
 class ToolcrewEnv(vf.SingleAgentEnv, vf.Env[ToolcrewEnvConfig]):  # type: ignore[misc]
-    """An environment with one agent."""
+    """Environment of verifiers with one agent."""
 
 
 class ToolcrewHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]

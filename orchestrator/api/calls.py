@@ -17,7 +17,7 @@ from contract.errors import ErrorCode
 from orchestrator.admission import WaitNotice, report_waiting, was_not_admitted
 from orchestrator.api.access import AnyCaller, find_caller
 from orchestrator.api.exact_json import dump_exactly
-from orchestrator.api.idempotency import IdempotencyKey, note_undone
+from orchestrator.api.idempotency import IdempotencyKey, mark_not_done
 from orchestrator.api.problem_handlers import responses
 from orchestrator.api.sessions import SESSION_ID, SessionId
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
@@ -123,7 +123,7 @@ async def call_tool(
         # Raises the same error as for a session that never existed.
         await caller.client.session(session_id)
     if was_not_admitted(result):
-        note_undone(request.scope)
+        mark_not_done(request.scope)
     return Response(_dump(result), media_type="application/json")
 
 

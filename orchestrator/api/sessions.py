@@ -114,7 +114,7 @@ class Forks(BaseModel):
 
 
 class WrittenFile(BaseModel):
-    """A written file. `path`: as in the request. `bytes`: the size of the file."""
+    """A written file. `path`: the path in the request. `bytes`: the size of the file."""
 
     path: str
     bytes: int

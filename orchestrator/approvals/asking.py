@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 POLL_S = 0.2
 """Interval in seconds between two reads of answers. One read covers all waiting questions."""
-LOOK_COST_S = 0.0002
+POLL_PER_QUESTION_S = 0.0002
 """Part of the interval for each waiting question, in seconds. With many questions, reads are less frequent than POLL_S,
 because a read of thousands of answers is expensive.
 """
@@ -109,7 +109,7 @@ class QueueApprover:
     async def _look(self) -> None:
         """Read the answers of all waiting questions until no question waits."""
         while self._waiting:
-            await asyncio.sleep(max(POLL_S, LOOK_COST_S * len(self._waiting)))
+            await asyncio.sleep(max(POLL_S, POLL_PER_QUESTION_S * len(self._waiting)))
             try:
                 answers = await self._queue.answers(list(self._waiting))
             except BrokerUnavailable as error:
@@ -159,7 +159,7 @@ def choose_pool_approver(settings: OrchestratorSettings, queue: ApprovalQueue, *
     return choose_approver(settings.approvals, is_interactive=is_interactive)
 
 
-def choose_people(settings: OrchestratorSettings, queue: ApprovalQueue) -> Approver:
+def choose_people_approver(settings: OrchestratorSettings, queue: ApprovalQueue) -> Approver:
     """Return the approver of runs that ask people.
 
     The operator's setting `auto` or `never` overrides the request of the run.

@@ -32,7 +32,7 @@ log = get_logger(__name__)
 APPROVAL_TTL_S = 300.0
 """Lifetime of an approval in seconds, from the moment of the question."""
 MAX_INLINE_CHARS = 4 * 1024
-"""Limit of arguments with a command that are judged on the event loop.
+"""Limit, in characters, of arguments with a command that are judged on the event loop.
 
 Longer arguments are judged in a thread, because hostile commands take up to a second to parse.
 """

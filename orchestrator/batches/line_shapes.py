@@ -165,7 +165,7 @@ class CallFields(EnvironmentFields):
     timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
 
     def to_work(self) -> CallBody:
-        """Return the tool call."""
+        """Return the body of the item: a tool call."""
         return pick_fields(CallBody, self)
 
 
@@ -184,7 +184,7 @@ class ShortCall(EnvironmentFields):
     timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
 
     def to_work(self) -> CallBody:
-        """Return the tool call."""
+        """Return the body of the item: a tool call."""
         return CallBody(name=self.tool, arguments=self.arguments, timeout_s=self.timeout_s)
 
 

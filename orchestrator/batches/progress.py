@@ -93,7 +93,7 @@ class ProgressSnapshot(Record):
 
 
 class Phase(IntEnum):
-    """Phase of one attempt at an item."""
+    """Phase of one attempt at an item, such as running or ended."""
 
     QUEUED = 0
     RUNNING = 1

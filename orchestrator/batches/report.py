@@ -80,7 +80,7 @@ def build_report(
 def build_sections(
     batch_events: Iterable[RunEvent], *, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
 ) -> list[Section]:
-    """Return the sections of the page."""
+    """Return the sections of a batch's report, in order. The parameters are those of `build_report`."""
     report = _Report(total)
     for event in batch_events:
         report.add(event)

@@ -70,7 +70,7 @@ class ReplyReader(Protocol):
 
 
 class Dialect(Protocol):
-    """Format of tool calls and their results."""
+    """Format in which a model writes tool calls and reads their results."""
 
     @property
     def name(self) -> str: ...

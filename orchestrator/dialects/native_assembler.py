@@ -25,9 +25,13 @@ from orchestrator.dialects.native_fragments import CallSlots, PartialCall, parse
 from orchestrator.dialects.surrogates import SurrogateJoiner, join_surrogates
 
 MAX_REPLY_CHARS = 128 * 1024 * 1024
-"""Limit of the text and calls of one reply, far above any model's token limit. Only a broken server sends more."""
+"""Limit of the characters of one reply, text and calls together, far above any model's token limit. Only a broken
+server sends more.
+"""
 FRAGMENT_CHARS = 64
-"""The minimum size that a fragment of a call counts as. It limits the number of very short fragments."""
+"""Minimum number of characters for which a fragment of a call counts towards the limit. It thus limits the number of
+very short fragments.
+"""
 NO_NAME = "the call has no tool name"
 
 

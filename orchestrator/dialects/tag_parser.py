@@ -11,7 +11,9 @@ SMALLEST_LIMIT = 64
 THINK = "<think>"
 THINK_END = "</think>"
 MAX_BUFFER_CHARS = 256
-"""Longest start of a tag that is matched again with each chunk. Up to this length that is faster than a saved state."""
+"""Number of characters up to which the start of a tag is matched again with each chunk. Up to this length, matching
+again is faster than saving the state.
+"""
 
 _BEHIND_MARKER = frozenset(BLANKS + ">/")
 _MARKER_START = MARKER[:3]

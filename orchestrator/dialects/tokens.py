@@ -25,7 +25,7 @@ class TokenCollector:
         self._logprobs: list[Any] = []
 
     def feed(self, chunk: Chunk) -> None:
-        """Add the tokens of a chunk."""
+        """Add the token ids and log-probabilities of a chunk."""
         if not self._prompt:
             self._prompt = _as_list(chunk.get("prompt_token_ids"))
         choices = chunk.get("choices")

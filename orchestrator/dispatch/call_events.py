@@ -22,7 +22,7 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 ACK_EVERY_S = 0.25
-"""Pause between two acknowledgements while a handler is slow."""
+"""Seconds between two acknowledgements of events while a handler is slow."""
 MAX_QUESTIONS = 8
 """Limit of events, other than output, that are handled at the same time. Further events wait."""
 RETRY_S = 0.5

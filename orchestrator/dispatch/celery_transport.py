@@ -21,7 +21,7 @@ from kombu.serialization import dumps
 from kombu.utils.json import dumps as to_json
 
 from contract.calls import MAX_TIMEOUT_S, POOL_GRACE_S
-from contract.envelope import join_result, kept_result_key, stored_answer
+from contract.envelope import find_encoded_result, join_result, kept_result_key
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.hosts import HOST_LOST_TYPE
 from contract.names import call_key, is_blob_of, result_key, show_call, task_name
@@ -203,7 +203,7 @@ def build_call_message(attempt: Attempt, task_id: str, deployment: str) -> CallM
 
 
 def _unpack(stored: dict[str, Any], attempt: Attempt) -> Any:
-    status, result, answer = stored["status"], stored.get("result"), stored_answer(stored)
+    status, result, answer = stored["status"], stored.get("result"), find_encoded_result(stored)
     if status == "SUCCESS" or answer is not None:
         return answer
     if status == "REVOKED":

@@ -23,7 +23,7 @@ MAX_SHOWN_IMAGES = 50
 
 
 class NoHost(SandboxUnavailable):
-    """No host can take the session now."""
+    """Raised when no host can take the session now. The message names the missing resource."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Request:
     run: str | None = None
     model: str | None = None
     blob: str | None = None
-    """Key of the bytes that a session verb reads."""
+    """Redis key of the bytes that the call sends along, such as the content of a file (store/blobs.py)."""
     text_arguments: bool = False
     """All arguments are strings, as on a command line."""
     audience: Literal["model", "session"] = "model"

@@ -41,7 +41,7 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MAX_HOSTS = 3
-"""Limit of hosts that one opening tries."""
+"""Limit of the hosts that are tried to open one session."""
 SETTLE_S = 30.0
 """Seconds that a call waits for a session whose host does not report, or which another process is moving."""
 POLL_S = 0.2
@@ -50,7 +50,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class HostSource(Protocol):
-    """Source of the reports of hosts."""
+    """Source of the reports of live hosts."""
 
     async def reports(self) -> list[HostReport]:
         """Return the last report of each living worker. Raises BrokerUnavailable."""

@@ -275,9 +275,9 @@ class Session:
         timeout_s: float = 30,
         on_output: OnOutput | None = None,
     ) -> ExecResult:
-        """Run a program without a shell. At the limit the program gets SIGTERM, and a moment later SIGKILL. Then
-        `kill` is set, and `returncode` is -15, -9, or the exit code that the program chose after SIGTERM.
-        `on_output`: as for `call`; it gets the first 1 MiB, and the result has all output.
+        """Run a program without a shell. At the limit the program gets SIGTERM, and a moment later SIGKILL. Then `kill`
+        is set, and `returncode` is -15, -9, or the exit code that the program chose after SIGTERM. `on_output` works as
+        in `call`, but receives only the first 1 MiB; the result has all output.
 
         Raises ToolFailure when the program cannot be started, SandboxUnavailable when the sandbox was lost.
         """

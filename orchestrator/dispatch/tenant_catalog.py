@@ -153,7 +153,7 @@ def _is_skills(spec: ToolSpec, system: Mapping[str, SkillSummary]) -> bool:
 
 
 MAX_INLINE_CHARS = 4 * 1024
-"""Length above which a command is checked in a thread. A hostile command can take up to one second."""
+"""Number of characters above which a command is checked in a thread. A hostile command can take up to one second."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def is_offered(switches: Mapping[str, Switch], policy: TenantPolicy, spec: ToolS
     )
 
 
-def refuse_unasked(
+def refuse_before_approval(
     switches: Mapping[str, Switch], policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]
 ) -> None:
     """Refuse a call that cannot run even with an approval, so that no approver is asked. `arguments`: as the caller

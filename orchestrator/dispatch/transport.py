@@ -36,7 +36,7 @@ class CallLost(Exception):
 
 
 class DeliveryFailed(Exception):
-    """The call has no valid result."""
+    """Raised when a call has no valid result. The message says why."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)

@@ -27,7 +27,7 @@ MAX_CONNECTIONS = 4000
 
 Clients that only hold connections open therefore cannot block other clients.
 """
-TAKE_WITHIN_S = 30.0
+SLOW_CLIENT_S = 30.0
 """Seconds after which a client is disconnected if it receives its response slower than LEAST_BYTES_PER_S.
 
 The unsent part of the response occupies memory of the service.
@@ -117,10 +117,10 @@ class HeadTimeoutProtocol(H11Protocol):
 
     def _watch_taking(self) -> None:
         self._left_bytes = self.transport.get_write_buffer_size()
-        self._stuck = self.loop.call_later(TAKE_WITHIN_S, self._judge_taking)
+        self._stuck = self.loop.call_later(SLOW_CLIENT_S, self._judge_taking)
 
     def _judge_taking(self) -> None:
-        if self._left_bytes - self.transport.get_write_buffer_size() < TAKE_WITHIN_S * LEAST_BYTES_PER_S:
+        if self._left_bytes - self.transport.get_write_buffer_size() < SLOW_CLIENT_S * LEAST_BYTES_PER_S:
             self.transport.abort()
         else:
             # The client receives a large response over a slow connection, so the check is repeated.

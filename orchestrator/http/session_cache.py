@@ -38,5 +38,5 @@ class SessionCache:
         return session
 
     def forget(self, name: Name) -> None:
-        """Remove a session from the cache."""
+        """Remove a session from the cache, because it no longer exists."""
         self._sessions.pop(name, None)

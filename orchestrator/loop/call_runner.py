@@ -58,7 +58,9 @@ class CallRunner:
         return max(self._failures.values(), default=0)
 
     async def run(self, requested: Sequence[Requested]) -> list[Observed]:
-        """Return the results in the order of the requests. Cancelling it cancels every running call."""
+        """Return the results in the order of the requests. If this method is cancelled, every running call is
+        cancelled.
+        """
         observed: list[Observed] = []
         for group in self._group_requests(requested):
             if len(group) == 1:

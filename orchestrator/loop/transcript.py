@@ -7,7 +7,7 @@ from orchestrator.dialects.model import Message
 
 
 class Transcript:
-    """Messages in order. Stored messages never change."""
+    """The messages of a run, in order. Messages are only added; a stored message never changes."""
 
     def __init__(self, *messages: Message) -> None:
         self._messages: list[Message] = []
@@ -35,7 +35,7 @@ class Transcript:
         self._messages.append(json.loads(json.dumps(message)))
 
     def append_observations(self, messages: Iterable[Message]) -> None:
-        """Add the observations of one step."""
+        """Add the observations (messages with results of calls) of one step."""
         self._older += self._newest
         first = len(self._messages)
         for message in messages:

@@ -77,7 +77,9 @@ class AnsweredApprover:
 
 
 class AskingApprover:
-    """Approver that asks the client while the call waits. For protocol revisions in which a server may send requests."""
+    """Approver that asks the client while the call waits. For protocol revisions in which a server may send
+    requests.
+    """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask

@@ -10,7 +10,7 @@ from orchestrator.http.session_cache import SessionCache
 from orchestrator.sdk.client import ToolClient
 
 NEW = "new"
-"""Value in place of a session id: open a new session, which stays open after the call."""
+"""Value that a client sends as the session id to open a new session, which stays open after the call."""
 
 
 class SessionLeases(Protocol):

@@ -1,4 +1,4 @@
-"""Count every call of a dispatcher once."""
+"""Counts every call of a dispatcher once, for the metrics."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

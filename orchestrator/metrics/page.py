@@ -40,7 +40,7 @@ class MetricsPage:
         self._is_reported = False
 
     async def render(self, *, is_open: bool = False) -> bytes:
-        """Return the page. `is_open`: in the OpenMetrics format. Raises BrokerUnavailable."""
+        """Return the metrics page. `is_open`: use the OpenMetrics format. Raises BrokerUnavailable."""
         began = time.monotonic()
         samples = Samples()
         reports, counts = await self._hosts.read(), await self._store.read_counts()

@@ -1,4 +1,4 @@
-"""Count the events of one agent run."""
+"""Counts the events of one agent run, for the metrics."""
 
 from typing import Protocol
 

@@ -70,7 +70,7 @@ class Samples(Collector):
 
 
 def render(samples: Samples, *, is_open: bool = False) -> bytes:
-    """Return the page in the Prometheus format 0.0.4. `is_open`: in OpenMetrics 1.0."""
+    """Return the metrics page in the Prometheus format 0.0.4. `is_open`: use OpenMetrics 1.0."""
     if is_open:
         return bytes(openmetrics.generate_latest(samples))  # type: ignore[no-untyped-call]
     return exposition.generate_latest(samples)

@@ -36,7 +36,7 @@ class Tally:
         self._task = asyncio.create_task(self._run(), name="metrics-tally")
 
     async def aclose(self) -> None:
-        """Send the remaining counts and stop."""
+        """Send the remaining counts to Redis and stop."""
         if self._task is not None:
             await cancel_all((self._task,))
         try:

@@ -24,7 +24,8 @@ class RetryPolicy:
     """Limits of the attempts to send a request, and of the wait between them.
 
     `attempts` includes the first one. `max_wait_s` limits one wait, including one that the server requests.
-    `max_total_s` limits the time from the first failure to the last attempt. `sleep` waits.
+    `max_total_s` limits the time from the first failure to the last attempt. `sleep`: the function that waits, for
+    tests.
     """
 
     attempts: int = 6

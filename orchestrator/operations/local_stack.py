@@ -1,12 +1,12 @@
 """Embedded stack: redis-server, sandboxd, a worker of each kind, Flower and the API as child processes of one
-supervisor process. They end with it.
+supervisor process. The children end when the supervisor ends.
 
-If a class of tenants has network egress, the egress proxy is also a child. A child that ends by itself is started
-again (supervision.py).
+If a class of tenants has network egress, the egress proxy is also a child. A child that ends by itself is started again
+(supervision.py).
 
 `python -m orchestrator.operations.local_stack` is the supervisor process. Its first line on stdout is StackInfo as
-JSON. It stops everything on SIGTERM, SIGINT, or when its stdin ends, so a stack never outlives the program that
-started it.
+JSON. It stops everything on SIGTERM, SIGINT, or when its stdin ends, so a stack never outlives the program that started
+it.
 """
 
 import asyncio
@@ -54,7 +54,9 @@ END_FOR_GOOD = signal.SIGUSR1
 successor.
 """
 API_KEY_TTL_S = 30 * 86_400.0
-"""Lifetime of the API key, in case no process is left to revoke it: a stack may use a Redis that outlives the stack."""
+"""Lifetime of the stack's API key, in seconds. It matters if no process is left to revoke the key and the Redis of the
+stack continues to run.
+"""
 API_ROLE = "api"
 API_STOP_WITHIN_S = 5.0
 STACK_FILE = "stack.json"
@@ -83,7 +85,7 @@ class LocalApi:
 
     @classmethod
     async def prepare(cls, broker: BrokerSettings, port: int) -> "LocalApi":
-        """Create the key. Raises BrokerUnavailable."""
+        """Create the administrator's key for the API of a stack. Raises BrokerUnavailable."""
         client = open_redis(broker)
         try:
             created = await ApiKeys(client, broker.deployment, broker.signing_keys()).add(
@@ -362,7 +364,7 @@ class LocalStack:
     def _last_lines(self, role: str) -> str:
         text = (self._folder / f"{role}.log").read_text(errors="replace").strip()
         lines = text.splitlines()[-5:]
-        reason = find_last_words(lines)
+        reason = find_start_failure(lines)
         return reason or f"{role} ended unexpectedly: {' | '.join(lines) or 'its log is empty'}"
 
 
@@ -514,7 +516,7 @@ def print_json(stack: StackInfo) -> None:
     sys.stdout.flush()
 
 
-def find_last_words(lines: Sequence[str]) -> str | None:
+def find_start_failure(lines: Sequence[str]) -> str | None:
     """Return the reason why a process did not start, from its log lines; None if the lines contain no reason."""
     for line in reversed(lines):
         # The line may be truncated or come from another program. Then try the line before.

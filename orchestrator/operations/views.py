@@ -83,8 +83,8 @@ class ApprovalView(BaseModel):
     """A call that waits for a decision.
 
     `arguments`: the exact arguments of the call. `command`: the shell command, if the tool has one. `warning`: why the
-    call is dangerous, "" for other calls. `digest`: to be sent with the decision. Times are in ISO 8601. A decision
-    after `expires_at` has no effect.
+    call is dangerous, "" for other calls. `digest`: the digest of the call, which a decision must contain. Times are in
+    ISO 8601. A decision after `expires_at` has no effect.
     """
 
     id: str

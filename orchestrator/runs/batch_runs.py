@@ -74,7 +74,7 @@ class RowPaths:
 
 
 class BatchRuns:
-    """Batches of the tenant of one client."""
+    """Runs, shows and exports the batches of one client's tenant."""
 
     def __init__(
         self,

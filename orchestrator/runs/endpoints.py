@@ -76,7 +76,9 @@ class EndpointClients:
         return (await retry_until_available(lambda: self._tenants.policy(tenant))).allows_model(name)
 
     async def check(self, tenant: str, name: str) -> None:
-        """Raise ToolFailure(PERMISSION_DENIED) unless the tenant's policy allows the model. Raises like `allows`."""
+        """Raise ToolFailure(PERMISSION_DENIED) unless the tenant's policy allows the model. Raises the same errors as
+        `allows`.
+        """
         if not await self.allows(tenant, name):
             raise refuse_model(tenant, name)
 
@@ -183,8 +185,8 @@ class EndpointModel:
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         """Yield the reply, with its cost in its usage if the endpoint has prices.
 
-        Raises like OpenAIModel.stream. Raises ToolFailure(PERMISSION_DENIED): the policy does not allow the endpoint.
-        Raises ConfigError: the endpoint or its secret was removed.
+        Raises the same errors as OpenAIModel.stream. Raises ToolFailure(PERMISSION_DENIED): the policy does not allow
+        the endpoint. Raises ConfigError: the endpoint or its secret was removed.
         """
         name = self._stored.name
         await self._clients.check(self._tenant, name)

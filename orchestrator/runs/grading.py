@@ -98,7 +98,9 @@ class GradingResult:
 
 @dataclass(frozen=True)
 class Submission:
-    """The artifacts of an agent as a new archive. `refusal`: why they were refused; "" if they were not."""
+    """The artifacts of an agent as a new archive. `refusal`: why the artifacts were refused; "" if they were
+    accepted.
+    """
 
     archive: bytes = b""
     files: int = 0
@@ -121,7 +123,7 @@ def source_of(workspace: str | None) -> dict[str, Any]:
 
 
 class Grading:
-    """Grades the items of one process."""
+    """Grades the items that one process runs."""
 
     def __init__(self, sessions: ItemSessions) -> None:
         self._sessions = sessions

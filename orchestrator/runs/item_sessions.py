@@ -33,7 +33,7 @@ class ItemSessions:
         self._queue = SessionQueue(pool.dispatcher.capacity)
 
     async def open(self, tenant: str, journal: Journal, start: SessionStart) -> Session:
-        """Open a session when a host has room. Raises like Session.open."""
+        """Open a session as soon as a host has free capacity. Raises the same errors as Session.open."""
         name, pool = new_session_name(), self._pool
         async with self._slots.lend():
             async with self._queue.enter(tenant, start.image):

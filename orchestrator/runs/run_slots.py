@@ -60,8 +60,8 @@ class RunSlots:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator["RunSlot"]:
-        """Wrap a run that has started in a slot. The run has a slot after the block, unless the block is cancelled or
-        raises.
+        """Context manager for the start of a run, which takes a slot. The run also has a slot after the block, unless
+        the block is cancelled or raises.
         """
         slot = RunSlot(self)
         try:
@@ -182,7 +182,7 @@ class RunSlot:
                 self._slots.cancel_request(self)
 
     def leave(self) -> None:
-        """Note that the run has no slot."""
+        """Record that the run has no slot."""
         self._is_granted.clear()
 
     def grant(self) -> None:

@@ -140,7 +140,7 @@ class Runner:
 
     @property
     def running(self) -> int:
-        """Return how many runs this process owns."""
+        """Return how many runs this process holds and executes now."""
         return len(self._active)
 
     async def run(self) -> None:

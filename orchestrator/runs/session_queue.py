@@ -22,7 +22,7 @@ that suspend idle sessions can still open more.
 
 Kind = tuple[str, str | None]
 """Kind of a session: tenant and image. Hosts may have capacity for one kind and none for another."""
-AskRoom = Callable[[str, str | None], Awaitable[HostCapacity | None]]
+FindCapacity = Callable[[str, str | None], Awaitable[HostCapacity | None]]
 
 
 class SessionQueue:
@@ -31,11 +31,11 @@ class SessionQueue:
     The wait has no timeout: every open session ends, at the latest at the end of its time to live.
     """
 
-    def __init__(self, ask_room: AskRoom, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the queue. `ask_room`: returns the free capacity of the hosts for sessions of a tenant and an image
-        (Dispatcher.capacity).
+    def __init__(self, find_capacity: FindCapacity, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create the queue. `find_capacity`: returns the free capacity of the hosts for sessions of a tenant and an
+        image (Dispatcher.capacity).
         """
-        self._ask_room = ask_room
+        self._find_capacity = find_capacity
         self._clock = clock
         self._queues: defaultdict[Kind, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._opening: Counter[Kind] = Counter()
@@ -45,7 +45,7 @@ class SessionQueue:
     @asynccontextmanager
     async def enter(self, tenant: str, image: str | None) -> AsyncIterator[None]:
         """Wait until a host has free capacity. The block of the context manager then opens one session. Waits while
-        Redis does not answer. Raises the other exceptions of `ask_room`.
+        Redis does not answer. Raises the other exceptions of `find_capacity`.
         """
         kind = (tenant, image)
         # The lock keeps the order of arrival. Its owner releases the lock before the session opens, so sessions open
@@ -62,13 +62,13 @@ class SessionQueue:
             self._changed.set()
 
     def note_end(self) -> None:
-        """Note that a session of this process has ended. Its host reports the free room shortly afterwards."""
+        """Note that a session of this process has ended. Its host reports the free capacity shortly afterwards."""
         self._ended_at = self._clock()
 
     async def _is_next(self, kind: Kind, began: float) -> bool:
         """Return whether the next session of this kind may open now."""
         try:
-            has_room = await self._ask_room(*kind)
+            has_room = await self._find_capacity(*kind)
         except BrokerUnavailable as error:
             # Redis may answer again before the item's turn, so no item fails for this error.
             log.warning("capacity_not_read", tenant=kind[0], error=str(error))

@@ -29,7 +29,7 @@ END_TIMEOUT_S = 30.0
 not end.
 """
 REPEAT_ORDER_S = 1.0
-"""Pause before the order is sent again. The first order may reach the host before the call does."""
+"""Seconds before the order to kill a call is sent again. The first order may reach the host before the call does."""
 POLL_S = 0.05
 
 
@@ -42,7 +42,7 @@ class KilledCall:
 
 
 class CallControl:
-    """Ends calls of one deployment."""
+    """Kills calls of one deployment on behalf of an actor."""
 
     def __init__(self, pool: PoolConnection, deployment: str) -> None:
         self._dispatcher = pool.dispatcher

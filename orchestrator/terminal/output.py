@@ -103,11 +103,11 @@ class LiveOutput:
 class RunPrinter:
     """Shows the events of runs, one run at a time. Pass `on_event` to an Agent.
 
-    `asks_elsewhere`: approvals are requested in another place and not on this terminal.
+    `asks_elsewhere`: people decide about approvals on the pages or with another command, and not at this terminal.
     """
 
     max_lines: int | None = MAX_SHOWN_LINES
-    """Limit of shown lines of one text."""
+    """Limit of the lines that are shown of one text; None: no limit."""
     hint = "not shown"
 
     def __init__(self, console: Console, *, asks_elsewhere: bool = False) -> None:
@@ -207,7 +207,7 @@ class RunPrinter:
 
 
 def format_clocks(clocks: Clocks) -> str:
-    """Return every clock in milliseconds."""
+    """Return a text with the duration of each phase in milliseconds."""
     return "  ".join(f"{name.removesuffix('_s')} {seconds * 1000:.1f} ms" for name, seconds in clocks)
 
 

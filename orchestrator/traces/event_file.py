@@ -35,7 +35,7 @@ class EventFile:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, line: bytes) -> None:
-        """Add one line without a newline."""
+        """Add one line, given without its newline."""
         if not self._lines:
             self._gathered_at = time.monotonic()
             # Without an event loop, the next line checks the clock, and `flush` at the end writes the rest.

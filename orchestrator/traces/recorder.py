@@ -96,7 +96,7 @@ def open_trace(folder: Path, tenant: str, run: str, *, masker: Masker) -> "Itera
 
 
 class TraceRecorder:
-    """Recorder of one run's events."""
+    """Writes the events of one run to its trace file."""
 
     def __init__(self, path: Path, tenant: str, run: str, masker: Masker) -> None:
         self.path = path

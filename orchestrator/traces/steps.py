@@ -24,7 +24,7 @@ from contract.run_events import (
 from orchestrator.dialects.model import Message
 
 LIVE_CHARS = 16_384
-"""Limit of the stored output of a running call. Only the end of the output is stored."""
+"""Limit of the stored output of a running call, in characters. Only the end of the output is stored."""
 _OF_CALLS = CallStarted | CallSent | ApprovalAsked | ApprovalDecided | OutputArrived | CallFinished
 _OF_STEPS = StepStarted | ModelAsked | ModelAnswered | TextArrived | TextWithdrawn | StepFinished | Warned | _OF_CALLS
 

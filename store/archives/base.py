@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class NotStored(Exception):
-    """No complete archive has that name."""
+    """Raised when the store has no complete archive of that name."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def write_all(file: Any, data: bytes) -> None:
 
 
 def encode_facts(facts: StoredFacts) -> bytes:
-    """Return the facts in stored form."""
+    """Return the bytes that store the facts of an archive."""
     return json.dumps({"layout": _LAYOUT, "bytes": facts.bytes, "sha256": facts.sha256}).encode()
 
 

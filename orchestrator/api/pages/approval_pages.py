@@ -20,7 +20,7 @@ from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_he
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
-from orchestrator.api.pages.seen import count_odd
+from orchestrator.api.pages.untrusted_text import count_odd
 from orchestrator.http.problems import ApiCode, ApiProblem
 from store.approvals import AlreadyAnswered, OtherCall, PendingQuestion, QuestionOver, UnknownQuestion
 
@@ -51,7 +51,7 @@ class ShownArgument:
 class QuestionView:
     """A question as a page shows it.
 
-    `is_left_out`: the page has no room for the arguments, so this page does not offer a decision.
+    `is_left_out`: the arguments are too long for this page, so the page does not offer a decision.
     """
 
     pending: PendingQuestion

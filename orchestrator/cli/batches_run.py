@@ -1,4 +1,6 @@
-"""Runs a batch in the foreground: shows its display, writes its row files, handles signals and returns the exit code."""
+"""Runs a batch in the foreground: shows its display, writes its row files, handles signals and returns the exit
+code.
+"""
 
 import asyncio
 import os
@@ -108,7 +110,7 @@ def build_row_location(paths: RowPaths) -> RowLocation:
     return RowLocation(host=platform.node(), output=str(paths.output.absolute()), errors=str(paths.failures.absolute()))
 
 
-async def work_batch(
+async def run_batch(
     runs: BatchRuns,
     batch: str,
     paths: RowPaths,
