@@ -146,7 +146,7 @@ class CallUsage(Record):
     network_bytes: int = Field(default=0, ge=0)
 
     def __add__(self, other: "CallUsage") -> "CallUsage":
-        """Return the sums, and the higher of both peaks."""
+        """Return a usage with the sums of both usages, and the higher of both memory peaks."""
         return CallUsage(
             cpu_s=round(self.cpu_s + other.cpu_s, 6),
             memory_peak_bytes=max(self.memory_peak_bytes, other.memory_peak_bytes),

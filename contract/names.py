@@ -85,8 +85,8 @@ def catalog_names_key(deployment: str, pool: str) -> str:
 
 
 def pool_worker(host: str, boot: str) -> str:
-    """Return the name of one incarnation of a worker without sandboxes. It names the worker's control list and is the
-    prefix of the holder names that the worker claims calls with.
+    """Return the name of one incarnation of a worker without sandboxes. The name also names the worker's control list,
+    and is the prefix of the holder names that the worker claims calls with.
     """
     return f"pool.{host}.{boot}"
 
@@ -112,8 +112,8 @@ def tenant_sessions_key(deployment: str, tenant: str) -> str:
 
 
 def seen_tenants_key(deployment: str) -> str:
-    """Return the key of the sorted set of tenants that have opened sessions, by the Unix time of the last session. It
-    includes tenants that are not registered.
+    """Return the key of the sorted set of tenants that have opened sessions, by the Unix time of the last session. The
+    set includes tenants that are not registered.
     """
     return deployment_key(deployment, "seen-tenants")
 

@@ -229,8 +229,8 @@ class ApprovalDecided(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CallSent(RunEvent):
-    """A call is sent to the pool. Its arguments are those that run: completed, and changed if an approver changed
-    them.
+    """A call is sent to the pool. The event has the arguments that run: with defaults filled in, and with the changes
+    of an approver.
     """
 
     call: ToolCall
@@ -425,7 +425,7 @@ class RunResumed(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRetried(RunEvent):
-    """The run is queued again after a failure. `attempt`: the next one, so at least 2."""
+    """The run is queued again after a failure. `attempt`: the number of the next attempt, at least 2."""
 
     failure: Failure
 
@@ -435,8 +435,8 @@ class RunEnded(RunEvent):
     """The one end of a durable run. `state`: succeeded, failed or cancelled. `answer`: the model's last text; `is_cut`:
     `answer` contains only the beginning. `cost` None: no prices are known. `clocks`, `call_usage`: sums over its calls.
     `sandbox_s`: time in which it had a session of its own. `seconds`: since it was claimed. `artifacts_file`: the id of
-    its artifacts in the store. `task`: the id of the batch line, for an item with a grader. `grade` None: it has no
-    reward.
+    its artifacts in the store. `task`: the id of the batch line, for an item with a grader. `grade` None: the run has
+    no reward.
     """
 
     state: str

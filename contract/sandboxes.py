@@ -62,5 +62,5 @@ DEFAULT_OPTIONS = SandboxOptions()
 
 
 def pick_options(record: SandboxOptions) -> SandboxOptions:
-    """Return only the options of a record that has more fields."""
+    """Return a copy of the record as SandboxOptions, without the fields that a subclass adds."""
     return pick_fields(SandboxOptions, record)

@@ -88,8 +88,8 @@ def check_value(value: str) -> None:
 
 
 def build_placeholder(tenant: str, session: str, name: str) -> str:
-    """Return the text that a session's programs have in place of the secret. It is not secret: the egress proxy
-    replaces it only on connections of this session.
+    """Return the placeholder that a session's programs have in place of the secret. The placeholder is not secret: the
+    egress proxy replaces it with the secret only on connections of this session.
     """
     digest = hashlib.sha256(f"{tenant}\0{session}\0{name}".encode()).hexdigest()
     return f"tcs_placeholder_{digest[:_PLACEHOLDER_CHARS]}"

@@ -196,7 +196,7 @@ def build_refusal_subject(name: str, used: str) -> str:
 
 
 def seal_policy(keys: SigningKeys, tenant: str, policy: TenantPolicy) -> str:
-    """Return the signed policy. It is valid for this tenant only."""
+    """Return the signed policy of a tenant. The signature is valid for this tenant only."""
     # Only fields that differ from the default: a release with one more field can still be read by its neighbour until
     # the field is used.
     return keys.seal(f"policy {tenant}", policy.model_dump_json(exclude_defaults=True))

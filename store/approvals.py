@@ -220,7 +220,9 @@ class PendingQuestion:
 
 @dataclass(frozen=True)
 class QuestionPage:
-    """Questions by their expiry. `cursor`: the start of the next page; None if there is none."""
+    """A page of open questions, the first to expire first. `cursor`: the start of the next page; None if there is
+    none.
+    """
 
     questions: tuple[PendingQuestion, ...]
     cursor: str | None

@@ -137,8 +137,9 @@ class NewAuditEntry(Record):
 
 
 class AuditEntry(NewAuditEntry):
-    """A stored change. `id`: unique in the deployment. `at`: by Redis's clock, in ISO 8601. `tenant`: the tenant that
-    the change is about; null: all tenants. `target`: the tool, tenant, key, approval, call, host, batch or run.
+    """A stored change. `id`: unique in the deployment. `at`: the time of Redis's clock, in ISO 8601. `tenant`: the
+    tenant that the change is about; null: all tenants. `target`: the tool, tenant, key, approval, call, host, batch or
+    run.
     """
 
     id: str
@@ -304,8 +305,8 @@ class Audit:
             [(_Position.of(id_.decode(), owner), fields) for id_, fields in rows]
             for owner, rows in zip(owners, streams, strict=True)
         ]
-        # A stream that returned the full count has more entries. Rows older than its last row may therefore not be
-        # next, and must wait for the next read.
+        # A stream that returned as many rows as were requested has more rows. Rows of other streams that are older than
+        # its last row wait for the next read, because its remaining rows may be newer.
         oldest = [rows[-1][0] for rows in of_streams if len(rows) == count]
         merged = sorted((row for rows in of_streams for row in rows), key=lambda row: row[0], reverse=True)
         return [row for row in merged if not oldest or row[0] >= max(oldest)], not oldest

@@ -34,7 +34,7 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 SEND_WAIT_S = 3.0
-"""Time for which a call waits for Redis while it was certainly not sent, in seconds."""
+"""Seconds that a call waits while Redis does not answer, if the call was certainly not sent yet."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5)
 CLOCK_ROUND_TRIP_S = 0.5
 """Limit of the round trip for clock updates, in seconds. After a longer round trip, the time in the reply is out of
@@ -58,9 +58,10 @@ class NotSent(Exception):
 class CallMessage:
     """A call in its published form. `text`: the message of its Celery task. `start_by`: latest start, in Unix seconds
     of the shared clock. `ticket`: a signed text that stays in the record until a worker decides about the call
-    (store/calls.py). `session`, `fence`: for a call that must reach the host of its session; None if any worker of the
-    queue may run the call. `slot`: the id of the slot that the call must hold (store/slots.py); "" if the slot is
-    already confirmed. `extra_s`: number of seconds by which the limit of the call exceeds MAX_TIMEOUT_S.
+    (store/calls.py). `session`, `fence`: the session and its fence, if the call must reach the host of the session;
+    None if any worker of the queue may run the call. `slot`: the id of the slot that the call must hold
+    (store/slots.py); "" if the slot is already confirmed. `extra_s`: number of seconds by which the limit of the call
+    exceeds MAX_TIMEOUT_S.
     """
 
     tenant: str
@@ -165,7 +166,7 @@ SWEEP_BATCH = 500
 QUIET_S = 5.0
 SILENCE_S = 20.0
 """Time without a message after which a subscription counts as dead, in seconds. The subscription is pinged every
-QUIET_S, so silence means that the other end is lost.
+QUIET_S, so silence means that the connection is broken.
 """
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 OUTAGE_LIMIT_S = 30.0
@@ -262,8 +263,8 @@ class ResultHub:
             self._stored.discard(task_id)
 
     async def look(self, task_id: str) -> None:
-        """Read the result of one task now, if it is stored. This is necessary for a task that another hub has
-        published, because Redis does not announce its result to this hub.
+        """Read the result of one task now, if it is stored. Use this method for a task that another hub has published,
+        because Redis does not announce its result to this hub.
         """
         try:
             await self._take_stored([task_id])

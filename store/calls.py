@@ -192,8 +192,8 @@ TRUSTED_S = int(HOST_TTL_S - 2 * HEARTBEAT_S)
 host is lost.
 """
 FORGET_S = 600
-"""Time after the last report of a host during which its queue is still checked, in seconds. A message may have been
-sent to the queue in that time.
+"""Seconds after the last report of a host for which its queue is still checked. A message may have been sent to the
+queue in that time.
 """
 READ_BATCH = 500
 KILL_TTL_S = 60
@@ -730,8 +730,8 @@ class WorkerCallStore:
         return self.claim(call, context.model_copy(update={"deadline_at": _NO_DEADLINE, "fence": None}), holder)
 
     def refuse(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
-        """Refuse a call. GRANTED: the refusal is the result of the call, and the call never starts. `holder`: if this
-        holder has claimed the call for this message, the refusal reverts the claim.
+        """Refuse a call. Return GRANTED if the refusal is the result of the call, which then never starts. `holder`: if
+        this holder has claimed the call for this message, the refusal reverts the claim.
         """
         return self._decide(self._refuse, [self._key(context.tenant, call.id)], context, [holder])
 

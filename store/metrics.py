@@ -62,8 +62,8 @@ def metrics_key(deployment: str) -> str:
 
 
 def counted_key(deployment: str, source: str) -> str:
-    """Return the key of a hash of totals of one source (process). It contains the part of each total that was already
-    added to the deployment's sums.
+    """Return the key of a hash of totals of one source (process). The hash contains the part of each total that was
+    already added to the deployment's sums.
     """
     return deployment_key(deployment, f"metrics:counted.{source}")
 

@@ -64,8 +64,8 @@ class StoredEndpoint:
 
 
 class ModelEndpoints(AuditedStore):
-    """The endpoints in Redis. They are read at most once every ENDPOINTS_FRESH_S seconds, but own changes are visible
-    at once.
+    """The endpoints in Redis. The endpoints are read at most once every ENDPOINTS_FRESH_S seconds, but own changes are
+    visible at once.
     """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:

@@ -169,7 +169,8 @@ class SharedLimits:
             return await self._wait(lease, max_wait_s)
 
     async def _wait(self, lease: RequestLease, max_wait_s: float) -> RequestLease:
-        # Only the first request in line asks Redis, so the load on Redis does not grow with the line.
+        # Only the request that has waited longest asks Redis, so the load on Redis does not grow with the number of
+        # waiting requests.
         async with self._turn:
             while True:
                 self._released.clear()

@@ -403,8 +403,8 @@ class RunQueue:
         }
 
     async def finish(self, claim: RunClaim, outcome: ItemOutcome, *, calls: int = 0, seconds: float = 0.0) -> bool:
-        """Store how a run ended. Return False if another process holds the run. `calls`, `seconds`: for the last event
-        of a hosted run.
+        """Store how a run ended. Return False if another process holds the run. `calls`, `seconds`: number of calls and
+        duration, which the last event of a hosted run contains.
         """
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
         rest: tuple[str | bytes, ...] = ()

@@ -350,7 +350,8 @@ class SessionStore:
         self, tenant: str, parent: str, starts: Mapping[str, str], queue: str, *, facts: str, limit: int
     ) -> None:
         """Create the locations of all new sessions of a fork, or none. `starts`: name of each new session -> its signed
-        opening arguments. `queue`: the queue of the host that made the fork. `facts`: as in `settle`.
+        opening arguments. `queue`: the queue of the host that made the fork. `facts`: the report of the host, as in
+        `settle`.
 
         Raises ToolFailure: QUOTA_EXCEEDED as in `open`. Raises SandboxUnavailable: the parent was moved or closed.
         """

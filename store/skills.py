@@ -230,7 +230,7 @@ class SkillUses:
 
 
 def seal_installed(keys: SigningKeys, tenant: str, record: InstalledSkill) -> str:
-    """Return the signed record. It is valid only for this tenant and this name."""
+    """Return the signed record of an installed skill. The signature is valid only for this tenant and this name."""
     return keys.seal(skill_purpose(tenant, record.skill.name), record.model_dump_json())
 
 

@@ -83,8 +83,8 @@ def load_script() -> str:
 
 
 def grants_channel(deployment: str, orchestrator: str) -> str:
-    """Return the Redis channel of one orchestrator. It receives there the slots that the script grants to its calls
-    while another orchestrator runs the script.
+    """Return the Redis channel of one orchestrator. On this channel, the orchestrator receives the slots that the
+    script grants to its calls while another orchestrator runs the script.
     """
     return f"{admission_prefix(deployment)}grants:{orchestrator}"
 

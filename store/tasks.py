@@ -18,7 +18,7 @@ T = TypeVar("T")
 AGAIN_S = 0.1
 LONGEST_PAUSE_S = 2.0
 OUTAGE_S = 120.0
-"""Time that work without urgency waits for Redis before it fails, in seconds."""
+"""Seconds that work which is not urgent waits for Redis before it fails."""
 
 
 def is_being_cancelled() -> bool:
@@ -117,8 +117,8 @@ async def retry_until_available(work: Callable[[], Awaitable[T]], limit_s: float
 
 
 def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """Run blocking work in a thread of its own. The end of the process does not wait for the thread, unlike for the
-    pools of the standard library. This matters, because an engine or a disk can hang.
+    """Run blocking work in a thread of its own. The end of the process does not wait for the thread, because an engine
+    or a disk can hang. The thread pools of the standard library would wait.
 
     Raises SandboxUnavailable: the process cannot start another thread on this host.
     """

@@ -107,7 +107,7 @@ class StoredPolicy:
 
     @property
     def is_open(self) -> bool:
-        """Return whether only the default tenant is registered. Any tenant name is then accepted."""
+        """Return whether only the default tenant is registered. In that case every tenant name is accepted."""
         return self.fields == (self.version is not None) + (self.default is not None)
 
     def policy(self, tenant: str, keys: SigningKeys) -> TenantPolicy:

@@ -68,7 +68,9 @@ class CatalogSource(Protocol):
 
 
 class RedisCatalog:
-    """The catalogs of all pools in Redis. They are read at most once every FRESH_S seconds, in one round trip."""
+    """The catalogs of all pools in Redis. The catalogs are read in one round trip,
+    at most once every FRESH_S seconds.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client, self._signing = client, keys
@@ -274,8 +276,8 @@ class SwitchSource(Protocol):
 
 
 class RedisSwitches(AuditedStore):
-    """The switches in Redis. They are read at most once every SWITCHES_FRESH_S seconds, but own changes are visible at
-    once.
+    """The switches in Redis. The switches are read at most once every SWITCHES_FRESH_S seconds, but own changes are
+    visible at once.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
@@ -359,7 +361,7 @@ def build_switch(by: str, reason: str | None) -> Switch:
 
 
 class WorkerSwitches:
-    """The switches for a worker that runs calls. They are read at most once every SWITCHES_FRESH_S seconds."""
+    """The switches for a worker that runs calls. The switches are read at most once every SWITCHES_FRESH_S seconds."""
 
     def __init__(
         self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic

@@ -114,8 +114,8 @@ def usage_prefix(deployment: str, tenant: str) -> str:
 
 
 def session_usage_key(deployment: str, tenant: str, session: str) -> str:
-    """Return the key of the hash with the usage of a session. It has a field with the counted totals of each meter, and
-    a field for the replies of models.
+    """Return the key of the hash with the usage of a session. The hash has a field with the counted totals of each
+    meter, and a field for the replies of models.
     """
     return tenant_key(deployment, tenant, f"session.{session}:usage")
 
@@ -176,7 +176,9 @@ def pack_amounts(amounts: Mapping[str, int]) -> bytes:
 
 @dataclass(frozen=True)
 class UsageRow:
-    """Used amounts from `start` on, in Unix seconds. `amounts`: by the names of AMOUNTS, in the units of Redis."""
+    """Used amounts from `start` on, in Unix seconds. `amounts`: amount by its name in AMOUNTS, in the units of Redis
+    (UNITS).
+    """
 
     start: int
     amounts: Mapping[str, int]

@@ -381,7 +381,7 @@ def is_device(path: str) -> bool:
 
 
 def split_flags(command: Command) -> tuple[list[str], list[Word]]:
-    """Return the options anywhere before `--`, as GNU programs accept them, and the other words."""
+    """Return the options and the other words of a command. As in GNU programs, options may be anywhere before `--`."""
     flags: list[str] = []
     operands: list[Word] = []
     words = command.words[1:]

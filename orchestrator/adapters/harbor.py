@@ -116,7 +116,9 @@ class ToolcrewEnvironment(BaseEnvironment):  # type: ignore[misc]
 
     @override
     async def stop(self, delete: bool) -> None:
-        """Close the session. It is removed also without `delete`, because no later command could reach it."""
+        """Close the session. The session is removed even if `delete` is False, because no later command could
+        reach it.
+        """
         self._session = None
         await self._stack.aclose()
 

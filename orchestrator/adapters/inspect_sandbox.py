@@ -97,7 +97,9 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         environments: dict[str, SandboxEnvironment],
         interrupted: bool,
     ) -> None:
-        """Close the session, also after an interruption: removing a sandbox is as fast as reporting that it remains."""
+        """Close the session, even after an interruption, because removing a sandbox is as fast as reporting that it
+        remains.
+        """
         for environment in environments.values():
             session = environment.as_type(ToolcrewSandboxEnvironment).session
             try:
@@ -155,7 +157,7 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
     ) -> ExecResult[str]:
         """Run a program once. `timeout_retry` is ignored, because a killed program may have acted. `concurrency` is
         ignored, because the pool assigns its slots. The limit is what the session's class allows (600 s by default),
-        also without `timeout`.
+        even if no `timeout` is given.
 
         Raises the exceptions of SandboxEnvironment.exec, and OutputLimitExceededError above 4 MiB of a stream or
         Inspect's own limit if that is lower.

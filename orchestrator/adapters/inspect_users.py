@@ -49,8 +49,8 @@ except OSError as error:
 
 
 def run_as(user: str, command: list[str]) -> list[str]:
-    """Return the command that runs a command as that user. Its exit codes are those of a shell: 126 for a program that
-    the user may not start, 127 for a missing program. Exit code 1 means that the user does not exist.
+    """Return the command that runs a command as that user. The exit codes are the same as in a shell: 126 for a program
+    that the user may not start, 127 for a missing program. Exit code 1 means that the user does not exist.
     """
     return command if user == OWN else _call(user, "run", *command)
 

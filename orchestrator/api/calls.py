@@ -152,8 +152,8 @@ async def _stream(session: Session, body: NewCall, call_id: str | None) -> Async
             await asyncio.wait((taking, working), return_when=asyncio.FIRST_COMPLETED)
             if not taking.done():
                 taking.cancel()
-                # `work` has ended without a waiting event: this raises its error. Otherwise its last event is already
-                # in the queue.
+                # If `work` has ended and no event waits, this line raises the error of `work`. Otherwise the last event
+                # is already in the queue.
                 working.result()
                 continue
             event = taking.result()

@@ -1,4 +1,6 @@
-"""Approvers: a setting, a person at a terminal, a function, or a fixed refusal decides about a call."""
+"""Approvers, which decide about calls: by a setting, by asking a person at a terminal, by a function, or by refusing
+every call.
+"""
 
 import asyncio
 import contextlib

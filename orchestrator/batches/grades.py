@@ -67,7 +67,9 @@ class ItemGrade:
 
 
 def build_item_grade(end: RunEnded) -> ItemGrade | None:
-    """Return the values that the figures need, from the end of an item; None if the item has no grader."""
+    """Return the values of an ended item from which `summarize` computes the figures of its batch; None if the item has
+    no grader.
+    """
     if not end.task:
         return None
     grade = end.grade

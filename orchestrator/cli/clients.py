@@ -1,4 +1,4 @@
-"""The client of a command: of the pool that TOOLCREW_REDIS_URL names, or of an embedded stack."""
+"""Opens the client of a command: for the pool that TOOLCREW_REDIS_URL names, or for an embedded stack."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager

@@ -29,8 +29,8 @@ MAX_REPLY_CHARS = 128 * 1024 * 1024
 server sends more.
 """
 FRAGMENT_CHARS = 64
-"""Minimum number of characters for which a fragment of a call counts towards the limit. It thus limits the number of
-very short fragments.
+"""Minimum number of characters for which a fragment of a call counts towards the limit. The minimum limits the number
+of very short fragments.
 """
 NO_NAME = "the call has no tool name"
 

@@ -92,8 +92,8 @@ def generate_tool_prompt(
     the syntax of a call.
 
     Without tools, it only says that there are none. Each text from a tool is put on one line and cannot contain a tag.
-    `default_timeout_s` is the limit of tools that define no limit. `is_brief`: without the limits and the syntax of
-    long values.
+    `default_timeout_s` is the limit of tools that define no limit. `is_brief`: omit the limits and the syntax of long
+    values.
     """
     if not tools:
         return NO_TOOLS

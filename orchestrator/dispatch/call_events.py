@@ -193,7 +193,7 @@ class CallEventReader:
         """
         try:
             value = handler(event, self)
-            # A plain function may return something as well, as `write` does.
+            # A plain function may return a value that is not awaitable, as `write` does. The value is ignored.
             if inspect.isawaitable(value):
                 await value
         except Exception:

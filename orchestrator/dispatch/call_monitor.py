@@ -33,7 +33,7 @@ FIRST_CHECK_AFTER_S = 3.0
 RESULT_LATE_S = 15.0
 """Longest normal time, in seconds, between the end of a call in its record and the arrival of its result."""
 MAX_CHECKED_CALLS = 2000
-"""Limit of calls that one round checks. The next rounds check the others."""
+"""Limit of the calls that one round checks. The next rounds check the remaining calls."""
 
 
 @dataclass

@@ -237,12 +237,12 @@ def _exception_text(message: object) -> str:
 
 
 def build_message(attempt: Attempt, task_id: str, call_key: str) -> str:
-    """Return one item of the queue's list. `call_key`: the key of the call's record. When the host dies, the reaper
-    of its queue marks that record as lost.
+    """Return one item of the queue's list. `call_key`: the key of the call's record. When the host dies, the reaper of
+    its queue marks that record as lost.
 
     The item does not expire, because a worker would compare the expiry with its own clock. The envelope contains the
     time until which a call may start. Flower and logs show the call, its tenant, session and run, and the name of the
-    tool. They never show arguments.
+    tool. Flower and logs never show arguments.
     """
     request = attempt.request
     shown = {"argsrepr": "()", "kwargsrepr": _show_call(request)}

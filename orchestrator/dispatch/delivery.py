@@ -43,11 +43,11 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 RESEND_S = 30.0
-"""Time for which a call that no worker takes is sent again, in seconds. Its session may have moved, or its host may
+"""Seconds for which a call that no worker has accepted is sent again. Its session may have moved, or its host may
 restart.
 """
 RECORD_S = CALL_TTL_S - 3600
-"""Age after which a call without a record may have acted, because its record has expired. It is one hour less than
+"""Age after which a call without a record may have acted, because its record has expired. The age is one hour less than
 the lifetime of a record, as a margin.
 """
 LEAST_WAIT_S = 1.0

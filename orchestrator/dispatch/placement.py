@@ -16,8 +16,8 @@ from contract.image_names import ImageName, ImageNameError, find_matches, is_all
 LOW_MEMORY_BYTES = 512 * 1024 * 1024
 """Free memory, in bytes, that a host should have. A host with less is chosen only if no other host fits."""
 PULL_LOAD = 0.5
-"""Load, as a share of a host's limits, from which on a host with the image is busy. If all hosts with the image are
-busy, another host pulls it.
+"""Load (a share of a host's limits) at which a host counts as busy. A host without the image pulls it only if all hosts
+with the image are busy.
 """
 MAX_SHOWN_IMAGES = 50
 

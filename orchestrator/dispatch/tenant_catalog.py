@@ -207,8 +207,8 @@ def is_offered(switches: Mapping[str, Switch], policy: TenantPolicy, spec: ToolS
 def refuse_before_approval(
     switches: Mapping[str, Switch], policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]
 ) -> None:
-    """Refuse a call that cannot run even with an approval, so that no approver is asked. `arguments`: as the caller
-    gave them.
+    """Refuse a call that cannot run even with an approval, so that no approver is asked. `arguments`: the unchecked
+    arguments of the caller.
 
     Raises ToolFailure(TOOL_DISABLED) or ToolFailure(PERMISSION_DENIED). Invalid arguments raise nothing here; the
     review reports them.

@@ -40,7 +40,7 @@ The limit is half of the memory of a service in this project's deployments.
 TENANT_BYTES = BODY_MEMORY_BYTES // 4
 """Limit of one tenant's bodies together, in bytes. A tenant without other bodies can send a single larger body."""
 STREAMED_BYTES = 16 * 1024 * 1024
-"""Memory, in bytes, that is reserved for a streamed body. It does not depend on the length of the body."""
+"""Memory, in bytes, that is reserved for a streamed body. The amount does not depend on the length of the body."""
 BODY_OWNER = "toolcrew.body_owner"
 """Key in the ASGI scope of a request for the owner of its body.
 

@@ -94,7 +94,7 @@ class Spending:
 
     @property
     def counted(self) -> TokenUsage:
-        """Return the tokens that the server counted, including those of tools."""
+        """Return the tokens that the server counted, including the tokens of requests that tools made."""
         return self.usage + self.by_tools()
 
     @property

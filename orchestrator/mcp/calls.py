@@ -63,8 +63,8 @@ OUTPUT_SCHEMA: dict[str, Any] = {
     },
     "required": ["text", "success", "error_code", "truncated", "spill", "metadata"],
 }
-"""Output schema of every tool: the whole result for programs. It includes the text, because some clients show a model
-only the structured content.
+"""Output schema of every tool: the whole result for programs. The schema includes the text, because some clients show a
+model only the structured content.
 """
 
 

@@ -29,7 +29,8 @@ _NUMBERS = (bytes, int, float)
 class MetricsPage:
     """Page of one deployment, for any number of readers.
 
-    A number or message of another program that cannot be read is skipped and counted. It never causes an error.
+    A number or message of another program that cannot be read is skipped and counted. Such a value never causes an
+    error.
     """
 
     def __init__(self, client: RedisClient, deployment: str) -> None:

@@ -48,7 +48,7 @@ class AttemptFailure:
 
     @property
     def reason(self) -> str:
-        """Return a short reason for the log. It contains no text of the server."""
+        """Return a short reason for the log. The reason contains no text of the server."""
         return f"status {self.status}" if self.kind == "status" else _REASONS[self.kind]
 
 

@@ -11,7 +11,7 @@ from contract.model_endpoints import BLOCK_CAUSES, WAIT_NOTICE_S, BlockReason, E
 
 
 class RequestLimits(Protocol):
-    """The limits of one endpoint. Methods behave as those of SharedLimits."""
+    """The limits of one endpoint. The methods have the same meaning as in SharedLimits (store/model_limits.py)."""
 
     async def acquire(
         self, estimate: Callable[[], int], max_wait_s: float, on_wait: Callable[[str], object] = ...

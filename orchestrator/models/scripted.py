@@ -74,7 +74,8 @@ class ScriptedModel:
 def demo_script() -> Callable[[list[Message]], Reply]:
     """Return a function that does the three demo jobs: it calls the needed command, then answers with its output.
 
-    It reads only the system prompt (for the dialect) and the last message, so it serves any number of concurrent runs.
+    The function reads only the system prompt (for the dialect) and the last message, so it serves any number of
+    concurrent runs.
     """
 
     def reply(messages: list[Message]) -> Reply:

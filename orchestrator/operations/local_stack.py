@@ -41,11 +41,10 @@ from store.connection import check_redis, open_redis
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 SWEEP_TIMEOUT_S = 10.0
-"""Time that the end of a stack waits for a restarted sandboxd, in seconds. Only sandboxd finds the sandboxes of its
-predecessor.
+"""Seconds that the end of a stack waits for a restarted sandboxd. Only sandboxd finds the sandboxes of its predecessor.
 """
 WEB_STOP_TIMEOUT_S = 5.0
-"""Time for the web worker to stop, in seconds. No caller waits for its calls, and it has no state to hand over."""
+"""Seconds that the web worker has to stop. No caller waits for its calls any more, and it has no state to hand over."""
 WEB_CONCURRENCY = 2
 """Number of processes of the web worker. Each process costs memory, and web tools mostly wait for the network."""
 WORKERS_ONLY = "--workers-only"
@@ -210,8 +209,8 @@ class LocalStack:
         }
 
     async def watch(self) -> str:
-        """Start processes again that end by themselves. If that does not help, return the reason. Cancel this before
-        `stop`.
+        """Start processes again that end by themselves. If that does not help, return the reason. Cancel this method
+        before you call `stop`.
         """
         return self._last_lines(await self._supervisor.watch())
 

@@ -115,8 +115,8 @@ class ProcessSupervisor:
         return bool(self._ends[role])
 
     async def watch(self) -> str:
-        """Start processes again that end by themselves. Return the role of a process that ended too often. Cancel
-        this before `stop`.
+        """Start processes again that end by themselves. Return the role of a process that ended too often. Cancel this
+        method before you call `stop`.
         """
         watches = {asyncio.create_task(self._watch(plan)) for plan in self._plans.values()}
         given_up: list[str] = []

@@ -35,7 +35,7 @@ class BilledModel:
         return self._model.name
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-        """Yield the chunks of the model. Raises its exceptions, and those of `check` and `count`."""
+        """Yield the chunks of the model. Raises the exceptions of the model, of `check` and of `count`."""
         await retry_until_available(self._check)
         counted: list[Chunk] = []
         async for chunk in self._model.stream(request):

@@ -2,8 +2,9 @@
 reward.
 
 Security: everything that comes from the agent's sandbox is hostile, also the output of its `find` and `tar`. Only the
-bytes of regular files with plain names leave it. They are taken once, when no process of the agent runs. Programs of
-the agent never run in this process; what runs in the grader's sandbox is the grader's choice (docs/batches.md).
+bytes of regular files with plain names leave it. These bytes are copied once, when no process of the agent runs.
+Programs of the agent never run in this process; what runs in the grader's sandbox is the grader's choice
+(docs/batches.md).
 
 Invariant: only a command that has ended in a sandbox that existed from its start to the reading of the reward gives a
 reward. Every other end is a failure of the infrastructure or of the grader.
@@ -208,7 +209,7 @@ async def take_submission(session: Session, grader: Grader) -> Submission:
 
 async def retry_grading(tenant: str | None, grade: Callable[[], Awaitable[GradingResult]]) -> GradingResult:
     """Return the result of `grade`, which is repeated while the infrastructure fails. Raises its last error. `tenant`:
-    for the log.
+    the tenant that the log names.
     """
     for attempt in range(1, TRIES + 1):
         try:

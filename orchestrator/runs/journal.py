@@ -138,7 +138,7 @@ class Journal:
 
     def bill(self, session: str | None, prices: Prices | None) -> None:
         """Charge all later replies of the model to this session at these prices. `session` None: to no session.
-        `prices` None: without a cost.
+        `prices` None: the cost is unknown and not counted.
         """
         self._log.session, self._prices = session, prices
 

@@ -61,7 +61,7 @@ kills its owner, other doubtful runs would count the death as their own loss.
 TRIAL_S = 30.0
 """Seconds that other doubtful runs wait while a doubtful run executes without progress."""
 STORE_S = 1.0
-"""Time that a process that ends gives its runs to store their outcomes, in seconds."""
+"""Seconds that the runs of an ending process have to store their outcomes."""
 RETRY_AFTER_S = (2.0, 10.0, 60.0)
 """Pauses before an item is retried after its first, second, ... infrastructure failure, in seconds. The runner adds a
 random part of up to half the pause, so that not all items return at once.
@@ -195,8 +195,8 @@ class Runner:
         """Claim runs for free slots until the runner has drained or is stopped, or the model refuses this process."""
         while self._denied is None and not self._is_stopped and not (self._is_draining and not self._active):
             check_cancelled()
-            # Before the claim: a run that ends while Redis answers sets the event again, and the wait below ends at
-            # once.
+            # Cleared before the claim: if a run ends while Redis answers, the event is set again, and the wait below
+            # ends at once.
             self._freed.clear()
             self._note_answered()
             free = self.work.slots.count_free()

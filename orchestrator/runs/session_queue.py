@@ -16,8 +16,8 @@ log = get_logger(__name__)
 
 LOOK_S = 0.5
 MAX_STALL_S = 300.0
-"""Time after which items no longer wait for a free sandbox if no session of this process has ended, in seconds. Hosts
-that suspend idle sessions can still open more.
+"""Seconds after which items no longer wait for a free sandbox, if no session of this process has ended in this time.
+Hosts that suspend idle sessions can still open more.
 """
 
 Kind = tuple[str, str | None]

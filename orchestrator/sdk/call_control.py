@@ -25,8 +25,8 @@ SHORT_LOOKUP_S = 0.75
 about to request a slot.
 """
 END_TIMEOUT_S = 30.0
-"""Limit of the wait for the end of a call, in seconds. It is longer than the removal of a sandbox whose processes do
-not end.
+"""Limit of the wait for the end of a call, in seconds. The limit is longer than the removal of a sandbox whose
+processes do not end.
 """
 REPEAT_ORDER_S = 1.0
 """Seconds before the order to kill a call is sent again. The first order may reach the host before the call does."""

@@ -395,7 +395,7 @@ class ToolClient:
 
     @cached_property
     def runs(self) -> ClientRuns:
-        """Return the durable runs of the client's tenant. They continue when this program ends (docs/agents.md)."""
+        """Return the durable runs of the client's tenant. The runs continue when this program ends (docs/agents.md)."""
         hosted = HostedRuns.on(self._pool, self._settings)
         own = OwnRuns(self._settings, self._pool, self._parts, self.traces, hosted)
         return ClientRuns(hosted, own, lambda: self._as_tenant(None), self.actor)
@@ -416,7 +416,7 @@ class ToolClient:
 
     @property
     def usage_store(self) -> UsageStore:
-        """Return the store of used resources, which counts uploads. It does not check the key of this client."""
+        """Return the store of used resources, which counts uploads. The store does not check the key of this client."""
         return UsageStore(self._pool.redis, self._settings.deployment)
 
     async def audit(self) -> Audit:

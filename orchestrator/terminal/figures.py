@@ -8,7 +8,9 @@ from datetime import UTC, datetime
 from orchestrator.terminal.text import escape_controls
 
 MAX_NOTE_CHARS = 600
-"""Limit of the characters of a notice about the whole batch. It is high because the end of a notice says what to do."""
+"""Limit of the characters of a notice about the whole batch. The limit is high because the end of a notice says what to
+do.
+"""
 _STEPS = (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
 _LINE_ENDS = str.maketrans({"\n": "\\n", "\t": "\\t", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 

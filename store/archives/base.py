@@ -74,15 +74,16 @@ class ArchiveStore(Protocol):
         ...
 
     async def object_size(self, path: str) -> int:
-        """Return the size of a file that another program has put into the store. `path`: from `parse_location`.
+        """Return the size of a file that another program has put into the store. `path`: the result of
+        `parse_location`.
 
         Raises NotStored: there is no such file, or a link leads out of the first folder of the path.
         """
         ...
 
     def read_object(self, path: str) -> AsyncGenerator[bytes]:
-        """Yield the content of a file that another program has put into the store. `path`: from `parse_location`.
-        Raises NotStored: there is no such file.
+        """Yield the content of a file that another program has put into the store. `path`: the result of
+        `parse_location`. Raises NotStored: there is no such file.
         """
         ...
 
