@@ -30,9 +30,9 @@ slowly.
 """
 
 MAX_PIECE_BYTES = 16 * 1024
-"""Limit of an entry with output."""
+"""Limit of an entry with output, in bytes."""
 MAX_EVENT_BYTES = 256 * 1024
-"""Limit of any other entry."""
+"""Limit of an entry of any other kind, in bytes."""
 MAX_ANSWER_BYTES = 1024 * 1024
 MAX_WAITING_EVENTS = 64
 """Number of unread entries at which the worker waits."""
@@ -40,7 +40,7 @@ MAX_WAITING_BYTES = 256 * 1024
 STALL_S = 2.0
 """Seconds without any read by the caller, after which the worker sends no more output of this call."""
 MAX_PAUSE_S = 10.0
-"""Limit of the total time that a slow caller can delay one call."""
+"""Limit of the total time, in seconds, by which a slow caller can delay one call."""
 
 _FIELD = b"event"
 
@@ -90,7 +90,9 @@ def entry_event(fields: Mapping[Any, Any], unseal: Callable[[bytes], str]) -> Ca
 
 
 def encode_answer(payload: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a reply. Raises ValueError if they exceed MAX_ANSWER_BYTES, or if the reply is not JSON."""
+    """Return the bytes of the model's reply to a request of the tool. Raises ValueError if they exceed
+    MAX_ANSWER_BYTES, or if the reply is not JSON.
+    """
     data = _encode(dict(payload))
     if len(data) > MAX_ANSWER_BYTES:
         raise ValueError(f"the answer is {len(data)} bytes; the limit is {MAX_ANSWER_BYTES}. Send less data.")

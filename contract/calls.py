@@ -11,7 +11,7 @@ from contract.errors import ErrorCode
 from contract.traceparent import Traceparent
 
 MAX_OUTPUT_CHARS = 256 * 1024
-"""Limit of the text of one result. Tools have lower limits and report when they cut."""
+"""Limit of the text of one result, in characters. Tools have lower limits, and report it when they cut their output."""
 MAX_ERROR_CHARS = 16 * 1024
 MAX_NAME_CHARS = 128
 NO_OUTPUT = "(no output)"
@@ -19,13 +19,13 @@ NO_OUTPUT = "(no output)"
 COMMAND_FAILED = "The command failed. Now correct it with another call."
 FOUND_NOTHING = "The command failed or found nothing. Now correct it with another call."
 MAX_BLOB_BYTES = 64 * 1024 * 1024
-"""Limit of the data of one call that is stored in Redis outside the envelope."""
+"""Limit, in bytes, of the data of one call that is stored in Redis outside the envelope."""
 BLOB_TTL_S = 600
 DEFAULT_TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 600.0
 LONGEST_TIMEOUT_S = 86_400.0
-"""Largest limit of a call of bash_tool, a skill or `session.exec`, where the tenant class allows more than
-MAX_TIMEOUT_S.
+"""Largest timeout, in seconds, of a call of bash_tool, a skill or `session.exec`, where the tenant class allows more
+than MAX_TIMEOUT_S.
 """
 GRACE_S = 5.0
 """Seconds that the dispatcher waits beyond the timeout of a call, so that the timeout inside the sandbox applies first.
@@ -46,8 +46,8 @@ class Record(BaseModel):
 
 
 def describe_invalid(error: ValueError) -> str:
-    """Return the first problem of a record as `field: problem`, without the value of the field; or the text of another
-    error.
+    """Return the first problem of a record as `field: problem`, without the value of the field. For another error than
+    pydantic's, return its text.
     """
     if not isinstance(error, ValidationError):
         return str(error)
@@ -68,7 +68,9 @@ def pick_fields(kind: type[R], source: BaseModel, **others: Any) -> R:
 
 
 class ToolCall(Record):
-    """A request to run one tool once. `arguments` is the only free dict of the contract."""
+    """A request to run one tool once. `arguments` is the only field of the contract that may contain any JSON
+    object.
+    """
 
     id: Identifier
     name: ToolName
@@ -85,7 +87,9 @@ class ToolContext(Record):
     run: Identifier | None = None
     session: Identifier | None = None
     fence: int | None = Field(default=None, ge=1)
-    """Fence of the session's location that the sender knows. A worker refuses the call if the session has moved."""
+    """Fencing token of the session's location, as the sender knows it. The token grows when the session moves. A worker
+    refuses the call if the session has moved since.
+    """
     attempt: int = Field(default=1, ge=1)
     sent_at: float
     deadline_at: float
@@ -120,11 +124,11 @@ class Clocks(Record):
 
     @property
     def total_s(self) -> float:
-        """Return how long the call took."""
+        """Return the duration of the whole call, in seconds: the sum of all phases."""
         return self.queued_s + self.sandbox_s + self.run_s + self.transfer_s
 
     def __add__(self, other: "Clocks") -> "Clocks":
-        """Return the sum of every field."""
+        """Return clocks whose fields are the sums of the fields of both."""
         return Clocks(**{name: seconds + getattr(other, name) for name, seconds in self})
 
 
@@ -142,7 +146,7 @@ class CallUsage(Record):
     network_bytes: int = Field(default=0, ge=0)
 
     def __add__(self, other: "CallUsage") -> "CallUsage":
-        """Return the sums, and the higher of both peaks."""
+        """Return a usage with the sums of both usages, and the higher of both memory peaks."""
         return CallUsage(
             cpu_s=round(self.cpu_s + other.cpu_s, 6),
             memory_peak_bytes=max(self.memory_peak_bytes, other.memory_peak_bytes),
@@ -248,7 +252,9 @@ class ToolResult(Record):
     kill: KillReport | None = None
     sandbox: SandboxInfo | None = None
     usage: CallUsage | None = Field(default=None, exclude_if=lambda usage: usage is None)
-    """Resources that the call used. None: it used no sandbox, the sandbox was not measured, or its result was lost."""
+    """Resources that the call used. None: the call used no sandbox, the sandbox was not measured, or the result of the
+    call was lost.
+    """
     blob: str | None = Field(default=None, max_length=256)
     """Key of result bytes in Redis, which ends with their SHA-256. The orchestrator fetches and deletes the bytes."""
 

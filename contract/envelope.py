@@ -19,9 +19,11 @@ PURPOSE = "call"
 """Purpose that the signature of a call includes, so that no other signed text is accepted as a call."""
 MAX_ENVELOPE_BYTES = 1024 * 1024
 MAX_ARGUMENTS_BYTES = 16 * 1024 * 1024
-"""Limit of the arguments in a blob, as JSON."""
+"""Limit of the arguments in a blob, in bytes of JSON."""
 INLINE_BYTES = 64 * 1024
-"""Limit of a result record inside its message. A larger record is stored elsewhere, and the message has its key."""
+"""Limit, in bytes, of a result record that is sent inside its message. A larger record is stored elsewhere, and the
+message has its key.
+"""
 _UTF8_BYTES = 4
 """Maximum bytes of one character."""
 MAX_DEPTH = 100
@@ -156,7 +158,7 @@ def encode_result(
     return {**_head(result), "data": [[[text]]]}
 
 
-def stored_answer(stored: Mapping[str, Any]) -> Any:
+def find_encoded_result(stored: Mapping[str, Any]) -> Any:
     """Return the encoded result in a stored Celery result; None if the task ended without one.
 
     A call with an infrastructure failure has the state FAILURE. Its `result` is Celery's exception, and `answer` is the

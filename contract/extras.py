@@ -15,7 +15,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "verifiers": ("verifiers",),
     "parquet": ("pyarrow",),
 }
-"""Extra -> packages that the extra installs: those that toolcrew imports, and those that they require."""
+"""Extra -> packages that the extra installs: the packages that toolcrew imports, and their dependencies."""
 
 
 def explain_missing(error: ModuleNotFoundError) -> ConfigError:

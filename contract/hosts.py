@@ -17,7 +17,9 @@ RESTART_GRACE_S = 30
 its worker starts again.
 """
 TOMBSTONE_TTL_S = 24 * 3600
-"""Lifetime of the mark of a lost incarnation. The process may resume later and must then not use its name."""
+"""Seconds for which an incarnation stays marked as lost (`tombstone_key`). Its process may resume during this time, and
+must then not use its name.
+"""
 MAX_TROUBLE_CHARS = 500
 MAX_IMAGES_PRESENT = 1000
 
@@ -35,9 +37,9 @@ class HostReport(Record):
 
     Sizes are in bytes, times in Unix seconds. `queue`: the queue of the incarnation, `host.<host>.<boot>`, or
     `pool.<host>.<boot>` without sandboxes. `worker`: a random id of the process that serves the queue; "" after a clean
-    stop, while the successor, which uses another queue, is expected. `slots`: concurrent calls. `pools`: shared queues
-    that the worker serves too. `process`: lets the successor on the same machine see that the process has ended
-    (workers/reports.py).
+    stop, while the successor, which uses another queue, is expected. `slots`: number of calls that the worker runs at
+    the same time. `pools`: shared queues that the worker serves too. `process`: lets the successor on the same machine
+    see that the process has ended (workers/reports.py).
     """
 
     host: str = Field(max_length=64)
@@ -58,7 +60,9 @@ class HostReport(Record):
     classes: tuple[str, ...] = ()
     """Tenant classes that this host supports."""
     largest: dict[str, LargestOptions] = Field(default_factory=dict, exclude_if=lambda classes: not classes)
-    """Largest options of each class; without classes whose defaults are already the largest."""
+    """Largest options that a session may request, by tenant class. A class whose defaults are already the largest has
+    no entry.
+    """
     images: tuple[str, ...] = ()
     """Names and patterns of images that any class of this host may use (contract/image_names.py)."""
     images_present: Annotated[
@@ -68,11 +72,11 @@ class HostReport(Record):
     that earlier releases can read its report.
     """
     healthy: bool = True
-    """False while its sandboxd does not answer. The host then gets no new sessions."""
+    """False while the sandboxd of the host does not answer. The host then gets no new sessions."""
     draining: bool = False
     """True while the host gets no new sessions, because its sessions move to other hosts or it restarts."""
     store: Literal["local", "shared"] = "local"
-    """Location of its checkpoints. Another host cannot restore `local` checkpoints."""
+    """Location of the host's checkpoints. Another host cannot restore `local` checkpoints."""
     trouble: str = Field(default="", max_length=MAX_TROUBLE_CHARS)
     """Message for the operator: why the host is not healthy, or what its drain waits for."""
     started_at: float
@@ -94,6 +98,6 @@ def holder_name(queue: str, worker: str) -> str:
 
 
 def parse_holder(holder: str) -> tuple[str, str]:
-    """Return queue and worker of a holder's name."""
+    """Split the name of a call's holder (`holder_name`) into the worker's queue and the worker's id."""
     queue, _, worker = holder.partition("/")
     return queue, worker

@@ -19,7 +19,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, Field
 
 MAX_IMAGE_CHARS: Final = 256
-"""Longest name or pattern."""
+"""Limit of the characters of an image name or pattern."""
 ANY_DIGEST: Final = "sha256:*"
 """End of a pattern, after `@`, that only names with a digest match."""
 _HUB: Final = "docker.io"
@@ -93,7 +93,7 @@ class ImagePattern:
     needs_digest: bool = False
 
     def matches(self, name: ImageName) -> bool:
-        """Return whether the name is allowed."""
+        """Return whether the pattern matches the image name."""
         if self.name is not None:
             return name == self.name
         if name.is_id or name.registry != self.registry or not _fits(self.repository, name.repository):
@@ -184,7 +184,7 @@ def find_matches(patterns: Iterable[str], name: ImageName) -> Iterator[ImagePatt
 
 
 def is_allowed(patterns: Iterable[str], name: ImageName) -> bool:
-    """Return whether one of the names and patterns matches."""
+    """Return whether one of the names and patterns matches the image name."""
     return any(True for _ in find_matches(patterns, name))
 
 
@@ -232,7 +232,7 @@ def _fits(parts: tuple[str, ...], text: str) -> bool:
     if at > end or not text.startswith(first) or not text.endswith(last):
         return False
     for part in middle:
-        # The leftmost place leaves the most text for the rest, so no other place has to be tried.
+        # The leftmost occurrence leaves the most text for the other parts, so no other occurrence has to be tried.
         found = text.find(part, at, end)
         if found < 0:
             return False
@@ -260,8 +260,8 @@ def _check_registry(text: str) -> str:
 
 _Text = Annotated[str, Field(min_length=1, max_length=MAX_IMAGE_CHARS)]
 ImageNameText = Annotated[_Text, AfterValidator(_check_name)]
-"""Text of an exact name."""
+"""Text of one image name. Validation rejects a malformed name."""
 ImagePatternText = Annotated[_Text, AfterValidator(_check_pattern)]
-"""Text of an exact name or a pattern."""
+"""Text of an image name or a pattern. Validation rejects a malformed text."""
 RegistryText = Annotated[_Text, AfterValidator(_check_registry)]
-"""Text of a registry."""
+"""Text of an image registry, such as `ghcr.io`. Validation rejects a malformed text."""

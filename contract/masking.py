@@ -13,7 +13,9 @@ from urllib.parse import quote, quote_plus, unquote, urlsplit
 from pydantic import BaseModel, SecretStr
 
 MIN_SECRET_CHARS = 6
-"""Minimum length of a known secret. Shorter values would match in almost every text."""
+"""Minimum number of characters of a secret that is masked by its value. Shorter values would match in almost every
+text.
+"""
 MIN_CORE_CHARS = 7
 """Minimum length of the base64 characters that a secret always produces, at any position in an encoded text."""
 MAX_REMEMBERED, MAX_REMEMBERED_CHARS = 4096, 64

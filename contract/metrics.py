@@ -400,7 +400,9 @@ def bucket_part(metric: Metric, value: float) -> str | None:
 
 
 def parse_field(field: str) -> tuple[Metric, str, tuple[str, ...]] | None:
-    """Return metric, part and label values of a field; None for a field that no metric of this release has."""
+    """Return the metric, the part and the label values that a field of the hash of metrics names; None for a field that
+    no metric of this release has.
+    """
     part, name, *labels = field.split("\t") if "\t" in field else ("", "")
     metric = METRICS.get(name)
     if metric is None or metric.kind == "gauge" or len(labels) != len(metric.labels) or part not in _parts(metric):

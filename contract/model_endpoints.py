@@ -16,7 +16,7 @@ from contract.secrets import SecretName
 from contract.signing import SigningKeys, readable
 
 ENDPOINTS_FRESH_S = 1.0
-"""Highest age of a process's copy of the endpoints."""
+"""Maximum age, in seconds, of the endpoints that a process has cached."""
 MAX_FALLBACKS = 3
 """Longest chain of fallbacks that one request follows."""
 WAIT_NOTICE_S = 0.5
@@ -142,14 +142,14 @@ def endpoint_field(name: str, tenant: str | None) -> str:
 
 
 def endpoint_purpose(field: str) -> str:
-    """Return the signing purpose. A record is valid only for its own field, so that an endpoint of one tenant cannot be
-    copied to another one.
+    """Return the purpose for which an endpoint's record is signed. A record is valid only for its own field, so that an
+    endpoint of one tenant cannot be copied to another one.
     """
     return f"model {field}"
 
 
 def seal_endpoint(keys: SigningKeys, field: str, endpoint: ModelEndpoint) -> str:
-    """Return the signed record."""
+    """Return the signed record of an endpoint. The signature is valid for this field of the hash only."""
     return keys.seal(endpoint_purpose(field), endpoint.model_dump_json(exclude_defaults=True))
 
 

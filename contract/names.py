@@ -71,7 +71,9 @@ def task_name(tool: str) -> str:
 
 
 def catalog_key(deployment: str, pool: str) -> str:
-    """Return the key of the tools that a pool serves. The key expires with the pool's last worker."""
+    """Return the key of a pool's catalog: the tools that its workers serve. The key expires with the pool's last
+    worker.
+    """
     return deployment_key(deployment, f"catalog:{pool}")
 
 
@@ -83,8 +85,8 @@ def catalog_names_key(deployment: str, pool: str) -> str:
 
 
 def pool_worker(host: str, boot: str) -> str:
-    """Return the name of one incarnation of a worker without sandboxes. It names the worker's control list and is the
-    prefix of the holder names that the worker claims calls with.
+    """Return the name of one incarnation of a worker without sandboxes. The name also names the worker's control list,
+    and is the prefix of the holder names that the worker claims calls with.
     """
     return f"pool.{host}.{boot}"
 
@@ -110,8 +112,8 @@ def tenant_sessions_key(deployment: str, tenant: str) -> str:
 
 
 def seen_tenants_key(deployment: str) -> str:
-    """Return the key of the sorted set of tenants that have opened sessions, by the Unix time of the last session. It
-    includes tenants that are not registered.
+    """Return the key of the sorted set of tenants that have opened sessions, by the Unix time of the last session. The
+    set includes tenants that are not registered.
     """
     return deployment_key(deployment, "seen-tenants")
 
@@ -175,7 +177,9 @@ def runs_prefix(deployment: str) -> str:
 
 
 def admission_prefix(deployment: str) -> str:
-    """Return the prefix of the keys of admission."""
+    """Return the prefix of the keys of admission, which divides the workers' slots among the tenants
+    (store/slots.py).
+    """
     return deployment_key(deployment, "admission:")
 
 
@@ -199,7 +203,7 @@ def is_blob_of(key: str, deployment: str, tenant: str, pools: Iterable[BlobPool]
 
 
 HUB_SHARDS = tuple(f"{shard:02x}" for shard in range(256))
-"""Possible prefixes of a hub's random id."""
+"""Possible prefixes of the random id of a ResultHub, which receives the results of calls (store/call_messages.py)."""
 
 
 def result_channel_pattern(hub: str) -> str:
@@ -216,7 +220,9 @@ def result_key(task_id: str) -> str:
 
 
 def control_queue(queue: str) -> str:
-    """Return the list of cancels and closes, which a host's worker reads even while its pool is busy."""
+    """Return the key of the list of orders to cancel calls and close sessions. A host's worker reads the list even
+    while its pool is busy.
+    """
     return f"{queue}.control"
 
 

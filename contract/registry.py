@@ -14,13 +14,15 @@ from contract.schema import check_schema, prepare_arguments
 from contract.shell.command_rules import matches_command, read_command
 from contract.signing import SigningKeys
 from contract.specs import ToolSpec
-from contract.tenancy import TenantPolicy, say_subject, tools_of
+from contract.tenancy import TenantPolicy, build_refusal_subject, tools_of
 
 Handler = TypeVar("Handler")
 Validator = Callable[[Mapping[str, Any]], str | None]
 """Custom check of arguments that match the schema. Returns None, or a sentence: what is wrong and what to do."""
 SWITCHES_FRESH_S = 1.0
-"""Highest age of a process's copy of the switches. A switch takes effect everywhere within twice this time."""
+"""Maximum age, in seconds, of the switches that a process has cached. A switch takes effect everywhere within twice
+this time.
+"""
 LAST_INSTANT = 253_402_300_800
 """Unix time of the year 10000, the first that datetime cannot represent."""
 
@@ -264,8 +266,8 @@ used up a budget, so that their sessions, calls and checkpoints can be cleaned u
 
 
 def check_call(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]) -> None:
-    """Check a call against the policy of its tenant. `arguments`: from `prepare_arguments`, which replaces aliases, so
-    that no alias hides a command.
+    """Check a call against the policy of its tenant. `arguments`: the result of `prepare_arguments`, which replaces
+    aliases, so that no alias hides a command.
 
     Raises ToolFailure: PERMISSION_DENIED for a tool that the tenant may not use, SECURITY_REFUSED for a command that
     matches a `deny` rule.
@@ -282,7 +284,7 @@ def check_call(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Map
         subject = (
             f"commands with '{' '.join(rule.argv_prefix)}' are"
             if rule.argv_prefix
-            else f"{say_subject(spec.name, tool)} is"
+            else f"{build_refusal_subject(spec.name, tool)} is"
         )
         raise ToolFailure(
             ErrorCode.SECURITY_REFUSED if rule.argv_prefix else ErrorCode.PERMISSION_DENIED,
@@ -300,8 +302,9 @@ def check_tools(policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Ma
         if not policy.allows_tool(used):
             raise ToolFailure(
                 ErrorCode.PERMISSION_DENIED,
-                f"{spec.name} was not run: {say_subject(spec.name, used)} is not allowed for tenant {tenant}; use "
-                f"another tool, or have the operator allow it (toolcrew tenants set {tenant} --tools NAMES)",
+                f"{spec.name} was not run: {build_refusal_subject(spec.name, used)} is not allowed for "
+                f"tenant {tenant}; use another tool, or have the operator allow it "
+                f"(toolcrew tenants set {tenant} --tools NAMES)",
                 was_refused=True,
             )
 

@@ -29,7 +29,7 @@ class FailureKind(StrEnum):
     model rejects.
     """
     TOOL = "tool"
-    """The only call of the item failed: bad arguments, a timeout, a refusal."""
+    """The batch item consists of one call, and the call failed: bad arguments, a timeout, a refusal."""
     INFRASTRUCTURE = "infrastructure"
     """No sandbox, no host, no Redis, no model endpoint, a process that died."""
     INPUT = "input"
@@ -50,8 +50,9 @@ class Failure(Record):
 
 
 class Grade(Record):
-    """The reward of an item. `scores`: further numbers of the grader. `refusal`: why the artifacts were refused, which
-    gives the reward 0; "" if the grader ran. `files`, `bytes`: artifacts that the grader received.
+    """The reward of an item. `scores`: numbers that the grader reported in addition to the reward. `refusal`: why the
+    artifacts were refused, which gives the reward 0; "" if the grader ran. `files`, `bytes`: artifacts that the grader
+    received.
     """
 
     reward: float = Field(ge=0, le=1)
@@ -69,12 +70,12 @@ class Grade(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """Base of all events. `at`: Unix seconds. `attempt`: of the run, from 1. `item`: the custom_id of its batch line;
-    "" for a run that is no line of a batch. `wall_s`: in a log, the working time of the run until the event, in
-    seconds. The setup and the time without a holder do not count.
+    """Base of all events. `at`: Unix seconds. `attempt`: number of the attempt of the run, from 1. `item`: the
+    custom_id of its batch line; "" for a run that is no line of a batch. `wall_s`: in a log, the working time of the
+    run until the event, in seconds. The setup, and the time in which no process ran the run, do not count.
     """
 
-    # Pydantic reads it when it parses an event.
+    # Pydantic uses this configuration when it parses an event.
     __pydantic_config__ = ConfigDict(allow_inf_nan=False)
 
     run: str
@@ -92,13 +93,15 @@ class RunEvent:
         return {"type": type(self).__name__, **data}
 
     def to_trace(self) -> dict[str, Any]:
-        """Return what a trace stores: the fields of `to_json`, and those that are too large for a stream."""
+        """Return the data that a trace stores: the fields of `to_json`, and the fields that are too large for a
+        stream.
+        """
         return self.to_json()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(RunEvent):
-    """Begins each attempt of a run."""
+    """First event of each attempt of a run."""
 
     instruction: str
     model: str
@@ -181,7 +184,7 @@ class ReplyRepaired(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TextArrived(RunEvent):
-    """A piece of the model's text arrived."""
+    """A piece of the text of a model's reply arrived."""
 
     text: str
 
@@ -226,8 +229,8 @@ class ApprovalDecided(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CallSent(RunEvent):
-    """A call is sent to the pool. Its arguments are those that run: completed, and changed if an approver changed
-    them.
+    """A call is sent to the pool. The event has the arguments that run: with defaults filled in, and with the changes
+    of an approver.
     """
 
     call: ToolCall
@@ -235,8 +238,8 @@ class CallSent(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxReady(RunEvent):
-    """The session of the run's calls is open. `start_s`: how long its sandbox took to start; `sandbox`: its id, "" if
-    it is not known yet.
+    """The session of the run's calls is open. `start_s`: seconds that its sandbox took to start. `sandbox`: the id of
+    the sandbox, "" if it is not known yet.
     """
 
     session: str
@@ -250,14 +253,14 @@ class SandboxReady(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxClosed(RunEvent):
-    """The run's own session was closed."""
+    """The session that was opened for the run was closed."""
 
     session: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputArrived(RunEvent):
-    """A piece of a running call's output arrived. The result that follows has all of it."""
+    """A piece of a running call's output arrived. The result that follows contains the whole output."""
 
     call_id: str
     stream: str
@@ -266,7 +269,7 @@ class OutputArrived(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CallFinished(RunEvent):
-    """The only result of a call. `seconds`: from the request of the call to its result."""
+    """A call has ended; this event has its only result. `seconds`: time from the request of the call to its result."""
 
     result: ToolResult
     seconds: float = 0.0
@@ -422,7 +425,7 @@ class RunResumed(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRetried(RunEvent):
-    """The run is queued again after a failure. `attempt`: the next one, so at least 2."""
+    """The run is queued again after a failure. `attempt`: the number of the next attempt, at least 2."""
 
     failure: Failure
 
@@ -430,10 +433,10 @@ class RunRetried(RunEvent):
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(RunEvent):
     """The one end of a durable run. `state`: succeeded, failed or cancelled. `answer`: the model's last text; `is_cut`:
-    only its beginning. `cost` None: no prices are known. `clocks`, `call_usage`: those of its calls, summed.
+    `answer` contains only the beginning. `cost` None: no prices are known. `clocks`, `call_usage`: sums over its calls.
     `sandbox_s`: time in which it had a session of its own. `seconds`: since it was claimed. `artifacts_file`: the id of
-    its artifacts in the store. `task`: the id of its line, for an item with a grader. `grade` None: it has no
-    reward.
+    its artifacts in the store. `task`: the id of the batch line, for an item with a grader. `grade` None: the run has
+    no reward.
     """
 
     state: str
@@ -465,7 +468,7 @@ class RunEnded(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOmitted(RunEvent):
-    """No more output of the running call is published. Its result has all of it."""
+    """No more output of the running call is published. The result contains the whole output."""
 
     call_id: str
 

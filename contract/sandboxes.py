@@ -26,8 +26,8 @@ def _is_empty(names: Sequence[str]) -> bool:
 
 
 class SandboxOptions(Record):
-    """Sizes, user and secrets of a sandbox. None: the value of the tenant class. Sizes are in bytes. JSON omits None
-    and no secrets, so that earlier releases can read the record.
+    """Sizes, user and secrets of a sandbox. None: the value of the tenant class. Sizes are in bytes. JSON omits fields
+    that are None, and empty `secrets`, so that earlier releases can read the record.
     """
 
     cpus: Cpus | None = Field(default=None, exclude_if=_is_none, description="Processors.")
@@ -62,5 +62,5 @@ DEFAULT_OPTIONS = SandboxOptions()
 
 
 def pick_options(record: SandboxOptions) -> SandboxOptions:
-    """Return only the options of a record that has more fields."""
+    """Return a copy of the record as SandboxOptions, without the fields that a subclass adds."""
     return pick_fields(SandboxOptions, record)

@@ -24,12 +24,12 @@ from contract.json_limits import TEXT_UNIT_CHARS, count_values, has_more_values,
 from contract.specs import ToolSpec
 
 MAX_NAME_CHARS = 100
-"""Characters of an unknown name that a message repeats."""
+"""Limit of the characters of an unknown name that an error message repeats."""
 MAX_VALUES = 10_000
 """Limit of the values in the arguments of a call, including nested values."""
 MAX_STEPS = 250_000
-"""Limit of values in the arguments of a call times parts of the schema. A check compares each value with each part, and
-a step takes up to 7 µs.
+"""Limit of the work of one check: the number of values in the arguments, multiplied by the number of parts of the
+schema. A check compares each value with each part, and one comparison takes up to 7 µs.
 """
 MAX_QUICK_VALUES = 1000
 MAX_QUICK_STEPS = 10_000
@@ -448,7 +448,7 @@ def _facts(schema: Mapping[str, Any]) -> _Facts:
     if cached is None:
         if len(_FACTS) >= MAX_VALIDATORS:
             _FACTS.clear()
-        # An empty registry prevents that a reference of an untrusted schema is fetched from the network.
+        # An empty registry, so that no reference of an untrusted schema is fetched from the network.
         validator = _STRICT(schema, registry=Registry())
         parts = [part for part, is_repeated in itertools.islice(applied_schemas(schema), MAX_STEPS) if not is_repeated]
         count = min(MAX_STEPS, sum(map(count_parts, parts)))

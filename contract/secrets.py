@@ -10,7 +10,7 @@ from contract.calls import Record
 
 MIN_VALUE_CHARS, MAX_VALUE_CHARS = 8, 4096
 MAX_SECRETS = 100
-"""Limit of the secrets of one tenant."""
+"""Limit of the number of secrets of one tenant."""
 MAX_HOSTS = 32
 # A program that could write a secret into these headers could route or frame a request with it.
 _ROUTING = frozenset(
@@ -54,7 +54,7 @@ SecretName = Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,63}$"), AfterValid
 SecretHost = Annotated[
     str, Field(max_length=259, pattern=rf"^(?:{_LABEL}\.)*[a-z](?:[a-z0-9-]{{0,61}}[a-z0-9])?(?::[1-9][0-9]{{0,4}})?$")
 ]
-"""A host name, or a host name with a port; without a port: 443. Patterns and addresses are not accepted."""
+"""A host name, or a host name with a port. The default port is 443. Patterns and addresses are not accepted."""
 SecretPlace = Annotated[
     str,
     Field(pattern=r"^(?:header:[A-Za-z0-9-]{1,64}|query:[A-Za-z0-9._~-]{1,64}|basic)$"),
@@ -88,8 +88,8 @@ def check_value(value: str) -> None:
 
 
 def build_placeholder(tenant: str, session: str, name: str) -> str:
-    """Return the text that a session's programs have in place of the secret. It is not secret: the egress proxy
-    replaces it only on connections of this session.
+    """Return the placeholder that a session's programs have in place of the secret. The placeholder is not secret: the
+    egress proxy replaces it with the secret only on connections of this session.
     """
     digest = hashlib.sha256(f"{tenant}\0{session}\0{name}".encode()).hexdigest()
     return f"tcs_placeholder_{digest[:_PLACEHOLDER_CHARS]}"

@@ -19,7 +19,7 @@ DEFAULT_TTL_S, MAX_TTL_S = 1800.0, 86_400.0
 MAX_FORKS = 100
 """Maximum number of new sessions of one fork."""
 LOCATION_MARGIN_S = 3600
-"""Time that the location of a session is kept after the session's time to live, in seconds."""
+"""Seconds for which the location of a session is stored beyond the session's time to live."""
 
 
 class LocationState(StrEnum):
@@ -86,5 +86,5 @@ def open_checkpoint(keys: SigningKeys, tenant: str, session: str, sealed: str) -
 
 
 def show_checkpoint(sealed: str) -> str | None:
-    """Return the name of a checkpoint for people to read, whether its signature holds or not."""
+    """Return the name of a checkpoint for people to read, even if its signature is invalid."""
     return sealed.rpartition(".")[2] or None

@@ -33,7 +33,7 @@ def check_environment() -> None:
 
 
 def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
-    """Read the settings of one process. `environment`: this process's.
+    """Read the settings of one process. `environment`: the environment variables of this process.
 
     Raises ConfigError for a variable that is missing or wrong, and for one that begins with TOOLCREW_ and that no
     process reads.
@@ -47,7 +47,7 @@ def read_environment(settings: type[S], environment: Mapping[str, str]) -> S:
             _describe_error(settings, str(first["loc"][0]), first["type"], first["msg"], first["loc"][1:])
         ) from error
     except SettingsError as error:
-        # Drop the cause: it contains the value.
+        # Drop the cause of the error, because its message contains the value.
         match = _FIELD.search(str(error))
         if match is None:
             raise ConfigError(

@@ -38,8 +38,8 @@ class SigningKey:
         return cls(hashlib.sha256(b"toolcrew key id\0" + key).hexdigest()[:KEY_ID_CHARS], key)
 
     def sign(self, purpose: str, data: bytes) -> str:
-        """Return the HMAC-SHA-256 in hex. `purpose` prevents that a signature for one kind of text is used for
-        another.
+        """Return the HMAC-SHA-256 in hex. Because of `purpose`, a signature for one kind of text is invalid for every
+        other kind.
         """
         return hmac.digest(self.key, purpose.encode(errors="surrogatepass") + b"\0" + data, "sha256").hex()
 
@@ -53,7 +53,7 @@ class SigningKeys:
 
     @classmethod
     def of(cls, secret: str, previous: Iterable[str] = (), deployment: str = "") -> "SigningKeys":
-        """Derive keys from secret texts."""
+        """Derive the keys of a deployment from its current secret and the previous secrets."""
         return cls(SigningKey.of(secret, deployment), tuple(SigningKey.of(text, deployment) for text in previous))
 
     def find(self, key_id: str) -> SigningKey | None:
@@ -94,8 +94,9 @@ class SigningKeys:
 
 @contextmanager
 def readable(name: str, advice: str, consequence: str = "it is not used") -> Iterator[None]:
-    """Raise RecordRefused for a stored record that is not signed for its place, and ConfigError for a record that
-    another release wrote. Their messages say what to do, and contain no text of the record.
+    """Context manager around code that reads a stored record. Raise RecordRefused for a record that is not signed for
+    the place where it is stored, and ConfigError for a record that another release wrote. Their messages say what to
+    do, and contain no text of the record.
     """
     try:
         yield
@@ -122,7 +123,7 @@ class ResultSeal:
     attempt: int = 1
 
     def close(self, text: str) -> str:
-        """Return the signed result."""
+        """Return the encoded result with its signature."""
         return self.keys.seal(self._purpose(), text)
 
     def open(self, sealed: str) -> str:

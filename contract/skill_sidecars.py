@@ -26,9 +26,10 @@ class SidecarBroken(ValueError):
 class Sidecar(BaseModel):
     """Content of the file.
 
-    `entrypoint`: a file of the skill. `interpreter`: the program that runs it; None: by its first line and its suffix.
-    `args` json-stdin: arguments as one JSON object on standard input. `args` argv: arguments as `--name=value`; true
-    values as `--name`; lists once for each value. `timeout`: seconds. `network`: the tool needs network access.
+    `entrypoint`: a file of the skill. `interpreter`: the program that runs the entrypoint; None: the first line or the
+    suffix of the file decides. `args` json-stdin: arguments as one JSON object on standard input. `args` argv:
+    arguments as `--name=value`; true values as `--name`; lists once for each value. `timeout`: seconds. `network`: the
+    tool needs network access.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -60,7 +61,7 @@ def parse_sidecar(text: bytes, files: Collection[str]) -> Sidecar:
     return sidecar
 
 
-def tell_broken_sidecar(error: SidecarBroken) -> str:
+def describe_broken_sidecar(error: SidecarBroken) -> str:
     """Return the warning for a skill that has an invalid sidecar."""
     return f"its {SIDECAR_FILE} is not used, so that it is no tool of its own: {error}"[:400]
 

@@ -17,7 +17,7 @@ from contract.specs import MAX_ALLOWED_TOOLS, MAX_SKILL_DESCRIPTION, AllowedTool
 
 SKILL_FILE = "SKILL.md"
 SCRIPTS = "scripts/"
-LEFT_OUT = frozenset({".git", "__pycache__"})
+OMITTED_FOLDERS = frozenset({".git", "__pycache__"})
 """Folders that a bundle omits."""
 MAX_BUNDLE_BYTES = 64 * 1024 * 1024
 MAX_BUNDLE_FILES = 2000
@@ -70,7 +70,7 @@ class BundleFile:
 
 
 class BundleDigest:
-    """Return the content hash of a bundle: the hash of its files in the order of their paths."""
+    """Content hash of a bundle: the hash of its files in the order of their paths."""
 
     def __init__(self) -> None:
         self._sum = hashlib.sha256()

@@ -50,7 +50,7 @@ class ToolSpec(Record):
     network: str = NO_NETWORK
     """Network access of the sandbox, in the words of the description."""
     tells_network: bool = Field(default=True, exclude_if=lambda tells: tells)
-    """True if toolcrew has added these words to the description."""
+    """True if toolcrew has added the text of `network` to the description."""
     is_installed_skill: bool = Field(default=False, exclude_if=lambda is_skill: not is_skill)
     """True for a skill that was installed for a tenant. Its calls are sent as runs of skill_tool and checked as such.
     No worker publishes the skill.
@@ -103,7 +103,9 @@ class AllowedTool(Record):
 
 
 class SkillSummary(Record):
-    """Description and content of a skill. `digest`: SHA-256 over its files. `warnings`: for the author of the skill."""
+    """Description and content of a skill. `digest`: SHA-256 of its files. `warnings`: problems that the author of the
+    skill should fix.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     description: str = Field(min_length=1, max_length=MAX_SKILL_DESCRIPTION)
@@ -127,8 +129,8 @@ class Catalog(Record):
 
 
 def seal_catalog(keys: SigningKeys, pool: str, catalog: Catalog) -> str:
-    """Return the signed catalog of that pool. It is signed because it decides which calls need approval and which calls
-    can be repeated.
+    """Return the signed catalog of that pool. The signature protects the catalog, because the catalog decides which
+    calls need approval and which calls can be repeated.
     """
     return keys.seal(f"catalog {pool}", catalog.model_dump_json())
 

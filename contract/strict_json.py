@@ -30,8 +30,8 @@ class InvalidJson(ValueError):
 
 
 def parse_object(text: str, max_values: int, max_depth: int | None = None) -> dict[str, Any]:
-    """Return the object. `max_values`: limit of its values, including nested ones. `max_depth` None: as deep as the
-    parser can read.
+    """Return the object. `max_values`: limit of its values, including nested ones. `max_depth`: limit of the nesting;
+    None: the limit of Python's parser.
 
     Raises InvalidJson for: invalid JSON, another type, a repeated key, NaN, a number too large for a float, and a text
     beyond the limits.

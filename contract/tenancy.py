@@ -18,10 +18,10 @@ DEFAULT_TENANT = "default"
 """Tenant that always exists. Until the first registration, every name is served with its policy; afterwards only
 registered names, even when none is left."""
 POLICY_FRESH_S = 1.0
-"""Highest age of a process's copy of the policies."""
+"""Maximum age, in seconds, of the policies that a process has cached."""
 MAX_PAUSE_REASON_CHARS = 500
 MAX_POLICY_BYTES = 256 * 1024
-"""Limit of a signed policy. A larger policy is neither written nor read."""
+"""Limit of a signed policy, in bytes. A larger policy is neither written nor read."""
 VERSION_FIELD = "#version"
 """Field of the hash of tenants that is not a tenant. Its value changes with every change of a policy, so that one small
 read shows if anything has changed.
@@ -188,13 +188,15 @@ end
 )
 
 
-def say_subject(name: str, used: str) -> str:
-    """Return the subject of the sentence "... is forbidden". `used`: the tool of the call that is forbidden."""
+def build_refusal_subject(name: str, used: str) -> str:
+    """Return the subject of a refusal "... is forbidden". `name`: the tool that was called. `used`: the forbidden tool
+    that the call would use.
+    """
     return "it" if used == name else f"it would run a program as {used} does, which"
 
 
 def seal_policy(keys: SigningKeys, tenant: str, policy: TenantPolicy) -> str:
-    """Return the signed policy. It is valid for this tenant only."""
+    """Return the signed policy of a tenant. The signature is valid for this tenant only."""
     # Only fields that differ from the default: a release with one more field can still be read by its neighbour until
     # the field is used.
     return keys.seal(f"policy {tenant}", policy.model_dump_json(exclude_defaults=True))

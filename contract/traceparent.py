@@ -20,7 +20,7 @@ class SpanRef:
     is_sampled: bool = True
 
     def __str__(self) -> str:
-        """Return the traceparent."""
+        """Return the text of the traceparent header."""
         return f"00-{self.trace_id}-{self.span_id}-0{int(self.is_sampled)}"
 
 
@@ -44,7 +44,7 @@ def _check(text: str) -> str:
 
 
 Traceparent = Annotated[str, AfterValidator(_check)]
-"""Trace context with no flag except `sampled`."""
+"""Text of a traceparent. Validation rejects every flag except `sampled`."""
 
 
 def derive_id(*parts: str) -> str:

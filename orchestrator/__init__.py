@@ -89,7 +89,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up when asked for: the small processes of this package start without the SDK's imports.
+    # Names are imported at their first use, so that small processes of this package start without the imports of the
+    # SDK.
     if name not in _HOMES:
         raise AttributeError(f"module 'orchestrator' has no attribute '{name}'")
     return getattr(import_module(_HOMES[name]), name)

@@ -53,7 +53,7 @@ LEAST_WAIT_S = 1.0
 """Minimum waiting time for a slot after the tenant of a call was resumed, in seconds."""
 PAUSED_RETRY_S = 5.0
 QUEUE_MARGIN_S = 0.4
-"""Additional waiting time of a paused call in `inner`, beyond its own limit. In seconds."""
+"""Seconds that a paused call may wait in `inner` beyond its own limit."""
 TICK_S = 1.0
 """Interval at which a queue with waiting calls is checked for new slots, in seconds."""
 RENEWALS_A_LEASE = 4
@@ -89,7 +89,7 @@ class Slot:
 
 
 class Admission(Protocol):
-    """Grants slots in fair shares."""
+    """Interface that grants the workers' slots to calls, in fair shares for the tenants."""
 
     def slot(self, request: SlotRequest, *, is_early: bool = False) -> AbstractAsyncContextManager[Slot]:
         """Wait for a slot and hold it until the block ends. A request of a paused tenant gets no slot.
@@ -121,7 +121,7 @@ class UnlimitedAdmission:
 
 @dataclass(frozen=True)
 class WaitNotice:
-    """A call that waits for a slot. `message`: one sentence for users."""
+    """A call that waits for a slot. `message`: one sentence for users that says why the call waits."""
 
     call_id: str
     tenant: str
@@ -183,7 +183,7 @@ def build_notice(request: SlotRequest, reason: WaitReason) -> WaitNotice:
 
 
 class PolicySource(Protocol):
-    """Returns the present policy of a tenant."""
+    """Source of the present policies of tenants."""
 
     async def policy(self, tenant: str) -> TenantPolicy: ...
 
@@ -202,7 +202,8 @@ class PausableAdmission:
 
     @asynccontextmanager
     async def slot(self, request: SlotRequest, *, is_early: bool = False) -> AsyncIterator[Slot]:
-        """Wait for a slot as Admission.slot does. Urgent calls are never paused, because they only end things.
+        """Wait for a slot as Admission.slot does. Urgent calls are never paused, because they only end calls and
+        sessions.
 
         Also raises ToolFailure(RATE_LIMITED): the tenant is still paused after `wait_s`.
         """
@@ -225,7 +226,7 @@ class PausableAdmission:
                 if not policy.is_paused:
                     yield slot
                     return
-                # Nothing ran in it, so the tenant is not charged.
+                # No call ran in the slot, so the tenant is not charged.
                 slot.used_s = 0.0
 
     async def aclose(self) -> None:
@@ -246,7 +247,7 @@ class PausableAdmission:
         slot_hold = asyncio.ensure_future(self._hold_place(replace(request, wait_s=remaining_s + QUEUE_MARGIN_S)))
         self._waiting[tenant] += 1
         try:
-            # Counted before the look-up: the task ends when it counts no waiting call.
+            # Counted before the look-up: the task `_watch` ends when no call of its tenant is counted as waiting.
             watch = self._watches.get(tenant)
             if watch is None:
                 watch = self._watches[tenant] = begin_shared(self._watch(tenant), f"paused-{tenant}")
@@ -259,7 +260,8 @@ class PausableAdmission:
                 del self._waiting[tenant]
         if watch in done:
             return await self._tenants.policy(tenant)
-        # It ends only with an error: too many calls wait, Redis does not answer, or the client was closed.
+        # `_hold_place` ends before the timeout only with an error: too many calls wait, Redis does not answer, or the
+        # client was closed.
         if slot_hold in done:
             slot_hold.result()
         raise _still_paused(request, await self._tenants.policy(tenant))
@@ -378,7 +380,7 @@ class SharedAdmission:
 
     async def aclose(self) -> None:
         """Release all slots. Waiting calls fail."""
-        # First, so that no new ticket is added while the releases are sent.
+        # Set first, so that no new ticket is added while the releases are sent.
         self._is_closed = True
         for ticket in list(self._tickets.values()):
             if ticket.held_at is None and not ticket.granted.done():
@@ -453,7 +455,8 @@ class SharedAdmission:
                 # Redis granted the slot after the caller had stopped waiting.
                 self._steps.give_back(call, 0.0)
             elif ticket.held_at is None:
-                # Not for a second grant: renewals repeat grants that Redis cannot know to have arrived.
+                # A second grant of the same ticket changes nothing. Redis repeats grants with each renewal, because it
+                # cannot know whether they have arrived.
                 ticket.is_known, ticket.held_at = True, _instant()
                 self._end_wait(ticket)
                 if not ticket.granted.done():
@@ -526,8 +529,8 @@ class SharedAdmission:
         if self._wake is not None:
             self._wake.cancel()
         self._wake = None
-        # The wake of the last answer: it covers all tenants. Every orchestrator with waiting calls has this timer, so
-        # the death of one delays no other.
+        # Use the wake time of the last reply, because it covers all tenants. Every orchestrator with waiting calls has
+        # this timer, so the death of one delays no other.
         if wake_s is not None and self._waiting and not self._is_closed:
             self._wake = asyncio.get_running_loop().call_later(max(SOONEST_WAKE_S, wake_s), self._steps.add, tick(()))
 

@@ -15,8 +15,8 @@ log = get_logger(__name__)
 
 
 def configure_logging(settings: OrchestratorSettings, service: str = "orchestrator") -> None:
-    """Write the events of a service to stderr, one per line, in the format of the workers. This includes warnings of
-    libraries and of Python, and uncaught exceptions.
+    """Write the events of a service to stderr, one per line, in the format of the workers. The events include warnings
+    of libraries and of Python, and uncaught exceptions.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(RecordLines(build_lines(service, secrets_of_settings(settings))))

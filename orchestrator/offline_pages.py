@@ -21,7 +21,7 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def load_template(template: str) -> Template:
-    """Return a template, for parts of pages."""
+    """Return a template of this package by its file name, for pages that are built from parts."""
     return _environment().get_template(template)
 
 

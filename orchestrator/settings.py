@@ -102,12 +102,12 @@ class OrchestratorSettings(SharedSettings, LogSettings):
 
     @property
     def model_folder(self) -> Path:
-        """The folder of downloaded weights."""
+        """The folder of the downloaded weights of the embedded model."""
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "toolcrew" / "models"
 
     @property
     def capability_folder(self) -> Path:
-        """The folder that records what each model can do."""
+        """The folder of the cached capabilities of models (CapabilityCache)."""
         return self.model_folder / "capabilities"
 
     def broker(self, url: str | None = None) -> BrokerSettings:
@@ -162,8 +162,8 @@ def is_interactive() -> bool:
 
 
 def program(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command of a toolcrew program. The option -P keeps the current folder, which may contain any package,
-    out of the import path.
+    """Return the command of a toolcrew program. The option -P of Python removes the current folder from the import
+    path, because the folder may contain any package.
     """
     return (sys.executable, "-P", "-m", module, *arguments)
 

@@ -36,8 +36,9 @@ USUAL_PORTS = {"https": 443, "http": 80}
 
 
 class CallSpans:
-    """Spans of a call in progress. `is_own`: this object ends the call's span; otherwise the spans of a run end it.
-    `leave`: receives the spans of a call that is given up in this process; None: such spans end at once.
+    """Spans of a call in progress. `is_own`: this object ends the span of the call; otherwise the RunSpans of its run
+    end it. `leave`: receives each open span when this process no longer waits for the call; None: these spans then end
+    at once.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class CallSpans:
         self._attempt: Span | None = None
 
     def know(self, spec: ToolSpec) -> None:
-        """Add the description of the tool to the span."""
+        """Add the tool's description to the span of the call."""
         self.span.set({names.TOOL_DESCRIPTION: spec.description} if spec.audience == "model" else {})
 
     def wait(self, tool: str, context: ToolContext, priority: str) -> Span:
-        """Start the span of the wait for a slot. The caller ends the returned span."""
+        """Start the span of the call's wait for a slot. The caller ends the returned span."""
         attributes: Attributes = {names.TENANT: context.tenant, names.PRIORITY: priority}
         self._waiting = self._tracer.start(f"admission {tool}", attributes, parent=self.span.ref)
         return self._waiting
@@ -149,7 +150,8 @@ class RunSpans:
     """Spans of a run in progress. Span ids derive from the names of the run and its calls, so a process that resumes
     the run creates the same ids.
 
-    `is_reported`: returns whether a former holder has already reported a call; for "", the next reply of the model.
+    `is_reported`: returns whether a process that ran the run earlier has already exported the span of a call. For the
+    call id "": the span of the next request to the model.
     """
 
     def __init__(self, tracer: Tracer, run: TracedRun, is_reported: Callable[[str], bool] = lambda _: False) -> None:
@@ -349,7 +351,7 @@ def open_process_tracer(
 
 @contextmanager
 def run_spans(spans: RunSpans) -> Iterator[RunSpans]:
-    """Assign everything in the block to that run. The spans of the run end with the block."""
+    """Make the spans that start in the block children of that run. The spans of the run end with the block."""
     error: str | None = None
     try:
         with within_run(spans):
@@ -363,7 +365,7 @@ def run_spans(spans: RunSpans) -> Iterator[RunSpans]:
 
 @contextmanager
 def within_run(spans: RunSpans) -> Iterator[None]:
-    """Assign everything in the block to that run."""
+    """Make the spans that start in the block children of that run. The spans of the run stay open after the block."""
     token = _RUN.set(spans)
     try:
         yield
@@ -380,8 +382,8 @@ def current_run() -> RunSpans | None:
 def call_spans(
     tracer: Tracer, call: ToolCall, tenant: str, session: str | None, run: str | None
 ) -> Iterator[CallSpans]:
-    """Assign everything in the block to that call. A call of a run already has its span; any other call gets a new
-    span.
+    """Make the spans that start in the block children of that call. A call of a run already has its span; any other
+    call gets a new span.
     """
     of_run = _RUN.get()
     span = of_run.call(call.id) if of_run is not None else None

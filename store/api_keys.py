@@ -1,4 +1,4 @@
-"""API keys, and logins to the pages. A key stands for a tenant and a role.
+"""API keys, and logins to the pages. A key identifies a tenant and a role.
 
 Invariant: no API key can be read or forged in Redis. Redis stores only a digest of each key, in a signed record. The
 key itself is shown once.
@@ -38,7 +38,7 @@ twice this time.
 MAX_KNOWN = 4096
 SECRET_BYTES = 32
 LOGIN_S = 12 * 3600
-LOGINS_OF_A_KEY = 100
+LOGINS_PER_KEY = 100
 """Limit of logins of one API key at the same time. A further login ends the oldest one, so that one client cannot fill
 Redis.
 """
@@ -73,8 +73,8 @@ if redis.call('LLEN', KEYS[2]) > tonumber(ARGV[3]) then redis.call('DEL', redis.
 
 
 class ApiKeyRecord(Record):
-    """The stored record of a key. `digest`: SHA-256 of the key, in hexadecimal. `tail`: the last characters of the
-    key, for recognition. Times are Unix seconds.
+    """The stored record of a key. `digest`: SHA-256 of the key, in hexadecimal. `tail`: the last characters of the key,
+    by which people recognize the key. Times are Unix seconds.
     """
 
     tenant: Identifier
@@ -94,7 +94,7 @@ class Identity:
     role: Role
     key_id: str
     name: str = field(default="", compare=False)
-    """The name from the creation of the key."""
+    """The name that the key was given when it was created."""
 
     def may_act_for(self, tenant: str) -> bool:
         return self.role != "tenant" or tenant == self.tenant
@@ -296,7 +296,9 @@ class Credential:
 
 
 class ShownCredential(Credential):
-    """The id of a key that was presented once. The client has had a login to the pages since then."""
+    """The API key of a login to the pages. Only its id is known, because the key was presented at the login and is not
+    stored.
+    """
 
     async def _identify(self) -> Identity:
         return await self._keys.recall(self._text)
@@ -330,7 +332,7 @@ class LoginStore:
         sealed = self._signing.seal(self._purpose(token), key_id)
         keys = [self._key(token), deployment_key(self._deployment, f"page:logins:{key_id}")]
         with broker_errors("the login was not stored"):
-            await self._open_script(keys=keys, args=[sealed, LOGIN_S, LOGINS_OF_A_KEY])
+            await self._open_script(keys=keys, args=[sealed, LOGIN_S, LOGINS_PER_KEY])
         return token
 
     async def find(self, token: str) -> str | None:

@@ -43,14 +43,18 @@ def approval_key(deployment: str, approval: str) -> str:
 
 
 Approvers = Literal["tenant", "operator"]
-"""The role that may answer: also the tenant of the call, or only operators."""
+"""The people who may answer: "tenant": operators and the tenant of the call; "operator": operators only."""
 MAX_PENDING = 1000
-"""Limit of open questions of one tenant."""
+"""Limit of the open questions of one tenant."""
 MAX_WAIT_S = 7 * 86_400.0
-ANSWER_KEPT_S = 86_400.0
-"""Lifetime of an answer, in seconds. The run may have no holder when the answer arrives."""
-OVER_KEPT_S = 3600.0
-"""Lifetime of a withdrawn or expired question, in seconds. An answer to the question then gets the right error."""
+ANSWER_TTL_S = 86_400.0
+"""Lifetime of an answer, in seconds. The lifetime is long because no process may be executing the run when the answer
+arrives.
+"""
+CLOSED_QUESTION_TTL_S = 3600.0
+"""Lifetime of a withdrawn or expired question, in seconds. During this time, an answer to the question gets the error
+QuestionOver.
+"""
 MAX_PAGE = 1000
 _AT_ONCE = 500
 MAX_QUESTION_BYTES = 128 * 1024
@@ -158,7 +162,7 @@ class ApprovalAnswer(Record):
         return Decision(self.is_allowed, self.reason, self.arguments, self.digest)
 
     def describe(self) -> str:
-        """Return the answer as part of a sentence."""
+        """Return the answer as a clause, such as "denied by NAME", for an error message."""
         return f"{'allowed' if self.is_allowed else 'denied'} by {self.by.label()} at {format_instant(self.at)}"
 
 
@@ -196,7 +200,7 @@ class QuestionOver(ToolFailure):
 
 
 class OtherCall(ToolFailure):
-    """The answer belongs to another call than the question."""
+    """The digest in the answer is not the digest of the question, so the answer is about another call."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -216,7 +220,9 @@ class PendingQuestion:
 
 @dataclass(frozen=True)
 class QuestionPage:
-    """Questions by their expiry. `cursor`: the start of the next page; None if there is none."""
+    """A page of open questions, the first to expire first. `cursor`: the start of the next page; None if there is
+    none.
+    """
 
     questions: tuple[PendingQuestion, ...]
     cursor: str | None
@@ -262,7 +268,7 @@ class ApprovalQueue:
             question.digest,
             asker,
             wait_ms,
-            wait_ms + int(OVER_KEPT_S * 1000),
+            wait_ms + int(CLOSED_QUESTION_TTL_S * 1000),
             MAX_PENDING,
         ]
         reply = await self._run(self._ask_script, [*self._keys_of(question.id), *self._sets(question.tenant)], args)
@@ -275,7 +281,7 @@ class ApprovalQueue:
         return unseal(self._keys, ApprovalAnswer, question.id, reply[1]) if reply[0] == b"answered" else None
 
     async def withdraw(self, question: ApprovalQuestion, asker: str) -> None:
-        """Close a question, unless another process has asked it again."""
+        """Close a question, unless another process has asked the same question since then."""
         await self._run(
             self._withdraw_script, [self._keys_of(question.id)[0], *self._sets(question.tenant)], [question.id, asker]
         )
@@ -341,8 +347,8 @@ class ApprovalQueue:
         return pending
 
     async def decide(self, id_: str, decision: Decision, *, digest: str, actor: Actor) -> ApprovalAnswer:
-        """Answer a question once. `digest`: of the question that the actor has seen. The same step writes the audit
-        entry.
+        """Answer a question once. `digest`: the digest of the question that the actor has seen. The same step writes
+        the audit entry.
 
         Raises UnknownQuestion, AlreadyAnswered, QuestionOver or OtherCall. Raises ToolFailure(PERMISSION_DENIED): only
         operators may answer. Raises ToolFailure(INVALID_ARGUMENTS): the arguments or the reason cannot be stored.
@@ -367,7 +373,7 @@ class ApprovalQueue:
         action: Literal["approval.allow", "approval.deny"] = "approval.allow" if answer.is_allowed else "approval.deny"
         entry = build_entry(actor, action, id_, tenant=question.tenant, details=details)
         keys = [*self._keys_of(id_), *self._sets(question.tenant), audit_key(self._deployment)]
-        args = [id_, digest, seal(self._keys, answer), int(ANSWER_KEPT_S * 1000), entry_text(entry)]
+        args = [id_, digest, seal(self._keys, answer), int(ANSWER_TTL_S * 1000), entry_text(entry)]
         # The script checks digest and expiry again: another process may have changed the question since `get`.
         reply = await self._run(self._answer_script, keys, args)
         if reply[0] == b"answered":

@@ -25,8 +25,8 @@ from contract.tenancy import DEFAULT_TENANT, VERSION_FIELD
 from store.connection import SyncRedis, broker_errors
 
 Role = Literal["tenant", "operator", "admin"]
-"""The role of an actor. tenant: calls for its own tenant. operator: calls for any tenant. admin: may also change the
-policies of tenants.
+"""The role of an actor. tenant: may call tools for its own tenant. operator: may call tools for any tenant. admin: may
+also change the policies of tenants.
 """
 _ROLES: tuple[Role, ...] = get_args(Role)
 LOCAL = "local"
@@ -65,14 +65,14 @@ AuditAction = Literal[
 ]
 ACTIONS: tuple[AuditAction, ...] = get_args(AuditAction)
 MAX_ENTRIES = 100_000
-"""Minimum number of newest entries in the operators' stream."""
+"""Number of newest entries that the operators' stream keeps at least. Older entries may be removed."""
 MAX_TENANT_ENTRIES = 5_000
-"""Minimum number of newest entries in a tenant's stream."""
+"""Number of newest entries that a tenant's stream keeps at least. Older entries may be removed."""
 MAX_TARGET_CHARS = 256
 MAX_DETAILS = 16
 MAX_DETAIL_CHARS = 1024
 MAX_PAGE = 1000
-MAX_LOOKED_AT = 10_000
+MAX_ENTRIES_READ = 10_000
 """Limit of entries that are read for one page. The limit keeps a page fast even if few entries match the filters."""
 _AT_ONCE = 500
 _WHAT = "the audit was not read"
@@ -137,8 +137,9 @@ class NewAuditEntry(Record):
 
 
 class AuditEntry(NewAuditEntry):
-    """A stored change. `id`: unique in the deployment. `at`: by Redis's clock, in ISO 8601. `tenant`: the tenant that
-    the change is about; null: all tenants. `target`: the tool, tenant, key, approval, call, host, batch or run.
+    """A stored change. `id`: unique in the deployment. `at`: the time of Redis's clock, in ISO 8601. `tenant`: the
+    tenant that the change is about; null: all tenants. `target`: the tool, tenant, key, approval, call, host, batch or
+    run.
     """
 
     id: str
@@ -194,8 +195,8 @@ def entry_text(entry: NewAuditEntry) -> str:
 
 
 class AuditedStore:
-    """Base of the stores whose changes are in the audit log. The log names the system user as the actor, or the actor
-    of `acting_as`.
+    """Base of the stores whose changes are in the audit log. The actor of a change is the one that `acting_as` was
+    given, or otherwise the system user.
     """
 
     _actor: Actor | None = None
@@ -264,7 +265,7 @@ class Audit:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit must be between 1 and {MAX_PAGE}, not {limit}")
         cursor, entries, count_read = _parse_cursor(after) if after is not None else None, list[AuditEntry](), 0
         owners = await self._owners(tenant)
-        while count_read < MAX_LOOKED_AT:
+        while count_read < MAX_ENTRIES_READ:
             rows, is_last = await self._rows(cursor, owners)
             count_read += len(rows)
             for position, fields in rows:
@@ -304,8 +305,8 @@ class Audit:
             [(_Position.of(id_.decode(), owner), fields) for id_, fields in rows]
             for owner, rows in zip(owners, streams, strict=True)
         ]
-        # A stream that returned the full count has more entries. Rows older than its last row may therefore not be
-        # next, and must wait for the next read.
+        # A stream that returned as many rows as were requested has more rows. Rows of other streams that are older than
+        # its last row wait for the next read, because its remaining rows may be newer.
         oldest = [rows[-1][0] for rows in of_streams if len(rows) == count]
         merged = sorted((row for rows in of_streams for row in rows), key=lambda row: row[0], reverse=True)
         return [row for row in merged if not oldest or row[0] >= max(oldest)], not oldest

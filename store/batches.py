@@ -1,7 +1,7 @@
 """Records of batches: items and outcomes, and the state of a batch.
 
-Items, outcomes, defaults and places of rows are signed for their run or batch, because they decide what runs and which
-files are written.
+Items, outcomes, defaults and locations of row files are signed for their run or batch, because they decide what runs
+and which files are written.
 """
 
 import json
@@ -76,8 +76,8 @@ class ItemEnvironment(SandboxOptions):
 
     `artifacts`: patterns below /workspace of files to copy out at the end. `session`: an open session of the tenant,
     which stays open; None: the item gets its own session, with the options of its sandbox. `fork`: an open session of
-    the tenant, which is forked for the item. None of both is not serialized, so that earlier releases can read the
-    record.
+    the tenant, which is forked for the item. `session` and `fork` are not serialized if they are None, so that earlier
+    releases can read the record.
     """
 
     workspace: str | None = None
@@ -105,7 +105,7 @@ class RunBody(Record):
     tools: tuple[str, ...] | None = None
     limits: RunLimits = RunLimits()
     sampling: dict[str, JsonValue] = Field(default_factory=dict)
-    """Fields that every request to the model contains unchanged (`ModelRequest.extra`)."""
+    """Fields that are added unchanged to every request to the model (`ModelRequest.extra`)."""
     keep_states: bool = Field(default=False, exclude_if=lambda keeps: not keeps)
 
 
@@ -114,9 +114,10 @@ ARTIFACTS_FOLDER = "/output/artifacts"
 
 
 class Grader(Record):
-    """Grading of an item. `command`: for bash, in /workspace of a new sandbox of `image`. `files`: what /workspace
-    has, like the workspace of an item. `artifacts`: patterns of files of the item's workspace; empty: the files that
-    differ from its start. `reward_file`: absolute path of the file with the reward; None: the exit status.
+    """Grading of an item. `command`: a bash command, which runs in /workspace of a new sandbox of `image`. `files`: the
+    files that /workspace starts with, named like the workspace of an item. `artifacts`: patterns of files of the item's
+    workspace; empty: the files that differ from its start. `reward_file`: absolute path of the file with the reward;
+    None: the exit status of the command gives the reward.
     """
 
     command: str = Field(min_length=1)
@@ -129,7 +130,7 @@ class Grader(Record):
 
 
 class CallBody(Record):
-    """A tool call, in a session of its own."""
+    """A batch item that is one tool call, in its own session."""
 
     name: str = Field(min_length=1, max_length=128)
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -144,8 +145,8 @@ class ForkPoint(Record):
 
 
 class ForkSource(ForkPoint):
-    """The shared steps in the log of the forked run. `attempt`: of that run. `entries`: how many entries of the log the
-    fork begins with.
+    """The shared steps in the log of the forked run. `attempt`: the attempt of the forked run. `entries`: the number of
+    entries of its log that the fork copies.
     """
 
     attempt: int = Field(ge=1)
@@ -165,7 +166,7 @@ class BatchItem(Record):
     url: Literal["/v1/agent/runs", "/v1/tools/execute", "/v1/chat/completions"]
     work: RunBody | CallBody
     environment: ItemEnvironment = Field(default=ItemEnvironment(), alias="ground")
-    """The stored name is `ground`, as in the records of earlier releases."""
+    """The environment of the item. In JSON the field is named `ground`, as in the records of earlier releases."""
     priority: int = Field(default=0, ge=-100, le=100)
     grader: Grader | None = Field(default=None, exclude_if=lambda grader: grader is None)
     task: str = Field(default="", exclude_if=lambda task: not task)
@@ -180,7 +181,8 @@ class BatchItem(Record):
 
 class ItemOutcome(Record):
     """The end of an item; each run has exactly one outcome. `run`: the id of the run. `body`: the response in the row;
-    None for a failure without a response. `task`: of its BatchItem. `output`: the end of the grader's output.
+    None for a failure without a response. `task`: the field `task` of its BatchItem. `output`: the end of the grader's
+    output.
 
     A failed run keeps its body if there is one: the last text, the steps and the usage.
     """
@@ -206,8 +208,8 @@ class BatchState(StrEnum):
 
 
 class BatchDefaults(Record):
-    """Defaults for lines that do not set a value. `retries`: how often an item is restarted after an infrastructure
-    failure.
+    """Values for the lines of a batch that do not set them. `retries`: how often an item is restarted after an
+    infrastructure failure.
     """
 
     model: str | None = None
@@ -316,14 +318,14 @@ def final_state(failure: Failure | None) -> str:
 
 
 def build_ended(outcome: ItemOutcome, at: float) -> RunEnded:
-    """Return the end of an item from its row, without times."""
+    """Return the RunEnded event for an outcome that was read from a row. The event has no times."""
     body: Mapping[str, Any] = outcome.body or {}
     usage, steps = body.get("usage"), body.get("steps")
     counts = usage if isinstance(usage, dict) else {}
     # A chat completion has its cost in its usage.
     cost = body.get("cost", counts.get("cost"))
     try:
-        # A single call has it as `usage`.
+        # A single call has its usage in the field `usage`.
         call_usage = CallUsage.model_validate(body.get("call_usage") or counts)
     except ValidationError:
         call_usage = CallUsage()  # the usage of a chat completion, which has tokens

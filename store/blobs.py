@@ -24,15 +24,21 @@ TENANT_BLOB_BYTES = 128 * 1024 * 1024
 memory in the provided deployment.
 """
 LEAST_CHARGE = 32 * 1024
-"""Minimum size that a blob counts, in bytes. A tenant can therefore never have more than 4096 blobs to count."""
+"""Minimum number of bytes for which a blob counts towards the limit. A tenant can therefore never have more than 4096
+blobs.
+"""
 CHECK_FIRST_BYTES = 1024 * 1024
-"""Size above which the room is checked before the blob is sent to Redis, in bytes."""
+"""Size, in bytes, above which the tenant's limit is checked before the blob is sent to Redis. A smaller blob is sent at
+once, and one transaction stores and checks it.
+"""
 SIZES_TTL_S = 2 * 3600
 """Lifetime of the hash of sizes, in seconds. Longer than the lifetime of any blob."""
 ROOM_WAIT_S = 30.0
-"""Time that a call waits for other calls of its tenant to free room, in seconds."""
+"""Seconds that a call waits for other calls of its tenant to delete their blobs, if the limit is reached."""
 RESULT_ROOM_WAIT_S = 10.0
-"""Time that a result waits for room, in seconds. Less than ROOM_WAIT_S, because the caller waits."""
+"""Seconds that a result waits for other blobs of its tenant to be deleted. Less than ROOM_WAIT_S, because a caller
+waits for the result.
+"""
 ROOM_PAUSE_S = 0.2
 _DIGEST_CHARS = 64
 # KEYS: sizes. ARGV: prefix of the keys of blobs, name of the blob ('' to check only), its size, the limit, lifetime of
@@ -76,8 +82,9 @@ class Blobs:
     async def leave(self, tenant: str, data: bytes, pool: BlobPool = "sandbox") -> str:
         """Store bytes for a worker of that pool until the call has ended (`drop`), and return their key.
 
-        Wait up to ROOM_WAIT_S seconds for room in the tenant's limit. Raises ToolFailure(FILE_TOO_LARGE): too large
-        for one call. Raises ToolFailure(QUOTA_EXCEEDED): no room. Raises BrokerUnavailable when Redis does not answer.
+        If the tenant's limit is reached, wait up to ROOM_WAIT_S seconds. Raises ToolFailure(FILE_TOO_LARGE): too large
+        for one call. Raises ToolFailure(QUOTA_EXCEEDED): the limit is still reached. Raises BrokerUnavailable when
+        Redis does not answer.
         """
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(
@@ -89,7 +96,7 @@ class Blobs:
         with broker_errors("the call's content was not stored"):
             while not await self._store(tenant, pool, key, data):
                 if not await until.wait():
-                    raise no_room(tenant)
+                    raise blob_limit_error(tenant)
         return key
 
     async def _store(self, tenant: str, pool: BlobPool, key: str, data: bytes) -> bool:
@@ -158,11 +165,11 @@ class WorkerBlobs:
         return data
 
     def leave(self, tenant: str, data: bytes, ttl_s: int = BLOB_TTL_S) -> str:
-        """Store bytes for the orchestrator, and return their key. Wait up to RESULT_ROOM_WAIT_S seconds for room in
-        the tenant's limit.
+        """Store bytes for the orchestrator, and return their key. If the tenant's limit is reached, wait up to
+        RESULT_ROOM_WAIT_S seconds.
 
-        Raises ToolFailure(FILE_TOO_LARGE): too large for one call. Raises ToolFailure(QUOTA_EXCEEDED): no room. Raises
-        BrokerUnavailable when Redis does not answer.
+        Raises ToolFailure(FILE_TOO_LARGE): too large for one call. Raises ToolFailure(QUOTA_EXCEEDED): the limit is
+        still reached. Raises BrokerUnavailable when Redis does not answer.
         """
         if len(data) > MAX_BLOB_BYTES:
             raise ToolFailure(
@@ -174,7 +181,7 @@ class WorkerBlobs:
         with broker_errors("the bytes of a result were not stored"):
             while not self._store(tenant, key, data, ttl_s):
                 if time.monotonic() > until:
-                    raise no_room(tenant)
+                    raise blob_limit_error(tenant)
                 time.sleep(ROOM_PAUSE_S)
         return key
 
@@ -211,8 +218,8 @@ def check_blob(key: str, data: bytes) -> None:
 def room_arguments(
     deployment: str, tenant: str, pool: BlobPool, key: str, size: int
 ) -> tuple[str, int, str, str, str, int, int, int]:
-    """Return the arguments of EVAL that count a blob of that size, which was just stored under `key`. Without a key,
-    the script only checks the room.
+    """Return the arguments of EVAL that count a blob of that size, which was just stored under `key`. If `key` is "",
+    the script only checks whether the tenant's limit allows the blob.
     """
     start = blob_key(deployment, tenant, pool, "")
     return (
@@ -227,8 +234,8 @@ def room_arguments(
     )
 
 
-def no_room(tenant: str) -> ToolFailure:
-    """Return the failure for a blob beyond the limit."""
+def blob_limit_error(tenant: str) -> ToolFailure:
+    """Return the failure for a blob that would exceed the tenant's limit."""
     return ToolFailure(
         ErrorCode.QUOTA_EXCEEDED,
         f"the contents of the running calls of tenant {tenant} take {TENANT_BLOB_BYTES // 2**20} MiB of Redis, "

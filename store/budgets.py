@@ -48,8 +48,8 @@ return 1
 
 
 class BudgetState(Record):
-    """A budget of the tenant's policy. `name`: its field in the policy, such as cpu_s_per_day. `used`: the use since
-    the last reset. `resets_at`: in ISO 8601.
+    """A budget of the tenant's policy. `name`: its field in the policy, such as cpu_s_per_day. `used`: the amount used
+    since the last reset. `resets_at`: the time of the next reset, in ISO 8601.
     """
 
     name: str

@@ -44,7 +44,9 @@ Entry = tuple[bytes, Mapping[Any, Any]]
 
 @dataclass(frozen=True)
 class CallEventKeys:
-    """The keys of one call's events. `name`: the call's member in the set of its reader."""
+    """The keys of one call's events. `name`: the name of the call in the sorted set of calls with new events
+    (`wakes_key`).
+    """
 
     name: str
     events: str
@@ -52,7 +54,7 @@ class CallEventKeys:
 
     @property
     def question_purpose(self) -> str:
-        """Return the signing purpose of the call's questions."""
+        """Return the purpose for which the call's requests to the model, and the replies, are signed."""
         return f"question {self.name}"
 
     @property
@@ -113,7 +115,9 @@ class CallEventStore:
         return entry_event(fields, partial(self._signing.unseal, keys.question_purpose))
 
     async def push_answer(self, keys: CallEventKeys, answer: bytes, ttl_s: int) -> None:
-        """Answer a question of the running call."""
+        """Add the reply to a model request of the running call to its list of replies, which expires after `ttl_s`
+        seconds.
+        """
         answer = self._signing.seal(keys.answer_purpose, answer.decode()).encode()
         with broker_errors("the answer was not sent to the running call"):
             async with self._client.pipeline(transaction=True) as pipe:
@@ -145,7 +149,7 @@ class CallEventStore:
             return list(await pipe.execute())
 
     async def acknowledge(self, keys: CallEventKeys, entries: Sequence[bytes]) -> None:
-        """Delete handled entries. A worker that waits for room then continues."""
+        """Delete handled entries. A worker that waits because the stream has too many unread entries then continues."""
         with broker_errors("the events of a running call were not acknowledged"):
             await self._client.xdel(keys.events, *entries)
 
@@ -190,7 +194,7 @@ class WorkerCallEventStore:
         return int(replies[1]) if replies[0] is not None else None
 
     def ask(self, question: bytes) -> int | None:
-        """Add a signed question. Return the same value as `add`."""
+        """Sign and add a request to the caller's model. Return the same value as `add`."""
         return self.add(self._signing.seal(self._keys.question_purpose, question.decode()).encode())
 
     def count(self) -> int:

@@ -34,7 +34,7 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 SEND_WAIT_S = 3.0
-"""Time for which a call waits for Redis while it was certainly not sent, in seconds."""
+"""Seconds that a call waits while Redis does not answer, if the call was certainly not sent yet."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5)
 CLOCK_ROUND_TRIP_S = 0.5
 """Limit of the round trip for clock updates, in seconds. After a longer round trip, the time in the reply is out of
@@ -58,10 +58,10 @@ class NotSent(Exception):
 class CallMessage:
     """A call in its published form. `text`: the message of its Celery task. `start_by`: latest start, in Unix seconds
     of the shared clock. `ticket`: a signed text that stays in the record until a worker decides about the call
-    (store/calls.py). `session`, `fence`: for a call that must reach the host of its session; None if any worker of the
-    queue may run the call. `slot`: the id of the slot that the call must hold (store/slots.py); "" if the slot is
-    already confirmed. `extra_s`: by how many seconds the call may run longer
-    than MAX_TIMEOUT_S.
+    (store/calls.py). `session`, `fence`: the session and its fence, if the call must reach the host of the session;
+    None if any worker of the queue may run the call. `slot`: the id of the slot that the call must hold
+    (store/slots.py); "" if the slot is already confirmed. `extra_s`: number of seconds by which the limit of the call
+    exceeds MAX_TIMEOUT_S.
     """
 
     tenant: str
@@ -166,7 +166,7 @@ SWEEP_BATCH = 500
 QUIET_S = 5.0
 SILENCE_S = 20.0
 """Time without a message after which a subscription counts as dead, in seconds. The subscription is pinged every
-QUIET_S, so silence means that the other end is lost.
+QUIET_S, so silence means that the connection is broken.
 """
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 OUTAGE_LIMIT_S = 30.0
@@ -230,7 +230,7 @@ class ResultHub:
             ) from None
 
     async def close(self) -> None:
-        """Stop listening. Waiting callers get BrokerUnavailable."""
+        """Stop listening. Futures that still wait raise BrokerUnavailable."""
         await cancel_all(self._tasks)
         self._fail_all("the client was closed while it waited for this call: the call may or may not have acted")
         self._waiting.clear()
@@ -240,7 +240,7 @@ class ResultHub:
                 await self._delete_taken()
 
     def task_id(self, name: str) -> str:
-        """Return the task id under which a result returns to this hub."""
+        """Return a task id whose result this hub receives. `name`: the last part of the id."""
         return f"{self.id}-{name}"
 
     @contextlib.contextmanager
@@ -263,8 +263,8 @@ class ResultHub:
             self._stored.discard(task_id)
 
     async def look(self, task_id: str) -> None:
-        """Read the result of one task now, if it is stored. Results that another hub published are not announced to
-        this hub.
+        """Read the result of one task now, if it is stored. Use this method for a task that another hub has published,
+        because Redis does not announce its result to this hub.
         """
         try:
             await self._take_stored([task_id])
@@ -278,7 +278,7 @@ class ResultHub:
             future.set_exception(error)
 
     def discard(self, key: str) -> None:
-        """Delete a key soon, together with others."""
+        """Queue a result key for deletion. Keys are deleted in groups."""
         if len(self._collected) < MAX_UNDELETED:
             self._collected.append(key)
 

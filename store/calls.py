@@ -79,7 +79,9 @@ idempotent.
 
 
 class CallState(StrEnum):
-    """The state of a call. QUEUED and RUNNING: the call has not ended. LOST: the call may be sent again."""
+    """The state of a call. QUEUED and RUNNING: the call has not ended. LOST: its worker has died; the call may be sent
+    again.
+    """
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -186,12 +188,12 @@ log = get_logger(__name__)
 
 REAP_BATCH = 500
 TRUSTED_S = int(HOST_TTL_S - 2 * HEARTBEAT_S)
-"""Time for which an observation that Redis answers regularly stays valid, in seconds. Within this time, a missing
-report proves that its host is lost.
+"""Seconds after a moment at which Redis certainly received reports. Within this time, a missing report proves that its
+host is lost.
 """
 FORGET_S = 600
-"""Time after the last report of a host during which its queue is still checked, in seconds. A message may have been
-sent to the queue in that time.
+"""Seconds after the last report of a host for which its queue is still checked. A message may have been sent to the
+queue in that time.
 """
 READ_BATCH = 500
 KILL_TTL_S = 60
@@ -570,8 +572,8 @@ class CallStore:
 
     async def kill(self, order: KillOrder, *, is_ours: bool = False) -> CallState | None:
         """Store an order to kill a call; repeatable. Return the resulting state of the call: FORBIDDEN if the call will
-        never start. Return None for an unknown call: only the program that makes the call (`is_ours`) can then report
-        its state.
+        never start. Return None for a call without a record: only the program that makes the call knows its state.
+        `is_ours`: this process makes the call.
         """
         keys = [
             call_key(self._deployment, order.tenant, order.call),
@@ -728,8 +730,8 @@ class WorkerCallStore:
         return self.claim(call, context.model_copy(update={"deadline_at": _NO_DEADLINE, "fence": None}), holder)
 
     def refuse(self, call: ToolCall, context: ToolContext, holder: str) -> CallClaim:
-        """Refuse a call. GRANTED: the refusal is the result of the call, and the call never starts. `holder`: if this
-        holder has claimed the call for this message, the refusal reverts the claim.
+        """Refuse a call. Return GRANTED if the refusal is the result of the call, which then never starts. `holder`: if
+        this holder has claimed the call for this message, the refusal reverts the claim.
         """
         return self._decide(self._refuse, [self._key(context.tenant, call.id)], context, [holder])
 
@@ -753,7 +755,7 @@ class WorkerCallStore:
         return call_key(self._deployment, tenant, call_id)
 
     def _decide(self, script: Any, keys: list[str], context: ToolContext, arguments: list[Any]) -> CallClaim:
-        ttl_s = CALL_TTL_S + max(0, math.ceil(context.timeout_s - MAX_TIMEOUT_S))  # its end sets CALL_TTL_S
+        ttl_s = CALL_TTL_S + max(0, math.ceil(context.timeout_s - MAX_TIMEOUT_S))  # `finish` sets CALL_TTL_S
         with broker_errors("the call was not run, because its claim was not noted"):
             # A token for each decision: with one per call, a repeated message would pass as the first one.
             verdict, now = script(keys=keys, args=[context.attempt, ttl_s, secrets.token_hex(8), *arguments])
@@ -785,5 +787,7 @@ class FinishedCalls:
         return bool(self._finish(keys=[key, call, ending.session_key], args=[text, ttl_s, *record, *ending.amounts()]))
 
     def lose(self, call: str, attempt: int, node: str, reason: str) -> None:
-        """Mark a running call as lost, because the process that ran it has died. `call`: the key of its record."""
+        """Mark a running call as lost, because the process that ran it has died. `call`: the Redis key of its record.
+        `node`: the Celery name of its worker.
+        """
         self._lose(keys=[call], args=[attempt, CallState.RUNNING.value, CallState.LOST.value, node, reason])

@@ -243,7 +243,9 @@ async def read_server_info(client: "redis.asyncio.Redis", *sections: str) -> dic
 
 
 def connect(broker: BrokerSettings) -> "redis.Redis":
-    """Return a blocking client with its own pool, for bytes. With sentinels, the client follows the master."""
+    """Return a blocking client with its own connection pool. Replies are bytes. With sentinels, the client follows the
+    master.
+    """
     return _open_sync(broker, socket_timeout=TIMEOUT_S, socket_connect_timeout=5.0, health_check_interval=15)
 
 

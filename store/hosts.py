@@ -29,8 +29,8 @@ _WAKE = b"stop"
 _WHAT = "the workers' reports were not read or changed"
 
 Departure = Literal["drained", "restarting", "stopped"]
-"""The way in which a worker ends. "drained": its queue is empty. "restarting": its next process is expected.
-"stopped": the reaper must process the rest of its queue.
+"""The reason why a worker ends. "drained": its queue is empty. "restarting": its next process is expected. "stopped":
+the reaper must process the rest of its queue.
 """
 
 
@@ -142,7 +142,7 @@ class HostStore:
         return self._cached
 
     async def read(self) -> list[HostReport]:
-        """Return the reports without a cache."""
+        """Return the reports as they are in Redis now, without the cache of `reports`."""
         found = await self.find_all(await self._listed())
         return [report for report in found.values() if report is not None]
 
@@ -229,7 +229,7 @@ class ReportResult(StrEnum):
     GIVEN_UP = "given_up"
     """The instance was considered lost, and its calls were answered. The worker must not continue under its name."""
     REPLACED = "replaced"
-    """Another worker has the name."""
+    """Another worker uses the name of this host instance."""
 
 
 class WorkerHostStore:
@@ -249,8 +249,8 @@ class WorkerHostStore:
         self._dismiss = client.register_script(_DISMISS)
 
     def report(self, report: HostReport, *, is_first: bool = False, ttl_s: int = HOST_TTL_S) -> ReportResult:
-        """Report that the worker lives, and update the clock with Redis's time. `is_first`: accept the name only if no
-        worker has used it.
+        """Report that the worker lives, and update the clock with Redis's time. `is_first`: accept the host instance's
+        name only if no worker has used it.
         """
         report = report.model_copy(update={"reported_at": self._clock()})
         own = report.slots if report.kind == "sandbox" else ""

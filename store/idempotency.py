@@ -56,7 +56,8 @@ return 0
 @dataclass(frozen=True)
 class SlotClaim:
     """The claim of a request to its slot. `pending`: the content of the slot while the request runs; no other request
-    writes the same content. `released`: the key that exists if the claim was released before Redis received it.
+    writes the same content. `released`: the Redis key that exists if the claim was released before Redis received the
+    claim itself.
     """
 
     slot: str
@@ -77,7 +78,9 @@ class IdempotencyStore:
         self._release = client.register_script(_RELEASE)
 
     def name(self, account: str, name: str, digest: str, token: str) -> SlotClaim:
-        """Return the claim of the request with that content. `token`: new for each request."""
+        """Return the claim of a request. `name`: its Idempotency-Key. `digest`: the digest of its content. `token`: a
+        random text, new for each request.
+        """
         return SlotClaim(
             f"{self._prefix}:once:{name}",
             f"{self._prefix}:gone:{token}",
@@ -100,8 +103,8 @@ class IdempotencyStore:
         return self._open(claim.slot, content) if content is not None else None
 
     async def keep(self, claim: SlotClaim, record: str) -> None:
-        """Store the response in the slot, unless another request holds the slot. Repeatable. Raises BrokerUnavailable
-        when Redis does not answer.
+        """Store the response in the slot, unless another request holds the slot. A second call changes nothing. Raises
+        BrokerUnavailable when Redis does not answer.
         """
         # The signature is bound to the slot. Otherwise any process that can write to Redis could forge a response of
         # the API.
@@ -128,8 +131,8 @@ class IdempotencyStore:
         return answer
 
     async def release(self, claim: SlotClaim) -> None:
-        """Free the slot, if that claim still holds it. Repeatable. Raises BrokerUnavailable when Redis does not
-        answer.
+        """Free the slot, if that claim still holds it. A second call changes nothing. Raises BrokerUnavailable when
+        Redis does not answer.
         """
         await self._settle(self._release([claim.slot, claim.released], [claim.pending, PENDING_S]))
 

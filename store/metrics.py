@@ -49,20 +49,22 @@ COUNTED_TTL_S = 7 * 24 * 3600
 MAX_VALUE = 1e15
 """Maximum counted value. The server of a model may report any number."""
 MOST_BATCHES = 1000
-LOOK_AT_ONCE = 250
-"""Number of rows that one run of the script reads. Between two runs, Redis serves other clients."""
+ROWS_PER_READ = 250
+"""Number of entries of a hash or set that one run of the script reads. Between two runs, Redis serves other clients."""
 _FIELDS_AT_ONCE = 500
 _NOT_SENT = "the counts were not sent"
 _NOT_READ = "the metrics were not read"
 
 
 def metrics_key(deployment: str) -> str:
-    """Return the key of the hash of the deployment's sums (contract/metrics.py)."""
+    """Return the key of the hash with the sums of all metrics of the deployment (contract/metrics.py)."""
     return deployment_key(deployment, "metrics")
 
 
 def counted_key(deployment: str, source: str) -> str:
-    """Return the key of the hash of those totals of a source that are already in the sums."""
+    """Return the key of a hash of totals of one source (process). The hash contains the part of each total that was
+    already added to the deployment's sums.
+    """
     return deployment_key(deployment, f"metrics:counted.{source}")
 
 
@@ -150,14 +152,14 @@ class Counts:
             self._add(bucket, 1.0)
 
     def set_total(self, metric: Metric, part: str, total: float, *labels: str) -> None:
-        """Set the total of another program, if it has grown. That program is the source."""
+        """Set a total that another program (the source) has counted, if the total has grown."""
         field, value = f"{part}{self._find(metric, labels).field}", _sensible(total)
         if value > self._totals.get(field, 0.0):
             self._totals[field] = value
             self._changed.add(field)
 
     def pending(self) -> PendingCounts | None:
-        """Return the next totals to send; None if Redis has everything."""
+        """Return the next totals to send; None if Redis has all current totals."""
         if not self._changed:
             return None
         # The count of a histogram must come before its other parts, because the count marks the series as existing.
@@ -181,7 +183,7 @@ class Counts:
         return PendingCounts(totals, tuple(arguments))
 
     def settle(self, pending: PendingCounts) -> None:
-        """Record that Redis has these totals. A total that has grown since then stays to be sent."""
+        """Record that Redis has these totals. A total that has grown in the meantime is sent again later."""
         for field, total in pending.totals.items():
             self._added[field] = total
             if self._totals[field] == total:
@@ -208,7 +210,9 @@ class Counts:
 
 
 def is_mark(field: str) -> bool:
-    """Return whether a field of the sums counts series, and is not a series itself."""
+    """Return whether a field of the hash of sums contains the number of series of a metric, and not the value of a
+    series.
+    """
     return field.startswith(SERIES_MARK)
 
 
@@ -221,9 +225,9 @@ def _sensible(value: float) -> float:
 
 @dataclass(frozen=True)
 class StoredCounts:
-    """Sums of the deployment. `queues`: of all listed workers, with or without a report. `sums`: field -> number
-    (contract/metrics.py). `refusals`: reason -> number. `tenants`: registered tenants, the default tenant, and tenants
-    that have opened sessions.
+    """Sums of the deployment. `queues`: the queues of all listed workers, with or without a report. `sums`: field ->
+    number (contract/metrics.py). `refusals`: reason -> number. `tenants`: registered tenants, the default tenant, and
+    tenants that have opened sessions.
     """
 
     queues: Sequence[str]
@@ -234,8 +238,8 @@ class StoredCounts:
 
 
 class QueueState(NamedTuple):
-    """The state of a queue. `oldest_s`: age of the oldest message, -1 if unknown. `tenants`: tenants whose calls wait
-    for a slot.
+    """Age and waiting tenants of a queue. `oldest_s`: age of the oldest message, -1 if unknown. `tenants`: tenants
+    whose calls wait for a slot.
     """
 
     messages: int
@@ -248,7 +252,9 @@ class QueueState(NamedTuple):
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """Numbers of runs, of unfinished batches, and of approval questions that wait for a person."""
+    """State of a deployment for the metrics: the numbers of runs, of unfinished batches, and of approval questions that
+    wait for a person.
+    """
 
     waiting_runs: int
     delayed_runs: int
@@ -278,7 +284,7 @@ class MetricsStore:
         self._absorb = client.register_script(ABSORB_LUA)
 
     async def absorb(self, source: str, counts: Counts) -> None:
-        """Send all totals that have changed."""
+        """Add all totals of a source that have changed to the deployment's sums. `source`: the id of the process."""
         keys = [metrics_key(self._deployment), counted_key(self._deployment, source)]
         while (pending := counts.pending()) is not None:
             with broker_errors(_NOT_SENT):
@@ -341,8 +347,8 @@ class MetricsStore:
 
     async def _read_rows(self, subject: str, rows: Sequence[str]) -> list[Any]:
         results: list[Any] = []
-        for start in range(0, len(rows), LOOK_AT_ONCE):
-            results += await self._run(subject, rows[start : start + LOOK_AT_ONCE])
+        for start in range(0, len(rows), ROWS_PER_READ):
+            results += await self._run(subject, rows[start : start + ROWS_PER_READ])
         return results
 
     async def _run(self, subject: str, rows: Sequence[Any]) -> Any:
@@ -352,16 +358,16 @@ class MetricsStore:
 
 
 def _split(tenants: Mapping[str, Sequence[str]]) -> Iterator[Sequence[tuple[str, Sequence[str]]]]:
-    """Split the rows into parts of at most LOOK_AT_ONCE tenants, because reading one tenant of a queue takes as long as
-    reading one row elsewhere.
+    """Split the rows into parts of at most ROWS_PER_READ tenants, because reading one tenant of a queue takes as long
+    as reading one row elsewhere.
     """
-    rows, free = list[tuple[str, Sequence[str]]](), LOOK_AT_ONCE
+    rows, free = list[tuple[str, Sequence[str]]](), ROWS_PER_READ
     for queue, names in tenants.items():
-        for start in range(0, len(names), LOOK_AT_ONCE):
-            part = names[start : start + LOOK_AT_ONCE]
+        for start in range(0, len(names), ROWS_PER_READ):
+            part = names[start : start + ROWS_PER_READ]
             if len(part) > free:
                 yield rows
-                rows, free = [], LOOK_AT_ONCE
+                rows, free = [], ROWS_PER_READ
             rows.append((queue, part))
             free -= len(part)
     if rows:
@@ -393,7 +399,7 @@ class WorkerMetricsStore:
         self._absorb = client.register_script(ABSORB_LUA)
 
     def absorb(self, source: str, counts: Counts) -> None:
-        """Send all totals that have changed."""
+        """Add all totals of a source that have changed to the deployment's sums. `source`: the id of the process."""
         keys = [metrics_key(self._deployment), counted_key(self._deployment, source)]
         while (pending := counts.pending()) is not None:
             with broker_errors(_NOT_SENT):
@@ -416,7 +422,7 @@ class RefusalCounter:
         self._key = refusals_key(deployment)
 
     def count(self, reason: RefusalReason) -> None:
-        """Add one. If Redis does not answer, only the log records the refusal."""
+        """Add one refused message. If Redis does not answer, only the log records the refusal."""
         try:
             with broker_errors("the refusal was not counted"):
                 self._client.hincrby(self._key, reason, 1)

@@ -59,13 +59,13 @@ class StoredEndpoint:
 
     @property
     def id(self) -> str:
-        """Return the id in the deployment."""
+        """Return the endpoint's id, which is unique in the deployment."""
         return endpoint_field(self.name, self.tenant)
 
 
 class ModelEndpoints(AuditedStore):
-    """The endpoints in Redis. They are read at most once every ENDPOINTS_FRESH_S seconds, but own changes are visible
-    at once.
+    """The endpoints in Redis. The endpoints are read at most once every ENDPOINTS_FRESH_S seconds, but own changes are
+    visible at once.
     """
 
     def __init__(self, client: RedisClient, deployment: str, keys: SigningKeys) -> None:
@@ -88,7 +88,9 @@ class ModelEndpoints(AuditedStore):
         return cache.endpoints
 
     async def of(self, tenant: str) -> dict[str, StoredEndpoint | ConfigError]:
-        """Return the endpoints of a tenant by name: its own ones, and those of the deployment with other names."""
+        """Return the endpoints of a tenant by name: its own endpoints, and the endpoints of the deployment whose names
+        its own endpoints do not use.
+        """
         found: dict[str, StoredEndpoint | ConfigError] = {}
         for field, endpoint in (await self.all()).items():
             owner, _, name = field.rpartition("/")
@@ -99,7 +101,8 @@ class ModelEndpoints(AuditedStore):
         return found
 
     async def find(self, tenant: str, name: str) -> StoredEndpoint | None:
-        """Return the endpoint that a run of the tenant means by `name`, its own one first; None if there is none.
+        """Return the endpoint that a run of the tenant means by `name`, the tenant's own endpoint before one of the
+        deployment; None if there is none.
 
         Raises ConfigError: the record cannot be read. Raises BrokerUnavailable when Redis does not answer.
         """
@@ -115,8 +118,8 @@ class ModelEndpoints(AuditedStore):
     async def views(
         self, tenant: str | None = None, policy: TenantPolicy | None = None, *, shows_addresses: bool = True
     ) -> list[EndpointView]:
-        """Return the endpoints that a tenant may use, by name. `tenant` None: all, of the deployment and of every
-        tenant. `policy`: of the tenant; None: it allows all.
+        """Return the endpoints that a tenant may use, by name. `tenant` None: all endpoints, of the deployment and of
+        every tenant. `policy`: the tenant's policy, which may forbid endpoints; None: all are allowed.
 
         Raises BrokerUnavailable when Redis does not answer.
         """
@@ -145,8 +148,9 @@ class ModelEndpoints(AuditedStore):
     async def set(self, name: str, endpoint: ModelEndpoint, tenant: str | None = None) -> None:
         """Add or replace an endpoint. Every orchestrator uses it within 2 seconds.
 
-        Raises ToolFailure(INVALID_ARGUMENTS): the name is invalid, or its fallbacks do not end. Raises
-        ToolFailure(UNKNOWN_TENANT): the tenant is not registered. Raises BrokerUnavailable when Redis does not answer.
+        Raises ToolFailure(INVALID_ARGUMENTS): the name is invalid, or its chain of fallbacks is a loop or too long.
+        Raises ToolFailure(UNKNOWN_TENANT): the tenant is not registered. Raises BrokerUnavailable when Redis does not
+        answer.
         """
         try:
             ENDPOINT_NAME.validate_python(name)

@@ -30,7 +30,7 @@ log = get_logger(__name__)
 LEASE_S = 20.0
 RENEWALS_A_LEASE = 4
 LOOK_S = 0.2
-"""Pause between two checks for a free lease, in seconds."""
+"""Seconds between two checks whether a limit allows the next request."""
 MAX_SPREAD_S = 2.0
 """Longest time over which the requests of all processes are spread after a block, in seconds."""
 MAX_BLOCK_S = 3600.0
@@ -129,7 +129,8 @@ async def read_limits(client: RedisClient, deployment: str, endpoints: Sequence[
 class SharedLimits:
     """The limits of one endpoint. Create one instance per process and endpoint: its requests wait in order.
 
-    `endpoint`: its id in the deployment. `bounds`: its record; None: only the block is shared.
+    `endpoint`: the id of the endpoint in the deployment. `bounds`: the record of the endpoint, which has its limits;
+    None: only blocks by the server's rate limit are shared.
     """
 
     def __init__(
@@ -156,8 +157,8 @@ class SharedLimits:
     async def acquire(
         self, estimate: Callable[[], int], max_wait_s: float, on_wait: Callable[[str], object] = lambda _: None
     ) -> RequestLease:
-        """Wait until one more request may be sent. `estimate` returns its tokens, if they are limited. `on_wait`
-        receives the cause of a wait that is longer than WAIT_NOTICE_S.
+        """Wait until one more request may be sent. `estimate` returns the estimated tokens of the request; it is called
+        only if tokens are limited. `on_wait` receives the cause of a wait that is longer than WAIT_NOTICE_S.
 
         Raises EndpointBlocked: the endpoint is blocked for longer than `max_wait_s`. Raises BrokerUnavailable: Redis
         does not answer for long.
@@ -168,7 +169,8 @@ class SharedLimits:
             return await self._wait(lease, max_wait_s)
 
     async def _wait(self, lease: RequestLease, max_wait_s: float) -> RequestLease:
-        # Only the first request in line asks Redis, so the load on Redis does not grow with the line.
+        # Only the request that has waited longest asks Redis, so the load on Redis does not grow with the number of
+        # waiting requests.
         async with self._turn:
             while True:
                 self._released.clear()
@@ -226,7 +228,7 @@ class SharedLimits:
         try:
             return await retry_until_available(lambda: self._run_acquire(lease))
         except asyncio.CancelledError:
-            # The script may have given the lease.
+            # The script may already have granted the lease.
             begin_shared(self._release(lease, 0), "end-lease")
             raise
 

@@ -21,7 +21,7 @@ from store.slots import count_slots_in_use
 from store.tenants import RedisTenants
 
 MOST_BATCHES = 50
-"""Limit of listed batches."""
+"""Limit of the batches that an overview lists."""
 _TAIL_BYTES = 4096
 """Size of the end of a message, which contains its headers, in bytes."""
 _CALL_KEY = re.compile(rb'"call_key": ?"([^"\\]+)"')
@@ -48,16 +48,16 @@ class QueueSummary(Record):
 
 
 class TenantSummary(Record):
-    """A tenant that is registered or has calls. `share`: share of its calls in all used slots. `fair_share`: share by
-    weight among the tenants that have calls, 0 without calls. `problem`: why its policy cannot be read; the tenant is
-    then not served.
+    """A tenant that is registered or has calls. `share`: the part of all used slots that its calls use, 0 to 1.
+    `fair_share`: the part that its weight entitles it to, among the tenants that have calls; 0 without calls.
+    `problem`: why its policy cannot be read; the tenant is then not served.
     """
 
     tenant: str
     is_registered: bool
     weight: float
     in_flight: int
-    """Limit of calls at the same time."""
+    """Limit of the tenant's calls that may run at the same time."""
     held: int = Field(ge=0)
     waiting: int = Field(ge=0)
     share: float = Field(ge=0, le=1)

@@ -16,9 +16,9 @@ from store.hosts import HostStore
 FRESH_S = 3.0
 SCAN = 1000
 FULL_SHARE = 0.7
-"""Maximum share of the session capacity. Above it, more hosts are needed."""
+"""Share of the hosts' session capacity in use, 0 to 1, above which more hosts are needed."""
 BUSY_SHARE = 0.9
-"""Maximum share of the slots in use. Above it, more hosts are needed."""
+"""Share of the hosts' call slots in use, 0 to 1, above which more hosts are needed."""
 _WHAT = "the waiting calls were not counted"
 
 
@@ -37,7 +37,7 @@ class QueuePressure(Record):
 
 
 class HostsPressure(Record):
-    """All sandbox hosts. `wanted`: the sufficient number of hosts of average size."""
+    """Demand of all sandbox hosts together. `wanted`: the number of hosts of average size that would be sufficient."""
 
     hosts: int
     sessions: int
@@ -48,7 +48,9 @@ class HostsPressure(Record):
 
 
 class PoolPressure(Record):
-    """Demand and capacity. `queues`: by the name of the pool."""
+    """Demand of a deployment for workers and hosts, for an autoscaler. `queues`: the demand of each shared queue, by
+    the name of its pool.
+    """
 
     queues: dict[str, QueuePressure]
     hosts: HostsPressure
@@ -62,8 +64,8 @@ class _Scan:
 
 
 class Pressure:
-    """Reads Redis at most once every FRESH_S seconds. Every method raises BrokerUnavailable when Redis does not
-    answer.
+    """Computes the demand of the pools. Reads Redis at most once every FRESH_S seconds. Every method raises
+    BrokerUnavailable when Redis does not answer.
     """
 
     def __init__(self, client: RedisClient, deployment: str, clock: Callable[[], float] | None = None) -> None:

@@ -44,7 +44,7 @@ class ResealResult:
 
 async def reseal(client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> ResealResult:
     """Sign API keys, policies, switches, model endpoints and installed skills with the present secret, and encrypt
-    secrets with it. Repeatable. Raises BrokerUnavailable when Redis does not answer.
+    secrets with it. The function can be repeated safely. Raises BrokerUnavailable when Redis does not answer.
     """
 
     def sign(purpose: Callable[[str], str]) -> Callable[[str, bytes], bytes]:

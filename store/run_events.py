@@ -31,7 +31,8 @@ def run_events_key(deployment: str, tenant: str, run: str) -> str:
 
 
 MAX_EVENTS, MAX_STREAM_BYTES = 5000, 2 * 1024 * 1024
-"""Limits of a run's stream. Above the limits, the oldest events are deleted."""
+"""Limits of a run's stream: number of events, and their size in bytes. Above the limits, the oldest events are deleted.
+"""
 MAX_EVENT_BYTES = 16 * 1024
 PAGE, BATCH_PAGE = 16, 1000
 START = "0-0"
@@ -85,8 +86,8 @@ of the runs contain the outcomes.
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Consecutive events of one run. `first`: how many events the holder has added before. `last_step`: the last step
-    whose events are complete after this batch; None: no further step is complete.
+    """Consecutive events of one run. `first`: the number of events of the run that the holder has added before these.
+    `last_step`: the last step whose events are complete after this batch; None: no further step is complete.
     """
 
     tenant: str
@@ -100,7 +101,9 @@ class EventBatch:
 
 @dataclass(frozen=True)
 class EventPage:
-    """Events in order. `tip`: the id of the last event in the stream. `is_over`: no events follow."""
+    """Events in order. `tip`: the id of the last event in the stream, which may be after this page. `is_over`: no
+    events follow.
+    """
 
     entries: tuple[StoredEvent, ...]
     tip: str
@@ -127,8 +130,8 @@ class RunEventStore:
         return int(step or 0), bool(has_any)
 
     async def append(self, batches: Sequence[EventBatch], progress: Sequence[ProgressEvent] = ()) -> list[bool]:
-        """Add events. Return for each run whether the holder still holds the run. A repetition after a lost reply adds
-        no event of a run twice, and may repeat events of `progress`.
+        """Add events. Return, for each of `batches`, whether the process still holds the run. A repetition after a lost
+        reply adds no event of a run twice, and may repeat events of `progress`.
         """
         pipe = self._client.pipeline(transaction=False)
         for batch in batches:
@@ -194,7 +197,7 @@ def _progress_key(deployment: str, tenant: str, batch: str) -> str:
 
 
 class BatchEventReader:
-    """A reader of one batch's stream."""
+    """Reads the event stream of one batch, and remembers its position."""
 
     def __init__(
         self, client: "redis.asyncio.Redis", deployment: str, tenant: str, batch: str, after: str = START
@@ -312,13 +315,15 @@ def _shorten(value: Any, limit: int) -> Any:
 
 BLOCK_MS = 200
 PAUSE_S = 0.05
-"""Pause after each read, in seconds. One read then returns all events of the pause."""
+"""Pause after each read, in seconds, so that one read returns several events."""
 AGAIN_S = 0.5
 LOOK_S = 15.0
 """Time without an event after which a follower checks whether the run still exists, in seconds."""
 READ_COUNT = 64
 RING_EVENTS, RING_BYTES = 128, 64 * 1024
-"""Limits of the events of a followed run in memory. A follower that is further behind reads the stream itself."""
+"""Limits of the events of a followed run that are kept in memory: their number, and their size in bytes. A follower
+that is further behind reads the stream itself.
+"""
 
 
 @dataclass

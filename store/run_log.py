@@ -62,7 +62,9 @@ def run_log_key(deployment: str, tenant: str, run: str) -> str:
 
 
 def run_sessions_key(deployment: str, tenant: str, run: str) -> str:
-    """Return the key of the set of a run's sessions, signed. They are also in the log, which may be large."""
+    """Return the key of the set of the signed names of a run's sessions. The log has them too, but reading a large log
+    takes long.
+    """
     return tenant_key(deployment, tenant, f"run.{run}:sessions")
 
 
@@ -75,7 +77,7 @@ LOGGED = (
     SessionOpening, SessionOpened, ModelReplied, CallReviewed, CallFinished, StateForking, StateKept, ArtifactsCopied,
     SubmissionTaken,
 )  # fmt: skip
-"""The events from which another process resumes a run."""
+"""Types of the events that are stored in the log of a run. Another process resumes the run from them."""
 
 
 def parse_entry(text: str | bytes) -> RunEvent:
@@ -87,7 +89,7 @@ def parse_entry(text: str | bytes) -> RunEvent:
 
 
 PAGE = 64
-"""Number of entries of a log that are read at a time."""
+"""Number of entries of a log that one command reads."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 # KEYS: run, log, sessions, usage of the run's session. ARGV: claim, index, entry, signed session of the entry ('' for
 # none), time to live, '1' if the entry is progress of the run, prefix of the tenant's days, whether there is a session,
@@ -204,15 +206,17 @@ class RunLog:
                     await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
                     failures += 1
                     continue
-                # The new holder continues from the entries that are there. Nothing that this one still does has an
-                # effect.
+                # The new holder continues from the entries that are in Redis. Nothing that this process still does has
+                # an effect.
                 if reply == "taken":
                     raise RunTaken(self._attempt.run)
                 # If Redis has lost entries, the holder adds them again from memory.
                 index = index + 1 if reply in ("added", "there") else int(reply)
 
     async def keep_artifacts(self, archive: bytes) -> None:
-        """Store the archive that waits for the grader, next to the log. Raises BrokerUnavailable."""
+        """Store the archive of artifacts that waits for the grader, with the lifetime of the log. Raises
+        BrokerUnavailable.
+        """
         # Not signed: the log entry has its hash.
         with broker_errors("the artifacts were not stored"):
             await self._client.set(self._artifacts_key, archive, ex=RUN_TTL_S)
@@ -284,8 +288,9 @@ AT_ONCE = 100
 async def close_left_sessions(
     client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys, tenant: str, runs: Iterable[str]
 ) -> int:
-    """Close all sessions that these runs have opened or were about to open, also those of graders and of kept states.
-    Return how many there are. The hosts remove the sandboxes. Raises BrokerUnavailable when Redis does not answer.
+    """Close all sessions that these runs have opened or were about to open, including sessions of graders and of kept
+    states. Return the number of these sessions. The hosts remove the sandboxes. Raises BrokerUnavailable when Redis
+    does not answer.
     """
     names, store, count = list(runs), SessionStore(client, deployment), 0
     for at in range(0, len(names), AT_ONCE):
@@ -323,8 +328,8 @@ def unpack_transcript(run: str, packed: bytes) -> list[dict[str, Any]]:
     """
     inflater = zlib.decompressobj()
     try:
-        # With a limit: some kilobytes of zeros would become gigabytes. The count of values bounds what JSON needs in
-        # memory.
+        # Decompressed with a limit, because some kilobytes of zeros would become gigabytes. The number of values limits
+        # the memory that the parsed JSON needs.
         text = inflater.decompress(packed, MAX_TRANSCRIPT_BYTES).decode()
         if not inflater.eof or has_more_values_in_text(text, MAX_TRANSCRIPT_VALUES):
             raise ValueError("it is cut off, or larger than a transcript may be")

@@ -1,4 +1,6 @@
-"""Records of runs: what the hash of a run has, what lists show of a hosted run, and how a hosted run ended."""
+"""Records of runs: the fields of a run's hash, the fields of a hosted run that lists show, and the end of a hosted
+run.
+"""
 
 import json
 import time

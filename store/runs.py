@@ -77,9 +77,11 @@ LEASE_S = 20.0
 AT_ONCE = 200
 """Maximum number of runs in one step of the script. Redis is blocked during a step."""
 STEP_CHARS = 4 * 1024 * 1024
-"""Size of sealed items after which one step adds no further item."""
-LOOKS, MAX_STEPS = 2000, 10
-"""LOOKS: how many runs one step reads to find runs in a given state. MAX_STEPS: most steps for one page."""
+"""Number of characters of signed items after which one step of the script adds no further item."""
+RUNS_PER_STEP, MAX_STEPS = 2000, 10
+"""Limits of the search for runs in a given state. RUNS_PER_STEP: number of runs that one step reads. MAX_STEPS:
+number of steps for one page.
+"""
 _CURSOR = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)/([A-Za-z0-9_-]{1,64})")
 """Pattern of a cursor: the creation time of a batch and its id."""
 _SCRIPT = "\n".join(
@@ -167,13 +169,15 @@ class RunQueue:
     async def change(
         self, tenant: str, batch: str, *, concurrency: int, defaults: BatchDefaults, is_detached: bool
     ) -> None:
-        """Change how a batch continues."""
+        """Change the settings with which a batch continues: concurrency, defaults, and whether orchestrators of the
+        service run it.
+        """
         # Sealed: the defaults name the model and the tools of every run of the batch.
         sealed = seal_defaults(self.keys, tenant, batch, defaults)
         await self._set(tenant, batch, concurrency=concurrency, defaults=sealed, is_detached=int(is_detached))
 
     async def note_rows(self, tenant: str, batch: str, position: RowLocation) -> None:
-        """Store where the rows of a batch are written."""
+        """Store the location of the row files of a batch."""
         await self._set(tenant, batch, rows=seal_rows(self.keys, tenant, batch, position))
 
     async def set_concurrency(self, tenant: str, batch: str, concurrency: int) -> None:
@@ -234,8 +238,8 @@ class RunQueue:
         return bool(await self.step("reopen", tenant, batch))
 
     async def cancel(self, tenant: str, batch: str) -> int:
-        """Stop starting runs of a batch. Waiting runs end as cancelled; the holders of running runs end those. Return
-        how many waited.
+        """Stop starting runs of a batch. Waiting runs end as cancelled; the processes that execute the running runs end
+        them. Return how many runs waited.
         """
         # In steps, because Redis is blocked during one. The first step stops new starts. If this process dies after it,
         # the batch stays `cancelling`, and a repeated cancel ends the rest.
@@ -268,8 +272,8 @@ class RunQueue:
             )
 
     async def retry(self, tenant: str, batch: str, kinds: Iterable[FailureKind], entry: str = "") -> int:
-        """Queue the runs again that failed in one of these ways. Return how many. `entry`: the entry for the audit
-        log, written with the first of the runs; "" for none.
+        """Queue the runs again that failed for one of these reasons. Return the number of these runs. `entry`: the
+        entry for the audit log, written with the first of the runs; "" for none.
         """
         kind_names, count = [kind.value for kind in kinds], 0
         ended = await self.ended(tenant, batch, 0)
@@ -285,7 +289,7 @@ class RunQueue:
         return count
 
     async def waiting(self, tenant: str, batch: str) -> set[str]:
-        """Return the runs that wait."""
+        """Return the ids of the batch's runs that wait to be claimed."""
         return {
             run.decode() for run in await _ask(self._client.zrange(self._batch_key(tenant, batch) + ":waiting", 0, -1))
         }
@@ -304,11 +308,11 @@ class RunQueue:
         return [run.decode() for run in await _ask(self._client.lrange(key, first, last))]
 
     async def count_items(self, tenant: str, batch: str) -> int:
-        """Return how many runs were added."""
+        """Return the number of runs that were added to the batch."""
         return int(await _ask(self._client.llen(self._batch_key(tenant, batch) + ":items")))
 
     async def counts(self, tenant: str, batch: str) -> Mapping[str, int]:
-        """Return how many runs of a batch wait and how many run."""
+        """Return how many runs of a batch are in each state (`waiting`, `running`)."""
         key, pipe = self._batch_key(tenant, batch), self._client.pipeline(transaction=False)
         pipe.zcard(f"{key}:waiting")
         pipe.scard(f"{key}:delayed")
@@ -399,8 +403,8 @@ class RunQueue:
         }
 
     async def finish(self, claim: RunClaim, outcome: ItemOutcome, *, calls: int = 0, seconds: float = 0.0) -> bool:
-        """Store how a run ended. Return False if another process holds the run. `calls`, `seconds`: for the last event
-        of a hosted run.
+        """Store how a run ended. Return False if another process holds the run. `calls`, `seconds`: number of calls and
+        duration, which the last event of a hosted run contains.
         """
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
         rest: tuple[str | bytes, ...] = ()
@@ -413,8 +417,9 @@ class RunQueue:
         return bool(await self.step("finish", claim.tenant, claim.run, claim.token, sealed, kind, *rest))
 
     async def give_back(self, claim: RunClaim, *, after_s: float = 0.0, is_new: bool = False) -> bool:
-        """Release a run after `after_s` seconds. Another process continues it, or starts a new attempt (`is_new`).
-        Return False if another process holds the run. Raises BatchCancelled: the batch was cancelled.
+        """Return a run to the queue, where it can be claimed after `after_s` seconds. Another process continues it, or
+        starts a new attempt (`is_new`). Return False if another process holds the run. Raises BatchCancelled: the batch
+        was cancelled.
         """
         reply = int(await self.step("give_back", claim.tenant, claim.run, claim.token, after_s, "1" if is_new else "0"))
         if reply == 2:
@@ -438,7 +443,9 @@ class RunQueue:
                 log.error("run_not_readable", tenant=tenant, run=run, error=str(error))
 
     async def settle(self, tenant: str, batch: str, outcomes: Iterable[ItemOutcome]) -> set[str]:
-        """End waiting runs without running them. Return the runs that did wait."""
+        """End waiting runs with these outcomes, without executing them. Return the ids of the runs that were
+        waiting.
+        """
         settled: set[str] = set()
         for some in _in_steps(outcomes):
             sealed = [
@@ -555,15 +562,15 @@ class RunQueue:
     async def list_hosted(
         self, tenant: str, before: int, limit: int, state: HostedState | None
     ) -> tuple[list[HostedRun], int]:
-        """Return the newest hosted runs before a position, without removed runs. Also return the position of the next
-        page, 0 if there is none.
+        """Return the newest hosted runs before the position `before`, without removed runs. Also return the position of
+        the next page, 0 if there is none.
         """
         runs: list[HostedRun] = []
         state_name, max_checked = (
             state.value if state is not None else "",
-            LOOKS if state is not None and not state.is_final else limit,
+            RUNS_PER_STEP if state is not None and not state.is_final else limit,
         )
-        # Runs in a rare state may be far apart. A page may then be short, and its cursor leads on.
+        # Runs in a rare state may be far apart. A page may then have few runs, and its cursor continues the search.
         for _ in range(MAX_STEPS):
             reply, names = await self.step("list_runs", tenant, before, limit - len(runs), state_name, max_checked)
             before = int(reply)
@@ -629,7 +636,9 @@ class RunQueue:
         return [[(int(step), name) for step, _, name in row] for row in rows]
 
     async def step(self, operation: str, *arguments: Any) -> Any:
-        """Execute a step of the script (runs.lua, hosted_runs.lua) and return its reply."""
+        """Execute one operation of the Lua scripts runs.lua and hosted_runs.lua atomically, and return its reply.
+        `operation`: its name in the script.
+        """
         with broker_errors(_WHAT):
             try:
                 return await self._script(args=[*self._prefixes, operation, *arguments])

@@ -151,7 +151,7 @@ class SecretStore(AuditedStore):
         )
 
     async def revoke(self, tenant: str | None, name: str) -> bool:
-        """Remove a secret. Return whether it existed. It stops working everywhere within 2 seconds."""
+        """Remove a secret. Return whether it existed. A revoked secret stops working everywhere within 2 seconds."""
         entry = self._entry("secret.remove", name, tenant=tenant)
         keys = [secrets_key(self._deployment, tenant), audit_key(self._deployment)]
         with broker_errors("the secret was not revoked"):
@@ -210,7 +210,7 @@ def secret_purpose(tenant: str | None, name: str) -> str:
 
 
 def seal_secret(keys: SigningKeys, tenant: str | None, secret: Secret) -> str:
-    """Return the encrypted and signed record. It is valid only for this tenant and this name."""
+    """Return the encrypted and signed record of a secret. The record is valid only for this tenant and this name."""
     purpose, nonce = secret_purpose(tenant, secret.info.name), os.urandom(_NONCE_BYTES)
     encrypted = nonce + _build_cipher(keys.current).encrypt(nonce, secret.value.encode(), purpose.encode())
     return keys.seal(purpose, StoredSecret(info=secret.info, encrypted=encrypted).model_dump_json())

@@ -22,7 +22,7 @@ from store.sessions import (
 )
 
 MAX_PAGE = 1000
-MAX_LOOKED_AT = 5000
+MAX_ENTRIES_READ = 5000
 """Limit of entries that are read for one page. Entries of expired sessions count too."""
 AT_ONCE = 200
 TIES = 8
@@ -32,8 +32,8 @@ _LIST = "the open sessions were not listed"
 
 class OpenSession(Record):
     """An open session. `state`: open, or moving to another host; `host` and `queue` are then empty. `image` and
-    `network` null: the session uses those of its tenant's class. `fence`: grows with each move. `checkpoint`: the last
-    one, taken at `checkpoint_at`. Times are in ISO 8601.
+    `network` null: the session uses those of its tenant's class. `fence`: a number that grows with each move.
+    `checkpoint`: the id of the last checkpoint, taken at `checkpoint_at`. Times are in ISO 8601.
     """
 
     id: str
@@ -79,7 +79,7 @@ class SessionList:
         if not 1 <= limit <= MAX_PAGE:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit must be between 1 and {MAX_PAGE}, not {limit}")
         after, sessions, looked_at = _parse_cursor(cursor), list[OpenSession](), 0
-        while looked_at < MAX_LOOKED_AT:
+        while looked_at < MAX_ENTRIES_READ:
             rows = await self._rows(tenant, after)
             locations = await self._locations(rows)
             await self._drop([row for row, location in zip(rows, locations, strict=True) if location == "expired"])

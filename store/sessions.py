@@ -59,8 +59,7 @@ from store.usage import COUNT_STORED_LUA, USAGE_LUA, usage_prefix
 
 HostState = Literal["alive", "silent", "given_up"]
 MOVE_S = 600
-"""Time in which one process must open a session on another host, in seconds. After this time, another process may try.
-"""
+"""Seconds that a process has to open a session on another host. After this time, another process may try."""
 MAX_SEEN_TENANTS = 10_000
 FACTS_MARGIN_S = 24 * 3600
 """Additional lifetime of a session's facts after its location expires, in seconds. Calls extend only the life of the
@@ -71,8 +70,8 @@ CLOSED = "closed"
 the sandbox.
 """
 CLOSED_MARGIN_S = 600
-"""Additional lifetime of that hash after the session's time to live, in seconds. Until then, every sandbox of the
-session has expired by itself.
+"""Additional lifetime, in seconds, of the hash of a closed session after the session's time to live. Until then, every
+sandbox of the session has expired by itself.
 """
 _WHAT = "the sessions' locations were not read or changed"
 
@@ -350,8 +349,9 @@ class SessionStore:
     async def fork(
         self, tenant: str, parent: str, starts: Mapping[str, str], queue: str, *, facts: str, limit: int
     ) -> None:
-        """Create the locations of all new sessions of a fork, or none. `starts`: name -> start. `queue`: where the fork
-        was made. `facts`: as in `settle`.
+        """Create the locations of all new sessions of a fork, or none. `starts`: name of each new session -> its signed
+        opening arguments. `queue`: the queue of the host that made the fork. `facts`: the report of the host, as in
+        `settle`.
 
         Raises ToolFailure: QUOTA_EXCEEDED as in `open`. Raises SandboxUnavailable: the parent was moved or closed.
         """
@@ -405,8 +405,8 @@ class SessionStore:
         return facts.decode(errors="replace") if isinstance(facts, bytes) else None
 
     async def host_state(self, queue: str) -> HostState:
-        """Return the state of a host instance. A `silent` one may report again: after an outage of Redis, all reports
-        are missing.
+        """Return the state of a host instance. A host that is `silent` may report again: after an outage of Redis, all
+        reports are missing.
         """
         pipe = self._client.pipeline(transaction=True)
         pipe.mget(host_key(self._deployment, queue), tombstone_key(self._deployment, queue))
@@ -460,7 +460,7 @@ class AdoptionResult(StrEnum):
     CLOSED = "closed"
     """The session was closed while no worker served it. The sandbox on this host is useless."""
     HELD = "held"
-    """An earlier instance may still have the session or is moving it. The worker must try again later."""
+    """An earlier instance of the host may still serve the session or be moving it. The worker must try again later."""
     NONE = "none"
     """Redis has no location of the session: a program uses sandboxd without a queue, or Redis was flushed. The session
     ends after its time to live.
@@ -553,7 +553,7 @@ class WorkerSessionStore:
         return bool(self._recorded(name, "", checkpoint, taken_at))
 
     def count_deleted(self, name: str, stored_bytes: int) -> None:
-        """Subtract the bytes of an automatic checkpoint that was deleted."""
+        """Subtract the bytes of a deleted automatic checkpoint from the usage of the tenant."""
         with broker_errors(_WHAT):
             self._count_stored(args=[self._usage_prefix(name), -stored_bytes])
 

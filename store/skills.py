@@ -206,8 +206,8 @@ class SkillUses:
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client, self._deployment = client, deployment
 
-    async def note(self, tenant: str, skill: str) -> None:
-        """Count one use of a skill."""
+    async def count(self, tenant: str, skill: str) -> None:
+        """Count one use of a skill by a run of the tenant."""
         key = skill_uses_key(self._deployment, tenant)
         pipe = self._client.pipeline(transaction=False)
         pipe.hincrby(key, skill, 1)
@@ -230,7 +230,7 @@ class SkillUses:
 
 
 def seal_installed(keys: SigningKeys, tenant: str, record: InstalledSkill) -> str:
-    """Return the signed record. It is valid only for this tenant and this name."""
+    """Return the signed record of an installed skill. The signature is valid only for this tenant and this name."""
     return keys.seal(skill_purpose(tenant, record.skill.name), record.model_dump_json())
 
 

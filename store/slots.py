@@ -77,13 +77,15 @@ Operation = Sequence[object]
 
 
 def load_script() -> str:
-    """Return the source of the script that Redis runs."""
+    """Return the source of the Lua script that divides the slots."""
     folder = resources.files("store")
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in _FILES)
 
 
 def grants_channel(deployment: str, orchestrator: str) -> str:
-    """Return the channel on which an orchestrator receives the grants from steps of other orchestrators."""
+    """Return the Redis channel of one orchestrator. On this channel, the orchestrator receives the slots that the
+    script grants to its calls while another orchestrator runs the script.
+    """
     return f"{admission_prefix(deployment)}grants:{orchestrator}"
 
 
@@ -136,7 +138,9 @@ def renew(running: Sequence[str], waiting: Sequence[str]) -> Operation:
 
 
 def tick(queues: Iterable[str]) -> Operation:
-    """Return the operation that reports a possible change in the slots of these queues."""
+    """Return the operation that checks these queues for free slots and grants them, because workers may have started or
+    stopped.
+    """
     return ("tick", *queues)
 
 
@@ -190,7 +194,7 @@ def _terms(request: SlotRequest) -> tuple[dict[str, Any], dict[str, Any]]:
 AT_ONCE = 200
 """Maximum number of operations in a step. Redis is blocked for some milliseconds during a step."""
 RETRY_S = 0.5
-TOGETHER_S = 0.003
+STEP_DELAY_S = 0.003
 """Delay of a release, and of a request behind other requests of its tenant, to fill a step with more operations. In
 seconds. No worker waits because of the delay: a queue has a few calls more than its workers have slots.
 """
@@ -250,14 +254,15 @@ class SlotStore:
         self._idle.set()
 
     def ask(self, call: str, request: SlotRequest, *, is_early: bool = False, is_in_line: bool = False) -> bool:
-        """Request a slot for a call. A step that was delayed because Redis did not answer is sent now: the caller must
-        learn at once that Redis is unavailable.
+        """Request a slot for a call. If the next step is delayed because Redis did not answer, it is sent now: the
+        caller must learn at once that Redis is unavailable.
 
         `is_early`: send the step before this method returns, unless another step is being sent. `is_in_line`: other
         calls of the tenant already wait for the queue, so this request is not urgent. Return whether the request was
         sent.
         """
-        # Until the step is sent, a caller that gives up only removes its request. Redis never sees it.
+        # Until the step is sent, a caller that gives up removes its request from this dict, and Redis never receives
+        # it.
         self._requests[call] = request
         self._is_hurried = self._is_hurried or not is_in_line
         is_sent_now = is_early and not self._is_sending
@@ -282,17 +287,17 @@ class SlotStore:
         self._schedule()
 
     def close(self) -> None:
-        """Send no more steps."""
+        """Stop: send no more steps."""
         self._is_closed = True
         self._stop_waiting()
 
     async def settle(self, within_s: float) -> None:
-        """Wait until everything is sent, at most `within_s` seconds."""
+        """Wait until all operations are sent, at most `within_s` seconds."""
         waiting = asyncio.ensure_future(self._idle.wait())
         await asyncio.wait({waiting}, timeout=within_s)
         waiting.cancel()
 
-    def _schedule(self, delay_s: float = TOGETHER_S) -> None:
+    def _schedule(self, delay_s: float = STEP_DELAY_S) -> None:
         """Send a step after `delay_s` seconds, or now if an operation is urgent."""
         self._idle.clear()
         if self._is_sending or self._is_closed:
@@ -363,7 +368,7 @@ class SlotStore:
         if self._requests or self._releases or self._other_operations:
             # The caller of a new request must learn at once that Redis is unavailable.
             self._is_hurried = self._is_hurried or (error is not None and bool(self._requests))
-            self._schedule(RETRY_S if error is not None else TOGETHER_S)
+            self._schedule(RETRY_S if error is not None else STEP_DELAY_S)
         else:
             self._idle.set()
 
@@ -387,7 +392,7 @@ class GrantListener:
         self._on_grants, self._on_gap = on_grants, on_gap
 
     async def run(self) -> None:
-        """Receive grants until the task is cancelled."""
+        """Receive grants and pass them on until the task is cancelled."""
         failures = 0
         while True:
             try:
@@ -407,7 +412,7 @@ class GrantListener:
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["type"] == "subscribe":
-            # After the subscription is active. A check before it could miss a grant between the two.
+            # Checked after the subscription is active. An earlier check could miss a grant before the subscription.
             self._on_gap()
         elif message["type"] == "message":
             try:

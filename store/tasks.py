@@ -18,12 +18,12 @@ T = TypeVar("T")
 AGAIN_S = 0.1
 LONGEST_PAUSE_S = 2.0
 OUTAGE_S = 120.0
-"""Time that work without urgency waits for Redis before it fails, in seconds."""
+"""Seconds that work which is not urgent waits for Redis before it fails."""
 
 
 def is_being_cancelled() -> bool:
-    """Return whether this task is being cancelled. False: only an operation that the task awaited was cancelled or
-    timed out.
+    """Return whether the current task is being cancelled. Call it after a CancelledError: False means that only an
+    operation that the task awaited was cancelled or timed out.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
@@ -59,7 +59,9 @@ def begin_shared(work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
 
 
 class SharedReads(Generic[T]):
-    """Reads in progress, by their subject. Cancelling one caller does not cancel the read for the others."""
+    """Shares reads that are in progress, by their subject, so that concurrent callers cause one read. Cancelling one
+    caller does not cancel the read for the others.
+    """
 
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Task[T]] = {}
@@ -115,8 +117,8 @@ async def retry_until_available(work: Callable[[], Awaitable[T]], limit_s: float
 
 
 def in_thread(work: Callable[[], T], name: str) -> "asyncio.Future[T]":
-    """Run blocking work in a thread of its own. The end of the process does not wait for the thread, unlike for the
-    pools of the standard library. This matters, because an engine or a disk can hang.
+    """Run blocking work in a thread of its own. The end of the process does not wait for the thread, because an engine
+    or a disk can hang. The thread pools of the standard library would wait.
 
     Raises SandboxUnavailable: the process cannot start another thread on this host.
     """

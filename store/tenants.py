@@ -107,7 +107,7 @@ class StoredPolicy:
 
     @property
     def is_open(self) -> bool:
-        """Return whether only the default tenant is registered. Any tenant name is then accepted."""
+        """Return whether only the default tenant is registered. In that case every tenant name is accepted."""
         return self.fields == (self.version is not None) + (self.default is not None)
 
     def policy(self, tenant: str, keys: SigningKeys) -> TenantPolicy:
@@ -151,7 +151,7 @@ class PolicyCache:
         return self.clock() - self._asked_at >= POLICY_FRESH_S
 
     def find(self, tenant: str) -> TenantPolicy | None:
-        """Return the cached policy; None if it must be read."""
+        """Return the cached policy of a tenant; None if the caller must read it from Redis."""
         return self._policies.get(tenant)
 
     def confirm(self, version: bytes | None, asked_at: float) -> None:
@@ -198,7 +198,7 @@ class PolicyCache:
 
 
 class TenantSource(Protocol):
-    """A source of policies."""
+    """A source of the tenants' policies and budgets."""
 
     async def policy(self, tenant: str) -> TenantPolicy:
         """Return the tenant's present policy. Raises ToolFailure(UNKNOWN_TENANT): no such tenant. Raises ConfigError:
@@ -207,12 +207,14 @@ class TenantSource(Protocol):
         ...
 
     async def check_budgets(self, tenant: str) -> None:
-        """Raise ToolFailure(BUDGET_EXCEEDED) if a budget of the tenant is used up. Also raises like `policy`."""
+        """Raise ToolFailure(BUDGET_EXCEEDED) if a budget of the tenant is used up. Also raises the same errors as
+        `policy`.
+        """
         ...
 
 
 class OpenTenants:
-    """Tenants for programs without a pool. Every tenant has the default policy."""
+    """TenantSource for programs without a pool. Every tenant has the default policy."""
 
     async def policy(self, tenant: str) -> TenantPolicy:
         return TenantPolicy()
@@ -332,7 +334,9 @@ class RedisTenants(AuditedStore):
         )
 
     async def resume(self, name: str) -> TenantPolicy:
-        """Resume a tenant, within 2 s everywhere. Return the new policy. Raises the same errors as `change`."""
+        """Resume a paused tenant. The change takes effect everywhere within 2 seconds. Return the new policy. Raises
+        the same errors as `change`.
+        """
         fields = {"is_paused": False, "pause_reason": ""}
         return await self.change(name, lambda policy: policy.model_copy(update=fields), action="tenant.resume")
 

@@ -64,7 +64,9 @@ class StateStore:
         return cls(connect_once(broker), broker.deployment)
 
     def open(self, tenant: str, session: str) -> "RedisState":
-        """Return the state of one session. Tenant and session must come from the signed context of the call."""
+        """Return the object that reads and changes the state of one session. Tenant and session must come from the
+        signed context of the call.
+        """
         return RedisState(self, session_state_key(self.deployment, tenant, session))
 
 

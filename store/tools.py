@@ -68,7 +68,9 @@ class CatalogSource(Protocol):
 
 
 class RedisCatalog:
-    """The catalogs of all pools in Redis. They are read at most once every FRESH_S seconds, in one round trip."""
+    """The catalogs of all pools in Redis. The catalogs are read in one round trip,
+    at most once every FRESH_S seconds.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
         self._client, self._signing = client, keys
@@ -100,8 +102,8 @@ class RedisCatalog:
         return None if pool is None else f"no worker serves {name} now: start one with {STARTED_BY[pool]}"
 
     async def pools(self) -> dict[str, tuple[ToolSpec, ...]]:
-        """Return the present tools of each pool, without pools that have no worker. Raises the same errors as `specs`,
-        except for missing workers.
+        """Return the tools of each pool that has a worker now. Raises the same errors as `specs`, except for missing
+        workers.
         """
         texts, _ = await self._fetch()
         return {pool: self._parse(pool, text).tools for pool, text in texts.items() if text is not None}
@@ -264,7 +266,7 @@ return was_off
 
 
 class SwitchSource(Protocol):
-    """A source of the switches."""
+    """A source of the switches that turn tools off."""
 
     async def switches(self) -> Mapping[str, Switch]:
         """Return the switches of all tools that are off, for all tenants or for one tenant. See `find_switch` and
@@ -274,8 +276,8 @@ class SwitchSource(Protocol):
 
 
 class RedisSwitches(AuditedStore):
-    """The switches in Redis. They are read at most once every SWITCHES_FRESH_S seconds, but own changes are visible at
-    once.
+    """The switches in Redis. The switches are read at most once every SWITCHES_FRESH_S seconds, but own changes are
+    visible at once.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", deployment: str, keys: SigningKeys) -> None:
@@ -300,8 +302,8 @@ class RedisSwitches(AuditedStore):
         await self._turn("tool.disable", name, tenant, switch)
 
     async def turn_on(self, name: str, tenant: str | None = None) -> bool:
-        """Turn a tool on. Return whether it was off. The tool stays off for a tenant that has a switch of its own.
-        Raises BrokerUnavailable when Redis does not answer.
+        """Turn a tool on. Return whether it was off. A tool that is also turned off for one tenant stays off for that
+        tenant. Raises BrokerUnavailable when Redis does not answer.
         """
         return await self._turn("tool.enable", name, tenant, None)
 
@@ -339,7 +341,7 @@ class _SwitchCache:
 
 
 class RegistrySwitches:
-    """The switches of a registry in this process."""
+    """SwitchSource that reads the switches of a ToolRegistry in this process."""
 
     def __init__(self, registry: ToolRegistry[Any]) -> None:
         self._registry = registry
@@ -359,7 +361,7 @@ def build_switch(by: str, reason: str | None) -> Switch:
 
 
 class WorkerSwitches:
-    """The switches for a worker that runs calls. They are read at most once every SWITCHES_FRESH_S seconds."""
+    """The switches for a worker that runs calls. The switches are read at most once every SWITCHES_FRESH_S seconds."""
 
     def __init__(
         self, client: SyncRedis, deployment: str, keys: SigningKeys, clock: Callable[[], float] = time.monotonic

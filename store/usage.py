@@ -25,19 +25,21 @@ DAY_S, HOUR_S = 24 * 3600, 3600
 USAGE_TTL_S = 400 * DAY_S
 SESSION_USAGE_TTL_S = int(MAX_TTL_S) + DAY_S
 REPLIES = "replies:"
-"""Field of a session for replies of models. No name of a meter has a colon."""
+"""Field of a session's usage hash for the replies of models. The other fields are names of meters, which contain no
+colon.
+"""
 AT_ONCE = 500
 MAX_DAYS: dict["By", int] = {"hour": 31, "day": 400}
-"""Longest time of one report, in days."""
+"""Longest time of one report, in days, by the length of its periods."""
 MAX_AMOUNT = 10**12
 """Limit of an amount of one reply. The server of a model may report any number."""
 UNITS = {"cpu_us": 1e6, "sandbox_us": 1e6, "cost_millionths": 1e6}
-"""Redis units in one unit of the report, by field. Redis stores whole numbers only."""
+"""Field -> number of the units stored in Redis that make one unit of a report. Redis stores whole numbers only."""
 AMOUNTS = (
     *("calls", "cpu_us", "read_bytes", "written_bytes", "network_bytes", "sandbox_us"),
     *("prompt_tokens", "completion_tokens", "cached_tokens", "cost_millionths", "stored_bytes"),
 )
-"""Amounts of an hour and of a session, in their order in Redis."""
+"""Names of the amounts that are stored for each hour and each session, in their order in Redis."""
 By = Literal["hour", "day"]
 _PACKED = struct.Struct(f">{len(AMOUNTS)}d")
 """The amounts of an hour or of a session in Redis. Whole numbers up to 2**53 are exact."""
@@ -112,8 +114,8 @@ def usage_prefix(deployment: str, tenant: str) -> str:
 
 
 def session_usage_key(deployment: str, tenant: str, session: str) -> str:
-    """Return the key of the hash with the usage of a session. It has a field with the counted totals of each meter, and
-    a field for the replies of models.
+    """Return the key of the hash with the usage of a session. The hash has a field with the counted totals of each
+    meter, and a field for the replies of models.
     """
     return tenant_key(deployment, tenant, f"session.{session}:usage")
 
@@ -168,13 +170,15 @@ class ReplySpending:
 
 
 def pack_amounts(amounts: Mapping[str, int]) -> bytes:
-    """Return amounts as in a field of an hour or of a session."""
+    """Encode amounts for a field of the hash of a day or of a session."""
     return _PACKED.pack(*(amounts.get(name, 0) for name in AMOUNTS))
 
 
 @dataclass(frozen=True)
 class UsageRow:
-    """Used amounts from `start` on, in Unix seconds. `amounts`: by the names of AMOUNTS, in the units of Redis."""
+    """Used amounts from `start` on, in Unix seconds. `amounts`: amount by its name in AMOUNTS, in the units of Redis
+    (UNITS).
+    """
 
     start: int
     amounts: Mapping[str, int]
@@ -197,7 +201,7 @@ _SHOWN = {"cpu_us": "cpu_s", "sandbox_us": "sandbox_s", "cost_millionths": "cost
 
 
 def sum_rows(rows: Iterable[UsageRow]) -> Mapping[str, int]:
-    """Return the sums over all rows."""
+    """Return the sum of each amount over all rows."""
     sums = dict.fromkeys(AMOUNTS, 0)
     for row in rows:
         for name, amount in row.amounts.items():
@@ -215,7 +219,7 @@ class UsageStore:
         self._count_stored = client.register_script(COUNT_STORED_LUA)
 
     async def count_stored(self, tenant: str, stored_bytes: int) -> None:
-        """Count an upload; a negative number for the deletion of a file."""
+        """Add stored bytes to the tenant's usage: positive for an upload, negative for the deletion of a file."""
         with broker_errors("the stored bytes were not counted"):
             await self._count_stored(args=[usage_prefix(self._deployment, tenant), stored_bytes])
 
@@ -301,7 +305,9 @@ class WorkerUsageStore:
         self._count = client.register_script(_COUNT)
 
     def count(self, usages: Iterable[tuple[str, SessionUsage]]) -> None:
-        """Count the totals of sessions, each with the name `<tenant>:<session>`. Raises BrokerUnavailable."""
+        """Add the growth of sessions' totals to the usage. `usages`: pairs of the name `<tenant>:<session>` and the
+        totals. Raises BrokerUnavailable.
+        """
         with broker_errors("the usage of sessions was not counted"), self._client.pipeline(transaction=False) as pipe:
             for name, usage in usages:
                 tenant, _, session = name.partition(":")

@@ -30,7 +30,7 @@ MAX_ENTRY_BYTES = 1024 * 1024
 MAX_ENTRIES = 32
 """Limit of pages of one tenant. Above the limit, the oldest page is deleted."""
 MAX_SHARE = 0.5
-"""Share of Redis's memory above which no page is stored. The queue needs the rest."""
+"""Share of Redis's memory in use, 0 to 1, above which no page is stored. The queues need the rest."""
 MAX_UNPACKED_BYTES = 16 * 1024 * 1024
 MAX_VALIDATOR_CHARS = 512
 
@@ -64,7 +64,7 @@ class WebPage(Record):
 
 
 class PageStore(Protocol):
-    """A store of pages. Its methods never raise an exception: without the store, every call fetches."""
+    """A store of pages. Its methods never raise an exception: while the store fails, every call fetches its page."""
 
     def take(self, tenant: str, url: str) -> WebPage | None: ...
 
@@ -150,7 +150,9 @@ def may_be_kept(headers: Mapping[str, str]) -> bool:
 
 
 def fresh_for_s(headers: Mapping[str, str]) -> float:
-    """Return for how many seconds the page is fresh: at most FRESH_S, which is also the default."""
+    """Return the number of seconds for which the page is fresh, according to its headers: at most FRESH_S, which is
+    also the default.
+    """
     directives = _directives(headers)
     if "no-cache" in directives:
         return 0.0

@@ -66,6 +66,6 @@ class DueNotices:
         ]
 
     async def settle(self, notice: DueNotice, again_s: float | None) -> None:
-        """Remove a notice, or make it due again after `again_s` seconds."""
+        """Remove a notice (`again_s` None), or make it due again after `again_s` seconds."""
         after = "" if again_s is None else again_s
         await self._step("settle_webhook", notice.tenant, notice.kind, notice.name, notice.ended, after)

@@ -1,1 +1,1 @@
-"""Log lines and spans of both sides of the queue. Imports only contract."""
+"""Log lines and spans for orchestrators and workers. Of toolcrew's packages, this package imports only contract."""

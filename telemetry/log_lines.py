@@ -34,7 +34,7 @@ MAX_VALUE_CHARS = 2000
 MAX_LISTED = 64
 MAX_CHAIN = 8
 MAX_FRAMES = 16
-"""Frames of one exception that a line shows: the innermost ones."""
+"""Limit of the stack frames of one exception that a line shows. The innermost frames are shown."""
 _MESSAGE_CHARS = 500
 _SHRUNK = (MAX_VALUE_CHARS, 500, 100)
 _LAST_RESORT = 40
@@ -55,8 +55,8 @@ class LogLines:
         self._is_console = is_console
 
     def build(self, level: str, event: str, at: float, fields: Mapping[str, Any]) -> str:
-        """Return the line without its line end. `at`: Unix seconds. `exc_info` in the fields: as in the logging
-        module.
+        """Return the line without its line end. `at`: Unix seconds. The field `exc_info` has the same meaning as in the
+        logging module.
         """
         all_fields = {**self._fixed, **fields}
         error = _find_exception(all_fields.pop("exc_info", None))
@@ -133,7 +133,7 @@ class StderrLogger:
     """Receives finished lines from structlog."""
 
     def msg(self, line: str) -> None:
-        """Write the line."""
+        """Write a finished line to stderr."""
         write_line(line)
 
     debug = info = warning = error = critical = exception = msg

@@ -16,8 +16,8 @@ started inside.
 
 
 def get_logger(name: str) -> Any:
-    """Return a logger of events as key=value. Unless logging is configured, warnings go to stderr, as the standard
-    library does it.
+    """Return a logger that formats events as key=value. If the program has not configured logging, warnings go to
+    stderr, as usual in the standard library.
     """
     return structlog.wrap_logger(
         logging.getLogger(name),

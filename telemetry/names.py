@@ -46,7 +46,7 @@ KILL_METHOD = "toolcrew.kill.method"
 KILL_SIGNALLED = "toolcrew.kill.signalled"
 KILL_SURVIVORS = "toolcrew.kill.survivors"
 CLOCKS = "toolcrew.{}"
-"""Template of the attribute of one field of a result's clocks."""
+"""Template of the attribute names for the clocks of a result: `{}` is the field of Clocks."""
 
 AGENT_NAME = "toolcrew"
 PROVIDER_NAME = "openai"

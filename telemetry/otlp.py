@@ -59,7 +59,7 @@ class LossReport:
         self._is_shut = False
 
     def export(self, spans: Sequence[Any]) -> Any:
-        """Send the spans and report those that are lost."""
+        """Send the spans, and count and report the spans that are lost."""
         _sending.is_ours = True
         result = self._exporter.export(spans)
         if result is not self._success:

@@ -16,7 +16,7 @@ DEFAULT_ENDPOINT = "http://localhost:4318"
 
 
 class LogSettings(BaseSettings):
-    """The setting that every service reads. Every field is `TOOLCREW_<NAME>`."""
+    """The log level, which every service reads. Each field is the environment variable `TOOLCREW_<NAME>`."""
 
     model_config = SettingsConfigDict(env_prefix="TOOLCREW_", frozen=True, extra="ignore", env_ignore_empty=True)
 

@@ -18,7 +18,7 @@ Attributes = Mapping[str, Value | None]
 
 MAX_TEXT_CHARS = 256
 MAX_CONTENT_CHARS = 8 * 1024
-"""Limit of a text of arguments, results or messages."""
+"""Limit, in characters, of a text of arguments, results or messages in a span."""
 MARGIN_CHARS = 4 * 1024
 """Characters beyond that limit that are searched for secrets which begin before the limit."""
 MAX_ITEMS = 32
@@ -30,7 +30,7 @@ _UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 @dataclass(slots=True)
 class Span:
-    """One span. Times in Unix seconds. A span that is not sampled only passes its ids to its children."""
+    """One span. Times are Unix seconds. A span that is not sampled only passes its ids to its children."""
 
     ref: SpanRef
     name: str
@@ -44,7 +44,7 @@ class Span:
     _hand_on: Callable[["Span"], None] | None = None
 
     def set(self, attributes: Attributes) -> None:
-        """Add these attributes, cleaned and cut."""
+        """Add these attributes to the span. Long texts are cut, and control characters are removed."""
         if self.ref.is_sampled:
             self.attributes.update(clean(attributes))
 
@@ -81,7 +81,7 @@ class Tracer:
     """Sends the ended spans, within a short time limit."""
 
     def root(self, trace_id: str | None = None, span_id: str | None = None) -> SpanRef:
-        """Return the ids of the first span of a trace."""
+        """Return the reference of the first span of a trace. None: random ids."""
         trace_id = trace_id or secrets.token_hex(16)
         return SpanRef(trace_id, span_id or secrets.token_hex(8), self.samples(trace_id))
 
@@ -96,7 +96,9 @@ class Tracer:
         links: Sequence[SpanRef] = (),
         at: float | None = None,
     ) -> Span:
-        """Start a span. It has the ids `ref`, or else is a child of `parent`, or else begins a new trace."""
+        """Start a span. With `ref`, the span has these ids. Otherwise it is a child of `parent`. Without both, it
+        begins a new trace.
+        """
         if ref is None:
             ref = (
                 SpanRef(parent.trace_id, secrets.token_hex(8), parent.is_sampled) if parent is not None else self.root()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class TokenUsage:
     """Token counts of the model server; 0 if the server reports none. `cached_tokens`: the prompt tokens that the
-    server had in its cache. `cost`: by the prices of the endpoint, or reported by the server; None if it is unknown.
+    server had in its cache. `cost`: computed from the prices of the endpoint, or reported by the server; None if it is
+    unknown.
     """
 
     prompt_tokens: int = 0

@@ -58,7 +58,7 @@ class FunctionShape:
 
     @property
     def is_open(self) -> bool:
-        """True if the function takes `**kwargs`."""
+        """True if the function takes `**kwargs`, so that a call may contain any other arguments."""
         return self._extra is not None
 
     def bind(self, arguments: Mapping[str, Any], context: CallContext) -> tuple[list[Any], dict[str, Any]]:
@@ -128,8 +128,8 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a call of the function returns a coroutine: `async def`, also as a method, in a partial, or as an
-    object's `__call__`.
+    """Return whether a call of the function returns a coroutine: an `async def` function, method or `__call__`, also
+    inside a `functools.partial`.
     """
     inner = _target(function)
     if isinstance(inner, FunctionHandler):

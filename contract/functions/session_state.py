@@ -21,7 +21,7 @@ it several times.
 
 
 class SessionStates(Protocol):
-    """States of all sessions."""
+    """Source of the states of all sessions."""
 
     def open(self, tenant: str, session: str) -> "SessionState": ...
 

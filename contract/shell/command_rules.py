@@ -11,7 +11,8 @@ from contract.shell.shell_reader import Word
 from contract.specs import ToolSpec
 
 MAX_PLAIN_INPUT_CHARS = 4096
-"""Limit of text for a running program that may be plain text. Longer text that is not readable as commands is opaque.
+"""Limit, in characters, of input for a running program that may count as plain text. Longer text that is not readable
+as commands is opaque.
 """
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from contract.shell.shell_reader import CommandDraft, Word, read_script
 
 MAX_COMMAND_CHARS = 256 * 1024
-"""Limit of a text. A longer text is opaque."""
+"""Limit of the characters of a command line. A longer text is not parsed and counts as opaque."""
 MAX_DEPTH = 12
 """Limit of nested commands, such as `bash -c` in `sudo` in `eval`. Deeper commands are opaque."""
 MAX_PIECES = 256

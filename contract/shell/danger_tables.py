@@ -39,7 +39,8 @@ WHOLE_TREES = frozenset(
 """Folders that no command may remove or empty, because this is never intended."""
 
 OWN_FOLDERS = ("/workspace", "/tmp")
-"""Folders of a sandbox that belong to the agent. It may remove files below them if it names them."""
+"""Folders of a sandbox that belong to the agent. A command may remove files below these folders if it names the files.
+"""
 
 SYSTEM_FOLDERS = (
     *(
@@ -213,7 +214,7 @@ FIND_TESTS_WITH_VALUE = frozenset(
         "-xtype",
     ]
 )
-"""Actions and tests of `find`."""
+"""Tests of `find` that take a value."""
 
 HOSTILE_FLAGS = frozenset({"+", ":"})
 """Beginnings of words, not options: `git push origin +main` forces, `git push origin :main` removes."""

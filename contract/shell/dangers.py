@@ -33,7 +33,7 @@ from contract.shell.shell_reader import Word
 
 
 class Level(enum.IntEnum):
-    """Ordered: a script is as dangerous as its most dangerous command."""
+    """Danger level. Levels are ordered, and a script is as dangerous as its most dangerous command."""
 
     NONE = 0
     DANGEROUS = 1
@@ -381,7 +381,7 @@ def is_device(path: str) -> bool:
 
 
 def split_flags(command: Command) -> tuple[list[str], list[Word]]:
-    """Return the options anywhere before `--`, as GNU programs accept them, and the other words."""
+    """Return the options and the other words of a command. As in GNU programs, options may be anywhere before `--`."""
     flags: list[str] = []
     operands: list[Word] = []
     words = command.words[1:]

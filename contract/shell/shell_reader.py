@@ -595,7 +595,7 @@ class _Reader:
         if end >= len(self.text):
             self.mark_opaque("a quote is not closed")
         decoded = _ANSI_C.sub(_decode_ansi_c, self.text[self.position + 2 : end])
-        # A NUL ends such a string.
+        # A NUL ends a string in `$'...'`.
         self._parts.append(decoded.partition("\x00")[0])
         self.position = end + 1
 

@@ -1,7 +1,7 @@
 """Environment of Harbor whose sandboxes are sessions of a pool (docs/integrations.md).
 
-Harbor writes /tests, /solution and /logs and changes users, so each session is root inside; the tenant's class must
-allow that and the image.
+Harbor writes /tests, /solution and /logs and changes users, so each session runs as root in its sandbox. The tenant's
+class must allow root and the image.
 """
 
 import asyncio
@@ -116,7 +116,9 @@ class ToolcrewEnvironment(BaseEnvironment):  # type: ignore[misc]
 
     @override
     async def stop(self, delete: bool) -> None:
-        """Close the session. It is removed also without `delete`, because no later command could reach it."""
+        """Close the session. The session is removed even if `delete` is False, because no later command could
+        reach it.
+        """
         self._session = None
         await self._stack.aclose()
 
@@ -129,7 +131,9 @@ class ToolcrewEnvironment(BaseEnvironment):  # type: ignore[misc]
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """Run a command for bash. Raises OperatorError when the sandbox was lost, TimeoutError at the limit."""
+        """Run a bash command. Raises OperatorError when the sandbox was lost, and TimeoutError when the time limit is
+        reached.
+        """
         limit_s = min(timeout_sec or MAX_TIMEOUT_S, MAX_TIMEOUT_S)
         name = self._resolve_user(user)
         done = await self._open_session().exec(

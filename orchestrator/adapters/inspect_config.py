@@ -27,8 +27,8 @@ class ToolcrewSandboxConfig(SandboxOptions):
     enough to clean up after a killed evaluation.
     """
     default_user: str | None = Field(default=None, min_length=1)
-    """User of programs and files that name none, such as the USER of the image; it then owns /workspace. It needs
-    `user: root`; None: the user of the sandbox.
+    """User of programs and files for which the evaluation names no user, such as the USER of the image. This user owns
+    /workspace. The option needs `user: root`. None: the user of the sandbox.
     """
 
 

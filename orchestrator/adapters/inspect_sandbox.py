@@ -26,8 +26,8 @@ from typing_extensions import override
 
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ErrorCode, OperatorError, ToolcrewError, ToolFailure
+from orchestrator.adapters.inspect_client import client_of_loop
 from orchestrator.adapters.inspect_config import CONFIG_FILES, load_config, parse_config
-from orchestrator.adapters.inspect_crew import client_of_loop
 from orchestrator.adapters.inspect_results import file_errors, judge, not_started, unavailable
 from orchestrator.adapters.inspect_users import OWN, give_workspace, read_as, run_as, write_as
 from orchestrator.dispatch.sessions import Session
@@ -53,11 +53,11 @@ copy, and removes it.
 @sandboxenv(name="toolcrew")
 class ToolcrewSandboxEnvironment(SandboxEnvironment):
     """Sandbox of one sample: a session of the pool that TOOLCREW_REDIS_URL names. Relative paths start at /workspace;
-    processes run as uid 1000, or as any user where the configuration says `user: root`.
+    processes run as uid 1000, or as any user if the configuration sets `user: root`.
     """
 
     def __init__(self, session: Session, default_user: str | None = None) -> None:
-        """`default_user`: the user of programs and files that name none."""
+        """Use an open session. `default_user`: the user of programs and files for which the caller names no user."""
         super().__init__()
         self.session = session
         self._default_user = default_user
@@ -97,7 +97,9 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         environments: dict[str, SandboxEnvironment],
         interrupted: bool,
     ) -> None:
-        """Close the session, also after an interruption: removing a sandbox is as fast as reporting that it remains."""
+        """Close the session, even after an interruption, because removing a sandbox is as fast as reporting that it
+        remains.
+        """
         for environment in environments.values():
             session = environment.as_type(ToolcrewSandboxEnvironment).session
             try:
@@ -155,7 +157,7 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
     ) -> ExecResult[str]:
         """Run a program once. `timeout_retry` is ignored, because a killed program may have acted. `concurrency` is
         ignored, because the pool assigns its slots. The limit is what the session's class allows (600 s by default),
-        also without `timeout`.
+        even if no `timeout` is given.
 
         Raises the exceptions of SandboxEnvironment.exec, and OutputLimitExceededError above 4 MiB of a stream or
         Inspect's own limit if that is lower.

@@ -49,8 +49,8 @@ except OSError as error:
 
 
 def run_as(user: str, command: list[str]) -> list[str]:
-    """Return the command that runs a command as that user. Its exit codes are those of a shell: 126 for a program that
-    the user may not start, 127 for a missing program. Exit code 1 means that the user does not exist.
+    """Return the command that runs a command as that user. The exit codes are the same as in a shell: 126 for a program
+    that the user may not start, 127 for a missing program. Exit code 1 means that the user does not exist.
     """
     return command if user == OWN else _call(user, "run", *command)
 
@@ -61,7 +61,9 @@ async def give_workspace(session: Session, user: str) -> None:
 
 
 async def read_as(session: Session, user: str, path: str) -> bytes:
-    """Return the content of a file. Raises OSError, with EFBIG above 64 MiB, and ToolFailure."""
+    """Return the content of a file, read with the rights of `user`. Raises OSError, with EFBIG above 64 MiB, and
+    ToolFailure.
+    """
     content = b""
     while len(content) <= MAX_BLOB_BYTES:
         command = _call(user, "read", path, str(len(content)), str(_PART_BYTES))
@@ -73,7 +75,9 @@ async def read_as(session: Session, user: str, path: str) -> bytes:
 
 
 async def write_as(session: Session, user: str, path: str, content: bytes) -> None:
-    """Write a file in place, and create missing folders. Raises OSError and ToolFailure."""
+    """Write a file with the rights of `user`, not atomically, and create missing folders. Raises OSError and
+    ToolFailure.
+    """
     command = _call(user, "write", path)
     _check(await session.exec(command, stdin=content, timeout_s=_FILE_TIMEOUT_S), path)
 

@@ -103,11 +103,11 @@ async def as_langchain_tools(
     approver: Approver | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[PoolTool]:
-    """Return the tools of `session` for a LangChain model or a LangGraph ToolNode. They work while the session is
+    """Return the tools of `session` for a LangChain model or a LangGraph ToolNode. The tools work while the session is
     open. Await this function in the event loop of `client`.
 
-    `approver`: decides on calls that need approval; None: the client's approver. `timeout_s`: the limit of calls
-    whose tool has no limit of its own. Raises ToolFailure(TOOL_NOT_FOUND) for an unknown name, SandboxUnavailable,
+    `approver`: decides on calls that need approval; None: the client's approver. `timeout_s`: the limit of calls whose
+    tool has no limit of its own. Raises ToolFailure(TOOL_NOT_FOUND) for an unknown name, SandboxUnavailable,
     BrokerUnavailable.
     """
     tools = await client.session_tools(session, names, approver=approver, timeout_s=timeout_s)

@@ -40,8 +40,8 @@ class PoolOutput(str):
 
 
 class RunApprover:
-    """Takes the decision on a call from the SDK's run (`RunState.approve` and `reject`). A call without an approval
-    is refused.
+    """Approver that takes the decision about a call from the SDK's run (`RunState.approve` and `reject`). A call
+    without an approval is refused.
     """
 
     def __init__(self, context: ToolContext[Any]) -> None:
@@ -105,13 +105,13 @@ async def as_agents_tools(
     asks_by_run: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[FunctionTool]:
-    """Return the tools of `session` for an Agent of the SDK. They work while the session is open, in the event loop
-    of `client`.
+    """Return the tools of `session` for an Agent of the SDK. The tools work while the session is open, in the event
+    loop of `client`.
 
-    `approver`: decides on calls that need approval; None: the client's approver. `asks_by_run`: the run is
-    interrupted instead, and continues after RunState.approve or reject. `timeout_s`: the limit of calls whose tool
-    has no limit of its own. Raises ConfigError for both kinds of approval, ToolFailure(TOOL_NOT_FOUND) for an unknown
-    name, SandboxUnavailable, BrokerUnavailable.
+    `approver`: decides on calls that need approval; None: the client's approver. `asks_by_run`: the run is interrupted
+    instead, and continues after RunState.approve or reject. `timeout_s`: the limit of calls whose tool has no limit of
+    its own. Raises ConfigError for both kinds of approval, ToolFailure(TOOL_NOT_FOUND) for an unknown name,
+    SandboxUnavailable, BrokerUnavailable.
     """
     if asks_by_run and approver is not None:
         raise ConfigError("set either approver or asks_by_run=True, not both")

@@ -43,8 +43,8 @@ __all__ = ["ToolcrewEnv", "ToolcrewHarness", "ToolcrewTaskset"]
 
 
 class ToolcrewTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
-    """Options. `file`: batch lines (docs/batches.md) with an instruction and a grader. `tenant` None: the default
-    tenant.
+    """Options of the taskset. `file`: batch lines (docs/batches.md) with an instruction and a grader. `tenant` None:
+    the default tenant.
     """
 
     file: Path | None = None
@@ -52,7 +52,7 @@ class ToolcrewTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
 
 
 class ToolcrewTaskData(vf.TaskData):  # type: ignore[misc]
-    """One line of the file."""
+    """Data of a task: one line of the batch file."""
 
     item: BatchItem
     tenant: str | None = None
@@ -66,7 +66,7 @@ class ToolcrewState(vf.State):  # type: ignore[misc]
 
 
 class ToolcrewTask(vf.Task[ToolcrewTaskData, ToolcrewState]):  # type: ignore[misc]
-    """A task whose reward is that of the line's grader."""
+    """A task that is graded by the grader of its batch line."""
 
     async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         """Grade the files of the agent. Raises SandboxError: the infrastructure failed. Raises TaskError: the agent's
@@ -105,12 +105,12 @@ class ToolcrewTask(vf.Task[ToolcrewTaskData, ToolcrewState]):  # type: ignore[mi
 
     @vf.metric  # type: ignore[untyped-decorator]
     async def scores(self, trace: vf.Trace) -> Mapping[str, float]:
-        """Return the further numbers of the grader."""
+        """Return the numbers that the grader reported in addition to the reward."""
         return dict(trace.state.grade.scores)
 
 
 class ToolcrewTaskset(vf.Taskset[ToolcrewTask, ToolcrewTasksetConfig]):  # type: ignore[misc]
-    """The lines of a batch file."""
+    """Taskset whose tasks are the lines of a batch file."""
 
     @override
     def load(self) -> Iterable[ToolcrewTask]:
@@ -137,7 +137,7 @@ class ToolcrewEnvConfig(vf.SingleAgentEnvConfig):  # type: ignore[misc]
 
 
 class ToolcrewEnv(vf.SingleAgentEnv, vf.Env[ToolcrewEnvConfig]):  # type: ignore[misc]
-    """An environment with one agent."""
+    """Environment of verifiers with one agent."""
 
 
 class ToolcrewHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
@@ -221,7 +221,7 @@ def _rollout_errors() -> Iterator[None]:
     try:
         yield
     except ModelUnavailable:
-        # verifiers knows the error of the request itself.
+        # verifiers sent the request itself, and has already recorded its error.
         raise
     except (OperatorError, ToolFailure) as error:
         is_ours = judge_error(error).kind is FailureKind.INFRASTRUCTURE

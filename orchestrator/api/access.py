@@ -98,7 +98,7 @@ class Caller:
         return self.app_state.streams.of(self.identity.key_id)
 
     async def note_foreign(self, action: AuditAction, target: str) -> None:
-        """Write the entry of `foreign_entry` to the audit log, before the action runs."""
+        """Write an operator's action on another tenant to the audit log, before the action runs."""
         if (entry := self.foreign_entry(action, target)) is not None:
             await Audit(self.app_state.parts.pool.redis, self.app_state.settings.deployment).add(entry)
 

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
 from orchestrator.api.shares import (
-    FILES_OF_A_KEY,
-    LOOKS_OF_A_KEY,
-    PAGES_OF_A_KEY,
+    FILES_PER_KEY,
+    PAGES_PER_KEY,
+    SEARCHES_PER_KEY,
     ConcurrencyLimit,
     FairQueue,
     OpenStreams,
@@ -59,10 +59,10 @@ class ApiState(AppState):
         # Autoscalers query every replica every few seconds, and counting the waiting calls reads all of them.
         self.pressure = ValueCache[PoolPressure](PRESSURE_FRESH_S)
         self.streams = OpenStreams()
-        self.files, self.pages = ConcurrencyLimit(FILES_OF_A_KEY), ConcurrencyLimit(PAGES_OF_A_KEY)
+        self.files, self.pages = ConcurrencyLimit(FILES_PER_KEY), ConcurrencyLimit(PAGES_PER_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.
         self.examining = FairQueue()
-        self.looks = ConcurrencyLimit(LOOKS_OF_A_KEY)
+        self.looks = ConcurrencyLimit(SEARCHES_PER_KEY)
         # Opened at the start, so that a store that cannot be opened stops the service at once.
         self._stored = StoredFiles.of(settings) if settings.workspace_store is not None else None
 

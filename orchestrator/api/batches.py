@@ -59,7 +59,7 @@ class SubmittedBatch(BatchStatus):
 
 
 class BatchOptions(SandboxOptions):
-    """Options that apply to all lines; sizes and `user` to those that do not set them."""
+    """Options that apply to all lines. The sizes and `user` apply only to lines that do not set them."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -70,9 +70,9 @@ class BatchOptions(SandboxOptions):
     concurrency: int | None = Field(default=None, ge=1, le=10_000)
     """Items that run at the same time, in all orchestrators. Default: the previous value, or 16 for a new batch."""
     model: str | None = Field(default=None, max_length=256)
-    """The model for lines that name none."""
+    """The model for lines that name no model."""
     dialect: Literal["native", "tags", "json", "auto"] | None = None
-    """The format of tool calls, for lines that name none."""
+    """The format of tool calls, for lines that name no format."""
     profile: ProfileName | None = None
     """The tools and texts for the model. Default: `auto`."""
     max_iterations: int | None = Field(default=None, ge=1)

@@ -17,7 +17,7 @@ from contract.errors import ErrorCode
 from orchestrator.admission import WaitNotice, report_waiting, was_not_admitted
 from orchestrator.api.access import AnyCaller, find_caller
 from orchestrator.api.exact_json import dump_exactly
-from orchestrator.api.idempotency import IdempotencyKey, note_undone
+from orchestrator.api.idempotency import IdempotencyKey, mark_not_done
 from orchestrator.api.problem_handlers import responses
 from orchestrator.api.sessions import SESSION_ID, SessionId
 from orchestrator.api.sse import MEDIA_TYPE, EventStream, ServerEvent
@@ -123,7 +123,7 @@ async def call_tool(
         # Raises the same error as for a session that never existed.
         await caller.client.session(session_id)
     if was_not_admitted(result):
-        note_undone(request.scope)
+        mark_not_done(request.scope)
     return Response(_dump(result), media_type="application/json")
 
 
@@ -152,8 +152,8 @@ async def _stream(session: Session, body: NewCall, call_id: str | None) -> Async
             await asyncio.wait((taking, working), return_when=asyncio.FIRST_COMPLETED)
             if not taking.done():
                 taking.cancel()
-                # `work` has ended without a waiting event: this raises its error. Otherwise its last event is already
-                # in the queue.
+                # If `work` has ended and no event waits, this line raises the error of `work`. Otherwise the last event
+                # is already in the queue.
                 working.result()
                 continue
             event = taking.result()

@@ -1,7 +1,7 @@
 """Idempotent requests: a POST with an `Idempotency-Key` runs once, and a repeated request gets the first response.
 
 A claim in Redis decides which of several concurrent requests runs. Invariant: the response is stored before the client
-receives its end, as far as Redis answers within KEPT_FIRST_S.
+receives its end, as far as Redis answers within STORE_WAIT_S.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ IdempotencyKey = Annotated[
     Header(max_length=255, description="A key of your choice. Requests with the same key are executed once."),
 ]
 MAX_ANSWER_BYTES = 1024 * 1024
-KEPT_FIRST_S = 1.0
+STORE_WAIT_S = 1.0
 """Limit in seconds of the wait for storing the response before its end is sent.
 
 A client that received the response can then get the same response again, even if this process dies.
@@ -43,7 +43,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _HEADER = b"idempotency-key"
 
 
-def note_undone(scope: Scope) -> None:
+def mark_not_done(scope: Scope) -> None:
     """Mark a successful response as one that did nothing. The response is not stored, and the client may send the
     request again.
     """
@@ -117,8 +117,8 @@ class Idempotency:
 
     async def _settle(self, slots: IdempotencyStore, claim: SlotClaim, record: str | None) -> None:
         settle = partial(slots.release, claim) if record is None else partial(slots.keep, claim, record)
-        # The background task continues after the timeout. A slow Redis delays the response by at most KEPT_FIRST_S.
-        await asyncio.wait({self._app_state.background.begin(_retry_until_available(settle))}, timeout=KEPT_FIRST_S)
+        # The background task continues after the timeout. A slow Redis delays the response by at most STORE_WAIT_S.
+        await asyncio.wait({self._app_state.background.begin(_retry_until_available(settle))}, timeout=STORE_WAIT_S)
 
 
 async def _retry_until_available(settle: Callable[[], Awaitable[None]]) -> None:

@@ -49,12 +49,12 @@ def decode_cursor(cursor: str | None) -> str | None:
 
 
 def page_from(items: Iterable[T], position: str | None) -> Page[T]:
-    """Return a page of a list that continues at `position`; None: it is the last page."""
+    """Return a page of a list. `position`: where the next page begins; None: this is the last page."""
     return Page(data=list(items), next_cursor=encode_cursor(position) if position else None)
 
 
 def page_of(items: list[T], cursor: str | None, limit: int) -> Page[T]:
-    """Return a page of a list that is completely in memory. Its cursors are indexes."""
+    """Return a page of a list that is completely in memory. Its cursors are indexes into the list."""
     position = decode_cursor(cursor) or "0"
     if not position.isascii() or not position.isdigit() or len(position) > 9:
         raise ApiProblem(

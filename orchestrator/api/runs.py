@@ -93,7 +93,7 @@ class NewRun(SandboxOptions):
         return pick_fields(RunBody, self, limits=pick_fields(RunLimits, self))
 
     def environment(self) -> ItemEnvironment:
-        """Return where the run works: its session, or how to open one."""
+        """Return the session of the run, or the options to open one."""
         return pick_fields(ItemEnvironment, self)
 
 
@@ -108,12 +108,12 @@ class NewRunForks(BaseModel):
 
 class RunView(BaseModel):
     """A run. The fields from `answer` on are set at the end of the run. `cost` is null if the model has no prices.
-    `usage`: tokens. `call_usage`: what its calls used in sandboxes. `sandbox_s`: time with a session of its own.
-    `forked_from`: null if the run is no fork. The sums of a fork are without the shared steps; `steps` has them.
+    `usage`: tokens. `call_usage`: resources that its calls used in sandboxes. `sandbox_s`: seconds in which the run had
+    its own session. `forked_from`: null if the run is no fork. The sums of a fork are without the shared steps; `steps`
+    has them.
 
     `is_cut`: a list contains only the beginning of the answer. `artifacts`: the paths in the archive `artifacts_file`
-    (GET /v1/files/{id}/content), not in lists. `artifacts_missing`: why other files are missing. Times are in ISO
-    8601.
+    (GET /v1/files/{id}/content), not in lists. `artifacts_missing`: why other files are missing. Times are in ISO 8601.
     """
 
     id: str
@@ -197,14 +197,14 @@ async def list_runs(
 @router.get("/{run_id}", responses=responses(404))
 async def get_run(run_id: RunId, caller: AnyCaller) -> RunView:
     """Return the state of a run, with its complete answer."""
-    with found():
+    with convert_not_found():
         return view_run(await hosted(caller).get(caller.tenant, run_id))
 
 
 @router.post("/{run_id}/cancel", responses=responses(404))
 async def cancel_run(run_id: RunId, caller: AnyCaller) -> RunView:
     """Cancel a run: a waiting run at once, a running run within 2 seconds. A run that has ended does not change."""
-    with found():
+    with convert_not_found():
         return view_run(await hosted(caller).cancel(caller.tenant, run_id, actor=caller.identity.actor()))
 
 
@@ -218,7 +218,7 @@ async def fork_run(
     """Queue runs that share the first steps of a run and continue from its session as it was then. The run must keep
     its states; it may still be running. No request to the model and no call of the shared steps is repeated.
     """
-    with found():
+    with convert_not_found():
         runs = await hosted(caller).fork(
             caller.tenant, run_id, body.step, body.n, idempotency_key=_own_key(caller, idempotency_key)
         )
@@ -231,7 +231,7 @@ async def read_transcript(run_id: RunId, caller: AnyCaller) -> Response:
     async with AsyncExitStack() as stack:
         # A transcript may have a hundred megabytes, which are in memory until the client has received them.
         await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
-        with found():
+        with convert_not_found():
             messages = await hosted(caller).transcript(caller.tenant, run_id)
         data = await asyncio.to_thread(dump_exactly, {"messages": messages})
         return FileAnswer(data, {"Content-Type": "application/json"}, stack.pop_all())
@@ -250,7 +250,7 @@ async def follow_run(
     """
     # Errors before the start of the stream are returned as problems.
     start, runs = parse_id(last_event_id or after or ""), hosted(caller)
-    with found():
+    with convert_not_found():
         await runs.get(caller.tenant, run_id)
     return EventStream(caller.streams.counted(_build_server_events(caller, runs.follow(caller.tenant, run_id, start))))
 
@@ -277,8 +277,8 @@ async def _build_server_events(caller: Caller, events: AsyncIterator[tuple[str, 
 
 
 @contextmanager
-def found() -> Iterator[None]:
-    """Convert the error for a missing run to the problem NOT_FOUND."""
+def convert_not_found() -> Iterator[None]:
+    """Context manager that converts the error for a missing run to the problem NOT_FOUND."""
     try:
         yield
     except ToolFailure as failure:

@@ -18,8 +18,8 @@ Name = Annotated[str, Path(pattern=r"^[A-Z][A-Z0-9_]{0,63}$")]
 
 
 class NewSecret(BaseModel):
-    """A value and where it may go. `hosts`: `NAME` or `NAME:PORT`; empty: no sandbox may use it. `place`:
-    `header:NAME`, `query:NAME`, or `basic` for the password of basic authentication.
+    """A value, and the requests that may contain it. `hosts`: `NAME` or `NAME:PORT`; empty: no sandbox may use it.
+    `place`: `header:NAME`, `query:NAME`, or `basic` for the password of basic authentication.
     """
 
     model_config = ConfigDict(extra="forbid")

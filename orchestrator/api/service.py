@@ -16,14 +16,14 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 GRACE_S = 10.0
-"""Time in seconds that runs have to end after the stop signal. Other runs are given back to the queue."""
+"""Time in seconds that runs have to end after the stop signal. Runs that have not ended by then return to the queue."""
 
 AGAIN_S = 30.0
 
 
 class ApiService:
-    """API service of one process. `concurrency`: number of concurrent runs and batch items; 0: the service processes
-    none.
+    """API service of one process. `concurrency`: number of concurrent runs and batch items; 0: the service processes no
+    runs.
     """
 
     def __init__(

@@ -80,8 +80,8 @@ class SessionView(SandboxOptions):
     """An open session with the sizes and the user of its sandbox. `hosts`: the hosts that the session can reach with
     network egress. `timeout_s`: the largest limit of a call.
 
-    `sandbox`: the id of its container, "" while the id is not known. `usage`: what the session used so far, as in
-    GET /v1/tenants/{name}/usage; null in the answer to its opening.
+    `sandbox`: the id of its container, "" while the id is not known. `usage`: what the session used so far, as in GET
+    /v1/tenants/{name}/usage; null in the response that opens the session.
     """
 
     id: str
@@ -114,7 +114,7 @@ class Forks(BaseModel):
 
 
 class WrittenFile(BaseModel):
-    """A written file. `path`: as in the request. `bytes`: the size of the file."""
+    """A written file. `path`: the path in the request. `bytes`: the size of the file."""
 
     path: str
     bytes: int
@@ -197,8 +197,8 @@ async def read_file(session_id: SessionId, path: FilePath, caller: AnyCaller) ->
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(caller.app_state.files.enter(caller.identity.key_id))
         session = await _with_path(caller, session_id, path)
-        # The response owns the turn from here. The turn ends when the client has received the file, not when this
-        # function returns.
+        # The response takes over the file slot of the key. The slot is released when the client has received the file,
+        # not when this function returns.
         return FileAnswer(await session.read_file(path), headers, stack.pop_all())
 
 

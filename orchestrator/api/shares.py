@@ -9,17 +9,17 @@ from orchestrator.api.sse import ServerEvent
 from orchestrator.http.problems import ApiCode, ApiProblem
 
 STREAMS_OF_A_KEY = 1000
-FILES_OF_A_KEY = 4
+FILES_PER_KEY = 4
 """Limit of concurrent file transfers of a key. Each file is in memory until the transfer ends."""
-LOOKS_OF_A_KEY = 2
+SEARCHES_PER_KEY = 2
 """Limit of concurrent searches for calls of a key. A call without a record is searched among all waiting calls."""
-PAGES_OF_A_KEY = 2
+PAGES_PER_KEY = 2
 """Limit of long pages of a key that are rendered at the same time."""
 AGAIN_S = 5
 
 
 class OpenStreams:
-    """Counts the open event streams of every key."""
+    """Counts the open event streams of every API key."""
 
     def __init__(self) -> None:
         self._open = Counter[str]()

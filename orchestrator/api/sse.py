@@ -12,13 +12,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 MEDIA_TYPE = "text/event-stream"
-BEAT_S = 15.0
+COMMENT_INTERVAL_S = 15.0
 """Interval in seconds of keep-alive comments in a stream without events."""
 WRITE_WITHIN_S = 30.0
 """Time in seconds after which a client is disconnected that receives nothing. The client reconnects with
 Last-Event-ID.
 """
-AGAIN_MS = 2000
+RECONNECT_MS = 2000
 """Time in milliseconds after which a client reconnects to an interrupted stream."""
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _BEAT = b": \n\n"
@@ -76,12 +76,12 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await write(f"retry: {AGAIN_MS}\n\n".encode())
+        await write(f"retry: {RECONNECT_MS}\n\n".encode())
         following = asyncio.ensure_future(anext(self._events, None))
         try:
             while True:
                 # `wait` does not cancel `following` at the timeout. A cancelled `anext` would end an async generator.
-                await asyncio.wait((following,), timeout=BEAT_S)
+                await asyncio.wait((following,), timeout=COMMENT_INTERVAL_S)
                 if not following.done():
                     await write(_BEAT)
                     continue

@@ -1,4 +1,4 @@
-"""Usage of tenants over HTTP."""
+"""The usage of a tenant over HTTP: calls, CPU time, tokens and cost by hour or day."""
 
 import time
 from datetime import UTC, datetime
@@ -19,12 +19,12 @@ DEFAULT_DAYS = 30
 
 
 class UsageAmounts(BaseModel):
-    """Used resources. `calls`: number of calls with a result. `cpu_s`: calls, background jobs and starts of sandboxes.
-    `sandbox_s`: time of sessions with a container. `read_bytes`, `written_bytes`: disks, without the kernel's cache and
-    files in memory. `network_bytes`: through the egress proxy, in both directions. `cost`: in the currency of the
-    models' prices; replies without token counts do not count. `stored_bytes`: checkpoints, also automatic ones,
-    artifacts and uploads, less those that were deleted in the period. The number may be negative. Files that expire are
-    not subtracted.
+    """Used resources. `calls`: number of calls with a result. `cpu_s`: CPU seconds of calls, background jobs and starts
+    of sandboxes. `sandbox_s`: seconds in which sessions had a container. `read_bytes`, `written_bytes`: bytes from and
+    to disks, without the kernel's cache and files in memory. `network_bytes`: bytes through the egress proxy, in both
+    directions. `cost`: cost of model replies in the currency of the models' prices; replies without token counts do not
+    count. `stored_bytes`: bytes of new checkpoints (including automatic ones), artifacts and uploads, minus the bytes
+    of deleted ones. The number may be negative. Files that expire are not subtracted.
     """
 
     calls: int = 0

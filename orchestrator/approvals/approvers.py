@@ -1,4 +1,6 @@
-"""Approvers: a setting, a person at a terminal, a function, or a fixed refusal decides about a call."""
+"""Approvers, which decide about calls: by a setting, by asking a person at a terminal, by a function, or by refusing
+every call.
+"""
 
 import asyncio
 import contextlib
@@ -51,7 +53,7 @@ class ApprovalRequest:
 
 
 class Approver(Protocol):
-    """Interface that decides about calls.
+    """Interface of an object that decides about calls.
 
     The gate may call `decide` for several calls at once. An exception counts as a refusal.
     """
@@ -106,9 +108,9 @@ class CallbackApprover:
 class ConsoleApprover:
     """Asks a person at a terminal, one question at a time.
 
-    Only "y" or "yes" and Enter approves. Use one approver for each terminal. Arguments are shown in full, and
-    invisible characters are shown as escapes. Input that was typed before the question appeared does not answer the
-    question. A withdrawn question leaves no reader that would take the next line.
+    Only "y" or "yes" and Enter approves. Use one approver for each terminal. Arguments are shown in full, and invisible
+    characters are shown as escapes. Input that was typed before the question appeared does not answer the question.
+    After a question is withdrawn, no thread continues to read the terminal, so the next line is not lost.
     """
 
     def __init__(self, read: TextIO | None = None, write: TextIO | None = None) -> None:

@@ -29,14 +29,16 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 POLL_S = 0.2
-"""Interval between two reads of answers. One read covers all waiting questions."""
-LOOK_COST_S = 0.0002
-"""Interval per waiting question. With many questions, reads are less frequent than POLL_S, because a read of thousands
-of answers is expensive.
+"""Interval in seconds between two reads of answers. One read covers all waiting questions."""
+POLL_PER_QUESTION_S = 0.0002
+"""Part of the interval for each waiting question, in seconds. With many questions, reads are less frequent than POLL_S,
+because a read of thousands of answers is expensive.
 """
 AGAIN_S = 0.5
 ARRIVAL_S = 1.0
-"""Margin between the end of the question and the end of the call, so that a late answer still arrives in time."""
+"""Seconds between the end of the question and the end of the call, so that an answer at the last moment still arrives
+in time.
+"""
 WITHDRAW_S = 2.0
 
 
@@ -44,7 +46,7 @@ class QueueApprover:
     """Puts each question into the queue and waits for its answer.
 
     A question is withdrawn when its waiter stops waiting. If the process dies instead, the question stays until it
-    expires. The process that resumes the run finds that question, or the answer that was given in between.
+    expires. The process that resumes the run finds the question, or the answer that arrived in the meantime.
     """
 
     def __init__(self, queue: ApprovalQueue) -> None:
@@ -107,7 +109,7 @@ class QueueApprover:
     async def _look(self) -> None:
         """Read the answers of all waiting questions until no question waits."""
         while self._waiting:
-            await asyncio.sleep(max(POLL_S, LOOK_COST_S * len(self._waiting)))
+            await asyncio.sleep(max(POLL_S, POLL_PER_QUESTION_S * len(self._waiting)))
             try:
                 answers = await self._queue.answers(list(self._waiting))
             except BrokerUnavailable as error:
@@ -157,7 +159,7 @@ def choose_pool_approver(settings: OrchestratorSettings, queue: ApprovalQueue, *
     return choose_approver(settings.approvals, is_interactive=is_interactive)
 
 
-def choose_people(settings: OrchestratorSettings, queue: ApprovalQueue) -> Approver:
+def choose_people_approver(settings: OrchestratorSettings, queue: ApprovalQueue) -> Approver:
     """Return the approver of runs that ask people.
 
     The operator's setting `auto` or `never` overrides the request of the run.

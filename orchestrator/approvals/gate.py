@@ -1,7 +1,7 @@
 """Decisions before dispatch: the policy judges each call and may require a question to the approver.
 
-Without an approver that can answer, the decision is no. Only calls that a model requests are gated. A call that a
-program makes with `Session.call` is that program's own decision.
+Without an approver that can answer, the call is refused. The gate applies only to calls that a model requests. A call
+that a program makes with `Session.call` is that program's own decision.
 
 Invariant: an approval allows only the call that the approver saw, once, before the approval expires. A digest binds
 each approval to the call, its arguments, its tenant and its session.
@@ -32,7 +32,7 @@ log = get_logger(__name__)
 APPROVAL_TTL_S = 300.0
 """Lifetime of an approval in seconds, from the moment of the question."""
 MAX_INLINE_CHARS = 4 * 1024
-"""Limit of arguments with a command that are judged on the event loop.
+"""Limit, in characters, of arguments with a command that are judged on the event loop.
 
 Longer arguments are judged in a thread, because hostile commands take up to a second to parse.
 """

@@ -20,7 +20,7 @@ from contract.shell.danger_tables import HARMLESS_DEVICES
 from contract.shell.dangers import Level, classify
 from contract.shell.shell_reader import Word
 from contract.specs import ToolSpec
-from contract.tenancy import say_subject, tools_of
+from contract.tenancy import build_refusal_subject, tools_of
 
 Action = Literal["deny", "ask", "allow"]
 MAX_POLICY_BYTES = 1024 * 1024
@@ -111,7 +111,7 @@ class ApprovalPolicy:
         ]
         denying = next(((rule, used) for rule, used in touching if rule.action == "deny"), None)
         if denying is not None:
-            return _deny(denying[0], say_subject(spec.name, denying[1]), warning)
+            return _deny(denying[0], build_refusal_subject(spec.name, denying[1]), warning)
         if touching:
             return PolicyDecision("ask", _explain_ask(spec.name, touching[0][1]), warning)
         # An allow rule for a tool that this call would use indirectly does not allow this tool.

@@ -22,8 +22,8 @@ ROOT = "/workspace"
 MAX_PATTERN_CHARS = 1024
 MAX_PATTERNS = 100
 MATCH_S = 20.0
-"""CPU seconds of one search. A tenant controls the patterns and the paths: without a limit, 100 patterns and a thousand
-deep paths take hours.
+"""Limit of the CPU seconds of one search. A tenant controls the patterns and the paths: without a limit, 100 patterns
+and a thousand deep paths take hours.
 """
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 _MAX_NAME_CHARS = 200

@@ -20,8 +20,8 @@ ARTIFACTS = (
 
 
 def find_paths(item: BatchItem, artifacts: str | None) -> Iterator[str]:
-    """Yield a sentence for each path that an item needs on the machine that runs the item. `artifacts`: folder of the
-    batch for artifacts.
+    """Yield a sentence for each path that an item needs on the machine that runs the item. `artifacts`: the batch's
+    local folder for artifacts.
     """
     if not all(map(is_stored, item.sources)):
         yield WORKSPACE

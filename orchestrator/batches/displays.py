@@ -60,7 +60,7 @@ class Display:
     """
 
     def __init__(self, displayed: DisplayedBatch, every_s: float) -> None:
-        """`every_s`: minimum time between two statuses, in seconds."""
+        """Create the display. `every_s`: minimum time between two statuses, in seconds."""
         self._displayed, self._every_s = displayed, every_s
         self._opened_at, self._next_at = displayed.wall(), displayed.ticks() + every_s
         self._ended_earlier = 0
@@ -76,7 +76,7 @@ class Display:
             self._show_summary(self._displayed.summary())
 
     def show(self, event: RunEvent) -> None:
-        """Count an event and show the event."""
+        """Count an event of the batch and show the event."""
         is_new = self._displayed.progress.add(event)
         if event.at < self._opened_at:
             # A resumed batch may have been paused for days. Ends before the pause say nothing about the current rate.
@@ -138,7 +138,8 @@ class LogDisplay(Display):
     """Writes failures, retries and notices when they arrive. Writes the status every few seconds if the status has
     changed.
 
-    `has_past`: also write events from before the display was opened. A resumed batch would repeat these events.
+    `has_past`: also write events that occurred before the display was opened. For a resumed batch it is False, because
+    these events were already shown.
     """
 
     def __init__(self, displayed: DisplayedBatch, out: IO[str], *, has_past: bool = False) -> None:

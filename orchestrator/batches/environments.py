@@ -24,9 +24,9 @@ class EnvironmentChecker:
     """
 
     def __init__(self, folder: Path | None, store: TenantStore | None = None, max_bytes: int = MAX_BLOB_BYTES) -> None:
-        """`folder`: folder of relative names; None: lines may not name paths of this machine. `store`: the tenant's
-        part of the store; None: this process has no access to the store. `max_bytes`: limit of a workspace on this
-        machine.
+        """Create the checker. `folder`: the folder at which relative names start; None: lines may not name paths of
+        this machine. `store`: the tenant's part of the store; None: this process has no access to the store.
+        `max_bytes`: limit of a workspace on this machine.
         """
         self._max_bytes = max_bytes
         self._folder = folder.absolute() if folder is not None else None

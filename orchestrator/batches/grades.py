@@ -31,11 +31,13 @@ class PassRate(Record):
 
 
 class GradeSummary(Record):
-    """Figures of a batch's graded items that have ended. `counted`: not infrastructure, input or cancelled.
+    """Figures of a batch's graded items that have ended. `counted`: number of items without those that failed because
+    of the infrastructure or the input, or were cancelled.
 
     `solved`: items with the reward 1. `refused`: items whose artifacts were refused, with the reward 0.
-    `grader_errors`: counted as not solved. `mean_reward`: of the items with a reward; None without any.
-    `tokens_per_solved`, `cost_per_solved`: of all graded items together; None if unknown or if none is solved.
+    `grader_errors`: counted as not solved. `mean_reward`: mean over the items with a reward; None if no item has a
+    reward. `tokens_per_solved`, `cost_per_solved`: the sum over all graded items, divided by `solved`; None if the sum
+    is unknown or no item is solved.
     """
 
     tasks: int
@@ -54,7 +56,7 @@ class GradeSummary(Record):
 
 @dataclass(slots=True, frozen=True)
 class ItemGrade:
-    """The values of an ended, graded item that its figures need. `cost` None: unknown."""
+    """Values of an ended, graded item from which the figures of the batch are computed. `cost` None: unknown."""
 
     task: str
     reward: float | None
@@ -65,7 +67,9 @@ class ItemGrade:
 
 
 def build_item_grade(end: RunEnded) -> ItemGrade | None:
-    """Return the values that the figures need, from the end of an item; None if the item has no grader."""
+    """Return the values of an ended item from which `summarize` computes the figures of its batch; None if the item has
+    no grader.
+    """
     if not end.task:
         return None
     grade = end.grade
@@ -118,8 +122,8 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
 
 
 def wilson(rate: float, count: int) -> tuple[float, float]:
-    """Return the ends of Wilson's interval for the mean of `count` values from 0 to 1. For values between 0 and 1 it is
-    wider than needed, because their variance is smaller than that of a coin with the same mean.
+    """Return the ends of Wilson's interval for the mean of `count` values from 0 to 1. For values between 0 and 1 the
+    interval is wider than needed: their variance is smaller than the variance of values 0 or 1 with the same mean.
     """
     scale = 1 + _Z**2 / count
     center = (rate + _Z**2 / (2 * count)) / scale

@@ -29,8 +29,7 @@ _Model = Annotated[str, Field(min_length=1, max_length=256)]
 _Text = Annotated[str, Field(min_length=1)]
 _Path = Annotated[str, Field(min_length=1, max_length=4096)]
 Json = Any
-"""A value from JSON text. The value is already parsed as JSON and is not checked again: the second check would take
-longer than the parsing.
+"""A parsed JSON value. Pydantic does not check the value again, because the check would take longer than the parsing.
 """
 _Roles = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -64,7 +63,7 @@ class OpenAILine(Shape):
 
 
 class LimitFields(Shape):
-    """Limits of a run."""
+    """Fields of a line that limit a run: steps, time, tokens and cost."""
 
     max_iterations: int | None = Field(default=None, ge=1)
     tool_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
@@ -96,7 +95,7 @@ class GraderFields(SandboxOptions, Shape):
 
 
 class EnvironmentFields(SandboxOptions, Shape):
-    """Environment of an item, its priority, and how often it is tried and graded."""
+    """Fields of a line for the item's environment and priority, and for the number of its attempts and samples."""
 
     workspace: _Path | None = None
     restore: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
@@ -109,8 +108,8 @@ class EnvironmentFields(SandboxOptions, Shape):
     grader: GraderFields | None = None
 
     def to_environment(self) -> ItemEnvironment:
-        """Return the environment of the item. Raises InvalidField: the line names two sources of files, or changes what
-        a fork has.
+        """Return the environment of the item. Raises InvalidField: the line names two sources of files, or sets a field
+        that a fork takes from its parent session.
         """
         if self.workspace is not None and self.restore is not None:
             raise InvalidField(
@@ -127,7 +126,7 @@ class EnvironmentFields(SandboxOptions, Shape):
 
 
 class RunFields(EnvironmentFields):
-    """Body of an agent run."""
+    """Fields of the body of an agent run."""
 
     instruction: _Text | None = None
     input: _Text | None = None
@@ -159,14 +158,14 @@ class RunFields(EnvironmentFields):
 
 
 class CallFields(EnvironmentFields):
-    """Body of one tool call."""
+    """Fields of the body of one tool call."""
 
     name: _Name
     arguments: dict[str, Json] = {}
     timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
 
     def to_work(self) -> CallBody:
-        """Return the tool call."""
+        """Return the body of the item: a tool call."""
         return pick_fields(CallBody, self)
 
 
@@ -185,7 +184,7 @@ class ShortCall(EnvironmentFields):
     timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_TIMEOUT_S)
 
     def to_work(self) -> CallBody:
-        """Return the tool call."""
+        """Return the body of the item: a tool call."""
         return CallBody(name=self.tool, arguments=self.arguments, timeout_s=self.timeout_s)
 
 
@@ -298,7 +297,7 @@ def build_item(line: int, custom_id: Any, url: str, fields: Fields) -> BatchItem
 
 
 def name_samples(custom_id: Any, samples: object) -> list[Any]:
-    """Return the ids of the items of a line. Both values are not checked yet."""
+    """Return the ids of the items of a line, one for each sample. The two arguments are unchecked JSON values."""
     if not isinstance(custom_id, str) or type(samples) is not int or not 1 < samples <= MAX_SAMPLES:
         return [custom_id]
     return [f"{custom_id}#{number}" for number in range(1, samples + 1)]

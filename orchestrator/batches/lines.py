@@ -81,7 +81,7 @@ MAX_SHOWN = 20
 MAX_COUNTED = 1000
 """Number of hidden errors after which the rest of the file is not read."""
 MAX_VALUES, MAX_DEPTH = 20_000, 64
-"""Limits of one line."""
+"""Limits of one line: the number of JSON values, and the depth of nesting."""
 _NOT_AN_OBJECT = "the line is not one JSON object"
 _MAX_VALUE_CHARS = 60
 _OUTER_NAMES = frozenset({"method", "url", "body"})

@@ -45,7 +45,7 @@ class FailureGroup(Record):
 
 
 class Note(Record):
-    """A notice about the whole batch."""
+    """A notice about the whole batch, for display."""
 
     at: float
     message: str
@@ -93,7 +93,7 @@ class ProgressSnapshot(Record):
 
 
 class Phase(IntEnum):
-    """Phase of one attempt at an item."""
+    """Phase of one attempt at an item, such as running or ended."""
 
     QUEUED = 0
     RUNNING = 1
@@ -186,7 +186,7 @@ class BatchProgress:
         return self._phases[Phase.ENDED]
 
     def latest(self, name: str) -> tuple[int, Phase]:
-        """Return the latest attempt at an item and its phase; attempt 0 if there is none."""
+        """Return the number of the latest attempt at an item, and its phase; number 0 if there is no attempt."""
         item = self._items.get(name)
         return (0, Phase.QUEUED) if item is None else (item.attempt, item.phase)
 

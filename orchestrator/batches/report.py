@@ -53,7 +53,7 @@ Block = str | Table | Plot | list[str]
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the report. `id`: in the page."""
+    """A section of the report. `id`: the id of its HTML element."""
 
     id: str
     heading: str
@@ -80,7 +80,7 @@ def build_report(
 def build_sections(
     batch_events: Iterable[RunEvent], *, batch: str = "", tenant: str = DEFAULT_TENANT, total: int = 0
 ) -> list[Section]:
-    """Return the sections of the page."""
+    """Return the sections of a batch's report, in order. The parameters are those of `build_report`."""
     report = _Report(total)
     for event in batch_events:
         report.add(event)

@@ -47,7 +47,7 @@ def limit_time(at: float) -> float:
 
 
 def add_up(amounts: Iterable[tuple[float, float]], low: float, high: float) -> list[tuple[float, float]]:
-    """Return the running total at POINTS + 1 moments from `low` to `high`.
+    """Return the running total as (Unix seconds, total) at POINTS + 1 moments from `low` to `high`.
 
     `amounts`: (Unix seconds, amount), in any order. Without amounts the result is empty.
     """

@@ -18,8 +18,8 @@ _ROWS_AT_ONCE = 1000
 def build_rollouts(outcome: ItemOutcome, body: RunBody, trace: Trace) -> Iterator[dict[str, Any]]:
     """Yield a record for each request of an item that has a reply.
 
-    `prompt`, `tools`, `sampling`: as they were sent. `completion`: the reply as a message. `reward` None: the item has
-    no grade. Secrets are masked, as in the trace.
+    `prompt`, `tools`, `sampling`: the values that were sent to the model. `completion`: the reply as a message.
+    `reward` None: the item has no grade. Secrets are masked, as in the trace.
     """
     grade, failure = outcome.grade, outcome.failure
     answered = [step for step in trace.steps if step.reply is not None]

@@ -22,8 +22,8 @@ from orchestrator.batches.rows import Row, build_row, build_row_line, parse_outc
 from store.batches import ItemOutcome
 
 MAX_HELD_BYTES = 64 * 1024 * 1024
-"""Limit of newer failures in memory, in bytes. They replace older failures when the files are settled. Above the
-limit, the files are settled at once.
+"""Limit of newer failures in memory, in bytes. These failures replace older failures when the files are settled. Above
+the limit, the files are settled at once.
 """
 _PROBE_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -48,7 +48,7 @@ class RowError(BaseModel):
 
 class Row(BaseModel):
     """A line of an output or errors file. `id`: id of the run. A row with an error may have a partial response too.
-    `task`, `grade`: of an item with a grader.
+    `task`, `grade`: the id of the line and the grade, for an item with a grader.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -211,7 +211,9 @@ def build_answer_body(
     created: float,
     **fields: Any,
 ) -> dict[str, JsonValue]:
-    """Return the body of a run's row for the url of its item. `fields`: passed to `build_run_body`."""
+    """Return the body of a run's row in the format that the url of its item requires. `fields`: passed to
+    `build_run_body`.
+    """
     if url == CHAT_URL:
         return build_chat_body(result, model=model, created=created)
     return build_run_body(result, **fields)

@@ -46,7 +46,7 @@ class StoredFiles:
     """
 
     def __init__(self, store: ArchiveStore, max_bytes: int = MAX_WORKSPACE_BYTES) -> None:
-        """`max_bytes`: limit of one upload, in bytes."""
+        """Use the archives of `store`. `max_bytes`: limit of one upload, in bytes."""
         self._store = store
         self._max_bytes = max_bytes
 

@@ -117,7 +117,9 @@ async def approvals_decide(
 
 
 def pending_lines(pending: PendingQuestion) -> list[str]:
-    """Return the lines that show a question to a person. The warning is last: long arguments cannot scroll it away."""
+    """Return the lines that show a question to a person. The warning is last: long arguments cannot scroll the warning
+    out of view.
+    """
     question = pending.question
     head = f"{question.id}  until {format_instant(pending.expires_at)}  digest {question.digest[:16]}"
     lines = [head, *call_lines(question.call, question.tenant, question.session, question.command)]

@@ -30,7 +30,7 @@ from orchestrator.cli.batches_options import (
     prepare_artifacts,
 )
 from orchestrator.cli.batches_rollouts import batches_rollouts
-from orchestrator.cli.batches_shift import BatchInterrupts, build_row_location, find_rows, work_batch
+from orchestrator.cli.batches_run import BatchInterrupts, build_row_location, find_rows, run_batch
 from orchestrator.cli.batches_views import (
     BatchId,
     Errors,
@@ -296,7 +296,7 @@ async def _submit(
             logs = build_command("batches", "show", "-f", batch, tenant=runs.tenant)
             console.print(f"queued; `{status}` and `{logs}` show its progress", highlight=False, soft_wrap=True)
             return 0
-        return await work_batch(
+        return await run_batch(
             runs, batch, paths, rows, interrupts, console, is_kept=client.stack is None, as_json=as_json
         )
 
@@ -322,7 +322,7 @@ async def _resume_batch(
                 await runs.queue.set_concurrency(runs.tenant, batch, concurrency)
             await runs.recall(batch, rows)
             await (runs.batches.resume(batch) if kinds is None else runs.batches.resume(batch, kinds))
-            return await work_batch(runs, batch, paths, rows, interrupts, console, is_kept=True, as_json=as_json)
+            return await run_batch(runs, batch, paths, rows, interrupts, console, is_kept=True, as_json=as_json)
 
 
 def _handle_signals(batch: str, tenant: str, console: Console, *, is_kept: bool) -> BatchInterrupts:

@@ -1,4 +1,4 @@
-"""The client of a command: of the pool that TOOLCREW_REDIS_URL names, or of an embedded stack."""
+"""Opens the client of a command: for the pool that TOOLCREW_REDIS_URL names, or for an embedded stack."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -71,7 +71,7 @@ async def open_pool_client(tenant: str | None = None, *, needs_workers: bool = F
 
 
 def show_waiting() -> AbstractContextManager[None]:
-    """Print on stderr why a call of this block waits, each reason once."""
+    """Context manager that prints on stderr why calls of the block wait. Prints each reason once."""
 
     def print_notice(notice: WaitNotice) -> None:
         typer.echo(f"toolcrew: {escape_controls(notice.message)}", err=True)

@@ -28,7 +28,7 @@ from store.run_records import HostedRun, RunEnd
 
 class WorkspaceSaver:
     """Saves a session when its run has ended: a copy of the workspace in a local folder, a checkpoint, both, or
-    neither. A copy that fails is reported in `failure`, so that the answer is not lost.
+    nothing. A copy that fails is reported in `failure`, so that the answer is not lost.
     """
 
     def __init__(self, folder: Path | None, wants_checkpoint: bool) -> None:
@@ -39,7 +39,7 @@ class WorkspaceSaver:
         self.failure: ToolFailure | OperatorError | None = None
 
     async def save(self, session: Session) -> None:
-        """Try both, even if one fails."""
+        """Copy the workspace and take the checkpoint, as requested. Tries both, even if one fails."""
         for work in (self._save_checkpoint, self._save_copy):
             try:
                 await work(session)
@@ -61,7 +61,7 @@ class WorkspaceSaver:
             ) from error
 
     def lines(self) -> list[str]:
-        """Return the lines for the terminal."""
+        """Return the lines for the terminal that say what was saved or what failed."""
         lines = []
         if self._checkpoint is not None:
             lines.append(f"checkpoint {self._checkpoint.id} ({self._checkpoint.bytes} bytes)")
@@ -74,7 +74,7 @@ class WorkspaceSaver:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields for the command's JSON object."""
+        """Return the fields of the command's JSON object that say what was saved."""
         fields: dict[str, Any] = {} if self._checkpoint is None else {"checkpoint": asdict(self._checkpoint)}
         if self._skipped:
             fields["not_copied"] = self._skipped
@@ -212,7 +212,7 @@ def run(
 
 
 def _print_files(run_files: list[RunFiles], as_json: bool) -> None:
-    # Also after a failure of the run: its trace shows the cause.
+    # Printed also after a failure of the run, because its trace shows the cause.
     for files in run_files:
         for line in [] if as_json else files.lines():
             typer.echo(escape_controls(line), err=True)

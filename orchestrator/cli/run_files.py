@@ -21,7 +21,9 @@ class RunFiles:
     """The trace of a run and, with `output`, the trajectory that is built from it."""
 
     def __init__(self, output: Path | None) -> None:
-        """Prepare the files before the run starts. Raises ConfigError for a file that cannot be written."""
+        """Prepare the trace and the trajectory before the run starts. `output`: file of the trajectory; None: write no
+        trajectory. Raises ConfigError for a file that cannot be written.
+        """
         self._folder, self._output = load_settings().traces, output
         self._run = ""
         self._tenant = DEFAULT_TENANT
@@ -35,7 +37,7 @@ class RunFiles:
         self._run = self._run or event.run
 
     def write(self, tenant: str) -> None:
-        """Write the files after the run. Sets `failure` if a file cannot be written."""
+        """Write the trajectory after the run. Sets `failure` if the file cannot be written."""
         self._tenant = tenant
         if not self._run:
             return
@@ -53,7 +55,7 @@ class RunFiles:
             self.failure = error
 
     def lines(self) -> list[str]:
-        """Return the lines for the terminal."""
+        """Return the lines for the terminal that name the written files."""
         lines = []
         if self._trace is not None:
             show = build_command("traces", "show", self._run, tenant=self._tenant)
@@ -65,7 +67,7 @@ class RunFiles:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields for the command's JSON object."""
+        """Return the fields of the command's JSON object that name the written files."""
         fields: dict[str, Any] = {} if self._trace is None else {"trace": str(self._trace.path)}
         if self._output is not None and self._trace is not None and self.failure is None:
             fields["trajectory"] = str(self._output)

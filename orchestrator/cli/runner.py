@@ -59,8 +59,8 @@ def run_work(work: Coroutine[Any, Any, T], as_json: bool) -> T:
 
 @dataclass(frozen=True)
 class Output:
-    """The output of a command, and its exit code. `data`: the object of --json. Without --json: `lines` on stdout and
-    `notes` on stderr, escaped.
+    """The output of a command, and its exit code. `data`: the object that --json prints. Without --json, `lines` are
+    printed on stdout and `notes` on stderr, with control characters escaped.
     """
 
     data: Any
@@ -72,13 +72,13 @@ class Output:
 def list_output(
     data: Any, rows: list[dict[str, Any]], columns: Sequence[str], *, empty: str = "", notes: Sequence[str] = ()
 ) -> Output:
-    """Return rows as a table. `empty`: the line without rows; "": the header alone."""
+    """Return rows as a table. `empty`: the line to print if there are no rows; "": only the header is printed."""
     return Output(data, [empty] if empty and not rows else table_rows(rows, tuple(columns)), notes)
 
 
 def as_command(work: Callable[P, Coroutine[Any, Any, Output | None]]) -> Callable[P, None]:
-    """Return the command that runs `work` and prints its output; None: `work` has printed it. `work` has the parameter
-    `as_json`.
+    """Return the command that runs `work` and prints the Output that `work` returns. If `work` returns None, it has
+    printed its output itself. `work` must have the parameter `as_json`.
     """
 
     @wraps(work)
@@ -110,7 +110,7 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def suggest_nearest(metadata: Mapping[str, object]) -> str:
-    """Return the end of a message that lists names similar to a name that was not found, or ""."""
+    """Return text to append to an error message: the names that are similar to a name that was not found, or ""."""
     nearest = metadata.get("nearest")
     return (
         f"; similar names: {', '.join(str(name) for name in nearest)}" if isinstance(nearest, list) and nearest else ""

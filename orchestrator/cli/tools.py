@@ -105,8 +105,8 @@ async def tools_enable(name: Name, tenant: OnlyTenant = None, as_json: Json = Fa
 
 
 def state_json(state: ToolState) -> dict[str, Any]:
-    """Return a tool with its state as one object. `switch`: who disabled the tool, when and why; `scope`: for which
-    tenants.
+    """Return a tool with its state as one object. `switch`: the person who disabled the tool, the time and the reason.
+    `scope`: the tenants for which the tool is disabled.
     """
     spec = state.spec.model_dump(mode="json")
     switch = _switch_json(state.switch) if state.switch is not None else None

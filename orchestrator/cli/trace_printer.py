@@ -1,4 +1,4 @@
-"""Text view of a trace: the view of a running run, with the texts that arrived in pieces, and what is missing."""
+"""Prints a trace as text: the same view as of a running run, and the parts that are missing in the trace."""
 
 import json
 from typing import Any
@@ -76,7 +76,7 @@ class TracePrinter(RunPrinter):
 
 
 def build_json(trace: Trace) -> dict[str, Any]:
-    """Return the events of the last attempt, and the faults of the file."""
+    """Return the events of the last attempt, and the faults of the trace file."""
     return {
         "run": trace.run,
         "path": str(trace.path),

@@ -16,9 +16,9 @@ __all__ = ["CallRequested", "Dialect", "Event", "MalformedCall", "ReplyEnd", "Re
 class CallRequested:
     """A complete, well-formed request for a tool. The consumer runs it before it handles the next event.
 
-    `call.id` is always the run's own id. `model_id` is the id under which the model expects the result, "" when the
-    dialect has none. `is_text`: the argument values are strings that the schema may coerce. `is_parallel`: the model
-    requested several calls at once.
+    `call.id` is always an id that the run generated. `model_id` is the id under which the model expects the result, ""
+    when the dialect has none. `is_text`: the argument values are strings that the schema may coerce. `is_parallel`: the
+    model requested several calls at once.
     """
 
     call: ToolCall
@@ -70,7 +70,7 @@ class ReplyReader(Protocol):
 
 
 class Dialect(Protocol):
-    """Format of tool calls and their results."""
+    """Format in which a model writes tool calls and reads their results."""
 
     @property
     def name(self) -> str: ...
@@ -78,7 +78,7 @@ class Dialect(Protocol):
     @property
     def max_repairs(self) -> int | None:
         """Return how many replies in a row may contain only malformed calls before the run stops. None: the run's
-        options decide.
+        options set the number.
         """
         ...
 

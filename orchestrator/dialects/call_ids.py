@@ -8,7 +8,7 @@ _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def build_call_id(run: str, step: int, index: int) -> str:
-    """Return the run's own id of the call at `index` of a reply. It is repeatable and unique, and matches
+    """Return the run's own id of the call at `index` of a reply. The id is repeatable and unique, and matches
     `contract.calls.Identifier`.
 
     The model's own id is not usable: it can be random, repeated or missing.
@@ -22,7 +22,7 @@ def build_call_id(run: str, step: int, index: int) -> str:
 def build_missing_id(run: str, step: int, position: int) -> str:
     """Return an id for a native call that the model sent without one.
 
-    It never equals one of the run's own ids, because those mark calls by tags.
+    The id never equals one of the run's own ids, because those mark calls by tags.
     """
     return f"call_{build_call_id(run[:40], step, position)}"[:64]
 

@@ -24,7 +24,9 @@ __all__ = ["JsonDecisionDialect", "build_tool_system_prompt"]
 
 RESULT_HEAD = "[Tool result for "
 RESULT_HINT = 'Now reply to the user in one plain sentence, with "tool": null.'
-"""The hint of the profile in words that do not make a small model repeat its call."""
+"""Hint after the results of calls, in place of the profile's hint. With the profile's wording, small models repeat
+their last call.
+"""
 
 _HOW_TO_DECIDE = f"""\
 Every reply of yours is one JSON object and nothing else.
@@ -74,7 +76,8 @@ class JsonDecisionDialect:
         return ModelRequest(messages, extra={**self._profile.sampling, "response_format": response_format})
 
     def _with_hint(self, message: Message) -> Message:
-        # Every result has the hint: the beginning of a conversation stays the same, so servers can cache it.
+        # Every result has the hint, also an earlier one: then the beginning of a conversation never changes, and
+        # servers can cache it.
         text = str(message.get("content"))
         if not self._profile.result_hint or not text.startswith(RESULT_HEAD) or is_failure(text.partition("\n")[2]):
             return message

@@ -25,9 +25,13 @@ from orchestrator.dialects.native_fragments import CallSlots, PartialCall, parse
 from orchestrator.dialects.surrogates import SurrogateJoiner, join_surrogates
 
 MAX_REPLY_CHARS = 128 * 1024 * 1024
-"""Limit of the text and calls of one reply, far above any model's token limit. Only a broken server sends more."""
+"""Limit of the characters of one reply, text and calls together, far above any model's token limit. Only a broken
+server sends more.
+"""
 FRAGMENT_CHARS = 64
-"""The minimum size that a fragment of a call counts as. It limits the number of very short fragments."""
+"""Minimum number of characters for which a fragment of a call counts towards the limit. The minimum limits the number
+of very short fragments.
+"""
 NO_NAME = "the call has no tool name"
 
 
@@ -35,7 +39,7 @@ NO_NAME = "the call has no tool name"
 class NativeCall:
     """A call whose arguments are a JSON object.
 
-    `id` is the model's, or generated when it sent none. `position` is its index in the reply.
+    `id` is the id that the model sent, or a generated id if the model sent none. `position` is its index in the reply.
     """
 
     id: str
@@ -70,7 +74,7 @@ class NativeReply:
 
 
 class NativeCallAssembler:
-    """Assembles one streamed reply. `run` and `step` are part of the ids generated for calls without one."""
+    """Assembles one streamed reply. `run` and `step` are part of the ids that are generated for calls without an id."""
 
     def __init__(self, run: str = "run", step: int = 0) -> None:
         self._run = run
@@ -104,8 +108,8 @@ class NativeCallAssembler:
         return self._add_text(content) if isinstance(content, str) else []
 
     def flush(self) -> list[Text]:
-        """Return a held half of a surrogate pair as text. `finish` also includes it in the reply,
-        but emits no event.
+        """Return the half of a surrogate pair that waits for its other half, as text. `finish` also includes it in the
+        reply, but emits no event.
         """
         tail = self._surrogates.finish()
         if not tail:

@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LONGEST_NAME = 256
-"""Limit above any tool name. Further fragments are dropped: appending without a limit would take quadratic time."""
+"""Limit of the characters of a call's name, more than any tool name has. Further fragments are dropped: appending
+without a limit would take quadratic time.
+"""
 
 
 @dataclass
@@ -21,7 +23,7 @@ class PartialCall:
     fragments: list[str] = field(default_factory=list)
 
     def is_phantom(self) -> bool:
-        """Return whether only an index was received."""
+        """Return whether the call has only an index, and neither id, name nor arguments."""
         return not (self.id or self.name or self.fragments)
 
 
@@ -75,8 +77,8 @@ class CallSlots:
         return sorted((call for call in self._calls if not call.is_phantom()), key=lambda call: call.index)
 
     def assign(self, fragment: Fragment) -> PartialCall:
-        """Return the call that `fragment` belongs to, after adding the fragment's id and name. Creates the call if
-        needed.
+        """Return the call that `fragment` belongs to. Adds the fragment's id and name to the call, and creates the call
+        if it is new.
         """
         call = (
             self._find_without_index(fragment)

@@ -6,9 +6,9 @@ from contract.calls import COMMAND_FAILED, FOUND_NOTHING, ToolResult
 from orchestrator.dialects.model import Message
 
 UNKNOWN_TOOL = "unknown"
-"""The tool name of a result whose call had none."""
+"""The tool name in the message of a result whose call had no name."""
 NAMELESS_TOOL = "the tool"
-"""The tool name for a message of a history that contains none."""
+"""The tool name for a message of a history that names no tool."""
 
 
 def build_tool_messages(results: Sequence[tuple[str, ToolResult]]) -> list[Message]:

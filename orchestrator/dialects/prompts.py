@@ -18,12 +18,12 @@ from orchestrator.dialects.tag_values import build_plain_tag_call, build_tag_cal
 from orchestrator.functions.openai_tools import convert_to_openai_tool
 
 AnyTool = ToolSpec | Tool[Any] | Mapping[str, Any]
-"""A spec, a tool with one, or a mapping with name, description and parameters."""
+"""A ToolSpec, a tool with a spec, or a mapping with name, description and parameters."""
 
 DEFAULT_INSTRUCTION = "You are a helpful assistant. Use the tools to answer."
 NO_TOOLS = "No tools are currently available. Answer without calling a tool."
 EXAMPLES_STOP = "\nUser:"
-"""Stops a reply in which the model continues like the examples, with an invented result."""
+"""Stop sequence for a model that continues its reply in the style of the examples, with an invented result."""
 _EXAMPLES = (
     # Otherwise a small model calls a program that a request names as if it were a tool.
     ("Use uname to print the kernel's name.", (("uname -s", "Linux"),), "The kernel is Linux."),
@@ -92,7 +92,7 @@ def generate_tool_prompt(
     the syntax of a call.
 
     Without tools, it only says that there are none. Each text from a tool is put on one line and cannot contain a tag.
-    `default_timeout_s` is the limit of tools that define none. `is_brief`: without the limits and the syntax of long
+    `default_timeout_s` is the limit of tools that define no limit. `is_brief`: omit the limits and the syntax of long
     values.
     """
     if not tools:
@@ -259,7 +259,7 @@ def _format_line(text: str) -> str:
 
 
 def clean_line(text: str) -> str:
-    """Return `text` on one line, without control characters and other invisible ones."""
+    """Return `text` on one line, without control characters and other invisible characters."""
     return "".join(
         character for character in " ".join(text.split()) if unicodedata.category(character) not in _NO_CHARACTER
     )

@@ -1,4 +1,6 @@
-"""Events of the tag parser: text, calls, malformed calls. Their texts and raw texts, joined in order, are the input."""
+"""Events of the tag parser: text, calls, malformed calls. The texts and raw texts of all events, joined in order, equal
+the input.
+"""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,8 @@
 """The grammar of an open `<tool_action` tag as a table of states.
 
-A state skips its run, looks at one character and follows the edge for it. An edge with step 0 does not consume: the
-next state sees the character again. Therefore no text is searched twice, however it was split into chunks.
+A state skips the longest match of its pattern `run`, reads one character and follows the edge for that character. An
+edge with step 0 does not consume: the next state sees the character again. Therefore no text is searched twice, however
+it was split into chunks.
 """
 
 import re
@@ -13,7 +14,7 @@ MARKER = "<tool_action"
 TAG = "tool_action"
 BLANKS = " \t\r\n"
 DELIMITERS = frozenset(BLANKS + "/>=<\"'!?&")
-"""Characters that end a name."""
+"""Characters that end the name of a tag or of an attribute."""
 
 JSON_BODY = 'the body is JSON; write <tool_action name="TOOL"><PARAMETER value="..." /></tool_action>'
 STRAY_TEXT = "unexpected text between parameters"
@@ -38,7 +39,9 @@ class Edge(NamedTuple):
 
 @dataclass
 class State:
-    """A state skips `run`, then follows `edges` by character, `name_edge` for a character of a name, or `otherwise`."""
+    """A state of an open tag. It skips the pattern `run`. Then it follows the edge in `edges` for the next character,
+    `name_edge` for a character of a name, or `otherwise`.
+    """
 
     run: Skip
     edges: dict[str, Edge]
@@ -76,7 +79,7 @@ COMMON_START = re.compile(
     rf"{MARKER}[{_S}]++(?:[^{_DELIMITERS}]++[{_S}]*+(?:=[{_S}]*+(?:\"[^\"<>&\r\n]*+(?:\"(?:>"
     rf"(?:{_ANY_CHILD})*+[{_S}]*+(?:<(?:([/!]|[^{_DELIMITERS}])[^<>\"]*+(?:\"[^\"]*+)?)?)?)?)?)?)?)?"
 ).fullmatch
-"""Start of a call. Group 1: past the commit point."""
+"""Pattern of the common start of a call. Group 1 matches if the text is past the commit point."""
 MENTION = re.compile(rf"{MARKER}[{_S}]++[^{_DELIMITERS}]++[{_S}]*+[^={_S}]").match
 
 

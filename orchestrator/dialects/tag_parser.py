@@ -11,7 +11,9 @@ SMALLEST_LIMIT = 64
 THINK = "<think>"
 THINK_END = "</think>"
 MAX_BUFFER_CHARS = 256
-"""Longest start of a tag that is matched again with each chunk. Up to this length that is faster than a saved state."""
+"""Number of characters up to which the start of a tag is matched again with each chunk. Up to this length, matching
+again is faster than saving the state.
+"""
 
 _BEHIND_MARKER = frozenset(BLANKS + ">/")
 _MARKER_START = MARKER[:3]
@@ -161,7 +163,8 @@ class TagStreamParser:
             return position
         self._tag = OpenTag() if tag.outcome == "reopen" else None
         event: TagCall | MalformedTag = tag.abandon() if tag.outcome == "reopen" else tag.close()
-        # A tag that was too long leaves an empty event if the next tag begins exactly at the cut.
+        # A tag that was too long gives an event without text if the next tag begins exactly at the cut. Such an event
+        # is dropped.
         if event.raw:
             events.append(event)
         if self._fences is not None:

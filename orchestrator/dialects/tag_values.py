@@ -12,8 +12,8 @@ _LAST_BREAK = re.compile(r"\r?\n[ \t]*\Z")
 
 
 def decode_attribute(raw: str, quote: str) -> str:
-    """Return the value between two `quote`s. A doubled final quote is reduced when the value has an odd number of
-    quotes.
+    """Return the value between two `quote`s. A doubled quote at the end becomes one quote if the value has an odd
+    number of quotes.
     """
     if raw.endswith(quote) and raw.count(quote) % 2:
         raw = raw[:-1]

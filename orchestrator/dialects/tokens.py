@@ -14,8 +14,8 @@ _MAX_ID = 2**31
 
 
 class TokenCollector:
-    """Tokens of one reply. A list with a value that is no token id or log-probability is left out as a whole, because
-    the rest would no longer belong together.
+    """Tokens of one reply. A list with an invalid value is omitted completely: without that value, the remaining values
+    would not match their tokens.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class TokenCollector:
         self._logprobs: list[Any] = []
 
     def feed(self, chunk: Chunk) -> None:
-        """Add the tokens of a chunk."""
+        """Add the token ids and log-probabilities of a chunk."""
         if not self._prompt:
             self._prompt = _as_list(chunk.get("prompt_token_ids"))
         choices = chunk.get("choices")

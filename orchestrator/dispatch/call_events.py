@@ -22,7 +22,7 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 ACK_EVERY_S = 0.25
-"""Pause between two acknowledgements while a handler is slow."""
+"""Seconds between two acknowledgements of events while a handler is slow."""
 MAX_QUESTIONS = 8
 """Limit of events, other than output, that are handled at the same time. Further events wait."""
 RETRY_S = 0.5
@@ -91,7 +91,7 @@ class CallEventReader:
         await self._store.push_answer(self.keys, encode_answer(payload), self._ttl_s)
 
     def take(self, entries: Sequence[Entry]) -> None:
-        """Add the next entries of the stream, in order."""
+        """Queue the next entries of the stream, in order, for `deliver`."""
         if entries:
             if not self._entries:
                 self._moved_at = time.monotonic()
@@ -131,7 +131,9 @@ class CallEventReader:
                     await self._drained.wait()
 
     def note(self, result: ToolResult) -> ToolResult:
-        """Return the result with the number of characters of output that arrived too late to be shown."""
+        """Return the result with a field in its metadata: the number of output characters that arrived too late to be
+        shown.
+        """
         hidden = sum(self._count_characters(fields) for _, fields in self._entries)
         hidden_by_worker = result.metadata.get(HIDDEN)
         hidden += hidden_by_worker if isinstance(hidden_by_worker, int) else 0
@@ -191,7 +193,7 @@ class CallEventReader:
         """
         try:
             value = handler(event, self)
-            # A plain function may return something as well, as `write` does.
+            # A plain function may return a value that is not awaitable, as `write` does. The value is ignored.
             if inspect.isawaitable(value):
                 await value
         except Exception:

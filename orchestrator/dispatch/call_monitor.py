@@ -25,13 +25,15 @@ log = get_logger(__name__)
 KILLS_EVERY_S = 0.5
 LOSSES_EVERY_S = 2.0
 ANSWER_S = 2.0
-"""Longest normal time of an answer of Redis. After a longer one, Redis or this process was stopped for a while."""
-LOOK_AFTER_S = 3.0
-"""Age at which a call is first checked. Most calls end earlier, and their records are never read."""
+"""Longest normal time, in seconds, until Redis answers. If an answer takes longer, Redis or this process was stopped
+for a while.
+"""
+FIRST_CHECK_AFTER_S = 3.0
+"""Age in seconds at which a call is first checked. Most calls end earlier, and their records are never read."""
 RESULT_LATE_S = 15.0
-"""Longest time between the end of a call in its record and the arrival of its result."""
-MAX_LOOKS = 2000
-"""Limit of calls that one round checks. The next rounds check the others."""
+"""Longest normal time, in seconds, between the end of a call in its record and the arrival of its result."""
+MAX_CHECKED_CALLS = 2000
+"""Limit of the calls that one round checks. The next rounds check the remaining calls."""
 
 
 @dataclass
@@ -78,11 +80,11 @@ class CallMonitor:
         self._kills_read_at = 0.0
 
     async def start(self) -> None:
-        """Start the task."""
+        """Start the task that monitors the calls."""
         self._task = begin_shared(self._run(), "call-monitor")
 
     async def close(self) -> None:
-        """Stop the task."""
+        """Stop the task that monitors the calls."""
         if self._task is not None:
             await cancel_all((self._task,))
 
@@ -132,7 +134,7 @@ class CallMonitor:
         task = asyncio.current_task()
         key = (tenant, call_id)
         if task is None or key in self._making:
-            # Another call uses this id. An order means the call that used it first.
+            # Another call uses the same id. The order means the call that used the id first.
             yield
             return
         making = self._making[key] = _CallTask(task, task.cancelling())
@@ -192,8 +194,8 @@ class CallMonitor:
             return
         await self._store.reap_all(now)
         self._note_answer()
-        until = self._clock() - LOOK_AFTER_S
-        old = [(task_id, sent) for task_id, sent in self._sent.items() if sent.since <= until][:MAX_LOOKS]
+        until = self._clock() - FIRST_CHECK_AFTER_S
+        old = [(task_id, sent) for task_id, sent in self._sent.items() if sent.since <= until][:MAX_CHECKED_CALLS]
         records = await self._store.find_all([(sent.attempt.tenant, sent.attempt.call_id) for _, sent in old])
         self._note_answer()
         queues = {queue for (_, sent), record in zip(old, records, strict=True) for queue in _list_queues(sent, record)}

@@ -21,7 +21,7 @@ from kombu.serialization import dumps
 from kombu.utils.json import dumps as to_json
 
 from contract.calls import MAX_TIMEOUT_S, POOL_GRACE_S
-from contract.envelope import join_result, kept_result_key, stored_answer
+from contract.envelope import find_encoded_result, join_result, kept_result_key
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.hosts import HOST_LOST_TYPE
 from contract.names import call_key, is_blob_of, result_key, show_call, task_name
@@ -34,7 +34,8 @@ from store.connection import ScriptConnection, SharedClock, open_redis
 from store.hosts import send_order
 
 START_GRACE_S = 2.0
-"""Extra wait after a call's deadline for starting. A worker that took the call in the last moment records that first.
+"""Seconds to wait after the deadline by which a call must start. A worker that claims the call at the last moment needs
+this time to record the claim.
 """
 ASK_AGAIN_S = 0.5
 _PERSISTENT, _TRANSIENT = 2, 1
@@ -202,7 +203,7 @@ def build_call_message(attempt: Attempt, task_id: str, deployment: str) -> CallM
 
 
 def _unpack(stored: dict[str, Any], attempt: Attempt) -> Any:
-    status, result, answer = stored["status"], stored.get("result"), stored_answer(stored)
+    status, result, answer = stored["status"], stored.get("result"), find_encoded_result(stored)
     if status == "SUCCESS" or answer is not None:
         return answer
     if status == "REVOKED":
@@ -236,12 +237,12 @@ def _exception_text(message: object) -> str:
 
 
 def build_message(attempt: Attempt, task_id: str, call_key: str) -> str:
-    """Return one item of the queue's list. `call_key`: the key of the call's record. When the host dies, the reaper
-    of its queue marks that record as lost.
+    """Return one item of the queue's list. `call_key`: the key of the call's record. When the host dies, the reaper of
+    its queue marks that record as lost.
 
     The item does not expire, because a worker would compare the expiry with its own clock. The envelope contains the
     time until which a call may start. Flower and logs show the call, its tenant, session and run, and the name of the
-    tool. They never show arguments.
+    tool. Flower and logs never show arguments.
     """
     request = attempt.request
     shown = {"argsrepr": "()", "kwargsrepr": _show_call(request)}

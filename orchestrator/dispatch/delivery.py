@@ -43,15 +43,15 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 RESEND_S = 30.0
-"""Time for which a call that no worker takes is sent again, in seconds. Its session may have moved, or its host may
+"""Seconds for which a call that no worker has accepted is sent again. Its session may have moved, or its host may
 restart.
 """
 RECORD_S = CALL_TTL_S - 3600
-"""Age after which a call without a record may have acted, because its record has expired. It is one hour less than
+"""Age after which a call without a record may have acted, because its record has expired. The age is one hour less than
 the lifetime of a record, as a margin.
 """
 LEAST_WAIT_S = 1.0
-"""Least time that a call may wait in a queue, also after a long wait for its slot."""
+"""Least time, in seconds, that a call may wait in a queue, even after a long wait for its slot."""
 URGENT = frozenset({"session.close"})
 """Verbs that release resources for which other calls wait."""
 
@@ -73,8 +73,8 @@ class Pool:
 
 
 class Delivery:
-    """Delivers requests that the dispatcher has checked. `pool` None: there are no hosts; a request goes to its own
-    queue, once.
+    """Delivers requests that the dispatcher has checked. `pool` None: there are no hosts, and each request is sent
+    once, to the queue that it names.
     """
 
     def __init__(
@@ -186,7 +186,8 @@ class Delivery:
         while True:
             target: SessionAddress | str
             if earlier is not None:
-                # Any fence: it was checked at the publish, and here only says that the call is bound to its host.
+                # The publish has already compared the fence with the location. The value 1 only says here that the call
+                # is bound to its host.
                 target = SessionAddress(earlier.queue, fence=1) if request.runs_in_session else earlier.queue
                 task, earlier = earlier.task, None
             else:
@@ -194,7 +195,8 @@ class Delivery:
             try:
                 result = await self._send(request, target, progress.attempt, task)
             except NotSent as refused:
-                # The script pushed no message, so another place is safe, whatever the tool is.
+                # The script pushed no message, so the call may be sent to another host, even if its tool is not
+                # idempotent.
                 if refused.reason == "duplicate" or address is None:
                     raise _used_before(progress.attempt) from None
                 if not await progress.untaken.wait():
@@ -254,7 +256,7 @@ class Delivery:
                     "expired: it may or may not have acted; check its effects before you repeat it",
                 )
             return None
-        # Also for an attempt that was renewed and not published: the script accepts only the number in the record.
+        # Adopt the number of the record, even if that attempt was never published: the scripts accept only this number.
         progress.attempt = record.attempt
         if record.state is CallState.FORBIDDEN:
             raise DeliveryFailed(
@@ -262,7 +264,7 @@ class Delivery:
                 "the call was cancelled, or its deadline passed, before a worker took it; it was not run",
             )
         if not record.state.is_lost:
-            # A process may die between `renew` and the publish. The nonce then still names the attempt before.
+            # A process may die between `renew` and the publish. The nonce then still belongs to the previous attempt.
             is_published = record.nonce.partition(":")[0] == str(record.attempt)
             return record if is_published else None
         is_unknown = record.state is CallState.UNKNOWN
@@ -382,7 +384,7 @@ class Delivery:
         queue = address if isinstance(address, str) else address.queue
         fence = None if isinstance(address, str) else address.fence
         if published_as is not None:
-            # The process that published the attempt had a slot for it.
+            # The process that published the attempt requested its slot, so this process needs none.
             return await self._exchange(request, queue, fence, number, published_as=published_as)
         spans = CURRENT_CALL.get()
         waiting = spans.wait(request.call.name, request.context, request.priority) if spans is not None else None

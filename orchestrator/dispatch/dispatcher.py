@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 OPEN_TIMEOUT_S = 60.0
 ARCHIVE_TIMEOUT_S = 540.0
-"""Time limit for storing or restoring all files of a session."""
+"""Time limit, in seconds, for storing or restoring all files of a session."""
 
 Work = Callable[[], Awaitable[ToolResult]]
 
@@ -216,7 +216,7 @@ class Dispatcher:
         try:
             spec = await self._tools.find(call.name, tenant, request.audience)
         finally:
-            # Also after a call of an unknown tool, because the search has read the published tools.
+            # Announced even if the tool is unknown, because the search has read the published tools.
             self._announce_tools()
         for middleware in self._middleware:
             middleware.tool_found(spec)
@@ -322,7 +322,7 @@ def _session_request(verb: str, tenant: str, session: str, arguments: Mapping[st
 
 
 def note_aliases(result: ToolResult, used: list[str]) -> ToolResult:
-    """Return the result with the other names by which the call gave its parameters (`given -> canonical`)."""
+    """Return the result with the aliases in `used` (`alias -> canonical`) in its metadata."""
     return result.model_copy(update={"metadata": {**result.metadata, "aliases_used": list(used)}}) if used else result
 
 

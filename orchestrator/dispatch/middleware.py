@@ -1,4 +1,6 @@
-"""Trace calls. Metrics are another middleware (orchestrator/metrics/call_meter.py)."""
+"""Middleware of the dispatcher that traces calls. The metrics of calls are another middleware
+(orchestrator/metrics/call_meter.py).
+"""
 
 from collections.abc import Sequence
 
@@ -11,7 +13,7 @@ from telemetry.spans import Tracer
 
 
 class TracedCalls:
-    """Makes the spans of every call."""
+    """Middleware that starts and ends the spans of every call."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

@@ -14,14 +14,16 @@ from contract.hosts import RELEASE, HostReport
 from contract.image_names import ImageName, ImageNameError, find_matches, is_allowed, parse_image_name
 
 LOW_MEMORY_BYTES = 512 * 1024 * 1024
-"""Free memory that a host should have. One with less is chosen only when there is no other."""
+"""Free memory, in bytes, that a host should have. A host with less is chosen only if no other host fits."""
 PULL_LOAD = 0.5
-"""Load of the hosts that have the image of a session, above which another host pulls it."""
+"""Load (a share of a host's limits) at which a host counts as busy. A host without the image pulls it only if all hosts
+with the image are busy.
+"""
 MAX_SHOWN_IMAGES = 50
 
 
 class NoHost(SandboxUnavailable):
-    """No host can take the session now."""
+    """Raised when no host can take the session now. The message names the missing resource."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class HostRequirements:
 
 @dataclass(frozen=True)
 class HostCapacity:
-    """Capacity of the hosts for sessions of one kind. `at_once`: sessions that can open at the same time.
-    `sandboxes`: further sessions that get their own sandbox. `sessions`: further sessions in total, whose sandboxes
-    then take turns.
+    """Capacity of the hosts for sessions of one kind. `at_once`: sessions that can open at the same time. `sandboxes`:
+    further sessions that get their own sandbox. `sessions`: further sessions in total. If they are more than
+    `sandboxes`, their sandboxes take turns.
     """
 
     at_once: int
@@ -50,8 +52,8 @@ class HostCapacity:
 def find_capacity(
     reports: Sequence[HostReport], needs: HostRequirements, placed: Mapping[str, int]
 ) -> HostCapacity | None:
-    """Return the capacity of the hosts for work that can wait for it; None when no host could ever take the session.
-    In that case `open` raises the reason.
+    """Return how many more sessions the hosts can take; None when no host could ever take the session. In that case
+    opening the session raises the reason.
     """
     able = [host for host in reports if host.kind == "sandbox" and _is_able(host, needs)]
     if not able:

@@ -37,7 +37,7 @@ from telemetry.spans import Tracer
 log = get_logger(__name__)
 
 AGAIN_S = 1.0
-"""Interval between the attempts to open a pool that is not up yet, in seconds."""
+"""Interval, in seconds, between the attempts to connect to a pool that is not up yet."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PoolConnection:
     tracer: Tracer | None = None
     """Tracer of the calls; None: tracing is off."""
     tally: Tally | None = None
-    """Counts of this process; None: metrics are off."""
+    """Tally of this process's metrics; None: metrics are off."""
 
 
 @asynccontextmanager

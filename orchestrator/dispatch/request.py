@@ -14,7 +14,9 @@ from orchestrator.dispatch.call_events import Handler
 from store.slots import Priority
 
 SANDBOX_GRACE_S = 20.0
-"""Extra wait after a call's limit and grace period. Sandboxd may have to remove a container, which can be slow."""
+"""Seconds that the sender waits beyond a call's limit and grace period. Sandboxd may have to remove a container, which
+can be slow.
+"""
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Request:
     run: str | None = None
     model: str | None = None
     blob: str | None = None
-    """Key of the bytes that a session verb reads."""
+    """Redis key of the bytes that the call sends along, such as the content of a file (store/blobs.py)."""
     text_arguments: bool = False
     """All arguments are strings, as on a command line."""
     audience: Literal["model", "session"] = "model"
@@ -62,7 +64,7 @@ class Request:
     context: ToolContext = field(init=False)
     """Signed context of the call. `sent_at` is the time at which the call began to wait for a slot."""
     aliases: list[str] = field(init=False, default_factory=list)
-    """Aliases that the call used for parameters, as `given -> canonical`."""
+    """Aliases that the call used for parameters, as `alias -> canonical`."""
     queue_wait_s: float = field(init=False)
     """Limit of the wait for a slot and in the queue, in seconds."""
 
@@ -99,7 +101,9 @@ class Attempt:
     number: int = 1
     """Number of the attempt. A number above 1 means that a lost call is sent again."""
     fence: int | None = None
-    """Fence of the session's location on the queue's host. None: any worker of the queue may run the call."""
+    """Fencing token of the session's location on the queue's host (store/sessions.py). None: any worker of the queue
+    may run the call.
+    """
     published_as: str | None = None
     """Task id under which a process that has died published this attempt. The attempt is only awaited."""
     ticket: str = ""

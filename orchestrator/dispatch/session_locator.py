@@ -1,9 +1,10 @@
-"""Find the host of a session for every call. Choose a host for a new session, and another host when the first is lost
-or drains.
+"""Finds the host of a session for every call. Chooses a host for a new session, and another host when the session's
+host is lost or drains.
 
-Invariant: at most one host serves a session. Only the holder of a location's present fence may open the session or
-change its location, and every claim gives out a higher fence. This process decides nothing alone: it proposes a host,
-and a script in Redis accepts the proposal only if the fence is still the one that this process has read.
+Invariant: at most one host serves a session. A location has a fencing token. Only a process that knows the current
+fence may open the session or change its location, and every change of the host raises the fence. This process decides
+nothing alone: it proposes a host, and a script in Redis accepts the proposal only if the fence is still the one that
+this process has read.
 """
 
 import asyncio
@@ -40,18 +41,16 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 MAX_HOSTS = 3
-"""Limit of hosts that one opening tries."""
+"""Limit of the hosts that are tried to open one session."""
 SETTLE_S = 30.0
-"""Time that a call waits until its session's host returns or is given up, and for another process that moves the
-session.
-"""
+"""Seconds that a call waits for a session whose host does not report, or which another process is moving."""
 POLL_S = 0.2
 MAX_CACHED = 100_000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class HostSource(Protocol):
-    """Source of the reports of hosts."""
+    """Source of the reports of live hosts."""
 
     async def reports(self) -> list[HostReport]:
         """Return the last report of each living worker. Raises BrokerUnavailable."""
@@ -69,7 +68,7 @@ class OpenRequest:
 
 _Claimed = TypeVar("_Claimed", bound=SessionAddress | None)
 SendOpen = Callable[[OpenRequest, SessionAddress], Awaitable[ToolResult]]
-"""Sends the verb to an address once and returns its result, also a failed one. Raises NotSent, CallLost,
+"""Sends the verb `open` to an address once and returns its result, even if the verb failed. Raises NotSent, CallLost,
 DeliveryFailed.
 """
 
@@ -81,7 +80,8 @@ class SessionLocator:
         self._sessions, self._keys = sessions, keys
         self._hosts = hosts
         self._send_open = send_open
-        # A cached address may be out of date. The publish script compares its fence, so a call never reaches the host.
+        # A cached address may be out of date. The publish script compares its fence, so a call with an old address is
+        # never sent to the host.
         self._addresses: dict[tuple[str, str], SessionAddress] = {}
         self._placed: Counter[str] = Counter()
         self._reported_at: dict[str, float] = {}
@@ -142,8 +142,7 @@ class SessionLocator:
             location = await self._sessions.find(tenant, session)
             if location is None:
                 raise no_such_session()
-            # Before the attempt, so that the last attempt still counts when it alone takes longer than the rest of the
-            # time.
+            # Checked before the attempt, so that a long last attempt that succeeds still counts.
             is_late = time.monotonic() > until
             try:
                 address = await self._find_address(tenant, session, location, policy, silent)
@@ -331,7 +330,8 @@ class SessionLocator:
                     await self._release(tenant, session, address.fence)
                 return result, address
         except BaseException:
-            # The host may open the session all the same. The next claim has a higher fence, which closes it there.
+            # The host may open the session anyway. The next claim has a higher fence, and the host then closes its
+            # copy.
             await asyncio.shield(self._release(tenant, session, address.fence))
             raise
 
@@ -442,5 +442,7 @@ def no_such_session() -> ToolFailure:
 
 
 def new_session_name() -> str:
-    """Return a random session name. It cannot be guessed, and a command never takes it for an option."""
+    """Return a random session name. The name cannot be guessed, and does not begin with `-`, which a command would read
+    as an option.
+    """
     return secrets.token_hex(2) + secrets.token_urlsafe(15)

@@ -132,8 +132,8 @@ class SessionInfo:
 
 
 class Session:
-    """Handle of an open session, which is a sandbox with its files. `call` never raises an exception when a tool
-    fails. The methods that return bytes raise ToolFailure or SandboxUnavailable.
+    """Handle of an open session, which is a sandbox with its files. `call` never raises an exception when a tool fails.
+    Methods that return or change files raise ToolFailure or SandboxUnavailable.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class Session:
         *,
         is_guest: bool = False,
     ) -> None:
-        """Create a handle. `is_guest`: another process has opened the session, so the end of a `with` block leaves it
-        open.
+        """Create a handle of an open session. `is_guest`: another process has opened the session, so the end of a
+        `with` block does not close it.
         """
         self._credential = credential
         self._is_guest = is_guest
@@ -246,7 +246,7 @@ class Session:
         return await self.send(Request(call, self.tenant, self.id, timeout_s=timeout_s), on_output)
 
     async def send(self, request: Request, on_output: OnOutput | None = None) -> ToolResult:
-        """Send a complete request of this session. In all other respects like `call`."""
+        """Send a complete request of this session, and return its result as `call` does."""
         if on_output is not None:
             request.handlers = {**request.handlers, OUTPUT: output_handler(on_output)}
         try:
@@ -275,9 +275,9 @@ class Session:
         timeout_s: float = 30,
         on_output: OnOutput | None = None,
     ) -> ExecResult:
-        """Run a program without a shell. At the limit the program gets SIGTERM, and a moment later SIGKILL. Then
-        `kill` is set, and `returncode` is -15, -9, or the exit code that the program chose after SIGTERM.
-        `on_output`: as for `call`; it gets the first 1 MiB, and the result has all output.
+        """Run a program without a shell. At the limit the program gets SIGTERM, and a moment later SIGKILL. Then `kill`
+        is set, and `returncode` is -15, -9, or the exit code that the program chose after SIGTERM. `on_output` works as
+        in `call`, but receives only the first 1 MiB; the result has all output.
 
         Raises ToolFailure when the program cannot be started, SandboxUnavailable when the sandbox was lost.
         """
@@ -395,7 +395,7 @@ class Session:
         session gets its sandbox at its first call. `leave_jobs`: background jobs continue in this session only.
 
         Raises ToolFailure: SESSION_BUSY while a call or a background job runs, QUOTA_EXCEEDED, NO_SPACE. Raises
-        SandboxUnavailable. Then no session was made.
+        SandboxUnavailable. After an error no new session exists.
         """
         if not 1 <= n <= MAX_FORKS:
             message = f"one request makes 1 to {MAX_FORKS} forks, not {n}: request a number in this range"
@@ -412,8 +412,8 @@ class Session:
             ).metadata
             await self._dispatcher.add_forks(self.tenant, self.id, names, facts)
         except BaseException:
-            # The host may have made them, and the answer was lost. Without a location, it closes them at its next
-            # check.
+            # The host may have made the forks although its reply was lost. It closes sessions without a location at its
+            # next check.
             with contextlib.suppress(BrokerUnavailable):
                 await asyncio.shield(self._dispatcher.forget_sessions(self.tenant, names))
             raise
@@ -493,7 +493,7 @@ class Session:
         try:
             return _require_success(await self.send(request, on_output))
         finally:
-            # Only here: a lost attempt is sent again with the same blob.
+            # Deleted only after the last attempt, because a lost attempt is sent again with the same blob.
             if blob is not None:
                 await self._blobs.drop(blob)
 
@@ -524,7 +524,7 @@ def _info(name: str, tenant: str, facts: Mapping[str, Any], sandbox: SandboxInfo
         network=str(facts["network"]),
         hosts=_hosts(facts["hosts"]),
         workspace=str(facts["workspace"]),
-        # A host of an earlier release does not report these.
+        # A host of an earlier release does not report these fields.
         options=SandboxOptions.model_validate(facts.get("options", {})),
         timeout_s=float(facts.get("timeout_s", MAX_TIMEOUT_S)),
     )

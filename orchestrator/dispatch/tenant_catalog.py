@@ -27,19 +27,19 @@ _FROM_SERVERS = "mcp__"
 
 @dataclass(frozen=True)
 class Offer:
-    """Current tools and skills of one tenant. `tools`: all tools, including session verbs. `skills`: all skills, by
-    name. `own`: the names of the tenant's own skills.
+    """Current tools and skills of one tenant. `tools`: all tools, including the session verbs, such as `session.open`,
+    which models never see. `skills`: all skills, by name. `own`: the names of the tenant's own skills.
     """
 
     tools: tuple[ToolSpec, ...]
     skills: tuple[SkillSummary, ...]
     own: frozenset[str]
     hiding: frozenset[str]
-    """Own skills that replace a skill of the workers with the same name."""
+    """Names of the tenant's own skills that replace a skill of the workers."""
     as_tools: frozenset[str]
-    """Skills that are tools with the same name."""
+    """Names of the skills that are also tools of the same name."""
     name_taken: frozenset[str]
-    """Own skills that are not tools because a tool of the workers has their name."""
+    """Names of the tenant's own skills that are no tools, because a tool of the workers has the same name."""
 
     def describe(self, skill: str) -> dict[str, str | bool]:
         """Return the source and the kind of a skill. `tool`: "yes", "no", or "name taken" if a tool of the workers
@@ -153,7 +153,7 @@ def _is_skills(spec: ToolSpec, system: Mapping[str, SkillSummary]) -> bool:
 
 
 MAX_INLINE_CHARS = 4 * 1024
-"""Length above which a command is checked in a thread. A hostile command can take up to one second."""
+"""Number of characters above which a command is checked in a thread. A hostile command can take up to one second."""
 
 
 @dataclass(frozen=True)
@@ -204,11 +204,11 @@ def is_offered(switches: Mapping[str, Switch], policy: TenantPolicy, spec: ToolS
     )
 
 
-def refuse_unasked(
+def refuse_before_approval(
     switches: Mapping[str, Switch], policy: TenantPolicy, tenant: str, spec: ToolSpec, arguments: Mapping[str, Any]
 ) -> None:
-    """Refuse a call that cannot run even with an approval, so that no approver is asked. `arguments`: as the caller
-    gave them.
+    """Refuse a call that cannot run even with an approval, so that no approver is asked. `arguments`: the unchecked
+    arguments of the caller.
 
     Raises ToolFailure(TOOL_DISABLED) or ToolFailure(PERMISSION_DENIED). Invalid arguments raise nothing here; the
     review reports them.

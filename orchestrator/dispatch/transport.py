@@ -21,7 +21,7 @@ from orchestrator.functions.loop_waits import LoopRunner
 from orchestrator.functions.session_state import MemoryState
 
 CANCEL_GRACE_S = 1.0
-"""Time that a cancelled function has for its cleanup."""
+"""Seconds that a cancelled function has for its cleanup."""
 
 
 class CallLost(Exception):
@@ -36,7 +36,7 @@ class CallLost(Exception):
 
 
 class DeliveryFailed(Exception):
-    """The call has no valid result."""
+    """Raised when a call has no valid result. The message says why."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -45,7 +45,9 @@ class DeliveryFailed(Exception):
 
 
 class CallIdInUse(DeliveryFailed):
-    """A call with that id is in flight. The record of that id belongs to that call, not to this one."""
+    """Raised when another call with the same id is running or waiting. The record of that id belongs to that call, not
+    to this one.
+    """
 
     def __init__(self, call_id: str) -> None:
         super().__init__(
@@ -77,7 +79,7 @@ class Transport(Protocol):
 
 
 class Lookup(Protocol):
-    """Source of functions: a mapping, or a ToolRegistry. Every call reads it again."""
+    """Source of functions: a mapping, or a ToolRegistry. Every call looks its function up again."""
 
     def get(self, name: str, /) -> Any: ...
 

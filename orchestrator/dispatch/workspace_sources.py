@@ -63,7 +63,7 @@ def load_source(path: Path) -> WorkspaceSource:
 
 
 def find_source_kind(content: bytes) -> str | None:
-    """Return the kind of an archive or a bundle. Return None for other content, also for compressed content that is
+    """Return the kind of an archive or a bundle. Return None for all other content, such as compressed content that is
     not a tar. The sandbox checks the rest of the content.
     """
     kind = find_kind(content)

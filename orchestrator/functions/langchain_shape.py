@@ -18,7 +18,7 @@ SINGLE_ARGUMENT = "__arg1"
 """Name of the only parameter, a string, of a tool without a schema."""
 
 CALL_ID = "tool_call_id"
-"""Name of the only injected parameter that every caller can supply."""
+"""Name of the only injected parameter that every caller can supply: the id of the tool call."""
 
 _SCHEMAS = ("tool_call_schema", "args_schema", "get_input_schema")
 _RUNNERS = ("ainvoke", "invoke", "_run")

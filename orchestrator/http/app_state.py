@@ -24,7 +24,7 @@ from telemetry.settings import load_tracing_settings
 
 MAX_KEYS = 10_000
 BURST_S = 2.0
-"""Size of a burst, in seconds of the allowed rate."""
+"""Size of a burst: the requests that the allowed rate permits in this number of seconds."""
 
 
 class RateLimiter:

@@ -19,7 +19,8 @@ _IDENTITY = "toolcrew.identity"
 def check_length(scope: Scope) -> None:
     """Raise ApiProblem for a request that has both Content-Length and Transfer-Encoding.
 
-    A proxy may use the other header and see a different body, which enables request smuggling.
+    A proxy in front may use the header that this server ignores and see a different body, which enables request
+    smuggling.
     """
     length, coding = find_header(scope, b"content-length"), find_header(scope, b"transfer-encoding")
     if length is not None and coding is not None:

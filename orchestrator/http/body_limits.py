@@ -1,7 +1,7 @@
 """Limits on the size and the slowness of request bodies.
 
-Invariant: the service reserves memory for a body before the body is read, and the total stays below HELD_BYTES. A
-request without a valid key or login can send at most LOGIN_BYTES.
+Invariant: the service reserves memory for a body before the body is read, and the total stays below BODY_MEMORY_BYTES.
+A request without a valid key or login can send at most LOGIN_BYTES.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from orchestrator.http.problems import ApiCode, build_response
 CHUNK_WITHIN_S = 20.0
 """Limit of a pause in the middle of a body, in seconds."""
 LEAST_BYTES_PER_S = 8 * 1024
-"""Lowest average rate of a body after the first PATIENCE_S seconds."""
+"""Lowest average rate of a body in bytes per second, after the first PATIENCE_S seconds."""
 PATIENCE_S = 30.0
 JSON_BYTES = 2 * 1024 * 1024
 LOGIN_BYTES = 16 * 1024
-"""Limit of a body that has no key or login."""
+"""Limit, in bytes, of the body of a request without a valid key or login."""
 LINGER_S = 5.0
 LINGER_BYTES = 128 * 1024 * 1024
 JSON_VALUES = 10_000
@@ -32,15 +32,15 @@ JSON_VALUES = 10_000
 
 Each unexpected value becomes a validation error, which takes kilobytes of memory.
 """
-HELD_BYTES = 512 * 1024 * 1024
+BODY_MEMORY_BYTES = 512 * 1024 * 1024
 """Limit of all bodies together, in bytes, from the first byte of a body to the end of its request.
 
 The limit is half of the memory of a service in this project's deployments.
 """
-TENANT_BYTES = HELD_BYTES // 4
+TENANT_BYTES = BODY_MEMORY_BYTES // 4
 """Limit of one tenant's bodies together, in bytes. A tenant without other bodies can send a single larger body."""
 STREAMED_BYTES = 16 * 1024 * 1024
-"""Memory limit of a streamed body, which does not depend on its length."""
+"""Memory, in bytes, that is reserved for a streamed body. The amount does not depend on the length of the body."""
 BODY_OWNER = "toolcrew.body_owner"
 """Key in the ASGI scope of a request for the owner of its body.
 
@@ -73,7 +73,7 @@ class BodyLimits:
     def __init__(self, app: ASGIApp, path_limits: Sequence[BodyLimit]) -> None:
         self._app = app
         self._path_limits = [(limit, re.compile(limit.path, re.DOTALL)) for limit in path_limits]
-        self._reserved_bodies = HeldBodies()
+        self._reserved_bodies = BodyMemory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -110,7 +110,7 @@ class BodyLimits:
         return BodyLimit("", "", JSON_BYTES)
 
 
-class HeldBodies:
+class BodyMemory:
     """Reserved bytes of all request bodies, by owner."""
 
     def __init__(self) -> None:
@@ -118,8 +118,8 @@ class HeldBodies:
         self._of = Counter[str]()
 
     def take(self, owner: str, count: int, *, already: int) -> Response | None:
-        """Reserve `count` more bytes for a body that already has `already` bytes. Return the refusal when a limit is
-        reached.
+        """Reserve `count` more bytes for a body that already has `already` bytes. Return None, or the response that
+        refuses the body when a limit is reached.
         """
         other_bytes = self._of[owner] - already
         if other_bytes and self._of[owner] + count > TENANT_BYTES:
@@ -128,7 +128,7 @@ class HeldBodies:
                 "tenant: wait until other requests have ended, then send the request again"
             )
             return _refusal(ApiCode.TOO_MANY_REQUESTS, detail, **{"Retry-After": "2"})
-        if self.total + count > HELD_BYTES:
+        if self.total + count > BODY_MEMORY_BYTES:
             detail = "the service has no memory for another body: send it again in a moment, or to another replica"
             return _refusal(ApiCode.NOT_READY, detail)
         self._of[owner] += count
@@ -147,7 +147,7 @@ class _Body:
     """Counts the bytes of one body. `refusal`: the response when the body is too large or too slow."""
 
     def __init__(
-        self, scope: Scope, receive: Receive, limit: BodyLimit, reserved_bodies: HeldBodies, length: int
+        self, scope: Scope, receive: Receive, limit: BodyLimit, reserved_bodies: BodyMemory, length: int
     ) -> None:
         """Store the limit of the body. `length`: Content-Length of the request, or 0 without the header."""
         self._scope, self._receive = scope, receive

@@ -1,4 +1,4 @@
-"""Errors in HTTP responses: problem+json (RFC 9457) with a closed code, a sentence, and what to do next."""
+"""Errors in HTTP responses: problem+json (RFC 9457) with a code from a fixed set, a sentence, and what to do next."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -76,7 +76,9 @@ Codes that are not listed have status 503 when the infrastructure is the cause, 
 
 
 class Problem(BaseModel):
-    """Error of a request. `code`: closed set, for programs. `detail`: what happened and what to do next, for people."""
+    """Error of a request. `code`: one of a fixed set of codes, for programs. `detail`: what happened and what to do
+    next, for people.
+    """
 
     type: str = "about:blank"
     title: str
@@ -86,7 +88,7 @@ class Problem(BaseModel):
     errors: list[dict[str, Any]] = Field(default_factory=list)
     """Invalid parts of a request that cannot be parsed, as `loc` and `msg`."""
     nearest: list[str] = Field(default_factory=list)
-    """Similar names, when a name does not exist."""
+    """Names that are similar to a name that does not exist."""
 
 
 class ApiProblem(Exception):

@@ -17,7 +17,9 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 HEAD_WITHIN_S = 10.0
-"""Limit of the time to receive the head of a request, from the connection or from the first byte of the head."""
+"""Limit, in seconds, of the time to receive the head of a request, from the connection or from the first byte of the
+head.
+"""
 KEEP_ALIVE_S = 30
 MAX_HEAD_BYTES = 32 * 1024
 MAX_CONNECTIONS = 4000
@@ -25,8 +27,8 @@ MAX_CONNECTIONS = 4000
 
 Clients that only hold connections open therefore cannot block other clients.
 """
-TAKE_WITHIN_S = 30.0
-"""Time after which a client is disconnected that receives its response slower than LEAST_BYTES_PER_S.
+SLOW_CLIENT_S = 30.0
+"""Seconds after which a client is disconnected if it receives its response slower than LEAST_BYTES_PER_S.
 
 The unsent part of the response occupies memory of the service.
 """
@@ -115,10 +117,10 @@ class HeadTimeoutProtocol(H11Protocol):
 
     def _watch_taking(self) -> None:
         self._left_bytes = self.transport.get_write_buffer_size()
-        self._stuck = self.loop.call_later(TAKE_WITHIN_S, self._judge_taking)
+        self._stuck = self.loop.call_later(SLOW_CLIENT_S, self._judge_taking)
 
     def _judge_taking(self) -> None:
-        if self._left_bytes - self.transport.get_write_buffer_size() < TAKE_WITHIN_S * LEAST_BYTES_PER_S:
+        if self._left_bytes - self.transport.get_write_buffer_size() < SLOW_CLIENT_S * LEAST_BYTES_PER_S:
             self.transport.abort()
         else:
             # The client receives a large response over a slow connection, so the check is repeated.

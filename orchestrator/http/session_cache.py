@@ -9,7 +9,7 @@ FRESH_S = 60.0
 MAX_SESSIONS = 10_000
 
 Name = tuple[str, str, str]
-"""Key of the cache: the tenant, its session, and the API key of the request.
+"""Key of an entry in the cache: the tenant, its session, and the API key of the request.
 
 An attached session acts with the credential of one API key, so each API key has its own entry.
 """
@@ -38,5 +38,5 @@ class SessionCache:
         return session
 
     def forget(self, name: Name) -> None:
-        """Remove a session from the cache."""
+        """Remove a session from the cache, because it no longer exists."""
         self._sessions.pop(name, None)

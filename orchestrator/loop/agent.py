@@ -54,15 +54,15 @@ log = get_logger(__name__)
 REMINDER = "You have not called a tool. If the request needs one, call {tool} now. If not, repeat your answer."
 _ABSOLUTE_PATH = re.compile(r"""(?:^|[\s'"`(])/\w""")
 MAX_REFUSALS = 4
-"""Limit of repeated requests after a request was too long. Each one is shorter."""
+"""Limit of the repetitions of a request that the server refused as too long. Each repetition is shorter."""
 
 
 @dataclass(frozen=True)
 class RunResult:
     """The result of a run. `answer` is the last text of the model, also when a limit stopped the run.
 
-    `clocks` and `call_usage` are the sums over the calls. `usage` is what the server counted. `cost` is None without
-    prices, and estimated for a server that does not count tokens.
+    `clocks` and `call_usage` are the sums over the calls. `usage` has the tokens that the server counted. `cost` is
+    None without prices, and an estimate if the server does not count tokens.
     """
 
     answer: str

@@ -21,12 +21,13 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 REPEATS = 3
-"""After this number of identical failures, the result contains an instruction to stop."""
+"""Number of identical failures after which the result tells the model to stop repeating the call."""
 
 RunCall = Callable[[ToolCall], Awaitable[ToolResult]]
 Requested = CallRequested | MalformedCall
 Observed = tuple[str, ToolResult]
-"""(the model's id of the call, or the run's own id for it if the model gave none; its result)."""
+"""The id and the result of a call. The id is the one that the model sent, or the run's own id if the model sent none.
+"""
 
 
 class CallRunner:
@@ -57,7 +58,9 @@ class CallRunner:
         return max(self._failures.values(), default=0)
 
     async def run(self, requested: Sequence[Requested]) -> list[Observed]:
-        """Return the results in the order of the requests. Cancelling it cancels every running call."""
+        """Return the results in the order of the requests. If this method is cancelled, every running call is
+        cancelled.
+        """
         observed: list[Observed] = []
         for group in self._group_requests(requested):
             if len(group) == 1:

@@ -13,7 +13,7 @@ from orchestrator.dialects.reader import build_wire_name
 
 @dataclass(frozen=True)
 class SystemMessage:
-    """The system prompt."""
+    """A message with the system prompt."""
 
     content: str
 

@@ -7,11 +7,11 @@ from typing import Any
 from orchestrator.dialects.model import Message, TokenUsage
 
 BYTES_PER_TOKEN = 3.5
-"""The estimate until a server reports the tokens of a request."""
+"""Estimate of the bytes per token, until the server reports the tokens of a request."""
 KEPT_CHARS = 400
 """Characters of a shortened result, half from each end. The minimum for a result that the model has not seen yet."""
 NOTE_CHARS = 160
-"""Room for the note in the middle of a shortened result."""
+"""Characters that are reserved for the note in the middle of a shortened result."""
 MAX_RESERVE_TOKENS = 4096
 
 

@@ -1,4 +1,4 @@
-"""Limits of a run: steps, seconds, tokens, money, malformed replies; and the reason why it stopped."""
+"""Limits of a run (steps, seconds, tokens, cost, malformed replies), and the reason why a run stopped."""
 
 import time
 from collections.abc import Callable
@@ -77,10 +77,10 @@ class ReActOptions:
 
 @dataclass
 class Spending:
-    """The resources that a run has used. All token counts below count for its budgets.
+    """The resources that a run has used. All of these tokens count towards the run's budgets.
 
-    `usage`: tokens that the server counted. `uncounted`: the estimate for replies that it did not count. `by_tools`
-    returns the usage of the run's model by tools in workers.
+    `usage`: tokens that the server counted. `uncounted`: the estimate for replies whose tokens the server did not
+    count. `by_tools` returns the usage of the run's model by tools in workers.
     """
 
     options: ReActOptions
@@ -94,13 +94,13 @@ class Spending:
 
     @property
     def counted(self) -> TokenUsage:
-        """Return the tokens that the server counted, including those of tools."""
+        """Return the tokens that the server counted, including the tokens of requests that tools made."""
         return self.usage + self.by_tools()
 
     @property
     def cost(self) -> float | None:
-        """Return the cost in the currency of the prices; None if it is unknown. The cost of a reply counts before the
-        prices, because a fallback with other prices may have answered.
+        """Return the cost in the currency of the prices; None if it is unknown. If a reply states its own cost, that
+        cost is used and not the prices, because a fallback with other prices may have answered.
         """
         prices = self.options.prices
         if prices is None:
@@ -140,7 +140,7 @@ def with_window(
 ) -> ReActOptions:
     """Return the options with the model's context window.
 
-    The first value of these counts: the options, the settings, the server's report.
+    The window comes from the options, otherwise from the settings, otherwise from the server's report.
     """
     server_limit = capabilities.context_window if capabilities is not None else None
     return replace(options, context_tokens=options.context_tokens or settings.model_context_tokens or server_limit)

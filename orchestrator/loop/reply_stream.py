@@ -7,15 +7,16 @@ from contract.errors import ModelInterrupted
 from orchestrator.dialects.model import Chunk
 
 MAX_CHUNKS = 64 * 1024
-"""Limit of the chunks read ahead of the loop. It exceeds the tokens of any reply, so only a broken server reaches it
-and waits until the loop continues.
+"""Limit of the chunks read ahead of the loop. The limit exceeds the tokens of any reply, so only a broken server
+reaches it and waits until the loop continues.
 """
 
 
 class ReadAhead:
     """Reads the model's stream in the background, so that a tool that runs for 30 s does not stall the connection.
 
-    It can be iterated once. Raises the errors of the stream; a stream that cancelled itself raises ModelInterrupted.
+    The object can be iterated once. Raises the errors of the stream; a stream that cancelled itself raises
+    ModelInterrupted.
     """
 
     def __init__(self, stream: AsyncIterator[Chunk]) -> None:

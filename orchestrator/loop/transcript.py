@@ -7,7 +7,7 @@ from orchestrator.dialects.model import Message
 
 
 class Transcript:
-    """Messages in order. Stored messages never change."""
+    """The messages of a run, in order. Messages are only added; a stored message never changes."""
 
     def __init__(self, *messages: Message) -> None:
         self._messages: list[Message] = []
@@ -20,8 +20,8 @@ class Transcript:
 
     @property
     def older(self) -> list[int]:
-        """Return the indexes of the observations of all steps except the last, including tool
-        messages of the history.
+        """Return the indexes of the observations (messages with results) of all steps except the last, including the
+        tool messages of the history.
         """
         return list(self._older)
 
@@ -35,7 +35,7 @@ class Transcript:
         self._messages.append(json.loads(json.dumps(message)))
 
     def append_observations(self, messages: Iterable[Message]) -> None:
-        """Add the observations of one step."""
+        """Add the observations (messages with results of calls) of one step."""
         self._older += self._newest
         first = len(self._messages)
         for message in messages:

@@ -63,8 +63,8 @@ OUTPUT_SCHEMA: dict[str, Any] = {
     },
     "required": ["text", "success", "error_code", "truncated", "spill", "metadata"],
 }
-"""Output schema of every tool: the whole result for programs. It includes the text, because some clients show a model
-only the structured content.
+"""Output schema of every tool: the whole result for programs. The schema includes the text, because some clients show a
+model only the structured content.
 """
 
 
@@ -116,7 +116,9 @@ T = TypeVar("T")
 END_S = 10.0
 """Time that a cancelled call has to end its command, in seconds."""
 LIST_FRESH_MS = 2000
-"""Validity of a tool list in milliseconds. A switch takes effect everywhere within this time."""
+"""Milliseconds for which a client may cache the list of tools. Disabling a tool takes effect everywhere within this
+time.
+"""
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 

@@ -54,7 +54,9 @@ class PendingApproval:
 
 
 class LaterApprover:
-    """Records the question about a call. The client sends the call again with the answer."""
+    """Approver that records the question about a call and refuses the call for now. The client asks its person, and
+    sends the call again with the answer.
+    """
 
     def __init__(self) -> None:
         self.question: ApprovalRequest | None = None
@@ -65,7 +67,7 @@ class LaterApprover:
 
 
 class AnsweredApprover:
-    """Returns the client's answer to the question about its call."""
+    """Approver that decides with the answer that the client sent with its call."""
 
     def __init__(self, answer: object, digest: str) -> None:
         self._answer, self._digest = answer, digest
@@ -75,7 +77,9 @@ class AnsweredApprover:
 
 
 class AskingApprover:
-    """Asks the client while the call waits, in protocol revisions where a server may send requests."""
+    """Approver that asks the client while the call waits. For protocol revisions in which a server may send
+    requests.
+    """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask

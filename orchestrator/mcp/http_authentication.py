@@ -20,7 +20,7 @@ from orchestrator.mcp.leases import KeyLeases
 from store.api_keys import Credential
 
 CALLER = "toolcrew.mcp.caller"
-"""Key in the scope of an accepted request: its McpCaller."""
+"""Key in the ASGI scope of an accepted request. The value is the McpCaller of the request."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

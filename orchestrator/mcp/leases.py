@@ -10,7 +10,7 @@ from orchestrator.http.session_cache import SessionCache
 from orchestrator.sdk.client import ToolClient
 
 NEW = "new"
-"""Value in place of a session id: open a new session, which stays open after the call."""
+"""Value that a client sends as the session id to open a new session, which stays open after the call."""
 
 
 class SessionLeases(Protocol):
@@ -23,11 +23,11 @@ class SessionLeases(Protocol):
         ...
 
     async def attached(self, session_id: str | None) -> Session | None:
-        """Return the session if it is already open, else None."""
+        """Return the session of the id if it is already open, else None."""
         ...
 
     def forget(self, session_id: str | None) -> None:
-        """Drop a session that a call did not find."""
+        """Forget a session, because a call failed with SESSION_NOT_FOUND."""
         ...
 
 

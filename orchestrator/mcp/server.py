@@ -45,7 +45,8 @@ def build_server(
         NAME,
         version=version("toolcrew"),
         instructions=_ABOUT,
-        # No schema uses headers. Without this function the SDK would list all tools before every call.
+        # The tools' schemas contain no HTTP headers for the SDK to check. Without this function, the SDK would list all
+        # tools before every call to look for them.
         get_tool_input_schema=lambda _: None,
         on_list_tools=on_list_tools,
         on_call_tool=on_call_tool,

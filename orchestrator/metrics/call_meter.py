@@ -1,4 +1,4 @@
-"""Count every call of a dispatcher once."""
+"""Counts every call of a dispatcher once, for the metrics."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,7 +24,7 @@ from contract.specs import ToolSpec
 from store.metrics import Counts
 
 HOST_QUEUES = "host"
-"""Label value for the queues of all hosts."""
+"""Value of the label `queue` for the queues of all hosts together."""
 _ENDS = {ErrorCode.HOST_LOST: "lost", ErrorCode.OUTCOME_UNKNOWN: "unknown"}
 
 
@@ -70,7 +70,7 @@ class CallMeter:
             self._queues = {spec.name: POOL_QUEUES.get(spec.pool, HOST_QUEUES) for spec in published}
 
     def count(self, result: ToolResult) -> None:
-        """Count a call that has its result."""
+        """Count a call that has ended with this result."""
         counts, clocks = self._counts, result.clocks
         queue = self._queues.get(result.name)
         tool = OTHER if queue is None else result.name

@@ -21,7 +21,7 @@ log = get_logger(__name__)
 MOST_LOST = 1000
 """Limit of queues that are read for hosts that do not report."""
 MOST_TENANTS = 200
-"""Limit of tenants whose usage has series of their own."""
+"""Limit of tenants whose usage has its own series. The usage of all others is summed."""
 _STATES = ("busy", "idle", "paused", "lost", "warm")
 _NUMBERS = (bytes, int, float)
 
@@ -29,7 +29,8 @@ _NUMBERS = (bytes, int, float)
 class MetricsPage:
     """Page of one deployment, for any number of readers.
 
-    A number or message of another program that cannot be read is skipped and counted. It never causes an error.
+    A number or message of another program that cannot be read is skipped and counted. Such a value never causes an
+    error.
     """
 
     def __init__(self, client: RedisClient, deployment: str) -> None:
@@ -40,7 +41,7 @@ class MetricsPage:
         self._is_reported = False
 
     async def render(self, *, is_open: bool = False) -> bytes:
-        """Return the page. `is_open`: in the OpenMetrics format. Raises BrokerUnavailable."""
+        """Return the metrics page. `is_open`: use the OpenMetrics format. Raises BrokerUnavailable."""
         began = time.monotonic()
         samples = Samples()
         reports, counts = await self._hosts.read(), await self._store.read_counts()

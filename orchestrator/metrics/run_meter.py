@@ -1,4 +1,4 @@
-"""Count the events of one agent run."""
+"""Counts the events of one agent run, for the metrics."""
 
 from typing import Protocol
 
@@ -65,7 +65,7 @@ class RunMeter:
             case RunFinished():
                 self._count_end(event.stop_reason)
             case RunAborted() if self._replay is None:
-                # A durable run continues in another process.
+                # Only a run without a journal ends here. A durable run continues in another process.
                 self._count_end("aborted")
 
     def _is_replay(self) -> bool:

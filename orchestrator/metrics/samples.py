@@ -22,7 +22,7 @@ Labels = tuple[str, ...]
 
 @dataclass
 class Samples(Collector):
-    """Values by metric and label values. A histogram consists of parts."""
+    """Values of the metrics, by metric and label values. A histogram consists of parts (contract/metrics.py)."""
 
     numbers: dict[str, dict[Labels, float]] = field(default_factory=lambda: defaultdict(dict))
     histograms: dict[str, dict[Labels, dict[str, float]]] = field(
@@ -33,7 +33,7 @@ class Samples(Collector):
         self.numbers[metric.name][labels] = min(value, MAX_VALUE)
 
     def add(self, metric: Metric, value: float, *labels: str) -> None:
-        """Add to the current value."""
+        """Add `value` to the current value of the metric with these label values."""
         values = self.numbers[metric.name]
         values[labels] = values.get(labels, 0.0) + min(value, MAX_VALUE)
 
@@ -70,7 +70,7 @@ class Samples(Collector):
 
 
 def render(samples: Samples, *, is_open: bool = False) -> bytes:
-    """Return the page in the Prometheus format 0.0.4. `is_open`: in OpenMetrics 1.0."""
+    """Return the metrics page in the Prometheus format 0.0.4. `is_open`: use OpenMetrics 1.0."""
     if is_open:
         return bytes(openmetrics.generate_latest(samples))  # type: ignore[no-untyped-call]
     return exposition.generate_latest(samples)

@@ -16,7 +16,7 @@ log = get_logger(__name__)
 
 FLUSH_S = 1.0
 LAST_FLUSH_S = 3.0
-"""Time that the end of a program waits for Redis, in seconds."""
+"""Seconds that the end of a program waits for Redis to accept the last counts."""
 
 
 class Tally:
@@ -36,7 +36,7 @@ class Tally:
         self._task = asyncio.create_task(self._run(), name="metrics-tally")
 
     async def aclose(self) -> None:
-        """Send the remaining counts and stop."""
+        """Send the remaining counts to Redis and stop."""
         if self._task is not None:
             await cancel_all((self._task,))
         try:
@@ -52,7 +52,7 @@ class Tally:
         return pass_to(RunMeter(self.counts, self.calls, replay).on_event, on_event)
 
     async def flush(self) -> None:
-        """Send the changed counts. Raises BrokerUnavailable."""
+        """Add the counts since the last flush to the sums in Redis. Raises BrokerUnavailable."""
         await self._store.absorb(self._source, self.counts)
 
     async def _run(self) -> None:

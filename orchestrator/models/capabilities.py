@@ -27,7 +27,7 @@ VERSION = 2
 MAX_REQUESTS = 5
 LIFETIME_S = 30 * 24 * 3600.0
 LIST_TIMEOUT_S = 10.0
-"""A run does not wait longer for its server's list of models."""
+"""Seconds that a run waits for its server's list of models."""
 REPLY_TOKENS = 256
 # The higher limit is for models that write reasoning before the reply.
 THINKING_TOKENS = 4096
@@ -53,7 +53,9 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about a model in its server's list of models; None: not there. `context_window`: tokens."""
+    """Facts about a model from the list of models of its server. None: the list does not contain the fact.
+    `context_window`: in tokens.
+    """
 
     context_window: int | None = None
     parameters: int | None = None
@@ -79,7 +81,7 @@ class HasEndpoint(Protocol):
 
 @runtime_checkable
 class HasFallback(Protocol):
-    """A model that another model may answer for."""
+    """A model with a fallback: another model may answer its requests."""
 
     def without_fallback(self) -> Model: ...
 

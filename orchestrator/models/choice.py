@@ -1,6 +1,7 @@
 """Chooses the model of a run and its dialect.
 
-The model is the named one, else the one at the configured endpoint, else the embedded small one.
+The model is the one that the caller names, otherwise the one at the configured endpoint, otherwise the embedded small
+model.
 """
 
 import asyncio
@@ -42,7 +43,9 @@ SCRIPTED = "scripted"
 DIALECT_NAMES = ("native", "tags", "json", "auto")
 MAX_SMALL_PARAMETERS = 4_000_000_000
 MAX_SMALL_WINDOW = 8192
-"""Largest context window, in tokens, in which the texts of all tools leave too little for the conversation."""
+"""Largest context window, in tokens, that is treated as small: the texts of all tools would leave too little of it for
+the conversation.
+"""
 _SIZE = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
 """The number of parameters in a model's name: `Qwen2.5-Coder-1.5B-Instruct`, `gemma-3-270m`."""
 
@@ -159,9 +162,9 @@ async def choose_profile(
 ) -> tuple[ModelProfile, str]:
     """Return the profile of that name, and why it was chosen.
 
-    "auto" and None are the profile of a shipped model; else `small` for a model of at most MAX_SMALL_PARAMETERS
-    parameters, by its server's list of models or its name, and for one with a context window of at most
-    MAX_SMALL_WINDOW tokens. Raises ConfigError for an unknown name.
+    For "auto" and None, a shipped model has its own profile. Another model gets `small` if it has at most
+    MAX_SMALL_PARAMETERS parameters (according to its server's list of models, or its name), or a context window of at
+    most MAX_SMALL_WINDOW tokens. All others get `standard`. Raises ConfigError for an unknown name.
     """
     if name not in (None, *PROFILE_NAMES):
         raise ConfigError(f"no profile '{name}'. Choose one of {', '.join(PROFILE_NAMES)}.")

@@ -31,8 +31,8 @@ def has_content(chunk: Chunk) -> bool:
 
 
 def is_end(chunk: Chunk) -> bool:
-    """Return whether the chunk has a finish_reason, or the usage after the last choice. Some servers send only one of
-    them.
+    """Return whether the chunk ends the reply: it has a finish_reason, or the usage after the last choice. Some servers
+    send only one of the two.
     """
     choices = chunk.get("choices")
     if not choices:

@@ -18,7 +18,9 @@ from orchestrator.models.retries import is_retried_status
 MAX_DETAIL_CHARS = 300
 MAX_SEARCHED_CHARS = 4000
 FailureType = Literal["timeout", "connection", "status", "in_reply", "broken", "unfinished", "no_chat", "unknown"]
-"""Kind of failure. `status`: an HTTP error. `in_reply`: an error object in a reply. `unfinished`: no finish_reason."""
+"""Kind of failure. `status`: an HTTP error. `in_reply`: an error object in a reply. `unfinished`: the reply has no
+finish_reason.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,14 @@ class AttemptFailure:
 
     @property
     def reason(self) -> str:
-        """Return a short reason for the log. It contains no text of the server."""
+        """Return a short reason for the log. The reason contains no text of the server."""
         return f"status {self.status}" if self.kind == "status" else _REASONS[self.kind]
 
 
 @dataclass(frozen=True)
 class FailedEndpoint:
     """The endpoint that failed. `address` contains no credentials. `secret` is removed from all text of the server.
-    `name`: of a configured endpoint; "" for the one of the environment's variables.
+    `name`: the name of a configured endpoint; "" for the endpoint that the environment variables set.
     """
 
     address: str
@@ -67,7 +69,9 @@ class FailedEndpoint:
         return f"the model endpoint {self.name}" if self.name else f"the model at {self.address}"
 
     def check(self, variable: str) -> str:
-        """Return the advice to correct a setting."""
+        """Return the advice to check a setting of the endpoint. `variable`: the environment variable that has the
+        setting.
+        """
         return "check its settings (`toolcrew models list`)" if self.name else f"check {variable}"
 
 

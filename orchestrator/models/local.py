@@ -26,7 +26,9 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class LocalModelServer:
-    """Owns the server process: starts it on entering and stops it on leaving. It also exits when this process dies."""
+    """Owns the server process: starts it on entering and stops it on leaving. The server also exits when this process
+    dies.
+    """
 
     def __init__(self, weights: Path, *, threads: int = 1, start_timeout_s: float = START_TIMEOUT_S) -> None:
         self._weights = weights.resolve()

@@ -34,7 +34,7 @@ def report_notices(listener: OnNotice) -> Iterator[None]:
 
 
 def notify(message: str) -> None:
-    """Report a notice, if a run listens."""
+    """Pass a notice to the listener of the current run, if there is one."""
     if (listener := _current.get()) is not None:
         listener.notify(message)
 

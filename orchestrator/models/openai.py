@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 DEFAULT_BASE_URL = "https://api.openai.com/v1"
 NO_KEY = "no-key"
-"""Sent to servers without keys, because the SDK requires one."""
+"""API key for servers that need none, because OpenAI's SDK requires a key."""
 CONNECT_TIMEOUT_S = 10.0
 CHARS_PER_TOKEN = 4
 # In addition to the SDK's errors: version 2 does not wrap errors that break a stream.

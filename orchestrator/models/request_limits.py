@@ -11,7 +11,7 @@ from contract.model_endpoints import BLOCK_CAUSES, WAIT_NOTICE_S, BlockReason, E
 
 
 class RequestLimits(Protocol):
-    """The limits of one endpoint. Methods behave as those of SharedLimits."""
+    """The limits of one endpoint. The methods have the same meaning as in SharedLimits (store/model_limits.py)."""
 
     async def acquire(
         self, estimate: Callable[[], int], max_wait_s: float, on_wait: Callable[[str], object] = ...
@@ -23,7 +23,9 @@ class RequestLimits(Protocol):
 
 
 class LocalLimits:
-    """The block of an endpoint in a program without a pool."""
+    """RequestLimits of a program without a pool: they only record for how long the server's rate limit blocks the
+    endpoint.
+    """
 
     def __init__(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
         self._sleep = sleep

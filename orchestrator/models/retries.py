@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 RETRIED_STATUSES = frozenset({408, 409, 429})
-"""Every 5xx is retried too, except 501: such a server never supports it."""
+"""Status codes below 500 that are retried. Every 5xx is retried too, except 501 (not implemented), which does not go
+away.
+"""
 _NOT_IMPLEMENTED = 501
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -22,7 +24,8 @@ class RetryPolicy:
     """Limits of the attempts to send a request, and of the wait between them.
 
     `attempts` includes the first one. `max_wait_s` limits one wait, including one that the server requests.
-    `max_total_s` limits the time from the first failure to the last attempt. `sleep` waits.
+    `max_total_s` limits the time from the first failure to the last attempt. `sleep`: the function that waits, for
+    tests.
     """
 
     attempts: int = 6

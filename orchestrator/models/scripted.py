@@ -12,7 +12,7 @@ from orchestrator.models.capabilities import Capabilities
 
 CHUNK_CHARS = 7
 EVERYTHING = Capabilities(native_tools=True, parallel=True, strict=True, tool_choice=True, json_schema=True)
-"""A script ignores the fields of requests, so it supports all of them."""
+"""The capabilities of a scripted model. A script ignores the fields of requests, so it supports all of them."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class ScriptedModel:
 def demo_script() -> Callable[[list[Message]], Reply]:
     """Return a function that does the three demo jobs: it calls the needed command, then answers with its output.
 
-    It reads only the system prompt (for the dialect) and the last message, so it serves any number of concurrent runs.
+    The function reads only the system prompt (for the dialect) and the last message, so it serves any number of
+    concurrent runs.
     """
 
     def reply(messages: list[Message]) -> Reply:

@@ -1,4 +1,4 @@
-"""Find the actor of a command: the holder of TOOLCREW_API_KEY, or the local administrator."""
+"""Finds the actor of a command: the holder of TOOLCREW_API_KEY, or the local administrator."""
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.settings import OrchestratorSettings

@@ -24,8 +24,8 @@ CHECK_END_S = 10.0
 
 
 async def examine(settings: OrchestratorSettings, scope: Scope = "all", *, is_deep: bool = False) -> Report:
-    """Run all checks once. The check of this host starts and removes one sandbox to prove the profile. `is_deep`:
-    also make a call on each host of the deployment.
+    """Run all checks once. The check of this host starts and removes one sandbox to test its security profile.
+    `is_deep`: also make a call on each host of the deployment.
 
     Raises ToolFailure when the deployment is to be checked and TOOLCREW_API_KEY is not an operator's.
     """

@@ -1,4 +1,6 @@
-"""Check of `toolcrew doctor --deep`: a real signed call on each host. It proves secret, path, sandbox and clock."""
+"""Check of `toolcrew doctor --deep`: a real signed call on each host. The call tests the signing secret, the path
+through Redis, the sandbox and the clock of the host.
+"""
 
 import asyncio
 import time

@@ -29,7 +29,7 @@ _MIB = 1024 * 1024
 
 
 async def examine_pool(client: RedisClient, deployment: str, keys: SigningKeys, report: Report) -> list[HostReport]:
-    """Check all data of the deployment in Redis. Return the workers that report. Raises BrokerUnavailable."""
+    """Check all data of the deployment in Redis. Return the reports of the live workers. Raises BrokerUnavailable."""
     hosts, catalog = HostStore(client, deployment), RedisCatalog(client, deployment, keys)
     overview = OverviewReader(client, deployment, keys)
     snapshot = await overview.read()

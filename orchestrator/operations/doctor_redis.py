@@ -30,8 +30,8 @@ _MIB = 1024 * 1024
 
 
 async def examine_redis(client: RedisClient, broker: BrokerSettings, report: Report) -> bool:
-    """Return whether the records can be read: Redis answers, and there is a secret to verify them. Raises
-    BrokerUnavailable.
+    """Check Redis. Return whether the other checks can read the records: Redis answers, and there is a secret to verify
+    them. Raises BrokerUnavailable.
     """
     try:
         await check_redis(client, broker)

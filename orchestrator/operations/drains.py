@@ -18,7 +18,8 @@ from store.audit import Actor, build_entry, local_actor
 from store.hosts import ORDER_TTL_S, HostStore
 
 ACCEPTED_WITHIN_S = 12.0
-"""Time until an order must appear in a report, in seconds. A worker normally reads and reports the order immediately.
+"""Seconds within which a worker must report that it has received an order. A worker normally reads and reports the
+order immediately.
 """
 POLL_S = 0.25
 

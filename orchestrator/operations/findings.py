@@ -37,15 +37,15 @@ class Report:
         self.findings.append(CheckResult(name, is_good, text, needed))
 
     def good(self, name: str, text: str) -> None:
-        """Add a finding that is in order."""
+        """Add a check that found no problem."""
         self.findings.append(CheckResult(name, True, text))
 
     def note(self, name: str, text: str, remedy: str) -> None:
-        """Add a finding that needs attention, but does not stop the service."""
+        """Add a problem that needs attention, but does not stop a service."""
         self.findings.append(CheckResult(name, False, text, needed=False, remedy=remedy))
 
     def broken(self, name: str, text: str, remedy: str) -> None:
-        """Add a finding that stops a service or loses data until it is fixed."""
+        """Add a problem that stops a service or loses data until the problem is fixed."""
         self.findings.append(CheckResult(name, False, text, remedy=remedy))
 
     def lines(self) -> list[str]:

@@ -30,13 +30,14 @@ from orchestrator.logs import configure_logging
 from orchestrator.settings import OrchestratorSettings, load_settings
 
 DEFAULTS: dict[str, Any] = {
-    # About 5 KiB each.
+    # Limit of the tasks in memory. Each task takes about 5 KiB.
     "max_tasks": 20_000,
     "max_workers": 1_000,
     "purge_offline_workers": 300,
     "task_runtime_metric_buckets": [0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0],
     "tasks_columns": "name,state,runtime,received,kwargs,worker,uuid",
-    # In milliseconds. Losing one minute of its data is acceptable, and Flower is blocked while it writes.
+    # Interval in milliseconds. Flower is blocked while it saves its state, and the loss of one minute of the state is
+    # acceptable.
     "state_save_interval": 60_000,
 }
 TEMPLATE = resources.files("orchestrator.operations").joinpath("flower_call.html")
@@ -44,7 +45,7 @@ TASKS_TEMPLATE = resources.files("orchestrator.operations").joinpath("flower_tas
 
 
 class CallTaskView(TaskView):  # type: ignore[misc]
-    """Page of a task that also shows the call, with a link to the call's page in the API. `page_url`:
+    """Flower's page of a task that also shows the call, with a link to the call's page in the API. `page_url`:
     TOOLCREW_PAGE_URL.
     """
 
@@ -61,7 +62,7 @@ class CallTaskView(TaskView):  # type: ignore[misc]
 
 
 class TaskList(TasksView):  # type: ignore[misc]
-    """List of tasks, with columns that fit into the window."""
+    """Flower's list of tasks, with columns that fit into the window."""
 
     def render(self, template_name: str, **values: Any) -> None:
         super().render(str(TASKS_TEMPLATE) if template_name == "tasks.html" else template_name, **values)
@@ -84,7 +85,7 @@ class LiveQueues(BaseHandler):  # type: ignore[misc]
 
 
 class LiveBroker(LiveQueues, BrokerView):  # type: ignore[misc]
-    """Page "Broker" with the queues of live workers."""
+    """Flower's page "Broker", with the queues of live workers only."""
 
     @tornado.web.authenticated
     async def get(self) -> None:
@@ -94,7 +95,7 @@ class LiveBroker(LiveQueues, BrokerView):  # type: ignore[misc]
 
 
 class LiveQueueLengths(LiveQueues, GetQueueLengths):  # type: ignore[misc]
-    """Lengths of queues for programs, with the queues of live workers."""
+    """Flower's endpoint for the lengths of queues, with the queues of live workers only."""
 
     @tornado.web.authenticated
     async def get(self) -> None:
@@ -104,7 +105,9 @@ class LiveQueueLengths(LiveQueues, GetQueueLengths):  # type: ignore[misc]
 
 
 class GuardedMetrics(Metrics):  # type: ignore[misc]
-    """Metrics behind the login. Flower's own handler shows names of tools and hosts, and the load, without a login."""
+    """Flower's metrics, behind the login. Flower's own handler shows names of tools and hosts, and the load, without a
+    login.
+    """
 
     @tornado.web.authenticated
     async def get(self) -> None:

@@ -1,12 +1,12 @@
 """Embedded stack: redis-server, sandboxd, a worker of each kind, Flower and the API as child processes of one
-supervisor process. They end with it.
+supervisor process. The children end when the supervisor ends.
 
-If a class of tenants has network egress, the egress proxy is also a child. A child that ends by itself is started
-again (supervision.py).
+If a class of tenants has network egress, the egress proxy is also a child. A child that ends by itself is started again
+(supervision.py).
 
 `python -m orchestrator.operations.local_stack` is the supervisor process. Its first line on stdout is StackInfo as
-JSON. It stops everything on SIGTERM, SIGINT, or when its stdin ends, so a stack never outlives the program that
-started it.
+JSON. It stops everything on SIGTERM, SIGINT, or when its stdin ends, so a stack never outlives the program that started
+it.
 """
 
 import asyncio
@@ -41,20 +41,21 @@ from store.connection import check_redis, open_redis
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 SWEEP_TIMEOUT_S = 10.0
-"""Time that the end of a stack waits for a restarted sandboxd, in seconds. Only sandboxd finds the sandboxes of its
-predecessor.
+"""Seconds that the end of a stack waits for a restarted sandboxd. Only sandboxd finds the sandboxes of its predecessor.
 """
 WEB_STOP_TIMEOUT_S = 5.0
-"""Time for the web worker to stop, in seconds. No caller waits for its calls, and it has no state to hand over."""
+"""Seconds that the web worker has to stop. No caller waits for its calls any more, and it has no state to hand over."""
 WEB_CONCURRENCY = 2
-"""Processes of the web worker. Each costs memory, and web tools mostly wait."""
+"""Number of processes of the web worker. Each process costs memory, and web tools mostly wait for the network."""
 WORKERS_ONLY = "--workers-only"
 END_FOR_GOOD = signal.SIGUSR1
 """Signal that ends sandboxd and removes its sessions. After any other signal, sandboxd keeps its sessions for its
 successor.
 """
 API_KEY_TTL_S = 30 * 86_400.0
-"""Lifetime of the API key, in case no process is left to revoke it: a stack may use a Redis that outlives the stack."""
+"""Lifetime of the stack's API key, in seconds. It matters if no process is left to revoke the key and the Redis of the
+stack continues to run.
+"""
 API_ROLE = "api"
 API_STOP_WITHIN_S = 5.0
 STACK_FILE = "stack.json"
@@ -83,7 +84,7 @@ class LocalApi:
 
     @classmethod
     async def prepare(cls, broker: BrokerSettings, port: int) -> "LocalApi":
-        """Create the key. Raises BrokerUnavailable."""
+        """Create the administrator's key for the API of a stack. Raises BrokerUnavailable."""
         client = open_redis(broker)
         try:
             created = await ApiKeys(client, broker.deployment, broker.signing_keys()).add(
@@ -208,8 +209,8 @@ class LocalStack:
         }
 
     async def watch(self) -> str:
-        """Start processes again that end by themselves. If that does not help, return the reason. Cancel this before
-        `stop`.
+        """Start processes again that end by themselves. If that does not help, return the reason. Cancel this method
+        before you call `stop`.
         """
         return self._last_lines(await self._supervisor.watch())
 
@@ -362,7 +363,7 @@ class LocalStack:
     def _last_lines(self, role: str) -> str:
         text = (self._folder / f"{role}.log").read_text(errors="replace").strip()
         lines = text.splitlines()[-5:]
-        reason = find_last_words(lines)
+        reason = find_start_failure(lines)
         return reason or f"{role} ended unexpectedly: {' | '.join(lines) or 'its log is empty'}"
 
 
@@ -514,8 +515,8 @@ def print_json(stack: StackInfo) -> None:
     sys.stdout.flush()
 
 
-def find_last_words(lines: Sequence[str]) -> str | None:
-    """Return the reason why a process did not start, from its log lines; None if they contain none."""
+def find_start_failure(lines: Sequence[str]) -> str | None:
+    """Return the reason why a process did not start, from its log lines; None if the lines contain no reason."""
     for line in reversed(lines):
         # The line may be truncated or come from another program. Then try the line before.
         with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -25,8 +25,9 @@ _EVENTS_OF_WORKERS = ("/0.celeryev/*", "/0.celeryev/worker.*", "/0.celeryev/task
 
 @dataclass(frozen=True)
 class Role:
-    """Redis user of one part of a deployment. `own` and `own_channels`: names of the deployment, after its prefix.
-    `keys` and `channels`: other names. `purpose`: the programs that use it.
+    """Redis user of one part of a deployment. `own` and `own_channels`: patterns of keys and channels of the
+    deployment, without its prefix. `keys` and `channels`: patterns of other keys and channels. `purpose`: the programs
+    that use the user.
     """
 
     name: str

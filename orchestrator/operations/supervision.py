@@ -21,7 +21,7 @@ WINDOW_S = 60.0
 MOST_ENDS = 5
 """Limit of ends of one process within WINDOW_S. At the limit the process is not started again, and the stack stops."""
 PAUSES_S = (0.0, 0.5, 2.0, 5.0)
-"""Pauses before a restart, for a process that has ended once, twice and so on within WINDOW_S."""
+"""Pauses in seconds before a restart of a process that has ended once, twice and so on within WINDOW_S."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -84,7 +84,7 @@ class ProcessSupervisor:
         self._ends: defaultdict[str, list[End]] = defaultdict(list)
 
     async def start(self, plan: ChildPlan) -> None:
-        """Start a process for its role."""
+        """Start the process of this plan. The plan's role must not have a running process."""
         self._plans[plan.role] = plan
         with open(self._folder / f"{plan.role}.log", "ab") as logfile:  # noqa: ASYNC230  # once per process start
             self._children[plan.role] = await asyncio.create_subprocess_exec(
@@ -115,8 +115,8 @@ class ProcessSupervisor:
         return bool(self._ends[role])
 
     async def watch(self) -> str:
-        """Start processes again that end by themselves. Return the role of a process that ended too often. Cancel
-        this before `stop`.
+        """Start processes again that end by themselves. Return the role of a process that ended too often. Cancel this
+        method before you call `stop`.
         """
         watches = {asyncio.create_task(self._watch(plan)) for plan in self._plans.values()}
         given_up: list[str] = []

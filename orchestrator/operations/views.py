@@ -16,8 +16,8 @@ from store.approvals import PendingQuestion
 
 
 class SecretView(BaseModel):
-    """A secret without its value. `hosts`: hosts that sandboxes may send it to. `place`: where a request carries it.
-    `state`: `valid`, or why it is not used. Times are in ISO 8601.
+    """A secret without its value. `hosts`: hosts that sandboxes may send it to. `place`: the part of a request that
+    contains the secret. `state`: `valid`, or why it is not used. Times are in ISO 8601.
     """
 
     name: str
@@ -83,8 +83,8 @@ class ApprovalView(BaseModel):
     """A call that waits for a decision.
 
     `arguments`: the exact arguments of the call. `command`: the shell command, if the tool has one. `warning`: why the
-    call is dangerous, "" for other calls. `digest`: to be sent with the decision. Times are in ISO 8601. A decision
-    after `expires_at` has no effect.
+    call is dangerous, "" for other calls. `digest`: the digest of the call, which a decision must contain. Times are in
+    ISO 8601. A decision after `expires_at` has no effect.
     """
 
     id: str

@@ -74,7 +74,7 @@ class RowPaths:
 
 
 class BatchRuns:
-    """Batches of the tenant of one client."""
+    """Runs, shows and exports the batches of one client's tenant."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class BatchRuns:
         tenant: str,
         traces: Traces | None = None,
     ) -> None:
-        """`traces` None: write no traces."""
+        """Create the batches of `tenant`. `traces` None: write no traces."""
         self._settings, self._pool, self._parts, self.tenant, self._traces = settings, pool, parts, tenant, traces
         self.queue = RunQueue(pool.redis, settings.deployment, pool.keys)
         self._publisher = RunEventPublisher(pool.redis, settings.deployment)
@@ -144,8 +144,8 @@ class BatchRuns:
         concurrency: int = DEFAULT_CONCURRENCY,
         model: Model | ChosenModel | None = None,
     ) -> AsyncIterator[Runner]:
-        """Yield a runner that executes items of the batch, `concurrency` at a time. `batch` None: items of every
-        batch of every tenant.
+        """Yield a runner that executes items of the batch, `concurrency` at a time. `batch` None: the runner executes
+        items of every batch of every tenant.
         """
         async with Models(self._settings, self._pool, model) as models:
             work = ItemWork(self._pool, self._parts, models, self._traces, self._publisher)
@@ -155,7 +155,8 @@ class BatchRuns:
             )
 
     async def recall(self, batch: str, rows: RowFiles) -> int:
-        """End waiting items that already have a row in these files, with that row. Return the number of these items.
+        """End the waiting items that already have a row in these files. The row becomes the outcome of the item. Return
+        the number of these items.
 
         Redis may have lost the outcomes of a batch, but the row files have them. For an item after its first attempt,
         only the row of a success counts: a failed row may come from an earlier attempt.
@@ -285,7 +286,9 @@ class BatchRuns:
 
 
 async def until_first(*works: Coroutine[Any, Any, object]) -> None:
-    """Wait until one coroutine ends, then cancel the others and wait for them. Raises what the first one raises."""
+    """Wait until one coroutine ends, then cancel the others and wait for them. Raises the exception of the first one,
+    if any.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

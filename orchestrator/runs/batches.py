@@ -69,7 +69,7 @@ class Batches:
 
         `batch`: id of an existing batch that was submitted with the same file. The method then continues that batch:
         missing items are added and infrastructure failures are queued again. `goes_on` False: the client repeats the
-        same submission, so only missing items are added.
+        same request, so only missing items are added, and failed items are not queued again.
 
         `is_detached`: orchestrators that serve all tenants execute the batch (batch_service.py). Raises BadBatch: the
         batch is detached and its lines name paths of this machine.
@@ -134,7 +134,7 @@ class Batches:
                 f"interrupted: submit the same file again with `{build_resubmission(batch, self.tenant)}` to continue",
             )
         again = await self._queue.retry(self.tenant, batch, kinds, entry)
-        # Without a change no notice: the figures of a batch count up to its last event.
+        # Send no notice if nothing has changed: the rates of a batch are computed up to its last event.
         if await self._queue.reopen(self.tenant, batch) or again:
             await self._note(batch, f"resumed, {again} items start again")
         return again

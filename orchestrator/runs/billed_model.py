@@ -18,8 +18,8 @@ def price_reply(chunks: Iterable[Chunk], prices: Prices | None) -> ReplySpending
 
 
 class BilledModel:
-    """Model of a tenant. `check` raises ToolFailure(BUDGET_EXCEEDED) before a request. `count` gets the chunks of each
-    whole reply that have token counts; None: another process counts the reply.
+    """Model of a tenant. `check` raises ToolFailure(BUDGET_EXCEEDED) before a request. `count` gets the chunks with
+    token counts of each whole reply; None: another object counts the reply.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class BilledModel:
         return self._model.name
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
-        """Yield the chunks of the model. Raises its exceptions, and those of `check` and `count`."""
+        """Yield the chunks of the model. Raises the exceptions of the model, of `check` and of `count`."""
         await retry_until_available(self._check)
         counted: list[Chunk] = []
         async for chunk in self._model.stream(request):

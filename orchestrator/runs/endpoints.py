@@ -31,7 +31,7 @@ FALLBACK_AFTER_S = 5.0
 """Seconds that a request waits for an endpoint with a fallback: for retries after failures, or for the end of a block.
 """
 DOWN_S = 30.0
-"""Seconds in which all requests go to the fallback at once, after an endpoint answered none."""
+"""Seconds for which all requests go to the fallback immediately, after the endpoint has answered no request."""
 
 
 @dataclass
@@ -47,7 +47,9 @@ class EndpointClient:
 
 
 class EndpointClients:
-    """The configured endpoints of a pool, as one process uses them. Each is opened once, and again after a change."""
+    """Clients of the configured endpoints of a pool, for one process. A client is opened at the first use of its
+    endpoint, and again after a change of the endpoint.
+    """
 
     def __init__(
         self,
@@ -62,15 +64,21 @@ class EndpointClients:
         self._open: dict[str, EndpointClient] = {}
 
     async def find(self, tenant: str, name: str) -> StoredEndpoint | None:
-        """Return the endpoint that the tenant means by `name`. Raises like ModelEndpoints.find, but waits for Redis."""
+        """Return the endpoint that the tenant means by `name`. Raises the errors of ModelEndpoints.find. Waits if Redis
+        does not answer.
+        """
         return await retry_until_available(lambda: self._endpoints.find(tenant, name))
 
     async def allows(self, tenant: str, name: str) -> bool:
-        """Return whether the tenant's policy allows the model. Raises like RedisTenants.policy, but waits for Redis."""
+        """Return whether the tenant's policy allows the model. Raises the errors of RedisTenants.policy. Waits if Redis
+        does not answer.
+        """
         return (await retry_until_available(lambda: self._tenants.policy(tenant))).allows_model(name)
 
     async def check(self, tenant: str, name: str) -> None:
-        """Raise ToolFailure(PERMISSION_DENIED) unless the tenant's policy allows the model. Raises like `allows`."""
+        """Raise ToolFailure(PERMISSION_DENIED) unless the tenant's policy allows the model. Raises the same errors as
+        `allows`.
+        """
         if not await self.allows(tenant, name):
             raise refuse_model(tenant, name)
 
@@ -93,7 +101,9 @@ class EndpointClients:
                 await opened.model.aclose()
 
     def open_limits(self, address: str, model: str, key: str) -> RequestLimits:
-        """Return the limits of an endpoint that has no record: its rate limits are shared like those of the others."""
+        """Return the request limits of an endpoint without a record in Redis. All processes share its rate limits, like
+        those of configured endpoints.
+        """
         # The key is part of the id, because servers limit the rate of each key. Without the secret of the deployment,
         # the id reveals nothing about it.
         digest = self._keys.current.sign("model endpoint", f"{address}\0{model}\0{key}".encode())
@@ -167,14 +177,16 @@ class EndpointModel:
             return await client.model.describe()
 
     def without_fallback(self) -> Model:
-        """Return the same endpoint for probes: the capabilities of a fallback are not those of the endpoint."""
+        """Return a model that never uses the fallback. A probe of the capabilities needs it, because the fallback's
+        capabilities may differ.
+        """
         return EndpointModel(self._clients, self._tenant, self._stored, falls_back=False)
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         """Yield the reply, with its cost in its usage if the endpoint has prices.
 
-        Raises like OpenAIModel.stream. Raises ToolFailure(PERMISSION_DENIED): the policy does not allow the endpoint.
-        Raises ConfigError: the endpoint or its secret was removed.
+        Raises the same errors as OpenAIModel.stream. Raises ToolFailure(PERMISSION_DENIED): the policy does not allow
+        the endpoint. Raises ConfigError: the endpoint or its secret was removed.
         """
         name = self._stored.name
         await self._clients.check(self._tenant, name)

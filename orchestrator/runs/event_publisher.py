@@ -38,7 +38,9 @@ log = get_logger(__name__)
 EVERY_S = 0.1
 AT_ONCE = 64
 PROGRESS_AT_ONCE, MAX_WAITING_PROGRESS = 1000, 50_000
-"""Limits of the events of batches that are published together, and of those that wait for Redis."""
+"""Limits of progress events of batches: how many are published together, and how many may wait while Redis does not
+answer.
+"""
 MAX_PIECE_CHARS = 4000
 MAX_OUTPUT_CHARS = 256 * 1024
 """Limit of the published output of one call while the call runs, in characters."""
@@ -47,7 +49,7 @@ MAX_BUFFERED_CHARS = 4 * 1024 * 1024
 and output are omitted, and an event reports the omission.
 """
 FINAL_SEND_S = 1.0
-"""Time to publish the last events of a run that this process loses, in seconds."""
+"""Seconds that this process has to publish the last events of a run that it returns or loses."""
 
 Piece = tuple[str, ...]
 """Key of pieces that belong together: pieces of one text, or of one output stream of a call."""

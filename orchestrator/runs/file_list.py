@@ -11,7 +11,7 @@ LIMIT_S = 5.0
 MAX_FILES, MAX_LINE_CHARS = 12, 160
 MAX_BYTES = 3000
 SHORT_LINES, CODE_LINES, SHORT_BYTES = 4, 12, 400
-"""A file's text is shown if it has at most this number of lines, or of lines of source code, and of bytes."""
+"""Limits of a file whose text is shown: lines, lines of a source code file, and bytes."""
 _CODE = "*.py|*.sh|*.js|*.ts|*.go|*.rs|*.c|*.h|*.cpp|*.java|*.rb|*.php"
 
 _HEADING = "Files in the working directory:"

@@ -27,7 +27,7 @@ ENDED = (BatchState.COMPLETED, BatchState.CANCELLED)
 
 
 class BatchLost(OperatorError):
-    """Redis has lost a batch."""
+    """Raised when Redis no longer has the record of a batch."""
 
     code = ErrorCode.BROKER_UNAVAILABLE
 

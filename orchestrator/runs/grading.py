@@ -2,8 +2,9 @@
 reward.
 
 Security: everything that comes from the agent's sandbox is hostile, also the output of its `find` and `tar`. Only the
-bytes of regular files with plain names leave it. They are taken once, when no process of the agent runs. Programs of
-the agent never run in this process; what runs in the grader's sandbox is the grader's choice (docs/batches.md).
+bytes of regular files with plain names leave it. These bytes are copied once, when no process of the agent runs.
+Programs of the agent never run in this process; what runs in the grader's sandbox is the grader's choice
+(docs/batches.md).
 
 Invariant: only a command that has ended in a sandbox that existed from its start to the reading of the reward gives a
 reward. Every other end is a failure of the infrastructure or of the grader.
@@ -43,7 +44,7 @@ MAX_BYTES = 16 * 1024 * 1024
 MAX_NAME_BYTES = 1024
 MAX_OUTPUT_CHARS = 4000
 TRIES = 3
-"""Number of sandboxes in which the grading of one attempt is tried while the infrastructure fails."""
+"""Number of tries to grade one attempt, each in a new sandbox, if the infrastructure fails."""
 RETRY_S = 1.0
 LIST_TIMEOUT_S = 120.0
 _START_LIST = "/output/.files-at-start"
@@ -98,7 +99,9 @@ class GradingResult:
 
 @dataclass(frozen=True)
 class Submission:
-    """The artifacts of an agent as a new archive. `refusal`: why they were refused; "" if they were not."""
+    """The artifacts of an agent as a new archive. `refusal`: why the artifacts were refused; "" if they were
+    accepted.
+    """
 
     archive: bytes = b""
     files: int = 0
@@ -112,14 +115,16 @@ def is_gradable(failure: Failure | None) -> bool:
 
 
 def source_of(workspace: str | None) -> dict[str, Any]:
-    """Return the argument of SessionStart for a path of this machine or a file of the store."""
+    """Return the keyword argument of SessionStart for a workspace: `workspace` for a path of this machine, `stored` for
+    a file of the store; empty for None.
+    """
     if workspace is None:
         return {}
     return {"stored": workspace} if is_stored(workspace) else {"workspace": Path(workspace)}
 
 
 class Grading:
-    """Grades the items of one process."""
+    """Grades the items that one process runs."""
 
     def __init__(self, sessions: ItemSessions) -> None:
         self._sessions = sessions
@@ -132,7 +137,9 @@ class Grading:
         body: dict[str, Any] | None,
         failure: Failure | None,
     ) -> SubmissionTaken:
-        """End the background jobs of an item, take its artifacts and log them. Raises OperatorError, ToolFailure."""
+        """End the background jobs of an item, copy its artifacts for the grader, and log them. Raises OperatorError,
+        ToolFailure.
+        """
         submission = await take_submission(session, grader)
         # Logged before the grading: a process that resumes the run grades the same bytes, although the agent's session
         # may be closed by then.
@@ -158,7 +165,8 @@ class Grading:
         start = SessionStart(**source_of(grader.files), image=grader.image, network="none", options=grader.options)
 
         async def open_session() -> Session:
-            # The agent's session, that of a grading whose process died, or that of an opening without an answer.
+            # The log may still name a session: of the agent, of a grading whose process died, or of an opening whose
+            # reply was lost.
             await self._sessions.abandon_last(tenant, journal)
             return await self._sessions.open(tenant, journal, start)
 
@@ -201,7 +209,7 @@ async def take_submission(session: Session, grader: Grader) -> Submission:
 
 async def retry_grading(tenant: str | None, grade: Callable[[], Awaitable[GradingResult]]) -> GradingResult:
     """Return the result of `grade`, which is repeated while the infrastructure fails. Raises its last error. `tenant`:
-    for the log.
+    the tenant that the log names.
     """
     for attempt in range(1, TRIES + 1):
         try:
@@ -316,7 +324,7 @@ def _read_archive(archive: bytes, names: frozenset[str]) -> dict[str, tuple[byte
             files[entry.name] = entry.read(stream), entry.is_executable
     except ValueError as error:
         raise _ArtifactsRefused(f"the artifacts cannot be read: {error}") from error
-    # A name that is also the folder of another one cannot be unpacked, and which of them wins depends on the program.
+    # If a file has the same name as a folder of another file, the result of unpacking both depends on the program.
     if files.keys() != names or any(str(above) in names for name in names for above in Path(name).parents):
         raise _ArtifactsRefused("the artifacts changed while they were read")
     _check_size(sum(len(content) for content, _ in files.values()))

@@ -106,8 +106,8 @@ class HostedRuns:
         max_pending: int = MAX_PENDING,
         max_kept: int = MAX_KEPT,
     ) -> None:
-        """`workspace_store`: URL or folder of the store; None: no store. `max_pending`: limit of a tenant's queued
-        runs. `max_kept`: limit of the runs that are listed.
+        """Create the runs. `workspace_store`: URL or folder of the store; None: no store. `max_pending`: limit of a
+        tenant's queued runs. `max_kept`: limit of the runs that are listed.
         """
         self._tenants = tenants
         self._workspace_store = workspace_store
@@ -141,9 +141,9 @@ class HostedRuns:
 
         `idempotency_key`: a second start with the same key and the same request returns the first run and starts
         nothing. `webhook`: receives the end of the run. `token`: this process executes the run itself, with a claim of
-        this token; the run is never queued (own_run.py). `count`: number of runs, from this one on, for which the queue
-        must have room. `environment.session`: an open session for the run. The
-        session stays open after the run, and no other run uses the session at the same time.
+        this token; the run is never queued (own_run.py). `count`: number of runs, including this one, that the tenant's
+        queue must still be able to take. `environment.session`: an open session for the run. The session stays open
+        after the run, and no other run uses the session at the same time.
 
         Raises ToolFailure:
         - INVALID_ARGUMENTS: a path on a machine, a body above 1 MiB, invalid metadata, a key of another request, or a
@@ -185,7 +185,7 @@ class HostedRuns:
         shared request to the model and no shared call is repeated or counted again.
 
         The run must keep its states (`RunBody.keep_states`); it may still be running. `step` 0: before the first reply.
-        `idempotency_key`: as in `start`.
+        `idempotency_key` works as in `start`.
 
         Raises ToolFailure: INVALID_ARGUMENTS for a step without a state, SESSION_NOT_FOUND for a state that was
         released or has expired, and as `start` does.

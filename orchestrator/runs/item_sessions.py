@@ -20,12 +20,12 @@ from telemetry.logs import get_logger
 log = get_logger(__name__)
 
 BUSY_S = 10.0
-"""Time for which the fork of a session waits for a checkpoint or another program's call, in seconds."""
+"""Seconds that the fork of a session waits while a checkpoint or a call of another program runs in the session."""
 _INFO: TypeAdapter[SessionInfo] = TypeAdapter(SessionInfo)
 
 
 class ItemSessions:
-    """Sessions of the items of one process."""
+    """Opens, keeps and closes the sessions of the items that one process runs."""
 
     def __init__(self, pool: PoolConnection, slots: RunSlots) -> None:
         self._pool = pool
@@ -33,7 +33,7 @@ class ItemSessions:
         self._queue = SessionQueue(pool.dispatcher.capacity)
 
     async def open(self, tenant: str, journal: Journal, start: SessionStart) -> Session:
-        """Open a session when a host has room. Raises like Session.open."""
+        """Open a session as soon as a host has free capacity. Raises the same errors as Session.open."""
         name, pool = new_session_name(), self._pool
         async with self._slots.lend():
             async with self._queue.enter(tenant, start.image):
@@ -44,7 +44,7 @@ class ItemSessions:
         return session
 
     def resume(self, tenant: str, info: object) -> Session:
-        """Return the open session that a log describes."""
+        """Return the open session that a log describes. `info`: the field `info` of the SessionOpened event."""
         return Session(self._pool.dispatcher, self._pool.blobs, tenant, _INFO.validate_python(info))
 
     async def close(self, session: Session) -> None:
@@ -59,8 +59,8 @@ class ItemSessions:
         self._queue.note_end()
 
     async def keep_state(self, session: Session, journal: Journal) -> str:
-        """Keep the state of the session after the steps in the log, unless it is kept. Return why it was not kept; ""
-        if it was. Raises BrokerUnavailable.
+        """Keep the state of the session after the steps in the log, unless the state is already kept. Return the reason
+        if the state cannot be kept; "" otherwise. Raises BrokerUnavailable.
         """
         step, last = journal.steps, journal.state
         if isinstance(last, StateForking):

@@ -93,8 +93,8 @@ class ItemWork:
         publisher: RunEventPublisher | None = None,
         on_event: OnEvent = lambda _: None,
     ) -> None:
-        """`traces` None: write no traces. `publisher`: publishes the events of hosted runs; None: publish no events.
-        `on_event`: also receives the published events.
+        """Create the worker of items. `traces` None: write no traces. `publisher`: publishes the events of hosted runs;
+        None: publish no events. `on_event`: receives every published event, too.
         """
         self._publisher, self._on_event = publisher, on_event
         self._pool = pool

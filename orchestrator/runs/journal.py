@@ -131,13 +131,15 @@ class Journal:
 
     @property
     def states(self) -> list[str]:
-        """Return the sessions that this run has made or was about to make for its states. The states of copied steps
-        belong to another run.
+        """Return the names of the sessions that this run has created, or was about to create, for its kept states. The
+        states of copied steps belong to another run.
         """
         return [event.session for event in self._log.entries if isinstance(event, StateForking)]
 
     def bill(self, session: str | None, prices: Prices | None) -> None:
-        """Count new replies for the session, at these prices."""
+        """Charge all later replies of the model to this session at these prices. `session` None: to no session.
+        `prices` None: the cost is unknown and not counted.
+        """
         self._log.session, self._prices = session, prices
 
     def begin(self) -> None:
@@ -165,8 +167,8 @@ class Journal:
         return self._clock()
 
     def review_of(self, call: str) -> ToolCall | ToolResult | None:
-        """Return the logged decision about a call: the approved call, or the result that refuses the call. None if
-        there is no decision.
+        """Return the logged decision about a call: the approved call, or the result that refuses the call. None if the
+        log has no decision. `call`: the id of the call.
         """
         review = self._reviews.get(call)
         return None if review is None else review.approved or review.refused
@@ -176,8 +178,8 @@ class Journal:
         return self._results.get(call)
 
     async def note(self, kind: type[E], spending: ReplySpending | None = None, **fields: Any) -> E:
-        """Log an event of this type with these fields, and return it. Counts `spending` in the same step. Does not
-        return if another process owns the run.
+        """Log an event of this type with these fields, and return it. Counts `spending` in the same step. If another
+        process owns the run, the method does not return: the task of the run is cancelled.
         """
         event = kind(run=self._log.run, at=self._clock(), wall_s=self._wall_s(), **fields)
         try:
@@ -197,8 +199,8 @@ class Journal:
         await self.note(CallReviewed, call_id=call, approved=approved, refused=refused)
 
     async def note_submission(self, archive: bytes, **fields: Any) -> SubmissionTaken:
-        """Store the artifacts, log that only the grading is left, and return the logged event. `archive`: b"" for
-        none.
+        """Store the archive of the artifacts, log that only the grading remains, and return the logged event.
+        `archive`: b"" if there are no artifacts.
         """
         digest = hashlib.sha256(archive).hexdigest() if archive else ""
         if archive:
@@ -270,8 +272,9 @@ class LoggedModel:
         live: LiveText | None = None,
         before_request: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`extra`: fields that every request contains. `is_over`: the run has already used its time, so no new
-        request is sent. `live`: shows replies while they arrive. `before_request`: is awaited before each new request.
+        """Wrap `model`. `extra`: fields that every request contains. `is_over`: the run has already used its time, so
+        no new request is sent. `live`: shows replies while they arrive. `before_request`: is awaited before each new
+        request.
         """
         self._model = model
         self._journal = journal

@@ -28,7 +28,7 @@ class LiveText:
         self._open_reader = open_reader
 
     def begin(self) -> None:
-        """Start a reply."""
+        """Begin to read a new reply of the model."""
         self._reader = self._open_reader() if self._open_reader is not None else None
         self._shown = 0
 
@@ -46,7 +46,7 @@ class LiveText:
         self._shown = 0
 
     def pass_on(self, event: RunEvent) -> None:
-        """Pass on an event of the loop, without text that was shown before."""
+        """Pass an event of the loop to the listener, without the text that was already published."""
         if isinstance(event, TextArrived) and self._shown:
             text = event.text[self._shown :]
             self._shown -= min(self._shown, len(event.text))

@@ -58,7 +58,9 @@ class Models:
 
     @property
     def names(self) -> set[str | None]:
-        """Return the names of the open models of the environment's endpoint."""
+        """Return the names of the open models at the endpoint that the environment variables set; None: the default
+        model.
+        """
         return set(self._open)
 
     async def close(self, name: str | None) -> None:

@@ -52,7 +52,7 @@ CONTEXT_WINDOW_EXCEEDED, MODEL_REFUSED, ORCHESTRATOR_LOST, GRADER_ERROR = (
     "orchestrator_lost",
     "grader_error",
 )
-"""Codes of failed items that are not error codes of calls."""
+"""Failure codes of items, in addition to the error codes of calls."""
 
 _STOP_MESSAGES: dict[StopReason, str] = {
     StopReason.MAX_ITERATIONS: (
@@ -70,7 +70,7 @@ _BUDGET_MESSAGE = "a budget of the tenant is used up: retry after its reset, whi
 
 
 def judge_run(result: RunResult) -> Failure | None:
-    """Return why a run is a failure; None if the run has an answer."""
+    """Return the failure of a run; None if the run has an answer."""
     if result.stop_reason is StopReason.ANSWERED:
         return None
     if result.stop_reason is StopReason.BUDGET_EXCEEDED:
@@ -79,7 +79,7 @@ def judge_run(result: RunResult) -> Failure | None:
 
 
 def judge_call(result: ToolResult) -> Failure | None:
-    """Return why a single call is a failure; None if the call succeeded."""
+    """Return the failure of an item that is a single call; None if the call succeeded."""
     if result.success:
         return None
     code = result.error_code or ErrorCode.INTERNAL

@@ -60,7 +60,8 @@ class OwnRuns:
         """Start a run in an open session and execute it. Return the run after its end. A cancellation of this method
         cancels the run.
 
-        `on_event` receives every event of the run while this process executes it. Raises like HostedRuns.start.
+        `on_event` receives every event of the run while this process executes it. Raises the same errors as
+        HostedRuns.start.
         """
         token, queue = secrets.token_hex(8), self._hosted.queue
         run = await self._hosted.start(tenant, body, ItemEnvironment(session=session), token=token)

@@ -123,7 +123,8 @@ class ForkPlan:
 
 
 def plan_fork(run: str, record: RunRecord, entries: Sequence[RunEvent], step: int, defaults: BatchDefaults) -> ForkPlan:
-    """Return what forks of the run after `step` steps begin with. `defaults`: of the batch of the run.
+    """Return the plan of forks that share the first `step` steps of the run. `defaults`: the defaults of the run's
+    batch.
 
     Raises ToolFailure(INVALID_ARGUMENTS): the run has no state of that step.
     """
@@ -145,7 +146,7 @@ def plan_fork(run: str, record: RunRecord, entries: Sequence[RunEvent], step: in
         )
     names = name_attempt(run, record.attempt)
     count = len(copy_steps(entries, step, names, run, names))
-    # Fixed now: the defaults of the batch may change before the fork is claimed.
+    # The settings are copied now, because the defaults of the batch may change before the fork is claimed.
     limits = {**defaults.limits.model_dump(exclude_none=True), **body.limits.model_dump(exclude_none=True)}
     own: dict[str, Any] = {
         "model": body.model or defaults.model,

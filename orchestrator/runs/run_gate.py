@@ -56,7 +56,7 @@ class RunDeferred(Exception):
 
 class EndpointDown(ModelUnavailable):
     """The endpoint did not answer a request, and the run of the request may wait. `is_lone`: the endpoint answered
-    other runs. `after_s`: as in RunDeferred.
+    other runs. `after_s`: seconds until the run may try a configured endpoint again.
     """
 
     def __init__(self, reason: str, *, is_lone: bool, after_s: float = 0.0) -> None:
@@ -68,8 +68,8 @@ _NEVER_DEFERRED = (ContextWindowExceeded, EndpointDown, ModelDenied, ModelInterr
 
 
 class EndpointGate:
-    """Decides which failures of one endpoint make a run wait. `is_configured`: it is not the endpoint of the
-    environment.
+    """Decides which failures of one endpoint make a run wait. `is_configured`: the endpoint is a configured one, not
+    the endpoint that the environment variables set.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_configured: bool = False) -> None:
@@ -82,7 +82,7 @@ class EndpointGate:
         self._lone_deferrals: Counter[str] = Counter()
 
     def now(self) -> float:
-        """Return the time of the gate's clock, in seconds."""
+        """Return the current time of the gate's monotonic clock, in seconds."""
         return self._clock()
 
     @property
@@ -128,7 +128,9 @@ class EndpointGate:
         self._lone_deferrals.pop(run, None)
 
     def admit_try(self) -> bool:
-        """Return whether one more run may try the endpoint. True counts as a try if the endpoint is down."""
+        """Return whether one more run may try the endpoint. If the endpoint is down, the result True is counted as a
+        try, so the caller must then try.
+        """
         if self._down_since is None:
             return True
         if self._clock() < self._try_at:
@@ -138,14 +140,14 @@ class EndpointGate:
         return True
 
     def hold(self) -> None:
-        """Raise RunDeferred for a run of a configured endpoint that is down, unless the run may try it."""
+        """Raise RunDeferred if the gate's configured endpoint is down and this run may not try it now."""
         if self._is_configured and not self.admit_try():
             raise RunDeferred("the model endpoint does not answer", "endpoint", self._try_at - self._clock())
 
 
 class RunGate(EndpointGate):
-    """Decides how many runs of this process may start now, and which failures make a run wait. It is also the gate of
-    the environment's endpoint.
+    """Decides how many runs of this process may start now, and which failures make a run wait. This object is also the
+    gate of the environment's endpoint.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -156,14 +158,16 @@ class RunGate(EndpointGate):
         self._unknown: dict[str, str] = {}
 
     def of(self, endpoint: str | None) -> EndpointGate:
-        """Return the gate of a configured endpoint by its id; None: of the endpoint of the environment."""
+        """Return the gate of a configured endpoint by its id. None: return the gate of the endpoint that the
+        environment variables set.
+        """
         if endpoint is None:
             return self
         return self._configured.setdefault(endpoint, EndpointGate(self._clock, is_configured=True))
 
     @property
     def is_down(self) -> bool:
-        """Return whether an endpoint does not answer."""
+        """Return whether any endpoint that runs of this process use is down."""
         return any(gate.down_s is not None for gate in (self, *self._configured.values()))
 
     def check_model(self, own_model: str | None) -> None:
@@ -178,8 +182,8 @@ class RunGate(EndpointGate):
         self._quota_limit, self._raise_limit_at = max(0, running), self._clock() + QUOTA_RETRY_S
 
     def admit(self, free: int, running: int) -> int:
-        """Return how many of `free` runs may start in addition to the running ones. A result above 0 counts as
-        started.
+        """Return how many of `free` runs may start in addition to the running ones. The caller must start that number
+        of runs, because the gate counts them as started.
         """
         return min(self._admit_by_quota(free, running), self._admit_by_endpoint(free))
 

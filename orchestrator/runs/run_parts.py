@@ -28,7 +28,7 @@ from contract.specs import SkillSummary, ToolSpec
 from contract.tenancy import SKILL_TOOL
 from orchestrator.admission import WaitNotice, once_per_reason, report_waiting, until_admitted
 from orchestrator.approvals import Approver, review
-from orchestrator.approvals.asking import choose_people, open_approvals
+from orchestrator.approvals.asking import choose_people_approver, open_approvals
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Chunk, Model
@@ -40,7 +40,7 @@ from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session, SessionInfo
-from orchestrator.dispatch.tenant_catalog import Offer, is_offered, refuse_unasked, with_tenant_rules
+from orchestrator.dispatch.tenant_catalog import Offer, is_offered, refuse_before_approval, with_tenant_rules
 from orchestrator.loop.agent import Agent, RunCall
 from orchestrator.loop.limits import ReActOptions, with_window
 from orchestrator.models.capabilities import CapabilityCache
@@ -61,7 +61,9 @@ log = get_logger(__name__)
 MAX_CHARS = 8 * 1024
 """Limit of the complete description of skill_tool, in characters. The model reads the description at each step."""
 WINDOW_SHARE = 0.02
-"""Largest share of a known context window that the description may use."""
+"""Largest share of the model's context window that the description of skill_tool may use, if the size of the window is
+known.
+"""
 CHARS_A_TOKEN = 4
 """Approximate number of characters of English text in a token."""
 _NONE = "There are no skills now."
@@ -127,7 +129,7 @@ class ActiveSkills:
         self._loaded: set[str] = set()
 
     def note(self, call: ToolCall, result: ToolResult) -> str | None:
-        """Return the skill that the call has used; None if the call has used no skill."""
+        """Record the skill that the call has loaded. Return its name; None if the call has used no skill."""
         name = call.arguments.get("name") if call.name == SKILL_TOOL else call.name
         if not result.success or not isinstance(name, str) or name not in self._skills:
             return None
@@ -237,7 +239,7 @@ class RunParts:
             skills = offer.skills
             has_shell = any(spec.name == SHELL_TOOL for spec in specs)
             if profile.shows_files and has_shell:
-                # A resumed run lists them again: the log has no list, and the files may have changed.
+                # A resumed run lists the files again: the log has no list, and the files may have changed.
                 files = await list_files(session)
             config.on_event(_ready(config.run, info))
             run_call = _Calls(
@@ -325,7 +327,7 @@ class RunParts:
         """Return the approver that asks people. All runs share the approver, so that one poll serves all waiting
         calls.
         """
-        return choose_people(self._settings, open_approvals(self._settings, self._pool.redis, self._pool.keys))
+        return choose_people_approver(self._settings, open_approvals(self._settings, self._pool.redis, self._pool.keys))
 
     async def review(
         self,
@@ -347,9 +349,9 @@ class RunParts:
         switches, own = await self._pool.switches.switches(), await self._pool.tenants.policy(tenant)
         try:
             if is_quick(spec, call.arguments):
-                refuse_unasked(switches, own, tenant, spec, call.arguments)
+                refuse_before_approval(switches, own, tenant, spec, call.arguments)
             else:
-                await asyncio.to_thread(refuse_unasked, switches, own, tenant, spec, call.arguments)
+                await asyncio.to_thread(refuse_before_approval, switches, own, tenant, spec, call.arguments)
         except ToolFailure as failure:
             return ToolResult.failed(call, failure.code, failure.message, metadata=dict(failure.metadata))
         # Rules of skills only allow. A rule of the client or the tenant that denies or asks takes precedence.
@@ -411,7 +413,7 @@ class _Calls:
             result = await make(call)
             skill = self._active.note(call, result)
             if skill is not None:
-                await self._parts.skill_uses.note(self._session.tenant, skill)
+                await self._parts.skill_uses.count(self._session.tenant, skill)
             return result
 
         return run_call

@@ -60,8 +60,8 @@ class RunSlots:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator["RunSlot"]:
-        """Wrap a run that has started in a slot. The run has a slot after the block, unless the block is cancelled or
-        raises.
+        """Context manager for the start of a run, which takes a slot. The run also has a slot after the block, unless
+        the block is cancelled or raises.
         """
         slot = RunSlot(self)
         try:
@@ -166,7 +166,9 @@ class RunSlot:
             self._slots.release(self)
 
     async def wait(self, call: str = "") -> None:
-        """Wait until the run has a slot. The call needs the slot from then on. `call` "": the run itself waits."""
+        """Wait until the run has a slot. The call needs the slot from then on. `call`: id of the call that waits; "":
+        the run itself waits.
+        """
         if self._is_granted.is_set():
             self._at_work.add(call)
             return
@@ -180,14 +182,14 @@ class RunSlot:
                 self._slots.cancel_request(self)
 
     def leave(self) -> None:
-        """Note that the run has no slot."""
+        """Record that the run has no slot."""
         self._is_granted.clear()
 
     def grant(self) -> None:
-        """Note that the run has a slot.
+        """Give the slot to the run.
 
-        The waiting calls count as active at once. Until they wake up, another call that ends must not release the
-        slot again.
+        The waiting calls count as active at once. Until they wake up, another call that ends must not release the slot
+        again.
         """
         self._at_work |= self._returning
         self._is_granted.set()

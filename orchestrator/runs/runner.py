@@ -45,7 +45,7 @@ from telemetry.logs import bound, get_logger
 log = get_logger(__name__)
 
 LOOK_S = 0.5
-"""Pause between two checks for new runs while slots are free, in seconds."""
+"""Seconds between two checks for waiting runs, while slots are free."""
 RENEWALS_A_LEASE = 4
 CANCELS_S = 0.5
 DEFAULTS_FRESH_S = 2.0
@@ -59,9 +59,9 @@ DOUBTFUL_LOSSES = 3
 kills its owner, other doubtful runs would count the death as their own loss.
 """
 TRIAL_S = 30.0
-"""Time for which other doubtful runs wait for a doubtful run without progress, in seconds."""
+"""Seconds that other doubtful runs wait while a doubtful run executes without progress."""
 STORE_S = 1.0
-"""Time that a process that ends gives its runs to store their outcomes, in seconds."""
+"""Seconds that the runs of an ending process have to store their outcomes."""
 RETRY_AFTER_S = (2.0, 10.0, 60.0)
 """Pauses before an item is retried after its first, second, ... infrastructure failure, in seconds. The runner adds a
 random part of up to half the pause, so that not all items return at once.
@@ -140,7 +140,7 @@ class Runner:
 
     @property
     def running(self) -> int:
-        """Return how many runs this process owns."""
+        """Return how many runs this process holds and executes now."""
         return len(self._active)
 
     async def run(self) -> None:
@@ -195,8 +195,8 @@ class Runner:
         """Claim runs for free slots until the runner has drained or is stopped, or the model refuses this process."""
         while self._denied is None and not self._is_stopped and not (self._is_draining and not self._active):
             check_cancelled()
-            # Before the claim: a run that ends while Redis answers sets the event again, and the wait below ends at
-            # once.
+            # Cleared before the claim: if a run ends while Redis answers, the event is set again, and the wait below
+            # ends at once.
             self._freed.clear()
             self._note_answered()
             free = self.work.slots.count_free()
@@ -371,7 +371,7 @@ class Runner:
         failure, times = outcome.failure, claim.record.attempt - claim.record.first_attempt + 1
         is_retried = failure is not None and failure.kind is FailureKind.INFRASTRUCTURE and times <= defaults.retries
         if failure is not None and failure.code == ErrorCode.BUDGET_EXCEEDED:
-            is_retried = False  # its reset is hours away
+            is_retried = False  # the budget is reset only hours later
         # From here on, a lost lease or a cancelled run does not cancel the task. The token decides whether the write
         # counts.
         active.is_ending = True

@@ -1,5 +1,5 @@
-"""Opens the sessions of items one after another when hosts have room. A thousand items that start at once neither
-overload the hosts nor fail.
+"""Opens the sessions of items one after another, when hosts have free capacity. A thousand items that start at once
+neither overload the hosts nor fail.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ log = get_logger(__name__)
 
 LOOK_S = 0.5
 MAX_STALL_S = 300.0
-"""Time after which items no longer wait for a free sandbox if no session of this process has ended, in seconds. Hosts
-that suspend idle sessions can still open more.
+"""Seconds after which items no longer wait for a free sandbox, if no session of this process has ended in this time.
+Hosts that suspend idle sessions can still open more.
 """
 
 Kind = tuple[str, str | None]
-"""Tenant and image. Hosts may have room for one kind of session and no room for another."""
-AskRoom = Callable[[str, str | None], Awaitable[HostCapacity | None]]
+"""Kind of a session: tenant and image. Hosts may have capacity for one kind and none for another."""
+FindCapacity = Callable[[str, str | None], Awaitable[HostCapacity | None]]
 
 
 class SessionQueue:
@@ -31,9 +31,11 @@ class SessionQueue:
     The wait has no timeout: every open session ends, at the latest at the end of its time to live.
     """
 
-    def __init__(self, ask_room: AskRoom, clock: Callable[[], float] = time.monotonic) -> None:
-        """`ask_room`: returns the room that hosts have for a tenant's sessions of an image (Dispatcher.capacity)."""
-        self._ask_room = ask_room
+    def __init__(self, find_capacity: FindCapacity, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create the queue. `find_capacity`: returns the free capacity of the hosts for sessions of a tenant and an
+        image (Dispatcher.capacity).
+        """
+        self._find_capacity = find_capacity
         self._clock = clock
         self._queues: defaultdict[Kind, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._opening: Counter[Kind] = Counter()
@@ -42,8 +44,8 @@ class SessionQueue:
 
     @asynccontextmanager
     async def enter(self, tenant: str, image: str | None) -> AsyncIterator[None]:
-        """Wait until a host has room, then wrap the opening of one session. Waits while Redis does not answer. Raises
-        the other exceptions of `ask_room`.
+        """Wait until a host has free capacity. The block of the context manager then opens one session. Waits while
+        Redis does not answer. Raises the other exceptions of `find_capacity`.
         """
         kind = (tenant, image)
         # The lock keeps the order of arrival. Its owner releases the lock before the session opens, so sessions open
@@ -60,13 +62,13 @@ class SessionQueue:
             self._changed.set()
 
     def note_end(self) -> None:
-        """Note that a session of this process has ended. Its host reports the free room shortly afterwards."""
+        """Note that a session of this process has ended. Its host reports the free capacity shortly afterwards."""
         self._ended_at = self._clock()
 
     async def _is_next(self, kind: Kind, began: float) -> bool:
         """Return whether the next session of this kind may open now."""
         try:
-            has_room = await self._ask_room(*kind)
+            has_room = await self._find_capacity(*kind)
         except BrokerUnavailable as error:
             # Redis may answer again before the item's turn, so no item fails for this error.
             log.warning("capacity_not_read", tenant=kind[0], error=str(error))

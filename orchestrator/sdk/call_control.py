@@ -1,5 +1,5 @@
-"""Kill a call from any process, and report how it ended. A call that waits never begins; a call that runs is killed on
-its host.
+"""Kills a call from any process, and reports how the call ended. A waiting call never begins; a running call is killed
+on its host.
 """
 
 import asyncio
@@ -17,32 +17,32 @@ from store.call_reader import unknown_call
 from store.calls import MAX_REASON_CHARS, CallRecord, CallState, CallStore, KillOrder
 
 LOOKUP_S = 5.0
-"""Time to look for a call without a record among the programs, in seconds. Each program looks for its orders twice a
-second.
+"""Seconds to search for a call that has no record yet, because its program has not sent it. Each program reads the
+orders to kill calls twice a second.
 """
 SHORT_LOOKUP_S = 0.75
-"""The same time for a call that is not in admission either. Only a program that is about to request a slot could have
-it.
+"""Seconds to search for a call that has no record and waits for no slot. Such a call exists only in a program that is
+about to request a slot.
 """
 END_TIMEOUT_S = 30.0
-"""Limit of the wait for the end of a call, in seconds. It is longer than the removal of a sandbox whose processes do
-not end.
+"""Limit of the wait for the end of a call, in seconds. The limit is longer than the removal of a sandbox whose
+processes do not end.
 """
 REPEAT_ORDER_S = 1.0
-"""Pause before the order is sent again. The first order may reach the host before the call does."""
+"""Seconds before the order to kill a call is sent again. The first order may reach the host before the call does."""
 POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class KilledCall:
-    """A call that has ended. `was_over`: the call had ended before the order."""
+    """A call that has ended after an order to kill it. `was_over`: the call had already ended before the order."""
 
     record: CallRecord
     was_over: bool
 
 
 class CallControl:
-    """Ends calls of one deployment."""
+    """Kills calls of one deployment on behalf of an actor."""
 
     def __init__(self, pool: PoolConnection, deployment: str) -> None:
         self._dispatcher = pool.dispatcher

@@ -209,7 +209,7 @@ class ToolClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SessionTools:
         """Return a session's tools for the loop of another framework. `approver` None: the client's approver.
-        `timeout_s`: the limit of calls without their own limit. Raises like SessionTools.open.
+        `timeout_s`: the limit of calls without their own limit. Raises the same errors as SessionTools.open.
         """
         return await SessionTools.open(self._parts, session, names, approver, timeout_s)
 
@@ -259,7 +259,7 @@ class ToolClient:
 
     async def kill_call(self, call: str, *, tenant: str | None = None, reason: str = "") -> KilledCall:
         """Kill a call that waits or runs, and return when it has ended. Its caller gets CANCELLED with the actor and
-        the reason. Raises like `call_history`, and OperatorError when the call does not end.
+        the reason. Raises the same errors as `call_history`, and OperatorError when the call does not end.
         """
         owner, call_id = await self._pool.calls.resolve(call, await self._scope(tenant))
         return await CallControl(self._pool, self._settings.deployment).kill(owner, call_id, await self.actor(), reason)
@@ -314,7 +314,7 @@ class ToolClient:
 
     async def offer(self) -> Offer:
         """Return the tools and skills of the client's tenant, and which of its own skills replace skills of the
-        workers. Raises like `skills`.
+        workers. Raises the same errors as `skills`.
         """
         return await self._pool.offers.of(await self._as_tenant(None))
 
@@ -360,7 +360,7 @@ class ToolClient:
 
     async def enable(self, name: str, *, tenant: str | None = None) -> ToolState | None:
         """Enable a tool for all tenants, or for one tenant. The tool stays disabled while the other switch is off.
-        Return None when no worker serves the tool now. Raises like `disable`.
+        Return None when no worker serves the tool now. Raises the same errors as `disable`.
         """
         switches = self._switches.acting_as(await self._check_operator())
         await self._check_tenant(tenant)
@@ -395,7 +395,7 @@ class ToolClient:
 
     @cached_property
     def runs(self) -> ClientRuns:
-        """Return the durable runs of the client's tenant. They continue when this program ends (docs/agents.md)."""
+        """Return the durable runs of the client's tenant. The runs continue when this program ends (docs/agents.md)."""
         hosted = HostedRuns.on(self._pool, self._settings)
         own = OwnRuns(self._settings, self._pool, self._parts, self.traces, hosted)
         return ClientRuns(hosted, own, lambda: self._as_tenant(None), self.actor)
@@ -409,12 +409,14 @@ class ToolClient:
 
     @property
     def approvals(self) -> ApprovalQueue:
-        """Return the questions that wait for people. `actor` gives the identity that asks and answers."""
+        """Return the queue of calls that wait for a decision. `ToolClient.actor` returns the identity to decide
+        with.
+        """
         return open_approvals(self._settings, self._pool.redis, self._pool.keys)
 
     @property
     def usage_store(self) -> UsageStore:
-        """Return the store of used resources, which counts uploads. It does not check the key of this client."""
+        """Return the store of used resources, which counts uploads. The store does not check the key of this client."""
         return UsageStore(self._pool.redis, self._settings.deployment)
 
     async def audit(self) -> Audit:
@@ -486,10 +488,10 @@ class ToolClient:
         tools: Iterable[str] | Literal["all"] | None = None,
         has_trace: bool = False,
     ) -> RunResult:
-        """Run one instruction to an answer or a limit, in `session` or in a session of its own.
+        """Run one instruction until the model answers or a limit is reached, in `session` or in a new session.
 
-        `model` None: the model of the environment's settings, otherwise the embedded small model. `profile`: `small`
-        or `standard`; None or `auto`: the one that suits the model. `tools` None: the tools of the profile. `on_event`
+        `model` None: the model of the environment's settings, otherwise the embedded small model. `profile`: `small` or
+        `standard`; None or `auto`: the one that suits the model. `tools` None: the tools of the profile. `on_event`
         gets OutputArrived while calls run, unless `shows_output` is False; then workers send no output. `has_trace`:
         the run's events are written to `traces` (docs/observe.md), under the result's `run`. Raises ModelUnavailable,
         SandboxUnavailable, ConfigError, and ToolFailure(PERMISSION_DENIED) for a model that the tenant may not use.

@@ -46,7 +46,7 @@ from store.tools import RegistrySwitches
 FITTING_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Pattern of `contract.calls.Identifier`."""
 QUEUE_WAIT_S = 60.0
-"""Time that a plain function waits for a free thread, in seconds."""
+"""Seconds that a call of a plain function waits for a free thread."""
 
 _NO_APPROVER = "the call needs approval, and LocalTools has no approver: pass `approver`"
 
@@ -86,14 +86,14 @@ class RegistryCatalog:
 
 
 class LocalTools:
-    """Tools of a program. One instance may serve many runs at once; `for_run` gives a run or session its own model
-    and state.
+    """Tools of a program. One instance may serve many runs at once; `for_run` gives a run or session its own model and
+    state.
 
     `tools`: everything that `as_tool` accepts, or a registry, whose later changes count. `timeout_s`: the limit of
-    tools without their own limit. Tools marked requires_permission or dangerous need an approval; without an
-    `approver` they are refused. `model`: the model that tools may ask. Each call gets its own BudgetedModel around a
-    plain Model, which limits its tokens. Functions run with the rights of the program: give a model only functions
-    that it may use.
+    tools without their own limit. Tools marked requires_permission or dangerous need an approval; without an `approver`
+    they are refused. `model`: the model to which tools may send requests. Each call gets its own BudgetedModel around a
+    plain Model, which limits its tokens. Functions run with the rights of the program: give a model only functions that
+    it may use.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class LocalTools:
         on_event: OnEvent | None = None,
         session: str | None = None,
     ) -> RunResult:
-        """Run one instruction with these tools to an answer or a limit, without pool and sandbox. `session`: the
-        session whose state the tools see.
+        """Run one instruction with these tools until the model answers or a limit is reached. No pool and no sandbox
+        are used. `session`: the session whose state the tools see.
 
         `model` None: the model of the environment's settings, otherwise the embedded small model. `options` None: the
         defaults, with the `timeout_s` of these tools. Raises ModelUnavailable, ConfigError.

@@ -20,7 +20,7 @@ from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.run_parts import RunParts
 
 Names = Iterable[str] | Literal["all"]
-"""Names of tools, or "all"."""
+"""Names of the tools to offer, or "all"."""
 
 
 class SessionTools:
@@ -76,8 +76,8 @@ class SessionTools:
         """Return the one result of a call that a model requests. The call is reviewed and then runs in the session. A
         failed call never raises an exception.
 
-        `approver`: the approver of this call only. A cancellation stops the processes in the sandbox. `on_output`: as
-        for `Session.call`.
+        `approver`: the approver of this call only. A cancellation stops the processes in the sandbox. `on_output` works
+        as in `Session.call`.
         """
         call = ToolCall(id=secrets.token_hex(16), name=name[:MAX_NAME_CHARS] or "unknown")
         spec = self._specs.get(name)

@@ -100,7 +100,7 @@ class ToolLoopDeps:
 
 @dataclass(frozen=True)
 class ToolLoopResult:
-    """Result of the loop. `reply`: the answer, or the raw text of the last reply when the rounds are used up."""
+    """Result of `run_tool_loop`. `reply`: the answer, or the raw text of the last reply when the rounds are used up."""
 
     reply: str
     rounds: int

@@ -8,7 +8,9 @@ from datetime import UTC, datetime
 from orchestrator.terminal.text import escape_controls
 
 MAX_NOTE_CHARS = 600
-"""Limit of a notice about the whole batch. The end of a notice says what to do."""
+"""Limit of the characters of a notice about the whole batch. The limit is high because the end of a notice says what to
+do.
+"""
 _STEPS = (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")
 _LINE_ENDS = str.maketrans({"\n": "\\n", "\t": "\\t", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
@@ -42,14 +44,16 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_cost(cost: float | None, unknown: int = 0) -> str:
-    """Return the cost. `cost`: in the currency of the prices. `unknown`: number of attempts without a known cost."""
+    """Format a cost for display. `cost`: in the currency of the prices; None: unknown. `unknown`: number of attempts
+    whose cost is not part of `cost`.
+    """
     if cost is None:
         return "unknown"
     return f"{'at least ' if unknown else ''}{cost:.{2 if cost >= 1 or cost == 0 else 4}f}"
 
 
 def format_rate(rate: float) -> str:
-    """Return the rate with two or three digits."""
+    """Format a rate with two or three digits."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" if rate >= 0.1 or rate == 0 else f"{rate:.2g}"
 
 

@@ -31,7 +31,7 @@ __all__ = ["LiveOutput", "RunPrinter", "escape_controls", "format_clocks", "form
 
 MAX_SHOWN_LINES = 20
 MAX_LIVE_LINES = 5
-"""Limit of shown lines for one piece of a running call's output."""
+"""Limit of the lines that are shown for one piece of a running call's output."""
 MAX_LIVE_LINES_OF_CALL = 40
 MAX_LINE_CHARS = 200
 TAIL_LINES = 8
@@ -52,7 +52,7 @@ class LiveLines:
         return [_fit(line) for line in lines]
 
     def rest(self) -> list[str]:
-        """Return the lines that have not ended."""
+        """Return the last, incomplete line of each output stream."""
         return [_fit(line) for line in self._open.values() if line]
 
 
@@ -85,7 +85,7 @@ class LiveOutput:
             self._print(self._lines.rest())
 
     def show(self, stream: str, text: str) -> None:
-        """Show one more piece."""
+        """Show the next piece of the call's output. `stream`: stdout or stderr."""
         lines = self._lines.feed(stream, text)
         if self._live is None:
             self._print(lines)
@@ -103,11 +103,11 @@ class LiveOutput:
 class RunPrinter:
     """Shows the events of runs, one run at a time. Pass `on_event` to an Agent.
 
-    `asks_elsewhere`: approvals are requested in another place and not on this terminal.
+    `asks_elsewhere`: people decide about approvals on the pages or with another command, and not at this terminal.
     """
 
     max_lines: int | None = MAX_SHOWN_LINES
-    """Limit of shown lines of one text."""
+    """Limit of the lines that are shown of one text; None: no limit."""
     hint = "not shown"
 
     def __init__(self, console: Console, *, asks_elsewhere: bool = False) -> None:
@@ -207,7 +207,7 @@ class RunPrinter:
 
 
 def format_clocks(clocks: Clocks) -> str:
-    """Return every clock in milliseconds."""
+    """Return a text with the duration of each phase in milliseconds."""
     return "  ".join(f"{name.removesuffix('_s')} {seconds * 1000:.1f} ms" for name, seconds in clocks)
 
 

@@ -23,7 +23,9 @@ class EventFile:
     """
 
     def __init__(self, path: Path, *, is_torn: bool = False) -> None:
-        """`is_torn`: an earlier writer died in the middle of a line. A newline then ends the incomplete line."""
+        """Append to the file at `path`. `is_torn`: an earlier writer died in the middle of a line. A newline then ends
+        the incomplete line.
+        """
         self.path = path
         self._is_torn = is_torn
         self._has_failed = False
@@ -33,7 +35,7 @@ class EventFile:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, line: bytes) -> None:
-        """Add one line without a newline."""
+        """Add one line, given without its newline."""
         if not self._lines:
             self._gathered_at = time.monotonic()
             # Without an event loop, the next line checks the clock, and `flush` at the end writes the rest.

@@ -15,8 +15,8 @@ _SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
 
 
 def build_atif(trace: Trace) -> dict[str, Any]:
-    """Return the document. `extra` contains facts for which ATIF has no field. The tests check the document against
-    the schema of the public specification.
+    """Return the trace as an ATIF document. `extra` contains facts for which ATIF has no field. The tests check the
+    document against the schema of the public specification.
     """
     start = trace.start
     steps = [*_opening(trace), *(_agent_step(trace, step) for step in trace.steps)]

@@ -10,7 +10,7 @@ from orchestrator.traces.reading import Trace, format_instant
 
 
 def build_page(trace: Trace) -> str:
-    """Return the page."""
+    """Return the trace as one HTML page."""
     return render_page(
         "trace.html",
         title=f"Run {trace.run}",

@@ -58,7 +58,7 @@ class Trace:
     gaps: int = 0
 
     def __post_init__(self) -> None:
-        """Build the steps and the other derived values."""
+        """Build the steps and the other values that are derived from the events."""
         starts = [at for at, event in enumerate(self.events) if isinstance(event, RunStarted)]
         self.attempts = max(1, len(starts))
         self.attempt = self.events[starts[-1] :] if starts else self.events

@@ -32,7 +32,9 @@ log = get_logger(__name__)
 
 VERSION = 2
 TAIL_BYTES = 32 * 1024 * 1024
-"""Length of the end of a file that is searched for the last complete line. A line with long messages has megabytes."""
+"""Number of bytes at the end of a file that are searched for the last complete line. A line with long messages has
+megabytes.
+"""
 MAX_DEPTH = 200
 """Maximum nesting depth. A note replaces a value that is nested deeper."""
 PIECES = TextArrived, TextWithdrawn, OutputArrived
@@ -42,7 +44,7 @@ text.
 IDENTIFIERS = frozenset({"type", "run", "session", "id", "call_id", "digest", "error_code", "method"})
 """Fields with values that toolcrew itself creates. These values are not masked."""
 RECORDS = frozenset({"call", "result", "clocks", "usage", "sandbox", "spill", "kill"})
-"""Fields that contain a record. The names of the record's fields are not masked."""
+"""Fields of an event that contain a record of the contract. The field names of such a record are not masked."""
 _LIMITS = {"name": MAX_NAME_CHARS, "output": MAX_OUTPUT_CHARS, "error": MAX_ERROR_CHARS}
 """Limits of the fields of a record, in characters. A masked text can be longer than the original text."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -83,8 +85,8 @@ def secrets_of_pool(redis_url: str, *, flower_url: str | None = None, api_key: s
 
 @contextmanager
 def open_trace(folder: Path, tenant: str, run: str, *, masker: Masker) -> "Iterator[TraceRecorder]":
-    """Open the recorder of a run. An existing trace is continued. Raises ConfigError: a name is invalid. Raises no
-    other exception.
+    """Open the recorder of a run. If the run has a trace already, new events are appended to it. Raises ConfigError if
+    a name is invalid, and no other exception.
     """
     recorder = TraceRecorder(trace_path(folder, tenant, run), tenant, run, masker)
     try:
@@ -94,7 +96,7 @@ def open_trace(folder: Path, tenant: str, run: str, *, masker: Masker) -> "Itera
 
 
 class TraceRecorder:
-    """Recorder of one run's events."""
+    """Writes the events of one run to its trace file."""
 
     def __init__(self, path: Path, tenant: str, run: str, masker: Masker) -> None:
         self.path = path
@@ -116,7 +118,7 @@ class TraceRecorder:
     __call__ = on_event
 
     def close(self) -> None:
-        """Write the collected lines. Records no event: the trace of an interrupted run has no end."""
+        """Write the collected lines. Adds no event for the end of the run: the trace of an interrupted run has none."""
         for event in self._early:
             self._write(event)
         self._early.clear()

@@ -24,17 +24,18 @@ from contract.run_events import (
 from orchestrator.dialects.model import Message
 
 LIVE_CHARS = 16_384
-"""Limit of the stored output of a running call. Only the end of the output is stored."""
+"""Limit of the stored output of a running call, in characters. Only the end of the output is stored."""
 _OF_CALLS = CallStarted | CallSent | ApprovalAsked | ApprovalDecided | OutputArrived | CallFinished
 _OF_STEPS = StepStarted | ModelAsked | ModelAnswered | TextArrived | TextWithdrawn | StepFinished | Warned | _OF_CALLS
 
 
 @dataclass
 class RunCall:
-    """A call of a step. A malformed request has only `finished`. An interrupted call has no `finished`.
+    """A call of a step, with its events. A malformed call has only the event `finished`. An interrupted call has no
+    `finished`.
 
-    `output`: the end of what it has printed so far, without the first `hidden` characters. `is_cut`: an event has only
-    the beginning of a text.
+    `output`: the end of the output so far, without the first `hidden` characters. `is_cut`: an event has only the
+    beginning of a text.
     """
 
     call_id: str
@@ -83,7 +84,7 @@ class RunCall:
 
     @property
     def has_run(self) -> bool:
-        """Return whether the result shows that the call ran, even if the line of `sent` is lost."""
+        """Return whether the result shows that the call ran, even if the trace has lost the event `sent`."""
         return self.result is not None and (self.result.sandbox is not None or self.result.clocks.total_s > 0)
 
     @property
@@ -114,8 +115,8 @@ class RunCall:
 class RunStep:
     """A request with its reply and calls. `number` 0: the start of the step is missing. `at`: the start time.
 
-    `messages`: all messages of the request, if its event has them. `reply` None: there is no reply. `text`: of the
-    reply, also while it arrives.
+    `messages`: all messages of the request, if its event has them. `reply` None: there is no reply. `text`: the text of
+    the reply, complete or still arriving.
     """
 
     number: int
@@ -159,8 +160,8 @@ class RunSteps:
             self.add(event)
 
     def add(self, event: RunEvent, *, is_cut: bool = False) -> RunStep | None:
-        """Add an event. Return the step that it belongs to; None for no step. `is_cut`: the event has only the
-        beginning of a text.
+        """Add an event. Return the step that the event belongs to; None if it belongs to no step. `is_cut`: the event
+        has only the beginning of a text.
         """
         if not isinstance(event, _OF_STEPS):
             return None
@@ -195,7 +196,9 @@ class RunSteps:
         return step
 
     def void(self, attempt: int, number: int) -> None:
-        """Remove the steps of an attempt from a number on: their events come again."""
+        """Remove the steps of an attempt from `number` on, because the process that continues the run publishes their
+        events again.
+        """
         self.steps = {step.id: step for step in self.steps.values() if step.attempt != attempt or step.number < number}
         self._now = None
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class NotStored(Exception):
-    """No complete archive has that name."""
+    """Raised when the store has no complete archive of that name."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class ArchiveStore(Protocol):
         """Store all `chunks` as an archive, in place of an earlier archive of that name. If `chunks` raises an
         exception, nothing new is stored.
 
-        The method accepts chunks at the speed of a disk, because their source may be a guest that waits.
+        The method must accept chunks at the speed of a disk: the source may be a sandbox that waits until its data is
+        read.
         """
         ...
 
@@ -73,14 +74,17 @@ class ArchiveStore(Protocol):
         ...
 
     async def object_size(self, path: str) -> int:
-        """Return the size of a file that another program has put into the store. `path`: from `parse_location`.
+        """Return the size of a file that another program has put into the store. `path`: the result of
+        `parse_location`.
 
         Raises NotStored: there is no such file, or a link leads out of the first folder of the path.
         """
         ...
 
     def read_object(self, path: str) -> AsyncGenerator[bytes]:
-        """Yield the contents of such a file. Raises NotStored: there is no such file."""
+        """Yield the content of a file that another program has put into the store. `path`: the result of
+        `parse_location`. Raises NotStored: there is no such file.
+        """
         ...
 
 
@@ -144,7 +148,7 @@ def write_all(file: Any, data: bytes) -> None:
 
 
 def encode_facts(facts: StoredFacts) -> bytes:
-    """Return the facts in stored form."""
+    """Return the bytes that store the facts of an archive."""
     return json.dumps({"layout": _LAYOUT, "bytes": facts.bytes, "sha256": facts.sha256}).encode()
 
 
@@ -190,7 +194,7 @@ async def in_pieces(chunks: AsyncIterator[bytes], size: int) -> AsyncIterator[by
 
 
 async def read_head(chunks: AsyncIterator[bytes], size: int) -> bytes:
-    """Return the first chunks: at least `size` bytes, or all that there are."""
+    """Return the first chunks, joined: at least `size` bytes, or all bytes if there are fewer."""
     head = bytearray()
     while len(head) < size and (chunk := await anext(chunks, None)) is not None:
         head += chunk
@@ -198,7 +202,7 @@ async def read_head(chunks: AsyncIterator[bytes], size: int) -> bytes:
 
 
 async def join_chunks(head: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield bytes that were read before, and the rest."""
+    """Yield `head`, the bytes that `read_head` returned, and then the remaining chunks."""
     yield head
     async for chunk in rest:
         yield chunk

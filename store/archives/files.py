@@ -37,7 +37,7 @@ def is_upload(text: str) -> bool:
 
 
 def is_location(text: str) -> bool:
-    """Return whether a workspace is a URL."""
+    """Return whether the name of a workspace is a URL of the store."""
     return "://" in text
 
 

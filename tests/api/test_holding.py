@@ -95,7 +95,7 @@ async def test_a_key_has_so_many_streams_and_leaves_the_others_theirs(
 
 
 async def test_who_takes_nothing_of_an_answer_is_cut_off(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "TAKE_WITHIN_S", 0.3)
+    monkeypatch.setattr(server, "SLOW_CLIENT_S", 0.3)
     with socket.socket() as lazy:
         # The buffers are so small that the service's own memory would have to hold the responses.
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -123,7 +123,7 @@ async def test_no_body_is_read_without_a_key(api: ApiHarness, monkeypatch: pytes
 
 
 async def test_all_bodies_together_have_a_bound(api: ApiHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_limits, "HELD_BYTES", 100_000)
+    monkeypatch.setattr(body_limits, "BODY_MEMORY_BYTES", 100_000)
     refused = await api["acme"].post("/v1/runs", json={"instruction": "x" * 200_000})
     assert (refused.status_code, refused.json()["code"]) == (503, "NOT_READY")
     for _ in range(5):

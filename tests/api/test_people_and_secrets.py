@@ -111,7 +111,7 @@ async def test_a_stream_ends_with_the_key_that_opened_it(api: ApiHarness) -> Non
 async def test_logging_in_again_and_again_ends_the_first_login(
     api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api_keys, "LOGINS_OF_A_KEY", 2)
+    monkeypatch.setattr(api_keys, "LOGINS_PER_KEY", 2)
     async with logged_in(api, "acme") as first, logged_in(api, "acme") as second, logged_in(api, "acme") as third:
         assert [(await client.get("/tools")).status_code for client in (first, second, third)] == [303, 200, 200]
     with redis_server.client() as client:

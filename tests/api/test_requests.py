@@ -14,7 +14,7 @@ import pytest
 
 from contract.errors import BrokerUnavailable, ConfigError
 from orchestrator.api import service
-from orchestrator.api.idempotency import KEPT_FIRST_S
+from orchestrator.api.idempotency import STORE_WAIT_S
 from orchestrator.api.service import ApiService
 from orchestrator.http import body_limits, server
 from orchestrator.runs.runner import Runner
@@ -224,7 +224,7 @@ async def test_a_service_that_is_reported_to_stop_keeps_its_answers_first(
         assert (await api["admin"].post("/v1/tenants", json={"name": "fresh"}, headers=headers)).status_code == 201
         await began.wait()
         # Longer than the server's own limit for a request.
-        asyncio.get_running_loop().call_later(KEPT_FIRST_S + 1, goes_on.set)
+        asyncio.get_running_loop().call_later(STORE_WAIT_S + 1, goes_on.set)
     with redis_server.client() as store:
         (slot,) = store.keys("*:api:once:*")
         # A stored response is signed: the signature precedes the JSON. A pending claim is not signed.

@@ -9,7 +9,7 @@ from contract.approvals import Decision
 from contract.calls import ToolResult
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from orchestrator.approvals.approvers import AutoApprover, RefusingApprover
-from orchestrator.approvals.asking import QueueApprover, choose_people, choose_pool_approver
+from orchestrator.approvals.asking import QueueApprover, choose_people_approver, choose_pool_approver
 from orchestrator.approvals.gate import review
 from orchestrator.settings import OrchestratorSettings
 from store import approvals as queue_file
@@ -76,7 +76,7 @@ async def test_a_question_without_an_answer_is_denied_for_good(harness: Approval
     assert len(keys) == 1
     with pytest.raises(QuestionOver):
         await harness.queue().decide(keys[0].decode().rsplit(":", 1)[1], YES, digest="", actor=ADMIN)
-    assert 0 < await harness.client.pttl(keys[0]) <= queue_file.OVER_KEPT_S * 1000 + 1000
+    assert 0 < await harness.client.pttl(keys[0]) <= queue_file.CLOSED_QUESTION_TTL_S * 1000 + 1000
 
 
 async def test_many_askers_get_their_own_answers(harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ async def test_redis_away_is_reported_and_nothing_is_assumed(harness: ApprovalHa
 async def test_the_approver_follows_the_setting(harness: ApprovalHarness, mode: str, kind: type) -> None:
     settings = OrchestratorSettings.model_validate({"approvals": mode, "deployment": "d"})
     queue = harness.queue()
-    assert isinstance(choose_people(settings, queue), kind)
+    assert isinstance(choose_people_approver(settings, queue), kind)
     expected = RefusingApprover if mode == "ask" else kind
     assert isinstance(choose_pool_approver(settings, queue, is_interactive=False), expected)
 

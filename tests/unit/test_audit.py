@@ -151,7 +151,7 @@ async def fill(
 
 async def test_filters_find_old_entries(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_file, "_AT_ONCE", 5)
-    monkeypatch.setattr(audit_file, "MAX_LOOKED_AT", 10)
+    monkeypatch.setattr(audit_file, "MAX_ENTRIES_READ", 10)
     await fill(client, 2, tenant="acme")
     await fill(client, 30)
     log, cursor, pages, found = Audit(client, "d"), None, 0, list[AuditEntry]()

@@ -124,7 +124,7 @@ async def test_the_record_of_a_lost_call_says_when_who_noticed_and_why(client: "
 
 
 async def test_rounds_check_all_calls_in_turn(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_monitor, "MAX_LOOKS", 1)
+    monkeypatch.setattr(call_monitor, "MAX_CHECKED_CALLS", 1)
     watching = Watching(client)
     await report(client)
     for call, queue in (("c1", QUEUE), ("c2", "host.gone.x")):

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from contract.errors import ConfigError
-from orchestrator.cli.batches_shift import BatchInterrupts, find_rows
+from orchestrator.cli.batches_run import BatchInterrupts, find_rows
 from orchestrator.cli.run_files import RunFiles
 from orchestrator.runs.runner import Runner
 from orchestrator.traces.reading import find_attempts

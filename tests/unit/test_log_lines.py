@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.masking import Masker
-from orchestrator.operations.local_stack import find_last_words
+from orchestrator.operations.local_stack import find_start_failure
 from telemetry.log_lines import FIELDS, MAX_LINE_BYTES, LogLines, RecordLines, describe_exception, escape_line
 
 PASSWORD = "correct-horse-battery"
@@ -158,8 +158,8 @@ def test_last_words_are_found_again() -> None:
         "and then",
         '{"event":"not_started"',
     ]
-    assert find_last_words(lines) == sentence
-    assert find_last_words([build(event="worker_starting", error="x")]) is None
+    assert find_start_failure(lines) == sentence
+    assert find_start_failure([build(event="worker_starting", error="x")]) is None
 
 
 @given(st.text())

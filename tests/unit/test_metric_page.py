@@ -29,7 +29,7 @@ from orchestrator.metrics.page import MetricsPage
 from orchestrator.metrics.samples import choose_format
 from store.approvals import approvals_key
 from store.batches import batch_key
-from store.metrics import ABSORB_LUA, LOOK_AT_ONCE, Counts, counted_key, host_gauges_key, metrics_key
+from store.metrics import ABSORB_LUA, ROWS_PER_READ, Counts, counted_key, host_gauges_key, metrics_key
 from store.pressure import Pressure
 from store.usage import pack_amounts, usage_prefix
 from tests.admission_harness import DEPLOYMENT, Harness, set_slots
@@ -255,7 +255,7 @@ async def test_usage_has_series_for_few_tenants(
 
 @pytest.mark.parametrize("first", ["a", "z"])
 async def test_many_entries_are_read_completely(page: MetricsPage, client: "redis.Redis", first: str) -> None:
-    number = 2 * LOOK_AT_ONCE + 1
+    number = 2 * ROWS_PER_READ + 1
     tenants = [first, *(f"tenant-{at}" for at in range(1, number))]
     client.hset(tenants_key(DEPLOYMENT), mapping=dict.fromkeys(tenants, "{}"))
     client.zadd(hosts_key(DEPLOYMENT), {f"host.gone.{at}": 1 for at in range(number)})

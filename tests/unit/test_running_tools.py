@@ -12,7 +12,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.registry import Switch, ToolRegistry, check_call
 from contract.tenancy import CommandRule, TenantPolicy, tools_of
 from orchestrator.approvals.policies import ApprovalPolicy, Rule
-from orchestrator.dispatch.tenant_catalog import is_offered, refuse_unasked, with_tenant_rules
+from orchestrator.dispatch.tenant_catalog import is_offered, refuse_before_approval, with_tenant_rules
 from tests.builders import build_context, build_exec_response, build_spec
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from tests.skill_harness import write_skill
@@ -51,7 +51,7 @@ def test_a_tool_that_is_a_tenants_skill_is_judged_as_what_runs_it_too(off: str) 
     assert refusal.value.code is ErrorCode.PERMISSION_DENIED
     check_call(TenantPolicy(tools=(*others, off)), "acme", spec, {})
     with pytest.raises(ToolFailure) as disabled:
-        refuse_unasked({off: Switch(by="ops")}, TenantPolicy(), "acme", spec, {})
+        refuse_before_approval({off: Switch(by="ops")}, TenantPolicy(), "acme", spec, {})
     assert disabled.value.code is ErrorCode.TOOL_DISABLED
     assert ApprovalPolicy((Rule("ask", tool=off),)).decide("acme", spec, {}).action == "ask"
     assert not is_offered({off: Switch(by="ops")}, TenantPolicy(), spec)
@@ -105,12 +105,14 @@ def test_a_refused_run_asks_no_approver() -> None:
     aliased = {"skill": "a", "action": "run", "script": "a.sh"}
     for arguments in (RUN, aliased):
         with pytest.raises(ToolFailure) as off:
-            refuse_unasked({"bash_tool": Switch(by="op", at=1.0)}, TenantPolicy(), "acme", SKILL_TOOL, arguments)
+            refuse_before_approval(
+                {"bash_tool": Switch(by="op", at=1.0)}, TenantPolicy(), "acme", SKILL_TOOL, arguments
+            )
         assert off.value.code is ErrorCode.TOOL_DISABLED
         with pytest.raises(ToolFailure) as denied:
-            refuse_unasked({}, NO_BASH, "acme", SKILL_TOOL, arguments)
+            refuse_before_approval({}, NO_BASH, "acme", SKILL_TOOL, arguments)
         assert denied.value.code is ErrorCode.PERMISSION_DENIED
-    refuse_unasked({"bash_tool": Switch(by="op", at=1.0)}, NO_BASH, "acme", SKILL_TOOL, LOAD)
+    refuse_before_approval({"bash_tool": Switch(by="op", at=1.0)}, NO_BASH, "acme", SKILL_TOOL, LOAD)
 
 
 class _Off:

@@ -203,7 +203,7 @@ async def test_uses_are_counted_by_tenant_and_forgotten_in_the_end(redis_server:
     async with redis.asyncio.Redis.from_url(redis_server.url) as client:
         uses = SkillUses(client, "d")
         for name in ("alpha", "beta", "alpha"):
-            await uses.note("acme", name)
+            await uses.count("acme", name)
         assert (await uses.of("acme"), await uses.of("rival")) == ({"alpha": 2, "beta": 1}, {})
         assert 0 < await client.ttl(skill_uses_key("d", "acme")) <= USES_TTL_S
 
@@ -215,4 +215,4 @@ async def test_counts_that_cannot_be_had_are_none(redis_server: RedisProcess, ju
         assert await SkillUses(client, "d").of("acme") == {}
         redis_server.stop()
         assert await SkillUses(client, "d").of("acme") == {}
-        await SkillUses(client, "d").note("acme", "alpha")
+        await SkillUses(client, "d").count("acme", "alpha")

@@ -17,7 +17,7 @@ from kombu import Connection, Queue
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from contract.envelope import stored_answer
+from contract.envelope import find_encoded_result
 from contract.names import call_key, result_key
 from contract.settings import BrokerSettings
 from store.calls import CallRecord, CallState, FinishedCalls, parse_record
@@ -288,7 +288,7 @@ def test_a_failure_of_the_infrastructure_is_stored_as_failure_with_the_same_answ
     harness.app.backend.mark_as_failure("h-c1", error)
     stored, record = harness.stored(), harness.record()
     assert (stored["status"], stored["answer"]) == ("FAILURE", ENCODED)
-    assert stored_answer(stored) == ENCODED
+    assert find_encoded_result(stored) == ENCODED
     assert (record.state, record.code) == (CallState.DONE, "INTERNAL")
     # Celery's own reader gets an exception that it can rebuild.
     assert "INTERNAL" in str(harness.app.AsyncResult("h-c1").result)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import IO
 
 from contract.skills import (
-    LEFT_OUT,
     MAX_ARCHIVE_BYTES,
     MAX_BUNDLE_BYTES,
     MAX_BUNDLE_FILES,
+    OMITTED_FOLDERS,
     SKILL_FILE,
     BundleFile,
     SkillBroken,
@@ -208,7 +208,7 @@ def _is_folder(entry: zipfile.ZipInfo) -> bool:
 
 
 def _is_ignored(path: str) -> bool:
-    return any(part in LEFT_OUT for part in path.split("/")[:-1]) or path.startswith("__MACOSX/")
+    return any(part in OMITTED_FOLDERS for part in path.split("/")[:-1]) or path.startswith("__MACOSX/")
 
 
 def _check_folders(by_path: Mapping[str, Member]) -> None:

@@ -19,12 +19,12 @@ from contract.skill_sidecars import (
     Sidecar,
     SidecarBroken,
     build_skill_spec,
+    describe_broken_sidecar,
     parse_sidecar,
-    tell_broken_sidecar,
 )
 from contract.skills import (
-    LEFT_OUT,
     MAX_SKILL_FILE_BYTES,
+    OMITTED_FOLDERS,
     SKILL_FILE,
     BundleDigest,
     BundleFile,
@@ -136,7 +136,7 @@ def load_files(source: SkillSource, folder: str, found: Iterable[BundleFile], ow
     try:
         return Skill(source, summary, text.body, files, _read_tool(source, summary, files, owner), owner)
     except SidecarBroken as error:
-        summary = build_summary(text, files, digest.hexdigest(), [*warnings, tell_broken_sidecar(error)])
+        summary = build_summary(text, files, digest.hexdigest(), [*warnings, describe_broken_sidecar(error)])
         return Skill(source, summary, text.body, files, None, owner)
 
 
@@ -249,7 +249,7 @@ def _scan(folder: str) -> Iterator[BundleFile]:
             for entry in entries:
                 path = prefix + entry.name
                 if entry.is_dir(follow_symlinks=False):
-                    if entry.name not in LEFT_OUT:
+                    if entry.name not in OMITTED_FOLDERS:
                         pending.append((f"{path}/", depth + 1))
                 elif (file := _look_at(entry, path, root)) is not None:
                     yield file

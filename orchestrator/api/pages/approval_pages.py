@@ -20,7 +20,7 @@ from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_he
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
-from orchestrator.api.pages.seen import count_odd
+from orchestrator.api.pages.untrusted_text import count_odd
 from orchestrator.http.problems import ApiCode, ApiProblem
 from store.approvals import AlreadyAnswered, OtherCall, PendingQuestion, QuestionOver, UnknownQuestion
 
@@ -28,7 +28,7 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 PAGE = 20
 MOST_CHARS = 32_000
-"""Limit of the argument characters on a page with several questions.
+"""Limit of the characters of all arguments on a page with several questions.
 
 A question with longer arguments has a page of its own. The page examines and marks every character, which takes time.
 """
@@ -38,7 +38,7 @@ A question with longer arguments has a page of its own. The page examines and ma
 class ShownArgument:
     """Argument of a call, with its complete text.
 
-    `unseen`: number of invisible characters. `alike`: number of characters that look like others.
+    `unseen`: number of invisible characters. `alike`: number of characters that imitate other characters.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ShownArgument:
 class QuestionView:
     """A question as a page shows it.
 
-    `is_left_out`: the page has no room for the arguments, so this page does not offer a decision.
+    `is_left_out`: the arguments are too long for this page, so the page does not offer a decision.
     """
 
     pending: PendingQuestion
@@ -69,7 +69,7 @@ class QuestionView:
 
     @property
     def editable(self) -> str:
-        """Return the arguments as ASCII JSON, in which every character is visible and none is lost."""
+        """Return the arguments as ASCII JSON, in which every character is visible and no character is lost."""
         return json.dumps(self.pending.question.call.arguments, indent=2, ensure_ascii=True)
 
 

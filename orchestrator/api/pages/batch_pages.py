@@ -28,7 +28,7 @@ MOST_TENANTS = 50
 """Limit of tenants on one page of batches. With more tenants, the person selects one."""
 
 ITEMS_PAGE = 50
-MOST_LOOKED_AT = 2000
+MAX_ITEMS_READ = 2000
 """Limit of items that one request for failed items reads."""
 
 BatchId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -102,7 +102,7 @@ async def batch_items(
     items: list[tuple[str, RunRecord | None]] = []
     following = first
     # Only a few of many items may have failed, so a request reads a limited number of items.
-    while following < min(record.total, first + MOST_LOOKED_AT) and len(items) < ITEMS_PAGE:
+    while following < min(record.total, first + MAX_ITEMS_READ) and len(items) < ITEMS_PAGE:
         last = following + ITEMS_PAGE - len(items) - 1
         names = await runs.queue.items(person.owner, batch, following, last)
         records = await runs.queue.runs([(person.owner, name) for name in names])

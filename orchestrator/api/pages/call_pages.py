@@ -54,7 +54,7 @@ async def kill_call(call: CallId, person: FormSender) -> Response:
 
 @router.get("/calls/{call}")
 async def one_call(call: str, person: PageViewer, of: str = "") -> Response:
-    """Show the information of every process about a call, by its id or the id of its Celery task."""
+    """Show what every process recorded about a call. `call`: the id of the call or of its Celery task."""
     # Operators can find a call without knowing its tenant.
     tenant = of or person.tenant
     try:

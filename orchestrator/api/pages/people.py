@@ -78,10 +78,10 @@ class Person:
         return Viewer(identity.name or f"key {identity.key_id}", identity.role, shown, self.login.form_token, tenants)
 
     async def render(self, template: str, **values: Any) -> Response:
-        """Render a page that may be long, because its length depends on stored data.
+        """Render a page whose length depends on stored data.
 
-        The page is rendered in a thread, so that a long page does not block other requests. Each key renders only a
-        few pages at a time.
+        The page is rendered in a thread, so that a long page does not block other requests. Each key renders only a few
+        pages at a time.
         """
         viewer = await self.viewer()
         async with self.app_state.pages.enter(self.login.identity.key_id):

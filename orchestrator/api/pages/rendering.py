@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from contract.clock import format_instant
-from orchestrator.api.pages.seen import build_json, count_odd, reveal, reveal_exactly, shorten
+from orchestrator.api.pages.untrusted_text import build_json, count_odd, reveal, reveal_exactly, shorten
 from orchestrator.terminal.figures import format_count, format_seconds
 
 FOLDER = Path(__file__).parent
@@ -49,7 +49,7 @@ def render(template: str, viewer: Viewer | None, *, status: int = 200, **values:
 
 
 def build(template: str, viewer: Viewer | None, **values: Any) -> str:
-    """Render a template as text. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
+    """Render a template as HTML text. A lone surrogate, which UTF-8 cannot encode, becomes a question mark."""
     text = environment().get_template(template).render(viewer=viewer, url=_Addresses(viewer), **values)
     return text.encode("utf-8", "replace").decode()
 

@@ -36,7 +36,7 @@ HEADERS = {
 
 
 class PageRoute(APIRoute):
-    """Route that responds with pages, also to errors."""
+    """Route that responds with HTML pages. An error is a page, too."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -28,10 +28,10 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 PAGE = 50
 MOST_TENANTS = 20
 """Limit of tenants on one page of runs. To see older runs, the person selects a tenant."""
-GATHER_S = 0.3
+UPDATE_DELAY_S = 0.3
 """Time in seconds to collect changes before a page update. Faster updates would not be readable."""
-LOOK_AGAIN_S = 10.0
-"""Interval in seconds between checks in a stream that its login is still valid."""
+LOGIN_CHECK_S = 10.0
+"""Interval in seconds at which a stream checks that its login is still valid."""
 _EVENT_ID = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
 
 RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -152,7 +152,7 @@ async def _parts(
     try:
         while True:
             await asyncio.wait((following,))
-            until = time.monotonic() + GATHER_S
+            until = time.monotonic() + UPDATE_DELAY_S
             while following is not None:
                 # `wait` does not cancel `following` at the timeout, so no event is lost between two updates.
                 done, _ = await asyncio.wait((following,), timeout=max(0.0, until - time.monotonic()))
@@ -163,7 +163,7 @@ async def _parts(
                 following = asyncio.ensure_future(anext(events, None))
                 if time.monotonic() >= until:
                     break
-            if time.monotonic() - looked_at >= LOOK_AGAIN_S:
+            if time.monotonic() - looked_at >= LOGIN_CHECK_S:
                 looked_at = time.monotonic()
                 await person.login.credential.check(person.owner)
             parts = [

@@ -20,7 +20,9 @@ MOST_TENANTS = 10
 
 @dataclass(frozen=True)
 class Bar:
-    """The amount of a day. `start`: Unix seconds. `share`: of the highest day, 0 to 1."""
+    """The bar of one day in a chart. `start`: the start of the day in Unix seconds. `share`: the amount as a share of
+    the highest amount in the chart, from 0 to 1.
+    """
 
     start: int
     amount: float
@@ -29,7 +31,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """The amounts of DAYS days. `kind`: the filter that shows an amount."""
+    """A chart of the amounts of DAYS days. `kind`: the name of the template filter that formats an amount."""
 
     title: str
     kind: str

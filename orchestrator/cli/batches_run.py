@@ -1,4 +1,6 @@
-"""Run a batch in the foreground: its display, the files of its rows, signals, and the exit code."""
+"""Runs a batch in the foreground: shows its display, writes its row files, handles signals and returns the exit
+code.
+"""
 
 import asyncio
 import os
@@ -31,7 +33,9 @@ class BatchInterrupts:
     """
 
     def __init__(self, advice: str, say: Callable[[str], None], leave: Callable[[int], object] = os._exit) -> None:
-        """`leave`: end the process at once with an exit code. Rows, logs and leases survive that."""
+        """`say`: prints a message. `leave`: ends the process at once with an exit code. Rows, logs and leases are not
+        lost.
+        """
         self.exit_code = EXIT_INTERRUPTED
         self._advice, self._say, self._leave = advice, say, leave
         self._runner: Runner | None = None
@@ -44,7 +48,7 @@ class BatchInterrupts:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def begin(self, runner: Runner) -> None:
-        """Start the work, and do what earlier signals asked for."""
+        """Start the runner. Then apply the signals that arrived before the start."""
         self._runner = runner
         self._act()
 
@@ -79,8 +83,8 @@ class BatchInterrupts:
 
 
 def find_rows(batch: str, location: RowLocation | None, output: Path | None, errors: Path | None) -> RowPaths:
-    """Return the files for the rows of a resumed batch: those of the command, else those that were used before. Raises
-    ConfigError if there are none.
+    """Return the files for the rows of a resumed batch: the files in the options of the command, otherwise the files
+    that the batch used before. Raises ConfigError if there are none.
     """
     if output is not None:
         return RowPaths(output, errors)
@@ -106,7 +110,7 @@ def build_row_location(paths: RowPaths) -> RowLocation:
     return RowLocation(host=platform.node(), output=str(paths.output.absolute()), errors=str(paths.failures.absolute()))
 
 
-async def work_batch(
+async def run_batch(
     runs: BatchRuns,
     batch: str,
     paths: RowPaths,
@@ -117,7 +121,9 @@ async def work_batch(
     is_kept: bool,
     as_json: bool,
 ) -> int:
-    """Run a batch to its end or an interrupt; return the exit code. `is_kept`: Redis keeps running."""
+    """Run a batch to its end or an interrupt; return the exit code. `is_kept`: Redis continues to run after the
+    command, so commands can name the batch later.
+    """
     with write_batch_events(paths.batch_events) as keep_event:
         record, summary = await runs.work(
             batch,

@@ -44,7 +44,7 @@ def reveal(text: str) -> Markup:
 
 
 def reveal_exactly(text: str) -> Markup:
-    """Return escaped text for a person who decides by it.
+    """Return escaped text for a person who decides about a call from this text.
 
     In addition to `reveal`, line ends, tabs, spaces at line ends, and characters that imitate others are marked.
     """
@@ -52,7 +52,7 @@ def reveal_exactly(text: str) -> Markup:
 
 
 def count_odd(text: str) -> tuple[int, int]:
-    """Return the number of invisible characters and the number of imitating characters of a text."""
+    """Return how many characters of a text are invisible, and how many imitate other characters."""
     return len(_ODD.findall(text)), len(_imitations(text))
 
 

@@ -44,7 +44,7 @@ class SharedClient:
         return session
 
     async def close_session(self, session: Session) -> None:
-        """Close a session and return when its sandbox is removed. If that fails, `end` tries it again."""
+        """Close a session and return when its sandbox is removed. If the removal fails, `end` tries again."""
         await session.close()
         self._sessions.pop(session.id, None)
 
