@@ -53,7 +53,9 @@ _BODY = {
 
 
 class SubmittedBatch(BatchStatus):
-    """A batch that was just submitted. `warnings`: problems in the lines that do not prevent the batch."""
+    """A batch that was just submitted, with the fields of BatchStatus. `warnings`: problems in the lines that do not
+    prevent the batch.
+    """
 
     warnings: list[str]
 

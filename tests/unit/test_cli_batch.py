@@ -70,7 +70,7 @@ def row(number: int, batch: str, kind: str | None = None) -> str:
         (("--output", "o.jsonl", "--max-wall", "0"), "--max-wall is 0: give a number above 0"),
         (("--detach", "--webhook", "https://example.org/ended"), "--webhook-secret"),
         (("--output", "o.jsonl", "--webhook", "https://example.org/", "--webhook-secret", "s"), "needs --detach"),
-        (("--output", "o.jsonl", "--dialect", "latin"), "--dialect is native, tags, json or auto, not 'latin'"),
+        (("--output", "o.jsonl", "--dialect", "latin"), "--dialect latin is unknown: use native, tags, json or auto"),
     ],
 )
 def test_a_wrong_flag_is_refused_before_the_file_is_read(
