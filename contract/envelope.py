@@ -77,7 +77,10 @@ def decode_call(text: str, keys: SigningKeys) -> tuple[ToolCall, ToolContext]:
             "signature",
         )
     if not keys.holds(key_id, PURPOSE, f"{version}.{key_id}.{body}".encode(errors="surrogatepass"), signature):
-        raise EnvelopeRefused("signature does not match: the envelope was changed or forged", "signature")
+        raise EnvelopeRefused(
+            "signature does not match: the envelope was changed. Find out which program writes to this Redis",
+            "signature",
+        )
     try:
         signed = _SignedCall.model_validate(from_json(body, allow_inf_nan=False))
     except ValueError as error:

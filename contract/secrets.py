@@ -80,7 +80,7 @@ def check_value(value: str) -> None:
     """Raise ValueError unless a header can carry the value. The text of the error does not contain the value."""
     if not MIN_VALUE_CHARS <= len(value) <= MAX_VALUE_CHARS:
         raise ValueError(
-            f"the value has {len(value)} characters: a secret has {MIN_VALUE_CHARS} to {MAX_VALUE_CHARS}, because a "
+            f"the value has {len(value)} characters: use {MIN_VALUE_CHARS} to {MAX_VALUE_CHARS}, because a "
             "shorter one cannot be masked"
         )
     if not _VALUE.fullmatch(value):

@@ -254,7 +254,7 @@ class ResultHub:
         `keeps`: the result stays in Redis until its receiver discards the key.
         """
         if task_id in self._waiting:
-            raise ValueError(f"another caller already waits for task {task_id}")
+            raise ValueError(f"another caller already waits for task {task_id}: give every call its own id")
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[task_id] = future
         if keeps:
