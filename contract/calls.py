@@ -171,7 +171,9 @@ class SessionUsage(Record):
 
 
 class KillReport(Record):
-    """Report about killed processes. If `survivors` is not 0, the sandbox was removed."""
+    """The killed processes of a call. `signalled`: their number. `survivors`: number that did not end; the sandbox was
+    then removed. `method`: what was killed: the call's process tree, all processes, or the container. `ms`: duration.
+    """
 
     signalled: int = Field(ge=0)
     survivors: int = Field(ge=0)
@@ -180,8 +182,8 @@ class KillReport(Record):
 
 
 class SandboxInfo(Record):
-    """Sandbox that ran the call. `rebuilt`: the session's previous sandbox died and was replaced. `news`: a sentence
-    about what was lost, in one result only.
+    """Sandbox that ran the call. `generation`: grows when the session gets another sandbox. `rebuilt`: the previous
+    sandbox died and was replaced. `news`: a sentence about what was lost, in one result only.
     """
 
     id: str
@@ -237,7 +239,11 @@ _NOT_RUN, _OUTCOME_LOST = "not_run", "outcome_lost"
 
 
 class ToolResult(Record):
-    """The result of a call. A failed call may have `output` too, such as the text printed before a timeout."""
+    """The result of a call. A failed call may have `output` too, such as the text printed before a timeout.
+
+    `truncated`: `output` is only a part; `spill` names the file with all of it, if it was saved. `metadata`: facts of
+    the tool, such as the exit code. `blob`: for internal use.
+    """
 
     call_id: Identifier
     name: ToolName

@@ -79,7 +79,10 @@ def decode_call(text: str, keys: SigningKeys) -> tuple[ToolCall, ToolContext]:
             "signature",
         )
     if not keys.holds(key_id, PURPOSE, f"{version}.{key_id}.{body}".encode(errors="surrogatepass"), signature):
-        raise EnvelopeRefused("signature does not match: the envelope was changed or forged", "signature")
+        raise EnvelopeRefused(
+            "signature does not match: the envelope was changed. Find out which program writes to this Redis",
+            "signature",
+        )
     try:
         signed = _SignedCall.model_validate(from_json(body, allow_inf_nan=False))
     except ValueError as error:
@@ -105,10 +108,13 @@ def decode_arguments(data: bytes) -> dict[str, Any]:
     try:
         arguments = from_json(data, allow_inf_nan=False)
     except ValueError as error:
-        raise ToolFailure(ErrorCode.ENVELOPE_REFUSED, f"the arguments of the call are not JSON: {error}") from error
+        raise ToolFailure(
+            ErrorCode.ENVELOPE_REFUSED, f"the arguments of the call are not JSON ({error}): send one JSON object"
+        ) from error
     if not isinstance(arguments, dict) or len(data) > MAX_ARGUMENTS_BYTES or is_deeper(arguments, MAX_DEPTH):
         raise ToolFailure(
-            ErrorCode.ENVELOPE_REFUSED, "the arguments of the call are not an object, too large or nested too deep"
+            ErrorCode.ENVELOPE_REFUSED,
+            "the arguments of the call are not an object, are too large or are nested too deep: send less",
         )
     return arguments
 

@@ -25,7 +25,7 @@ from typing import Literal
 
 
 class ErrorCode(StrEnum):
-    """The error codes of calls. The codec rejects any other code."""
+    """The error codes of calls. docs/errors.md says what each code means."""
 
     TOOL_NOT_FOUND = "TOOL_NOT_FOUND"
     TOOL_DISABLED = "TOOL_DISABLED"

@@ -142,7 +142,8 @@ def parse_image_pattern(text: str) -> ImagePattern:
         return ImagePattern(text, parse_image_name(text), names_registry)
     if not names_registry or "*" in first:
         raise ImageNameError(
-            f"image pattern '{text}' must begin with a registry without *, such as docker.io/ or ghcr.io/"
+            f"image pattern '{text}' has a * in its registry or no registry: begin it with docker.io/, ghcr.io/ "
+            f"or another registry"
         )
     before, at, digest = text.partition("@")
     if at and digest != ANY_DIGEST:

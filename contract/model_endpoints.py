@@ -57,6 +57,7 @@ class ModelEndpoint(Record):
 
     `model`: its name at the server. `secret`: the name of the stored secret with the API key; null: no key. Prices are
     per million tokens. `fallback`: the endpoint that answers while this one is down or blocked.
+    `context_tokens`: size of the context window. `concurrency`: limit of requests at the same time.
     """
 
     base_url: str = Field(pattern=r"^https?://[A-Za-z0-9._~\[\]:-]+(/[A-Za-z0-9._~/-]*)?$", max_length=2048)
@@ -74,9 +75,9 @@ class ModelEndpoint(Record):
     @model_validator(mode="after")
     def _check_prices(self) -> Self:
         if (self.prompt_price is None) != (self.completion_price is None):
-            raise ValueError("a prompt price needs a completion price, and the reverse: set both")
+            raise ValueError("only one of the prompt price and the completion price is set: set both")
         if self.cached_price is not None and self.prompt_price is None:
-            raise ValueError("a cached price needs the other two prices: set all three")
+            raise ValueError("the cached price is set, but not the other two prices: set all three")
         return self
 
     @property

@@ -488,7 +488,7 @@ class EventsMissed(RunEvent):
 @dataclass(frozen=True, kw_only=True)
 class BatchNotice(RunEvent):
     """A message about a whole batch, such as: submitted, resumed, cancelling, an endpoint that does not answer. `run`
-    is "". `is_warning`: the summary repeats the message.
+    is "". `is_warning`: the message is also in the summary of the batch.
     """
 
     run: str = ""

@@ -122,7 +122,7 @@ def check_schema(parameters: Mapping[str, Any]) -> None:
                 "#/$defs/NAME"
             )
     if parameters.get("type") != "object":
-        raise SchemaError("parameters of a tool are an object: its schema must say so with 'type': 'object'")
+        raise SchemaError("the schema of the parameters does not say that they are an object: add 'type': 'object'")
 
 
 def _references(schema: Any) -> Iterator[str]:
@@ -219,7 +219,9 @@ def _errors(spec: ToolSpec, prepared: dict[str, Any]) -> list[ValidationError]:
             itertools.islice(found, MAX_ERRORS), key=lambda error: (list(map(str, error.path)), error.message)
         )
     except RecursionError as error:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep") from error
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"{spec.name}: the arguments nest too deep: send a flatter value"
+        ) from error
     except OverflowError as error:
         # `multipleOf` divides as floats, which fails for very large integers.
         raise ToolFailure(

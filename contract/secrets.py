@@ -38,14 +38,14 @@ _PLACEHOLDER_CHARS = 32
 
 def _check_name(name: str) -> str:
     if name in _RESERVED or name.startswith(("LD_", "PYTHON", "TOOLCREW_")):
-        raise ValueError(f"{name} has a meaning for programs, so it cannot be the variable of a secret")
+        raise ValueError(f"{name} cannot be the variable of a secret, because programs use it: choose another name")
     return name
 
 
 def _check_place(place: str) -> str:
     kind, _, name = place.partition(":")
     if kind == "header" and (name.lower() in _ROUTING or name.lower().startswith("proxy-")):
-        raise ValueError(f"the header {name} cannot carry a secret, because it routes or frames the request")
+        raise ValueError(f"the header {name} cannot carry a secret, because HTTP itself uses it: choose another header")
     return place
 
 
@@ -80,7 +80,7 @@ def check_value(value: str) -> None:
     """Raise ValueError unless a header can carry the value. The text of the error does not contain the value."""
     if not MIN_VALUE_CHARS <= len(value) <= MAX_VALUE_CHARS:
         raise ValueError(
-            f"the value has {len(value)} characters: a secret has {MIN_VALUE_CHARS} to {MAX_VALUE_CHARS}, because a "
+            f"the value has {len(value)} characters: use {MIN_VALUE_CHARS} to {MAX_VALUE_CHARS}, because a "
             "shorter one cannot be masked"
         )
     if not _VALUE.fullmatch(value):

@@ -144,8 +144,8 @@ class BrokerSettings(BaseModel):
             )
         if not self.is_sentinel and self.redis_sentinel_master:
             raise ConfigError(
-                "TOOLCREW_REDIS_SENTINEL_MASTER is for a TOOLCREW_REDIS_URL of sentinel://: name the sentinels there, "
-                "or unset it"
+                "TOOLCREW_REDIS_SENTINEL_MASTER is set, but TOOLCREW_REDIS_URL does not begin with sentinel://: "
+                "correct it, or unset the master"
             )
         if files and not self.is_tls:
             raise ConfigError(

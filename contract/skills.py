@@ -238,9 +238,7 @@ def _check_yaml(front: str) -> None:
             depth -= 1
         nodes += isinstance(event, yaml.NodeEvent)
         if depth > _MAX_DEPTH or nodes > _MAX_NODES:
-            raise SkillBroken(
-                "its front matter is nested too deeply, or has too many values: it needs plain values only"
-            )
+            raise SkillBroken("its front matter is nested too deeply, or has too many values: write plain values only")
 
 
 def _parse_plain(front: str) -> dict[Any, Any] | None:

@@ -39,7 +39,11 @@ NamePattern = Annotated[str, Field(pattern=r"^[^*]{0,127}\*?$", min_length=1)]
 
 
 class CommandRule(Record):
-    """Rule of an approval policy (docs/approvals.md) for one tenant. No approval overrides `deny`."""
+    """Rule of an approval policy (docs/approvals.md) for one tenant. No approval overrides `deny`.
+
+    `action`: deny the call, ask a person, or allow it. `tool`: a name or pattern. `argv_prefix`: the first words of the
+    command; empty: every command.
+    """
 
     action: Literal["deny", "ask", "allow"]
     tool: str = Field(default="*", min_length=1, max_length=128)

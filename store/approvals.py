@@ -307,7 +307,7 @@ class ApprovalQueue:
         ToolFailure(PERMISSION_DENIED): another tenant. Raises ToolFailure(INVALID_ARGUMENTS): invalid limit or cursor.
         """
         if not 1 <= limit <= MAX_PAGE:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit must be between 1 and {MAX_PAGE}, not {limit}")
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit {limit} is invalid: use 1 to {MAX_PAGE}")
         if actor.role == "tenant":
             tenant = tenant or actor.tenant
         if not actor.may_act_for(tenant):
@@ -380,7 +380,10 @@ class ApprovalQueue:
             existing = self._opened(id_, reply[1])
             if isinstance(existing, ApprovalAnswer):
                 raise AlreadyAnswered(existing)
-            raise OperatorError(f"the question {id_} has an answer that cannot be verified: {existing}")
+            raise OperatorError(
+                f"the question {id_} has a decision that cannot be verified ({existing}): check which programs "
+                f"write to this Redis"
+            )
         if reply[0] == b"over":
             raise QuestionOver(float(reply[1]) / 1000)
         if reply[0] != b"done":
@@ -493,7 +496,7 @@ def build_answer(question: ApprovalQuestion, decision: Decision, by: Actor, at: 
         )
     except ValidationError as error:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the answer cannot be stored: {describe_invalid(error)}"
+            ErrorCode.INVALID_ARGUMENTS, f"the decision is invalid ({describe_invalid(error)}): correct it"
         ) from error
     except (ValueError, TypeError, RecursionError) as error:
         raise ToolFailure(

@@ -139,7 +139,7 @@ class NewAuditEntry(Record):
 class AuditEntry(NewAuditEntry):
     """A stored change. `id`: unique in the deployment. `at`: the time of Redis's clock, in ISO 8601. `tenant`: the
     tenant that the change is about; null: all tenants. `target`: the tool, tenant, key, approval, call, host, batch or
-    run.
+    run. `details`: other facts about the change, such as its reason.
     """
 
     id: str
@@ -185,7 +185,8 @@ def build_entry(
         first = error.errors(include_url=False, include_input=False)[0]
         field_path = ".".join(str(part) for part in first["loc"])
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"nothing was changed, because {field_path} cannot be stored: {first['msg']}"
+            ErrorCode.INVALID_ARGUMENTS,
+            f"nothing was changed, because {field_path} is invalid: {first['msg']}; correct it",
         ) from error
 
 
@@ -262,7 +263,7 @@ class Audit:
         answer.
         """
         if not 1 <= limit <= MAX_PAGE:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit must be between 1 and {MAX_PAGE}, not {limit}")
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit {limit} is invalid: use 1 to {MAX_PAGE}")
         cursor, entries, count_read = _parse_cursor(after) if after is not None else None, list[AuditEntry](), 0
         owners = await self._owners(tenant)
         while count_read < MAX_ENTRIES_READ:

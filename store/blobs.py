@@ -122,11 +122,19 @@ class Blobs:
         answer.
         """
         if not is_blob_of(key, self._deployment, tenant):
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the result's content belongs to another tenant")
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED,
+                "the result was refused, because its content belongs to another tenant: check which programs "
+                "write to this Redis",
+            )
         with broker_errors("the result's content was not read"):
             data = await self._client.get(key)
         if data is None:
-            raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, f"the content of the result has expired after {BLOB_TTL_S} s")
+            raise ToolFailure(
+                ErrorCode.OUTCOME_UNKNOWN,
+                f"the content of the result has expired after {BLOB_TTL_S} s: send the call again if a "
+                f"repetition is safe",
+            )
         assert isinstance(data, bytes)
         check_blob(key, data)
         await self.drop(key)
@@ -150,7 +158,9 @@ class WorkerBlobs:
         """
         if not is_blob_of(key, self._deployment, tenant, (self._pool,)):
             raise ToolFailure(
-                ErrorCode.PERMISSION_DENIED, "the content of this call belongs to another tenant or to other workers"
+                ErrorCode.PERMISSION_DENIED,
+                "the call was refused, because its content belongs to another "
+                "tenant or to other workers: check which programs write to this Redis",
             )
         with broker_errors("the call was not run, because its content was not read"):
             data = self._client.get(key)

@@ -114,12 +114,15 @@ class Publisher:
                 waited_s = asyncio.get_running_loop().time() - began
                 if not may_be_sent and waited_s > SEND_WAIT_S:
                     raise BrokerUnavailable(
-                        f"the call was not sent: Redis does not answer ({unanswered})"
+                        f"the call was not sent: Redis does not answer ({unanswered}). Check that Redis is running"
                     ) from unanswered
             except RedisError as error:
                 # Redis refused only the repetition. The first publish may have pushed the message.
                 if not may_be_sent:
-                    raise BrokerUnavailable(f"the call was not sent: Redis refuses it ({error})") from error
+                    raise BrokerUnavailable(
+                        f"the call was not sent: Redis refuses it ({error}). Check its user "
+                        f"and its memory (`toolcrew doctor`)"
+                    ) from error
                 log.warning("publish_outcome_unknown", call=call.call_id, error=str(error))
             if may_be_sent and self._clock() > call.start_by:
                 return  # the caller forbids the call, or gets its result
@@ -226,7 +229,7 @@ class ResultHub:
         except TimeoutError:
             await self.close()
             raise BrokerUnavailable(
-                "Redis did not confirm the subscription to results within 10 s: does its ACL allow PSUBSCRIBE?"
+                "Redis did not confirm the subscription to results within 10 s: check that its ACL allows PSUBSCRIBE"
             ) from None
 
     async def close(self) -> None:
@@ -251,7 +254,7 @@ class ResultHub:
         `keeps`: the result stays in Redis until its receiver discards the key.
         """
         if task_id in self._waiting:
-            raise ValueError(f"another caller already waits for task {task_id}")
+            raise ValueError(f"another caller already waits for task {task_id}: give every call its own id")
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[task_id] = future
         if keeps:

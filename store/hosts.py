@@ -7,6 +7,7 @@ no worker may report under that name.
 """
 
 import asyncio
+import difflib
 import time
 from collections.abc import Sequence
 from enum import StrEnum
@@ -14,8 +15,10 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from contract.errors import ErrorCode, ToolFailure
 from contract.hosts import HOST_TTL_S, RESTART_GRACE_S, HostReport
 from contract.names import control_queue, deployment_key, host_key, host_prefix, hosts_key, slots_key, tombstone_key
+from contract.tenancy import TenantPolicy
 from store.audit import NewAuditEntry, note_entry
 from store.connection import RedisClient, SharedClock, SyncRedis, broker_errors, read_clock
 from telemetry.logs import get_logger
@@ -220,6 +223,31 @@ class HostStore:
 
 
 # --- Workers ----------------------------------------------------------------------------------------------------------
+
+
+async def check_tenant_class(client: RedisClient, deployment: str, tenant_class: str) -> list[str]:
+    """Return a warning if no sandbox host reports, so that the classes are unknown.
+
+    Raises ToolFailure(INVALID_ARGUMENTS) with the known classes: no host has the class. Raises BrokerUnavailable when
+    Redis does not answer.
+    """
+    if tenant_class == TenantPolicy().sandbox.tenant_class:
+        return []
+    hosts = [report for report in await HostStore(client, deployment).read() if report.kind == "sandbox"]
+    known = sorted({name for host in hosts for name in host.classes})
+    if not known:
+        return [
+            f"--class: {tenant_class} was not checked, because no sandbox host reports: check that "
+            "TOOLCREW_TENANT_CLASSES of the hosts has the class"
+        ]
+    if tenant_class not in known:
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"--class: no host has the tenant class {tenant_class}: use one of {', '.join(known)}, or first add the "
+            "class to TOOLCREW_TENANT_CLASSES of a host and restart its sandboxd",
+            nearest=difflib.get_close_matches(tenant_class, known, n=3),
+        )
+    return []
 
 
 class ReportResult(StrEnum):

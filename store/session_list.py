@@ -77,7 +77,7 @@ class SessionList:
         answer.
         """
         if not 1 <= limit <= MAX_PAGE:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit must be between 1 and {MAX_PAGE}, not {limit}")
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the limit {limit} is invalid: use 1 to {MAX_PAGE}")
         after, sessions, looked_at = _parse_cursor(cursor), list[OpenSession](), 0
         while looked_at < MAX_ENTRIES_READ:
             rows = await self._rows(tenant, after)

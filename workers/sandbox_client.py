@@ -377,7 +377,7 @@ class SandboxClient:
         except (OSError, FrameError) as error:
             self.disconnect()
             raise SandboxdUnreachable(
-                f"sandboxd does not answer at {self._path} ({error}): is it running on this host?",
+                f"sandboxd does not answer at {self._path} ({error}): start it, or read its log",
                 was_sent=self._was_sent,
             ) from error
         except BaseException:

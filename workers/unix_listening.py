@@ -56,7 +56,7 @@ def refuse_second(path: Path, *, owner: str) -> None:
             return
         except BlockingIOError:
             pass  # The backlog is full: a process listens there.
-    raise OSError(f"another {owner} already listens on {path}")
+    raise OSError(f"another {owner} already listens on {path}: stop it, or set another path")
 
 
 def _remove_stale_socket(path: Path, variable: str) -> None:

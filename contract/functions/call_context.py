@@ -84,4 +84,4 @@ class FunctionHandler:
 def refuse_to_wait(coroutine: Coroutine[Any, Any, Any]) -> RuntimeError:
     """Return the error of a `wait` that would deadlock. Closes the coroutine, which nothing awaits any more."""
     coroutine.close()
-    return RuntimeError("CallContext.wait is for plain functions; in an async function use await")
+    return RuntimeError("CallContext.wait was called in an async function: use await there")

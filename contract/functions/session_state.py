@@ -85,7 +85,7 @@ def encode_value(key: str, value: Any, max_value_bytes: int = MAX_VALUE_BYTES) -
     """Return the value as JSON text. Raises the ToolFailure of `SessionState.set`."""
     if not is_key(key):
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the key of a state must be text of 1 to {MAX_KEY_CHARS} characters"
+            ErrorCode.INVALID_ARGUMENTS, f"the key of the state is invalid: use text of 1 to {MAX_KEY_CHARS} characters"
         )
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)

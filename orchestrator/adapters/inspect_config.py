@@ -67,5 +67,5 @@ def load_config(config: BaseModel | str | None) -> ToolcrewSandboxConfig:
     if fields is None:
         return ToolcrewSandboxConfig()
     if not isinstance(fields, dict):
-        raise ConfigError(f"{config} must contain a mapping with {', '.join(ToolcrewSandboxConfig.model_fields)}")
+        raise ConfigError(f"{config} is not a mapping: write one with {', '.join(ToolcrewSandboxConfig.model_fields)}")
     return parse_config(fields, config)

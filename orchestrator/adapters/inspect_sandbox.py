@@ -248,7 +248,9 @@ class ToolcrewSandboxEnvironment(SandboxEnvironment):
         try:
             await (await client_of_loop().client()).session(self.session.id, tenant=self.session.tenant)
         except ToolcrewError as error:
-            raise ConnectionError(f"the session {self.session.id} cannot be reached: {error}") from error
+            raise ConnectionError(
+                f"the session {self.session.id} cannot be reached: {error}; see `toolcrew hosts list`"
+            ) from error
         command = [
             "toolcrew",
             "sessions",

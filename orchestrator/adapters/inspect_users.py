@@ -88,7 +88,9 @@ def _call(user: str, action: str, *arguments: str) -> list[str]:
 
 def _check(done: Done, path: str) -> Done:
     if done.timed_out:
-        raise ToolFailure(ErrorCode.TIMEOUT, f"{path} could not be read or written within {_FILE_TIMEOUT_S:g} s")
+        raise ToolFailure(
+            ErrorCode.TIMEOUT, f"{path} was not read or written within {_FILE_TIMEOUT_S:g} s: use a smaller file"
+        )
     if done.returncode != 0:
         message = done.stderr.decode(errors="replace").strip()
         if message.isdecimal():

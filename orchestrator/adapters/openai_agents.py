@@ -114,7 +114,7 @@ async def as_agents_tools(
     SandboxUnavailable, BrokerUnavailable.
     """
     if asks_by_run and approver is not None:
-        raise ConfigError("set either approver or asks_by_run=True, not both")
+        raise ConfigError("approver and asks_by_run=True are both set: remove one of them")
     tools = await client.session_tools(session, names, approver=approver, timeout_s=timeout_s)
     return [_build_tool(spec, AgentCalls(spec, tools, asks_by_run), asks_by_run) for spec in tools.specs]
 

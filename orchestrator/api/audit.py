@@ -21,7 +21,7 @@ async def read_audit(
     about: Annotated[
         str | None, Query(pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Only changes that concern this tenant.")
     ] = None,
-    target: Annotated[str | None, Query(max_length=256)] = None,
+    target: Annotated[str | None, Query(max_length=256, description="Only changes of this object.")] = None,
 ) -> Page[AuditEntry]:
     """List the changes, the newest first. A page may be shorter than `limit` and not be the last:
     check `next_cursor`.

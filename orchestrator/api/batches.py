@@ -20,7 +20,7 @@ from orchestrator.api.access import AnyCaller, Caller
 from orchestrator.api.idempotency import IdempotencyKey
 from orchestrator.api.paging import Cursor, Limit, Page, decode_cursor, page_from
 from orchestrator.api.problem_handlers import responses
-from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, LineError, read_lines
+from orchestrator.batches.lines import MAX_SHOWN, BadBatch, BatchFile, ErrorCollector, LineError, read_lines
 from orchestrator.batches.rows import build_row, build_row_line
 from orchestrator.dialects.profiles import ProfileName
 from orchestrator.http.problems import ApiCode, ApiProblem
@@ -53,7 +53,9 @@ _BODY = {
 
 
 class SubmittedBatch(BatchStatus):
-    """A batch that was just submitted. `warnings`: problems in the lines that do not prevent the batch."""
+    """A batch that was just submitted, with the fields of BatchStatus. `warnings`: problems in the lines that do not
+    prevent the batch.
+    """
 
     warnings: list[str]
 
@@ -122,15 +124,24 @@ async def submit_batch(
     are validated first, including the names of tools and the arguments of calls.
     """
     webhook = _build_webhook(options.webhook_url, webhook_secret)
-    file = await _read(
-        request, caller.identity.key_id, TenantStore(caller.app_state.settings.workspace_store, caller.tenant)
-    )
-    await _check_uploads(caller, file)
-    runs = _runs(caller)
+    runs, errors = _runs(caller), ErrorCollector()
+    try:
+        file = await _read(
+            request, caller.identity.key_id, TenantStore(caller.app_state.settings.workspace_store, caller.tenant)
+        )
+    except BadBatch as error:
+        if error.file is None:
+            raise
+        file, errors = error.file, ErrorCollector(error)
+    with errors.check():
+        await _check_uploads(caller, file)
     limits, sandbox = pick_fields(RunLimits, options), pick_options(options)
     defaults = pick_fields(BatchDefaults, options, limits=limits, options=sandbox, asks_people=options.ask)
+    warnings = list[str]()
+    with errors.check():
+        warnings = await runs.check_tools(file, "the body")
+    errors.raise_found()
     await runs.check_models(file, defaults)
-    warnings = await runs.check_tools(file, "the body")
     submission = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
     # A submission that was interrupted continues when the client sends it again. The batch id is derived from the
     # submission, so that each item is queued only once.

@@ -42,9 +42,10 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 
 class NewCall(BaseModel):
-    """A tool call. `call_id`: a call id runs at most once within a day.
+    """A tool call. `timeout_s`: limit of the call in seconds; null: the limit of the tool.
 
-    null: a new id, or an id that is derived from the Idempotency-Key.
+    `call_id`: a call with this id runs at most once within a day; null: a new id, or an id that is derived from the
+    Idempotency-Key.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -46,7 +46,11 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 
 class NewRun(SandboxOptions):
-    """A new run.
+    """A new run. `history`: earlier messages, in the format of OpenAI's chat API.
+
+    `model`, `dialect` (format of tool calls) and `profile` (texts for small or standard models) null: the values of the
+    orchestrator. `max_iterations`: model replies. `tool_timeout_s`: seconds per call. `max_wall_s`: seconds of the run
+    without its setup. `max_tokens`: prompt and completion tokens. `priority`: runs with a higher one start first.
 
     `session`: an open session for the run. Without `session`, the run opens its own session with `image`, `network`,
     sizes and user as in POST /v1/sessions, and the files of `workspace` or `restore`. `workspace`: an upload,
@@ -107,7 +111,10 @@ class NewRunForks(BaseModel):
 
 
 class RunView(BaseModel):
-    """A run. The fields from `answer` on are set at the end of the run. `cost` is null if the model has no prices.
+    """A run. `attempt`: 1, and one more after each failure of the infrastructure. `stop_reason`: why the run ended.
+    `steps`: model replies. `clocks`: durations of its phases, in seconds. `cost` is null if the model has no prices.
+    The fields from `answer` on are set at the end of the run.
+
     `usage`: tokens. `call_usage`: resources that its calls used in sandboxes. `sandbox_s`: seconds in which the run had
     its own session. `forked_from`: null if the run is no fork. The sums of a fork are without the shared steps; `steps`
     has them.
@@ -241,8 +248,12 @@ async def read_transcript(run_id: RunId, caller: AnyCaller) -> Response:
 async def follow_run(
     run_id: RunId,
     caller: AnyCaller,
-    last_event_id: Annotated[str | None, Header(max_length=64)] = None,
-    after: Annotated[str | None, Query(max_length=64, description="As Last-Event-ID.")] = None,
+    last_event_id: Annotated[
+        str | None, Header(max_length=64, description="The id of the last event that the client has.")
+    ] = None,
+    after: Annotated[
+        str | None, Query(max_length=64, description="The same as Last-Event-ID, for clients that cannot set it.")
+    ] = None,
 ) -> Response:
     """Stream the events of a run until its end, from the beginning or after the event with the given id.
 

@@ -80,8 +80,9 @@ class SessionView(SandboxOptions):
     """An open session with the sizes and the user of its sandbox. `hosts`: the hosts that the session can reach with
     network egress. `timeout_s`: the largest limit of a call.
 
-    `sandbox`: the id of its container, "" while the id is not known. `usage`: what the session used so far, as in GET
-    /v1/tenants/{name}/usage; null in the response that opens the session.
+    `sandbox`: the id of its container, "" while the id is not known. `generation`: grows when the session gets
+    another sandbox. `network`: none or egress. `usage`: what the session used so far, as in
+    GET /v1/tenants/{name}/usage; null in the response that opens the session.
     """
 
     id: str

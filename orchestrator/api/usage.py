@@ -75,7 +75,8 @@ async def get_usage(
     """
     if not caller.identity.may_act_for(name):
         raise ApiProblem(
-            ErrorCode.PERMISSION_DENIED, f"the API key belongs to tenant {caller.identity.tenant}: ask for its usage"
+            ErrorCode.PERMISSION_DENIED,
+            f"the API key belongs to tenant {caller.identity.tenant}: use the address of that tenant",
         )
     until = _seconds(end) if end is not None else time.time()
     rows = await caller.client.usage(

@@ -58,11 +58,13 @@ class Approval:
         # The approval is spent before any check, so that a failed attempt uses the approval up too.
         was_spent, self._is_spent = self._is_spent, True
         if was_spent:
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the approval was already used")
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the approval was already used: request another one")
         if digest != self.digest:
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the arguments differ from the approved ones")
+            raise ToolFailure(
+                ErrorCode.PERMISSION_DENIED, "the arguments differ from the approved ones: request another approval"
+            )
         if now > self.expires_at:
-            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the approval came too late: ask again")
+            raise ToolFailure(ErrorCode.PERMISSION_DENIED, "the approval came too late: request another one")
 
 
 async def review(

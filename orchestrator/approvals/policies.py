@@ -57,7 +57,7 @@ class Rule:
                 raise ConfigError(f'{name} is {value!r}: use a name, or a pattern such as "*"')
         prefix = self.argv_prefix
         if not isinstance(prefix, tuple) or not all(isinstance(part, str) and part for part in prefix):
-            raise ConfigError('argv_prefix must be a list of words, such as ["git", "push"]')
+            raise ConfigError('argv_prefix is not a list of words: write it as ["git", "push"]')
 
     def is_about(self, tenant: str, tool: str) -> bool:
         """Return whether both globs match. The comparison is case-sensitive."""
@@ -159,16 +159,16 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         data = readers[path.suffix](raw.decode())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: the file is not {path.suffix[1:].upper()}: {error}") from error
+        raise ConfigError(f"{path}: the file is not valid {path.suffix[1:].upper()} ({error}): correct it") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a policy must be an object with a list 'rules'")
+        raise ConfigError(f"{path}: the file is not an object with a list 'rules': correct it")
     return data
 
 
 def _parse_rule(path: Path, number: int, data: Any) -> Rule:
     position = f"{path}: rule {number}"
     if not isinstance(data, dict):
-        raise ConfigError(f"{position}: a rule must be a table with an action")
+        raise ConfigError(f"{position}: the rule is not a table: write a table with an action")
     fields = ("action", "tool", "tenant", "argv_prefix")
     unknown = sorted(set(data) - set(fields))
     if unknown:

@@ -48,7 +48,7 @@ class Pattern:
         /workspace.
         """
         if not text or len(text) > MAX_PATTERN_CHARS or "\0" in text:
-            raise ValueError(f"a pattern has 1 to {MAX_PATTERN_CHARS} characters and contains no NUL")
+            raise ValueError(f"the pattern is invalid: use 1 to {MAX_PATTERN_CHARS} characters without NUL")
         inner = text.removeprefix(ROOT) if text == ROOT or text.startswith(ROOT + "/") else text
         if inner == text and text.startswith("/"):
             raise ValueError(f"the path is not below {ROOT}: name a file of the workspace")

@@ -29,7 +29,8 @@ class DisplayedBatch:
     """A batch that a display shows.
 
     `wall`: returns Unix seconds. `ticks`: returns seconds of a clock that never jumps. `is_kept`: commands can name
-    the batch afterwards. `rows`: files of successes and of failures, if this process writes them.
+    the batch afterwards. `rows`: files of successes and of failures, if this process writes them. `printed_warnings`:
+    warnings that the command has printed before.
     """
 
     batch: str
@@ -39,6 +40,7 @@ class DisplayedBatch:
     is_kept: bool = True
     rows: tuple[str, ...] = ()
     tenant: str = DEFAULT_TENANT
+    printed_warnings: tuple[str, ...] = ()
 
     def summary(self) -> Summary:
         """Return the summary of the batch."""
@@ -64,6 +66,7 @@ class Display:
         self._displayed, self._every_s = displayed, every_s
         self._opened_at, self._next_at = displayed.wall(), displayed.ticks() + every_s
         self._ended_earlier = 0
+        self._printed_warnings = set(displayed.printed_warnings)
 
     def __enter__(self) -> "Display":
         return self
@@ -96,6 +99,11 @@ class Display:
     def _show_status(self, s: ProgressSnapshot) -> None: ...
 
     def _show_summary(self, summary: Summary) -> None: ...
+
+    def _summary_lines(self, summary: Summary) -> list[str]:
+        """Return the summary for people, without warnings that were printed before."""
+        warnings = tuple(warning for warning in summary.warnings if warning not in self._printed_warnings)
+        return build_summary_lines(summary.model_copy(update={"warnings": warnings}))
 
     def _counts(self, s: ProgressSnapshot) -> str:
         """Return the numbers of items by state."""
@@ -149,8 +157,11 @@ class LogDisplay(Display):
 
     def _show_event(self, event: RunEvent, is_new: bool) -> None:
         is_shown = is_new and (self._has_past or event.at >= self._opened_at)
-        if is_shown and (line := _describe(event)):
+        warning = event.message if isinstance(event, BatchNotice) and event.is_warning else None
+        if is_shown and warning not in self._printed_warnings and (line := _describe(event)):
             self._write(event.at, line)
+            if warning is not None:
+                self._printed_warnings.add(warning)
 
     def _show_status(self, s: ProgressSnapshot) -> None:
         counts = f"{self._counts(s)}; {s.steps:,} steps"
@@ -159,7 +170,7 @@ class LogDisplay(Display):
             self._write(self._displayed.wall(), f"{counts}; {self._figures(s)}")
 
     def _show_summary(self, summary: Summary) -> None:
-        self._out.write("".join(f"{line}\n" for line in build_summary_lines(summary)))
+        self._out.write("".join(f"{line}\n" for line in self._summary_lines(summary)))
         self._out.flush()
 
     def _write(self, at: float, line: str) -> None:

@@ -54,24 +54,23 @@ class EnvironmentChecker:
     def _is_local(self, workspace: str | None) -> TypeGuard[str]:
         return workspace is not None and self._folder is not None and not is_stored(workspace)
 
-    def find_errors(self, environment: ItemEnvironment) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    def find_errors(
+        self, workspace: str | None, artifacts: Sequence[str]
+    ) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """Yield each error of an environment, as (path of the field, sentence)."""
-        if (
-            environment.workspace is not None
-            and (error := self._find_workspace_problem(environment.workspace)) is not None
-        ):
+        if workspace is not None and (error := self._find_workspace_problem(workspace)) is not None:
             yield ("workspace",), error
-        if environment.artifacts and self._folder is None and (self._store is None or self._store.setting is None):
+        if artifacts and self._folder is None and (self._store is None or self._store.setting is None):
             yield ("artifacts",), NO_STORE
-        yield from self._find_pattern_errors(environment.artifacts)
+        yield from self._find_pattern_errors(artifacts)
 
-    def find_grader_errors(self, grader: Grader | None) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    def find_grader_errors(
+        self, files: str | None, artifacts: Sequence[str]
+    ) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """Yield each error of a grader's files and patterns, like `find_errors`."""
-        if grader is None:
-            return
-        if grader.files is not None and (error := self._find_workspace_problem(grader.files)) is not None:
+        if files is not None and (error := self._find_workspace_problem(files)) is not None:
             yield ("grader", "files"), error
-        for path, error in self._find_pattern_errors(grader.artifacts):
+        for path, error in self._find_pattern_errors(artifacts):
             yield ("grader", *path), error
 
     def _find_pattern_errors(self, patterns: Sequence[str]) -> Iterator[tuple[tuple[str | int, ...], str]]:

@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,13 +40,12 @@ MAX_SAMPLES = 1000
 _READABLE = ("/workspace/", "/output/", "/tmp/")  # folders of a sandbox
 
 
-class InvalidField(Exception):
+@dataclass(frozen=True)
+class InvalidField:
     """A field that cannot be accepted. `path`: position of the field. `message`: a sentence."""
 
-    def __init__(self, path: tuple[str | int, ...], message: str) -> None:
-        super().__init__(message)
-        self.path = path
-        self.message = message
+    path: tuple[str | int, ...]
+    message: str
 
 
 class Shape(BaseModel):
@@ -82,16 +83,25 @@ class GraderFields(SandboxOptions, Shape):
     reward_file: _Path | None = None
     timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0, le=MAX_TIMEOUT_S)
 
-    def to_grader(self) -> Grader:
-        """Return the grader. Raises InvalidField: the reward file would be among the artifacts, or cannot be read."""
-        reward_file = self.reward_file and os.path.normpath(os.path.join("/workspace", self.reward_file))
+    def find_errors(self) -> Iterator[InvalidField]:
+        """Yield an error if the reward file would be among the artifacts, or cannot be read."""
+        reward_file = self._reward_path()
         if reward_file is not None and f"{reward_file}/".startswith(f"{ARTIFACTS_FOLDER}/"):
-            raise InvalidField(
-                ("grader", "reward_file"), f"the artifacts are in {ARTIFACTS_FOLDER}: let the grader write another file"
+            yield InvalidField(
+                ("grader", "reward_file"),
+                f"{ARTIFACTS_FOLDER} contains the artifacts of the item: let the grader write its reward elsewhere",
             )
-        if reward_file is not None and not reward_file.startswith(_READABLE):
-            raise InvalidField(("grader", "reward_file"), "a reward is read only below /workspace, /output or /tmp")
-        return pick_fields(Grader, self, reward_file=reward_file, options=pick_options(self))
+        elif reward_file is not None and not reward_file.startswith(_READABLE):
+            yield InvalidField(
+                ("grader", "reward_file"), "the path is outside of /workspace, /output and /tmp: use one of these"
+            )
+
+    def to_grader(self) -> Grader:
+        """Return the grader."""
+        return pick_fields(Grader, self, reward_file=self._reward_path(), options=pick_options(self))
+
+    def _reward_path(self) -> str | None:
+        return self.reward_file and os.path.normpath(os.path.join("/workspace", self.reward_file))
 
 
 class EnvironmentFields(SandboxOptions, Shape):
@@ -107,22 +117,26 @@ class EnvironmentFields(SandboxOptions, Shape):
     samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     grader: GraderFields | None = None
 
-    def to_environment(self) -> ItemEnvironment:
-        """Return the environment of the item. Raises InvalidField: the line names two sources of files, or sets a field
-        that a fork takes from its parent session.
-        """
+    def find_errors(self) -> Iterator[InvalidField]:
+        """Yield each field that cannot be accepted, such as a second source of files."""
         if self.workspace is not None and self.restore is not None:
-            raise InvalidField(
+            yield InvalidField(
                 ("restore",),
                 "a session starts from a workspace or from a checkpoint: remove `workspace` or `restore`",
             )
-        environment = pick_fields(ItemEnvironment, self)
-        if self.fork is not None and environment != ItemEnvironment(fork=self.fork, artifacts=environment.artifacts):
-            raise InvalidField(
-                ("fork",),
-                "a fork has the files, the image, the network and the sizes of its session: remove these, or `fork`",
-            )
-        return environment
+        if self.fork is not None:
+            environment = self.to_environment()
+            if environment != ItemEnvironment(fork=self.fork, artifacts=environment.artifacts):
+                yield InvalidField(
+                    ("fork",),
+                    "a fork has the files, image, network and sizes of its session: remove these fields, or `fork`",
+                )
+        if self.grader is not None:
+            yield from self.grader.find_errors()
+
+    def to_environment(self) -> ItemEnvironment:
+        """Return the environment of the item."""
+        return pick_fields(ItemEnvironment, self)
 
 
 class RunFields(EnvironmentFields):
@@ -139,21 +153,25 @@ class RunFields(EnvironmentFields):
     sampling: dict[str, Json] = {}
     keep_states: bool = False
 
-    def to_work(self) -> RunBody:
-        """Return the run. Raises InvalidField: a field cannot be accepted."""
+    def find_errors(self) -> Iterator[InvalidField]:
+        """Yield each field that cannot be accepted."""
         if (self.instruction is None) == (self.input is None):
-            raise (
+            yield (
                 InvalidField((), "`instruction` is missing: add it")
                 if self.instruction is None
                 else InvalidField(("input",), "`input` is an alias of `instruction`: remove one of them")
             )
         for number, message in enumerate(self.history):
-            _check_message(message, ("history", number))
+            yield from _find_message_errors(message, ("history", number))
         for name in self.sampling:
             if name not in _RUN_SAMPLING:
-                raise InvalidField(
+                yield InvalidField(
                     ("sampling", name[:64]), f"`{name[:64]}` is not a sampling field: use {', '.join(_RUN_SAMPLING)}"
                 )
+        yield from super().find_errors()
+
+    def to_work(self) -> RunBody:
+        """Return the run."""
         return pick_fields(RunBody, self, instruction=self.instruction or self.input or "", limits=_limits(self.limits))
 
 
@@ -213,19 +231,30 @@ class ChatFields(Shape):
     tool_choice: Json = None
     parallel_tool_calls: bool | None = None
 
-    def to_work(self) -> RunBody:
-        """Return the run. Raises InvalidField: a field cannot be accepted."""
-        self._check_unsupported()
-        for number, message in enumerate(self.messages):
-            _check_message(message, ("messages", number))
+    def find_errors(self) -> Iterator[InvalidField]:
+        """Yield each field that cannot be accepted."""
+        yield from self._find_unsupported()
+        invalid = [
+            error
+            for number, message in enumerate(self.messages)
+            for error in _find_message_errors(message, ("messages", number))
+        ]
+        yield from invalid
         last = len(self.messages) - 1
+        if any(error.path[:2] == ("messages", last) for error in invalid):
+            return
         if self.messages[-1]["role"] != "user":
-            raise InvalidField(
+            yield InvalidField(
                 ("messages", last), "the last message does not have the role `user`: end with a message of the user"
             )
+        else:
+            yield from _find_instruction_errors(self.messages[-1], last)
+
+    def to_work(self) -> RunBody:
+        """Return the run."""
         sampling = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return RunBody(
-            instruction=_instruction(self.messages[-1], last),
+            instruction="\n".join(_texts(self.messages[-1])),
             history=tuple(self.messages[:-1]),
             model=self.model,
             tools=(),
@@ -233,18 +262,18 @@ class ChatFields(Shape):
             sampling=sampling,
         )
 
-    def _check_unsupported(self) -> None:
-        """Raise InvalidField for fields that ask for something that a row cannot contain."""
+    def _find_unsupported(self) -> Iterator[InvalidField]:
+        """Yield each field that asks for something that a row cannot contain."""
         if self.n not in (None, 1):
-            raise InvalidField(("n",), "a row contains one answer: remove `n`, and write a line for each answer")
+            yield InvalidField(("n",), "a row contains one answer: remove `n`, and write a line for each answer")
         if self.stream:
-            raise InvalidField(("stream",), "a row contains the complete answer: remove `stream`")
+            yield InvalidField(("stream",), "a row contains the complete answer: remove `stream`")
         if self.logprobs:
-            raise InvalidField(("logprobs",), "rows contain no log probabilities: remove `logprobs`")
+            yield InvalidField(("logprobs",), "rows contain no log probabilities: remove `logprobs`")
         if self.store:
-            raise InvalidField(("store",), "answers are not stored at the endpoint: remove `store`")
+            yield InvalidField(("store",), "answers are not stored at the endpoint: remove `store`")
         if self.tools or self.tool_choice not in (None, "none", "auto"):
-            raise InvalidField(
+            yield InvalidField(
                 ("tools",) if self.tools else ("tool_choice",),
                 f"a batch cannot call functions of the client: remove `tools` and `tool_choice`, or use the url "
                 f"{RUNS_URL}, whose tools run in a sandbox",
@@ -278,9 +307,7 @@ LIMIT_NAMES = tuple(LimitFields.model_fields)
 
 
 def build_item(line: int, custom_id: Any, url: str, fields: Fields) -> BatchItem:
-    """Return the item of a line. Raises InvalidField with the path inside `fields`. Raises ValidationError: the
-    custom_id is invalid.
-    """
+    """Return the item of a line whose fields have no errors. Raises ValidationError: the custom_id is invalid."""
     work = fields.to_work()
     if isinstance(fields, ChatFields):
         return BatchItem(custom_id=custom_id, line=line, url=url, work=work)
@@ -308,32 +335,37 @@ def _limits(fields: LimitFields) -> RunLimits:
     return RunLimits(**fields.model_dump()) if fields.model_fields_set else _NO_LIMITS
 
 
-def _check_message(message: dict[str, Json], path: tuple[str | int, ...]) -> None:
-    """Raise InvalidField if a message has an invalid role or content."""
+def _find_message_errors(message: dict[str, Json], path: tuple[str | int, ...]) -> Iterator[InvalidField]:
+    """Yield an error if the message has an invalid role or content."""
     role, content = message.get("role"), message.get("content")
     if role not in _Roles.__args__:  # type: ignore[attr-defined]
-        raise InvalidField((*path, "role"), f"`role` of a message is one of {', '.join(_Roles.__args__)}")  # type: ignore[attr-defined]
+        roles = ", ".join(_Roles.__args__)  # type: ignore[attr-defined]
+        yield InvalidField((*path, "role"), f"the role is missing or unknown: use one of {roles}")
     has_calls = role == "assistant" and bool(message.get("tool_calls"))
     if not isinstance(content, str | list) and not (content is None and has_calls):
-        raise InvalidField((*path, "content"), "`content` of a message is text, or a list of parts")
+        yield InvalidField((*path, "content"), "the content is neither text nor a list of parts: write one of them")
 
 
-def _instruction(message: dict[str, Json], number: int) -> str:
-    """Return the text of the last message. Raises InvalidField: the message contains anything other than text."""
-    content = message.get("content")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts = []
-    for part_number, part in enumerate(parts if isinstance(parts, list) else []):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+def _find_instruction_errors(message: dict[str, Json], number: int) -> Iterator[InvalidField]:
+    """Yield an error if the last message contains anything other than text, or no text."""
+    for part_number, text in enumerate(_texts(message)):
         if not isinstance(text, str):
-            raise InvalidField(
+            yield InvalidField(
                 ("messages", number, "content", part_number),
                 "the last message may contain only text: put files into the workspace of a run",
             )
-        texts.append(text)
-    joined = "\n".join(texts)
-    if not re.search(r"\S", joined):
-        raise InvalidField(
+            return
+    if not any(re.search(r"\S", text) for text in _texts(message)):
+        yield InvalidField(
             ("messages", number, "content"), "the last message is empty: add the text that the model answers"
         )
-    return joined
+
+
+def _texts(message: dict[str, Json]) -> list[Any]:
+    """Return the texts of a message's parts; None for a part that is not text."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in (parts if isinstance(parts, list) else [])
+    ]

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
@@ -108,14 +109,13 @@ class LineError:
 
 class BadBatch(OperatorError):
     """The file has errors, and no item was started. `errors`: the first errors. `more`: number of further
-    errors.
+    errors. `file`: the items without errors, for further checks; None if the file could not be read.
     """
 
     code = ErrorCode.INVALID_ARGUMENTS
 
-    def __init__(self, name: str, errors: Iterable[LineError], more: int = 0) -> None:
-        self.errors = tuple(errors)
-        self.more = more
+    def __init__(self, name: str, errors: Iterable[LineError], more: int = 0, file: "BatchFile | None" = None) -> None:
+        self.name, self.errors, self.more, self.file = name, tuple(errors), more, file
         count = len(self.errors) + more
         hidden = (
             [f"  and {more} more" + ("; the rest of the file was not read" if more >= MAX_COUNTED else "")]
@@ -127,6 +127,32 @@ class BadBatch(OperatorError):
             f"{name} has {count} error{'s' if count > 1 else ''}; nothing was started. Fix the file and submit it again"
         )
         super().__init__("\n".join([head, *lines]))
+
+    def join(self, other: "BadBatch") -> "BadBatch":
+        """Return the errors of two checks of one file, in the order of the lines."""
+        errors = sorted([*self.errors, *other.errors], key=lambda error: error.line or 0)
+        hidden = self.more + other.more + max(0, len(errors) - MAX_SHOWN)
+        return BadBatch(self.name, errors[:MAX_SHOWN], hidden, self.file)
+
+
+class ErrorCollector:
+    """Collects the errors that several checks of one file find, so that one correction is enough."""
+
+    def __init__(self, found: BadBatch | None = None) -> None:
+        self.found = found
+
+    @contextmanager
+    def check(self) -> Iterator[None]:
+        """Keep the BadBatch that the block raises."""
+        try:
+            yield
+        except BadBatch as error:
+            self.found = error if self.found is None else self.found.join(error)
+
+    def raise_found(self) -> None:
+        """Raise BadBatch with all errors, if there are any."""
+        if self.found is not None:
+            raise self.found
 
 
 @dataclass(frozen=True)
@@ -178,13 +204,14 @@ def read_lines(
     """
     reader = _Reader(EnvironmentChecker(folder, store, max_bytes))
     reader.read(stream)
+    file = BatchFile(reader.items, reader.sha256.hexdigest(), reader.bytes, reader.url)
     if reader.errors:
-        raise BadBatch(name, reader.errors, reader.more)
+        raise BadBatch(name, reader.errors, reader.more, file)
     if not reader.items:
         raise BadBatch(
             name, [LineError("the file has no lines: write one object per line, with an id and an instruction")]
         )
-    return BatchFile(reader.items, reader.sha256.hexdigest(), reader.bytes, reader.url)
+    return file
 
 
 class _Reader:
@@ -246,6 +273,7 @@ class _Reader:
 
     def _take(self, number: int, line_fields: dict[str, Any], values: int) -> Iterator[tuple[FieldPath, str]]:
         """Store the item of a line, or yield the errors of the line as (path, message)."""
+        errors_before = len(self.errors) + self.more
         is_openai = not _OUTER_NAMES.isdisjoint(line_fields)
         body = line_fields.get("body") if is_openai else line_fields
         id_name = "custom_id" if is_openai else "id"
@@ -259,33 +287,47 @@ class _Reader:
             if url not in BODIES or not isinstance(line_fields.get("body"), dict):
                 return
         shape: type[Fields] = BODIES[url] if url is not None else ShortCall if "tool" in line_fields else ShortRun
-        fields, problems = _parse(
-            shape,
-            line_fields["body"] if is_openai else line_fields,
-            ("body",) if is_openai else (),
-            has_messages=not self._is_full,
-        )
+        prefix = ("body",) if is_openai else ()
+        body_fields = line_fields["body"] if is_openai else line_fields
+        fields, problems = _parse(shape, body_fields, prefix, has_messages=not self._is_full)
         yield from problems
-        if fields is None:
-            return
-        custom_id, prefix = line_fields.get(id_name), ("body",) if is_openai else ()
-        try:
-            item = build_item(number, custom_id, url or (CALLS_URL if "tool" in line_fields else RUNS_URL), fields)
-        except InvalidField as error:
+        invalid = {path[len(prefix) : len(prefix) + 1] for path, _ in problems}
+        is_misspelled = any("`instruction`" in message for _, message in problems)
+        for error in (
+            fields.find_errors()
+            if fields is not None
+            else _find_field_errors(shape, body_fields, invalid, is_misspelled)
+        ):
             yield (*prefix, *error.path), error.message
-            return
-        except ValidationError:
-            # The error is in the fields around the body, and was reported above.
-            return
-        for path, message in self._environments.find_errors(item.environment):
+        for path, message in self._find_environment_errors(body_fields, invalid):
             yield (*prefix, *path), message
-        for path, message in self._environments.find_grader_errors(item.grader):
-            yield (*prefix, *path), message
-        # After an error no item will run, so the remaining items are checked and not stored.
-        if not self.errors:
-            item = self._environments.normalize(item)
-            for name in custom_ids:
-                self.items.add(item.model_copy(update={"custom_id": name}), values)
+        # The consumer has stored the errors that were yielded. A file with errors keeps its other items, so that
+        # later checks report their errors at the same time.
+        if fields is None or len(self.errors) + self.more > errors_before:
+            return
+        custom_id = line_fields.get(id_name)
+        item = build_item(number, custom_id, url or (CALLS_URL if "tool" in line_fields else RUNS_URL), fields)
+        item = self._environments.normalize(item)
+        for name in custom_ids:
+            self.items.add(item.model_copy(update={"custom_id": name}), values)
+
+    def _find_environment_errors(
+        self, fields: dict[str, Any], invalid: set[FieldPath]
+    ) -> Iterator[tuple[FieldPath, str]]:
+        """Yield the errors of the workspace, of the artifacts and of the grader. `fields`: not converted, because other
+        fields may have errors. `invalid`: fields with errors that were reported.
+        """
+
+        def text(value: object) -> str | None:
+            return value if isinstance(value, str) else None
+
+        def texts(value: object) -> list[str]:
+            return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
+
+        valid = {name: value for name, value in fields.items() if (name,) not in invalid}
+        yield from self._environments.find_errors(text(valid.get("workspace")), texts(valid.get("artifacts")))
+        if isinstance(grader := valid.get("grader"), dict):
+            yield from self._environments.find_grader_errors(text(grader.get("files")), texts(grader.get("artifacts")))
 
     def _check_ids(self, number: int, name: str, custom_ids: list[str]) -> Iterator[tuple[FieldPath, str]]:
         """Yield an error if an earlier line has the same id, or the samples of the line are too many or have ids that
@@ -363,6 +405,20 @@ def _parse(
             (path, _sentence(shape, problem, path) if has_messages and at < MAX_SHOWN else "")
             for at, (problem, path) in enumerate(problems)
         ]
+
+
+def _find_field_errors(
+    shape: type[Fields], fields: dict[str, Any], invalid: set[FieldPath], has_misspelled_task: bool
+) -> Iterator[InvalidField]:
+    """Yield the errors of a line without its `invalid` fields. Errors that follow from these fields are omitted."""
+    valid = {name: value for name, value in fields.items() if (name,) not in invalid}
+    parsed, _ = _parse(shape, {"id": "none", **valid} if ("id",) in invalid else valid, (), has_messages=False)
+    if parsed is None:
+        return
+    has_invalid_task = has_misspelled_task or not invalid.isdisjoint({("instruction",), ("input",)})
+    for error in parsed.find_errors():
+        if error.path[:1] not in invalid and (error.path or not has_invalid_task):
+            yield error
 
 
 def _sentence(shape: type[BaseModel], problem: ErrorDetails, path: FieldPath) -> str:

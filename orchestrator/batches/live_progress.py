@@ -10,7 +10,7 @@ from rich.text import Text
 
 from orchestrator.batches.displays import Display, DisplayedBatch, JsonLines, LogDisplay
 from orchestrator.batches.progress import ProgressSnapshot
-from orchestrator.batches.summary import Summary, build_summary_lines
+from orchestrator.batches.summary import Summary
 from orchestrator.terminal.figures import MAX_NOTE_CHARS, format_seconds, one_line
 
 REFRESH_S = 0.25
@@ -52,7 +52,7 @@ class LiveProgress(Display):
         self._live.update(Group(title, self._bar, figures, *notes), refresh=True)
 
     def _show_summary(self, summary: Summary) -> None:
-        for line in build_summary_lines(summary):
+        for line in self._summary_lines(summary):
             self._console.print(Text(line), soft_wrap=True)
 
 

@@ -36,7 +36,7 @@ def parse_reward(content: bytes) -> dict[str, float]:
     if "reward" not in scores:
         raise InvalidReward("the object in the reward file has no `reward`")
     if not 0 <= scores["reward"] <= 1:
-        raise InvalidReward(f"the reward is {scores['reward']:g}, and must be at least 0 and at most 1")
+        raise InvalidReward(f"the reward is {scores['reward']:g} and not between 0 and 1")
     return {name: float(score) for name, score in scores.items()}
 
 

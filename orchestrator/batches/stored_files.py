@@ -172,5 +172,5 @@ def _build_not_found_error(file: str) -> ToolFailure:
     """Return the error for a file that the tenant does not have."""
     return ToolFailure(
         ErrorCode.FILE_NOT_FOUND,
-        f"the tenant has no file {file[:100]!r}: it was deleted, has expired, or was never uploaded",
+        f"the tenant has no file {file[:100]!r}: it was deleted, has expired, or was never uploaded. Upload it again",
     )

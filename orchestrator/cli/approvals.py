@@ -153,9 +153,13 @@ def _read_arguments(text: str | None) -> dict[str, Any] | None:
             read = file.read(MAX_ARGUMENT_BYTES + 1)
         found = json.loads(read) if len(read) <= MAX_ARGUMENT_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the arguments cannot be read as JSON: {error}") from error
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS,
+            f"the arguments are not valid JSON ({error}): write one JSON object into the file",
+        ) from error
     if not isinstance(found, dict):
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the arguments must be one JSON object of at most {MAX_ARGUMENT_BYTES} bytes"
+            ErrorCode.INVALID_ARGUMENTS,
+            f"the file is not one JSON object of at most {MAX_ARGUMENT_BYTES} bytes: correct it",
         )
     return found

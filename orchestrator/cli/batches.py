@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +12,14 @@ import typer
 from rich.console import Console
 
 from contract.calls import MAX_BLOB_BYTES
-from contract.errors import ConfigError
+from contract.errors import ConfigError, ToolcrewError
 from contract.run_events import FailureKind
 from contract.webhooks import Webhook
 from orchestrator.batches.detached import check_detached
-from orchestrator.batches.lines import BatchFile, load_lines
+from orchestrator.batches.lines import BadBatch, BatchFile, ErrorCollector, load_lines
 from orchestrator.batches.model_check import check_prices
 from orchestrator.batches.stored_files import StoredFiles
+from orchestrator.batches.tool_check import names_tools
 from orchestrator.batches.transfers import find_local_workspaces, upload_workspaces
 from orchestrator.cli.batches_options import (
     LimitOptions,
@@ -138,6 +139,7 @@ def submit(
 
     Exit code 0: all items succeeded; 1: some failed, or the batch could not start; 130: interrupted; 143: terminated.
     """
+    _check_exists(file)
     if output is None and not detach:
         raise typer.BadParameter(
             "no output was given: give --output OUT.jsonl, or --detach to let other orchestrators run the batch"
@@ -160,8 +162,12 @@ def submit(
 
     async def work() -> int:
         settings = load_settings()
-        read = await _read_file(file, batch, defaults, settings, is_detached=detach)
-        for warning in [] if detach else check_models(read, defaults, settings):
+        try:
+            read = await _read_file(file, batch, defaults, settings, is_detached=detach)
+        except BadBatch as error:
+            raise await _add_tool_errors(error, tenant) from None
+        warnings = [] if detach else check_models(read, defaults, settings)
+        for warning in warnings:
             _warn(warning)
         async with open_client(tenant) as client:
             await client.batch_runs().check_models(read, defaults)
@@ -180,6 +186,7 @@ def submit(
                 detach,
                 as_json,
                 receiver,
+                tuple(warnings),
             )
 
     raise typer.Exit(run_work(work(), as_json))
@@ -250,9 +257,17 @@ async def _read_file(
         )
     uploads = is_detached and settings.workspace_store is not None
     max_bytes = MAX_WORKSPACE_BYTES if uploads else MAX_BLOB_BYTES
-    read = await asyncio.to_thread(load_lines, file, max_bytes=max_bytes)
+    errors = ErrorCollector()
+    try:
+        read = await asyncio.to_thread(load_lines, file, max_bytes=max_bytes)
+    except BadBatch as error:
+        if error.file is None:
+            raise
+        read, errors = error.file, ErrorCollector(error)
     if is_detached:
-        check_detached(read, defaults.artifacts, file.name, uploads=uploads)
+        with errors.check():
+            check_detached(read, defaults.artifacts, file.name, uploads=uploads)
+    errors.raise_found()
     check_lines(read, defaults, is_detached=is_detached)
     if settings.redis_url is None:
         # An embedded stack has no model endpoints.
@@ -260,6 +275,17 @@ async def _read_file(
     if defaults.artifacts is not None:
         await asyncio.to_thread(prepare_artifacts, Path(defaults.artifacts))
     return read
+
+
+async def _add_tool_errors(bad: BadBatch, tenant: str | None) -> BadBatch:
+    """Return the errors of a file with the errors that only a pool can find: names of tools, arguments of calls."""
+    errors = ErrorCollector(bad)
+    if bad.file is not None and await asyncio.to_thread(names_tools, bad.file):
+        # Without a pool, the errors that were found are more useful than the reason why there is no pool.
+        with suppress(ToolcrewError), errors.check():
+            async with open_client(tenant) as client:
+                await client.batch_runs().check_tools(bad.file, bad.name)
+    return errors.found or bad
 
 
 async def _submit(
@@ -273,6 +299,7 @@ async def _submit(
     is_detached: bool,
     as_json: bool,
     webhook: Webhook | None,
+    warnings: tuple[str, ...],
 ) -> int:
     runs, console = client.batch_runs(), Console(stderr=True)
     with ExitStack() as stack:
@@ -297,7 +324,15 @@ async def _submit(
             console.print(f"queued; `{status}` and `{logs}` show its progress", highlight=False, soft_wrap=True)
             return 0
         return await run_batch(
-            runs, batch, paths, rows, interrupts, console, is_kept=client.stack is None, as_json=as_json
+            runs,
+            batch,
+            paths,
+            rows,
+            interrupts,
+            console,
+            is_kept=client.stack is None,
+            as_json=as_json,
+            printed_warnings=warnings,
         )
 
 
@@ -342,6 +377,16 @@ def _handle_signals(batch: str, tenant: str, console: Console, *, is_kept: bool)
     )
     interrupts.listen()
     return interrupts
+
+
+def _check_exists(file: Path) -> None:
+    """Raise BadParameter if the input file does not exist."""
+    try:
+        file.stat()
+    except FileNotFoundError:
+        raise typer.BadParameter(f"the input file {file} does not exist: check the path") from None
+    except (OSError, ValueError):
+        return  # `load_lines` reports it.
 
 
 def _warn(message: str) -> None:

@@ -69,9 +69,9 @@ def build_defaults(
 def check_format(dialect: str | None, profile: str | None) -> None:
     """Check the names. Raises BadParameter: the dialect or the profile is unknown."""
     if dialect is not None and dialect not in DIALECTS:
-        raise typer.BadParameter(f"--dialect is {', '.join(DIALECTS[:-1])} or {DIALECTS[-1]}, not '{dialect}'")
+        raise typer.BadParameter(f"--dialect {dialect} is unknown: use {', '.join(DIALECTS[:-1])} or {DIALECTS[-1]}")
     if profile not in (None, *PROFILE_NAMES):
-        raise typer.BadParameter(f"--profile is one of {', '.join(PROFILE_NAMES)}, not '{profile}'")
+        raise typer.BadParameter(f"--profile {profile} is unknown: use one of {', '.join(PROFILE_NAMES)}")
 
 
 def parse_webhook(url: str | None, secret: Path | None, *, is_detached: bool) -> Webhook | None:
@@ -88,10 +88,12 @@ def parse_webhook(url: str | None, secret: Path | None, *, is_detached: bool) ->
     try:
         return Webhook(url=url, secret=secret.read_text(encoding="utf-8").strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"--webhook-secret {secret} cannot be read: {error}") from error
+        raise typer.BadParameter(
+            f"--webhook-secret {secret} cannot be read: {error}; name a readable text file"
+        ) from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise typer.BadParameter(f"the webhook's {first['loc'][0]} is invalid: {first['msg']}") from None
+        raise typer.BadParameter(f"the webhook's {first['loc'][0]} is invalid: {first['msg']}; correct it") from None
 
 
 def check_lines(file: BatchFile, defaults: BatchDefaults, *, is_detached: bool = False) -> None:

@@ -120,15 +120,18 @@ async def run_batch(
     *,
     is_kept: bool,
     as_json: bool,
+    printed_warnings: tuple[str, ...] = (),
 ) -> int:
     """Run a batch to its end or an interrupt; return the exit code. `is_kept`: Redis continues to run after the
-    command, so commands can name the batch later.
+    command, so commands can name the batch later. `printed_warnings`: warnings that the display does not print again.
     """
     with write_batch_events(paths.batch_events) as keep_event:
         record, summary = await runs.work(
             batch,
             lambda displayed: open_display(
-                replace(displayed, rows=(str(paths.output), str(paths.failures))), console, as_json=as_json
+                replace(displayed, rows=(str(paths.output), str(paths.failures)), printed_warnings=printed_warnings),
+                console,
+                as_json=as_json,
             ),
             rows=rows,
             keep_event=keep_event,

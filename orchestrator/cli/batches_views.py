@@ -132,7 +132,8 @@ async def batches_export(
         Path | None,
         typer.Option(
             "--events",
-            help="With --html: OUT.events.jsonl of `submit`. Default: the latest events, from Redis.",
+            help="With --html: the file of events that `submit` wrote, OUT.events.jsonl. Default: the latest "
+            "events, from Redis.",
         ),
     ] = None,
     tenant: Tenant = None,
@@ -144,7 +145,9 @@ async def batches_export(
     if events is not None and page is None:
         raise typer.BadParameter("--events needs --html: only a report reads them")
     if page is not None and output is not None:
-        raise typer.BadParameter("--html and --output exclude each other: export rows and report one after the other")
+        raise typer.BadParameter(
+            "--html and --output were both given: export the rows and the report with two commands"
+        )
     if page is not None:
         await _export_report(batch, page, events, tenant)
         return Output({"batch": batch, "page": str(page)}, [str(page)])

@@ -111,9 +111,13 @@ def _read_json(source: str) -> dict[str, Any]:
         text = sys.stdin.read() if source == "-" else Path(source[1:]).read_text()
         value = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the arguments cannot be read as JSON: {error}") from error
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, f"the arguments are not valid JSON ({error}): give one JSON object"
+        ) from error
     if not isinstance(value, dict):
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "the arguments must be one JSON object")
+        raise ToolFailure(
+            ErrorCode.INVALID_ARGUMENTS, 'the arguments are JSON, but not an object: write {"NAME": VALUE}'
+        )
     return value
 
 

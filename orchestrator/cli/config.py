@@ -85,7 +85,8 @@ async def config_users(
 @config_app.command("reseal")
 @as_command
 async def config_reseal(as_json: Json = False) -> Output:
-    """Sign keys, policies, switches, model endpoints and skills again, and encrypt secrets, with the current secret.
+    """Sign API keys, policies, disabled tools, model endpoints and skills again with TOOLCREW_SECRET. Encrypt secrets
+    again.
 
     Run the command after TOOLCREW_SECRET has changed in every process and before the old secret is removed from
     TOOLCREW_SECRETS_PREVIOUS. The command is safe to repeat.

@@ -106,7 +106,7 @@ def _build(values: dict[str, Any], unset: list[str] | None) -> ModelEndpoint:
     for option in unset or ():
         if option not in fields:
             raise ToolFailure(
-                ErrorCode.INVALID_ARGUMENTS, f"--unset: there is no option '{option}': {', '.join(fields)}"
+                ErrorCode.INVALID_ARGUMENTS, f"--unset: there is no option '{option}': use one of {', '.join(fields)}"
             )
         values.pop(fields[option], None)
     try:

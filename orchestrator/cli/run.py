@@ -111,7 +111,8 @@ def run(
         str | None,
         typer.Option(
             "--model",
-            help="A model endpoint, or a model of OPENAI_BASE_URL; without that URL, local or scripted of toolcrew.",
+            help="A model endpoint, or a model at OPENAI_BASE_URL. Without that URL: `local` or `scripted`, "
+            "shipped with toolcrew.",
         ),
     ] = None,
     dialect: Annotated[

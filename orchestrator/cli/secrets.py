@@ -89,7 +89,7 @@ def _needed_role(of_deployment: bool) -> Role:
 
 def _find_owner(deployment: Deployment, tenant: str | None, of_deployment: bool) -> str | None:
     if of_deployment and tenant is not None:
-        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "--deployment and --tenant exclude each other: give one")
+        raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "--deployment and --tenant were both given: give one of them")
     owner = None if of_deployment else tenant or deployment.actor.tenant or DEFAULT_TENANT
     if not of_deployment and not deployment.actor.may_act_for(owner):
         raise ToolFailure(

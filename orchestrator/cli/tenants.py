@@ -8,11 +8,12 @@ import typer
 
 from contract.errors import ConfigError, ErrorCode, ToolFailure
 from contract.tenancy import DEFAULT_TENANT, TenantPolicy
-from orchestrator.cli.access import open_deployment
+from orchestrator.cli.access import Deployment, open_deployment
 from orchestrator.cli.policy_options import apply_options, policy_lines, read_policy, with_policy_options
 from orchestrator.cli.runner import Json, Output, as_command, list_output
 from orchestrator.cli.usage import tenants_usage
 from orchestrator.terminal.output import escape_controls
+from store.hosts import check_tenant_class
 from store.overview import OverviewReader, TenantSummary
 from store.tools import check_tools
 
@@ -52,7 +53,7 @@ async def tenants_add(
     policy = apply_options(read_policy(source) if source is not None else TenantPolicy(), policy_values)
     async with open_deployment("admin") as deployment:
         is_first = not set(await deployment.tenants.all()) - {DEFAULT_TENANT}
-        warnings = await check_tools(deployment.redis, deployment.broker.deployment, name, policy)
+        warnings = await _check_policy(deployment, name, policy)
         await deployment.tenants.add(name, policy)
     _warn(warnings)
     first = f"this is the first tenant: from now on only registered tenants and {DEFAULT_TENANT} are served"
@@ -77,7 +78,7 @@ async def tenants_set(
         policy = apply_options(
             read_policy(source) if source is not None else TenantPolicy(), policy_values, unset or ()
         )
-        warnings = await check_tools(deployment.redis, deployment.broker.deployment, name, policy)
+        warnings = await _check_policy(deployment, name, policy)
         if source is None:
             policy = await deployment.tenants.change(
                 name, lambda policy: apply_options(policy, policy_values, unset or ())
@@ -130,6 +131,14 @@ async def tenants_resume(tenant: Name, as_json: Json = False) -> Output:
     async with open_deployment("operator") as deployment:
         policy = await deployment.tenants.resume(tenant)
     return Output({"name": tenant, "is_paused": policy.is_paused}, [f"{tenant} is resumed"])
+
+
+async def _check_policy(deployment: Deployment, name: str, policy: TenantPolicy) -> list[str]:
+    """Return warnings about the tools and the class of a policy. Raises ToolFailure: one of them does not exist."""
+    warnings = await check_tools(deployment.redis, deployment.broker.deployment, name, policy)
+    return warnings + await check_tenant_class(
+        deployment.redis, deployment.broker.deployment, policy.sandbox.tenant_class
+    )
 
 
 def _warn(warnings: list[str]) -> None:

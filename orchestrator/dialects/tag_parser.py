@@ -31,7 +31,7 @@ class TagStreamParser:
 
     def __init__(self, *, ignore_fenced: bool = False, max_tag_chars: int = MAX_TAG_CHARS) -> None:
         if max_tag_chars < SMALLEST_LIMIT:
-            raise ValueError(f"max_tag_chars must be at least {SMALLEST_LIMIT}, not {max_tag_chars}")
+            raise ValueError(f"max_tag_chars is {max_tag_chars}: use at least {SMALLEST_LIMIT}")
         self._fences = FenceTracker() if ignore_fenced else None
         self._max_tag_chars = max_tag_chars
         # Text that may begin a tag. If longer than the marker, it is a tag in the common form so far. `_is_certain`

@@ -224,11 +224,13 @@ def _unpack(stored: dict[str, Any], attempt: Attempt) -> Any:
         raise DeliveryFailed(
             ErrorCode.TIMEOUT,
             f"{name} did not end within its limit of {request.celery_limit_s:g} s, nor in the {POOL_GRACE_S:g} s "
-            "for its cleanup, and its process was killed; it may have acted",
+            "for its cleanup, and its process was killed; it may have acted, so check its effects before you repeat it",
         )
     if kind in ("WorkerLostError", "TimeLimitExceeded", "Terminated"):
         raise CallLost(f"the process that ran the call was lost ({kind})", has_started=True)
-    raise DeliveryFailed(ErrorCode.INTERNAL, f"the worker failed outside the call ({kind}): {message[:500]}")
+    raise DeliveryFailed(
+        ErrorCode.INTERNAL, f"the worker failed outside the call ({kind}): {message[:500]}; see its log"
+    )
 
 
 def _exception_text(message: object) -> str:

@@ -473,10 +473,16 @@ class Delivery:
                 "may or may not have acted, so check its effects before you repeat it",
             ) from None
         except EnvelopeRefused as error:
-            raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, f"the result was refused: {error}") from error
+            raise DeliveryFailed(
+                ErrorCode.ENVELOPE_REFUSED,
+                f"the result was refused ({error}): use the same release and TOOLCREW_SECRET on all machines",
+            ) from error
         # The seal covers tenant and attempt. A genuine result of another call of the tenant could be replayed here.
         if result.call_id != attempt.call_id:
-            raise DeliveryFailed(ErrorCode.ENVELOPE_REFUSED, "the result belongs to another call")
+            raise DeliveryFailed(
+                ErrorCode.ENVELOPE_REFUSED,
+                "the result belongs to another call: check which programs write to this Redis",
+            )
         return result
 
     async def _encode(self, request: Request, context: ToolContext) -> tuple[str, str | None]:

@@ -69,7 +69,9 @@ def unpack_stream(stream: IO[bytes], size: int, folder: Path) -> list[str]:
                 skipped.append(str(name))
         return skipped + list(_make_links(root, links))
     except (OSError, ValueError) as error:
-        raise ToolFailure(ErrorCode.INTERNAL, f"the archive from the sandbox cannot be unpacked: {error}") from error
+        raise ToolFailure(
+            ErrorCode.INTERNAL, f"the archive from the sandbox cannot be unpacked ({error}): try again"
+        ) from error
 
 
 def _plain_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -85,7 +87,8 @@ def _inner_name(text: str) -> PurePosixPath:
     name = PurePosixPath(text)
     if name.is_absolute() or ".." in name.parts or "\0" in text:
         raise ToolFailure(
-            ErrorCode.PATH_NOT_ALLOWED, f"the archive from the sandbox has a name outside of the folder: {text[:200]!r}"
+            ErrorCode.PATH_NOT_ALLOWED,
+            f"the archive from the sandbox was refused, because a name leads out of the folder: {text[:200]!r}",
         )
     return name
 
@@ -129,7 +132,10 @@ def _resolve_parent(root: Path, target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     parent = target.parent.resolve()
     if not parent.is_relative_to(root):
-        raise ToolFailure(ErrorCode.PATH_NOT_ALLOWED, f"{target} would be written outside of {root}")
+        raise ToolFailure(
+            ErrorCode.PATH_NOT_ALLOWED,
+            f"{target} was not written, because it is outside of {root}: remove links that lead out of the folder",
+        )
     return parent
 
 

@@ -68,7 +68,9 @@ class ModelRequests:
         ) as error:  # A Model is code of a user's program. Without an answer the tool would wait until its limit.
             log.exception("model_question_failed", model=adapter.name)
             return ModelAnswer.refused(
-                question.number, ErrorCode.INTERNAL, f"the caller's model failed ({type(error).__name__})"
+                question.number,
+                ErrorCode.INTERNAL,
+                f"the caller's model failed ({type(error).__name__}): see the log of the caller",
             )
         self._usage += completion.usage
         return ModelAnswer.of(question.number, completion)

@@ -355,7 +355,10 @@ class Session:
             )
         if result.returncode != 0:
             error = result.stderr.decode(errors="replace").strip()[-500:]
-            raise ToolFailure(ErrorCode.INTERNAL, f"the files of the workspace cannot be listed: {error}")
+            raise ToolFailure(
+                ErrorCode.INTERNAL,
+                f"the files of the workspace cannot be listed: {error}; try again, or open a new session",
+            )
         return _parse_listing(result.stdout)
 
     async def save_files(self, file: str, paths: Sequence[str]) -> None:
@@ -577,7 +580,10 @@ def _parse_listing(output: bytes) -> WorkspaceListing:
     """Parse the output of _LIST_FILES. Raises ToolFailure."""
     parts = [os.fsdecode(part) for part in output.split(b"\0")]
     if len(parts) % 2 == 0:
-        raise ToolFailure(ErrorCode.INTERNAL, "the sandbox returned a file list in an unexpected format")
+        raise ToolFailure(
+            ErrorCode.INTERNAL,
+            "the sandbox returned an invalid file list: check that its image belongs to this release",
+        )
     # A link counts as a file only if its target is inside: a reader on another machine has no other target.
     pairs = list(zip(parts[:-1:2], parts[1::2], strict=True))
     files = [path for target, path in pairs if target == "f" or target.startswith("/workspace/")]

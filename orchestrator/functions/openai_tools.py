@@ -108,7 +108,8 @@ def _from_mapping(tool: Mapping[str, Any]) -> dict[str, Any]:
             return _function(inner["name"], inner.get("description"), inner["inputSchema"]["json"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                "a tool in Bedrock's form is {'toolSpec': {'name': ..., 'inputSchema': {'json': {...}}}}"
+                "a tool with `toolSpec` is incomplete: write "
+                "{'toolSpec': {'name': ..., 'inputSchema': {'json': {...}}}}"
             ) from error
     if "name" in tool:
         function = _function(tool["name"], tool.get("description"), tool.get("parameters"))
@@ -117,7 +118,8 @@ def _from_mapping(tool: Mapping[str, Any]) -> dict[str, Any]:
         schema = {key: value for key, value in tool.items() if key not in ("title", "description")}
         return _function(tool["title"], tool.get("description"), schema if "properties" in schema else None)
     raise ValueError(
-        "a dict that describes a tool has a name (OpenAI, Anthropic), a toolSpec (Bedrock) or a title (JSON Schema)"
+        "the dict does not describe a tool: give it a name (OpenAI, Anthropic), a toolSpec (Bedrock) or a title "
+        "(JSON Schema)"
     )
 
 

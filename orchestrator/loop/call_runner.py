@@ -192,9 +192,16 @@ def _build_interrupted(request: Requested, started_results: Mapping[str, ToolRes
     call = _get_call(request)
     if call.id in started_results:
         return ToolResult.failed(
-            call, ErrorCode.CANCELLED, "the run reached its time limit during this call: it may or may not have acted"
+            call,
+            ErrorCode.CANCELLED,
+            "the run reached its time limit during this call: it may or may not have "
+            "acted; raise max_wall_s for more time",
         )
-    return ToolResult.failed(call, ErrorCode.CANCELLED, "the run reached its time limit, so this call was not run")
+    return ToolResult.failed(
+        call,
+        ErrorCode.CANCELLED,
+        "the run reached its time limit, so this call was not run; raise max_wall_s for more time",
+    )
 
 
 def _is_being_cancelled() -> bool:

@@ -89,7 +89,9 @@ def _find_role(message: Any) -> str:
     own: dict[type, str] = {SystemMessage: "system", HumanMessage: "user", AIMessage: "assistant", ToolMessage: "tool"}
     role = own.get(type(message)) or _ROLES.get(str(getattr(message, "type", "")).removesuffix("MessageChunk").lower())
     if role is None or not hasattr(message, "content"):
-        raise TypeError(f"a message is a dict with role and content, or a message object, not {type(message).__name__}")
+        raise TypeError(
+            f"a message is a {type(message).__name__}: pass a dict with role and content, or a message object"
+        )
     return role
 
 

@@ -64,13 +64,13 @@ class ReActOptions:
     def __post_init__(self) -> None:
         for name in ("max_iterations", "max_malformed_replies", "max_parallel_calls"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise ValueError(f"{name} is {getattr(self, name)}: use at least 1")
         for name in ("tool_timeout_s", "max_wall_s", "max_tokens", "max_cost", "context_tokens"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, not {value:g}")
         if self.max_interruptions < 0:
-            raise ValueError(f"max_interruptions must be at least 0, not {self.max_interruptions}")
+            raise ValueError(f"max_interruptions is {self.max_interruptions}: use at least 0")
         if self.max_cost is not None and self.prices is None:
             raise ValueError("max_cost needs prices. Set ReActOptions(prices=Prices(...)).")
 

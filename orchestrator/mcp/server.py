@@ -76,6 +76,6 @@ async def _check_arguments(ctx: Context, call_next: CallNext) -> HandlerResult:
             raise MCPError(INVALID_PARAMS, "tools/call: give the tool's name as a string in `name`")
         if not isinstance(params.get("arguments", {}), Mapping | None):
             raise MCPError(
-                INVALID_PARAMS, "tools/call: `arguments` must be an object that maps parameter names to values"
+                INVALID_PARAMS, "tools/call: `arguments` is not an object: send one that maps parameter names to values"
             )
     return await call_next(ctx)

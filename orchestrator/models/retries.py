@@ -37,7 +37,9 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.base_s < 0 or self.max_wait_s < 0 or self.factor < 1:
-            raise ValueError(f"not a valid retry policy: {self}")
+            raise ValueError(
+                f"{self} is invalid: use at least 1 attempt, waits of at least 0 s and a factor of at least 1"
+            )
 
 
 DEFAULT_RETRIES = RetryPolicy()

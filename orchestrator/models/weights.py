@@ -178,7 +178,7 @@ def _fetch(client: httpx.Client, url: str, weights: Weights, partial: Path, prog
             for block in response.iter_bytes(BLOCK_BYTES):
                 present += len(block)
                 if present > weights.size_bytes:
-                    raise httpx.DecodingError("the hub sent more than the file's size")
+                    raise httpx.DecodingError("the server sent more bytes than the file has")
                 file.write(block)
                 if progress is not None:
                     progress(present, weights.size_bytes)

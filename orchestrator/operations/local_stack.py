@@ -342,7 +342,9 @@ class LocalStack:
                     raise SandboxUnavailable(self._last_lines(role))
             yield
             await asyncio.sleep(0.05)
-        raise SandboxUnavailable(f"{' and '.join(roles)} were not ready within {within_s:g} s; logs: {self._folder}")
+        raise SandboxUnavailable(
+            f"{' and '.join(roles)} were not ready within {within_s:g} s: read their logs in {self._folder}"
+        )
 
     async def _start_python(self, role: str, module: str, environment: Mapping[str, str]) -> None:
         """Start a Python process of this project. If this process is killed, the kernel sends SIGTERM to the child,

@@ -132,7 +132,7 @@ def build_users(deployment: str, hashes: Mapping[str, str]) -> str:
     """
     unknown = sorted(hashes.keys() - ROLES.keys())
     if unknown:
-        raise ConfigError(f"the role '{unknown[0]}' does not exist: the roles are {', '.join(ROLES)}")
+        raise ConfigError(f"the role '{unknown[0]}' does not exist: use one of {', '.join(ROLES)}")
     lines = ["user default off resetpass resetkeys resetchannels -@all"]
     lines += [_user_line(ROLES[name], deployment, digest) for name, digest in hashes.items()]
     return "".join(f"{line}\n" for line in lines)

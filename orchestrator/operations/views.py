@@ -17,7 +17,8 @@ from store.approvals import PendingQuestion
 
 class SecretView(BaseModel):
     """A secret without its value. `hosts`: hosts that sandboxes may send it to. `place`: the part of a request that
-    contains the secret. `state`: `valid`, or why it is not used. Times are in ISO 8601.
+    contains the secret. `state`: `valid`, or why it is not used. `revision`: grows with each change. Times are in
+    ISO 8601.
     """
 
     name: str
@@ -30,7 +31,7 @@ class SecretView(BaseModel):
 
 
 class KeyView(BaseModel):
-    """Information about an API key, without the key itself. Times are in ISO 8601."""
+    """Information about an API key, without the key itself. `tail`: its last characters. Times are in ISO 8601."""
 
     id: str
     tenant: str = ""
@@ -43,7 +44,8 @@ class KeyView(BaseModel):
 
 
 class HostView(BaseModel):
-    """A live worker. Sizes are in bytes, times in ISO 8601.
+    """A live worker. `kind`: sandbox or web. `slots`: calls that it runs at the same time. `busy`: calls that run now.
+    `store`: where its checkpoints are stored. `problem`: why it is not healthy. Sizes are in bytes, times in ISO 8601.
 
     `largest`: for each class, the largest sizes that a session may request; classes that allow no larger sizes are
     omitted.

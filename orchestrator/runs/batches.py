@@ -37,7 +37,7 @@ def check_batch_id(batch: str) -> None:
     """Raise ToolFailure(INVALID_ARGUMENTS) for an invalid id."""
     if not _ID.fullmatch(batch):
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"'{batch[:80]}' cannot be a batch's id: 1 to 64 letters, digits, - and _"
+            ErrorCode.INVALID_ARGUMENTS, f"'{batch[:80]}' is not a valid batch id: use 1 to 64 letters, digits, - and _"
         )
 
 

@@ -233,7 +233,7 @@ async def grade_submission(session: Session, grader: Grader, submission: Submiss
         output = _end_of(done.stdout + done.stderr)
         scores = _judge(grader, done, reward)
     except (_GraderFailed, InvalidReward) as error:
-        failure = Failure(kind=FailureKind.GRADER, code=GRADER_ERROR, message=str(error))
+        failure = Failure(kind=FailureKind.GRADER, code=GRADER_ERROR, message=f"{error}; fix the grader")
         return GradingResult(failure=failure, output=output)
     seconds = time.monotonic() - began
     grade = Grade(
@@ -276,7 +276,9 @@ async def _list_names(session: Session, grader: Grader) -> list[str]:
     if grader.artifacts:
         names, _ = await asyncio.to_thread(choose_paths, sizes, grader.artifacts)
     if len(names) > MAX_FILES:
-        raise _ArtifactsRefused(f"{len(names)} files are artifacts, and the limit is {MAX_FILES}")
+        raise _ArtifactsRefused(
+            f"{len(names)} files match the artifacts of the grader, and the limit is {MAX_FILES}: name fewer files"
+        )
     _check_names(names)
     _check_size(sum(sizes[name] for name in names))
     return names
@@ -305,7 +307,9 @@ def _check_names(names: Iterable[str]) -> None:
 
 def _check_size(size: int) -> None:
     if size > MAX_BYTES:
-        raise _ArtifactsRefused(f"the artifacts have {size} bytes, and the limit is {MAX_BYTES}")
+        raise _ArtifactsRefused(
+            f"the artifacts of the grader have {size} bytes, and the limit is {MAX_BYTES}: name fewer files"
+        )
 
 
 def _read_archive(archive: bytes, names: frozenset[str]) -> dict[str, tuple[bytes, bool]]:

@@ -353,7 +353,7 @@ def _check_files(environment: ItemEnvironment, store: TenantStore) -> None:
     """Raise ToolFailure(INVALID_ARGUMENTS) for initial files that no sandbox can have, and for invalid patterns."""
     if environment.workspace is not None and environment.restore is not None:
         raise _refused("a session starts from a workspace or a checkpoint: leave out `workspace` or `restore`")
-    for path, problem in EnvironmentChecker(None, store).find_errors(environment):
+    for path, problem in EnvironmentChecker(None, store).find_errors(environment.workspace, environment.artifacts):
         raise _refused(f"{'.'.join(str(part) for part in path)}: {problem}")
 
 

@@ -504,4 +504,4 @@ def _options(limits: RunLimits, defaults: BatchDefaults, prices: Prices | None) 
     try:
         return ReActOptions(**fields)
     except ValueError as error:
-        raise ConfigError(f"the item's limits contradict each other: {error}") from error
+        raise ConfigError(f"the limits of the item are invalid ({error}): correct the line") from error

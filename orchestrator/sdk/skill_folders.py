@@ -43,7 +43,8 @@ def examine_skill(
     except (subprocess.SubprocessError, ValueError) as error:
         stderr = getattr(error, "stderr", b"") or b""
         raise ConfigError(
-            f"{path} could not be examined ({stderr.decode(errors='replace').strip()[-500:] or error})"
+            f"{path} could not be checked ({stderr.decode(errors='replace').strip()[-500:] or error}): correct "
+            f"the path or the skill"
         ) from error
     if "broken" in report:
         raise SkillBroken(report["broken"])

@@ -192,6 +192,7 @@ def _read_content(reply: Any) -> str:
     content = reply.get("content") if isinstance(reply, Mapping) else getattr(reply, "content", reply)
     if not isinstance(content, str):
         raise TypeError(
-            f"chat must return the reply's content as a string, or a message with `content`, not {type(reply).__name__}"
+            f"chat returned a {type(reply).__name__}: return the reply's content as a string, or a message with "
+            f"`content`"
         )
     return content

@@ -54,7 +54,9 @@ class Body:
             while view and self.fd is not None and self.failure is None:
                 view = view[os.write(self.fd, view) :]
         except OSError:
-            self.failure = RequestFailure(NO_SPACE, "no memory left in the sandbox for the body of the request")
+            self.failure = RequestFailure(
+                NO_SPACE, "the sandbox has no memory left for the request: end other processes, or send less"
+            )
 
     def close(self) -> None:
         """Close the memory file."""

@@ -90,7 +90,7 @@ def pin_file(entry: DirectoryEntry) -> int:
         if stat.S_ISDIR(mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         if stat.S_ISLNK(mode):
-            raise RequestFailure(PATH_NOT_ALLOWED, f"{entry.shown}: replaced by a link while it was opened")
+            raise RequestFailure(PATH_NOT_ALLOWED, f"{entry.shown}: replaced by a link while it was opened; try again")
         if not stat.S_ISREG(mode):
             raise RequestFailure(NOT_A_REGULAR_FILE, f"{entry.shown}: not a regular file")
     except BaseException:
@@ -170,7 +170,9 @@ class _Resolver:
             os.close(self._trail.pop())
             return parts or [b"."]
         if len(self._trail) > _MAX_DEPTH:
-            raise RequestFailure(INVALID_ARGUMENTS, f"{self._shown}: more than {_MAX_DEPTH} directories deep")
+            raise RequestFailure(
+                INVALID_ARGUMENTS, f"{self._shown}: more than {_MAX_DEPTH} directories deep; move it higher"
+            )
         try:
             self._trail.append(os.open(name, _DIRECTORY, dir_fd=self._trail[-1]))
         except FileNotFoundError:

@@ -469,7 +469,11 @@ class Loop:
 def _build_job_end(job: Job, request: object) -> dict[str, object]:
     """Return the answer about a job after its keeper has ended, from the last report of the keeper."""
     if isinstance(request, JobInputRequest):
-        return {"error": RequestFailure(INVALID_ARGUMENTS, f"{job.id} has ended and reads no more input").as_error()}
+        return {
+            "error": RequestFailure(
+                INVALID_ARGUMENTS, f"{job.id} has ended and reads no more input: start another job"
+            ).as_error()
+        }
     stream = {"total": 0, "head": 0, "tail": 0}
     done: dict[str, object] = {"job": job.as_field(), "streams": {"merged": stream}}
     return {**done, "kill": None} if isinstance(request, JobKillRequest) else done

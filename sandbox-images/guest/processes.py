@@ -125,7 +125,9 @@ def _find_program(name: bytes, search_path: bytes) -> bytes:
         candidate = os.path.join(directory or b".", name)
         if os.access(candidate, os.X_OK) and not os.path.isdir(candidate):
             return candidate
-    raise RequestFailure(SPAWN_FAILED, f"{printable(name[:200])} could not be started: not found in PATH")
+    raise RequestFailure(
+        SPAWN_FAILED, f"{printable(name[:200])} could not be started: not found in PATH; give its full path"
+    )
 
 
 class Process:

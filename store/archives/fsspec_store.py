@@ -250,11 +250,12 @@ def _open_file_system(url: str) -> tuple[Any, str]:
         system, root = url_to_fs(url)
     except ImportError as error:
         raise ConfigError(
-            f"TOOLCREW_WORKSPACE_STORE is a {protocol} URL and its package is not installed: {error}"
+            f"TOOLCREW_WORKSPACE_STORE is a {protocol} URL and its package is missing ({error}): install it"
         ) from error
     except Exception as error:  # any error of the store's package
         raise ConfigError(
-            f"TOOLCREW_WORKSPACE_STORE: {protocol} cannot be opened ({type(error).__name__}: {str(error)[:300]})"
+            f"TOOLCREW_WORKSPACE_STORE: {protocol} cannot be opened ({type(error).__name__}: "
+            f"{str(error)[:300]}): correct the URL"
         ) from error
     return system, str(root)
 

@@ -131,7 +131,7 @@ async def test_without_script_the_pages_say_the_same(world: World, visitors: Vis
     async with visitors.visit("admin", java_script_enabled=False) as visit:
         await visit.page.goto(address("/runs/RUN?of=acme", world))
         assert await visit.page.get_by_text("total 3").count()
-        assert await visit.page.get_by_text("3 processes signalled").count()
+        assert await visit.page.get_by_text("3 processes killed").count()
         await visit.page.get_by_role("link", name="Transcript with every message").click()
         await visit.page.get_by_role("heading", name="Transcript").wait_for()
         await visit.page.goto("/hosts")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from contract.calls import MAX_BLOB_BYTES
 from orchestrator.batches import lines as lines_module
-from orchestrator.batches.lines import BadBatch, BatchFile, load_lines, read_lines
+from orchestrator.batches.lines import BadBatch, BatchFile, LineError, load_lines, read_lines
 from orchestrator.batches.rows import parse_row
 from store.batches import CALLS_URL, CHAT_URL, RUNS_URL, BatchItem, CallBody, ItemEnvironment, RunBody, RunLimits
 
@@ -175,7 +175,7 @@ GOOD = '{"id":"a","instruction":"x"}'
             '{"id":"a","instruction":"x","limits":{"max_iterations":0}}',
             "`limits.max_iterations` should be greater than or equal to 1, not 0",
         ),
-        ('{"id":"a","instruction":"x","workspace":".","restore":"c1"}', "remove `workspace` or `restore`"),
+        ('{"id":"a","instruction":"x","workspace":"/mnt","restore":"c1"}', "remove `workspace` or `restore`"),
         (
             '{"id":"a","instruction":"x","artifacts":["a","../b"]}',
             "line 1: `artifacts.1`: '../b' is not a valid pattern: the pattern contains '..'",
@@ -216,8 +216,8 @@ GOOD = '{"id":"a","instruction":"x"}'
         (chat_line(logprobs=True), "remove `logprobs`"),
         (chat_line(store=True), "remove `store`"),
         (chat_line({"role": "user", "content": " "}), "the last message is empty"),
-        (chat_line({"role": "robot", "content": "x"}), "`role` of a message is one of system, developer"),
-        (chat_line({"role": "user", "content": None}), "`content` of a message is text"),
+        (chat_line({"role": "robot", "content": "x"}), "the role is missing or unknown: use one of system, developer"),
+        (chat_line({"role": "user", "content": None}), "the content is neither text nor a list of parts"),
         (chat_line(tools=[{"type": "function"}]), "use the url /v1/agent/runs"),
         (
             chat_line({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}),
@@ -244,6 +244,45 @@ def test_all_that_is_wrong_is_reported_at_once_the_first_twenty_in_words() -> No
         "tasks.jsonl has 31 errors; nothing was started. Fix the file and submit it again\n  line 1: "
     )
     assert str(caught.value).endswith("\n  and 11 more")
+
+
+def test_all_kinds_of_errors_of_a_line_and_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
+    lines = [
+        json.dumps({"id": "a", "promt": "x", "workspace": "missing", "restore": "c", "artifacts": ["../x"]}),
+        json.dumps({"id": "b", "workspace": "gone", "restore": "c", "sampling": {"heat": 1}, "grader": {"files": "g"}}),
+        chat_line({"role": "robot", "content": "x"}, n=2, stream=True),
+        json.dumps({"id": "d", "instruction": "x"}),
+        "no JSON",
+    ]
+    with pytest.raises(BadBatch) as caught:
+        read("\n".join(lines), tmp_path)
+    errors = [str(error) for error in caught.value.errors]
+    for line, text in (
+        (1, "`promt` is an unknown field"),
+        (1, "`instruction` is missing"),
+        (1, "remove `workspace` or `restore`"),
+        (1, "`workspace`: "),
+        (1, "`artifacts.0`: "),
+        (2, "`grader.command` is missing"),
+        (2, "`workspace`: "),
+        (2, "`heat` is not a sampling field"),
+        (3, "this line has another shape"),
+        (3, "remove `n`"),
+        (3, "remove `stream`"),
+        (3, "the role is missing or unknown"),
+        (5, "the line is not one JSON object"),
+    ):
+        assert any(error.startswith(f"line {line}") and text in error for error in errors), (line, text, errors)
+    assert caught.value.file is not None
+    assert [item.line for item in caught.value.file.items] == [4]
+
+
+def test_the_errors_of_two_checks_are_joined_in_the_order_of_the_lines_and_bounded() -> None:
+    first = BadBatch("in.jsonl", [LineError("a", 3), LineError("whole")], 0)
+    joined = first.join(BadBatch("in.jsonl", [LineError("b", number) for number in range(1, 21)], 5))
+    assert [error.line for error in joined.errors[:4]] == [None, 1, 2, 3]
+    assert (len(joined.errors), joined.more) == (20, 7)
+    assert "in.jsonl has 27 errors" in str(joined)
 
 
 def test_a_workspace_is_an_archive_or_instructed_to_be_none(tmp_path: Path) -> None:

@@ -159,10 +159,29 @@ def test_an_alias_is_accepted_with_one_warning_for_all_its_lines(
     assert "warning: line 2 and 1 more: `cmd` is an alias of the parameter `command` of bash_tool" in done.stderr
 
 
-def test_a_warning_is_shown_once_as_it_comes_and_again_in_the_summary() -> None:
+@pytest.mark.parametrize(("printed", "count"), [((), 1), ((FALLBACK_WARNING,), 0)])
+def test_a_warning_is_printed_once_by_one_command(printed: tuple[str, ...], count: int) -> None:
     out = io.StringIO()
-    with LogDisplay(DisplayedBatch("b", BatchProgress(1)), out, has_past=True) as display:
+    displayed = DisplayedBatch("b", BatchProgress(1), printed_warnings=printed)
+    with LogDisplay(displayed, out, has_past=True) as display:
         display.show(warning())
         display.show(warning(at=2.0))
-    assert out.getvalue().count("no model is set") == 2
+    assert out.getvalue().count("no model is set") == count
+
+
+def test_a_warning_from_before_the_display_is_in_the_summary() -> None:
+    out = io.StringIO()
+    with LogDisplay(DisplayedBatch("b", BatchProgress(1)), out) as display:
+        display.show(warning())
     assert f"  warning: {FALLBACK_WARNING}" in out.getvalue().splitlines()
+
+
+def test_errors_of_lines_and_of_tools_are_reported_at_once(
+    submit: Callable[[Path], Result], redis_server: RedisProcess, tmp_path: Path
+) -> None:
+    file = write(tmp_path, call("bash_tool", comand="ls"), {"instruction": "act", "tools": ["bash_tol"]})
+    file.write_text(file.read_text() + "no JSON\n" + '{"id": "z", "promt": "act"}\n')
+    done = submit(file)
+    assert (done.exit_code, done.stdout) == (1, "")
+    for text in ("has 5 errors", "line 1: ", "line 2: the tool bash_tol", "line 3, column 1: ", "line 4: `promt`"):
+        assert text in done.stderr

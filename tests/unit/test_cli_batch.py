@@ -70,13 +70,22 @@ def row(number: int, batch: str, kind: str | None = None) -> str:
         (("--output", "o.jsonl", "--max-wall", "0"), "--max-wall is 0: give a number above 0"),
         (("--detach", "--webhook", "https://example.org/ended"), "--webhook-secret"),
         (("--output", "o.jsonl", "--webhook", "https://example.org/", "--webhook-secret", "s"), "needs --detach"),
-        (("--output", "o.jsonl", "--dialect", "latin"), "--dialect is native, tags, json or auto, not 'latin'"),
+        (("--output", "o.jsonl", "--dialect", "latin"), "--dialect latin is unknown: use native, tags, json or auto"),
     ],
 )
-def test_a_wrong_flag_is_refused_first(flags: tuple[str, ...], sentence: str, toolcrew: Toolcrew) -> None:
-    result = toolcrew("submit", "not-there.jsonl", *flags)
+def test_a_wrong_flag_is_refused_before_the_file_is_read(
+    flags: tuple[str, ...], sentence: str, toolcrew: Toolcrew, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("no JSON\n")
+    result = toolcrew("submit", tmp_path / "bad.jsonl", *flags)
     assert (result.exit_code, result.stdout) == (2, "")
     assert sentence in sentence_of(result)
+
+
+def test_a_missing_input_file_is_reported_first(toolcrew: Toolcrew) -> None:
+    result = toolcrew("submit", "not-there.jsonl", "--errors", "e.jsonl")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "the input file not-there.jsonl does not exist: check the path" in sentence_of(result)
 
 
 @pytest.mark.parametrize(

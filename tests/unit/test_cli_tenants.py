@@ -17,9 +17,12 @@ from contract.specs import Catalog
 from contract.tenancy import Budgets, CommandRule, SandboxPolicy, TenantPolicy
 from orchestrator.cli.policy_options import OPTIONS, apply_options, policy_lines
 from orchestrator.command import app
+from store.connection import SharedClock
+from store.hosts import WorkerHostStore
 from store.usage import WorkerUsageStore
 from tests.builders import build_spec
 from tests.conftest import RedisProcess
+from tests.wire_records import REPORT
 
 Toolcrew = Callable[..., Result]
 
@@ -113,6 +116,21 @@ def failure_of(result: Result) -> tuple[int, str]:
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     return result.exit_code, result.stderr
+
+
+def test_a_class_that_no_host_has_is_refused_with_the_known_classes(
+    toolcrew: Toolcrew, redis_server: RedisProcess
+) -> None:
+    toolcrew("add", "acme")
+    unknown = toolcrew("set", "acme", "--class", "larg")
+    assert (unknown.exit_code, "--class: larg was not checked" in unknown.stderr) == (0, True)
+    with redis_server.client() as client:
+        report = REPORT.model_copy(update={"classes": ("default", "large")})
+        WorkerHostStore(client, "default", SharedClock()).report(report)
+    code, message = failure_of(toolcrew("set", "acme", "--class", "larg"))
+    assert (code, "use one of default, large, or first add the class" in message) == (1, True)
+    assert failure_of(toolcrew("add", "other", "--class", "larg"))[0] == 1
+    assert policy_of(toolcrew("set", "acme", "--class", "large", "--json")).sandbox.tenant_class == "large"
 
 
 def test_every_field_has_an_option_and_every_option_sets_its_field(toolcrew: Toolcrew) -> None:

@@ -84,7 +84,7 @@ def test_sentinels_are_listed_and_their_first_reports_user_and_database() -> Non
         ("redis://h?ssl_certfile=/c.pem&ssl_keyfile=/k.pem", {}, "nothing would be encrypted"),
         ("rediss://h?ssl_certfile=/c.pem", {}, "belong together"),
         ("rediss://h?ssl_keyfile=/k.pem", {}, "belong together"),
-        ("redis://h", {"redis_sentinel_master": "m"}, "is for a TOOLCREW_REDIS_URL of sentinel://"),
+        ("redis://h", {"redis_sentinel_master": "m"}, "but TOOLCREW_REDIS_URL does not begin with sentinel://"),
         (SENTINELS, {}, "TOOLCREW_REDIS_SENTINEL_MASTER"),
         (f"{SENTINELS}/0", {"redis_sentinel_master": "m"}, "a later sentinel"),
         ("sentinel://h1;sentinel://worker:hunter2@h2", {"redis_sentinel_master": "m"}, "a later sentinel"),

@@ -48,7 +48,7 @@ def test_waiting_in_an_async_function_is_an_error_instead_of_a_deadlock() -> Non
     async def look(context: CallContext) -> Any:
         return context.wait(asyncio.sleep(0))
 
-    assert "in an async function use await" in str(run(look).error)
+    assert "in an async function: use await" in str(run(look).error)
 
 
 def test_threads_of_a_plain_function_may_wait_at_the_same_time() -> None:

@@ -198,7 +198,10 @@ async def test_a_model_that_cannot_be_asked_is_an_error_of_the_tools_not_the_end
 
 async def test_a_bug_of_the_model_is_reported_at_once(caplog: pytest.LogCaptureFixture) -> None:
     failure = await refusal(Bridge(lambda _: 1 / 0).ask())
-    assert (failure.code, failure.message) == (ErrorCode.INTERNAL, "the caller's model failed (ZeroDivisionError)")
+    assert (failure.code, failure.message) == (
+        ErrorCode.INTERNAL,
+        "the caller's model failed (ZeroDivisionError): see the log of the caller",
+    )
     assert "model_question_failed" in caplog.text
 
 

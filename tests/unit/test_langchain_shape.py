@@ -214,7 +214,7 @@ def test_what_is_no_tool_is_an_error() -> None:
         with pytest.raises(ValueError, match=r"tool|class"):
             convert_to_openai_tool(value)
     for inner in ({}, {"name": "t"}, {"name": "t", "inputSchema": {}}, None, "t"):
-        with pytest.raises(ValueError, match="Bedrock's form"):
+        with pytest.raises(ValueError, match="a tool with `toolSpec` is incomplete"):
             convert_to_openai_tool({"toolSpec": inner})
 
 

@@ -192,7 +192,7 @@ def test_a_user_without_its_password_and_the_default_one_are_refused(server: Ser
 
 
 def test_an_unknown_role_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"the role 'root' does not exist: the roles are orchestrator, worker"):
+    with pytest.raises(ConfigError, match=r"the role 'root' does not exist: use one of orchestrator, worker"):
         build_users("default", {"root": "0" * 64})
 
 

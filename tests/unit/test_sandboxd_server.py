@@ -279,7 +279,7 @@ def test_a_stream_may_come_a_byte_at_a_time_and_a_wrong_capture_takes_nothing_fr
 
 
 async def test_a_client_without_a_daemon_says_what_to_check(tmp_path: Path) -> None:
-    with pytest.raises(SandboxUnavailable, match="is it running on this host"):
+    with pytest.raises(SandboxUnavailable, match="start it, or read its log"):
         SandboxClient(tmp_path / "none.sock").status()
 
 

@@ -261,7 +261,7 @@ def test_an_image_that_a_pattern_of_the_class_matches_is_allowed(requested: str,
 def test_an_image_that_class_and_terms_do_not_both_match_is_refused(
     tenant_class: str, images: tuple[str, ...] | None, requested: str
 ) -> None:
-    with pytest.raises(ToolFailure, match="is not allowed on this host; allowed: "):
+    with pytest.raises(ToolFailure, match="is not allowed on this host: use one of "):
         PATTERNS.choose(SandboxPolicy(tenant_class=tenant_class, images=images), requested)
 
 
@@ -372,7 +372,8 @@ async def test_a_session_without_its_class_has_no_sandbox_and_keeps_its_files(tm
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         with pytest.raises(
-            SandboxUnavailable, match=r"cannot be made again: this host has no tenant class 'gone'.* it has: closed"
+            SandboxUnavailable,
+            match=r"cannot get another sandbox \(this host has no tenant class 'gone'.* it has: closed",
         ):
             await host.sessions.use("acme:s", "c", SandboxPolicy(tenant_class="gone"))
         assert host.factory.slots.taken == 0

@@ -588,7 +588,7 @@ async def test_a_session_without_a_signature_is_not_listed(client: "redis.asynci
 async def test_a_wrong_cursor_or_limit_is_refused(
     client: "redis.asyncio.Redis", cursor: str | None, limit: int
 ) -> None:
-    with pytest.raises(ToolFailure, match="the cursor" if cursor is not None else "between 1 and 1000") as refused:
+    with pytest.raises(ToolFailure, match="the cursor" if cursor is not None else "use 1 to 1000") as refused:
         await SessionList(client, "d", KEYS).read(None, cursor, limit)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 

@@ -194,12 +194,14 @@ class _NoBlobs:
     """A blob store without blobs: calls of operators' tools have no bytes."""
 
     def take(self, tenant: str, key: str) -> bytes:
-        raise ToolFailure(ErrorCode.OUTCOME_UNKNOWN, "a call of a test has no content except its arguments")
+        raise ToolFailure(
+            ErrorCode.OUTCOME_UNKNOWN, "a test cannot pass content to a call: pass everything in the arguments"
+        )
 
     def leave(self, tenant: str, data: bytes, ttl_s: int = 0) -> str:
         raise ToolFailure(
             ErrorCode.FILE_TOO_LARGE,
-            f"{len(data)} bytes of content for a result; the limit is {MAX_BLOB_BYTES} and here none",
+            f"{len(data)} bytes of content for a result; the limit is {MAX_BLOB_BYTES}: return less content",
         )
 
 
@@ -227,10 +229,11 @@ class _ModelEvents(CallEvents):
 def _check_thread() -> None:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
-            "a worker runs tools in its main thread, where it can stop them: call them from the main thread"
+            "the tool was called from another thread than the main thread: call it from the main thread, as a "
+            "worker does"
         )
     if is_running_here():
-        raise RuntimeError("a worker calls tools outside of any event loop: call them from a test that is not async")
+        raise RuntimeError("the tool was called while an event loop runs: call it from a test that is not async")
 
 
 @contextlib.contextmanager

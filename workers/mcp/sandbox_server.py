@@ -213,7 +213,10 @@ class SandboxServer:
         if done["timed_out"]:
             raise self._hangs(timeout_s)
         if done["cancelled"]:
-            raise ToolFailure(ErrorCode.CANCELLED, f"the call of the MCP server {self.name} was cancelled")
+            raise ToolFailure(
+                ErrorCode.CANCELLED,
+                f"the call of the MCP server {self.name} was cancelled: call it again if you still need it",
+            )
         if int(done["streams"]["stdout"]["total"]) > len(data):
             raise self._floods()
         _, separator, line = data.rpartition(f"\n{mark} ".encode())

@@ -60,7 +60,7 @@ class HttpEntry(_Entry):
     def _are_headers(cls, headers: dict[str, SecretStr]) -> dict[str, SecretStr]:
         for name, value in headers.items():
             if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value.get_secret_value()):
-                raise ValueError(f"'{name[:40]}' is not a header of plain ASCII, or its value is empty. Fix it.")
+                raise ValueError(f"'{name[:40]}' is not a header of plain ASCII, or its value is empty. Correct it.")
             if name.lower() in _OWN_HEADERS or name.lower().startswith("mcp-"):
                 raise ValueError(f"the header {name} is set by the worker. Remove it.")
         return headers

@@ -207,7 +207,9 @@ class Connection:
             sandbox.feed(call, request, body)
         except FrameError as error:
             sandbox.forget(call)
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the request is too large for a frame: {error}") from error
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, f"the request is too large ({error}): put large content into a file"
+            ) from error
 
     async def _send_body(self, sandbox: Sandbox, call: RunningCall, remaining: int) -> None:
         while remaining > 0:

@@ -232,7 +232,10 @@ class SandboxFactory:
         """Create an empty workspace over a frozen one. Raises ToolFailure (NO_SPACE) and SandboxUnavailable."""
         workspace = self.workspaces.stack(secrets.token_hex(12), below)
         if workspace is None:
-            raise SandboxUnavailable(f"workspaces of the kind {below.kind} cannot be stacked")
+            raise SandboxUnavailable(
+                f"workspaces of the kind {below.kind} cannot be the base of others: set "
+                f"TOOLCREW_SANDBOX_WORKSPACE=image"
+            )
         return workspace
 
     async def make(self, plan: SandboxPlan, workspace: Workspace, generation: int) -> Sandbox:

@@ -270,7 +270,7 @@ class Plans:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, str(error)) from error
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"image '{requested}' is not allowed on this host; allowed: {_join(allowed)}",
+            f"image '{requested}' is not allowed on this host: use one of {_join(allowed)}",
         )
 
     def _list_allowed(self, granted: TenantClass, terms: SandboxPolicy) -> set[str]:

@@ -131,7 +131,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the report of --check as JSON")
     arguments = parser.parse_args()
     if arguments.json and not arguments.check:
-        parser.error("--json goes with --check")
+        parser.error("--json was given without --check: add --check")
     return arguments
 
 

@@ -151,10 +151,13 @@ class Sandbox:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 await self._hello
         except TimeoutError:
-            self._lose("the guest did not answer in time; is the image a toolcrew sandbox image?")
+            self._lose("the guest did not answer in time; check that its image was built with scripts/build-image")
         if self.lost:
             debug = self._channel.read_debug_text().decode("utf-8", "replace").strip()[-500:]
-            raise SandboxUnavailable(f"the sandbox did not start: {self.lost}{': ' + debug if debug else ''}")
+            raise SandboxUnavailable(
+                f"the sandbox did not start ({self.lost}{': ' + debug if debug else ''}): "
+                f"run `toolcrew doctor` on this host"
+            )
 
     def remaining_s(self) -> float:
         """Return the seconds in which a call certainly ends before the maximum life of the sandbox."""
@@ -232,7 +235,9 @@ class Sandbox:
         """Add environment variables to all programs that start from now on. Raises SandboxUnavailable."""
         done = await self.ask({"op": "set_variables", "timeout_s": _VARIABLES_S, "variables": variables})
         if "error" in done:
-            raise SandboxUnavailable(f"the guest did not accept variables: {quote_text(done['error'])}")
+            raise SandboxUnavailable(
+                f"the guest did not accept variables: {quote_text(done['error'])}; open a new session"
+            )
 
     async def _feed_all(self, call: RunningCall, body: AsyncIterator[bytes]) -> None:
         async for piece in body:

@@ -519,7 +519,9 @@ class Sessions:
         try:
             plan = self._revise(entry.terms, entry.plan)
         except ToolFailure as refused:
-            raise SandboxUnavailable(f"the session's sandbox cannot be made again: {refused}") from refused
+            raise SandboxUnavailable(
+                f"the session cannot get another sandbox ({refused}): open a new session"
+            ) from refused
         if plan.image != entry.plan.image:
             log.warning("session_image_not_allowed_any_more", was=entry.plan.image, now=plan.image)
         return plan

@@ -83,7 +83,8 @@ class SkillVolume:
             async for chunk in chunks:
                 if received.tell() + len(chunk) > MAX_ARCHIVE_BYTES:
                     raise ToolFailure(
-                        ErrorCode.INVALID_ARGUMENTS, f"a skill's archive has at most {MAX_ARCHIVE_BYTES} bytes"
+                        ErrorCode.INVALID_ARGUMENTS,
+                        f"the skill is larger than {MAX_ARCHIVE_BYTES} bytes: remove files that it does not use",
                     )
                 received.write(chunk)
             # One at a time, so that two requests for the same bundle do not unpack into the same folder.

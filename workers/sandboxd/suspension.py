@@ -87,7 +87,9 @@ def _as_unavailable(verb: str) -> Iterator[None]:
     try:
         yield
     except ToolFailure as failure:
-        raise SandboxUnavailable(f"the session's state could not be {verb}: {failure}") from failure
+        raise SandboxUnavailable(
+            f"the session's state could not be {verb}: {failure}; open a new session if it repeats"
+        ) from failure
 
 
 class SessionSuspender:

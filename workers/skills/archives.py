@@ -93,7 +93,7 @@ def find_files(data: bytes) -> dict[str, TarEntry]:
             if entry.kind == "file" and not any(part in ("", ".", "..") for part in path.split("/")):
                 by_path[path] = entry
     except TarRefused as error:
-        raise SkillBroken(f"its files could not be read: {error}") from error
+        raise SkillBroken(f"its files could not be read ({error}): pack the skill again") from error
     return by_path
 
 

@@ -65,7 +65,7 @@ class InstalledSkillCache:
         name, data = record.skill.name, self._store.bundle(tenant, record)
         try:
             if data is None:
-                raise SkillBroken("Redis has lost its files")
+                raise SkillBroken("its files are no longer in Redis")
             # Check the digest before the files are parsed: another program may have written them.
             if hashlib.sha256(data).hexdigest() != record.bundle_sha256:
                 raise SkillBroken("its files differ from the installed ones")

@@ -149,7 +149,9 @@ def _read_folder(name: str, environment: ToolEnvironment) -> bytes:
         )
     data = response.streams.get("stdout", b"")
     if int(response.done["streams"]["stdout"]["total"]) > len(data):
-        raise SkillBroken(f"it is larger than the {MAX_BYTES // 1024 // 1024} MiB that a skill of a session may have")
+        raise SkillBroken(
+            f"it is larger than the {MAX_BYTES // 1024 // 1024} MiB that a skill of a session may have: remove files"
+        )
     if response.done["exit_code"] != 0:
         raise SkillBroken("tar could not read all of its files")
     return data

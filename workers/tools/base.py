@@ -337,7 +337,8 @@ class ToolEnvironment:
     def _client(self) -> SandboxClient:
         if self._resources.client is None:
             raise ToolFailure(
-                ErrorCode.SANDBOX_UNAVAILABLE, f"{self.call.name} needs a sandbox, but runs in a pool without sandboxes"
+                ErrorCode.SANDBOX_UNAVAILABLE,
+                f"{self.call.name} needs a sandbox, but runs in a pool without sandboxes: report it to the operator",
             )
         return self._resources.client
 

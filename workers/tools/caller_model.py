@@ -158,7 +158,7 @@ def _build_question(
         )
     except ValidationError as error:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the request to the model is invalid: {describe_invalid(error)}"
+            ErrorCode.INVALID_ARGUMENTS, f"the request to the model is invalid ({describe_invalid(error)}): correct it"
         ) from error
 
 

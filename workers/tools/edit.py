@@ -107,7 +107,7 @@ def _edit(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
 def _tolerance(context: ToolContext) -> Any:
     tolerance = context.config.get(TOLERANCE, "none")
     if tolerance not in ("none", "whitespace"):
-        raise ToolFailure(ErrorCode.CONFIG_MISSING, f"the setting {TOLERANCE} must be none or whitespace")
+        raise ToolFailure(ErrorCode.CONFIG_MISSING, f"the setting {TOLERANCE} is invalid: use none or whitespace")
     return tolerance
 
 

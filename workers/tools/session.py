@@ -179,7 +179,8 @@ def _export(arguments: dict[str, Any], environment: ToolEnvironment) -> Outcome:
     if done["exit_code"] != 0:
         raise ToolFailure(
             ErrorCode.FILE_NOT_FOUND if names else ErrorCode.INTERNAL,
-            f"tar failed in the sandbox: {_stderr_text(response)[-500:] or done['exit_code']}",
+            f"the files were not copied, because tar failed in the sandbox: "
+            f"{_stderr_text(response)[-500:] or done['exit_code']}",
         )
     if int(done["streams"]["stdout"]["total"]) > len(data):
         raise ToolFailure(

@@ -80,7 +80,7 @@ class AddressRules:
     def __init__(self, own_ranges: Iterable[Network] = (), nat64_prefix: ipaddress.IPv6Network | None = None) -> None:
         """Create the rules. `nat64_prefix`: a /96 network. Raises ValueError when the prefix has another length."""
         if nat64_prefix is not None and nat64_prefix.prefixlen != 96:
-            raise ValueError("a NAT64 prefix must be a /96")
+            raise ValueError("the NAT64 prefix is not a /96: write it as 64:ff9b::/96")
         self._own = tuple(_range(network, "closed by the operator") for network in own_ranges)
         self._refused = (*_REFUSED, *self._own)
         self._nat64_prefix = nat64_prefix
@@ -126,5 +126,7 @@ def check_peer(sock: socket.socket, address: Address, target: Target) -> None:
     peer = ipaddress.ip_address(str(sock.getpeername()[0]))
     if int(peer) != int(address) or peer.version != address.version:
         raise ToolFailure(
-            ErrorCode.SECURITY_REFUSED, f"the connection to {target.host} reached another address than the checked one"
+            ErrorCode.SECURITY_REFUSED,
+            f"the connection to {target.host} was redirected to another address and was refused: check the "
+            f"proxies and firewall rules of the worker",
         )

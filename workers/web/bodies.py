@@ -87,13 +87,18 @@ class BodyDecoder:
             for piece in self._inflater.feed(data) if self._inflater is not None else (data,):
                 yield self._counted(piece)
         except zlib.error:
-            raise ToolFailure(ErrorCode.NETWORK_ERROR, f"the body is not valid {self._encoding} data") from None
+            raise ToolFailure(
+                ErrorCode.NETWORK_ERROR,
+                f"the body is not valid {self._encoding} data: try again, or use another source",
+            ) from None
 
     def finish(self) -> None:
         """Raise ToolFailure(NETWORK_ERROR) if the body ended too early."""
         if self._inflater is not None and not self._inflater.is_whole:
             raise ToolFailure(
-                ErrorCode.NETWORK_ERROR, f"the body ended in the middle of its {self._encoding} data", cause="reset"
+                ErrorCode.NETWORK_ERROR,
+                f"the body ended in the middle of its {self._encoding} data: try again, or use another source",
+                cause="reset",
             )
 
     def _counted(self, piece: bytes) -> bytes:

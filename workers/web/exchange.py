@@ -150,13 +150,17 @@ async def open_response(request: HttpRequest, options: ConnectionOptions) -> Asy
     except (httpcore2.LocalProtocolError, UnicodeError):
         # The message of the library would repeat the value of the header, which may be a key.
         raise ToolFailure(
-            ErrorCode.INTERNAL, f"the request to {target.host} has a header that HTTP does not allow"
+            ErrorCode.INTERNAL,
+            f"the request to {target.host} has an invalid header: check the settings of web tools for line "
+            f"breaks and control characters",
         ) from None
 
 
 def _parse_head(response: httpcore2.Response, host: str, limits: FetchLimits) -> Head:
     if response.status == HTTPStatus.SWITCHING_PROTOCOLS:
-        raise ToolFailure(ErrorCode.NETWORK_ERROR, f"{host} did not answer the request", cause="protocol")
+        raise ToolFailure(
+            ErrorCode.NETWORK_ERROR, f"{host} answered with another protocol: use another source", cause="protocol"
+        )
     size = sum(len(name) + len(value) for name, value in response.headers)
     if len(response.headers) > limits.header_lines or size > limits.header_bytes:
         raise header_flood(host, limits)

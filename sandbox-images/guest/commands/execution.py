@@ -225,7 +225,9 @@ def build_argv(request: ExecRequest, script: bytes) -> list[bytes]:
     argv = [encode_text(argument, "an argument") for argument in request.argv]
     longest = max(len(argument) for argument in argv)
     if longest > MAX_ARGUMENT_BYTES:
-        raise RequestFailure(INVALID_ARGUMENTS, f"an argument has {longest} bytes, more than {MAX_ARGUMENT_BYTES}")
+        raise RequestFailure(
+            INVALID_ARGUMENTS, f"an argument has {longest} bytes, more than {MAX_ARGUMENT_BYTES}: write it to a file"
+        )
     return argv
 
 

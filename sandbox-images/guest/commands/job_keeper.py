@@ -223,9 +223,13 @@ class JobKeeper:
     def _add_input(self, request: JobInputRequest) -> None:
         """Add the body of a request to the job's input. Raises RequestFailure when the job cannot read the input."""
         if self._state != RUNNING:
-            raise RequestFailure(INVALID_ARGUMENTS, f"{self._request.job} has ended and reads no more input")
+            raise RequestFailure(
+                INVALID_ARGUMENTS, f"{self._request.job} has ended and reads no more input: start another job"
+            )
         if self._stdin < 0 or self._closes_input:
-            raise RequestFailure(INVALID_ARGUMENTS, f"the standard input of {self._request.job} is closed")
+            raise RequestFailure(
+                INVALID_ARGUMENTS, f"the standard input of {self._request.job} is closed: start another job"
+            )
         body = self._pipes.body
         data = self._pipes.read_body(os.fstat(body).st_size) if body is not None else b""
         if len(self._input) + len(data) > PENDING_INPUT_BYTES:
@@ -237,7 +241,9 @@ class JobKeeper:
         self._input += data
         self._closes_input = request.close
         if not self._feed():
-            raise RequestFailure(INVALID_ARGUMENTS, f"{self._request.job} has closed its standard input")
+            raise RequestFailure(
+                INVALID_ARGUMENTS, f"{self._request.job} has closed its standard input: start another job"
+            )
 
     def _feed(self) -> bool:
         """Write as much input as the job's pipe accepts now. Return False when the job has closed its end."""

@@ -157,6 +157,6 @@ def _check_size(size: int) -> None:
     if size > MAX_BYTES:
         raise RequestFailure(
             FILE_TOO_LARGE,
-            f"the edits would make it {size} bytes, more than {MAX_BYTES}; nothing was written",
+            f"the edits would make it {size} bytes, more than {MAX_BYTES}; nothing was written; use bash_tool",
             size=size,
         )

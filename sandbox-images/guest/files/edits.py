@@ -227,7 +227,7 @@ class _FileEdit:
             self._apply_edit(edit, text, edited, data)
         if old is not None and edited.equals(text.body):
             raise RequestFailure(
-                NO_CHANGE, f"{self._entry.shown}: the edits do not change the file; nothing was written"
+                NO_CHANGE, f"{self._entry.shown}: the edits do not change the file; nothing was written; read it again"
             )
         pieces = text.join(edited.parts)
         self._note_text(text, edited)

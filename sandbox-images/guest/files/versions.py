@@ -261,7 +261,8 @@ class Version:
                 error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             if error.errno == errno.EFBIG:
                 raise RequestFailure(
-                    NO_SPACE, f"{self._entry.shown}: {self._content.size} bytes exceed the limit of a file"
+                    NO_SPACE,
+                    f"{self._entry.shown}: {self._content.size} bytes exceed the limit of a file; use bash_tool",
                 ) from None
             raise describe_os_error(error, self._entry.shown) from None
 

@@ -40,7 +40,9 @@ class GrepPattern:
                 INVALID_PATTERN, "the pattern is empty: give the text to find; . matches every line that is not empty"
             )
         if "\0" in text:
-            raise RequestFailure(INVALID_PATTERN, "the pattern has a NUL character, which no text file has")
+            raise RequestFailure(
+                INVALID_PATTERN, "the pattern has a NUL character, which no text file has: leave it out"
+            )
         try:
             size = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:

@@ -220,7 +220,9 @@ def _read_globs(text: str | None, subject: str) -> list[str]:
     if text is None:
         return []
     if len(text) > MAX_PATTERN_CHARS:
-        raise RequestFailure(INVALID_PATTERN, f"{subject} has {len(text)} characters, more than {MAX_PATTERN_CHARS}")
+        raise RequestFailure(
+            INVALID_PATTERN, f"{subject} has {len(text)} characters, more than {MAX_PATTERN_CHARS}: shorten it"
+        )
     globs = split_list(text)
     if any(".." in glob.split("/") for glob in globs):
         raise RequestFailure(PATH_NOT_ALLOWED, f"{subject} cannot contain '..': give the directory to search as path")

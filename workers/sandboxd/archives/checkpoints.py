@@ -200,5 +200,6 @@ def _build_missing_error(checkpoint: str) -> ToolFailure:
     return ToolFailure(
         ErrorCode.FILE_NOT_FOUND,
         f"no such checkpoint: {checkpoint[:64]!r}; it was deleted, belongs to another tenant, or is stored on another "
-        f"host. Hosts share checkpoints if TOOLCREW_WORKSPACE_STORE names the same store on all of them",
+        f"host. Hosts share checkpoints only if TOOLCREW_WORKSPACE_STORE names the same store on all of them: "
+        f"check the id and that setting",
     )

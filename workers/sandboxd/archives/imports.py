@@ -82,7 +82,7 @@ def check_import(kind: str, exit_code: int | None, error_output: str, *, timed_o
     if exit_code != 0:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"the {kind} cannot be unpacked, it may be damaged: {_shorten_errors(error_output) or exit_code}",
+            f"the {kind} cannot be unpacked ({_shorten_errors(error_output) or exit_code}): pack it again",
         )
 
 

@@ -257,7 +257,9 @@ async def _stream_in(
 
 def _check_size(sent: int, total: int) -> None:
     if sent != total:
-        raise SandboxUnavailable(f"the stored files have {sent} bytes instead of {total}: use other files")
+        raise SandboxUnavailable(
+            f"the stored files are damaged: {sent} bytes were read instead of {total}. Restore another checkpoint"
+        )
 
 
 async def _feed(guest: PackingGuest, fifo: str, piece: bytes, unpacking: "asyncio.Future[dict[str, Any]]") -> bool:
@@ -367,19 +369,25 @@ def _check_done(
     error = done.get("error")
     if isinstance(error, Mapping):
         raise ToolFailure(
-            ErrorCode.INTERNAL, f"the session's files could not be {verb}: {quote_text(error.get('message'))}"
+            ErrorCode.INTERNAL,
+            f"the session's files could not be {verb}: {quote_text(error.get('message'))}; try again",
         )
     if done.get("timed_out") is True:
-        raise ToolFailure(ErrorCode.TIMEOUT, f"the session's files were not {verb} within {PACKING_TIMEOUT_S:g} s")
+        raise ToolFailure(
+            ErrorCode.TIMEOUT,
+            f"the session's files were not {verb} within {PACKING_TIMEOUT_S:g} s: delete files that you do not need",
+        )
     code = done.get("exit_code")
     if type(code) is int and code in accepted_codes:
         return
     if any(full in stderr for full in _FULL):
         raise ToolFailure(
-            ErrorCode.NO_SPACE, f"the session's files could not be {verb}: its workspace is too small for them"
+            ErrorCode.NO_SPACE,
+            f"the session's files could not be {verb}: its workspace is too small for them: use a larger "
+            f"workspace_bytes",
         )
     raise ToolFailure(
         ErrorCode.INTERNAL,
-        f"the session's files could not be {verb}: the program ended with {quote_text(code)}: "
+        f"the session's files could not be {verb}; try again. The program ended with {quote_text(code)}: "
         f"{quote_text(bytes(stderr[-200:]).decode('utf-8', 'replace'))}",
     )

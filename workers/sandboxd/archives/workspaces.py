@@ -69,7 +69,9 @@ class WorkspaceFiles:
         Raises ToolFailure: FILE_TOO_LARGE, TIMEOUT. Also raises the errors of `Packing.chunks`.
         """
         if not is_file_id(file):
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "this is not a file id")
+            raise ToolFailure(
+                ErrorCode.INVALID_ARGUMENTS, "the id of the file is invalid: use the id that the upload returned"
+            )
         self._check_shared()
         packing = Packing(sandbox, pack_list(names, _FOLDER), self._max_bytes)
         with _report_errors(file):
@@ -128,7 +130,8 @@ def _report_errors(file: str) -> Iterator[None]:
     except NotStored:
         raise ToolFailure(
             ErrorCode.FILE_NOT_FOUND,
-            f"the tenant has no file {file[:200]!r}: it was deleted, has expired, or was never uploaded",
+            f"the tenant has no file {file[:200]!r}: it was deleted, has expired, or was never uploaded. Upload "
+            f"it again",
         ) from None
     except TimeoutError:
         raise ToolFailure(

@@ -90,7 +90,7 @@ def _try_image(folder: Path, host_free_bytes: int) -> None:
 def _check_folder(folder: Path, host_free_bytes: int) -> None:
     if os.geteuid() not in (0, UID):
         raise SandboxUnavailable(
-            f"sandboxd's user, {os.geteuid()}, could neither count nor delete what sandboxes, as user {UID}, write "
+            f"sandboxd runs as user {os.geteuid()} and cannot delete files that sandboxes write as user {UID} "
             f"into a folder: run sandboxd as root or as {UID}, or use TOOLCREW_SANDBOX_WORKSPACE=tmpfs"
         )
     WorkspaceStore(folder, host_free_bytes).prepare()

@@ -183,7 +183,7 @@ def _format(image: Path, blocks: int, inodes: int) -> None:
     options = ["-q", "-F", "-b", str(_BLOCK), "-I", "256", "-m", "0", "-g", str(blocks_a_group), "-N", str(inodes)]
     status, output = _run("mkfs.ext4", *options, "-O", _FEATURES, "-E", _EXTENDED, str(image))
     if status != 0:
-        raise SandboxUnavailable(f"mkfs.ext4 failed with status {status}: {output}")
+        raise SandboxUnavailable(f"mkfs.ext4 failed with status {status}: {output}; check the disk of this host")
 
 
 def _run(name: str, *arguments: str) -> tuple[int, str]:
@@ -202,7 +202,9 @@ def _run(name: str, *arguments: str) -> tuple[int, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise SandboxUnavailable(f"{name} did not end in {_TOOL_S:g} s: is the disk overloaded?") from None
+        raise SandboxUnavailable(
+            f"{name} did not end in {_TOOL_S:g} s: check whether the disk of this host is overloaded"
+        ) from None
     return ended.returncode, " ".join(ended.stdout.decode(errors="replace").split())[-500:]
 
 

@@ -206,7 +206,9 @@ class ImageWorkspaces:
                 await _merge(Path(mount.bind or ""), mounts, is_root=is_root)
         except (OSError, SandboxUnavailable) as error:
             await self.remove(name)
-            raise SandboxUnavailable(f"{len(layers)} frozen workspaces cannot be merged: {error}") from error
+            raise SandboxUnavailable(
+                f"{len(layers)} workspaces of forked sessions cannot be merged: {error}; open a new session"
+            ) from error
 
     async def remove(self, name: str) -> None:
         """Delete a workspace. Raises SandboxUnavailable; then try again later."""

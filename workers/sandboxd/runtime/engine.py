@@ -285,15 +285,19 @@ class Engine:
         except docker.errors.APIError as error:
             message = str(error.explanation or error)
             if error.is_server_error() and any(text in message.lower() for text in _TIMEOUT_TEXTS):
-                raise EngineSilent(f"the Docker engine reported an internal timeout: {message}") from error
-            raise SandboxUnavailable(f"the Docker engine refused: {message}") from error
+                raise EngineSilent(
+                    f"the Docker engine reported an internal timeout: {message}; see its log (`journalctl -u docker`)"
+                ) from error
+            raise SandboxUnavailable(
+                f"the Docker engine refused: {message}; see its log (`journalctl -u docker`)"
+            ) from error
         except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
             raise EngineSilent(
                 f"the Docker engine does not answer ({error}): start it, or check DOCKER_HOST and your rights"
             ) from error
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise EngineSilent(
-                f"the Docker engine's response cannot be read ({error!r}): is a Docker engine at DOCKER_HOST?"
+                f"the Docker engine's response cannot be read ({error!r}): set DOCKER_HOST to a Docker engine"
             ) from error
 
     @contextlib.contextmanager
@@ -406,12 +410,16 @@ def _freeze(api: docker.APIClient, container: str, *, is_wanted: bool) -> None:
     try:
         (api.pause if is_wanted else api.unpause)(container)
     except docker.errors.NotFound as error:
-        raise SandboxUnavailable("the sandbox's container does not exist") from error
+        raise SandboxUnavailable(
+            "the sandbox's container was removed: the session gets another one at its next call"
+        ) from error
     except docker.errors.APIError:
         # Engines differ in how they report that the state is already so.
         state = api.inspect_container(container)["State"]
         if not state.get("Running"):
-            raise SandboxUnavailable("the sandbox's container has ended") from None
+            raise SandboxUnavailable(
+                "the sandbox's container has ended: the session gets another one at its next call"
+            ) from None
         if bool(state.get("Paused")) is not is_wanted:
             raise
 

@@ -166,7 +166,7 @@ class OciRuntime:
         except BrokenExecutor as error:
             self._ranges.close()
             raise SandboxUnavailable(
-                "the kernel refuses mount namespaces: does sandboxd have CAP_SYS_ADMIN?"
+                "the kernel refuses mount namespaces: run sandboxd as root, or give it CAP_SYS_ADMIN"
             ) from error
 
     async def start(self, spec: SandboxSpec, name: str) -> AttachedContainer:
@@ -311,7 +311,9 @@ class OciRuntime:
                 (place / "labels.json").write_text(json.dumps(labels), encoding="utf-8")
                 place.rename(self._sandboxes / sandbox)
             except OSError as error:
-                raise SandboxUnavailable(f"the folder {place} of a sandbox cannot be made: {error}") from error
+                raise SandboxUnavailable(
+                    f"the folder {place} of a sandbox cannot be created: {error}; check its permissions and its disk"
+                ) from error
             failure.pop_all()
         return lock
 
@@ -366,7 +368,9 @@ class OciRuntime:
                 self._keep_filter(sandbox, spec)
                 return started
             except OSError as error:
-                raise SandboxUnavailable(f"sandbox {sandbox} cannot be started: {error}") from error
+                raise SandboxUnavailable(
+                    f"sandbox {sandbox} cannot be started: {error}; run `toolcrew doctor` on this host"
+                ) from error
 
     def _run_program(self, sandbox: str, running: _RunningSandbox, lock: int) -> AttachedContainer:
         place = self._sandboxes / sandbox
@@ -407,11 +411,15 @@ class OciRuntime:
                 check=True,
             )
         except subprocess.TimeoutExpired as error:
-            raise SandboxUnavailable(f"{self._program} did not start sandbox {sandbox} in {_START_S:g} s") from error
+            raise SandboxUnavailable(
+                f"{self._program} did not start sandbox {sandbox} in {_START_S:g} s: the host may be "
+                f"overloaded; try again"
+            ) from error
         except subprocess.CalledProcessError as error:
             text = log_file.read_text(encoding="utf-8", errors="replace").strip() if log_file.exists() else ""
             raise SandboxUnavailable(
-                f"{self._program} did not start sandbox {sandbox}: {text[-_ERROR_CHARS:] or error}"
+                f"{self._program} did not start sandbox {sandbox}: {text[-_ERROR_CHARS:] or error}; run "
+                f"`toolcrew doctor` on this host"
             ) from error
 
     def _keep_filter(self, sandbox: str, spec: SandboxSpec) -> None:
@@ -503,7 +511,9 @@ def _list_and_close(image: str, layers: Sequence[int]) -> RootChanges:
     try:
         return list_changes(image, layers)
     except OSError as error:
-        raise SandboxUnavailable(f"the changes of the root file system cannot be listed: {error}") from error
+        raise SandboxUnavailable(
+            f"the changes of the root file system cannot be listed: {error}; check the disk of this host"
+        ) from error
     finally:
         for fd in layers:
             os.close(fd)
@@ -513,7 +523,9 @@ def _clone_workspace(folder: str) -> int:
     try:
         return clone_tree(folder)
     except OSError as error:
-        raise SandboxUnavailable(f"the workspace {folder} cannot be mounted: {error}") from error
+        raise SandboxUnavailable(
+            f"the workspace {folder} cannot be mounted: {error}; run `toolcrew doctor` on this host"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -593,9 +605,11 @@ def _freeze(cgroups: Cgroups, sandbox: str, *, is_wanted: bool) -> None:
         else:
             cgroups.thaw(sandbox)
     except FileNotFoundError as error:
-        raise SandboxUnavailable("the sandbox does not exist") from error
+        raise SandboxUnavailable("the sandbox was removed: the session gets another one at its next call") from error
     except (OSError, TimeoutError) as error:
-        raise SandboxUnavailable(f"sandbox {sandbox} cannot be frozen or thawed: {error}") from error
+        raise SandboxUnavailable(
+            f"sandbox {sandbox} cannot be paused or continued: {error}; open a new session if it repeats"
+        ) from error
 
 
 def _end_process(process: int) -> None:

@@ -113,7 +113,9 @@ class SearchEndpoint:
             )
         if status != 200:
             # The body is not shown: a service may repeat the key in it.
-            raise ToolFailure(ErrorCode.HTTP_ERROR, f"{self.name} answered {response.head.phrase}", status=status)
+            raise ToolFailure(
+                ErrorCode.HTTP_ERROR, f"{self.name} answered {response.head.phrase}: try again later", status=status
+            )
         try:
             text = response.body.decode()
             if has_more_values_in_text(text, MAX_VALUES):
