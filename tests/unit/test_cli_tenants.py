@@ -123,7 +123,7 @@ def test_a_class_that_no_host_has_is_refused_with_the_known_classes(
 ) -> None:
     toolcrew("add", "acme")
     unknown = toolcrew("set", "acme", "--class", "larg")
-    assert (unknown.exit_code, "--class: larg was not checked" in unknown.stderr) == (0, True)
+    assert (unknown.exit_code, "the tenant class larg was not checked" in unknown.stderr) == (0, True)
     with redis_server.client() as client:
         report = REPORT.model_copy(update={"classes": ("default", "large")})
         WorkerHostStore(client, "default", SharedClock()).report(report)
@@ -373,7 +373,7 @@ def test_a_pattern_that_matches_no_tool_and_a_name_that_cannot_be_checked_are_wa
     unmatched = toolcrew("add", "acme", "--tools", "bash_*,mcp__git__*")
     assert (unmatched.exit_code, unmatched.stderr) == (
         0,
-        "toolcrew: --tools: no tool that has been published matches mcp__git__*\n",
+        "toolcrew: no tool that has been published matches the pattern mcp__git__*\n",
     )
 
 
