@@ -71,7 +71,9 @@ class Screen:
         self.text += text
 
 
-async def test_a_tool_knows_whether_a_client_watches(pool: SwitchedPool, client: ToolClient, tools: Tools) -> None:
+async def test_tool_environment_reports_whether_a_client_watches(
+    pool: SwitchedPool, client: ToolClient, tools: Tools
+) -> None:
     session = await client.open_session()
     await session.call("count", {})
     await session.call("count", {}, on_output=Screen().show)
@@ -86,7 +88,9 @@ async def test_output_of_a_failing_call_arrives(client: ToolClient, name: str, s
     assert (screen.text, result.error_code) == (shown, code)
 
 
-async def test_events_of_a_repeated_call_do_not_replace_those_of_the_first(client: ToolClient, tools: Tools) -> None:
+async def test_repeated_call_id_does_not_take_over_the_events_of_the_first_call(
+    client: ToolClient, tools: Tools
+) -> None:
     begun, pieces = asyncio.Event(), list[str]()
 
     def on_output(_: str, text: str) -> None:
@@ -104,11 +108,11 @@ async def test_events_of_a_repeated_call_do_not_replace_those_of_the_first(clien
 
 
 @pytest.mark.parametrize(
-    "listening", [{}, {"on_event": lambda _: None, "shows_output": False}], ids=["no listener", "not to output"]
+    "listener", [{}, {"on_event": lambda _: None, "shows_output": False}], ids=["no listener", "not to output"]
 )
-async def test_a_run_whose_output_has_no_reader_requests_none(
-    pool: SwitchedPool, client: ToolClient, listening: dict[str, Any]
+async def test_run_without_an_output_reader_requests_no_events(
+    pool: SwitchedPool, client: ToolClient, listener: dict[str, Any]
 ) -> None:
     model = ScriptedModel([Calls([("count", {})]), "ok"])
-    await client.run("go", session=await client.open_session(), model=model, **listening)
+    await client.run("go", session=await client.open_session(), model=model, **listener)
     assert [context.events for context in pool.transport.contexts] == [None]
