@@ -28,7 +28,11 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize(("message", "expected"), MESSAGES.items(), ids=range(len(MESSAGES)))
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    MESSAGES.items(),
+    ids=["tmp is a file", "workspace is in proc", "workspace is a file", "workspace is a link cycle"],
+)
 def test_start_failure_caused_by_the_image_names_the_image(message: str, expected: str) -> None:
     sentence = explain_start_failure(message, "acme/tools:1")
     assert sentence is not None

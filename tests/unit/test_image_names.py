@@ -195,7 +195,7 @@ def test_invalid_pattern_matches_nothing() -> None:
     name = parse_image_name("debian")
     assert not is_allowed(["*", "Debian"], name)
     assert is_allowed(["*", "debian"], name)
-    assert [found.names_registry for found in find_matches(["*", "docker.io/*", "debian"], name)] == [True, False]
+    assert [match.names_registry for match in find_matches(["*", "docker.io/*", "debian"], name)] == [True, False]
 
 
 @given(repositories, st.data())

@@ -10,10 +10,10 @@ from tests.image_scan import scan_files
 
 def archive(name: str, mode: int, kind: bytes = tarfile.REGTYPE, **headers: str) -> io.BytesIO:
     data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w", format=tarfile.PAX_FORMAT) as made:
+    with tarfile.open(fileobj=data, mode="w", format=tarfile.PAX_FORMAT) as tar:
         file = tarfile.TarInfo(name)
         file.mode, file.type, file.pax_headers = mode, kind, headers
-        made.addfile(file)
+        tar.addfile(file)
     data.seek(0)
     return data
 

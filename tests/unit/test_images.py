@@ -63,7 +63,8 @@ class MemoryEngine:
     def _all(self) -> Sequence[EngineImage]:
         ids = sorted({*self.images.values(), *self.untagged})
         return [
-            EngineImage(one, tuple(name for name, held in self.images.items() if held == one), (), SIZE) for one in ids
+            EngineImage(one, tuple(name for name, named_id in self.images.items() if named_id == one), (), SIZE)
+            for one in ids
         ]
 
     async def used(self) -> Set[str]:
@@ -192,21 +193,21 @@ async def test_registry_login_is_used_only_for_its_class_and_registry_and_is_mas
         "others": TenantClass(images=entries, registries={"quay.io": login}),
     }
     images = build(engine, tmp_path, plans=Plans(SandboxdSettings(sandbox_image="default", tenant_classes=classes)))
-    ours, theirs = (replace(plan_of("ghcr.io/team/a"), tenant_class=name) for name in classes)
+    team_plan, other_plan = (replace(plan_of("ghcr.io/team/a"), tenant_class=name) for name in classes)
     engine.failure = "denied: robot:very-secret is wrong"
     with pytest.raises(ImageRefused, match=r"check the login of ghcr\.io") as refused:
-        async with images.pinned(ours):
+        async with images.pinned(team_plan):
             pass
     assert "very-secret" not in str(refused.value)
     assert "very-secret" not in repr(engine.accounts)
     assert engine.accounts == [RegistryAccount("robot", "very-secret")]
     with pytest.raises(ImageRefused, match=r"add a login for ghcr\.io"):
-        async with images.pinned(theirs):
+        async with images.pinned(other_plan):
             pass
     assert engine.accounts[1:] == [None]
     secret.unlink()
     with pytest.raises(SandboxUnavailable, match=r"password file for the registry ghcr\.io cannot be read \(File"):
-        async with images.pinned(ours):
+        async with images.pinned(team_plan):
             pass
 
 

@@ -130,13 +130,13 @@ async def test_forged_copied_or_changed_skill_record_is_refused(harness: Harness
     await harness.installer("rival").install(write_skill(tmp_path, "echo"))
     await harness.installer().install(write_skill(tmp_path, "good"))
     await harness.installer().install(write_skill(tmp_path, "big"))
-    theirs = await harness.client.hget(installed_skills_key("d", "rival"), "echo")
+    foreign_record = await harness.client.hget(installed_skills_key("d", "rival"), "echo")
     changed = (await harness.client.hget(installed_skills_key("d", "acme"), "big")).replace(b"Does", b"Did ")
-    plain = theirs.split(b".", 2)[2]
+    plain = foreign_record.split(b".", 2)[2]
     other_secret = SigningKeys.of("another-secret").seal("skill acme echo", plain.decode())
     own = await harness.client.hget(installed_skills_key("d", "acme"), "good")
     for name, forged in (
-        ("echo", theirs),
+        ("echo", foreign_record),
         ("echo", plain),
         ("echo", other_secret),
         ("echo", own),
@@ -161,10 +161,10 @@ async def test_skill_cache_of_a_worker_is_bounded(harness: Harness, tmp_path: Pa
     first = harness.worker.find("acme", "a")
     harness.worker.find("acme", "b")
     harness.worker.find("acme", "c")
-    again = harness.worker.find("acme", "a")
-    assert again is not first
-    assert again is not None
-    assert again == harness.worker.find("acme", "a")
+    reloaded = harness.worker.find("acme", "a")
+    assert reloaded is not first
+    assert reloaded is not None
+    assert reloaded == harness.worker.find("acme", "a")
 
 
 async def test_removing_a_tenant_removes_its_skills(harness: Harness, tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ async def test_skill_for_a_removed_tenant_is_not_installed(harness: Harness, tmp
 async def test_invalid_skill_record_does_not_block_install_list_or_remove(harness: Harness, tmp_path: Path) -> None:
     tenants = RedisTenants(harness.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
-    for name, junk in (("bad", b"x"), ("odd", b"[1]"), ("half", b'{"skill": 3}')):
-        await harness.client.hset(installed_skills_key("d", "acme"), name, junk)
+    for name, invalid in (("bad", b"x"), ("odd", b"[1]"), ("half", b'{"skill": 3}')):
+        await harness.client.hset(installed_skills_key("d", "acme"), name, invalid)
     await harness.installer().install(write_skill(tmp_path, "echo"))
     await harness.installer().install(tmp_path / "echo", replace=True)
     assert list(await harness.installer().all()) == ["echo"]

@@ -31,12 +31,12 @@ def in_process(work: Callable[[Outcomes], None]) -> Outcomes:
         work(messages)
         connection.send(messages)
 
-    ours, theirs = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=run, args=(theirs,))
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=run, args=(sender,))
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        return list(ours.recv()) if ours.poll(20) else ["no outcome"]
+        return list(receiver.recv()) if receiver.poll(20) else ["no outcome"]
     except EOFError:
         process.join(5)
         return [f"ended by signal {-(process.exitcode or 0)}"]
@@ -193,18 +193,18 @@ def test_full_cancel_board_drops_the_oldest_mark_only() -> None:
 
 
 def test_cancel_board_is_shared_with_forked_processes() -> None:
-    board, go, (ours, theirs) = CancelBoard(), FORK.Event(), FORK.Pipe(duplex=False)
+    board, go, (receiver, sender) = CancelBoard(), FORK.Event(), FORK.Pipe(duplex=False)
 
     def look() -> None:
         go.wait(10)
-        theirs.send(board.is_marked("acme", "c1"))
+        sender.send(board.is_marked("acme", "c1"))
 
     process = FORK.Process(target=look)
     process.start()
     board.mark("acme", "c1")
     go.set()
-    assert ours.poll(10)
-    assert ours.recv() is True
+    assert receiver.poll(10)
+    assert receiver.recv() is True
     process.join(5)
 
 

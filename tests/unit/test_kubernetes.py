@@ -59,12 +59,12 @@ def pod_of(workload: str) -> dict[str, Any]:
 
 def containers() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return each container with its workload. A duplicate name would hide a container."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    containers_by_name: dict[str, tuple[str, dict[str, Any]]] = {}
     for workload in WORKLOADS:
         for container in [*pod_of(workload).get("initContainers", []), *pod_of(workload)["containers"]]:
-            assert container["name"] not in found
-            found[container["name"]] = workload, container
-    return found
+            assert container["name"] not in containers_by_name
+            containers_by_name[container["name"]] = workload, container
+    return containers_by_name
 
 
 CONTAINERS = containers()
@@ -161,9 +161,9 @@ def test_environment_variables_are_known_settings(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
 def test_service_has_the_same_environment_as_in_compose(name: str) -> None:
-    ours, compose_environment = environment_of(name), COMPOSE["services"][name]["environment"]
-    for variable in ours.keys() & compose_environment.keys():
-        value, plain = ours[variable], re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(compose_environment[variable]))
+    environment, compose_environment = environment_of(name), COMPOSE["services"][name]["environment"]
+    for variable in environment.keys() & compose_environment.keys():
+        value, plain = environment[variable], re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(compose_environment[variable]))
         if variable == "TOOLCREW_REDIS_URL":
             assert str(value).split("@")[0].replace("$(", "${").replace(")", "") == plain.split("@")[0].split(":?")[
                 0
@@ -176,7 +176,7 @@ def test_service_has_the_same_environment_as_in_compose(name: str) -> None:
         for variable, value in compose_environment.items()
         if value is not None and not str(value).startswith(f"${{{variable}:-")
     }
-    missing = fixed - ours.keys()
+    missing = fixed - environment.keys()
     # Empty unless a secret is being changed; the node's name in a script; this engine's only sandboxd; and no folder
     # that all pods share.
     assert missing <= {"TOOLCREW_SECRETS_PREVIOUS", "TOOLCREW_HOST", "TOOLCREW_TRACES"}

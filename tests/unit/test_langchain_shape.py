@@ -94,7 +94,9 @@ INCOMPLETE = [
 ]
 
 
-@pytest.mark.parametrize("value", INCOMPLETE, ids=range(len(INCOMPLETE)))
+@pytest.mark.parametrize(
+    "value", INCOMPLETE, ids=["no description", "no name", "no invoke", "no schema", "a model class"]
+)
 def test_object_without_a_required_attribute_is_not_langchain_shaped(value: Any) -> None:
     assert not is_langchain_shaped(value)
 
@@ -111,7 +113,17 @@ SCHEMAS = [
 ]
 
 
-@pytest.mark.parametrize(("parts", "parameters"), SCHEMAS, ids=range(len(SCHEMAS)))
+@pytest.mark.parametrize(
+    ("parts", "parameters"),
+    SCHEMAS,
+    ids=[
+        "tool_call_schema dict",
+        "tool_call_schema class",
+        "args_schema class",
+        "args_schema dict",
+        "get_input_schema",
+    ],
+)
 def test_schema_comes_from_the_first_attribute_that_has_one(parts: dict[str, Any], parameters: Any) -> None:
     value = shaped(invoke=echo, **parts)
     assert convert_to_openai_tool(value) == described(parameters)
@@ -333,7 +345,11 @@ UNIONS: list[tuple[list[Any], dict[str, Any] | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("branches", "merged"), UNIONS, ids=range(len(UNIONS)))
+@pytest.mark.parametrize(
+    ("branches", "merged"),
+    UNIONS,
+    ids=["null", "keyword", "two types", "array", "enum", "const", "reference", "two keywords"],
+)
 def test_union_becomes_a_type_list_only_if_equivalent(branches: list[Any], merged: dict[str, Any] | None) -> None:
     assert plain_schema({"anyOf": branches}, null_as_type=True) == (merged or {"anyOf": branches})
     assert plain_schema({"anyOf": branches}) == {"anyOf": branches}

@@ -29,8 +29,10 @@ from langchain_core.tools import (
 
 def call(langchain_tool: Any, **arguments: Any) -> ToolResult:
     """Return the reply that a model gets for the call."""
-    ours = as_tool(langchain_tool)
-    return asyncio.run(LocalTools([ours]).run_call(ToolCall(id="call-1", name=ours.name, arguments=arguments)))
+    local_tool = as_tool(langchain_tool)
+    return asyncio.run(
+        LocalTools([local_tool]).run_call(ToolCall(id="call-1", name=local_tool.name, arguments=arguments))
+    )
 
 
 def parameters(langchain_tool: Any) -> dict[str, Any]:

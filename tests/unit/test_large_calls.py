@@ -93,17 +93,17 @@ async def test_large_call_reaches_the_worker_whole_and_its_blob_is_deleted(harne
 async def test_cancelled_call_keeps_its_arguments_blob_only_if_it_continues(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, keeps_result: bool
 ) -> None:
-    begun = asyncio.Event()
+    is_delivered = asyncio.Event()
 
     async def hang(_: Any) -> None:
-        begun.set()
+        is_delivered.set()
         await asyncio.Event().wait()
 
     monkeypatch.setattr(harness.transport, "deliver", hang)
     call = ToolCall(id="c1", name="bash_tool", arguments={"command": "cat", "stdin": LARGE})
     request = Request(call, "acme", "s1", "q", keeps_result=keeps_result)
     task = asyncio.create_task(harness.dispatcher.dispatch(request))
-    await begun.wait()
+    await is_delivered.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert len(harness.keys()) == int(keeps_result)

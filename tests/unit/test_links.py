@@ -32,8 +32,8 @@ def test_message_shows_session_run_and_skill_name_in_flower() -> None:
 
 def test_parse_shown_call_refuses_other_texts() -> None:
     texts = ("", "call ", "call a b", "call a, tenant", "call a, owner b", "call ../x", "call a\n", "{'x': 'call a'}")
-    for shown in (None, 7, "call " + "a" * 65, *texts):
-        assert parse_shown_call(shown) is None
+    for value in (None, 7, "call " + "a" * 65, *texts):
+        assert parse_shown_call(value) is None
 
 
 @pytest.mark.parametrize(

@@ -81,30 +81,32 @@ async def test_tool_environment_reports_whether_a_client_watches(
     assert [context.events is not None for context in pool.transport.contexts] == [False, True]
 
 
-@pytest.mark.parametrize(("name", "shown", "code"), [("fail", "it breaks", "NO_MATCH"), ("bug", "so far", "INTERNAL")])
-async def test_output_of_a_failing_call_arrives(client: ToolClient, name: str, shown: str, code: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "expected", "code"), [("fail", "it breaks", "NO_MATCH"), ("bug", "so far", "INTERNAL")]
+)
+async def test_output_of_a_failing_call_arrives(client: ToolClient, name: str, expected: str, code: str) -> None:
     screen = Screen()
     result = await (await client.open_session()).call(name, {}, on_output=screen.show)
-    assert (screen.text, result.error_code) == (shown, code)
+    assert (screen.text, result.error_code) == (expected, code)
 
 
 async def test_repeated_call_id_does_not_take_over_the_events_of_the_first_call(
     client: ToolClient, tools: Tools
 ) -> None:
-    begun, pieces = asyncio.Event(), list[str]()
+    has_output, pieces = asyncio.Event(), list[str]()
 
     def on_output(_: str, text: str) -> None:
         pieces.append(text)
-        begun.set()
+        has_output.set()
 
     session = await client.open_session()
     first = asyncio.create_task(session.call("wait", {}, call_id="same", on_output=on_output))
     async with asyncio.timeout(5):
-        await begun.wait()
-    again = await session.call("wait", {}, call_id="same", on_output=on_output)
+        await has_output.wait()
+    repeated = await session.call("wait", {}, call_id="same", on_output=on_output)
     tools.may_end.set()
     result = await first
-    assert (again.error_code, result.output, "".join(pieces)) == (ErrorCode.OUTCOME_UNKNOWN, "ended", "begunlate")
+    assert (repeated.error_code, result.output, "".join(pieces)) == (ErrorCode.OUTCOME_UNKNOWN, "ended", "begunlate")
 
 
 @pytest.mark.parametrize(

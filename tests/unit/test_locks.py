@@ -32,9 +32,9 @@ def load_entries(name: str) -> dict[str, str]:
 def load_pins(name: str) -> dict[str, Version]:
     pins = {}
     for package, entry in load_entries(name).items():
-        found = re.match(r"\S+==(\S+)", entry)
-        assert found is not None, f"{package} is not pinned"
-        pins[package] = Version(found[1])
+        match = re.match(r"\S+==(\S+)", entry)
+        assert match is not None, f"{package} is not pinned"
+        pins[package] = Version(match[1])
     return pins
 
 

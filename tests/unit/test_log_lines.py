@@ -164,9 +164,9 @@ def test_start_failure_is_found_in_log_lines() -> None:
 
 @given(st.text())
 def test_escape_line_changes_only_unprintable_text(text: str) -> None:
-    shown = escape_line(text)
-    assert shown.isprintable()
-    assert shown == text or not text.isprintable()
+    escaped = escape_line(text)
+    assert escaped.isprintable()
+    assert escaped == text or not text.isprintable()
 
 
 # docs/log-events.md

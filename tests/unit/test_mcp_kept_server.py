@@ -46,13 +46,13 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def _server(tmp_path: Path, how: str = "good", **fields: object) -> SandboxServer:
+def _server(tmp_path: Path, behaviour: str = "good", **fields: object) -> SandboxServer:
     """Return a server. `tmp_path` makes it unique among tests, because names of sockets are shared on one machine."""
     env = {"OF": SecretStr(str(tmp_path))}
     entry = StdioEntry.model_validate(
-        {"command": sys.executable, "args": (PEER, how), "network": "none", "env": env, **fields}
+        {"command": sys.executable, "args": (PEER, behaviour), "network": "none", "env": env, **fields}
     )
-    return SandboxServer("peer", entry, stands_alone=how != "old")
+    return SandboxServer("peer", entry, stands_alone=behaviour != "old")
 
 
 def _call(
@@ -104,9 +104,9 @@ def _open_read(fifo: Path) -> int | None:
 # What a session may expect
 
 
-@pytest.mark.parametrize("how", ["good", "old"])
-def test_later_calls_reuse_the_server_process_and_its_state(box: LocalSandbox, tmp_path: Path, how: str) -> None:
-    server = _server(tmp_path, how)
+@pytest.mark.parametrize("behaviour", ["good", "old"])
+def test_later_calls_reuse_the_server_process_and_its_state(box: LocalSandbox, tmp_path: Path, behaviour: str) -> None:
+    server = _server(tmp_path, behaviour)
     counts = [_count(box, server) for _ in range(3)]
     assert [number for number, _ in counts] == [1, 2, 3]
     assert len({pid for _, pid in counts}) == 1
@@ -143,7 +143,7 @@ def test_idle_server_ends_with_its_child_processes(box: LocalSandbox, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "message"),
+    ("behaviour", "code", "message"),
     [
         ("dies", ErrorCode.HTTP_ERROR, "exit code 7: out of luck\ufffd[2J"),
         ("floods", ErrorCode.FILE_TOO_LARGE, "sent more than"),
@@ -152,11 +152,13 @@ def test_idle_server_ends_with_its_child_processes(box: LocalSandbox, tmp_path: 
         ("hangs", ErrorCode.TIMEOUT, "check them before you repeat the call"),
     ],
 )
-def test_a_bad_call_ends_the_server(box: LocalSandbox, tmp_path: Path, how: str, code: ErrorCode, message: str) -> None:
-    server = _server(tmp_path, how)
+def test_a_bad_call_ends_the_server(
+    box: LocalSandbox, tmp_path: Path, behaviour: str, code: ErrorCode, message: str
+) -> None:
+    server = _server(tmp_path, behaviour)
     before = _count(box, server)[1]
     with pytest.raises(ToolFailure) as caught:
-        _call(box, server, timeout_s=3.0 if how == "hangs" else 30.0, text="x")
+        _call(box, server, timeout_s=3.0 if behaviour == "hangs" else 30.0, text="x")
     assert caught.value.code is code
     assert message in caught.value.message
     number, pid = _count(box, server)
@@ -267,7 +269,7 @@ def test_idle_connections_to_the_daemon_do_not_block_calls(box: LocalSandbox, tm
 
 
 @pytest.mark.parametrize(
-    ("says", "code"),
+    ("reply", "code"),
     [
         (b"-", None),
         (b"+", ErrorCode.HTTP_ERROR),
@@ -276,7 +278,7 @@ def test_idle_connections_to_the_daemon_do_not_block_calls(box: LocalSandbox, tm
     ],
 )
 def test_program_that_takes_the_daemon_socket_causes_only_failed_calls(
-    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path, says: bytes, code: ErrorCode | None
+    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path, reply: bytes, code: ErrorCode | None
 ) -> None:
     server = _server(tmp_path)
     with socket.socket(socket.AF_UNIX) as squatter:
@@ -291,7 +293,7 @@ def test_program_that_takes_the_daemon_socket_causes_only_failed_calls(
                     return
                 with line:
                     try:
-                        line.sendall(says)
+                        line.sendall(reply)
                         while code is not None and not line.recv(65536).endswith(b"}"):
                             pass
                     except OSError:
@@ -318,8 +320,10 @@ for line in sys.stdin:
 """
 
 
-def _build_one_call_server(how: str = "good", **fields: Any) -> SandboxServer:
-    entry = StdioEntry(**{"command": sys.executable, "args": (PEER, how), "network": "none", "idle_s": 0, **fields})
+def _build_one_call_server(behaviour: str = "good", **fields: Any) -> SandboxServer:
+    entry = StdioEntry(
+        **{"command": sys.executable, "args": (PEER, behaviour), "network": "none", "idle_s": 0, **fields}
+    )
     return SandboxServer("peer", entry, stands_alone=True)
 
 
@@ -331,9 +335,9 @@ def _call_once(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.
 # Real processes
 
 
-@pytest.mark.parametrize(("how", "alone"), [("good", True), ("old", False)])
-def test_servers_of_both_protocol_revisions_work(how: str, alone: bool) -> None:
-    server = _build_one_call_server(how)
+@pytest.mark.parametrize(("behaviour", "alone"), [("good", True), ("old", False)])
+def test_servers_of_both_protocol_revisions_work(behaviour: str, alone: bool) -> None:
+    server = _build_one_call_server(behaviour)
     server.stands_alone = None
     assert [tool["name"] for tool in server.list_tools(run_here, 30)] == ["echo", "where", "count"]
     assert server.stands_alone is alone
@@ -360,9 +364,9 @@ def test_server_has_the_configured_environment_and_folder() -> None:
     assert _call_once(_build_one_call_server(env={"LEVEL": SecretStr("7")}, cwd="/usr"), "where") == "/usr 7"
 
 
-@pytest.mark.parametrize("how", ["shouts", "lies", "asks"])
-def test_extra_output_besides_the_reply_is_ignored(how: str) -> None:
-    assert _call_once(_build_one_call_server(how), text="still") == "still"
+@pytest.mark.parametrize("behaviour", ["shouts", "lies", "asks"])
+def test_extra_output_besides_the_reply_is_ignored(behaviour: str) -> None:
+    assert _call_once(_build_one_call_server(behaviour), text="still") == "still"
 
 
 def test_a_missing_program_or_tool_is_reported() -> None:

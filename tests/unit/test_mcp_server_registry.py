@@ -30,10 +30,10 @@ class FakeSource:
     name: str = "docs"
     listed: list[Any] | None = field(default_factory=lambda: [TOOL])
     stands_alone: bool | None = None
-    asked: int = 0
+    requests: int = 0
 
     def list_tools(self) -> list[Any]:
-        self.asked += 1
+        self.requests += 1
         if self.listed is None:
             raise ToolFailure(ErrorCode.HTTP_ERROR, "it is down")
         self.stands_alone = True
@@ -104,22 +104,22 @@ def test_exception_in_one_refresh_does_not_end_the_refreshes() -> None:
     harness.servers.stop()
 
 
-@pytest.mark.parametrize("broken", ["list_tools", "import_tools", "build"])
-def test_exception_for_one_server_does_not_delay_another(broken: str) -> None:
+@pytest.mark.parametrize("method", ["list_tools", "import_tools", "build"])
+def test_exception_for_one_server_does_not_delay_another(method: str) -> None:
     """The bug stays: each refresh meets it first."""
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("a bug of ours")
 
     bad, good = FakeSource(listed=[_tool("bad")], name="bad"), FakeSource(listed=[_tool("one")], name="good")
-    working = getattr(bad, broken)
-    setattr(bad, broken, fail)
+    working = getattr(bad, method)
+    setattr(bad, method, fail)
     harness = Harness(bad, good)
     with capture_logs() as logs:
         harness.ask()
     assert harness.names() == ["good__one"]
     assert [entry["server"] for entry in logs if entry["event"] == "mcp_server_failed"] == ["bad"]
-    setattr(bad, broken, working)
+    setattr(bad, method, working)
     harness.ask(REFRESH_S)
     assert harness.names() == ["bad__bad", "good__one"]
 
@@ -141,7 +141,7 @@ def test_unreachable_server_keeps_its_tools_and_is_retried_sooner() -> None:
     source = FakeSource()
     harness = Harness(source)
     harness.ask()
-    assert (harness.ask(REFRESH_S - 1), source.asked) == (1, 1)
+    assert (harness.ask(REFRESH_S - 1), source.requests) == (1, 1)
     with capture_logs() as logs:
         harness.ask(1)
     assert (logs, harness.changes) == ([], 1), "the same list is no change"

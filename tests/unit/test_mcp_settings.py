@@ -95,8 +95,8 @@ def test_invalid_server_name_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_error_message_contains_no_secret(tmp_path: Path) -> None:
-    for wrong in ({"private": "${DOCS_TOKEN}"}, {"url": "${DOCS_TOKEN}"}, {"tenants": ["${DOCS_TOKEN} x"]}):
-        assert "s3cr3t" not in _load_error(tmp_path, {"docs": {**DOCS, **wrong}})
+    for invalid in ({"private": "${DOCS_TOKEN}"}, {"url": "${DOCS_TOKEN}"}, {"tenants": ["${DOCS_TOKEN} x"]}):
+        assert "s3cr3t" not in _load_error(tmp_path, {"docs": {**DOCS, **invalid}})
 
 
 @pytest.mark.parametrize(

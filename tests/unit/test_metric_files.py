@@ -63,8 +63,8 @@ def test_expression_uses_existing_metrics_and_labels(expression: str) -> None:
 
 
 def test_the_dashboard_shows_every_metric() -> None:
-    shown = {name for expression in expressions_of_dashboard() for name in metrics_of(expression)}
-    assert METRICS.keys() - shown == set()
+    dashboard_metrics = {name for expression in expressions_of_dashboard() for name in metrics_of(expression)}
+    assert METRICS.keys() - dashboard_metrics == set()
 
 
 def test_every_expression_of_the_dashboard_is_promql(tmp_path: Path) -> None:

@@ -79,15 +79,15 @@ async def test_endpoint_change_is_seen_after_the_cache_expires(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("store.model_endpoints.time.monotonic", lambda: now[0])
-    mine, other = ModelEndpoints(client, "d", KEY), ModelEndpoints(client, "d", KEY)
+    first, other = ModelEndpoints(client, "d", KEY), ModelEndpoints(client, "d", KEY)
     assert await other.find("acme", "fast") is None
-    await mine.set("fast", FAST)
+    await first.set("fast", FAST)
     assert await other.find("acme", "fast") is None
     now[0] += ENDPOINTS_FRESH_S
     assert await other.find("acme", "fast") is not None
-    assert await mine.remove("fast")
-    assert not await mine.remove("fast")
-    assert await mine.find("acme", "fast") is None
+    assert await first.remove("fast")
+    assert not await first.remove("fast")
+    assert await first.find("acme", "fast") is None
 
 
 async def test_missing_or_cyclic_fallback_is_refused(client: "redis.asyncio.Redis") -> None:
@@ -235,25 +235,25 @@ async def test_lease_of_a_killed_process_expires_and_a_renewed_one_does_not(
     await acquire(killed)
     assert killed._renewing is not None
     killed._renewing.cancel()
-    held = await acquire(living)
+    lease = await acquire(living)
     third = asyncio.create_task(acquire(waiting))
     await asyncio.wait_for(asyncio.shield(third), 10)
     fourth = asyncio.create_task(acquire(build(concurrency=2)))
     await asyncio.wait((fourth,), timeout=1.0)
     assert not fourth.done()
-    await living.release(held, 0)
+    await living.release(lease, 0)
     await asyncio.wait_for(fourth, 10)
 
 
 async def test_cancelled_request_leaves_no_lease(build: Build, client: "redis.asyncio.Redis") -> None:
     limits = build(concurrency=1)
-    held = await acquire(limits)
+    lease = await acquire(limits)
     waiting = [asyncio.create_task(acquire(build(concurrency=1))) for _ in range(3)]
     await asyncio.sleep(0.05)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    await limits.release(held, 0)
+    await limits.release(lease, 0)
     await asyncio.wait_for(acquire(build(concurrency=1)), 10)
     assert await client.zcard("toolcrew:d:model-limits:fast:leases") == 1
 
@@ -285,9 +285,9 @@ async def test_counted_tokens_replace_the_estimate(build: Build, client: "redis.
     for counted in (10, 20):
         await limits.release(await acquire(limits, 900), counted)
     await limits.release(await acquire(limits, 900), 2000)
-    late = asyncio.create_task(acquire(limits, 1))
-    await asyncio.wait((late,), timeout=0.5)
-    assert not late.done()
-    late.cancel()
+    delayed_request = asyncio.create_task(acquire(limits, 1))
+    await asyncio.wait((delayed_request,), timeout=0.5)
+    assert not delayed_request.done()
+    delayed_request.cancel()
     large = SharedLimits(client, "d", "other", ModelEndpoint(base_url="http://a", model="m", tokens_per_minute=1000))
     await asyncio.wait_for(acquire(large, 5000), 10)

@@ -112,8 +112,10 @@ async def test_interrupted_reply_is_not_recorded_and_is_interrupted_for_the_clie
     rules = parse_script(
         '{"kind": "rule", "reply": {"text": "hello"}}\n{"kind": "fault", "fault": {"kind": "cut", "after_bytes": 99}}'
     )
-    async with serving(None, rules) as (real, _):
-        recorder = Recorder(real, tmp_path / "pairs.jsonl", transport=httpx.AsyncHTTPTransport(verify=TRUST_NOBODY))
+    async with serving(None, rules) as (endpoint_url, _):
+        recorder = Recorder(
+            endpoint_url, tmp_path / "pairs.jsonl", transport=httpx.AsyncHTTPTransport(verify=TRUST_NOBODY)
+        )
         async with serving(recorder) as (url, chat):
             with pytest.raises(httpx.HTTPError):
                 await ask(url, HI, stream=True)

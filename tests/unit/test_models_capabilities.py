@@ -207,7 +207,7 @@ def _edit(**changes: Any) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "damage_text",
     [
         lambda _: "",
         lambda text: text[:20],
@@ -217,11 +217,13 @@ def _edit(**changes: Any) -> Callable[[str], str]:
         _edit(capabilities={"native_tools": "yes"}),
     ],
 )
-async def test_damaged_outdated_or_future_cache_file_is_ignored(tmp_path: Path, spoil: Callable[[str], str]) -> None:
+async def test_damaged_outdated_or_future_cache_file_is_ignored(
+    tmp_path: Path, damage_text: Callable[[str], str]
+) -> None:
     probe = Probe()
     await find(CapabilityCache(tmp_path), probe)
     [path] = files(tmp_path)
-    path.write_text(spoil(path.read_text()))
+    path.write_text(damage_text(path.read_text()))
     assert await find(CapabilityCache(tmp_path), probe) == EVERYTHING
     assert probe.requests == 2
 

@@ -100,7 +100,7 @@ async def test_download_resumes_and_reports_progress(tmp_path: Path) -> None:
             WEIGHTS,
             cache_dir=tmp_path / "cache",
             hub_url=url,
-            progress=lambda there, total: progress.append((there, total)),
+            progress=lambda done_bytes, total: progress.append((done_bytes, total)),
         )
     assert "bytes=1000-" in heads[0]
     assert progress[-1] == (len(CONTENT), len(CONTENT))

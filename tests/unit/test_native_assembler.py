@@ -173,9 +173,9 @@ def test_chunks_without_a_delta_are_skipped(chunk: dict[str, Any]) -> None:
     assert NativeCallAssembler().feed(chunk) == []
 
 
-@pytest.mark.parametrize("junk", [None, 7, "x", [], {"index": True}, {"function": "x"}])
-def test_invalid_tool_call_entries_are_skipped(junk: Any) -> None:
-    assert assemble(delta(junk)).calls == []
+@pytest.mark.parametrize("invalid_entry", [None, 7, "x", [], {"index": True}, {"function": "x"}])
+def test_invalid_tool_call_entries_are_skipped(invalid_entry: Any) -> None:
+    assert assemble(delta(invalid_entry)).calls == []
 
 
 def test_surrogate_halves_from_separate_deltas_are_joined() -> None:

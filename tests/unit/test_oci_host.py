@@ -69,15 +69,15 @@ def test_process_of_another_cgroup_is_not_opened(root: Path) -> None:
 
 def test_id_ranges_of_a_host_do_not_overlap(tmp_path: Path) -> None:
     with closing(IdRanges(tmp_path)) as first, closing(IdRanges(tmp_path)) as second:
-        taken = [ranges.take() for ranges in (first, second) for _ in range(512)]
+        bases = [ranges.take() for ranges in (first, second) for _ in range(512)]
 
-        assert len(set(taken)) == 1024
-        assert all((base - taken[0]) % ID_RANGE == 0 for base in taken)
-        assert all(0x4000_0000 <= base < 0x8000_0000 - ID_RANGE for base in taken)
+        assert len(set(bases)) == 1024
+        assert all((base - bases[0]) % ID_RANGE == 0 for base in bases)
+        assert all(0x4000_0000 <= base < 0x8000_0000 - ID_RANGE for base in bases)
         with pytest.raises(SandboxUnavailable, match="512"):
             first.take()
-        first.give_back(taken[0])
-        assert first.take() == taken[0]
+        first.give_back(bases[0])
+        assert first.take() == bases[0]
 
 
 class PinningEngine:

@@ -30,13 +30,13 @@ def slots(client: "redis.asyncio.Redis") -> IdempotencyStore:
 
 
 async def test_repeated_claim_and_response_count_once(slots: IdempotencyStore, client: "redis.asyncio.Redis") -> None:
-    mine = slots.name("key", "word", "d", "1")
-    assert [await slots.claim(mine) for _ in range(3)] == [None, None, None]
+    slot_name = slots.name("key", "word", "d", "1")
+    assert [await slots.claim(slot_name) for _ in range(3)] == [None, None, None]
     for _ in range(3):
-        await slots.keep(mine, RECORD)
+        await slots.keep(slot_name, RECORD)
     assert await slots.claim(slots.name("key", "word", "d", "2")) == json.loads(RECORD)
     assert await slots.count("key") == SIZE
-    assert PENDING_S < await client.ttl(mine.slot) <= KEPT_S
+    assert PENDING_S < await client.ttl(slot_name.slot) <= KEPT_S
 
 
 async def test_stored_response_counts_until_it_expires(client: "redis.asyncio.Redis") -> None:

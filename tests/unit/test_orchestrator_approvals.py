@@ -153,12 +153,12 @@ async def test_console_approver_allows_only_yes(typed: str, allowed: bool) -> No
 
 
 async def test_console_approver_shows_tenant_session_command_and_warning() -> None:
-    shown = io.StringIO()
-    approver = ConsoleApprover(io.StringIO("y\n"), shown)
+    console_output = io.StringIO()
+    approver = ConsoleApprover(io.StringIO("y\n"), console_output)
     call = build_call("bash_tool", command="rm -rf /srv/build")
     assert isinstance(await review(call, BASH, approver, tenant="acme", session="s1"), ToolCall)
     for part in ("tenant acme, session s1", "| rm -rf /srv/build\n", "WARNING: this command removes folders"):
-        assert part in shown.getvalue()
+        assert part in console_output.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,11 @@ def pipe() -> Iterator[tuple[int, TextIO]]:
 
 async def ask(stream: TextIO) -> tuple[asyncio.Task[Decision], WatchedConsole, ConsoleApprover]:
     """Ask a question. Return after the console shows the question and waits for the answer."""
-    shown = WatchedConsole()
-    approver = ConsoleApprover(stream, shown)
+    console_output = WatchedConsole()
+    approver = ConsoleApprover(stream, console_output)
     asking = asyncio.create_task(approver.decide(ApprovalRequest(CALL, WRITE)))
-    await shown.asked.wait()
-    return asking, shown, approver
+    await console_output.asked.wait()
+    return asking, console_output, approver
 
 
 async def test_input_typed_before_the_question_is_ignored(terminal: tuple[int, TextIO]) -> None:
@@ -237,11 +237,11 @@ async def test_input_typed_before_the_question_is_ignored(terminal: tuple[int, T
 
 async def test_cancelled_question_does_not_read_the_next_line(pipe: tuple[int, TextIO]) -> None:
     person, stream = pipe
-    asking, shown, approver = await ask(stream)
+    asking, console_output, approver = await ask(stream)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert "withdrawn" in shown.getvalue()
+    assert "withdrawn" in console_output.getvalue()
     os.write(person, b"for another\n")
     await asyncio.sleep(0)
     await asyncio.sleep(0)

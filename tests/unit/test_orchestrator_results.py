@@ -146,9 +146,9 @@ async def test_received_or_dropped_result_is_deleted(
 ) -> None:
     monkeypatch.setattr(results, "DISCARD_EVERY_S", 1000.0 if is_closed else 0.01)
     async with listening(redis_server) as (hub, client):
-        task_id, late = hub.task_id("c1"), hub.task_id("late")
+        task_id, late_id = hub.task_id("c1"), hub.task_id("late")
         with hub.expect(task_id) as future:
-            for each in (late, task_id):
+            for each in (late_id, task_id):
                 await client.set(f"celery-task-meta-{each}", stored(each))
                 await publish(client, each)
             await arrives(future)

@@ -18,7 +18,7 @@ DEFAULTS = {"action": "run", "stdin": "", "background": False, "reset_state": Fa
 
 
 @pytest.mark.parametrize(
-    ("raw", "shown"),
+    ("raw", "visible"),
     [
         ("\x1b[1;31mred\x1b[0m\x1b[K", "red"),
         ("\x1b]0;title\x07a\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "alink"),
@@ -31,8 +31,8 @@ DEFAULTS = {"action": "run", "stdin": "", "background": False, "reset_state": Fa
         ("\x1b]never ended\nnext", "\nnext"),
     ],
 )
-def test_fold_applies_terminal_control_sequences(raw: str, shown: str) -> None:
-    assert fold(raw) == shown
+def test_fold_applies_terminal_control_sequences(raw: str, visible: str) -> None:
+    assert fold(raw) == visible
 
 
 @given(text=st.text(alphabet="ab\n\r\b\x1b[]m;0", max_size=60))
@@ -62,8 +62,8 @@ def test_cut_output_has_whole_characters_and_counts_omitted_bytes(data: st.DataO
     raw = characters.encode()
     head = data.draw(st.integers(0, 20))
     tail = data.draw(st.integers(0, 20))
-    shown = raw[:head] + raw[len(raw) - tail :]
-    text, cut = show_output(shown, {"total": len(raw), "head": head, "tail": tail})
+    visible = raw[:head] + raw[len(raw) - tail :]
+    text, cut = show_output(visible, {"total": len(raw), "head": head, "tail": tail})
     before, _, rest = text.partition("[... ")
     omitted = int(rest.partition(" bytes")[0])
     after = rest.partition(" ...]")[2]

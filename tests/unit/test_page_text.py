@@ -14,7 +14,7 @@ _TAGS = re.compile(r'<span class="(?:odd|mark)"(?: title="[^"<>]*")?>|</span>|<s
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "html"),
     [
         ("<b>&\"'", "&lt;b&gt;&amp;&#34;&#39;"),
         ("\x1b[31m", "\\x1b[31m"),
@@ -29,8 +29,8 @@ _TAGS = re.compile(r'<span class="(?:odd|mark)"(?: title="[^"<>]*")?>|</span>|<s
         ("日本語 café Ω", "日本語 café Ω"),
     ],
 )
-def test_control_characters_are_escaped(text: str, shown: str) -> None:
-    assert _TAGS.sub("", reveal(text)) == shown
+def test_control_characters_are_escaped(text: str, html: str) -> None:
+    assert _TAGS.sub("", reveal(text)) == html
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_reveal_exactly_shows_newlines_tabs_and_trailing_spaces() -> None:
 
 @given(st.text(st.characters(codec=None)))
 def test_reveal_loses_no_character_and_produces_no_foreign_markup(text: str) -> None:
-    for shown in (str(reveal(text)), str(reveal_exactly(text))):
-        bare = _TAGS.sub("", shown)
+    for html in (str(reveal(text)), str(reveal_exactly(text))):
+        bare = _TAGS.sub("", html)
         assert not re.search("[<>\"']", bare), bare
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", bare)
         # Each character of the text is there: as itself, or as its escape.

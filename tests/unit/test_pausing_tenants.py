@@ -72,8 +72,8 @@ async def test_lost_run_of_a_paused_tenant_waits_and_continues(harness: RunHarne
     assert await harness.other.claim(1) == []
     assert await harness.queue.counts("acme", "b") == {"waiting": 1, "running": 0}
     await tenants.resume("acme")
-    [again] = await harness.other.claim(1)
-    assert (again.run, again.record.losses) == (claim.run, 1)
+    [resumed_claim] = await harness.other.claim(1)
+    assert (resumed_claim.run, resumed_claim.record.losses) == (claim.run, 1)
 
 
 async def test_many_paused_batches_do_not_block_other_tenants(harness: RunHarness) -> None:

@@ -49,10 +49,10 @@ def test_sessions_spread_evenly_with_outdated_reports() -> None:
 def test_independent_programs_spread_over_different_hosts() -> None:
     reports, chance, both = [build_report(f"h{at}") for at in range(10)], random.Random(7), Counter[str]()
     for _ in range(2):
-        mine = Counter[str]()
+        placed = Counter[str]()
         for _ in range(100):
-            mine[choose_host(reports, HostRequirements(), placed=mine, chance=chance).queue] += 1
-        both += mine
+            placed[choose_host(reports, HostRequirements(), placed=placed, chance=chance).queue] += 1
+        both += placed
     assert max(both.values()) <= 40
 
 

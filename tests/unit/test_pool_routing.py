@@ -182,12 +182,12 @@ async def test_sandbox_tool_wins_over_a_duplicate_name(pools: Pools, caplog: pyt
     assert len(messages) == 1
 
 
-@pytest.mark.parametrize("garbage", ["", "null", "7", "[[", '{"a": 1}', '[1, null, "web_tool"]'])
-async def test_invalid_tool_names_in_redis_do_not_break_the_catalog(pools: Pools, garbage: str) -> None:
+@pytest.mark.parametrize("names_json", ["", "null", "7", "[[", '{"a": 1}', '[1, null, "web_tool"]'])
+async def test_invalid_tool_names_in_redis_do_not_break_the_catalog(pools: Pools, names_json: str) -> None:
     pools.publish(sandbox=(build_spec("bash"),))
-    pools.store.set(f"{catalog_key('d', 'web')}:names", garbage)
+    pools.store.set(f"{catalog_key('d', 'web')}:names", names_json)
     assert await pools.names() == ["bash"]
-    assert (pools.catalog.explain_missing("web_tool") is not None) == ("web_tool" in garbage)
+    assert (pools.catalog.explain_missing("web_tool") is not None) == ("web_tool" in names_json)
 
 
 async def test_catalog_of_another_version_is_refused(pools: Pools) -> None:

@@ -61,7 +61,7 @@ async def test_calls_at_the_tenant_limit_add_no_demand(redis_server: RedisProces
 
 
 @pytest.mark.parametrize(
-    ("reports", "wanted"),
+    ("reports", "expected_hosts"),
     [
         ([], 1),
         ([build_report("a"), build_report("b")], 1),
@@ -74,11 +74,11 @@ async def test_calls_at_the_tenant_limit_add_no_demand(redis_server: RedisProces
     ids=["no worker", "idle", "at the mark", "full", "busy", "one drains", "web workers"],
 )
 async def test_wanted_hosts_follow_sessions_and_calls(
-    redis_server: RedisProcess, reports: list[HostReport], wanted: int
+    redis_server: RedisProcess, reports: list[HostReport], expected_hosts: int
 ) -> None:
     report_to(redis_server, *reports)
     async with open_pressure(redis_server) as pressure:
-        assert (await pressure.hosts()).wanted == wanted
+        assert (await pressure.hosts()).wanted == expected_hosts
 
 
 async def test_operator_reads_pressure_over_http(redis_server: RedisProcess) -> None:

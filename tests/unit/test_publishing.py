@@ -255,18 +255,18 @@ class ReplyCuttingProxy:
         self._relay.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs, ours = await asyncio.open_connection("127.0.0.1", self._server.port)
+        redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", self._server.port)
         has_published = False
         while data := await reader.read(65536):
             has_published = has_published or b"EVAL" in data
-            ours.write(data)
-            answer = await theirs.read(65536)
+            redis_writer.write(data)
+            answer = await redis_reader.read(65536)
             if has_published and b"sent" in answer and self._cuts:
                 self._cuts -= 1
                 break
             writer.write(answer)
         writer.close()
-        ours.close()
+        redis_writer.close()
 
 
 @pytest.mark.parametrize("cuts", [1, 3])

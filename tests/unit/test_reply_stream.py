@@ -28,13 +28,13 @@ class Display:
 
 
 def show(replies: list[list[str]]) -> Display:
-    shown, display = DisplayedText(), Display()
+    text_stream, display = DisplayedText(), Display()
     for at, pieces in enumerate(replies):
         if at:
-            shown.restart()
+            text_stream.restart()
         for piece in pieces:
-            display.take(*shown.show(piece))
-    display.take(shown.end(), "")
+            display.take(*text_stream.show(piece))
+    display.take(text_stream.end(), "")
     return display
 
 
@@ -50,13 +50,13 @@ def test_displayed_text_ends_as_the_last_reply(replies: list[list[str]]) -> None
 
 def test_repeating_a_displayed_text_takes_linear_time() -> None:
     pieces = ["abcd"] * 100_000
-    shown = DisplayedText()
+    text_stream = DisplayedText()
     for piece in pieces:
-        shown.show(piece)
-    shown.restart()
+        text_stream.show(piece)
+    text_stream.restart()
     started = time.process_time()
     for piece in pieces:
-        shown.show(piece)
+        text_stream.show(piece)
     assert time.process_time() - started < 1
 
 

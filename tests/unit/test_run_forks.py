@@ -38,9 +38,9 @@ def harness(make_hosted: MadeHosted) -> HostedHarness:
     return harness
 
 
-async def expect_failure(awaited: Any) -> ToolFailure:
+async def expect_failure(operation: Any) -> ToolFailure:
     with pytest.raises(ToolFailure) as failure:
-        await awaited
+        await operation
     return failure.value
 
 
@@ -133,14 +133,14 @@ async def test_forks_continue_from_the_kept_state_without_repeating_steps(run: s
     # Each fork has a session of its own, and keeps its own state before its last request.
     assert len(forked) == 2 + 2
     for fork in forks:
-        found = await harness.runs.get("acme", fork.id)
-        assert found.state is HostedState.SUCCEEDED
-        assert found.end is not None
-        assert (found.forked_from and (found.forked_from.run, found.forked_from.step)) == (run, 1)
-        assert (found.end.answer, found.end.steps) == ("left", 3)
+        fork_run = await harness.runs.get("acme", fork.id)
+        assert fork_run.state is HostedState.SUCCEEDED
+        assert fork_run.end is not None
+        assert (fork_run.forked_from and (fork_run.forked_from.run, fork_run.forked_from.step)) == (run, 1)
+        assert (fork_run.end.answer, fork_run.end.steps) == ("left", 3)
         # The parent has counted the first reply.
         assert parent.end is not None
-        assert found.end.usage.prompt_tokens == parent.end.usage.prompt_tokens * 2 / 3
+        assert fork_run.end.usage.prompt_tokens == parent.end.usage.prompt_tokens * 2 / 3
         messages = await harness.runs.transcript("acme", fork.id)
         assert [message.get("content") for message in messages if message["role"] == "tool"] == [
             "said one",
@@ -187,9 +187,9 @@ async def test_new_attempt_of_a_fork_keeps_the_shared_steps(run: str, harness: H
     claim = await harness.claimed()
     await harness.queue.give_back(claim, is_new=True)
     await run_to_end(harness, fork.id)
-    found = await harness.runs.get("acme", fork.id)
-    assert found.end is not None
-    assert (found.attempt, found.end.answer, found.end.steps) == (2, "left", 3)
+    fork_run = await harness.runs.get("acme", fork.id)
+    assert fork_run.end is not None
+    assert (fork_run.attempt, fork_run.end.answer, fork_run.end.steps) == (2, "left", 3)
     assert sent_echoes(harness) == ["one", "two"]
 
 
@@ -205,9 +205,9 @@ async def test_interrupted_copy_of_a_fork_log_is_completed_by_the_next_process(
         await partial.append(entry)
     await harness.die(claim)
     await run_to_end(harness, fork.id)
-    found = await harness.runs.get("acme", fork.id)
-    assert found.end is not None
-    assert (found.end.answer, found.end.steps) == ("left", 3)
+    fork_run = await harness.runs.get("acme", fork.id)
+    assert fork_run.end is not None
+    assert (fork_run.end.answer, fork_run.end.steps) == ("left", 3)
     assert sent_echoes(harness) == ["one", "two"]
 
 
@@ -282,6 +282,6 @@ async def test_fork_of_a_batch_run_uses_the_batch_defaults(harness: HostedHarnes
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", claim.run, 2)
     await run_to_end(harness, fork.id)
-    found = await harness.runs.get("acme", fork.id)
-    assert found.end is not None
-    assert (found.end.answer, found.forked_from and found.forked_from.run) == ("left", claim.run)
+    fork_run = await harness.runs.get("acme", fork.id)
+    assert fork_run.end is not None
+    assert (fork_run.end.answer, fork_run.forked_from and fork_run.forked_from.run) == ("left", claim.run)

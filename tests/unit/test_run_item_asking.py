@@ -28,8 +28,8 @@ ASK_DEFAULTS = BatchDefaults(asks_people=True)
 @pytest.fixture
 async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Made]:
     monkeypatch.setattr(asking, "POLL_S", 0.01)
-    async with open_maker(redis_server) as made:
-        yield made
+    async with open_maker(redis_server) as maker:
+        yield maker
 
 
 async def find_question(harness: ItemHarness) -> ApprovalQuestion:
@@ -76,15 +76,15 @@ async def test_decision_is_kept_when_its_process_dies(
 
     first, second = make(echo_then("one", "a"), policy=ASK_POLICY), make(["two"], policy=ASK_POLICY)
     claim = await first.put(build_run())
-    with monkeypatch.context() as dead:
-        dead.setattr(ApprovalQueue, "withdraw", withdraw_nothing)
+    with monkeypatch.context() as patch:
+        patch.setattr(ApprovalQueue, "withdraw", withdraw_nothing)
         working = asyncio.create_task(first.worked(claim, ASK_DEFAULTS))
         await find_question(first)
         working.cancel()
         await asyncio.wait({working}, timeout=SOON_S)
-    again = await second.taken_over(claim)
+    resumed_claim = await second.taken_over(claim)
     await decide(second, Decision(is_allowed, "said meanwhile"))
-    outcome = await wait_for_outcome(asyncio.create_task(second.worked(again, ASK_DEFAULTS)))
+    outcome = await wait_for_outcome(asyncio.create_task(second.worked(resumed_claim, ASK_DEFAULTS)))
     assert outcome.body is not None
     assert outcome.body["answer"] == "two"
     assert find_arguments(second) == (["a"] if is_allowed else [])
@@ -97,8 +97,8 @@ async def test_resumed_run_asks_the_same_question(make: Made) -> None:
     first_work = asyncio.create_task(first.worked(claim, ASK_DEFAULTS))
     before = await find_question(first)
     asker = await find_asker(first, before)
-    again = await second.taken_over(claim)
-    working = asyncio.create_task(second.worked(again, ASK_DEFAULTS))
+    resumed_claim = await second.taken_over(claim)
+    working = asyncio.create_task(second.worked(resumed_claim, ASK_DEFAULTS))
     await wait_until_async(
         lambda: find_asker(first, before), SOON_S, "the second asks", 0.01, lambda found: found != asker
     )

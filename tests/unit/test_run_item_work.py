@@ -255,9 +255,9 @@ async def test_new_attempt_has_new_call_ids_and_a_new_session(make: Made) -> Non
     outcome = await first.worked(claim)
     assert (outcome.failure and outcome.failure.kind) is FailureKind.INFRASTRUCTURE
     assert first.sent() == ["open", "echo", "close"]
-    again = await second.begun_anew(claim)
-    assert (again.record.attempt, again.is_resumed) == (2, False)
-    outcome = await second.worked(again)
+    next_claim = await second.begun_anew(claim)
+    assert (next_claim.record.attempt, next_claim.is_resumed) == (2, False)
+    outcome = await second.worked(next_claim)
     assert (outcome.failure, outcome.attempt) == (None, 2)
     assert second.sent() == ["open", "echo", "close"]
     assert {call.id for call in first.transport.calls}.isdisjoint(call.id for call in second.transport.calls)

@@ -127,11 +127,11 @@ async def test_resumed_run_repeats_no_logged_step(make: Made, tmp_path: Path, po
 
     logged = ENTRIES[: position + is_written]
     second = world.open_process(logged.count(ModelReplied))
-    again = await second.taken_over(claim)
-    continued = await RunLog.load(second.client, "d", KEY, again.attempt)
+    resumed_claim = await second.taken_over(claim)
+    continued = await RunLog.load(second.client, "d", KEY, resumed_claim.attempt)
     assert [type(event) for event in continued.entries] == logged
     async with asyncio.timeout(SOON_S):
-        outcome = await world.work(second, again, continued)
+        outcome = await world.work(second, resumed_claim, continued)
 
     assert outcome.failure is None
     body: dict[str, Any] = dict(outcome.body or {})
@@ -172,8 +172,10 @@ async def test_resumed_run_is_graded_in_a_new_session(
     working = asyncio.create_task(world.work(first, claim, run_log))
     async with asyncio.timeout(SOON_S):
         await stopping.stopped.wait()
-        again = await second.taken_over(claim)
-        outcome = await world.work(second, again, await RunLog.load(second.client, "d", KEY, again.attempt))
+        resumed_claim = await second.taken_over(claim)
+        outcome = await world.work(
+            second, resumed_claim, await RunLog.load(second.client, "d", KEY, resumed_claim.attempt)
+        )
 
     assert outcome.grade is not None
     assert (outcome.grade.reward, outcome.failure) == (0.5, None)
@@ -204,11 +206,11 @@ async def test_resumed_run_keeps_each_state_once(make: Made, position: int, is_w
 
     logged = KEPT_STATE_ENTRIES[: position + is_written]
     second = make(turns[logged.count(ModelReplied) :])
-    again = await second.taken_over(claim)
-    continued = await RunLog.load(second.client, "d", KEY, again.attempt)
+    resumed_claim = await second.taken_over(claim)
+    continued = await RunLog.load(second.client, "d", KEY, resumed_claim.attempt)
     async with asyncio.timeout(SOON_S):
         outcome = await second.work.work(
-            again, Journal(continued, lambda: None), BatchDefaults(), second.run_events.append
+            resumed_claim, Journal(continued, lambda: None), BatchDefaults(), second.run_events.append
         )
 
     assert outcome.failure is None

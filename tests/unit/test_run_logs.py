@@ -59,10 +59,10 @@ async def test_process_that_lost_the_run_appends_nothing(harness: RunHarness) ->
 async def test_lost_reply_does_not_repeat_a_log_entry(harness: RunHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log, "RETRY_S", (0.0,))
     log = await claim_log(harness)
-    real, lost = log._append, [LostConnection("cut"), LostConnection("cut")]
+    original_append, lost = log._append, [LostConnection("cut"), LostConnection("cut")]
 
     async def append(**arguments: Any) -> Any:
-        reply = await real(**arguments)
+        reply = await original_append(**arguments)
         if lost:
             raise lost.pop()
         return reply
@@ -134,9 +134,9 @@ PIECES = st.lists(
 
 @given(PIECES)
 def test_joined_chunks_assemble_to_the_same_reply(chunks: list[dict[str, Any]]) -> None:
-    def read(some: list[dict[str, Any]]) -> tuple[str, object]:
+    def read(reply_chunks: list[dict[str, Any]]) -> tuple[str, object]:
         assembler, text = NativeCallAssembler(), ""
-        for chunk in some:
+        for chunk in reply_chunks:
             delta = chunk["choices"][0]["delta"]
             text += delta.get("content") or ""
             assembler.feed(chunk)

@@ -96,9 +96,9 @@ async def test_loss_is_counted_and_a_run_given_back_is_not_a_loss(harness: Runne
     assert claim.record.losses == 0
     await harness.die(claim)
     assert await harness.other.claim(9) == []
-    (again,) = await harness.queue.claim(1, BATCH)
-    assert again.record.losses == 1
-    await harness.queue.give_back(again, is_new=True)
+    (next_claim,) = await harness.queue.claim(1, BATCH)
+    assert next_claim.record.losses == 1
+    await harness.queue.give_back(next_claim, is_new=True)
     assert await count_losses(harness) == 0
 
 
@@ -126,7 +126,7 @@ async def test_runs_with_many_losses_are_run_one_at_a_time(
         await wait_until_async(lambda: harness.client.zcard(delayed), 20, "two wait", 0.01, lambda count: count >= 2)
         worker.may_end.set()
         await harness.until(BatchState.COMPLETED)
-    assert sorted(len(some) for some in together) == [1, 1, 1]
+    assert sorted(len(runs) for runs in together) == [1, 1, 1]
 
 
 async def test_progress_of_a_run_with_many_losses_lets_the_next_one_start(harness: RunnerHarness) -> None:
@@ -189,14 +189,14 @@ class SessionsHarness(RunnerHarness):
 
 async def test_cancel_closes_sessions_of_queued_and_lost_runs(harness: SessionsHarness) -> None:
     await harness.submit(4)
-    held, later, working, dead = claims = await harness.queue.claim(4)
+    given_back, later, working, dead = claims = await harness.queue.claim(4)
     for claim in claims:
         await harness.open(claim, f"of-{claim.run}")
-    await harness.queue.give_back(held)
+    await harness.queue.give_back(given_back)
     await harness.queue.give_back(later, after_s=1000.0)
     await harness.die(dead)
     await harness.queue.cancel(*BATCH)
-    closed = await harness.closed(*(f"of-{claim.run}" for claim in (held, later, working, dead)))
+    closed = await harness.closed(*(f"of-{claim.run}" for claim in (given_back, later, working, dead)))
     assert closed == [True, True, False, True]
 
 

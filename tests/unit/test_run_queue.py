@@ -61,8 +61,8 @@ async def test_claims_are_fair_between_tenants_with_many_and_few_batches(harness
 async def test_claim_for_one_batch_returns_only_its_runs(harness: RunHarness) -> None:
     await harness.submit(3, batch="b")
     await harness.submit(2, batch="c", tenant="other")
-    (dead,) = await harness.queue.claim(1, ("acme", "b"))
-    await harness.die(dead)
+    (lost_claim,) = await harness.queue.claim(1, ("acme", "b"))
+    await harness.die(lost_claim)
     assert [claim.run for claim in await harness.other.claim(9, ("other", "c"))] == ["c-1", "c-2"]
     assert await harness.other.claim(9, ("other", "d")) == []
     assert [claim.run for claim in await harness.queue.claim(9, ("acme", "b"))] == ["b-1", "b-2", "b-3"]
@@ -70,21 +70,21 @@ async def test_claim_for_one_batch_returns_only_its_runs(harness: RunHarness) ->
 
 async def test_run_of_a_dead_process_is_resumed_by_another(harness: RunHarness) -> None:
     await harness.submit(1)
-    (dead,) = await harness.queue.claim(1)
-    await harness.die(dead)
+    (lost_claim,) = await harness.queue.claim(1)
+    await harness.die(lost_claim)
     (claim,) = await harness.other.claim(1)
-    assert (claim.run, claim.is_resumed, claim.token != dead.token) == ("b-1", True, True)
-    assert claim.record.started_at == dead.record.started_at
-    assert await harness.queue.renew([dead]) == ({("acme", "b-1")}, set())
-    assert not await harness.queue.finish(dead, build_outcome(dead))
-    assert not await harness.queue.give_back(dead)
+    assert (claim.run, claim.is_resumed, claim.token != lost_claim.token) == ("b-1", True, True)
+    assert claim.record.started_at == lost_claim.record.started_at
+    assert await harness.queue.renew([lost_claim]) == ({("acme", "b-1")}, set())
+    assert not await harness.queue.finish(lost_claim, build_outcome(lost_claim))
+    assert not await harness.queue.give_back(lost_claim)
     assert await harness.other.finish(claim, build_outcome(claim))
 
 
 async def test_claim_of_lost_runs_respects_the_requested_number(harness: RunHarness) -> None:
     await harness.submit(2)
-    for dead in await harness.queue.claim(2):
-        await harness.die(dead)
+    for lost_claim in await harness.queue.claim(2):
+        await harness.die(lost_claim)
     assert [[claim.run for claim in await harness.other.claim(1)] for _ in range(2)] == [["b-1"], ["b-2"]]
 
 
@@ -113,9 +113,9 @@ async def test_batch_completes_when_every_run_ended_and_retries_chosen_failures(
     assert status.outcome.failure.kind == FailureKind.INFRASTRUCTURE
     assert await harness.queue.retry("acme", "b", [FailureKind.INFRASTRUCTURE]) == 1
     assert (await harness.queue.batch("acme", "b")).state is BatchState.IN_PROGRESS
-    (again,) = await harness.queue.claim(9)
-    assert (again.run, again.record.attempt, again.is_resumed) == ("b-3", 2, False)
-    assert await harness.queue.finish(again, build_outcome(again))
+    (retried,) = await harness.queue.claim(9)
+    assert (retried.run, retried.record.attempt, retried.is_resumed) == ("b-3", 2, False)
+    assert await harness.queue.finish(retried, build_outcome(retried))
     record = await harness.queue.batch("acme", "b")
     assert (record.state, record.succeeded, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 2, 0)
     assert [run for _, run in await harness.queue.ended("acme", "b", 3)] == ["b-3"]
@@ -179,12 +179,12 @@ async def test_follower_reports_lost_items_once(harness: RunHarness, tmp_path: P
     await delete_records(harness, "b-1", "b-2")
     (claim,) = await harness.queue.claim(9)
     await harness.queue.finish(claim, build_outcome(claim))
-    shown: list[RunEvent] = []
+    notices: list[RunEvent] = []
     reader = BatchEventReader(harness.client, "d", "acme", "b")
     with RowFiles.open(tmp_path / "o.jsonl", tmp_path / "e.jsonl", lambda _, run, /: run == "b-3") as rows:
-        await Follower(harness.queue, reader, "acme", "b", rows=rows, show=shown.append, tick=lambda: None).run()
+        await Follower(harness.queue, reader, "acme", "b", rows=rows, show=notices.append, tick=lambda: None).run()
         assert list(rows.succeeded) == ["item-3"]
-    (status,) = shown
+    (status,) = notices
     assert isinstance(status, BatchNotice)
     assert "Redis has lost 2 items" in status.message
 
@@ -429,12 +429,12 @@ BATCH = ("acme", "b")
 
 async def test_cancel_ends_runs_of_a_dead_process(harness: RunHarness) -> None:
     await harness.submit(2)
-    dead, alive = await harness.queue.claim(2)
-    await harness.die(dead)
+    lost_claim, alive = await harness.queue.claim(2)
+    await harness.die(lost_claim)
     await harness.queue.cancel(*BATCH)
     record = await harness.queue.batch(*BATCH)
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLING, 1)
-    assert not await harness.queue.finish(dead, build_outcome(dead))
+    assert not await harness.queue.finish(lost_claim, build_outcome(lost_claim))
     assert await harness.queue.finish(alive, build_outcome(alive))
     assert (await harness.queue.batch(*BATCH)).state is BatchState.CANCELLED
 

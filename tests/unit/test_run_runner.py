@@ -151,7 +151,7 @@ async def test_run_with_a_lost_lease_is_never_run_twice_concurrently(
 ) -> None:
     monkeypatch.setattr(runner_module, "LEASE_S", 1000.0)
     at_work: list[str] = []
-    again = asyncio.Event()
+    second_start = asyncio.Event()
 
     async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         at_work.append(claim.token)
@@ -159,7 +159,7 @@ async def test_run_with_a_lost_lease_is_never_run_twice_concurrently(
         try:
             if len(worker.begun) == 1:
                 await asyncio.Event().wait()
-            again.set()
+            second_start.set()
             return outcome_of(claim)
         finally:
             at_work.remove(claim.token)
@@ -169,7 +169,7 @@ async def test_run_with_a_lost_lease_is_never_run_twice_concurrently(
     async with harness.working(harness.runner(worker)):
         await worker.has_begun.wait()
         await harness.client.zadd("toolcrew:d:runs:leases", {"acme|b-1": 1.0})
-        await again.wait()
+        await second_start.wait()
         await harness.until(BatchState.COMPLETED)
     assert (worker.begun, len(await harness.ends())) == ([("b-1", 1)] * 2, 1)
 

@@ -30,7 +30,7 @@ class Harness:
         return self.slots.count_free()
 
     @asynccontextmanager
-    async def away(self) -> AsyncIterator["Call"]:
+    async def start_waiting_run(self) -> AsyncIterator["Call"]:
         """Start a run with one call, which waits. Yield the call."""
         call = Call("call")
 
@@ -97,7 +97,7 @@ def start_call(slot: RunSlot, name: str) -> AbstractAsyncContextManager[Call]:
 
 async def test_runs_get_slots_back_in_the_order_of_their_answers(harness: Harness) -> None:
     harness.begin("a", "b")
-    async with harness.away() as a, harness.away() as b:
+    async with harness.start_waiting_run() as a, harness.start_waiting_run() as b:
         harness.begin("c")
         for waiting in (b, a):
             waiting.answered.set()
@@ -111,7 +111,7 @@ async def test_runs_get_slots_back_in_the_order_of_their_answers(harness: Harnes
 @pytest.mark.parametrize("is_answered", [False, True])
 async def test_run_cancelled_while_waiting_occupies_no_slot(harness: Harness, is_answered: bool) -> None:
     harness.begin("a")
-    async with harness.away() as a:
+    async with harness.start_waiting_run() as a:
         harness.begin("b")
         if is_answered:
             a.answered.set()
@@ -124,7 +124,7 @@ async def test_run_cancelled_while_waiting_occupies_no_slot(harness: Harness, is
 
 async def test_run_cancelled_as_it_gets_a_slot_frees_the_slot(harness: Harness) -> None:
     harness.begin("a")
-    async with harness.away() as a:
+    async with harness.start_waiting_run() as a:
         harness.begin("b")
         a.answered.set()
         assert not await a.is_back()
@@ -176,7 +176,7 @@ async def test_run_with_timed_out_calls_waits_for_a_slot(harness: Harness) -> No
 
 async def test_unused_reserved_slot_is_free_again(harness: Harness) -> None:
     harness.begin("a")
-    async with harness.away() as a:
+    async with harness.start_waiting_run() as a:
         with harness.slots.reserve(1):
             a.answered.set()
             assert not await a.is_back()
@@ -188,7 +188,7 @@ async def test_number_of_waiting_runs_per_slot_is_limited(harness: Harness) -> N
         for number in range(MAX_RUNS_PER_SLOT):
             assert harness.slots.count_free() == 1
             harness.begin(f"r{number}")
-            await stack.enter_async_context(harness.away())
+            await stack.enter_async_context(harness.start_waiting_run())
         assert harness.slots.count_free() == 0
 
 
@@ -206,7 +206,7 @@ async def test_slot_of_a_run_without_sandbox_goes_only_to_a_returning_run(harnes
             await has_sandbox.wait()
         has_begun.set()
 
-    async with harness.away() as a:
+    async with harness.start_waiting_run() as a:
         harness.begin("b")
         b = asyncio.create_task(wait_for_a_sandbox())
         await settle()
@@ -397,12 +397,12 @@ class Process:
         return actions
 
     def check(self) -> None:
-        held = [run for run in self.runs.values() if run.at_work]
-        assert len(held) <= self.count, "more are at work than there are slots"
-        assert len(held) + self.claiming >= self.count or not any(run.wants for run in self.runs.values()), (
+        working_runs = [run for run in self.runs.values() if run.at_work]
+        assert len(working_runs) <= self.count, "more are at work than there are slots"
+        assert len(working_runs) + self.claiming >= self.count or not any(run.wants for run in self.runs.values()), (
             "a slot is free, and a run waits"
         )
-        assert not any(run.wants for run in held), "a run has a slot, and a call of it waits for one"
+        assert not any(run.wants for run in working_runs), "a run has a slot, and a call of it waits for one"
         waiting = [run for run in self.runs.values() if run.asked and not run.at_work and not run.wants]
         taken = len(self.runs) - len(waiting) - sum(bool(run.wants) for run in self.runs.values())
         assert self.slots.count_free() == max(0, self.count - self.claiming - taken), "who only waits has a slot"

@@ -114,8 +114,8 @@ async def test_resumed_run_stays_one_trace_without_repeated_spans(make: Made) ->
     assert "invoke_agent toolcrew" not in [span.name for span in ended]
 
     second = enable_tracing(make(["two"]), ended)
-    again = await first.taken_over(claim)
-    assert (await second.worked(again)).failure is None
+    resumed_claim = await first.taken_over(claim)
+    assert (await second.worked(resumed_claim)).failure is None
     assert_one_tree(ended)
     assert first_count < len(ended)
     calls = [span for span in ended if span.name == "execute_tool echo"]

@@ -36,18 +36,18 @@ async def daemon(tmp_path: Path) -> AsyncIterator[Sandboxd]:
 @pytest.mark.parametrize("size", [0, 1, 512 * 1024, 512 * 1024 + 1, 3_000_000])
 async def test_body_of_any_size_arrives_whole(tmp_path: Path, size: int) -> None:
     sent = os.urandom(size)
-    got: list[bytes] = []
+    bodies: list[bytes] = []
 
     async def record_request(guest: FakeGuest) -> None:
         await guest.hello()
         request, body = await guest.request()
-        got.append(body)
+        bodies.append(body)
         await guest.done(request)
 
     async with running_sandboxd(tmp_path, record_request) as daemon:
         client, name = await daemon.open()
         await call(client, name, body=sent)
-    assert got == [sent]
+    assert bodies == [sent]
 
 
 async def test_guest_receives_requests_with_ids_made_by_sandboxd(tmp_path: Path) -> None:

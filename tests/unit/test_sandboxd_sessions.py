@@ -35,8 +35,10 @@ SOON_S = 10.0
 
 
 @asynccontextmanager
-async def open_sessions(folder: Path, *behaviours: Behaviour, **how: Any) -> AsyncIterator[tuple[Sessions, FakeEngine]]:
-    async with open_host(folder, *behaviours, **how) as host:
+async def open_sessions(
+    folder: Path, *behaviours: Behaviour, **options: Any
+) -> AsyncIterator[tuple[Sessions, FakeEngine]]:
+    async with open_host(folder, *behaviours, **options) as host:
         yield host.sessions, host.engine
 
 
@@ -319,14 +321,14 @@ async def test_repeated_signal_cancels_once_and_allows_cleanup() -> None:
 
 async def test_connection_with_an_unrequested_reply_is_not_reused(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
-        ours, theirs = socket.socketpair()
+        client_socket, peer = socket.socketpair()
         client = SandboxClient(daemon.path)
-        client._sock = ours
-        theirs.send(b"an unrequested answer")
+        client._sock = client_socket
+        peer.send(b"an unrequested answer")
         assert (await asyncio.to_thread(client.status))["ok"] is True
-        assert client._sock is not ours
+        assert client._sock is not client_socket
         client.disconnect()
-        theirs.close()
+        peer.close()
 
 
 def test_socket_mode_allows_other_users_only_if_listed() -> None:

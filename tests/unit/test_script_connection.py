@@ -43,10 +43,12 @@ class Relay:
         self.cut()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs, ours = await asyncio.open_connection("127.0.0.1", self._server.port)
-        self._writers += [writer, ours]
+        redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        self._writers += [writer, redis_writer]
         with contextlib.suppress(OSError):
-            await asyncio.gather(self._pass(reader, ours, is_answer=False), self._pass(theirs, writer, is_answer=True))
+            await asyncio.gather(
+                self._pass(reader, redis_writer, is_answer=False), self._pass(redis_reader, writer, is_answer=True)
+            )
 
     async def _pass(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_answer: bool) -> None:
         while data := await source.read(65536):

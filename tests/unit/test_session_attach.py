@@ -252,14 +252,14 @@ async def test_refused_tenant_does_not_delay_the_next_open() -> None:
 
 
 async def test_queue_of_one_tenant_does_not_delay_another() -> None:
-    hosts, held, free = Hosts(HostCapacity(at_once=1, sandboxes=9, sessions=9)), asyncio.Event(), asyncio.Event()
+    hosts, may_end, free = Hosts(HostCapacity(at_once=1, sandboxes=9, sessions=9)), asyncio.Event(), asyncio.Event()
     free.set()
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-        stack.callback(held.set)
-        group.create_task(hosts.open("first", held))
-        group.create_task(hosts.open("second", held))
+        stack.callback(may_end.set)
+        group.create_task(hosts.open("first", may_end))
+        group.create_task(hosts.open("second", may_end))
         while not hosts.opened:
             await hosts.wait_for_check()
         await hosts.open("other", free, tenant="zoo")
         assert hosts.opened == ["first", "other"]
-        held.set()
+        may_end.set()

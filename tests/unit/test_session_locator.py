@@ -150,9 +150,9 @@ async def test_open_follows_the_session_to_the_next_worker(client: "redis.asynci
     async def send_open(opening: OpenRequest, address: SessionAddress) -> ToolResult:
         requests.append((address.queue, address.fence))
         if address.fence == 1:
-            place = location_key("d", opening.tenant, opening.session)
-            await client.hset(place, "queue", "host.a.n3w")
-            await client.hincrby(place, "fence", 1)
+            location = location_key("d", opening.tenant, opening.session)
+            await client.hset(location, "queue", "host.a.n3w")
+            await client.hincrby(location, "fence", 1)
             raise CallLost("gone", has_started=True)
         return await hosts.send_open(opening, address)
 
@@ -363,8 +363,8 @@ async def test_waiting_for_a_move_does_not_count_as_placed(client: "redis.asynci
     hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
-    place = location_key("d", "acme", "s1")
-    await client.hset(place, mapping={"state": "moving", "fence": 2, "moving_until": 9_000_000_000})
+    location = location_key("d", "acme", "s1")
+    await client.hset(location, mapping={"state": "moving", "fence": 2, "moving_until": 9_000_000_000})
     waiting = [asyncio.create_task(build_locator(client, hosts).find("acme", "s1", DEFAULT)) for _ in range(2)]
     waiting += [
         asyncio.create_task(locator.refresh("acme", "s1", SessionAddress("host.a.b00t", 1), DEFAULT, is_lost=False))
@@ -372,7 +372,7 @@ async def test_waiting_for_a_move_does_not_count_as_placed(client: "redis.asynci
     ]
     await asyncio.sleep(0.3)
     assert (await locator.open("acme", "s2", DEFAULT, {})).success
-    await client.hset(place, mapping={"state": "open", "moving_until": 0})
+    await client.hset(location, mapping={"state": "open", "moving_until": 0})
     assert set(await asyncio.gather(*waiting)) == {SessionAddress("host.a.b00t", 2)}
 
 
@@ -409,9 +409,9 @@ async def test_completed_move_is_not_repeated(client: "redis.asyncio.Redis") -> 
     assert address is not None
     assert await places.settle("acme", "s1", 2, LocationState.OPEN)
     assert await places.begin_move("acme", "s1", address.fence, address.state, "host.c.b00t") is None
-    place = await places.find("acme", "s1")
-    assert place is not None
-    assert (place.state, place.queue, place.fence) == (LocationState.OPEN, "host.b.b00t", 2)
+    location = await places.find("acme", "s1")
+    assert location is not None
+    assert (location.state, location.queue, location.fence) == (LocationState.OPEN, "host.b.b00t", 2)
 
 
 async def test_open_refused_by_all_hosts_reports_the_reason(client: "redis.asyncio.Redis") -> None:
@@ -450,16 +450,16 @@ async def test_forged_start_options_do_not_reopen_a_session(client: "redis.async
     await locator.open("acme", "s1", DEFAULT, {"network": "none"})
     address = await locator.find("acme", "s1", DEFAULT)
     await locator.open("acme", "s2", DEFAULT, {"network": "egress"})
-    place = await SessionStore(client, "d").find("acme", "s1")
+    location = await SessionStore(client, "d").find("acme", "s1")
     other = await client.hget(location_key("d", "acme", "s2"), "start")  # type: ignore[misc]
-    assert place is not None
+    assert location is not None
     forged = {
         "unsigned": '{"network": "egress"}',
         "of another session": other,
-        "changed": place.start.replace("none", "egress"),
+        "changed": location.start.replace("none", "egress"),
     }[forgery]
     await client.hset(location_key("d", "acme", "s1"), "start", forged)  # type: ignore[misc]
-    await hosts.lose(client, place.queue)
+    await hosts.lose(client, location.queue)
     opened = len(hosts.opened)
     with pytest.raises(
         SandboxUnavailable, match="is not valid, so the session is not opened again: open a new session"
@@ -526,8 +526,8 @@ async def test_listed_session_has_its_host_and_last_checkpoint(client: "redis.as
 
 async def test_session_list_excludes_other_tenants(client: "redis.asyncio.Redis") -> None:
     await open_sessions(client, 2, "acme")
-    mine = await open_sessions(client, 1, "bolt")
-    assert await read_all(client, "bolt", 50) == mine
+    bolt_sessions = await open_sessions(client, 1, "bolt")
+    assert await read_all(client, "bolt", 50) == bolt_sessions
     assert len(await read_all(client, None, 50)) == 3
     assert await SessionList(client, "d", KEYS).counts(["acme", "bolt"]) == {"acme": 2, "bolt": 1}
 

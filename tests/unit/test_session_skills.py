@@ -120,10 +120,10 @@ def test_folder_that_is_not_a_skill_is_refused_with_a_code(bench: Any, code: Err
 
 
 @given(st.binary(max_size=3000), st.integers(0, 3000))
-def test_any_archive_is_a_skill_or_refused(junk: bytes, at: int) -> None:
+def test_any_archive_is_a_skill_or_refused(noise: bytes, at: int) -> None:
     whole = archive_of((entry("./SKILL.md"), FRONT), (entry("./a"), b"x" * 600))
     with contextlib.suppress(SkillBroken):
-        assert load_tar(whole[:at] + junk + whole[at + len(junk) :], "own").name == "own"
+        assert load_tar(whole[:at] + noise + whole[at + len(noise) :], "own").name == "own"
 
 
 BOMB = b"---\nname: own\ndescription: x\na0: &a0 {x: 1}\n" + b"".join(
@@ -157,8 +157,8 @@ def test_parser_process_has_no_secrets_and_results_are_cached(monkeypatch: pytes
     skills, archive = SessionSkills(SkillExaminer()), archive_of((entry("./SKILL.md"), FRONT))
     first: Any = skills.find("own", HostileEnvironment(archive))  # type: ignore[arg-type]
     monkeypatch.setattr("workers.skills.examiner.subprocess", None)
-    again: Any = skills.find("own", HostileEnvironment(archive))  # type: ignore[arg-type]
-    assert (again.summary, again.body) == (first.summary, first.body)
+    second: Any = skills.find("own", HostileEnvironment(archive))  # type: ignore[arg-type]
+    assert (second.summary, second.body) == (first.summary, first.body)
 
 
 def test_failed_parser_process_fails_only_its_call(monkeypatch: pytest.MonkeyPatch) -> None:

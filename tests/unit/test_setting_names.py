@@ -213,14 +213,14 @@ async def test_settings_of_every_process_are_listed_with_its_problem(monkeypatch
 
 def test_config_show_prints_settings_and_fails_for_invalid_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_DEPLOYMENT", "blue")
-    shown = CliRunner().invoke(app, ["config", "show", "--set", "--origin"])
+    set_only = CliRunner().invoke(app, ["config", "show", "--set", "--origin"])
     monkeypatch.setenv("TOOLCREW_APPROVALS", "maybe")
     as_json = CliRunner().invoke(app, ["config", "show", "--json"])
 
-    assert shown.exit_code == 0
-    assert "TOOLCREW_DEPLOYMENT" in shown.stdout
-    assert "blue  [environment; default: default]" in shown.stdout
-    assert "TOOLCREW_DIALECT" not in shown.stdout
+    assert set_only.exit_code == 0
+    assert "TOOLCREW_DEPLOYMENT" in set_only.stdout
+    assert "blue  [environment; default: default]" in set_only.stdout
+    assert "TOOLCREW_DIALECT" not in set_only.stdout
     assert as_json.exit_code == 1
     problems = {row["process"]: row["problem"] for row in json.loads(as_json.stdout)["processes"]}
     assert "TOOLCREW_APPROVALS" in problems["orchestrator"]

@@ -20,7 +20,7 @@ DEMANDS = st.dictionaries(st.integers(0, 50), st.tuples(st.floats(0, 100), st.fl
 @given(st.floats(0.1, 500), DEMANDS)
 def test_fair_shares_meet_demand_exactly(slots: float, demands: dict[int, tuple[float, float]]) -> None:
     requested, weights = (
-        {name: wish for name, (wish, _) in demands.items()},
+        {name: demand for name, (demand, _) in demands.items()},
         {name: weight for name, (_, weight) in demands.items()},
     )
     shares = share_out(slots, requested, weights)

@@ -210,10 +210,10 @@ async def test_skill_uses_are_counted_per_tenant_and_expire(redis_server: RedisP
         assert 0 < await client.ttl(skill_uses_key("d", "acme")) <= USES_TTL_S
 
 
-@pytest.mark.parametrize("junk", [b"x", b"-1"])
-async def test_unreadable_skill_uses_are_ignored(redis_server: RedisProcess, junk: bytes) -> None:
+@pytest.mark.parametrize("stored_value", [b"x", b"-1"])
+async def test_unreadable_skill_uses_are_ignored(redis_server: RedisProcess, stored_value: bytes) -> None:
     async with redis.asyncio.Redis.from_url(redis_server.url) as client:
-        await client.hset(skill_uses_key("d", "acme"), "alpha", junk)
+        await client.hset(skill_uses_key("d", "acme"), "alpha", stored_value)
         assert await SkillUses(client, "d").of("acme") == {}
         redis_server.stop()
         assert await SkillUses(client, "d").of("acme") == {}

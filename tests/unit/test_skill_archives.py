@@ -147,19 +147,19 @@ def test_hostile_archive_is_examined_in_a_separate_process(tmp_path: Path) -> No
 
 @settings(deadline=None)
 @given(st.binary(max_size=2000), st.integers(0, 400))
-def test_damaged_zip_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, junk: bytes, at: int) -> None:
+def test_damaged_zip_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int) -> None:
     folder = tmp_path_factory.mktemp("zip")
     path = zip_of(folder, lambda archive: archive.writestr("pdf/a", "x" * 50))
     data = path.read_bytes()
-    path.write_bytes(data[:at] + junk + data[at + len(junk) :])
+    path.write_bytes(data[:at] + noise + data[at + len(noise) :])
     with contextlib.suppress(SkillBroken):
         assert load_zip(path).name == "pdf"
 
 
 @given(st.binary(max_size=500))
-def test_any_stored_bytes_are_refused_as_a_bundle(junk: bytes) -> None:
+def test_any_stored_bytes_are_refused_as_a_bundle(noise: bytes) -> None:
     with pytest.raises(SkillBroken):
-        expand_bundle(junk)
+        expand_bundle(noise)
 
 
 def test_largest_skill_is_examined_within_the_memory_limit(tmp_path: Path) -> None:

@@ -357,9 +357,9 @@ def test_stack_end_message_says_if_data_are_kept(
 
 
 def test_data_folder_has_one_user_and_keeps_its_password(tmp_path: Path) -> None:
-    again = open_stack_data(tmp_path / "data")
+    second_opening = open_stack_data(tmp_path / "data")
     with open_stack_data(tmp_path / "data") as first, pytest.raises(ConfigError, match="another `toolcrew up` uses"):
-        again.__enter__()
+        second_opening.__enter__()
     with open_stack_data(tmp_path / "data") as second:
         assert second == first
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700

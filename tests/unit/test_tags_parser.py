@@ -271,12 +271,12 @@ def test_single_characters_give_the_same_events(text: str, options: dict[str, ob
 @given(st.text(max_size=60))
 def test_at_most_twelve_characters_of_text_are_held(text: str) -> None:
     parser = TagStreamParser()
-    shown = sum(
+    released_chars = sum(
         len(event.text if isinstance(event, Text) else event.raw)
         for character in text
         for event in parser.feed(character)
     )
-    assert "<tool_action" in text or len(text) - shown <= 12
+    assert "<tool_action" in text or len(text) - released_chars <= 12
 
 
 @given(NAMES, st.dictionaries(NAMES, VALUES, max_size=4), VALUES)

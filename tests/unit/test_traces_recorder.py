@@ -304,12 +304,12 @@ async def test_unwritable_trace_folder_warns_once(tmp_path: Path, caplog: pytest
 
 
 async def test_full_disk_loses_lines_and_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, room = os.write, [500]
+    original_write, room = os.write, [500]
 
     def write(descriptor: int, data: bytes) -> int:
         if room[0] <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        written = real(descriptor, data[: room[0]])
+        written = original_write(descriptor, data[: room[0]])
         room[0] -= written
         return written
 

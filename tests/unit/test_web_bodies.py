@@ -123,7 +123,7 @@ def test_truncated_compressed_body_is_an_error(encoding: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "declared", "charset", "how"),
+    ("body", "declared", "charset", "source"),
     [
         ("h\u00e9".encode(), "utf-8", "utf-8", "header"),
         ("h\u00e9".encode("latin-1"), "ISO-8859-1", "cp1252", "header"),
@@ -143,9 +143,11 @@ def test_truncated_compressed_body_is_an_error(encoding: str) -> None:
         ("h\u00e9".encode(), None, "utf-8", "guess"),
     ],
 )
-def test_charset_sources_have_an_order_of_precedence(body: bytes, declared: str | None, charset: str, how: str) -> None:
+def test_charset_sources_have_an_order_of_precedence(
+    body: bytes, declared: str | None, charset: str, source: str
+) -> None:
     decoded = decode_body(body, declared, is_html=True)
-    assert (decoded.charset, decoded.source, decoded.replaced) == (charset, how, 0)
+    assert (decoded.charset, decoded.source, decoded.replaced) == (charset, source, 0)
     assert decoded.text[-1] in "\u00e9\u4e2d\u0430"
 
 

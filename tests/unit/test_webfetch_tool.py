@@ -167,13 +167,13 @@ def test_guessed_charset_and_invalid_characters_are_noted(server: WebServer) -> 
 
 
 def test_redirect_to_another_host_is_noted(server: WebServer) -> None:
-    there = server.url("/there", "other.example")
+    other_url = server.url("/there", "other.example")
     server.replies |= {
-        "/": redirect(there),
+        "/": redirect(other_url),
         "/near": redirect("/there"),
         "/there": answer("x", content_type="text/plain"),
     }
-    assert f"[redirected to another host: {server.url()} -> {there}]" in fetch(server).text()
+    assert f"[redirected to another host: {server.url()} -> {other_url}]" in fetch(server).text()
     near = fetch(server, "/near").text()
     assert (f"final url: {server.url('/there')}" in near, "another host" in near) == (True, False)
 

@@ -354,7 +354,7 @@ def test_storing_a_result_is_retried_while_redis_is_down(
 
 
 @pytest.mark.parametrize(
-    ("spoil", "repair"),
+    ("refuse_writes", "repair"),
     [
         (lambda client: client.config_set("maxmemory", 1), lambda client: client.config_set("maxmemory", 0)),
         (lambda client: client.replicaof("127.0.0.1", 1), lambda client: client.replicaof("NO", "ONE")),
@@ -362,9 +362,9 @@ def test_storing_a_result_is_retried_while_redis_is_down(
     ids=["full", "a replica"],
 )
 def test_storing_a_result_is_retried_while_redis_refuses_writes(
-    harness: Harness, spoil: Callable[["redis.Redis"], Any], repair: Callable[["redis.Redis"], Any]
+    harness: Harness, refuse_writes: Callable[["redis.Redis"], Any], repair: Callable[["redis.Redis"], Any]
 ) -> None:
-    spoil(harness.client)
+    refuse_writes(harness.client)
     storing = threading.Thread(target=harness.store, daemon=True)
     try:
         storing.start()

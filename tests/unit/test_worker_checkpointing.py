@@ -54,9 +54,9 @@ def test_changed_session_is_saved_once_and_recorded(host: Host) -> None:
     host.add("acme:s1")
     host.add("acme:unchanged", changed=False)
     assert (host.look(), host.look()) == (1, 0)
-    place = host.harness.place("acme:s1")
-    assert (place.checkpoint, place.automatic) == ("c1", "c1")
-    assert place.checkpoint_at == pytest.approx(time.time(), abs=30)
+    location = host.harness.place("acme:s1")
+    assert (location.checkpoint, location.automatic) == ("c1", "c1")
+    assert location.checkpoint_at == pytest.approx(time.time(), abs=30)
     assert host.harness.place("acme:unchanged").checkpoint == ""
 
 

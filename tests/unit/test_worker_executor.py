@@ -220,10 +220,10 @@ def test_missing_blob_stops_the_call_before_it_runs() -> None:
 )
 def test_unreachable_redis_gives_the_code_of_its_step(where: str, code: ErrorCode) -> None:
     # A call that has run may have acted: its sender must not read that it may be sent again.
-    dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
+    unreachable = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
     harness = Harness(lambda *_: Outcome(blob=b"x"))
-    ledger: Any = WorkerCallStore(dead, "d", SharedClock()) if where == "claim" else harness.ledger
-    blobs: Any = harness.blobs if where == "claim" else WorkerBlobs(dead, "d", "sandbox")
+    ledger: Any = WorkerCallStore(unreachable, "d", SharedClock()) if where == "claim" else harness.ledger
+    blobs: Any = harness.blobs if where == "claim" else WorkerBlobs(unreachable, "d", "sandbox")
     executor = build_executor(harness.executor._registry, harness.client, ledger, blobs, FACTS)
     blob = "toolcrew:d:t:acme:blob-sandbox.x" if where == "take" else None
     assert executor.execute(build_call(), build_context(blob=blob)).error_code is code

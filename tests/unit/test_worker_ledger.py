@@ -257,8 +257,8 @@ def test_interrupted_claim_leaves_no_reply_for_the_next_claim(harness: LedgerHar
 
 
 def test_unreachable_redis_starts_no_call() -> None:
-    dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
-    ledger = WorkerCallStore(dead, "d", SharedClock())
+    unreachable = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
+    ledger = WorkerCallStore(unreachable, "d", SharedClock())
     with pytest.raises(BrokerUnavailable, match="was not run"):
         ledger.claim(CALL, build_context(), HOLDER)
     with pytest.raises(BrokerUnavailable):

@@ -178,8 +178,8 @@ def test_worker_without_recent_reports_counts_as_ended(harness: HostHarness, mon
     monkeypatch.setattr(reports, "STALE_S", 0.05)
     take(harness, "w1")
     with capture_logs():
-        taken = take(harness, "w2")
-    assert (taken.queue, [report.worker for report in taken.ended]) == ("host.a.b1.2", ["w1"])
+        queue_name = take(harness, "w2")
+    assert (queue_name.queue, [report.worker for report in queue_name.ended]) == ("host.a.b1.2", ["w1"])
 
 
 def test_dead_process_counts_as_ended_immediately(harness: HostHarness) -> None:
@@ -195,8 +195,8 @@ def test_dead_process_counts_as_ended_immediately(harness: HostHarness) -> None:
 
 def test_worker_of_another_boot_is_neither_ended_nor_blocking(harness: HostHarness) -> None:
     take(harness, "w1", "b1")
-    taken = take(harness, "w2", "b2")
-    assert (taken.queue, taken.ended) == ("host.a.b2", ())
+    queue_name = take(harness, "w2", "b2")
+    assert (queue_name.queue, queue_name.ended) == ("host.a.b2", ())
 
 
 @pytest.mark.parametrize("process", ["", "x", "a/b/c/d", "a/1/2/3/4", "boot/1/999999999999999999999/1"])

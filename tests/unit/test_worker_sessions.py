@@ -50,16 +50,21 @@ def start_retries(adoption: AdoptionMonitor, sandboxd: MemorySandboxd) -> Duty:
 def test_session_of_an_earlier_boot_is_adopted_with_a_new_fence(harness: HostHarness) -> None:
     harness.put_place("acme:s1", queue="host.a.b1", fence=3)
     assert harness.sessions(OWN_QUEUE).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
-    place = harness.place("acme:s1")
-    assert (place.queue, place.fence, place.state) == (OWN_QUEUE, 4, LocationState.OPEN)
+    location = harness.place("acme:s1")
+    assert (location.queue, location.fence, location.state) == (OWN_QUEUE, 4, LocationState.OPEN)
 
 
 def test_session_held_by_a_killed_worker_is_adopted(harness: HostHarness) -> None:
     harness.put_place("acme:s1", queue="host.a.b1")
     assert harness.sessions("host.a.b1").hold("acme:s1", 1, 60) == 2
     assert harness.sessions(OWN_QUEUE).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
-    place = harness.place("acme:s1")
-    assert (place.queue, place.fence, place.state, place.moving_until) == (OWN_QUEUE, 3, LocationState.OPEN, 0.0)
+    location = harness.place("acme:s1")
+    assert (location.queue, location.fence, location.state, location.moving_until) == (
+        OWN_QUEUE,
+        3,
+        LocationState.OPEN,
+        0.0,
+    )
     # A process that opens it elsewhere after a hold raises the fence, so this copy is older.
     harness.put_place("acme:s2", queue="host.a.b1")
     harness.sessions("host.a.b1").hold("acme:s2", 1, 60)
@@ -136,9 +141,9 @@ def test_sessions_of_a_dead_predecessor_are_adopted_immediately(
     harness.put_place("acme:s1", queue="host.a.b1")
     hosts = harness.hosts()
     hosts.report(build_report("host.a.b1"))
-    dead = hosts.find("host.a.b1")
-    assert dead is not None
-    adoption = adopter(harness, sandboxd, dead)
+    predecessor = hosts.find("host.a.b1")
+    assert predecessor is not None
+    adoption = adopter(harness, sandboxd, predecessor)
     reports_at_adoption: list[bool] = []
     adopt = adoption._sessions.adopt
 
@@ -214,8 +219,8 @@ def test_checkpoint_is_recorded_only_with_the_current_fence(harness: HostHarness
     recorded = sessions.record_automatic("acme:s1", 2, "c1", 10.5, 0)
     assert recorded is not None
     assert recorded.previous is None
-    place = harness.place("acme:s1")
-    assert (place.checkpoint, place.checkpoint_at, place.automatic) == ("c1", 10.5, "c1")
+    location = harness.place("acme:s1")
+    assert (location.checkpoint, location.checkpoint_at, location.automatic) == ("c1", 10.5, "c1")
     # A slow checkpoint that began before is older.
     assert sessions.record_requested("acme:s1", "c0", 9.5)
     assert harness.place("acme:s1").checkpoint == "c1"
@@ -240,10 +245,10 @@ def test_held_session_is_exclusive_until_its_release(harness: HostHarness) -> No
     harness.put_place("acme:s1", fence=5)
     assert sessions.hold("acme:s1", 4, 60) is None
     fence = sessions.hold("acme:s1", 5, 60)
-    held = harness.place("acme:s1")
+    held_location = harness.place("acme:s1")
     assert fence == 6
-    assert (held.state, held.queue, held.fence) == (LocationState.MOVING, "host.a.b1", 6)
-    assert held.moving_until == pytest.approx(float(harness.redis.time()[0]) + 60, abs=5)  # type: ignore[index]
+    assert (held_location.state, held_location.queue, held_location.fence) == (LocationState.MOVING, "host.a.b1", 6)
+    assert held_location.moving_until == pytest.approx(float(harness.redis.time()[0]) + 60, abs=5)  # type: ignore[index]
     assert sessions.hold("acme:s1", 6, 60) is None
     assert not sessions.release("acme:s1", 5)
 
@@ -276,9 +281,9 @@ class Host:
         self.looks.release()
         return self.at_work
 
-    def add(self, name: str, **place: object) -> None:
+    def add(self, name: str, **location: object) -> None:
         self.sandboxd.add(name)
-        self.harness.put_place(name, **place)
+        self.harness.put_place(name, **location)
 
     def begin(self, limit_s: float = 60.0, *, is_lossy: bool = False) -> threading.Thread:
         thread = threading.Thread(target=lambda: self.ended.append(self.drain.run(limit_s, is_lossy=is_lossy)))
@@ -310,9 +315,9 @@ def test_drain_saves_and_parks_every_session(host: Host) -> None:
     assert len(host.sandboxd.closed) == 9
     assert not host.sandboxd.rows
     for number in range(9):
-        place = host.harness.place(f"acme:s{number}")
-        assert (place.state, place.queue, place.fence) == (LocationState.MOVING, "", number + 2)
-        assert host.sandboxd.kept_of[host.sandboxd.kept.index(place.checkpoint)] == f"acme:s{number}"
+        location = host.harness.place(f"acme:s{number}")
+        assert (location.state, location.queue, location.fence) == (LocationState.MOVING, "", number + 2)
+        assert host.sandboxd.kept_of[host.sandboxd.kept.index(location.checkpoint)] == f"acme:s{number}"
 
 
 def test_drain_saves_changes_made_during_a_checkpoint(host: Host) -> None:
@@ -336,8 +341,8 @@ def test_drain_waits_for_running_calls(host: Host) -> None:
     thread = host.begin()
     for _ in range(40):
         assert host.looks.acquire(timeout=20)
-    place = host.harness.place("acme:busy")
-    assert (place.state, place.fence) == (LocationState.OPEN, 1)
+    location = host.harness.place("acme:busy")
+    assert (location.state, location.fence) == (LocationState.OPEN, 1)
     assert host.sandboxd.closed == ["acme:idle"]
 
     host.at_work.clear()
@@ -372,9 +377,9 @@ def test_drain_parks_an_unsaved_session_with_its_old_checkpoint_at_the_deadline(
     assert thread.is_alive()
     assert host.harness.place("acme:full").state is LocationState.OPEN, "until then it is served"
     thread.join(20)
-    place = host.harness.place("acme:full")
+    location = host.harness.place("acme:full")
     assert host.ended == [True]
-    assert (place.state, place.queue, place.checkpoint) == (LocationState.MOVING, "", "older")
+    assert (location.state, location.queue, location.checkpoint) == (LocationState.MOVING, "", "older")
     assert sorted(host.sandboxd.closed) == ["acme:fine", "acme:full"]
 
 
@@ -392,9 +397,9 @@ def test_endless_call_delays_a_drain_only_until_the_deadline(host: Host) -> None
 def test_lossy_drain_saves_nothing(host: Host) -> None:
     host.add("acme:s1")
     host.run(is_lossy=True)
-    place = host.harness.place("acme:s1")
+    location = host.harness.place("acme:s1")
     assert host.sandboxd.kept == []
-    assert (place.state, place.queue, place.checkpoint) == (LocationState.MOVING, "", "")
+    assert (location.state, location.queue, location.checkpoint) == (LocationState.MOVING, "", "")
 
 
 def test_drain_ignores_sessions_of_other_hosts(host: Host) -> None:

@@ -169,8 +169,8 @@ def test_unrun_call_leaves_its_record_open(was_sent: bool) -> None:
 
 
 def test_failed_refusal_count_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
-    dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
-    RefusalCounter(dead, "d").count("signature")
+    unreachable = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
+    RefusalCounter(unreachable, "d").count("signature")
     assert ["refusal_not_counted" in record.getMessage() for record in caplog.records] == [True]
 
 

@@ -347,13 +347,13 @@ def test_count_stops_at_a_multiple_of_the_inode_limit(tree: Path) -> None:
 
 
 def test_excess_inodes_increase_the_held_bytes(tree: Path) -> None:
-    held = []
+    held_bytes = []
     for number in range(11, 14):
         for name in range(number):
             (tree / str(name)).touch()
-        held.append(count(tree, WorkspaceSize(MIB, 10)).held_bytes)
+        held_bytes.append(count(tree, WorkspaceSize(MIB, 10)).held_bytes)
 
-    assert held == [MIB * 11 // 10, MIB * 12 // 10, MIB * 13 // 10]
+    assert held_bytes == [MIB * 11 // 10, MIB * 12 // 10, MIB * 13 // 10]
 
 
 def test_tree_deeper_than_path_max_is_counted(tree_in_memory: Path) -> None:

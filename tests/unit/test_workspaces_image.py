@@ -175,17 +175,17 @@ async def test_cancelled_layer_mount_leaves_no_loop_device(
     images: ImageWorkspaces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     await images.make("layer", SMALL)
-    begun, may_end = threading.Event(), threading.Event()
+    has_begun, may_end = threading.Event(), threading.Event()
     run: Callable[..., int] = getattr(image, step)
 
     def run_late(*arguments: object) -> int:
-        begun.set()
+        has_begun.set()
         assert may_end.wait(SOON_S)
         return run(*arguments)
 
     monkeypatch.setattr(image, step, run_late)
     mounting = asyncio.ensure_future(images.mount_layer("layer", SOON_S))
-    await asyncio.to_thread(begun.wait, SOON_S)
+    await asyncio.to_thread(has_begun.wait, SOON_S)
     mounting.cancel()
     may_end.set()
     with pytest.raises(asyncio.CancelledError):
