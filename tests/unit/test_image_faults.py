@@ -35,7 +35,6 @@ MESSAGES = {
 )
 def test_start_failure_caused_by_the_image_names_the_image(message: str, expected: str) -> None:
     sentence = explain_start_failure(message, "acme/tools:1")
-    assert sentence is not None
     assert sentence.startswith("image acme/tools:1 cannot be a sandbox: ")
     assert expected in sentence
     assert "\n" not in sentence

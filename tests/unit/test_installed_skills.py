@@ -57,7 +57,6 @@ async def test_worker_finds_an_installed_skill_unchanged(harness: Harness, tmp_p
     folder = write_skill(tmp_path, "echo", files={"scripts/a.py": "#!/bin/sh\n", "data/x": b"\0"})
     installed = await harness.installer().install(folder)
     skill = harness.worker.find("acme", "echo")
-    assert skill is not None
     assert (skill.summary, skill.owner, skill.body) == (installed.skill, "acme", "Do it.")
     assert skill.source.read("data/x") == b"\0"
     assert harness.worker.find("acme", "echo") is skill, "it is kept while it is used"
@@ -83,7 +82,6 @@ async def test_replaced_or_removed_skill_leaves_no_bundle(harness: Harness, tmp_
     assert first.skill.digest != second.skill.digest
     assert await harness.bundles() == 1
     found = harness.worker.find("acme", "echo")
-    assert found is not None
     assert found.body == "other"
     await harness.installer().install(tmp_path / "2" / "echo", replace=True)
     assert await harness.bundles() == 1

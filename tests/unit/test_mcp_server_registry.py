@@ -132,7 +132,6 @@ def test_refresh_adds_replaces_and_removes_tools() -> None:
     harness.ask(REFRESH_S)
     assert harness.names() == ["docs__three", "docs__two"]
     two = harness.registry.get("mcp__docs__two")
-    assert two is not None
     assert two.spec.description.endswith("new")
     assert harness.changes == 2
 

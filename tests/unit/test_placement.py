@@ -140,6 +140,5 @@ def test_capacity_counts_only_hosts_that_can_take_the_session() -> None:
     ]
     room = find_capacity(reports, HostRequirements(), {"host.a.b00t": 1})
     first = build_report("a")
-    assert room is not None
     assert (room.at_once, room.sandboxes) == (9, 2 * first.max_sandboxes - 98 - 1 - 10)
     assert room.sessions == 2 * first.max_sessions - 98 - 1 - 10

@@ -80,8 +80,6 @@ async def test_only_infrastructure_failures_are_retried_up_to_a_limit(
     retries = [(RunRetried, attempt) for attempt in range(2, attempts + 1)]
     assert [(type(event), event.attempt) for event in events] == [*retries, (RunEnded, attempts)]
     (record,) = await harness.queue.runs([("acme", "b-1")])
-    assert record is not None
-    assert record.outcome is not None
     assert (record.outcome.attempt, record.failure) == (attempts, kind.value)
 
 
@@ -118,7 +116,6 @@ async def test_lease_of_a_running_run_is_renewed(harness: RunnerHarness) -> None
         await queue.renewed.wait()
         assert await harness.other.claim(1, BATCH) == []
         (record,) = await harness.queue.runs([("acme", "b-1")])
-        assert record is not None
         assert record.claim == claim
 
 
@@ -141,7 +138,6 @@ async def test_run_taken_by_another_process_is_dropped(harness: RunnerHarness) -
         await cancelled.wait()
         await harness.client.hset("toolcrew:d:t:acme:run.b-1", "state", "running")
     (record,) = await harness.queue.runs([("acme", "b-1")])
-    assert record is not None
     assert (record.claim, record.state) == ("another", RunState.RUNNING)
     assert (await harness.ends(), worker.abandoned) == ([], [])
 
@@ -209,7 +205,6 @@ async def test_run_with_a_log_of_another_release_fails_and_keeps_the_log(harness
     async with harness.working(harness.runner(worker)):
         await harness.until(BatchState.COMPLETED)
     (end,) = await harness.ends()
-    assert end.failure is not None
     assert (worker.begun, end.failure.kind, end.attempt) == ([], FailureKind.INFRASTRUCTURE, 1)
     assert "retry the item" in end.failure.message
     assert await harness.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1

@@ -3,6 +3,8 @@ only sandboxd knows. Each test names the attacker's aim.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,13 @@ async def call(
     return dict(response.done)
 
 
+@asynccontextmanager
+async def open_session(folder: Path, *behaviours: Behaviour) -> AsyncIterator[tuple[Sandboxd, SandboxClient, str]]:
+    async with running_sandboxd(folder, *behaviours) as daemon:
+        client, name = await daemon.open()
+        yield daemon, client, name
+
+
 async def wait_until_empty(daemon: Sandboxd) -> None:
     await asyncio.wait_for(daemon.engine.emptied.wait(), SOON_S)
 
@@ -60,8 +69,7 @@ def build_answering_guest(*parts: Any) -> Behaviour:
 
 
 async def test_guest_that_never_replies_is_a_timeout_and_loses_its_container(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, silent) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, silent) as (daemon, client, name):
         done = await call(client, name, EXEC)
         assert done["sandbox_lost"]
         assert done["error"]["code"] == "TIMEOUT"
@@ -70,8 +78,7 @@ async def test_guest_that_never_replies_is_a_timeout_and_loses_its_container(tmp
 
 
 async def test_overdue_call_is_answered_after_its_processes_have_ended(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, silent) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, silent) as (daemon, client, name):
         daemon.engine.remove_gate.clear()
         running = asyncio.create_task(call(client, name, EXEC))
         await daemon.engine.removing.wait()
@@ -95,8 +102,7 @@ async def test_call_with_surviving_processes_keeps_its_own_reply(tmp_path: Path)
 @pytest.mark.parametrize("survivors", [1, -1, "1", None, [], 0.5])
 async def test_invalid_survivor_count_counts_as_survivors(tmp_path: Path, survivors: Any) -> None:
     kill = {"signalled": 1, "survivors": survivors, "method": "tree", "ms": 1.0}
-    async with running_sandboxd(tmp_path, build_answering_guest({"ev": "done", "kill": kill})) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, build_answering_guest({"ev": "done", "kill": kill})) as (daemon, client, name):
         assert (await call(client, name))["sandbox_lost"]
         await wait_until_empty(daemon)
 
@@ -110,8 +116,7 @@ async def test_invalid_survivor_count_counts_as_survivors(tmp_path: Path, surviv
     ids=["data", "frames without a body"],
 )
 async def test_sending_more_than_requested_removes_the_container(tmp_path: Path, flood: list[Any]) -> None:
-    async with running_sandboxd(tmp_path, build_answering_guest(*flood)) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, build_answering_guest(*flood)) as (daemon, client, name):
         done = await call(client, name)
         assert done["error"]["code"] == "SANDBOX_UNAVAILABLE"
         assert "more output than was asked for" in done["error"]["message"]
@@ -136,8 +141,7 @@ STDOUT_DATA = ({"ev": "data", "stream": "stdout"}, b"x")
 async def test_frame_that_the_request_does_not_allow_removes_the_container(
     tmp_path: Path, request_: dict[str, Any], parts: list[Any]
 ) -> None:
-    async with running_sandboxd(tmp_path, build_answering_guest(*parts)) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, build_answering_guest(*parts)) as (_, client, name):
         assert (await call(client, name, request_)).get("sandbox_lost")
 
 
@@ -178,8 +182,7 @@ async def test_reply_header_of_the_largest_size_is_forwarded(tmp_path: Path) -> 
     ids=lambda data: repr(data[:24]),
 )
 async def test_invalid_data_during_a_call_is_one_error_and_removes_the_container(tmp_path: Path, data: bytes) -> None:
-    async with running_sandboxd(tmp_path, build_answering_guest(data)) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, build_answering_guest(data)) as (daemon, client, name):
         done = await call(client, name)
         assert done["error"]["code"] == "SANDBOX_UNAVAILABLE"
         async with asyncio.timeout(1):
@@ -197,15 +200,13 @@ async def test_reply_with_an_unknown_id_ends_every_call_of_the_sandbox(tmp_path:
         await guest.send({"id": "f" * 32, "ev": "done"})
         await guest.gone.wait()
 
-    async with running_sandboxd(tmp_path, answer_wrong_id) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, answer_wrong_id) as (daemon, client, name):
         answers = await asyncio.gather(call(client, name), call(daemon.client(), name))
         assert [done["error"]["code"] for done in answers] == ["SANDBOX_UNAVAILABLE"] * 2
 
 
 async def test_second_reply_to_a_request_removes_the_container(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, build_answering_guest({"ev": "done"}, {"ev": "done"})) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, build_answering_guest({"ev": "done"}, {"ev": "done"})) as (daemon, client, name):
         await call(client, name)
         await wait_until_empty(daemon)
 
@@ -215,8 +216,7 @@ async def test_stderr_of_pid_1_is_never_parsed_as_a_frame(tmp_path: Path) -> Non
         await guest.send_raw(encode_frame({"ev": "done", "id": "0" * 32}, max_total=MAX_UP), stream=2)
         await echoing(guest)
 
-    async with running_sandboxd(tmp_path, write_to_stderr) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, write_to_stderr) as (_, client, name):
         assert (await call(client, name))["run_s"] == 0.01
 
 
@@ -230,8 +230,7 @@ async def test_frames_sent_in_small_pieces_are_parsed(tmp_path: Path, cut: int) 
             await guest.send_raw(data[at : at + cut])
         await guest.gone.wait()
 
-    async with running_sandboxd(tmp_path, send_in_pieces) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, send_in_pieces) as (_, client, name):
         assert (await call(client, name))["exit_code"] == 7
 
 
@@ -302,8 +301,7 @@ async def test_guest_cannot_set_fields_of_sandboxd(tmp_path: Path) -> None:
 
 async def test_guest_cannot_report_a_kill_by_container(tmp_path: Path) -> None:
     kill = {"signalled": 1, "survivors": 0, "method": "container", "ms": 1.0}
-    async with running_sandboxd(tmp_path, build_answering_guest({"ev": "done", "kill": kill})) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, build_answering_guest({"ev": "done", "kill": kill})) as (_, client, name):
         assert (await call(client, name))["kill"] is None
 
 
@@ -316,16 +314,14 @@ async def test_reply_too_large_for_a_frame_fails_only_its_call(tmp_path: Path) -
         await guest.send_raw((4 + len(header)).to_bytes(4, "big") + len(header).to_bytes(4, "big") + header)
         await echoing(guest)
 
-    async with running_sandboxd(tmp_path, send_growing_header) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, send_growing_header) as (_, client, name):
         done = await call(client, name)
         assert (done["error"]["code"], done["sandbox"]["generation"]) == ("INTERNAL", 1)
 
 
 async def test_fatal_message_of_a_guest_is_escaped_and_cut(tmp_path: Path) -> None:
     frame_bytes = encode_frame({"ev": "fatal", "message": "\x1b[2J\nunknown op" + "x" * 100_000}, max_total=MAX_UP)
-    async with running_sandboxd(tmp_path, build_answering_guest(frame_bytes)) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, build_answering_guest(frame_bytes)) as (_, client, name):
         message = (await call(client, name))["error"]["message"]
         assert "unknown op" in message
         assert message.isprintable()

@@ -325,8 +325,6 @@ OPEN = SandboxPolicy(tenant_class="open")
 
 
 def tunnels_of(entry: HostSession | None) -> FakeTunnels:
-    assert entry is not None
-    assert entry.sandbox is not None
     assert isinstance(entry.sandbox.tunnels, FakeTunnels)
     return entry.sandbox.tunnels
 

@@ -54,7 +54,6 @@ async def test_secret_is_read_back_and_its_value_is_in_no_listing(harness: Harne
     second = await harness.secrets.set("acme", "TOKEN", VALUE + "2", hosts=("api.example",))
     assert (second.revision, second.created_at, second.place) == (2, first.created_at, "header:Authorization")
     found = await harness.secrets.get("acme", "TOKEN")
-    assert found is not None
     assert (found.value, found.info, VALUE in repr(found)) == (VALUE + "2", second, False)
     assert await harness.secrets.all("acme") == {"TOKEN": second}
     entries = await harness.client.xrange(audit_key("d"))

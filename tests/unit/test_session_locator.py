@@ -410,7 +410,6 @@ async def test_completed_move_is_not_repeated(client: "redis.asyncio.Redis") -> 
     assert await places.settle("acme", "s1", 2, LocationState.OPEN)
     assert await places.begin_move("acme", "s1", address.fence, address.state, "host.c.b00t") is None
     location = await places.find("acme", "s1")
-    assert location is not None
     assert (location.state, location.queue, location.fence) == (LocationState.OPEN, "host.b.b00t", 2)
 
 
@@ -452,7 +451,6 @@ async def test_forged_start_options_do_not_reopen_a_session(client: "redis.async
     await locator.open("acme", "s2", DEFAULT, {"network": "egress"})
     location = await SessionStore(client, "d").find("acme", "s1")
     other = await client.hget(location_key("d", "acme", "s2"), "start")  # type: ignore[misc]
-    assert location is not None
     forged = {
         "unsigned": '{"network": "egress"}',
         "of another session": other,

@@ -33,7 +33,6 @@ TEXTS = {
 
 def run(name: str, folder: Path, arguments: Any) -> "subprocess.CompletedProcess[str]":
     tool = SKILLS[name].tool
-    assert tool is not None
     script = SHIPPED / name / tool.sidecar.entrypoint
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     # Isolated: as in a sandbox there is nothing of ours, and no package.
@@ -44,7 +43,6 @@ def run(name: str, folder: Path, arguments: Any) -> "subprocess.CompletedProcess
 
 def run_skill_script(name: str, folder: Path, **arguments: Any) -> dict[str, Any]:
     tool = SKILLS[name].tool
-    assert tool is not None
     done = run(name, folder, prepare_arguments(tool.spec, arguments)[0])
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
@@ -76,7 +74,6 @@ def test_shipped_skills_are_valid_tools_without_packages() -> None:
     assert tuple(SKILLS) == NAMES
     for skill in SKILLS.values():
         assert skill.summary.warnings == ()
-        assert skill.tool is not None
         source = ast.parse((SHIPPED / skill.name / skill.tool.sidecar.entrypoint).read_text())
         imported = {alias.name for node in ast.walk(source) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {str(node.module) for node in ast.walk(source) if isinstance(node, ast.ImportFrom)}

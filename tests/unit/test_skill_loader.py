@@ -198,7 +198,6 @@ def test_broken_sidecar_is_a_warning_and_the_skill_loads(tmp_path: Path) -> None
     valid = write_skill(tmp_path, "a", files={"scripts/a.py": "1", SIDECAR_FILE: '{"entrypoint": "scripts/a.py"}'})
     broken = write_skill(tmp_path, "b", files={SIDECAR_FILE: '{"entrypoint": "scripts/a.py"}'})
     tool = load_skill(valid).tool
-    assert tool is not None
     assert (tool.spec.name, load_skill(valid).summary.warnings) == ("a", ())
     assert load_skill(broken).tool is None
     (warning,) = examine_skill(broken).skill.warnings

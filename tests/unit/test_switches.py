@@ -240,7 +240,6 @@ async def call(client: ToolClient, name: str = "echo") -> ErrorCode | None:
 
 async def test_tool_disabled_for_one_tenant_is_enabled_for_others(client: ToolClient) -> None:
     state = await client.disable("echo", reason="no", tenant="acme")
-    assert state is not None
     assert (state.state, state.scope) == ("disabled", "tenant")
     assert await call(client) is ErrorCode.TOOL_DISABLED
     assert await call(client, "other") is None
@@ -248,7 +247,6 @@ async def test_tool_disabled_for_one_tenant_is_enabled_for_others(client: ToolCl
     assert (await client.tool_state("echo", "neighbour")).state == "enabled"
     assert [state.scope for state in await client.tool_states("neighbour")] == [None, None]
     state = await client.enable("echo", tenant="acme")
-    assert state is not None
     assert state.state == "enabled"
     assert await call(client) is None
 
@@ -280,12 +278,10 @@ async def test_tenant_and_global_switches_are_independent(client: ToolClient) ->
     await client.disable("echo", reason="all")
     assert (await client.tool_state("echo")).scope == "everywhere"
     state = await client.enable("echo")
-    assert state is not None
     assert (state.state, state.scope, state.switch and state.switch.reason) == ("disabled", "tenant", "own")
     assert (await client.tool_state("echo", "neighbour")).state == "enabled"
     await client.disable("echo")
     state = await client.enable("echo", tenant="acme")
-    assert state is not None
     assert state.scope == "everywhere"
 
 

@@ -97,7 +97,6 @@ async def test_timed_out_run_is_recorded_with_its_partial_steps(tmp_path: Path) 
     read = load_trace(trace.path)
     assert [call.result.error_code for call in read.calls if call.result] == ["CANCELLED"]
     assert read.finished == read.end
-    assert read.finished is not None
     assert read.finished.stop_reason == "max_wall"
     assert read.steps[0].reply is not None
 
@@ -325,7 +324,6 @@ async def test_full_disk_loses_lines_and_counts_them(tmp_path: Path, monkeypatch
     assert read.torn + read.damaged == 1
     assert read.gaps > 0
     assert len(read.events) == 6 - read.gaps
-    assert read.start is not None
     assert read.start.instruction == "again"
 
 

@@ -219,7 +219,6 @@ def test_node_names_are_unique_and_reused_after_a_worker_dies() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as first:
-        assert first.stdout is not None
         assert first.stdout.readline().strip() == f"web-x@{machine}"
         assert reserve_node_name("web-x", broker) == f"web-x-2@{machine}"
         assert reserve_node_name("web-x", other) == f"web-x@{machine}"
@@ -276,7 +275,6 @@ def test_result_is_stored_and_published_and_its_call_is_done(harness: Harness) -
         message = subscriber.get_message(timeout=5)
     stored, record = harness.stored(), harness.record()
     assert (stored["status"], stored["result"], stored["task_id"]) == ("SUCCESS", ENCODED, "h-c1")
-    assert message is not None
     assert json.loads(message["data"]) == stored
     assert (record.state, record.code, record.sandbox) == (CallState.DONE, "TIMEOUT", "c0ffee")
     assert record.ended_at > 0

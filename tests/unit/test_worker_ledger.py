@@ -59,7 +59,6 @@ def test_queued_call_starts_once_and_records_its_holder(harness: LedgerHarness) 
     harness.write(CallState.QUEUED, queue="host.h1.b00t", queued_at=1.5)
     assert [harness.claim(), harness.claim()] == [CallClaim.GRANTED, CallClaim.STARTED]
     record = harness.read()
-    assert record is not None
     assert record.state == CallState.RUNNING
     assert record.holder == HOLDER
     assert record.queue == "host.h1.b00t"
@@ -107,7 +106,6 @@ def test_claim_and_refuse_follow_the_state_table(harness: LedgerHarness, state: 
         assert act(CALL, context, HOLDER) is expected
         record = harness.read()
         if expected is CallClaim.GRANTED:
-            assert record is not None
             assert record.state == (CallState.RUNNING if verb == "claim" else CallState.FORBIDDEN)
             assert record.attempt == attempt
         elif record is not None:
@@ -120,7 +118,6 @@ def test_worker_can_refuse_its_own_claimed_call(harness: LedgerHarness) -> None:
     assert harness.ledger.refuse(CALL, build_context(), "host.h2.b00t/w2") is CallClaim.STARTED
     assert harness.ledger.refuse(CALL, build_context(), HOLDER) is CallClaim.GRANTED
     record = harness.read()
-    assert record is not None
     assert (record.state, record.holder, record.started_at) == (CallState.FORBIDDEN, "", 0.0)
     assert harness.claim() is CallClaim.STARTED
 
@@ -129,7 +126,6 @@ def test_call_past_its_deadline_is_forbidden_by_the_redis_clock(harness: LedgerH
     harness.write(CallState.QUEUED)
     assert harness.claim(deadline_at=time.time() - 5) is CallClaim.EXPIRED
     record = harness.read()
-    assert record is not None
     assert record.state is CallState.FORBIDDEN
     assert harness.claim() is CallClaim.STARTED
 
@@ -171,7 +167,6 @@ def test_call_starts_only_at_the_current_fence_of_its_session(
         harness.place(fence, state)
     assert harness.ledger.claim(build_call(name, call_id="c1"), build_context(fence=3), HOLDER) is expected
     record = harness.read()
-    assert record is not None
     assert record.state is (CallState.RUNNING if expected is CallClaim.GRANTED else CallState.QUEUED)
 
 

@@ -51,7 +51,6 @@ def test_report_of_a_second_worker_with_the_same_name_is_refused(harness: HostHa
     harness.hosts().report(build_report(worker="w1"))
     assert harness.hosts().report(build_report(worker="w2")) is ReportResult.REPLACED
     report = harness.hosts().find(QUEUE)
-    assert report is not None
     assert report.worker == "w1"
 
 
@@ -105,7 +104,6 @@ def test_restarting_worker_keeps_its_report_for_a_grace_period(harness: HostHarn
     assert hosts.leave("restarting", build_report())
 
     remaining = hosts.find(QUEUE)
-    assert remaining is not None
     assert (remaining.worker, remaining.draining) == ("", True)
     assert HOST_TTL_S < harness.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= RESTART_GRACE_S  # type: ignore[operator]
     assert slots(harness, QUEUE) is None
@@ -260,7 +258,6 @@ def test_replaced_worker_stops_reporting(harness: HostHarness) -> None:
         heartbeat.end("stopped")
     report = heartbeat.hosts.find(QUEUE)
     assert heartbeat.reasons == ["host.a.b1 now belongs to another worker"]
-    assert report is not None
     assert report.worker == "w2"
 
 

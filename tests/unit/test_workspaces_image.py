@@ -225,7 +225,6 @@ asyncio.run(main())
 @contextlib.contextmanager
 def kill_mount_holder(folder: Path) -> Iterator[None]:
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"mounted\n"
         holder.send_signal(signal.SIGKILL)
     assert mounts_below(folder) != []
