@@ -45,7 +45,7 @@ CALLS: dict[str, tuple[Dialect, list[Chunk]]] = {
 ANSWERS = {"json": [text('{"tool": null, "reply": "It is ä."}'), END]}
 
 
-def promised(reply: bytes) -> bytes:
+def add_content_length(reply: bytes) -> bytes:
     """Return the reply with its length in its head, so that a connection that ends early is a broken connection."""
     head, _, body = reply.partition(b"\r\n\r\n")
     return (
@@ -54,9 +54,12 @@ def promised(reply: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", CALLS)
-async def test_a_connection_that_ends_after_any_byte_changes_nothing_of_the_run(name: str) -> None:
+async def test_a_connection_cut_at_any_byte_does_not_change_the_result(name: str) -> None:
     dialect, chunks = CALLS[name]
-    whole, answer = promised(stream(*chunks)), promised(stream(*ANSWERS.get(name, [text("It is "), text("ä."), END])))
+    whole, answer = (
+        add_content_length(stream(*chunks)),
+        add_content_length(stream(*ANSWERS.get(name, [text("It is "), text("ä."), END]))),
+    )
     for cut in range(0, len(whole), STEP):
         calls: list[ToolCall] = []
         events: list[RunEvent] = []
@@ -78,10 +81,10 @@ async def test_a_connection_that_ends_after_any_byte_changes_nothing_of_the_run(
             result = await agent.run("go")
             await model.aclose()
         assert (cut, result.answer, [call.arguments for call in calls]) == (cut, "It is ä.", [{"text": "ä"}])
-        assert (cut, shown(events)) == (cut, "It is ä." if name == "json" else "I look.It is ä.")
+        assert (cut, visible_text(events)) == (cut, "It is ä." if name == "json" else "I look.It is ä.")
 
 
-def shown(events: list[RunEvent]) -> str:
+def visible_text(events: list[RunEvent]) -> str:
     """Return the text that a user who follows the events sees."""
     text = ""
     for event in events:
