@@ -184,7 +184,7 @@ async def test_the_deadline_is_checked_again_after_a_redis_outage(harness: Harne
     await asyncio.to_thread(redis_server.stop)
     await asyncio.sleep(0.5)
     assert not delivery.done()
-    await asyncio.to_thread(redis_server.start_delivery)
+    await asyncio.to_thread(redis_server.start)
     with pytest.raises(DeliveryFailed, match="was not run"):
         await asyncio.wait_for(delivery, SOON_S)
 

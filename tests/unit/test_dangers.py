@@ -64,7 +64,7 @@ def level(text: str, folder: str = "/workspace") -> Level:
         "f() ( f | f & ); f",
     ],
 )
-def test_a_catastrophic_command_is_known(text: str) -> None:
+def test_a_catastrophic_command_is_detected(text: str) -> None:
     assert level(text) is Level.CATASTROPHIC
 
 
@@ -109,9 +109,9 @@ def test_a_catastrophic_command_is_known(text: str) -> None:
         "echo 'not closed",
     ],
 )
-def test_a_dangerous_command_is_known_and_says_why(text: str) -> None:
-    found = classify(parse_commands(text), "/workspace")
-    assert (found.level, bool(found.reason)) == (Level.DANGEROUS, True)
+def test_a_dangerous_command_is_detected_with_a_reason(text: str) -> None:
+    rating = classify(parse_commands(text), "/workspace")
+    assert (rating.level, bool(rating.reason)) == (Level.DANGEROUS, True)
 
 
 @pytest.mark.parametrize(
@@ -216,12 +216,12 @@ def test_an_everyday_command_is_not_dangerous(text: str) -> None:
         "rm() { ls; }; rm -rf build",
     ],
 )
-def test_only_what_is_named_below_the_workspace_is_removed_unasked(text: str) -> None:
+def test_removal_outside_explicit_workspace_paths_is_dangerous(text: str) -> None:
     assert level(text) is Level.DANGEROUS
 
 
 @pytest.mark.parametrize("folder", ["", "/", "/srv", "/workspacex", "workspace"])
-def test_where_a_command_starts_decides_what_its_paths_mean(folder: str) -> None:
+def test_relative_paths_are_rated_by_the_start_folder(folder: str) -> None:
     assert level("rm -rf build", folder) is Level.DANGEROUS
     assert level("rm -rf /workspace/build", folder) is Level.NONE
     assert level("rm -rf *", "/") is Level.CATASTROPHIC
@@ -239,7 +239,7 @@ def test_where_a_command_starts_decides_what_its_paths_mean(folder: str) -> None
     ],
     ids=range(9),
 )
-def test_a_path_or_a_mode_of_any_length_is_read_at_once(text: str, expected: Level, limit_s: float) -> None:
+def test_a_long_path_or_mode_is_rated_in_bounded_time(text: str, expected: Level, limit_s: float) -> None:
     script = parse_commands(text)
     before = time.process_time()
     assert classify(script).level is expected
@@ -247,7 +247,7 @@ def test_a_path_or_a_mode_of_any_length_is_read_at_once(text: str, expected: Lev
 
 
 @given(st.text())
-def test_any_text_can_be_classified(text: str) -> None:
+def test_any_text_has_a_danger_level(text: str) -> None:
     assert classify(parse_commands(text)).level in Level
 
 
