@@ -12,12 +12,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.disks.base import WorkspaceSize
 from workers.sandboxd.factory import StartCheck, WorkspaceNotMounted
 from workers.sandboxd.plans import SandboxPlan
-from workers.sandboxd.runtime.attestation import (
-    Attestation,
-    ask_attestation,
-    find_misfits,
-    parse_attestation,
-)
+from workers.sandboxd.runtime.attestation import Attestation, ask_attestation, find_misfits, parse_attestation
 
 MIB = 1024 * 1024
 CLEAN: dict[str, Any] = {

@@ -11,15 +11,7 @@ from contract.registry import Switch
 from contract.tenancy import TenantPolicy
 from store import audit as audit_file
 from store.api_keys import ApiKeys
-from store.audit import (
-    LOCAL,
-    Actor,
-    Audit,
-    AuditAction,
-    AuditEntry,
-    build_entry,
-    entry_text,
-)
+from store.audit import LOCAL, Actor, Audit, AuditAction, AuditEntry, build_entry, entry_text
 from store.tenants import RedisTenants
 from store.tools import RedisSwitches
 from tests.builders import KEY
@@ -166,7 +158,9 @@ async def test_filters_find_entries_beyond_the_first_pages(
     assert [entry.target for entry in (await log.read(limit=1, target="c29")).entries] == ["c29"]
 
 
-async def test_a_tenant_evicts_only_own_entries(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_audit_entries_of_a_tenant_evict_only_its_own_entries(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = audit_file._ADD.replace(str(audit_file.MAX_ENTRIES), "100").replace(
         str(audit_file.MAX_TENANT_ENTRIES), "100"
     )

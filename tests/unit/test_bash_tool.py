@@ -246,7 +246,7 @@ def test_input_reports_the_bytes_that_the_job_has_not_read() -> None:
     assert (harness.client.bodies, harness.request["close"]) == ([b"hello"], True)
 
 
-def test_jobs_are_listed() -> None:
+def test_the_list_action_returns_one_line_per_job() -> None:
     assert BashHarness(GuestResponse({"jobs": []})).act(action="list").output == "(no jobs)"
     result = BashHarness(GuestResponse({"jobs": [JOB, {**JOB, "job": "job-2", "state": "killed", "signal": 15}]})).act(
         action="list"

@@ -51,7 +51,7 @@ def read_error(text: str | bytes, folder: Path = Path("/nowhere")) -> str:
     return str(caught.value.errors[0])
 
 
-def test_a_short_line_is_a_run(tmp_path: Path) -> None:
+def test_a_line_with_an_instruction_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "ws").mkdir()
     item = read_one(
         tmp_path,
@@ -158,10 +158,7 @@ VALID_LINE = '{"id":"a","instruction":"x"}'
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            '{"id":"a","instructoin":"x"}',
-            "line 1: `instructoin` is an unknown field: did you mean `instruction`?",
-        ),
+        ('{"id":"a","instructoin":"x"}', "line 1: `instructoin` is an unknown field: did you mean `instruction`?"),
         (
             '{"id":"a","instruction":"x","max_iterations":3}',
             "line 1: `max_iterations` is an unknown field: write it as `limits.max_iterations`",
@@ -186,10 +183,7 @@ VALID_LINE = '{"id":"a","instruction":"x"}'
         ('{"id":"a","tool":"t","arguments":{"NaN":1,"x":NaN}}', "NaN is not JSON"),
         ('{"id":"a","tool":"t","arguments":{"x":1e999}}', "1e999 is a number that is too large"),
         ('{"id":"a","tool":"t","arguments":{"x":' + "9" * 5000 + "}}", "line 1: the line is not one JSON object"),
-        (
-            '{"id":"a","tool":"t","arguments":{"x":' + "[" * 70 + "]" * 70 + "}}",
-            "nested deeper than 64",
-        ),
+        ('{"id":"a","tool":"t","arguments":{"x":' + "[" * 70 + "]" * 70 + "}}", "nested deeper than 64"),
         ("[" * 100_000, "more than 20000 values"),
         ('{"id":"a","instruction":"\\ud83d"}', "line 1: a text has a lone surrogate"),
         ('{"id":"a","instruction":"x"} {}', "line 1, column 30: the line is not one JSON object (extra data)"),

@@ -10,23 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.calls import Clocks
-from contract.run_events import (
-    BatchNotice,
-    FailureKind,
-    RunEvent,
-)
+from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.report import MAX_FAILED_ROWS, MAX_TOOLS, OTHER_TOOLS, build_report
 from orchestrator.batches.report_plots import POINTS, add_up
-from tests.batch_story import (
-    BEGAN,
-    Attempt,
-    call_finished,
-    ended,
-    failed,
-    step_finished,
-    tell_batch,
-    tell_item,
-)
+from tests.batch_story import BEGAN, Attempt, call_finished, ended, failed, step_finished, tell_batch, tell_item
 
 HOSTILE = [
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "]]><svg onload=alert(1)>",

@@ -314,7 +314,7 @@ def test_a_folder_without_write_permission_is_reported_before_the_batch_starts(
         RowFile.open(path, any_row)
 
 
-def test_a_closed_file_gets_no_rows(path: Path) -> None:
+def test_appending_to_a_closed_row_file_is_refused(path: Path) -> None:
     file = RowFile.open(path, any_row)
     file.close()
     file.close()

@@ -73,7 +73,7 @@ def test_a_written_row_is_parsed_without_changes(outcome: ItemOutcome) -> None:
 
 @slow_property
 @given(OUTCOMES)
-def test_a_row_is_one_line_to_every_reader(outcome: ItemOutcome) -> None:
+def test_a_row_is_exactly_one_line(outcome: ItemOutcome) -> None:
     line = build_row_line(build_row(outcome))
     assert line.endswith(b"\n")
     assert len(line.decode().splitlines()) == 1

@@ -189,9 +189,7 @@ async def test_no_call_is_lost_right_after_an_outage(client: "redis.asyncio.Redi
         assert (set(harness.failed), await client.exists(tombstone_key("d", QUEUE))) == ({"t1"}, 1)
 
 
-async def test_no_call_is_lost_when_redis_pauses_during_a_round(
-    client: "redis.asyncio.Redis",
-) -> None:
+async def test_no_call_is_lost_when_redis_pauses_during_a_round(client: "redis.asyncio.Redis") -> None:
     harness = MonitorHarness(client)
     await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
     await report(client)

@@ -82,7 +82,7 @@ def test_an_invalid_flag_is_refused_before_the_file_is_read(
     assert sentence in message_of(result)
 
 
-def test_a_missing_input_file_is_reported_first(toolcrew: Toolcrew) -> None:
+def test_a_missing_input_file_is_reported_before_other_errors(toolcrew: Toolcrew) -> None:
     result = toolcrew("submit", "not-there.jsonl", "--errors", "e.jsonl")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "the input file not-there.jsonl does not exist: check the path" in message_of(result)
@@ -90,10 +90,7 @@ def test_a_missing_input_file_is_reported_first(toolcrew: Toolcrew) -> None:
 
 @pytest.mark.parametrize(
     ("line", "sentence"),
-    [
-        ({"artifacts": ["out/**"]}, "line 1 names artifacts"),
-        ({"limits": {"max_cost": 1}}, "line 1 has a max_cost"),
-    ],
+    [({"artifacts": ["out/**"]}, "line 1 names artifacts"), ({"limits": {"max_cost": 1}}, "line 1 has a max_cost")],
 )
 def test_a_line_that_requires_a_flag_is_refused_without_it(
     line: dict[str, Any], sentence: str, toolcrew: Toolcrew, tmp_path: Path

@@ -336,10 +336,7 @@ def test_operators_list_the_batches_of_all_tenants(
     for tenant in ("acme", "bolt"):
         run("tenants", "add", tenant)
         run("batches", "submit", str(file), "--detach", "--tenant", tenant, "--id", f"of-{tenant}")
-    key, operators = (
-        run("keys", "create", "acme")[0],
-        run("keys", "create", "acme", "--role", "operator")[0],
-    )
+    key, operators = (run("keys", "create", "acme")[0], run("keys", "create", "acme", "--role", "operator")[0])
 
     def list_batches(*arguments: str, key: str = "") -> set[tuple[str, ...]]:
         return {tuple(line.split()[:2]) for line in run("batches", "list", *arguments, key=key)[1:]}

@@ -134,18 +134,10 @@ class TestEveryService:
         service = load_service(name)
         forbidden = set(
             [
-                "privileged",
-                "pid",
-                "ipc",
-                "uts",
-                "userns_mode",
-                "devices",
-                "volumes_from",
-                "user",
-                "group_add",
+                "privileged", "pid", "ipc", "uts", "userns_mode", "devices", "volumes_from", "user", "group_add",
                 "entrypoint",
             ]
-        )
+        )  # fmt: skip
         assert not forbidden & service.keys()
         assert service.get("network_mode") in (None, "none")
         assert service["cap_drop"] == ["ALL"]

@@ -199,7 +199,7 @@ class TestKeysThatChange:
     def test_a_removed_key_is_refused(self) -> None:
         assert reason_of(encode_call(CALL, CONTEXT, self.OLD), self.NEW) == "signature"
 
-    def test_a_previous_key_signs_nothing(self) -> None:
+    def test_a_call_is_signed_with_the_current_key_only(self) -> None:
         assert encode_call(CALL, CONTEXT, self.BOTH_SIGNS_NEW).startswith(f"v3.{self.NEW.current.id}.")
 
 

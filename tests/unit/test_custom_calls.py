@@ -310,7 +310,7 @@ def test_printed_text_above_the_limit_is_counted_and_not_logged(logs: Logs) -> N
     assert (logs[-1]["event"], logs[-1]["dropped_chars"]) == ("tool_printed_too_much", 100_001 - 64 * 1024)
 
 
-def test_the_configuration_cannot_be_changed() -> None:
+def test_a_tool_cannot_change_its_configuration() -> None:
     @tool
     def change_config(context: CallContext) -> None:
         context.config["server"] = "mine"  # type: ignore[index]

@@ -126,11 +126,7 @@ def test_a_broken_module_is_named_in_the_error(write_module: WriteModule, text: 
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [
-        ("house_tools:number", "is a int"),
-        ("house_tools:empty", "empty list"),
-        ("house_tools:absent", "AttributeError"),
-    ],
+    [("house_tools:number", "is a int"), ("house_tools:empty", "empty list"), ("house_tools:absent", "AttributeError")],
 )
 def test_an_entry_point_that_names_no_tool_is_refused(write_module: WriteModule, value: str, message: str) -> None:
     write_module("number = 5\nempty = []\n")

@@ -239,11 +239,7 @@ def test_host_facts_are_read_or_unknown(tmp_path: Path) -> None:
         path.write_text(text)
 
     assert read_host_facts(tmp_path) == HostFacts(
-        kernel="6.8.0",
-        swaps=("/dev/sda2",),
-        overcommit=2,
-        memory_bytes=2048 * 1024,
-        ksm_running=True,
+        kernel="6.8.0", swaps=("/dev/sda2",), overcommit=2, memory_bytes=2048 * 1024, ksm_running=True
     )
     assert read_host_facts(tmp_path / "nothing") == HostFacts()
 

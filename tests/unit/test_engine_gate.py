@@ -293,9 +293,7 @@ MOVES = st.lists(
 
 
 @given(MOVES)
-def test_any_event_order_keeps_the_breaker_within_its_limits(
-    moves: list[str | float],
-) -> None:
+def test_any_event_order_keeps_the_breaker_within_its_limits(moves: list[str | float]) -> None:
     clock = Clock()
     breaker = Breaker(clock, threshold=3, first_pause_s=1.0, longest_pause_s=30.0)
     is_probing, in_row = False, 0

@@ -146,13 +146,7 @@ def test_cut_lines_and_a_full_output_set_truncated() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"matches": -1},
-        {"matches": "3"},
-        {"binary_names": ["x"] * 11},
-        {"large_names": ["x" * 401]},
-        {"partial": 1},
-    ],
+    [{"matches": -1}, {"matches": "3"}, {"binary_names": ["x"] * 11}, {"large_names": ["x" * 401]}, {"partial": 1}],
 )
 def test_a_malformed_guest_reply_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidGuestAnswer):

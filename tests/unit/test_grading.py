@@ -37,8 +37,7 @@ async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 @pytest.mark.parametrize(
-    ("code", "reward"),
-    [(0, 1.0), (1, 0.0), (125, 0.0), *((code, None) for code in (126, 127, 137, 255, -9, -15))],
+    ("code", "reward"), [(0, 1.0), (1, 0.0), (125, 0.0), *((code, None) for code in (126, 127, 137, 255, -9, -15))]
 )
 async def test_the_exit_status_of_the_grader_is_the_reward(make: Made, code: int, reward: float | None) -> None:
     """A command that could not run or was killed gives no reward."""
@@ -140,9 +139,7 @@ def test_only_a_number_from_0_to_1_is_a_reward() -> None:
         (b"1 1 a.py\x001 1 a.py/b.py\0", tar_of(("a.py", tarfile.REGTYPE, b""), ("a.py/b.py", tarfile.REGTYPE, b""))),
     ],
 )
-async def test_artifacts_that_break_the_rules_have_the_reward_0(
-    make: Made, listing: bytes | None, archive: bytes | None
-) -> None:
+async def test_invalid_artifacts_give_the_reward_0(make: Made, listing: bytes | None, archive: bytes | None) -> None:
     """The agent's find and tar may print anything. No grader starts."""
     harness = make()
     sandboxes = Sandboxes(harness)

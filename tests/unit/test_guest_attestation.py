@@ -183,21 +183,10 @@ def test_the_maximum_life_includes_time_while_stopped() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "--life",
-        "--life 0",
-        "--life -1",
-        "--life nan",
-        "--life inf",
-        "--life 1e10",
-        "--life x",
-        "--cpus 0",
-        "--cpus nan",
-        "--proxy 0",
-        "--proxy 65536",
-        "--limit 3",
-        "3",
+        "--life", "--life 0", "--life -1", "--life nan", "--life inf", "--life 1e10", "--life x", "--cpus 0",
+        "--cpus nan", "--proxy 0", "--proxy 65536", "--limit 3", "3",
     ],
-)
+)  # fmt: skip
 def test_an_invalid_guest_option_is_refused(line: str) -> None:
     with pytest.raises(ValueError):
         parse_options(line.split())

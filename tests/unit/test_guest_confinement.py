@@ -89,22 +89,10 @@ def test_a_path_that_ends_inside_the_roots_is_followed(paths: GuestPaths, path: 
 @pytest.mark.parametrize(
     "path",
     [
-        "../outside",
-        "sub/../../outside",
-        "/etc/passwd",
-        "/",
-        "../ws2/f",
-        "{ws}2/f",
-        "{ws}/../outside",
-        "out",
-        "absout",
-        "dirout/outside",
-        "sub/deep/far",
-        "absdirout/passwd",
-        "proc/self/environ",
-        "loop",
+        "../outside", "sub/../../outside", "/etc/passwd", "/", "../ws2/f", "{ws}2/f", "{ws}/../outside", "out",
+        "absout", "dirout/outside", "sub/deep/far", "absdirout/passwd", "proc/self/environ", "loop",
     ],
-)
+)  # fmt: skip
 def test_a_path_that_leaves_the_roots_is_refused(paths: GuestPaths, path: str) -> None:
     ws = root(paths)
     (ws / "out").symlink_to("../outside")

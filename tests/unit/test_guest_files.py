@@ -113,13 +113,7 @@ def send_request(guest: Guest, op: str, path: str) -> Done:
 
 
 READS = ("read_file", "read_text")
-CHANGES = (
-    "write_file overwrite",
-    "write_file append",
-    "write_text overwrite",
-    "write_text append",
-    "edit_text",
-)
+CHANGES = ("write_file overwrite", "write_file append", "write_text overwrite", "write_text append", "edit_text")
 OPERATIONS = (*READS, *CHANGES)
 
 
@@ -172,7 +166,7 @@ def test_an_unusable_path_has_the_same_code_in_every_request(
     ("op", "fields"),
     [("read_file", {"max_bytes": 1 << 62}), ("read_text", {"offset": 10**9, "limit": 1, "max_bytes": 8192})],
 )
-def test_a_read_has_a_limit_and_can_be_cancelled(guest: Guest, op: str, fields: dict[str, int]) -> None:
+def test_a_read_has_a_time_limit_and_can_be_cancelled(guest: Guest, op: str, fields: dict[str, int]) -> None:
     guest.run("yes | head -c 10000 > text; truncate -s 1T text")
     assert guest.request(op, path="text", timeout_s=0.1, **fields).code == "TIMEOUT"
     call = guest.start(op, path="text", timeout_s=60, **fields)

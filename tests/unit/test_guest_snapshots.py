@@ -80,7 +80,7 @@ def test_a_modified_snapshot_file_is_not_trusted(paths: GuestPaths) -> None:
     assert recall(paths, b"/w/a") is None
 
 
-def test_a_record_that_cannot_be_replaced_is_dropped(paths: GuestPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_cannot_be_replaced_is_removed(paths: GuestPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     store(paths, b"/w/a")
 
     def refuse(*_: object) -> int:

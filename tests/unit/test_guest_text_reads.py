@@ -195,18 +195,10 @@ def test_a_file_of_any_name_is_read(guest: Guest, name: bytes) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"offset": 0},
-        {"limit": 0},
-        {"column": 0},
-        {"max_bytes": 8191},
-        {"max_bytes": 1 << 21},
-        {"offset": True},
-        {"limit": "5"},
-        {"limit": 10**30},
-        {"encoding": 5},
-        {"mode": "r"},
+        {"offset": 0}, {"limit": 0}, {"column": 0}, {"max_bytes": 8191}, {"max_bytes": 1 << 21}, {"offset": True},
+        {"limit": "5"}, {"limit": 10**30}, {"encoding": 5}, {"mode": "r"},
     ],
-)
+)  # fmt: skip
 def test_an_invalid_read_field_is_refused(guest: Guest, fields: dict[str, Any]) -> None:
     make(guest, "f", b"x\n")
     assert read(guest, "f", **fields).code == "INVALID_ARGUMENTS"

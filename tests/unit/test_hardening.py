@@ -294,7 +294,7 @@ def test_ld_preload_of_the_image_is_cleared() -> None:
     assert config["Env"] == [*GOLDEN["Env"], "LD_PRELOAD="]
 
 
-def test_a_volume_of_the_image_is_reported() -> None:
+def test_a_volume_of_the_image_is_reported_as_a_drift() -> None:
     config = build()
     inspected = inspected_of(config)
     inspected["Mounts"] = [{"Type": "volume", "Destination": "/data"}]
@@ -313,7 +313,7 @@ def test_a_missing_engine_default_is_reported(row: str, remaining: list[str] | N
 
 
 @pytest.mark.parametrize("networks", [{"none": {}, "bridge": {}}, {"bridge": {}}, None])
-def test_a_network_is_reported(networks: object) -> None:
+def test_an_attached_network_is_reported_as_a_drift(networks: object) -> None:
     config = build()
     inspected = inspected_of(config)
     inspected["NetworkSettings"]["Networks"] = networks

@@ -66,9 +66,7 @@ def test_a_long_call_is_confirmed_once_and_again_after_an_outage(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"state": "queued", "attempt": 1, "queue": "host.h1.b00t"}, {}],
-    ids=["claim lost", "call lost"],
+    "fields", [{"state": "queued", "attempt": 1, "queue": "host.h1.b00t"}, {}], ids=["claim lost", "call lost"]
 )
 def test_a_claim_lost_by_redis_is_stored_again(
     ledger: WorkerCallStore, redis_server: RedisProcess, fields: dict[str, str | int]

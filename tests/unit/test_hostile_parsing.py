@@ -179,7 +179,7 @@ def test_an_endless_reply_is_refused(delta: dict[str, Any]) -> None:
         collections.deque(map(reader.feed, itertools.repeat({"choices": [{"index": 0, "delta": delta}]})), maxlen=0)
 
 
-def test_fragments_without_text_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_tool_call_fragments_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_assembler, "MAX_REPLY_CHARS", 10 * native_assembler.FRAGMENT_CHARS)
     reader = NativeCallAssembler()
     chunk = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {}}]}}]}
