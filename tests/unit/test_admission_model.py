@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.tenancy import TenantPolicy
@@ -111,9 +111,11 @@ def client(redis_server: RedisProcess) -> Iterator["redis.Redis"]:
         yield opened
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
-def _compare(client: "redis.Redis", steps: list[tuple[Any, ...]]) -> None:
+def test_the_admission_script_grants_the_same_slots_as_the_model(
+    client: "redis.Redis", steps: list[tuple[Any, ...]]
+) -> None:
     pair = Pair(client)
     for step in steps:
         pair.apply(step)
@@ -121,7 +123,3 @@ def _compare(client: "redis.Redis", steps: list[tuple[Any, ...]]) -> None:
     for call in list(pair.open):
         pair.end(pair.open.index(call), 0.25)
     pair.check()
-
-
-def test_the_admission_script_grants_the_same_slots_as_the_model(client: "redis.Redis") -> None:
-    _compare(client)

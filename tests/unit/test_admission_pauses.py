@@ -80,6 +80,13 @@ async def run_call(admission: PausableAdmission, request: SlotRequest) -> str:
         return "ran"
 
 
+async def start_paused_call(admission: PausableAdmission, tenants: Tenants) -> "asyncio.Task[str]":
+    """Start a call of a paused tenant. Return when the admission has read the policy of the tenant."""
+    call = asyncio.create_task(run_call(admission, build_request(PAUSED)))
+    await asyncio.wait_for(tenants.was_read.wait(), SOON_S)
+    return call
+
+
 @pytest.fixture(autouse=True)
 def short_poll_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "PAUSE_POLL_S", 0.01)
@@ -132,8 +139,7 @@ async def test_a_waiting_call_survives_a_short_redis_outage() -> None:
     slots, tenants = Slots(), Tenants(PAUSED)
     tenants.error = BrokerUnavailable("away")
     with capture_logs():
-        call = asyncio.create_task(run_call(PausableAdmission(slots, tenants), build_request(PAUSED)))
-        await asyncio.wait_for(tenants.was_read.wait(), SOON_S)
+        call = await start_paused_call(PausableAdmission(slots, tenants), tenants)
         assert not call.done()
         tenants.error, tenants.now = None, TenantPolicy()
         assert await asyncio.wait_for(call, SOON_S) == "ran"
@@ -141,8 +147,7 @@ async def test_a_waiting_call_survives_a_short_redis_outage() -> None:
 
 async def test_a_waiting_call_fails_when_its_paused_tenant_is_removed() -> None:
     tenants = Tenants(PAUSED)
-    call = asyncio.create_task(run_call(PausableAdmission(Slots(), tenants), build_request(PAUSED)))
-    await asyncio.wait_for(tenants.was_read.wait(), SOON_S)
+    call = await start_paused_call(PausableAdmission(Slots(), tenants), tenants)
     tenants.error = ToolFailure(ErrorCode.UNKNOWN_TENANT, "there is no tenant acme")
     with pytest.raises(ToolFailure, match="there is no tenant acme"):
         await asyncio.wait_for(call, SOON_S)
@@ -151,8 +156,7 @@ async def test_a_waiting_call_fails_when_its_paused_tenant_is_removed() -> None:
 async def test_polling_of_a_tenant_stops_when_no_call_waits() -> None:
     tenants = Tenants(PAUSED)
     admission = PausableAdmission(Slots(), tenants)
-    call = asyncio.create_task(run_call(admission, build_request(PAUSED)))
-    await asyncio.wait_for(tenants.was_read.wait(), SOON_S)
+    call = await start_paused_call(admission, tenants)
     watch = admission._watches["acme"]
     call.cancel()
     await asyncio.wait_for(watch, SOON_S)
@@ -195,8 +199,7 @@ async def test_a_call_is_sent_again_only_after_an_admission_refusal(results: lis
 async def test_closing_the_admission_with_waiting_calls_closes_its_slots() -> None:
     slots, tenants = Slots(), Tenants(PAUSED)
     admission = PausableAdmission(slots, tenants)
-    call = asyncio.create_task(run_call(admission, build_request(PAUSED)))
-    await asyncio.wait_for(tenants.was_read.wait(), SOON_S)
+    call = await start_paused_call(admission, tenants)
     await asyncio.wait_for(admission.aclose(), SOON_S)
     assert slots.is_closed
     call.cancel()

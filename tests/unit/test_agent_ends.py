@@ -28,6 +28,10 @@ from tests.model_endpoint import HELLO, stream
 SOON_S = 20.0
 WALL_S = 0.2
 TAG = '<tool_action name="echo"><text value="a" /></tool_action>'
+EACH_DIALECT = pytest.mark.parametrize(
+    "dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"]
+)
+SEQUENTIAL_AND_PARALLEL = pytest.mark.parametrize("tool", ["echo", "read"], ids=["sequential", "parallel"])
 SPECS = [build_spec("echo"), build_spec("read", read_only=True)]
 
 
@@ -67,7 +71,7 @@ def unanswered(messages: list[Message]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("tool", ["echo", "read"], ids=["sequential", "parallel"])
+@SEQUENTIAL_AND_PARALLEL
 async def test_calls_finished_before_the_wall_limit_stay_in_the_transcript(tool: str) -> None:
     events: list[RunEvent] = []
     model = ScriptedModel(
@@ -152,7 +156,7 @@ async def test_a_run_id_cannot_start_a_second_run() -> None:
         await work(one)
 
 
-@pytest.mark.parametrize("tool", ["echo", "read"], ids=["sequential", "parallel"])
+@SEQUENTIAL_AND_PARALLEL
 async def test_an_exception_of_the_event_listener_propagates_unchanged(tool: str) -> None:
     def observe(event: RunEvent) -> None:
         if isinstance(event, CallFinished):
@@ -162,7 +166,7 @@ async def test_an_exception_of_the_event_listener_propagates_unchanged(tool: str
         await work(agent(ScriptedModel([Calls([(tool, {}), (tool, {})])]), run_or_hang, on_event=observe))
 
 
-@pytest.mark.parametrize("tool", ["echo", "read"], ids=["sequential", "parallel"])
+@SEQUENTIAL_AND_PARALLEL
 async def test_a_tool_that_raises_cancelled_error_fails_without_ending_the_run(tool: str) -> None:
     async def run_call(call: ToolCall) -> ToolResult:
         if call.arguments["text"] == "b":
@@ -327,9 +331,7 @@ async def test_repeated_malformed_replies_end_the_run_at_the_limit() -> None:
 
 
 @pytest.mark.parametrize("text", ["", " \n\t", "<think>hm", "<think>hm</think>", "<think>hm</think>\n \n"])
-@pytest.mark.parametrize(
-    "dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"]
-)
+@EACH_DIALECT
 async def test_an_empty_reply_ends_the_run_with_a_warning(text: str, dialect: Dialect) -> None:
     harness = Harness(streams([chunk(text, "stop")], [chunk(text, "stop")]), dialect)
     result = await harness.work()
@@ -338,9 +340,7 @@ async def test_an_empty_reply_ends_the_run_with_a_warning(text: str, dialect: Di
     assert harness.warnings
 
 
-@pytest.mark.parametrize(
-    "dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"]
-)
+@EACH_DIALECT
 @pytest.mark.parametrize(
     "text", ["nul \0 here", "half \ud83d", "\ude00 half", "\ud83d\ude00", "\x1b[2J\u202e"], ids=range(5)
 )

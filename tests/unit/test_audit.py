@@ -222,28 +222,18 @@ async def test_unknown_and_invalid_entries_are_skipped(client: "redis.asyncio.Re
 
 
 @pytest.mark.parametrize(
-    "cursor",
+    ("cursor", "limit"),
     [
-        "",
-        "-",
-        "x",
-        "1",
-        "1-",
-        "-1",
-        "(1-1",
-        "1-1-",
-        "1-1-a b",
-        "+",
-        "$",
-        "٣-٣",
-        f"{2**64}-0",
-        "9" * 5000 + "-1",
-        "1-1\n",
+        *((cursor, 100) for cursor in ("", "-", "x", "1", "1-", "-1", "(1-1", "1-1-", "1-1-a b", "+", "$", "٣-٣")),
+        *((cursor, 100) for cursor in (f"{2**64}-0", "9" * 5000 + "-1", "1-1\n")),
+        *((None, limit) for limit in (0, -1, 1001)),
     ],
 )
-async def test_an_invalid_cursor_is_refused_before_it_reaches_redis(client: "redis.asyncio.Redis", cursor: str) -> None:
+async def test_an_invalid_cursor_or_limit_is_refused_before_it_reaches_redis(
+    client: "redis.asyncio.Redis", cursor: str | None, limit: int
+) -> None:
     with pytest.raises(ToolFailure) as refused:
-        await Audit(client, "d").read(cursor)
+        await Audit(client, "d").read(cursor, limit)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
@@ -252,9 +242,3 @@ def test_an_entry_with_invalid_fields_is_refused_before_the_change() -> None:
         with pytest.raises(ToolFailure) as refused:
             build_entry(OPERATOR, "tool.disable", target, tenant=tenant)
         assert "nothing was changed" in refused.value.message
-
-
-@pytest.mark.parametrize("limit", [0, -1, 1001])
-async def test_an_invalid_page_limit_is_refused(client: "redis.asyncio.Redis", limit: int) -> None:
-    with pytest.raises(ToolFailure):
-        await Audit(client, "d").read(None, limit)

@@ -63,8 +63,8 @@ def harness(request: pytest.FixtureRequest) -> DisplayHarness:
     return DisplayHarness(request.param)
 
 
-def show_events(harness: DisplayHarness, events: list[RunEvent], every_s: float = 0.05) -> str:
-    with harness.open() as display:
+def show_events(harness: DisplayHarness, events: list[RunEvent], every_s: float = 0.05, batch: str = "b-1") -> str:
+    with harness.open(batch) as display:
         for batch_event in events:
             harness.now += every_s
             display.show(batch_event)
@@ -105,9 +105,7 @@ def test_hostile_event_texts_print_no_control_characters(harness: DisplayHarness
 
 
 def test_a_hostile_batch_id_prints_no_control_characters(harness: DisplayHarness) -> None:
-    with harness.open(HOSTILE) as display:
-        for batch_event in tell_batch((failed(),), total=2):
-            display.show(batch_event)
+    show_events(harness, tell_batch((failed(),), total=2), batch=HOSTILE)
     assert "toolcrew batches resume" in harness.text()
     assert not DANGEROUS.search(harness.text().replace("\n", ""))
 

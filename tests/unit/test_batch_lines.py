@@ -346,17 +346,25 @@ def test_a_line_of_many_small_values_uses_at_most_twice_its_size_in_memory(tmp_p
     assert [item.line for item in file.items[1:3]] == [2, 3]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "binary", "empty", "nothing but blank lines"])
-def test_a_file_without_valid_lines_is_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("pipe", "not a regular file"),
+        ("folder", "cannot be read"),
+        ("missing", "does not exist"),
+        (bytes(range(256)) * 64, "it is not UTF-8 \\(byte 0x80\\)"),
+        (b"", "the file has no lines"),
+        (b"\n \r\n", "the file has no lines"),
+    ],
+)
+def test_a_path_that_is_not_a_file_with_lines_is_refused(tmp_path: Path, content: str | bytes, message: str) -> None:
     path = tmp_path / "tasks.jsonl"
-    if kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.write_bytes({"binary": bytes(range(256)) * 64, "empty": b"", "nothing but blank lines": b"\n \r\n"}[kind])
-    with pytest.raises(BadBatch) as caught:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content != "missing":
+        {"pipe": os.mkfifo, "folder": os.mkdir}[content](path)
+    with pytest.raises(BadBatch, match=message):
         load_lines(path)
-    fields = {"pipe": "not a regular file", "binary": "it is not UTF-8 (byte 0x80)"}
-    assert fields.get(kind, "the file has no lines") in str(caught.value)
 
 
 def test_the_item_environment_keeps_its_stored_field_name() -> None:
@@ -366,9 +374,3 @@ def test_the_item_environment_keeps_its_stored_field_name() -> None:
     stored = item.model_dump_json()
     assert json.loads(stored)["ground"]["image"] == "i"
     assert BatchItem.model_validate_json(stored) == item
-
-
-def test_a_missing_file_or_a_folder_is_reported(tmp_path: Path) -> None:
-    for path, result in ((tmp_path / "none", "does not exist"), (tmp_path, "cannot be read")):
-        with pytest.raises(BadBatch, match=result):
-            load_lines(path)

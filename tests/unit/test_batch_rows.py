@@ -57,8 +57,10 @@ def build_result(**fields: Any) -> RunResult:
 
 @slow_property
 @given(OUTCOMES)
-def test_a_written_row_is_parsed_without_changes(outcome: ItemOutcome) -> None:
+def test_a_row_is_one_line_and_is_parsed_without_changes(outcome: ItemOutcome) -> None:
     line = build_row_line(build_row(outcome))
+    assert line.endswith(b"\n")
+    assert len(line.decode().splitlines()) == 1
     row = parse_row(line)
     assert (row.id, row.custom_id, row.is_success) == (outcome.run, outcome.custom_id, outcome.failure is None)
     assert (row.error.model_dump() if row.error else None) == (
@@ -69,14 +71,6 @@ def test_a_written_row_is_parsed_without_changes(outcome: ItemOutcome) -> None:
         outcome.status_code,
         outcome.run,
     )
-
-
-@slow_property
-@given(OUTCOMES)
-def test_a_row_is_exactly_one_line(outcome: ItemOutcome) -> None:
-    line = build_row_line(build_row(outcome))
-    assert line.endswith(b"\n")
-    assert len(line.decode().splitlines()) == 1
 
 
 def test_a_row_has_the_openai_fields_and_the_failure_kind() -> None:

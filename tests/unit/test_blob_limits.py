@@ -1,7 +1,8 @@
 """The bytes of calls and results that Redis holds for a tenant have a limit."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import pytest
 import redis.asyncio
@@ -40,8 +41,11 @@ async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -
         harness.sync.close()
 
 
-def check_refused(raised: pytest.ExceptionInfo[ToolFailure]) -> None:
-    assert raised.value.code is ErrorCode.QUOTA_EXCEEDED
+@contextmanager
+def quota_exceeded() -> Iterator[None]:
+    with pytest.raises(ToolFailure) as refused:
+        yield
+    assert refused.value.code is ErrorCode.QUOTA_EXCEEDED
 
 
 @pytest.mark.parametrize("is_large", [False, True])
@@ -49,12 +53,10 @@ async def test_a_blob_above_the_limit_stores_nothing(
     harness: Harness, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * TENANT_LIMIT)
-    with pytest.raises(ToolFailure) as refused:
+    with quota_exceeded():
         await harness.own.leave("acme", bytes(TENANT_LIMIT + 1))
-    check_refused(refused)
-    with pytest.raises(ToolFailure) as refused:
+    with quota_exceeded():
         harness.workers.leave("acme", bytes(TENANT_LIMIT + 1))
-    check_refused(refused)
     assert harness.keys() == []
     assert await harness.own.leave("acme", bytes(TENANT_LIMIT))
 
@@ -72,9 +74,8 @@ async def test_reading_dropping_or_expiry_of_a_blob_frees_its_space(harness: Har
 async def test_small_blobs_are_charged_a_minimum_size(harness: Harness) -> None:
     for _ in range(TENANT_LIMIT // LEAST_CHARGE):
         harness.workers.leave("acme", b"x")
-    with pytest.raises(ToolFailure) as refused:
+    with quota_exceeded():
         harness.workers.leave("acme", b"x")
-    check_refused(refused)
 
 
 async def test_a_blob_waits_until_another_blob_is_dropped(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ async def test_a_call_is_lost_only_after_its_worker_is_lost(
 
 
 async def test_the_record_of_a_lost_call_has_time_observer_and_reason(client: "redis.asyncio.Redis") -> None:
-    assert await MonitorHarness(client).find_loss({"state": "running", "holder": f"{QUEUE}/w1"})
+    assert await MonitorHarness(client).find_loss(RUNNING)
     record = await CallStore(client, "d").find("acme", "c1")
     assert record is not None
     assert (record.state, record.ended_at > 0, record.noticed_by) == (CallState.LOST, True, describe_sender())
@@ -140,7 +140,7 @@ async def test_bounded_rounds_check_all_calls_in_turn(
 
 
 async def test_sending_a_call_again_clears_its_lost_state(client: "redis.asyncio.Redis") -> None:
-    assert await MonitorHarness(client).find_loss({"state": "running", "holder": f"{QUEUE}/w1"})
+    assert await MonitorHarness(client).find_loss(RUNNING)
     assert await CallStore(client, "d").renew("acme", "c1", 1)
     record = await CallStore(client, "d").find("acme", "c1")
     assert record is not None
@@ -176,7 +176,7 @@ async def test_no_call_is_lost_right_after_an_outage(client: "redis.asyncio.Redi
     """
     harness = MonitorHarness(client)
     attempt = build_attempt(queue=QUEUE, session="s1", fence=1)
-    await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
+    await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, **RUNNING})
     await report(client)
     await client.zadd(hosts_key("d"), {QUEUE: 1})
     with harness.monitor.over("t1", attempt):
@@ -191,7 +191,7 @@ async def test_no_call_is_lost_right_after_an_outage(client: "redis.asyncio.Redi
 
 async def test_no_call_is_lost_when_redis_pauses_during_a_round(client: "redis.asyncio.Redis") -> None:
     harness = MonitorHarness(client)
-    await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"})
+    await client.hset(call_key("d", "acme", "c1"), mapping={"attempt": 1, **RUNNING})
     await report(client)
     read = harness.monitor._store.find_all
 
@@ -220,9 +220,7 @@ async def test_a_slow_round_is_not_treated_as_an_outage(client: "redis.asyncio.R
     await harness.settle()
     with ExitStack() as stack:
         for number in range(6):
-            await client.hset(
-                call_key("d", "acme", f"c{number}"), mapping={"attempt": 1, "state": "running", "holder": f"{QUEUE}/w1"}
-            )
+            await client.hset(call_key("d", "acme", f"c{number}"), mapping={"attempt": 1, **RUNNING})
             stack.enter_context(
                 harness.monitor.over(f"t{number}", build_attempt(queue="pool.web", call_id=f"c{number}"))
             )

@@ -184,10 +184,8 @@ def test_each_secret_is_passed_only_to_the_services_that_need_it() -> None:
     assert find_services_naming("TOOLCREW_SECRET") == {*WORKERS, "orchestrator", "api"}
     owners = {role: {"redis", *(service for service, user in USERS.items() if user == role)} for role in USERS.values()}
     assert {role: find_services_naming(name) for role, name in PASSWORDS.items()} == {**owners, "admin": {"redis"}}
-    assert find_services_naming("TOOLCREW_TAVILY_API_KEY") == {"web-worker"}
-    assert find_services_naming("TOOLCREW_BRAVE_API_KEY") == {"web-worker"}
-    assert find_services_naming("TOOLCREW_EXA_API_KEY") == {"web-worker"}
-    assert find_services_naming("TOOLCREW_SEARXNG_URL") == {"web-worker"}
+    for name in ("TAVILY_API_KEY", "BRAVE_API_KEY", "EXA_API_KEY", "SEARXNG_URL"):
+        assert find_services_naming(f"TOOLCREW_{name}") == {"web-worker"}
     assert find_services_naming("TOOLCREW_FLOWER_PASSWORD") == {"flower"}
     assert find_services_naming("OPENAI_API_KEY") == {"orchestrator", "api"}
 
@@ -328,12 +326,10 @@ def test_the_egress_proxy_and_sandboxd_share_a_private_socket(monkeypatch: pytes
     assert f"egress-socket:{folder}:ro" in load_service("sandboxd")["volumes"]
 
 
-def test_the_worker_is_only_on_the_internal_network() -> None:
+def test_the_worker_is_only_on_the_internal_network_which_does_not_reach_the_host() -> None:
     assert load_service("worker")["networks"] == ["backend"]
     assert COMPOSE["networks"]["backend"]["internal"] is True
-
-
-def test_the_internal_network_does_not_reach_the_host() -> None:
+    # An address of the bridge would lead to the host.
     assert COMPOSE["networks"]["backend"]["driver_opts"]["com.docker.network.bridge.inhibit_ipv4"] == "true"
 
 

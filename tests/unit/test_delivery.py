@@ -249,7 +249,7 @@ async def test_a_refused_call_of_a_removed_session_is_closed_in_the_ledger(
     def refuse(call: ToolCall) -> ToolResult:
         with redis_server.client() as sync_client:
             sync_client.delete(location_key("d", "acme", "s1"))
-        return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
+        return SANDBOXD_AWAY(call)
 
     harness = Harness(client, refuse)
     assert (await harness.call("safe")).error_code is ErrorCode.SESSION_NOT_FOUND
@@ -261,7 +261,7 @@ async def test_refused_session_calls_are_closed_in_the_ledger(client: "redis.asy
 
     def refuse(call: ToolCall) -> ToolResult:
         refused.append(call.id)
-        return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
+        return SANDBOXD_AWAY(call)
 
     harness = Harness(client)
     harness.transport.session_outcomes = [refuse]
@@ -336,12 +336,10 @@ async def test_a_session_is_closed_on_the_worker_that_took_it_over(client: "redi
         if context.fence != 2:
             raise NotSent("moved")
         close_calls.append((attempt.queue, context.fence))
-        refusal = ToolResult.failed(
-            call, ErrorCode.SANDBOX_UNAVAILABLE, "sandboxd is away", metadata={"not_run": "sandboxd"}
-        )
         success = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": True})
         return encode_result(
-            success if len(close_calls) > 1 else refusal, seal=ResultSeal(KEY, context.tenant, context.attempt)
+            success if len(close_calls) > 1 else SANDBOXD_AWAY(call),
+            seal=ResultSeal(KEY, context.tenant, context.attempt),
         )
 
     harness.transport.deliver = deliver  # type: ignore[method-assign]
