@@ -56,11 +56,11 @@ def add_content_length(reply: bytes) -> bytes:
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_connection_cut_at_any_byte_does_not_change_the_result(name: str) -> None:
     dialect, chunks = CALLS[name]
-    whole, answer = (
+    call_reply, final_reply = (
         add_content_length(stream(*chunks)),
         add_content_length(stream(*ANSWERS.get(name, [text("It is "), text("ä."), END]))),
     )
-    for cut in range(0, len(whole), STEP):
+    for cut in range(0, len(call_reply), STEP):
         calls: list[ToolCall] = []
         events: list[RunEvent] = []
 
@@ -70,8 +70,8 @@ async def test_a_connection_cut_at_any_byte_does_not_change_the_result(name: str
 
         def reply(number: int, body: dict[str, Any], cut: int = cut) -> bytes:
             if number == 1:
-                return whole[:cut]
-            return answer if "done" in str(body["messages"][-1]["content"]) else whole
+                return call_reply[:cut]
+            return final_reply if "done" in str(body["messages"][-1]["content"]) else call_reply
 
         async with serving(reply) as server, asyncio.timeout(SOON_S):
             model = OpenAIModel("m", server.url, "key", 5.0, retries=RetryPolicy(attempts=3, sleep=Waits()))

@@ -241,7 +241,7 @@ class Harness:
             return await self._agent.run("do it")
 
     @property
-    def shown(self) -> str:
+    def visible_text(self) -> str:
         """Return the text that a user who follows the events sees."""
         text = ""
         for event in self.events:
@@ -274,7 +274,7 @@ BROKE = ModelInterrupted("the model broke off its reply")
 
 async def test_a_different_second_reply_withdraws_the_text_already_shown() -> None:
     harness = Harness(streams([chunk("It is five"), BROKE], [chunk("It is 4", "stop")]))
-    assert ((await harness.work()).answer, harness.shown) == ("It is 4", "It is 4")
+    assert ((await harness.work()).answer, harness.visible_text) == ("It is 4", "It is 4")
 
 
 async def test_tag_calls_that_ran_before_an_interruption_are_not_repeated() -> None:
@@ -375,17 +375,17 @@ async def test_only_the_first_256_calls_of_a_reply_run(is_native: bool) -> None:
     reply = chunk(tool_calls=entries) if is_native else chunk(TAG * 40_000)
     model = ScriptedModel([Raw([reply]), "ok"])
     harness = Harness(model, NativeDialect() if is_native else TagsDialect())
-    began = time.process_time()
+    started = time.process_time()
     await harness.work()
     assert len(harness.calls) == MAX_CALLS
     results = [message for message in model.requests[1].messages if "first 256 were run" in str(message)]
     assert len(results) == 1
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - started < 1.0
 
 
 async def test_an_interrupted_reply_is_requested_again_and_its_text_shown_once() -> None:
     harness = Harness(streams([chunk("The ans"), BROKE], [chunk("The answer"), chunk(" is 4", "stop")]))
     result = await harness.work()
-    assert (result.answer, harness.shown, result.steps) == ("The answer is 4", "The answer is 4", 1)
+    assert (result.answer, harness.visible_text, result.steps) == ("The answer is 4", "The answer is 4", 1)
     assert [event.text for event in harness.events if isinstance(event, TextArrived)] == ["The ans", "wer", " is 4"]
     assert "requested again" in harness.warnings[0]

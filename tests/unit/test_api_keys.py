@@ -73,9 +73,9 @@ def expire_cache(keys: ApiKeys) -> None:
 
 
 async def test_a_key_authenticates_its_tenant_and_role(harness: Harness) -> None:
-    made = await harness.keys.add("acme", "operator", name="ci")
-    assert KEY_FORM.fullmatch(made.text)
-    assert await harness.other_process().authenticate(made.text) == Identity("acme", "operator", made.id)
+    created = await harness.keys.add("acme", "operator", name="ci")
+    assert KEY_FORM.fullmatch(created.text)
+    assert await harness.other_process().authenticate(created.text) == Identity("acme", "operator", created.id)
     assert (await harness.keys.authenticate((await harness.keys.add("default")).text)).tenant == "default"
 
 
@@ -84,7 +84,7 @@ async def test_a_key_authenticates_its_tenant_and_role(harness: Harness) -> None
 )
 async def test_an_altered_key_is_refused(harness: Harness, change: str) -> None:
     text = (await harness.keys.add("acme")).text
-    wrong = {
+    altered = {
         "TC": text.upper(),
         "cut": text[:-1],
         "long": text + "A",
@@ -96,7 +96,7 @@ async def test_an_altered_key_is_refused(harness: Harness, change: str) -> None:
         "nul": text + "\0",
         "half": text[:-1] + "\ud800",
     }.get(change, change)
-    assert await failure_of(harness.keys.authenticate(wrong)) is ErrorCode.UNAUTHENTICATED
+    assert await failure_of(harness.keys.authenticate(altered)) is ErrorCode.UNAUTHENTICATED
 
 
 async def test_a_key_is_valid_until_it_expires(harness: Harness) -> None:
@@ -108,13 +108,13 @@ async def test_a_key_is_valid_until_it_expires(harness: Harness) -> None:
 
 
 async def test_a_revoked_key_is_refused_elsewhere_after_the_cache_expires(harness: Harness) -> None:
-    made, other = await harness.keys.add("acme"), harness.other_process()
-    await other.authenticate(made.text)
-    assert await harness.keys.revoke(made.id)
-    assert not await harness.keys.revoke(made.id)
-    assert await failure_of(harness.keys.authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
+    created, other = await harness.keys.add("acme"), harness.other_process()
+    await other.authenticate(created.text)
+    assert await harness.keys.revoke(created.id)
+    assert not await harness.keys.revoke(created.id)
+    assert await failure_of(harness.keys.authenticate(created.text)) is ErrorCode.UNAUTHENTICATED
     expire_cache(other)
-    assert await failure_of(other.authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
+    assert await failure_of(other.authenticate(created.text)) is ErrorCode.UNAUTHENTICATED
 
 
 async def test_removing_a_tenant_revokes_its_keys_and_reserves_its_name(harness: Harness) -> None:
@@ -123,8 +123,8 @@ async def test_removing_a_tenant_revokes_its_keys_and_reserves_its_name(harness:
     await harness.client.hset(KEY, "junk", "{")  # type: ignore[misc]
     assert await harness.tenants.remove("acme") == 3
     assert await failure_of(harness.tenants.add("acme", TenantPolicy())) is ErrorCode.INVALID_ARGUMENTS
-    for made in revoked:
-        assert await failure_of(harness.other_process().authenticate(made.text)) is ErrorCode.UNAUTHENTICATED
+    for created in revoked:
+        assert await failure_of(harness.other_process().authenticate(created.text)) is ErrorCode.UNAUTHENTICATED
     assert (await harness.other_process().authenticate(valid.text)).tenant == "zeta"
 
 
@@ -208,9 +208,9 @@ def test_text_that_is_not_a_key_is_refused_without_reading_redis(text: str) -> N
 
 
 async def test_a_credential_is_refused_after_its_key_is_revoked(harness: Harness) -> None:
-    made = await harness.keys.add("acme")
-    credential = Credential(harness.keys, made.text)
+    created = await harness.keys.add("acme")
+    credential = Credential(harness.keys, created.text)
     await credential.check("acme")
-    await harness.keys.revoke(made.id)
+    await harness.keys.revoke(created.id)
     assert await failure_of(credential.check("acme")) is ErrorCode.UNAUTHENTICATED
-    assert made.text not in repr(credential)
+    assert created.text not in repr(credential)

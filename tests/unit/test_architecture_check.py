@@ -61,7 +61,7 @@ def write_tree(root: Path, files: dict[str, str]) -> None:
 
 
 def find_violations(root: Path) -> list[tuple[str, int, str]]:
-    return [(found.path, found.line, found.rule) for found in CHECK.check_tree(root)]
+    return [(violation.path, violation.line, violation.rule) for violation in CHECK.check_tree(root)]
 
 
 def test_a_tree_without_violations_passes(tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ def test_a_tree_without_violations_passes(tmp_path: Path) -> None:
 )
 def test_a_violation_is_reported_with_its_file_and_line(tmp_path: Path, path: str, source: str, rule: str) -> None:
     write_tree(tmp_path, {**CLEAN_TREE, path: source})
-    found = find_violations(tmp_path)
-    assert [(where, name) for where, _, name in found] == [(path, rule)]
+    violations = find_violations(tmp_path)
+    assert [(where, name) for where, _, name in violations] == [(path, rule)]
     if rule in ("arrow", "wall", "third-party"):
-        assert found[0][1] == 1 + len(source.splitlines())  # the last line, below the docstring
+        assert violations[0][1] == 1 + len(source.splitlines())  # the last line, below the docstring
 
 
 @pytest.mark.parametrize("package", ["contract", "orchestrator", "workers", "sandbox-images/guest", "tests"])
@@ -159,6 +159,6 @@ def test_a_folder_cycle_without_a_module_cycle_is_found(tmp_path: Path, one: str
 
 
 def test_a_type_checking_import_may_not_cross_a_package_boundary(tmp_path: Path) -> None:
-    late = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import orchestrator"
-    write_tree(tmp_path, {**CLEAN_TREE, "workers/a.py": late})
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import orchestrator"
+    write_tree(tmp_path, {**CLEAN_TREE, "workers/a.py": source})
     assert [rule for _, _, rule in find_violations(tmp_path)] == ["arrow"]

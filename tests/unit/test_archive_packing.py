@@ -142,8 +142,8 @@ async def test_a_sparse_file_is_packed_small_and_restored_sparse(root: Path) -> 
     data, _ = await pack_to_memory(LocalGuest(), root)
     assert len(data) < MIB
     await pack_and_unpack(root)
-    found = (root / "sparse").stat()
-    assert (found.st_size, found.st_blocks * 512 < MIB) == (512 * MIB, True)
+    status = (root / "sparse").stat()
+    assert (status.st_size, status.st_blocks * 512 < MIB) == (512 * MIB, True)
 
 
 async def test_sockets_are_left_out_and_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

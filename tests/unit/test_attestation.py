@@ -43,19 +43,19 @@ FIELDS += [f"{outer}.{inner}" for outer in ("entries", "workspace") for inner in
 @given(value=JSON)
 def test_any_field_value_is_parsed_or_refused(field: str, value: object) -> None:
     try:
-        found = parse_attestation(with_value(field, value))
+        attestation = parse_attestation(with_value(field, value))
     except ValueError:
         return
     counts = [
-        found.processes,
-        found.zombies,
-        found.jobs,
-        found.workspace_bytes,
-        found.workspace_inodes,
-        *found.entries.values(),
+        attestation.processes,
+        attestation.zombies,
+        attestation.jobs,
+        attestation.workspace_bytes,
+        attestation.workspace_inodes,
+        *attestation.entries.values(),
     ]
     assert all(type(count) is int and count >= 0 for count in counts)
-    assert len(found.workspace_type) <= 40
+    assert len(attestation.workspace_type) <= 40
 
 
 @given(JSON.filter(lambda value: isinstance(value, dict)))

@@ -36,17 +36,17 @@ async def test_every_tenant_change_is_audited_with_its_new_values(client: "redis
         "acme", lambda policy: policy.model_copy(update={"queued": 9}), action="tenant.pause", reason="unpaid"
     )
     await tenants.remove("acme")
-    found = await entries(client)
-    assert [summarize(entry) for entry in found] == [
+    audit_entries = await entries(client)
+    assert [summarize(entry) for entry in audit_entries] == [
         (action, "acme", "acme") for action in ("tenant.add", "tenant.set", "tenant.pause", "tenant.remove")
     ]
-    assert [entry.details for entry in found] == [
+    assert [entry.details for entry in audit_entries] == [
         {"weight": "2.0"},
         {"in_flight": "7"},
         {"queued": "9", "reason": "unpaid"},
         {},
     ]
-    assert {entry.actor.key for entry in found} == {LOCAL}
+    assert {entry.actor.key for entry in audit_entries} == {LOCAL}
 
 
 async def test_unchanged_and_refused_tenant_changes_have_no_audit_entry(client: "redis.asyncio.Redis") -> None:
@@ -65,27 +65,27 @@ async def test_unchanged_and_refused_tenant_changes_have_no_audit_entry(client: 
 
 
 async def test_concurrent_tenant_changes_are_each_audited_once(client: "redis.asyncio.Redis") -> None:
-    mine, others = RedisTenants(client, "d", KEY), RedisTenants(client, "d", KEY).acting_as(OPERATOR)
-    await mine.add("acme", TenantPolicy())
+    local_tenants, operator_tenants = RedisTenants(client, "d", KEY), RedisTenants(client, "d", KEY).acting_as(OPERATOR)
+    await local_tenants.add("acme", TenantPolicy())
     attempts = list[TenantPolicy]()
 
     def change(policy: TenantPolicy) -> TenantPolicy:
         attempts.append(policy)
         return policy.model_copy(update={"weight": 3.0})
 
-    original_read = mine._read_present
+    original_read = local_tenants._read_present
 
     async def read_after_other_change(name: str) -> bytes:
         record = await original_read(name)
         if not attempts:
-            await others.replace("acme", TenantPolicy(in_flight=5))
+            await operator_tenants.replace("acme", TenantPolicy(in_flight=5))
         return record
 
-    mine._read_present = read_after_other_change  # type: ignore[method-assign]
-    assert await mine.change("acme", change) == TenantPolicy(in_flight=5, weight=3.0)
-    found = await entries(client)
+    local_tenants._read_present = read_after_other_change  # type: ignore[method-assign]
+    assert await local_tenants.change("acme", change) == TenantPolicy(in_flight=5, weight=3.0)
+    audit_entries = await entries(client)
     assert len(attempts) == 2
-    assert [(entry.actor.key, entry.details) for entry in found[1:]] == [
+    assert [(entry.actor.key, entry.details) for entry in audit_entries[1:]] == [
         (OPERATOR.key, {"in_flight": "5"}),
         (LOCAL, {"weight": "3.0"}),
     ]
@@ -93,27 +93,27 @@ async def test_concurrent_tenant_changes_are_each_audited_once(client: "redis.as
 
 async def test_key_creation_and_removal_are_audited_without_the_key_text(client: "redis.asyncio.Redis") -> None:
     keys = ApiKeys(client, "d", KEY)
-    made = await keys.add("default", "operator", name="ci", ttl_s=60)
+    created = await keys.add("default", "operator", name="ci", ttl_s=60)
     with pytest.raises(ToolFailure):
         await keys.add("unknown")
-    assert await keys.revoke(made.id)
-    assert not await keys.revoke(made.id)
-    found = await entries(client)
-    assert [summarize(stored) for stored in found] == [
-        ("key.add", "default", made.id),
-        ("key.remove", "default", made.id),
+    assert await keys.revoke(created.id)
+    assert not await keys.revoke(created.id)
+    audit_entries = await entries(client)
+    assert [summarize(stored) for stored in audit_entries] == [
+        ("key.add", "default", created.id),
+        ("key.remove", "default", created.id),
     ]
-    assert found[0].details.items() >= {("role", "operator"), ("name", "ci"), ("tail", made.text[-4:])}
+    assert audit_entries[0].details.items() >= {("role", "operator"), ("name", "ci"), ("tail", created.text[-4:])}
     stored = str(await client.xrange(audit_key("d")))
-    assert made.text not in stored
-    assert made.record.digest not in stored
-    assert made.text[len("tc_0123456789abcdef_") : -4] not in stored
+    assert created.text not in stored
+    assert created.record.digest not in stored
+    assert created.text[len("tc_0123456789abcdef_") : -4] not in stored
 
 
 async def test_a_change_is_refused_when_the_audit_cannot_be_written(client: "redis.asyncio.Redis") -> None:
     tenants, keys, switches = RedisTenants(client, "d", KEY), ApiKeys(client, "d", KEY), RedisSwitches(client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
-    made = await keys.add("acme")
+    created = await keys.add("acme")
     await switches.turn_off("echo", Switch())
     before = [await client.hgetall(key) for key in (tenants_key("d"), "toolcrew:d:api-keys", switches_key("d"))]
     await client.delete(audit_key("d"))
@@ -123,7 +123,7 @@ async def test_a_change_is_refused_when_the_audit_cannot_be_written(client: "red
         tenants.replace("acme", TenantPolicy(weight=5)),
         tenants.remove("acme"),
         keys.add("acme"),
-        keys.revoke(made.id),
+        keys.revoke(created.id),
         switches.turn_off("other", Switch()),
         switches.turn_on("echo"),
         Audit(client, "d").add(build_entry(OPERATOR, "call.kill", "c1")),
@@ -148,11 +148,11 @@ async def test_filters_find_entries_beyond_the_first_pages(
     monkeypatch.setattr(audit_file, "MAX_ENTRIES_READ", 10)
     await fill(client, 2, tenant="acme")
     await fill(client, 30)
-    log, cursor, pages, found = Audit(client, "d"), None, 0, list[AuditEntry]()
+    log, cursor, pages, audit_entries = Audit(client, "d"), None, 0, list[AuditEntry]()
     while pages == 0 or cursor is not None:
         page = await log.read(cursor, 10, tenant="acme")
-        found, cursor, pages = [*found, *page.entries], page.cursor, pages + 1
-    assert [entry.target for entry in found] == ["c1", "c0"]
+        audit_entries, cursor, pages = [*audit_entries, *page.entries], page.cursor, pages + 1
+    assert [entry.target for entry in audit_entries] == ["c1", "c0"]
     assert pages == 4
     assert [entry.target for entry in (await log.read(limit=10, actions=("run.cancel",))).entries] == []
     assert [entry.target for entry in (await log.read(limit=1, target="c29")).entries] == ["c29"]
@@ -172,11 +172,13 @@ async def test_audit_entries_of_a_tenant_evict_only_its_own_entries(
     await log.add(build_entry(build_tenant("rival"), "skill.install", "mine", tenant="rival"))
     for at in range(500):
         await log.add(build_entry(build_tenant("acme"), "skill.install", f"s{at}", tenant="acme"))
-    found = (await log.read(limit=1000)).entries
-    assert [one.target for one in found if one.action == "call.kill"] == [f"c{at}" for at in reversed(range(50))]
-    assert [one.target for one in found if one.target == "mine"] == ["mine"]
-    assert 100 <= sum(one.actor.tenant == "acme" for one in found) < 500
-    assert [one.at for one in found] == sorted((one.at for one in found), reverse=True)
+    audit_entries = (await log.read(limit=1000)).entries
+    assert [one.target for one in audit_entries if one.action == "call.kill"] == [
+        f"c{at}" for at in reversed(range(50))
+    ]
+    assert [one.target for one in audit_entries if one.target == "mine"] == ["mine"]
+    assert 100 <= sum(one.actor.tenant == "acme" for one in audit_entries) < 500
+    assert [one.at for one in audit_entries] == sorted((one.at for one in audit_entries), reverse=True)
 
 
 async def test_pages_list_every_entry_exactly_once(

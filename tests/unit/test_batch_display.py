@@ -132,11 +132,11 @@ def test_a_terminal_shows_progress_counts_rate_cost_and_last_notice(width: int) 
 
 
 @settings(max_examples=60, deadline=None)
-@given(width=st.integers(1, 250), height=st.integers(2, 80), word=st.text(max_size=60))
-def test_the_live_display_fits_any_terminal_size(width: int, height: int, word: str) -> None:
+@given(width=st.integers(1, 250), height=st.integers(2, 80), text=st.text(max_size=60))
+def test_the_live_display_fits_any_terminal_size(width: int, height: int, text: str) -> None:
     harness = DisplayHarness("live", width=width, height=height)
-    events = [*tell_item(word, Attempt(tool=word, is_cut=True)), BatchNotice(at=BEGAN, message=word)]
-    with harness.open(word) as display:
+    events = [*tell_item(text, Attempt(tool=text, is_cut=True)), BatchNotice(at=BEGAN, message=text)]
+    with harness.open(text) as display:
         for batch_event in events:
             display.show(batch_event)
         harness.now += 60

@@ -65,17 +65,17 @@ SAMPLE_PAGE = Page(
 )
 
 
-def hostile_batch(word: str) -> Iterator[RunEvent]:
-    yield BatchNotice(at=BEGAN, message=word, total=4)
-    yield from tell_item(word, Attempt(tool=word))
-    yield from tell_item(f"{word}2", failed(code=word, message=word))
-    yield from tell_item(f"{word}3", Attempt(is_cut=True, tool=word))
-    yield ended(at=BEGAN, item="x", run=word, failure=FailureKind.MODEL, code=word, message=word)
+def hostile_batch(text: str) -> Iterator[RunEvent]:
+    yield BatchNotice(at=BEGAN, message=text, total=4)
+    yield from tell_item(text, Attempt(tool=text))
+    yield from tell_item(f"{text}2", failed(code=text, message=text))
+    yield from tell_item(f"{text}3", Attempt(is_cut=True, tool=text))
+    yield ended(at=BEGAN, item="x", run=text, failure=FailureKind.MODEL, code=text, message=text)
 
 
-@pytest.mark.parametrize("word", HOSTILE)
-def test_hostile_event_texts_add_no_tags_or_attributes(word: str) -> None:
-    page = Page(build_report(hostile_batch(word), title=word, batch=word))
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_event_texts_add_no_tags_or_attributes(text: str) -> None:
+    page = Page(build_report(hostile_batch(text), title=text, batch=text))
     harmless = Page(build_report(hostile_batch("harmless"), title="harmless", batch="harmless"))
     assert page.tags == harmless.tags
     assert Counter((tag, name) for tag, name, _ in page.attributes) == Counter(
@@ -88,9 +88,9 @@ def test_hostile_event_texts_add_no_tags_or_attributes(word: str) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(word=st.text(st.characters(exclude_categories=()), min_size=1, max_size=40))
-def test_any_event_text_adds_no_tags_or_attributes(word: str) -> None:
-    page = Page(build_report(hostile_batch(word), title=word))
+@given(text=st.text(st.characters(exclude_categories=()), min_size=1, max_size=40))
+def test_any_event_text_adds_no_tags_or_attributes(text: str) -> None:
+    page = Page(build_report(hostile_batch(text), title=text))
     assert page.tags.keys() <= SAMPLE_PAGE.tags.keys()
     assert {(tag, name) for tag, name, _ in page.attributes} <= {(tag, name) for tag, name, _ in SAMPLE_PAGE.attributes}
 

@@ -48,8 +48,8 @@ def test_a_row_is_appended_once_even_after_the_file_is_reopened(path: Path) -> N
 )
 def test_a_file_truncated_at_any_byte_is_repaired(path: Path, texts: list[str], cut: int, hole: bytes) -> None:
     lines = [build_row_line(build_row(build_outcome(str(index), text=text))) for index, text in enumerate(texts)]
-    whole = b"".join(lines)
-    truncated = whole[: cut % (len(whole) + 1)]
+    content = b"".join(lines)
+    truncated = content[: cut % (len(content) + 1)]
     path.write_bytes(truncated + hole)
     with RowFile.open(path, any_row) as file:
         ids = sorted(file.ids, key=int)

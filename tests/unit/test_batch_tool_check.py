@@ -73,10 +73,10 @@ def test_an_unknown_tool_or_invalid_arguments_stop_the_submission(
 ) -> None:
     with redis_server.client() as client:
         before = set(client.keys())
-        done = submit(write_lines(tmp_path, item))
-        assert (done.exit_code, done.stdout) == (1, "")
-        assert message in done.stderr
-        assert "nothing was started" in done.stderr
+        result = submit(write_lines(tmp_path, item))
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert message in result.stderr
+        assert "nothing was started" in result.stderr
         assert set(client.keys()) == before
 
 
@@ -134,31 +134,33 @@ def test_submit_warns_about_the_fallback_model_before_it_starts_items(
     file = tmp_path / "in.jsonl"
     file.write_text(json.dumps({"id": "a", **line}) + "\n")
     # The folder of the output does not exist, so that no item runs here.
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["batches", "submit", str(file), "--output", str(tmp_path / "no" / "o.jsonl")], env=environment
     )
-    assert (done.exit_code, f"toolcrew: warning: {FALLBACK_WARNING}" in done.stderr) == (1, is_warned), done.output
+    assert (result.exit_code, f"toolcrew: warning: {FALLBACK_WARNING}" in result.stderr) == (1, is_warned), (
+        result.output
+    )
 
 
 def test_submit_refuses_a_shipped_model_when_a_server_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text('{"id": "a", "instruction": "act", "model": "scripted"}\n')
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-    done = CliRunner().invoke(app, ["batches", "submit", str(file), "--output", str(tmp_path / "o.jsonl")])
-    assert done.exit_code == 1
-    assert "the model 'scripted' is shipped with toolcrew, but OPENAI_BASE_URL is set" in done.stderr
+    result = CliRunner().invoke(app, ["batches", "submit", str(file), "--output", str(tmp_path / "o.jsonl")])
+    assert result.exit_code == 1
+    assert "the model 'scripted' is shipped with toolcrew, but OPENAI_BASE_URL is set" in result.stderr
 
 
 def test_a_parameter_alias_is_accepted_with_one_warning_for_all_lines(
     submit: Callable[[Path], Result], tmp_path: Path
 ) -> None:
-    done = submit(
+    result = submit(
         write_lines(
             tmp_path, call("bash_tool", command="ls"), call("bash_tool", cmd="ls"), call("bash_tool", cmd="pwd")
         )
     )
-    assert done.exit_code == 0, done.stderr
-    assert "warning: line 2 and 1 more: `cmd` is an alias of the parameter `command` of bash_tool" in done.stderr
+    assert result.exit_code == 0, result.stderr
+    assert "warning: line 2 and 1 more: `cmd` is an alias of the parameter `command` of bash_tool" in result.stderr
 
 
 @pytest.mark.parametrize(("printed", "count"), [((), 1), ((FALLBACK_WARNING,), 0)])
@@ -183,7 +185,7 @@ def test_line_errors_and_tool_errors_are_reported_together(
 ) -> None:
     file = write_lines(tmp_path, call("bash_tool", comand="ls"), {"instruction": "act", "tools": ["bash_tol"]})
     file.write_text(file.read_text() + "no JSON\n" + '{"id": "z", "promt": "act"}\n')
-    done = submit(file)
-    assert (done.exit_code, done.stdout) == (1, "")
+    result = submit(file)
+    assert (result.exit_code, result.stdout) == (1, "")
     for text in ("has 5 errors", "line 1: ", "line 2: the tool bash_tol", "line 3, column 1: ", "line 4: `promt`"):
-        assert text in done.stderr
+        assert text in result.stderr

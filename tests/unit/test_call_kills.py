@@ -115,10 +115,10 @@ async def test_a_killed_queued_call_never_starts_and_names_the_actor_and_reason(
 
 
 async def test_a_kill_of_an_unknown_call_fails_at_once_and_applies_later(harness: Harness) -> None:
-    began = asyncio.get_running_loop().time()
+    started = asyncio.get_running_loop().time()
     with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
         await harness.control.kill("acme", "c1", ANNE, lookup_s=0.0)
-    assert asyncio.get_running_loop().time() - began < control_module.LOOKUP_S
+    assert asyncio.get_running_loop().time() - started < control_module.LOOKUP_S
     assert await harness.audit_entries() == []
     # A call that its program was about to make also never starts, even if the program has read the order before.
     with harness.monitor._stoppable("acme", "other"):

@@ -104,8 +104,8 @@ async def test_a_call_is_lost_only_after_its_worker_is_lost(
     """`outcome`: whether the lost call has started; None if the call is awaited."""
     if reports:
         await report(client, worker=reports)
-    lost = await MonitorHarness(client).find_loss(record, **options)
-    assert (None if lost is None else lost.has_started) is outcome
+    loss = await MonitorHarness(client).find_loss(record, **options)
+    assert (None if loss is None else loss.has_started) is outcome
 
 
 async def test_the_record_of_a_lost_call_has_time_observer_and_reason(client: "redis.asyncio.Redis") -> None:
@@ -152,9 +152,9 @@ async def test_a_pool_call_is_lost_with_the_worker_that_runs_it(client: "redis.a
     await report(client, "pool.w.1", kind="web")
     assert await harness.find_loss({"state": "running", "holder": "pool.w.1/77"}, sticky=False) is None
     await client.delete(host_key("d", "pool.w.1"))
-    lost = await harness.find_loss({"state": "running", "holder": "pool.w.1/77"}, sticky=False)
-    assert lost is not None
-    assert lost.has_started
+    loss = await harness.find_loss({"state": "running", "holder": "pool.w.1/77"}, sticky=False)
+    assert loss is not None
+    assert loss.has_started
 
 
 async def test_a_new_call_is_not_checked_for_loss(client: "redis.asyncio.Redis") -> None:

@@ -59,15 +59,15 @@ class Harness:
 
     async def next_task_id(self) -> str:
         """Return the task id of the next call in the queue."""
-        found: Any = await self.server.brpop([QUEUE], timeout=int(SOON_S))
-        return str(json.loads(found[1])["headers"]["id"])
+        reply: Any = await self.server.brpop([QUEUE], timeout=int(SOON_S))
+        return str(json.loads(reply[1])["headers"]["id"])
 
     async def note(self, **fields: Any) -> None:
         await self.server.hset(call_key("default", "acme", "c1"), mapping=fields)
 
     async def state(self) -> str:
-        found: Any = await self.server.hget(call_key("default", "acme", "c1"), "state")
-        return str(found.decode())
+        reply: Any = await self.server.hget(call_key("default", "acme", "c1"), "state")
+        return str(reply.decode())
 
     async def answer(self, task_id: str, result: Any, **stored: Any) -> None:
         text = json.dumps({"task_id": task_id, "status": "SUCCESS", "result": result, **stored})
@@ -83,16 +83,16 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
-    ours, theirs = (redis.asyncio.Redis.from_url(redis_server.url) for _ in range(2))
-    hub = ResultHub(ours)
+    hub_client, worker_client = (redis.asyncio.Redis.from_url(redis_server.url) for _ in range(2))
+    hub = ResultHub(hub_client)
     await hub.start()
     watch: Any = Watch()
     transport = CeleryTransport(BrokerSettings(redis_url=SecretStr(redis_server.url)), hub, watch, SharedClock())
-    yield Harness(transport, hub, watch, theirs)
+    yield Harness(transport, hub, watch, worker_client)
     await transport.aclose()
     await close_hub(hub)
-    await ours.aclose()
-    await theirs.aclose()
+    await hub_client.aclose()
+    await worker_client.aclose()
 
 
 def attempt(*, start_in_s: float = 60.0, **fields: Any) -> Attempt:

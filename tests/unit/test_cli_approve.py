@@ -140,6 +140,6 @@ def test_changes_list_prints_one_line_per_entry_and_filters(toolcrew: Toolcrew, 
         for row in json.loads(toolcrew("changes", "list", "--json", "--action", "tenant.add,tool.disable").stdout)
     ] == ["tenant.add"]
     assert json.loads(toolcrew("changes", "list", "--json", "--tenant", "other").stdout) == []
-    wrong = toolcrew("changes", "list", "--action", "moon.land")
-    assert wrong.exit_code == 1
-    assert "tool.disable" in wrong.stderr
+    unknown_action = toolcrew("changes", "list", "--action", "moon.land")
+    assert unknown_action.exit_code == 1
+    assert "tool.disable" in unknown_action.stderr

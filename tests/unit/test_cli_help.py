@@ -31,16 +31,16 @@ def test_the_help_page_fits_80_columns_and_starts_with_first_commands(arguments:
 )
 def test_a_command_does_not_import_packages_that_it_does_not_use(module: str, absent: set[str]) -> None:
     program = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert absent.isdisjoint(done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert absent.isdisjoint(process.stdout.split())
 
 
 @pytest.mark.parametrize(("name", "suggestion"), [("sesions", "sessions"), ("zzz", None)])
 def test_an_unknown_command_is_reported_with_the_nearest_name(name: str, suggestion: str | None) -> None:
-    done = CliRunner().invoke(app, [name])
-    assert (done.exit_code, f"'{name}'" in done.output) == (2, True)
-    assert ("Did you mean" in done.output) == (suggestion is not None)
-    assert suggestion is None or f"'{suggestion}'" in done.output
+    process = CliRunner().invoke(app, [name])
+    assert (process.exit_code, f"'{name}'" in process.output) == (2, True)
+    assert ("Did you mean" in process.output) == (suggestion is not None)
+    assert suggestion is None or f"'{suggestion}'" in process.output
 
 
 def test_every_grouped_command_is_a_plural_noun_and_a_verb() -> None:
@@ -70,9 +70,9 @@ def test_a_timeout_out_of_range_is_refused(
     command: list[str], timeout: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
-    rest = ["s1", "--", "true"] if command[0] == "sessions" else []
+    arguments_after = ["s1", "--", "true"] if command[0] == "sessions" else []
 
-    result = CliRunner().invoke(app, [*command, timeout, *rest], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, [*command, timeout, *arguments_after], env={"COLUMNS": "200"})
 
     assert result.exit_code == 2
     assert "--timeout" in result.stderr

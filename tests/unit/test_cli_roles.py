@@ -193,11 +193,12 @@ def test_every_command_has_a_role_test() -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_operator_commands_refuse_a_tenant_key(name: str, pool: Pool) -> None:
     before = pool.content()
-    done = pool.invoke(REFUSED[name], pool.keys["tenant"])
-    assert (done.exit_code, "role operator or admin" in done.output or "role admin" in done.output) == (3, True), (
-        done.output
-    )
-    assert "rival" not in done.output
+    result = pool.invoke(REFUSED[name], pool.keys["tenant"])
+    assert (result.exit_code, "role operator or admin" in result.output or "role admin" in result.output) == (
+        3,
+        True,
+    ), result.output
+    assert "rival" not in result.output
     assert pool.content() == before
 
 
@@ -212,10 +213,12 @@ def test_admin_commands_refuse_an_operator_key(name: str, pool: Pool) -> None:
 
 @pytest.mark.parametrize("name", sorted(PROCESSES))
 def test_a_deployment_process_does_not_start_with_an_api_key(name: str, pool: Pool) -> None:
-    done = pool.invoke(PROCESSES[name], pool.keys["tenant"])
-    assert (done.exit_code, "TOOLCREW_API_KEY is set" in done.output, "unset" in done.output) == (1, True, True), (
-        done.output
-    )
+    result = pool.invoke(PROCESSES[name], pool.keys["tenant"])
+    assert (result.exit_code, "TOOLCREW_API_KEY is set" in result.output, "unset" in result.output) == (
+        1,
+        True,
+        True,
+    ), result.output
 
 
 @pytest.mark.parametrize("name", sorted(LOCAL))
@@ -238,12 +241,12 @@ def test_a_tenant_key_cannot_reach_another_tenant(name: str, pool: Pool) -> None
             named.output
         )
     if name not in NEEDS_HOST:
-        done = pool.invoke(arguments, pool.keys["tenant"])
+        result = pool.invoke(arguments, pool.keys["tenant"])
         if any("rival" in word or word == "QUESTION" for word in arguments):
-            assert done.exit_code != 0, done.output
+            assert result.exit_code != 0, result.output
         else:
-            assert "rival" not in done.output
-            assert pool.question not in done.output
+            assert "rival" not in result.output
+            assert pool.question not in result.output
     after = pool.content()
     if name in CHANGES_OWN:
         before, after = ({key: value for key, value in one.items() if b"rival" in key} for one in (before, after))
@@ -259,8 +262,8 @@ def test_a_tenant_key_cannot_reach_another_tenant(name: str, pool: Pool) -> None
     ],
 )
 def test_the_audit_names_the_key_of_the_command(arguments: list[str], action: str, pool: Pool) -> None:
-    done = pool.invoke(arguments, pool.keys["admin"])
-    assert done.exit_code == 0, done.output
+    result = pool.invoke(arguments, pool.keys["admin"])
+    assert result.exit_code == 0, result.output
     entry = pool.audit()[0]
     assert (entry.action, entry.actor.name, entry.actor.role) == (action, "an admin", "admin")
     assert entry.actor.tenant == "acme"
@@ -272,8 +275,11 @@ def test_every_connecting_command_refuses_a_revoked_key(pool: Pool) -> None:
     for name, arguments in {**REFUSED, **OWN}.items():
         if name == "skills install":
             continue
-        done = pool.invoke(arguments, pool.keys["admin"])
-        assert (done.exit_code in (1, 125), "the API key is invalid or was revoked" in done.output) == (True, True), (
+        result = pool.invoke(arguments, pool.keys["admin"])
+        assert (result.exit_code in (1, 125), "the API key is invalid or was revoked" in result.output) == (
+            True,
+            True,
+        ), (
             name,
-            done.output,
+            result.output,
         )

@@ -269,10 +269,10 @@ def test_an_invalid_policy_file_is_named_in_the_error(
 
 def test_a_new_key_is_printed_only_to_stdout_and_never_again(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     toolcrew("add", "acme")
-    made = toolcrew("keys", "create", "acme", "--role", "operator", "--name", "ci", "--expires-in", "90d")
-    key = made.stdout.strip()
+    created = toolcrew("keys", "create", "acme", "--role", "operator", "--name", "ci", "--expires-in", "90d")
+    key = created.stdout.strip()
     assert key.startswith("tc_")
-    assert key not in made.stderr
+    assert key not in created.stderr
     [row] = as_json(toolcrew("keys", "list", "--json"))
     assert (row["id"], row["tenant"], row["role"], row["name"]) == (key.split("_")[1], "acme", "operator", "ci")
     assert (row["tail"], row["state"]) == (key[-4:], "valid")
@@ -329,9 +329,9 @@ def test_operators_list_the_batches_of_all_tenants(
     file.write_text('{"id": "a", "instruction": "act"}\n')
 
     def run(*arguments: str, key: str = "") -> list[str]:
-        done = CliRunner().invoke(app, [*arguments], env={"TOOLCREW_API_KEY": key})
-        assert done.exit_code == 0, done.output
-        return done.stdout.splitlines()
+        result = CliRunner().invoke(app, [*arguments], env={"TOOLCREW_API_KEY": key})
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines()
 
     for tenant in ("acme", "bolt"):
         run("tenants", "add", tenant)

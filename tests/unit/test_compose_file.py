@@ -84,8 +84,8 @@ def find_user(service: str) -> tuple[int, int]:
     return int(match[0][0]), int(match[0][1])
 
 
-def find_services_naming(word: str) -> set[str]:
-    return {name for name in SERVICES if word in yaml.safe_dump(load_service(name))}
+def find_services_naming(fragment: str) -> set[str]:
+    return {name for name in SERVICES if fragment in yaml.safe_dump(load_service(name))}
 
 
 def test_only_sandboxd_mounts_host_paths() -> None:
@@ -234,9 +234,9 @@ def test_redis_start_writes_hashed_passwords_and_refuses_invalid_values(tmp_path
         ("DEPLOYMENT", "pr*", "letters, digits"),
         ("DEPLOYMENT", "a/b", "digits"),
     ):
-        wrong = {**environment, f"TOOLCREW_{name}": value}
+        invalid = {**environment, f"TOOLCREW_{name}": value}
         process = subprocess.run(
-            ["sh", "-c", script], env=wrong, capture_output=True, text=True, timeout=20, check=False
+            ["sh", "-c", script], env=invalid, capture_output=True, text=True, timeout=20, check=False
         )
         assert (process.returncode, f"TOOLCREW_{name}" in process.stderr, result in process.stderr) == (64, True, True)
 
@@ -307,7 +307,7 @@ def test_the_egress_proxy_has_only_the_egress_network_and_socket() -> None:
     assert egress["networks"] == ["egress"]
     assert set(find_mounts("egress").values()) == {"egress-socket"}
     assert not {"ports", "extra_hosts"} & egress.keys()
-    assert not any(word in yaml.safe_dump(egress) for word in ("REDIS", "SECRET", "sandboxd", "API_KEY"))
+    assert not any(fragment in yaml.safe_dump(egress) for fragment in ("REDIS", "SECRET", "sandboxd", "API_KEY"))
 
 
 def test_the_egress_proxy_and_sandboxd_share_a_private_socket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,8 @@ BUILDERS = [
 
 def build_all(build: Callable[..., str], sample_names: Collection[str]) -> Iterator[str]:
     """Yield the builder's keys for every combination of the names."""
-    others = len(inspect.signature(build).parameters) - 1
-    return (build("d", *chosen) for chosen in itertools.product(sample_names, repeat=others))
+    other_parameters = len(inspect.signature(build).parameters) - 1
+    return (build("d", *chosen) for chosen in itertools.product(sample_names, repeat=other_parameters))
 
 
 KINDS = sorted({part for one in BUILDERS for key in build_all(one, "d") for part in re.split(r"[:.]", key) if part})

@@ -121,7 +121,7 @@ def test_a_tool_loaded_twice_is_served_once(write_module: WriteModule) -> None:
 def test_a_broken_module_is_named_in_the_error(write_module: WriteModule, text: str, fragments: list[str]) -> None:
     message = refusal(write_module(text, "broken_tools"))
     assert "'broken_tools' of TOOLCREW_TOOL_MODULES" in message
-    assert all(word in message for word in [*fragments, "fix the module"]), message
+    assert all(fragment in message for fragment in [*fragments, "fix the module"]), message
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_the_name_of_a_builtin_tool_is_refused(write_module: WriteModule, name: 
 def test_two_tools_with_one_name_are_refused_with_both_modules(write_module: WriteModule) -> None:
     one, other = write_module(QUOTE, "one_house"), write_module(QUOTE, "other_house")
     message = refusal(one, other)
-    assert all(word in message for word in ("quote_shipping", "'one_house'", "'other_house'"))
+    assert all(fragment in message for fragment in ("quote_shipping", "'one_house'", "'other_house'"))
 
 
 def test_builtin_tool_names_match_the_builtin_tools() -> None:

@@ -24,7 +24,7 @@ from tests.stack import free_port
 
 
 def findings_of(report: Report, name: str) -> list[CheckResult]:
-    return [found for found in report.findings if found.name == name]
+    return [finding for finding in report.findings if finding.name == name]
 
 
 @contextmanager
@@ -78,7 +78,7 @@ async def test_the_api_readiness_is_reported(status: int, body: bytes, is_good: 
         await examine_pages(settings_of(page_url=url), report)
 
     assert requests == ["/readyz"]
-    assert [(found.is_good, message in found.text) for found in findings_of(report, "api")] == [(is_good, True)]
+    assert [(finding.is_good, message in finding.text) for finding in findings_of(report, "api")] == [(is_good, True)]
     assert report.is_healthy is is_good
 
 
@@ -106,7 +106,7 @@ async def test_the_model_endpoint_is_checked_with_a_free_request(
         )
 
     assert requests == ["/v1/models Bearer key-of-the-model"]
-    assert [(found.is_good, found.needed, message in found.text) for found in report.findings] == [
+    assert [(finding.is_good, finding.needed, message in finding.text) for finding in report.findings] == [
         (is_good, needed, True)
     ]
     assert "key-of-the-model" not in json.dumps(report.to_json())
@@ -123,7 +123,7 @@ async def test_every_configured_model_endpoint_is_reported(client: "redis.asynci
         await examine_model_endpoints(client, "d", KEY, report)
 
     assert requests == ["/v1/models Bearer key-of-the-model"]
-    rows = {found.name: (found.is_good, found.text) for found in report.findings}
+    rows = {finding.name: (finding.is_good, finding.text) for finding in report.findings}
     assert {name: is_good for name, (is_good, _) in rows.items()} == {
         "model a": True,
         "model acme/c": False,
@@ -162,8 +162,8 @@ async def test_an_unreachable_collector_and_an_invalid_tracing_setting_are_repor
     wrong_setting = Report()
     await examine_tracing(settings_of(traces=Path("/proc/self/traces")), wrong_setting)
 
-    assert [found.is_good for found in good.findings] == [True, True]
-    assert [(found.name, found.is_good) for found in report.findings] == [("tracing", False), ("traces", True)]
+    assert [finding.is_good for finding in good.findings] == [True, True]
+    assert [(finding.name, finding.is_good) for finding in report.findings] == [("tracing", False), ("traces", True)]
     assert "OTEL_EXPORTER_OTLP_ENDPOINT" in report.findings[0].remedy
     assert report.is_healthy
     assert not wrong_setting.is_healthy

@@ -53,7 +53,7 @@ async def test_a_slow_check_is_terminated_after_time_to_clean_up(
 
     report = await examine(OrchestratorSettings())
 
-    assert [(found.is_good, found.text) for found in report.findings if found.name == "engine"] == [
+    assert [(finding.is_good, finding.text) for finding in report.findings if finding.name == "engine"] == [
         (False, "the check of engine and sandbox did not end within 0.3 s: restart the Docker engine")
     ]
     assert sorted(os.listdir(tmp_path)) == ["check", *remaining]

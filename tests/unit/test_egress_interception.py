@@ -46,9 +46,9 @@ def test_a_secret_is_inserted_at_each_place_and_masked_in_every_reply(harness: S
             f"Authorization: Basic {base64.b64encode(b'git:' + VALUE.encode()).decode()}",
         ),
     ]
-    for place, request, line in cases:
-        received = harness.ask(request, harness.secret(place=place))
-        assert line.encode() in harness.site.requests[-1], place
+    for secret_place, request, line in cases:
+        received = harness.ask(request, harness.secret(place=secret_place))
+        assert line.encode() in harness.site.requests[-1], secret_place
         assert status_of(received) == 200
         assert VALUE.encode() not in received
         assert b"*" * 16 in received

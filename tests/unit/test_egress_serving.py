@@ -245,8 +245,8 @@ def test_an_address_in_another_notation_does_not_match_a_wildcard(harness: Harne
 
 @pytest.mark.parametrize("host", ["site.example", "127.0.0.1"])
 def test_a_network_blocked_by_the_operator_is_refused_for_private_hosts(server: WebServer, host: str) -> None:
-    closed = AddressRules([ipaddress.ip_network("127.0.0.0/24")])
-    with open_harness(addresses=closed) as harness:
+    blocked = AddressRules([ipaddress.ip_network("127.0.0.0/24")])
+    with open_harness(addresses=blocked) as harness:
         rules = build_rules(server, hosts=[host], private_hosts=[host])
         status, message = refusal(harness, rules, get(f"{host}:{server.port}/"))
     assert (status, server.requests) == (403, [])
@@ -262,8 +262,8 @@ def test_a_host_name_is_resolved_once_per_request(harness: Harness, server: WebS
 
 
 def test_an_unresolved_or_unreachable_host_gives_a_502_response(harness: Harness) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     rules = build_rules(port, hosts=["*.example"], private_hosts=["*.example"])
     status, message = refusal(harness, rules, get(f"nowhere.example:{port}/"))
     assert (status, "DNS: nowhere.example has no address" in message) == (502, True)

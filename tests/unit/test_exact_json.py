@@ -17,7 +17,7 @@ from orchestrator.api.exact_json import dump_exactly
     ],
 )
 def test_any_content_is_encoded_as_standard_json(content: Any, expected: Any) -> None:
-    def reject_constant(word: str) -> None:
-        raise AssertionError(word)
+    def reject_constant(constant: str) -> None:
+        raise AssertionError(constant)
 
     assert json.loads(dump_exactly(content), parse_constant=reject_constant) == expected

@@ -34,10 +34,10 @@ def test_files_and_processes_of_a_call_are_reported_as_dirt(guest: Guest) -> Non
     assert guest.run("true")["exit_code"] == 0
     assert guest.others()
     assert dirt_of(guest) == []
-    for place, name in (("workspace", "a"), ("tmp", ".hidden"), ("output", ".state")):
-        (getattr(guest, place) / name).mkdir()
-        assert dirt_of(guest) == [f"1 entries lie in /{place}"]
-        (getattr(guest, place) / name).rmdir()
+    for folder, name in (("workspace", "a"), ("tmp", ".hidden"), ("output", ".state")):
+        (getattr(guest, folder) / name).mkdir()
+        assert dirt_of(guest) == [f"1 entries lie in /{folder}"]
+        (getattr(guest, folder) / name).rmdir()
     call = guest.start_script("echo up > up; sleep 100", timeout_s=60)
     guest.wait_for_file("up")
     assert attest(guest).processes >= 2

@@ -72,8 +72,8 @@ def test_a_helper_that_ends_soon_after_its_program_is_awaited(guest: Guest, help
 
 
 def test_a_busy_background_process_without_stdout_is_killed_at_once(guest: Guest) -> None:
-    busy = "import time\nwhile True:\n with open('used','w') as file: print(time.process_time(), file=file)"
-    done = guest.run(f'python3 -c "{busy}" >/dev/null 2>&1 & until [ -s used ]; do :; done; echo said')
+    program = "import time\nwhile True:\n with open('used','w') as file: print(time.process_time(), file=file)"
+    done = guest.run(f'python3 -c "{program}" >/dev/null 2>&1 & until [ -s used ]; do :; done; echo said')
     assert done.bytes_of("stdout") == b"said\n"
     assert done["kill"]["signalled"] == 1
     assert guest.wait_alone()

@@ -149,8 +149,8 @@ def test_a_sparse_file_of_1_tb_is_answered_quickly(guest: Guest) -> None:
     done = read(guest, "text", limit=3)
     assert (done.bytes_of("file"), done["is_counted"], done["lines"]) == (b"0\n1\n2\n", False, 5001)
     endless = read(guest, "text", offset=5000)
-    ((line, shown, length),) = endless["cuts"]
-    assert (line, shown, endless["is_counted"], endless["count"], length > 50_000_000) == (5001, 2000, False, 2, True)
+    ((line, cut_at, length),) = endless["cuts"]
+    assert (line, cut_at, endless["is_counted"], endless["count"], length > 50_000_000) == (5001, 2000, False, 2, True)
     assert time.monotonic() - started < 3
 
 
@@ -253,7 +253,7 @@ def test_the_file_digest_does_not_import_hashlib(python: str) -> None:
 
 def test_a_stored_command_output_is_always_read_as_utf_8_text(guest: Guest) -> None:
     spilled = guest.output / "spilled"
-    for content, shown in (
+    for content, expected in (
         (b"\0\x89PNG\n", "\0\ufffdPNG\n"),
         (CHINESE.encode("gb18030"), None),
         (b"%PDF-\n", "%PDF-\n"),
@@ -261,7 +261,7 @@ def test_a_stored_command_output_is_always_read_as_utf_8_text(guest: Guest) -> N
         spilled.write_bytes(content)
         spilled.chmod(0o644)
         done = read(guest, str(spilled))
-        assert done.bytes_of("file").decode() == (content.decode("utf-8", "replace") if shown is None else shown)
+        assert done.bytes_of("file").decode() == (content.decode("utf-8", "replace") if expected is None else expected)
         assert done["encoding"] == "utf-8"
 
 

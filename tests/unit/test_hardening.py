@@ -135,8 +135,8 @@ def test_a_mounted_workspace_adds_one_host_path_and_uses_no_memory() -> None:
     ]
     assert without_option["HostConfig"]["Memory"] - host["Memory"] == SandboxLimits().workspace_bytes
     assert set(without_option["HostConfig"]["Tmpfs"]) - set(host["Tmpfs"]) == {"/workspace"}
-    rest = {name: value for name, value in host.items() if name not in ("Memory", "MemorySwap", "Tmpfs")}
-    assert rest == {name: value for name, value in without_option["HostConfig"].items() if name in rest}
+    unchanged = {name: value for name, value in host.items() if name not in ("Memory", "MemorySwap", "Tmpfs")}
+    assert unchanged == {name: value for name, value in without_option["HostConfig"].items() if name in unchanged}
 
 
 def test_a_sandbox_with_egress_has_no_network_and_gets_the_proxy_variables() -> None:

@@ -246,11 +246,11 @@ async def test_waiting_runs_above_the_tenant_limit_are_refused(harness: HostedHa
 
 async def test_a_run_in_an_open_session_is_exclusive_and_leaves_it_open(harness: HostedHarness) -> None:
     session = await Session.open(harness.pool.dispatcher, harness.pool.blobs, tenant="acme", start=SessionStart())
-    place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
-    await harness.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=place)
+    location = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
+    await harness.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=location)
     run = await harness.start(environment=ItemEnvironment(session=session.id))
-    busy = await failure_of(harness.start(environment=ItemEnvironment(session=session.id)))
-    assert run in busy.message
+    failure = await failure_of(harness.start(environment=ItemEnvironment(session=session.id)))
+    assert run in failure.message
     async with harness.working():
         assert (await harness.ended(run)).state is HostedState.SUCCEEDED
     assert "close" not in harness.sent()
@@ -259,8 +259,8 @@ async def test_a_run_in_an_open_session_is_exclusive_and_leaves_it_open(harness:
 
 
 async def test_a_session_of_another_tenant_is_not_found(harness: HostedHarness) -> None:
-    place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
-    await harness.client.hset("toolcrew:d:t:zeta:session.theirs:place", mapping=place)
+    location = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
+    await harness.client.hset("toolcrew:d:t:zeta:session.theirs:place", mapping=location)
     for name in ("theirs", "unknown", "../zeta", "theirs:place"):
         assert (
             await failure_of(harness.start(environment=ItemEnvironment(session=name)))
@@ -476,5 +476,5 @@ async def test_runs_are_listed_by_state(make_hosted: MadeHosted) -> None:
         assert [record.id for record in (await harness.runs.list("acme", state=state)).runs] == [run]
     newer = await harness.start()
     page = await harness.runs.list("acme", state=HostedState.QUEUED, limit=1)
-    rest = await harness.runs.list("acme", state=HostedState.QUEUED, limit=1, cursor=page.next_cursor)
-    assert [record.id for record in (*page.runs, *rest.runs)] == [newer, queued]
+    next_page = await harness.runs.list("acme", state=HostedState.QUEUED, limit=1, cursor=page.next_cursor)
+    assert [record.id for record in (*page.runs, *next_page.runs)] == [newer, queued]

@@ -233,9 +233,9 @@ def test_hosts_commands_report_missing_workers_and_settings(harness: HostHarness
 
 @pytest.mark.usefixtures("environment")
 def test_hosts_drain_sends_the_order(worker: Worker) -> None:
-    done = CliRunner().invoke(app, ["hosts", "drain", "a", "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout) == {
+    result = CliRunner().invoke(app, ["hosts", "drain", "a", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {
         "host": "a",
         "workers": [{"queue": QUEUE, "kind": "sandbox", "state": "draining"}],
     }
@@ -245,9 +245,9 @@ def test_hosts_drain_sends_the_order(worker: Worker) -> None:
 @pytest.mark.usefixtures("environment")
 def test_a_worker_that_waits_for_its_restart_is_not_drained(harness: HostHarness) -> None:
     harness.hosts().report(build_report(worker="", store="shared"))
-    done = CliRunner().invoke(app, ["hosts", "drain", "a"])
-    assert done.exit_code == 1
-    assert "has ended, and the pool waits 30 s for its restart" in done.stderr
+    result = CliRunner().invoke(app, ["hosts", "drain", "a"])
+    assert result.exit_code == 1
+    assert "has ended, and the pool waits 30 s for its restart" in result.stderr
 
 
 def test_a_host_report_contains_the_status_or_silence_of_sandboxd() -> None:
