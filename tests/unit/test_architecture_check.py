@@ -129,7 +129,7 @@ def test_a_module_without_a_docstring_is_found(tmp_path: Path, package: str) -> 
         pytest.param({"a": "from store import b", "b": "import store.a"}, id="two modules"),
         pytest.param(
             {"a": "from . import b", "b": "from .c import X", "c": "def f():\n    from . import a"},
-            id="three, one late",
+            id="three modules, one lazy import",
         ),
         pytest.param(
             {"__init__": "from store import b", "b": "from store import VERSION"}, id="a package and its part"

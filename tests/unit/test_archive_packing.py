@@ -110,7 +110,7 @@ def fifos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_module, "_FIFO_FOLDER", str(tmp_path / "fifos"))
 
 
-@pytest.mark.parametrize("piece_bytes", [packing_module._PIECE_BYTES, 16 * 1024], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("piece_bytes", [packing_module._PIECE_BYTES, 16 * 1024], ids=["one piece", "small pieces"])
 async def test_packing_and_unpacking_preserves_files_and_metadata(
     root: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:

@@ -125,7 +125,7 @@ EDITS = {"type": "array", "items": {"type": "object", "properties": {"old": {"ty
         pytest.param({"x": {"type": ["string", "null"]}}, {"x": 1}, ["string or null"], id="several types"),
         pytest.param({"mode": {"enum": ["a", "b"]}}, {"mode": "c"}, ["['a', 'b']"], id="allowed values"),
         (LIMITS, {"qeury": "a"}, ["'qeury'; did you mean 'query'?", "limit, query"]),
-        pytest.param(LIMITS, {"zzzz": 1}, ["parameter 'zzzz'. Known parameters"], id="no near parameter"),
+        pytest.param(LIMITS, {"zzzz": 1}, ["parameter 'zzzz'. Known parameters"], id="no similar parameter"),
         pytest.param({}, {"a": 1}, ["Known parameters: none"], id="no parameters"),
     ],
 )

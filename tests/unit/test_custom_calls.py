@@ -137,7 +137,7 @@ class ShopResult:
         (b"bytes", "bytes"),
         ("\ud800", "?"),
     ],
-    ids=["text", "none", "json", "a model", "models", "bytes", "half a surrogate pair"],
+    ids=["text", "none", "json", "a model", "models", "bytes", "lone surrogate"],
 )
 def test_a_return_value_is_converted_to_text(value: Any, text: str) -> None:
     @tool
@@ -266,7 +266,7 @@ class UnprintableError(Exception):
         (ValueError("x" * 100_000), "ValueError: xxx"),
         (StopIteration(), "StopIteration"),
     ],
-    ids=["exit", "cancelled", "silent", "recursion", "long", "stop"],
+    ids=["exit", "cancelled", "unprintable", "recursion", "long", "stop"],
 )
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
 def test_any_exception_fails_only_its_call(error: BaseException, expected: str, is_async: bool) -> None:

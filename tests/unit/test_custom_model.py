@@ -174,7 +174,7 @@ async def test_the_caller_enforces_the_question_limit() -> None:
         ("?", {"timeout_s": 10_000}),
         ("x" * 300_000, {}),
     ],
-    ids=["no message", "no json", "no time", "no tokens", "too much time", "too large"],
+    ids=["no message", "not JSON", "zero timeout", "zero tokens", "timeout too long", "prompt too large"],
 )
 async def test_an_invalid_question_is_refused_before_it_is_sent(prompt: Any, options: dict[str, Any]) -> None:
     events = FakeEvents()

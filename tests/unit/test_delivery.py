@@ -223,7 +223,7 @@ async def test_an_unsent_call_follows_its_moved_session(client: "redis.asyncio.R
         ([], SANDBOXD_AWAY, ErrorCode.SANDBOX_UNAVAILABLE, LOST),
         ([STARTED], SANDBOXD_AWAY, ErrorCode.SANDBOX_UNAVAILABLE, UNKNOWN),
     ],
-    ids=["moves", "refused", "refused after a loss"],
+    ids=["session moved", "refused", "refused after a loss"],
 )
 async def test_a_call_refused_by_every_worker_is_closed_in_the_ledger(
     client: "redis.asyncio.Redis",

@@ -113,9 +113,6 @@ async def test_a_deployment_without_faults_is_healthy(client: Client, broker: Br
     }  # fmt: skip
 
 
-# --- Redis ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "name", "is_broken", "message", "remedy"),
     [
@@ -197,9 +194,6 @@ async def test_a_redis_replica_or_unreachable_redis_is_reported() -> None:
     assert not report.is_healthy
 
 
-# --- hosts and queues -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("fields", "is_broken", "message", "remedy"),
     [
@@ -274,9 +268,6 @@ async def test_an_invalid_queue_message_does_not_stop_the_check(client: Client, 
     assert list_bad(await examine_deployment(client)) == []
 
 
-# --- tools, tenants, keys, questions ----------------------------------------------------------------------------------
-
-
 async def test_unserved_hidden_and_disabled_tools_and_open_approvals_are_reported(client: Client) -> None:
     await set_up_deployment(client)
     await client.set(catalog_names_key(D, "web"), json.dumps(["webfetch_tool"]))
@@ -347,9 +338,6 @@ async def test_expiring_expired_and_unverifiable_keys_are_reported(client: Clien
         if not any(fragment in one for one in output)
     ] == []
     assert report.is_healthy
-
-
-# --- the words --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

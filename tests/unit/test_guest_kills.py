@@ -65,7 +65,7 @@ _BUSY = (
 )
 
 
-@pytest.mark.parametrize("helper", ["cat", f"python3 -c '{_BUSY}'"], ids=["ends", "works"])
+@pytest.mark.parametrize("helper", ["cat", f"python3 -c '{_BUSY}'"], ids=["cat", "busy helper"])
 def test_a_helper_that_ends_soon_after_its_program_is_awaited(guest: Guest, helper: str) -> None:
     done = guest.run(f"echo through > >({helper})")
     assert (done.bytes_of("stdout"), done["kill"]) == (b"through\n", None)

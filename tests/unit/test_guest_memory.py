@@ -35,7 +35,9 @@ def scans_fail(times: int) -> str:
 
 
 @pytest.mark.parametrize("times", [1, 5, _ALWAYS])
-@pytest.mark.parametrize(("attack", "code"), [("", None), ("kill -9 $PPID;", "INTERNAL")], ids=["limit", "attack"])
+@pytest.mark.parametrize(
+    ("attack", "code"), [("", None), ("kill -9 $PPID;", "INTERNAL")], ids=["timeout", "supervisor killed"]
+)
 def test_all_processes_are_killed_when_process_scans_fail(attack: str, code: str | None, times: int) -> None:
     with running_guest(idle_s=0.05, faults=scans_fail(times)) as guest:
         done = guest.run(f"setsid sleep 1000 & {attack} sleep 1000", timeout_s=10 if attack else 0.3)

@@ -24,7 +24,7 @@ def header(**fields: object) -> bytes:
         *(header(id="0" * 32, op=op) for op in ("format", None, 7)),
         header(id="1" * 32, op="exec", body_bytes=0),
     ],
-    ids=["length", "not an object", "no id", "id is no text", "op is unknown", "no op", "op is no text", "id in use"],
+    ids=["length", "not an object", "no id", "id is not text", "op is unknown", "no op", "op is not text", "id in use"],
 )
 def test_invalid_frames_end_the_guest_and_frames_of_unknown_calls_are_ignored(guest: Guest, raw: bytes) -> None:
     guest.send({"id": "1" * 32, "op": "exec", "body_bytes": 10})

@@ -40,8 +40,8 @@ SHELL_EXITS = {
     "exit": ("exit 3", 3),
     "errexit": ("set -e; false; echo never", 1),
     "nounset": ("set -u; echo $nothing", 127),
-    "a syntax error": ("echo '", 2),
-    "a return": ("return 4", 2),
+    "syntax error": ("echo '", 2),
+    "return": ("return 4", 2),
 }
 
 
@@ -55,16 +55,16 @@ def test_the_state_is_kept_after_every_kind_of_shell_exit(guest: Guest, script: 
 
 
 LOST_STATES = {
-    "a kill": ("cd /tmp; export BAD=1; kill -9 $$", "none"),
-    "a term": ("cd /tmp; export BAD=1; kill $$; sleep 5", "none"),
-    "a crash": ("cd /tmp; export BAD=1; kill -SEGV $$", "none"),
+    "sigkill": ("cd /tmp; export BAD=1; kill -9 $$", "none"),
+    "sigterm": ("cd /tmp; export BAD=1; kill $$; sleep 5", "none"),
+    "sigsegv": ("cd /tmp; export BAD=1; kill -SEGV $$", "none"),
     "exec": ("cd /tmp; export BAD=1; exec true", "replaced"),
-    "a trap of its own": ("export BAD=1; trap 'echo bye' EXIT", "replaced"),
-    "a function called builtin": ("export BAD=1; builtin() { :; }", "replaced"),
-    "too much": ("export BAD=1; export LOT=$(head -c 300000 /dev/zero | tr '\\0' x)", "too_large"),
-    "a skipping debug trap": ("export BAD=1; shopt -s extdebug; trap false DEBUG", "replaced"),
-    "no file may grow": ("export BAD=1; ulimit -f 0", "replaced"),
-    "removed": ("export BAD=1; rm -rf $(dirname $PWD)/output/.state", "replaced"),
+    "own exit trap": ("export BAD=1; trap 'echo bye' EXIT", "replaced"),
+    "function named builtin": ("export BAD=1; builtin() { :; }", "replaced"),
+    "state too large": ("export BAD=1; export LOT=$(head -c 300000 /dev/zero | tr '\\0' x)", "too_large"),
+    "debug trap that skips commands": ("export BAD=1; shopt -s extdebug; trap false DEBUG", "replaced"),
+    "file size limit": ("export BAD=1; ulimit -f 0", "replaced"),
+    "state folder removed": ("export BAD=1; rm -rf $(dirname $PWD)/output/.state", "replaced"),
 }
 
 

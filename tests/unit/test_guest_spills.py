@@ -146,7 +146,7 @@ def test_live_output_arrives_while_the_program_runs(shared_guest: Guest) -> None
         ("yes | head -c 20000000", 100 << 20, 20_000_000),
         ("for i in $(seq 300); do echo $i; sleep 0.001; done", 1 << 20, 1092),
     ],
-    ids=["bound", "not watched", "small pieces"],
+    ids=["small limit", "large output", "small pieces"],
 )
 def test_live_output_is_bounded_and_does_not_block_the_program(
     shared_guest: Guest, script: str, max_bytes: int, total: int | None

@@ -73,14 +73,14 @@ def test_only_one_of_several_idle_supervisors_remains(guest: Guest) -> None:
     wait_for_one(guest)
 
 
-UNCLEAN: dict[str, tuple[str, dict[str, object]]] = {
-    "a limit": (f"{PRINT_SUPERVISOR}; sleep 1000", {"timeout_s": 0.3}),
-    "a leftover": (f"sleep 1000 & {PRINT_SUPERVISOR}", {}),
-    "an escaped leftover": (f"(setsid sleep 1000 &); {PRINT_SUPERVISOR}", {}),
+ENDED_BY_KILL: dict[str, tuple[str, dict[str, object]]] = {
+    "timeout": (f"{PRINT_SUPERVISOR}; sleep 1000", {"timeout_s": 0.3}),
+    "background process": (f"sleep 1000 & {PRINT_SUPERVISOR}", {}),
+    "background process in another session": (f"(setsid sleep 1000 &); {PRINT_SUPERVISOR}", {}),
 }
 
 
-@pytest.mark.parametrize(("script", "fields"), UNCLEAN.values(), ids=UNCLEAN.keys())
+@pytest.mark.parametrize(("script", "fields"), ENDED_BY_KILL.values(), ids=ENDED_BY_KILL.keys())
 def test_a_call_after_a_kill_has_another_supervisor(guest: Guest, script: str, fields: dict[str, object]) -> None:
     before = supervisor_of(guest, script, **fields)
     assert supervisor_of(guest) == supervisor_of(guest) != before

@@ -168,7 +168,7 @@ def test_a_close_without_an_end_resets_the_program_connection(host: Host) -> Non
         read_to_the_end(program)
 
 
-@pytest.mark.parametrize("sent", [0, WINDOW], ids=["room", "no room"])
+@pytest.mark.parametrize("sent", [0, WINDOW], ids=["open window", "full window"])
 def test_a_program_reset_closes_the_connection_even_with_a_full_window(host: Host, sent: int) -> None:
     program, conn = host.connect()
     program.sendall(bytes(sent))

@@ -148,7 +148,7 @@ def test_a_foreign_schema_is_checked_in_bounded_time(name: str) -> None:
 
 
 REPLIES = {
-    "a fence that does not end": "```json\n" + " " * 200_000 + "x",
+    "unclosed code fence": "```json\n" + " " * 200_000 + "x",
     "millions of lists": '{"tool": "t", "arguments": {"a": [' + "[]," * 2_000_000 + "[]]}}",
     "deep": '{"tool": "t", "arguments": {"a": ' + "[" * 2_000_000,
     "lone surrogates": '{"tool": "t", "arguments": {"a": "' + "\\ud800" * 200_000 + '"}, "x": 1}',
