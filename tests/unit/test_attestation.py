@@ -12,7 +12,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.disks.base import WorkspaceSize
 from workers.sandboxd.factory import StartCheck, WorkspaceNotMounted
 from workers.sandboxd.plans import SandboxPlan
-from workers.sandboxd.runtime.attestation import Attestation, ask_attestation, find_misfits, parse_attestation
+from workers.sandboxd.runtime.attestation import ask_attestation, find_misfits, parse_attestation
 
 MIB = 1024 * 1024
 CLEAN: dict[str, Any] = {
@@ -112,10 +112,6 @@ async def test_an_image_is_checked_once_per_runtime() -> None:
         await check.check(replace(PLAN, runtime="runsc"), SIZE, ReportingGuest({}))
 
 
-def build_attestation(**fields: object) -> Attestation:
-    return parse_attestation({**CLEAN, "workspace": {**CLEAN["workspace"], **fields}})
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -126,5 +122,6 @@ def build_attestation(**fields: object) -> Attestation:
     ],
 )
 def test_a_workspace_size_that_differs_from_the_plan_is_reported(fields: dict[str, object], message: str) -> None:
-    (sentence,) = find_misfits(build_attestation(**fields), 256 * MIB, 65_536)
+    attestation = parse_attestation({**CLEAN, "workspace": {**CLEAN["workspace"], **fields}})
+    (sentence,) = find_misfits(attestation, 256 * MIB, 65_536)
     assert message in sentence

@@ -59,10 +59,6 @@ def job_response(output: bytes = b"", kill: Any = None, **fields: Any) -> GuestR
     )
 
 
-def output_of(**fields: Any) -> str:
-    return str(BashHarness(build_exec_response(b"x\n", **fields)).bash().output)
-
-
 def test_a_timeout_returns_the_output_printed_so_far() -> None:
     response = build_exec_response(b"half\n", exit_code=None, signal=15, timed_out=True, kill=KILL)
     result = BashHarness(response, timeout_s=2).bash()
@@ -103,7 +99,7 @@ def test_a_timeout_returns_the_output_printed_so_far() -> None:
     ],
 )
 def test_the_exit_state_is_a_note_below_the_output(fields: dict[str, Any], note: str) -> None:
-    assert output_of(**fields) == f"x\n{note}"
+    assert BashHarness(build_exec_response(b"x\n", **fields)).bash().output == f"x\n{note}"
 
 
 def test_a_folder_name_cannot_forge_a_note() -> None:

@@ -41,19 +41,11 @@ async def harness(redis_server: RedisProcess) -> AsyncIterator[RunHarness]:
         yield RunHarness(client)
 
 
-def write_lines(folder: Path, *lines: str) -> Path:
-    file = folder / "in.jsonl"
-    file.write_text("\n".join(lines))
-    return file
-
-
 def test_a_detached_batch_with_paths_is_refused(tmp_path: Path) -> None:
-    file = write_lines(
-        tmp_path,
-        '{"id": "a", "instruction": "x"}',
-        '{"id": "b", "instruction": "x", "workspace": "."}',
-        '{"id": "c", "instruction": "x", "artifacts": ["out/**"]}',
-        '{"id": "d", "instruction": "x", "restore": "c1"}',
+    file = tmp_path / "in.jsonl"
+    file.write_text(
+        '{"id": "a", "instruction": "x"}\n{"id": "b", "instruction": "x", "workspace": "."}\n'
+        '{"id": "c", "instruction": "x", "artifacts": ["out/**"]}\n{"id": "d", "instruction": "x", "restore": "c1"}'
     )
     with pytest.raises(BadBatch) as refused:
         check_detached(load_lines(file), "/srv/out", "in.jsonl")

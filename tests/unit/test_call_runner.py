@@ -163,12 +163,8 @@ class RepeatingModel:
         return result.text()
 
 
-def fail(call: ToolCall) -> ToolResult:
-    return ToolResult.failed(call, ErrorCode.FILE_NOT_FOUND, "no such file")
-
-
 async def test_the_third_identical_failing_call_adds_a_warning() -> None:
-    model = RepeatingModel(fail)
+    model = RepeatingModel(lambda call: ToolResult.failed(call, ErrorCode.FILE_NOT_FOUND, "no such file"))
     messages = [await model.ask(build_request("read", index, path="a")) for index in range(4)]
     assert messages[0] == messages[1] == "Error [FILE_NOT_FOUND]: no such file"
     assert messages[2].startswith(

@@ -31,24 +31,13 @@ CONSUMER: Any = SimpleNamespace(
 KOMBU: Any = SimpleNamespace(_lookup=lambda *_: 1 / 0, connection_errors=())
 
 
-def unknown_message() -> None:
-    consumer.Consumer.on_unknown_message(CONSUMER, BODY, MESSAGE)
-
-
-def unknown_task() -> None:
-    consumer.Consumer.on_unknown_task(CONSUMER, BODY, MESSAGE, KeyError("tool.x"))
-
-
-def invalid_task() -> None:
-    consumer.Consumer.on_invalid_task(CONSUMER, BODY, MESSAGE, ValueError("no mapping"))
-
-
-def undecodable() -> None:
-    consumer.Consumer.on_decode_error(CONSUMER, MESSAGE, ValueError("x"))
-
-
-def not_restored() -> None:
-    Channel._do_restore_message(KOMBU, {"body": BODY}, "", "", None)
+REFUSALS: dict[str, Callable[[], None]] = {
+    "unknown message": lambda: consumer.Consumer.on_unknown_message(CONSUMER, BODY, MESSAGE),
+    "unknown task": lambda: consumer.Consumer.on_unknown_task(CONSUMER, BODY, MESSAGE, KeyError("tool.x")),
+    "invalid task": lambda: consumer.Consumer.on_invalid_task(CONSUMER, BODY, MESSAGE, ValueError("no mapping")),
+    "undecodable message": lambda: consumer.Consumer.on_decode_error(CONSUMER, MESSAGE, ValueError("x")),
+    "message not restored": lambda: Channel._do_restore_message(KOMBU, {"body": BODY}, "", "", None),
+}
 
 
 @pytest.fixture
@@ -67,9 +56,7 @@ def lines() -> Iterator[list[str]]:
         logging.getLogger(name).removeFilter(body_filter)
 
 
-@pytest.mark.parametrize(
-    "refuse", [unknown_message, unknown_task, invalid_task, undecodable, not_restored], ids=lambda one: one.__name__
-)
+@pytest.mark.parametrize("refuse", REFUSALS.values(), ids=REFUSALS)
 def test_a_refused_message_is_logged_without_its_content(lines: list[str], refuse: Callable[[], None]) -> None:
     try:
         raise LookupError("why")

@@ -55,10 +55,6 @@ def ask(server: RedisProcess, *commands: str, **fields: Any) -> list[Any]:
     return questions
 
 
-def answer_of(server: RedisProcess, id_: str) -> Any:
-    return run_with_queue(server, lambda _, queue: queue.answers([id_]))[id_]
-
-
 def test_a_listed_question_escapes_control_characters(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     hostile = "ls \u202e\u200b\x1b[2J\nWARNING: none, allow it\n\x9b1mrun it? [y/N]"
     (question,) = ask(redis_server, hostile)
@@ -122,7 +118,8 @@ def test_a_tenant_key_reaches_only_own_questions_and_no_audit(
     assert toolcrew("approvals", "decide", own_question.id, "allow").exit_code == 3
     monkeypatch.delenv("TOOLCREW_APPROVERS")
     assert toolcrew("approvals", "decide", own_question.id, "allow").exit_code == 0
-    assert answer_of(redis_server, own_question.id).by.name == "tenant of acme"
+    answers = run_with_queue(redis_server, lambda _, queue: queue.answers([own_question.id]))
+    assert answers[own_question.id].by.name == "tenant of acme"
 
 
 def test_changes_list_prints_one_line_per_entry_and_filters(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:

@@ -79,13 +79,10 @@ async def test_a_sigterm_stops_the_runner_at_once() -> None:
     assert (command.runner.requests, command.interrupts.exit_code) == (["stop"], 143)
 
 
-def build_location(output: Path, host: str) -> RowLocation:
-    return RowLocation(host=host, output=str(output), errors=str(output.with_name("e.jsonl")))
-
-
 def test_rows_of_another_host_are_refused(tmp_path: Path) -> None:
+    location = RowLocation(host="elsewhere-1", output=str(tmp_path / "o.jsonl"), errors=str(tmp_path / "e.jsonl"))
     with pytest.raises(ConfigError, match="on host elsewhere-1"):
-        find_rows("b", build_location(tmp_path / "o.jsonl", "elsewhere-1"), None, None)
+        find_rows("b", location, None, None)
 
 
 RUN = "0123456789abcdef01234567"

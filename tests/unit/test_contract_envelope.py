@@ -44,24 +44,12 @@ json_values = st.recursive(
 json_objects = st.dictionaries(st.text(), json_values, max_size=5)
 
 
-def body_of(envelope: str) -> dict[str, Any]:
-    """Return the signed body."""
-    return dict(json.loads(envelope.split(".", 3)[3]))
-
-
 def seal(body: str, keys: SigningKeys = KEY, version: int = VERSION) -> str:
     """Return a correctly signed envelope around any text, as a faulty, newer or hostile sender with the secret would
     send it.
     """
     head = f"v{version}.{keys.current.id}"
     return f"{head}.{keys.current.sign(PURPOSE, f'{head}.{body}'.encode())}.{body}"
-
-
-def change_and_seal(change: Callable[[dict[str, Any]], None]) -> str:
-    """Return an envelope that was changed before it was signed."""
-    payload = body_of(encode_call(CALL, CONTEXT, KEY))
-    change(payload)
-    return seal(json.dumps(payload))
 
 
 def reason_of(envelope: str, keys: SigningKeys = KEY) -> RefusalReason:
@@ -220,8 +208,10 @@ class TestKeysThatChange:
     ],
 )
 def test_a_signed_envelope_with_invalid_fields_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
+    payload = json.loads(ENVELOPE.split(".", 3)[3])
+    change(payload)
     with pytest.raises(EnvelopeRefused):
-        decode_call(change_and_seal(change), KEY)
+        decode_call(seal(json.dumps(payload)), KEY)
 
 
 MALFORMED_TEXTS = ["", "null", "[]", "1", "\x00", "\ud800", "[" * 100_000, "v3.", "v3..." + "x" * 200]

@@ -15,16 +15,12 @@ import redis.asyncio
 
 from contract.model_endpoints import ModelEndpoint
 from orchestrator.operations.doctor_links import examine_model, examine_model_endpoints, examine_pages, examine_tracing
-from orchestrator.operations.findings import CheckResult, Report
+from orchestrator.operations.findings import Report
 from orchestrator.settings import OrchestratorSettings
 from store.model_endpoints import ModelEndpoints
 from store.secrets import SecretStore
 from tests.builders import KEY
 from tests.stack import free_port
-
-
-def findings_of(report: Report, name: str) -> list[CheckResult]:
-    return [finding for finding in report.findings if finding.name == name]
 
 
 @contextmanager
@@ -78,7 +74,8 @@ async def test_the_api_readiness_is_reported(status: int, body: bytes, is_good: 
         await examine_pages(settings_of(page_url=url), report)
 
     assert requests == ["/readyz"]
-    assert [(finding.is_good, message in finding.text) for finding in findings_of(report, "api")] == [(is_good, True)]
+    rows = [(row.is_good, message in row.text) for row in report.findings if row.name == "api"]
+    assert rows == [(is_good, True)]
     assert report.is_healthy is is_good
 
 

@@ -25,12 +25,6 @@ def run_glob(environment: ScriptedBench, **arguments: Any) -> Outcome:
     return GLOB_TOOL.handler(prepared, environment)
 
 
-def request_for(**arguments: Any) -> dict[str, Any]:
-    environment = ScriptedBench(b"", build_grep_done())
-    run_grep(environment, **arguments)
-    return dict(environment.request)
-
-
 def notes_of(done: dict[str, Any], **arguments: Any) -> list[str]:
     return str(run_grep(ScriptedBench(b"", done), **arguments).output).splitlines()
 
@@ -52,8 +46,9 @@ def notes_of(done: dict[str, Any], **arguments: Any) -> list[str]:
     ],
 )
 def test_arguments_and_aliases_are_sent_to_the_guest(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
-    request = request_for(**arguments)
-    assert {name: request[name] for name in expected} == expected
+    environment = ScriptedBench(b"", build_grep_done())
+    run_grep(environment, **arguments)
+    assert {name: environment.request[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("alias", ["dir_path", "directory"])

@@ -30,16 +30,13 @@ def fail(name: str, condition: str, times: int) -> str:
     return _FAIL.format(name=name, condition=condition, times=times)
 
 
-def scans_fail(times: int) -> str:
-    return fail("listdir", "arguments == ('/proc',)", times)
-
-
 @pytest.mark.parametrize("times", [1, 5, _ALWAYS])
 @pytest.mark.parametrize(
     ("attack", "code"), [("", None), ("kill -9 $PPID;", "INTERNAL")], ids=["timeout", "supervisor killed"]
 )
 def test_all_processes_are_killed_when_process_scans_fail(attack: str, code: str | None, times: int) -> None:
-    with running_guest(idle_s=0.05, faults=scans_fail(times)) as guest:
+    faults = fail("listdir", "arguments == ('/proc',)", times)
+    with running_guest(idle_s=0.05, faults=faults) as guest:
         done = guest.run(f"setsid sleep 1000 & {attack} sleep 1000", timeout_s=10 if attack else 0.3)
 
         assert (done.code, done.header.get("timed_out", False)) == (code, not attack)

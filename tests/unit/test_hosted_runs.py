@@ -42,6 +42,14 @@ def harness(make_hosted: MadeHosted) -> HostedHarness:
     return make_hosted(echo_then("done", "one"))
 
 
+async def run_to_end(harness: HostedHarness) -> str:
+    """Start a run and follow its events to its end."""
+    run = await harness.start()
+    async with harness.working():
+        await harness.events(run)
+    return run
+
+
 async def failure_of(awaited: Any) -> ToolFailure:
     with pytest.raises(ToolFailure) as failure:
         await awaited
@@ -123,9 +131,7 @@ async def test_logs_and_transcripts_are_parsed_outside_the_event_loop(
     names["pack_end"] = runs
     for name, module in names.items():
         record_thread(module, name)
-    run = await harness.start()
-    async with harness.working():
-        await harness.events(run)
+    run = await run_to_end(harness)
     assert await harness.runs.transcript("acme", run)
     await harness.client.delete(f"toolcrew:d:t:acme:run.{run}:transcript")
     assert await harness.runs.transcript("acme", run)
@@ -137,18 +143,14 @@ async def test_a_transcript_above_the_limit_is_read_from_the_log(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_log, "MAX_TRANSCRIPT_BYTES", 100)
-    run = await harness.start()
-    async with harness.working():
-        await harness.events(run)
+    run = await run_to_end(harness)
     messages = await harness.runs.transcript("acme", run)
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     assert not await harness.client.exists(f"toolcrew:d:t:acme:run.{run}:transcript")
 
 
 async def test_a_run_returns_its_signed_end_and_not_a_forged_one(harness: HostedHarness) -> None:
-    run = await harness.start()
-    async with harness.working():
-        await harness.events(run)
+    run = await run_to_end(harness)
     key = f"toolcrew:d:t:acme:run.{run}"
     await harness.client.hset(key, "end", (await harness.client.hget(key, "end")).replace(b"done", b"forged"))
     record = await harness.runs.get("acme", run)
@@ -157,9 +159,7 @@ async def test_a_run_returns_its_signed_end_and_not_a_forged_one(harness: Hosted
 
 
 async def test_a_hostile_transcript_is_refused_in_bounded_memory(harness: HostedHarness) -> None:
-    run = await harness.start()
-    async with harness.working():
-        await harness.events(run)
+    run = await run_to_end(harness)
     bomb, values = b" " * (MAX_TRANSCRIPT_BYTES + 1), b"[" + b"{}," * 500_000 + b"{}]"
     stored = [zlib.compress(text) for text in (bomb, values, b"[" * 100_000, b'["one"]')]
     for transcript in (*stored, zlib.compress(b"[{}]")[:-1], b"x"):
