@@ -148,14 +148,14 @@ class ExecutorMiddleware:
 class _PreparedCall:
     """A call that may start. `call` includes all of its arguments.
 
-    `aliases` lists the alternative argument names that the caller used. `terms`: the sandbox policy of the tenant.
+    `aliases` lists the alternative argument names that the caller used. `policy`: the sandbox policy of the tenant.
     """
 
     call: ToolCall
     tool: WorkerTool
     arguments: dict[str, Any]
     aliases: list[str]
-    terms: SandboxPolicy | None
+    policy: SandboxPolicy | None
 
 
 class Executor:
@@ -241,8 +241,8 @@ class Executor:
         arguments, aliases = prepare_arguments(
             tool.spec, call.arguments, text=context.text_arguments, checks=tool.validators
         )
-        terms = self._policy.admit(context.tenant, tool.spec, arguments)
-        return _PreparedCall(call, tool, arguments, aliases, terms)
+        policy = self._policy.admit(context.tenant, tool.spec, arguments)
+        return _PreparedCall(call, tool, arguments, aliases, policy)
 
     def _run(self, prepared: _PreparedCall, context: ToolContext) -> tuple[ToolResult, ToolEnvironment | None]:
         """Run the handler of a claimed call. Return its result and its environment."""
@@ -268,7 +268,7 @@ class Executor:
 
     def _open_environment(self, prepared: _PreparedCall, context: ToolContext) -> ToolEnvironment:
         content = self.blobs.take(context.tenant, context.blob) if context.blob else b""
-        return ToolEnvironment(prepared.call, context, self._resources, content, prepared.terms)
+        return ToolEnvironment(prepared.call, context, self._resources, content, prepared.policy)
 
     def _handle(self, prepared: _PreparedCall, environment: ToolEnvironment) -> Outcome:
         handler: Callable[[], Outcome] = partial(prepared.tool.handler, prepared.arguments, environment)

@@ -39,10 +39,10 @@ from workers.host_duties import (
     AdoptionMonitor,
     ExpiryMonitor,
     LeftoverMonitor,
+    PolicyMonitor,
     SandboxdMetrics,
     SandboxdMonitor,
     SecretsMonitor,
-    TermsMonitor,
     UsageMonitor,
 )
 from workers.reports import (
@@ -210,7 +210,7 @@ class SandboxHost:
         metrics = WorkerMetricsStore(connect_once(broker), broker.deployment)
         counts = SandboxdMetrics(metrics, self._facts.host, self.queue, lambda: self._sandboxd.status)
         expiry, leftovers = ExpiryMonitor(self._sessions), LeftoverMonitor(self._sessions)
-        terms_monitor = TermsMonitor(policies.policy)
+        policy_monitor = PolicyMonitor(policies.policy)
         secrets_monitor = SecretsMonitor(
             WorkerSecrets(connect(broker), broker.deployment, broker.signing_keys()),
             SecretAudit(connect(broker), broker.deployment),
@@ -233,7 +233,7 @@ class SandboxHost:
             Duty("expiry", HEARTBEAT_S, partial(expiry.look, client()), "expired_sessions_not_forgotten", stop),
             Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.look, client()), "leftovers_not_closed", stop),
             Duty("usage", USAGE_EVERY_S, partial(usage.look, client()), "usage_not_counted", stop),
-            Duty("terms", HEARTBEAT_S, partial(terms_monitor.look, client()), "policies_not_sent", stop),
+            Duty("policies", HEARTBEAT_S, partial(policy_monitor.look, client()), "policies_not_sent", stop),
             Duty("secrets", SECRETS_EVERY_S, partial(secrets_monitor.look, client()), "secrets_not_sent", stop),
         ]
         every_s = self._checkpoint_every_s()

@@ -239,8 +239,8 @@ class LeftoverMonitor:
         return count
 
 
-class TermsMonitor:
-    """Sends sandboxd the terms (the sandbox policies) of tenants with sessions on this host when they change.
+class PolicyMonitor:
+    """Sends sandboxd the sandbox policies of tenants with sessions on this host when they change.
 
     Without this duty, a background job would keep a withdrawn network until the next call of its session. `find_policy`
     raises ToolFailure(UNKNOWN_TENANT) and OperatorError.
@@ -251,25 +251,25 @@ class TermsMonitor:
         self._sent: dict[str, SandboxPolicy] = {}
 
     def look(self, client: SandboxClient) -> int:
-        """Run one round: send the terms that have changed. Return the number of tenants with changed terms.
+        """Run one round: send the policies that have changed. Return the number of tenants with a changed policy.
 
         Raises OperatorError.
         """
         tenants = {str(row["name"]).partition(":")[0] for row in client.sessions()}
-        self._sent = {tenant: terms for tenant, terms in self._sent.items() if tenant in tenants}
+        self._sent = {tenant: policy for tenant, policy in self._sent.items() if tenant in tenants}
         count = 0
         for tenant in sorted(tenants):
-            terms = self._find_terms(tenant)
-            if terms is not None and terms != self._sent.get(tenant):
-                client.send_terms(tenant, terms)
-                self._sent[tenant] = terms
+            policy = self._find_sandbox_policy(tenant)
+            if policy is not None and policy != self._sent.get(tenant):
+                client.send_policy(tenant, policy)
+                self._sent[tenant] = policy
                 count += 1
         return count
 
-    def _find_terms(self, tenant: str) -> SandboxPolicy | None:
-        """Return the terms of the tenant's policy; None when they cannot be read now.
+    def _find_sandbox_policy(self, tenant: str) -> SandboxPolicy | None:
+        """Return the sandbox policy of the tenant; None when it cannot be read now.
 
-        A removed tenant keeps its last terms, without network.
+        A removed tenant keeps its last policy, without network.
         """
         try:
             return self._find_policy(tenant).sandbox

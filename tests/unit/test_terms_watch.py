@@ -4,7 +4,7 @@ import pytest
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.tenancy import SandboxPolicy, TenantPolicy
-from workers.host_duties import TermsMonitor
+from workers.host_duties import PolicyMonitor
 from workers.sandbox_client import SandboxClient
 
 OPEN, CLOSED = SandboxPolicy(tenant_class="open"), SandboxPolicy(tenant_class="open", network="none")
@@ -16,13 +16,13 @@ class Host(SandboxClient):
     def __init__(self, *tenants: str) -> None:
         super().__init__("/nonexistent")
         self.tenants = list(tenants)
-        self.sent_terms: list[tuple[str, SandboxPolicy]] = []
+        self.sent_policies: list[tuple[str, SandboxPolicy]] = []
 
     def sessions(self) -> list[dict[str, object]]:
         return [{"name": f"{tenant}:{number}"} for tenant in self.tenants for number in range(2)]
 
-    def send_terms(self, tenant: str, terms: SandboxPolicy) -> int:
-        self.sent_terms.append((tenant, terms))
+    def send_policy(self, tenant: str, policy: SandboxPolicy) -> int:
+        self.sent_policies.append((tenant, policy))
         return 2
 
 
@@ -47,33 +47,33 @@ def book() -> Book:
 
 
 @pytest.fixture
-def watch(host: Host, book: Book) -> TermsMonitor:
-    return TermsMonitor(book.policy)
+def watch(host: Host, book: Book) -> PolicyMonitor:
+    return PolicyMonitor(book.policy)
 
 
-def test_terms_are_sent_once_per_change(watch: TermsMonitor, host: Host, book: Book) -> None:
+def test_terms_are_sent_once_per_change(watch: PolicyMonitor, host: Host, book: Book) -> None:
     assert (watch.look(host), watch.look(host)) == (2, 0)
     book["acme"] = CLOSED
     assert watch.look(host) == 1
-    assert host.sent_terms == [("acme", OPEN), ("umbrella", OPEN), ("acme", CLOSED)]
+    assert host.sent_policies == [("acme", OPEN), ("umbrella", OPEN), ("acme", CLOSED)]
 
 
-def test_a_tenant_that_is_none_any_more_loses_its_network(watch: TermsMonitor, host: Host, book: Book) -> None:
+def test_a_tenant_that_is_none_any_more_loses_its_network(watch: PolicyMonitor, host: Host, book: Book) -> None:
     watch.look(host)
     book["acme"] = ToolFailure(ErrorCode.UNKNOWN_TENANT, "no such tenant")
     assert (watch.look(host), watch.look(host)) == (1, 0)
-    assert host.sent_terms[-1] == ("acme", CLOSED)
+    assert host.sent_policies[-1] == ("acme", CLOSED)
 
 
-def test_sandboxd_keeps_the_last_terms_during_an_outage(watch: TermsMonitor, host: Host, book: Book) -> None:
+def test_sandboxd_keeps_the_last_terms_during_an_outage(watch: PolicyMonitor, host: Host, book: Book) -> None:
     watch.look(host)
     book["acme"], book["umbrella"] = BrokerUnavailable("Redis is away"), CLOSED
-    assert (watch.look(host), host.sent_terms[-1]) == (1, ("umbrella", CLOSED))
+    assert (watch.look(host), host.sent_policies[-1]) == (1, ("umbrella", CLOSED))
 
 
-def test_a_returning_tenant_is_sent_again(watch: TermsMonitor, host: Host) -> None:
+def test_a_returning_tenant_is_sent_again(watch: PolicyMonitor, host: Host) -> None:
     watch.look(host)
     host.tenants = ["umbrella"]
     watch.look(host)
     host.tenants = ["acme", "umbrella"]
-    assert (watch.look(host), host.sent_terms[-1]) == (1, ("acme", OPEN))
+    assert (watch.look(host), host.sent_policies[-1]) == (1, ("acme", OPEN))

@@ -161,9 +161,9 @@ class Daemon:
             "name": settings.sandboxd_name,
             "classes": sorted(self.setup.plans.classes),
             "largest": {
-                name: terms.largest.model_dump()
-                for name, terms in self.setup.plans.classes.items()
-                if terms.largest != LargestOptions()
+                name: tenant_class.largest.model_dump()
+                for name, tenant_class in self.setup.plans.classes.items()
+                if tenant_class.largest != LargestOptions()
             },
             "max_sandboxes": settings.max_sandboxes,
             "max_sessions": settings.max_sessions,
@@ -317,7 +317,7 @@ async def _prepare_network(
 
     async def connect() -> ProxyStreams:
         # Read the rules for each connection: the tenant's rights may have shrunk.
-        opening = {**preamble, "rules": plans.rules(session.terms).model_dump(mode="json")}
+        opening = {**preamble, "rules": plans.rules(session.policy).model_dump(mode="json")}
         if session.plan.secrets:
             await authority.refresh()
             secrets = await values.wait(session.tenant, session.secrets)

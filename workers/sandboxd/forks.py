@@ -227,7 +227,7 @@ class SessionForker:
     def _build_child(self, entry: HostSession, name: str, workspace: Workspace, archive: str | None) -> HostSession:
         # Placeholders of secrets belong to one session. The proxy would not fill in those of the parent.
         plan = with_placeholders(entry.plan, name)
-        child = HostSession(name, plan, entry.ttl_s, workspace, None, generation=0, terms=entry.terms)
+        child = HostSession(name, plan, entry.ttl_s, workspace, None, generation=0, policy=entry.policy)
         child.archive, child.lost, child.news = archive, entry.lost, entry.news
         # No checkpoint has the child's files.
         child.activity.has_written = True

@@ -84,7 +84,7 @@ def _clear_killed(state: Path) -> None:
 
 async def _find_egress_problem(settings: SandboxdSettings, plans: Plans) -> str | None:
     """Return why the proxy cannot be used; None when it answers or no class needs it."""
-    if all(terms.network != "egress" for terms in plans.classes.values()):
+    if all(tenant_class.network != "egress" for tenant_class in plans.classes.values()):
         return None
     path = settings.egress_socket
     assert path is not None  # Plans refuses a class with egress otherwise

@@ -98,7 +98,7 @@ class SessionActivity:
 class HostSession:
     """A session of this host.
 
-    `terms`: the tenant's latest sandbox policy from a worker. `plan`: the plan of the sandbox, made from the terms at
+    `policy`: the tenant's latest sandbox policy from a worker. `plan`: the plan of the sandbox, made from the policy at
     its creation. `fence`: the number of the session's opening; a request with a later number is for another opening.
     `run`: the run of the last call. `sandbox`: None after an eviction or a restart of sandboxd. `archive`: the packed
     files of the evicted container. `is_unfilled`: the archive has the files of the workspace, too, although the
@@ -119,7 +119,7 @@ class HostSession:
     workspace: Workspace
     sandbox: Sandbox | None
     generation: int = 1
-    terms: SandboxPolicy = field(default_factory=SandboxPolicy)
+    policy: SandboxPolicy = field(default_factory=SandboxPolicy)
     archive: str | None = field(init=False, default=None)
     is_unfilled: bool = field(init=False, default=False)
     lost: str | None = field(init=False, default=None)
@@ -152,7 +152,7 @@ class HostSession:
     @property
     def secrets(self) -> list[str]:
         """Return the names of the secrets that the session may use now."""
-        allowed = self.terms.secrets
+        allowed = self.policy.secrets
         return [name for name, _ in self.plan.secrets if allowed is None or name in allowed]
 
     @property
@@ -199,7 +199,7 @@ class HostSession:
             used_at=used_at,
             news=self.news,
             unreported_loss=self.unreported_loss,
-            terms=self.terms,
+            policy=self.policy,
             fence=self.fence,
             changed=self.activity.changed,
             automatic_at=self.automatic_at,

@@ -51,7 +51,7 @@ _OTHER_IMAGE = (
 Fill = Callable[[HostSession, Sandbox], Awaitable[None]]
 """Function that fills the sandbox of a new session."""
 Revise = Callable[[SandboxPolicy, SandboxPlan], SandboxPlan]
-"""Function that returns the current plan for a tenant's terms and an earlier plan. Raises ToolFailure when no plan
+"""Function that returns the current plan for a tenant's policy and an earlier plan. Raises ToolFailure when no plan
 is allowed.
 """
 
@@ -65,7 +65,7 @@ class SessionParameters:
     plan: SandboxPlan
     ttl_s: float
     fill: Fill | None = None
-    terms: SandboxPolicy | None = None
+    policy: SandboxPolicy | None = None
     moved: SessionMove | None = None
     image_wait_s: float = OPEN_WAIT_S
 
@@ -110,8 +110,8 @@ class Sessions:
         while True:
             entry = await self._open_or_join(session, start)
             if start.moved is None or entry.fence >= start.moved.fence:
-                if start.terms is not None:
-                    self.update_terms(entry, start.terms)
+                if start.policy is not None:
+                    self.update_policy(entry, start.policy)
                 return entry
             log.warning("stale_session_closed", fence=entry.fence, wanted=start.moved.fence)
             await self.close(session)
@@ -135,23 +135,23 @@ class Sessions:
         return await asyncio.shield(self._starting[session])
 
     async def use(
-        self, session: str, call_id: str | None = None, terms: SandboxPolicy | None = None, limit_s: float = 0.0
+        self, session: str, call_id: str | None = None, policy: SandboxPolicy | None = None, limit_s: float = 0.0
     ) -> tuple[HostSession, Sandbox]:
         """Return the session and its running sandbox, ready for the call `call_id`. With `call_id` None the request
         is not a call, so its result reports no loss.
 
-        `terms`: the tenant's current terms; None keeps the earlier terms. `limit_s`: the limit of the call. Raises
+        `policy`: the tenant's current policy; None keeps the earlier policy. `limit_s`: the limit of the call. Raises
         ToolFailure (SESSION_NOT_FOUND, CANCELLED, INVALID_ARGUMENTS for a limit that the class does not allow) and
         SandboxUnavailable. After a loss of files one call fails, and the next call gets a new, empty sandbox.
         """
         entry = self.find_open(session)
         entry.used_at = time.monotonic()
-        if terms is not None:
-            self.update_terms(entry, terms)
+        if policy is not None:
+            self.update_policy(entry, policy)
         if limit_s > entry.plan.timeout_s:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"a call in this session of class '{entry.terms.tenant_class}' may run {entry.plan.timeout_s:g} s at "
+                f"a call in this session of class '{entry.policy.tenant_class}' may run {entry.plan.timeout_s:g} s at "
                 f"most, not {limit_s:g} s: ask for less, or ask the operator to raise `timeout_s` in `largest` of the "
                 "class",
             )
@@ -165,18 +165,18 @@ class Sessions:
         assert entry.sandbox is not None
         return entry, entry.sandbox
 
-    def update_terms(self, entry: HostSession, terms: SandboxPolicy) -> None:
-        """Set the tenant's terms. The network rules apply to the next connection, all other terms to the next
+    def update_policy(self, entry: HostSession, policy: SandboxPolicy) -> None:
+        """Set the tenant's policy. The network rules apply to the next connection, all other rules to the next
         sandbox.
 
-        Open connections are cut if the new terms may forbid them.
+        Open connections are cut if the new policy may forbid them.
         """
-        if terms == entry.terms:
+        if policy == entry.policy:
             return
-        was, entry.terms = entry.terms, terms
+        was, entry.policy = entry.policy, policy
         connections = entry.sandbox.tunnels if entry.sandbox is not None else None
         # A rule is checked when a connection opens. An open connection would keep the former rule until its end.
-        if connections is not None and _name_network(was) != _name_network(terms):
+        if connections is not None and _name_network(was) != _name_network(policy):
             connections.cut()
         self.suspender.try_keep(entry)
 
@@ -345,7 +345,7 @@ class Sessions:
             plan, workspace, sandbox = replace(start.plan, image_id=warm.image_id), warm.workspace, warm.sandbox
         else:
             plan, workspace, sandbox = await self._make_pinned(start.plan, start.image_wait_s)
-        entry = HostSession(session, plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxPolicy())
+        entry = HostSession(session, plan, start.ttl_s, workspace, sandbox, policy=start.policy or SandboxPolicy())
         if start.moved is not None:
             _move_in(entry, sandbox, start.moved, is_restored=start.fill is not None)
         try:
@@ -513,11 +513,11 @@ class Sessions:
                 await self._factory.discard_workspace(found)
 
     def _plan_again(self, entry: HostSession) -> SandboxPlan:
-        """Return the plan of the session's next sandbox. Raises SandboxUnavailable when class or
-        terms allow none.
+        """Return the plan of the session's next sandbox. Raises SandboxUnavailable when the class or the
+        policy allows none.
         """
         try:
-            plan = self._revise(entry.terms, entry.plan)
+            plan = self._revise(entry.policy, entry.plan)
         except ToolFailure as refused:
             raise SandboxUnavailable(
                 f"the session cannot get another sandbox ({refused}): open a new session"
@@ -559,8 +559,8 @@ class Sessions:
         return False
 
 
-def _name_network(terms: SandboxPolicy) -> tuple[object, ...]:
-    return (terms.network, terms.tenant_class, terms.secrets)
+def _name_network(policy: SandboxPolicy) -> tuple[object, ...]:
+    return (policy.network, policy.tenant_class, policy.secrets)
 
 
 def _move_in(entry: HostSession, sandbox: Sandbox, moved: SessionMove, *, is_restored: bool) -> None:

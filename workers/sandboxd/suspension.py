@@ -255,7 +255,7 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> H
         log.error("workspace_missing", workspace=record.workspace)
         records.forget_session(record.id)
         return None
-    entry = HostSession(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.terms)
+    entry = HostSession(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.policy)
     entry.archive, entry.news, entry.unreported_loss = record.archive, record.news, record.unreported_loss
     entry.fence, entry.automatic_at, entry.is_unfilled = record.fence, record.automatic_at, record.unfilled
     # The changes between the record and the end of that sandboxd are unknown.
