@@ -519,9 +519,9 @@ class SharedAdmission:
             if _instant() - renewed_at >= renew_s:
                 renewed_at = _instant()
                 self._reconcile()
-            self._look()
+            self._add_tick()
 
-    def _look(self) -> None:
+    def _add_tick(self) -> None:
         if queues := {ticket.request.queue for ticket in self._waiting.values()}:
             self._steps.add(tick(queues))
 

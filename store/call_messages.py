@@ -265,7 +265,7 @@ class ResultHub:
             self._waiting.pop(task_id, None)
             self._stored.discard(task_id)
 
-    async def look(self, task_id: str) -> None:
+    async def read_result(self, task_id: str) -> None:
         """Read the result of one task now, if it is stored. Use this method for a task that another hub has published,
         because Redis does not announce its result to this hub.
         """

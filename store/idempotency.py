@@ -14,7 +14,7 @@ from contract.names import deployment_key
 from contract.signing import SigningKeys
 from store.connection import RedisClient, broker_errors
 
-KEPT_S = 24 * 3600
+KEEP_S = 24 * 3600
 PENDING_S = 900
 """Maximum time for which a request holds its slot, in seconds. The time is longer than any call. Afterwards, the key
 still leads to the work that the request has started.
@@ -111,7 +111,7 @@ class IdempotencyStore:
         record = self._signing.seal(_purpose(claim.slot), record)
         size = len(record) + SLOT_BYTES
         await self._settle(
-            self._keep([claim.slot, self._hour(claim.account)], [claim.pending, record, KEPT_S, size, KEPT_S + 3600])
+            self._keep([claim.slot, self._hour(claim.account)], [claim.pending, record, KEEP_S, size, KEEP_S + 3600])
         )
 
     def _open(self, slot: str, content: bytes) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class IdempotencyStore:
         """Return how many bytes are stored for the account. Each hour has its own counter, which expires a day later
         together with the responses.
         """
-        hours: Any = await self._redis.mget([self._hour(account, back) for back in range(KEPT_S // 3600 + 1)])
+        hours: Any = await self._redis.mget([self._hour(account, back) for back in range(KEEP_S // 3600 + 1)])
         return sum(int(count) for count in hours if count is not None)
 
     def _hour(self, account: str, back: int = 0) -> str:

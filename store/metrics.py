@@ -278,7 +278,7 @@ class MetricsStore:
             runs_prefix(deployment),
         )
         self._key_parts: tuple[str | int, ...] = (*prefixes, MOST_BATCHES)
-        self._look = client.register_script(
+        self._overview_script = client.register_script(
             resources.files("store").joinpath("metrics.lua").read_text(encoding="utf-8")
         )
         self._absorb = client.register_script(ABSORB_LUA)
@@ -353,7 +353,7 @@ class MetricsStore:
 
     async def _run(self, subject: str, rows: Sequence[Any]) -> Any:
         with broker_errors(_NOT_READ):
-            text: Any = await self._look(keys=[], args=[subject, json.dumps(rows), *self._key_parts])
+            text: Any = await self._overview_script(keys=[], args=[subject, json.dumps(rows), *self._key_parts])
         return json.loads(text.decode(errors="replace"))
 
 

@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 LEASE_S = 20.0
 RENEWALS_A_LEASE = 4
-LOOK_S = 0.2
+CHECK_INTERVAL_S = 0.2
 """Seconds between two checks whether a limit allows the next request."""
 MAX_SPREAD_S = 2.0
 """Longest time over which the requests of all processes are spread after a block, in seconds."""
@@ -183,7 +183,7 @@ class SharedLimits:
                     raise EndpointBlocked(float(value), "down" if reason == "down" else "rate_limit")
                 # The random part spreads the requests of all processes after a block.
                 left_s, spread_s = float(value), min(MAX_SPREAD_S, 0.2 * float(value))
-                wait_s = left_s + spread_s * self._jitter() + LOOK_S * (0.5 + self._jitter())
+                wait_s = left_s + spread_s * self._jitter() + CHECK_INTERVAL_S * (0.5 + self._jitter())
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await (self._released.wait() if state == "busy" else asyncio.sleep(wait_s))

@@ -131,7 +131,7 @@ class OverviewReader:
         queues = sorted(
             {queue for report in hosts for queue in (report.queue, *report.pools)} | set(POOL_QUEUES.values())
         )
-        data = await self._look(
+        data = await self._read_state(
             [queue for queue in queues if not queue.startswith("pool.") or queue in POOL_QUEUES.values()],
             list(policies),
         )
@@ -161,7 +161,7 @@ class OverviewReader:
         except ValueError:
             return None
 
-    async def _look(self, queues: Sequence[str], tenants: Sequence[str]) -> dict[str, Any]:
+    async def _read_state(self, queues: Sequence[str], tenants: Sequence[str]) -> dict[str, Any]:
         prefix = deployment_key(self._deployment, "")
         prefixes = [
             prefix,

@@ -316,8 +316,8 @@ def _shorten(value: Any, limit: int) -> Any:
 BLOCK_MS = 200
 PAUSE_S = 0.05
 """Pause after each read, in seconds, so that one read returns several events."""
-AGAIN_S = 0.5
-LOOK_S = 15.0
+RETRY_S = 0.5
+EXISTENCE_CHECK_S = 15.0
 """Time without an event after which a follower checks whether the run still exists, in seconds."""
 READ_COUNT = 64
 RING_EVENTS, RING_BYTES = 128, 64 * 1024
@@ -413,7 +413,7 @@ class RunEventHub:
                 if entries := stream.after(event):
                     return EventPage(tuple(entries), entries[-1][0], is_over=_is_end(entries[-1]))
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
+                    async with asyncio.timeout(EXISTENCE_CHECK_S):
                         await changed.wait()
                         continue
             page = await self._read(tenant, run, event)
@@ -427,7 +427,7 @@ class RunEventHub:
                 return await self._store.read(tenant, run, event)
             except BrokerUnavailable as error:
                 log.warning("run_not_followed", run=run, error=str(error))
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
 
     def _join(self, key: str) -> _Stream:
         stream = self._streams.setdefault(key, _Stream(key))
@@ -459,7 +459,7 @@ class RunEventHub:
                 reply: Any = await self._client.xread(streams, count=READ_COUNT, block=BLOCK_MS)
         except BrokerUnavailable as error:
             log.warning("runs_not_followed", runs=len(last_ids), error=str(error))
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
             return
         for key, entries in _streams_of(reply):
             stream = self._streams.get(key)

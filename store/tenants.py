@@ -239,7 +239,7 @@ class RedisTenants(AuditedStore):
         ]
         self._cache = PolicyCache(keys)
         self._budgets = BudgetStore(client, deployment)
-        self._checks, self._looks = SharedReads[None](), SharedReads[TenantPolicy]()
+        self._checks, self._policy_reads = SharedReads[None](), SharedReads[TenantPolicy]()
         self._change_script = client.register_script(_CHANGE)
         self._remove_script = client.register_script(_REMOVE)
 
@@ -247,7 +247,7 @@ class RedisTenants(AuditedStore):
         """Return the tenant's policy, as TenantSource describes. No policy is assumed while Redis does not answer."""
         if self._cache.is_stale():
             await self._checks.read(VERSION_FIELD, self._check)
-        return self._cache.find(tenant) or await self._looks.read(tenant, lambda: self._look(tenant))
+        return self._cache.find(tenant) or await self._policy_reads.read(tenant, lambda: self._read_policy(tenant))
 
     async def check_budgets(self, tenant: str) -> None:
         budgets = (await self.policy(tenant)).budgets
@@ -374,7 +374,7 @@ class RedisTenants(AuditedStore):
             version: Any = await self._client.hget(self._keys[0], VERSION_FIELD)
         self._cache.confirm(version, asked_at)
 
-    async def _look(self, tenant: str) -> TenantPolicy:
+    async def _read_policy(self, tenant: str) -> TenantPolicy:
         asked_at = self._cache.clock()
         pipe = self._client.pipeline(transaction=True)
         pipe.hmget(self._keys[0], [VERSION_FIELD, tenant, DEFAULT_TENANT])
@@ -504,9 +504,9 @@ class WorkerTenants:
                 asked_at = self._cache.clock()
                 version: Any = self._client.hget(self._key, VERSION_FIELD)
                 self._cache.confirm(version, asked_at)
-            return self._cache.find(tenant) or self._look(tenant)
+            return self._cache.find(tenant) or self._read_policy(tenant)
 
-    def _look(self, tenant: str) -> TenantPolicy:
+    def _read_policy(self, tenant: str) -> TenantPolicy:
         asked_at = self._cache.clock()
         pipe = self._client.pipeline(transaction=True)
         pipe.hmget(self._key, [VERSION_FIELD, tenant, DEFAULT_TENANT])

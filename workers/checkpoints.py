@@ -27,7 +27,7 @@ SUPERSEDED_S = 60.0
 """Seconds that a checkpoint is kept after a newer one: another host may be restoring it."""
 NOTE_RETRY_S = 1.0
 DEFAULT_EVERY_S = 60.0
-LOOK_EVERY_S = 2.0
+CHECK_INTERVAL_S = 2.0
 QUIET_S = 1.0
 """Idle seconds after which a session is usually between two steps of its model. Packing then disturbs no call."""
 AT_ONCE = 2
@@ -165,7 +165,7 @@ class CheckpointMonitor:
         self._stop = stop
         self._watched: dict[str, WatchedSession] = {}
 
-    def look(self, client: SandboxClient) -> int:
+    def run_round(self, client: SandboxClient) -> int:
         """Run one round: save the sessions that are due. Return the number of saved sessions. Raises OperatorError."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()

@@ -355,7 +355,7 @@ def _not_run(result: ToolResult, failure: RunFailure) -> ToolResult:
 
 DURABLE_AFTER_S = 2.5
 """Seconds after which a claim is on Redis's disk (`appendfsync everysec`)."""
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 
 
 class UnconfirmedCalls:
@@ -388,7 +388,7 @@ class UnconfirmedCalls:
         finally:
             self._unconfirmed.pop(mark, None)
 
-    def look(self) -> None:
+    def confirm_due(self) -> None:
         """Confirm all claims that are due."""
         # `list` copies the dict in one step of the interpreter: other threads add and remove calls.
         for mark, (due_at, confirm) in list(self._unconfirmed.items()):
@@ -411,12 +411,12 @@ class UnconfirmedCalls:
 
     def _run(self) -> None:
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_INTERVAL_S)
             with self._lock:
                 if not self._unconfirmed:
                     self._thread_of = None
                     return
-            self.look()
+            self.confirm_due()
 
 
 class ClaimConfirmation(ExecutorMiddleware):

@@ -26,8 +26,8 @@ from store.tenants import WorkerTenants
 from store.usage import WorkerUsageStore
 from workers.celery_edge.app import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
 from workers.checkpoints import (
+    CHECK_INTERVAL_S,
     DEFAULT_EVERY_S,
-    LOOK_EVERY_S,
     AutomaticCheckpoints,
     CheckpointMonitor,
     RecordingSandboxClient,
@@ -218,7 +218,7 @@ class SandboxHost:
         usage = UsageMonitor(WorkerUsageStore(connect(broker), broker.deployment))
         duties = [
             self._heartbeat_duty,
-            Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.look, client()), "sandboxd_silent", stop),
+            Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.read_status, client()), "sandboxd_silent", stop),
             Duty(
                 "sandboxd-counts", HEARTBEAT_S, counts.try_send, "sandboxd_counts_not_sent", stop, is_first_at_once=True
             ),
@@ -230,17 +230,17 @@ class SandboxHost:
                 stop,
                 is_first_at_once=True,
             ),
-            Duty("expiry", HEARTBEAT_S, partial(expiry.look, client()), "expired_sessions_not_forgotten", stop),
-            Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.look, client()), "leftovers_not_closed", stop),
-            Duty("usage", USAGE_EVERY_S, partial(usage.look, client()), "usage_not_counted", stop),
-            Duty("policies", HEARTBEAT_S, partial(policy_monitor.look, client()), "policies_not_sent", stop),
-            Duty("secrets", SECRETS_EVERY_S, partial(secrets_monitor.look, client()), "secrets_not_sent", stop),
+            Duty("expiry", HEARTBEAT_S, partial(expiry.run_round, client()), "expired_sessions_not_forgotten", stop),
+            Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.run_round, client()), "leftovers_not_closed", stop),
+            Duty("usage", USAGE_EVERY_S, partial(usage.run_round, client()), "usage_not_counted", stop),
+            Duty("policies", HEARTBEAT_S, partial(policy_monitor.run_round, client()), "policies_not_sent", stop),
+            Duty("secrets", SECRETS_EVERY_S, partial(secrets_monitor.run_round, client()), "secrets_not_sent", stop),
         ]
         every_s = self._checkpoint_every_s()
         if every_s:
             monitor = CheckpointMonitor(client, self._sessions, self._checkpoints, every_s, self._stop_checkpoints)
-            look, pause_s = partial(monitor.look, client()), min(LOOK_EVERY_S, every_s)
-            duties.append(Duty("checkpoints", pause_s, look, "checkpoints_not_made", self._stop_checkpoints))
+            run_round, pause_s = partial(monitor.run_round, client()), min(CHECK_INTERVAL_S, every_s)
+            duties.append(Duty("checkpoints", pause_s, run_round, "checkpoints_not_made", self._stop_checkpoints))
         return duties
 
     def _run_drain(self, drain: HostDrain) -> None:

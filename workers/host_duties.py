@@ -101,7 +101,7 @@ class SandboxdMonitor:
         """Return whether the last status is older than SILENT_S."""
         return time.monotonic() - self._last_seen_at > SILENT_S
 
-    def look(self, client: SandboxClient) -> bool:
+    def read_status(self, client: SandboxClient) -> bool:
         """Read the status. Return True when sandboxd has restarted since the last status. Raises OperatorError,
         ToolFailure.
         """
@@ -197,7 +197,7 @@ class ExpiryMonitor:
         self._last_seen_at = time.monotonic()
         self._expired: set[str] = set()
 
-    def look(self, client: SandboxClient) -> int:
+    def run_round(self, client: SandboxClient) -> int:
         """Run one round. Return the number of removed locations. Raises OperatorError: the next round tries again."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()
@@ -223,7 +223,7 @@ class LeftoverMonitor:
     def __init__(self, sessions: WorkerSessionStore) -> None:
         self._sessions = sessions
 
-    def look(self, client: SandboxClient) -> int:
+    def run_round(self, client: SandboxClient) -> int:
         """Run one round. Return the number of closed sessions.
 
         Raises OperatorError, ToolFailure: the next round closes the rest.
@@ -250,7 +250,7 @@ class PolicyMonitor:
         self._find_policy = find_policy
         self._sent: dict[str, SandboxPolicy] = {}
 
-    def look(self, client: SandboxClient) -> int:
+    def run_round(self, client: SandboxClient) -> int:
         """Run one round: send the policies that have changed. Return the number of tenants with a changed policy.
 
         Raises OperatorError.
@@ -294,7 +294,7 @@ class SecretsMonitor:
         self._used: dict[str, list[str]] = {}
         self._unwritten: list[SecretUse] = []
 
-    def look(self, client: SandboxClient) -> None:
+    def run_round(self, client: SandboxClient) -> None:
         """Run one round. Raises OperatorError and ToolFailure."""
         # A session that was opened since the last round waits for its values: send them at once.
         for _ in range(2):
@@ -331,7 +331,7 @@ class UsageMonitor:
         self._usage = usage
         self._counted: dict[str, SessionUsage] = {}
 
-    def look(self, client: SandboxClient) -> int:
+    def run_round(self, client: SandboxClient) -> int:
         """Run one round. Return the number of sessions whose totals have changed. Raises OperatorError."""
         totals = {str(row.pop("name")): SessionUsage.model_validate(row) for row in client.usage()}
         changed = [name for name, usage in totals.items() if usage != self._counted.get(name)]

@@ -27,7 +27,7 @@ RETRY_S = 0.5
 LEAVE_POLL_S = 0.2
 STALE_S = HEARTBEAT_S + 1.5
 """Seconds without a new report after which a worker has ended or hangs."""
-LOOK_S = 0.25
+CHECK_INTERVAL_S = 0.25
 START_TTL_S = 60
 """Seconds for which the first report is valid.
 
@@ -184,7 +184,7 @@ def _has_fallen_silent(hosts: WorkerHostStore, report: HostReport) -> bool:
     log.info("another_worker_reported", queue=report.queue, worker=report.worker, waits_s=STALE_S)
     until = time.monotonic() + STALE_S
     while time.monotonic() < until:
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_INTERVAL_S)
         stored = hosts.find(report.queue)
         if stored is None or not stored.worker:
             return True

@@ -29,7 +29,7 @@ from orchestrator.runs.batch_status import BatchStatus, build_status
 from store.archives.files import TenantStore, is_file_id
 from store.audit import entry_text
 from store.batches import BatchDefaults, RunLimits
-from store.idempotency import KEPT_S
+from store.idempotency import KEEP_S
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
 
@@ -240,7 +240,7 @@ async def _batch_of(submission: str, runs: BatchRuns) -> str:
             status = await runs.batches.status(batch)
         except ToolFailure:
             return batch
-        if time.time() - status.created_at < KEPT_S:
+        if time.time() - status.created_at < KEEP_S:
             return batch
         number += 1
 

@@ -39,7 +39,7 @@ class KillResult(BaseModel):
 async def list_calls(caller: AnyCaller, limit: Limit = 50) -> CallPage:
     """List the tenant's calls: waiting calls with the reason, then running calls, then recently ended calls."""
     app_state = caller.app_state
-    async with app_state.looks.enter(caller.identity.key_id):
+    async with app_state.call_searches.enter(caller.identity.key_id):
         return await app_state.parts.pool.calls.read_page([caller.tenant], limit)
 
 
@@ -82,7 +82,7 @@ async def kill_call(call_id: CallId, body: Kill, caller: AnyCaller) -> KillResul
 
 async def _life(caller: Caller, call_id: str) -> CallLife | None:
     app_state = caller.app_state
-    async with app_state.looks.enter(caller.identity.key_id):
+    async with app_state.call_searches.enter(caller.identity.key_id):
         return await app_state.parts.pool.calls.read(caller.tenant, call_id)
 
 

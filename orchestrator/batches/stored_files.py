@@ -11,7 +11,7 @@ from orchestrator.settings import OrchestratorSettings
 from store.archives.base import ArchiveStore, NotStored, in_pieces
 from store.archives.choice import open_client_store
 from store.archives.files import (
-    KEPT_S,
+    KEEP_S,
     MAX_WORKSPACE_BYTES,
     NO_STORE,
     file_created_at,
@@ -93,7 +93,7 @@ class StoredFiles:
             bytes=facts.bytes,
             sha256=facts.sha256,
             created_at=created_at,
-            expires_at=created_at + KEPT_S,
+            expires_at=created_at + KEEP_S,
         )
 
     async def read(self, tenant: str, file: str) -> AsyncGenerator[bytes]:

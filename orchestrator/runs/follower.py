@@ -19,10 +19,10 @@ from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-LOOK_S = 0.25
+CHECK_INTERVAL_S = 0.25
 ROWS_AT_ONCE = 100
 """Number of rows that are written together. These rows are in memory together, and a transcript may have megabytes."""
-WRITE_AGAIN_S = 5.0
+WRITE_RETRY_S = 5.0
 ENDED = (BatchState.COMPLETED, BatchState.CANCELLED)
 
 
@@ -75,7 +75,7 @@ class Follower:
                     return record
             except BrokerUnavailable as error:
                 log.warning("batch_not_followed", batch=self._batch, error=str(error))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_INTERVAL_S)
                 self._tick()
                 continue
             self._tick()
@@ -162,14 +162,14 @@ class Follower:
                 is_settled = True
             except RowsNotWritten as error:
                 self._cannot_write(error)
-                await asyncio.sleep(WRITE_AGAIN_S)
+                await asyncio.sleep(WRITE_RETRY_S)
 
     def _cannot_write(self, error: RowsNotWritten) -> None:
-        """Show the error, and pause the writing of rows for WRITE_AGAIN_S."""
-        self._write_after = time.monotonic() + WRITE_AGAIN_S
-        self._show(BatchNotice(message=f"{error}; it is tried again every {WRITE_AGAIN_S:g} s"))
+        """Show the error, and pause the writing of rows for WRITE_RETRY_S."""
+        self._write_after = time.monotonic() + WRITE_RETRY_S
+        self._show(BatchNotice(message=f"{error}; it is tried again every {WRITE_RETRY_S:g} s"))
 
     async def _show_events(self) -> None:
         """Show the next events of the batch."""
-        for event in await self._reader.read(LOOK_S):
+        for event in await self._reader.read(CHECK_INTERVAL_S):
             self._show(event)

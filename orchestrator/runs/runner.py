@@ -44,7 +44,7 @@ from telemetry.logs import bound, get_logger
 
 log = get_logger(__name__)
 
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 """Seconds between two checks for waiting runs, while slots are free."""
 RENEWALS_A_LEASE = 4
 CANCELS_S = 0.5
@@ -204,7 +204,7 @@ class Runner:
                 with self.work.slots.reserve(free_places):
                     await self._claim(free_places)
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(CHECK_INTERVAL_S):
                     await self._freed.wait()
         self._note_answered()
 
@@ -260,7 +260,7 @@ class Runner:
             )
             return
         if record.losses >= DOUBTFUL_LOSSES and any(other.is_on_trial for other in self._active.values()):
-            await self._give_back(claim, active, LOOK_S * random.uniform(1.0, 2.0))
+            await self._give_back(claim, active, CHECK_INTERVAL_S * random.uniform(1.0, 2.0))
             return
         active.is_doubtful = record.losses >= DOUBTFUL_LOSSES
         claimed = RunClaimed(
@@ -319,7 +319,7 @@ class Runner:
                 return run_log, await self._defaults_of(claim)
             except BrokerUnavailable as error:
                 log.warning("run_not_loaded", run=claim.run, error=str(error))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _defer(self, claim: RunClaim, reason: RunDeferred) -> None:
         """Put a run that has to wait back into the queue. Publishes the reason once for each batch."""
@@ -388,7 +388,7 @@ class Runner:
                 is_retried = False
             except BrokerUnavailable as error:
                 log.warning("outcome_not_recorded", run=claim.run, error=str(error))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_INTERVAL_S)
         # The event follows the write. A process that dies in between loses an event, which the batch's counters show
         # anyway; in the other order it could report an end that never happened.
         if is_ours:

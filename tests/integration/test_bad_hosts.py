@@ -29,7 +29,7 @@ from workers.sandboxd.runtime.engine_gate import EngineCallKinds, Lane
 from workers.settings import SandboxdSettings, TenantClass
 
 HASTY = EngineCallKinds(
-    *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "looks", "freezes", "fills")),
+    *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "start checks", "freezes", "fills")),
     probe_s=0.2,
 )
 

@@ -49,14 +49,14 @@ class Watched:
 
     def look_later(self) -> int:
         self.now += DURABLE_AFTER_S
-        self.held.look()
+        self.held.confirm_due()
         return self.confirmed
 
 
 def test_a_call_is_made_sure_of_once_and_not_before_it_cannot_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch)
     with watched.held.over(watched.confirm), watched.held.over(watched.confirm):
-        watched.held.look()
+        watched.held.confirm_due()
         assert watched.confirmed == 0
         watched.is_away = True
         # The second call would only wait for the same time limit.
@@ -105,7 +105,7 @@ def test_what_was_decided_since_then_stays(
 
 def test_a_thread_makes_sure_while_there_are_calls_and_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "DURABLE_AFTER_S", 0.0)
-    monkeypatch.setattr(executor, "LOOK_S", 0.01)
+    monkeypatch.setattr(executor, "CHECK_INTERVAL_S", 0.01)
     held = UnconfirmedCalls()
     for _ in range(2):
         sure, threads = threading.Event(), threading.active_count()

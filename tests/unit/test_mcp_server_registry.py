@@ -174,7 +174,7 @@ def test_a_process_of_the_pool_has_what_came_after_it_was_forked() -> None:
     child = os.fork()
     if child == 0:
         os.read(go, 1)
-        harness.servers.look()
+        harness.servers.copy_updates()
         os.write(tells, f"{harness.names()} {source.stands_alone}".encode())
         os._exit(0)
     source.listed = [_tool("later")]

@@ -10,7 +10,7 @@ import redis.asyncio
 
 from contract.settings import BrokerSettings
 from store.connection import open_redis
-from store.idempotency import KEPT_S, PENDING_S, SLOT_BYTES, IdempotencyStore
+from store.idempotency import KEEP_S, PENDING_S, SLOT_BYTES, IdempotencyStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 
@@ -38,14 +38,14 @@ async def test_a_repeated_claim_is_made_again_and_a_repeated_reply_is_charged_on
         await slots.keep(mine, RECORD)
     assert await slots.claim(slots.name("key", "word", "d", "2")) == json.loads(RECORD)
     assert await slots.count("key") == SIZE
-    assert PENDING_S < await client.ttl(mine.slot) <= KEPT_S
+    assert PENDING_S < await client.ttl(mine.slot) <= KEEP_S
 
 
 async def test_a_response_counts_as_long_as_it_is_stored(client: "redis.asyncio.Redis") -> None:
     now = 3599.0
     slots = IdempotencyStore(client, "d", KEY, clock=lambda: now)
     await slots.keep(slots.name("key", "word", "d", "1"), RECORD)
-    now += KEPT_S - 1
+    now += KEEP_S - 1
     assert await slots.count("key") == SIZE
 
 

@@ -104,7 +104,7 @@ class Loading:
 
 
 async def test_a_redis_that_reads_its_data_in_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_connection, "LOOK_S", 0.0)
+    monkeypatch.setattr(redis_connection, "CHECK_INTERVAL_S", 0.0)
     client: Any = Loading(3)
     await check_redis(client, settings("redis://127.0.0.1:1/0"))
     assert client.looks == -1

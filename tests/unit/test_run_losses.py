@@ -27,7 +27,7 @@ from tests.waiting import until, wait_until_async
 
 @pytest.fixture
 async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator["SessionsHarness"]:
-    monkeypatch.setattr(runner_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(runner_module, "CHECK_INTERVAL_S", 0.02)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         with capture_logs():
             yield SessionsHarness(client)

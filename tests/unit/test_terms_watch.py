@@ -52,28 +52,28 @@ def watch(host: Host, book: Book) -> PolicyMonitor:
 
 
 def test_terms_are_sent_once_per_change(watch: PolicyMonitor, host: Host, book: Book) -> None:
-    assert (watch.look(host), watch.look(host)) == (2, 0)
+    assert (watch.run_round(host), watch.run_round(host)) == (2, 0)
     book["acme"] = CLOSED
-    assert watch.look(host) == 1
+    assert watch.run_round(host) == 1
     assert host.sent_policies == [("acme", OPEN), ("umbrella", OPEN), ("acme", CLOSED)]
 
 
 def test_a_tenant_that_is_none_any_more_loses_its_network(watch: PolicyMonitor, host: Host, book: Book) -> None:
-    watch.look(host)
+    watch.run_round(host)
     book["acme"] = ToolFailure(ErrorCode.UNKNOWN_TENANT, "no such tenant")
-    assert (watch.look(host), watch.look(host)) == (1, 0)
+    assert (watch.run_round(host), watch.run_round(host)) == (1, 0)
     assert host.sent_policies[-1] == ("acme", CLOSED)
 
 
 def test_sandboxd_keeps_the_last_terms_during_an_outage(watch: PolicyMonitor, host: Host, book: Book) -> None:
-    watch.look(host)
+    watch.run_round(host)
     book["acme"], book["umbrella"] = BrokerUnavailable("Redis is away"), CLOSED
-    assert (watch.look(host), host.sent_policies[-1]) == (1, ("umbrella", CLOSED))
+    assert (watch.run_round(host), host.sent_policies[-1]) == (1, ("umbrella", CLOSED))
 
 
 def test_a_returning_tenant_is_sent_again(watch: PolicyMonitor, host: Host) -> None:
-    watch.look(host)
+    watch.run_round(host)
     host.tenants = ["umbrella"]
-    watch.look(host)
+    watch.run_round(host)
     host.tenants = ["acme", "umbrella"]
-    assert (watch.look(host), host.sent_policies[-1]) == (1, ("acme", OPEN))
+    assert (watch.run_round(host), host.sent_policies[-1]) == (1, ("acme", OPEN))

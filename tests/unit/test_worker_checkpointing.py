@@ -33,7 +33,7 @@ class Host:
 
     def look(self) -> int:
         with self.sandboxd.client() as client:
-            return self.keeper.look(client)
+            return self.keeper.run_round(client)
 
     def add(self, name: str, **row: object) -> None:
         self.sandboxd.add(name, **row)

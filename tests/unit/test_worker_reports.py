@@ -136,7 +136,7 @@ def test_a_worker_refuses_to_start_while_another_reports_under_its_name(
     process: dict[str, str],
     advice: str,
 ) -> None:
-    monkeypatch.setattr(reports, "LOOK_S", 0.01)
+    monkeypatch.setattr(reports, "CHECK_INTERVAL_S", 0.01)
     stop, other = threading.Event(), HostHarness(redis_server).hosts()
     other.report(build_report(queue, "w1", **process))
 

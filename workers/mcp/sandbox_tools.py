@@ -25,7 +25,7 @@ SANDBOX_TTL_S = 60.0
 OWN_TENANT = "mcp-discovery"
 AWAIT_S = 30.0
 """Maximum time to wait for a sandboxd that is starting, in seconds."""
-_AGAIN_S = 0.5
+_RETRY_S = 0.5
 AT_ONCE = 4
 """Maximum number of sandboxes for listing at a time. A host that starts also creates other sandboxes."""
 
@@ -86,7 +86,7 @@ def await_sandboxd(socket: Path) -> None:
             try:
                 client.status()
             except OperatorError:
-                time.sleep(_AGAIN_S)
+                time.sleep(_RETRY_S)
             else:
                 return
 

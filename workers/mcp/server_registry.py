@@ -183,7 +183,7 @@ class ServerRegistry:
         """Stop the thread. Returns at once and does not wait for a running request."""
         self._stop.set()
 
-    def look(self) -> None:
+    def copy_updates(self) -> None:
         """Copy the current tools from the process that lists the servers. Call this in a process of the pool; it is
         cheap if nothing has changed.
         """

@@ -44,7 +44,7 @@ SLOT_WAIT_S = 10.0
 """Time limit of all attempts to get a slot, in seconds."""
 FREE_SLOT_TIMEOUT_S = 10.0
 """Time limit of one attempt, in seconds: the wait until another session has freed its slot."""
-_LOOK_S = 0.1
+_CHECK_INTERVAL_S = 0.1
 _MOST_FACTS = 1000
 
 
@@ -84,7 +84,7 @@ class SandboxSlots:
                     f"this host already holds {self.limit} sandboxes, and all of them are busy: close sessions, add a "
                     "host, or raise TOOLCREW_MAX_SANDBOXES"
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
 
     def give_back(self) -> None:
         self.taken -= 1

@@ -31,7 +31,7 @@ async def calls(request: Request, person: PageViewer, id: str = "", done: str = 
         )
     viewer, parts = await person.viewer(), person.app_state.parts
     tenants = [viewer.tenant] if viewer.tenant else list(viewer.tenants)
-    async with person.app_state.looks.enter(person.login.identity.key_id):
+    async with person.app_state.call_searches.enter(person.login.identity.key_id):
         page = await parts.pool.calls.read_page(tenants, MOST)
     template = "calls.part.html" if is_fragment(request) else "calls.html"
     return render(template, viewer, title="Calls", page="calls", calls=page, done=DONE.get(done))
@@ -58,7 +58,7 @@ async def one_call(call: str, person: PageViewer, of: str = "") -> Response:
     # Operators can find a call without knowing its tenant.
     tenant = of or person.tenant
     try:
-        async with person.app_state.looks.enter(person.login.identity.key_id):
+        async with person.app_state.call_searches.enter(person.login.identity.key_id):
             state = await person.app_state.parts.pool.calls.find(call, tenant)
     except ToolFailure as failure:
         if failure.code is not ErrorCode.INVALID_ARGUMENTS:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from store.archives.base import ArchiveStore, NotStored, join_chunks
-from store.archives.files import KEPT_S, file_created_at, is_file_id
+from store.archives.files import KEEP_S, file_created_at, is_file_id
 from workers.sandboxd.archives.packing import ROOTS, Packing, PackingGuest, pack_roots, unpack, unpack_roots
 from workers.sandboxd.archives.root_changes import encode_changes, pack_changes, split_changes, unpack_changes
 from workers.sandboxd.disks.changes import RootChanges
@@ -129,7 +129,7 @@ class Checkpoints:
         """
         now = time.time()
         return await self._forget_all(
-            [name for name in await self._store.list() if _is_older(name, now - max_age_s, now - KEPT_S)]
+            [name for name in await self._store.list() if _is_older(name, now - max_age_s, now - KEEP_S)]
         )
 
     async def _forget_all(self, names: Sequence[str]) -> int:

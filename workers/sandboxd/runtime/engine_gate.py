@@ -175,7 +175,7 @@ LANES: Final = EngineCallKinds(
     # takes longer.
     starts=Lane("starts", at_once=max(2, min(os.cpu_count() or 1, 16)), deadline_s=45.0),
     removals=Lane("removals", at_once=4, deadline_s=45.0, max_wait_s=120.0),
-    start_check=Lane("looks", at_once=4, deadline_s=15.0, max_wait_s=30.0),
+    start_check=Lane("start checks", at_once=4, deadline_s=15.0, max_wait_s=30.0),
     freezes=Lane("freezes", at_once=4, deadline_s=15.0, max_wait_s=30.0),
     fills=Lane("volume fills", at_once=1, deadline_s=60.0),
 )
