@@ -180,7 +180,7 @@ class _PlayedWork:
         on_event(RunReady(run=claim.run))
         journal.begin()
         for step in range(STEPS):
-            await journal.note_reply([{"choices": [{"index": 0, "delta": {"content": "a reply"}}]}])
+            await journal.record_reply([{"choices": [{"index": 0, "delta": {"content": "a reply"}}]}])
             result = ToolResult(call_id=f"{claim.run}-{step}", name="bash_tool", success=True)
             on_event(CallFinished(run=claim.run, result=result))
             on_event(StepFinished(run=claim.run, step=step, model_s=0.0, usage=TokenUsage()))

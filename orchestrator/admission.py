@@ -49,7 +49,7 @@ PAUSE_POLL_S = 0.5
 """Interval at which a paused tenant's policy is read, in seconds. A cached policy is at most one second old, so calls
 continue within two seconds.
 """
-LEAST_WAIT_S = 1.0
+MIN_WAIT_S = 1.0
 """Minimum waiting time for a slot after the tenant of a call was resumed, in seconds."""
 PAUSED_RETRY_S = 5.0
 QUEUE_MARGIN_S = 0.4
@@ -217,7 +217,7 @@ class PausableAdmission:
         while True:
             if policy.is_paused:
                 policy = await self._until_resumed(replace(request, policy=policy), until)
-                wait_s = max(LEAST_WAIT_S, until - asyncio.get_running_loop().time())
+                wait_s = max(MIN_WAIT_S, until - asyncio.get_running_loop().time())
                 request = replace(request, policy=policy, wait_s=wait_s)
                 continue
             async with self._inner.slot(request, is_early=is_early) as slot:

@@ -297,10 +297,10 @@ class ResultHub:
             except BrokerUnavailable as error:
                 attempt = 0 if self._subscribed.is_set() else attempt + 1
                 delay = RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)]
-                self._note_loss(error, delay)
+                self._handle_loss(error, delay)
                 await asyncio.sleep(delay)
 
-    def _note_loss(self, error: Exception, delay: float) -> None:
+    def _handle_loss(self, error: Exception, delay: float) -> None:
         """Log an outage once. If it lasts too long, fail the waiting calls."""
         now = asyncio.get_running_loop().time()
         if self._lost_at is None:

@@ -20,7 +20,7 @@ from pydantic import PlainSerializer, ValidationError, field_serializer
 
 from contract.calls import Record, ToolResult
 from contract.clock import Instant, format_instant
-from contract.envelope import decode_result, find_encoded_result, join_result, kept_result_key
+from contract.envelope import decode_result, find_encoded_result, find_result_key, join_result
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.hosts import HOST_TTL_S, parse_holder
 from contract.names import (
@@ -389,7 +389,7 @@ class CallReader:
         try:
             stored: Any = json.loads(text or b"null")
             encoded: Any = find_encoded_result(stored) if isinstance(stored, dict) else None
-            key = kept_result_key(encoded)
+            key = find_result_key(encoded)
             # The signature is verified only after this read. `is_blob_of` prevents a forged key from reading data of
             # another tenant.
             if key is not None and is_blob_of(key, self._deployment, tenant):

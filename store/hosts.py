@@ -19,7 +19,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.hosts import HOST_TTL_S, RESTART_GRACE_S, HostReport
 from contract.names import control_queue, deployment_key, host_key, host_prefix, hosts_key, slots_key, tombstone_key
 from contract.tenancy import TenantPolicy
-from store.audit import NewAuditEntry, note_entry
+from store.audit import NewAuditEntry, add_entry
 from store.connection import RedisClient, SharedClock, SyncRedis, broker_errors, read_clock
 from telemetry.logs import get_logger
 
@@ -180,7 +180,7 @@ class HostStore:
         """Add a drain order to a worker's control list, and the entry to the audit log, in one step."""
         with broker_errors("the order to drain was not sent"):
             async with self._client.pipeline(transaction=True) as pipe:
-                note_entry(pipe, self._deployment, entry)
+                add_entry(pipe, self._deployment, entry)
                 pipe.lpush(control_queue(queue), envelope)
                 pipe.expire(control_queue(queue), ORDER_TTL_S)
                 await pipe.execute()

@@ -48,7 +48,7 @@ COUNTED_TTL_S = 7 * 24 * 3600
 """Lifetime of the totals of a source that sends nothing, in seconds."""
 MAX_VALUE = 1e15
 """Maximum counted value. The server of a model may report any number."""
-MOST_BATCHES = 1000
+MAX_BATCHES = 1000
 ROWS_PER_READ = 250
 """Number of entries of a hash or set that one run of the script reads. Between two runs, Redis serves other clients."""
 _FIELDS_AT_ONCE = 500
@@ -277,7 +277,7 @@ class MetricsStore:
             slots_key(deployment, ""),
             runs_prefix(deployment),
         )
-        self._key_parts: tuple[str | int, ...] = (*prefixes, MOST_BATCHES)
+        self._key_parts: tuple[str | int, ...] = (*prefixes, MAX_BATCHES)
         self._overview_script = client.register_script(
             resources.files("store").joinpath("metrics.lua").read_text(encoding="utf-8")
         )

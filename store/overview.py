@@ -20,7 +20,7 @@ from store.hosts import HostStore
 from store.slots import count_slots_in_use
 from store.tenants import RedisTenants
 
-MOST_BATCHES = 50
+MAX_BATCHES = 50
 """Limit of the batches that an overview lists."""
 _TAIL_BYTES = 4096
 """Size of the end of a message, which contains its headers, in bytes."""
@@ -80,7 +80,7 @@ class BatchSummary(Record):
 
 
 class Overview(Record):
-    """The state of a deployment. `queues`, `tenants`: the busiest first. `batches`: at most MOST_BATCHES. `running`:
+    """The state of a deployment. `queues`, `tenants`: the busiest first. `batches`: at most MAX_BATCHES. `running`:
     number of runs that have a holder. `approvals`: number of questions that wait for a person.
     """
 
@@ -170,7 +170,7 @@ class OverviewReader:
             runs_prefix(self._deployment),
         ]
         with broker_errors(_WHAT):
-            text: Any = await self._script(args=[*prefixes, json.dumps(queues), json.dumps(tenants), MOST_BATCHES])
+            text: Any = await self._script(args=[*prefixes, json.dumps(queues), json.dumps(tenants), MAX_BATCHES])
         return dict(json.loads(text))
 
 

@@ -176,7 +176,7 @@ class RunQueue:
         sealed = seal_defaults(self.keys, tenant, batch, defaults)
         await self._set(tenant, batch, concurrency=concurrency, defaults=sealed, is_detached=int(is_detached))
 
-    async def note_rows(self, tenant: str, batch: str, position: RowLocation) -> None:
+    async def set_row_location(self, tenant: str, batch: str, position: RowLocation) -> None:
         """Store the location of the row files of a batch."""
         await self._set(tenant, batch, rows=seal_rows(self.keys, tenant, batch, position))
 

@@ -140,7 +140,7 @@ class RedisCatalog:
                 lost.update((name, pool) for name in _parse_names(names[pool]) or () if name not in lost)
                 continue
             for spec in self._parse(pool, text).tools:
-                self._note_clash(tools.setdefault(spec.name, spec), spec)
+                self._report_clash(tools.setdefault(spec.name, spec), spec)
         sandbox = texts["sandbox"]
         self._skills = (
             tuple(sorted(self._parse("sandbox", sandbox).skills, key=lambda skill: skill.name))
@@ -159,7 +159,7 @@ class RedisCatalog:
             zip(CATALOG_POOLS, values[count:], strict=True)
         )
 
-    def _note_clash(self, tool: ToolSpec, hidden: ToolSpec) -> None:
+    def _report_clash(self, tool: ToolSpec, hidden: ToolSpec) -> None:
         """Log once that a tool is hidden by another tool with its name."""
         if tool is hidden or tool.name in self._clashes:
             return

@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 SUPERSEDED_S = 60.0
 """Seconds that a checkpoint is kept after a newer one: another host may be restoring it."""
-NOTE_RETRY_S = 1.0
+RECORD_RETRY_S = 1.0
 DEFAULT_EVERY_S = 60.0
 CHECK_INTERVAL_S = 2.0
 QUIET_S = 1.0
@@ -87,7 +87,7 @@ class AutomaticCheckpoints:
                 return self._sessions.record_automatic(name, fence, checkpoint, taken_at, stored_bytes)
             except BrokerUnavailable as error:
                 log.warning("checkpoint_not_recorded", checkpoint=checkpoint, error=str(error))
-                if self._stop.wait(NOTE_RETRY_S):
+                if self._stop.wait(RECORD_RETRY_S):
                     # Redis may have recorded the checkpoint. This checkpoint may then be the session's only one, so
                     # keep it.
                     raise

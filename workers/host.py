@@ -163,7 +163,7 @@ class SandboxHost:
         return RecordingSandboxClient(self._settings.sandboxd_socket, self.open_sessions(), self._clock)
 
     def start(self) -> None:
-        on_stopping(self._note_leaving)
+        on_stopping(self._start_leaving)
         self._is_serving = True
         for duty in self._build_duties():
             duty.start()
@@ -277,7 +277,7 @@ class SandboxHost:
             )
         return 0.0
 
-    def _note_leaving(self) -> None:
+    def _start_leaving(self) -> None:
         self._is_leaving = True
 
     def _end_for_loss(self, reason: str) -> None:
@@ -327,7 +327,7 @@ class PoolHost:
         self._heartbeat_duty = build_heartbeat_duty(self._heartbeat, self._stop)
 
     def start(self) -> None:
-        on_stopping(self._note_leaving)
+        on_stopping(self._start_leaving)
         self._heartbeat_duty.start()
 
     def stop(self) -> None:
@@ -356,7 +356,7 @@ class PoolHost:
             **self._facts.fields(),
         )
 
-    def _note_leaving(self) -> None:
+    def _start_leaving(self) -> None:
         self._is_leaving = True
 
     def _end_for_loss(self, reason: str) -> None:

@@ -186,7 +186,7 @@ async def get_batch(batch_id: BatchId, caller: AnyCaller) -> BatchStatus:
 async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchStatus:
     """Cancel a batch: start no further items and end the running items."""
     runs = await _find_batch(caller, batch_id)
-    await caller.note_foreign("batch.cancel", batch_id)
+    await caller.record_foreign_action("batch.cancel", batch_id)
     await runs.batches.cancel(batch_id)
     return await _view(runs, batch_id)
 

@@ -27,12 +27,12 @@ class Kill(BaseModel):
 
 
 class KillResult(BaseModel):
-    """The state of the call. `was_over`: the call had already ended before the request."""
+    """The state of the call. `already_ended`: the call had already ended before the request."""
 
     call: str
     state: str
     error_code: str | None
-    was_over: bool
+    already_ended: bool
 
 
 @router.get("")
@@ -76,7 +76,10 @@ async def kill_call(call_id: CallId, body: Kill, caller: AnyCaller) -> KillResul
             raise _unknown(caller, call_id) from failure
         raise
     return KillResult(
-        call=call_id, state=killed.record.state.value, error_code=killed.record.code or None, was_over=killed.was_over
+        call=call_id,
+        state=killed.record.state.value,
+        error_code=killed.record.code or None,
+        already_ended=killed.already_ended,
     )
 
 

@@ -21,7 +21,7 @@ from kombu.serialization import dumps
 from kombu.utils.json import dumps as to_json
 
 from contract.calls import MAX_TIMEOUT_S, POOL_GRACE_S
-from contract.envelope import find_encoded_result, join_result, kept_result_key
+from contract.envelope import find_encoded_result, find_result_key, join_result
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.hosts import HOST_LOST_TYPE
 from contract.names import call_key, is_blob_of, result_key, show_call, task_name
@@ -137,7 +137,7 @@ class CeleryTransport:
 
     async def _complete(self, result: Any, attempt: Attempt) -> Any:
         """Return the encoded result. If the result is stored in a separate record, read that record."""
-        key = kept_result_key(result)
+        key = find_result_key(result)
         if key is None:
             return result
         if not is_blob_of(key, self._deployment, attempt.tenant):

@@ -50,7 +50,7 @@ RECORD_S = CALL_TTL_S - 3600
 """Age after which a call without a record may have acted, because its record has expired. The age is one hour less than
 the lifetime of a record, as a margin.
 """
-LEAST_WAIT_S = 1.0
+MIN_WAIT_S = 1.0
 """Least time, in seconds, that a call may wait in a queue, even after a long wait for its slot."""
 URGENT = frozenset({"session.close"})
 """Verbs that release resources for which other calls wait."""
@@ -208,7 +208,7 @@ class Delivery:
             except CallLost as lost:
                 # The reason of the loss comes from unsigned fields. "Not started" counts only with the signed ticket.
                 has_started = lost.has_started or not await self._is_unstarted(progress)
-                progress.note_loss(has_started)
+                progress.count_loss(has_started)
                 address = await self._prepare_resend(progress, address, lost)
                 continue
             except CallIdInUse:
@@ -234,7 +234,7 @@ class Delivery:
         failure = result.run_failure
         is_lost = failure is RunFailure.LOST
         if is_lost:
-            progress.note_loss(has_started=True)
+            progress.count_loss(has_started=True)
         is_repeatable = is_lost and request.spec.idempotent and progress.losses < MAX_ATTEMPTS
         is_untaken = failure is not None and failure.is_temporary
         # The record is renewed last: after that, the call must be sent, or its record says `queued` for a day.
@@ -268,7 +268,7 @@ class Delivery:
             is_published = record.nonce.partition(":")[0] == str(record.attempt)
             return record if is_published else None
         is_unknown = record.state is CallState.UNKNOWN
-        progress.note_loss(is_unknown or not has_ticket(self._keys, request.tenant, request.call.id, record))
+        progress.count_loss(is_unknown or not has_ticket(self._keys, request.tenant, request.call.id, record))
         if is_unknown or (progress.may_have_acted and not request.spec.idempotent):
             await self._give_up(progress, describe_loss(record))
         if not await self._renew(progress):
@@ -414,7 +414,7 @@ class Delivery:
             call_id=request.call.id,
             tool=request.worker_call.name,
             priority=request.priority,
-            wait_s=max(LEAST_WAIT_S, request.queue_wait_s - waited_s),
+            wait_s=max(MIN_WAIT_S, request.queue_wait_s - waited_s),
             limit_s=request.context.timeout_s,
             is_urgent=request.call.name in URGENT,
         )
@@ -431,7 +431,7 @@ class Delivery:
         """Sign and publish the call. Return its result after all its events."""
         # The deadline may be over already, after a long wait for a slot or a first attempt. The worker would then
         # refuse a call that has just got its slot.
-        start_by = max(request.context.deadline_at, self.clock() + LEAST_WAIT_S)
+        start_by = max(request.context.deadline_at, self.clock() + MIN_WAIT_S)
         changed: dict[str, object] = {"attempt": number, "fence": fence, "deadline_at": start_by}
         spans = CURRENT_CALL.get()
         sending = spans.send(request.worker_call, queue, number) if spans is not None else None
@@ -449,7 +449,7 @@ class Delivery:
                     request.tenant, request.call.id, request.handlers, request.wait_s
                 ) as reader:
                     result = await self._await_result(attempt)
-                result = result if reader is None else reader.note(result)
+                result = result if reader is None else reader.with_hidden_count(result)
         except asyncio.CancelledError:
             if request.keeps_result:
                 blob = None  # The call continues and its worker may still read the blob, which expires by itself.
@@ -524,7 +524,7 @@ class _Progress:
         """Backoff between attempts that no worker takes."""
         return Backoff(min(RESEND_S, self.request.queue_wait_s))
 
-    def note_loss(self, has_started: bool) -> None:
+    def count_loss(self, has_started: bool) -> None:
         self.losses += 1
         self.may_have_acted = self.may_have_acted or has_started
 

@@ -205,7 +205,7 @@ class Dispatcher:
 
     async def _call(self, request: Request) -> ToolResult:
         await self._complete(request)
-        return note_aliases(await self._delivery.deliver(request), request.aliases)
+        return add_used_aliases(await self._delivery.deliver(request), request.aliases)
 
     async def _complete(self, request: Request) -> None:
         """Fill the second part of a request. Raises ToolFailure for a call that must not be made, ConfigError,
@@ -321,7 +321,7 @@ def _session_request(verb: str, tenant: str, session: str, arguments: Mapping[st
     return Request(call, tenant, session, timeout_s=timeout_s, audience="session")
 
 
-def note_aliases(result: ToolResult, used: list[str]) -> ToolResult:
+def add_used_aliases(result: ToolResult, used: list[str]) -> ToolResult:
     """Return the result with the aliases in `used` (`alias -> canonical`) in its metadata."""
     return result.model_copy(update={"metadata": {**result.metadata, "aliases_used": list(used)}}) if used else result
 

@@ -51,14 +51,14 @@ CANCEL_WAIT_S = 5.0
 @dataclass(frozen=True)
 class Checkpoint:
     """Files, shell state and outputs of a session at one moment. `skipped`: number of sockets, which are not stored.
-    `torn`: whether files changed while they were read.
+    `files_changed`: whether files changed while they were read.
     """
 
     id: str
     bytes: int
     sha256: str
     skipped: int = 0
-    torn: bool = False
+    files_changed: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from orchestrator.settings import child_environment
 
 WINDOW_S = 60.0
-MOST_ENDS = 5
+MAX_ENDS = 5
 """Limit of ends of one process within WINDOW_S. At the limit the process is not started again, and the stack stops."""
 PAUSES_S = (0.0, 0.5, 2.0, 5.0)
 """Pauses in seconds before a restart of a process that has ended once, twice and so on within WINDOW_S."""
@@ -63,7 +63,7 @@ def choose_pause(ends: Sequence[float], now: float) -> float | None:
     monotonic times of its ends; the last one is now.
     """
     recent = sum(1 for at in ends if now - at < WINDOW_S)
-    if recent >= MOST_ENDS:
+    if recent >= MAX_ENDS:
         return None
     return PAUSES_S[min(max(recent, 1), len(PAUSES_S)) - 1]
 
@@ -167,7 +167,7 @@ class ProcessSupervisor:
             pause_s = choose_pause([past_end.at for past_end in ends], end.at)
             if pause_s is None:
                 self._report(
-                    f"{plan.role} has ended {MOST_ENDS} times within {WINDOW_S:g} s ({end}) and is not started again"
+                    f"{plan.role} has ended {MAX_ENDS} times within {WINDOW_S:g} s ({end}) and is not started again"
                 )
                 return plan.role
             self._report(

@@ -133,14 +133,14 @@ class Follower:
         while page := await self._queue.ended(self._tenant, self._batch, self._written, ROWS_AT_ONCE):
             if ended := [(number, run) for number, run in page if self._numbers.get(run) != number]:
                 records = await self._queue.runs([(self._tenant, run) for _, run in ended])
-                self._note_lost({run for (_, run), record in zip(ended, records, strict=True) if record is None})
+                self._report_lost({run for (_, run), record in zip(ended, records, strict=True) if record is None})
                 return ended, [
                     record.outcome for record in records if record is not None and record.outcome is not None
                 ]
             self._written = page[-1][0]
         return None
 
-    def _note_lost(self, lost: set[str]) -> None:
+    def _report_lost(self, lost: set[str]) -> None:
         """Show a notice about runs without a record in Redis. The ids of their items are lost too."""
         if lost <= self._lost:
             return

@@ -120,7 +120,7 @@ class EndpointGate:
             self._down_since, self._tries, self._try_at = asked_at, 0, self._clock() + PAUSES_S[0]
         return self._answered_at >= asked_at
 
-    def note_answer(self, run: str) -> None:
+    def record_answer(self, run: str) -> None:
         """Note that a reply has started to arrive."""
         self._answered_at = self._clock()
         self._down_since = None
@@ -177,7 +177,7 @@ class RunGate(EndpointGate):
         if own_model in self._unknown:
             raise ModelDenied(self._unknown[own_model], is_unknown_model=True)
 
-    def note_quota(self, running: int) -> None:
+    def record_quota_limit(self, running: int) -> None:
         """Note that `running` runs fit in the quota and that one more run exceeded the quota."""
         self._quota_limit, self._raise_limit_at = max(0, running), self._clock() + QUOTA_RETRY_S
 
@@ -245,7 +245,7 @@ class GatedModel:
         with self._gate.request(self._run):
             async for chunk in self._model.stream(request):
                 if self._asked_at is not None:
-                    self._gate.note_answer(self._run)
+                    self._gate.record_answer(self._run)
                     self._asked_at = None
                 yield chunk
 

@@ -198,7 +198,7 @@ class Runner:
             # Cleared before the claim: if a run ends while Redis answers, the event is set again, and the wait below
             # ends at once.
             self._freed.clear()
-            self._note_answered()
+            self._publish_recovery()
             free = self.work.slots.count_free()
             if not self._is_draining and (free_places := self.work.gate.admit(free, len(self._active))) > 0:
                 with self.work.slots.reserve(free_places):
@@ -206,7 +206,7 @@ class Runner:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_INTERVAL_S):
                     await self._freed.wait()
-        self._note_answered()
+        self._publish_recovery()
 
     async def _claim(self, count: int) -> None:
         """Claim up to `count` runs and start their tasks."""
@@ -326,29 +326,31 @@ class Runner:
         batch, after_s = (claim.tenant, claim.record.batch), QUOTA_RETRY_S * random.uniform(1.0, 2.0)
         if reason.cause == "endpoint":
             after_s = reason.after_s * random.uniform(1.0, 1.5)
-            self._note_once(
+            self._publish_once(
                 self._waiting_for_model, batch, f"the batch waits for its model, and its items do not fail: {reason}"
             )
         elif reason.cause == "quota":
             if self.only is not None:
-                self.work.gate.note_quota(len(self._active) - 1)
-            self._note_once(self._over_quota, batch, f"items above the tenant's limits wait and do not fail: {reason}")
+                self.work.gate.record_quota_limit(len(self._active) - 1)
+            self._publish_once(
+                self._over_quota, batch, f"items above the tenant's limits wait and do not fail: {reason}"
+            )
         await self._give_back(claim, self._active[claim.tenant, claim.run], after_s)
 
-    def _note_once(self, reported: set[tuple[str, str]], batch: tuple[str, str], message: str) -> None:
+    def _publish_once(self, reported: set[tuple[str, str]], batch: tuple[str, str], message: str) -> None:
         """Publish the message unless `reported` contains the batch."""
         if batch not in reported:
             reported.add(batch)
-            self._note(batch, message)
+            self._publish_notice(batch, message)
 
-    def _note_answered(self) -> None:
+    def _publish_recovery(self) -> None:
         """Publish a notice in the batches that waited for the model, if the model answers again."""
         if not self.work.gate.is_down:
             for batch in self._waiting_for_model:
-                self._note(batch, "the model answers again: the batch continues")
+                self._publish_notice(batch, "the model answers again: the batch continues")
             self._waiting_for_model.clear()
 
-    def _note(self, batch: tuple[str, str], message: str) -> None:
+    def _publish_notice(self, batch: tuple[str, str], message: str) -> None:
         """Publish a notice in the batch."""
         self.publisher.add(*batch, BatchNotice(message=message))
 

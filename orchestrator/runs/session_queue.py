@@ -61,7 +61,7 @@ class SessionQueue:
             self._opening[kind] -= 1
             self._changed.set()
 
-    def note_end(self) -> None:
+    def record_end(self) -> None:
         """Note that a session of this process has ended. Its host reports the free capacity shortly afterwards."""
         self._ended_at = self._clock()
 

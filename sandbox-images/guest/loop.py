@@ -366,7 +366,7 @@ class Loop:
             for frame in call.relay(records):
                 self._outbox.put(frame)
             if call.done is not None and not call.answered:
-                self._note_job(supervisor, call)
+                self._update_jobs(supervisor, call)
                 # An end with survivors is not answered yet: PID 1 first kills the rest, after the supervisor has
                 # exited.
                 if not _has_survivors(call.done):
@@ -376,7 +376,7 @@ class Loop:
             self._supervisors.end_reports(supervisor)
         return more
 
-    def _note_job(self, supervisor: SupervisorHandle, call: Call) -> None:
+    def _update_jobs(self, supervisor: SupervisorHandle, call: Call) -> None:
         """Record what the end of a call reports about a job."""
         done = call.done or {}
         if "job" in done:

@@ -200,7 +200,7 @@ async def test_a_call_is_killed_by_another_program_and_may_clean_up(pool: Pool, 
         killed = await control.kill("acme", one.id, local_actor(), "enough")
     finally:
         await client.aclose()
-    assert (killed.record.code, killed.was_over, "enough" in killed.record.killed) == ("CANCELLED", False, True)
+    assert (killed.record.code, killed.already_ended, "enough" in killed.record.killed) == ("CANCELLED", False, True)
     assert (await running).error_code is ErrorCode.CANCELLED
     await has(mark.with_suffix(".cleaned"))
     assert (await where(dispatcher)).success

@@ -218,7 +218,7 @@ async def test_what_a_guest_did_not_pack_well_is_an_error(done: dict[str, Any], 
 async def test_a_file_that_changed_meanwhile_is_reported() -> None:
     guest = ScriptedGuest(lambda request, sink: saying(request, sink, stdout=b"tar", exit_code=1))
     _, facts = await packed(guest, Path("/workspace"))
-    assert facts.is_torn is True
+    assert facts.files_changed is True
 
 
 async def test_a_packing_that_is_given_up_is_ended_in_the_guest() -> None:

@@ -131,7 +131,7 @@ def service_of(pool: FakePool, models: Any = None) -> ServiceWork:
 
 async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(harness: RunHarness) -> None:
     claim, journal = await take(harness)
-    await journal.note(SessionOpening, session="s1")
+    await journal.record(SessionOpening, session="s1")
     pool = FakePool(Tenants("zeta"))
     outcome = await service_of(pool).work(claim, journal, BatchDefaults(), lambda _: None)
     assert outcome.failure is not None
@@ -156,7 +156,7 @@ class UnservedService(ServiceWork, Unserved):
 
 async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_next_steps(harness: RunHarness) -> None:
     claim, journal = await take(harness)
-    await journal.note(SessionOpening, session="s1")
+    await journal.record(SessionOpening, session="s1")
     pool, events = FakePool(Tenants("acme")), list[RunEvent]()
     service = UnservedService(cast(Any, pool), cast(Any, None), cast(Any, None), None)
     async with asyncio.timeout(30):

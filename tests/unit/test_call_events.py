@@ -138,7 +138,7 @@ async def test_a_slow_consumer_holds_the_writer_up_and_loses_nothing(harness: Ev
     assert screen.text() == text
     # Pieces are at least half as large as they may be.
     assert longest <= 2 * MAX_WAITING_BYTES / MAX_PIECE_BYTES + 1
-    assert reader.note(build_result()).metadata == {}
+    assert reader.with_hidden_count(build_result()).metadata == {}
 
 
 async def test_a_stopped_consumer_costs_bounded_time(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ async def test_late_output_is_counted_in_the_result(harness: EventHarness, monke
         await asyncio.Event().wait()
 
     reader = await harness.hear(lambda w: [w.show("stdout", "x" * 20_000) for _ in range(3)], on_output)
-    hidden = reader.note(build_result()).metadata[HIDDEN]
+    hidden = reader.with_hidden_count(build_result()).metadata[HIDDEN]
     assert hidden == 60_000
 
 

@@ -107,7 +107,7 @@ async def test_a_killed_queued_call_never_starts_and_its_caller_learns_who_and_w
     await harness.note()
     call = asyncio.create_task(harness.monitor.watch("acme", "c1", wait_for_ever()))
     killed = await harness.control.kill("acme", "c1", ANNE, "it runs away")
-    assert (killed.record.state, killed.record.code, killed.was_over) == (CallState.FORBIDDEN, "CANCELLED", False)
+    assert (killed.record.state, killed.record.code, killed.already_ended) == (CallState.FORBIDDEN, "CANCELLED", False)
     with pytest.raises(ToolFailure, match="killed by anne: it runs away; the call had not begun") as failure:
         await asyncio.wait_for(call, SOON_S)
     assert failure.value.code is ErrorCode.CANCELLED
@@ -278,7 +278,7 @@ async def test_a_redis_that_is_away_is_reported_and_kills_nothing() -> None:
 async def test_a_call_that_has_ended_is_said_to_have(harness: Harness) -> None:
     await harness.note(state="done", code="TIMEOUT")
     killed = await harness.control.kill("acme", "c1", ANNE)
-    assert (killed.was_over, killed.record.code, killed.record.killed) == (True, "TIMEOUT", "")
+    assert (killed.already_ended, killed.record.code, killed.record.killed) == (True, "TIMEOUT", "")
     assert await harness.audited() == []
 
 

@@ -301,7 +301,7 @@ async def test_a_tenant_is_charged_for_the_time_of_its_sandbox_and_of_its_progra
     await Harness(client, run).call("acts")
     request, slot = slots[-1]
     assert slot.used_s == 3
-    assert delivery.LEAST_WAIT_S < request.wait_s <= 5
+    assert delivery.MIN_WAIT_S < request.wait_s <= 5
 
 
 async def test_closing_a_session_whose_host_is_lost_closes_it(client: "redis.asyncio.Redis") -> None:

@@ -284,7 +284,7 @@ async def test_the_session_of_a_dead_grading_is_found_in_the_log(make: Made) -> 
     claim = await harness.put(graded(build_run()))
     journal = await harness.journal(claim)
     for number in range(20):
-        await journal.note_review(f"c{number}", ToolCall(id=f"c{number}", name="echo"))
+        await journal.record_review(f"c{number}", ToolCall(id=f"c{number}", name="echo"))
     await broken_off(harness, claim, reached)
     closed: list[str] = []
     original = run_log.SessionStore.close

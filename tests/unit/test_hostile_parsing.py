@@ -34,7 +34,7 @@ from workers.tools.edit import EDIT_TOOL
 from workers.web.exchange import Head, ResponseStream
 from workers.web.limits import FetchLimits
 
-MOST_UNITS = 20
+MAX_UNITS = 20
 """Processor time of one input, in units of `measure_unit_s`. Far above what the inputs take, and below what each of them
 took before it was bounded.
 """
@@ -62,7 +62,7 @@ def bounded(mebibytes: float) -> Iterator[None]:
     began = time.process_time()
     try:
         yield
-        assert time.process_time() - began < MOST_UNITS * unit_s
+        assert time.process_time() - began < MAX_UNITS * unit_s
         assert tracemalloc.get_traced_memory()[1] < mebibytes * 1024 * 1024
     finally:
         tracemalloc.stop()

@@ -243,7 +243,7 @@ async def test_long_calls_that_are_set_aside_wait_for_a_slot_as_well(page: Metri
 async def test_usage_has_series_for_few_tenants(
     page: MetricsPage, client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_module, "MOST_TENANTS", 1)
+    monkeypatch.setattr(page_module, "MAX_TENANTS", 1)
     client.hset(tenants_key(DEPLOYMENT), mapping=dict.fromkeys(("acme", "beta", "cyan", "idle"), "{}"))
     today = int(time.time() // 86_400)
     for at, tenant in enumerate(("acme", "beta", "cyan")):

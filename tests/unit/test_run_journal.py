@@ -125,10 +125,10 @@ async def test_results_and_decisions_survive_the_process(harness: RunHarness) ->
     claim = await claimed(harness)
     journal = await journal_of(harness, claim)
     refusal = ToolResult.failed(build_call(call_id="c2"), ErrorCode.PERMISSION_DENIED, "no")
-    await journal.note(CallFinished, result=done("c1"))
-    await journal.note_review("c1", build_call(call_id="c1", text="changed"))
-    await journal.note_review("c2", refusal)
-    await journal.note(ArtifactsCopied, paths=("a.txt",), missing=("*.md",))
+    await journal.record(CallFinished, result=done("c1"))
+    await journal.record_review("c1", build_call(call_id="c1", text="changed"))
+    await journal.record_review("c2", refusal)
+    await journal.record(ArtifactsCopied, paths=("a.txt",), missing=("*.md",))
     resumed = await journal_of(harness, claim)
     assert resumed.result_of("c1") == done("c1")
     assert isinstance(approved := resumed.review_of("c1"), ToolCall)
@@ -153,11 +153,11 @@ async def test_whose_run_was_taken_stops_and_never_comes_to_an_outcome(harness: 
 async def test_the_run_time_survives_the_process_without_the_set_up(harness: RunHarness) -> None:
     claim = await claimed(harness)
     journal = await journal_of(harness, claim)
-    await journal.note(SessionOpening, session="s1")
+    await journal.record(SessionOpening, session="s1")
     assert (await journal_of(harness, claim)).spent_wall_s == 0.0
     journal.spent_wall_s = 7.0
     journal.begin()
-    await journal.note(CallFinished, result=done("c1"))
+    await journal.record(CallFinished, result=done("c1"))
     again = await journal_of(harness, claim)
     assert 7.0 <= again.spent_wall_s < 7.0 + SOON_S
     again.begin()
@@ -179,7 +179,7 @@ async def test_a_lost_sandbox_stops_requests_to_the_model(harness: RunHarness) -
     claim = await claimed(harness)
     journal = await journal_of(harness, claim)
     await read(LoggedModel(ScriptedModel([Calls([("echo", {})])]), journal, {}))
-    await journal.note(
+    await journal.record(
         CallFinished,
         result=ToolResult.failed(build_call(call_id="c1"), ErrorCode.SESSION_NOT_FOUND, "there is no such session"),
     )

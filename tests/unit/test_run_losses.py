@@ -137,7 +137,7 @@ async def test_a_doubtful_run_with_progress_lets_the_next_start(harness: RunnerH
 
     async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
         both.add(claim.run)
-        await journal.note_reply([])
+        await journal.record_reply([])
         if len(both) == 2:
             worker.may_end.set()
         await worker.may_end.wait()

@@ -76,9 +76,9 @@ def test_while_a_job_runs_files_may_change_and_its_last_words_count() -> None:
 def test_jobs_that_end_unasked_are_seen_by_the_next_attestation() -> None:
     activity = SessionActivity()
     activity.note("job_list", {"jobs": [RUNNING, {"job": "job-2", "state": "running"}]})
-    activity.note_jobs(1)
+    activity.record_jobs(1)
     assert activity.jobs == {"job-1", "job-2"}
-    activity.note_jobs(0)
+    activity.record_jobs(0)
     assert (activity.jobs, activity.changed) == (set(), True)
 
 

@@ -204,9 +204,9 @@ async def test_when_no_session_ends_for_long_sandboxes_are_shared() -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(hosts.open("patient", done))
         await hosts.looked()
-        hosts.queue.note_end()
+        hosts.queue.record_end()
         hosts.now = MAX_STALL_S + 1
-        hosts.queue.note_end()
+        hosts.queue.record_end()
         await hosts.looked()
         assert hosts.opened == []
         hosts.now = 2 * MAX_STALL_S + 1

@@ -61,7 +61,7 @@ async def test_lines_that_are_none_are_left_out_and_counted(tmp_path: Path, line
     path, _, _ = await run_traced(tmp_path)
     append(path, line)
     trace = load_trace(path)
-    assert (trace.torn + trace.damaged, len(trace.events), len(trace.faults())) == (1, 13, 1)
+    assert (trace.incomplete + trace.damaged, len(trace.events), len(trace.faults())) == (1, 13, 1)
 
 
 async def test_a_line_that_could_not_be_written_is_missed(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ async def test_another_process_that_takes_the_run_over_continues_the_trace(tmp_p
     await run_traced(tmp_path, ScriptedModel(["Better."]))
     trace = load_trace(path)
     assert trace.attempts == 2
-    assert trace.torn == 1
+    assert trace.incomplete == 1
     assert trace.damaged == 0
     assert (trace.finished and trace.finished.answer) == "Better."
     assert len(trace.steps) == 1
@@ -326,7 +326,7 @@ async def test_a_full_disk_loses_lines_and_counts_them(tmp_path: Path, monkeypat
         trace(RunStarted(run=RUN, instruction="again", model="m", dialect="native"))
         trace.close()
     read = load_trace(trace.path)
-    assert read.torn + read.damaged == 1
+    assert read.incomplete + read.damaged == 1
     assert read.gaps > 0
     assert len(read.events) == 6 - read.gaps
     assert read.start is not None

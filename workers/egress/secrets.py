@@ -232,7 +232,7 @@ class SecretUses:
         self._clock = clock
         self._uses: dict[tuple[str, str, str, str, str], _Use] = {}
 
-    def note(self, tenant: str, session: str, run: str | None, secret: str, host: str) -> None:
+    def count(self, tenant: str, session: str, run: str | None, secret: str, host: str) -> None:
         """Count one request with a secret."""
         key = (tenant, session, run or "", secret, host)
         # A program chooses among the hosts of its secrets, so the kinds have a limit. The log keeps what is not

@@ -174,7 +174,7 @@ class Connection:
             self._link.unwatch()
             sandbox.release(self._link)
             sandbox.cancel(call)
-            session.activity.note(call.op, done)
+            session.activity.record(call.op, done)
             session.used_at = time.monotonic()
             usage = sandbox.meter.end(measured)
         if self._link.is_disconnected:

@@ -267,13 +267,13 @@ class ControlRequests:
                     session.used_at = time.monotonic()
                 elif session.used_at == used_before:
                     session.used_at = used_at
-        session.note_checkpoint(saved.id, is_automatic=is_automatic)
+        session.record_checkpoint(saved.id, is_automatic=is_automatic)
         return {
             "checkpoint": saved.id,
             "bytes": saved.bytes,
             "sha256": saved.sha256,
             "skipped": saved.skipped,
-            "torn": saved.is_torn,
+            "torn": saved.files_changed,
         }
 
     def _cancel(self, name: str, call_id: str) -> bool:

@@ -45,7 +45,7 @@ SLOT_WAIT_S = 10.0
 FREE_SLOT_TIMEOUT_S = 10.0
 """Time limit of one attempt, in seconds: the wait until another session has freed its slot."""
 _CHECK_INTERVAL_S = 0.1
-_MOST_FACTS = 1000
+_MAX_FACTS = 1000
 
 
 class SandboxSlots:
@@ -297,7 +297,7 @@ class SandboxFactory:
         if plan.image_id is None:
             return await self.engine.find_image(plan.image)
         if plan.image_id not in self._image_facts:
-            if len(self._image_facts) >= _MOST_FACTS:
+            if len(self._image_facts) >= _MAX_FACTS:
                 self._image_facts.clear()
             self._image_facts[plan.image_id] = await self.engine.find_image(plan.image_id)
         return self._image_facts[plan.image_id]

@@ -42,7 +42,7 @@ _STARTS_S = 5.0
 _PACKED_AT_ONCE = 8
 _ENDED_S = 60.0
 """Time for which the usage of an ended session is reported, in seconds. Workers read it more often."""
-_MOST_ENDED = 5000
+_MAX_ENDED = 5000
 OPEN_WAIT_S = 45.0
 """Time that the opening of a session waits for the pull of its image, in seconds. The worker waits longer."""
 _OTHER_IMAGE = (
@@ -95,7 +95,7 @@ class Sessions:
         self._limit = limit
         self._sessions: dict[str, HostSession] = {}
         self._starting: dict[str, asyncio.Task[HostSession]] = {}
-        self._ended: deque[tuple[float, str, UsageTotals]] = deque(maxlen=_MOST_ENDED)
+        self._ended: deque[tuple[float, str, UsageTotals]] = deque(maxlen=_MAX_ENDED)
         """End time, name and totals of ended sessions."""
         factory.slots.free_slot = self._free_slot
 
@@ -250,7 +250,7 @@ class Sessions:
                 del self._sessions[session]
                 await self.forget_archive(entry, entry.archive)
                 await self.discard_layers(entry.workspace.layers, entry.workspace.size)
-                self._note_ended(entry)
+                self._keep_totals(entry)
         return True
 
     async def close_all(self) -> None:
@@ -325,7 +325,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def _note_ended(self, entry: HostSession) -> None:
+    def _keep_totals(self, entry: HostSession) -> None:
         """Keep the totals of an ended session until every worker has certainly read them."""
         now = time.monotonic()
         self._ended.append((now, entry.id, entry.usage))

@@ -33,7 +33,7 @@ _CONTAINERS_OWN = ("/output", "/tmp")  # paths of the sandbox, not of this host
 _WHOLE = ("/workspace", *_CONTAINERS_OWN)
 MIN_IDLE_S = 1.0
 """Idle time in seconds before which a session keeps its container, even if another session needs the slot."""
-_MOST_UNPACKS = 3
+_MAX_UNPACKS = 3
 """Number of failures after which an archive counts as lost."""
 _JOBS_ENDED = (
     "sandboxd was stopped and started again: background jobs have ended; files, kept outputs and the shell's folder "
@@ -150,7 +150,7 @@ class SessionSuspender:
         except SandboxUnavailable as error:
             log.error("archive_not_unpacked", container=sandbox.container[:12], error=str(error))
             entry.failed_unpacks += 1
-            if entry.failed_unpacks >= _MOST_UNPACKS:
+            if entry.failed_unpacks >= _MAX_UNPACKS:
                 entry.lost = f"its stored archive cannot be unpacked: {error}"
                 if entry.workspace.outlives_container and not entry.is_unfilled:
                     entry.add_news(KEPT.format(entry.lost))
@@ -230,7 +230,7 @@ class SessionSuspender:
     async def _has_jobs(self, entry: HostSession, sandbox: Sandbox) -> bool:
         entry.checked_at = time.monotonic()
         jobs = (await ask_attestation(sandbox)).jobs
-        entry.activity.note_jobs(jobs)
+        entry.activity.record_jobs(jobs)
         return jobs > 0
 
 

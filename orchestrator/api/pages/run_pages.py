@@ -14,7 +14,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.traceparent import trace_id_of
 from orchestrator.api.pages.batch_pages import known_tenants
 from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
 from orchestrator.api.pages.rendering import Viewer, build, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_progress import RunProgress
@@ -26,7 +26,7 @@ from store.run_records import HostedRun, HostedState
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 PAGE = 50
-MOST_TENANTS = 20
+MAX_TENANTS = 20
 """Limit of tenants on one page of runs. To see older runs, the person selects a tenant."""
 UPDATE_DELAY_S = 0.3
 """Time in seconds to collect changes before a page update. Faster updates would not be readable."""
@@ -48,8 +48,8 @@ async def runs(request: Request, person: PageViewer, state: str = "", cursor: st
         listed, following = list(page.runs), page.next_cursor
     else:
         names = await known_tenants(person)
-        unseen = max(0, len(names) - MOST_TENANTS)
-        listed = await newest_runs(person, names[:MOST_TENANTS], selected)
+        unseen = max(0, len(names) - MAX_TENANTS)
+        listed = await newest_runs(person, names[:MAX_TENANTS], selected)
     state_name = selected.value if selected is not None else ""
     values: dict[str, Any] = {
         "runs": listed,
@@ -96,7 +96,7 @@ async def stream(request: Request, run: RunId, person: PageViewer, after: str = 
     """Stream the changed steps of a run, each rendered as on the page."""
     start = request.headers.get("last-event-id") or after
     if start and not _EVENT_ID.fullmatch(start):
-        raise not_here("event")
+        raise build_not_found("event")
     viewer, progress = await person.viewer(), RunProgress()
     with _found():
         await _get_hosted_runs(person).get(person.owner, run)
@@ -211,4 +211,4 @@ def _found() -> Iterator[None]:
     except ToolFailure as failure:
         if failure.code is not ErrorCode.FILE_NOT_FOUND:
             raise
-        raise not_here("run") from failure
+        raise build_not_found("run") from failure

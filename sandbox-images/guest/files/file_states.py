@@ -61,7 +61,7 @@ class FileState:
         return self._known.data if self._known is not None else None
 
     def is_touched(self, status: os.stat_result) -> bool:
-        """Return whether the file may have changed since it was noted. Much faster than `is_stale`."""
+        """Return whether the file may have changed since it was recorded. Much faster than `is_stale`."""
         return self._known is not None and status.st_ctime_ns != self._known.changed_ns
 
     def is_stale(self, data: bytes) -> bool:
@@ -78,7 +78,7 @@ class FileState:
         known_data = self.known_data
         return known_data or b"", describe_change(known_data, data)
 
-    def note(self, pieces: tuple[bytes | memoryview, ...], status: os.stat_result) -> bool:
+    def record(self, pieces: tuple[bytes | memoryview, ...], status: os.stat_result) -> bool:
         """Record the content, which may be in pieces, as the content that the session knows.
 
         Returns False if an older record remains, because it could be neither replaced nor deleted. The caller must then

@@ -159,8 +159,8 @@ def cut_line(line: bytes, column: int) -> tuple[bool, str]:
         return False, line.decode("utf-8", "replace")
     reach = _CHAR_BYTES * MAX_LINE_CHARS
     at = min(max(column - 1, 0), len(line))
-    before = _without_torn_start(line[max(0, at - reach) : at]).decode("utf-8", "replace")
-    after = _without_torn_end(line[at : at + reach], at + reach < len(line)).decode("utf-8", "replace")
+    before = _without_partial_start(line[max(0, at - reach) : at]).decode("utf-8", "replace")
+    after = _without_partial_end(line[at : at + reach], at + reach < len(line)).decode("utf-8", "replace")
     after_chars = min(len(after), max(MAX_LINE_CHARS // 2, MAX_LINE_CHARS - len(before)))
     before_chars = min(len(before), MAX_LINE_CHARS - after_chars)
     is_left_cut = before_chars < len(before) or at > reach
@@ -169,14 +169,14 @@ def cut_line(line: bytes, column: int) -> tuple[bool, str]:
     return is_left_cut or is_right_cut, f"{'…' * is_left_cut}{text}{'…' * is_right_cut}"
 
 
-def _without_torn_start(data: bytes) -> bytes:
+def _without_partial_start(data: bytes) -> bytes:
     """Return the data without the rest of a character at its start. Bytes that are not UTF-8 stay."""
     rest = len(data[:_CHAR_BYTES]) - len(data[:_CHAR_BYTES].lstrip(_CONTINUATIONS))
     return data[rest:] if rest < _CHAR_BYTES else data
 
 
-def _without_torn_end(data: bytes, is_torn: bool) -> bytes:
+def _without_partial_end(data: bytes, is_cut: bool) -> bytes:
     """Return the data without an incomplete character at its end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data[1 - _CHAR_BYTES :])
-    return data[: len(data) - len(decoder.getstate()[0])] if is_torn else data
+    return data[: len(data) - len(decoder.getstate()[0])] if is_cut else data

@@ -33,14 +33,14 @@ _AUTOMATIC_ID = re.compile(r"auto-([0-9a-f]{8,12})-[A-Za-z0-9_-]{24}")
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """A stored checkpoint: size in bytes and sha256 in hex. `skipped`: number of sockets, which are not stored.
-    `is_torn`: files changed while they were read.
+    `files_changed`: files changed while they were read.
     """
 
     id: str
     bytes: int
     sha256: str
     skipped: int = 0
-    is_torn: bool = False
+    files_changed: bool = False
 
 
 class Checkpoints:
@@ -80,7 +80,7 @@ class Checkpoints:
             stored = await self._store.put(f"{tenant}/{name}", join_chunks(head, chunks))
         facts = packing.facts
         assert facts is not None
-        return StoredCheckpoint(name, stored.bytes, stored.sha256, facts.skipped, facts.is_torn)
+        return StoredCheckpoint(name, stored.bytes, stored.sha256, facts.skipped, facts.files_changed)
 
     async def load(
         self,

@@ -36,7 +36,7 @@ _LONGEST_PAUSE_S = 0.05
 MAX_LAYERS = 100
 _LAYERS_TIMES = 2
 """Limit of the bytes in all layers of a workspace, as a multiple of its size."""
-_MOST_DEVICES = 64
+_MAX_DEVICES = 64
 _MERGE_S = 600.0
 _ERROR_CHARS = 500
 CHANGES, WORKSPACE = "changes", "workspace"
@@ -179,7 +179,7 @@ class ImageWorkspaces:
                 image = await _open_released(self._image(name), _try_layer, release_s)
                 # `undo`: a device that no caller receives would hold the lock of the layer until sandboxd ends.
                 self._devices[name] = await run_to_end(lambda: _attach_layer(image, self._image(name)), undo=os.close)
-                while len(self._devices) > _MOST_DEVICES:
+                while len(self._devices) > _MAX_DEVICES:
                     # Running sandboxes keep this device. The next sandbox gets a new device.
                     self._close_device(next(iter(self._devices)))
             # Use a duplicate: the removal of the layer may close the device while it is mounted here.
