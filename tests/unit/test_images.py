@@ -84,7 +84,7 @@ class MemoryEngine:
     async def pull(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
         self.pulled.append(name.full)
         self.accounts.append(account)
-        progress.note({"status": "Downloading", "id": "layer", "progressDetail": {"current": 10, "total": 2_000_000}})
+        progress.update({"status": "Downloading", "id": "layer", "progressDetail": {"current": 10, "total": 2_000_000}})
         await self.pull_gate.wait()
         if self.failure is not None:
             raise PullFailed(self.failure)

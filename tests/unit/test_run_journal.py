@@ -161,7 +161,7 @@ async def test_the_run_time_survives_the_process_without_the_set_up(harness: Run
     again = await journal_of(harness, claim)
     assert 7.0 <= again.spent_wall_s < 7.0 + SOON_S
     again.begin()
-    await again.note(CallFinished, result=done("c2"))
+    await again.record(CallFinished, result=done("c2"))
     assert (await journal_of(harness, claim)).spent_wall_s >= again.spent_wall_s
 
 

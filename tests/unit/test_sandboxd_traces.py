@@ -60,22 +60,22 @@ def test_every_operation_that_does_not_only_read_counts_as_a_change(changes: boo
     writing = ("exec", "write_file", "write_text", "edit_text", "job_start", "job_input", "job_kill", "to_come")
     for op in writing if changes else reading:
         activity = SessionActivity()
-        activity.note(op, {"kind": "text"})
+        activity.record(op, {"kind": "text"})
         assert activity.changed is changes, op
 
 
 def test_while_a_job_runs_files_may_change_and_its_last_words_count() -> None:
     activity = SessionActivity()
-    activity.note("job_start", {"job": RUNNING})
+    activity.record("job_start", {"job": RUNNING})
     activity.has_written = False
     assert activity.changed
-    activity.note("job_poll", {"job": ENDED})
+    activity.record("job_poll", {"job": ENDED})
     assert (activity.jobs, activity.changed) == (set(), True)
 
 
 def test_jobs_that_end_unasked_are_seen_by_the_next_attestation() -> None:
     activity = SessionActivity()
-    activity.note("job_list", {"jobs": [RUNNING, {"job": "job-2", "state": "running"}]})
+    activity.record("job_list", {"jobs": [RUNNING, {"job": "job-2", "state": "running"}]})
     activity.record_jobs(1)
     assert activity.jobs == {"job-1", "job-2"}
     activity.record_jobs(0)
@@ -95,10 +95,10 @@ json_values = st.recursive(
 def test_a_guest_that_lies_of_jobs_is_remembered_in_little(events: list[tuple[str, Any]]) -> None:
     activity = SessionActivity()
     for op, value in events:
-        activity.note(op, {"job": value, "jobs": value})
-        activity.note(op, value if isinstance(value, dict) else {})
+        activity.record(op, {"job": value, "jobs": value})
+        activity.record(op, value if isinstance(value, dict) else {})
     for number in range(100):
-        activity.note("job_start", {"job": {"job": f"j{number}", "state": "running"}})
+        activity.record("job_start", {"job": {"job": f"j{number}", "state": "running"}})
     assert len(activity.jobs) <= 16
     assert all(len(name) <= 64 for name in activity.jobs)
 
@@ -187,7 +187,7 @@ async def test_after_a_restart_only_packed_sessions_are_unchanged(tmp_path: Path
 async def test_a_job_ends_with_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        entry.activity.note("job_start", {"job": RUNNING})
+        entry.activity.record("job_start", {"job": RUNNING})
         entry.activity.has_written = False
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         await host.sessions.use("acme:s", "c")

@@ -106,7 +106,7 @@ def verdict(
 def test_commands_of_a_loaded_trusted_skill_need_no_approval() -> None:
     active = ActiveSkills([SKILL])
     assert verdict(active) == "ask"
-    assert active.note(*load()) == "keep-house"
+    assert active.record_use(*load()) == "keep-house"
     assert verdict(active) == "allow"
 
 
@@ -122,13 +122,13 @@ def test_commands_of_a_loaded_trusted_skill_need_no_approval() -> None:
 )
 def test_other_commands_still_need_approval(command: str) -> None:
     active = ActiveSkills([SKILL])
-    active.note(*load())
+    active.record_use(*load())
     assert verdict(active, command) == "ask"
 
 
 def test_a_skill_lifts_no_deny_or_ask_rule() -> None:
     active = ActiveSkills([SKILL.model_copy(update={"allowed_tools": (AllowedTool(tool="bash_tool"),)})])
-    active.note(*load())
+    active.record_use(*load())
     assert verdict(active) == "allow"
     assert verdict(active, "rm -rf /") == "deny"
     assert verdict(active, "git clean -fd", (DIGEST,), Rule("ask", "bash_tool")) == "ask"
@@ -138,11 +138,11 @@ def test_a_skill_lifts_no_deny_or_ask_rule() -> None:
 def test_a_skill_that_is_not_trusted_has_other_content_or_could_not_be_loaded_saves_no_question() -> None:
     active, changed, failed = ActiveSkills([SKILL]), ActiveSkills([SKILL]), ActiveSkills([SKILL])
     call, result = load()
-    active.note(call, result)
+    active.record_use(call, result)
     assert verdict(active, trusted=(OTHER,)) == "ask"
-    assert changed.note(*load(OTHER)) == "keep-house"
+    assert changed.record_use(*load(OTHER)) == "keep-house"
     assert verdict(changed, trusted=(DIGEST, OTHER)) == "ask"
-    assert failed.note(call, ToolResult.failed(call, ErrorCode.TIMEOUT, "no", metadata={"digest": DIGEST})) is None
+    assert failed.record_use(call, ToolResult.failed(call, ErrorCode.TIMEOUT, "no", metadata={"digest": DIGEST})) is None
     assert verdict(failed) == "ask"
 
 
@@ -154,10 +154,10 @@ def test_other_calls_are_of_no_skill() -> None:
         ("skill_tool", {}),
     ):
         call = ToolCall(id="c", name=name, arguments=arguments)
-        assert active.note(call, ToolResult(call_id="c", name=name, success=True, metadata={"digest": DIGEST})) is None
+        assert active.record_use(call, ToolResult(call_id="c", name=name, success=True, metadata={"digest": DIGEST})) is None
     own = ToolCall(id="c", name="keep-house", arguments={})
     assert (
-        active.note(own, ToolResult(call_id="c", name="keep-house", success=True, metadata={"digest": DIGEST}))
+        active.record_use(own, ToolResult(call_id="c", name="keep-house", success=True, metadata={"digest": DIGEST}))
         == "keep-house"
     )
     assert verdict(active) == "ask"
