@@ -189,7 +189,7 @@ def _call_fetcher(place: Place, network: str, tenant: str) -> str:
         with SandboxClient(place.client_socket) as client:
             return client.call(place.name(tenant), request, body)
 
-    server = SandboxServer("fetcher", entry, stands_alone=True)
+    server = SandboxServer("fetcher", entry, is_sessionless=True)
     outputs = [
         server.call_tool(run, "fetch", {"url": f"http://site.example:{place.http}/big"}, "/workspace", 30)
         for _ in range(2)

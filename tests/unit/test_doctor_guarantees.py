@@ -13,8 +13,8 @@ from workers.sandboxd.guarantees import (
     HostFacts,
     HostGuarantee,
     WorkspaceFacts,
+    build_rows,
     is_runc_fixed,
-    judge,
     read_host_facts,
 )
 from workers.sandboxd.plans import Plans
@@ -66,11 +66,11 @@ OLD_RUNC = {"facts": {"components": {"runc": "1.1.5+ds1"}}, "sandbox_runtime": "
 
 
 def row_of(evidence: Evidence, name: str) -> HostGuarantee:
-    return next(row for row in judge(evidence) if row.name == name)
+    return next(row for row in build_rows(evidence) if row.name == name)
 
 
 def test_on_a_good_host_nothing_is_broken() -> None:
-    rows = judge(build_evidence())
+    rows = build_rows(build_evidence())
 
     assert [row.name for row in rows if row.state == "broken"] == []
     assert [row.name for row in rows if row.state == "unknown"] == ["no known escape"]
@@ -149,7 +149,7 @@ def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
         tenant_classes={"data": TenantClass(image="theirs:2")},
     )
 
-    assert {row.name for row in judge(evidence) if row.is_needed and row.state == "broken"} == {
+    assert {row.name for row in build_rows(evidence) if row.is_needed and row.state == "broken"} == {
         "system calls are filtered",
         "runtimes are installed",
     }
@@ -186,9 +186,9 @@ def test_without_an_engine_every_row_is_there_and_none_holds_by_hope() -> None:
     evidence = replace(
         build_evidence(), facts=None, images={}, workspaces=None, problem="the Docker engine does not answer"
     )
-    rows = judge(evidence)
+    rows = build_rows(evidence)
 
-    assert [row.name for row in rows] == [row.name for row in judge(build_evidence())]
+    assert [row.name for row in rows] == [row.name for row in build_rows(build_evidence())]
     assert {row.name: row.state for row in rows}["engine answers"] == "broken"
     assert {row.name: row.state for row in rows}["system calls are filtered"] == "unknown"
 
@@ -214,7 +214,7 @@ def test_no_row_raises_whatever_engine_and_host_say(
 ) -> None:
     facts = {"kernel": kernel, "components": {"runc": runc}, "runtimes": tuple(runtimes), "security": security}
 
-    rows = judge(
+    rows = build_rows(
         build_evidence(
             facts=facts, host={"swaps": swaps, "memory_bytes": memory, "kernel": kernel}, sandbox_runtime="runc"
         )
@@ -252,7 +252,7 @@ def test_the_guarantees_that_security_md_asks_a_host_for_are_rows_of_the_table()
     named = [name.strip() for line in section.splitlines()[2:] for name in line.split("|")[1].split(",")]
 
     assert named
-    assert set(named) - {row.name for row in judge(build_evidence())} == set()
+    assert set(named) - {row.name for row in build_rows(build_evidence())} == set()
 
 
 def test_the_page_of_images_has_every_field_of_a_tenant_class() -> None:

@@ -52,7 +52,7 @@ def _server(tmp_path: Path, how: str = "good", **fields: object) -> SandboxServe
     entry = StdioEntry.model_validate(
         {"command": sys.executable, "args": (PEER, how), "network": "none", "env": env, **fields}
     )
-    return SandboxServer("peer", entry, stands_alone=how != "old")
+    return SandboxServer("peer", entry, is_sessionless=how != "old")
 
 
 def _call(
@@ -318,7 +318,7 @@ for line in sys.stdin:
 
 def _one_off(how: str = "good", **fields: Any) -> SandboxServer:
     entry = StdioEntry(**{"command": sys.executable, "args": (PEER, how), "network": "none", "idle_s": 0, **fields})
-    return SandboxServer("peer", entry, stands_alone=True)
+    return SandboxServer("peer", entry, is_sessionless=True)
 
 
 def _call_once(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.0, **arguments: Any) -> str:
@@ -332,23 +332,23 @@ def _call_once(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.
 @pytest.mark.parametrize(("how", "alone"), [("good", True), ("old", False)])
 def test_servers_of_both_revisions_work(how: str, alone: bool) -> None:
     server = _one_off(how)
-    server.stands_alone = None
+    server.is_sessionless = None
     assert [tool["name"] for tool in server.list_tools(run_here, 30)] == ["echo", "where", "count"]
-    assert server.stands_alone is alone
+    assert server.is_sessionless is alone
     assert _call_once(server, text="h\u00e9 \U0001f600") == "h\u00e9 \U0001f600"
 
 
 def test_a_server_that_does_not_answer_what_it_does_not_know_is_greeted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_server, "PROBE_S", 1.0)
     server = _one_off("mute")
-    server.stands_alone = None
+    server.is_sessionless = None
     assert len(server.list_tools(run_here, 30)) == 3
-    assert server.stands_alone is False
+    assert server.is_sessionless is False
 
 
 def test_a_refused_initialization_is_reported() -> None:
     server = _one_off("old", args=("-c", REFUSING))
-    server.stands_alone = False
+    server.is_sessionless = False
     with pytest.raises(ToolFailure, match=r"refused to begin \(.*not today") as caught:
         _call_once(server, text="x")
     assert caught.value.code is ErrorCode.HTTP_ERROR

@@ -29,14 +29,14 @@ class FakeSource:
 
     name: str = "docs"
     listed: list[Any] | None = field(default_factory=lambda: [TOOL])
-    stands_alone: bool | None = None
+    is_sessionless: bool | None = None
     asked: int = 0
 
     def list_tools(self) -> list[Any]:
         self.asked += 1
         if self.listed is None:
             raise ToolFailure(ErrorCode.HTTP_ERROR, "it is down")
-        self.stands_alone = True
+        self.is_sessionless = True
         return self.listed
 
     def import_tools(self, listed: Iterable[Any]) -> tuple[ImportedTool, ...]:
@@ -175,7 +175,7 @@ def test_a_process_of_the_pool_has_what_came_after_it_was_forked() -> None:
     if child == 0:
         os.read(go, 1)
         harness.servers.copy_updates()
-        os.write(tells, f"{harness.names()} {source.stands_alone}".encode())
+        os.write(tells, f"{harness.names()} {source.is_sessionless}".encode())
         os._exit(0)
     source.listed = [_tool("later")]
     harness.ask(REFRESH_S)

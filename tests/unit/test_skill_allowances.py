@@ -142,7 +142,9 @@ def test_a_skill_that_is_not_trusted_has_other_content_or_could_not_be_loaded_sa
     assert verdict(active, trusted=(OTHER,)) == "ask"
     assert changed.record_use(*load(OTHER)) == "keep-house"
     assert verdict(changed, trusted=(DIGEST, OTHER)) == "ask"
-    assert failed.record_use(call, ToolResult.failed(call, ErrorCode.TIMEOUT, "no", metadata={"digest": DIGEST})) is None
+    assert (
+        failed.record_use(call, ToolResult.failed(call, ErrorCode.TIMEOUT, "no", metadata={"digest": DIGEST})) is None
+    )
     assert verdict(failed) == "ask"
 
 
@@ -154,7 +156,10 @@ def test_other_calls_are_of_no_skill() -> None:
         ("skill_tool", {}),
     ):
         call = ToolCall(id="c", name=name, arguments=arguments)
-        assert active.record_use(call, ToolResult(call_id="c", name=name, success=True, metadata={"digest": DIGEST})) is None
+        assert (
+            active.record_use(call, ToolResult(call_id="c", name=name, success=True, metadata={"digest": DIGEST}))
+            is None
+        )
     own = ToolCall(id="c", name="keep-house", arguments={})
     assert (
         active.record_use(own, ToolResult(call_id="c", name="keep-house", success=True, metadata={"digest": DIGEST}))

@@ -44,19 +44,19 @@ class SandboxSource:
         return self.server.name
 
     @property
-    def stands_alone(self) -> bool | None:
-        return self.server.stands_alone
+    def is_sessionless(self) -> bool | None:
+        return self.server.is_sessionless
 
-    @stands_alone.setter
-    def stands_alone(self, value: bool | None) -> None:
-        self.server.stands_alone = value
+    @is_sessionless.setter
+    def is_sessionless(self, value: bool | None) -> None:
+        self.server.is_sessionless = value
 
     def list_tools(self) -> list[Any]:
         # A separate object: the revision that running calls use must not change during the listing.
         probe = SandboxServer(self.server.name, self.server.entry)
         with SandboxClient(self.socket) as client:
             listed = _list_in_own_sandbox(probe, client)
-        self.stands_alone = probe.stands_alone
+        self.is_sessionless = probe.is_sessionless
         return listed
 
     def import_tools(self, listed: Iterable[Any]) -> tuple[ImportedTool, ...]:

@@ -32,9 +32,9 @@ of a server without failures.
 
 @dataclass(frozen=True)
 class ServerState:
-    """The last list of a server's tools, and the kind of its revision (ToolSource.stands_alone)."""
+    """The last list of a server's tools, and the kind of its revision (ToolSource.is_sessionless)."""
 
-    stands_alone: bool | None
+    is_sessionless: bool | None
     tools: tuple[ImportedTool, ...]
 
 
@@ -52,7 +52,7 @@ class SharedLists:
         self._version += 1
         states = {
             name: {
-                "stands_alone": server.stands_alone,
+                "is_sessionless": server.is_sessionless,
                 "tools": [[tool.name, tool.spec.model_dump_json()] for tool in server.tools],
             }
             for name, server in servers.items()
@@ -73,7 +73,7 @@ class SharedLists:
         self._version = int.from_bytes(data[:_VERSION_BYTES])
         return {
             name: ServerState(
-                server["stands_alone"],
+                server["is_sessionless"],
                 tuple(
                     ImportedTool(tool_name, ToolSpec.model_validate_json(spec)) for tool_name, spec in server["tools"]
                 ),
@@ -93,11 +93,11 @@ class SharedLists:
 
 
 class ToolSource(Protocol):
-    """A server with tools to offer. `stands_alone`: whether the server speaks a revision of the protocol without
+    """A server with tools to offer. `is_sessionless`: whether the server speaks a revision of the protocol without
     sessions; None before the first listing.
     """
 
-    stands_alone: bool | None
+    is_sessionless: bool | None
 
     @property
     def name(self) -> str: ...
@@ -191,7 +191,7 @@ class ServerRegistry:
             return
         for name, state in self._shared.read_changed().items():
             server = self._servers[name]
-            server.source.stands_alone = state.stands_alone
+            server.source.is_sessionless = state.is_sessionless
             self._replace_tools(server, state.tools)
 
     def _run(self) -> None:
@@ -275,7 +275,7 @@ class ServerRegistry:
     def _share(self) -> None:
         if self._shared is not None:
             states = {
-                name: ServerState(server.source.stands_alone, tuple(server.tools.values()))
+                name: ServerState(server.source.is_sessionless, tuple(server.tools.values()))
                 for name, server in self._servers.items()
             }
             self._shared.write(states)

@@ -124,7 +124,7 @@ class Evidence:
     problem: str | None = None
 
 
-def judge(evidence: Evidence) -> tuple[HostGuarantee, ...]:
+def build_rows(evidence: Evidence) -> tuple[HostGuarantee, ...]:
     """Return one row for each guarantee, judged by the evidence. The rows without which sandboxd cannot start come
     first.
     """
