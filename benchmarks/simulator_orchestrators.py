@@ -113,7 +113,7 @@ class _Transport:
     def settle(self, tenant: str, call_id: str) -> None:
         """Do nothing: no call here keeps its result."""
 
-    async def command(self, queue: str, envelope: str) -> None:
+    async def send_order(self, queue: str, envelope: str) -> None:
         raise NotImplementedError
 
     async def aclose(self) -> None:

@@ -83,7 +83,7 @@ class IdempotencyStore:
         """
         return SlotClaim(
             f"{self._prefix}:once:{name}",
-            f"{self._prefix}:gone:{token}",
+            f"{self._prefix}:released:{token}",
             account,
             json.dumps({"digest": digest, "pending": True, "by": token}),
         )

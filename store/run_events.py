@@ -40,7 +40,7 @@ _ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 _STEPS_OF_CUT = (4000, 1000, 200, 40)
 # KEYS: run, events. ARGV: claim, number of the first event, the last step with complete events ('' for no further
 # step), number of open questions, time to live, limit of events, limit of bytes, then the events. Returns `published`;
-# or `taken` if another process holds the run, or if the run has ended.
+# or `taken` if another process owns the run, or if the run has ended.
 _APPEND = """
 local run = redis.call('HMGET', KEYS[1], 'claim', 'event_count', 'event_bytes')
 if run[1] ~= ARGV[1] then return 'taken' end
@@ -86,7 +86,7 @@ of the runs contain the outcomes.
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Consecutive events of one run. `first`: the number of events of the run that the holder has added before these.
+    """Consecutive events of one run. `first`: the number of events of the run that the owner has added before these.
     `last_step`: the last step whose events are complete after this batch; None: no further step is complete.
     """
 
@@ -130,7 +130,7 @@ class RunEventStore:
         return int(step or 0), bool(has_any)
 
     async def append(self, batches: Sequence[EventBatch], progress: Sequence[ProgressEvent] = ()) -> list[bool]:
-        """Add events. Return, for each of `batches`, whether the process still holds the run. A repetition after a lost
+        """Add events. Return, for each of `batches`, whether the process still owns the run. A repetition after a lost
         reply adds no event of a run twice, and may repeat events of `progress`.
         """
         pipe = self._client.pipeline(transaction=False)

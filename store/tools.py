@@ -85,7 +85,7 @@ class RedisCatalog:
         self._skills: tuple[SkillSummary, ...] = ()
 
     async def specs(self) -> tuple[ToolSpec, ...]:
-        """Return all specs, including the session commands. Raises ConfigError: no worker has published tools, or a
+        """Return all specs, including the session verbs. Raises ConfigError: no worker has published tools, or a
         catalog cannot be verified or read. Raises BrokerUnavailable when Redis does not answer.
         """
         if time.monotonic() - self._read_at > FRESH_S:

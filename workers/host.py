@@ -251,9 +251,9 @@ class SandboxHost:
 
     def _report(self, queue: str) -> HostReport:
         drain = self._drain
-        fields: dict[str, Any] = {"trouble": f"draining: {drain.problem}"} if drain is not None else {}
+        fields: dict[str, Any] = {"problem": f"draining: {drain.problem}"} if drain is not None else {}
         if not self._is_serving:
-            fields = {"healthy": False, "trouble": "starting"}
+            fields = {"healthy": False, "problem": "starting"}
         return build_host_report(
             self._sandboxd.status,
             is_silent=self._sandboxd.is_silent,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import structlog
 
 from contract.errors import BrokerUnavailable, ConfigError
-from contract.hosts import HEARTBEAT_S, MAX_IMAGES_PRESENT, MAX_TROUBLE_CHARS, HostReport
+from contract.hosts import HEARTBEAT_S, MAX_IMAGES_PRESENT, MAX_PROBLEM_CHARS, HostReport
 from contract.names import host_queue
 from store.connection import SKEW_WARNING_S, SharedClock
 from store.hosts import Departure, ReportResult, WorkerHostStore
@@ -231,10 +231,10 @@ def _second(report: HostReport) -> ConfigError:
 def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: Any) -> HostReport:
     """Return the report of a worker next to a sandboxd. `fields` are the worker's own facts.
 
-    A long `trouble` is shortened.
+    A long `problem` is shortened.
     """
     largest = status.get("largest")
-    problem = str(fields.pop("trouble", "sandboxd does not answer: check its log" if is_silent else ""))
+    problem = str(fields.pop("problem", "sandboxd does not answer: check its log" if is_silent else ""))
     facts: dict[str, Any] = {
         "sessions": _count(status, "sessions"),
         "max_sessions": _count(status, "max_sessions"),
@@ -248,7 +248,7 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
         "images_present": _names(status, "images_present")[:MAX_IMAGES_PRESENT],
         "store": read_store(status),
         "healthy": not is_silent,
-        "trouble": problem if len(problem) <= MAX_TROUBLE_CHARS else f"{problem[: MAX_TROUBLE_CHARS - 1]}…",
+        "problem": problem if len(problem) <= MAX_PROBLEM_CHARS else f"{problem[: MAX_PROBLEM_CHARS - 1]}…",
     }
     return HostReport.model_validate({"kind": "sandbox", "reported_at": 0.0, **facts, **fields})
 

@@ -170,7 +170,7 @@ class CeleryTransport:
         for key in self._result_keys.pop((tenant, call_id), ()):
             self._hub.discard(key)
 
-    async def command(self, queue: str, envelope: str) -> None:
+    async def send_order(self, queue: str, envelope: str) -> None:
         """Put an envelope on the host's control list. The worker reads this list immediately, even when its pool is
         busy.
         """

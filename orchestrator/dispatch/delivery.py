@@ -138,13 +138,13 @@ class Delivery:
             await self._close_record(_Progress(request, self._calls), CallState.LOST, code)
         return result
 
-    async def command(self, queue: str, call: ToolCall, tenant: str, session: str | None, wait_s: float) -> None:
+    async def send_order(self, queue: str, call: ToolCall, tenant: str, session: str | None, wait_s: float) -> None:
         """Send `session.cancel` or `session.close` to the workers of a queue. The order does not wait in the queue.
         There is no result. Raises BrokerUnavailable.
         """
         now = self.clock()
         context = ToolContext(tenant=tenant, session=session, sent_at=now, deadline_at=now + wait_s)
-        await self._transport.command(queue, encode_call(call, context, self._keys))
+        await self._transport.send_order(queue, encode_call(call, context, self._keys))
 
     def settle(self, tenant: str, call_id: str) -> None:
         """Delete the result of a call that was made with `keeps_result`. The caller must have stored the result
@@ -156,7 +156,7 @@ class Delivery:
         """Order the pool's workers to cancel the call. If Redis does not answer, the call runs until its own limit."""
         order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": request.call.id})
         with contextlib.suppress(BrokerUnavailable):
-            await self.command(queue, order, request.tenant, request.session, request.queue_wait_s)
+            await self.send_order(queue, order, request.tenant, request.session, request.queue_wait_s)
 
     # --- Lost, and sent again --------------------------------------------------------------------------------------
 

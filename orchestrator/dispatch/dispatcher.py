@@ -95,7 +95,7 @@ class Dispatcher:
         name = request.call.name
         return result if result.name == name else result.model_copy(update={"name": name})
 
-    async def command(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
+    async def send_order(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
         """Send `session.cancel` or `session.close` to the session's host or to the workers of `queue`. The order does
         not wait in the queue. There is no result.
 
@@ -105,7 +105,7 @@ class Dispatcher:
             address = self._locator.last_used(tenant, session)
             queue = address.queue if address is not None else None
         if queue is not None:
-            await self._delivery.command(queue, call, tenant, session, self._queue_wait_s)
+            await self._delivery.send_order(queue, call, tenant, session, self._queue_wait_s)
 
     def settle(self, tenant: str, call_id: str) -> None:
         """Delete the result of a call that was made with `keeps_result`. The caller must have stored the result
@@ -137,7 +137,7 @@ class Dispatcher:
         """
         locator = self.locator
         if (address := await locator.last(tenant, session)) is not None:
-            await self.command(_session_request("close", tenant, session).call, tenant, session, address.queue)
+            await self.send_order(_session_request("close", tenant, session).call, tenant, session, address.queue)
         await locator.forget(tenant, session)
 
     async def add_forks(self, tenant: str, session: str, names: Sequence[str], facts: Mapping[str, Any]) -> None:

@@ -110,12 +110,12 @@ def _find_problem(host: HostReport) -> tuple[str, str]:
         )
     if not host.healthy:
         return (
-            host.trouble or "its sandboxd does not answer",
+            host.problem or "its sandboxd does not answer",
             f"check sandboxd and its log on {host.host}, and run `toolcrew doctor` there",
         )
     if host.draining:
         return "it takes no new sessions" + (
-            f": {host.trouble}" if host.trouble else ""
+            f": {host.problem}" if host.problem else ""
         ), "wait until it has ended, or restart it"
     if 0 < host.memory_free_bytes < LOW_MEMORY_BYTES:
         return (
@@ -132,7 +132,7 @@ def _find_problem(host: HostReport) -> tuple[str, str]:
             f"all {host.max_sessions} sessions are taken",
             "add a host, close sessions, or raise TOOLCREW_MAX_SESSIONS there",
         )
-    return host.trouble, f"see the worker's log on {host.host}" if host.trouble else ""
+    return host.problem, f"see the worker's log on {host.host}" if host.problem else ""
 
 
 def _size_of(host: HostReport) -> str:

@@ -87,7 +87,7 @@ class CallControl:
         """
         queue, _ = parse_holder(record.holder)
         order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call_id})
-        await self._dispatcher.command(order, tenant, record.session or None, queue or record.queue)
+        await self._dispatcher.send_order(order, tenant, record.session or None, queue or record.queue)
 
     async def _await_end(self, tenant: str, call_id: str, within_s: float) -> CallRecord | None:
         """Return the record of the call if it ends within that time; None if not."""

@@ -34,7 +34,7 @@ class Orders:
     obey: Callable[[ToolCall], Awaitable[None]]
     sent_orders: list[tuple[ToolCall, tuple[str, str | None, str | None]]] = field(default_factory=list)
 
-    async def command(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
+    async def send_order(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
         self.sent_orders.append((call, (tenant, session, queue)))
         await self.obey(call)
 

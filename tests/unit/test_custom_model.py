@@ -202,7 +202,7 @@ async def test_a_bug_of_the_model_is_reported_at_once(caplog: pytest.LogCaptureF
         ErrorCode.INTERNAL,
         "the caller's model failed (ZeroDivisionError): see the log of the caller",
     )
-    assert "model_question_failed" in caplog.text
+    assert "model_request_failed" in caplog.text
 
 
 async def test_nonsense_for_an_answer_is_logged_and_the_next_answer_read() -> None:
@@ -229,7 +229,7 @@ async def test_nonsense_for_a_question_is_logged_and_not_answered(caplog: pytest
         given = requests.open_call()(CallEvent(kind=MODEL, payload=payload), FakeReader(events))  # type: ignore[arg-type]
         assert given is not None
         await given
-        assert "model_question_refused" in caplog.text
+        assert "model_request_refused" in caplog.text
         caplog.clear()
     assert events.answers.empty()
 

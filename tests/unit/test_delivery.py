@@ -89,7 +89,7 @@ class Fleet:
             seal=ResultSeal(KEY, context.tenant, context.attempt),
         )
 
-    async def command(self, queue: str, envelope: str) -> None:
+    async def send_order(self, queue: str, envelope: str) -> None:
         """Send nothing."""
 
     async def aclose(self) -> None:

@@ -199,7 +199,7 @@ async def test_a_redis_that_is_a_replica_or_does_not_answer_is_reported() -> Non
     [
         ({"release": "0"}, True, "release 0", "docs/deploy.md"),
         (
-            {"healthy": False, "trouble": "sandboxd does not answer"},
+            {"healthy": False, "problem": "sandboxd does not answer"},
             True,
             "sandboxd does not answer",
             "toolcrew doctor",

@@ -121,7 +121,7 @@ class Worker:
         self.orders.append(lossy)
         if self.answers:
             self.harness.hosts().report(
-                build_report(self.queue, store="shared", draining=True, trouble="draining: 2 sessions left")
+                build_report(self.queue, store="shared", draining=True, problem="draining: 2 sessions left")
             )
         return self.answers
 
@@ -181,7 +181,7 @@ async def test_the_end_of_a_drain_is_distinguished_from_a_loss(
     await order_drain(hosts, report, KEY)
     messages = []
     async for state, last in follow_drain(hosts, report):
-        messages.append((state, last.trouble))
+        messages.append((state, last.problem))
         if state == "draining":
             harness.hosts().leave("drained", report)
     assert messages == [("draining", "draining: 2 sessions left"), ("drained", "draining: 2 sessions left")]
@@ -280,16 +280,16 @@ def test_a_report_reports_what_sandboxd_says_and_its_silence() -> None:
     assert (report.memory_free_bytes, report.store) == (7, "shared")
     assert report.largest == {"default": LargestOptions(cpus=8, timeout_s=7200)}
     assert report.healthy
-    assert report.trouble == ""
+    assert report.problem == ""
     silent = build_host_report(
         {"boot": "b1", "sessions": [], "classes": "default", "max_sessions": -3}, is_silent=True, **own
     )
     assert (silent.healthy, silent.sessions, silent.max_sessions) == (False, 0, 0)
     assert (silent.classes, silent.store) == ((), "local")
     assert "largest" not in silent.model_dump(), "earlier releases read the report of a host without larger classes"
-    assert "check its log" in silent.trouble
-    troubled = build_host_report(status, is_silent=False, trouble="x" * 501, **own)
-    assert (len(troubled.trouble), troubled.trouble[-2:]) == (500, "x…"), "a worker reports, whatever its trouble"
+    assert "check its log" in silent.problem
+    troubled = build_host_report(status, is_silent=False, problem="x" * 501, **own)
+    assert (len(troubled.problem), troubled.problem[-2:]) == (500, "x…"), "a worker reports, whatever its trouble"
     assert silent.memory_free_bytes > 0
 
 
