@@ -82,12 +82,12 @@ class _Hosts:
     """Host store of the simulation. The store reads the reports again when its copy is FRESH_S old."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._known, self._read_at = world, list[HostReport](), float("-inf")
+        self._world, self._reports, self._read_at = world, list[HostReport](), float("-inf")
 
     async def reports(self) -> list[HostReport]:
         if self._world.loop.time() - self._read_at >= FRESH_S:
-            self._known, self._read_at = list(self._world.reports.values()), self._world.loop.time()
-        return self._known
+            self._reports, self._read_at = list(self._world.reports.values()), self._world.loop.time()
+        return self._reports
 
 
 class _Transport:

@@ -240,7 +240,7 @@ class ResultHub:
         # Received results are deleted. If Redis is unavailable, they expire by themselves.
         with contextlib.suppress(BrokerUnavailable, TimeoutError):
             async with asyncio.timeout(1):
-                await self._delete_taken()
+                await self._delete_read_results()
 
     def task_id(self, name: str) -> str:
         """Return a task id whose result this hub receives. `name`: the last part of the id."""
@@ -388,11 +388,11 @@ class ResultHub:
         while True:
             await asyncio.sleep(DISCARD_EVERY_S)
             try:
-                await self._delete_taken()
+                await self._delete_read_results()
             except BrokerUnavailable as error:
                 log.debug("results_not_deleted", error=str(error), keys=len(self._collected))
 
-    async def _delete_taken(self) -> None:
+    async def _delete_read_results(self) -> None:
         while self._collected:
             batch = self._collected[:DISCARD_BATCH]
             with broker_errors("results were not deleted"):

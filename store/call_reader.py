@@ -24,6 +24,7 @@ from contract.envelope import decode_result, find_encoded_result, find_result_ke
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.hosts import HOST_TTL_S, parse_holder
 from contract.names import (
+    active_tenants_key,
     admission_prefix,
     call_key,
     flower_task_url,
@@ -32,7 +33,6 @@ from contract.names import (
     is_blob_of,
     location_key,
     result_key,
-    seen_tenants_key,
     tenant_calls_key,
     tenants_key,
 )
@@ -322,7 +322,7 @@ class CallReader:
     async def tenants(self) -> list[str]:
         """Return the tenants that are registered or have opened a session."""
         registered: Any = await _ask(self._client.hkeys(tenants_key(self._deployment)))
-        active: Any = await _ask(self._client.zrange(seen_tenants_key(self._deployment), 0, -1))
+        active: Any = await _ask(self._client.zrange(active_tenants_key(self._deployment), 0, -1))
         return sorted({DEFAULT_TENANT, *(name.decode() for name in (*registered, *active))} - {VERSION_FIELD})
 
     async def _owners(self, call_id: str) -> list[str]:

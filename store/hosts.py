@@ -234,18 +234,18 @@ async def check_tenant_class(client: RedisClient, deployment: str, tenant_class:
     if tenant_class == TenantPolicy().sandbox.tenant_class:
         return []
     hosts = [report for report in await HostStore(client, deployment).read() if report.kind == "sandbox"]
-    known = sorted({name for host in hosts for name in host.classes})
-    if not known:
+    classes = sorted({name for host in hosts for name in host.classes})
+    if not classes:
         return [
             f"--class: {tenant_class} was not checked, because no sandbox host reports: check that "
             "TOOLCREW_TENANT_CLASSES of the hosts has the class"
         ]
-    if tenant_class not in known:
+    if tenant_class not in classes:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"--class: no host has the tenant class {tenant_class}: use one of {', '.join(known)}, or first add the "
+            f"--class: no host has the tenant class {tenant_class}: use one of {', '.join(classes)}, or first add the "
             "class to TOOLCREW_TENANT_CLASSES of a host and restart its sandboxd",
-            nearest=difflib.get_close_matches(tenant_class, known, n=3),
+            nearest=difflib.get_close_matches(tenant_class, classes, n=3),
         )
     return []
 

@@ -19,13 +19,13 @@ PENDING_S = 900
 """Maximum time for which a request holds its slot, in seconds. The time is longer than any call. Afterwards, the key
 still leads to the work that the request has started.
 """
-KEPT_BYTES = 256 * 1024 * 1024
+MAX_STORED_BYTES = 256 * 1024 * 1024
 """Limit of the responses of one API key within a day, in bytes. All tenants share the memory of Redis."""
 SLOT_BYTES = 200
 """Additional memory of a stored response, in bytes."""
 FULL = (
-    f"the stored responses of this API key fill {KEPT_BYTES // 2**20} MiB, so the request was not started: send it "
-    "without an Idempotency-Key or with another API key, or wait until yesterday's responses expire"
+    f"the stored responses of this API key fill {MAX_STORED_BYTES // 2**20} MiB, so the request was not started: send "
+    "it without an Idempotency-Key or with another API key, or wait until yesterday's responses expire"
 )
 # Every script is repeatable after a lost reply. A claim recognizes itself, and a settled slot is not settled again. A
 # claim may also arrive after its own release, from a connection that was given up. Its result then has no reader, so
@@ -94,7 +94,7 @@ class IdempotencyStore:
         """
         with broker_errors("the request was not started"):
             # The limit is approximate: requests that run at the same time may exceed it by their own responses.
-            is_full = await self.count(claim.account) > KEPT_BYTES
+            is_full = await self.count(claim.account) > MAX_STORED_BYTES
             content: Any = await self._claim(
                 [claim.slot, claim.released], [claim.pending, PENDING_S, "full" if is_full else ""]
             )

@@ -29,12 +29,12 @@ from contract.metrics import (
     overflow_series,
 )
 from contract.names import (
+    active_tenants_key,
     admission_prefix,
     deployment_key,
     hosts_key,
     refusals_key,
     runs_prefix,
-    seen_tenants_key,
     slots_key,
     tenants_key,
 )
@@ -299,7 +299,7 @@ class MetricsStore:
                 pipe.hgetall(metrics_key(self._deployment))
                 pipe.hgetall(refusals_key(self._deployment))
                 pipe.hkeys(tenants_key(self._deployment))
-                pipe.zrange(seen_tenants_key(self._deployment), 0, -1)
+                pipe.zrange(active_tenants_key(self._deployment), 0, -1)
                 queues, sums, refusals, fields, active = await pipe.execute()
         registered = [name for name in _decode(fields) if not name.startswith("#")]
         tenants = {DEFAULT_TENANT, *registered, *_decode(active)}

@@ -186,7 +186,7 @@ def _tenants(
         name: policy if isinstance(policy, TenantPolicy) else TenantPolicy() for name, policy in policies.items()
     }
     default = policy_by_name.get("default", TenantPolicy())
-    all_held = sum(running for running, _ in data.values())
+    total_running = sum(running for running, _ in data.values())
     all_weight = sum(policy_by_name.get(name, default).weight for name in data)
     tenants = []
     for name in sorted({*policies, *data}):
@@ -202,7 +202,7 @@ def _tenants(
             in_flight=policy.in_flight,
             held=running,
             waiting=waiting,
-            share=running / all_held if all_held else 0.0,
+            share=running / total_running if total_running else 0.0,
             fair_share=policy.weight / all_weight if name in data else 0.0,
             is_paused=policy.is_paused,
             problem=str(stored) if isinstance(stored, ConfigError) else "",

@@ -242,7 +242,7 @@ class RunLog:
         # A resumed run opens its session again, so a new session is not progress. Otherwise a run that kills every
         # owner at this point would be resumed without end.
         is_further = not isinstance(event, SessionOpening | StateForking)
-        spent = self._spending.get(index, ReplySpending())
+        spending = self._spending.get(index, ReplySpending())
         prefix, has_session = usage_prefix(self._deployment, attempt.tenant), int(self.session is not None)
         session = session_usage_key(self._deployment, attempt.tenant, self.session or "")
         reply = await self._append(
@@ -256,7 +256,7 @@ class RunLog:
                 "1" if is_further else "0",
                 prefix,
                 has_session,
-                *spent.amounts(),
+                *spending.amounts(),
                 "1" if isinstance(event, StateForking) else "0",
             ],
         )

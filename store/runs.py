@@ -66,7 +66,7 @@ log = get_logger(__name__)
 
 MAX_PENDING = 10_000
 """Limit of waiting hosted runs of a tenant. Further runs are refused."""
-MAX_KEPT = 100_000
+MAX_LISTED = 100_000
 """Limit of listed hosted runs of a tenant. Above the limit, the oldest runs that have ended are removed."""
 MAX_BODY_BYTES = 1024 * 1024
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
@@ -365,7 +365,7 @@ class RunQueue:
         reply, abandoned = await self.step(
             "claim", self.owner, limit, LEASE_S, *filters, *(secrets.token_hex(8) for _ in range(limit))
         )
-        await self._end_left([tuple(part.decode() for part in row) for row in abandoned])
+        await self._end_abandoned([tuple(part.decode() for part in row) for row in abandoned])
         rows, claims = [tuple(part.decode() for part in row) for row in reply], list[RunClaim]()
         records = await self._fields([row[:2] for row in rows])
         for (tenant, run, token, kind), fields in zip(rows, records, strict=True):
@@ -426,7 +426,7 @@ class RunQueue:
             raise BatchCancelled(claim.record.batch)
         return bool(reply)
 
-    async def _end_left(self, abandoned: Sequence[tuple[str, ...]]) -> None:
+    async def _end_abandoned(self, abandoned: Sequence[tuple[str, ...]]) -> None:
         """End the runs of cancelled batches whose owner died, because no process may be following those batches. A
         cancelled hosted run has already ended; only its sessions are closed.
         """

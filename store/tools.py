@@ -290,9 +290,9 @@ class RedisSwitches(AuditedStore):
         """Return the switches. Raises BrokerUnavailable when Redis does not answer: a tool that may be off must not be
         called.
         """
-        if (asked_at := self._cache.due()) is not None:
+        if (requested_at := self._cache.due()) is not None:
             with broker_errors("the switches were not read"):
-                self._cache.learn(await self._client.hgetall(self._key), asked_at)
+                self._cache.learn(await self._client.hgetall(self._key), requested_at)
         return self._cache.switches
 
     async def turn_off(self, name: str, switch: Switch, tenant: str | None = None) -> None:
@@ -332,12 +332,12 @@ class _SwitchCache:
         now = self._clock()
         return now if now - self.read_at >= SWITCHES_FRESH_S else None
 
-    def learn(self, fields: Any, asked_at: float) -> None:
+    def learn(self, fields: Any, requested_at: float) -> None:
         """Take the hash from Redis, which was requested at that time."""
         if fields != self._fields:
             self._fields, self.switches = fields, parse_switches(self._keys, fields)
         # The age counts from the request: a slow reply must not delay a switch.
-        self.read_at = asked_at
+        self.read_at = requested_at
 
 
 class RegistrySwitches:
@@ -373,7 +373,7 @@ class WorkerSwitches:
         """Return the switch that turns the tool off for that tenant; None if the tool is on. Raises BrokerUnavailable
         when Redis does not answer: a tool that may be off must not run.
         """
-        if (asked_at := self._cache.due()) is not None:
+        if (requested_at := self._cache.due()) is not None:
             with broker_errors(f"the call was not run, because it is not known whether {name} is disabled"):
-                self._cache.learn(self._client.hgetall(self._key), asked_at)
+                self._cache.learn(self._client.hgetall(self._key), requested_at)
         return find_switch(self._cache.switches, name, tenant)

@@ -137,13 +137,13 @@ class SandboxHost:
         self._sandboxd = SandboxdMonitor(first, self._end_after_restart)
         self._facts = _Facts(settings.host, secrets.token_hex(4), describe_process(), settings.concurrency, time.time())
         hosts = WorkerHostStore(connect_once(self._broker), self._broker.deployment, clock)
-        taken = take_queue_name(settings.host, str(first["boot"]), hosts, self._report)
-        self.queue, self.worker = taken.queue, self._facts.worker
+        queue_name = take_queue_name(settings.host, str(first["boot"]), hosts, self._report)
+        self.queue, self.worker = queue_name.queue, self._facts.worker
         self.queues: tuple[str, ...] = (self.queue,)
         self.control_queues: tuple[str, ...] = (self.queue,)
         self._sessions = self.open_sessions()
         # Decide about the sessions before the first call: a stale session must not serve a call.
-        self._adoption = AdoptionMonitor(self._sessions, hosts, taken.ended)
+        self._adoption = AdoptionMonitor(self._sessions, hosts, queue_name.ended)
         with self._open_client() as sandboxd:
             self._adoption.begin(str(row["name"]) for row in sandboxd.sessions())
         self._heartbeat = Heartbeat(hosts, lambda: self._report(self.queue), clock, self._end_for_loss)

@@ -128,7 +128,7 @@ class AdoptionMonitor:
         self._hosts = hosts
         self._ended = ended
         self._undecided: list[str] = []
-        self._stale: list[str] = []
+        self._foreign: list[str] = []
 
     def begin(self, names: Iterable[str]) -> Counter[AdoptionResult]:
         """Decide about the sessions `names`, which are all sessions of sandboxd.
@@ -152,8 +152,8 @@ class AdoptionMonitor:
                 self._adopt(self._undecided)
             except BrokerUnavailable as error:
                 log.warning("sessions_not_adopted", undecided=len(self._undecided), error=str(error))
-        self._close_stale(client)
-        return not self._undecided and not self._stale
+        self._close_foreign(client)
+        return not self._undecided and not self._foreign
 
     def _adopt(self, names: list[str]) -> Counter[AdoptionResult]:
         counts: Counter[AdoptionResult] = Counter()
@@ -165,23 +165,23 @@ class AdoptionMonitor:
                 counts[result] += 1
                 if result is AdoptionResult.HELD:
                     undecided.append(name)
-                elif result in (AdoptionResult.ELSEWHERE, AdoptionResult.CLOSED) and name not in self._stale:
-                    self._stale.append(name)
+                elif result in (AdoptionResult.ELSEWHERE, AdoptionResult.CLOSED) and name not in self._foreign:
+                    self._foreign.append(name)
         # Replace the list only after Redis has answered for all names. Otherwise the next round asks for all of them
         # again.
         self._undecided = undecided
         return counts
 
-    def _close_stale(self, client: SandboxClient) -> None:
+    def _close_foreign(self, client: SandboxClient) -> None:
         """Close sessions that another host serves, and sessions that have ended. No call may use their old files."""
-        stale, self._stale = self._stale, []
-        for name in stale:
+        names, self._foreign = self._foreign, []
+        for name in names:
             try:
                 client.close(name)
                 log.info("stale_session_closed", session=name.partition(":")[2])
             except (OperatorError, ToolFailure) as error:
                 log.warning("stale_session_not_closed", error=str(error))
-                self._stale.append(name)
+                self._foreign.append(name)
 
 
 class ExpiryMonitor:

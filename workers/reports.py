@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 RETRY_S = 0.5
 LEAVE_POLL_S = 0.2
-STALE_S = HEARTBEAT_S + 1.5
+REPORT_TIMEOUT_S = HEARTBEAT_S + 1.5
 """Seconds without a new report after which a worker has ended or hangs."""
 CHECK_INTERVAL_S = 0.25
 START_TTL_S = 60
@@ -180,9 +180,9 @@ def _find_ended(hosts: WorkerHostStore, host: str, base: str) -> tuple[HostRepor
 
 
 def _has_fallen_silent(hosts: WorkerHostStore, report: HostReport) -> bool:
-    """Return whether no other report of that worker arrives within STALE_S."""
-    log.info("another_worker_reported", queue=report.queue, worker=report.worker, waits_s=STALE_S)
-    until = time.monotonic() + STALE_S
+    """Return whether no other report of that worker arrives within REPORT_TIMEOUT_S."""
+    log.info("another_worker_reported", queue=report.queue, worker=report.worker, waits_s=REPORT_TIMEOUT_S)
+    until = time.monotonic() + REPORT_TIMEOUT_S
     while time.monotonic() < until:
         time.sleep(CHECK_INTERVAL_S)
         stored = hosts.find(report.queue)

@@ -86,9 +86,9 @@ class QueueApprover:
         ToolFailure, EnvelopeRefused.
         """
         while True:
-            left_s = expires_at - time.time() if math.isfinite(expires_at) else MAX_WAIT_S
+            remaining_s = expires_at - time.time() if math.isfinite(expires_at) else MAX_WAIT_S
             try:
-                return await self._queue.ask(question, asker, max(left_s - ARRIVAL_S, left_s / 2, 0.0))
+                return await self._queue.ask(question, asker, max(remaining_s - ARRIVAL_S, remaining_s / 2, 0.0))
             except BrokerUnavailable as error:
                 log.warning("question_not_stored", approval=question.id, error=str(error))
                 await asyncio.sleep(RETRY_S)

@@ -267,7 +267,7 @@ async def _read_file(
     if is_detached:
         with errors.check():
             check_detached(read, defaults.artifacts, file.name, uploads=uploads)
-    errors.raise_found()
+    errors.raise_if_any()
     check_lines(read, defaults, is_detached=is_detached)
     if settings.redis_url is None:
         # An embedded stack has no model endpoints.

@@ -200,7 +200,7 @@ class Delivery:
                 if refused.reason == "duplicate" or address is None:
                     raise _used_before(progress.attempt) from None
                 if not await progress.untaken.wait():
-                    failed = _never_taken(address.queue, progress)
+                    failed = _build_not_claimed(address.queue, progress)
                     await self._close_record(progress, progress.state, failed.code)
                     raise failed from None
                 address = await self._refresh(request, address, is_lost=refused.reason == "host_lost")
@@ -529,7 +529,7 @@ class _Progress:
         self.may_have_acted = self.may_have_acted or has_started
 
 
-def _never_taken(queue: str, progress: _Progress) -> DeliveryFailed:
+def _build_not_claimed(queue: str, progress: _Progress) -> DeliveryFailed:
     if progress.may_have_acted:
         return DeliveryFailed(
             ErrorCode.OUTCOME_UNKNOWN,

@@ -119,18 +119,18 @@ class ProcessSupervisor:
         method before you call `stop`.
         """
         watches = {asyncio.create_task(self._watch(plan)) for plan in self._plans.values()}
-        given_up: list[str] = []
+        failed_roles: list[str] = []
         try:
-            while watches and not given_up:
+            while watches and not failed_roles:
                 done, watches = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-                given_up = [role for task in done if (role := task.result()) is not None]
-            if not given_up:
+                failed_roles = [role for task in done if (role := task.result()) is not None]
+            if not failed_roles:
                 await asyncio.get_running_loop().create_future()
         finally:
             for task in watches:
                 task.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
-        return given_up[0]
+        return failed_roles[0]
 
     async def stop(self, role: str) -> None:
         """Stop the process, with SIGKILL if necessary, and all processes of its session. Does nothing for a process

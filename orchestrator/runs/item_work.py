@@ -282,10 +282,10 @@ class ItemWork:
         options, is_over = _options(work.limits, defaults, chosen_model.prices), False
         if options.max_wall_s is not None:
             # Earlier processes have already used a part of the time limit.
-            left_s = options.max_wall_s - journal.spent_wall_s
+            remaining_s = options.max_wall_s - journal.spent_wall_s
             options, is_over = (
-                replace(options, max_wall_s=max(LEAST_WALL_S, left_s) if journal.is_resumed else left_s),
-                left_s <= 0,
+                replace(options, max_wall_s=max(LEAST_WALL_S, remaining_s) if journal.is_resumed else remaining_s),
+                remaining_s <= 0,
             )
         if chosen_model.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, on_event)

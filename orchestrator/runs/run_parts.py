@@ -109,14 +109,14 @@ def _list_skills(skills: Iterable[SkillSummary], uses: Mapping[str, int], max_ch
     return "\n".join(["Skills, those that are used most:", *shown, f"[{hidden} more: use action list to see them]"])
 
 
-def _choose_lines(lines: Mapping[str, str], uses: Mapping[str, int], chars_left: int) -> list[str]:
+def _choose_lines(lines: Mapping[str, str], uses: Mapping[str, int], remaining_chars: int) -> list[str]:
     """Return the lines that fit, in the order of the input. The most used skills come first in the choice. A line
     that is too long does not exclude shorter lines.
     """
     fitting: set[str] = set()
     for name in sorted(lines, key=lambda name: (-uses.get(name, 0), name)):
-        if len(lines[name]) + 1 <= chars_left:
-            chars_left -= len(lines[name]) + 1
+        if len(lines[name]) + 1 <= remaining_chars:
+            remaining_chars -= len(lines[name]) + 1
             fitting.add(name)
     return [lines[name] for name in lines if name in fitting]
 
@@ -267,7 +267,7 @@ class RunParts:
             options=options,
             on_event=config.on_event,
             run_id=config.run,
-            spent_by_tools=questions.usage,
+            usage_by_tools=questions.usage,
             switched_off=switches,
             skills=[skill.name for skill in skills],
         )

@@ -397,4 +397,4 @@ async def test_an_image_that_cannot_be_a_sandbox_is_named_with_the_reason(api: A
         assert f"image {image} cannot be a sandbox: " in str(caught.value)
         assert "its /workspace is not a folder" in str(caught.value)
         assert time.monotonic() - started_at < 10
-    assert host.factory.slots.taken == 0
+    assert host.factory.slots.used == 0

@@ -40,7 +40,7 @@ def _load(url: str, **fields: Any) -> dict[str, WorkerTool]:
 
 def _found(entries: dict[str, HttpEntry]) -> dict[str, WorkerTool]:
     registry: WorkerRegistry = ToolRegistry()
-    ServerRegistry(registry, build_http_sources(entries, WebSettings()), 600, 4).list_due()
+    ServerRegistry(registry, build_http_sources(entries, WebSettings()), 600, 4).list_due_servers()
     return {spec.name: tool for spec in registry.specs() if (tool := registry.get(spec.name)) is not None}
 
 

@@ -409,7 +409,7 @@ def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(
             harness = make()
             await harness.client.flushdb()
             harness.runs = HostedRuns(
-                harness.client, "d", KEY, harness.pool.tenants, max_kept=data.draw(st.integers(5, 30))
+                harness.client, "d", KEY, harness.pool.tenants, max_listed=data.draw(st.integers(5, 30))
             )
             run_ids = [await harness.start() for _ in range(data.draw(st.integers(0, 20)))]
             listed, cursor, is_first = list[str](), None, True
@@ -431,7 +431,7 @@ def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(
 
 async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(make_hosted: MadeHosted) -> None:
     harness = make_hosted(["done", "done"])
-    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_kept=3)
+    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=3)
     started = [await harness.start() for _ in range(2)]
     async with harness.working():
         await harness.ended(started[1])
@@ -450,7 +450,7 @@ async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(make_
 
 async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(make_hosted: MadeHosted) -> None:
     harness = make_hosted(["done"])
-    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_kept=15)
+    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=15)
     waiting = [await harness.start(priority=-1) for _ in range(12)]
     ended = []
     for kind in (FailureKind.MODEL, None) * 3:

@@ -61,7 +61,7 @@ class Harness:
 
     def ask(self, after_s: float = 0.0) -> float:
         self.now += after_s
-        return self.servers.list_due()
+        return self.servers.list_due_servers()
 
     def names(self) -> list[str]:
         return [spec.name.removeprefix("mcp__") for spec in self.registry.specs()]
@@ -88,7 +88,7 @@ def test_a_bug_with_one_server_does_not_end_the_refresh() -> None:
     harness = Harness(FakeSource())
     results: Iterator[Any] = iter([RuntimeError("a bug of ours")])
 
-    def list_due() -> float:
+    def list_due_servers() -> float:
         failure = next(results, None)
         if failure is not None:
             failed.set()
@@ -96,7 +96,7 @@ def test_a_bug_with_one_server_does_not_end_the_refresh() -> None:
         refreshed.set()
         return REFRESH_S
 
-    harness.servers.list_due = list_due  # type: ignore[method-assign]
+    harness.servers.list_due_servers = list_due_servers  # type: ignore[method-assign]
     harness.servers.again_s = 0.01
     harness.servers.start()
     assert failed.wait(5)

@@ -280,7 +280,7 @@ async def test_a_failed_fill_leaves_no_workspace_and_no_slot(tmp_path: Path, mon
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, stillborn, echoing, workspaces=workspaces, pool=replace(QUICK, target=1)) as host:
         (await filled(host, 1)).cancel()
-        assert (len(workspaces.alive), host.factory.slots.taken) == (1, 1)
+        assert (len(workspaces.alive), host.factory.slots.used) == (1, 1)
 
 
 async def test_a_sandbox_that_has_waited_too_long_is_replaced(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_
         host.sessions._prepare_network = refuse
         with pytest.raises(RuntimeError):
             await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        assert (host.alive, host.factory.slots.taken, len(host.sessions)) == ([], 0, 0)
+        assert (host.alive, host.factory.slots.used, len(host.sessions)) == ([], 0, 0)
 
 
 # Archives
@@ -170,7 +170,7 @@ async def test_an_archive_that_cannot_be_unpacked_does_not_lock_its_session_up(t
         for _ in range(3):
             with pytest.raises(SandboxUnavailable, match="damaged"):
                 await host.sessions.use("acme:s", "c")
-        assert (host.alive, host.factory.slots.taken) == ([], 0)
+        assert (host.alive, host.factory.slots.used) == ([], 0)
         _, sandbox = await host.sessions.use("acme:s", "c")
         description = entry.describe_sandbox(sandbox)
         assert description["rebuilt"] is True
@@ -219,7 +219,7 @@ async def test_an_unwritable_state_folder_is_reported(tmp_path: Path) -> None:
         (tmp_path / "test" / "containers").rmdir()
         with pytest.raises(SandboxUnavailable, match="TOOLCREW_SANDBOXD_STATE"):
             await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        assert host.factory.slots.taken == 0
+        assert host.factory.slots.used == 0
 
 
 # Ends
@@ -427,7 +427,7 @@ async def test_a_restore_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert host.alive == []
         assert workspaces.alive == {}
         assert host.records.sessions() == []
-        assert host.factory.slots.taken == 0
+        assert host.factory.slots.used == 0
         assert len(host.sessions) == 0
 
 
@@ -518,7 +518,7 @@ async def test_a_failed_start_leaves_neither_workspace_nor_place_nor_record(tmp_
         host.engine.refuse_starts = 1
         with pytest.raises(SandboxUnavailable):
             await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        assert (workspaces.alive, host.factory.slots.taken, host.records.containers()) == ({}, 0, [])
+        assert (workspaces.alive, host.factory.slots.used, host.records.containers()) == ({}, 0, [])
 
 
 async def test_an_overfull_workspace_ends_its_sandbox_once_and_leaves_room_to_delete(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_kno
         await tenants.change("acme", lambda policy: policy.model_copy(update={"tools": ()}))
         assert worker.policy("acme").tools is (await other.policy("acme")).tools is None
         clock.now += POLICY_FRESH_S
-        other._cache._asked_at -= POLICY_FRESH_S
+        other._cache._requested_at -= POLICY_FRESH_S
         assert worker.policy("acme").tools == (await other.policy("acme")).tools == ()
         await tenants.remove("acme")
         await tenants.add("zeta", TenantPolicy())
@@ -243,10 +243,10 @@ def seen(version: bytes, weight: int, tenant: str = "acme") -> StoredPolicy:
 
 def test_an_answer_that_was_overtaken_is_not_remembered() -> None:
     cache = PolicyCache(KEYS, Clock())
-    cache.confirm(b"new", asked_at=101)
-    cache.learn("acme", seen(b"new", 2), asked_at=101)
-    assert cache.learn("acme", seen(b"old", 1), asked_at=100).weight == 1
-    cache.confirm(b"old", asked_at=100)
+    cache.confirm(b"new", requested_at=101)
+    cache.learn("acme", seen(b"new", 2), requested_at=101)
+    assert cache.learn("acme", seen(b"old", 1), requested_at=100).weight == 1
+    cache.confirm(b"old", requested_at=100)
     policy = cache.find("acme")
     assert policy is not None
     assert policy.weight == 2
@@ -255,7 +255,7 @@ def test_an_answer_that_was_overtaken_is_not_remembered() -> None:
 def test_the_cache_is_bounded() -> None:
     cache = PolicyCache(KEYS, Clock())
     for number in range(MAX_CACHED_POLICIES + 10):
-        cache.learn(f"t{number}", seen(b"v", 2, f"t{number}"), asked_at=100)
+        cache.learn(f"t{number}", seen(b"v", 2, f"t{number}"), requested_at=100)
     assert (cache.find("t9"), cache.find("t10") is None) == (None, False)
 
 

@@ -156,7 +156,7 @@ def test_a_worker_refuses_to_start_while_another_reports_under_its_name(
 
 
 def test_a_restarted_machine_keeps_its_name(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "STALE_S", 0.05)
+    monkeypatch.setattr(reports, "REPORT_TIMEOUT_S", 0.05)
     harness.hosts().report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
     with capture_logs():
         assert take(harness).queue == "host.a.b1"
@@ -173,7 +173,7 @@ def test_the_later_of_two_workers_refuses_to_start(harness: HostHarness, monkeyp
 
 
 def test_a_worker_that_reports_no_more_is_gone(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "STALE_S", 0.05)
+    monkeypatch.setattr(reports, "REPORT_TIMEOUT_S", 0.05)
     take(harness, "w1")
     with capture_logs():
         taken = take(harness, "w2")
@@ -188,7 +188,7 @@ def test_a_process_that_does_not_live_is_gone_at_once(harness: HostHarness) -> N
 
     began = time.monotonic()
     assert [report.worker for report in take(harness).ended] == ["w1"]
-    assert time.monotonic() - began < reports.STALE_S
+    assert time.monotonic() - began < reports.REPORT_TIMEOUT_S
 
 
 def test_a_worker_of_another_boot_that_may_live_is_neither_gone_nor_in_the_way(harness: HostHarness) -> None:

@@ -351,7 +351,7 @@ def test_what_is_over_weighs_more_the_more_it_holds_also_when_its_files_are_empt
     for number in range(11, 14):
         for name in range(number):
             (tree / str(name)).touch()
-        held.append(count(tree, WorkspaceSize(MIB, 10)).held_bytes)
+        held.append(count(tree, WorkspaceSize(MIB, 10)).counted_bytes)
 
     assert held == [MIB * 11 // 10, MIB * 12 // 10, MIB * 13 // 10]
 

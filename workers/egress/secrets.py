@@ -159,7 +159,7 @@ class SecretMasker:
                 at = following
         return bytes(masked)
 
-    def count_held(self, data: bytes) -> int:
+    def count_withheld(self, data: bytes) -> int:
         """Return how many bytes at the end may be the start of a secret."""
         lower = data.lower()
         return max((_count_prefix(lower, form) for form in self._forms), default=0)
@@ -183,7 +183,7 @@ class MaskedStream:
         for at, byte in enumerate(self._masked):
             if byte != self._raw[at]:
                 masked[at] = byte
-        sent = len(raw) - self._masker.count_held(raw)
+        sent = len(raw) - self._masker.count_withheld(raw)
         self._raw, self._masked = raw[sent:], bytes(masked[sent:])
         return bytes(masked[:sent])
 

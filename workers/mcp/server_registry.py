@@ -155,7 +155,7 @@ class ServerRegistry:
         """Seconds until the next try after an unexpected exception."""
         self.on_change: Callable[[], None] = lambda: None
 
-    def list_due(self) -> float:
+    def list_due_servers(self) -> float:
         """List the servers that are due, `at_once` at a time. Returns the seconds until the next server is due."""
         due_servers = [server for server in self._servers.values() if server.due_at <= self._clock()]
         if due_servers:
@@ -198,7 +198,7 @@ class ServerRegistry:
         pause_s = 0.0
         while not self._stop.wait(max(0.0, pause_s)):
             try:
-                pause_s = self.list_due()
+                pause_s = self.list_due_servers()
             except Exception:  # the edge of the thread: a bug with one server must not end the refresh of all
                 log.exception("mcp_refresh_failed", retry_in_s=self.again_s)
                 pause_s = self.again_s

@@ -178,7 +178,7 @@ class Daemon:
                 "hard": self.choice.workspaces.is_hard,
                 "note": self.choice.note,
             },
-            "room": {"taken": self.factory.slots.taken, "limit": self.factory.slots.limit},
+            "room": {"taken": self.factory.slots.used, "limit": self.factory.slots.limit},
             "pool": self.pools.describe(),
             "engine_gate": self.factory.engine.describe(),
             "counts": self.factory.counts.describe(),

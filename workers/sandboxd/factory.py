@@ -55,20 +55,20 @@ class SandboxSlots:
 
     def __init__(self, limit: int, wait_s: float = SLOT_WAIT_S) -> None:
         self.limit = limit
-        self.taken = 0
+        self.used = 0
         self._wait_s = wait_s
         self.free_slot: Callable[[], Awaitable[bool]] | None = None
         self._making: set[asyncio.Future[bool]] = set()
 
     @property
     def is_full(self) -> bool:
-        return self.taken >= self.limit
+        return self.used >= self.limit
 
     def try_take(self) -> bool:
         """Take a free slot at once. Returns False when there is none. For work that no client waits for."""
         if self.is_full:
             return False
-        self.taken += 1
+        self.used += 1
         return True
 
     async def take(self) -> None:
@@ -87,7 +87,7 @@ class SandboxSlots:
             await asyncio.sleep(_CHECK_INTERVAL_S)
 
     def give_back(self) -> None:
-        self.taken -= 1
+        self.used -= 1
 
     async def _has_freed_slot(self) -> bool:
         """Ask another holder to free a slot. The task continues after the timeout: a half-done eviction would lose the

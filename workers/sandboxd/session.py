@@ -30,7 +30,7 @@ _MAX_JOBS = 16
 fill its memory.
 """
 _ID_CHARS = 64
-KEPT = (
+FILES_KEPT = (
     "the sandbox of this session had ended ({}) and was rebuilt around its workspace: the files in /workspace are "
     "kept; background jobs, /tmp, kept outputs and the shell's folder and variables are lost"
 )

@@ -30,7 +30,7 @@ from workers.sandboxd.plans import SandboxPlan
 from workers.sandboxd.pool import WarmPools
 from workers.sandboxd.records import Records
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_LOST, KEPT, HostSession, SessionMove
+from workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession, SessionMove
 from workers.sandboxd.suspension import MIN_IDLE_S, SessionSuspender, SuspensionStore, adopt
 
 log = structlog.get_logger(__name__)
@@ -467,7 +467,7 @@ class Sessions:
         entry.lost = sandbox.lost
         is_news = entry.workspace.outlives_container and not sandbox.is_loss_reported
         if is_news:
-            entry.add_news(KEPT.format(sandbox.lost))
+            entry.add_news(FILES_KEPT.format(sandbox.lost))
         entry.sandbox, entry.is_paused = None, False
 
     async def _start_again(self, entry: HostSession) -> None:

@@ -23,7 +23,7 @@ from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.records import Records, SessionRecord
 from workers.sandboxd.runtime.attestation import ask_attestation
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_LOST, KEPT, HostSession
+from workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession
 
 log = structlog.get_logger(__name__)
 
@@ -153,7 +153,7 @@ class SessionSuspender:
             if entry.failed_unpacks >= _MAX_UNPACKS:
                 entry.lost = f"its stored archive cannot be unpacked: {error}"
                 if entry.workspace.outlives_container and not entry.is_unfilled:
-                    entry.add_news(KEPT.format(entry.lost))
+                    entry.add_news(FILES_KEPT.format(entry.lost))
                 else:
                     entry.unreported_loss = FILES_LOST.format(
                         f"the sandbox of this session cannot be restored ({entry.lost})"
@@ -264,5 +264,5 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> H
         entry.used_at -= max(0.0, time.time() - record.used_at)
     else:  # The time of the last use before the kill is unknown: the idle time starts again.
         entry.lost = "sandboxd was restarted"
-        entry.add_news(KEPT.format(entry.lost))
+        entry.add_news(FILES_KEPT.format(entry.lost))
     return entry

@@ -38,7 +38,7 @@ BatchId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 async def batches(person: PageViewer) -> Response:
     """Show the batches of the last 30 days."""
     viewer = await person.viewer()
-    names = [viewer.tenant] if viewer.tenant else await known_tenants(person)
+    names = [viewer.tenant] if viewer.tenant else await list_tenants(person)
     rows: list[tuple[str, str, BatchRecord]] = []
     older = 0
     for name in names[:MAX_TENANTS]:
@@ -152,7 +152,7 @@ async def cancel_batch(batch: BatchId, person: FormSender) -> Response:
     return back("batches", batch, of=person.owner, tenant=person.tenant, done="cancelled")
 
 
-async def known_tenants(person: Person) -> list[str]:
+async def list_tenants(person: Person) -> list[str]:
     """Return all tenants. The tenants with the most work are first."""
     parts = person.app_state.parts
     overview = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()

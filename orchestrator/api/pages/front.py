@@ -21,7 +21,7 @@ log = get_logger(__name__)
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 _TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
-_KEPT = {"Cache-Control": "public, max-age=31536000, immutable"}
+_IMMUTABLE = {"Cache-Control": "public, max-age=31536000, immutable"}
 
 
 @router.get("/static/{name}")
@@ -32,7 +32,7 @@ async def static_file(name: str) -> Response:
     file = static_files().get(name)
     if file is None:
         raise build_not_found("file")
-    return Response(file, media_type=_TYPES[name.rpartition(".")[2]], headers=_KEPT)
+    return Response(file, media_type=_TYPES[name.rpartition(".")[2]], headers=_IMMUTABLE)
 
 
 @router.get("/favicon.ico")

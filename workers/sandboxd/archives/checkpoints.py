@@ -171,8 +171,8 @@ async def _limit_time(verb: str, within_s: float) -> AsyncIterator[None]:
 
 def _is_older(name: str, automatic: float, files: float) -> bool:
     """Return whether an automatic checkpoint, or a file, was stored before that instant."""
-    made_at, stored_at = _parse_automatic_time(name), file_created_at(name.partition("/")[2])
-    return (made_at is not None and made_at < automatic) or (stored_at is not None and stored_at < files)
+    saved_at, stored_at = _parse_automatic_time(name), file_created_at(name.partition("/")[2])
+    return (saved_at is not None and saved_at < automatic) or (stored_at is not None and stored_at < files)
 
 
 def _is_requested_checkpoint(name: str) -> bool:

@@ -153,7 +153,7 @@ def repair(image: Path) -> None:
         )
 
 
-def clear_found(top: Path) -> None:
+def clear_lost_and_found(top: Path) -> None:
     """Remove the folder `lost+found` that a repair has made in a mounted image. A folder with files that lost their
     names is given to the sandbox's user instead.
 

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
-from workers.sandboxd.disks.ext4 import Templates, clear_found, copy_sparse, is_clean, repair
+from workers.sandboxd.disks.ext4 import Templates, clear_lost_and_found, copy_sparse, is_clean, repair
 from workers.sandboxd.disks.loop_mounts import attach_read_only, mount_image, mount_read_only, try_lock, unmount
 from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY, open_context
 from workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refused, run_to_end
@@ -196,9 +196,9 @@ class ImageWorkspaces:
         `is_root`: the layers also contain changes of the root file system. Raises SandboxUnavailable; the new workspace
         then does not exist.
         """
-        made = await self.make(name, size)
+        merged = await self.make(name, size)
         try:
-            async with made.mounted() as mount, AsyncExitStack() as stack:
+            async with merged.mounted() as mount, AsyncExitStack() as stack:
                 mounts = []
                 for layer in layers:
                     mounts.append(await self.mount_layer(layer, RELEASE_S))
@@ -376,7 +376,7 @@ def _mount(image: int, place: Path) -> None:
             repair(place / IMAGE)
         mount_image(image, place / MOUNT)
         if not was_clean:
-            clear_found(place / MOUNT)
+            clear_lost_and_found(place / MOUNT)
     except OSError as error:
         raise refused(f"workspace {place.name} cannot be mounted", error) from error
     finally:

@@ -205,7 +205,7 @@ class _LaneSlots:
             self.running += 1
             return
         if self.overdue >= self.lane.at_once:
-            raise SandboxUnavailable(self._stuck())
+            raise SandboxUnavailable(self._describe_stall())
         if self.waiting >= self.lane.max_waiting:
             raise self._busy()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -234,7 +234,7 @@ class _LaneSlots:
         """
         self.overdue += 1
         if self.overdue >= self.lane.at_once:
-            self.refuse_waiting(self._stuck())
+            self.refuse_waiting(self._describe_stall())
 
     def refuse_waiting(self, message: str) -> None:
         """Raise SandboxUnavailable with this message in every waiting caller."""
@@ -249,7 +249,7 @@ class _LaneSlots:
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
             self.give_back()  # the slot came while the caller left
 
-    def _stuck(self) -> str:
+    def _describe_stall(self) -> str:
         return f"the Docker engine does not finish any of {self.overdue} {self.lane.name}: check it, or restart it"
 
     def _busy(self) -> SandboxUnavailable:
