@@ -53,7 +53,7 @@ async def _run(rounds: int) -> Report:
         ).text
         port = await stack.enter_async_context(_serving(broker))
         session = await stack.enter_async_context(await sdk.open_session())
-        line = await stack.enter_async_context(_kept_line(port, f"/mcp/{session.id}", key))
+        line = await stack.enter_async_context(_open_line(port, f"/mcp/{session.id}", key))
         client = await stack.enter_async_context(_sdk_client(port, session.id, key))
         cases: dict[str, Any] = {
             "nothing": awaited(line.get_health),
@@ -106,7 +106,7 @@ class _Line:
 
 
 @contextlib.asynccontextmanager
-async def _kept_line(port: int, path: str, key: str) -> AsyncIterator[_Line]:
+async def _open_line(port: int, path: str, key: str) -> AsyncIterator[_Line]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield _Line(reader, writer, path, key)

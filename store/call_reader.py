@@ -198,9 +198,9 @@ class CallReader:
         tickets, is_cut = await self._scan("waiting", MAX_LISTED)
         # The waiting calls are read first: a call that gets its slot in between is then found twice, but never missed.
         slots, is_also_cut = await self._scan("held", MAX_LISTED)
-        waiting, held = _select(tickets, tenants), _select(slots, tenants)
+        waiting, granted = _select(tickets, tenants), _select(slots, tenants)
         limits = await self._limits(tenants)
-        names = sorted((held.keys() | await self._recent(tenants, limit + 1)) - waiting.keys())
+        names = sorted((granted.keys() | await self._recent(tenants, limit + 1)) - waiting.keys())
         listed = [_build_waiting(entry, limits[tenant]) for (tenant, _), entry in waiting.items()]
         for (tenant, call), record in zip(names, await self._records.find_all(names), strict=True):
             if record is not None:

@@ -290,7 +290,7 @@ class RedisSwitches(AuditedStore):
         """Return the switches. Raises BrokerUnavailable when Redis does not answer: a tool that may be off must not be
         called.
         """
-        if (requested_at := self._cache.due()) is not None:
+        if (requested_at := self._cache.find_due_check()) is not None:
             with broker_errors("the switches were not read"):
                 self._cache.learn(await self._client.hgetall(self._key), requested_at)
         return self._cache.switches
@@ -327,7 +327,7 @@ class _SwitchCache:
         self.switches: Mapping[str, Switch] = {}
         self.read_at = float("-inf")
 
-    def due(self) -> float | None:
+    def find_due_check(self) -> float | None:
         """Return the present time if the switches must be read again; None if they are fresh."""
         now = self._clock()
         return now if now - self.read_at >= SWITCHES_FRESH_S else None
@@ -373,7 +373,7 @@ class WorkerSwitches:
         """Return the switch that turns the tool off for that tenant; None if the tool is on. Raises BrokerUnavailable
         when Redis does not answer: a tool that may be off must not run.
         """
-        if (requested_at := self._cache.due()) is not None:
+        if (requested_at := self._cache.find_due_check()) is not None:
             with broker_errors(f"the call was not run, because it is not known whether {name} is disabled"):
                 self._cache.learn(self._client.hgetall(self._key), requested_at)
         return find_switch(self._cache.switches, name, tenant)

@@ -410,9 +410,9 @@ class Loop:
                 # everything be killed.
                 self._cleanup.step(supervisors.pids, others_run=bool(supervisors.calls) or self._jobs.has_keepers)
                 no_child_left = reap(self._on_exit)
-            for held_call, report in self._cleanup.take_finished(no_child_left):
-                if held_call is not None:
-                    self._answer(held_call, _build_held_end(held_call, report))
+            for waiting_call, report in self._cleanup.take_finished(no_child_left):
+                if waiting_call is not None:
+                    self._answer(waiting_call, _build_held_end(waiting_call, report))
 
     def _check_delayed(self, call: Call) -> None:
         supervisor = call.supervisor

@@ -244,13 +244,13 @@ class SecretUses:
 
     def take(self) -> list[dict[str, Any]]:
         """Return the uses that must be reported now. Counters without recent uses are deleted."""
-        now, due = self._clock(), []
+        now, uses = self._clock(), []
         for key, use in list(self._uses.items()):
             if now - use.reported_at < REPORT_S:
                 continue
             if use.count:
-                due.append(dict(zip(_USE_FIELDS, key, strict=True)) | {"count": use.count})
+                uses.append(dict(zip(_USE_FIELDS, key, strict=True)) | {"count": use.count})
                 use.count, use.reported_at = 0, now
             else:
                 del self._uses[key]
-        return due
+        return uses

@@ -189,7 +189,7 @@ class SandboxFactory:
         self._owner = dict(owner)
         self._guest_image = guest_image
         self._prefix = f"toolcrew-{owner[LABEL_SANDBOXD]}"
-        self._known: set[str] = set()
+        self._container_names: set[str] = set()
         self._images: dict[str, str | None] = {}
         self._image_facts: dict[str, ImageFacts] = {}
         self._toolkit: str | None = None
@@ -251,7 +251,7 @@ class SandboxFactory:
         name = f"{self._prefix}-{secrets.token_hex(8)}"
         now = time.time()
         deadline = now + self._profile.life_s
-        self._known.add(name)
+        self._container_names.add(name)
         self._images[name] = plan.image_id
         runtime = self._find_runtime(plan)
         try:
@@ -345,7 +345,7 @@ class SandboxFactory:
 
     def knows(self, name: str) -> bool:
         """Return whether this process made the container of that name."""
-        return name in self._known
+        return name in self._container_names
 
     def _check_may_start(self) -> None:
         if self.is_ending:
@@ -367,8 +367,8 @@ class SandboxFactory:
         self._forget(name)
 
     def _forget(self, name: str) -> None:
-        if name in self._known:
-            self._known.discard(name)
+        if name in self._container_names:
+            self._container_names.discard(name)
             del self._images[name]
             self._records.forget_container(name)
             self.slots.give_back()

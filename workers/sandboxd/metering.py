@@ -69,7 +69,7 @@ class UsageReader:
         self._accounts = contextlib.ExitStack()
         self._files.callback(lambda: self._accounts.close())
         self._open_accounts: list[int] = []
-        self._known_tasks = b""
+        self._last_tasks = b""
         self._last = UsageReading()
 
     def read(self, *, has_disks: bool = True) -> UsageReading:
@@ -112,11 +112,11 @@ class UsageReader:
         # An ended process is noticed by its account. A process that starts when a thread of another one ends is not
         # noticed at once. Later its account is part of its parent's account.
         tasks = os.pread(self._tasks, _READ_BYTES, 0)
-        if tasks == self._known_tasks:
+        if tasks == self._last_tasks:
             with contextlib.suppress(OSError):
                 return _sum_accounts([os.pread(account, _READ_BYTES, 0) for account in self._open_accounts])
         self._accounts.close()
-        self._open_accounts, self._known_tasks = [], b""
+        self._open_accounts, self._last_tasks = [], b""
         processes = _read(self._processes).split()[:_MAX_PROCESSES]
         texts = []
         for process in processes:
@@ -127,7 +127,7 @@ class UsageReader:
                 texts.append(os.pread(file, _READ_BYTES, 0))
                 self._open_accounts.append(file)
         if len(processes) <= _MAX_OPEN_ACCOUNTS:
-            self._known_tasks = tasks
+            self._last_tasks = tasks
         else:
             self._accounts.close()
         return _sum_accounts(texts)

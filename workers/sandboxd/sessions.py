@@ -197,7 +197,7 @@ class Sessions:
         """Return the session. Raises ToolFailure (SESSION_NOT_FOUND) and SandboxUnavailable."""
         entry = self._sessions.get(session)
         if entry is None or entry.is_closing:
-            raise _not_found()
+            raise _build_not_found()
         if self._factory.is_ending:
             raise SandboxdEnding
         return entry
@@ -421,7 +421,7 @@ class Sessions:
         try:
             async with entry.lock:
                 if entry.is_closing:
-                    raise _not_found()
+                    raise _build_not_found()
                 await self.make_ready(entry, is_call=call_id is not None)
         finally:
             is_cancelled = call_id is not None and call_id not in entry.waiting
@@ -574,7 +574,7 @@ def _move_in(entry: HostSession, sandbox: Sandbox, moved: SessionMove, *, is_res
         entry.unreported_loss = moved.loss()
 
 
-def _not_found() -> ToolFailure:
+def _build_not_found() -> ToolFailure:
     return ToolFailure(
         ErrorCode.SESSION_NOT_FOUND,
         "no such session on this host: it was closed, expired, or its host was restarted; open a new one",

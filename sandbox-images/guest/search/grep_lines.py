@@ -43,8 +43,8 @@ class MatchPage:
     """Lines to send, limited in number and bytes. When `is_full` is set, no further line is accepted."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
-        self._lines_left = max_lines
-        self._bytes_left = max_bytes
+        self._remaining_lines = max_lines
+        self._remaining_bytes = max_bytes
         self._pending: list[bytes] = []
         self.is_full = False
         self.is_empty = True
@@ -53,11 +53,11 @@ class MatchPage:
     def add(self, line: str) -> bool:
         """Add a line with its line end. Returns whether the line fits."""
         data = line.encode("utf-8", "replace")
-        if self.is_full or len(data) > self._bytes_left or not self._lines_left:
+        if self.is_full or len(data) > self._remaining_bytes or not self._remaining_lines:
             self.is_full = True
             return False
-        self._bytes_left -= len(data)
-        self._lines_left -= 1
+        self._remaining_bytes -= len(data)
+        self._remaining_lines -= 1
         self._pending.append(data)
         self.is_empty = False
         return True
@@ -82,7 +82,7 @@ class FilePrinter:
         # print.
         self._next_line = 0
         self._next_offset = 0
-        self._due = 0
+        self._remaining_context_lines = 0
         self.matches = 0
 
     def print_positions(self, positions: Iterable[MatchPosition]) -> None:
@@ -98,14 +98,14 @@ class FilePrinter:
             self._page.cut_lines += is_cut
             self.matches += 1
             self._go_on_after(position.line, position.offset)
-            self._due = self._after
-        while self._due and self._print_context():
-            self._due -= 1
+            self._remaining_context_lines = self._after
+        while self._remaining_context_lines and self._print_context():
+            self._remaining_context_lines -= 1
 
     def _print_until(self, position: MatchPosition) -> bool:
         """Print what precedes a matching line: the context of the last match, a gap, and the context of this match."""
-        while self._due and self._next_line < position.line and self._print_context():
-            self._due -= 1
+        while self._remaining_context_lines and self._next_line < position.line and self._print_context():
+            self._remaining_context_lines -= 1
         start = max(position.line - self._before, self._next_line, 1)
         if (
             (self._before or self._after)
