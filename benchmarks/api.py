@@ -64,7 +64,7 @@ async def _run(rounds: int) -> Report:
             DEFAULT_TENANT, "admin", name="bench"
         )
         api = await stack.enter_async_context(_serving(broker, made.text))
-        line = await stack.enter_async_context(_kept_line(api.client.base_url.port or 0, made.text))
+        line = await stack.enter_async_context(_open_line(api.client.base_url.port or 0, made.text))
         session = await stack.enter_async_context(await sdk.open_session())
         path, body = f"/v1/sessions/{session.id}/calls", json.dumps(CALL).encode()
         cases: dict[str, Any] = {
@@ -147,7 +147,7 @@ class _Line:
 
 
 @contextlib.asynccontextmanager
-async def _kept_line(port: int, key: str) -> AsyncIterator[_Line]:
+async def _open_line(port: int, key: str) -> AsyncIterator[_Line]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield _Line(reader, writer, key)

@@ -16,7 +16,7 @@ from contract.run_events import RunClaimed, RunEnded, RunEvent, RunRetried
 from orchestrator.batches.event_files import read_batch_events
 from tests.model_server.running import ModelServer
 
-LOOK_S = 0.2
+CHECK_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class BatchShell:
                 with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                     # Keep the last sample: the CPU time of a process cannot be read after the process has ended.
                     cpu_s, peak = max(cpu_s, _cpu_s(child.pid)), max(peak, _peak_bytes(child.pid))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_INTERVAL_S)
         if child.returncode not in (0, 1):
             raise RuntimeError(f"the batch {name} was not worked to its end: {log.read_text(errors='replace')[-2000:]}")
         seconds, retried, most = _measure_events(list(read_batch_events(out.with_name(f"{out.stem}.events.jsonl"))))

@@ -63,30 +63,30 @@ async def _run(rounds: int) -> Report:
             f"medians of {rounds} interleaved rounds of {RUNS} runs; processor time of Redis and of the orchestrator"
         ],
     )
-    spent: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    seconds: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for number in range(rounds + 1):
         for queued in QUEUED:
             for name, case in (("queue", _measure_queue), ("loop", _measure_loop)):
                 one = await _on_a_redis_of_its_own(case, queued)
                 if number:
-                    spent.setdefault((name, queued), []).append(one)
+                    seconds.setdefault((name, queued), []).append(one)
     for name, label in (("queue", "claimed and ended"), ("loop", f"the whole loop, {STEPS} steps")):
         for queued in QUEUED:
-            redis_s, own_s = (median([one[at] for one in spent[name, queued]]) for at in (0, 1))
+            redis_s, own_s = (median([one[at] for one in seconds[name, queued]]) for at in (0, 1))
             report.add(f"{name}_{queued}_redis_ms", redis_s * 1000, f"{label}, {queued:,} more queued: Redis, a run")
             report.add(f"{name}_{queued}_own_ms", own_s * 1000, f"{label}, {queued:,} more queued: orchestrator, a run")
         for at, whose in ((0, "redis"), (1, "own")):
             most = median(
                 [
                     after[at] / before[at]
-                    for before, after in zip(spent[name, QUEUED[0]], spent[name, QUEUED[-1]], strict=True)
+                    for before, after in zip(seconds[name, QUEUED[0]], seconds[name, QUEUED[-1]], strict=True)
                 ]
             )
             report.add(f"{name}_{whose}_ratio", most, f"{label}, {whose}: {QUEUED[-1]:,} / {QUEUED[0]}", at_most=1.5)
     return report
 
 
-class _Spent:
+class _TimeMeter:
     """CPU seconds of Redis and of this process, between `begin` and `end`."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
@@ -157,13 +157,13 @@ def _outcome(claim: RunClaim) -> ItemOutcome:
 
 
 async def _measure_queue(client: "redis.asyncio.Redis", queue: RunQueue, batch: str) -> tuple[float, float]:
-    spent = _Spent(client)
-    await spent.begin()
+    meter = _TimeMeter(client)
+    await meter.begin()
     for _ in range(RUNS // AT_ONCE):
         for claim in await queue.claim(AT_ONCE, (TENANT, batch)):
             if not await queue.finish(claim, _outcome(claim)):
                 raise RuntimeError(f"run {claim.run} was lost while it was held")
-    return await spent.end()
+    return await meter.end()
 
 
 class _PlayedWork:
@@ -180,7 +180,7 @@ class _PlayedWork:
         on_event(RunReady(run=claim.run))
         journal.begin()
         for step in range(STEPS):
-            await journal.note_reply([{"choices": [{"index": 0, "delta": {"content": "a reply"}}]}])
+            await journal.record_reply([{"choices": [{"index": 0, "delta": {"content": "a reply"}}]}])
             result = ToolResult(call_id=f"{claim.run}-{step}", name="bash_tool", success=True)
             on_event(CallFinished(run=claim.run, result=result))
             on_event(StepFinished(run=claim.run, step=step, model_s=0.0, usage=TokenUsage()))
@@ -198,15 +198,15 @@ async def _measure_loop(client: "redis.asyncio.Redis", queue: RunQueue, batch: s
     played: Any = work
     runner = Runner(client, DEPLOYMENT, queue, played, writer, 16, (TENANT, batch))
     work.drain = runner.drain
-    reader, spent = BatchEventReader(client, DEPLOYMENT, TENANT, batch), _Spent(client)
+    reader, meter = BatchEventReader(client, DEPLOYMENT, TENANT, batch), _TimeMeter(client)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="toolcrew-bench-")))
         rows = stack.enter_context(RowFiles.open(folder / "out.jsonl", folder / "errors.jsonl", lambda *_: True))
         follower = Follower(queue, reader, TENANT, batch, rows=rows, show=progress.add, tick=lambda: None)
-        await spent.begin()
+        await meter.begin()
         await until_first(follower.run(), runner.run())
         await follower.end()
-        spent_s = await spent.end()
+        seconds = await meter.end()
         if len(rows.succeeded) < RUNS:
             raise RuntimeError(f"{len(rows.succeeded)} rows were written of {RUNS} runs or more")
-    return spent_s
+    return seconds

@@ -103,13 +103,13 @@ def _counted(sandboxd: RunningSandboxd) -> Iterator[Count]:
     """Count the containers in any state, as the engine lists them, while the block runs."""
     count, api = Count(), open_api()
 
-    def look() -> None:
+    def count_containers() -> None:
         while not count.ending.wait(SAMPLE_S):
             listed = list_containers(api, f"toolcrew.sandboxd={sandboxd.name}")
             count.most = max(count.most, len(listed))
             count.samples += 1
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=count_containers, daemon=True)
     thread.start()
     try:
         yield count

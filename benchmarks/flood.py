@@ -11,7 +11,7 @@ from benchmarks.noop_worker import NAP_S, NAP_TOOL
 from benchmarks.raw_celery import running_tools
 from benchmarks.report import Report, median
 from benchmarks.sizes import size
-from benchmarks.throughput import succeeds, until_served
+from benchmarks.throughput import call_or_raise, until_served
 from contract.tenancy import TenantPolicy
 from orchestrator import ToolClient
 from orchestrator.dispatch.sessions import Session
@@ -46,7 +46,7 @@ async def _run(rounds: int) -> Report:
         few = await stack.enter_async_context(ToolClient.connect(url, tenant="few"))
         flooding = await stack.enter_async_context(await flooder.open_session(tenant="many"))
         waiting = await stack.enter_async_context(await few.open_session())
-        await until_served(lambda _: succeeds(flooding, NAP_TOOL, {}))
+        await until_served(lambda _: call_or_raise(flooding, NAP_TOOL, {}))
         alone = [await _ends(waiting) for _ in range(rounds)]
         behind = [await _behind(flooding, waiting) for _ in range(rounds)]
     return _report(alone, behind, rounds)
@@ -58,7 +58,7 @@ async def _behind(flooding: Session, waiting: Session) -> tuple[float, float]:
 
     The few calls arrive while the flood is in the queue.
     """
-    flood = [asyncio.create_task(succeeds(flooding, NAP_TOOL, {})) for _ in range(FLOOD)]
+    flood = [asyncio.create_task(call_or_raise(flooding, NAP_TOOL, {})) for _ in range(FLOOD)]
     await asyncio.sleep(LEAD_S)
     done, came = sum(task.done() for task in flood), time.perf_counter()
     took = await _ends(waiting)
@@ -72,7 +72,7 @@ async def _behind(flooding: Session, waiting: Session) -> tuple[float, float]:
 async def _ends(session: Session) -> float:
     """Make the few calls at once and return the seconds until the last call ends."""
     came = time.perf_counter()
-    await asyncio.gather(*(succeeds(session, NAP_TOOL, {}) for _ in range(FEW)))
+    await asyncio.gather(*(call_or_raise(session, NAP_TOOL, {}) for _ in range(FEW)))
     return time.perf_counter() - came
 
 

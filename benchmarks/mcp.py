@@ -53,10 +53,10 @@ async def _run(rounds: int) -> Report:
         ).text
         port = await stack.enter_async_context(_serving(broker))
         session = await stack.enter_async_context(await sdk.open_session())
-        line = await stack.enter_async_context(_kept_line(port, f"/mcp/{session.id}", key))
+        line = await stack.enter_async_context(_open_line(port, f"/mcp/{session.id}", key))
         client = await stack.enter_async_context(_sdk_client(port, session.id, key))
         cases: dict[str, Any] = {
-            "nothing": awaited(line.look),
+            "nothing": awaited(line.get_health),
             "sdk": awaited(lambda: whole_call(session)),
             "mcp": awaited(line.call),
             "client": awaited(lambda: client.call_tool("bash_tool", {"command": "true"})),
@@ -87,7 +87,7 @@ class _Line:
         )
         self._request = head.encode() + BODY
 
-    async def look(self) -> None:
+    async def get_health(self) -> None:
         await self._ask(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
     async def call(self) -> None:
@@ -106,7 +106,7 @@ class _Line:
 
 
 @contextlib.asynccontextmanager
-async def _kept_line(port: int, path: str, key: str) -> AsyncIterator[_Line]:
+async def _open_line(port: int, path: str, key: str) -> AsyncIterator[_Line]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield _Line(reader, writer, path, key)

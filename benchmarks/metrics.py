@@ -33,12 +33,12 @@ DEPLOYMENT = "bench"
 TENANTS, HOSTS, MESSAGES, WAITING, TOOLS = size((1000, 200, 10_000, 2000, 60), (10, 4, 20, 100, 3))
 SCRAPES = size(7, 2)
 ASKED_AT_ONCE = 100
-LISTED_US, MOST_LISTED = 100, 100
+LISTED_US, MAX_LISTED = 100, 100
 CALLS_MADE = size(20_000, 100)
 CALL_CPU_S = 0.003
 """Lowest CPU time of a call in an orchestrator, in seconds (docs/testing.md)."""
 TARGET_MS = 100.0
-LONGEST_LOOK_MS = 10.0
+MAX_SCRIPT_MS = 10.0
 
 
 def run() -> Report:
@@ -63,9 +63,9 @@ async def _run() -> Report:
             report.add("page_bytes", size, "bytes of the page")
             report.add("scrape_ms", await _measure_scrape(page), "one scrape", at_most=TARGET_MS)
             report.add("scrape_own_ms", await _own_ms(page), "processor time of it")
-            looks = await _looks_ms(client)
-            report.add("looks_ms", sum(looks), f"Redis's time for its {len(looks)} scripts")
-            report.add("look_ms", max(looks), "of which Redis does nothing else at a time", at_most=LONGEST_LOOK_MS)
+            times_ms = await _script_times_ms(client)
+            report.add("scripts_ms", sum(times_ms), f"Redis's time for its {len(times_ms)} scripts")
+            report.add("longest_script_ms", max(times_ms), "of which Redis serves nothing else", at_most=MAX_SCRIPT_MS)
         finally:
             await client.aclose()
     counted_s = _counted_s()
@@ -91,7 +91,7 @@ async def _own_ms(page: MetricsPage) -> float:
     return (time.process_time() - began) / SCRAPES * 1000
 
 
-async def _looks_ms(client: "redis.asyncio.Redis") -> list[float]:
+async def _script_times_ms(client: "redis.asyncio.Redis") -> list[float]:
     """Return how long each script of a scrape blocks Redis, in milliseconds. Commands inside the scripts are shorter
     than the listed times.
     """
@@ -100,7 +100,7 @@ async def _looks_ms(client: "redis.asyncio.Redis") -> list[float]:
     await client.config_set("slowlog-log-slower-than", LISTED_US)
     await client.slowlog_reset()
     await page.render()
-    entries: Any = await client.slowlog_get(MOST_LISTED)
+    entries: Any = await client.slowlog_get(MAX_LISTED)
     return [entry["duration"] / 1000 for entry in entries if entry["command"].startswith(b"EVALSHA ")]
 
 

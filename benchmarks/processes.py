@@ -18,7 +18,7 @@ from pathlib import Path
 
 from contract.errors import SandboxUnavailable
 from workers.sandbox_client import SandboxClient
-from workers.sandboxd.daemon import END_FOR_GOOD
+from workers.sandboxd.daemon import STOP_AND_REMOVE
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 60.0
@@ -88,7 +88,7 @@ def running_sandboxd(settings: Mapping[str, str] | None = None) -> Iterator[Runn
             **(settings or {}),
         }
         with child_process(
-            [sys.executable, "-m", "workers.sandboxd"], environment, folder / "log", END_FOR_GOOD
+            [sys.executable, "-m", "workers.sandboxd"], environment, folder / "log", STOP_AND_REMOVE
         ) as child:
             until = time.monotonic() + START_LIMIT_S
             while True:

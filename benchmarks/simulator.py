@@ -24,7 +24,7 @@ from benchmarks.simulator_clock import CountingScripts, JumpingLoop, open_counti
 from benchmarks.simulator_hosts import DEPLOYMENT, World, run_heartbeats
 from benchmarks.simulator_orchestrators import (
     FUTURE_AT,
-    Ends,
+    CallResults,
     Orchestrator,
     Pace,
     Session,
@@ -62,7 +62,7 @@ class Simulation:
 
     world: World
     orchestrators: Sequence[Orchestrator]
-    ends: Ends
+    results: CallResults
     chance: random.Random
     weights: dict[str, float]
 
@@ -95,14 +95,14 @@ async def _play(url: str, report: Report) -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, JumpingLoop)
     pool = open_counting_pool(url, CONNECTIONS)
-    chance, ends = random.Random(SEED), Ends()
+    chance, results = random.Random(SEED), CallResults()
     with redis.Redis.from_url(url, socket_timeout=10) as workers:
         async with redis.asyncio.Redis(connection_pool=pool) as client:
             world = World(workers, loop, chance)
             world.add_hosts(HOSTS)
             weights = {f"t{at}": WEIGHTS[at % len(WEIGHTS)] for at in range(TENANTS)}
-            async with open_orchestrators(world, client, ORCHESTRATORS, ends) as orchestrators:
-                simulation = Simulation(world, orchestrators, ends, chance, weights)
+            async with open_orchestrators(world, client, ORCHESTRATORS, results) as orchestrators:
+                simulation = Simulation(world, orchestrators, results, chance, weights)
                 beats = asyncio.create_task(run_heartbeats(world))
                 await asyncio.sleep(12)  # wait until the monitors trust the reports
                 sessions = await _place(simulation, report)
@@ -126,20 +126,20 @@ async def _place(simulation: Simulation, report: Report) -> list[Session]:
         at_most=1.5,
     )
     report.add(
-        "placed_refused_number", simulation.ends.refused_openings, "openings refused while there was room", at_most=0
+        "placed_refused_number", simulation.results.refused_openings, "openings refused while there was room", at_most=0
     )
-    refused = simulation.ends.refused_openings
+    refused = simulation.results.refused_openings
     burst = _make_sessions(simulation, BURST)
     await asyncio.gather(
         *(_open(simulation, at, session, simulation.chance.random()) for at, session in enumerate(burst))
     )
     report.add("burst_max_ratio", _fullest(simulation.world), f"the same after {BURST} more in one second")
     report.add(
-        "burst_refused_number", simulation.ends.refused_openings - refused, "of those, refused while there was room"
+        "burst_refused_number", simulation.results.refused_openings - refused, "of those, refused while there was room"
     )
     report.add("burst_used_ratio", _compute_used_ratio(simulation.world), "of all places then taken")
     for session in burst:
-        queue = simulation.ends.lived.pop(session.name, None)
+        queue = simulation.results.lived.pop(session.name, None)
         if queue is not None:
             simulation.world.by_queue[queue].sessions -= 1
     reports, began = list(simulation.world.reports.values()), time.process_time()
@@ -148,7 +148,7 @@ async def _place(simulation: Simulation, report: Report) -> list[Session]:
     report.add(
         "choose_ms", (time.process_time() - began) / 200 * 1000, f"of a real processor, to choose one of {HOSTS} hosts"
     )
-    return [session for session in sessions if session.name in simulation.ends.lived]
+    return [session for session in sessions if session.name in simulation.results.lived]
 
 
 def _make_sessions(simulation: Simulation, number: int) -> list[Session]:
@@ -193,32 +193,32 @@ async def _at_work(simulation: Simulation, sessions: Sequence[Session], pace: Pa
 async def _share_hosts(simulation: Simulation, sessions: Sequence[Session], report: Report) -> None:
     """Run some hosts long enough for each of their tenants to get many turns, and report the shares."""
     hosts = {host.queue for host in simulation.chance.sample(simulation.world.hosts, SHARED_HOSTS)}
-    at_work = [session for session in sessions if simulation.ends.lived[session.name] in hosts]
+    at_work = [session for session in sessions if simulation.results.lived[session.name] in hosts]
     async with _at_work(simulation, at_work, SHORT):
         await asyncio.sleep(SETTLE_S)
         begins = simulation.world.loop.time()
         await asyncio.sleep(SHARE_S)
-        _tell_shares(simulation, hosts, at_work, begins, report)
+        _report_shares(simulation, hosts, at_work, begins, report)
 
 
 async def _recover(simulation: Simulation, sessions: Sequence[Session], report: Report) -> None:
     """Run all sessions while hosts are lost, and report the recovery."""
-    before = Ends(calls=simulation.ends.calls, codes=Counter(simulation.ends.codes))
+    before = CallResults(calls=simulation.results.calls, codes=Counter(simulation.results.codes))
     async with _at_work(simulation, sessions, LONG):
         await asyncio.sleep(FILL_S)
         await _lose_hosts(simulation)
         await asyncio.sleep(AFTER_S)
-    _tell_recovery(simulation, before, report)
+    _report_recovery(simulation, before, report)
 
 
-def _tell_shares(
+def _report_shares(
     simulation: Simulation, hosts: Collection[str], sessions: Sequence[Session], begins: float, report: Report
 ) -> None:
     ends = simulation.world.loop.time()
     used: dict[tuple[str, str], float] = defaultdict(float)
     for queue, tenant, began, ended in [*simulation.world.runs, *simulation.world.running()]:
         used[queue, tenant] += max(0.0, min(ended, ends) - max(began, begins))
-    living = Counter((simulation.ends.lived[session.name], session.tenant) for session in sessions)
+    living = Counter((simulation.results.lived[session.name], session.tenant) for session in sessions)
     by_host: dict[str, dict[str, float]] = defaultdict(dict)
     for (queue, tenant), number in living.items():
         by_host[queue][tenant] = number * SHORT.demand
@@ -265,17 +265,17 @@ async def _lose_hosts(simulation: Simulation) -> None:
             asyncio.get_running_loop().call_later(simulation.chance.uniform(5, 40), simulation.world.wake, host)
 
 
-def _tell_recovery(simulation: Simulation, before: Ends, report: Report) -> None:
-    ends, starts = simulation.ends, simulation.world.starts
-    codes = ends.codes - before.codes
-    resent = sum(number - 1 for call, number in starts.items() if ends.idempotent[call])
-    doubled = sum(number - 1 for call, number in starts.items() if not ends.idempotent[call])
+def _report_recovery(simulation: Simulation, before: CallResults, report: Report) -> None:
+    results, starts = simulation.results, simulation.world.starts
+    codes = results.codes - before.codes
+    resent = sum(number - 1 for call, number in starts.items() if results.idempotent[call])
+    doubled = sum(number - 1 for call, number in starts.items() if not results.idempotent[call])
     report.add(
         "calls_number",
-        ends.calls - before.calls,
+        results.calls - before.calls,
         f"calls made; meanwhile {DEAD} hosts die and {FROZEN} freeze within {LOSS_S:g} s",
     )
-    report.add("unanswered_number", len(ends.idempotent) - ends.calls, "of them without a result", at_most=0)
+    report.add("unanswered_number", len(results.idempotent) - results.calls, "of them without a result", at_most=0)
     report.add("doubled_number", doubled, "not idempotent, and begun twice", at_most=0)
     report.add("again_number", resent, "idempotent, and begun again")
     labels = {
@@ -292,13 +292,13 @@ def _tell_recovery(simulation: Simulation, before: Ends, report: Report) -> None
         simulation.world.late,
         "results of frozen hosts that came after their call was given up, and were dropped",
     )
-    report.add("moved_number", len(ends.moved_s), "sessions opened on another host")
+    report.add("moved_number", len(results.moved_s), "sessions opened on another host")
     report.add(
         "moved_half_ms",
-        median(ends.moved_s) * 1000,
+        median(results.moved_s) * 1000,
         "from a host's end until a session of it is open elsewhere, at its next call; median",
     )
-    report.add("moved_p99_ms", percentile(ends.moved_s, 0.99) * 1000, "the same, 99th percentile")
+    report.add("moved_p99_ms", percentile(results.moved_s, 0.99) * 1000, "the same, 99th percentile")
     if others:
         report.notes.append(f"other errors: {others}")
 

@@ -62,7 +62,7 @@ class Session:
 
 
 @dataclass
-class Ends:
+class CallResults:
     """Results that the callers received. `moved_s`: for each session that moved, the seconds from the end of its host
     until the session was open elsewhere.
     """
@@ -82,12 +82,12 @@ class _Hosts:
     """Host store of the simulation. The store reads the reports again when its copy is FRESH_S old."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._known, self._read_at = world, list[HostReport](), float("-inf")
+        self._world, self._reports, self._read_at = world, list[HostReport](), float("-inf")
 
     async def reports(self) -> list[HostReport]:
         if self._world.loop.time() - self._read_at >= FRESH_S:
-            self._known, self._read_at = list(self._world.reports.values()), self._world.loop.time()
-        return self._known
+            self._reports, self._read_at = list(self._world.reports.values()), self._world.loop.time()
+        return self._reports
 
 
 class _Transport:
@@ -113,7 +113,7 @@ class _Transport:
     def settle(self, tenant: str, call_id: str) -> None:
         """Do nothing: no call here keeps its result."""
 
-    async def command(self, queue: str, envelope: str) -> None:
+    async def send_order(self, queue: str, envelope: str) -> None:
         raise NotImplementedError
 
     async def aclose(self) -> None:
@@ -131,9 +131,9 @@ class Orchestrator:
         monitor: CallMonitor,
         admission: SharedAdmission,
         scripts: CountingScripts,
-        ends: Ends,
+        results: CallResults,
     ) -> None:
-        self._world, self._ends = world, ends
+        self._world, self._results = world, results
         self._clock = SharedClock(lambda: FUTURE_AT + world.loop.time())
         transport = _Transport(world, Publisher(scripts, DEPLOYMENT, SharedClock()), hub, monitor)
         self.admission = admission
@@ -145,13 +145,13 @@ class Orchestrator:
 
     async def open(self, session: Session) -> bool:
         """Open the session. Return whether the session is open."""
-        self._ends.openings += 1
+        self._results.openings += 1
         try:
             result = await self.locator.open(session.tenant, session.name, session.policy, {})
         except OperatorError:
             result = None
         if result is None or not result.success:
-            self._ends.refused_openings += 1
+            self._results.refused_openings += 1
             return False
         return True
 
@@ -165,15 +165,15 @@ class Orchestrator:
         request.context = ToolContext(
             tenant=session.tenant, session=session.name, sent_at=now, deadline_at=now + WAIT_S, timeout_s=60
         )
-        self._ends.idempotent[call.id] = is_idempotent
+        self._results.idempotent[call.id] = is_idempotent
         try:
             result = await self._delivery.deliver(request)
             code = "" if result.success else str(result.error_code)
         except (ToolFailure, DeliveryFailed, OperatorError) as error:
             code = error.code.value
-        self._ends.calls += 1
-        self._ends.codes[code] += 1
-        self._ends.longest_s = max(self._ends.longest_s, self._world.loop.time() - began)
+        self._results.calls += 1
+        self._results.codes[code] += 1
+        self._results.longest_s = max(self._results.longest_s, self._world.loop.time() - began)
         return code
 
     async def _send_open(self, opening: OpenRequest, address: SessionAddress) -> ToolResult:
@@ -188,16 +188,16 @@ class Orchestrator:
         if not has_room:
             return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
         if "moved" in opening.arguments:
-            self._ends.moved_s.append(
-                self._world.loop.time() - self._world.stopped_at[self._ends.lived[opening.session]]
+            self._results.moved_s.append(
+                self._world.loop.time() - self._world.stopped_at[self._results.lived[opening.session]]
             )
-        self._ends.lived[opening.session] = address.queue
+        self._results.lived[opening.session] = address.queue
         return ToolResult(call_id=call.id, name=call.name, success=True)
 
 
 @asynccontextmanager
 async def open_orchestrators(
-    world: World, client: "redis.asyncio.Redis", number: int, ends: Ends
+    world: World, client: "redis.asyncio.Redis", number: int, results: CallResults
 ) -> AsyncIterator[list[Orchestrator]]:
     """Start orchestrators that share one Redis and have no other connection."""
     async with AsyncExitStack() as stack:
@@ -217,7 +217,7 @@ async def open_orchestrators(
                 client, DEPLOYMENT, clock=lambda: FUTURE_AT + world.loop.time(), scripts=scripts
             )
             stack.push_async_callback(admission.aclose)
-            made.append(Orchestrator(world, client, hub, monitor, admission, scripts, ends))
+            made.append(Orchestrator(world, client, hub, monitor, admission, scripts, results))
         yield made
 
 

@@ -15,7 +15,7 @@ from orchestrator.dialects.tag_parser import TagStreamParser
 SIZE = size(1_000_000, 20_000)
 GROWTH = 8
 CHUNKS = (4, 16)
-MOST_FLOORS = {4: 12.0, 16: 50.0}
+MAX_FLOORS = {4: 12.0, 16: 50.0}
 ROUNDS = size(7, 1)
 GROWTH_CHUNK = 16
 
@@ -87,7 +87,7 @@ def _compare_mixed(report: Report, text: str, chunk: int, rounds: int) -> None:
         f"mixed_{chunk}_floor_ratio",
         least["ours"] / least["floor"],
         f"mixed text in {chunk}-character chunks / append and join",
-        at_most=MOST_FLOORS[chunk],
+        at_most=MAX_FLOORS[chunk],
     )
 
 

@@ -55,10 +55,10 @@ async def _run(rounds: int) -> Report:
             await session.write_file(PATH, b"a line of text\n" * 20)
 
         def noop(number: int) -> Awaitable[object]:
-            return succeeds(sessions[number % len(sessions)], TOOL, {})
+            return call_or_raise(sessions[number % len(sessions)], TOOL, {})
 
         def read(number: int) -> Awaitable[object]:
-            return succeeds(sessions[number % len(sessions)], "read_tool", {"file_path": PATH})
+            return call_or_raise(sessions[number % len(sessions)], "read_tool", {"file_path": PATH})
 
         await until_served(noop)
         cases: Mapping[str, Callable[[], Awaitable[float]]] = {
@@ -73,7 +73,7 @@ async def _run(rounds: int) -> Report:
     return _report(rates, slow, rounds)
 
 
-async def succeeds(session: Session, tool: str, arguments: dict[str, object]) -> None:
+async def call_or_raise(session: Session, tool: str, arguments: dict[str, object]) -> None:
     """Make one call. Raises RuntimeError if it fails."""
     result = await session.call(tool, arguments)
     if not result.success:

@@ -17,7 +17,7 @@ from benchmarks.loop_step import quiet_log
 from benchmarks.mcp_servers import SERVER
 from benchmarks.report import Case, Report, interleave, median, percentile
 from benchmarks.sizes import size
-from benchmarks.throughput import succeeds, until_served
+from benchmarks.throughput import call_or_raise, until_served
 from benchmarks.tracing import environment
 from benchmarks.whole_path import awaited
 from contract.names import BUILTIN_TOOLS
@@ -114,7 +114,7 @@ async def _run(rounds: int, port: int) -> Report:
         cases = {name: _build_case(session, name, port) for name in build_calls(port, 0)}
         if missing := BUILTIN_TOOLS - cases.keys():
             raise RuntimeError(f"there is no call for {', '.join(sorted(missing))}: add it to build_calls")
-        await until_served(lambda _: succeeds(session, MCP_TOOL, {}))
+        await until_served(lambda _: call_or_raise(session, MCP_TOOL, {}))
         seconds = await interleave(cases, rounds, WARM_UP)
     report = Report(
         "tools",
@@ -132,6 +132,6 @@ def _build_case(session: Session, name: str, port: int) -> Case:
     numbers = itertools.count()
 
     async def call() -> None:
-        await succeeds(session, name, dict(build_calls(port, next(numbers))[name]))
+        await call_or_raise(session, name, dict(build_calls(port, next(numbers))[name]))
 
     return awaited(call)

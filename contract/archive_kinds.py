@@ -4,7 +4,7 @@ import tarfile
 
 HEAD_BYTES = tarfile.BLOCKSIZE
 """Number of bytes from the start of a file that `find_kind` needs."""
-KNOWN_KINDS = "an archive (.tar, .tar.gz, .tar.bz2, .tar.xz, .zip) or a git bundle"
+SUPPORTED_KINDS = "an archive (.tar, .tar.gz, .tar.bz2, .tar.xz, .zip) or a git bundle"
 _MAGIC = (
     (b"\x1f\x8b", "tar.gz"),
     (b"BZh", "tar.bz2"),

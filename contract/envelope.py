@@ -173,7 +173,7 @@ def find_encoded_result(stored: Mapping[str, Any]) -> Any:
     return stored.get("result") if stored.get("status") == "SUCCESS" else stored.get("answer")
 
 
-def kept_result_key(data: Any) -> str | None:
+def find_result_key(data: Any) -> str | None:
     """Return the key of a record that is stored outside the encoded result; None for an inline record. The key is
     untrusted: check its tenant before you read it.
     """

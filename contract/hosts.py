@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from contract.calls import Record
 from contract.sandboxes import LargestOptions
@@ -20,7 +20,7 @@ TOMBSTONE_TTL_S = 24 * 3600
 """Seconds for which an incarnation stays marked as lost (`tombstone_key`). Its process may resume during this time, and
 must then not use its name.
 """
-MAX_TROUBLE_CHARS = 500
+MAX_PROBLEM_CHARS = 500
 MAX_IMAGES_PRESENT = 1000
 
 HOST_LOST_TYPE = "HostLost"
@@ -41,6 +41,8 @@ class HostReport(Record):
     the same time. `pools`: shared queues that the worker serves too. `process`: lets the successor on the same machine
     see that the process has ended (workers/reports.py).
     """
+
+    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
 
     host: str = Field(max_length=64)
     queue: str = Field(max_length=256)
@@ -77,8 +79,10 @@ class HostReport(Record):
     """True while the host gets no new sessions, because its sessions move to other hosts or it restarts."""
     store: Literal["local", "shared"] = "local"
     """Location of the host's checkpoints. Another host cannot restore `local` checkpoints."""
-    trouble: str = Field(default="", max_length=MAX_TROUBLE_CHARS)
-    """Message for the operator: why the host is not healthy, or what its drain waits for."""
+    problem: str = Field(default="", max_length=MAX_PROBLEM_CHARS, alias="trouble")
+    """Message for the operator: why the host is not healthy, or what its drain waits for. In JSON the field is named
+    `trouble`, as in the reports of earlier releases.
+    """
     started_at: float
     reported_at: float
 

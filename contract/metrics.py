@@ -45,15 +45,15 @@ _START_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 class Metric:
     """Metric of the closed set.
 
-    `help`: one line. `look`: when an operator looks at the metric. `max_series`: the highest number of series in the
-    whole deployment; 0 for gauges, which have one series per queue, host or tenant. `values`: values of the only label
+    `help`: one line. `check_when`: when an operator checks the metric. `max_series`: the highest number of series in
+    the deployment; 0 for gauges, which have one series per queue, host or tenant. `values`: values of the only label
     that are reported as 0 before they occur, so that the first increment is visible.
     """
 
     name: str
     kind: Kind
     help: str
-    look: str
+    check_when: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     max_series: int = 0
@@ -61,19 +61,19 @@ class Metric:
 
 
 def _counter(
-    name: str, help_: str, look: str, *labels: str, max_series: int = 200, values: tuple[str, ...] = ()
+    name: str, help_: str, check_when: str, *labels: str, max_series: int = 200, values: tuple[str, ...] = ()
 ) -> Metric:
-    return Metric(name, "counter", help_, look, labels, (), max_series, values)
+    return Metric(name, "counter", help_, check_when, labels, (), max_series, values)
 
 
 def _histogram(
-    name: str, buckets: tuple[float, ...], help_: str, look: str, *labels: str, max_series: int = 200
+    name: str, buckets: tuple[float, ...], help_: str, check_when: str, *labels: str, max_series: int = 200
 ) -> Metric:
-    return Metric(name, "histogram", help_, look, labels, buckets, max_series)
+    return Metric(name, "histogram", help_, check_when, labels, buckets, max_series)
 
 
-def _gauge(name: str, help_: str, look: str, *labels: str) -> Metric:
-    return Metric(name, "gauge", help_, look, labels)
+def _gauge(name: str, help_: str, check_when: str, *labels: str) -> Metric:
+    return Metric(name, "gauge", help_, check_when, labels)
 
 
 CALLS = _counter(

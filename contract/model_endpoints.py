@@ -93,13 +93,13 @@ class ModelEndpoint(Record):
 
 
 class EndpointBlocked(Exception):
-    """The endpoint receives no requests for the next `left_s` seconds: its server requested that (`rate_limit`), or
-    does not answer (`down`).
+    """The endpoint receives no requests for the next `remaining_s` seconds: its server requested that (`rate_limit`),
+    or does not answer (`down`).
     """
 
-    def __init__(self, left_s: float, reason: BlockReason) -> None:
+    def __init__(self, remaining_s: float, reason: BlockReason) -> None:
         super().__init__(reason)
-        self.left_s, self.reason = left_s, reason
+        self.remaining_s, self.reason = remaining_s, reason
 
 
 @dataclass(frozen=True)

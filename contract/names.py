@@ -111,7 +111,7 @@ def tenant_sessions_key(deployment: str, tenant: str) -> str:
     return tenant_key(deployment, tenant, "places")
 
 
-def seen_tenants_key(deployment: str) -> str:
+def active_tenants_key(deployment: str) -> str:
     """Return the key of the sorted set of tenants that have opened sessions, by the Unix time of the last session. The
     set includes tenants that are not registered.
     """

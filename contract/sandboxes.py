@@ -9,7 +9,7 @@ from contract.calls import LONGEST_TIMEOUT_S, MAX_TIMEOUT_S, Record, pick_fields
 from contract.secrets import MAX_SECRETS, SecretName
 
 MIB = 1024 * 1024
-LEAST_MEMORY_BYTES = 224 * MIB
+MIN_MEMORY_BYTES = 224 * MIB
 """Least memory of a sandbox: 160 MiB for /tmp, /output and /dev/shm, which are in memory, and 64 MiB for programs."""
 Cpus = Annotated[float, Field(ge=0.01, le=4096)]
 Pids = Annotated[int, Field(ge=16, le=2**22)]
@@ -31,7 +31,7 @@ class SandboxOptions(Record):
     """
 
     cpus: Cpus | None = Field(default=None, exclude_if=_is_none, description="Processors.")
-    memory_bytes: Annotated[int, Field(ge=LEAST_MEMORY_BYTES, le=2**50)] | None = Field(
+    memory_bytes: Annotated[int, Field(ge=MIN_MEMORY_BYTES, le=2**50)] | None = Field(
         default=None,
         exclude_if=_is_none,
         description="Memory of all processes, with /tmp, /output and /dev/shm. A workspace in memory is added.",

@@ -9,7 +9,7 @@ from contract.signing import SigningKeys
 
 NO_NETWORK = "without network"
 """Default network access of a sandbox, in the words of tool descriptions."""
-MOST_SECONDS = "seconds, at most {:g}"
+TIMEOUT_DESCRIPTION = "seconds, at most {:g}"
 """Text of a parameter `timeout` with the limit of the tool."""
 MAX_SKILLS = 1000
 MAX_SKILL_DESCRIPTION = 4096
@@ -87,7 +87,7 @@ class ToolSpec(Record):
             return self
         parameters, properties = self.parameters, self.parameters.get("properties")
         if isinstance(properties, dict) and isinstance(timeout := properties.get("timeout"), dict):
-            before, after = MOST_SECONDS.format(self.max_timeout_s), MOST_SECONDS.format(limit_s)
+            before, after = TIMEOUT_DESCRIPTION.format(self.max_timeout_s), TIMEOUT_DESCRIPTION.format(limit_s)
             timeout = {**timeout, "description": str(timeout.get("description", "")).replace(before, after)}
             parameters = {**parameters, "properties": {**properties, "timeout": timeout}}
         return self.model_copy(update={"max_timeout_s": limit_s, "parameters": parameters})

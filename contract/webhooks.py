@@ -12,7 +12,7 @@ from contract.calls import Record
 SEND_TOOL = "webhook.send"
 MAX_URL_CHARS = 2048
 _PREFIX = "whsec_"
-_LEAST_BYTES, _MOST_BYTES = 24, 64
+_MIN_BYTES, _MAX_BYTES = 24, 64
 
 
 class Webhook(Record):
@@ -39,8 +39,8 @@ def _key(secret: str) -> bytes:
         key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
     except (binascii.Error, ValueError):
         key = b""
-    if not secret.startswith(_PREFIX) or not _LEAST_BYTES <= len(key) <= _MOST_BYTES:
+    if not secret.startswith(_PREFIX) or not _MIN_BYTES <= len(key) <= _MAX_BYTES:
         raise ValueError(
-            f"the secret is invalid: write {_PREFIX} and then {_LEAST_BYTES} to {_MOST_BYTES} bytes in base64"
+            f"the secret is invalid: write {_PREFIX} and then {_MIN_BYTES} to {_MAX_BYTES} bytes in base64"
         )
     return key

@@ -49,7 +49,7 @@ PAUSE_POLL_S = 0.5
 """Interval at which a paused tenant's policy is read, in seconds. A cached policy is at most one second old, so calls
 continue within two seconds.
 """
-LEAST_WAIT_S = 1.0
+MIN_WAIT_S = 1.0
 """Minimum waiting time for a slot after the tenant of a call was resumed, in seconds."""
 PAUSED_RETRY_S = 5.0
 QUEUE_MARGIN_S = 0.4
@@ -217,7 +217,7 @@ class PausableAdmission:
         while True:
             if policy.is_paused:
                 policy = await self._until_resumed(replace(request, policy=policy), until)
-                wait_s = max(LEAST_WAIT_S, until - asyncio.get_running_loop().time())
+                wait_s = max(MIN_WAIT_S, until - asyncio.get_running_loop().time())
                 request = replace(request, policy=policy, wait_s=wait_s)
                 continue
             async with self._inner.slot(request, is_early=is_early) as slot:
@@ -305,7 +305,7 @@ def _still_paused(request: SlotRequest, policy: TenantPolicy) -> ToolFailure:
 @dataclass
 class _Ticket:
     """A call that waits for a slot or holds a slot. `is_known`: Redis has the request. `reason`: why the call waits.
-    `held_at`: the start of the slot in seconds of the event loop's clock; None while the call waits.
+    `granted_at`: the start of the slot in seconds of the event loop's clock; None while the call waits.
     """
 
     call: str
@@ -313,7 +313,7 @@ class _Ticket:
     granted: "asyncio.Future[None]"
     is_known: bool = False
     reason: WaitReason | None = None
-    held_at: float | None = field(default=None)
+    granted_at: float | None = field(default=None)
 
 
 class SharedAdmission:
@@ -375,17 +375,17 @@ class SharedAdmission:
             yield slot
         finally:
             # At most the time for which the slot was held: `used_s` is computed from a result, which a worker wrote.
-            held_s = _instant() - ticket.held_at if ticket.held_at is not None else 0.0
-            self._drop(ticket, held_s if slot.used_s is None else max(0.0, min(slot.used_s, held_s)))
+            slot_s = _instant() - ticket.granted_at if ticket.granted_at is not None else 0.0
+            self._drop(ticket, slot_s if slot.used_s is None else max(0.0, min(slot.used_s, slot_s)))
 
     async def aclose(self) -> None:
         """Release all slots. Waiting calls fail."""
         # Set first, so that no new ticket is added while the releases are sent.
         self._is_closed = True
         for ticket in list(self._tickets.values()):
-            if ticket.held_at is None and not ticket.granted.done():
+            if ticket.granted_at is None and not ticket.granted.done():
                 ticket.granted.set_exception(_unavailable("the client was closed while this call waited for a slot"))
-            self._drop(ticket, 0.0 if ticket.held_at is None else _instant() - ticket.held_at)
+            self._drop(ticket, 0.0 if ticket.granted_at is None else _instant() - ticket.granted_at)
         if self._wake is not None:
             self._wake.cancel()
         if self._tasks:
@@ -454,10 +454,10 @@ class SharedAdmission:
             if ticket is None:
                 # Redis granted the slot after the caller had stopped waiting.
                 self._steps.give_back(call, 0.0)
-            elif ticket.held_at is None:
+            elif ticket.granted_at is None:
                 # A second grant of the same ticket changes nothing. Redis repeats grants with each renewal, because it
                 # cannot know whether they have arrived.
-                ticket.is_known, ticket.held_at = True, _instant()
+                ticket.is_known, ticket.granted_at = True, _instant()
                 self._end_wait(ticket)
                 if not ticket.granted.done():
                     ticket.granted.set_result(None)
@@ -493,7 +493,7 @@ class SharedAdmission:
         """Repeat the requests and grants that Redis has lost: its last second of writes, or all of its data."""
         for call in unknown:
             ticket = self._tickets.get(call)
-            if ticket is not None and ticket.held_at is not None:
+            if ticket is not None and ticket.granted_at is not None:
                 # The call runs, whether Redis knows its slot or not. Without it, the queue would get too many calls.
                 self._steps.add(restore(call, ticket.request))
             elif ticket is not None:
@@ -502,11 +502,11 @@ class SharedAdmission:
 
     def _reconcile(self) -> None:
         """Renew all leases. Redis returns the ids that it does not know."""
-        held_calls = [call for call, ticket in self._tickets.items() if ticket.held_at is not None]
+        granted_calls = [call for call, ticket in self._tickets.items() if ticket.granted_at is not None]
         waiting = [call for call, ticket in self._waiting.items() if ticket.is_known]
         # In parts: Lua passes these ids as arguments of one command, and their number is limited.
-        for at in range(0, len(held_calls), RENEW_AT_ONCE):
-            self._steps.add(renew(held_calls[at : at + RENEW_AT_ONCE], ()))
+        for at in range(0, len(granted_calls), RENEW_AT_ONCE):
+            self._steps.add(renew(granted_calls[at : at + RENEW_AT_ONCE], ()))
         for at in range(0, len(waiting), RENEW_AT_ONCE):
             self._steps.add(renew((), waiting[at : at + RENEW_AT_ONCE]))
 
@@ -519,9 +519,9 @@ class SharedAdmission:
             if _instant() - renewed_at >= renew_s:
                 renewed_at = _instant()
                 self._reconcile()
-            self._look()
+            self._add_tick()
 
-    def _look(self) -> None:
+    def _add_tick(self) -> None:
         if queues := {ticket.request.queue for ticket in self._waiting.values()}:
             self._steps.add(tick(queues))
 

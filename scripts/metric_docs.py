@@ -37,7 +37,7 @@ def _table(metrics: list[Metric]) -> str:
 
 def _row(metric: Metric) -> str:
     labels = ", ".join(f"`{label}`" for label in metric.labels)
-    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} | {metric.look} |\n"
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} | {metric.check_when} |\n"
 
 
 def main() -> int:

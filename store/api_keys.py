@@ -35,7 +35,7 @@ KEY_FRESH_S = 1.0
 """Time for which a process uses a record from its cache, in seconds. Revoking a key takes effect everywhere within
 twice this time.
 """
-MAX_KNOWN = 4096
+MAX_CACHED_KEYS = 4096
 SECRET_BYTES = 32
 LOGIN_S = 12 * 3600
 LOGINS_PER_KEY = 100
@@ -237,23 +237,23 @@ class ApiKeys(AuditedStore):
         return Identity(record.tenant, record.role, key_id, record.name)
 
     async def _find(self, key_id: str) -> ApiKeyRecord | None:
-        record, asked_at = self._cache.get(key_id, (None, 0.0))
-        if record is not None and time.monotonic() - asked_at < KEY_FRESH_S:
+        record, requested_at = self._cache.get(key_id, (None, 0.0))
+        if record is not None and time.monotonic() - requested_at < KEY_FRESH_S:
             return record
         return await self._reads.read(key_id, lambda: self._read(key_id))
 
     async def _read(self, key_id: str) -> ApiKeyRecord | None:
-        asked_at = time.monotonic()
+        requested_at = time.monotonic()
         with broker_errors("the API key was not checked"):
             data: Any = await self._client.hget(self._key, key_id)
         self._cache.pop(key_id, None)
         if data is None:
             return None
         record = self._parse(key_id, data)
-        while len(self._cache) >= MAX_KNOWN:
+        while len(self._cache) >= MAX_CACHED_KEYS:
             del self._cache[next(iter(self._cache))]
         # The age counts from the request: a slow reply must not extend the use of a revoked key.
-        self._cache[key_id] = (record, asked_at)
+        self._cache[key_id] = (record, requested_at)
         return record
 
     def _parse(self, key_id: str, data: bytes) -> ApiKeyRecord:

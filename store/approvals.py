@@ -63,7 +63,7 @@ MAX_ARGUMENT_BYTES = 128 * 1024
 """Limit of the arguments that an approver supplies in place of the call's own, in bytes."""
 MAX_REASON_CHARS = 1024
 ID_CHARS = 32
-Kept = TypeVar("Kept", bound=Record)
+SealedRecord = TypeVar("SealedRecord", bound=Record)
 _WHAT = "the questions were not read or changed"
 _NOW = """
 local time = redis.call('TIME')
@@ -518,7 +518,7 @@ def seal(keys: SigningKeys, record: ApprovalQuestion | ApprovalAnswer) -> str:
     return keys.seal(_purpose(type(record), record.id), dump_plain(record.model_dump(exclude_defaults=True)))
 
 
-def unseal(keys: SigningKeys, kind: type[Kept], id_: str, sealed: bytes) -> Kept:
+def unseal(keys: SigningKeys, kind: type[SealedRecord], id_: str, sealed: bytes) -> SealedRecord:
     """Return a record. Raises EnvelopeRefused: the record is not signed for the question with that id, or belongs to
     another release.
     """

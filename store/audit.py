@@ -220,7 +220,7 @@ class AuditedStore:
         return entry_text(build_entry(self._actor or local_actor(), action, target, tenant=tenant, details=details))
 
 
-def note_entry(pipe: "redis.asyncio.client.Pipeline", deployment: str, entry: NewAuditEntry) -> None:
+def add_entry(pipe: "redis.asyncio.client.Pipeline", deployment: str, entry: NewAuditEntry) -> None:
     """Add an operator's entry to a change in a MULTI transaction."""
     pipe.xadd(audit_key(deployment), {"entry": entry_text(entry)}, maxlen=MAX_ENTRIES, approximate=True)
 
@@ -233,7 +233,7 @@ class Audit:
         self._add = client.register_script(_ADD)
 
     async def add(self, entry: NewAuditEntry) -> None:
-        """Write an entry before a change outside of Redis. For changes in Redis, use AUDIT_LUA or `note_entry`.
+        """Write an entry before a change outside of Redis. For changes in Redis, use AUDIT_LUA or `add_entry`.
 
         Raises BrokerUnavailable: the entry was not written, so the caller must not make the change.
         """

@@ -35,7 +35,7 @@ _METRICS = {
 _ACTOR = Actor(key="local", role="operator", name="toolcrew")
 
 # KEYS: notices of the tenant, audit. ARGV: the notice, its lifetime, audit entry. Returns 1 for the first one.
-_NOTE = (
+_ADD_NOTICE = (
     AUDIT_LUA
     + """
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 0 end
@@ -69,7 +69,7 @@ class BudgetStore:
     def __init__(self, client: "redis.asyncio.Redis", deployment: str) -> None:
         self._client, self._deployment = client, deployment
         self._usage = UsageStore(client, deployment)
-        self._note = client.register_script(_NOTE)
+        self._add_notice = client.register_script(_ADD_NOTICE)
         self._reads = SharedReads[list[BudgetState]]()
         self._read: dict[str, tuple[float, Budgets, list[BudgetState]]] = {}
 
@@ -126,7 +126,7 @@ class BudgetStore:
                 await self._notify(tenant, "budget.exceed", state)
             elif state.is_nearly_used_up:
                 await self._notify(tenant, "budget.warn", state)
-        if len(self._read) >= _MOST_TENANTS:
+        if len(self._read) >= _MAX_TENANTS:
             self._read.clear()
         self._read[tenant] = time.monotonic(), budgets, states
         return states
@@ -138,14 +138,14 @@ class BudgetStore:
         notice = f"{action} {state.name} {state.limit:g} {state.resets_at:.0f}"
         keys = [f"{usage_prefix(self._deployment, tenant)}notices", audit_key(self._deployment)]
         with broker_errors("a notice about a budget was not written"):
-            is_first = await self._note(keys=keys, args=[notice, NOTICES_TTL_S, entry])
+            is_first = await self._add_notice(keys=keys, args=[notice, NOTICES_TTL_S, entry])
         if is_first and action == "budget.exceed":
             log.error("budget_used_up", tenant=tenant, **details)
         elif is_first:
             log.warning("budget_nearly_used_up", tenant=tenant, **details)
 
 
-_MOST_TENANTS = 10_000
+_MAX_TENANTS = 10_000
 
 
 def _sum(amounts: Mapping[str, int], metric: str) -> float:

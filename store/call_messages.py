@@ -240,7 +240,7 @@ class ResultHub:
         # Received results are deleted. If Redis is unavailable, they expire by themselves.
         with contextlib.suppress(BrokerUnavailable, TimeoutError):
             async with asyncio.timeout(1):
-                await self._delete_taken()
+                await self._delete_read_results()
 
     def task_id(self, name: str) -> str:
         """Return a task id whose result this hub receives. `name`: the last part of the id."""
@@ -265,7 +265,7 @@ class ResultHub:
             self._waiting.pop(task_id, None)
             self._stored.discard(task_id)
 
-    async def look(self, task_id: str) -> None:
+    async def read_result(self, task_id: str) -> None:
         """Read the result of one task now, if it is stored. Use this method for a task that another hub has published,
         because Redis does not announce its result to this hub.
         """
@@ -297,10 +297,10 @@ class ResultHub:
             except BrokerUnavailable as error:
                 attempt = 0 if self._subscribed.is_set() else attempt + 1
                 delay = RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)]
-                self._note_loss(error, delay)
+                self._handle_loss(error, delay)
                 await asyncio.sleep(delay)
 
-    def _note_loss(self, error: Exception, delay: float) -> None:
+    def _handle_loss(self, error: Exception, delay: float) -> None:
         """Log an outage once. If it lasts too long, fail the waiting calls."""
         now = asyncio.get_running_loop().time()
         if self._lost_at is None:
@@ -388,11 +388,11 @@ class ResultHub:
         while True:
             await asyncio.sleep(DISCARD_EVERY_S)
             try:
-                await self._delete_taken()
+                await self._delete_read_results()
             except BrokerUnavailable as error:
                 log.debug("results_not_deleted", error=str(error), keys=len(self._collected))
 
-    async def _delete_taken(self) -> None:
+    async def _delete_read_results(self) -> None:
         while self._collected:
             batch = self._collected[:DISCARD_BATCH]
             with broker_errors("results were not deleted"):

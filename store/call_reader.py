@@ -20,10 +20,11 @@ from pydantic import PlainSerializer, ValidationError, field_serializer
 
 from contract.calls import Record, ToolResult
 from contract.clock import Instant, format_instant
-from contract.envelope import decode_result, find_encoded_result, join_result, kept_result_key
+from contract.envelope import decode_result, find_encoded_result, find_result_key, join_result
 from contract.errors import BrokerUnavailable, EnvelopeRefused, ErrorCode, ToolFailure
 from contract.hosts import HOST_TTL_S, parse_holder
 from contract.names import (
+    active_tenants_key,
     admission_prefix,
     call_key,
     flower_task_url,
@@ -32,7 +33,6 @@ from contract.names import (
     is_blob_of,
     location_key,
     result_key,
-    seen_tenants_key,
     tenant_calls_key,
     tenants_key,
 )
@@ -198,9 +198,9 @@ class CallReader:
         tickets, is_cut = await self._scan("waiting", MAX_LISTED)
         # The waiting calls are read first: a call that gets its slot in between is then found twice, but never missed.
         slots, is_also_cut = await self._scan("held", MAX_LISTED)
-        waiting, held = _select(tickets, tenants), _select(slots, tenants)
+        waiting, granted = _select(tickets, tenants), _select(slots, tenants)
         limits = await self._limits(tenants)
-        names = sorted((held.keys() | await self._recent(tenants, limit + 1)) - waiting.keys())
+        names = sorted((granted.keys() | await self._recent(tenants, limit + 1)) - waiting.keys())
         listed = [_build_waiting(entry, limits[tenant]) for (tenant, _), entry in waiting.items()]
         for (tenant, call), record in zip(names, await self._records.find_all(names), strict=True):
             if record is not None:
@@ -322,7 +322,7 @@ class CallReader:
     async def tenants(self) -> list[str]:
         """Return the tenants that are registered or have opened a session."""
         registered: Any = await _ask(self._client.hkeys(tenants_key(self._deployment)))
-        active: Any = await _ask(self._client.zrange(seen_tenants_key(self._deployment), 0, -1))
+        active: Any = await _ask(self._client.zrange(active_tenants_key(self._deployment), 0, -1))
         return sorted({DEFAULT_TENANT, *(name.decode() for name in (*registered, *active))} - {VERSION_FIELD})
 
     async def _owners(self, call_id: str) -> list[str]:
@@ -389,7 +389,7 @@ class CallReader:
         try:
             stored: Any = json.loads(text or b"null")
             encoded: Any = find_encoded_result(stored) if isinstance(stored, dict) else None
-            key = kept_result_key(encoded)
+            key = find_result_key(encoded)
             # The signature is verified only after this read. `is_blob_of` prevents a forged key from reading data of
             # another tenant.
             if key is not None and is_blob_of(key, self._deployment, tenant):

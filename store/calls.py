@@ -756,7 +756,7 @@ class WorkerCallStore:
 
     def _decide(self, script: Any, keys: list[str], context: ToolContext, arguments: list[Any]) -> CallClaim:
         ttl_s = CALL_TTL_S + max(0, math.ceil(context.timeout_s - MAX_TIMEOUT_S))  # `finish` sets CALL_TTL_S
-        with broker_errors("the call was not run, because its claim was not noted"):
+        with broker_errors("the call was not run, because its claim was not recorded"):
             # A token for each decision: with one per call, a repeated message would pass as the first one.
             verdict, now = script(keys=keys, args=[context.attempt, ttl_s, secrets.token_hex(8), *arguments])
         self._clock.learn(float(now))

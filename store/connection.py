@@ -75,7 +75,7 @@ TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 16
 LOADING_S = 10.0
 """Time that a starting Redis may take to load its data, in seconds."""
-LOOK_S = 0.1
+CHECK_INTERVAL_S = 0.1
 _REDIS_ERRORS = (RedisError, OSError)
 
 _sync_clients: "weakref.WeakSet[redis.Redis]" = weakref.WeakSet()
@@ -130,7 +130,7 @@ async def _ping(client: "redis.asyncio.Redis") -> None:
         except BusyLoadingError:
             if clock() >= until:
                 raise
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
 
 class _ReliableConnection(AbstractConnection):

@@ -19,7 +19,7 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.hosts import HOST_TTL_S, RESTART_GRACE_S, HostReport
 from contract.names import control_queue, deployment_key, host_key, host_prefix, hosts_key, slots_key, tombstone_key
 from contract.tenancy import TenantPolicy
-from store.audit import NewAuditEntry, note_entry
+from store.audit import NewAuditEntry, add_entry
 from store.connection import RedisClient, SharedClock, SyncRedis, broker_errors, read_clock
 from telemetry.logs import get_logger
 
@@ -180,7 +180,7 @@ class HostStore:
         """Add a drain order to a worker's control list, and the entry to the audit log, in one step."""
         with broker_errors("the order to drain was not sent"):
             async with self._client.pipeline(transaction=True) as pipe:
-                note_entry(pipe, self._deployment, entry)
+                add_entry(pipe, self._deployment, entry)
                 pipe.lpush(control_queue(queue), envelope)
                 pipe.expire(control_queue(queue), ORDER_TTL_S)
                 await pipe.execute()
@@ -234,18 +234,18 @@ async def check_tenant_class(client: RedisClient, deployment: str, tenant_class:
     if tenant_class == TenantPolicy().sandbox.tenant_class:
         return []
     hosts = [report for report in await HostStore(client, deployment).read() if report.kind == "sandbox"]
-    known = sorted({name for host in hosts for name in host.classes})
-    if not known:
+    classes = sorted({name for host in hosts for name in host.classes})
+    if not classes:
         return [
             f"the tenant class {tenant_class} was not checked, because no sandbox host reports: check that "
             "TOOLCREW_TENANT_CLASSES of the hosts has the class"
         ]
-    if tenant_class not in known:
+    if tenant_class not in classes:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"no host has the tenant class {tenant_class}: use one of {', '.join(known)}, or first add the "
+            f"no host has the tenant class {tenant_class}: use one of {', '.join(classes)}, or first add the "
             "class to TOOLCREW_TENANT_CLASSES of a host and restart its sandboxd",
-            nearest=difflib.get_close_matches(tenant_class, known, n=3),
+            nearest=difflib.get_close_matches(tenant_class, classes, n=3),
         )
     return []
 

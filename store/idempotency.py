@@ -14,18 +14,18 @@ from contract.names import deployment_key
 from contract.signing import SigningKeys
 from store.connection import RedisClient, broker_errors
 
-KEPT_S = 24 * 3600
+KEEP_S = 24 * 3600
 PENDING_S = 900
 """Maximum time for which a request holds its slot, in seconds. The time is longer than any call. Afterwards, the key
 still leads to the work that the request has started.
 """
-KEPT_BYTES = 256 * 1024 * 1024
+MAX_STORED_BYTES = 256 * 1024 * 1024
 """Limit of the responses of one API key within a day, in bytes. All tenants share the memory of Redis."""
 SLOT_BYTES = 200
 """Additional memory of a stored response, in bytes."""
 FULL = (
-    f"the stored responses of this API key fill {KEPT_BYTES // 2**20} MiB, so the request was not started: send it "
-    "without an Idempotency-Key or with another API key, or wait until yesterday's responses expire"
+    f"the stored responses of this API key fill {MAX_STORED_BYTES // 2**20} MiB, so the request was not started: send "
+    "it without an Idempotency-Key or with another API key, or wait until yesterday's responses expire"
 )
 # Every script is repeatable after a lost reply. A claim recognizes itself, and a settled slot is not settled again. A
 # claim may also arrive after its own release, from a connection that was given up. Its result then has no reader, so
@@ -83,7 +83,7 @@ class IdempotencyStore:
         """
         return SlotClaim(
             f"{self._prefix}:once:{name}",
-            f"{self._prefix}:gone:{token}",
+            f"{self._prefix}:released:{token}",
             account,
             json.dumps({"digest": digest, "pending": True, "by": token}),
         )
@@ -94,7 +94,7 @@ class IdempotencyStore:
         """
         with broker_errors("the request was not started"):
             # The limit is approximate: requests that run at the same time may exceed it by their own responses.
-            is_full = await self.count(claim.account) > KEPT_BYTES
+            is_full = await self.count(claim.account) > MAX_STORED_BYTES
             content: Any = await self._claim(
                 [claim.slot, claim.released], [claim.pending, PENDING_S, "full" if is_full else ""]
             )
@@ -111,7 +111,7 @@ class IdempotencyStore:
         record = self._signing.seal(_purpose(claim.slot), record)
         size = len(record) + SLOT_BYTES
         await self._settle(
-            self._keep([claim.slot, self._hour(claim.account)], [claim.pending, record, KEPT_S, size, KEPT_S + 3600])
+            self._keep([claim.slot, self._hour(claim.account)], [claim.pending, record, KEEP_S, size, KEEP_S + 3600])
         )
 
     def _open(self, slot: str, content: bytes) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class IdempotencyStore:
         """Return how many bytes are stored for the account. Each hour has its own counter, which expires a day later
         together with the responses.
         """
-        hours: Any = await self._redis.mget([self._hour(account, back) for back in range(KEPT_S // 3600 + 1)])
+        hours: Any = await self._redis.mget([self._hour(account, back) for back in range(KEEP_S // 3600 + 1)])
         return sum(int(count) for count in hours if count is not None)
 
     def _hour(self, account: str, back: int = 0) -> str:

@@ -29,12 +29,12 @@ from contract.metrics import (
     overflow_series,
 )
 from contract.names import (
+    active_tenants_key,
     admission_prefix,
     deployment_key,
     hosts_key,
     refusals_key,
     runs_prefix,
-    seen_tenants_key,
     slots_key,
     tenants_key,
 )
@@ -48,7 +48,7 @@ COUNTED_TTL_S = 7 * 24 * 3600
 """Lifetime of the totals of a source that sends nothing, in seconds."""
 MAX_VALUE = 1e15
 """Maximum counted value. The server of a model may report any number."""
-MOST_BATCHES = 1000
+MAX_BATCHES = 1000
 ROWS_PER_READ = 250
 """Number of entries of a hash or set that one run of the script reads. Between two runs, Redis serves other clients."""
 _FIELDS_AT_ONCE = 500
@@ -277,8 +277,8 @@ class MetricsStore:
             slots_key(deployment, ""),
             runs_prefix(deployment),
         )
-        self._key_parts: tuple[str | int, ...] = (*prefixes, MOST_BATCHES)
-        self._look = client.register_script(
+        self._key_parts: tuple[str | int, ...] = (*prefixes, MAX_BATCHES)
+        self._overview_script = client.register_script(
             resources.files("store").joinpath("metrics.lua").read_text(encoding="utf-8")
         )
         self._absorb = client.register_script(ABSORB_LUA)
@@ -299,7 +299,7 @@ class MetricsStore:
                 pipe.hgetall(metrics_key(self._deployment))
                 pipe.hgetall(refusals_key(self._deployment))
                 pipe.hkeys(tenants_key(self._deployment))
-                pipe.zrange(seen_tenants_key(self._deployment), 0, -1)
+                pipe.zrange(active_tenants_key(self._deployment), 0, -1)
                 queues, sums, refusals, fields, active = await pipe.execute()
         registered = [name for name in _decode(fields) if not name.startswith("#")]
         tenants = {DEFAULT_TENANT, *registered, *_decode(active)}
@@ -353,7 +353,7 @@ class MetricsStore:
 
     async def _run(self, subject: str, rows: Sequence[Any]) -> Any:
         with broker_errors(_NOT_READ):
-            text: Any = await self._look(keys=[], args=[subject, json.dumps(rows), *self._key_parts])
+            text: Any = await self._overview_script(keys=[], args=[subject, json.dumps(rows), *self._key_parts])
         return json.loads(text.decode(errors="replace"))
 
 

@@ -140,9 +140,9 @@ class ModelEndpoints(AuditedStore):
             EndpointView(name=name, tenant=owner, state=str(endpoint))
             if isinstance(endpoint, ConfigError)
             else EndpointView(
-                name=name, tenant=owner, running=running, blocked_s=left_s, **endpoint.model_dump(exclude=hidden)
+                name=name, tenant=owner, running=running, blocked_s=remaining_s, **endpoint.model_dump(exclude=hidden)
             )
-            for (name, owner, endpoint), (running, left_s) in zip(rows, limits, strict=True)
+            for (name, owner, endpoint), (running, remaining_s) in zip(rows, limits, strict=True)
         ]
 
     async def set(self, name: str, endpoint: ModelEndpoint, tenant: str | None = None) -> None:
@@ -221,13 +221,13 @@ class ModelEndpoints(AuditedStore):
             step = found
 
     async def _read(self) -> None:
-        cache, asked_at = self._cache, time.monotonic()
+        cache, requested_at = self._cache, time.monotonic()
         with broker_errors("the model endpoints were not read"):
             fields: Any = await self._client.hgetall(self._key)
         if fields != cache.fields:
             cache.fields, cache.endpoints = fields, parse_endpoints(self._keys, fields)
         # The age counts from the request: a slow reply must not delay a change.
-        cache.read_at = asked_at
+        cache.read_at = requested_at
 
 
 class _Cache:

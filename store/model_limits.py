@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 LEASE_S = 20.0
 RENEWALS_A_LEASE = 4
-LOOK_S = 0.2
+CHECK_INTERVAL_S = 0.2
 """Seconds between two checks whether a limit allows the next request."""
 MAX_SPREAD_S = 2.0
 """Longest time over which the requests of all processes are spread after a block, in seconds."""
@@ -151,7 +151,7 @@ class SharedLimits:
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
         self._waits_for = ""
-        self._held: set[str] = set()
+        self._lease_ids: set[str] = set()
         self._renewing: asyncio.Task[None] | None = None
 
     async def acquire(
@@ -182,8 +182,8 @@ class SharedLimits:
                 if state == "blocked" and float(value) > max_wait_s:
                     raise EndpointBlocked(float(value), "down" if reason == "down" else "rate_limit")
                 # The random part spreads the requests of all processes after a block.
-                left_s, spread_s = float(value), min(MAX_SPREAD_S, 0.2 * float(value))
-                wait_s = left_s + spread_s * self._jitter() + LOOK_S * (0.5 + self._jitter())
+                remaining_s, spread_s = float(value), min(MAX_SPREAD_S, 0.2 * float(value))
+                wait_s = remaining_s + spread_s * self._jitter() + CHECK_INTERVAL_S * (0.5 + self._jitter())
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):
                         await (self._released.wait() if state == "busy" else asyncio.sleep(wait_s))
@@ -206,7 +206,7 @@ class SharedLimits:
         """End a request. `tokens`: the number of tokens that the server reported, or 0 if it reported none. A failure
         is only logged, because the lease expires later.
         """
-        self._held.discard(lease.id)
+        self._lease_ids.discard(lease.id)
         if self._bounds is not None:
             # In a task of its own: a cancelled request must end its lease, too.
             more = tokens - lease.tokens if tokens else 0
@@ -252,17 +252,17 @@ class SharedLimits:
     def _hold(self, lease: RequestLease) -> None:
         if self._bounds is None or self._bounds.concurrency is None:
             return
-        self._held.add(lease.id)
+        self._lease_ids.add(lease.id)
         if self._renewing is None or self._renewing.done():
             self._renewing = begin_shared(self._renew(), "renew-leases")
 
     async def _renew(self) -> None:
         """Renew the leases of this process while it has some."""
-        while self._held:
+        while self._lease_ids:
             await asyncio.sleep(LEASE_S / RENEWALS_A_LEASE)
-            if held := tuple(self._held):
+            if lease_ids := tuple(self._lease_ids):
                 try:
                     with broker_errors("the leases of requests were not renewed"):
-                        await self._renew_script(keys=[self._leases], args=[LEASE_S, *held])
+                        await self._renew_script(keys=[self._leases], args=[LEASE_S, *lease_ids])
                 except BrokerUnavailable as error:
                     log.warning("model_leases_not_renewed", endpoint=self._endpoint, error=str(error))

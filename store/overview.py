@@ -20,7 +20,7 @@ from store.hosts import HostStore
 from store.slots import count_slots_in_use
 from store.tenants import RedisTenants
 
-MOST_BATCHES = 50
+MAX_BATCHES = 50
 """Limit of the batches that an overview lists."""
 _TAIL_BYTES = 4096
 """Size of the end of a message, which contains its headers, in bytes."""
@@ -80,7 +80,7 @@ class BatchSummary(Record):
 
 
 class Overview(Record):
-    """The state of a deployment. `queues`, `tenants`: the busiest first. `batches`: at most MOST_BATCHES. `running`:
+    """The state of a deployment. `queues`, `tenants`: the busiest first. `batches`: at most MAX_BATCHES. `running`:
     number of runs that have a holder. `approvals`: number of questions that wait for a person.
     """
 
@@ -131,7 +131,7 @@ class OverviewReader:
         queues = sorted(
             {queue for report in hosts for queue in (report.queue, *report.pools)} | set(POOL_QUEUES.values())
         )
-        data = await self._look(
+        data = await self._read_state(
             [queue for queue in queues if not queue.startswith("pool.") or queue in POOL_QUEUES.values()],
             list(policies),
         )
@@ -161,7 +161,7 @@ class OverviewReader:
         except ValueError:
             return None
 
-    async def _look(self, queues: Sequence[str], tenants: Sequence[str]) -> dict[str, Any]:
+    async def _read_state(self, queues: Sequence[str], tenants: Sequence[str]) -> dict[str, Any]:
         prefix = deployment_key(self._deployment, "")
         prefixes = [
             prefix,
@@ -170,7 +170,7 @@ class OverviewReader:
             runs_prefix(self._deployment),
         ]
         with broker_errors(_WHAT):
-            text: Any = await self._script(args=[*prefixes, json.dumps(queues), json.dumps(tenants), MOST_BATCHES])
+            text: Any = await self._script(args=[*prefixes, json.dumps(queues), json.dumps(tenants), MAX_BATCHES])
         return dict(json.loads(text))
 
 
@@ -186,7 +186,7 @@ def _tenants(
         name: policy if isinstance(policy, TenantPolicy) else TenantPolicy() for name, policy in policies.items()
     }
     default = policy_by_name.get("default", TenantPolicy())
-    all_held = sum(running for running, _ in data.values())
+    total_running = sum(running for running, _ in data.values())
     all_weight = sum(policy_by_name.get(name, default).weight for name in data)
     tenants = []
     for name in sorted({*policies, *data}):
@@ -202,7 +202,7 @@ def _tenants(
             in_flight=policy.in_flight,
             held=running,
             waiting=waiting,
-            share=running / all_held if all_held else 0.0,
+            share=running / total_running if total_running else 0.0,
             fair_share=policy.weight / all_weight if name in data else 0.0,
             is_paused=policy.is_paused,
             problem=str(stored) if isinstance(stored, ConfigError) else "",

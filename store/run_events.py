@@ -40,7 +40,7 @@ _ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 _STEPS_OF_CUT = (4000, 1000, 200, 40)
 # KEYS: run, events. ARGV: claim, number of the first event, the last step with complete events ('' for no further
 # step), number of open questions, time to live, limit of events, limit of bytes, then the events. Returns `published`;
-# or `taken` if another process holds the run, or if the run has ended.
+# or `taken` if another process owns the run, or if the run has ended.
 _APPEND = """
 local run = redis.call('HMGET', KEYS[1], 'claim', 'event_count', 'event_bytes')
 if run[1] ~= ARGV[1] then return 'taken' end
@@ -86,7 +86,7 @@ of the runs contain the outcomes.
 
 @dataclass(frozen=True)
 class EventBatch:
-    """Consecutive events of one run. `first`: the number of events of the run that the holder has added before these.
+    """Consecutive events of one run. `first`: the number of events of the run that the owner has added before these.
     `last_step`: the last step whose events are complete after this batch; None: no further step is complete.
     """
 
@@ -130,7 +130,7 @@ class RunEventStore:
         return int(step or 0), bool(has_any)
 
     async def append(self, batches: Sequence[EventBatch], progress: Sequence[ProgressEvent] = ()) -> list[bool]:
-        """Add events. Return, for each of `batches`, whether the process still holds the run. A repetition after a lost
+        """Add events. Return, for each of `batches`, whether the process still owns the run. A repetition after a lost
         reply adds no event of a run twice, and may repeat events of `progress`.
         """
         pipe = self._client.pipeline(transaction=False)
@@ -316,8 +316,8 @@ def _shorten(value: Any, limit: int) -> Any:
 BLOCK_MS = 200
 PAUSE_S = 0.05
 """Pause after each read, in seconds, so that one read returns several events."""
-AGAIN_S = 0.5
-LOOK_S = 15.0
+RETRY_S = 0.5
+EXISTENCE_CHECK_S = 15.0
 """Time without an event after which a follower checks whether the run still exists, in seconds."""
 READ_COUNT = 64
 RING_EVENTS, RING_BYTES = 128, 64 * 1024
@@ -413,7 +413,7 @@ class RunEventHub:
                 if entries := stream.after(event):
                     return EventPage(tuple(entries), entries[-1][0], is_over=_is_end(entries[-1]))
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
+                    async with asyncio.timeout(EXISTENCE_CHECK_S):
                         await changed.wait()
                         continue
             page = await self._read(tenant, run, event)
@@ -427,7 +427,7 @@ class RunEventHub:
                 return await self._store.read(tenant, run, event)
             except BrokerUnavailable as error:
                 log.warning("run_not_followed", run=run, error=str(error))
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
 
     def _join(self, key: str) -> _Stream:
         stream = self._streams.setdefault(key, _Stream(key))
@@ -459,7 +459,7 @@ class RunEventHub:
                 reply: Any = await self._client.xread(streams, count=READ_COUNT, block=BLOCK_MS)
         except BrokerUnavailable as error:
             log.warning("runs_not_followed", runs=len(last_ids), error=str(error))
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
             return
         for key, entries in _streams_of(reply):
             stream = self._streams.get(key)

@@ -1,4 +1,4 @@
-"""The log of one run in Redis. Only the holder of the run appends entries, in order.
+"""The log of one run in Redis. Only the owner of the run appends entries, in order.
 
 Invariant: an event takes effect only after its entry is in the log. Another process can therefore resume the run.
 
@@ -94,7 +94,7 @@ RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 # KEYS: run, log, sessions, usage of the run's session. ARGV: claim, index, entry, signed session of the entry ('' for
 # none), time to live, '1' if the entry is progress of the run, prefix of the tenant's days, whether there is a session,
 # tokens and cost, '1' if the run keeps states. Returns
-# `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process holds the run); or
+# `added`; `there` (an earlier try added the entry, and its reply was lost); `taken` (another process owns the run); or
 # the number of entries, if Redis has lost the last entries.
 _APPEND = (
     USAGE_LUA
@@ -115,12 +115,12 @@ return 'added'
 
 
 class RunTaken(Exception):
-    """Another process holds the run now. The former holder must stop."""
+    """Another process owns the run now. The former owner must stop."""
 
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """An attempt at a run. `claim`: the token with which the holder appends to the log; empty for a reader."""
+    """An attempt at a run. `claim`: the token with which the owner appends to the log; empty for a reader."""
 
     tenant: str
     run: str
@@ -129,7 +129,7 @@ class RunAttempt:
 
 
 class RunLog:
-    """The log of one run in the memory of its holder. `entries`: the entries of former holders, then its own. `clock`:
+    """The log of one run in the memory of its owner. `entries`: the entries of former owners, then its own. `clock`:
     Redis's clock.
     """
 
@@ -153,7 +153,7 @@ class RunLog:
         """The session for which the tokens of new entries count."""
         self._spending: dict[int, ReplySpending] = {}
         self.has_grown = False
-        """True if the run has made progress under this holder."""
+        """True if the run has made progress under this owner."""
         self._one_at_a_time = asyncio.Lock()
 
     @classmethod
@@ -187,7 +187,7 @@ class RunLog:
 
     async def append(self, entry: RunEvent, spending: ReplySpending | None = None) -> None:
         """Append an entry, and count `spending` in the same step. Wait while Redis does not answer. Raises RunTaken:
-        another process holds the run.
+        another process owns the run.
         """
         # Calls of one step run at the same time. The position is a part of the signature, so entries must not race for
         # it.
@@ -206,11 +206,11 @@ class RunLog:
                     await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
                     failures += 1
                     continue
-                # The new holder continues from the entries that are in Redis. Nothing that this process still does has
+                # The new owner continues from the entries that are in Redis. Nothing that this process still does has
                 # an effect.
                 if reply == "taken":
                     raise RunTaken(self._attempt.run)
-                # If Redis has lost entries, the holder adds them again from memory.
+                # If Redis has lost entries, the owner adds them again from memory.
                 index = index + 1 if reply in ("added", "there") else int(reply)
 
     async def keep_artifacts(self, archive: bytes) -> None:
@@ -240,9 +240,9 @@ class RunLog:
         sealed = self._keys.seal(session_purpose(attempt.tenant, attempt.run), opened) if opened else ""
         names = (self._deployment, attempt.tenant, attempt.run)
         # A resumed run opens its session again, so a new session is not progress. Otherwise a run that kills every
-        # holder at this point would be resumed without end.
+        # owner at this point would be resumed without end.
         is_further = not isinstance(event, SessionOpening | StateForking)
-        spent = self._spending.get(index, ReplySpending())
+        spending = self._spending.get(index, ReplySpending())
         prefix, has_session = usage_prefix(self._deployment, attempt.tenant), int(self.session is not None)
         session = session_usage_key(self._deployment, attempt.tenant, self.session or "")
         reply = await self._append(
@@ -256,7 +256,7 @@ class RunLog:
                 "1" if is_further else "0",
                 prefix,
                 has_session,
-                *spent.amounts(),
+                *spending.amounts(),
                 "1" if isinstance(event, StateForking) else "0",
             ],
         )

@@ -37,9 +37,9 @@ class RunState(StrEnum):
 
 
 class RunRecord(Record):
-    """The record of a run. Times are Unix seconds of Redis's clock. `claim`: the token of the run's holder. `attempt`:
+    """The record of a run. Times are Unix seconds of Redis's clock. `claim`: the token of the run's owner. `attempt`:
     1, or higher after a restart. `first_attempt`: the first attempt of the current series of automatic restarts.
-    `losses`: how often a holder has died since the log of the run last grew."""
+    `losses`: how often a owner has died since the log of the run last grew."""
 
     batch: str
     item: BatchItem

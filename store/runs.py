@@ -66,7 +66,7 @@ log = get_logger(__name__)
 
 MAX_PENDING = 10_000
 """Limit of waiting hosted runs of a tenant. Further runs are refused."""
-MAX_KEPT = 100_000
+MAX_LISTED = 100_000
 """Limit of listed hosted runs of a tenant. Above the limit, the oldest runs that have ended are removed."""
 MAX_BODY_BYTES = 1024 * 1024
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
@@ -122,7 +122,7 @@ class BatchPage:
 
 
 class BatchCancelled(Exception):
-    """The batch was cancelled. The holder of one of its runs must end that run."""
+    """The batch was cancelled. The owner of one of its runs must end that run."""
 
 
 class RunQueue:
@@ -176,7 +176,7 @@ class RunQueue:
         sealed = seal_defaults(self.keys, tenant, batch, defaults)
         await self._set(tenant, batch, concurrency=concurrency, defaults=sealed, is_detached=int(is_detached))
 
-    async def note_rows(self, tenant: str, batch: str, position: RowLocation) -> None:
+    async def set_row_location(self, tenant: str, batch: str, position: RowLocation) -> None:
         """Store the location of the row files of a batch."""
         await self._set(tenant, batch, rows=seal_rows(self.keys, tenant, batch, position))
 
@@ -365,7 +365,7 @@ class RunQueue:
         reply, abandoned = await self.step(
             "claim", self.owner, limit, LEASE_S, *filters, *(secrets.token_hex(8) for _ in range(limit))
         )
-        await self._end_left([tuple(part.decode() for part in row) for row in abandoned])
+        await self._end_abandoned([tuple(part.decode() for part in row) for row in abandoned])
         rows, claims = [tuple(part.decode() for part in row) for row in reply], list[RunClaim]()
         records = await self._fields([row[:2] for row in rows])
         for (tenant, run, token, kind), fields in zip(rows, records, strict=True):
@@ -396,14 +396,14 @@ class RunQueue:
         return lost, cancelled
 
     async def cancels(self) -> set[tuple[str, str]]:
-        """Return the hosted runs that their holders must end, as (tenant, run)."""
+        """Return the hosted runs that their owners must end, as (tenant, run)."""
         return {
             split_member(name.decode())
             for name in await _ask(self._client.zrange(self._prefixes[1] + "cancels", 0, AT_ONCE))
         }
 
     async def finish(self, claim: RunClaim, outcome: ItemOutcome, *, calls: int = 0, seconds: float = 0.0) -> bool:
-        """Store how a run ended. Return False if another process holds the run. `calls`, `seconds`: number of calls and
+        """Store how a run ended. Return False if another process owns the run. `calls`, `seconds`: number of calls and
         duration, which the last event of a hosted run contains.
         """
         kind = outcome.failure.kind.value if outcome.failure is not None else ""
@@ -418,7 +418,7 @@ class RunQueue:
 
     async def give_back(self, claim: RunClaim, *, after_s: float = 0.0, is_new: bool = False) -> bool:
         """Return a run to the queue, where it can be claimed after `after_s` seconds. Another process continues it, or
-        starts a new attempt (`is_new`). Return False if another process holds the run. Raises BatchCancelled: the batch
+        starts a new attempt (`is_new`). Return False if another process owns the run. Raises BatchCancelled: the batch
         was cancelled.
         """
         reply = int(await self.step("give_back", claim.tenant, claim.run, claim.token, after_s, "1" if is_new else "0"))
@@ -426,8 +426,8 @@ class RunQueue:
             raise BatchCancelled(claim.record.batch)
         return bool(reply)
 
-    async def _end_left(self, abandoned: Sequence[tuple[str, ...]]) -> None:
-        """End the runs of cancelled batches whose holder died, because no process may be following those batches. A
+    async def _end_abandoned(self, abandoned: Sequence[tuple[str, ...]]) -> None:
+        """End the runs of cancelled batches whose owner died, because no process may be following those batches. A
         cancelled hosted run has already ended; only its sessions are closed.
         """
         for tenant, _, run in (row for row in abandoned if row[1] == HOSTED_BATCH):
@@ -466,7 +466,7 @@ class RunQueue:
         return settled
 
     async def close_sessions(self, tenant: str, runs: Collection[str]) -> None:
-        """Close the sessions of runs that no process continues. A former holder may have opened sessions. Wait while
+        """Close the sessions of runs that no process continues. A former owner may have opened sessions. Wait while
         Redis does not answer.
         """
         await retry_until_available(
@@ -592,14 +592,14 @@ class RunQueue:
         ]
 
     async def cancel_hosted(self, tenant: str, run: str, entry: str) -> None:
-        """End a hosted run. A waiting run ends at once; its holder ends a running run. `entry`: the entry for the
+        """End a hosted run. A waiting run ends at once; its owner ends a running run. `entry`: the entry for the
         audit log, "" for none. Raises ToolFailure(FILE_NOT_FOUND): no such run.
         """
         reply = (await self.step("cancel_run", tenant, run, audit_key(self._deployment), entry)).decode()
         if reply == "unknown":
             raise not_found(run)
         if reply == "cancelled":
-            # A former holder may have opened a session.
+            # A former owner may have opened a session.
             await self.close_sessions(tenant, [run])
 
     async def transcript(self, tenant: str, run: str) -> list[dict[str, Any]] | None:

@@ -35,12 +35,12 @@ from pydantic import ValidationError
 
 from contract.errors import BrokerUnavailable, ErrorCode, SandboxUnavailable, ToolFailure
 from contract.names import (
+    active_tenants_key,
     deployment_key,
     host_key,
     host_prefix,
     hosts_key,
     location_key,
-    seen_tenants_key,
     tenant_key,
     tenant_sessions_key,
     tombstone_key,
@@ -322,7 +322,7 @@ class SessionStore:
         SESSION_NOT_FOUND if the session was closed before it was opened. Raises ValueError: a session with that name
         exists.
         """
-        keys = [*self._listed_keys(tenant, session), seen_tenants_key(self._deployment)]
+        keys = [*self._listed_keys(tenant, session), active_tenants_key(self._deployment)]
         arguments: list[str | float] = [
             session,
             queue,
@@ -380,14 +380,14 @@ class SessionStore:
             ) from error
 
     async def begin_move(
-        self, tenant: str, session: str, seen_fence: int, seen_state: LocationState, queue: str
+        self, tenant: str, session: str, expected_fence: int, expected_state: LocationState, queue: str
     ) -> SessionAddress | None:
         """Claim the move of a session to `queue`. Return None if its location has changed, or if another process is
         moving it.
         """
         keys = [location_key(self._deployment, tenant, session)]
         with broker_errors(_WHAT):
-            fence = int(await self._move(keys=keys, args=[seen_fence, queue, MOVE_S, seen_state.value]))
+            fence = int(await self._move(keys=keys, args=[expected_fence, queue, MOVE_S, expected_state.value]))
         return SessionAddress(queue, fence) if fence else None
 
     async def settle(self, tenant: str, session: str, fence: int, state: LocationState, facts: str = "") -> bool:
@@ -536,21 +536,21 @@ class WorkerSessionStore:
         }
 
     def record_automatic(
-        self, name: str, fence: int, checkpoint: str, taken_at: float, stored_bytes: int
+        self, name: str, fence: int, checkpoint: str, checkpoint_at: float, stored_bytes: int
     ) -> RecordedCheckpoint | None:
         """Write an automatic checkpoint into the location, and count its bytes. Another host can then open the session
         from the checkpoint. Return None if the session has moved or was closed.
         """
-        result = self._recorded(name, str(fence), checkpoint, taken_at, stored_bytes)
+        result = self._recorded(name, str(fence), checkpoint, checkpoint_at, stored_bytes)
         if not result:
             return None
         previous = result.decode(errors="replace") if isinstance(result, bytes) else ""
         tenant, _, session = name.partition(":")
         return RecordedCheckpoint(open_checkpoint(self._keys, tenant, session, previous) or None)
 
-    def record_requested(self, name: str, checkpoint: str, taken_at: float) -> bool:
+    def record_requested(self, name: str, checkpoint: str, checkpoint_at: float) -> bool:
         """Write a checkpoint that a caller requested into the location. Only that caller deletes the checkpoint."""
-        return bool(self._recorded(name, "", checkpoint, taken_at))
+        return bool(self._recorded(name, "", checkpoint, checkpoint_at))
 
     def count_deleted(self, name: str, stored_bytes: int) -> None:
         """Subtract the bytes of a deleted automatic checkpoint from the usage of the tenant."""
@@ -587,7 +587,7 @@ class WorkerSessionStore:
         return queue is not None and not queue.startswith(self._prefix)
 
     def _recorded(
-        self, name: str, fence: str, checkpoint: str, taken_at: float, automatic_bytes: int | None = None
+        self, name: str, fence: str, checkpoint: str, checkpoint_at: float, automatic_bytes: int | None = None
     ) -> Any:
         tenant, _, session = name.partition(":")
         sealed = seal_checkpoint(self._keys, tenant, session, checkpoint)
@@ -595,7 +595,7 @@ class WorkerSessionStore:
         prefix = self._usage_prefix(name)
         with broker_errors(_WHAT):
             return self._record(
-                keys=[self._key(name)], args=[self.queue, fence, sealed, taken_at, is_automatic, prefix, counted]
+                keys=[self._key(name)], args=[self.queue, fence, sealed, checkpoint_at, is_automatic, prefix, counted]
             )
 
     def _hold_ended(self, name: str, fence: int, state: LocationState, queue: str) -> bool:

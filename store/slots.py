@@ -375,7 +375,7 @@ class SlotStore:
 
 # --- Grants -----------------------------------------------------------------------------------------------------------
 
-LOOK_EVERY_S = 5.0
+CHECK_INTERVAL_S = 5.0
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -400,7 +400,7 @@ class GrantListener:
                     async with self._client.pubsub() as pubsub:
                         await pubsub.subscribe(self._channel)
                         while True:
-                            message = await pubsub.get_message(timeout=LOOK_EVERY_S)
+                            message = await pubsub.get_message(timeout=CHECK_INTERVAL_S)
                             if message is not None:
                                 failures = 0
                                 self._take(message)

@@ -15,7 +15,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-AGAIN_S = 0.1
+CANCEL_INTERVAL_S = 0.1
 LONGEST_PAUSE_S = 2.0
 OUTAGE_S = 120.0
 """Seconds that work which is not urgent waits for Redis before it fails."""
@@ -48,7 +48,7 @@ async def cancel_all(
         for task in pending:
             if not is_ending(task):
                 task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=AGAIN_S)
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_INTERVAL_S)
 
 
 def begin_shared(work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":

@@ -143,25 +143,25 @@ class PolicyCache:
         self._lock = threading.Lock()
         self._policies: dict[str, TenantPolicy] = {}
         self._version: bytes | None = None
-        self._asked_at = float("-inf")
+        self._requested_at = float("-inf")
         self._had_tenants = False
 
     def is_stale(self) -> bool:
         """Return whether the version must be read before the cache may be used."""
-        return self.clock() - self._asked_at >= POLICY_FRESH_S
+        return self.clock() - self._requested_at >= POLICY_FRESH_S
 
     def find(self, tenant: str) -> TenantPolicy | None:
         """Return the cached policy of a tenant; None if the caller must read it from Redis."""
         return self._policies.get(tenant)
 
-    def confirm(self, version: bytes | None, asked_at: float) -> None:
+    def confirm(self, version: bytes | None, requested_at: float) -> None:
         """Record the version in Redis. If Redis has no version, clear the cache, because changes would go unnoticed."""
         with self._lock:
-            if asked_at >= self._asked_at:
+            if requested_at >= self._requested_at:
                 self._turn_to(version, is_known_same=version is not None)
-                self._asked_at = asked_at
+                self._requested_at = requested_at
 
-    def learn(self, tenant: str, stored: StoredPolicy, asked_at: float) -> TenantPolicy:
+    def learn(self, tenant: str, stored: StoredPolicy, requested_at: float) -> TenantPolicy:
         """Return the tenant's policy from the fields of the hash. Raises the same errors as StoredPolicy.policy. Also
         raises ConfigError: Redis has lost the tenants that this process has seen. No name then gets the default
         policy.
@@ -173,7 +173,7 @@ class PolicyCache:
             )
         self._had_tenants = self._had_tenants or not stored.is_open
         with self._lock:
-            if asked_at >= self._asked_at:
+            if requested_at >= self._requested_at:
                 self._turn_to(stored.version, is_known_same=True)
         policy = stored.policy(tenant, self._keys)
         with self._lock:
@@ -189,7 +189,7 @@ class PolicyCache:
         """Clear the cache after a change by this process."""
         with self._lock:
             self._policies.clear()
-            self._asked_at = float("-inf")
+            self._requested_at = float("-inf")
 
     def _turn_to(self, version: bytes | None, *, is_known_same: bool) -> None:
         if version != self._version or not is_known_same:
@@ -239,7 +239,7 @@ class RedisTenants(AuditedStore):
         ]
         self._cache = PolicyCache(keys)
         self._budgets = BudgetStore(client, deployment)
-        self._checks, self._looks = SharedReads[None](), SharedReads[TenantPolicy]()
+        self._checks, self._policy_reads = SharedReads[None](), SharedReads[TenantPolicy]()
         self._change_script = client.register_script(_CHANGE)
         self._remove_script = client.register_script(_REMOVE)
 
@@ -247,7 +247,7 @@ class RedisTenants(AuditedStore):
         """Return the tenant's policy, as TenantSource describes. No policy is assumed while Redis does not answer."""
         if self._cache.is_stale():
             await self._checks.read(VERSION_FIELD, self._check)
-        return self._cache.find(tenant) or await self._looks.read(tenant, lambda: self._look(tenant))
+        return self._cache.find(tenant) or await self._policy_reads.read(tenant, lambda: self._read_policy(tenant))
 
     async def check_budgets(self, tenant: str) -> None:
         budgets = (await self.policy(tenant)).budgets
@@ -369,19 +369,19 @@ class RedisTenants(AuditedStore):
         return revoked
 
     async def _check(self) -> None:
-        asked_at = self._cache.clock()
+        requested_at = self._cache.clock()
         with broker_errors("the version of the tenants was not read"):
             version: Any = await self._client.hget(self._keys[0], VERSION_FIELD)
-        self._cache.confirm(version, asked_at)
+        self._cache.confirm(version, requested_at)
 
-    async def _look(self, tenant: str) -> TenantPolicy:
-        asked_at = self._cache.clock()
+    async def _read_policy(self, tenant: str) -> TenantPolicy:
+        requested_at = self._cache.clock()
         pipe = self._client.pipeline(transaction=True)
         pipe.hmget(self._keys[0], [VERSION_FIELD, tenant, DEFAULT_TENANT])
         pipe.hlen(self._keys[0])
         with broker_errors(f"the policy of tenant {tenant} was not read"):
             (version, own, default), fields = await pipe.execute()
-        return self._cache.learn(tenant, StoredPolicy(version, own, default, fields), asked_at)
+        return self._cache.learn(tenant, StoredPolicy(version, own, default, fields), requested_at)
 
     async def _read_present(self, name: str) -> bytes:
         """Return the stored policy of a tenant that can be changed; b"" for the default tenant before its policy is
@@ -501,15 +501,15 @@ class WorkerTenants:
         """
         with broker_errors(f"the call was not run, because the policy of tenant {tenant} was not read"):
             if self._cache.is_stale():
-                asked_at = self._cache.clock()
+                requested_at = self._cache.clock()
                 version: Any = self._client.hget(self._key, VERSION_FIELD)
-                self._cache.confirm(version, asked_at)
-            return self._cache.find(tenant) or self._look(tenant)
+                self._cache.confirm(version, requested_at)
+            return self._cache.find(tenant) or self._read_policy(tenant)
 
-    def _look(self, tenant: str) -> TenantPolicy:
-        asked_at = self._cache.clock()
+    def _read_policy(self, tenant: str) -> TenantPolicy:
+        requested_at = self._cache.clock()
         pipe = self._client.pipeline(transaction=True)
         pipe.hmget(self._key, [VERSION_FIELD, tenant, DEFAULT_TENANT])
         pipe.hlen(self._key)
         (version, own, default), fields = pipe.execute()
-        return self._cache.learn(tenant, StoredPolicy(version, own, default, fields), asked_at)
+        return self._cache.learn(tenant, StoredPolicy(version, own, default, fields), requested_at)

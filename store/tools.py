@@ -85,7 +85,7 @@ class RedisCatalog:
         self._skills: tuple[SkillSummary, ...] = ()
 
     async def specs(self) -> tuple[ToolSpec, ...]:
-        """Return all specs, including the session commands. Raises ConfigError: no worker has published tools, or a
+        """Return all specs, including the session verbs. Raises ConfigError: no worker has published tools, or a
         catalog cannot be verified or read. Raises BrokerUnavailable when Redis does not answer.
         """
         if time.monotonic() - self._read_at > FRESH_S:
@@ -140,7 +140,7 @@ class RedisCatalog:
                 lost.update((name, pool) for name in _parse_names(names[pool]) or () if name not in lost)
                 continue
             for spec in self._parse(pool, text).tools:
-                self._note_clash(tools.setdefault(spec.name, spec), spec)
+                self._report_clash(tools.setdefault(spec.name, spec), spec)
         sandbox = texts["sandbox"]
         self._skills = (
             tuple(sorted(self._parse("sandbox", sandbox).skills, key=lambda skill: skill.name))
@@ -159,7 +159,7 @@ class RedisCatalog:
             zip(CATALOG_POOLS, values[count:], strict=True)
         )
 
-    def _note_clash(self, tool: ToolSpec, hidden: ToolSpec) -> None:
+    def _report_clash(self, tool: ToolSpec, hidden: ToolSpec) -> None:
         """Log once that a tool is hidden by another tool with its name."""
         if tool is hidden or tool.name in self._clashes:
             return
@@ -290,9 +290,9 @@ class RedisSwitches(AuditedStore):
         """Return the switches. Raises BrokerUnavailable when Redis does not answer: a tool that may be off must not be
         called.
         """
-        if (asked_at := self._cache.due()) is not None:
+        if (requested_at := self._cache.find_due_check()) is not None:
             with broker_errors("the switches were not read"):
-                self._cache.learn(await self._client.hgetall(self._key), asked_at)
+                self._cache.learn(await self._client.hgetall(self._key), requested_at)
         return self._cache.switches
 
     async def turn_off(self, name: str, switch: Switch, tenant: str | None = None) -> None:
@@ -327,17 +327,17 @@ class _SwitchCache:
         self.switches: Mapping[str, Switch] = {}
         self.read_at = float("-inf")
 
-    def due(self) -> float | None:
+    def find_due_check(self) -> float | None:
         """Return the present time if the switches must be read again; None if they are fresh."""
         now = self._clock()
         return now if now - self.read_at >= SWITCHES_FRESH_S else None
 
-    def learn(self, fields: Any, asked_at: float) -> None:
+    def learn(self, fields: Any, requested_at: float) -> None:
         """Take the hash from Redis, which was requested at that time."""
         if fields != self._fields:
             self._fields, self.switches = fields, parse_switches(self._keys, fields)
         # The age counts from the request: a slow reply must not delay a switch.
-        self.read_at = asked_at
+        self.read_at = requested_at
 
 
 class RegistrySwitches:
@@ -373,7 +373,7 @@ class WorkerSwitches:
         """Return the switch that turns the tool off for that tenant; None if the tool is on. Raises BrokerUnavailable
         when Redis does not answer: a tool that may be off must not run.
         """
-        if (asked_at := self._cache.due()) is not None:
+        if (requested_at := self._cache.find_due_check()) is not None:
             with broker_errors(f"the call was not run, because it is not known whether {name} is disabled"):
-                self._cache.learn(self._client.hgetall(self._key), asked_at)
+                self._cache.learn(self._client.hgetall(self._key), requested_at)
         return find_switch(self._cache.switches, name, tenant)

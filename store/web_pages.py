@@ -23,7 +23,7 @@ FRESH_S = 900.0
 """Maximum time for which a page is served without a request to its server, in seconds. The server can shorten the
 time.
 """
-KEPT_S = 3600
+KEEP_S = 3600
 """Lifetime of a page that can be revalidated (ETag, Last-Modified), in seconds."""
 MAX_ENTRY_BYTES = 1024 * 1024
 """Limit of a packed page, in bytes. A larger page is not stored."""
@@ -103,14 +103,14 @@ class PageCache:
         if len(data) > MAX_ENTRY_BYTES:
             return False
         key, index = self._key(tenant, page.url), self._key(tenant, "index")
-        seconds = KEPT_S if page.can_be_asked_after else int(FRESH_S)
+        seconds = KEEP_S if page.can_be_asked_after else int(FRESH_S)
         try:
             with broker_errors("a page was not cached"), self._client.pipeline() as pipe:
                 if not self._has_room():
                     return False
                 pipe.set(key, data, ex=seconds)
                 pipe.zadd(index, {key: self._clock()})
-                pipe.expire(index, KEPT_S)
+                pipe.expire(index, KEEP_S)
                 pipe.zrange(index, 0, -MAX_ENTRIES - 1)
                 oldest = pipe.execute()[-1]
                 if oldest:

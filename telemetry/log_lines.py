@@ -38,7 +38,7 @@ MAX_FRAMES = 16
 _MESSAGE_CHARS = 500
 _SHRUNK = (MAX_VALUE_CHARS, 500, 100)
 _LAST_RESORT = 40
-_MOST_READ = 64 * 1024
+_MAX_READ_CHARS = 64 * 1024
 FOREIGN_EVENT = "library_message"
 _KEY = re.compile(r"[^A-Za-z0-9_.-]")
 _JSON = JSONRenderer(ensure_ascii=False, separators=(",", ":"))
@@ -110,8 +110,8 @@ class LogLines:
 
     def _clean_text(self, text: str, limit: int) -> str:
         # Mask before cutting: half of a secret would not be recognized.
-        shown = escape_line(self._masker.mask(text[:_MOST_READ]))
-        if len(shown) <= limit and len(text) <= _MOST_READ:
+        shown = escape_line(self._masker.mask(text[:_MAX_READ_CHARS]))
+        if len(shown) <= limit and len(text) <= _MAX_READ_CHARS:
             return shown
         return f"{shown[:limit]}... ({len(text)} characters)"
 

@@ -76,6 +76,6 @@ class ApprovalHarness:
 async def open_harness(server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApprovalHarness]:
     """Yield a harness on that Redis whose approvers look often."""
     monkeypatch.setattr(asking, "POLL_S", 0.01)
-    monkeypatch.setattr(asking, "AGAIN_S", 0.01)
+    monkeypatch.setattr(asking, "RETRY_S", 0.01)
     async with redis.asyncio.Redis.from_url(server.url, socket_timeout=5) as client:
         yield ApprovalHarness(client)

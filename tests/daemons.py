@@ -20,7 +20,7 @@ from tests.attack_sandboxd import CAPTURE
 from tests.stack import ROOT, UP_S, Footprint, commands_in, end_process, open_footprint
 from tests.waiting import wait_until
 from workers.sandbox_client import GuestResponse, SandboxClient
-from workers.sandboxd.daemon import END_FOR_GOOD
+from workers.sandboxd.daemon import STOP_AND_REMOVE
 
 _QUICK = """
 from workers.sandboxd import monitor
@@ -89,7 +89,7 @@ class Daemon:
 
     def stop(self, *, for_good: bool = False) -> int:
         """Stop the daemon in order and return the exit code."""
-        self.signal(END_FOR_GOOD if for_good else signal.SIGTERM)
+        self.signal(STOP_AND_REMOVE if for_good else signal.SIGTERM)
         return self._ended()
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class MemorySessionStore(SessionStore):
         return self.known.get((tenant, session))
 
     async def begin_move(
-        self, tenant: str, session: str, seen_fence: int, seen_state: LocationState, queue: str
+        self, tenant: str, session: str, expected_fence: int, expected_state: LocationState, queue: str
     ) -> SessionAddress | None:
         return None
 

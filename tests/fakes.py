@@ -63,7 +63,7 @@ class AnsweringTransport:
     def settle(self, tenant: str, call_id: str) -> None:
         self.settled.append((tenant, call_id))
 
-    async def command(self, queue: str, envelope: str) -> None:
+    async def send_order(self, queue: str, envelope: str) -> None:
         call, context = decode_call(envelope, KEY)
         self.commands.append((queue, call))
         self.calls.append(call)

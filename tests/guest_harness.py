@@ -43,7 +43,7 @@ _BOOT = (
 _FIRST_UID = 200_000
 DEADLINE_S = 20.0
 # The pause between two inspections from outside. Polling without a pause takes the guest's processor time.
-_LOOK_S = 0.002
+_CHECK_INTERVAL_S = 0.002
 
 
 def _unshare_refused() -> str | None:
@@ -232,7 +232,7 @@ class Guest:
                 return text if text.endswith("\n") else ""
             return ""
 
-        return str(wait_until(read_lines, DEADLINE_S, f"{name} was written", pause_s=_LOOK_S))
+        return str(wait_until(read_lines, DEADLINE_S, f"{name} was written", pause_s=_CHECK_INTERVAL_S))
 
     def resident_bytes(self) -> int:
         """Return the memory of PID 1 in bytes, including file pages."""
@@ -258,7 +258,7 @@ class Guest:
         while self.others():
             if time.monotonic() > give_up_at:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_CHECK_INTERVAL_S)
         return True
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from orchestrator.dispatch.dispatcher import Dispatcher, Pool
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.tenant_catalog import TenantCatalog
 from orchestrator.models.choice import ChosenModel
-from orchestrator.models.scripted import EVERYTHING, Calls, ScriptedModel, Turn
+from orchestrator.models.scripted import ALL_CAPABILITIES, Calls, ScriptedModel, Turn
 from orchestrator.runs.item_work import ItemWork
 from orchestrator.runs.journal import Journal
 from orchestrator.runs.models import Models
@@ -110,7 +110,7 @@ class ItemHarness(RunHarness):
         )
         settings = OrchestratorSettings(deployment="d", dialect="native", redis_url=None)
         self.parts = RunParts(settings, self.pool, approver or AutoApprover(), policy)
-        models = Models(settings, self.pool, ChosenModel(self.model, capabilities=EVERYTHING))
+        models = Models(settings, self.pool, ChosenModel(self.model, capabilities=ALL_CAPABILITIES))
         self.work = ItemWork(self.pool, self.parts, models, None)
 
     def sent(self) -> list[str]:

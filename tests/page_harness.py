@@ -88,7 +88,7 @@ class World:
         """
         await self.publish("bash_tool", "read_tool", "webfetch_tool")
         await self.report_host("h1", busy=3, sessions=7, sandboxes=9)
-        await self.report_host("h2", queue="host.h2.b00t", draining=True, trouble=WRITABLE[:400])
+        await self.report_host("h2", queue="host.h2.b00t", draining=True, problem=WRITABLE[:400])
         for tenant in ("acme", "rival"):
             await self.open_session(tenant, f"{tenant}-session")
             failed = Attempt(failure=FailureKind.MODEL, code="TIMEOUT", message=WRITABLE)

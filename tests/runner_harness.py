@@ -143,7 +143,7 @@ class WatchedQueue(RunQueue):
 @asynccontextmanager
 async def open_harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunnerHarness]:
     """Yield a harness on that Redis whose runners use short intervals."""
-    for name, hurried in (("LOOK_S", 0.02), ("LEASE_S", 0.2), ("RETRY_AFTER_S", (0.001,))):
+    for name, hurried in (("CHECK_INTERVAL_S", 0.02), ("LEASE_S", 0.2), ("RETRY_AFTER_S", (0.001,))):
         monkeypatch.setattr(runner_module, name, hurried)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         with capture_logs():

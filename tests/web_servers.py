@@ -16,9 +16,9 @@ from store.web_pages import WebPage
 from tests.builders import build_call, build_context
 from tests.fakes import FakeSandboxClient, MemoryBlobs, MemoryLedger, build_executor
 from workers.tools.base import WorkerRegistry, WorkerTool
+from workers.web.access_rules import WebAccessRules
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
-from workers.web.egress import WebAccessRules
 from workers.web.fetcher import Fetcher
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.urls import Address

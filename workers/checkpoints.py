@@ -25,9 +25,9 @@ log = structlog.get_logger(__name__)
 
 SUPERSEDED_S = 60.0
 """Seconds that a checkpoint is kept after a newer one: another host may be restoring it."""
-NOTE_RETRY_S = 1.0
+RECORD_RETRY_S = 1.0
 DEFAULT_EVERY_S = 60.0
-LOOK_EVERY_S = 2.0
+CHECK_INTERVAL_S = 2.0
 QUIET_S = 1.0
 """Idle seconds after which a session is usually between two steps of its model. Packing then disturbs no call."""
 AT_ONCE = 2
@@ -54,10 +54,10 @@ class AutomaticCheckpoints:
         SandboxUnavailable from sandboxd. Raises BrokerUnavailable: the worker ends before Redis has answered.
         """
         # Take the time before the request: later changes are not in the checkpoint.
-        taken_at = self._clock()
+        checkpoint_at = self._clock()
         saved = client.checkpoint(name, automatic=True)
         checkpoint = str(saved["checkpoint"])
-        recorded = self._record(name, fence, checkpoint, taken_at, int(saved["bytes"]))
+        recorded = self._record(name, fence, checkpoint, checkpoint_at, int(saved["bytes"]))
         if recorded is None:
             client.delete_checkpoint(name, checkpoint)
             return None
@@ -79,15 +79,15 @@ class AutomaticCheckpoints:
                 log.warning("checkpoint_not_deleted", checkpoint=checkpoint, error=str(error))
 
     def _record(
-        self, name: str, fence: int, checkpoint: str, taken_at: float, stored_bytes: int
+        self, name: str, fence: int, checkpoint: str, checkpoint_at: float, stored_bytes: int
     ) -> RecordedCheckpoint | None:
         """Record the checkpoint. Retry until Redis answers: without a record nothing refers to the checkpoint."""
         while True:
             try:
-                return self._sessions.record_automatic(name, fence, checkpoint, taken_at, stored_bytes)
+                return self._sessions.record_automatic(name, fence, checkpoint, checkpoint_at, stored_bytes)
             except BrokerUnavailable as error:
                 log.warning("checkpoint_not_recorded", checkpoint=checkpoint, error=str(error))
-                if self._stop.wait(NOTE_RETRY_S):
+                if self._stop.wait(RECORD_RETRY_S):
                     # Redis may have recorded the checkpoint. This checkpoint may then be the session's only one, so
                     # keep it.
                     raise
@@ -105,10 +105,10 @@ class RecordingSandboxClient(SandboxClient):
         self._clock = clock
 
     def checkpoint(self, name: str, *, automatic: bool = False) -> dict[str, Any]:
-        taken_at = self._clock()
+        checkpoint_at = self._clock()
         saved = super().checkpoint(name, automatic=automatic)
         try:
-            self._sessions.record_requested(name, str(saved["checkpoint"]), taken_at)
+            self._sessions.record_requested(name, str(saved["checkpoint"]), checkpoint_at)
         except BrokerUnavailable as error:
             # The checkpoint exists. Without the record, more changes than necessary are lost with the host.
             log.warning("checkpoint_not_recorded", checkpoint=saved["checkpoint"], error=str(error))
@@ -165,7 +165,7 @@ class CheckpointMonitor:
         self._stop = stop
         self._watched: dict[str, WatchedSession] = {}
 
-    def look(self, client: SandboxClient) -> int:
+    def run_round(self, client: SandboxClient) -> int:
         """Run one round: save the sessions that are due. Return the number of saved sessions. Raises OperatorError."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()

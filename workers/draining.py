@@ -22,7 +22,7 @@ from workers.sandbox_client import SandboxClient
 log = structlog.get_logger(__name__)
 
 AT_ONCE = 4
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 HOLD_S = 60.0
 """Seconds that calls of a session may wait during its checkpoint.
 
@@ -98,7 +98,7 @@ class HostDrain:
                     return True
             except (OperatorError, ToolFailure) as error:
                 log.warning("drain_delayed", error=str(error))
-            self._stop.wait(LOOK_S)
+            self._stop.wait(CHECK_INTERVAL_S)
         return False
 
     def _round(self, *, is_lossy: bool, is_late: bool) -> int:

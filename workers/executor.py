@@ -148,14 +148,14 @@ class ExecutorMiddleware:
 class _PreparedCall:
     """A call that may start. `call` includes all of its arguments.
 
-    `aliases` lists the alternative argument names that the caller used. `terms`: the sandbox policy of the tenant.
+    `aliases` lists the alternative argument names that the caller used. `policy`: the sandbox policy of the tenant.
     """
 
     call: ToolCall
     tool: WorkerTool
     arguments: dict[str, Any]
     aliases: list[str]
-    terms: SandboxPolicy | None
+    policy: SandboxPolicy | None
 
 
 class Executor:
@@ -241,8 +241,8 @@ class Executor:
         arguments, aliases = prepare_arguments(
             tool.spec, call.arguments, text=context.text_arguments, checks=tool.validators
         )
-        terms = self._policy.admit(context.tenant, tool.spec, arguments)
-        return _PreparedCall(call, tool, arguments, aliases, terms)
+        policy = self._policy.admit(context.tenant, tool.spec, arguments)
+        return _PreparedCall(call, tool, arguments, aliases, policy)
 
     def _run(self, prepared: _PreparedCall, context: ToolContext) -> tuple[ToolResult, ToolEnvironment | None]:
         """Run the handler of a claimed call. Return its result and its environment."""
@@ -268,7 +268,7 @@ class Executor:
 
     def _open_environment(self, prepared: _PreparedCall, context: ToolContext) -> ToolEnvironment:
         content = self.blobs.take(context.tenant, context.blob) if context.blob else b""
-        return ToolEnvironment(prepared.call, context, self._resources, content, prepared.terms)
+        return ToolEnvironment(prepared.call, context, self._resources, content, prepared.policy)
 
     def _handle(self, prepared: _PreparedCall, environment: ToolEnvironment) -> Outcome:
         handler: Callable[[], Outcome] = partial(prepared.tool.handler, prepared.arguments, environment)
@@ -355,7 +355,7 @@ def _not_run(result: ToolResult, failure: RunFailure) -> ToolResult:
 
 DURABLE_AFTER_S = 2.5
 """Seconds after which a claim is on Redis's disk (`appendfsync everysec`)."""
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 
 
 class UnconfirmedCalls:
@@ -388,7 +388,7 @@ class UnconfirmedCalls:
         finally:
             self._unconfirmed.pop(mark, None)
 
-    def look(self) -> None:
+    def confirm_due(self) -> None:
         """Confirm all claims that are due."""
         # `list` copies the dict in one step of the interpreter: other threads add and remove calls.
         for mark, (due_at, confirm) in list(self._unconfirmed.items()):
@@ -411,12 +411,12 @@ class UnconfirmedCalls:
 
     def _run(self) -> None:
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_INTERVAL_S)
             with self._lock:
                 if not self._unconfirmed:
                     self._thread_of = None
                     return
-            self.look()
+            self.confirm_due()
 
 
 class ClaimConfirmation(ExecutorMiddleware):

@@ -26,8 +26,8 @@ from store.tenants import WorkerTenants
 from store.usage import WorkerUsageStore
 from workers.celery_edge.app import EXIT_RESTART, count_running, end_worker, find_sessions_at_work, on_stopping
 from workers.checkpoints import (
+    CHECK_INTERVAL_S,
     DEFAULT_EVERY_S,
-    LOOK_EVERY_S,
     AutomaticCheckpoints,
     CheckpointMonitor,
     RecordingSandboxClient,
@@ -39,10 +39,10 @@ from workers.host_duties import (
     AdoptionMonitor,
     ExpiryMonitor,
     LeftoverMonitor,
+    PolicyMonitor,
     SandboxdMetrics,
     SandboxdMonitor,
     SecretsMonitor,
-    TermsMonitor,
     UsageMonitor,
 )
 from workers.reports import (
@@ -137,13 +137,13 @@ class SandboxHost:
         self._sandboxd = SandboxdMonitor(first, self._end_after_restart)
         self._facts = _Facts(settings.host, secrets.token_hex(4), describe_process(), settings.concurrency, time.time())
         hosts = WorkerHostStore(connect_once(self._broker), self._broker.deployment, clock)
-        taken = take_queue_name(settings.host, str(first["boot"]), hosts, self._report)
-        self.queue, self.worker = taken.queue, self._facts.worker
+        queue_name = take_queue_name(settings.host, str(first["boot"]), hosts, self._report)
+        self.queue, self.worker = queue_name.queue, self._facts.worker
         self.queues: tuple[str, ...] = (self.queue,)
         self.control_queues: tuple[str, ...] = (self.queue,)
         self._sessions = self.open_sessions()
         # Decide about the sessions before the first call: a stale session must not serve a call.
-        self._adoption = AdoptionMonitor(self._sessions, hosts, taken.ended)
+        self._adoption = AdoptionMonitor(self._sessions, hosts, queue_name.ended)
         with self._open_client() as sandboxd:
             self._adoption.begin(str(row["name"]) for row in sandboxd.sessions())
         self._heartbeat = Heartbeat(hosts, lambda: self._report(self.queue), clock, self._end_for_loss)
@@ -163,7 +163,7 @@ class SandboxHost:
         return RecordingSandboxClient(self._settings.sandboxd_socket, self.open_sessions(), self._clock)
 
     def start(self) -> None:
-        on_stopping(self._note_leaving)
+        on_stopping(self._start_leaving)
         self._is_serving = True
         for duty in self._build_duties():
             duty.start()
@@ -210,7 +210,7 @@ class SandboxHost:
         metrics = WorkerMetricsStore(connect_once(broker), broker.deployment)
         counts = SandboxdMetrics(metrics, self._facts.host, self.queue, lambda: self._sandboxd.status)
         expiry, leftovers = ExpiryMonitor(self._sessions), LeftoverMonitor(self._sessions)
-        terms_monitor = TermsMonitor(policies.policy)
+        policy_monitor = PolicyMonitor(policies.policy)
         secrets_monitor = SecretsMonitor(
             WorkerSecrets(connect(broker), broker.deployment, broker.signing_keys()),
             SecretAudit(connect(broker), broker.deployment),
@@ -218,7 +218,7 @@ class SandboxHost:
         usage = UsageMonitor(WorkerUsageStore(connect(broker), broker.deployment))
         duties = [
             self._heartbeat_duty,
-            Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.look, client()), "sandboxd_silent", stop),
+            Duty("sandboxd-watch", HEARTBEAT_S, partial(self._sandboxd.read_status, client()), "sandboxd_silent", stop),
             Duty(
                 "sandboxd-counts", HEARTBEAT_S, counts.try_send, "sandboxd_counts_not_sent", stop, is_first_at_once=True
             ),
@@ -230,17 +230,17 @@ class SandboxHost:
                 stop,
                 is_first_at_once=True,
             ),
-            Duty("expiry", HEARTBEAT_S, partial(expiry.look, client()), "expired_sessions_not_forgotten", stop),
-            Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.look, client()), "leftovers_not_closed", stop),
-            Duty("usage", USAGE_EVERY_S, partial(usage.look, client()), "usage_not_counted", stop),
-            Duty("terms", HEARTBEAT_S, partial(terms_monitor.look, client()), "policies_not_sent", stop),
-            Duty("secrets", SECRETS_EVERY_S, partial(secrets_monitor.look, client()), "secrets_not_sent", stop),
+            Duty("expiry", HEARTBEAT_S, partial(expiry.run_round, client()), "expired_sessions_not_forgotten", stop),
+            Duty("leftovers", LEFTOVERS_EVERY_S, partial(leftovers.run_round, client()), "leftovers_not_closed", stop),
+            Duty("usage", USAGE_EVERY_S, partial(usage.run_round, client()), "usage_not_counted", stop),
+            Duty("policies", HEARTBEAT_S, partial(policy_monitor.run_round, client()), "policies_not_sent", stop),
+            Duty("secrets", SECRETS_EVERY_S, partial(secrets_monitor.run_round, client()), "secrets_not_sent", stop),
         ]
         every_s = self._checkpoint_every_s()
         if every_s:
             monitor = CheckpointMonitor(client, self._sessions, self._checkpoints, every_s, self._stop_checkpoints)
-            look, pause_s = partial(monitor.look, client()), min(LOOK_EVERY_S, every_s)
-            duties.append(Duty("checkpoints", pause_s, look, "checkpoints_not_made", self._stop_checkpoints))
+            run_round, pause_s = partial(monitor.run_round, client()), min(CHECK_INTERVAL_S, every_s)
+            duties.append(Duty("checkpoints", pause_s, run_round, "checkpoints_not_made", self._stop_checkpoints))
         return duties
 
     def _run_drain(self, drain: HostDrain) -> None:
@@ -251,9 +251,9 @@ class SandboxHost:
 
     def _report(self, queue: str) -> HostReport:
         drain = self._drain
-        fields: dict[str, Any] = {"trouble": f"draining: {drain.problem}"} if drain is not None else {}
+        fields: dict[str, Any] = {"problem": f"draining: {drain.problem}"} if drain is not None else {}
         if not self._is_serving:
-            fields = {"healthy": False, "trouble": "starting"}
+            fields = {"healthy": False, "problem": "starting"}
         return build_host_report(
             self._sandboxd.status,
             is_silent=self._sandboxd.is_silent,
@@ -277,7 +277,7 @@ class SandboxHost:
             )
         return 0.0
 
-    def _note_leaving(self) -> None:
+    def _start_leaving(self) -> None:
         self._is_leaving = True
 
     def _end_for_loss(self, reason: str) -> None:
@@ -327,7 +327,7 @@ class PoolHost:
         self._heartbeat_duty = build_heartbeat_duty(self._heartbeat, self._stop)
 
     def start(self) -> None:
-        on_stopping(self._note_leaving)
+        on_stopping(self._start_leaving)
         self._heartbeat_duty.start()
 
     def stop(self) -> None:
@@ -356,7 +356,7 @@ class PoolHost:
             **self._facts.fields(),
         )
 
-    def _note_leaving(self) -> None:
+    def _start_leaving(self) -> None:
         self._is_leaving = True
 
     def _end_for_loss(self, reason: str) -> None:

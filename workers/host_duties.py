@@ -101,7 +101,7 @@ class SandboxdMonitor:
         """Return whether the last status is older than SILENT_S."""
         return time.monotonic() - self._last_seen_at > SILENT_S
 
-    def look(self, client: SandboxClient) -> bool:
+    def read_status(self, client: SandboxClient) -> bool:
         """Read the status. Return True when sandboxd has restarted since the last status. Raises OperatorError,
         ToolFailure.
         """
@@ -128,7 +128,7 @@ class AdoptionMonitor:
         self._hosts = hosts
         self._ended = ended
         self._undecided: list[str] = []
-        self._stale: list[str] = []
+        self._foreign: list[str] = []
 
     def begin(self, names: Iterable[str]) -> Counter[AdoptionResult]:
         """Decide about the sessions `names`, which are all sessions of sandboxd.
@@ -152,8 +152,8 @@ class AdoptionMonitor:
                 self._adopt(self._undecided)
             except BrokerUnavailable as error:
                 log.warning("sessions_not_adopted", undecided=len(self._undecided), error=str(error))
-        self._close_stale(client)
-        return not self._undecided and not self._stale
+        self._close_foreign(client)
+        return not self._undecided and not self._foreign
 
     def _adopt(self, names: list[str]) -> Counter[AdoptionResult]:
         counts: Counter[AdoptionResult] = Counter()
@@ -165,23 +165,23 @@ class AdoptionMonitor:
                 counts[result] += 1
                 if result is AdoptionResult.HELD:
                     undecided.append(name)
-                elif result in (AdoptionResult.ELSEWHERE, AdoptionResult.CLOSED) and name not in self._stale:
-                    self._stale.append(name)
+                elif result in (AdoptionResult.ELSEWHERE, AdoptionResult.CLOSED) and name not in self._foreign:
+                    self._foreign.append(name)
         # Replace the list only after Redis has answered for all names. Otherwise the next round asks for all of them
         # again.
         self._undecided = undecided
         return counts
 
-    def _close_stale(self, client: SandboxClient) -> None:
+    def _close_foreign(self, client: SandboxClient) -> None:
         """Close sessions that another host serves, and sessions that have ended. No call may use their old files."""
-        stale, self._stale = self._stale, []
-        for name in stale:
+        names, self._foreign = self._foreign, []
+        for name in names:
             try:
                 client.close(name)
                 log.info("stale_session_closed", session=name.partition(":")[2])
             except (OperatorError, ToolFailure) as error:
                 log.warning("stale_session_not_closed", error=str(error))
-                self._stale.append(name)
+                self._foreign.append(name)
 
 
 class ExpiryMonitor:
@@ -197,7 +197,7 @@ class ExpiryMonitor:
         self._last_seen_at = time.monotonic()
         self._expired: set[str] = set()
 
-    def look(self, client: SandboxClient) -> int:
+    def run_round(self, client: SandboxClient) -> int:
         """Run one round. Return the number of removed locations. Raises OperatorError: the next round tries again."""
         rows = {row.name: row for row in parse_rows(client.sessions())}
         now = time.monotonic()
@@ -223,7 +223,7 @@ class LeftoverMonitor:
     def __init__(self, sessions: WorkerSessionStore) -> None:
         self._sessions = sessions
 
-    def look(self, client: SandboxClient) -> int:
+    def run_round(self, client: SandboxClient) -> int:
         """Run one round. Return the number of closed sessions.
 
         Raises OperatorError, ToolFailure: the next round closes the rest.
@@ -239,8 +239,8 @@ class LeftoverMonitor:
         return count
 
 
-class TermsMonitor:
-    """Sends sandboxd the terms (the sandbox policies) of tenants with sessions on this host when they change.
+class PolicyMonitor:
+    """Sends sandboxd the sandbox policies of tenants with sessions on this host when they change.
 
     Without this duty, a background job would keep a withdrawn network until the next call of its session. `find_policy`
     raises ToolFailure(UNKNOWN_TENANT) and OperatorError.
@@ -250,26 +250,26 @@ class TermsMonitor:
         self._find_policy = find_policy
         self._sent: dict[str, SandboxPolicy] = {}
 
-    def look(self, client: SandboxClient) -> int:
-        """Run one round: send the terms that have changed. Return the number of tenants with changed terms.
+    def run_round(self, client: SandboxClient) -> int:
+        """Run one round: send the policies that have changed. Return the number of tenants with a changed policy.
 
         Raises OperatorError.
         """
         tenants = {str(row["name"]).partition(":")[0] for row in client.sessions()}
-        self._sent = {tenant: terms for tenant, terms in self._sent.items() if tenant in tenants}
+        self._sent = {tenant: policy for tenant, policy in self._sent.items() if tenant in tenants}
         count = 0
         for tenant in sorted(tenants):
-            terms = self._find_terms(tenant)
-            if terms is not None and terms != self._sent.get(tenant):
-                client.send_terms(tenant, terms)
-                self._sent[tenant] = terms
+            policy = self._find_sandbox_policy(tenant)
+            if policy is not None and policy != self._sent.get(tenant):
+                client.send_policy(tenant, policy)
+                self._sent[tenant] = policy
                 count += 1
         return count
 
-    def _find_terms(self, tenant: str) -> SandboxPolicy | None:
-        """Return the terms of the tenant's policy; None when they cannot be read now.
+    def _find_sandbox_policy(self, tenant: str) -> SandboxPolicy | None:
+        """Return the sandbox policy of the tenant; None when it cannot be read now.
 
-        A removed tenant keeps its last terms, without network.
+        A removed tenant keeps its last policy, without network.
         """
         try:
             return self._find_policy(tenant).sandbox
@@ -294,7 +294,7 @@ class SecretsMonitor:
         self._used: dict[str, list[str]] = {}
         self._unwritten: list[SecretUse] = []
 
-    def look(self, client: SandboxClient) -> None:
+    def run_round(self, client: SandboxClient) -> None:
         """Run one round. Raises OperatorError and ToolFailure."""
         # A session that was opened since the last round waits for its values: send them at once.
         for _ in range(2):
@@ -331,7 +331,7 @@ class UsageMonitor:
         self._usage = usage
         self._counted: dict[str, SessionUsage] = {}
 
-    def look(self, client: SandboxClient) -> int:
+    def run_round(self, client: SandboxClient) -> int:
         """Run one round. Return the number of sessions whose totals have changed. Raises OperatorError."""
         totals = {str(row.pop("name")): SessionUsage.model_validate(row) for row in client.usage()}
         changed = [name for name, usage in totals.items() if usage != self._counted.get(name)]

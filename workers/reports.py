@@ -16,7 +16,7 @@ from typing import Any, Literal
 import structlog
 
 from contract.errors import BrokerUnavailable, ConfigError
-from contract.hosts import HEARTBEAT_S, MAX_IMAGES_PRESENT, MAX_TROUBLE_CHARS, HostReport
+from contract.hosts import HEARTBEAT_S, MAX_IMAGES_PRESENT, MAX_PROBLEM_CHARS, HostReport
 from contract.names import host_queue
 from store.connection import SKEW_WARNING_S, SharedClock
 from store.hosts import Departure, ReportResult, WorkerHostStore
@@ -25,9 +25,9 @@ log = structlog.get_logger(__name__)
 
 RETRY_S = 0.5
 LEAVE_POLL_S = 0.2
-STALE_S = HEARTBEAT_S + 1.5
+REPORT_TIMEOUT_S = HEARTBEAT_S + 1.5
 """Seconds without a new report after which a worker has ended or hangs."""
-LOOK_S = 0.25
+CHECK_INTERVAL_S = 0.25
 START_TTL_S = 60
 """Seconds for which the first report is valid.
 
@@ -180,11 +180,11 @@ def _find_ended(hosts: WorkerHostStore, host: str, base: str) -> tuple[HostRepor
 
 
 def _has_fallen_silent(hosts: WorkerHostStore, report: HostReport) -> bool:
-    """Return whether no other report of that worker arrives within STALE_S."""
-    log.info("another_worker_reported", queue=report.queue, worker=report.worker, waits_s=STALE_S)
-    until = time.monotonic() + STALE_S
+    """Return whether no other report of that worker arrives within REPORT_TIMEOUT_S."""
+    log.info("another_worker_reported", queue=report.queue, worker=report.worker, waits_s=REPORT_TIMEOUT_S)
+    until = time.monotonic() + REPORT_TIMEOUT_S
     while time.monotonic() < until:
-        time.sleep(LOOK_S)
+        time.sleep(CHECK_INTERVAL_S)
         stored = hosts.find(report.queue)
         if stored is None or not stored.worker:
             return True
@@ -231,10 +231,10 @@ def _second(report: HostReport) -> ConfigError:
 def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: Any) -> HostReport:
     """Return the report of a worker next to a sandboxd. `fields` are the worker's own facts.
 
-    A long `trouble` is shortened.
+    A long `problem` is shortened.
     """
     largest = status.get("largest")
-    problem = str(fields.pop("trouble", "sandboxd does not answer: check its log" if is_silent else ""))
+    problem = str(fields.pop("problem", "sandboxd does not answer: check its log" if is_silent else ""))
     facts: dict[str, Any] = {
         "sessions": _count(status, "sessions"),
         "max_sessions": _count(status, "max_sessions"),
@@ -248,7 +248,7 @@ def build_host_report(status: Mapping[str, Any], *, is_silent: bool, **fields: A
         "images_present": _names(status, "images_present")[:MAX_IMAGES_PRESENT],
         "store": read_store(status),
         "healthy": not is_silent,
-        "trouble": problem if len(problem) <= MAX_TROUBLE_CHARS else f"{problem[: MAX_TROUBLE_CHARS - 1]}…",
+        "problem": problem if len(problem) <= MAX_PROBLEM_CHARS else f"{problem[: MAX_PROBLEM_CHARS - 1]}…",
     }
     return HostReport.model_validate({"kind": "sandbox", "reported_at": 0.0, **facts, **fields})
 

@@ -81,13 +81,13 @@ class SandboxClient:
         restore: str | None = None,
         network: str | None = None,
         options: SandboxOptions | None = None,
-        terms: SandboxPolicy | None = None,
+        policy: SandboxPolicy | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> str:
         """Open a sandbox for the session. Return its id. For an open session the call returns the same id."""
         name = sandbox_id(tenant, session)
         self.describe_open(
-            name, image, ttl_s, restore=restore, network=network, options=options, terms=terms, moved=moved
+            name, image, ttl_s, restore=restore, network=network, options=options, policy=policy, moved=moved
         )
         return name
 
@@ -101,7 +101,7 @@ class SandboxClient:
         workspace: str | None = None,
         network: str | None = None,
         options: SandboxOptions | None = None,
-        terms: SandboxPolicy | None = None,
+        policy: SandboxPolicy | None = None,
         moved: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Open a sandbox by its id.
@@ -111,7 +111,7 @@ class SandboxClient:
         - `restore`: a checkpoint of the tenant, which is unpacked into a new session. An open session stays unchanged.
         - `workspace`: a file of the store in place of a checkpoint, by its id or location.
         - `options`: sizes and user of the sandbox. None: those of the class.
-        - `terms`: the tenant's sandbox policy. None: the policy of the class `default`, or the present policy of an
+        - `policy`: the tenant's sandbox policy. None: the policy of the class `default`, or the present policy of an
           open session.
         - `moved`: set when another host had the session. `generation` is the fence of its new location. `checkpoint_at`
           is the time of the restored checkpoint in ISO 8601, or None. `is_planned`: that host was drained, not lost.
@@ -121,7 +121,7 @@ class SandboxClient:
         """
         values: dict[str, Any] = {"image": image, "ttl_s": ttl_s, "restore": restore, "workspace": workspace}
         values |= {"network": network, "moved": moved, "options": options.model_dump() if options is not None else None}
-        fields = {field: value for field, value in values.items() if value is not None} | _build_terms_field(terms)
+        fields = {field: value for field, value in values.items() if value is not None} | _build_policy_field(policy)
         return self._request(
             {"verb": "open", "sandbox": name, **fields},
             # The sandboxd may have to pull the image first.
@@ -170,12 +170,12 @@ class SandboxClient:
         *,
         call_id: str = "",
         on_data: Callable[[str, bytes], None] | None = None,
-        terms: SandboxPolicy | None = None,
+        policy: SandboxPolicy | None = None,
         run: str | None = None,
     ) -> GuestResponse:
         """Run one request of docs/guest-protocol.md in the sandbox.
 
-        `on_data` receives pieces of streams as they arrive; without it the response contains them. `terms`: the
+        `on_data` receives pieces of streams as they arrive; without it the response contains them. `policy`: the
         tenant's present sandbox policy; None: unchanged. `run`: the run that the call belongs to.
 
         Raises ToolFailure with the guest's code, and SandboxUnavailable when the sandbox or sandboxd has ended.
@@ -186,7 +186,7 @@ class SandboxClient:
             "sandbox": name,
             "call": call_id,
             "request": {**request, "body_bytes": len(body)},
-            **_build_terms_field(terms),
+            **_build_policy_field(policy),
             **({"run": run} if run is not None else {}),
         }
         # The size is bounded: sandboxd ends a sandbox that sends more than the request allows.
@@ -240,11 +240,9 @@ class SandboxClient:
         only = {"fence": fence} if fence is not None else {}
         return bool(self._request({"verb": "close", "sandbox": name, **only}, OPEN_TIMEOUT_S)["closed"])
 
-    def send_terms(self, tenant: str, terms: SandboxPolicy) -> int:
-        """Replace the sandbox policy (`terms`) of a tenant for all of its sessions on this host. Return the number of
-        these sessions.
-        """
-        return int(self._request({"verb": "terms", "tenant": tenant, **_build_terms_field(terms)}, 10.0)["sessions"])
+    def send_policy(self, tenant: str, policy: SandboxPolicy) -> int:
+        """Replace the sandbox policy of a tenant for all of its sessions on this host. Return their number."""
+        return int(self._request({"verb": "policy", "tenant": tenant, **_build_policy_field(policy)}, 10.0)["sessions"])
 
     def exchange_secrets(self, values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Send the present values of secrets: tenant -> name -> value, hosts and place, or None for no such secret.
@@ -386,9 +384,9 @@ class SandboxClient:
             raise
 
 
-def _build_terms_field(terms: SandboxPolicy | None) -> dict[str, Any]:
-    """Return the request field that contains the terms."""
-    return {"terms": terms.model_dump(mode="json", exclude_none=True)} if terms is not None else {}
+def _build_policy_field(policy: SandboxPolicy | None) -> dict[str, Any]:
+    """Return the request field that contains the policy."""
+    return {"policy": policy.model_dump(mode="json", exclude_none=True)} if policy is not None else {}
 
 
 def _is_quiet(sock: socket.socket) -> bool:

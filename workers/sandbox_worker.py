@@ -41,7 +41,7 @@ def run_sandbox_worker(settings: WorkerSettings) -> None:
         sources = build_sandbox_sources(entries, settings.sandboxd_socket)
         servers = ServerRegistry(registry, sources, settings.mcp_refresh_s, AT_ONCE)
         await_sandboxd(settings.sandboxd_socket)
-        servers.list_due()
+        servers.list_due_servers()
     clock = SharedClock()
     host = SandboxHost(settings, clock)
 

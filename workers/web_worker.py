@@ -39,7 +39,7 @@ def run_web_worker(settings: WorkerSettings, tools: Sequence[WorkerTool], server
     server_registry = None
     if servers and "tools" in pools:
         server_registry = ServerRegistry(registry, servers, settings.mcp_refresh_s, SERVERS_AT_ONCE)
-        server_registry.list_due()
+        server_registry.list_due_servers()
     clock = SharedClock()
     host = PoolHost(settings, [POOL_QUEUES[pool] for pool in pools], clock)
     board = CancelBoard()

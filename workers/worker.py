@@ -73,8 +73,8 @@ def run_worker(settings: WorkerSettings, parts: WorkerParts) -> None:
     app = build_app(broker, refusals.count)
     # Each process of the pool builds its own executor. A Redis connection must not be shared over a fork.
     build_executor = partial(_build_executor, settings, parts, node, UnconfirmedCalls(), tracer)
-    look = parts.servers.look if parts.servers is not None else None
-    register_tasks(app, parts.registry, keys, build_executor, refusals.count, deployment, look)
+    copy_updates = parts.servers.copy_updates if parts.servers is not None else None
+    register_tasks(app, parts.registry, keys, build_executor, refusals.count, deployment, copy_updates)
     stop = threading.Event()
     catalogs = WorkerCatalogStore(connect(broker), deployment, keys)
     publishing = Duty(

@@ -29,7 +29,7 @@ from orchestrator.runs.grading import (
     Submission,
     grade_submission,
     is_gradable,
-    note_start,
+    list_start_files,
     retry_grading,
     take_submission,
 )
@@ -172,7 +172,7 @@ class ToolcrewHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
                         options=pick_options(environment),
                     ) as session,
                 ):
-                    await note_start(session, grader)
+                    await list_start_files(session, grader)
                     await self._run(client, session, model, trace, data)
                     trace.state.submission = await take_submission(session, grader)
         finally:

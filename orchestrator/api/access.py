@@ -97,7 +97,7 @@ class Caller:
         """Return the event streams that the key has open in this process."""
         return self.app_state.streams.of(self.identity.key_id)
 
-    async def note_foreign(self, action: AuditAction, target: str) -> None:
+    async def record_foreign_action(self, action: AuditAction, target: str) -> None:
         """Write an operator's action on another tenant to the audit log, before the action runs."""
         if (entry := self.foreign_entry(action, target)) is not None:
             await Audit(self.app_state.parts.pool.redis, self.app_state.settings.deployment).add(entry)

@@ -42,9 +42,9 @@ class ValueCache(Generic[T]):
         """Return the cached value, or the result of `read`. Raises the errors of `read`. Errors are not cached."""
         if self._cached is not None and self._clock() - self._cached[1] < self._fresh_s:
             return self._cached[0]
-        return await self._reads.read("", lambda: self._look(read))
+        return await self._reads.read("", lambda: self._read_and_cache(read))
 
-    async def _look(self, read: Callable[[], Awaitable[T]]) -> T:
+    async def _read_and_cache(self, read: Callable[[], Awaitable[T]]) -> T:
         value = await read()
         self._cached = (value, self._clock())
         return value
@@ -62,7 +62,7 @@ class ApiState(AppState):
         self.files, self.pages = ConcurrencyLimit(FILES_PER_KEY), ConcurrencyLimit(PAGES_PER_KEY)
         # One skill at a time, because each takes up to half a GiB of memory.
         self.examining = FairQueue()
-        self.looks = ConcurrencyLimit(SEARCHES_PER_KEY)
+        self.call_searches = ConcurrencyLimit(SEARCHES_PER_KEY)
         # Opened at the start, so that a store that cannot be opened stops the service at once.
         self._stored = StoredFiles.of(settings) if settings.workspace_store is not None else None
 

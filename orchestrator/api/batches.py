@@ -29,7 +29,7 @@ from orchestrator.runs.batch_status import BatchStatus, build_status
 from store.archives.files import TenantStore, is_file_id
 from store.audit import entry_text
 from store.batches import BatchDefaults, RunLimits
-from store.idempotency import KEPT_S
+from store.idempotency import KEEP_S
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=responses())
 
@@ -140,7 +140,7 @@ async def submit_batch(
     warnings = list[str]()
     with errors.check():
         warnings = await runs.check_tools(file, "the body")
-    errors.raise_found()
+    errors.raise_if_any()
     await runs.check_models(file, defaults)
     submission = f"{caller.identity.key_id}\0{idempotency_key}\0{options.model_dump_json()}\0{file.sha256}"
     # A submission that was interrupted continues when the client sends it again. The batch id is derived from the
@@ -186,7 +186,7 @@ async def get_batch(batch_id: BatchId, caller: AnyCaller) -> BatchStatus:
 async def cancel_batch(batch_id: BatchId, caller: AnyCaller) -> BatchStatus:
     """Cancel a batch: start no further items and end the running items."""
     runs = await _find_batch(caller, batch_id)
-    await caller.note_foreign("batch.cancel", batch_id)
+    await caller.record_foreign_action("batch.cancel", batch_id)
     await runs.batches.cancel(batch_id)
     return await _view(runs, batch_id)
 
@@ -240,7 +240,7 @@ async def _batch_of(submission: str, runs: BatchRuns) -> str:
             status = await runs.batches.status(batch)
         except ToolFailure:
             return batch
-        if time.time() - status.created_at < KEPT_S:
+        if time.time() - status.created_at < KEEP_S:
             return batch
         number += 1
 

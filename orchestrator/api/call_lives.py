@@ -27,19 +27,19 @@ class Kill(BaseModel):
 
 
 class KillResult(BaseModel):
-    """The state of the call. `was_over`: the call had already ended before the request."""
+    """The state of the call. `already_ended`: the call had already ended before the request."""
 
     call: str
     state: str
     error_code: str | None
-    was_over: bool
+    already_ended: bool
 
 
 @router.get("")
 async def list_calls(caller: AnyCaller, limit: Limit = 50) -> CallPage:
     """List the tenant's calls: waiting calls with the reason, then running calls, then recently ended calls."""
     app_state = caller.app_state
-    async with app_state.looks.enter(caller.identity.key_id):
+    async with app_state.call_searches.enter(caller.identity.key_id):
         return await app_state.parts.pool.calls.read_page([caller.tenant], limit)
 
 
@@ -76,13 +76,16 @@ async def kill_call(call_id: CallId, body: Kill, caller: AnyCaller) -> KillResul
             raise _unknown(caller, call_id) from failure
         raise
     return KillResult(
-        call=call_id, state=killed.record.state.value, error_code=killed.record.code or None, was_over=killed.was_over
+        call=call_id,
+        state=killed.record.state.value,
+        error_code=killed.record.code or None,
+        already_ended=killed.already_ended,
     )
 
 
 async def _life(caller: Caller, call_id: str) -> CallLife | None:
     app_state = caller.app_state
-    async with app_state.looks.enter(caller.identity.key_id):
+    async with app_state.call_searches.enter(caller.identity.key_id):
         return await app_state.parts.pool.calls.read(caller.tenant, call_id)
 
 

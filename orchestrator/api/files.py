@@ -69,7 +69,7 @@ async def delete_file(file_id: FileId, caller: AnyCaller) -> None:
     """Delete a file. Items that refer to the file and have not started fail."""
     files = _files(caller)
     await files.get(caller.tenant, file_id)
-    await caller.note_foreign("file.delete", file_id)
+    await caller.record_foreign_action("file.delete", file_id)
     await files.delete(caller.tenant, file_id, caller.client.usage_store)
 
 

@@ -18,7 +18,7 @@ log = get_logger(__name__)
 GRACE_S = 10.0
 """Time in seconds that runs have to end after the stop signal. Runs that have not ended by then return to the queue."""
 
-AGAIN_S = 30.0
+RETRY_S = 30.0
 
 
 class ApiService:
@@ -78,7 +78,7 @@ class ApiService:
     async def _work(self, parts: ConnectedParts, stopping: StopPhases) -> None:
         """Process runs until the service stops.
 
-        After an error, such as a model that refuses this process, the orchestrator starts again after AGAIN_S. The API
+        After an error, such as a model that refuses this process, the orchestrator starts again after RETRY_S. The API
         keeps serving, and other processes may process the runs.
         """
         while not stopping.draining.is_set():
@@ -88,13 +88,13 @@ class ApiService:
                 ) as runner:
                     await RunService(runner, GRACE_S, stopping).run()
             except OperatorError as error:
-                log.error("api_orchestrator_ended", error=str(error), retry_in_s=AGAIN_S)
+                log.error("api_orchestrator_ended", error=str(error), retry_in_s=RETRY_S)
             except Exception:
                 # the edge of the orchestrator: without this loop the API would still accept runs after an unhandled
                 # error, but no process might run them, and no operator would know
-                log.exception("api_orchestrator_failed", retry_in_s=AGAIN_S)
+                log.exception("api_orchestrator_failed", retry_in_s=RETRY_S)
             with suppress(TimeoutError):
-                async with asyncio.timeout(AGAIN_S):
+                async with asyncio.timeout(RETRY_S):
                     await stopping.draining.wait()
 
     def _announce(self, address: str) -> None:

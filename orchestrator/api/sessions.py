@@ -160,7 +160,7 @@ async def get_session(session_id: SessionId, caller: AnyCaller) -> SessionView:
 async def close_session(session_id: SessionId, caller: AnyCaller) -> None:
     """Close a session. Returns after its container is removed."""
     session = await caller.client.session(session_id)
-    await caller.note_foreign("session.close", session_id)
+    await caller.record_foreign_action("session.close", session_id)
     await session.close()
 
 
@@ -176,7 +176,7 @@ async def fork_session(session_id: SessionId, body: NewForks, caller: AnyCaller)
     its sandbox at its first call.
     """
     session = await caller.client.session(session_id)
-    await caller.note_foreign("session.fork", session_id)
+    await caller.record_foreign_action("session.fork", session_id)
     forks = await session.fork(body.n, leave_jobs=body.leave_jobs)
     return Forks(sessions=[view_session(await fork.info()) for fork in forks])
 

@@ -15,7 +15,7 @@ SEARCHES_PER_KEY = 2
 """Limit of concurrent searches for calls of a key. A call without a record is searched among all waiting calls."""
 PAGES_PER_KEY = 2
 """Limit of long pages of a key that are rendered at the same time."""
-AGAIN_S = 5
+RETRY_AFTER_S = 5
 
 
 class OpenStreams:
@@ -44,7 +44,7 @@ class Streams:
                 ApiCode.TOO_MANY_REQUESTS,
                 f"this key has reached its limit of {STREAMS_OF_A_KEY} open event streams: close one, or use "
                 "another key",
-                headers={"Retry-After": str(AGAIN_S)},
+                headers={"Retry-After": str(RETRY_AFTER_S)},
             )
         self._open[self._key] += 1
         return _CountedEvents(events, self._end)

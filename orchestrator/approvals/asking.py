@@ -34,7 +34,7 @@ POLL_PER_QUESTION_S = 0.0002
 """Part of the interval for each waiting question, in seconds. With many questions, reads are less frequent than POLL_S,
 because a read of thousands of answers is expensive.
 """
-AGAIN_S = 0.5
+RETRY_S = 0.5
 ARRIVAL_S = 1.0
 """Seconds between the end of the question and the end of the call, so that an answer at the last moment still arrives
 in time.
@@ -52,7 +52,7 @@ class QueueApprover:
     def __init__(self, queue: ApprovalQueue) -> None:
         self._queue = queue
         self._waiting: dict[str, set[asyncio.Future[ApprovalAnswer]]] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     async def decide(self, request: ApprovalRequest) -> Decision:
         try:
@@ -86,27 +86,27 @@ class QueueApprover:
         ToolFailure, EnvelopeRefused.
         """
         while True:
-            left_s = expires_at - time.time() if math.isfinite(expires_at) else MAX_WAIT_S
+            remaining_s = expires_at - time.time() if math.isfinite(expires_at) else MAX_WAIT_S
             try:
-                return await self._queue.ask(question, asker, max(left_s - ARRIVAL_S, left_s / 2, 0.0))
+                return await self._queue.ask(question, asker, max(remaining_s - ARRIVAL_S, remaining_s / 2, 0.0))
             except BrokerUnavailable as error:
                 log.warning("question_not_stored", approval=question.id, error=str(error))
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
 
     async def _await_answer(self, id_: str) -> ApprovalAnswer:
         """Wait for the answer and return it. Raises EnvelopeRefused."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(id_, set()).add(future)
-        if self._looking is None or self._looking.done():
-            self._looking = begin_shared(self._look(), "approvals")
-            self._looking.add_done_callback(self._fail_waiters)
+        if self._reading is None or self._reading.done():
+            self._reading = begin_shared(self._read_answers(), "approvals")
+            self._reading.add_done_callback(self._fail_waiters)
         try:
             answer: ApprovalAnswer = await future
             return answer
         finally:
             self._forget(id_, future)
 
-    async def _look(self) -> None:
+    async def _read_answers(self) -> None:
         """Read the answers of all waiting questions until no question waits."""
         while self._waiting:
             await asyncio.sleep(max(POLL_S, POLL_PER_QUESTION_S * len(self._waiting)))
@@ -114,7 +114,7 @@ class QueueApprover:
                 answers = await self._queue.answers(list(self._waiting))
             except BrokerUnavailable as error:
                 log.warning("approvals_not_read", waiting=len(self._waiting), error=str(error))
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
                 continue
             for id_, answer in answers.items():
                 for future in self._waiting.pop(id_, set()):
@@ -133,9 +133,9 @@ class QueueApprover:
         futures.discard(future)
         if not futures:
             self._waiting.pop(id_, None)
-        if not self._waiting and self._looking is not None:
+        if not self._waiting and self._reading is not None:
             # A new waiter must start a new task. A task that is being cancelled still counts as running.
-            looking, self._looking = self._looking, None
+            looking, self._reading = self._reading, None
             looking.cancel()
 
     async def _withdraw(self, question: ApprovalQuestion, asker: str) -> None:

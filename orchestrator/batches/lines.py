@@ -149,7 +149,7 @@ class ErrorCollector:
         except BadBatch as error:
             self.found = error if self.found is None else self.found.join(error)
 
-    def raise_found(self) -> None:
+    def raise_if_any(self) -> None:
         """Raise BadBatch with all errors, if there are any."""
         if self.found is not None:
             raise self.found

@@ -53,7 +53,7 @@ class RowFile:
         self._end = scan.end
         self._ids = scan.ids
         self._lock = threading.Lock()
-        self._is_torn = False
+        self._has_partial_row = False
 
     @classmethod
     def open(cls, path: Path, belongs: RowCheck) -> "RowFile":
@@ -158,11 +158,11 @@ class RowFile:
         """Append lines and wait until they are on the disk. Lines that cannot be written are removed again."""
         try:
             # A previous call could not remove its incomplete lines. Remove them before anything is appended.
-            if self._is_torn:
+            if self._has_partial_row:
                 self._set_end()
-                self._is_torn = False
+                self._has_partial_row = False
             self._check_file()
-            self._is_torn, end = True, self._end
+            self._has_partial_row, end = True, self._end
             for line in lines:
                 end += _write_fully(self._descriptor, line, end)
             # After a failed fsync, the kernel may count lost data as written. Remove the rows, so that the next call
@@ -173,9 +173,9 @@ class RowFile:
             # file does the same.
             with contextlib.suppress(OSError):
                 self._set_end()
-                self._is_torn = False
+                self._has_partial_row = False
             raise self._build_write_error(error) from error
-        self._is_torn = False
+        self._has_partial_row = False
         self._end = end
 
     def _check_file(self) -> None:
@@ -193,7 +193,7 @@ class RowFile:
             raise RowsNotWritten(
                 f"{self.path} was moved or deleted while rows were written to it: restore it, then resume"
             )
-        if opened.st_size != self._end and not self._is_torn:
+        if opened.st_size != self._end and not self._has_partial_row:
             raise self._build_changed_error()
 
     def _replace(self, leave_out: Collection[str], newer: Mapping[str, bytes]) -> None:
@@ -214,7 +214,7 @@ class RowFile:
             temporary.unlink(missing_ok=True)
             raise
         os.close(self._descriptor)
-        self._descriptor, self._ids, self._end, self._is_torn = new_file, ids, end, False
+        self._descriptor, self._ids, self._end, self._has_partial_row = new_file, ids, end, False
 
     def _copy(self, new_file: int, leave_out: Collection[str], newer: Mapping[str, bytes]) -> tuple[set[str], int]:
         """Copy the rows to the new file. Return the ids of the rows and the end of the file. Owner and permissions

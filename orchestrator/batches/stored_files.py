@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
-from contract.archive_kinds import HEAD_BYTES, KNOWN_KINDS, find_kind
+from contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_kind
 from contract.calls import Record
 from contract.clock import Instant
 from contract.errors import BrokerUnavailable, ConfigError, ErrorCode, ToolFailure
@@ -11,7 +11,7 @@ from orchestrator.settings import OrchestratorSettings
 from store.archives.base import ArchiveStore, NotStored, in_pieces
 from store.archives.choice import open_client_store
 from store.archives.files import (
-    KEPT_S,
+    KEEP_S,
     MAX_WORKSPACE_BYTES,
     NO_STORE,
     file_created_at,
@@ -93,7 +93,7 @@ class StoredFiles:
             bytes=facts.bytes,
             sha256=facts.sha256,
             created_at=created_at,
-            expires_at=created_at + KEPT_S,
+            expires_at=created_at + KEEP_S,
         )
 
     async def read(self, tenant: str, file: str) -> AsyncGenerator[bytes]:
@@ -151,7 +151,7 @@ class StoredFiles:
         async for piece in pieces:
             # The kind is checked on the first piece, so that a wrong file is rejected before the rest is uploaded.
             if total == 0 and find_kind(piece[:HEAD_BYTES]) is None:
-                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the file has an unknown type: use {KNOWN_KINDS}")
+                raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the file has an unknown type: use {SUPPORTED_KINDS}")
             total += len(piece)
             if total > self._max_bytes:
                 raise ToolFailure(
@@ -160,7 +160,7 @@ class StoredFiles:
                 )
             yield piece
         if total == 0:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the file is empty: use {KNOWN_KINDS}")
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the file is empty: use {SUPPORTED_KINDS}")
 
 
 def _age(file: str) -> tuple[float, str]:

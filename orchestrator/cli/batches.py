@@ -267,7 +267,7 @@ async def _read_file(
     if is_detached:
         with errors.check():
             check_detached(read, defaults.artifacts, file.name, uploads=uploads)
-    errors.raise_found()
+    errors.raise_if_any()
     check_lines(read, defaults, is_detached=is_detached)
     if settings.redis_url is None:
         # An embedded stack has no model endpoints.
@@ -316,7 +316,7 @@ async def _submit(
             webhook=webhook,
         )
         if paths is not None and rows is not None:
-            await runs.queue.note_rows(runs.tenant, batch, build_row_location(paths))
+            await runs.queue.set_row_location(runs.tenant, batch, build_row_location(paths))
             await runs.recall(batch, rows)
         if is_detached or paths is None or rows is None:
             status = build_command("batches", "show", batch, tenant=runs.tenant)
@@ -352,7 +352,7 @@ async def _resume_batch(
         with await runs.open_rows_again(paths, batch) as rows:
             interrupts = _handle_signals(batch, runs.tenant, console, is_kept=True)
             _print_id(batch, as_json)
-            await runs.queue.note_rows(runs.tenant, batch, build_row_location(paths))
+            await runs.queue.set_row_location(runs.tenant, batch, build_row_location(paths))
             if concurrency is not None:
                 await runs.queue.set_concurrency(runs.tenant, batch, concurrency)
             await runs.recall(batch, rows)

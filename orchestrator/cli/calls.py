@@ -62,9 +62,9 @@ async def calls_kill(
     async with open_running("calls", tenant) as client:
         killed = await client.kill_call(call_id, tenant=tenant, reason=reason)
     state, code = killed.record.state.value, killed.record.code
-    verb = "had already ended" if killed.was_over else "has ended"
+    verb = "had already ended" if killed.already_ended else "has ended"
     return Output(
-        {"call": call_id, "state": state, "error_code": code or None, "was_over": killed.was_over},
+        {"call": call_id, "state": state, "error_code": code or None, "already_ended": killed.already_ended},
         [f"{call_id} {verb} ({f'{state}, {code}' if code else state})"],
     )
 

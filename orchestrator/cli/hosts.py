@@ -101,7 +101,7 @@ async def _follow_drain(hosts: HostStore, report: HostReport, print_progress: Ca
         if state == "drained":
             print_progress(f"{report.queue} has ended")
         else:
-            print_progress(f"{report.queue}: {last.trouble or f'{last.busy} calls run'}")
+            print_progress(f"{report.queue}: {last.problem or f'{last.busy} calls run'}")
     return _end(report, "drained")
 
 

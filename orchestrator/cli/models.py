@@ -78,11 +78,11 @@ async def models_set(
 
     Every process applies the change within 2 seconds. Limits hold for all orchestrators together.
     """
-    given = {field: value for field, value in locals().items() if field in ModelEndpoint.model_fields}
+    options = {field: value for field, value in locals().items() if field in ModelEndpoint.model_fields}
     async with open_deployment("admin") as deployment:
         present = (await deployment.models.all()).get(endpoint_field(name, tenant))
         values = {} if present is None or isinstance(present, ConfigError) else present.model_dump()
-        endpoint = _build({**values, **{field: value for field, value in given.items() if value is not None}}, unset)
+        endpoint = _build({**values, **{field: value for field, value in options.items() if value is not None}}, unset)
         await deployment.models.set(name, endpoint, tenant)
     view = EndpointView(name=name, tenant=tenant, **endpoint.model_dump())
     return Output(view.model_dump(), [f"{name} is set: {endpoint.model} at {endpoint.base_url}"])

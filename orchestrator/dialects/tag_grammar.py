@@ -94,7 +94,7 @@ def _to(target: str, action: str | None = None) -> Edge:
     return Edge(target, 1, action)
 
 
-def _look(target: str, action: str | None = None) -> Edge:
+def _peek(target: str, action: str | None = None) -> Edge:
     return Edge(target, 0, action)
 
 
@@ -151,16 +151,16 @@ def _child_states() -> dict[str, State]:
         "gap_open": _child_open_state(_fail(STRAY_TEXT)),
         "bang": State(_NOTHING, {"-": _to("bang_dash")}, _fail(STRAY_TEXT)),
         "bang_dash": State(_NOTHING, {"-": _to("comment")}, _fail(STRAY_TEXT)),
-        "comment": State(_run("^-"), {"-": _to("comment_dash")}, _look("comment"), awaited="-"),
-        "comment_dash": State(_NOTHING, {"-": _to("comment_dashes")}, _look("comment")),
-        "comment_dashes": State(_run("-"), {">": _to("gap")}, _look("comment")),
-        "close": State(_NAME, {}, _look("", "close_name")),
+        "comment": State(_run("^-"), {"-": _to("comment_dash")}, _peek("comment"), awaited="-"),
+        "comment_dash": State(_NOTHING, {"-": _to("comment_dashes")}, _peek("comment")),
+        "comment_dashes": State(_run("-"), {">": _to("gap")}, _peek("comment")),
+        "close": State(_NAME, {}, _peek("", "close_name")),
         "close_end": State(_SPACE, {">": _to("", "complete")}, _fail(WRONG_CLOSE)),
-        "child": State(_NAME, {}, _look("", "child_name")),
+        "child": State(_NAME, {}, _peek("", "child_name")),
         "child_tight": State(_NOTHING, {**_blank("child_gap"), **ends}, _fail(NOT_CLOSED)),
         "child_gap": State(_SPACE, ends, _fail(NOT_CLOSED), name_edge=_to("attribute", "mark")),
         "child_slash": State(_NOTHING, {">": _to("gap", "empty_value")}, _fail(NOT_CLOSED)),
-        "attribute": State(_NAME, {}, _look("", "value_attribute")),
+        "attribute": State(_NAME, {}, _peek("", "value_attribute")),
         "equals": State(_SPACE, {"=": _to("quote")}, _fail(UNQUOTED)),
         "quote": State(_SPACE, _quotes(_to('value"', "begin_value"), _to("value'", "begin_value")), _fail(UNQUOTED)),
     }
@@ -174,7 +174,7 @@ def _value_states(quote: str) -> dict[str, State]:
     def state(name: str) -> str:
         return name + quote
 
-    data = _look(state("value"))
+    data = _peek(state("value"))
     ends = {"/": _to(state("slash")), ">": _to("paired_value")}
     attribute = Edge("skip", 0, "second_attribute")
     return {
@@ -197,7 +197,7 @@ def _paired_value_states() -> dict[str, State]:
         "paired_value_open": State(
             _NOTHING, {"/": _to("paired_value_close", "mark_next")}, _fail(NOT_CLOSED, "skip_open")
         ),
-        "paired_value_close": State(_NAME, {}, _look("", "paired_value_name")),
+        "paired_value_close": State(_NAME, {}, _peek("", "paired_value_name")),
         "paired_value_end": State(_SPACE, {">": _to("gap", "store_value")}, _fail(NOT_CLOSED)),
     }
 
@@ -207,18 +207,18 @@ def _paired_states() -> dict[str, State]:
 
     `</name>` ends the body only if a child, a comment or the tag's end follows.
     """
-    literal = _look("literal", "literal")
+    literal = _peek("literal", "literal")
     states = {
         "paired": State(_SPACE, {"<": _to("paired_open", "open")}, literal),
         "paired_open": State(_NOTHING, {"/": _to("end_name", "mark_next"), "!": _to("cdata0")}, literal),
         "literal": State(
             re.compile("(?:[^<]++|<(?=[^/]))*+").match,
             {"<": _to("literal_open", "open")},
-            _look("literal"),
+            _peek("literal"),
             awaited="<",
         ),
-        "literal_open": State(_NOTHING, {"/": _to("end_name", "mark_next")}, _look("literal")),
-        "end_name": State(_NAME, {}, _look("", "end_name")),
+        "literal_open": State(_NOTHING, {"/": _to("end_name", "mark_next")}, _peek("literal")),
+        "end_name": State(_NAME, {}, _peek("", "end_name")),
         "end_close": State(_SPACE, {">": _to("follow", "end_paired")}, literal),
         "follow": State(_SPACE, {"<": _to("follow_open", "open")}, literal),
         "follow_open": State(
@@ -227,12 +227,12 @@ def _paired_states() -> dict[str, State]:
             literal,
             name_edge=_to("child", "store_paired_child"),
         ),
-        "follow_close": State(_NAME, {}, _look("", "follow_name")),
+        "follow_close": State(_NAME, {}, _peek("", "follow_name")),
         "follow_bang": State(_NOTHING, {"-": _to("follow_dash")}, literal),
         "follow_dash": State(_NOTHING, {"-": _to("comment", "store_paired")}, literal),
-        "cdata": State(_run(r"^\]"), {"]": _to("cdata_bracket")}, _look("cdata"), awaited="]"),
-        "cdata_bracket": State(_NOTHING, {"]": _to("cdata_brackets")}, _look("cdata")),
-        "cdata_brackets": State(_run(r"\]"), {">": _to("paired", "end_cdata")}, _look("cdata")),
+        "cdata": State(_run(r"^\]"), {"]": _to("cdata_bracket")}, _peek("cdata"), awaited="]"),
+        "cdata_bracket": State(_NOTHING, {"]": _to("cdata_brackets")}, _peek("cdata")),
+        "cdata_brackets": State(_run(r"\]"), {">": _to("paired", "end_cdata")}, _peek("cdata")),
     }
     opening = "[CDATA["
     for position, character in enumerate(opening):
@@ -244,17 +244,17 @@ def _paired_states() -> dict[str, State]:
 
 def _skip_states() -> dict[str, State]:
     """Return the states after an error, which skip to the tag's end or to the next tag."""
-    reopen = {character: _look("", "reopen_skipped") for character in BLANKS + ">/"}
+    reopen = {character: _peek("", "reopen_skipped") for character in BLANKS + ">/"}
     return {
         "skip": State(
-            re.compile("(?:[^<]++|<(?=[^/t]))*+").match, {"<": _to("skip_open", "open")}, _look("skip"), awaited="<"
+            re.compile("(?:[^<]++|<(?=[^/t]))*+").match, {"<": _to("skip_open", "open")}, _peek("skip"), awaited="<"
         ),
         "skip_open": State(
-            _NOTHING, {"/": _to("skip_close", "mark_next")}, _look("skip"), name_edge=_to("skip_name", "mark")
+            _NOTHING, {"/": _to("skip_close", "mark_next")}, _peek("skip"), name_edge=_to("skip_name", "mark")
         ),
-        "skip_close": State(_NAME, {}, _look("", "skip_close_name")),
-        "skip_end": State(_SPACE, {">": _to("", "complete")}, _look("skip")),
-        "skip_name": State(_NAME, reopen, _look("skip")),
+        "skip_close": State(_NAME, {}, _peek("", "skip_close_name")),
+        "skip_end": State(_SPACE, {">": _to("", "complete")}, _peek("skip")),
+        "skip_name": State(_NAME, reopen, _peek("skip")),
     }
 
 

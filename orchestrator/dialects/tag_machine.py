@@ -192,19 +192,19 @@ class OpenTag:
                 break
         return "".join(reversed(parts))
 
-    def _note_mark(self, offset: int) -> None:
+    def _record_mark(self, offset: int) -> None:
         self._mark = offset
 
-    def _note_mark_next(self, offset: int) -> None:
+    def _record_mark_next(self, offset: int) -> None:
         self._mark = offset + 1
 
-    def _note_open(self, offset: int) -> None:
+    def _record_open(self, offset: int) -> None:
         self._open_at = offset
 
-    def _note_attribute(self, offset: int) -> None:
+    def _record_attribute(self, offset: int) -> None:
         self._attribute = self._slice(self._mark, offset)
 
-    def _note_attribute_value(self, offset: int) -> None:
+    def _record_attribute_value(self, offset: int) -> None:
         self._attributes += 1
         if self._attribute != "name":
             return
@@ -324,11 +324,11 @@ class OpenTag:
 
 
 _ACTIONS: dict[str, Callable[[OpenTag, int], str | None]] = {
-    "mark": OpenTag._note_mark,
-    "mark_next": OpenTag._note_mark_next,
-    "open": OpenTag._note_open,
-    "attribute": OpenTag._note_attribute,
-    "attribute_value": OpenTag._note_attribute_value,
+    "mark": OpenTag._record_mark,
+    "mark_next": OpenTag._record_mark_next,
+    "open": OpenTag._record_open,
+    "attribute": OpenTag._record_attribute,
+    "attribute_value": OpenTag._record_attribute_value,
     "mention": OpenTag._mention,
     "self_closed": OpenTag._self_closed,
     "complete": OpenTag._complete,

@@ -130,7 +130,7 @@ class CallEventReader:
                 async with asyncio.timeout(rest_s):
                     await self._drained.wait()
 
-    def note(self, result: ToolResult) -> ToolResult:
+    def with_hidden_count(self, result: ToolResult) -> ToolResult:
         """Return the result with a field in its metadata: the number of output characters that arrived too late to be
         shown.
         """

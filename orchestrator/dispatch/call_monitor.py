@@ -193,14 +193,14 @@ class CallMonitor:
         if now is None:
             return
         await self._store.reap_all(now)
-        self._note_answer()
+        self._record_answer()
         until = self._clock() - FIRST_CHECK_AFTER_S
         old = [(task_id, sent) for task_id, sent in self._sent.items() if sent.since <= until][:MAX_CHECKED_CALLS]
         records = await self._store.find_all([(sent.attempt.tenant, sent.attempt.call_id) for _, sent in old])
-        self._note_answer()
+        self._record_answer()
         queues = {queue for (_, sent), record in zip(old, records, strict=True) for queue in _list_queues(sent, record)}
         reports = await self._hosts.find_all(sorted(queues))
-        self._note_answer()
+        self._record_answer()
         if not self._is_steady():
             # Redis was stopped during this round, so every report has expired.
             return
@@ -217,13 +217,13 @@ class CallMonitor:
         HOST_TTL_S to report again.
         """
         now = await self._hosts.now()
-        self._note_answer()
+        self._record_answer()
         return int(now) if self._is_steady() else None
 
     def _is_steady(self) -> bool:
         return self._answered_at - self._steady_since >= HOST_TTL_S
 
-    def _note_answer(self) -> None:
+    def _record_answer(self) -> None:
         """Record that Redis has answered. After a long time without an answer, the steady period starts again."""
         now = self._clock()
         if now - self._answered_at > LOSSES_EVERY_S + ANSWER_S:
@@ -268,7 +268,7 @@ class CallMonitor:
         """
         expected = CallState.RUNNING if has_started else CallState.QUEUED
         is_lost = await self._store.lose(attempt.tenant, attempt.call_id, attempt.number, expected, reason)
-        self._note_answer()
+        self._record_answer()
         if not is_lost:
             return
         self._report(task_id, CallLost(reason, has_started=has_started))

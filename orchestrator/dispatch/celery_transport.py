@@ -21,7 +21,7 @@ from kombu.serialization import dumps
 from kombu.utils.json import dumps as to_json
 
 from contract.calls import MAX_TIMEOUT_S, POOL_GRACE_S
-from contract.envelope import find_encoded_result, join_result, kept_result_key
+from contract.envelope import find_encoded_result, find_result_key, join_result
 from contract.errors import BrokerUnavailable, ErrorCode
 from contract.hosts import HOST_LOST_TYPE
 from contract.names import call_key, is_blob_of, result_key, show_call, task_name
@@ -37,7 +37,7 @@ START_GRACE_S = 2.0
 """Seconds to wait after the deadline by which a call must start. A worker that claims the call at the last moment needs
 this time to record the claim.
 """
-ASK_AGAIN_S = 0.5
+RESULT_RETRY_S = 0.5
 _PERSISTENT, _TRANSIENT = 2, 1
 FAILED_EVENTS = "celeryev/task.failed"
 """Channel of Celery's task-failed events. Kombu names the channel after the number of the Redis database."""
@@ -99,7 +99,7 @@ class CeleryTransport:
             if attempt.published_as is None:
                 await self._publisher.publish(build_call_message(attempt, task_id, self._deployment))
             else:
-                await self._hub.look(task_id)
+                await self._hub.read_result(task_id)
             if self._monitor is None:
                 stored_result = await self._await_stored(stored, attempt)
             else:
@@ -114,14 +114,14 @@ class CeleryTransport:
         for it.
         """
         wait_s = max(0.0, attempt.start_by - self._clock()) + START_GRACE_S
-        has_asked = False
+        has_requested = False
         while not (await asyncio.wait({stored}, timeout=wait_s))[0]:
             try:
                 state = await self._calls.forbid(attempt.tenant, attempt.call_id, attempt.number)
             except BrokerUnavailable:
-                has_asked, wait_s = True, ASK_AGAIN_S
+                has_requested, wait_s = True, RESULT_RETRY_S
                 continue
-            if state == "queued" or (state == "forbidden" and has_asked):
+            if state == "queued" or (state == "forbidden" and has_requested):
                 raise DeliveryFailed(
                     ErrorCode.TIMEOUT,
                     "no worker took the call before its deadline, and it was not run: check that a worker is running",
@@ -137,7 +137,7 @@ class CeleryTransport:
 
     async def _complete(self, result: Any, attempt: Attempt) -> Any:
         """Return the encoded result. If the result is stored in a separate record, read that record."""
-        key = kept_result_key(result)
+        key = find_result_key(result)
         if key is None:
             return result
         if not is_blob_of(key, self._deployment, attempt.tenant):
@@ -163,14 +163,14 @@ class CeleryTransport:
             try:
                 return await read_result_record(self._redis, key)
             except BrokerUnavailable:
-                await asyncio.sleep(ASK_AGAIN_S)
+                await asyncio.sleep(RESULT_RETRY_S)
 
     def settle(self, tenant: str, call_id: str) -> None:
         """Delete the stored result of a call."""
         for key in self._result_keys.pop((tenant, call_id), ()):
             self._hub.discard(key)
 
-    async def command(self, queue: str, envelope: str) -> None:
+    async def send_order(self, queue: str, envelope: str) -> None:
         """Put an envelope on the host's control list. The worker reads this list immediately, even when its pool is
         busy.
         """

@@ -50,7 +50,7 @@ RECORD_S = CALL_TTL_S - 3600
 """Age after which a call without a record may have acted, because its record has expired. The age is one hour less than
 the lifetime of a record, as a margin.
 """
-LEAST_WAIT_S = 1.0
+MIN_WAIT_S = 1.0
 """Least time, in seconds, that a call may wait in a queue, even after a long wait for its slot."""
 URGENT = frozenset({"session.close"})
 """Verbs that release resources for which other calls wait."""
@@ -138,13 +138,13 @@ class Delivery:
             await self._close_record(_Progress(request, self._calls), CallState.LOST, code)
         return result
 
-    async def command(self, queue: str, call: ToolCall, tenant: str, session: str | None, wait_s: float) -> None:
+    async def send_order(self, queue: str, call: ToolCall, tenant: str, session: str | None, wait_s: float) -> None:
         """Send `session.cancel` or `session.close` to the workers of a queue. The order does not wait in the queue.
         There is no result. Raises BrokerUnavailable.
         """
         now = self.clock()
         context = ToolContext(tenant=tenant, session=session, sent_at=now, deadline_at=now + wait_s)
-        await self._transport.command(queue, encode_call(call, context, self._keys))
+        await self._transport.send_order(queue, encode_call(call, context, self._keys))
 
     def settle(self, tenant: str, call_id: str) -> None:
         """Delete the result of a call that was made with `keeps_result`. The caller must have stored the result
@@ -156,7 +156,7 @@ class Delivery:
         """Order the pool's workers to cancel the call. If Redis does not answer, the call runs until its own limit."""
         order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": request.call.id})
         with contextlib.suppress(BrokerUnavailable):
-            await self.command(queue, order, request.tenant, request.session, request.queue_wait_s)
+            await self.send_order(queue, order, request.tenant, request.session, request.queue_wait_s)
 
     # --- Lost, and sent again --------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Delivery:
                 if refused.reason == "duplicate" or address is None:
                     raise _used_before(progress.attempt) from None
                 if not await progress.untaken.wait():
-                    failed = _never_taken(address.queue, progress)
+                    failed = _build_not_claimed(address.queue, progress)
                     await self._close_record(progress, progress.state, failed.code)
                     raise failed from None
                 address = await self._refresh(request, address, is_lost=refused.reason == "host_lost")
@@ -208,7 +208,7 @@ class Delivery:
             except CallLost as lost:
                 # The reason of the loss comes from unsigned fields. "Not started" counts only with the signed ticket.
                 has_started = lost.has_started or not await self._is_unstarted(progress)
-                progress.note_loss(has_started)
+                progress.count_loss(has_started)
                 address = await self._prepare_resend(progress, address, lost)
                 continue
             except CallIdInUse:
@@ -234,7 +234,7 @@ class Delivery:
         failure = result.run_failure
         is_lost = failure is RunFailure.LOST
         if is_lost:
-            progress.note_loss(has_started=True)
+            progress.count_loss(has_started=True)
         is_repeatable = is_lost and request.spec.idempotent and progress.losses < MAX_ATTEMPTS
         is_untaken = failure is not None and failure.is_temporary
         # The record is renewed last: after that, the call must be sent, or its record says `queued` for a day.
@@ -268,7 +268,7 @@ class Delivery:
             is_published = record.nonce.partition(":")[0] == str(record.attempt)
             return record if is_published else None
         is_unknown = record.state is CallState.UNKNOWN
-        progress.note_loss(is_unknown or not has_ticket(self._keys, request.tenant, request.call.id, record))
+        progress.count_loss(is_unknown or not has_ticket(self._keys, request.tenant, request.call.id, record))
         if is_unknown or (progress.may_have_acted and not request.spec.idempotent):
             await self._give_up(progress, describe_loss(record))
         if not await self._renew(progress):
@@ -414,7 +414,7 @@ class Delivery:
             call_id=request.call.id,
             tool=request.worker_call.name,
             priority=request.priority,
-            wait_s=max(LEAST_WAIT_S, request.queue_wait_s - waited_s),
+            wait_s=max(MIN_WAIT_S, request.queue_wait_s - waited_s),
             limit_s=request.context.timeout_s,
             is_urgent=request.call.name in URGENT,
         )
@@ -431,7 +431,7 @@ class Delivery:
         """Sign and publish the call. Return its result after all its events."""
         # The deadline may be over already, after a long wait for a slot or a first attempt. The worker would then
         # refuse a call that has just got its slot.
-        start_by = max(request.context.deadline_at, self.clock() + LEAST_WAIT_S)
+        start_by = max(request.context.deadline_at, self.clock() + MIN_WAIT_S)
         changed: dict[str, object] = {"attempt": number, "fence": fence, "deadline_at": start_by}
         spans = CURRENT_CALL.get()
         sending = spans.send(request.worker_call, queue, number) if spans is not None else None
@@ -449,7 +449,7 @@ class Delivery:
                     request.tenant, request.call.id, request.handlers, request.wait_s
                 ) as reader:
                     result = await self._await_result(attempt)
-                result = result if reader is None else reader.note(result)
+                result = result if reader is None else reader.with_hidden_count(result)
         except asyncio.CancelledError:
             if request.keeps_result:
                 blob = None  # The call continues and its worker may still read the blob, which expires by itself.
@@ -524,12 +524,12 @@ class _Progress:
         """Backoff between attempts that no worker takes."""
         return Backoff(min(RESEND_S, self.request.queue_wait_s))
 
-    def note_loss(self, has_started: bool) -> None:
+    def count_loss(self, has_started: bool) -> None:
         self.losses += 1
         self.may_have_acted = self.may_have_acted or has_started
 
 
-def _never_taken(queue: str, progress: _Progress) -> DeliveryFailed:
+def _build_not_claimed(queue: str, progress: _Progress) -> DeliveryFailed:
     if progress.may_have_acted:
         return DeliveryFailed(
             ErrorCode.OUTCOME_UNKNOWN,

@@ -95,7 +95,7 @@ class Dispatcher:
         name = request.call.name
         return result if result.name == name else result.model_copy(update={"name": name})
 
-    async def command(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
+    async def send_order(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
         """Send `session.cancel` or `session.close` to the session's host or to the workers of `queue`. The order does
         not wait in the queue. There is no result.
 
@@ -105,7 +105,7 @@ class Dispatcher:
             address = self._locator.last_used(tenant, session)
             queue = address.queue if address is not None else None
         if queue is not None:
-            await self._delivery.command(queue, call, tenant, session, self._queue_wait_s)
+            await self._delivery.send_order(queue, call, tenant, session, self._queue_wait_s)
 
     def settle(self, tenant: str, call_id: str) -> None:
         """Delete the result of a call that was made with `keeps_result`. The caller must have stored the result
@@ -137,7 +137,7 @@ class Dispatcher:
         """
         locator = self.locator
         if (address := await locator.last(tenant, session)) is not None:
-            await self.command(_session_request("close", tenant, session).call, tenant, session, address.queue)
+            await self.send_order(_session_request("close", tenant, session).call, tenant, session, address.queue)
         await locator.forget(tenant, session)
 
     async def add_forks(self, tenant: str, session: str, names: Sequence[str], facts: Mapping[str, Any]) -> None:
@@ -205,7 +205,7 @@ class Dispatcher:
 
     async def _call(self, request: Request) -> ToolResult:
         await self._complete(request)
-        return note_aliases(await self._delivery.deliver(request), request.aliases)
+        return add_used_aliases(await self._delivery.deliver(request), request.aliases)
 
     async def _complete(self, request: Request) -> None:
         """Fill the second part of a request. Raises ToolFailure for a call that must not be made, ConfigError,
@@ -321,7 +321,7 @@ def _session_request(verb: str, tenant: str, session: str, arguments: Mapping[st
     return Request(call, tenant, session, timeout_s=timeout_s, audience="session")
 
 
-def note_aliases(result: ToolResult, used: list[str]) -> ToolResult:
+def add_used_aliases(result: ToolResult, used: list[str]) -> ToolResult:
     """Return the result with the aliases in `used` (`alias -> canonical`) in its metadata."""
     return result.model_copy(update={"metadata": {**result.metadata, "aliases_used": list(used)}}) if used else result
 

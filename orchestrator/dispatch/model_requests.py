@@ -41,7 +41,7 @@ class ModelRequests:
             question = parse_question(event.payload)
         except EnvelopeRefused as error:
             # A question without a number has no reader that waits for its answer.
-            log.error("model_question_refused", call=call.call_id, reason=str(error))
+            log.error("model_request_refused", call=call.call_id, reason=str(error))
             return
         answer = await self._answer(adapter, question)
         try:
@@ -61,12 +61,12 @@ class ModelRequests:
         except ToolFailure as failure:
             return ModelAnswer.refused(question.number, failure.code, failure.message)
         except ModelUnavailable as error:
-            log.error("model_question_not_answered", model=adapter.name, error=str(error))
+            log.error("model_request_not_answered", model=adapter.name, error=str(error))
             return ModelAnswer.refused(question.number, error.code, str(error))
         except (
             Exception
         ) as error:  # A Model is code of a user's program. Without an answer the tool would wait until its limit.
-            log.exception("model_question_failed", model=adapter.name)
+            log.exception("model_request_failed", model=adapter.name)
             return ModelAnswer.refused(
                 question.number,
                 ErrorCode.INTERNAL,

@@ -36,7 +36,7 @@ from telemetry.spans import Tracer
 
 log = get_logger(__name__)
 
-AGAIN_S = 1.0
+RETRY_S = 1.0
 """Interval, in seconds, between the attempts to connect to a pool that is not up yet."""
 
 
@@ -164,6 +164,6 @@ async def wait_for_pool(
                 logged = str(error)
                 log.warning("pool_not_available", error=logged)
         with suppress(TimeoutError):
-            async with asyncio.timeout(AGAIN_S):
+            async with asyncio.timeout(RETRY_S):
                 await is_over.wait()
     return None

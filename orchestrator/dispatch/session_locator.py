@@ -340,8 +340,8 @@ class SessionLocator:
     ) -> SessionAddress:
         """Claim another host for an opening whose host was lost or refused it."""
         excluded.add(address.queue)
-        if (taken_over := await self._find_taken_over(opening, address)) is not None:
-            return taken_over
+        if (adopted_address := await self._find_adopted(opening, address)) is not None:
+            return adopted_address
         log.warning("session_opens_elsewhere", session=opening.session, queue=address.queue, reason=reason)
         if len(excluded) > MAX_HOSTS:
             raise SandboxUnavailable(
@@ -361,7 +361,7 @@ class SessionLocator:
             )
         return claimed
 
-    async def _find_taken_over(self, opening: OpenRequest, address: SessionAddress) -> SessionAddress | None:
+    async def _find_adopted(self, opening: OpenRequest, address: SessionAddress) -> SessionAddress | None:
         """Return the address of an opening that the host's next worker has taken over. The same verb then returns the
         session that exists. Otherwise no process would have the address of that session.
         """

@@ -51,14 +51,14 @@ CANCEL_WAIT_S = 5.0
 @dataclass(frozen=True)
 class Checkpoint:
     """Files, shell state and outputs of a session at one moment. `skipped`: number of sockets, which are not stored.
-    `torn`: whether files changed while they were read.
+    `files_changed`: whether files changed while they were read.
     """
 
     id: str
     bytes: int
     sha256: str
     skipped: int = 0
-    torn: bool = False
+    files_changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,9 @@ class Session:
         session = cls(dispatcher, blobs, tenant, _info(name, tenant, result.metadata, result.sandbox), credential)
         if source is not None:
             try:
-                await session._verb("import", {"kind": source.kind}, content=source.content, timeout_s=COPY_TIMEOUT_S)
+                await session._call_verb(
+                    "import", {"kind": source.kind}, content=source.content, timeout_s=COPY_TIMEOUT_S
+                )
             except BaseException:
                 # The caller gets the first error. A host that failed the import often fails the close too, and the
                 # session then expires.
@@ -262,7 +264,7 @@ class Session:
             # With `keeps_result` another process continues the run and reads the result, so the call must go on.
             # Otherwise the order goes past the host's queue. For a call that is still on its way, it forbids the start.
             if not request.keeps_result:
-                await asyncio.shield(self._command("cancel", {"call_id": request.call.id}))
+                await asyncio.shield(self._send_order("cancel", {"call_id": request.call.id}))
             raise
 
     async def exec(
@@ -282,7 +284,7 @@ class Session:
         Raises ToolFailure when the program cannot be started, SandboxUnavailable when the sandbox was lost.
         """
         arguments: dict[str, Any] = {"argv": list(argv), "env": dict(env or {})} | ({"cwd": cwd} if cwd else {})
-        result = await self._verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
+        result = await self._call_verb("exec", arguments, content=stdin, timeout_s=timeout_s, on_output=on_output)
         data = await self._content(result)
         # One blob holds both streams, because a result carries one.
         cut = int(str(result.metadata["stdout_bytes"]))
@@ -300,17 +302,17 @@ class Session:
 
     async def write_file(self, path: str, data: bytes) -> None:
         """Write a whole file atomically, and create missing folders. Limit: 64 MiB."""
-        await self._verb("write_file", {"path": path}, content=data, timeout_s=COPY_TIMEOUT_S)
+        await self._call_verb("write_file", {"path": path}, content=data, timeout_s=COPY_TIMEOUT_S)
 
     async def read_file(self, path: str) -> bytes:
         """Return the content of a file. Limit: 64 MiB. Raises ToolFailure(FILE_NOT_FOUND, FILE_TOO_LARGE, ...)."""
-        return await self._content(await self._verb("read_file", {"path": path}, timeout_s=COPY_TIMEOUT_S))
+        return await self._content(await self._call_verb("read_file", {"path": path}, timeout_s=COPY_TIMEOUT_S))
 
     async def export(self, folder: Path | str, path: str = "/workspace") -> list[str]:
         """Copy a folder of the sandbox into a local folder, which is created. Return the names of entries that were
         skipped: links that leave the folder, and special files.
         """
-        data = await self._content(await self._verb("export", {"path": path}, timeout_s=COPY_TIMEOUT_S))
+        data = await self._content(await self._call_verb("export", {"path": path}, timeout_s=COPY_TIMEOUT_S))
         return await asyncio.to_thread(unpack_archive, data, Path(folder))
 
     async def export_files(self, paths: Sequence[str], folder: str = "/workspace") -> bytes:
@@ -320,12 +322,12 @@ class Session:
         """
         names = b"".join(os.fsencode(path) + b"\0" for path in paths)
         return await self._content(
-            await self._verb("export", {"path": folder}, content=names, timeout_s=COPY_TIMEOUT_S)
+            await self._call_verb("export", {"path": folder}, content=names, timeout_s=COPY_TIMEOUT_S)
         )
 
     async def end_jobs(self) -> None:
         """End the background jobs. No process of earlier calls runs afterwards."""
-        await self._verb("end_jobs", {}, timeout_s=COPY_TIMEOUT_S)
+        await self._call_verb("end_jobs", {}, timeout_s=COPY_TIMEOUT_S)
 
     async def import_archive(self, archive: bytes, path: str) -> None:
         """Unpack a tar archive into a folder of the sandbox, which is created. Raises ToolFailure when that fails."""
@@ -336,7 +338,7 @@ class Session:
             raise ToolFailure(
                 ErrorCode.NOT_A_DIRECTORY, f"{path} cannot be created in the sandbox ({error}): use another folder"
             )
-        await self._verb("import", {"kind": "tar", "path": path}, content=archive, timeout_s=COPY_TIMEOUT_S)
+        await self._call_verb("import", {"kind": "tar", "path": path}, content=archive, timeout_s=COPY_TIMEOUT_S)
 
     async def import_folder(self, folder: Path | str, path: str = "/workspace") -> None:
         """Copy the content of a local folder into a folder of the sandbox, which is created. Limit: 64 MiB. Raises
@@ -375,7 +377,7 @@ class Session:
                 ErrorCode.NO_SPACE,
                 "the session has no space for the list of its artifacts: delete files that you do not need",
             )
-        await self._verb("save_files", {"file": file, "names": names}, timeout_s=ARCHIVE_TIMEOUT_S)
+        await self._call_verb("save_files", {"file": file, "names": names}, timeout_s=ARCHIVE_TIMEOUT_S)
 
     async def checkpoint(self) -> Checkpoint:
         """Store the current files, long outputs and shell state. Other calls may run at the same time. The checkpoint
@@ -384,7 +386,7 @@ class Session:
         Raises ToolFailure(FILE_TOO_LARGE), ToolFailure(NO_SPACE) when the tenant has too many checkpoints,
         SandboxUnavailable.
         """
-        metadata = (await self._verb("checkpoint", {}, timeout_s=ARCHIVE_TIMEOUT_S)).metadata
+        metadata = (await self._call_verb("checkpoint", {}, timeout_s=ARCHIVE_TIMEOUT_S)).metadata
         return Checkpoint(
             str(metadata["checkpoint"]),
             int(str(metadata["bytes"])),
@@ -409,7 +411,7 @@ class Session:
         """Fork the session like `fork`. `names`: the ids of the new sessions, from new_session_name."""
         try:
             facts = (
-                await self._verb(
+                await self._call_verb(
                     "fork", {"children": list(names), "leave_jobs": leave_jobs}, timeout_s=ARCHIVE_TIMEOUT_S
                 )
             ).metadata
@@ -462,7 +464,7 @@ class Session:
         if self._closed:
             return
         # The order goes out first: the wait below may be too short for a busy host, and is then given up.
-        await self._command("close")
+        await self._send_order("close")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CANCEL_WAIT_S):
                 await self.close()
@@ -472,15 +474,15 @@ class Session:
         if self._credential is not None:
             await self._credential.check(self.tenant)
 
-    async def _command(self, verb: str, arguments: Mapping[str, Any] | None = None) -> None:
+    async def _send_order(self, verb: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Send an order to the host. If Redis does not answer, the call runs until its limit, and the sandbox until
         it expires.
         """
         call = ToolCall(id=_call_id(), name=f"session.{verb}", arguments=dict(arguments or {}))
         with contextlib.suppress(BrokerUnavailable):
-            await self._dispatcher.command(call, self.tenant, self.id)
+            await self._dispatcher.send_order(call, self.tenant, self.id)
 
-    async def _verb(
+    async def _call_verb(
         self,
         name: str,
         arguments: dict[str, Any],

@@ -69,7 +69,7 @@ class Transport(Protocol):
         """
         ...
 
-    async def command(self, queue: str, envelope: str) -> None:
+    async def send_order(self, queue: str, envelope: str) -> None:
         """Send an order to the workers of a queue. The order does not wait in the queue. There is no result. Raises
         BrokerUnavailable.
         """
@@ -127,7 +127,7 @@ class InProcessTransport:
     def settle(self, tenant: str, call_id: str) -> None:
         """Do nothing: no result is stored."""
 
-    async def command(self, queue: str, envelope: str) -> None:
+    async def send_order(self, queue: str, envelope: str) -> None:
         """Do nothing: a function runs in its caller's process."""
 
     async def aclose(self) -> None:

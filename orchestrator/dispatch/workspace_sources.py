@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from contract.archive_kinds import KNOWN_KINDS, find_kind, is_tar
+from contract.archive_kinds import SUPPORTED_KINDS, find_kind, is_tar
 from contract.calls import MAX_BLOB_BYTES
 from contract.errors import ConfigError
 from orchestrator.dispatch.folders import pack_folder
@@ -22,7 +22,7 @@ _OPENERS: Mapping[str, Callable[[bytes], bytes]] = {
     "tar.bz2": lambda content: bz2.BZ2Decompressor().decompress(content, tarfile.BLOCKSIZE),
     "tar.xz": lambda content: lzma.LZMADecompressor(memlimit=_XZ_MEMORY_BYTES).decompress(content, tarfile.BLOCKSIZE),
 }
-_SOURCES = f"a folder, {KNOWN_KINDS}"
+_SOURCES = f"a folder, {SUPPORTED_KINDS}"
 _BUNDLE_HINT = "make it with `git bundle create FILE HEAD --branches`"
 
 

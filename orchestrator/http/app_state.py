@@ -171,9 +171,7 @@ class AppState:
 
     async def _keep(self, work: ConnectedWork, is_over: asyncio.Event) -> None:
         async with AsyncExitStack() as stack:
-            pool = await wait_for_pool(
-                stack, self.settings, is_over, needs_workers=False, on_problem=self._note_problem
-            )
+            pool = await wait_for_pool(stack, self.settings, is_over, needs_workers=False, on_problem=self._set_problem)
             if pool is None:
                 return
             parts = self._built(pool)
@@ -188,7 +186,7 @@ class AppState:
             finally:
                 self._parts = None
 
-    def _note_problem(self, error: OperatorError) -> None:
+    def _set_problem(self, error: OperatorError) -> None:
         self._problem = _first_sentence(error)
 
     def _built(self, pool: PoolConnection) -> ConnectedParts:

@@ -59,8 +59,8 @@ class HeadTimeoutProtocol(H11Protocol):
     """HTTP connection that is closed when the head of a request does not arrive within HEAD_WITHIN_S."""
 
     _waiting: asyncio.TimerHandle | None = None
-    _stuck: asyncio.TimerHandle | None = None
-    _left_bytes = 0
+    _stall_timer: asyncio.TimerHandle | None = None
+    _remaining_bytes = 0
     _idle_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -83,8 +83,8 @@ class HeadTimeoutProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        if self._stuck is not None:
-            self._stuck.cancel()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
@@ -97,9 +97,9 @@ class HeadTimeoutProtocol(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._stuck is not None:
-            self._stuck.cancel()
-            self._stuck = None
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def send_400_response(self, msg: str) -> None:
         """Send a problem as the response, like every other error, and close the connection."""
@@ -116,11 +116,11 @@ class HeadTimeoutProtocol(H11Protocol):
         self.transport.close()
 
     def _watch_taking(self) -> None:
-        self._left_bytes = self.transport.get_write_buffer_size()
-        self._stuck = self.loop.call_later(SLOW_CLIENT_S, self._judge_taking)
+        self._remaining_bytes = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(SLOW_CLIENT_S, self._judge_taking)
 
     def _judge_taking(self) -> None:
-        if self._left_bytes - self.transport.get_write_buffer_size() < SLOW_CLIENT_S * LEAST_BYTES_PER_S:
+        if self._remaining_bytes - self.transport.get_write_buffer_size() < SLOW_CLIENT_S * LEAST_BYTES_PER_S:
             self.transport.abort()
         else:
             # The client receives a large response over a slow connection, so the check is repeated.

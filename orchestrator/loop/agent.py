@@ -80,7 +80,7 @@ class RunResult:
 class Agent:
     """One model in one dialect with tools. Runs any number of instructions, also concurrently.
 
-    `run_id`: the id of its only run; "": each run gets a new id. `spent_by_tools`: the model usage of tools in its only
+    `run_id`: the id of its only run; "": each run gets a new id. `usage_by_tools`: the model usage of tools in its only
     run, which counts for its budgets. `switched_off`: existing tools that may not be called now; a model that calls one
     gets an explanation. `skills`: names of skills; a model that calls one as a tool gets its instructions. `profile`:
     decides how replies without a call are repaired. `files`: list of the files in the working directory, which
@@ -99,7 +99,7 @@ class Agent:
     options: ReActOptions = field(default_factory=ReActOptions)
     on_event: OnEvent = lambda _: None
     run_id: str = ""
-    spent_by_tools: Callable[[], TokenUsage] = TokenUsage
+    usage_by_tools: Callable[[], TokenUsage] = TokenUsage
     switched_off: Mapping[str, Switch] = field(default_factory=dict)
     skills: Collection[str] = ()
     profile: ModelProfile = STANDARD
@@ -163,7 +163,7 @@ class _Run:
         self._id = agent.run_id or secrets.token_hex(8)
         self._agent = agent
         self._request = request
-        self._spending = Spending(agent.options, by_tools=agent.spent_by_tools)
+        self._spending = Spending(agent.options, by_tools=agent.usage_by_tools)
         self._clocks, self._call_usage = Clocks(), CallUsage()
         self._window = ContextWindow(agent.options.context_tokens, agent.dialect.build_request((), agent.specs).tools)
         self._calls = CallRunner(

@@ -8,7 +8,7 @@ from orchestrator.dialects.model import Message, TokenUsage
 
 BYTES_PER_TOKEN = 3.5
 """Estimate of the bytes per token, until the server reports the tokens of a request."""
-KEPT_CHARS = 400
+SHORTENED_CHARS = 400
 """Characters of a shortened result, half from each end. The minimum for a result that the model has not seen yet."""
 NOTE_CHARS = 160
 """Characters that are reserved for the note in the middle of a shortened result."""
@@ -67,7 +67,7 @@ class ContextWindow:
         for index in (*sorted(older), *sorted(newest)):
             if excess <= 0:
                 break
-            max_chars = _fitting_chars(fitted[index], excess) if index in newest else KEPT_CHARS
+            max_chars = _fitting_chars(fitted[index], excess) if index in newest else SHORTENED_CHARS
             short = _shorten(fitted[index], max_chars)
             saved = _size(fitted[index]) - _size(short)
             if saved > 0:
@@ -82,14 +82,14 @@ def _fitting_chars(message: Message, excess_bytes: float) -> int:
     """Return how many characters of a result may stay to save `excess_bytes`, assuming characters of average length."""
     content = message.get("content")
     if not isinstance(content, str) or not content:
-        return KEPT_CHARS
+        return SHORTENED_CHARS
     excess = excess_bytes * len(content) / _text_bytes(content)
-    return max(KEPT_CHARS, int(len(content) - excess) - NOTE_CHARS)
+    return max(SHORTENED_CHARS, int(len(content) - excess) - NOTE_CHARS)
 
 
 def _shorten(message: Message, max_chars: int) -> Message:
     content = message.get("content")
-    if not isinstance(content, str) or len(content) <= 2 * KEPT_CHARS:
+    if not isinstance(content, str) or len(content) <= 2 * SHORTENED_CHARS:
         return message
     omitted = len(content) - max_chars
     note = (

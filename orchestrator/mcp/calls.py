@@ -31,7 +31,7 @@ from contract.errors import ErrorCode, OperatorError, ToolFailure
 from contract.schema import find_aliases, find_nearest
 from contract.specs import NO_NETWORK, ToolSpec
 from orchestrator.approvals import Approver
-from orchestrator.dispatch.dispatcher import note_aliases
+from orchestrator.dispatch.dispatcher import add_used_aliases
 from orchestrator.mcp.consents import LaterApprover, PendingApproval, build_question, choose_client_approver
 from orchestrator.mcp.leases import SessionLeases
 from orchestrator.sdk.client import ToolClient
@@ -179,7 +179,7 @@ async def _call(ctx: Context, params: CallToolRequestParams, caller: McpCaller) 
         result = await session.call(reviewed.name, reviewed.arguments, call_id=reviewed.id, on_output=on_output)
     if result.error_code is ErrorCode.SESSION_NOT_FOUND:
         caller.leases.forget(session_id)
-    return build_answer(note_aliases(result, find_aliases(spec, call.arguments)), open_id)
+    return build_answer(add_used_aliases(result, find_aliases(spec, call.arguments)), open_id)
 
 
 class CallProgress:

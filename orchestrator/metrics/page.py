@@ -18,9 +18,9 @@ from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-MOST_LOST = 1000
+MAX_LOST = 1000
 """Limit of queues that are read for hosts that do not report."""
-MOST_TENANTS = 200
+MAX_TENANTS = 200
 """Limit of tenants whose usage has its own series. The usage of all others is summed."""
 _STATES = ("busy", "idle", "paused", "lost", "warm")
 _NUMBERS = (bytes, int, float)
@@ -75,7 +75,7 @@ class MetricsPage:
         alive = {report.queue for report in reports}
         own = sorted(queue for queue in alive if not queue.startswith("pool."))
         lost = [queue for queue in listed if queue not in alive]
-        lost_queues = set([queue for queue in lost if not queue.startswith("pool.")][:MOST_LOST])
+        lost_queues = set([queue for queue in lost if not queue.startswith("pool.")][:MAX_LOST])
         queues = list(dict.fromkeys([*POOL_QUEUES.values(), *own, *sorted(lost_queues)]))
         states = dict(zip(queues, await self._store.read_queues(queues), strict=True))
         waits = await self._store.read_waits({queue: state.tenants for queue, state in states.items() if state.tenants})
@@ -107,7 +107,7 @@ class MetricsPage:
         for at, (name, amounts) in enumerate(sorted(used.items(), key=lambda row: -_weigh(row[1]))):
             for amount, value in show_amounts(amounts).items():
                 if value:
-                    label = name if at < MOST_TENANTS else metrics.OTHER
+                    label = name if at < MAX_TENANTS else metrics.OTHER
                     samples.add(metrics.TENANT_USAGE, value, label, amount)
 
     async def _add_deployment(self, samples: Samples) -> None:

@@ -29,7 +29,7 @@ from orchestrator.models.capabilities import (
 )
 from orchestrator.models.local_server import CONTEXT_TOKENS
 from orchestrator.models.request_limits import RequestLimits
-from orchestrator.models.scripted import EVERYTHING, ScriptedModel, demo_script
+from orchestrator.models.scripted import ALL_CAPABILITIES, ScriptedModel, demo_script
 from orchestrator.models.weights import Progress, load_weights
 from orchestrator.settings import OrchestratorSettings
 
@@ -122,7 +122,7 @@ async def choose_model(
         return
     name, shipped = requested or settings.model, find_shipped(settings, requested)
     if shipped == SCRIPTED:
-        yield ChosenModel(ScriptedModel(demo_script()), STANDARD, EVERYTHING)
+        yield ChosenModel(ScriptedModel(demo_script()), STANDARD, ALL_CAPABILITIES)
         return
     if shipped == LOCAL:
         weights = await asyncio.to_thread(

@@ -163,7 +163,7 @@ class OpenAIModel:
             failure = (
                 AttemptFailure("connection")
                 if blocked.reason == "down"
-                else AttemptFailure("status", 429, wait_s=blocked.left_s)
+                else AttemptFailure("status", 429, wait_s=blocked.remaining_s)
             )
             raise build_error(
                 failure, self._endpoint, attempts=attempts.count, max_wait_s=self._policy.max_wait_s

@@ -34,13 +34,13 @@ class LocalLimits:
     async def acquire(
         self, estimate: Callable[[], int], max_wait_s: float, on_wait: Callable[[str], object] = lambda _: None
     ) -> RequestLease:
-        left_s = self._until - time.monotonic()
-        if left_s > max_wait_s:
-            raise EndpointBlocked(left_s, "rate_limit")
-        if left_s > WAIT_NOTICE_S:
+        remaining_s = self._until - time.monotonic()
+        if remaining_s > max_wait_s:
+            raise EndpointBlocked(remaining_s, "rate_limit")
+        if remaining_s > WAIT_NOTICE_S:
             on_wait(BLOCK_CAUSES["rate_limit"])
-        if left_s > 0:
-            await self._sleep(left_s)
+        if remaining_s > 0:
+            await self._sleep(remaining_s)
         return RequestLease()
 
     async def release(self, lease: RequestLease, tokens: int) -> None:

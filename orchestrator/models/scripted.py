@@ -11,7 +11,7 @@ from orchestrator.dialects.tag_values import build_tag_call
 from orchestrator.models.capabilities import Capabilities
 
 CHUNK_CHARS = 7
-EVERYTHING = Capabilities(native_tools=True, parallel=True, strict=True, tool_choice=True, json_schema=True)
+ALL_CAPABILITIES = Capabilities(native_tools=True, parallel=True, strict=True, tool_choice=True, json_schema=True)
 """The capabilities of a scripted model. A script ignores the fields of requests, so it supports all of them."""
 
 
@@ -48,7 +48,7 @@ class ScriptedModel:
     name: str = "scripted"
     chunk_chars: int = CHUNK_CHARS
     requests: list[ModelRequest] = field(default_factory=list)
-    capabilities: Capabilities = EVERYTHING
+    capabilities: Capabilities = ALL_CAPABILITIES
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         # Copied, because the loop continues to append to its messages.

@@ -31,7 +31,7 @@ async def examine_hosts(broker: BrokerSettings, reports: Sequence[HostReport], r
     """
     able = [host for host in reports if host.kind == "sandbox" and host.state == "serving"]
     if not able:
-        report.note(
+        report.add_warning(
             "calls",
             "no sandbox host serves, so no call was made",
             "start one: `toolcrew serve worker` next to a sandboxd",
@@ -62,29 +62,29 @@ async def _check_host(broker: BrokerSettings, host: HostReport, semaphore: async
             ):
                 await _call(pool, name, report)
         except TimeoutError:
-            report.broken(
+            report.add_failure(
                 "calls", f"{name}: no answer within {HOST_S:g} s", f"see the logs of worker and sandboxd on {name}"
             )
         except ToolFailure as failure:
             _report_failure(name, failure, report)
         except OperatorError as error:
-            report.broken(
+            report.add_failure(
                 "calls", f"{name}: {error}", f"set the same TOOLCREW_SECRET on both sides, or see the logs on {name}"
             )
         except ToolcrewError as error:
-            report.broken("calls", f"{name}: {error}", f"see the logs of worker and sandboxd on {name}")
+            report.add_failure("calls", f"{name}: {error}", f"see the logs of worker and sandboxd on {name}")
     return report
 
 
 def _report_failure(name: str, failure: ToolFailure, report: Report) -> None:
     if failure.code.value not in REFUSALS:
-        report.broken(
+        report.add_failure(
             "calls",
             f"{name}: {failure.message}",
             f"set the same TOOLCREW_SECRET on both sides, or see the logs on {name}",
         )
     else:
-        report.note(
+        report.add_warning(
             "calls",
             f"{name}: the default tenant may not make this call ({failure.message})",
             "allow it, or test with `toolcrew call TOOL --tenant TENANT`",
@@ -101,13 +101,13 @@ async def _call(pool: PoolConnection, name: str, report: Report) -> None:
         done = await session.exec(["date", "+%s.%N"], timeout_s=10)
         after = await read_clock(pool.redis)
     if done.returncode != 0:
-        report.broken(
+        report.add_failure(
             "calls",
             f"{name}: `date` ended with {done.returncode} in a sandbox",
             "rebuild its image (scripts/build-image)",
         )
         return
-    report.good(
+    report.add_passed(
         "calls",
         f"{name}: a signed call was answered in {after - before:.3f} s, in a session opened in {opened_s:.2f} s",
     )
@@ -121,12 +121,14 @@ def judge_clock(name: str, output: bytes, before: float, after: float, report: R
     try:
         sandbox_time = float(output[:40])
     except ValueError:
-        report.note("clock", f"{name}: a sandbox did not print the time", "check the program `date` of its image")
+        report.add_warning(
+            "clock", f"{name}: a sandbox did not print the time", "check the program `date` of its image"
+        )
         return
     off_s = max(before - sandbox_time, sandbox_time - after, 0.0)
     if not off_s < SKEW_WARNING_S:
         direction = "behind" if sandbox_time < before else "ahead of"
-        report.note(
+        report.add_warning(
             "clock",
             f"{name}: its clock is {off_s:.1f} s {direction} Redis's",
             "correct it, or use NTP; calls use Redis's clock",

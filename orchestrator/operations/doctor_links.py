@@ -37,18 +37,18 @@ async def _examine_url(name: str, base: str | None, path: str, variable: str, re
         return
     status, body = await asyncio.to_thread(_get, base.rstrip("/") + path, None)
     if status == 200:
-        report.good(name, f"{base} answers")
+        report.add_passed(name, f"{base} answers")
     elif status == 503 and name == "api":
-        report.broken(
+        report.add_failure(
             name,
             f"{base} is not ready: {_checks_of(body)}",
             "see its log, and the lines of this report about Redis and workers",
         )
     elif status in (401, 403) or 300 <= status < 400:
-        report.good(name, f"{base} answers, and asks for a login")
+        report.add_passed(name, f"{base} answers, and asks for a login")
     else:
         problem = f"answers with {status}" if status else f"does not answer ({body.decode(errors='replace')})"
-        report.broken(name, f"{base} {problem}", f"start it, or correct {variable}")
+        report.add_failure(name, f"{base} {problem}", f"start it, or correct {variable}")
 
 
 def _checks_of(body: bytes) -> str:
@@ -109,7 +109,7 @@ async def _examine_endpoint(settings: OrchestratorSettings, report: Report) -> N
         report.add("model", False, "an endpoint is set but TOOLCREW_MODEL is not: set it")
         return
     if settings.openai_base_url is None:
-        report.good("model", f"{settings.model} at the OpenAI API")
+        report.add_passed("model", f"{settings.model} at the OpenAI API")
         return
     key = settings.openai_api_key.get_secret_value() if settings.openai_api_key is not None else None
     advice = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "TOOLCREW_MODEL")
@@ -125,16 +125,16 @@ async def _ask_server(
     name = f"{model} at {_without_login(base)}"
     if status == 0:
         text = f"{name}: it does not answer ({body.decode(errors='replace')})"
-        report.broken(row, text, f"start it, or correct {advice[0]}")
+        report.add_failure(row, text, f"start it, or correct {advice[0]}")
     elif status in (401, 403):
-        report.broken(row, f"{name}: it refuses the key", f"correct {advice[1]}")
+        report.add_failure(row, f"{name}: it refuses the key", f"correct {advice[1]}")
     elif status == 200 and (listed := _names_of(body)) and model not in listed:
         some = ", ".join(sorted(listed)[:5])
-        report.note(row, f"{name}: it does not list that model", f"check {advice[2]}; it lists {some}")
+        report.add_warning(row, f"{name}: it does not list that model", f"check {advice[2]}; it lists {some}")
     elif status >= 500:
-        report.broken(row, f"{name}: it answers with {status}", "see its log")
+        report.add_failure(row, f"{name}: it answers with {status}", "see its log")
     else:
-        report.good(row, name)
+        report.add_passed(row, name)
 
 
 async def examine_model_endpoints(client: RedisClient, deployment: str, keys: SigningKeys, report: Report) -> None:
@@ -154,7 +154,7 @@ async def examine_model_endpoints(client: RedisClient, deployment: str, keys: Si
                 continue
             if secret is None:
                 advice_to_set = advise_setting(owner, endpoint.secret)
-                report.broken(row, f"its secret {endpoint.secret} does not exist", advice_to_set)
+                report.add_failure(row, f"its secret {endpoint.secret} does not exist", advice_to_set)
                 continue
         advice = ("its --url", f"the secret {endpoint.secret}", "its --model")
         key = secret.value if secret is not None else None
@@ -181,9 +181,9 @@ async def examine_tracing(settings: OrchestratorSettings, report: Report) -> Non
         report.add("tracing", False, str(error))
     else:
         if not tracing.is_on:
-            report.good("tracing", "off")
+            report.add_passed("tracing", "off")
         elif importlib.util.find_spec("opentelemetry") is None:
-            report.broken(
+            report.add_failure(
                 "tracing",
                 "TOOLCREW_TRACING is set, and OpenTelemetry is not installed",
                 "pip install 'toolcrew[ops]', or unset it",
@@ -192,9 +192,9 @@ async def examine_tracing(settings: OrchestratorSettings, report: Report) -> Non
             await _examine_collector(tracing.endpoint or DEFAULT_ENDPOINT, report)
     folder = _nearest(settings.traces)
     if os.access(folder, os.W_OK | os.X_OK):
-        report.good("traces", f"written below {settings.traces}")
+        report.add_passed("traces", f"written below {settings.traces}")
     else:
-        report.note("traces", f"{settings.traces} cannot be written", "set TOOLCREW_TRACES to another folder")
+        report.add_warning("traces", f"{settings.traces} cannot be written", "set TOOLCREW_TRACES to another folder")
 
 
 def _nearest(path: Path) -> Path:
@@ -206,9 +206,9 @@ async def _examine_collector(endpoint: str, report: Report) -> None:
     problem = await _connect(endpoint)
     name = _without_login(endpoint)
     if problem is None:
-        report.good("tracing", f"spans go to {name}, which answers")
+        report.add_passed("tracing", f"spans go to {name}, which answers")
     else:
-        report.note(
+        report.add_warning(
             "tracing",
             f"spans go to {name}, which does not answer ({problem})",
             "start the collector, or correct OTEL_EXPORTER_OTLP_ENDPOINT",

@@ -41,7 +41,7 @@ async def examine_pool(client: RedisClient, deployment: str, keys: SigningKeys, 
     await _examine_tenants(client, deployment, keys, snapshot, report)
     await _examine_keys(client, deployment, keys, report)
     _judge_questions(snapshot, report)
-    report.good(
+    report.add_passed(
         "audit", f"{await Audit(client, deployment).count()} changes by operators are stored (`toolcrew changes list`)"
     )
     return list(snapshot.hosts)
@@ -66,20 +66,20 @@ async def examine_workers(catalog: RedisCatalog, report: Report) -> None:
 
 def _judge_workers(reports: Sequence[HostReport], report: Report) -> None:
     if not any(host.kind == "sandbox" and host.worker for host in reports):
-        report.note(
+        report.add_warning(
             "hosts", "no sandbox host reports, so no session can be opened", f"start one with {STARTED_BY['sandbox']}"
         )
     for host in reports:
         problem, remedy = _find_problem(host)
         name = f"{host.host} ({host.kind}, {host.state})"
         if not problem:
-            report.good("hosts", f"{name}: {_size_of(host)}")
+            report.add_passed("hosts", f"{name}: {_size_of(host)}")
         elif host.release != RELEASE or (not host.healthy and not host.draining):
-            report.broken("hosts", f"{name}: {problem}", remedy)
+            report.add_failure("hosts", f"{name}: {problem}", remedy)
         else:
-            report.note("hosts", f"{name}: {problem}", remedy)
+            report.add_warning("hosts", f"{name}: {problem}", remedy)
     if len({host.images for host in reports if host.kind == "sandbox" and host.worker}) > 1:
-        report.note(
+        report.add_warning(
             "hosts",
             "sandbox hosts allow different images: a session with such an image can open on some hosts only",
             "set TOOLCREW_SANDBOX_IMAGE and TOOLCREW_SANDBOX_IMAGES_ALLOWED to the same values on all hosts",
@@ -90,7 +90,7 @@ async def _examine_unreadable(hosts: HostStore, report: Report) -> set[str]:
     """Return the queues of workers whose reports this release cannot read."""
     unreadable = await hosts.find_unreadable()
     for queue in sorted(unreadable):
-        report.broken(
+        report.add_failure(
             "hosts", f"the report of {queue} cannot be read", "run the same release everywhere (docs/deploy.md)"
         )
     return unreadable
@@ -110,12 +110,12 @@ def _find_problem(host: HostReport) -> tuple[str, str]:
         )
     if not host.healthy:
         return (
-            host.trouble or "its sandboxd does not answer",
+            host.problem or "its sandboxd does not answer",
             f"check sandboxd and its log on {host.host}, and run `toolcrew doctor` there",
         )
     if host.draining:
         return "it takes no new sessions" + (
-            f": {host.trouble}" if host.trouble else ""
+            f": {host.problem}" if host.problem else ""
         ), "wait until it has ended, or restart it"
     if 0 < host.memory_free_bytes < LOW_MEMORY_BYTES:
         return (
@@ -132,7 +132,7 @@ def _find_problem(host: HostReport) -> tuple[str, str]:
             f"all {host.max_sessions} sessions are taken",
             "add a host, close sessions, or raise TOOLCREW_MAX_SESSIONS there",
         )
-    return host.trouble, f"see the worker's log on {host.host}" if host.trouble else ""
+    return host.problem, f"see the worker's log on {host.host}" if host.problem else ""
 
 
 def _size_of(host: HostReport) -> str:
@@ -166,7 +166,7 @@ class _Tools:
         for pool in CATALOG_POOLS:
             hidden = [spec.name for spec in pools.get(pool, ()) if published.get(spec.name, pool) != pool]
             if hidden:
-                self._report.broken(
+                self._report.add_failure(
                     "tools",
                     f"{', '.join(hidden)} of the pool {pool} are hidden by tools of the same name",
                     "rename them",
@@ -174,7 +174,7 @@ class _Tools:
         # Also names that no model gets, such as webhook.send.
         lost = await self._served_before(catalog) - {spec.name for specs in pools.values() for spec in specs}
         if lost:
-            self._report.note(
+            self._report.add_warning(
                 "tools",
                 f"no longer served: {', '.join(sorted(lost))}",
                 "start their workers, or ignore it if they were removed",
@@ -186,7 +186,7 @@ class _Tools:
         served: set[str] = set()
         for names in (await catalog.served_before()).values():
             if names is None:
-                self._report.note(
+                self._report.add_warning(
                     "tools", "a list of tools in Redis cannot be read", "restart the workers, which write it again"
                 )
             else:
@@ -197,12 +197,12 @@ class _Tools:
         switches = await RedisSwitches(self._client, self._deployment, self._keys).switches()
         off = sorted(switches)
         if off:
-            self._report.note(
+            self._report.add_warning(
                 "tools", f"disabled: {', '.join(off)}", "if that is not intended: `toolcrew tools enable NAME`"
             )
         unknown = sorted(field for field in off if field.rpartition("/")[2] not in published)
         if unknown and published:
-            self._report.note(
+            self._report.add_warning(
                 "tools",
                 f"disabled, and no worker publishes them: {', '.join(unknown)}",
                 "check the spelling: `toolcrew tools list`",
@@ -217,19 +217,19 @@ async def _examine_queues(
         total += queue.length
         age_s = await overview.oldest_message_s(queue.queue) if queue.length else None
         if queue.length and not queue.slots:
-            report.broken(
+            report.add_failure(
                 "queues",
                 f"{queue.queue}: {queue.length} calls, and no worker serves it",
                 "start its workers (docs/deploy.md)",
             )
         elif age_s is not None and age_s > OLD_MESSAGE_S:
-            report.broken(
+            report.add_failure(
                 "queues",
                 f"{queue.queue}: its oldest call has waited for {age_s:.0f} s",
                 "check whether its workers hang: `toolcrew hosts list` and their logs",
             )
         elif queue.oldest_s is not None and queue.oldest_s > OLD_MESSAGE_S:
-            report.note(
+            report.add_warning(
                 "queues",
                 f"{queue.queue}: {queue.waiting} calls wait for a slot, the oldest for {queue.oldest_s:.0f} s",
                 "add workers, or see which tenant uses the slots: `toolcrew tenants list`",
@@ -238,13 +238,15 @@ async def _examine_queues(
         queue: length for queue, length in (await hosts.dead_queues()).items() if length and queue not in unreadable
     }
     for lost, length in dead.items():
-        report.broken(
+        report.add_failure(
             "queues",
             f"{lost}: {length} calls of a host that no longer reports",
             "a running orchestrator answers them: start one, or see its log",
         )
     if not dead and all(finding.name != "queues" for finding in report.findings):
-        report.good("queues", f"{total} calls are in {len(snapshot.queues)} queues, {snapshot.waiting} wait for a slot")
+        report.add_passed(
+            "queues", f"{total} calls are in {len(snapshot.queues)} queues, {snapshot.waiting} wait for a slot"
+        )
 
 
 async def _examine_tenants(
@@ -259,7 +261,7 @@ async def _examine_tenants(
             report.add("tenants", False, str(policy))
             continue
         if policy.is_paused:
-            report.note(
+            report.add_warning(
                 "tenants",
                 f"{name} is paused{f': {policy.pause_reason}' if policy.pause_reason else ''}",
                 f"`toolcrew tenants resume {name}`",
@@ -268,15 +270,15 @@ async def _examine_tenants(
             _judge_policy(name, policy, classes, {image for host in sandboxes for image in host.images}, report)
     registered = [name for name in policies if name != DEFAULT_TENANT]
     if not registered:
-        report.good("tenants", "no tenant is registered: every name is served like the default tenant")
+        report.add_passed("tenants", "no tenant is registered: every name is served like the default tenant")
     elif len(report.findings) == before:
-        report.good("tenants", f"{len(registered)} registered")
+        report.add_passed("tenants", f"{len(registered)} registered")
 
 
 def _judge_policy(name: str, policy: TenantPolicy, classes: set[str], images: set[str], report: Report) -> None:
     tenant_class = policy.sandbox.tenant_class
     if tenant_class not in classes:
-        report.broken(
+        report.add_failure(
             "tenants",
             f"no host has the class '{tenant_class}' of {name}, so the tenant cannot open sessions",
             "add it to TOOLCREW_TENANT_CLASSES of a sandboxd",
@@ -284,7 +286,7 @@ def _judge_policy(name: str, policy: TenantPolicy, classes: set[str], images: se
     if policy.sandbox.images and not any(
         may_share(image, entry) for image in policy.sandbox.images for entry in images
     ):
-        report.broken(
+        report.add_failure(
             "tenants",
             f"no host allows an image that {name} may use",
             "add one to TOOLCREW_SANDBOX_IMAGES_ALLOWED, or to its policy",
@@ -300,19 +302,19 @@ async def _examine_keys(client: RedisClient, deployment: str, signing: SigningKe
         elif record.expires_at is not None and record.expires_at - now < KEY_DAYS * _DAY_S:
             _report_expiring(key_id, record, record.expires_at - now, report)
     if keys and len(report.findings) == before:
-        report.good("keys", f"{len(keys)} API keys, none of them expires within {KEY_DAYS} days")
+        report.add_passed("keys", f"{len(keys)} API keys, none of them expires within {KEY_DAYS} days")
 
 
 def _report_expiring(key_id: str, record: ApiKeyRecord, remaining_s: float, report: Report) -> None:
     name = f"API key {key_id}{f' ({record.name})' if record.name else ''} of {record.tenant}"
     if remaining_s <= 0:
-        report.note(
+        report.add_warning(
             "keys",
             f"{name} has expired",
             f"create another key if it is needed, and remove this one: `toolcrew keys revoke {key_id}`",
         )
     else:
-        report.note(
+        report.add_warning(
             "keys",
             f"{name} expires in {remaining_s / _DAY_S:.1f} days",
             f"create another key in time: `toolcrew keys create {record.tenant}`",
@@ -321,7 +323,7 @@ def _report_expiring(key_id: str, record: ApiKeyRecord, remaining_s: float, repo
 
 def _judge_questions(snapshot: Overview, report: Report) -> None:
     if snapshot.approvals:
-        report.note(
+        report.add_warning(
             "approvals",
             f"{snapshot.approvals} calls wait for a person",
             "`toolcrew approvals list`, or the page of approvals",

@@ -41,8 +41,8 @@ async def examine_redis(client: RedisClient, broker: BrokerSettings, report: Rep
     try:
         info = await read_server_info(client, *_SECTIONS)
     except RedisAccessDenied:
-        report.good("redis", f"{broker.redis_address()}, user {broker.user or 'default'}")
-        report.note(
+        report.add_passed("redis", f"{broker.redis_address()}, user {broker.user or 'default'}")
+        report.add_warning(
             "redis",
             "its user may not read the state of memory and persistence",
             "create Redis's users again with `toolcrew config users`",
@@ -61,16 +61,18 @@ def _judge_server(info: Mapping[str, Any], broker: BrokerSettings, report: Repor
     version = str(info.get("redis_version", "?"))
     parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if parts < OLDEST_VERSION:
-        report.broken("redis", f"its version is {version}", "run Redis 6.2 or newer: user rules and scripts need it")
+        report.add_failure(
+            "redis", f"its version is {version}", "run Redis 6.2 or newer: user rules and scripts need it"
+        )
     elif info.get("role") == "slave":
-        report.broken(
+        report.add_failure(
             "redis",
             f"{broker.redis_address()} is a replica, which takes no writes",
             "set TOOLCREW_REDIS_URL to the master or its sentinels",
         )
     else:
         tls = ", TLS" if broker.is_tls else ""
-        report.good("redis", f"{broker.redis_address()}, version {version}, user {broker.user or 'default'}{tls}")
+        report.add_passed("redis", f"{broker.redis_address()}, version {version}, user {broker.user or 'default'}{tls}")
 
 
 def _judge_memory(info: Mapping[str, Any], report: Report) -> None:
@@ -81,23 +83,23 @@ def _judge_memory(info: Mapping[str, Any], report: Report) -> None:
     )
     size = f"{used // _MIB} MiB" + (f" of {limit // _MIB} MiB" if limit else ", no maxmemory")
     if policy != "noeviction":
-        report.broken(
+        report.add_failure(
             "memory",
             f"maxmemory-policy is {policy}: a full Redis would delete calls and results",
             "set maxmemory-policy noeviction",
         )
     elif limit and used >= FULL_SHARE * limit:
-        report.broken(
+        report.add_failure(
             "memory",
             f"Redis has {size}: Redis is about to refuse calls",
             "raise maxmemory, or delete ended batches: they stay in Redis for 30 days (`toolcrew batches delete ID`)",
         )
     elif limit and used >= CLOSE_SHARE * limit:
-        report.note("memory", f"Redis has {size}", "raise maxmemory; a full Redis refuses calls")
+        report.add_warning("memory", f"Redis has {size}", "raise maxmemory; a full Redis refuses calls")
     else:
-        report.good("memory", f"{size}, {policy}")
+        report.add_passed("memory", f"{size}, {policy}")
     if evicted := int(info.get("evicted_keys", 0)):
-        report.note(
+        report.add_warning(
             "memory",
             f"{evicted} keys were evicted since Redis started",
             "calls and runs may be lost: check the failed ones (`toolcrew batches list`)",
@@ -106,19 +108,23 @@ def _judge_memory(info: Mapping[str, Any], report: Report) -> None:
 
 def _judge_persistence(info: Mapping[str, Any], report: Report) -> None:
     if info.get("loading"):
-        report.note("persistence", "Redis is still loading its data", "wait: it answers no other request until then")
+        report.add_warning(
+            "persistence", "Redis is still loading its data", "wait: it answers no other request until then"
+        )
     if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":
-        report.broken(
+        report.add_failure(
             "persistence",
             "Redis could not write its append-only file (AOF)",
             "check the free space of its disk, and its log",
         )
     elif info.get("aof_enabled"):
-        report.good("persistence", "appendonly")
+        report.add_passed("persistence", "appendonly")
     else:
-        report.note("persistence", "appendonly is off: runs and batches are lost when Redis ends", "set appendonly yes")
+        report.add_warning(
+            "persistence", "appendonly is off: runs and batches are lost when Redis ends", "set appendonly yes"
+        )
     if info.get("rdb_last_bgsave_status", "ok") != "ok":
-        report.broken(
+        report.add_failure(
             "persistence",
             "the last save of Redis failed",
             "check its free disk space and memory, and its log",
@@ -133,13 +139,15 @@ def _examine_secret(broker: BrokerSettings, report: Report) -> bool:
         return False
     source = "TOOLCREW_SECRET" if broker.secret is not None else "Redis's password"
     if broker.secrets_previous:
-        report.note(
+        report.add_warning(
             "secret",
             f"calls are signed with {source}; {len(broker.secrets_previous)} older secrets are still accepted",
             "unset TOOLCREW_SECRETS_PREVIOUS everywhere after every process has the new secret",
         )
     else:
-        report.good("secret", f"calls are signed with {source}; --deep proves that every host has the same secret")
+        report.add_passed(
+            "secret", f"calls are signed with {source}; --deep proves that every host has the same secret"
+        )
     return True
 
 
@@ -150,15 +158,15 @@ async def _examine_clock(client: RedisClient, report: Report) -> None:
     behind_s = SharedClock().learn(now - took_s / 2)
     if abs(behind_s) >= SKEW_WARNING_S:
         direction = "behind" if behind_s > 0 else "ahead of"
-        report.note(
+        report.add_warning(
             "clock",
             f"this host's clock is {abs(behind_s):.1f} s {direction} Redis's",
             "correct it, or use NTP; calls use Redis's clock",
         )
     else:
-        report.good("clock", f"this host's clock differs from Redis's by {abs(behind_s):.1f} s")
+        report.add_passed("clock", f"this host's clock differs from Redis's by {abs(behind_s):.1f} s")
     if took_s >= SLOW_S:
-        report.note(
+        report.add_warning(
             "redis",
             f"it answered after {took_s * 1000:.0f} ms",
             "move Redis closer, or give it its own processor: each call makes several requests",
@@ -169,7 +177,7 @@ async def _examine_refusals(client: RedisClient, deployment: str, report: Report
     counts = await MetricsStore(client, deployment).read_refusals()
     refusals = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()) if reason not in _USUAL)
     if refusals:
-        report.note(
+        report.add_warning(
             "secret",
             f"workers have refused messages ({refusals})",
             "use the same TOOLCREW_SECRET and release on both sides; otherwise another program writes to the queues "

@@ -79,10 +79,10 @@ async def follow_drain(hosts: HostStore, report: HostReport) -> AsyncIterator[tu
             # A worker that ends normally leaves the list. A lost worker stays in it for the reaper.
             yield ("lost" if await hosts.is_listed(report.queue) else "drained"), last
             return
-        if (current.sessions, current.busy, current.trouble, current.draining) != (
+        if (current.sessions, current.busy, current.problem, current.draining) != (
             last.sessions,
             last.busy,
-            last.trouble,
+            last.problem,
             last.draining,
         ):
             yield "draining", current

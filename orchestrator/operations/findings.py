@@ -36,15 +36,15 @@ class Report:
     def add(self, name: str, is_good: bool, text: str, *, needed: bool = True) -> None:
         self.findings.append(CheckResult(name, is_good, text, needed))
 
-    def good(self, name: str, text: str) -> None:
+    def add_passed(self, name: str, text: str) -> None:
         """Add a check that found no problem."""
         self.findings.append(CheckResult(name, True, text))
 
-    def note(self, name: str, text: str, remedy: str) -> None:
+    def add_warning(self, name: str, text: str, remedy: str) -> None:
         """Add a problem that needs attention, but does not stop a service."""
         self.findings.append(CheckResult(name, False, text, needed=False, remedy=remedy))
 
-    def broken(self, name: str, text: str, remedy: str) -> None:
+    def add_failure(self, name: str, text: str, remedy: str) -> None:
         """Add a problem that stops a service or loses data until the problem is fixed."""
         self.findings.append(CheckResult(name, False, text, remedy=remedy))
 

@@ -49,7 +49,7 @@ WEB_STOP_TIMEOUT_S = 5.0
 WEB_CONCURRENCY = 2
 """Number of processes of the web worker. Each process costs memory, and web tools mostly wait for the network."""
 WORKERS_ONLY = "--workers-only"
-END_FOR_GOOD = signal.SIGUSR1
+STOP_AND_REMOVE = signal.SIGUSR1
 """Signal that ends sandboxd and removes its sessions. After any other signal, sandboxd keeps its sessions for its
 successor.
 """
@@ -351,7 +351,7 @@ class LocalStack:
         """Start a Python process of this project. If this process is killed, the kernel sends SIGTERM to the child,
         which limits the time of its own shutdown (workers/lifeline.py).
         """
-        ask = END_FOR_GOOD if role == "sandboxd" else signal.SIGTERM
+        ask = STOP_AND_REMOVE if role == "sandboxd" else signal.SIGTERM
         plan = ChildPlan(
             role,
             program(module),

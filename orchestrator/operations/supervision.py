@@ -18,7 +18,7 @@ from pathlib import Path
 from orchestrator.settings import child_environment
 
 WINDOW_S = 60.0
-MOST_ENDS = 5
+MAX_ENDS = 5
 """Limit of ends of one process within WINDOW_S. At the limit the process is not started again, and the stack stops."""
 PAUSES_S = (0.0, 0.5, 2.0, 5.0)
 """Pauses in seconds before a restart of a process that has ended once, twice and so on within WINDOW_S."""
@@ -63,7 +63,7 @@ def choose_pause(ends: Sequence[float], now: float) -> float | None:
     monotonic times of its ends; the last one is now.
     """
     recent = sum(1 for at in ends if now - at < WINDOW_S)
-    if recent >= MOST_ENDS:
+    if recent >= MAX_ENDS:
         return None
     return PAUSES_S[min(max(recent, 1), len(PAUSES_S)) - 1]
 
@@ -119,18 +119,18 @@ class ProcessSupervisor:
         method before you call `stop`.
         """
         watches = {asyncio.create_task(self._watch(plan)) for plan in self._plans.values()}
-        given_up: list[str] = []
+        failed_roles: list[str] = []
         try:
-            while watches and not given_up:
+            while watches and not failed_roles:
                 done, watches = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-                given_up = [role for task in done if (role := task.result()) is not None]
-            if not given_up:
+                failed_roles = [role for task in done if (role := task.result()) is not None]
+            if not failed_roles:
                 await asyncio.get_running_loop().create_future()
         finally:
             for task in watches:
                 task.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
-        return given_up[0]
+        return failed_roles[0]
 
     async def stop(self, role: str) -> None:
         """Stop the process, with SIGKILL if necessary, and all processes of its session. Does nothing for a process
@@ -167,7 +167,7 @@ class ProcessSupervisor:
             pause_s = choose_pause([past_end.at for past_end in ends], end.at)
             if pause_s is None:
                 self._report(
-                    f"{plan.role} has ended {MOST_ENDS} times within {WINDOW_S:g} s ({end}) and is not started again"
+                    f"{plan.role} has ended {MAX_ENDS} times within {WINDOW_S:g} s ({end}) and is not started again"
                 )
                 return plan.role
             self._report(

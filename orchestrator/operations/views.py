@@ -122,9 +122,9 @@ def view_key(key_id: str, key: ApiKeyRecord | ConfigError) -> KeyView:
 
 def view_host(report: HostReport, waiting: Mapping[str, int]) -> HostView:
     """Return the view of a worker. `waiting`: numbers of calls by queue."""
-    fields = report.model_dump(include=set(HostView.model_fields))
+    fields = report.model_dump(include=set(HostView.model_fields), by_alias=False)
     queues = {queue: waiting.get(queue, 0) for queue in (report.queue, *report.pools)}
-    return HostView.model_validate({**fields, "state": report.state, "problem": report.trouble, "waiting": queues})
+    return HostView.model_validate({**fields, "state": report.state, "waiting": queues})
 
 
 def view_approval(pending: PendingQuestion) -> ApprovalView:

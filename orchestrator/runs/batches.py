@@ -100,7 +100,7 @@ class Batches:
             await self._queue.reopen(self.tenant, batch_id)
         await self._add(batch_id, file)
         if is_new:
-            await self._note(batch_id, f"submitted with {len(file.items)} items", total=len(file.items))
+            await self._publish_notice(batch_id, f"submitted with {len(file.items)} items", total=len(file.items))
         else:
             await self.resume(batch_id)
         return batch_id
@@ -111,7 +111,7 @@ class Batches:
         is_missing_some = await self._queue.count_items(self.tenant, batch) < record.total
         if record.state is BatchState.IN_PROGRESS and is_missing_some:
             await self._add(batch, file)
-            await self._note(batch, f"submitted with {record.total} items", total=record.total)
+            await self._publish_notice(batch, f"submitted with {record.total} items", total=record.total)
         return batch
 
     async def resume(
@@ -136,7 +136,7 @@ class Batches:
         again = await self._queue.retry(self.tenant, batch, kinds, entry)
         # Send no notice if nothing has changed: the rates of a batch are computed up to its last event.
         if await self._queue.reopen(self.tenant, batch) or again:
-            await self._note(batch, f"resumed, {again} items start again")
+            await self._publish_notice(batch, f"resumed, {again} items start again")
         return again
 
     async def status(self, batch: str) -> BatchRecord:
@@ -148,7 +148,7 @@ class Batches:
         """Start no more items and end the running items. Return the number of items that had not started."""
         check_batch_id(batch)
         waited = await self._queue.cancel(self.tenant, batch)
-        await self._note(batch, "cancelled")
+        await self._publish_notice(batch, "cancelled")
         return waited
 
     async def delete(self, batch: str, entry: str = "") -> None:
@@ -208,7 +208,7 @@ class Batches:
             is_detached=is_detached,
         )
 
-    async def _note(self, batch: str, message: str, total: int | None = None) -> None:
+    async def _publish_notice(self, batch: str, message: str, total: int | None = None) -> None:
         """Publish a notice in the batch."""
         self._publisher.add(self.tenant, batch, BatchNotice(message=message, total=total))
         await self._publisher.flush()

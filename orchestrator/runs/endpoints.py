@@ -195,7 +195,7 @@ class EndpointModel:
             if stored is None:
                 raise ConfigError(f"the model endpoint {name} was removed: name another model")
             async with self._clients.use(stored) as client:
-                asked_at, has_started = time.monotonic(), False
+                requested_at, has_started = time.monotonic(), False
                 try:
                     async for chunk in client.model.stream(request):
                         client.answered_at, has_started = time.monotonic(), True
@@ -206,7 +206,7 @@ class EndpointModel:
                     if fallback is None:
                         raise
                     # While the endpoint answers other requests, this one may be the cause.
-                    if not isinstance(error, ModelBlocked) and client.answered_at < asked_at:
+                    if not isinstance(error, ModelBlocked) and client.answered_at < requested_at:
                         await client.limits.block(DOWN_S, "down")
                     notify(f"{error}; the model endpoint {fallback} answers instead")
             name = fallback

@@ -84,16 +84,16 @@ class RunEventBuffer:
         if isinstance(event, StepStarted):
             self._step = event.step
         if self._step > self.published_step:
-            self._note(event)
+            self._add_event(event)
         if isinstance(event, StepFinished):
             self._step = event.step + 1
 
-    def _note(self, event: RunEvent) -> None:
+    def _add_event(self, event: RunEvent) -> None:
         """Add an event of a step that is not published yet."""
         if isinstance(event, TextArrived):
             self._add_piece(event, ("text",), event.text)
         elif isinstance(event, OutputArrived):
-            self._note_output(event)
+            self._add_output(event)
         else:
             if isinstance(event, ApprovalAsked):
                 self._asking.add(event.digest)
@@ -101,7 +101,7 @@ class RunEventBuffer:
                 self._asking.discard(event.digest)
             self._add(self._fields(event))
 
-    def _note_output(self, event: OutputArrived) -> None:
+    def _add_output(self, event: OutputArrived) -> None:
         """Add output of a call, up to the limit of the call."""
         fields = self._output.get(event.call_id, 0)
         self._output[event.call_id] = fields + len(event.text)

@@ -19,10 +19,10 @@ from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-LOOK_S = 0.25
+CHECK_INTERVAL_S = 0.25
 ROWS_AT_ONCE = 100
 """Number of rows that are written together. These rows are in memory together, and a transcript may have megabytes."""
-WRITE_AGAIN_S = 5.0
+WRITE_RETRY_S = 5.0
 ENDED = (BatchState.COMPLETED, BatchState.CANCELLED)
 
 
@@ -75,7 +75,7 @@ class Follower:
                     return record
             except BrokerUnavailable as error:
                 log.warning("batch_not_followed", batch=self._batch, error=str(error))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_INTERVAL_S)
                 self._tick()
                 continue
             self._tick()
@@ -133,14 +133,14 @@ class Follower:
         while page := await self._queue.ended(self._tenant, self._batch, self._written, ROWS_AT_ONCE):
             if ended := [(number, run) for number, run in page if self._numbers.get(run) != number]:
                 records = await self._queue.runs([(self._tenant, run) for _, run in ended])
-                self._note_lost({run for (_, run), record in zip(ended, records, strict=True) if record is None})
+                self._report_lost({run for (_, run), record in zip(ended, records, strict=True) if record is None})
                 return ended, [
                     record.outcome for record in records if record is not None and record.outcome is not None
                 ]
             self._written = page[-1][0]
         return None
 
-    def _note_lost(self, lost: set[str]) -> None:
+    def _report_lost(self, lost: set[str]) -> None:
         """Show a notice about runs without a record in Redis. The ids of their items are lost too."""
         if lost <= self._lost:
             return
@@ -162,14 +162,14 @@ class Follower:
                 is_settled = True
             except RowsNotWritten as error:
                 self._cannot_write(error)
-                await asyncio.sleep(WRITE_AGAIN_S)
+                await asyncio.sleep(WRITE_RETRY_S)
 
     def _cannot_write(self, error: RowsNotWritten) -> None:
-        """Show the error, and pause the writing of rows for WRITE_AGAIN_S."""
-        self._write_after = time.monotonic() + WRITE_AGAIN_S
-        self._show(BatchNotice(message=f"{error}; it is tried again every {WRITE_AGAIN_S:g} s"))
+        """Show the error, and pause the writing of rows for WRITE_RETRY_S."""
+        self._write_after = time.monotonic() + WRITE_RETRY_S
+        self._show(BatchNotice(message=f"{error}; it is tried again every {WRITE_RETRY_S:g} s"))
 
     async def _show_events(self) -> None:
         """Show the next events of the batch."""
-        for event in await self._reader.read(LOOK_S):
+        for event in await self._reader.read(CHECK_INTERVAL_S):
             self._show(event)

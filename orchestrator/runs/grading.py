@@ -49,7 +49,7 @@ RETRY_S = 1.0
 LIST_TIMEOUT_S = 120.0
 _START_LIST = "/output/.files-at-start"
 # A process that resumes the run finds the list of the first one.
-_NOTE_START = """
+_LIST_START = """
 export LC_ALL=C; set -o pipefail
 [ -e "$1" ] || { find . -xdev -type f -printf '%s %T@ %P\\0' | sort -z > "$1.part" && mv -- "$1.part" "$1"; }
 """
@@ -143,7 +143,7 @@ class Grading:
         submission = await take_submission(session, grader)
         # Logged before the grading: a process that resumes the run grades the same bytes, although the agent's session
         # may be closed by then.
-        return await journal.note_submission(
+        return await journal.record_submission(
             submission.archive,
             body=body,
             failure=failure,
@@ -183,10 +183,10 @@ class Grading:
         return await retry_grading(tenant, grade_once)
 
 
-async def note_start(session: Session, grader: Grader) -> None:
+async def list_start_files(session: Session, grader: Grader) -> None:
     """List the files of the workspace before the agent begins, if the grader gets the files that change."""
     if not grader.artifacts:
-        done = await _bash(session, _NOTE_START)
+        done = await _bash(session, _LIST_START)
         if done.returncode != 0:
             raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"the files cannot be listed: {_end_of(done.stderr)}")
 

@@ -35,7 +35,7 @@ from store.run_records import About, HostedRun, HostedState, RunPage, RunRecord
 from store.runs import (
     HOSTED_DEFAULTS,
     MAX_BODY_BYTES,
-    MAX_KEPT,
+    MAX_LISTED,
     MAX_METADATA,
     MAX_METADATA_NAME,
     MAX_METADATA_TEXT,
@@ -104,16 +104,16 @@ class HostedRuns:
         *,
         workspace_store: str | None = None,
         max_pending: int = MAX_PENDING,
-        max_kept: int = MAX_KEPT,
+        max_listed: int = MAX_LISTED,
     ) -> None:
         """Create the runs. `workspace_store`: URL or folder of the store; None: no store. `max_pending`: limit of a
-        tenant's queued runs. `max_kept`: limit of the runs that are listed.
+        tenant's queued runs. `max_listed`: limit of the runs that are listed.
         """
         self._tenants = tenants
         self._workspace_store = workspace_store
         self._sessions = SessionStore(client, deployment)
         self.queue = RunQueue(client, deployment, keys)
-        self._limits = (max_pending, max_kept)
+        self._limits = (max_pending, max_listed)
         self.hub = RunEventHub(client, deployment)
 
     @classmethod

@@ -37,10 +37,10 @@ class ItemSessions:
         name, pool = new_session_name(), self._pool
         async with self._slots.lend():
             async with self._queue.enter(tenant, start.image):
-                await journal.note(SessionOpening, session=name)
+                await journal.record(SessionOpening, session=name)
                 session = await Session.open(pool.dispatcher, pool.blobs, tenant=tenant, start=start, name=name)
             info = _INFO.dump_python(await session.info(), mode="json")
-            await journal.note(SessionOpened, session=name, info=info)
+            await journal.record(SessionOpened, session=name, info=info)
         return session
 
     def resume(self, tenant: str, info: object) -> Session:
@@ -56,7 +56,7 @@ class ItemSessions:
         except (OperatorError, ToolFailure) as error:
             log.warning("session_not_closed", session=session.id, error=str(error))
             await self._abandon(session.tenant, session.id)
-        self._queue.note_end()
+        self._queue.record_end()
 
     async def keep_state(self, session: Session, journal: Journal) -> str:
         """Keep the state of the session after the steps in the log, unless the state is already kept. Return the reason
@@ -79,13 +79,13 @@ class ItemSessions:
                 if error.code not in (ErrorCode.SESSION_BUSY, ErrorCode.RATE_LIMITED) or not await backoff.wait():
                     break
         problem = "" if name else problem
-        await journal.note(StateKept, step=step, session=name, problem=problem)
+        await journal.record(StateKept, step=step, session=name, problem=problem)
         return problem
 
     async def _fork(self, session: Session, journal: Journal, step: int) -> str:
         """Fork the session once. Return the name of the fork, which is new in each attempt: a failed one is closed."""
         name = new_session_name()
-        await journal.note(StateForking, step=step, session=name)
+        await journal.record(StateForking, step=step, session=name)
         await session.fork_as([name], leave_jobs=True)
         return name
 

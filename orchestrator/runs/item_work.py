@@ -40,7 +40,7 @@ from orchestrator.models.choice import FALLBACK_WARNING
 from orchestrator.models.notices import report_notices
 from orchestrator.runs.billed_model import BilledModel
 from orchestrator.runs.event_publisher import RunEventPublisher
-from orchestrator.runs.grading import Grading, is_gradable, note_start, source_of
+from orchestrator.runs.grading import Grading, is_gradable, list_start_files, source_of
 from orchestrator.runs.item_sessions import ItemSessions
 from orchestrator.runs.journal import Journal, LoggedModel
 from orchestrator.runs.live_text import LiveText
@@ -252,7 +252,7 @@ class ItemWork:
         """Execute the item. Return the body of its row and its failure; the failure is None for a success."""
         work, grader = claim.record.item.work, claim.record.item.grader
         if session is not None and grader is not None:
-            await note_start(session, grader)
+            await list_start_files(session, grader)
         if isinstance(work, RunBody):
             try:
                 return await self._run_agent(claim, work, journal, defaults, session, on_event)
@@ -282,10 +282,10 @@ class ItemWork:
         options, is_over = _options(work.limits, defaults, chosen_model.prices), False
         if options.max_wall_s is not None:
             # Earlier processes have already used a part of the time limit.
-            left_s = options.max_wall_s - journal.spent_wall_s
+            remaining_s = options.max_wall_s - journal.spent_wall_s
             options, is_over = (
-                replace(options, max_wall_s=max(LEAST_WALL_S, left_s) if journal.is_resumed else left_s),
-                left_s <= 0,
+                replace(options, max_wall_s=max(LEAST_WALL_S, remaining_s) if journal.is_resumed else remaining_s),
+                remaining_s <= 0,
             )
         if chosen_model.is_fallback:
             self._warn_once(claim, FALLBACK_WARNING, on_event)
@@ -415,7 +415,7 @@ class ItemWork:
                 sent_since=journal.began_at if journal.is_resumed else None,
             )
             result = await until_admitted(lambda: session.send(request))
-        await journal.note(CallFinished, result=result)
+        await journal.record(CallFinished, result=result)
         self._pool.dispatcher.settle(claim.tenant, call_id)
         on_event(CallFinished(run=claim.run, result=result, seconds=time.monotonic() - began))
         return result
@@ -449,7 +449,7 @@ class ItemWork:
         if paths:
             await session.save_files(file, paths)
         missing = CopiedFiles(unmatched=tuple(idle), skipped=tuple(skipped)).missing()
-        return await journal.note(ArtifactsCopied, paths=_printable(paths), missing=_printable(missing), file=file)
+        return await journal.record(ArtifactsCopied, paths=_printable(paths), missing=_printable(missing), file=file)
 
     async def _export(self, item: BatchItem, journal: Journal, folder_of_all: str, session: Session) -> ArtifactsCopied:
         """Copy the artifacts to the item's folder on this machine. Return the logged event."""
@@ -457,7 +457,9 @@ class ItemWork:
         with tempfile.TemporaryDirectory(prefix="toolcrew-artifacts-") as folder:
             await session.export(folder)
             copied = await asyncio.to_thread(copy_artifacts, Path(folder), item.environment.artifacts, target)
-        return await journal.note(ArtifactsCopied, paths=_printable(copied.paths), missing=_printable(copied.missing()))
+        return await journal.record(
+            ArtifactsCopied, paths=_printable(copied.paths), missing=_printable(copied.missing())
+        )
 
 
 class _CopiedOut(TypedDict, total=False):

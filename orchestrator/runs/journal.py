@@ -177,7 +177,7 @@ class Journal:
         """Return the logged result of a call; None if the call has not finished."""
         return self._results.get(call)
 
-    async def note(self, kind: type[E], spending: ReplySpending | None = None, **fields: Any) -> E:
+    async def record(self, kind: type[E], spending: ReplySpending | None = None, **fields: Any) -> E:
         """Log an event of this type with these fields, and return it. Counts `spending` in the same step. If another
         process owns the run, the method does not return: the task of the run is cancelled.
         """
@@ -188,24 +188,24 @@ class Journal:
             await self._stop()
         return event
 
-    async def note_reply(self, chunks: Iterable[Chunk]) -> None:
+    async def record_reply(self, chunks: Iterable[Chunk]) -> None:
         """Log a reply of the model, and count its tokens in the same step. The reply must be complete."""
         reply = tuple(chunks)
-        await self.note(ModelReplied, price_reply(reply, self._prices), chunks=reply)
+        await self.record(ModelReplied, price_reply(reply, self._prices), chunks=reply)
 
-    async def note_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
+    async def record_review(self, call: str, reviewed: ToolCall | ToolResult) -> None:
         """Log the decision about a call: the approved call, or the result that refuses the call."""
         approved, refused = (reviewed, None) if isinstance(reviewed, ToolCall) else (None, reviewed)
-        await self.note(CallReviewed, call_id=call, approved=approved, refused=refused)
+        await self.record(CallReviewed, call_id=call, approved=approved, refused=refused)
 
-    async def note_submission(self, archive: bytes, **fields: Any) -> SubmissionTaken:
+    async def record_submission(self, archive: bytes, **fields: Any) -> SubmissionTaken:
         """Store the archive of the artifacts, log that only the grading remains, and return the logged event.
         `archive`: b"" if there are no artifacts.
         """
         digest = hashlib.sha256(archive).hexdigest() if archive else ""
         if archive:
             await retry_until_available(lambda: self._log.keep_artifacts(archive))
-        return await self.note(SubmissionTaken, sha256=digest, **fields)
+        return await self.record(SubmissionTaken, sha256=digest, **fields)
 
     async def load_artifacts(self, sha256: str) -> bytes:
         """Return the archive of a logged submission. Raises SandboxUnavailable: it is lost, or was changed."""
@@ -309,7 +309,7 @@ class LoggedModel:
             chunks = tuple(
                 _as_text(chunk) for chunk in join_chunks([chunk async for chunk in self._shown(sent_request)])
             )
-            await self._journal.note_reply(chunks)
+            await self._journal.record_reply(chunks)
         for chunk in chunks:
             yield chunk
 

@@ -85,7 +85,7 @@ async def load_copied_steps(queue: RunQueue, claim: RunClaim, run_log: RunLog) -
 
     Raises BrokerUnavailable, RunTaken. Raises ConfigError: the other run's log is no longer stored.
     """
-    # The holder copies, not the program that starts the fork: only a holder may append, and the item already names the
+    # The owner copies, not the program that starts the fork: only an owner may append, and the item already names the
     # entries. A fork that was started is therefore complete, even if its starter dies.
     source = claim.record.item.forked_from
     if source is None or len(run_log.entries) >= source.entries:
@@ -100,7 +100,7 @@ async def load_copied_steps(queue: RunQueue, claim: RunClaim, run_log: RunLog) -
     # asked for.
     if record.attempt != source.attempt or len(copied) != source.entries:
         raise _build_expired_error(source)
-    # An earlier holder may have died while it copied.
+    # An earlier owner may have died while it copied.
     for entry in copied[len(run_log.entries) :]:
         await run_log.append(entry)
 

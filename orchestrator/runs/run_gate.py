@@ -95,13 +95,13 @@ class EndpointGate:
     @contextmanager
     def request(self, run: str) -> Iterator[None]:
         """Wrap a request of a run. Raises EndpointDown: the request failed and the run may wait."""
-        asked_at = self._clock()
+        requested_at = self._clock()
         try:
             yield
         except ModelUnavailable as error:
             if isinstance(error, _NEVER_DEFERRED):
                 raise
-            is_lone = self.has_answered_since(asked_at)
+            is_lone = self.has_answered_since(requested_at)
             deferrals, limit = (
                 (self._lone_deferrals, MAX_LONE_DEFERRALS) if is_lone else (self._deferrals, MAX_DEFERRALS)
             )
@@ -112,15 +112,15 @@ class EndpointGate:
             after_s = max(0.0, self._try_at - self._clock()) if self._is_configured and not is_lone else 0.0
             raise EndpointDown(str(error), is_lone=is_lone, after_s=after_s) from error
 
-    def has_answered_since(self, asked_at: float) -> bool:
+    def has_answered_since(self, requested_at: float) -> bool:
         """Return whether the endpoint has answered any run since that time. If not, the endpoint counts as down until
         it answers.
         """
-        if self._answered_at < asked_at and self._down_since is None:
-            self._down_since, self._tries, self._try_at = asked_at, 0, self._clock() + PAUSES_S[0]
-        return self._answered_at >= asked_at
+        if self._answered_at < requested_at and self._down_since is None:
+            self._down_since, self._tries, self._try_at = requested_at, 0, self._clock() + PAUSES_S[0]
+        return self._answered_at >= requested_at
 
-    def note_answer(self, run: str) -> None:
+    def record_answer(self, run: str) -> None:
         """Note that a reply has started to arrive."""
         self._answered_at = self._clock()
         self._down_since = None
@@ -177,7 +177,7 @@ class RunGate(EndpointGate):
         if own_model in self._unknown:
             raise ModelDenied(self._unknown[own_model], is_unknown_model=True)
 
-    def note_quota(self, running: int) -> None:
+    def record_quota_limit(self, running: int) -> None:
         """Note that `running` runs fit in the quota and that one more run exceeded the quota."""
         self._quota_limit, self._raise_limit_at = max(0, running), self._clock() + QUOTA_RETRY_S
 
@@ -233,7 +233,7 @@ class GatedModel:
 
     def __init__(self, model: Model, gate: EndpointGate, run: str) -> None:
         self._model, self._gate, self._run = model, gate, run
-        self._asked_at: float | None = None
+        self._requested_at: float | None = None
 
     @property
     def name(self) -> str:
@@ -241,12 +241,12 @@ class GatedModel:
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         """Yield the chunks of the reply. Raises the exceptions of the model, and EndpointDown."""
-        self._asked_at = self._gate.now()
+        self._requested_at = self._gate.now()
         with self._gate.request(self._run):
             async for chunk in self._model.stream(request):
-                if self._asked_at is not None:
-                    self._gate.note_answer(self._run)
-                    self._asked_at = None
+                if self._requested_at is not None:
+                    self._gate.record_answer(self._run)
+                    self._requested_at = None
                 yield chunk
 
     def check_answered(self) -> None:
@@ -255,7 +255,7 @@ class GatedModel:
 
         Called for a run that has reached its time limit.
         """
-        if self._asked_at is not None and not self._gate.has_answered_since(self._asked_at):
+        if self._requested_at is not None and not self._gate.has_answered_since(self._requested_at):
             raise ModelUnavailable(
                 "the model had not begun to answer when the run reached its time limit (max_wall_s): check that the "
                 "model server runs, or raise the limit"

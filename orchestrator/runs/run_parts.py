@@ -35,7 +35,7 @@ from orchestrator.dialects.model import Chunk, Model
 from orchestrator.dialects.plain import PlainDialect
 from orchestrator.dialects.profiles import SHELL_TOOL, STANDARD, ModelProfile
 from orchestrator.dispatch.call_events import OnOutput
-from orchestrator.dispatch.dispatcher import note_aliases
+from orchestrator.dispatch.dispatcher import add_used_aliases
 from orchestrator.dispatch.model_requests import ModelRequests
 from orchestrator.dispatch.pool_connection import PoolConnection
 from orchestrator.dispatch.request import Request
@@ -109,14 +109,14 @@ def _list_skills(skills: Iterable[SkillSummary], uses: Mapping[str, int], max_ch
     return "\n".join(["Skills, those that are used most:", *shown, f"[{hidden} more: use action list to see them]"])
 
 
-def _choose_lines(lines: Mapping[str, str], uses: Mapping[str, int], chars_left: int) -> list[str]:
+def _choose_lines(lines: Mapping[str, str], uses: Mapping[str, int], remaining_chars: int) -> list[str]:
     """Return the lines that fit, in the order of the input. The most used skills come first in the choice. A line
     that is too long does not exclude shorter lines.
     """
     fitting: set[str] = set()
     for name in sorted(lines, key=lambda name: (-uses.get(name, 0), name)):
-        if len(lines[name]) + 1 <= chars_left:
-            chars_left -= len(lines[name]) + 1
+        if len(lines[name]) + 1 <= remaining_chars:
+            remaining_chars -= len(lines[name]) + 1
             fitting.add(name)
     return [lines[name] for name in lines if name in fitting]
 
@@ -128,7 +128,7 @@ class ActiveSkills:
         self._skills: Mapping[str, SkillSummary] = {skill.name: skill for skill in skills}
         self._loaded: set[str] = set()
 
-    def note(self, call: ToolCall, result: ToolResult) -> str | None:
+    def record_use(self, call: ToolCall, result: ToolResult) -> str | None:
         """Record the skill that the call has loaded. Return its name; None if the call has used no skill."""
         name = call.arguments.get("name") if call.name == SKILL_TOOL else call.name
         if not result.success or not isinstance(name, str) or name not in self._skills:
@@ -267,7 +267,7 @@ class RunParts:
             options=options,
             on_event=config.on_event,
             run_id=config.run,
-            spent_by_tools=questions.usage,
+            usage_by_tools=questions.usage,
             switched_off=switches,
             skills=[skill.name for skill in skills],
         )
@@ -411,7 +411,7 @@ class _Calls:
 
         async def run_call(call: ToolCall) -> ToolResult:
             result = await make(call)
-            skill = self._active.note(call, result)
+            skill = self._active.record_use(call, result)
             if skill is not None:
                 await self._parts.skill_uses.count(self._session.tenant, skill)
             return result
@@ -429,7 +429,7 @@ class _Calls:
             result = await retry_until_available(self._build_attempts(call, journal.now))
         except BrokerUnavailable as error:
             result = ToolResult.failed(call, error.code, str(error))
-        await journal.note(CallFinished, result=result)
+        await journal.record(CallFinished, result=result)
         # Only now may the pool delete the result: until the result is in the journal, the pool has the only copy.
         self._parts.settle(self._session, call.id)
         return result
@@ -484,7 +484,7 @@ class _Calls:
         # A durable run waits for a limit that only delays the call. Any other run returns a result that reports the
         # limit.
         result = await (send() if self._config.journal is None else until_admitted(send))
-        return note_aliases(result, find_aliases(spec, call.arguments))
+        return add_used_aliases(result, find_aliases(spec, call.arguments))
 
     async def _review(self, call: ToolCall, spec: ToolSpec) -> ToolCall | ToolResult:
         """Review the call as `RunParts.review` does. A logged decision is used again, so people are not asked twice."""
@@ -510,7 +510,7 @@ class _Calls:
             active=self._active,
         )
         if journal is not None and was_asked:
-            await journal.note_review(call.id, reviewed)
+            await journal.record_review(call.id, reviewed)
         return reviewed
 
     def _warn_of_wait(self, notice: WaitNotice) -> None:

@@ -240,7 +240,7 @@ class ServiceWork(ItemWork):
             order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call})
             # If Redis does not answer, the call ends at its own time limit.
             with suppress(BrokerUnavailable):
-                await self._pool.dispatcher.command(order, claim.tenant, session)
+                await self._pool.dispatcher.send_order(order, claim.tenant, session)
 
     def drop_spans(self, claim: RunClaim) -> None:
         """Forget the run: another process continues the run."""

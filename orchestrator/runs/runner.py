@@ -44,7 +44,7 @@ from telemetry.logs import bound, get_logger
 
 log = get_logger(__name__)
 
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 """Seconds between two checks for waiting runs, while slots are free."""
 RENEWALS_A_LEASE = 4
 CANCELS_S = 0.5
@@ -198,15 +198,15 @@ class Runner:
             # Cleared before the claim: if a run ends while Redis answers, the event is set again, and the wait below
             # ends at once.
             self._freed.clear()
-            self._note_answered()
+            self._publish_recovery()
             free = self.work.slots.count_free()
             if not self._is_draining and (free_places := self.work.gate.admit(free, len(self._active))) > 0:
                 with self.work.slots.reserve(free_places):
                     await self._claim(free_places)
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(CHECK_INTERVAL_S):
                     await self._freed.wait()
-        self._note_answered()
+        self._publish_recovery()
 
     async def _claim(self, count: int) -> None:
         """Claim up to `count` runs and start their tasks."""
@@ -260,7 +260,7 @@ class Runner:
             )
             return
         if record.losses >= DOUBTFUL_LOSSES and any(other.is_on_trial for other in self._active.values()):
-            await self._give_back(claim, active, LOOK_S * random.uniform(1.0, 2.0))
+            await self._give_back(claim, active, CHECK_INTERVAL_S * random.uniform(1.0, 2.0))
             return
         active.is_doubtful = record.losses >= DOUBTFUL_LOSSES
         claimed = RunClaimed(
@@ -319,36 +319,38 @@ class Runner:
                 return run_log, await self._defaults_of(claim)
             except BrokerUnavailable as error:
                 log.warning("run_not_loaded", run=claim.run, error=str(error))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _defer(self, claim: RunClaim, reason: RunDeferred) -> None:
         """Put a run that has to wait back into the queue. Publishes the reason once for each batch."""
         batch, after_s = (claim.tenant, claim.record.batch), QUOTA_RETRY_S * random.uniform(1.0, 2.0)
         if reason.cause == "endpoint":
             after_s = reason.after_s * random.uniform(1.0, 1.5)
-            self._note_once(
+            self._publish_once(
                 self._waiting_for_model, batch, f"the batch waits for its model, and its items do not fail: {reason}"
             )
         elif reason.cause == "quota":
             if self.only is not None:
-                self.work.gate.note_quota(len(self._active) - 1)
-            self._note_once(self._over_quota, batch, f"items above the tenant's limits wait and do not fail: {reason}")
+                self.work.gate.record_quota_limit(len(self._active) - 1)
+            self._publish_once(
+                self._over_quota, batch, f"items above the tenant's limits wait and do not fail: {reason}"
+            )
         await self._give_back(claim, self._active[claim.tenant, claim.run], after_s)
 
-    def _note_once(self, reported: set[tuple[str, str]], batch: tuple[str, str], message: str) -> None:
+    def _publish_once(self, reported: set[tuple[str, str]], batch: tuple[str, str], message: str) -> None:
         """Publish the message unless `reported` contains the batch."""
         if batch not in reported:
             reported.add(batch)
-            self._note(batch, message)
+            self._publish_notice(batch, message)
 
-    def _note_answered(self) -> None:
+    def _publish_recovery(self) -> None:
         """Publish a notice in the batches that waited for the model, if the model answers again."""
         if not self.work.gate.is_down:
             for batch in self._waiting_for_model:
-                self._note(batch, "the model answers again: the batch continues")
+                self._publish_notice(batch, "the model answers again: the batch continues")
             self._waiting_for_model.clear()
 
-    def _note(self, batch: tuple[str, str], message: str) -> None:
+    def _publish_notice(self, batch: tuple[str, str], message: str) -> None:
         """Publish a notice in the batch."""
         self.publisher.add(*batch, BatchNotice(message=message))
 
@@ -388,7 +390,7 @@ class Runner:
                 is_retried = False
             except BrokerUnavailable as error:
                 log.warning("outcome_not_recorded", run=claim.run, error=str(error))
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_INTERVAL_S)
         # The event follows the write. A process that dies in between loses an event, which the batch's counters show
         # anyway; in the other order it could report an end that never happened.
         if is_ours:

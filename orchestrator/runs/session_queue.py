@@ -14,7 +14,7 @@ from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 MAX_STALL_S = 300.0
 """Seconds after which items no longer wait for a free sandbox, if no session of this process has ended in this time.
 Hosts that suspend idle sessions can still open more.
@@ -61,7 +61,7 @@ class SessionQueue:
             self._opening[kind] -= 1
             self._changed.set()
 
-    def note_end(self) -> None:
+    def record_end(self) -> None:
         """Note that a session of this process has ended. Its host reports the free capacity shortly afterwards."""
         self._ended_at = self._clock()
 
@@ -82,8 +82,8 @@ class SessionQueue:
         return (has_room.sandboxes if is_moving else has_room.sessions) > self._opening[kind]
 
     async def _wait(self) -> None:
-        """Wait until a session has opened, or for LOOK_S."""
+        """Wait until a session has opened, or for CHECK_INTERVAL_S."""
         self._changed.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(CHECK_INTERVAL_S):
                 await self._changed.wait()

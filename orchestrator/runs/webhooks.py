@@ -29,7 +29,7 @@ from telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 LEASE_S = 120.0
 """Lease of a notice, in seconds. The lease is longer than one delivery. If the sender dies, the notice is sent again
 after the lease.
@@ -59,7 +59,7 @@ class WebhookSender:
                 sent = 0
             if not sent:
                 # The random pause spreads the requests of the processes to Redis over time.
-                await asyncio.sleep(LOOK_S * random.uniform(0.5, 1.5))
+                await asyncio.sleep(CHECK_INTERVAL_S * random.uniform(0.5, 1.5))
 
     async def send_due(self) -> int:
         """Send all notices that are due now, once. Return the number of notices."""

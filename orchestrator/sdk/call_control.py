@@ -35,10 +35,10 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class KilledCall:
-    """A call that has ended after an order to kill it. `was_over`: the call had already ended before the order."""
+    """A call that has ended after an order to kill it. `already_ended`: the call had already ended before the order."""
 
     record: CallRecord
-    was_over: bool
+    already_ended: bool
 
 
 class CallControl:
@@ -62,7 +62,7 @@ class CallControl:
         before = await self._calls.find(tenant, call_id)
         # A lost call may be sent again until it is killed.
         if before is not None and before.state.has_ended and before.state is not CallState.LOST and not before.killed:
-            return KilledCall(before, was_over=True)
+            return KilledCall(before, already_ended=True)
         began = time.monotonic()
         while True:
             state = await self._calls.kill(order)
@@ -71,7 +71,7 @@ class CallControl:
                 await self._cancel_in_worker(tenant, call_id, record)
             record = await self._await_end(tenant, call_id, lookup_s if state is None else REPEAT_ORDER_S)
             if record is not None:
-                return KilledCall(record, was_over=False)
+                return KilledCall(record, already_ended=False)
             waited_s = time.monotonic() - began
             if state is None and waited_s >= lookup_s:
                 raise unknown_call(call_id, tenant)
@@ -87,7 +87,7 @@ class CallControl:
         """
         queue, _ = parse_holder(record.holder)
         order = ToolCall(id=secrets.token_hex(16), name="session.cancel", arguments={"call_id": call_id})
-        await self._dispatcher.command(order, tenant, record.session or None, queue or record.queue)
+        await self._dispatcher.send_order(order, tenant, record.session or None, queue or record.queue)
 
     async def _await_end(self, tenant: str, call_id: str, within_s: float) -> CallRecord | None:
         """Return the record of the call if it ends within that time; None if not."""

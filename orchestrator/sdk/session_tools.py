@@ -14,7 +14,7 @@ from contract.schema import find_aliases, find_nearest, prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.approvals import Approver, PolicyDecision
 from orchestrator.dispatch.call_events import OnOutput
-from orchestrator.dispatch.dispatcher import note_aliases
+from orchestrator.dispatch.dispatcher import add_used_aliases
 from orchestrator.dispatch.request import Request
 from orchestrator.dispatch.sessions import Session
 from orchestrator.runs.run_parts import RunParts
@@ -102,7 +102,7 @@ class SessionTools:
             reviewed, self._session.tenant, self._session.id, default_timeout_s=self._timeout_s, run=self._run
         )
         result = await self._session.send(request, on_output)
-        return note_aliases(result, find_aliases(spec, call.arguments))
+        return add_used_aliases(result, find_aliases(spec, call.arguments))
 
     async def decide(self, name: str, arguments: Mapping[str, Any]) -> PolicyDecision:
         """Return the decision of the policy for a call, for loops with their own approvals. Raises ToolFailure for an

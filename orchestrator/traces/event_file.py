@@ -22,12 +22,12 @@ class EventFile:
     The file is opened for each write, so that a thousand parallel runs do not need a thousand open descriptors.
     """
 
-    def __init__(self, path: Path, *, is_torn: bool = False) -> None:
-        """Append to the file at `path`. `is_torn`: an earlier writer died in the middle of a line. A newline then ends
-        the incomplete line.
+    def __init__(self, path: Path, *, has_partial_line: bool = False) -> None:
+        """Append to the file at `path`. `has_partial_line`: an earlier writer died in the middle of a line. A
+        newline then ends the incomplete line.
         """
         self.path = path
-        self._is_torn = is_torn
+        self._has_partial_line = has_partial_line
         self._has_failed = False
         self._lines: list[bytes] = []
         self._bytes = 0
@@ -67,10 +67,10 @@ class EventFile:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self.path, flags, 0o600)
         try:
-            data = (b"\n" if self._is_torn else b"") + b"".join(line + b"\n" for line in lines)
+            data = (b"\n" if self._has_partial_line else b"") + b"".join(line + b"\n" for line in lines)
             while data:
                 written = os.write(descriptor, data)
-                self._is_torn = not data[:written].endswith(b"\n")
+                self._has_partial_line = not data[:written].endswith(b"\n")
                 data = data[written:]
         finally:
             os.close(descriptor)

@@ -45,14 +45,14 @@ _ATTEMPT = re.compile(r"[0-9a-f]{24}-([1-9][0-9]{0,7})")
 class Trace:
     """Content of a trace file.
 
-    `torn`: number of interrupted lines. `damaged`: number of lines that are not events. `later`: number of lines of a
-    later release. `gaps`: number of missing lines.
+    `incomplete`: number of interrupted lines. `damaged`: number of lines that are not events. `later`: number of lines
+    of a later release. `gaps`: number of missing lines.
     """
 
     path: Path
     tenant: str
     events: list[RunEvent]
-    torn: int = 0
+    incomplete: int = 0
     damaged: int = 0
     later: int = 0
     gaps: int = 0
@@ -154,7 +154,7 @@ class Trace:
     def faults(self) -> list[str]:
         """Return sentences about missing content; nothing for a run that ended normally."""
         counts = [
-            (self.torn, "lines are incomplete, because the process that wrote them died, and are skipped"),
+            (self.incomplete, "lines are incomplete, because the process that wrote them died, and are skipped"),
             (self.damaged, "lines are not lines of a trace and are skipped"),
             (self.later, "lines were written by a later release and are skipped: read them with that release"),
             (self.gaps, "lines are missing: they could not be written"),
@@ -170,14 +170,17 @@ def load_trace(path: Path) -> Trace:
     events: list[RunEvent] = []
     numbers: set[int] = set()
     tenant = ""
-    torn = damaged = later = 0
+    incomplete = damaged = later = 0
     is_old = False
     try:
         for text, is_complete in _lines(path):
             line = _parse(text)
             if line is None or type(line.get("v")) is not int or line["v"] < VERSION:
                 is_old |= line is not None and type(line.get("v")) is int
-                torn, damaged = torn + (line is None and not is_complete), damaged + (line is not None or is_complete)
+                incomplete, damaged = (
+                    incomplete + (line is None and not is_complete),
+                    damaged + (line is not None or is_complete),
+                )
                 continue
             try:
                 event = _read_event(line) if line["v"] == VERSION else None
@@ -200,7 +203,7 @@ def load_trace(path: Path) -> Trace:
             "read the trace with that release, or remove it"
         )
     gaps = max(numbers) + 1 - len(numbers) if numbers and not damaged else 0
-    return Trace(path, tenant, events, torn, damaged, later, gaps)
+    return Trace(path, tenant, events, incomplete, damaged, later, gaps)
 
 
 def find_trace(folder: Path, name: str, tenant: str | None = None) -> Path:

@@ -103,8 +103,8 @@ class TraceRecorder:
         self._tenant = tenant
         self._run = run
         self._masker = masker
-        self._seq, is_torn = _read_end(path)
-        self._file = EventFile(path, is_torn=is_torn)
+        self._seq, has_partial_line = _read_end(path)
+        self._file = EventFile(path, has_partial_line=has_partial_line)
         self._has_started = False
         # Events before the start of the run. They are written after the start event, because readers find an attempt
         # by its start.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-MOST_ENTRIES = 1000
+MAX_ENTRIES = 1000
 """Limit of the entries that are counted in a folder."""
 _MOUNTS = b"/proc/self/mounts"
 _SHARED_MEMORY = b"/dev/shm"
@@ -51,21 +51,21 @@ def attest(header: dict[str, Any], paths: GuestPaths, idle_pids: Set[int], jobs:
 
 
 def _count_entries(folder: bytes) -> int:
-    """Return the number of entries in the folder, including hidden entries, at most MOST_ENTRIES.
+    """Return the number of entries in the folder, including hidden entries, at most MAX_ENTRIES.
 
-    Return 0 when the folder does not exist, and MOST_ENTRIES when the folder cannot be read.
+    Return 0 when the folder does not exist, and MAX_ENTRIES when the folder cannot be read.
     """
     count = 0
     try:
         with os.scandir(folder) as entries:
             for _ in entries:
                 count += 1
-                if count >= MOST_ENTRIES:
+                if count >= MAX_ENTRIES:
                     break
     except FileNotFoundError:  # Some runtimes have no /dev/shm.
         return 0
     except PermissionError:  # The workspace is not mounted. The rest of the report is still useful.
-        return MOST_ENTRIES
+        return MAX_ENTRIES
     return count
 
 

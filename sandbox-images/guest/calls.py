@@ -30,7 +30,7 @@ kills the supervisor afterwards.
 # Each attempt after the first is a fork for a call that has not begun. A program that kills every supervisor must not
 # keep PID 1 busy.
 _MAX_ATTEMPTS = 3
-_LEAST_LIMIT_S = 0.01
+_MIN_LIMIT_S = 0.01
 
 
 class Body:
@@ -107,8 +107,8 @@ class Call:
         """Give the call the rest of its time limit. The time that the call waited in its lane counts."""
         if not self.has_waited:
             return
-        left_s = max(self.limit_at - time.monotonic(), _LEAST_LIMIT_S)
-        self.request.timeout_s = self.header["timeout_s"] = left_s
+        remaining_s = max(self.limit_at - time.monotonic(), _MIN_LIMIT_S)
+        self.request.timeout_s = self.header["timeout_s"] = remaining_s
 
     def build_queue_timeout(self) -> dict[str, object]:
         """Return the done fields of a call that reached its limit while the call waited in its lane."""

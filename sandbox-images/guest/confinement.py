@@ -34,21 +34,21 @@ class DirectoryEntry:
     The name was not a link at the time of the resolution. A file of that name may not exist.
     """
 
-    __slots__ = ("_made", "directory", "is_link_target", "name", "shown")
+    __slots__ = ("_created_names", "directory", "is_link_target", "name", "shown")
 
     def __init__(
-        self, directory: int, name: bytes, shown: str, is_link_target: bool, made: list[bytes] | None = None
+        self, directory: int, name: bytes, shown: str, is_link_target: bool, created_names: list[bytes] | None = None
     ) -> None:
-        """Store the entry. `made`: the last names of the directory's path that the resolution has created."""
+        """Store the entry. `created_names`: the last names of the directory's path that the resolution has created."""
         self.directory = directory
         self.name = name
         self.shown = shown
         self.is_link_target = is_link_target
-        self._made = made or []
+        self._created_names = created_names or []
 
     def close(self) -> None:
         """Close the directory. Remove the directories that the resolution has created and that are still empty."""
-        _remove_empty(self.directory, self._made)
+        _remove_empty(self.directory, self._created_names)
         os.close(self.directory)
 
 
@@ -126,7 +126,7 @@ class _Resolver:
         self._skipped: list[bytes] = []
         self._on_foot = not paths.use_openat2
         # Names of the directories at the end of the trail that this resolution has created.
-        self._made: list[bytes] = []
+        self._created_names: list[bytes] = []
 
     def resolve(self, path: bytes) -> DirectoryEntry:
         """Return the entry of the path. Raises RequestFailure and OSError."""
@@ -138,18 +138,18 @@ class _Resolver:
             if not parts and name not in (b".", b".."):
                 target = self._read_link(name)
                 if target is None:
-                    return DirectoryEntry(self._trail.pop(), name, self._shown, self._final_link, self._made)
+                    return DirectoryEntry(self._trail.pop(), name, self._shown, self._final_link, self._created_names)
                 self._final_link = True
                 parts = self._follow(target, parts)
             elif not parts and name == b".":
-                return DirectoryEntry(self._trail.pop(), name, self._shown, self._final_link, self._made)
+                return DirectoryEntry(self._trail.pop(), name, self._shown, self._final_link, self._created_names)
             else:
                 parts = self._step(name, parts)
 
     def undo(self) -> None:
         """Remove the directories that a failed resolution has created."""
         if self._trail:
-            _remove_empty(self._trail[-1], self._made)
+            _remove_empty(self._trail[-1], self._created_names)
 
     def close(self) -> None:
         """Close every directory of the trail."""
@@ -165,8 +165,8 @@ class _Resolver:
             if len(self._trail) == 1:
                 raise self._outside()
             # The path leaves this directory again, so a directory that was created for the path was not needed.
-            _remove_empty(self._trail[-1], self._made[-1:])
-            self._made = self._made[:-1]
+            _remove_empty(self._trail[-1], self._created_names[-1:])
+            self._created_names = self._created_names[:-1]
             os.close(self._trail.pop())
             return parts or [b"."]
         if len(self._trail) > _MAX_DEPTH:
@@ -205,12 +205,12 @@ class _Resolver:
     def _make_directory(self, name: bytes) -> None:
         try:
             os.mkdir(name, 0o755, dir_fd=self._trail[-1])
-            made = [*self._made, name]
+            created_names = [*self._created_names, name]
         except FileExistsError:
             # Another process has created the name. If the name is not a directory, the next open refuses it.
-            made = []
+            created_names = []
         self._trail.append(os.open(name, _DIRECTORY, dir_fd=self._trail[-1]))
-        self._made = made
+        self._created_names = created_names
 
     def _read_link(self, name: bytes) -> bytes | None:
         """Return the target of a link, or None when the name is missing or not a link."""
@@ -243,7 +243,7 @@ class _Resolver:
         for root in self._roots:
             if path == root or path.startswith(root + b"/"):
                 self.close()
-                self._skipped, self._made = [], []
+                self._skipped, self._created_names = [], []
                 self._trail = [os.open(root or b"/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)]
                 return _split(path[len(root) :])
         raise self._outside()

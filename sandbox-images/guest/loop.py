@@ -366,7 +366,7 @@ class Loop:
             for frame in call.relay(records):
                 self._outbox.put(frame)
             if call.done is not None and not call.answered:
-                self._note_job(supervisor, call)
+                self._update_jobs(supervisor, call)
                 # An end with survivors is not answered yet: PID 1 first kills the rest, after the supervisor has
                 # exited.
                 if not _has_survivors(call.done):
@@ -376,7 +376,7 @@ class Loop:
             self._supervisors.end_reports(supervisor)
         return more
 
-    def _note_job(self, supervisor: SupervisorHandle, call: Call) -> None:
+    def _update_jobs(self, supervisor: SupervisorHandle, call: Call) -> None:
         """Record what the end of a call reports about a job."""
         done = call.done or {}
         if "job" in done:
@@ -410,9 +410,9 @@ class Loop:
                 # everything be killed.
                 self._cleanup.step(supervisors.pids, others_run=bool(supervisors.calls) or self._jobs.has_keepers)
                 no_child_left = reap(self._on_exit)
-            for held_call, report in self._cleanup.take_finished(no_child_left):
-                if held_call is not None:
-                    self._answer(held_call, _build_held_end(held_call, report))
+            for waiting_call, report in self._cleanup.take_finished(no_child_left):
+                if waiting_call is not None:
+                    self._answer(waiting_call, _build_held_end(waiting_call, report))
 
     def _check_delayed(self, call: Call) -> None:
         supervisor = call.supervisor

@@ -49,7 +49,7 @@ TAKE_S = 0.3
 busy host, and small compared with the time limit of a call.
 """
 _READ_BYTES = 65_536
-_GIVEN, _TAKEN, _SETTLED = range(3)
+_SENT, _TAKEN, _SETTLED = range(3)
 STREAMS = ("stdout", "stderr", "merged", "file", "live", "live_stderr", "lines")
 DONE = 255
 """Kind of the record that ends a call. The supervisor serves no further call."""
@@ -80,7 +80,7 @@ class Progress:
 
     def reset(self) -> None:
         """Set the state to given: PID 1 sends a call, and the supervisor has not begun to serve the call."""
-        self._memory[0] = _GIVEN
+        self._memory[0] = _SENT
 
     def take(self) -> None:
         """Set the state to taken: from here on, the call may have had effects."""
@@ -93,7 +93,7 @@ class Progress:
     @property
     def is_taken(self) -> bool:
         """Return whether the supervisor has begun to serve the call."""
-        return self._memory[0] != _GIVEN
+        return self._memory[0] != _SENT
 
     @property
     def is_settled(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-KEPT_S = 30 * 86_400.0
+KEEP_S = 30 * 86_400.0
 """Lifetime of uploads and artifacts, in seconds. Records of batches have the same lifetime."""
 MAX_WORKSPACE_BYTES = 2 * 1024**3
 """Limit of one upload, of one workspace from the store, and of the artifacts of one item, in bytes. For unpacked

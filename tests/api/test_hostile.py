@@ -246,7 +246,7 @@ async def test_guessing_a_key_by_its_id_is_reported_nothing(api: ApiHarness) -> 
 async def test_answers_that_are_kept_for_a_key_do_not_fill_redis(
     api: ApiHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(once_slots, "KEPT_BYTES", 3000)
+    monkeypatch.setattr(once_slots, "MAX_STORED_BYTES", 3000)
     codes = [
         (
             await api["acme"].post("/v1/runs", json={"instruction": "x"}, headers={"Idempotency-Key": f"k{number}"})

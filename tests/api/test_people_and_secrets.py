@@ -147,7 +147,7 @@ async def begun(api: ApiHarness, path: str, length: int) -> bytes:
 async def test_a_long_question_has_a_page_of_its_own_on_which_it_is_decided(
     api: ApiHarness, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(approval_pages, "MOST_CHARS", 200)
+    monkeypatch.setattr(approval_pages, "MAX_CHARS", 200)
     short = await ask_for_approval(redis_server, "rm -rf /data")
     long = await ask_for_approval(redis_server, LONG)
     longer = await ask_for_approval(redis_server, LONG + "x")

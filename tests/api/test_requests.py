@@ -289,7 +289,7 @@ async def test_an_orchestrator_that_broke_off_is_begun_again(
         raise RuntimeError("an unexpected error")
         yield
 
-    monkeypatch.setattr(service, "AGAIN_S", 0.01)
+    monkeypatch.setattr(service, "RETRY_S", 0.01)
     monkeypatch.setattr(service, "open_runner", open_broken)
     async with open_api(redis_server.url, concurrency=1), asyncio.timeout(20):
         await is_again.wait()

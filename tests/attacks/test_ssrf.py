@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from contract.errors import ErrorCode, ToolFailure
 from tests.web_certificate import server_context, trusting_context
 from tests.web_servers import QUICK, WebServer, answer, build_web, open_web_server, redirect
+from workers.web.access_rules import WebAccessRules
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
-from workers.web.egress import WebAccessRules
 from workers.web.exchange import ConnectionOptions, HttpRequest, exchange
 from workers.web.fetcher import FetchedPage
 from workers.web.limits import Deadline

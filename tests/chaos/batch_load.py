@@ -20,7 +20,7 @@ OBSERVED = "acts (?P<workspace>[0-9a-f]{32}) (?P<acts>[0-9,]*)"
 _MARK = "[ -s .workspace ] || tr -d - < /proc/sys/kernel/random/uuid > .workspace"
 _ACT = "cat .workspace >> /srv/{{item}}.{{step}}; echo {{step}} >> acts"
 _LOOK = "touch acts; echo acts $(cat .workspace) $(paste -sd, acts)"
-MOST_STEPS = 50
+MAX_STEPS = 50
 """Limit of steps of an item: its calls, and repeated checks while the outcome of a call is unknown."""
 
 
@@ -52,7 +52,7 @@ class BatchLoad:
         self.folder = harness.folder / mark
         self.folder.mkdir()
         self._file = self.folder / "in.jsonl"
-        limits = {"max_iterations": MOST_STEPS}
+        limits = {"max_iterations": MAX_STEPS}
         lines = [{"id": item, "instruction": f"[item {item}] act", "limits": limits} for item in self.items]
         self._file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         self._concurrency = str(concurrency)

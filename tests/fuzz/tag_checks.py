@@ -9,7 +9,7 @@ from tests.fuzz.tag_reference import read_whole
 from tests.fuzz.tag_texts import damaged, hostile_text, random_arguments, random_cuts, random_name, written_call
 
 MARKER = "<tool_action"
-MOST_HELD = 12
+MAX_HELD = 12
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {}, {}, {"ignore_fenced": True}, {"max_tag_chars": 70})
 
 
@@ -27,7 +27,7 @@ def parse(chunks: list[str], options: dict[str, Any]) -> list[TagEvent]:
             shown += len(raw_of(event))
             _append(events, event)
         is_overlong = bool(events) and getattr(events[-1], "reason", "") == "too long"
-        assert fed - shown <= MOST_HELD or text.startswith(MARKER, shown) or is_overlong, f"holds {text[shown:fed]!r}"
+        assert fed - shown <= MAX_HELD or text.startswith(MARKER, shown) or is_overlong, f"holds {text[shown:fed]!r}"
     for event in parser.finish():
         _append(events, event)
     return events

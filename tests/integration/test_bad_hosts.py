@@ -19,7 +19,7 @@ from tests.containers import IMAGE, open_engine
 from tests.engine_stubs import answers_nothing, refuses, stub_engine
 from tests.log_lines import read_last_words
 from workers.sandboxd.daemon import open_daemon
-from workers.sandboxd.guarantees import judge
+from workers.sandboxd.guarantees import build_rows
 from workers.sandboxd.leases import Lease
 from workers.sandboxd.plans import Plans
 from workers.sandboxd.program import examine
@@ -29,7 +29,7 @@ from workers.sandboxd.runtime.engine_gate import EngineCallKinds, Lane
 from workers.settings import SandboxdSettings, TenantClass
 
 HASTY = EngineCallKinds(
-    *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "looks", "freezes", "fills")),
+    *(Lane(name, at_once=2, deadline_s=0.2) for name in ("starts", "removals", "start checks", "freezes", "fills")),
     probe_s=0.2,
 )
 
@@ -174,7 +174,7 @@ async def test_the_check_looks_at_a_real_sandbox_and_leaves_nothing(api: APIClie
         leftovers = await engine.list_containers("badhosts")
     finally:
         engine.close()
-    states = {row.name: row.state for row in judge(evidence)}
+    states = {row.name: row.state for row in build_rows(evidence)}
 
     assert evidence.problem is None
     assert {
@@ -221,7 +221,7 @@ async def test_the_check_of_a_host_without_engine_still_says_all_that_it_can(
     classes = {"web": TenantClass(network="egress")}
     settings, engine = build_settings(tmp_path, tenant_classes=classes, egress_socket=tmp_path / "proxy"), Engine()
     try:
-        rows = {row.name: row for row in judge(await examine(settings, Plans(settings), engine))}
+        rows = {row.name: row for row in build_rows(await examine(settings, Plans(settings), engine))}
     finally:
         engine.close()
 
@@ -256,7 +256,7 @@ async def test_an_egress_proxy_counts_for_the_check_as_it_does_for_sandboxes(
             evidence = await examine(settings, Plans(settings), engine)
     finally:
         engine.close()
-    row = next(row for row in judge(evidence) if row.name == "network follows the class")
+    row = next(row for row in build_rows(evidence) if row.name == "network follows the class")
 
     assert row.state == state
     assert message in row.why

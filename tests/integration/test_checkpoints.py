@@ -49,7 +49,7 @@ async def test_files_and_shell_state_are_as_they_were(client: ToolClient) -> Non
     assert lines[3:7] == ["640 981173106 2", "/etc/passwd", "fifo", "kept"]
     assert lines[7] == "secretin" + "209715200 0"
     assert checkpoint.bytes < 1_000_000
-    assert (checkpoint.skipped, checkpoint.torn) == (0, False)
+    assert (checkpoint.skipped, checkpoint.files_changed) == (0, False)
 
 
 async def test_a_checkpoint_outlives_its_session_and_gives_many_equal_ones(client: ToolClient) -> None:

@@ -79,7 +79,7 @@ class Place:
     ) -> GuestResponse:
         if tenant not in self._names:
             with SandboxClient(self.client_socket) as client:
-                self._names[tenant] = client.open(tenant, session, terms=TERMS.get(tenant))
+                self._names[tenant] = client.open(tenant, session, policy=TERMS.get(tenant))
         return run_script(self.client_socket, self._names[tenant], script, timeout_s, call_id=call_id)
 
     def write(self, name: str, data: bytes) -> None:
@@ -189,7 +189,7 @@ def _call_fetcher(place: Place, network: str, tenant: str) -> str:
         with SandboxClient(place.client_socket) as client:
             return client.call(place.name(tenant), request, body)
 
-    server = SandboxServer("fetcher", entry, stands_alone=True)
+    server = SandboxServer("fetcher", entry, is_sessionless=True)
     outputs = [
         server.call_tool(run, "fetch", {"url": f"http://site.example:{place.http}/big"}, "/workspace", 30)
         for _ in range(2)
@@ -278,10 +278,10 @@ def test_a_network_that_is_taken_back_ends_what_runs_over_it_and_lets_nothing_mo
         try:
             with in_thread(lambda: got.append(place.run(stalling))):
                 assert place.stall.asked.wait(SOON_S)
-                assert client.send_terms("acme", TERMS["acme"].model_copy(update={"network": "none"})) == 1
+                assert client.send_policy("acme", TERMS["acme"].model_copy(update={"network": "none"})) == 1
             refused = place.run(fetch)
         finally:
-            client.send_terms("acme", TERMS["acme"])
+            client.send_policy("acme", TERMS["acme"])
     assert any(
         error_name in text_of(got[0]) for error_name in ("IncompleteRead", "RemoteDisconnected", "ConnectionResetError")
     )

@@ -41,7 +41,7 @@ DEPLOYMENT = f"faults-{secrets.token_hex(4)}"
 def lanes(deadline_s: float, starts_s: float) -> EngineCallKinds:
     """Return lanes that run two requests of each kind at a time. All kinds have the same deadline, except starts."""
     starts = Lane("starts", at_once=2, deadline_s=starts_s)
-    others = [Lane(name, at_once=2, deadline_s=deadline_s) for name in ("removals", "looks", "freezes", "fills")]
+    others = [Lane(name, at_once=2, deadline_s=deadline_s) for name in ("removals", "start checks", "freezes", "fills")]
     return EngineCallKinds(starts, *others, probe_s=deadline_s)
 
 
@@ -77,9 +77,9 @@ def config(api: APIClient) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("behaviour", "deadline_s", "message", "later_words"),
     [
-        (answers_nothing, 0.1, "did not answer within 0.1 s", "does not finish any of 2 looks"),
-        (stalls_in_its_header, 0.1, "did not answer within 0.1 s", "does not finish any of 2 looks"),
-        (drips, 0.1, "did not answer within 0.1 s", "does not finish any of 2 looks"),
+        (answers_nothing, 0.1, "did not answer within 0.1 s", "does not finish any of 2 start checks"),
+        (stalls_in_its_header, 0.1, "did not answer within 0.1 s", "does not finish any of 2 start checks"),
+        (drips, 0.1, "did not answer within 0.1 s", "does not finish any of 2 start checks"),
         (talks_garbage, PATIENT_S, "does not answer", "has not answered since"),
         (answers_something_else, PATIENT_S, "cannot be read", "has not answered since"),
     ],
@@ -223,7 +223,7 @@ async def test_an_engine_that_hung_is_used_again_when_it_is_back(
         hasty = [asyncio.create_task(asyncio.wait_for(engine.image_id(IMAGE), 0.05)) for _ in range(2)]
         await asyncio.wait(hasty)
         relay.resume()
-        await until(lambda: engine.describe()["running"]["looks"] == 0)
+        await until(lambda: engine.describe()["running"]["start checks"] == 0)
 
         attached = await engine.start(config, f"toolcrew-back-{secrets.token_hex(8)}")
         attached.sock.close()

@@ -17,7 +17,7 @@ from contract.calls import ToolResult
 from contract.errors import OPERATOR_CODES, ErrorCode, OperatorError
 from orchestrator.dispatch import delivery
 from orchestrator.dispatch.sessions import Session
-from orchestrator.operations.supervision import MOST_ENDS
+from orchestrator.operations.supervision import MAX_ENDS
 from orchestrator.sdk.client import ToolClient
 from orchestrator.settings import OrchestratorSettings
 from tests.containers import watch
@@ -146,7 +146,7 @@ async def test_a_redis_that_does_not_stay_ends_the_call_soon_and_the_stack_with_
         call = await start_call(own_stack, await client.open_session(), "sleep 66")
 
         killed = 0
-        for _ in range(MOST_ENDS):
+        for _ in range(MAX_ENDS):
             killed = await asyncio.to_thread(own_stack.wait_for_another, "redis", killed)
             os.kill(killed, signal.SIGKILL)
 
@@ -154,7 +154,7 @@ async def test_a_redis_that_does_not_stay_ends_the_call_soon_and_the_stack_with_
         assert result.success is False
         assert result.error_code in OPERATOR_CODES
     assert await asyncio.to_thread(own_stack.process.wait, 60) == 1
-    assert f"redis has ended {MOST_ENDS} times" in own_stack.errors()
+    assert f"redis has ended {MAX_ENDS} times" in own_stack.errors()
     own_stack.footprint.assert_nothing_left()
 
 

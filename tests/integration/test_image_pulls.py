@@ -311,16 +311,16 @@ def test_only_the_class_with_a_login_pulls_a_private_image_and_nothing_shows_the
         with daemon.client() as client:
             for tenant_class in ("default", "strangers"):
                 with pytest.raises(ToolFailure, match=r"refuses access .* 'registries' of the tenant class") as refused:
-                    client.open("acme", "s", image, terms=SandboxPolicy(tenant_class=tenant_class))
+                    client.open("acme", "s", image, policy=SandboxPolicy(tenant_class=tenant_class))
                 refusals.append(str(refused.value))
-            name = client.open("acme", "s", image, terms=SandboxPolicy(tenant_class="builders"))
+            name = client.open("acme", "s", image, policy=SandboxPolicy(tenant_class="builders"))
             assert run_script(client, name, READ) == "one\n"
             assert PASSWORD not in run_script(
                 client, name, 'for file in /proc/*/{environ,cmdline}; do echo "$(<"$file")"; done 2>&1'
             )
             password.unlink()
             with pytest.raises(SandboxUnavailable, match=r"password file .* cannot be read"):
-                client.open("acme", "t", other, terms=SandboxPolicy(tenant_class="builders"))
+                client.open("acme", "t", other, policy=SandboxPolicy(tenant_class="builders"))
         shown = "".join([*refusals, daemon.log(), json.dumps(daemon.status())])
         shown += "".join(path.read_text() for path in daemon.state.rglob("*.json"))
         assert PASSWORD not in shown

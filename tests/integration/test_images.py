@@ -32,7 +32,7 @@ from workers.sandboxd.sandbox import Sandbox
 
 PYTHON_IMAGE, NODE_IMAGE = "toolcrew-sandbox-python:dev", "toolcrew-sandbox-node:dev"
 MB = 1_000_000
-MOST_MB = {IMAGE: 260, PYTHON_IMAGE: 300, NODE_IMAGE: 500}
+MAX_MB = {IMAGE: 260, PYTHON_IMAGE: 300, NODE_IMAGE: 500}
 
 
 def plan_of(image: str) -> SandboxPlan:
@@ -186,7 +186,7 @@ def test_an_image_of_ours_gives_no_rights_and_nothing_to_write(api: APIClient, i
 
 def test_an_image_of_ours_is_small_and_has_a_user(api: APIClient, image: str) -> None:
     inspected = api.inspect_image(image)
-    assert inspected["Size"] < MOST_MB[image] * MB
+    assert inspected["Size"] < MAX_MB[image] * MB
     assert (inspected["Config"]["User"], inspected["Config"]["WorkingDir"]) == ("1000:1000", "/workspace")
     assert any(re.fullmatch(r".*:[0-9a-f]{12}", tag) for tag in inspected["RepoTags"])
 
@@ -397,4 +397,4 @@ async def test_an_image_that_cannot_be_a_sandbox_is_named_with_the_reason(api: A
         assert f"image {image} cannot be a sandbox: " in str(caught.value)
         assert "its /workspace is not a folder" in str(caught.value)
         assert time.monotonic() - started_at < 10
-    assert host.factory.slots.taken == 0
+    assert host.factory.slots.used == 0

@@ -151,7 +151,12 @@ async def test_a_running_command_is_killed_with_all_it_started_by_another_proces
 
     killed = await toolcrew(stack, "calls", "kill", call_id, "--reason", "it runs away", "--json")
 
-    assert json.loads(killed.stdout) == {"call": call_id, "state": "done", "error_code": "CANCELLED", "was_over": False}
+    assert json.loads(killed.stdout) == {
+        "call": call_id,
+        "state": "done",
+        "error_code": "CANCELLED",
+        "already_ended": False,
+    }
     assert not any("sleep 30" in one for one in commands_in(container).values())
     result = await call
     assert (result.error_code, result.output) == (ErrorCode.CANCELLED, "begun\n")

@@ -200,7 +200,7 @@ async def test_a_call_is_killed_by_another_program_and_may_clean_up(pool: Pool, 
         killed = await control.kill("acme", one.id, local_actor(), "enough")
     finally:
         await client.aclose()
-    assert (killed.record.code, killed.was_over, "enough" in killed.record.killed) == ("CANCELLED", False, True)
+    assert (killed.record.code, killed.already_ended, "enough" in killed.record.killed) == ("CANCELLED", False, True)
     assert (await running).error_code is ErrorCode.CANCELLED
     await has(mark.with_suffix(".cleaned"))
     assert (await where(dispatcher)).success
@@ -237,7 +237,7 @@ async def test_the_cancel_of_another_tenant_or_of_a_forger_ends_nothing(pool: Po
     await has(mark.with_suffix(".began"))
     order = call("session.cancel", call_id=victim)
 
-    await dispatcher.command(order, "rival", None, POOL_WEB)
+    await dispatcher.send_order(order, "rival", None, POOL_WEB)
     forged = make_envelope(pool.broker, order, tenant="acme", session="s1", key=SigningKeys.of("a guess"))
     with pool.open_redis() as store:
         store.lpush(control_queue(POOL_WEB), forged)

@@ -119,7 +119,7 @@ def test_more_than_class_and_policy_allow_opens_no_session(
     daemon = start(daemons, "auto", CLASSES)
     with daemon.client() as client:
         with pytest.raises(ToolFailure, match=f"class '{terms.tenant_class}'") as refused:
-            client.open("acme", "s", options=options, terms=terms)
+            client.open("acme", "s", options=options, policy=terms)
         assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
         assert client.status()["sessions"] == 0
 
@@ -138,7 +138,9 @@ def test_a_session_is_root_inside_only_if_it_asks_for_it_and_its_class_allows_it
         own = client.open("acme", "own")
         assert run_script(client, own, "exec 2>&1; id -u; touch /etc/mine").split()[0] == "1000"
         with pytest.raises(ToolFailure, match="may not run as root"):
-            client.open("acme", "plain", options=SandboxOptions(user="root"), terms=SandboxPolicy(tenant_class="plain"))
+            client.open(
+                "acme", "plain", options=SandboxOptions(user="root"), policy=SandboxPolicy(tenant_class="plain")
+            )
     daemon.kill()
     daemon.start()
     with daemon.client() as client:

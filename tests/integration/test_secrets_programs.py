@@ -91,7 +91,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
         worker = threading.Thread(target=confirm)
         with SandboxClient(at) as client:
-            client.open("acme", "s1", terms=TERMS, options=SandboxOptions(secrets=(*BASIC, *HEADER)))
+            client.open("acme", "s1", policy=TERMS, options=SandboxOptions(secrets=(*BASIC, *HEADER)))
         worker.start()
         stack.callback(worker.join)
         stack.callback(stop.set)
@@ -158,7 +158,7 @@ def test_pip_installs_from_a_private_index(place: Place) -> None:
 
 def test_npm_installs_from_a_private_registry(place: Place) -> None:
     with SandboxClient(place.client_socket) as client:
-        client.open("acme", "node", NODE_IMAGE, terms=TERMS, options=SandboxOptions(secrets=("NPM_TOKEN",)))
+        client.open("acme", "node", NODE_IMAGE, policy=TERMS, options=SandboxOptions(secrets=("NPM_TOKEN",)))
     registry = f"{place.host}/npm/"
     script = (
         f"printf '%s\\n' 'registry=https://{registry}' '//{registry}:_authToken=${{NPM_TOKEN}}' > .npmrc; echo '{{}}' > "

@@ -106,7 +106,9 @@ async def test_a_hostile_or_damaged_one_is_one_clear_error_and_stays_inside(sess
     for name, (kind, content, _) in HOSTILE.items():
         await output(session, f"mkdir '/workspace/{name}'")
         with pytest.raises(ToolFailure) as refused:
-            await session._verb("import", {"kind": kind, "path": f"/workspace/{name}"}, content=content, timeout_s=30)
+            await session._call_verb(
+                "import", {"kind": kind, "path": f"/workspace/{name}"}, content=content, timeout_s=30
+            )
         found[name] = refused.value.code
     assert found == {name: code for name, (_, _, code) in HOSTILE.items()}
     assert await output(session, "ls -A /tmp") == ""
@@ -123,6 +125,6 @@ async def test_a_hostile_or_damaged_one_is_one_clear_error_and_stays_inside(sess
 async def test_a_bomb_ends_where_the_room_does(kind: str, content: Callable[[], bytes], session: Session) -> None:
     with pytest.raises(ToolFailure) as refused:
         # /tmp is the smallest writable folder of a sandbox.
-        await session._verb("import", {"kind": kind, "path": "/tmp"}, content=content(), timeout_s=60)
+        await session._call_verb("import", {"kind": kind, "path": "/tmp"}, content=content(), timeout_s=60)
     assert refused.value.code is ErrorCode.NO_SPACE
     assert await output(session, "rm -rf /tmp/*; echo still here") == "still here\n"

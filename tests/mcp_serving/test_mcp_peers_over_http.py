@@ -40,7 +40,7 @@ def _load(url: str, **fields: Any) -> dict[str, WorkerTool]:
 
 def _found(entries: dict[str, HttpEntry]) -> dict[str, WorkerTool]:
     registry: WorkerRegistry = ToolRegistry()
-    ServerRegistry(registry, build_http_sources(entries, WebSettings()), 600, 4).list_due()
+    ServerRegistry(registry, build_http_sources(entries, WebSettings()), 600, 4).list_due_servers()
     return {spec.name: tool for spec in registry.specs() if (tool := registry.get(spec.name)) is not None}
 
 
@@ -100,7 +100,7 @@ def test_a_server_of_an_earlier_revision_is_greeted_and_its_session_ended() -> N
 
 def test_the_sdks_server_is_used_by_its_handshake_as_well(peer: str) -> None:
     way = reach(peer)
-    way.stands_alone = False
+    way.is_sessionless = False
     assert [tool["name"] for tool in way.list_tools(_soon())] == ["add", "refuse", "show"]
     assert way.call_tool("add", {"a": 2, "b": 40}, _soon())["content"][0]["text"] == "42"
 
@@ -112,7 +112,7 @@ def test_the_sdks_server_is_used_over_stdio_in_either_revision(alone: bool | Non
     way = SandboxServer("peer", entry, alone)
     with open_local_sandbox() as box:
         assert [tool["name"] for tool in way.list_tools(box.run, 60)] == ["add", "refuse", "show"]
-        assert way.stands_alone is (alone is not False)
+        assert way.is_sessionless is (alone is not False)
         for number in range(2):
             assert way.call_tool(box.run, "add", {"a": 2, "b": number}, "/workspace", 60)["content"][0]["text"] == str(
                 2 + number
@@ -312,7 +312,7 @@ def test_a_public_name_may_not_lead_to_a_private_address(address: str) -> None:
 
 def test_every_request_is_judged_anew_when_the_name_leads_elsewhere() -> None:
     way = reach("https://tools.example/mcp", {"tools.example": [["198.51.101.1"], ["127.0.0.1"]]}, private=False)
-    way.stands_alone = True
+    way.is_sessionless = True
     way.resolver.resolve("tools.example", _soon(), 1)
     assert _failure(lambda: way.call_tool("echo", {}, _soon())).code is ErrorCode.SECURITY_REFUSED
 

@@ -15,7 +15,7 @@ from contract.names import api_keys_key
 from contract.settings import BrokerSettings
 from contract.signing import SigningKeys
 from contract.tenancy import TenantPolicy
-from store.api_keys import KEY_FRESH_S, MAX_KNOWN, ApiKeyRecord, ApiKeys, Credential, Identity
+from store.api_keys import KEY_FRESH_S, MAX_CACHED_KEYS, ApiKeyRecord, ApiKeys, Credential, Identity
 from store.connection import open_redis
 from store.tenants import RedisTenants
 from tests.builders import KEY as KEYS
@@ -68,8 +68,8 @@ async def failure_of(work: Any) -> ErrorCode:
 
 def expire_cache(keys: ApiKeys) -> None:
     """Age the cached keys by the cache's maximum age."""
-    for key_id, (record, asked_at) in keys._cache.items():
-        keys._cache[key_id] = (record, asked_at - KEY_FRESH_S)
+    for key_id, (record, requested_at) in keys._cache.items():
+        keys._cache[key_id] = (record, requested_at - KEY_FRESH_S)
 
 
 async def test_a_key_authenticates_its_tenant_and_role(harness: Harness) -> None:
@@ -179,9 +179,9 @@ async def test_concurrent_authentications_with_one_key_read_redis_once(
 async def test_the_key_cache_is_bounded(harness: Harness) -> None:
     text = (await harness.keys.add("acme")).text
     record = ApiKeyRecord(tenant="acme", role="tenant", digest="0" * 64, tail="abcd", created_at=0)
-    harness.keys._cache = {str(number): (record, 0.0) for number in range(MAX_KNOWN)}
+    harness.keys._cache = {str(number): (record, 0.0) for number in range(MAX_CACHED_KEYS)}
     await harness.keys.authenticate(text)
-    assert len(harness.keys._cache) == MAX_KNOWN
+    assert len(harness.keys._cache) == MAX_CACHED_KEYS
 
 
 async def test_a_tenant_credential_is_refused_for_another_tenant(harness: Harness) -> None:

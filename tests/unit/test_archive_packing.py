@@ -220,7 +220,7 @@ async def test_a_failed_tar_in_the_guest_is_an_error(done: dict[str, Any], code:
 async def test_a_file_changed_during_packing_is_reported() -> None:
     guest = ScriptedGuest(lambda request, sink: reply(request, sink, stdout=b"tar", exit_code=1))
     _, facts = await pack_to_memory(guest, Path("/workspace"))
-    assert facts.is_torn is True
+    assert facts.files_changed is True
 
 
 async def test_cancelling_the_packing_cancels_it_in_the_guest() -> None:

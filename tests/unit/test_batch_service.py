@@ -125,7 +125,7 @@ def service_of(pool: FakePool, models: Any = None) -> ServiceWork:
 
 async def test_a_run_of_a_removed_tenant_fails_and_its_session_is_removed(harness: RunHarness) -> None:
     claim, journal = await claim_run(harness)
-    await journal.note(SessionOpening, session="s1")
+    await journal.record(SessionOpening, session="s1")
     pool = FakePool(Tenants("zeta"))
     outcome = await service_of(pool).work(claim, journal, BatchDefaults(), lambda _: None)
     assert outcome.failure is not None
@@ -150,7 +150,7 @@ class ServiceOfRemovedTenant(ServiceWork, RunOfRemovedTenant):
 
 async def test_removing_the_tenant_during_a_run_fails_the_run(harness: RunHarness) -> None:
     claim, journal = await claim_run(harness)
-    await journal.note(SessionOpening, session="s1")
+    await journal.record(SessionOpening, session="s1")
     pool, events = FakePool(Tenants("acme")), list[RunEvent]()
     service = ServiceOfRemovedTenant(cast(Any, pool), cast(Any, None), cast(Any, None), None)
     async with asyncio.timeout(30):

@@ -20,7 +20,7 @@ from orchestrator.batches.progress import BatchProgress
 from orchestrator.batches.tool_check import MAX_SHOWN, check_tools
 from orchestrator.command import app
 from orchestrator.models.choice import FALLBACK_WARNING, ChosenModel
-from orchestrator.models.scripted import EVERYTHING
+from orchestrator.models.scripted import ALL_CAPABILITIES
 from orchestrator.runs.models import Models
 from orchestrator.settings import OrchestratorSettings
 from tests.builders import build_spec
@@ -101,7 +101,7 @@ def warning(at: float = 1.0, message: str = FALLBACK_WARNING) -> BatchNotice:
 
 async def test_a_batch_warns_once_when_it_falls_back_to_the_shipped_model(make: Made) -> None:
     harness = make([*echo_then("one"), *echo_then("two")])
-    fallback = replace(ChosenModel(harness.model, capabilities=EVERYTHING), is_fallback=True)
+    fallback = replace(ChosenModel(harness.model, capabilities=ALL_CAPABILITIES), is_fallback=True)
     harness.work._models = Models(OrchestratorSettings(deployment="d", redis_url=None), harness.pool, fallback)
     await harness.submit(2, work=build_run().work)
     for claim in await harness.queue.claim(2, ("acme", "b")):

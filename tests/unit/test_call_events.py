@@ -138,7 +138,7 @@ async def test_a_slow_consumer_slows_the_writer_and_loses_no_output(harness: Eve
     assert screen.text() == text
     # Pieces are at least half as large as they may be.
     assert longest <= 2 * MAX_WAITING_BYTES / MAX_PIECE_BYTES + 1
-    assert reader.note(build_result()).metadata == {}
+    assert reader.with_hidden_count(build_result()).metadata == {}
 
 
 async def test_a_blocked_consumer_delays_the_writer_for_a_bounded_time(
@@ -285,7 +285,7 @@ async def test_output_that_was_not_shown_is_counted_in_the_result(
         await asyncio.Event().wait()
 
     reader = await harness.hear(lambda w: [w.show("stdout", "x" * 20_000) for _ in range(3)], on_output)
-    hidden = reader.note(build_result()).metadata[HIDDEN]
+    hidden = reader.with_hidden_count(build_result()).metadata[HIDDEN]
     assert hidden == 60_000
 
 

@@ -34,7 +34,7 @@ class FakeDispatcher:
     perform: Callable[[ToolCall], Awaitable[None]]
     sent_orders: list[tuple[ToolCall, tuple[str, str | None, str | None]]] = field(default_factory=list)
 
-    async def command(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
+    async def send_order(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
         self.sent_orders.append((call, (tenant, session, queue)))
         await self.perform(call)
 
@@ -107,7 +107,7 @@ async def test_a_killed_queued_call_never_starts_and_names_the_actor_and_reason(
     await harness.note()
     call = asyncio.create_task(harness.monitor.watch("acme", "c1", wait_forever()))
     killed = await harness.control.kill("acme", "c1", ANNE, "it runs away")
-    assert (killed.record.state, killed.record.code, killed.was_over) == (CallState.FORBIDDEN, "CANCELLED", False)
+    assert (killed.record.state, killed.record.code, killed.already_ended) == (CallState.FORBIDDEN, "CANCELLED", False)
     with pytest.raises(ToolFailure, match="killed by anne: it runs away; the call had not begun") as failure:
         await asyncio.wait_for(call, SOON_S)
     assert failure.value.code is ErrorCode.CANCELLED
@@ -278,7 +278,7 @@ async def test_a_kill_with_unreachable_redis_is_reported() -> None:
 async def test_a_kill_of_an_ended_call_changes_nothing(harness: Harness) -> None:
     await harness.note(state="done", code="TIMEOUT")
     killed = await harness.control.kill("acme", "c1", ANNE)
-    assert (killed.was_over, killed.record.code, killed.record.killed) == (True, "TIMEOUT", "")
+    assert (killed.already_ended, killed.record.code, killed.record.killed) == (True, "TIMEOUT", "")
     assert await harness.audit_entries() == []
 
 

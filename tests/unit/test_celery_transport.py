@@ -78,7 +78,7 @@ class Harness:
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(celery_transport, "START_GRACE_S", 0.05)
-    monkeypatch.setattr(celery_transport, "ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr(celery_transport, "RESULT_RETRY_S", 0.02)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.dialects.model import Message, TokenUsage
-from orchestrator.loop.context_window import KEPT_CHARS, ContextWindow
+from orchestrator.loop.context_window import SHORTENED_CHARS, ContextWindow
 
 LONG = "head " + "x" * 50_000 + " tail"
 
@@ -23,7 +23,10 @@ def test_the_oldest_results_are_shortened_first_and_no_more_than_needed() -> Non
     content = fitted[0]["content"]
     assert content.startswith("head xxx")
     assert content.endswith("xxx tail")
-    assert f"[... {len(LONG) - KEPT_CHARS} characters of this result are left out to fit the context window" in content
+    assert (
+        f"[... {len(LONG) - SHORTENED_CHARS} characters of this result are left out to fit the context window"
+        in content
+    )
 
 
 def test_the_reported_token_usage_adjusts_the_estimate() -> None:

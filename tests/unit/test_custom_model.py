@@ -202,7 +202,7 @@ async def test_an_unexpected_model_exception_is_reported_and_logged(caplog: pyte
         ErrorCode.INTERNAL,
         "the caller's model failed (ZeroDivisionError): see the log of the caller",
     )
-    assert "model_question_failed" in caplog.text
+    assert "model_request_failed" in caplog.text
 
 
 async def test_an_invalid_answer_is_logged_and_skipped() -> None:
@@ -229,7 +229,7 @@ async def test_an_invalid_question_is_logged_and_not_answered(caplog: pytest.Log
         answer_task = requests.open_call()(CallEvent(kind=MODEL, payload=payload), FakeReader(events))  # type: ignore[arg-type]
         assert answer_task is not None
         await answer_task
-        assert "model_question_refused" in caplog.text
+        assert "model_request_refused" in caplog.text
         caplog.clear()
     assert events.answers.empty()
 

@@ -91,7 +91,7 @@ class ScriptedTransport:
             seal=ResultSeal(KEY, context.tenant, context.attempt),
         )
 
-    async def command(self, queue: str, envelope: str) -> None:
+    async def send_order(self, queue: str, envelope: str) -> None:
         """Send nothing."""
 
     async def aclose(self) -> None:
@@ -303,7 +303,7 @@ async def test_admission_is_charged_for_sandbox_and_run_time(
     await Harness(client, run).call("acts")
     request, slot = slots[-1]
     assert slot.used_s == 3
-    assert delivery.LEAST_WAIT_S < request.wait_s <= 5
+    assert delivery.MIN_WAIT_S < request.wait_s <= 5
 
 
 async def test_a_session_on_a_lost_host_can_be_closed(client: "redis.asyncio.Redis") -> None:

@@ -199,7 +199,7 @@ async def test_a_redis_replica_or_unreachable_redis_is_reported() -> None:
     [
         ({"release": "0"}, True, "release 0", "docs/deploy.md"),
         (
-            {"healthy": False, "trouble": "sandboxd does not answer"},
+            {"healthy": False, "problem": "sandboxd does not answer"},
             True,
             "sandboxd does not answer",
             "toolcrew doctor",

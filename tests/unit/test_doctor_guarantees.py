@@ -13,8 +13,8 @@ from workers.sandboxd.guarantees import (
     HostFacts,
     HostGuarantee,
     WorkspaceFacts,
+    build_rows,
     is_runc_fixed,
-    judge,
     read_host_facts,
 )
 from workers.sandboxd.plans import Plans
@@ -66,11 +66,11 @@ OLD_RUNC = {"facts": {"components": {"runc": "1.1.5+ds1"}}, "sandbox_runtime": "
 
 
 def row_of(evidence: Evidence, name: str) -> HostGuarantee:
-    return next(row for row in judge(evidence) if row.name == name)
+    return next(row for row in build_rows(evidence) if row.name == name)
 
 
 def test_all_guarantees_hold_on_a_good_host() -> None:
-    rows = judge(build_evidence())
+    rows = build_rows(build_evidence())
 
     assert [row.name for row in rows if row.state == "broken"] == []
     assert [row.name for row in rows if row.state == "unknown"] == ["no known escape"]
@@ -149,7 +149,7 @@ def test_only_requirements_of_sandboxd_are_marked_as_needed() -> None:
         tenant_classes={"data": TenantClass(image="theirs:2")},
     )
 
-    assert {row.name for row in judge(evidence) if row.is_needed and row.state == "broken"} == {
+    assert {row.name for row in build_rows(evidence) if row.is_needed and row.state == "broken"} == {
         "system calls are filtered",
         "runtimes are installed",
     }
@@ -188,9 +188,9 @@ def test_without_an_engine_every_guarantee_is_listed_and_none_assumed() -> None:
     evidence = replace(
         build_evidence(), facts=None, images={}, workspaces=None, problem="the Docker engine does not answer"
     )
-    rows = judge(evidence)
+    rows = build_rows(evidence)
 
-    assert [row.name for row in rows] == [row.name for row in judge(build_evidence())]
+    assert [row.name for row in rows] == [row.name for row in build_rows(build_evidence())]
     assert {row.name: row.state for row in rows}["engine answers"] == "broken"
     assert {row.name: row.state for row in rows}["system calls are filtered"] == "unknown"
 
@@ -216,7 +216,7 @@ def test_any_engine_and_host_facts_give_valid_rows(
 ) -> None:
     facts = {"kernel": kernel, "components": {"runc": runc}, "runtimes": tuple(runtimes), "security": security}
 
-    rows = judge(
+    rows = build_rows(
         build_evidence(
             facts=facts, host={"swaps": swaps, "memory_bytes": memory, "kernel": kernel}, sandbox_runtime="runc"
         )
@@ -250,7 +250,7 @@ def test_every_host_guarantee_in_security_md_is_checked() -> None:
     names = [name.strip() for line in section.splitlines()[2:] for name in line.split("|")[1].split(",")]
 
     assert names
-    assert set(names) - {row.name for row in judge(build_evidence())} == set()
+    assert set(names) - {row.name for row in build_rows(build_evidence())} == set()
 
 
 def test_docs_images_describes_every_tenant_class_field() -> None:

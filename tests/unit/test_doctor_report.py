@@ -18,8 +18,8 @@ def build_row(name: str, state: str, **fields: Any) -> dict[str, Any]:
 
 def test_a_remedy_is_printed_below_each_problem() -> None:
     report = Report()
-    report.good("memory", "1 MiB")
-    report.broken("redis", "gone", "start it")
+    report.add_passed("memory", "1 MiB")
+    report.add_failure("redis", "gone", "start it")
     assert report.lines() == ["ok    memory  1 MiB", "FAIL  redis   gone", "              -> start it"]
     report = Report(guarantees=[build_row("short", "holds"), build_row("much longer", "broken")])
     assert report.guarantee_lines()[2:] == [

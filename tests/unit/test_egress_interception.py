@@ -155,10 +155,10 @@ def test_equal_secret_uses_are_counted_and_reported_at_intervals() -> None:
     now = [0.0]
     uses = SecretUses(clock=lambda: now[0])
     for _ in range(3):
-        uses.note("acme", "s1", None, "TOKEN", "a.example")
+        uses.count("acme", "s1", None, "TOKEN", "a.example")
     [first] = uses.take()
     assert (first["count"], first["run"]) == (3, "")
-    uses.note("acme", "s1", None, "TOKEN", "a.example")
+    uses.count("acme", "s1", None, "TOKEN", "a.example")
     assert uses.take() == []
     now[0] = 61.0
     assert [use["count"] for use in uses.take()] == [1]

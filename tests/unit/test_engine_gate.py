@@ -272,10 +272,10 @@ def test_only_consecutive_failures_open_the_breaker() -> None:
     breaker = Breaker(clock, threshold=3, first_pause_s=1.0)
 
     for outcome in ("failed", "failed", "answered", "failed", "failed"):
-        breaker.note_failure("no answer") if outcome == "failed" else breaker.note_answer()
+        breaker.record_failure("no answer") if outcome == "failed" else breaker.record_answer()
 
     assert not breaker.is_open
-    assert breaker.note_failure("no answer") is True
+    assert breaker.record_failure("no answer") is True
     assert breaker.admit() is BreakerDecision.REFUSE
     clock.now += 1
     assert [breaker.admit() for _ in range(2)] == [BreakerDecision.PROBE, BreakerDecision.REFUSE]
@@ -285,7 +285,7 @@ def test_only_consecutive_failures_open_the_breaker() -> None:
 
 MOVES = st.lists(
     st.one_of(
-        st.sampled_from(["failed", "answered", "admit", "note_probe_failure", "note_probe_answer", "drop_probe"]),
+        st.sampled_from(["failed", "answered", "admit", "record_probe_failure", "record_probe_answer", "drop_probe"]),
         st.floats(0.0, 40.0),
     ),
     max_size=80,
@@ -310,18 +310,18 @@ def test_any_event_order_keeps_the_breaker_within_its_limits(moves: list[str | f
             if not is_probing:
                 continue
             is_probing = False
-            if move == "note_probe_failure":
-                breaker.note_probe_failure("silent")
+            if move == "record_probe_failure":
+                breaker.record_probe_failure("silent")
             else:
                 getattr(breaker, move)()
         elif move == "failed":
             in_row += 1
-            has_opened = breaker.note_failure("silent")
+            has_opened = breaker.record_failure("silent")
             assert has_opened == (breaker.is_open and not was_open)
             assert not (has_opened and in_row < 3)
         elif move == "answered":
             in_row, is_probing = 0, False
-            assert breaker.note_answer() == was_open
+            assert breaker.record_answer() == was_open
             assert breaker.admit() is BreakerDecision.GO
         if not breaker.is_open:
             is_probing = False

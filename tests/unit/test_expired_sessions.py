@@ -29,7 +29,7 @@ class Host:
 
     def check_once(self) -> int:
         with self.sandboxd.client() as client:
-            return self.watch.look(client)
+            return self.watch.run_round(client)
 
     def has_location(self, session: str) -> bool:
         return bool(self.harness.redis.exists(location_key(DEPLOYMENT, "acme", session)))

@@ -271,7 +271,7 @@ async def test_the_session_of_an_interrupted_grading_is_closed(make: Made) -> No
     claim = await harness.put(graded(build_run()))
     journal = await harness.journal(claim)
     for number in range(20):
-        await journal.note_review(f"c{number}", ToolCall(id=f"c{number}", name="echo"))
+        await journal.record_review(f"c{number}", ToolCall(id=f"c{number}", name="echo"))
     await cancel_when_reached(harness, claim, reached)
     closed_sessions: list[str] = []
     original = run_log.SessionStore.close

@@ -49,14 +49,14 @@ class HeldCallHarness:
 
     def check_later(self) -> int:
         self.now += DURABLE_AFTER_S
-        self.held.look()
+        self.held.confirm_due()
         return self.confirmed
 
 
 def test_a_long_call_is_confirmed_once_and_again_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = HeldCallHarness(monkeypatch)
     with harness.held.over(harness.confirm), harness.held.over(harness.confirm):
-        harness.held.look()
+        harness.held.confirm_due()
         assert harness.confirmed == 0
         harness.is_away = True
         # The second call would only wait for the same time limit.
@@ -103,7 +103,7 @@ def test_a_confirmation_does_not_override_a_later_state(
 
 def test_the_confirmation_thread_ends_with_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "DURABLE_AFTER_S", 0.0)
-    monkeypatch.setattr(executor, "LOOK_S", 0.01)
+    monkeypatch.setattr(executor, "CHECK_INTERVAL_S", 0.01)
     held = UnconfirmedCalls()
     for _ in range(2):
         sure, threads = threading.Event(), threading.active_count()

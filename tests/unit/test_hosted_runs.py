@@ -388,7 +388,7 @@ def test_pages_list_each_run_once_while_runs_are_added_and_removed(
             harness = make()
             await harness.client.flushdb()
             harness.runs = HostedRuns(
-                harness.client, "d", KEY, harness.pool.tenants, max_kept=data.draw(st.integers(5, 30))
+                harness.client, "d", KEY, harness.pool.tenants, max_listed=data.draw(st.integers(5, 30))
             )
             run_ids = [await harness.start() for _ in range(data.draw(st.integers(0, 20)))]
             listed, cursor, is_first = list[str](), None, True
@@ -410,7 +410,7 @@ def test_pages_list_each_run_once_while_runs_are_added_and_removed(
 
 async def test_the_oldest_ended_runs_are_removed_with_all_their_keys(make_hosted: MadeHosted) -> None:
     harness = make_hosted(["done", "done"])
-    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_kept=3)
+    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=3)
     started = [await harness.start() for _ in range(2)]
     async with harness.working():
         await harness.ended(started[1])
@@ -429,7 +429,7 @@ async def test_the_oldest_ended_runs_are_removed_with_all_their_keys(make_hosted
 
 async def test_waiting_runs_do_not_block_the_removal_of_ended_runs(make_hosted: MadeHosted) -> None:
     harness = make_hosted(["done"])
-    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_kept=15)
+    harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=15)
     waiting = [await harness.start(priority=-1) for _ in range(12)]
     ended = []
     for kind in (FailureKind.MODEL, None) * 3:

@@ -116,7 +116,7 @@ class Worker:
         self.orders.append(lossy)
         if self.answers:
             self.harness.hosts().report(
-                build_report(self.queue, store="shared", draining=True, trouble="draining: 2 sessions left")
+                build_report(self.queue, store="shared", draining=True, problem="draining: 2 sessions left")
             )
         return self.answers
 
@@ -174,7 +174,7 @@ async def test_a_finished_drain_is_distinguished_from_a_lost_host(
     await order_drain(hosts, report, KEY)
     messages = []
     async for state, last in follow_drain(hosts, report):
-        messages.append((state, last.trouble))
+        messages.append((state, last.problem))
         if state == "draining":
             harness.hosts().leave("drained", report)
     assert messages == [("draining", "draining: 2 sessions left"), ("drained", "draining: 2 sessions left")]
@@ -267,7 +267,7 @@ def test_a_host_report_contains_the_status_or_silence_of_sandboxd() -> None:
     assert (report.memory_free_bytes, report.store) == (7, "shared")
     assert report.largest == {"default": LargestOptions(cpus=8, timeout_s=7200)}
     assert report.healthy
-    assert report.trouble == ""
+    assert report.problem == ""
     silent_report = build_host_report(
         {"boot": "b1", "sessions": [], "classes": "default", "max_sessions": -3}, is_silent=True, **worker_fields
     )
@@ -276,10 +276,10 @@ def test_a_host_report_contains_the_status_or_silence_of_sandboxd() -> None:
     assert "largest" not in silent_report.model_dump(), (
         "earlier releases read the report of a host without larger classes"
     )
-    assert "check its log" in silent_report.trouble
-    report_with_trouble = build_host_report(status, is_silent=False, trouble="x" * 501, **worker_fields)
-    assert (len(report_with_trouble.trouble), report_with_trouble.trouble[-2:]) == (500, "x…"), (
-        "a worker reports, whatever its trouble"
+    assert "check its log" in silent_report.problem
+    report_with_trouble = build_host_report(status, is_silent=False, problem="x" * 501, **worker_fields)
+    assert (len(report_with_trouble.problem), report_with_trouble.problem[-2:]) == (500, "x…"), (
+        "a worker reports, whatever its problem"
     )
     assert silent_report.memory_free_bytes > 0
 

@@ -85,7 +85,7 @@ class MemoryEngine:
     async def pull(self, name: ImageName, account: RegistryAccount | None, progress: PullProgress) -> None:
         self.pulled.append(name.full)
         self.accounts.append(account)
-        progress.note({"status": "Downloading", "id": "layer", "progressDetail": {"current": 10, "total": 2_000_000}})
+        progress.update({"status": "Downloading", "id": "layer", "progressDetail": {"current": 10, "total": 2_000_000}})
         await self.pull_gate.wait()
         if self.failure is not None:
             raise PullFailed(self.failure)
@@ -405,7 +405,7 @@ async def test_missing_image_fails_the_open_as_invalid_arguments(engine: MemoryE
         engine.failure = "connection refused"
         with pytest.raises(SandboxUnavailable, match="cannot reach"):
             await host.sessions.open("acme:s", SessionParameters(plan_of("ghcr.io/team/a"), 60))
-        assert host.factory.slots.taken == 0
+        assert host.factory.slots.used == 0
 
 
 async def test_pull_uses_no_sandbox_slot(engine: MemoryEngine, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from store.tenants import RedisTenants
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 from tests.skill_harness import write_skill
-from workers.skills.installed import MAX_KEPT_BYTES
+from workers.skills.installed import MAX_CACHED_BYTES
 from workers.skills.installed import InstalledSkillCache as WorkersSkills
 
 ACTOR = Actor(key="k1", role="tenant", name="ann", tenant="acme")
@@ -155,7 +155,7 @@ async def test_forged_copied_or_changed_skill_record_is_refused(harness: Harness
 
 async def test_skill_cache_of_a_worker_is_bounded(harness: Harness, tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
-        await harness.installer().install(write_skill(tmp_path, name, files={"big": bytes(MAX_KEPT_BYTES // 2)}))
+        await harness.installer().install(write_skill(tmp_path, name, files={"big": bytes(MAX_CACHED_BYTES // 2)}))
     first = harness.worker.find("acme", "a")
     harness.worker.find("acme", "b")
     harness.worker.find("acme", "c")

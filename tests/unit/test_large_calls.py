@@ -12,7 +12,7 @@ import redis
 import redis.asyncio
 
 from contract.calls import ToolCall, ToolContext, ToolResult
-from contract.envelope import MAX_ARGUMENTS_BYTES, MAX_ENVELOPE_BYTES, decode_result, join_result, kept_result_key
+from contract.envelope import MAX_ARGUMENTS_BYTES, MAX_ENVELOPE_BYTES, decode_result, find_result_key, join_result
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.names import is_blob_of
 from contract.signing import ResultSeal
@@ -173,7 +173,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_result_blob_belongs_to_the_tenant_and_outlives_its_message(redis_server: RedisProcess) -> None:
     client: Any = redis.Redis.from_url(redis_server.url)
     encoded = encode_result_message(result("x" * 256 * 1024), CALL, CONTEXT, WorkerBlobs(client, "d", "sandbox"), KEY)
-    key = kept_result_key(encoded)
+    key = find_result_key(encoded)
     assert key is not None
     assert is_blob_of(key, "d", CONTEXT.tenant)
     assert RECORD_TTL_S - 30 < client.ttl(key) <= RECORD_TTL_S
@@ -183,7 +183,7 @@ def test_large_result_blob_belongs_to_the_tenant_and_outlives_its_message(redis_
 
 def test_storing_a_result_is_retried_during_a_redis_outage() -> None:
     blobs = FailingBlobs(3, BrokerUnavailable("away"))
-    assert kept_result_key(encode_result_message(result("x" * 100_000), CALL, CONTEXT, blobs, KEY)) == "key"
+    assert find_result_key(encode_result_message(result("x" * 100_000), CALL, CONTEXT, blobs, KEY)) == "key"
     assert len(blobs.kept) == 1
 
 

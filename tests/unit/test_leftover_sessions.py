@@ -43,7 +43,7 @@ class Host:
 
     def look(self) -> int:
         with capture_logs(), self.sandboxd.client() as client:
-            return self.sweep.look(client)
+            return self.sweep.run_round(client)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ async def test_leftover_check_is_repeated_after_an_outage(host: Host) -> None:
     host.sessions.find_ended = fail_then_find  # type: ignore[method-assign, assignment]
     with capture_logs():
         duty = Duty(
-            "leftovers", 0.01, partial(host.sweep.look, host.sandboxd.client()), "leftovers_not_closed", host.stop
+            "leftovers", 0.01, partial(host.sweep.run_round, host.sandboxd.client()), "leftovers_not_closed", host.stop
         )
         duty.start()
         assert await asyncio.to_thread(has_failed.wait, 20)

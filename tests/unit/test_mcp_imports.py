@@ -304,7 +304,7 @@ def _server(tmp_path: Path, reply: bytes) -> SandboxServer:
     """Return a server that answers calls of `echo` with this reply, unchanged."""
     env = {"OF": SecretStr(str(tmp_path)), "SAYS": SecretStr(reply.hex())}
     return SandboxServer(
-        "peer", StdioEntry(command=sys.executable, args=(PEER, "says"), network="none", env=env), stands_alone=True
+        "peer", StdioEntry(command=sys.executable, args=(PEER, "says"), network="none", env=env), is_sessionless=True
     )
 
 

@@ -52,7 +52,7 @@ def _server(tmp_path: Path, behaviour: str = "good", **fields: object) -> Sandbo
     entry = StdioEntry.model_validate(
         {"command": sys.executable, "args": (PEER, behaviour), "network": "none", "env": env, **fields}
     )
-    return SandboxServer("peer", entry, stands_alone=behaviour != "old")
+    return SandboxServer("peer", entry, is_sessionless=behaviour != "old")
 
 
 def _call(
@@ -324,7 +324,7 @@ def _build_one_call_server(behaviour: str = "good", **fields: Any) -> SandboxSer
     entry = StdioEntry(
         **{"command": sys.executable, "args": (PEER, behaviour), "network": "none", "idle_s": 0, **fields}
     )
-    return SandboxServer("peer", entry, stands_alone=True)
+    return SandboxServer("peer", entry, is_sessionless=True)
 
 
 def _call_once(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.0, **arguments: Any) -> str:
@@ -338,23 +338,23 @@ def _call_once(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.
 @pytest.mark.parametrize(("behaviour", "alone"), [("good", True), ("old", False)])
 def test_servers_of_both_protocol_revisions_work(behaviour: str, alone: bool) -> None:
     server = _build_one_call_server(behaviour)
-    server.stands_alone = None
+    server.is_sessionless = None
     assert [tool["name"] for tool in server.list_tools(run_here, 30)] == ["echo", "where", "count"]
-    assert server.stands_alone is alone
+    assert server.is_sessionless is alone
     assert _call_once(server, text="h\u00e9 \U0001f600") == "h\u00e9 \U0001f600"
 
 
 def test_server_that_ignores_the_probe_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_server, "PROBE_S", 1.0)
     server = _build_one_call_server("mute")
-    server.stands_alone = None
+    server.is_sessionless = None
     assert len(server.list_tools(run_here, 30)) == 3
-    assert server.stands_alone is False
+    assert server.is_sessionless is False
 
 
 def test_a_refused_initialization_is_reported() -> None:
     server = _build_one_call_server("old", args=("-c", REFUSING))
-    server.stands_alone = False
+    server.is_sessionless = False
     with pytest.raises(ToolFailure, match=r"refused to begin \(.*not today") as caught:
         _call_once(server, text="x")
     assert caught.value.code is ErrorCode.HTTP_ERROR

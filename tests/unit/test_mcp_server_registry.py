@@ -29,14 +29,14 @@ class FakeSource:
 
     name: str = "docs"
     listed: list[Any] | None = field(default_factory=lambda: [TOOL])
-    stands_alone: bool | None = None
+    is_sessionless: bool | None = None
     requests: int = 0
 
     def list_tools(self) -> list[Any]:
         self.requests += 1
         if self.listed is None:
             raise ToolFailure(ErrorCode.HTTP_ERROR, "it is down")
-        self.stands_alone = True
+        self.is_sessionless = True
         return self.listed
 
     def import_tools(self, listed: Iterable[Any]) -> tuple[ImportedTool, ...]:
@@ -61,7 +61,7 @@ class Harness:
 
     def ask(self, after_s: float = 0.0) -> float:
         self.now += after_s
-        return self.servers.list_due()
+        return self.servers.list_due_servers()
 
     def names(self) -> list[str]:
         return [spec.name.removeprefix("mcp__") for spec in self.registry.specs()]
@@ -88,7 +88,7 @@ def test_exception_in_one_refresh_does_not_end_the_refreshes() -> None:
     harness = Harness(FakeSource())
     results: Iterator[Any] = iter([RuntimeError("a bug of ours")])
 
-    def list_due() -> float:
+    def list_due_servers() -> float:
         failure = next(results, None)
         if failure is not None:
             failed.set()
@@ -96,7 +96,7 @@ def test_exception_in_one_refresh_does_not_end_the_refreshes() -> None:
         refreshed.set()
         return REFRESH_S
 
-    harness.servers.list_due = list_due  # type: ignore[method-assign]
+    harness.servers.list_due_servers = list_due_servers  # type: ignore[method-assign]
     harness.servers.again_s = 0.01
     harness.servers.start()
     assert failed.wait(5)
@@ -173,8 +173,8 @@ def test_forked_pool_process_sees_later_tools() -> None:
     child = os.fork()
     if child == 0:
         os.read(start_reader, 1)
-        harness.servers.look()
-        os.write(result_writer, f"{harness.names()} {source.stands_alone}".encode())
+        harness.servers.copy_updates()
+        os.write(result_writer, f"{harness.names()} {source.is_sessionless}".encode())
         os._exit(0)
     source.listed = [_tool("later")]
     harness.ask(REFRESH_S)

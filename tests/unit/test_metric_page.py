@@ -245,7 +245,7 @@ async def test_oldest_wait_includes_deferred_long_calls(page: MetricsPage, clien
 async def test_usage_series_are_limited_to_the_largest_tenants(
     page: MetricsPage, client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_module, "MOST_TENANTS", 1)
+    monkeypatch.setattr(page_module, "MAX_TENANTS", 1)
     client.hset(tenants_key(DEPLOYMENT), mapping=dict.fromkeys(("acme", "beta", "cyan", "idle"), "{}"))
     today = int(time.time() // 86_400)
     for at, tenant in enumerate(("acme", "beta", "cyan")):

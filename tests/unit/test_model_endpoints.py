@@ -173,7 +173,7 @@ async def test_block_applies_to_every_orchestrator(build: Build) -> None:
         with pytest.raises(EndpointBlocked) as blocked:
             await acquire(limits, max_wait_s=5.0)
         assert blocked.value.reason == "rate_limit"
-        assert 25 < blocked.value.left_s <= 30
+        assert 25 < blocked.value.remaining_s <= 30
 
 
 @pytest.mark.parametrize(

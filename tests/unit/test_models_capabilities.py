@@ -24,7 +24,7 @@ from orchestrator.models.capabilities import (
 )
 from orchestrator.models.openai import OpenAIModel
 from orchestrator.models.retries import RetryPolicy
-from orchestrator.models.scripted import EVERYTHING, ScriptedModel
+from orchestrator.models.scripted import ALL_CAPABILITIES, ScriptedModel
 from tests.model_endpoint import END, answer, serving, stream
 
 NOTHING = Capabilities()
@@ -85,7 +85,7 @@ async def ask(server: FakeServer) -> Capabilities:
     ],
 )
 async def test_refused_request_field_disables_only_its_capability(refuses: dict[str, str], missing: set[str]) -> None:
-    assert await ask(FakeServer(refuses)) == replace(EVERYTHING, **dict.fromkeys(missing, False))
+    assert await ask(FakeServer(refuses)) == replace(ALL_CAPABILITIES, **dict.fromkeys(missing, False))
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ class TinyWindowServer(FakeServer):
 @pytest.mark.parametrize(
     ("server", "expected"),
     [
-        (FakeServer(follows_schema=False), replace(EVERYTHING, json_schema=False)),
-        (FakeServer(cuts_below=1000), EVERYTHING),
+        (FakeServer(follows_schema=False), replace(ALL_CAPABILITIES, json_schema=False)),
+        (FakeServer(cuts_below=1000), ALL_CAPABILITIES),
         (ForcedCallsServer(), Capabilities(json_schema=True)),
         (TinyWindowServer(), NOTHING),
     ],
@@ -175,7 +175,7 @@ class Probe:
     async def __call__(self) -> Capabilities:
         self.requests += 1
         await asyncio.sleep(0)
-        return EVERYTHING
+        return ALL_CAPABILITIES
 
 
 def files(folder: Path) -> list[Path]:
@@ -189,8 +189,8 @@ async def find(cache: CapabilityCache, probe: Probe, model: str = "m") -> Capabi
 async def test_probe_result_is_cached_for_thirty_days(tmp_path: Path) -> None:
     now, probe = [1_800_000_000.0], Probe()
     cache = CapabilityCache(tmp_path / "new" / "folder", now=lambda: now[0])
-    assert await asyncio.gather(*(find(cache, probe) for _ in range(10))) == [EVERYTHING] * 10
-    assert await find(CapabilityCache(tmp_path / "new" / "folder", now=lambda: now[0]), probe) == EVERYTHING
+    assert await asyncio.gather(*(find(cache, probe) for _ in range(10))) == [ALL_CAPABILITIES] * 10
+    assert await find(CapabilityCache(tmp_path / "new" / "folder", now=lambda: now[0]), probe) == ALL_CAPABILITIES
     now[0] += LIFETIME_S - 1
     await find(cache, probe)
     assert probe.requests == 1
@@ -198,8 +198,8 @@ async def test_probe_result_is_cached_for_thirty_days(tmp_path: Path) -> None:
     await find(cache, probe)
     assert probe.requests == 2
     (tmp_path / "file").touch()
-    assert await find(CapabilityCache(tmp_path / "file"), Probe()) == EVERYTHING, "the folder cannot be written"
-    assert await find(CapabilityCache(None), Probe()) == EVERYTHING
+    assert await find(CapabilityCache(tmp_path / "file"), Probe()) == ALL_CAPABILITIES, "the folder cannot be written"
+    assert await find(CapabilityCache(None), Probe()) == ALL_CAPABILITIES
 
 
 def _edit(**changes: Any) -> Callable[[str], str]:
@@ -224,15 +224,15 @@ async def test_damaged_outdated_or_future_cache_file_is_ignored(
     await find(CapabilityCache(tmp_path), probe)
     [path] = files(tmp_path)
     path.write_text(damage_text(path.read_text()))
-    assert await find(CapabilityCache(tmp_path), probe) == EVERYTHING
+    assert await find(CapabilityCache(tmp_path), probe) == ALL_CAPABILITIES
     assert probe.requests == 2
 
 
 async def test_scripted_model_is_not_probed_and_model_without_url_is_not_cached(tmp_path: Path) -> None:
     cache, scripted, server = CapabilityCache(tmp_path), ScriptedModel([]), FakeServer()
-    assert await find_capabilities(scripted, cache) == EVERYTHING
+    assert await find_capabilities(scripted, cache) == ALL_CAPABILITIES
     for _ in range(2):
-        assert await find_capabilities(server, cache) == EVERYTHING
+        assert await find_capabilities(server, cache) == ALL_CAPABILITIES
     assert (len(scripted.requests), len(server.requests)) == (0, 6)
     assert files(tmp_path) == []
     first = server.requests[0]

@@ -5,7 +5,7 @@ import pytest
 from contract.errors import ConfigError
 from orchestrator.models.choice import choose_model, find_shipped
 from orchestrator.models.openai import OpenAIModel
-from orchestrator.models.scripted import EVERYTHING
+from orchestrator.models.scripted import ALL_CAPABILITIES
 from orchestrator.settings import OrchestratorSettings, load_settings
 from tests.model_endpoint import answer, read, serving
 
@@ -24,7 +24,7 @@ async def test_model_uses_the_streaming_and_retry_settings() -> None:
 
 async def test_scripted_model_has_all_capabilities_without_a_probe() -> None:
     async with choose_model(OrchestratorSettings(), "scripted") as chosen:
-        assert chosen.capabilities == EVERYTHING
+        assert chosen.capabilities == ALL_CAPABILITIES
 
 
 async def test_endpoint_without_a_model_names_the_missing_variable() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from contract.specs import MOST_SECONDS, NO_NETWORK
+from contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION
 from orchestrator.dialects.prompts import generate_tool_prompt
 from orchestrator.dispatch.sessions import SessionInfo
 from workers.tools.builtin import build_registry
@@ -35,4 +35,4 @@ def test_only_long_running_tools_mention_the_class_timeout(name: str) -> None:
     prompt = generate_tool_prompt([spec])
     assert ("at most 7200 s" in prompt) == (name == "bash_tool")
     assert ("at most 600" in prompt) == (name != "bash_tool")
-    assert (MOST_SECONDS.format(7200) in str(spec.parameters)) == (name == "bash_tool")
+    assert (TIMEOUT_DESCRIPTION.format(7200) in str(spec.parameters)) == (name == "bash_tool")

@@ -10,7 +10,7 @@ import redis.asyncio
 
 from contract.settings import BrokerSettings
 from store.connection import open_redis
-from store.idempotency import KEPT_S, PENDING_S, SLOT_BYTES, IdempotencyStore
+from store.idempotency import KEEP_S, PENDING_S, SLOT_BYTES, IdempotencyStore
 from tests.builders import KEY
 from tests.conftest import RedisProcess
 
@@ -36,14 +36,14 @@ async def test_repeated_claim_and_response_count_once(slots: IdempotencyStore, c
         await slots.keep(slot_name, RECORD)
     assert await slots.claim(slots.name("key", "word", "d", "2")) == json.loads(RECORD)
     assert await slots.count("key") == SIZE
-    assert PENDING_S < await client.ttl(slot_name.slot) <= KEPT_S
+    assert PENDING_S < await client.ttl(slot_name.slot) <= KEEP_S
 
 
 async def test_stored_response_counts_until_it_expires(client: "redis.asyncio.Redis") -> None:
     now = 3599.0
     slots = IdempotencyStore(client, "d", KEY, clock=lambda: now)
     await slots.keep(slots.name("key", "word", "d", "1"), RECORD)
-    now += KEPT_S - 1
+    now += KEEP_S - 1
     assert await slots.count("key") == SIZE
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.api.pages.rendering import address
-from orchestrator.api.pages.untrusted_text import count_odd, reveal, reveal_exactly, shorten
+from orchestrator.api.pages.untrusted_text import count_suspicious, reveal, reveal_exactly, shorten
 
 _TAGS = re.compile(r'<span class="(?:odd|mark)"(?: title="[^"<>]*")?>|</span>|<small>|</small>')
 
@@ -51,7 +51,7 @@ def test_control_characters_are_escaped(text: str, html: str) -> None:
     ],
 )
 def test_invisible_and_lookalike_characters_are_counted(text: str, invisible: int, lookalike: int) -> None:
-    assert count_odd(text) == (invisible, lookalike)
+    assert count_suspicious(text) == (invisible, lookalike)
 
 
 def test_reveal_exactly_shows_newlines_tabs_and_trailing_spaces() -> None:
@@ -77,7 +77,7 @@ def test_reveal_of_a_large_text_is_fast(text: str) -> None:
     began = time.monotonic()
     reveal(text)
     reveal_exactly(text)
-    count_odd(text)
+    count_suspicious(text)
     assert time.monotonic() - began < 20
 
 

@@ -104,7 +104,7 @@ class LoadingRedis:
 
 
 async def test_startup_waits_while_redis_loads_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_connection, "LOOK_S", 0.0)
+    monkeypatch.setattr(redis_connection, "CHECK_INTERVAL_S", 0.0)
     client: Any = LoadingRedis(3)
     await check_redis(client, settings("redis://127.0.0.1:1/0"))
     assert client.looks == -1

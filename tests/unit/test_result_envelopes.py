@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.calls import ToolResult
-from contract.envelope import INLINE_BYTES, decode_result, encode_result, join_result, kept_result_key
+from contract.envelope import INLINE_BYTES, decode_result, encode_result, find_result_key, join_result
 from contract.errors import EnvelopeRefused
 
 
@@ -42,7 +42,7 @@ def test_result_above_the_inline_limit_is_stored_and_joined(offset: int, charact
     sent = result(output=character * count)
     encoded = json.loads(json.dumps(encode_result(sent, store.keep)))
     is_kept = empty + count * len(character.encode()) > INLINE_BYTES
-    assert (kept_result_key(encoded) is not None) is is_kept
+    assert (find_result_key(encoded) is not None) is is_kept
     assert len(json.dumps(encoded, ensure_ascii=False).encode()) < INLINE_BYTES + 1024
     whole = join_result(encoded, store.kept[0]) if is_kept else encoded
     assert decode_result(whole) == sent

@@ -76,7 +76,7 @@ def fail(
     def ask() -> None:
         with gate.request(run):
             if answered is not None:
-                gate.note_answer(answered)
+                gate.record_answer(answered)
             raise error or ModelUnavailable("down")
 
     with pytest.raises(ModelUnavailable) as caught:
@@ -94,7 +94,7 @@ def test_unreachable_model_stops_claims_until_it_replies(gate: RunGate, clock: C
         clock.now += 0.2
         assert [gate.admit(0, 16), gate.admit(16, 0), gate.admit(16, 0)] == [0, 1, 0]
     assert gate.down_s == pytest.approx(sum(PAUSES_S) + PAUSES_S[-1] + 0.1 * (len(PAUSES_S) + 1))
-    gate.note_answer("a")
+    gate.record_answer("a")
     assert (gate.down_s, gate.admit(16, 3)) == (None, 16)
 
 
@@ -115,11 +115,11 @@ def test_deferrals_of_a_run_are_limited(gate: RunGate) -> None:
 def test_successful_reply_resets_the_deferral_count(gate: RunGate, clock: Clock) -> None:
     for _ in range(3 * MAX_DEFERRALS):
         assert isinstance(fail(gate), EndpointDown)
-        gate.note_answer("b")
+        gate.record_answer("b")
         clock.now += 1
     for _ in range(3 * MAX_LONE_DEFERRALS):
         assert isinstance(fail(gate, answered="b"), EndpointDown)
-        gate.note_answer("a")
+        gate.record_answer("a")
 
 
 @pytest.mark.parametrize("error", [ModelRefused("400"), ModelInterrupted("cut"), ModelDenied("401")])
@@ -141,11 +141,11 @@ async def test_first_chunk_marks_the_model_as_reachable(gate: RunGate) -> None:
 
 
 def test_after_a_quota_error_runs_are_admitted_one_at_a_time(gate: RunGate, clock: Clock) -> None:
-    gate.note_quota(4)
+    gate.record_quota_limit(4)
     assert [gate.admit(12, 4), gate.admit(13, 3)] == [0, 1]
     clock.now += QUOTA_RETRY_S
     assert [gate.admit(12, 4), gate.admit(11, 5)] == [1, 0]
-    gate.note_quota(0)
+    gate.record_quota_limit(0)
     assert gate.admit(16, 0) == 0
     for _ in range(16):
         clock.now += QUOTA_RETRY_S

@@ -121,10 +121,10 @@ async def test_reply_with_lone_surrogates_is_logged(claim: RunClaim, harness: Ru
 async def test_results_and_reviews_are_read_back_from_the_log(claim: RunClaim, harness: RunHarness) -> None:
     journal = await journal_of(harness, claim)
     refusal = ToolResult.failed(build_call(call_id="c2"), ErrorCode.PERMISSION_DENIED, "no")
-    await journal.note(CallFinished, result=done("c1"))
-    await journal.note_review("c1", build_call(call_id="c1", text="changed"))
-    await journal.note_review("c2", refusal)
-    await journal.note(ArtifactsCopied, paths=("a.txt",), missing=("*.md",))
+    await journal.record(CallFinished, result=done("c1"))
+    await journal.record_review("c1", build_call(call_id="c1", text="changed"))
+    await journal.record_review("c2", refusal)
+    await journal.record(ArtifactsCopied, paths=("a.txt",), missing=("*.md",))
     resumed = await journal_of(harness, claim)
     assert resumed.result_of("c1") == done("c1")
     assert isinstance(approved := resumed.review_of("c1"), ToolCall)
@@ -148,15 +148,15 @@ async def test_run_time_is_kept_across_processes_without_the_session_setup(
     claim: RunClaim, harness: RunHarness
 ) -> None:
     journal = await journal_of(harness, claim)
-    await journal.note(SessionOpening, session="s1")
+    await journal.record(SessionOpening, session="s1")
     assert (await journal_of(harness, claim)).spent_wall_s == 0.0
     journal.spent_wall_s = 7.0
     journal.begin()
-    await journal.note(CallFinished, result=done("c1"))
+    await journal.record(CallFinished, result=done("c1"))
     next_journal = await journal_of(harness, claim)
     assert 7.0 <= next_journal.spent_wall_s < 7.0 + SOON_S
     next_journal.begin()
-    await next_journal.note(CallFinished, result=done("c2"))
+    await next_journal.record(CallFinished, result=done("c2"))
     assert (await journal_of(harness, claim)).spent_wall_s >= next_journal.spent_wall_s
 
 
@@ -173,7 +173,7 @@ async def test_run_without_time_left_sends_no_model_request(claim: RunClaim, har
 async def test_lost_sandbox_stops_model_requests(claim: RunClaim, harness: RunHarness) -> None:
     journal = await journal_of(harness, claim)
     await read(LoggedModel(ScriptedModel([Calls([("echo", {})])]), journal, {}))
-    await journal.note(
+    await journal.record(
         CallFinished,
         result=ToolResult.failed(build_call(call_id="c1"), ErrorCode.SESSION_NOT_FOUND, "there is no such session"),
     )

@@ -27,7 +27,7 @@ from tests.waiting import until, wait_until_async
 
 @pytest.fixture
 async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator["SessionsHarness"]:
-    monkeypatch.setattr(runner_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(runner_module, "CHECK_INTERVAL_S", 0.02)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
         with capture_logs():
             yield SessionsHarness(client)
@@ -134,7 +134,7 @@ async def test_progress_of_a_run_with_many_losses_lets_the_next_one_start(harnes
 
     async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         both.add(claim.run)
-        await journal.note_reply([])
+        await journal.record_reply([])
         if len(both) == 2:
             worker.may_end.set()
         await worker.may_end.wait()

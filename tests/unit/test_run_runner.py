@@ -390,10 +390,10 @@ class FailingWorker(Worker):
     async def _fail_first(self, claim: RunClaim, journal: Journal, on_event: Callable[[RunEvent], None]) -> ItemOutcome:
         self.resumed.append(claim.is_resumed)
         if not journal.is_resumed:
-            await journal.note(SessionOpening, session="s")
+            await journal.record(SessionOpening, session="s")
         if self._troubles:
             raise self._troubles.pop(0)
-        self.gate.note_answer(claim.run)
+        self.gate.record_answer(claim.run)
         return outcome_of(claim)
 
 

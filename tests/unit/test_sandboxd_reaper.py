@@ -285,7 +285,7 @@ async def test_failed_pool_fill_leaves_no_workspace_and_no_slot(
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, die_at_start, echoing, workspaces=workspaces, pool=replace(QUICK, target=1)) as host:
         (await start_filling(host, 1)).cancel()
-        assert (len(workspaces.alive), host.factory.slots.taken) == (1, 1)
+        assert (len(workspaces.alive), host.factory.slots.used) == (1, 1)
 
 
 async def test_warm_sandbox_above_its_maximum_age_is_replaced(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ async def test_container_whose_network_setup_fails_frees_its_slot(tmp_path: Path
         host.sessions._prepare_network = refuse
         with pytest.raises(RuntimeError):
             await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        assert (host.alive, host.factory.slots.taken, len(host.sessions)) == ([], 0, 0)
+        assert (host.alive, host.factory.slots.used, len(host.sessions)) == ([], 0, 0)
 
 
 # Archives
@@ -177,7 +177,7 @@ async def test_session_with_a_damaged_archive_restarts_without_it(host: FakeHost
     for _ in range(3):
         with pytest.raises(SandboxUnavailable, match="damaged"):
             await host.sessions.use("acme:s", "c")
-    assert (host.alive, host.factory.slots.taken) == ([], 0)
+    assert (host.alive, host.factory.slots.used) == ([], 0)
     _, sandbox = await host.sessions.use("acme:s", "c")
     description = entry.describe_sandbox(sandbox)
     assert description["rebuilt"] is True
@@ -226,7 +226,7 @@ async def test_unwritable_state_folder_is_reported(tmp_path: Path) -> None:
         (tmp_path / "test" / "containers").rmdir()
         with pytest.raises(SandboxUnavailable, match="TOOLCREW_SANDBOXD_STATE"):
             await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        assert host.factory.slots.taken == 0
+        assert host.factory.slots.used == 0
 
 
 # Ends
@@ -430,7 +430,7 @@ async def test_failed_restore_leaves_nothing(tmp_path: Path) -> None:
         assert host.alive == []
         assert workspaces.alive == {}
         assert host.records.sessions() == []
-        assert host.factory.slots.taken == 0
+        assert host.factory.slots.used == 0
         assert len(host.sessions) == 0
 
 
@@ -517,7 +517,7 @@ async def test_failed_start_leaves_no_workspace_slot_or_record(tmp_path: Path) -
         host.engine.refuse_starts = 1
         with pytest.raises(SandboxUnavailable):
             await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        assert (workspaces.alive, host.factory.slots.taken, host.records.containers()) == ({}, 0, [])
+        assert (workspaces.alive, host.factory.slots.used, host.records.containers()) == ({}, 0, [])
 
 
 async def test_overfull_workspace_ends_its_sandbox_once_and_allows_deletes(tmp_path: Path) -> None:

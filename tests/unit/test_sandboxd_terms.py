@@ -212,7 +212,7 @@ async def test_call_timeout_is_limited_by_the_class(tmp_path: Path) -> None:
         client, name = await daemon.open()
         assert (await call(client, name, {**EXEC, "timeout_s": 7_200}, body=b"done")).streams == {"stdout": b"done"}
         for tenant_class, most in (("default", 7_200), ("plain", 600)):
-            client, name = await daemon.open(tenant_class, terms=SandboxPolicy(tenant_class=tenant_class))
+            client, name = await daemon.open(tenant_class, policy=SandboxPolicy(tenant_class=tenant_class))
             with pytest.raises(ToolFailure, match=f"class '{tenant_class}' may run {most} s at most") as refused:
                 await call(client, name, {**EXEC, "timeout_s": most + 1})
             assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
@@ -332,9 +332,9 @@ def tunnels_of(entry: HostSession | None) -> FakeTunnels:
 async def test_terms_can_be_set_for_all_sessions_of_a_tenant(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
         for session in ("s1", "s2"):
-            client, _ = await daemon.open(session, terms=OPEN)
-        await asyncio.to_thread(client.open, "umbrella", "s1", terms=OPEN)
-        assert await asyncio.to_thread(client.send_terms, "acme", SandboxPolicy()) == 2
+            client, _ = await daemon.open(session, policy=OPEN)
+        await asyncio.to_thread(client.open, "umbrella", "s1", policy=OPEN)
+        assert await asyncio.to_thread(client.send_policy, "acme", SandboxPolicy()) == 2
         cuts = {name: tunnels_of(daemon.sessions.find(name)).cuts for name in ("acme:s1", "acme:s2", "umbrella:s1")}
         assert cuts == {"acme:s1": 1, "acme:s2": 1, "umbrella:s1": 0}
 
@@ -342,16 +342,16 @@ async def test_terms_can_be_set_for_all_sessions_of_a_tenant(tmp_path: Path) -> 
 async def test_repeated_open_without_terms_keeps_the_terms(tmp_path: Path) -> None:
     narrow = OPEN.model_copy(update={"network": "none"})
     async with running_sandboxd(tmp_path, plans=PLANS) as daemon:
-        client, name = await daemon.open(terms=narrow)
+        client, name = await daemon.open(policy=narrow)
         await asyncio.to_thread(client.open, "acme", "s1")
         entry = daemon.session(name)
-        assert entry.terms == narrow
+        assert entry.policy == narrow
 
 
 async def test_next_sandbox_uses_the_current_class_of_its_tenant(tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
         plan = PLANS.choose(OPEN.model_copy(update={"workspace_bytes": 5 * MIB}))
-        entry = await host.sessions.open("acme:s", SessionParameters(plan, 60, terms=OPEN))
+        entry = await host.sessions.open("acme:s", SessionParameters(plan, 60, policy=OPEN))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         await host.sessions.use("acme:s", "c", SandboxPolicy(tenant_class="closed"))
         config = host.engine.guests[-1].config
@@ -370,7 +370,7 @@ async def test_session_with_a_removed_class_gets_no_sandbox_and_keeps_its_files(
             match=r"cannot get another sandbox \(this host has no tenant class 'gone'.* it has: closed",
         ):
             await host.sessions.use("acme:s", "c", SandboxPolicy(tenant_class="gone"))
-        assert host.factory.slots.taken == 0
+        assert host.factory.slots.used == 0
         await host.sessions.use("acme:s", "c", SandboxPolicy())
         assert len(host.suspension_store.unpacked) == 1
 
@@ -378,7 +378,7 @@ async def test_session_with_a_removed_class_gets_no_sandbox_and_keeps_its_files(
 async def test_terms_are_kept_across_a_sandboxd_restart(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, plans=PLANS, workspaces=workspaces)
-    await first.sessions.open("acme:s", SessionParameters(PLANS.choose(OPEN), 60, terms=OPEN))
+    await first.sessions.open("acme:s", SessionParameters(PLANS.choose(OPEN), 60, policy=OPEN))
     await first.sessions.use("acme:s", "c", SandboxPolicy(tenant_class="closed", images=("node",)))
     first.lease.give_back()
     async with open_host(tmp_path, plans=PLANS, workspaces=workspaces) as second:
@@ -404,8 +404,8 @@ async def test_terms_are_kept_across_a_sandboxd_restart(tmp_path: Path) -> None:
 )
 async def test_invalid_terms_are_refused_and_open_nothing(tmp_path: Path, terms: Any) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS) as daemon:
-        for verb in ("open", "call", "terms"):
-            header = {"verb": verb, "tenant": "acme", "sandbox": "acme:s", "request": {"op": "ping"}, "terms": terms}
+        for verb in ("open", "call", "policy"):
+            header = {"verb": verb, "tenant": "acme", "sandbox": "acme:s", "request": {"op": "ping"}, "policy": terms}
             [refused] = await raw_exchange(daemon.path, frame(header))
             assert (refused["code"], "fix the tenant's policy" in refused["message"]) == ("INVALID_ARGUMENTS", True)
         assert daemon.engine.guests == []
@@ -421,8 +421,8 @@ async def exchange(daemon: Sandboxd, values: dict[str, Any]) -> dict[str, Any]:
 
 async def test_session_gets_secret_placeholders_and_authorities_but_no_values(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
-        await daemon.open("s1", terms=ALLOWED, options=SandboxOptions(secrets=("TOKEN",)))
-        await daemon.open("s2", terms=ALLOWED)
+        await daemon.open("s1", policy=ALLOWED, options=SandboxOptions(secrets=("TOKEN",)))
+        await daemon.open("s2", policy=ALLOWED)
         assert (await exchange(daemon, {"acme": {"TOKEN": TOKEN}}))["used"] == {"acme": ["TOKEN"]}
         first, second = (guest.variables for guest in daemon.engine.guests[-2:])
         assert (first["TOKEN"], first["SSL_CERT_FILE"]) == (build_placeholder("acme", "s1", "TOKEN"), AUTHORITIES)
@@ -449,7 +449,7 @@ async def test_secret_forbidden_by_policy_network_or_name_is_refused(
 ) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
         with pytest.raises(ToolFailure) as refused:
-            await daemon.open("s1", terms=terms, options=SandboxOptions.model_construct(secrets=(secret,)))
+            await daemon.open("s1", policy=terms, options=SandboxOptions.model_construct(secrets=(secret,)))
         assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
         assert len(daemon.sessions) == 0
 
@@ -457,7 +457,7 @@ async def test_secret_forbidden_by_policy_network_or_name_is_refused(
 async def test_secret_change_cuts_only_connections_of_sessions_that_use_it(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
         for session, names in (("s1", ("TOKEN",)), ("s2", ("OTHER",)), ("s3", ())):
-            await daemon.open(session, terms=ALLOWED, options=SandboxOptions(secrets=names))
+            await daemon.open(session, policy=ALLOWED, options=SandboxOptions(secrets=names))
         both = {"acme": {"TOKEN": TOKEN, "OTHER": TOKEN}}
         for values, cuts in (
             (both, [0, 0, 0]),

@@ -60,25 +60,25 @@ def test_every_operation_except_reads_counts_as_a_change(changes: bool) -> None:
     writing = ("exec", "write_file", "write_text", "edit_text", "job_start", "job_input", "job_kill", "to_come")
     for op in writing if changes else reading:
         activity = SessionActivity()
-        activity.note(op, {"kind": "text"})
+        activity.record(op, {"kind": "text"})
         assert activity.changed is changes, op
 
 
 def test_running_or_just_ended_job_counts_as_a_change() -> None:
     activity = SessionActivity()
-    activity.note("job_start", {"job": RUNNING})
+    activity.record("job_start", {"job": RUNNING})
     activity.has_written = False
     assert activity.changed
-    activity.note("job_poll", {"job": ENDED})
+    activity.record("job_poll", {"job": ENDED})
     assert (activity.jobs, activity.changed) == (set(), True)
 
 
 def test_attestation_without_jobs_clears_ended_jobs() -> None:
     activity = SessionActivity()
-    activity.note("job_list", {"jobs": [RUNNING, {"job": "job-2", "state": "running"}]})
-    activity.note_jobs(1)
+    activity.record("job_list", {"jobs": [RUNNING, {"job": "job-2", "state": "running"}]})
+    activity.record_jobs(1)
     assert activity.jobs == {"job-1", "job-2"}
-    activity.note_jobs(0)
+    activity.record_jobs(0)
     assert (activity.jobs, activity.changed) == (set(), True)
 
 
@@ -95,10 +95,10 @@ json_values = st.recursive(
 def test_job_names_from_a_hostile_guest_are_bounded(events: list[tuple[str, Any]]) -> None:
     activity = SessionActivity()
     for op, value in events:
-        activity.note(op, {"job": value, "jobs": value})
-        activity.note(op, value if isinstance(value, dict) else {})
+        activity.record(op, {"job": value, "jobs": value})
+        activity.record(op, value if isinstance(value, dict) else {})
     for number in range(100):
-        activity.note("job_start", {"job": {"job": f"j{number}", "state": "running"}})
+        activity.record("job_start", {"job": {"job": f"j{number}", "state": "running"}})
     assert len(activity.jobs) <= 16
     assert all(len(name) <= 64 for name in activity.jobs)
 
@@ -187,7 +187,7 @@ async def test_after_a_restart_only_packed_sessions_are_unchanged(tmp_path: Path
 async def test_job_ends_with_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        entry.activity.note("job_start", {"job": RUNNING})
+        entry.activity.record("job_start", {"job": RUNNING})
         entry.activity.has_written = False
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
         await host.sessions.use("acme:s", "c")

@@ -204,9 +204,9 @@ async def test_open_continues_without_a_free_sandbox_after_a_long_stall() -> Non
     async with asyncio.TaskGroup() as group:
         group.create_task(hosts.open("patient", done))
         await hosts.wait_for_check()
-        hosts.queue.note_end()
+        hosts.queue.record_end()
         hosts.now = MAX_STALL_S + 1
-        hosts.queue.note_end()
+        hosts.queue.record_end()
         await hosts.wait_for_check()
         assert hosts.opened == []
         hosts.now = 2 * MAX_STALL_S + 1

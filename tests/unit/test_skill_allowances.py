@@ -108,7 +108,7 @@ def decide_action(
 def test_commands_of_a_loaded_trusted_skill_need_no_approval() -> None:
     active = ActiveSkills([SKILL])
     assert decide_action(active) == "ask"
-    assert active.note(*load()) == "keep-house"
+    assert active.record_use(*load()) == "keep-house"
     assert decide_action(active) == "allow"
 
 
@@ -124,13 +124,13 @@ def test_commands_of_a_loaded_trusted_skill_need_no_approval() -> None:
 )
 def test_other_commands_still_need_approval(command: str) -> None:
     active = ActiveSkills([SKILL])
-    active.note(*load())
+    active.record_use(*load())
     assert decide_action(active, command) == "ask"
 
 
 def test_allowed_tools_do_not_override_deny_or_ask_rules() -> None:
     active = ActiveSkills([SKILL.model_copy(update={"allowed_tools": (AllowedTool(tool="bash_tool"),)})])
-    active.note(*load())
+    active.record_use(*load())
     assert decide_action(active) == "allow"
     assert decide_action(active, "rm -rf /") == "deny"
     assert decide_action(active, "git clean -fd", (DIGEST,), Rule("ask", "bash_tool")) == "ask"
@@ -140,11 +140,13 @@ def test_allowed_tools_do_not_override_deny_or_ask_rules() -> None:
 def test_untrusted_changed_or_failed_skill_allows_nothing() -> None:
     active, changed, failed = ActiveSkills([SKILL]), ActiveSkills([SKILL]), ActiveSkills([SKILL])
     call, result = load()
-    active.note(call, result)
+    active.record_use(call, result)
     assert decide_action(active, trusted=(OTHER,)) == "ask"
-    assert changed.note(*load(OTHER)) == "keep-house"
+    assert changed.record_use(*load(OTHER)) == "keep-house"
     assert decide_action(changed, trusted=(DIGEST, OTHER)) == "ask"
-    assert failed.note(call, ToolResult.failed(call, ErrorCode.TIMEOUT, "no", metadata={"digest": DIGEST})) is None
+    assert (
+        failed.record_use(call, ToolResult.failed(call, ErrorCode.TIMEOUT, "no", metadata={"digest": DIGEST})) is None
+    )
     assert decide_action(failed) == "ask"
 
 
@@ -156,10 +158,15 @@ def test_other_calls_activate_no_skill() -> None:
         ("skill_tool", {}),
     ):
         call = ToolCall(id="c", name=name, arguments=arguments)
-        assert active.note(call, ToolResult(call_id="c", name=name, success=True, metadata={"digest": DIGEST})) is None
+        assert (
+            active.record_use(call, ToolResult(call_id="c", name=name, success=True, metadata={"digest": DIGEST}))
+            is None
+        )
     named_call = ToolCall(id="c", name="keep-house", arguments={})
     assert (
-        active.note(named_call, ToolResult(call_id="c", name="keep-house", success=True, metadata={"digest": DIGEST}))
+        active.record_use(
+            named_call, ToolResult(call_id="c", name="keep-house", success=True, metadata={"digest": DIGEST})
+        )
         == "keep-house"
     )
     assert decide_action(active) == "ask"

@@ -24,7 +24,7 @@ from orchestrator.operations import local_stack, supervision
 from orchestrator.operations.local_stack import StackInfo, keep
 from orchestrator.operations.stack_data import StackData, open_stack_data
 from orchestrator.operations.supervision import (
-    MOST_ENDS,
+    MAX_ENDS,
     PAUSES_S,
     WINDOW_S,
     ChildPlan,
@@ -124,10 +124,10 @@ async def test_process_that_keeps_ending_is_not_restarted_forever(
             given_up = await harness.supervisor.watch()
 
         assert given_up == "broken"
-        assert harness.log("broken").split() == ["cannot"] * MOST_ENDS
+        assert harness.log("broken").split() == ["cannot"] * MAX_ENDS
         assert (
             harness.reports[-1]
-            == f"broken has ended {MOST_ENDS} times within {WINDOW_S:g} s (exit code 3) and is not started again"
+            == f"broken has ended {MAX_ENDS} times within {WINDOW_S:g} s (exit code 3) and is not started again"
         )
         assert harness.supervisor.pids()["broken"] == []
 
@@ -203,7 +203,7 @@ def test_restart_pause_depends_on_recent_ends(ages: list[float]) -> None:
     pause_s = choose_pause(ends, now)
 
     recent = sum(now - at < WINDOW_S for at in ends)
-    assert (pause_s is None) == (recent >= MOST_ENDS)
+    assert (pause_s is None) == (recent >= MAX_ENDS)
     assert pause_s is None or pause_s == PAUSES_S[min(recent, len(PAUSES_S)) - 1]
 
 

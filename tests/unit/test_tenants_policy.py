@@ -342,7 +342,7 @@ class Harness:
         self.executor = build_executor(registry, *parts, policy=policy)
 
     def handle(self, _: dict[str, Any], bench: Any) -> Outcome:
-        self.terms.append(bench._terms)
+        self.terms.append(bench._policy)
         return Outcome("ran")
 
     def run(self, name: str = "bash_tool", tenant: str = "acme", **arguments: Any) -> ErrorCode | None:

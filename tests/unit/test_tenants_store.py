@@ -159,7 +159,7 @@ async def test_policy_change_is_seen_after_the_cache_expires(
         await tenants.change("acme", lambda policy: policy.model_copy(update={"tools": ()}))
         assert worker.policy("acme").tools is (await other.policy("acme")).tools is None
         clock.now += POLICY_FRESH_S
-        other._cache._asked_at -= POLICY_FRESH_S
+        other._cache._requested_at -= POLICY_FRESH_S
         assert worker.policy("acme").tools == (await other.policy("acme")).tools == ()
         await tenants.remove("acme")
         await tenants.add("zeta", TenantPolicy())
@@ -245,10 +245,10 @@ def build_stored_policy(version: bytes, weight: int, tenant: str = "acme") -> St
 
 def test_outdated_reply_does_not_replace_a_newer_policy() -> None:
     cache = PolicyCache(KEYS, Clock())
-    cache.confirm(b"new", asked_at=101)
-    cache.learn("acme", build_stored_policy(b"new", 2), asked_at=101)
-    assert cache.learn("acme", build_stored_policy(b"old", 1), asked_at=100).weight == 1
-    cache.confirm(b"old", asked_at=100)
+    cache.confirm(b"new", requested_at=101)
+    cache.learn("acme", build_stored_policy(b"new", 2), requested_at=101)
+    assert cache.learn("acme", build_stored_policy(b"old", 1), requested_at=100).weight == 1
+    cache.confirm(b"old", requested_at=100)
     policy = cache.find("acme")
     assert policy.weight == 2
 
@@ -256,7 +256,7 @@ def test_outdated_reply_does_not_replace_a_newer_policy() -> None:
 def test_policy_cache_is_bounded() -> None:
     cache = PolicyCache(KEYS, Clock())
     for number in range(MAX_CACHED_POLICIES + 10):
-        cache.learn(f"t{number}", build_stored_policy(b"v", 2, f"t{number}"), asked_at=100)
+        cache.learn(f"t{number}", build_stored_policy(b"v", 2, f"t{number}"), requested_at=100)
     assert (cache.find("t9"), cache.find("t10") is None) == (None, False)
 
 

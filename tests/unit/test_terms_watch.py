@@ -4,7 +4,7 @@ import pytest
 
 from contract.errors import BrokerUnavailable, ErrorCode, ToolFailure
 from contract.tenancy import SandboxPolicy, TenantPolicy
-from workers.host_duties import TermsMonitor
+from workers.host_duties import PolicyMonitor
 from workers.sandbox_client import SandboxClient
 
 OPEN, CLOSED = SandboxPolicy(tenant_class="open"), SandboxPolicy(tenant_class="open", network="none")
@@ -16,13 +16,13 @@ class Host(SandboxClient):
     def __init__(self, *tenants: str) -> None:
         super().__init__("/nonexistent")
         self.tenants = list(tenants)
-        self.sent_terms: list[tuple[str, SandboxPolicy]] = []
+        self.sent_policies: list[tuple[str, SandboxPolicy]] = []
 
     def sessions(self) -> list[dict[str, object]]:
         return [{"name": f"{tenant}:{number}"} for tenant in self.tenants for number in range(2)]
 
-    def send_terms(self, tenant: str, terms: SandboxPolicy) -> int:
-        self.sent_terms.append((tenant, terms))
+    def send_policy(self, tenant: str, policy: SandboxPolicy) -> int:
+        self.sent_policies.append((tenant, policy))
         return 2
 
 
@@ -47,35 +47,35 @@ def policies() -> PolicySource:
 
 
 @pytest.fixture
-def watch(host: Host, policies: PolicySource) -> TermsMonitor:
-    return TermsMonitor(policies.policy)
+def watch(host: Host, policies: PolicySource) -> PolicyMonitor:
+    return PolicyMonitor(policies.policy)
 
 
-def test_terms_are_sent_once_per_change(watch: TermsMonitor, host: Host, policies: PolicySource) -> None:
-    assert (watch.look(host), watch.look(host)) == (2, 0)
+def test_terms_are_sent_once_per_change(watch: PolicyMonitor, host: Host, policies: PolicySource) -> None:
+    assert (watch.run_round(host), watch.run_round(host)) == (2, 0)
     policies["acme"] = CLOSED
-    assert watch.look(host) == 1
-    assert host.sent_terms == [("acme", OPEN), ("umbrella", OPEN), ("acme", CLOSED)]
+    assert watch.run_round(host) == 1
+    assert host.sent_policies == [("acme", OPEN), ("umbrella", OPEN), ("acme", CLOSED)]
 
 
-def test_removed_tenant_loses_its_network(watch: TermsMonitor, host: Host, policies: PolicySource) -> None:
-    watch.look(host)
+def test_removed_tenant_loses_its_network(watch: PolicyMonitor, host: Host, policies: PolicySource) -> None:
+    watch.run_round(host)
     policies["acme"] = ToolFailure(ErrorCode.UNKNOWN_TENANT, "no such tenant")
-    assert (watch.look(host), watch.look(host)) == (1, 0)
-    assert host.sent_terms[-1] == ("acme", CLOSED)
+    assert (watch.run_round(host), watch.run_round(host)) == (1, 0)
+    assert host.sent_policies[-1] == ("acme", CLOSED)
 
 
 def test_sandboxd_keeps_the_last_terms_during_an_outage(
-    watch: TermsMonitor, host: Host, policies: PolicySource
+    watch: PolicyMonitor, host: Host, policies: PolicySource
 ) -> None:
-    watch.look(host)
+    watch.run_round(host)
     policies["acme"], policies["umbrella"] = BrokerUnavailable("Redis is away"), CLOSED
-    assert (watch.look(host), host.sent_terms[-1]) == (1, ("umbrella", CLOSED))
+    assert (watch.run_round(host), host.sent_policies[-1]) == (1, ("umbrella", CLOSED))
 
 
-def test_terms_of_a_returning_tenant_are_sent_again(watch: TermsMonitor, host: Host) -> None:
-    watch.look(host)
+def test_terms_of_a_returning_tenant_are_sent_again(watch: PolicyMonitor, host: Host) -> None:
+    watch.run_round(host)
     host.tenants = ["umbrella"]
-    watch.look(host)
+    watch.run_round(host)
     host.tenants = ["acme", "umbrella"]
-    assert (watch.look(host), host.sent_terms[-1]) == (1, ("acme", OPEN))
+    assert (watch.run_round(host), host.sent_policies[-1]) == (1, ("acme", OPEN))

@@ -61,7 +61,7 @@ async def test_invalid_trace_lines_are_skipped_and_counted(tmp_path: Path, line:
     path, _, _ = await run_traced(tmp_path)
     append(path, line)
     trace = load_trace(path)
-    assert (trace.torn + trace.damaged, len(trace.events), len(trace.faults())) == (1, 13, 1)
+    assert (trace.incomplete + trace.damaged, len(trace.events), len(trace.faults())) == (1, 13, 1)
 
 
 async def test_missing_trace_line_is_reported_as_a_gap(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ async def test_resumed_run_continues_the_trace(tmp_path: Path) -> None:
     await run_traced(tmp_path, ScriptedModel(["Better."]))
     trace = load_trace(path)
     assert trace.attempts == 2
-    assert trace.torn == 1
+    assert trace.incomplete == 1
     assert trace.damaged == 0
     assert (trace.finished and trace.finished.answer) == "Better."
     assert len(trace.steps) == 1
@@ -321,7 +321,7 @@ async def test_full_disk_loses_lines_and_counts_them(tmp_path: Path, monkeypatch
         trace(RunStarted(run=RUN, instruction="again", model="m", dialect="native"))
         trace.close()
     read = load_trace(trace.path)
-    assert read.torn + read.damaged == 1
+    assert read.incomplete + read.damaged == 1
     assert read.gaps > 0
     assert len(read.events) == 6 - read.gaps
     assert read.start.instruction == "again"

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import ErrorCode, ToolFailure
+from workers.web.access_rules import WebAccessRules
 from workers.web.addresses import AddressRules
-from workers.web.egress import WebAccessRules
 from workers.web.urls import parse_location, parse_url
 
 

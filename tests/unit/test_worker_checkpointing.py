@@ -33,7 +33,7 @@ class Host:
 
     def look(self) -> int:
         with self.sandboxd.client() as client:
-            return self.monitor.look(client)
+            return self.monitor.run_round(client)
 
     def add(self, name: str, **row: object) -> None:
         self.sandboxd.add(name, **row)

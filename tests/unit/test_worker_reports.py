@@ -134,7 +134,7 @@ def test_worker_does_not_start_while_another_reports_under_its_name(
     process: dict[str, str],
     advice: str,
 ) -> None:
-    monkeypatch.setattr(reports, "LOOK_S", 0.01)
+    monkeypatch.setattr(reports, "CHECK_INTERVAL_S", 0.01)
     stop, other = threading.Event(), HostHarness(redis_server).hosts()
     other.report(build_report(queue, "w1", **process))
 
@@ -154,7 +154,7 @@ def test_worker_does_not_start_while_another_reports_under_its_name(
 
 
 def test_restarted_machine_keeps_its_name(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "STALE_S", 0.05)
+    monkeypatch.setattr(reports, "REPORT_TIMEOUT_S", 0.05)
     harness.hosts().report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
     with capture_logs():
         assert take(harness).queue == "host.a.b1"
@@ -173,7 +173,7 @@ def test_later_of_two_concurrent_workers_refuses_to_start(
 
 
 def test_worker_without_recent_reports_counts_as_ended(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "STALE_S", 0.05)
+    monkeypatch.setattr(reports, "REPORT_TIMEOUT_S", 0.05)
     take(harness, "w1")
     with capture_logs():
         queue_name = take(harness, "w2")
@@ -188,7 +188,7 @@ def test_dead_process_counts_as_ended_immediately(harness: HostHarness) -> None:
 
     began = time.monotonic()
     assert [report.worker for report in take(harness).ended] == ["w1"]
-    assert time.monotonic() - began < reports.STALE_S
+    assert time.monotonic() - began < reports.REPORT_TIMEOUT_S
 
 
 def test_worker_of_another_boot_is_neither_ended_nor_blocking(harness: HostHarness) -> None:

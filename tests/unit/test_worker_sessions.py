@@ -296,7 +296,7 @@ class Host:
 
 @pytest.fixture
 def host(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    for name, value in {"LOOK_S": 0.02, "RETRY_S": 0.02, "QUIET_WAIT_S": 0.2, "POLL_S": 0.01}.items():
+    for name, value in {"CHECK_INTERVAL_S": 0.02, "RETRY_S": 0.02, "QUIET_WAIT_S": 0.2, "POLL_S": 0.01}.items():
         monkeypatch.setattr(draining, name, value)
     opened = Host(HostHarness(redis_server))
     with capture_logs():

@@ -102,14 +102,14 @@ def register_tasks(
     build_executor: ExecutorFactory,
     on_refused: OnRefused,
     deployment: str,
-    look: Callable[[], None] | None = None,
+    copy_updates: Callable[[], None] | None = None,
 ) -> None:
     """Give `app` a task for every tool of `registry`, also for tools that are added later.
 
     Executors are created lazily: after the fork, one per thread. `on_refused` receives the reason for each message
-    that was not run. `look` updates the registry before each call; None: the registry does not change.
+    that was not run. `copy_updates` updates the registry before each call; None: the registry does not change.
     """
-    edge = _Edge(key, _PerThread(build_executor), on_refused, deployment, look)
+    edge = _Edge(key, _PerThread(build_executor), on_refused, deployment, copy_updates)
 
     def add(spec: ToolSpec) -> None:
         name = task_name(spec.name)
@@ -119,8 +119,8 @@ def register_tasks(
         register(edge.body(name))
 
     def find(name: str) -> None:
-        if look is not None:
-            look()
+        if copy_updates is not None:
+            copy_updates()
         for state in registry.describe():
             if task_name(state.name) == name:
                 add(state.spec)
@@ -171,10 +171,10 @@ class _Edge:
         executors: _PerThread,
         on_refused: OnRefused,
         deployment: str,
-        look: Callable[[], None] | None,
+        copy_updates: Callable[[], None] | None,
     ) -> None:
         self._key = key
-        self._look = look
+        self._copy_updates = copy_updates
         self._executors = executors
         self._on_refused = on_refused
         self._deployment = deployment
@@ -200,8 +200,8 @@ class _Edge:
             log.error("envelope_refused", task=name, reason=error.reason, error=str(error))
             self._on_refused(error.reason)
             raise
-        if self._look is not None:
-            self._look()
+        if self._copy_updates is not None:
+            self._copy_updates()
         with bound_contextvars(**_call_names(call, context)):
             try:
                 return self._answer(call, context)

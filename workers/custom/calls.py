@@ -38,7 +38,7 @@ class PrintLog(io.TextIOBase):
     def __init__(self, tool: str, call_id: str) -> None:
         self._log = log.bind(tool=tool, call=call_id)
         self._line = ""
-        self._chars_left = MAX_CHARS
+        self._remaining_chars = MAX_CHARS
         self._dropped = 0
 
     def writable(self) -> bool:
@@ -48,8 +48,8 @@ class PrintLog(io.TextIOBase):
         if self.closed:
             # A thread may outlive its call. Its text belongs to no call and is dropped.
             return len(text)
-        limited = text[: self._chars_left]
-        self._chars_left -= len(limited)
+        limited = text[: self._remaining_chars]
+        self._remaining_chars -= len(limited)
         self._dropped += len(text) - len(limited)
         *lines, self._line = (self._line + limited).split("\n")
         while len(self._line) > MAX_LINE_CHARS:

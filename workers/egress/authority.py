@@ -49,8 +49,8 @@ class Authority:
 
     def find_context(self, host: str) -> ssl.SSLContext:
         """Return the TLS context with which the proxy acts as `host`. A missing or old certificate is issued anew."""
-        made_at, context = self._contexts.get(host, (float("-inf"), None))
-        if context is None or self._clock() - made_at > RENEW_S:
+        created_at, context = self._contexts.get(host, (float("-inf"), None))
+        if context is None or self._clock() - created_at > RENEW_S:
             context = self._build_context(host)
             self._contexts[host] = (self._clock(), context)
         self._contexts.move_to_end(host)

@@ -19,8 +19,8 @@ from contract.errors import ToolFailure
 from workers.egress.limits import ProxyLimits
 from workers.egress.outcomes import EgressOutcome, Refusal, refuse, refuse_bad_gateway
 from workers.settings import EgressRules
+from workers.web.access_rules import is_private_name, matches
 from workers.web.addresses import MAX_TRIED, AddressRules, check_peer, one_of_each_first
-from workers.web.egress import is_private_name, matches
 from workers.web.limits import Deadline
 from workers.web.resolver import Resolver
 from workers.web.urls import Address, Target

@@ -33,11 +33,11 @@ class _Cursor:
     at: int = 0
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         return len(self.data) - self.at
 
     def take(self, count: int) -> bytes:
-        if count > self.left:
+        if count > self.remaining:
             raise HelloError("the ClientHello is shorter than its length field")
         self.at += count
         return self.data[self.at - count : self.at]
@@ -64,14 +64,14 @@ def _join_records(data: bytes) -> bytes | None:
     """Return the first handshake message without its type and length, or None when it is incomplete."""
     records, message = _Cursor(data), b""
     for _ in range(_MAX_RECORDS):
-        if records.left < 5:
+        if records.remaining < 5:
             _check_start(records.data[records.at :])
             return None
         _check_start(records.take(3))
         length = records.number(2)
         if not 0 < length <= _MAX_RECORD_BYTES:
             raise HelloError("a record with an invalid size")
-        message += records.take(min(length, records.left))
+        message += records.take(min(length, records.remaining))
         if message[:1] not in (b"", bytes([_CLIENT_HELLO])):
             raise HelloError("the first message is not a ClientHello")
         if len(message) >= 4:
@@ -80,7 +80,7 @@ def _join_records(data: bytes) -> bytes | None:
                 raise HelloError("a ClientHello with an invalid size")
             if len(message) - 4 >= size:
                 return message[4 : 4 + size]
-        if not records.left:
+        if not records.remaining:
             return None
     raise HelloError("a ClientHello in too many records")
 
@@ -94,11 +94,11 @@ def _find_name(hello: _Cursor) -> str:
     hello.take(2 + 32)
     for size in (1, 2, 1):  # session id, cipher suites, compression methods
         hello.vector(size)
-    if not hello.left:
+    if not hello.remaining:
         return ""
     extensions = hello.vector(2)
     names: list[str] = []
-    while extensions.left:
+    while extensions.remaining:
         kind, content = extensions.number(2), extensions.vector(2)
         if kind == _EXTENSION_NAME:
             names.append(_read_name(content.vector(2)))
@@ -111,7 +111,7 @@ def _read_name(entries: _Cursor) -> str:
     if entries.number(1) != 0:
         raise HelloError("a server name of an unknown kind")
     name = entries.vector(2)
-    if entries.left or not name.left:
+    if entries.remaining or not name.remaining:
         raise HelloError("not exactly one server name")
     try:
         return name.data.decode("ascii").lower()

@@ -127,7 +127,7 @@ class ProxyRequest:
     method: str
     target: Target
     is_tunnel: bool
-    is_old: bool
+    is_http_1_0: bool
     """True for HTTP/1.0, which has no chunked answers."""
     framing: Framing
     head: bytes
@@ -146,27 +146,27 @@ def _parse(head: bytes, max_lines: int) -> ProxyRequest:
     match = _REQUEST_LINE.fullmatch(first)
     if match is None:
         raise HeadError("its first line is not METHOD, URL and HTTP/1.1, with one space between them")
-    method, url, is_old = match[1].decode("ascii"), match[2].decode("ascii"), match[3] == b"0"
+    method, url, is_http_1_0 = match[1].decode("ascii"), match[2].decode("ascii"), match[3] == b"0"
     framing = parse_framing(headers)
-    if framing.is_chunked and is_old:
+    if framing.is_chunked and is_http_1_0:
         raise HeadError("HTTP/1.0 has no Transfer-Encoding")
     if method == "CONNECT":
-        return _parse_tunnel(url, headers, framing, is_old=is_old)
+        return _parse_tunnel(url, headers, framing, is_http_1_0=is_http_1_0)
     target, path = _parse_absolute(url)
-    _check_host(headers, target, is_needed=not is_old)
+    _check_host(headers, target, is_needed=not is_http_1_0)
     _check_expectation(headers)
     forwarded_head = _build_head(method, path, target, headers, framing, version=match[3])
-    return ProxyRequest(method, target, False, is_old, framing, forwarded_head)
+    return ProxyRequest(method, target, False, is_http_1_0, framing, forwarded_head)
 
 
-def _parse_tunnel(authority: str, headers: tuple[Header, ...], framing: Framing, *, is_old: bool) -> ProxyRequest:
+def _parse_tunnel(authority: str, headers: tuple[Header, ...], framing: Framing, *, is_http_1_0: bool) -> ProxyRequest:
     if not _TUNNEL.fullmatch(authority):
         raise HeadError("CONNECT needs host:port")
     if framing.is_chunked or framing.length:
         raise HeadError("CONNECT with a body")
     target = _parse_authority("https", authority)
     _check_host(headers, target, is_needed=False)
-    return ProxyRequest("CONNECT", target, True, is_old, Framing(), b"")
+    return ProxyRequest("CONNECT", target, True, is_http_1_0, Framing(), b"")
 
 
 def _parse_absolute(url: str) -> tuple[Target, str]:

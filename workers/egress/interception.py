@@ -176,7 +176,7 @@ class Interception:
         # Count the use before the request is sent: it is better to report a use that the host never saw than to miss
         # one.
         for name in filled.used:
-            self._proxy.uses.note(
+            self._proxy.uses.count(
                 self._opening.tenant, self._opening.session, self._opening.run, name, self._target.authority
             )
         headers = [(header.name, header.value) for header in filled.headers]

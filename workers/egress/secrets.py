@@ -159,7 +159,7 @@ class SecretMasker:
                 at = following
         return bytes(masked)
 
-    def count_held(self, data: bytes) -> int:
+    def count_withheld(self, data: bytes) -> int:
         """Return how many bytes at the end may be the start of a secret."""
         lower = data.lower()
         return max((_count_prefix(lower, form) for form in self._forms), default=0)
@@ -183,7 +183,7 @@ class MaskedStream:
         for at, byte in enumerate(self._masked):
             if byte != self._raw[at]:
                 masked[at] = byte
-        sent = len(raw) - self._masker.count_held(raw)
+        sent = len(raw) - self._masker.count_withheld(raw)
         self._raw, self._masked = raw[sent:], bytes(masked[sent:])
         return bytes(masked[:sent])
 
@@ -232,7 +232,7 @@ class SecretUses:
         self._clock = clock
         self._uses: dict[tuple[str, str, str, str, str], _Use] = {}
 
-    def note(self, tenant: str, session: str, run: str | None, secret: str, host: str) -> None:
+    def count(self, tenant: str, session: str, run: str | None, secret: str, host: str) -> None:
         """Count one request with a secret."""
         key = (tenant, session, run or "", secret, host)
         # A program chooses among the hosts of its secrets, so the kinds have a limit. The log keeps what is not
@@ -244,13 +244,13 @@ class SecretUses:
 
     def take(self) -> list[dict[str, Any]]:
         """Return the uses that must be reported now. Counters without recent uses are deleted."""
-        now, due = self._clock(), []
+        now, uses = self._clock(), []
         for key, use in list(self._uses.items()):
             if now - use.reported_at < REPORT_S:
                 continue
             if use.count:
-                due.append(dict(zip(_USE_FIELDS, key, strict=True)) | {"count": use.count})
+                uses.append(dict(zip(_USE_FIELDS, key, strict=True)) | {"count": use.count})
                 use.count, use.reported_at = 0, now
             else:
                 del self._uses[key]
-        return due
+        return uses

@@ -18,11 +18,11 @@ from mcp.shared.transport_context import TransportContext
 
 from contract.errors import ErrorCode, ToolFailure
 from workers.mcp.http_transport import CheckedTransport
-from workers.mcp.session import REFUSED, STANDS_ALONE, RawSession
+from workers.mcp.session import REFUSED, SESSIONLESS, RawSession
 from workers.mcp.settings import HttpEntry
+from workers.web.access_rules import WebAccessRules
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
-from workers.web.egress import WebAccessRules
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.resolver import Resolver, SystemResolver, find_addresses
 
@@ -50,7 +50,7 @@ class HttpServer:
     addresses: AddressRules = field(default_factory=AddressRules)
     resolver: Resolver = field(default_factory=SystemResolver)
     tls: ssl.SSLContext = field(default_factory=build_tls)
-    stands_alone: bool | None = None
+    is_sessionless: bool | None = None
     """State of the protocol: True if the server speaks a revision without sessions, in which every request stands
     alone. None: not yet known.
     """
@@ -122,7 +122,7 @@ class HttpServer:
                     transport.failure = failure
                 except REFUSED as error:
                     if isinstance(error, MCPError) and error.code == types.UNSUPPORTED_PROTOCOL_VERSION:
-                        self.stands_alone = None
+                        self.is_sessionless = None
                     transport.failure = transport.refusal or session.explain(error)
         return results
 
@@ -130,14 +130,14 @@ class HttpServer:
         """Open the session in the revision of the server. Raises the exceptions of the SDK."""
         # While a server starts, a proxy in front of the server may send the first response. The revision of the
         # server is known only after a successful greeting.
-        alone, self.stands_alone = self.stands_alone, None
-        if alone is None:
-            alone = await session.try_adopt_alone()
-        elif alone:
-            session.adopt(STANDS_ALONE)
-        if not alone:
+        is_sessionless, self.is_sessionless = self.is_sessionless, None
+        if is_sessionless is None:
+            is_sessionless = await session.try_adopt_sessionless()
+        elif is_sessionless:
+            session.adopt(SESSIONLESS)
+        if not is_sessionless:
             await session.initialize()
-        self.stands_alone = alone
+        self.is_sessionless = is_sessionless
 
 
 def _mark_possibly_done(failure: ToolFailure) -> ToolFailure:

@@ -30,12 +30,12 @@ class HttpSource:
         return self.server.name
 
     @property
-    def stands_alone(self) -> bool | None:
-        return self.server.stands_alone
+    def is_sessionless(self) -> bool | None:
+        return self.server.is_sessionless
 
-    @stands_alone.setter
-    def stands_alone(self, value: bool | None) -> None:
-        self.server.stands_alone = value
+    @is_sessionless.setter
+    def is_sessionless(self, value: bool | None) -> None:
+        self.server.is_sessionless = value
 
     def list_tools(self) -> list[Any]:
         return self.server.list_tools(Deadline(min(self.server.entry.timeout_s, DISCOVERY_S)))

@@ -17,7 +17,7 @@ from mcp_types.version import LATEST_HANDSHAKE_VERSION
 from contract.errors import ErrorCode, ToolFailure
 from workers.mcp.messages import ServerReply, build_protocol_error, parse_json, parse_reply
 from workers.mcp.sandbox_programs import build_driver_script, name_driver_socket, read_driver, read_visit
-from workers.mcp.session import CLIENT, REFUSED, STANDS_ALONE, RawSession
+from workers.mcp.session import CLIENT, REFUSED, SESSIONLESS, RawSession
 from workers.mcp.settings import StdioEntry
 from workers.sandbox_client import GuestResponse
 from workers.tools.text import encode
@@ -67,12 +67,12 @@ Run = Callable[[Mapping[str, Any], bytes], GuestResponse]
 @dataclass
 class SandboxServer:
     """An MCP server in sandboxes. The first call starts the server in a session's sandbox, where it stays; an entry
-    with `idle_s` 0 starts it for each call. `stands_alone`: as in HttpServer; None: not yet known.
+    with `idle_s` 0 starts it for each call. `is_sessionless`: as in HttpServer; None: not yet known.
     """
 
     name: str
     entry: StdioEntry
-    stands_alone: bool | None = None
+    is_sessionless: bool | None = None
 
     def list_tools(self, run: Run, timeout_s: float) -> list[Any]:
         """Return the unchecked list of the server's tools, and store the server's revision. Raises ToolFailure,
@@ -111,16 +111,16 @@ class SandboxServer:
         return anyio.run(converse)
 
     async def _greet(self, session: RawSession) -> None:
-        if self.stands_alone is None:
+        if self.is_sessionless is None:
             try:
-                self.stands_alone = await session.try_adopt_alone()
+                self.is_sessionless = await session.try_adopt_sessionless()
             except ToolFailure as failure:
                 # A server that does not answer an unknown request gets the older greeting.
                 if failure.code is not ErrorCode.TIMEOUT:
                     raise
-                self.stands_alone = False
+                self.is_sessionless = False
         # The driver greets each process that it starts, so the session must not greet again.
-        session.adopt(STANDS_ALONE if self.stands_alone else _GREETED)
+        session.adopt(SESSIONLESS if self.is_sessionless else _GREETED)
 
     def _use_running_server(self, run: Run, message: _Message, cwd: str, timeout_s: float) -> ServerReply:
         """Send the request to the server of the session. Starts a server that stays if the session has none."""
@@ -186,7 +186,7 @@ class SandboxServer:
             "env": {name: value.get_secret_value() for name, value in self.entry.env.items()},
             "cwd": self.entry.cwd,
             "network": self.entry.network,
-            "hello": _HELLO if self.stands_alone is False else [],
+            "hello": _HELLO if self.is_sessionless is False else [],
             "message": message,
             "max_bytes": ANSWER_BYTES,
             "timeout_s": max(timeout_s - _SPARE_S, timeout_s / 2),

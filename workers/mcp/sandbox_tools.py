@@ -25,7 +25,7 @@ SANDBOX_TTL_S = 60.0
 OWN_TENANT = "mcp-discovery"
 AWAIT_S = 30.0
 """Maximum time to wait for a sandboxd that is starting, in seconds."""
-_AGAIN_S = 0.5
+_RETRY_S = 0.5
 AT_ONCE = 4
 """Maximum number of sandboxes for listing at a time. A host that starts also creates other sandboxes."""
 
@@ -44,19 +44,19 @@ class SandboxSource:
         return self.server.name
 
     @property
-    def stands_alone(self) -> bool | None:
-        return self.server.stands_alone
+    def is_sessionless(self) -> bool | None:
+        return self.server.is_sessionless
 
-    @stands_alone.setter
-    def stands_alone(self, value: bool | None) -> None:
-        self.server.stands_alone = value
+    @is_sessionless.setter
+    def is_sessionless(self, value: bool | None) -> None:
+        self.server.is_sessionless = value
 
     def list_tools(self) -> list[Any]:
         # A separate object: the revision that running calls use must not change during the listing.
         probe = SandboxServer(self.server.name, self.server.entry)
         with SandboxClient(self.socket) as client:
             listed = _list_in_own_sandbox(probe, client)
-        self.stands_alone = probe.stands_alone
+        self.is_sessionless = probe.is_sessionless
         return listed
 
     def import_tools(self, listed: Iterable[Any]) -> tuple[ImportedTool, ...]:
@@ -86,7 +86,7 @@ def await_sandboxd(socket: Path) -> None:
             try:
                 client.status()
             except OperatorError:
-                time.sleep(_AGAIN_S)
+                time.sleep(_RETRY_S)
             else:
                 return
 

@@ -32,9 +32,9 @@ of a server without failures.
 
 @dataclass(frozen=True)
 class ServerState:
-    """The last list of a server's tools, and the kind of its revision (ToolSource.stands_alone)."""
+    """The last list of a server's tools, and the kind of its revision (ToolSource.is_sessionless)."""
 
-    stands_alone: bool | None
+    is_sessionless: bool | None
     tools: tuple[ImportedTool, ...]
 
 
@@ -52,7 +52,7 @@ class SharedLists:
         self._version += 1
         states = {
             name: {
-                "stands_alone": server.stands_alone,
+                "is_sessionless": server.is_sessionless,
                 "tools": [[tool.name, tool.spec.model_dump_json()] for tool in server.tools],
             }
             for name, server in servers.items()
@@ -73,7 +73,7 @@ class SharedLists:
         self._version = int.from_bytes(data[:_VERSION_BYTES])
         return {
             name: ServerState(
-                server["stands_alone"],
+                server["is_sessionless"],
                 tuple(
                     ImportedTool(tool_name, ToolSpec.model_validate_json(spec)) for tool_name, spec in server["tools"]
                 ),
@@ -93,11 +93,11 @@ class SharedLists:
 
 
 class ToolSource(Protocol):
-    """A server with tools to offer. `stands_alone`: whether the server speaks a revision of the protocol without
+    """A server with tools to offer. `is_sessionless`: whether the server speaks a revision of the protocol without
     sessions; None before the first listing.
     """
 
-    stands_alone: bool | None
+    is_sessionless: bool | None
 
     @property
     def name(self) -> str: ...
@@ -155,7 +155,7 @@ class ServerRegistry:
         """Seconds until the next try after an unexpected exception."""
         self.on_change: Callable[[], None] = lambda: None
 
-    def list_due(self) -> float:
+    def list_due_servers(self) -> float:
         """List the servers that are due, `at_once` at a time. Returns the seconds until the next server is due."""
         due_servers = [server for server in self._servers.values() if server.due_at <= self._clock()]
         if due_servers:
@@ -183,7 +183,7 @@ class ServerRegistry:
         """Stop the thread. Returns at once and does not wait for a running request."""
         self._stop.set()
 
-    def look(self) -> None:
+    def copy_updates(self) -> None:
         """Copy the current tools from the process that lists the servers. Call this in a process of the pool; it is
         cheap if nothing has changed.
         """
@@ -191,14 +191,14 @@ class ServerRegistry:
             return
         for name, state in self._shared.read_changed().items():
             server = self._servers[name]
-            server.source.stands_alone = state.stands_alone
+            server.source.is_sessionless = state.is_sessionless
             self._replace_tools(server, state.tools)
 
     def _run(self) -> None:
         pause_s = 0.0
         while not self._stop.wait(max(0.0, pause_s)):
             try:
-                pause_s = self.list_due()
+                pause_s = self.list_due_servers()
             except Exception:  # the edge of the thread: a bug with one server must not end the refresh of all
                 log.exception("mcp_refresh_failed", retry_in_s=self.again_s)
                 pause_s = self.again_s
@@ -275,7 +275,7 @@ class ServerRegistry:
     def _share(self) -> None:
         if self._shared is not None:
             states = {
-                name: ServerState(server.source.stands_alone, tuple(server.tools.values()))
+                name: ServerState(server.source.is_sessionless, tuple(server.tools.values()))
                 for name, server in self._servers.items()
             }
             self._shared.write(states)

@@ -18,7 +18,7 @@ from workers.mcp.messages import build_protocol_error
 from workers.mcp.pages import ToolPages
 
 CLIENT = types.Implementation(name="toolcrew", version="1")
-STANDS_ALONE = types.DiscoverResult(supported_versions=[LATEST_MODERN_VERSION], capabilities=types.ServerCapabilities())
+SESSIONLESS = types.DiscoverResult(supported_versions=[LATEST_MODERN_VERSION], capabilities=types.ServerCapabilities())
 """State of a session with a server that speaks a revision without sessions, in which every request stands alone."""
 REFUSED = (MCPError, ValidationError, RuntimeError)
 """Exceptions of the SDK for an error response or an invalid response."""
@@ -42,7 +42,7 @@ class RawSession(ClientSession):
         self._server = server
         self._recording = dispatcher
 
-    async def try_adopt_alone(self) -> bool:
+    async def try_adopt_sessionless(self) -> bool:
         """Use the revision in which every request stands alone, if the server speaks it. Return whether it does."""
         try:
             answer = await self.send_discover(LATEST_MODERN_VERSION)
@@ -50,10 +50,10 @@ class RawSession(ClientSession):
             return False
         versions = answer.get("supportedVersions")
         # Only this field of the answer is needed, so the other fields are not checked.
-        alone = isinstance(versions, list) and LATEST_MODERN_VERSION in versions
-        if alone:
-            self.adopt(STANDS_ALONE)
-        return alone
+        is_sessionless = isinstance(versions, list) and LATEST_MODERN_VERSION in versions
+        if is_sessionless:
+            self.adopt(SESSIONLESS)
+        return is_sessionless
 
     async def gather_tools(self) -> list[Any]:
         """Return the unchecked list of the server's tools. Raises ToolFailure, MCPError."""

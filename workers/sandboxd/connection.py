@@ -154,7 +154,7 @@ class Connection:
             raise FrameError("the body is larger than declared")
         call_id = str(frame.header.get("call", ""))
         session, sandbox = await self._sessions.use(
-            parse_text(frame.header, "sandbox"), call_id, parse_terms(frame.header), request["timeout_s"]
+            parse_text(frame.header, "sandbox"), call_id, parse_policy(frame.header), request["timeout_s"]
         )
         session.run = parse_run(frame.header)
         if self._link.is_disconnected:
@@ -174,7 +174,7 @@ class Connection:
             self._link.unwatch()
             sandbox.release(self._link)
             sandbox.cancel(call)
-            session.activity.note(call.op, done)
+            session.activity.record(call.op, done)
             session.used_at = time.monotonic()
             usage = sandbox.meter.end(measured)
         if self._link.is_disconnected:
@@ -285,9 +285,9 @@ def parse_fence(header: Mapping[str, Any]) -> int | None:
     return parse_count(header, "fence") if "fence" in header else None
 
 
-def parse_terms(header: Mapping[str, Any]) -> SandboxPolicy | None:
+def parse_policy(header: Mapping[str, Any]) -> SandboxPolicy | None:
     """Return the sandbox policy of the tenant, or None when the request has none."""
-    return _parse_record(header, "terms", SandboxPolicy, "fix the tenant's policy")
+    return _parse_record(header, "policy", SandboxPolicy, "fix the tenant's policy")
 
 
 def parse_options(header: Mapping[str, Any]) -> SandboxOptions:

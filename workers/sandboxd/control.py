@@ -1,4 +1,4 @@
-"""Requests of a worker that are not calls: open, close and checkpoint sessions, place skills, update terms, report
+"""Requests of a worker that are not calls: open, close and checkpoint sessions, place skills, update policies, report
 status.
 """
 
@@ -23,9 +23,9 @@ from workers.sandboxd.connection import (
     parse_fence,
     parse_number,
     parse_options,
+    parse_policy,
     parse_session,
     parse_skill,
-    parse_terms,
     parse_text,
 )
 from workers.sandboxd.egress.secrets import SecretValues, parse_values
@@ -65,7 +65,7 @@ class SecretExchange:
 
 class ControlRequests:
     """Answers every request except a call: `open`, `close`, `cancel`, `skill`, `checkpoint`, `delete_checkpoint`,
-    `save_files`, `fork`, `secrets`, `terms`, `status`, `sessions`, `usage`.
+    `save_files`, `fork`, `secrets`, `policy`, `status`, `sessions`, `usage`.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class ControlRequests:
             return {"deleted": deleted, "bytes": size if deleted else 0}
         if verb == "save_files":
             return await self._save_files(header)
-        if verb == "terms":
-            return {"sessions": await self._update_terms(header)}
+        if verb == "policy":
+            return {"sessions": await self._update_policy(header)}
         if verb == "status":
             return {**self._describe(), "sessions": len(self._sessions), "sandboxes": self._sessions.count_sandboxes()}
         raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, f"unknown request {str(verb)[:40]!r}")
@@ -159,16 +159,16 @@ class ControlRequests:
 
     async def _open(self, header: Mapping[str, Any]) -> dict[str, Any]:
         name, ttl_s = parse_session(header), parse_number(header, "ttl_s", DEFAULT_TTL_S, MAX_TTL_S)
-        terms = parse_terms(header)
+        policy = parse_policy(header)
         plan = self._plans.choose(
-            terms or SandboxPolicy(),
+            policy or SandboxPolicy(),
             _parse_optional(header, "image"),
             _parse_optional(header, "network"),
             parse_options(header),
         )
         plan = with_placeholders(plan, name)
         started = time.monotonic()
-        start = SessionParameters(plan, ttl_s, self._choose_fill(header), terms, parse_moved(header))
+        start = SessionParameters(plan, ttl_s, self._choose_fill(header), policy, parse_moved(header))
         if header.get("image") is not None:
             start = replace(start, image_wait_s=IMAGE_WAIT_S)
         session = await self._sessions.open(name, start)
@@ -188,10 +188,10 @@ class ControlRequests:
         return {**self._describe_session(session), "start_s": time.monotonic() - started}
 
     def _describe_session(self, session: HostSession) -> dict[str, Any]:
-        rules = self._plans.rules(session.terms) if session.plan.network == "egress" else None
+        rules = self._plans.rules(session.policy) if session.plan.network == "egress" else None
         return {
             "image": session.plan.image,
-            "network": self._plans.network(session.terms) if rules is not None else "none",
+            "network": self._plans.network(session.policy) if rules is not None else "none",
             "hosts": list(rules.hosts) if rules is not None else [],
             "workspace": session.workspace.kind,
             "options": session.plan.granted().model_dump(),
@@ -228,16 +228,14 @@ class ControlRequests:
             session.used_at = time.monotonic()
         return {"bytes": saved.bytes, "sha256": saved.sha256}
 
-    async def _update_terms(self, header: Mapping[str, Any]) -> int:
-        """Set the sandbox policy (`terms`) of all sessions of a tenant on this host, and return how many sessions there
-        are.
-        """
-        tenant, terms = parse_text(header, "tenant"), parse_terms(header)
-        if terms is None:
-            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "'terms' is missing")
+    async def _update_policy(self, header: Mapping[str, Any]) -> int:
+        """Set the sandbox policy of all sessions of a tenant on this host. Return the number of sessions."""
+        tenant, policy = parse_text(header, "tenant"), parse_policy(header)
+        if policy is None:
+            raise ToolFailure(ErrorCode.INVALID_ARGUMENTS, "'policy' is missing")
         entries = [entry for entry in self._sessions.all() if entry.tenant == tenant]
         for entry in entries:
-            self._sessions.update_terms(entry, terms)
+            self._sessions.update_policy(entry, policy)
             await asyncio.sleep(0)  # each update may write a file: let other tasks run in between
         return len(entries)
 
@@ -269,13 +267,13 @@ class ControlRequests:
                     session.used_at = time.monotonic()
                 elif session.used_at == used_before:
                     session.used_at = used_at
-        session.note_checkpoint(saved.id, is_automatic=is_automatic)
+        session.record_checkpoint(saved.id, is_automatic=is_automatic)
         return {
             "checkpoint": saved.id,
             "bytes": saved.bytes,
             "sha256": saved.sha256,
             "skipped": saved.skipped,
-            "torn": saved.is_torn,
+            "torn": saved.files_changed,
         }
 
     def _cancel(self, name: str, call_id: str) -> bool:

@@ -75,11 +75,11 @@ SANDBOX_MAX_LIFE_S = 2 * LONGEST_TIMEOUT_S
 """Maximum life of a sandbox, in seconds. A sandbox then ends itself, even if sandboxd is dead. Its session gets a new
 sandbox on the same workspace.
 """
-END_FOR_GOOD = signal.SIGUSR1
+STOP_AND_REMOVE = signal.SIGUSR1
 """Signal that ends sandboxd like SIGTERM, but keeps no sessions. For a deployment that is removed, such as an
 embedded stack.
 """
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, END_FOR_GOOD)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, STOP_AND_REMOVE)
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ class Daemon:
             "name": settings.sandboxd_name,
             "classes": sorted(self.setup.plans.classes),
             "largest": {
-                name: terms.largest.model_dump()
-                for name, terms in self.setup.plans.classes.items()
-                if terms.largest != LargestOptions()
+                name: tenant_class.largest.model_dump()
+                for name, tenant_class in self.setup.plans.classes.items()
+                if tenant_class.largest != LargestOptions()
             },
             "max_sandboxes": settings.max_sandboxes,
             "max_sessions": settings.max_sessions,
@@ -178,7 +178,7 @@ class Daemon:
                 "hard": self.choice.workspaces.is_hard,
                 "note": self.choice.note,
             },
-            "room": {"taken": self.factory.slots.taken, "limit": self.factory.slots.limit},
+            "room": {"taken": self.factory.slots.used, "limit": self.factory.slots.limit},
             "pool": self.pools.describe(),
             "engine_gate": self.factory.engine.describe(),
             "counts": self.factory.counts.describe(),
@@ -196,11 +196,11 @@ class Daemon:
         if self.setup.oci is not None:
             await self.setup.oci.unpin(image)
 
-    async def close(self, *, for_good: bool = False) -> None:
-        """Evict or remove every container. `for_good`: no later sandboxd will adopt a session, so nothing is kept."""
+    async def close(self, *, removes_sessions: bool = False) -> None:
+        """Evict or remove every container. `removes_sessions`: no later sandboxd adopts a session."""
         await self.images.close()
         await self.pools.close()
-        if for_good:
+        if removes_sessions:
             await self.sessions.close_all()
         else:
             await self.sessions.suspend_all(SUSPEND_S)
@@ -317,7 +317,7 @@ async def _prepare_network(
 
     async def connect() -> ProxyStreams:
         # Read the rules for each connection: the tenant's rights may have shrunk.
-        opening = {**preamble, "rules": plans.rules(session.terms).model_dump(mode="json")}
+        opening = {**preamble, "rules": plans.rules(session.policy).model_dump(mode="json")}
         if session.plan.secrets:
             await authority.refresh()
             secrets = await values.wait(session.tenant, session.secrets)
@@ -407,8 +407,8 @@ async def _try_sandbox(daemon: Daemon, plan: SandboxPlan) -> str | None:
 
 
 async def run(settings: SandboxdSettings) -> None:
-    """Serve until SIGTERM, SIGINT or END_FOR_GOOD. Raises SandboxUnavailable when this host cannot isolate sandboxes,
-    and OSError when the socket is taken.
+    """Serve until SIGTERM, SIGINT or STOP_AND_REMOVE. Raises SandboxUnavailable when this host cannot isolate
+    sandboxes, and OSError when the socket is taken.
     """
     hold_lifeline(ORPHAN_GRACE_S)
     engine = Engine()
@@ -476,5 +476,5 @@ async def _serve(settings: SandboxdSettings, server: RequestServer, daemon: Daem
         listening.close()
         # Unlink before the long part of the shutdown: a successor may soon listen at the same path.
         unlink_own(path, inode)
-        await daemon.close(for_good=END_FOR_GOOD in received)
+        await daemon.close(removes_sessions=STOP_AND_REMOVE in received)
         await server.close_connections()

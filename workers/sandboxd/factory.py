@@ -44,8 +44,8 @@ SLOT_WAIT_S = 10.0
 """Time limit of all attempts to get a slot, in seconds."""
 FREE_SLOT_TIMEOUT_S = 10.0
 """Time limit of one attempt, in seconds: the wait until another session has freed its slot."""
-_LOOK_S = 0.1
-_MOST_FACTS = 1000
+_CHECK_INTERVAL_S = 0.1
+_MAX_FACTS = 1000
 
 
 class SandboxSlots:
@@ -55,20 +55,20 @@ class SandboxSlots:
 
     def __init__(self, limit: int, wait_s: float = SLOT_WAIT_S) -> None:
         self.limit = limit
-        self.taken = 0
+        self.used = 0
         self._wait_s = wait_s
         self.free_slot: Callable[[], Awaitable[bool]] | None = None
         self._making: set[asyncio.Future[bool]] = set()
 
     @property
     def is_full(self) -> bool:
-        return self.taken >= self.limit
+        return self.used >= self.limit
 
     def try_take(self) -> bool:
         """Take a free slot at once. Returns False when there is none. For work that no client waits for."""
         if self.is_full:
             return False
-        self.taken += 1
+        self.used += 1
         return True
 
     async def take(self) -> None:
@@ -84,10 +84,10 @@ class SandboxSlots:
                     f"this host already holds {self.limit} sandboxes, and all of them are busy: close sessions, add a "
                     "host, or raise TOOLCREW_MAX_SANDBOXES"
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
 
     def give_back(self) -> None:
-        self.taken -= 1
+        self.used -= 1
 
     async def _has_freed_slot(self) -> bool:
         """Ask another holder to free a slot. The task continues after the timeout: a half-done eviction would lose the
@@ -189,7 +189,7 @@ class SandboxFactory:
         self._owner = dict(owner)
         self._guest_image = guest_image
         self._prefix = f"toolcrew-{owner[LABEL_SANDBOXD]}"
-        self._known: set[str] = set()
+        self._container_names: set[str] = set()
         self._images: dict[str, str | None] = {}
         self._image_facts: dict[str, ImageFacts] = {}
         self._toolkit: str | None = None
@@ -251,7 +251,7 @@ class SandboxFactory:
         name = f"{self._prefix}-{secrets.token_hex(8)}"
         now = time.time()
         deadline = now + self._profile.life_s
-        self._known.add(name)
+        self._container_names.add(name)
         self._images[name] = plan.image_id
         runtime = self._find_runtime(plan)
         try:
@@ -297,7 +297,7 @@ class SandboxFactory:
         if plan.image_id is None:
             return await self.engine.find_image(plan.image)
         if plan.image_id not in self._image_facts:
-            if len(self._image_facts) >= _MOST_FACTS:
+            if len(self._image_facts) >= _MAX_FACTS:
                 self._image_facts.clear()
             self._image_facts[plan.image_id] = await self.engine.find_image(plan.image_id)
         return self._image_facts[plan.image_id]
@@ -345,7 +345,7 @@ class SandboxFactory:
 
     def knows(self, name: str) -> bool:
         """Return whether this process made the container of that name."""
-        return name in self._known
+        return name in self._container_names
 
     def _check_may_start(self) -> None:
         if self.is_ending:
@@ -367,8 +367,8 @@ class SandboxFactory:
         self._forget(name)
 
     def _forget(self, name: str) -> None:
-        if name in self._known:
-            self._known.discard(name)
+        if name in self._container_names:
+            self._container_names.discard(name)
             del self._images[name]
             self._records.forget_container(name)
             self.slots.give_back()

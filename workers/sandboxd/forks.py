@@ -29,7 +29,7 @@ from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.plans import with_placeholders
 from workers.sandboxd.runtime.attestation import ask_attestation
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import KEPT, HostSession
+from workers.sandboxd.session import FILES_KEPT, HostSession
 from workers.sandboxd.sessions import Sessions
 
 log = structlog.get_logger(__name__)
@@ -153,7 +153,7 @@ class SessionForker:
             log.error("fork_not_packed", container=sandbox.container[:12], error=str(error))
             for heir in heirs:
                 heir.lost = str(error)
-                heir.add_news(KEPT.format(error))
+                heir.add_news(FILES_KEPT.format(error))
         else:
             for heir in heirs:
                 heir.archive = archive
@@ -194,20 +194,20 @@ class SessionForker:
         """Leave the parent as it is. The children share a copy of its disk, or else an archive of all files, which each
         of them unpacks at its first call.
         """
-        archive, made = await self._store.pack(entry, sandbox, is_whole=not can_stack), list[Workspace]()
+        archive, workspaces = await self._store.pack(entry, sandbox, is_whole=not can_stack), list[Workspace]()
         copied: ImageWorkspace | None = None
         try:
             if can_stack:
                 copied = await self._copy_disk(entry, sandbox)
             for _ in children:
                 workspace = await self._factory.make_workspace(entry.plan) if copied is None else None
-                made.append(workspace or self._factory.stack_workspace(copied or entry.workspace))
-            entries = [self._build_child(entry, *child, archive) for child in zip(children, made, strict=True)]
+                workspaces.append(workspace or self._factory.stack_workspace(copied or entry.workspace))
+            entries = [self._build_child(entry, *child, archive) for child in zip(children, workspaces, strict=True)]
             for child in entries:
                 child.is_unfilled = copied is None and child.workspace.outlives_container
             self._sessions.add_all(entries)
         except BaseException:
-            for workspace in (*made, copied):
+            for workspace in (*workspaces, copied):
                 if workspace is not None:
                     await self._factory.discard_workspace(workspace)
             await self._store.forget(entry.tenant, archive)
@@ -227,7 +227,7 @@ class SessionForker:
     def _build_child(self, entry: HostSession, name: str, workspace: Workspace, archive: str | None) -> HostSession:
         # Placeholders of secrets belong to one session. The proxy would not fill in those of the parent.
         plan = with_placeholders(entry.plan, name)
-        child = HostSession(name, plan, entry.ttl_s, workspace, None, generation=0, terms=entry.terms)
+        child = HostSession(name, plan, entry.ttl_s, workspace, None, generation=0, policy=entry.policy)
         child.archive, child.lost, child.news = archive, entry.lost, entry.news
         # No checkpoint has the child's files.
         child.activity.has_written = True

@@ -124,7 +124,7 @@ class Evidence:
     problem: str | None = None
 
 
-def judge(evidence: Evidence) -> tuple[HostGuarantee, ...]:
+def build_rows(evidence: Evidence) -> tuple[HostGuarantee, ...]:
     """Return one row for each guarantee, judged by the evidence. The rows without which sandboxd cannot start come
     first.
     """
@@ -515,7 +515,9 @@ def _judge_engine_host(evidence: Evidence) -> HostGuarantee:
 
 def _judge_egress(evidence: Evidence) -> HostGuarantee:
     name = "network follows the class"
-    classes = sorted(label for label, terms in evidence.plans.classes.items() if terms.network == "egress")
+    classes = sorted(
+        label for label, tenant_class in evidence.plans.classes.items() if tenant_class.network == "egress"
+    )
     if not classes:
         return HostGuarantee(name, "holds", "no class has network")
     if evidence.egress_problem is not None:
@@ -560,7 +562,9 @@ def _classes_on_shared_kernel(evidence: Evidence) -> list[str]:
     # Judge by the name of the runtime, because the engine reports nothing else. The row says so.
     default = evidence.settings.sandbox_runtime
     return sorted(
-        name for name, terms in evidence.plans.classes.items() if not _SECOND_KERNEL.search(terms.runtime or default)
+        name
+        for name, tenant_class in evidence.plans.classes.items()
+        if not _SECOND_KERNEL.search(tenant_class.runtime or default)
     )
 
 

@@ -39,7 +39,7 @@ MAX_PRESENT_CHARS: Final = 8 * 1024
 """Maximum number of characters of all names of images in a report of this host."""
 _MAX_ROWS: Final = 20
 _LOG_S: Final = 10.0
-_NOTE_S: Final = 60.0
+_USE_RECORD_INTERVAL_S: Final = 60.0
 """Age of the recorded time of last use after which it is written again."""
 _MASK: Final = "********"
 
@@ -140,7 +140,7 @@ class Images:
                 found = await self._find(name, plan, wait_s)
             keys.append(found.id)
             self._users[found.id] += 1
-            self._note_use(found.id)
+            self._record_use(found.id)
             yield replace(plan, image_id=found.id)
         finally:
             self._users.subtract(keys)
@@ -378,13 +378,13 @@ class Images:
         self._present = tuple(text for text in self._present if parse_image_name(text).full not in candidate.names)
         return True
 
-    def _note_use(self, image_id: str) -> None:
+    def _record_use(self, image_id: str) -> None:
         """Record the use of a pulled image."""
         now = time.time()
         for record in [record for record in self._records.values() if record.id == image_id]:
             self._records[record.name] = replace(record, used_at=now)
             # Every session of the image uses it, so the record on disk may be a little old.
-            if now - self._written_at.get(record.name, 0.0) > _NOTE_S:
+            if now - self._written_at.get(record.name, 0.0) > _USE_RECORD_INTERVAL_S:
                 with suppress(SandboxUnavailable):  # a full disk must not stop a session whose image is here
                     self._keep(self._records[record.name])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from contract.errors import SandboxUnavailable
 
 _LOOKS = 3
-_LOOK_S = 0.02
+_CHECK_INTERVAL_S = 0.02
 
 
 class Lease:
@@ -110,7 +110,7 @@ def _lock_with_retries(path: Path) -> int | None:
     for _ in range(_LOOKS):
         if fd is not None:
             break
-        time.sleep(_LOOK_S)
+        time.sleep(_CHECK_INTERVAL_S)
         fd = _lock(path)
     return fd
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from contract.calls import CallUsage
 from workers.sandboxd.runtime.cgroups import ROOT
 
-_MOST_PROCESSES = 64
+_MAX_PROCESSES = 64
 """Processes whose accounts are read at a time, because one event loop serves all sandboxes."""
-_MOST_KEPT = 8
+_MAX_OPEN_ACCOUNTS = 8
 """Processes whose accounts stay open. A sandbox at rest has one process, and between two calls two."""
 _READ_BYTES = 4096
 
@@ -69,7 +69,7 @@ class UsageReader:
         self._accounts = contextlib.ExitStack()
         self._files.callback(lambda: self._accounts.close())
         self._open_accounts: list[int] = []
-        self._known_tasks = b""
+        self._last_tasks = b""
         self._last = UsageReading()
 
     def read(self, *, has_disks: bool = True) -> UsageReading:
@@ -112,12 +112,12 @@ class UsageReader:
         # An ended process is noticed by its account. A process that starts when a thread of another one ends is not
         # noticed at once. Later its account is part of its parent's account.
         tasks = os.pread(self._tasks, _READ_BYTES, 0)
-        if tasks == self._known_tasks:
+        if tasks == self._last_tasks:
             with contextlib.suppress(OSError):
                 return _sum_accounts([os.pread(account, _READ_BYTES, 0) for account in self._open_accounts])
         self._accounts.close()
-        self._open_accounts, self._known_tasks = [], b""
-        processes = _read(self._processes).split()[:_MOST_PROCESSES]
+        self._open_accounts, self._last_tasks = [], b""
+        processes = _read(self._processes).split()[:_MAX_PROCESSES]
         texts = []
         for process in processes:
             # A process may end before its account is read. The kernel has then added the account to that of the parent.
@@ -126,8 +126,8 @@ class UsageReader:
                 self._accounts.callback(os.close, file)
                 texts.append(os.pread(file, _READ_BYTES, 0))
                 self._open_accounts.append(file)
-        if len(processes) <= _MOST_KEPT:
-            self._known_tasks = tasks
+        if len(processes) <= _MAX_OPEN_ACCOUNTS:
+            self._last_tasks = tasks
         else:
             self._accounts.close()
         return _sum_accounts(texts)

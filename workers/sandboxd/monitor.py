@@ -153,19 +153,19 @@ class SessionMonitor:
         """End the sandboxes whose workspaces are too large. Needed only if the kernel does not enforce the size."""
         overfull = await self._factory.workspaces.find_overfull()
         for entry in self._sessions.all():
-            held_bytes = overfull.get(entry.workspace.name, 0)
-            if held_bytes > entry.overfull_bytes * _OVERFULL_GROWTH:
-                self._end_overfull(entry, held_bytes)
-            if not held_bytes:
+            counted_bytes = overfull.get(entry.workspace.name, 0)
+            if counted_bytes > entry.overfull_bytes * _OVERFULL_GROWTH:
+                self._end_overfull(entry, counted_bytes)
+            if not counted_bytes:
                 entry.overfull_bytes = 0
 
-    def _end_overfull(self, entry: HostSession, held_bytes: int) -> None:
-        entry.overfull_bytes = held_bytes
+    def _end_overfull(self, entry: HostSession, counted_bytes: int) -> None:
+        entry.overfull_bytes = counted_bytes
         if entry.sandbox is not None:
             size = entry.workspace.size
             entry.sandbox.end(
-                f"its workspace had {held_bytes} bytes, and the limits are {size.bytes} bytes and {size.inodes} files: "
-                "delete files"
+                f"its workspace had {counted_bytes} bytes, and the limits are {size.bytes} bytes and {size.inodes} "
+                "files: delete files"
             )
 
     async def watch_disk(self) -> None:

@@ -1,4 +1,4 @@
-"""Plans of sandboxes. A plan comes from the settings and the tenant class. The terms of the tenant, its SandboxPolicy,
+"""Plans of sandboxes. A plan comes from the settings and the tenant class. The policy of the tenant, its SandboxPolicy,
 can only narrow the plan.
 """
 
@@ -83,7 +83,7 @@ class SandboxPlan:
 
 
 class Plans:
-    """Computes plans from a tenant's terms and class. A session gets only properties that both allow.
+    """Computes plans from a tenant's policy and class. A session gets only properties that both allow.
 
     Raises ValueError for a class with an invalid name, or a class that this host cannot support.
     """
@@ -91,10 +91,10 @@ class Plans:
     def __init__(self, settings: SandboxdSettings) -> None:
         self._settings = settings
         self.classes: Mapping[str, TenantClass] = {DEFAULT: TenantClass(), **settings.tenant_classes}
-        for name, terms in self.classes.items():
+        for name, tenant_class in self.classes.items():
             if not 0 < len(name) <= MAX_NAME_CHARS:
                 raise ValueError(f"class '{name[:100]}' has an invalid name: use 1 to {MAX_NAME_CHARS} characters")
-            if settings.egress_socket is None and terms.network == "egress":
+            if settings.egress_socket is None and tenant_class.network == "egress":
                 raise ValueError(
                     f"class '{name}' has network egress, and there is no proxy: set TOOLCREW_EGRESS_SOCKET"
                 )
@@ -106,7 +106,7 @@ class Plans:
 
     def choose(
         self,
-        terms: SandboxPolicy,
+        policy: SandboxPolicy,
         image: str | None = None,
         network: str | None = None,
         options: SandboxOptions = DEFAULT_OPTIONS,
@@ -114,31 +114,33 @@ class Plans:
         """Return the plan of a new session. Raises ToolFailure when this host does not have the class, or when the
         image, the network or an option is not allowed.
         """
-        granted = self._class(terms)
-        chosen = self._plan(terms.tenant_class, self._image(granted, terms, image), _network(granted, terms, network))
-        plan, largest = _with_options(chosen, options), self._largest(terms, chosen)
+        granted = self._class(policy)
+        chosen = self._plan(
+            policy.tenant_class, self._image(granted, policy, image), _network(granted, policy, network)
+        )
+        plan, largest = _with_options(chosen, options), self._largest(policy, chosen)
         _check_options(options, plan, largest)
-        _check_secrets(terms, plan)
+        _check_secrets(policy, plan)
         return _cut(plan, largest)
 
-    def revise(self, terms: SandboxPolicy, plan: SandboxPlan) -> SandboxPlan:
-        """Return the plan of an existing session under the current class and terms. It never allows more than before,
+    def revise(self, policy: SandboxPolicy, plan: SandboxPlan) -> SandboxPlan:
+        """Return the plan of an existing session under the current class and policy. It never allows more than before,
         and keeps the image where that is still allowed, and the size of the workspace. Raises ToolFailure like
         `choose`.
         """
-        granted = self._class(terms)
+        granted = self._class(policy)
         if plan.is_root and "root" not in (granted.user, granted.largest.user):
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"sessions of class '{terms.tenant_class}' no longer run as root, but this session's disk was made "
+                f"sessions of class '{policy.tenant_class}' no longer run as root, but this session's disk was made "
                 f"for root: open a new session",
             )
-        is_kept = self._allows(granted, terms, plan.image)
-        image = plan.image if is_kept else self._image(granted, terms, None)
-        network = "none" if plan.network == "none" else self.network(terms)
-        chosen = self._plan(terms.tenant_class, image, network)
+        is_kept = self._allows(granted, policy, plan.image)
+        image = plan.image if is_kept else self._image(granted, policy, None)
+        network = "none" if plan.network == "none" else self.network(policy)
+        chosen = self._plan(policy.tenant_class, image, network)
         return replace(
-            _cut(_with_options(chosen, plan.options), self._largest(terms, chosen)),
+            _cut(_with_options(chosen, plan.options), self._largest(policy, chosen)),
             is_root=plan.is_root,
             secrets=plan.secrets,
             image_id=plan.image_id if is_kept else None,
@@ -153,7 +155,8 @@ class Plans:
     def largest_bytes(self, *, has_tmpfs_workspace: bool) -> int:
         """Return the largest memory in bytes that a sandbox of any class may use."""
         plans = [
-            self.choose(SandboxPolicy(tenant_class=name), options=terms.largest) for name, terms in self.classes.items()
+            self.choose(SandboxPolicy(tenant_class=name), options=tenant_class.largest)
+            for name, tenant_class in self.classes.items()
         ]
         return max(limits_of(plan).memory_bytes(has_tmpfs_workspace=has_tmpfs_workspace) for plan in plans)
 
@@ -169,43 +172,45 @@ class Plans:
 
     def has_root(self) -> bool:
         """Return whether sessions of any class may run as root of the sandbox."""
-        return any("root" in (terms.user, terms.largest.user) for terms in self.classes.values())
+        return any("root" in (tenant_class.user, tenant_class.largest.user) for tenant_class in self.classes.values())
 
     def pooled(self) -> Mapping[SandboxPlan, int]:
         """Return how many sandboxes of each plan to keep ready. Classes with equal plans share them. Raises ValueError
         for an image that is not allowed.
         """
         targets = {self.standard(): self._settings.pool_size}
-        for name, terms in self.classes.items():
-            for image, target in terms.pool.items():
-                if not is_allowed(self._entries(terms), parse_image_name(image)):
+        for name, tenant_class in self.classes.items():
+            for image, target in tenant_class.pool.items():
+                if not is_allowed(self._entries(tenant_class), parse_image_name(image)):
                     raise ValueError(
                         f"class '{name}' has a pool of image '{image}', which it may not use: add it to its images"
                     )
-                plan = self._plan(name, self._spell(terms, parse_image_name(image)), terms.network)
+                plan = self._plan(name, self._spell(tenant_class, parse_image_name(image)), tenant_class.network)
                 targets[plan] = target if name == DEFAULT else targets.get(plan, 0) + target
         return targets
 
-    def network(self, terms: SandboxPolicy) -> NetworkPolicy:
-        """Return the network that sessions of these terms may have now. It is "none" under a class that this host does
+    def network(self, policy: SandboxPolicy) -> NetworkPolicy:
+        """Return the network that sessions of this policy may have now. It is "none" under a class that this host does
         not have, or no longer has.
         """
-        granted = self.classes.get(terms.tenant_class)
-        return "none" if granted is None or terms.network == "none" else granted.network
+        granted = self.classes.get(policy.tenant_class)
+        return "none" if granted is None or policy.network == "none" else granted.network
 
-    def rules(self, terms: SandboxPolicy) -> EgressRules:
-        """Return the destinations that sessions of these terms may reach now. Without egress there are no
+    def rules(self, policy: SandboxPolicy) -> EgressRules:
+        """Return the destinations that sessions of this policy may reach now. Without egress there are no
         destinations, even if the opening allowed some.
         """
-        return self.classes[terms.tenant_class].egress if self.network(terms) == "egress" else EgressRules()
+        return self.classes[policy.tenant_class].egress if self.network(policy) == "egress" else EgressRules()
 
     def runtimes(self) -> frozenset[str]:
         """Return the runtimes of all classes."""
-        return frozenset(terms.runtime or self._settings.sandbox_runtime for terms in self.classes.values())
+        return frozenset(
+            tenant_class.runtime or self._settings.sandbox_runtime for tenant_class in self.classes.values()
+        )
 
     def images(self) -> frozenset[str]:
         """Return the names and patterns of images of all classes."""
-        return frozenset(image for terms in self.classes.values() for image in self._entries(terms))
+        return frozenset(image for tenant_class in self.classes.values() for image in self._entries(tenant_class))
 
     def local_images(self) -> frozenset[str]:
         """Return the names of images that the engine must have, because sandboxd does not pull them."""
@@ -220,14 +225,14 @@ class Plans:
         # registry.
         return granted is not None and any(found.names_registry for found in find_matches(self._entries(granted), name))
 
-    def _class(self, terms: SandboxPolicy) -> TenantClass:
-        granted = self.classes.get(terms.tenant_class)
+    def _class(self, policy: SandboxPolicy) -> TenantClass:
+        granted = self.classes.get(policy.tenant_class)
         if granted is None:
             names = ", ".join(sorted(self.classes))
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"this host has no tenant class '{terms.tenant_class}', it has: {names}; give the tenant one of these, "
-                "or add the class to TOOLCREW_TENANT_CLASSES and restart sandboxd",
+                f"this host has no tenant class '{policy.tenant_class}', it has: {names}; give the tenant one of "
+                "these, or add the class to TOOLCREW_TENANT_CLASSES and restart sandboxd",
             )
         return granted
 
@@ -236,32 +241,32 @@ class Plans:
         listed = granted.images if granted.images is not None else self._settings.sandbox_images_allowed
         return (granted.image or self._settings.sandbox_image, *listed)
 
-    def _allows(self, granted: TenantClass, terms: SandboxPolicy, image: str) -> bool:
-        """Return whether both the class and the terms allow the image. False for a malformed name."""
+    def _allows(self, granted: TenantClass, policy: SandboxPolicy, image: str) -> bool:
+        """Return whether both the class and the policy allow the image. False for a malformed name."""
         try:
             name = parse_image_name(image)
         except ImageNameError:
             return False
-        return is_allowed(self._entries(granted), name) and (terms.images is None or is_allowed(terms.images, name))
+        return is_allowed(self._entries(granted), name) and (policy.images is None or is_allowed(policy.images, name))
 
     def _spell(self, granted: TenantClass, name: ImageName) -> str:
         """Return the name as the class spells it, so that equal images have equal plans."""
         return next((found.text for found in find_matches(self._entries(granted), name) if found.name), name.short)
 
-    def _image(self, granted: TenantClass, terms: SandboxPolicy, requested: str | None) -> str:
+    def _image(self, granted: TenantClass, policy: SandboxPolicy, requested: str | None) -> str:
         """Return the requested image; by default the image of the class, or the tenant's first image that the class
         allows.
         """
         own = granted.image or self._settings.sandbox_image
-        candidates = (own, *(terms.images or ())) if requested is None else (requested,)
-        chosen = next((image for image in candidates if self._allows(granted, terms, image)), None)
+        candidates = (own, *(policy.images or ())) if requested is None else (requested,)
+        chosen = next((image for image in candidates if self._allows(granted, policy, image)), None)
         if chosen is not None:
             return self._spell(granted, parse_image_name(chosen))
-        allowed = self._list_allowed(granted, terms)
+        allowed = self._list_allowed(granted, policy)
         if requested is None or not allowed:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"no image of the tenant's policy is allowed in class '{terms.tenant_class}' on this host, which has: "
+                f"no image of the tenant's policy is allowed in class '{policy.tenant_class}' on this host, which has: "
                 f"{_join(self._entries(granted))}; add one to the tenant's policy, or name an image",
             )
         try:
@@ -273,24 +278,24 @@ class Plans:
             f"image '{requested}' is not allowed on this host: use one of {_join(allowed)}",
         )
 
-    def _list_allowed(self, granted: TenantClass, terms: SandboxPolicy) -> set[str]:
-        """Return the entries of the class that the terms allow, and the entries of the terms that the class allows.
+    def _list_allowed(self, granted: TenantClass, policy: SandboxPolicy) -> set[str]:
+        """Return the entries of the class that the policy allows, and the entries of the policy that the class allows.
         It is unknown whether two patterns have a name in common.
         """
         entries = self._entries(granted)
-        if terms.images is None:
+        if policy.images is None:
             return set(entries)
-        return {image for image in (*entries, *terms.images) if self._allows(granted, terms, image)} | {
-            image for image in terms.images if "*" in image
+        return {image for image in (*entries, *policy.images) if self._allows(granted, policy, image)} | {
+            image for image in policy.images if "*" in image
         }
 
-    def _largest(self, terms: SandboxPolicy, plan: SandboxPlan) -> SandboxPlan:
-        """Return the largest plan that a session of these terms may ask for. `plan`: the plan of the class."""
-        most = self.classes[terms.tenant_class].largest
+    def _largest(self, policy: SandboxPolicy, plan: SandboxPlan) -> SandboxPlan:
+        """Return the largest plan that a session of this policy may ask for. `plan`: the plan of the class."""
+        most = self.classes[policy.tenant_class].largest
         largest = _with_options(plan, most)
         sizes = {name: max(getattr(plan, name), getattr(largest, name)) for name in _SIZES}
-        if terms.workspace_bytes is not None:
-            sizes["workspace_bytes"] = min(sizes["workspace_bytes"], terms.workspace_bytes)
+        if policy.workspace_bytes is not None:
+            sizes["workspace_bytes"] = min(sizes["workspace_bytes"], policy.workspace_bytes)
         return replace(largest, is_root=plan.is_root or largest.is_root, **sizes)
 
     def _plan(self, tenant_class: str, image: str, network: NetworkPolicy) -> SandboxPlan:
@@ -327,8 +332,8 @@ def _join(images: Iterable[str]) -> str:
     return text if len(text) <= _MAX_LIST_CHARS else f"{text[:_MAX_LIST_CHARS]}…"
 
 
-def _network(granted: TenantClass, terms: SandboxPolicy, requested: str | None) -> NetworkPolicy:
-    most = "none" if terms.network == "none" else granted.network
+def _network(granted: TenantClass, policy: SandboxPolicy, requested: str | None) -> NetworkPolicy:
+    most = "none" if policy.network == "none" else granted.network
     if requested in (None, most):
         return most
     if requested == "none":
@@ -359,10 +364,10 @@ def _check_options(options: SandboxOptions, plan: SandboxPlan, largest: SandboxP
         )
 
 
-def _check_secrets(terms: SandboxPolicy, plan: SandboxPlan) -> None:
-    """Raise ToolFailure for secrets that the terms or the network do not allow."""
+def _check_secrets(policy: SandboxPolicy, plan: SandboxPlan) -> None:
+    """Raise ToolFailure for secrets that the policy or the network does not allow."""
     names = plan.options.secrets
-    refused = [name for name in names if terms.secrets is not None and name not in terms.secrets]
+    refused = [name for name in names if policy.secrets is not None and name not in policy.secrets]
     if refused:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,

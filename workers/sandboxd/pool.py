@@ -36,7 +36,7 @@ class WarmSandbox:
     sandbox: Sandbox
     workspace: Workspace
     image_id: str | None
-    made_at: float = field(default_factory=time.monotonic)
+    created_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ class WarmPool:
         return 0.0
 
     async def _make(self) -> WarmSandbox:
-        async with AsyncExitStack() as until_made:
+        async with AsyncExitStack() as stack:
             try:
-                plan = await until_made.enter_async_context(self._factory.pinned(self.plan))
+                plan = await stack.enter_async_context(self._factory.pinned(self.plan))
                 # Read before the start: a change of the image's name during the start is then detected.
                 image_id = plan.image_id or await self._factory.engine.image_id(plan.image)
                 workspace = await self._factory.make_workspace(plan)
@@ -171,7 +171,7 @@ class WarmPool:
             return None  # the task that starts a sandbox reports the error
 
     def _is_too_old(self, warm: WarmSandbox) -> bool:
-        return time.monotonic() - warm.made_at > self._limits.keep_s
+        return time.monotonic() - warm.created_at > self._limits.keep_s
 
     async def _drop(self, warm: WarmSandbox) -> None:
         try:

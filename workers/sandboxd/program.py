@@ -19,7 +19,7 @@ from contract.errors import OperatorError
 from workers.logs import configure_logging, log_not_started
 from workers.sandboxd.daemon import cancelled_by_signals, open_daemon, run
 from workers.sandboxd.egress.relay import connect_proxy
-from workers.sandboxd.guarantees import Evidence, HostGuarantee, WorkspaceFacts, judge, read_host_facts
+from workers.sandboxd.guarantees import Evidence, HostGuarantee, WorkspaceFacts, build_rows, read_host_facts
 from workers.sandboxd.plans import Plans, load_plans
 from workers.sandboxd.runtime.engine import Engine
 from workers.settings import SandboxdSettings, load_sandboxd_settings
@@ -84,7 +84,7 @@ def _clear_killed(state: Path) -> None:
 
 async def _find_egress_problem(settings: SandboxdSettings, plans: Plans) -> str | None:
     """Return why the proxy cannot be used; None when it answers or no class needs it."""
-    if all(terms.network != "egress" for terms in plans.classes.values()):
+    if all(tenant_class.network != "egress" for tenant_class in plans.classes.values()):
         return None
     path = settings.egress_socket
     assert path is not None  # Plans refuses a class with egress otherwise
@@ -147,7 +147,7 @@ async def _check(settings: SandboxdSettings, *, as_json: bool) -> int:
         return 1
     finally:
         engine.close()
-    rows = judge(evidence)
+    rows = build_rows(evidence)
     sys.stdout.write(json.dumps(_build_report(evidence, rows)) + "\n" if as_json else "".join(map(_show, rows)))
     return 1 if any(row.is_needed and row.state == "broken" for row in rows) else 0
 

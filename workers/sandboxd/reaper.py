@@ -48,14 +48,16 @@ class Reaper:
         answer.
         """
         present: set[str] = set()
-        due_count = removed_count = 0
+        broken_count = removed_count = 0
         for runtime in self._factory.runtimes:
             listed = await runtime.list_sandboxes(self._deployment)
-            due = [(container, reason) for container in listed if (reason := self._find_fault(container)) is not None]
-            removed = await self._remove(runtime, due)
+            broken = [
+                (container, reason) for container in listed if (reason := self._find_fault(container)) is not None
+            ]
+            removed = await self._remove(runtime, broken)
             present |= {container.name for container in listed} - removed
-            due_count, removed_count = due_count + len(due), removed_count + len(removed)
-        if removed_count == due_count:
+            broken_count, removed_count = broken_count + len(broken), removed_count + len(removed)
+        if removed_count == broken_count:
             self._lease.forget_dead()
         self._forget_absent(present)
         return removed_count
@@ -75,10 +77,12 @@ class Reaper:
             return "past its deadline"
         return None
 
-    async def _remove(self, runtime: SandboxRuntime, due: Sequence[tuple[ListedContainer, str]]) -> set[str]:
-        results = await asyncio.gather(*(runtime.remove(container.id) for container, _ in due), return_exceptions=True)
+    async def _remove(self, runtime: SandboxRuntime, broken: Sequence[tuple[ListedContainer, str]]) -> set[str]:
+        results = await asyncio.gather(
+            *(runtime.remove(container.id) for container, _ in broken), return_exceptions=True
+        )
         removed = set()
-        for (container, reason), result in zip(due, results, strict=True):
+        for (container, reason), result in zip(broken, results, strict=True):
             if isinstance(result, SandboxUnavailable):
                 log.error("leftover_not_removed", container=container.name, reason=reason, error=str(result))
             elif isinstance(result, BaseException):

@@ -31,7 +31,7 @@ T = TypeVar("T")
 class SessionRecord:
     """A session whose workspace outlives its container. `archive`: the packed state of an evicted container.
     `used_at`: epoch seconds. `news`: facts that no answer has reported yet. `unreported_loss`: a loss that no call has
-    reported yet. `terms`, `fence`, `automatic_at`: as in Session. `changed`: as in the session's row at the time of
+    reported yet. `policy`, `fence`, `automatic_at`: as in Session. `changed`: as in the session's row at the time of
     the record. Without an `archive` the session continued to change after the record. `layers`: the frozen workspaces
     below its own. `unfilled`: all files are in the `archive`. A record with other fields has another version and is
     refused.
@@ -51,7 +51,7 @@ class SessionRecord:
     used_at: float
     news: str | None
     unreported_loss: str | None
-    terms: SandboxPolicy
+    policy: Annotated[SandboxPolicy, Field(alias="terms")]
     fence: int
     changed: bool
     automatic_at: float | None
@@ -106,7 +106,7 @@ class Records:
         return [record.name for record in _read_all(self._containers, _CONTAINER)]
 
     def keep_session(self, record: SessionRecord) -> None:
-        _write(self._session_path(record.id), _SESSION.dump_python(record, mode="json"))
+        _write(self._session_path(record.id), _SESSION.dump_python(record, mode="json", by_alias=True))
 
     def forget_session(self, session: str) -> None:
         _unlink(self._session_path(session))

@@ -25,12 +25,12 @@ from workers.sandboxd.sandbox import Sandbox
 
 _READING = frozenset({"read_text", "read_file", "glob", "grep", "ping", "job_poll", "job_list"})
 """Requests that do not change files. All other requests may change files, even if they fail."""
-_MOST_JOBS = 16
+_MAX_JOBS = 16
 """Maximum number of background jobs that a correct guest runs. sandboxd stores no more ids, so a hostile guest cannot
 fill its memory.
 """
 _ID_CHARS = 64
-KEPT = (
+FILES_KEPT = (
     "the sandbox of this session had ended ({}) and was rebuilt around its workspace: the files in /workspace are "
     "kept; background jobs, /tmp, kept outputs and the shell's folder and variables are lost"
 )
@@ -63,16 +63,16 @@ class SessionActivity:
         """Return whether files may differ from the last checkpoint. A running job may write at any time."""
         return self.has_written or bool(self.jobs)
 
-    def note(self, op: str, done: Mapping[str, Any]) -> None:
+    def record(self, op: str, done: Mapping[str, Any]) -> None:
         """Record the end of a request. `done`: the guest's answer; empty if the outcome is unknown."""
         # A failed or unknown outcome counts too: an unnecessary checkpoint is cheap, a missing checkpoint loses files.
         if op not in _READING:
             self.has_written = True
         jobs = done.get("jobs") if op == "job_list" else [done.get("job")]
         for job in jobs if isinstance(jobs, list) else []:
-            self._note_job(job)
+            self._record_job(job)
 
-    def note_jobs(self, running: int) -> None:
+    def record_jobs(self, running: int) -> None:
         """Record the number of running jobs that the guest attests."""
         if running == 0:
             self.end_jobs()
@@ -82,12 +82,12 @@ class SessionActivity:
         self.has_written = self.changed
         self.jobs.clear()
 
-    def _note_job(self, job: object) -> None:
+    def _record_job(self, job: object) -> None:
         if not isinstance(job, dict) or not isinstance(name := job.get("job"), str) or len(name) > _ID_CHARS:
             return
         if job.get("state") == "running":
             # The limit protects sandboxd's memory from a guest that invents job ids.
-            if len(self.jobs) < _MOST_JOBS:
+            if len(self.jobs) < _MAX_JOBS:
                 self.jobs.add(name)
         elif name in self.jobs:
             self.jobs.discard(name)
@@ -98,7 +98,7 @@ class SessionActivity:
 class HostSession:
     """A session of this host.
 
-    `terms`: the tenant's latest sandbox policy from a worker. `plan`: the plan of the sandbox, made from the terms at
+    `policy`: the tenant's latest sandbox policy from a worker. `plan`: the plan of the sandbox, made from the policy at
     its creation. `fence`: the number of the session's opening; a request with a later number is for another opening.
     `run`: the run of the last call. `sandbox`: None after an eviction or a restart of sandboxd. `archive`: the packed
     files of the evicted container. `is_unfilled`: the archive has the files of the workspace, too, although the
@@ -119,7 +119,7 @@ class HostSession:
     workspace: Workspace
     sandbox: Sandbox | None
     generation: int = 1
-    terms: SandboxPolicy = field(default_factory=SandboxPolicy)
+    policy: SandboxPolicy = field(default_factory=SandboxPolicy)
     archive: str | None = field(init=False, default=None)
     is_unfilled: bool = field(init=False, default=False)
     lost: str | None = field(init=False, default=None)
@@ -152,7 +152,7 @@ class HostSession:
     @property
     def secrets(self) -> list[str]:
         """Return the names of the secrets that the session may use now."""
-        allowed = self.terms.secrets
+        allowed = self.policy.secrets
         return [name for name, _ in self.plan.secrets if allowed is None or name in allowed]
 
     @property
@@ -199,7 +199,7 @@ class HostSession:
             used_at=used_at,
             news=self.news,
             unreported_loss=self.unreported_loss,
-            terms=self.terms,
+            policy=self.policy,
             fence=self.fence,
             changed=self.activity.changed,
             automatic_at=self.automatic_at,
@@ -246,7 +246,7 @@ class HostSession:
             "state": self._state(),
         }
 
-    def note_checkpoint(self, checkpoint: str, *, is_automatic: bool) -> None:
+    def record_checkpoint(self, checkpoint: str, *, is_automatic: bool) -> None:
         """Store the id of a new checkpoint, and its time if it is automatic."""
         self.checkpoint = checkpoint
         if is_automatic:

@@ -30,7 +30,7 @@ from workers.sandboxd.plans import SandboxPlan
 from workers.sandboxd.pool import WarmPools
 from workers.sandboxd.records import Records
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_LOST, KEPT, HostSession, SessionMove
+from workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession, SessionMove
 from workers.sandboxd.suspension import MIN_IDLE_S, SessionSuspender, SuspensionStore, adopt
 
 log = structlog.get_logger(__name__)
@@ -42,7 +42,7 @@ _STARTS_S = 5.0
 _PACKED_AT_ONCE = 8
 _ENDED_S = 60.0
 """Time for which the usage of an ended session is reported, in seconds. Workers read it more often."""
-_MOST_ENDED = 5000
+_MAX_ENDED = 5000
 OPEN_WAIT_S = 45.0
 """Time that the opening of a session waits for the pull of its image, in seconds. The worker waits longer."""
 _OTHER_IMAGE = (
@@ -51,7 +51,7 @@ _OTHER_IMAGE = (
 Fill = Callable[[HostSession, Sandbox], Awaitable[None]]
 """Function that fills the sandbox of a new session."""
 Revise = Callable[[SandboxPolicy, SandboxPlan], SandboxPlan]
-"""Function that returns the current plan for a tenant's terms and an earlier plan. Raises ToolFailure when no plan
+"""Function that returns the current plan for a tenant's policy and an earlier plan. Raises ToolFailure when no plan
 is allowed.
 """
 
@@ -65,7 +65,7 @@ class SessionParameters:
     plan: SandboxPlan
     ttl_s: float
     fill: Fill | None = None
-    terms: SandboxPolicy | None = None
+    policy: SandboxPolicy | None = None
     moved: SessionMove | None = None
     image_wait_s: float = OPEN_WAIT_S
 
@@ -95,7 +95,7 @@ class Sessions:
         self._limit = limit
         self._sessions: dict[str, HostSession] = {}
         self._starting: dict[str, asyncio.Task[HostSession]] = {}
-        self._ended: deque[tuple[float, str, UsageTotals]] = deque(maxlen=_MOST_ENDED)
+        self._ended: deque[tuple[float, str, UsageTotals]] = deque(maxlen=_MAX_ENDED)
         """End time, name and totals of ended sessions."""
         factory.slots.free_slot = self._free_slot
 
@@ -110,8 +110,8 @@ class Sessions:
         while True:
             entry = await self._open_or_join(session, start)
             if start.moved is None or entry.fence >= start.moved.fence:
-                if start.terms is not None:
-                    self.update_terms(entry, start.terms)
+                if start.policy is not None:
+                    self.update_policy(entry, start.policy)
                 return entry
             log.warning("stale_session_closed", fence=entry.fence, wanted=start.moved.fence)
             await self.close(session)
@@ -135,23 +135,23 @@ class Sessions:
         return await asyncio.shield(self._starting[session])
 
     async def use(
-        self, session: str, call_id: str | None = None, terms: SandboxPolicy | None = None, limit_s: float = 0.0
+        self, session: str, call_id: str | None = None, policy: SandboxPolicy | None = None, limit_s: float = 0.0
     ) -> tuple[HostSession, Sandbox]:
         """Return the session and its running sandbox, ready for the call `call_id`. With `call_id` None the request
         is not a call, so its result reports no loss.
 
-        `terms`: the tenant's current terms; None keeps the earlier terms. `limit_s`: the limit of the call. Raises
+        `policy`: the tenant's current policy; None keeps the earlier policy. `limit_s`: the limit of the call. Raises
         ToolFailure (SESSION_NOT_FOUND, CANCELLED, INVALID_ARGUMENTS for a limit that the class does not allow) and
         SandboxUnavailable. After a loss of files one call fails, and the next call gets a new, empty sandbox.
         """
         entry = self.find_open(session)
         entry.used_at = time.monotonic()
-        if terms is not None:
-            self.update_terms(entry, terms)
+        if policy is not None:
+            self.update_policy(entry, policy)
         if limit_s > entry.plan.timeout_s:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"a call in this session of class '{entry.terms.tenant_class}' may run {entry.plan.timeout_s:g} s at "
+                f"a call in this session of class '{entry.policy.tenant_class}' may run {entry.plan.timeout_s:g} s at "
                 f"most, not {limit_s:g} s: ask for less, or ask the operator to raise `timeout_s` in `largest` of the "
                 "class",
             )
@@ -165,18 +165,18 @@ class Sessions:
         assert entry.sandbox is not None
         return entry, entry.sandbox
 
-    def update_terms(self, entry: HostSession, terms: SandboxPolicy) -> None:
-        """Set the tenant's terms. The network rules apply to the next connection, all other terms to the next
+    def update_policy(self, entry: HostSession, policy: SandboxPolicy) -> None:
+        """Set the tenant's policy. The network rules apply to the next connection, all other rules to the next
         sandbox.
 
-        Open connections are cut if the new terms may forbid them.
+        Open connections are cut if the new policy may forbid them.
         """
-        if terms == entry.terms:
+        if policy == entry.policy:
             return
-        was, entry.terms = entry.terms, terms
+        was, entry.policy = entry.policy, policy
         connections = entry.sandbox.tunnels if entry.sandbox is not None else None
         # A rule is checked when a connection opens. An open connection would keep the former rule until its end.
-        if connections is not None and _name_network(was) != _name_network(terms):
+        if connections is not None and _name_network(was) != _name_network(policy):
             connections.cut()
         self.suspender.try_keep(entry)
 
@@ -197,7 +197,7 @@ class Sessions:
         """Return the session. Raises ToolFailure (SESSION_NOT_FOUND) and SandboxUnavailable."""
         entry = self._sessions.get(session)
         if entry is None or entry.is_closing:
-            raise _not_found()
+            raise _build_not_found()
         if self._factory.is_ending:
             raise SandboxdEnding
         return entry
@@ -250,7 +250,7 @@ class Sessions:
                 del self._sessions[session]
                 await self.forget_archive(entry, entry.archive)
                 await self.discard_layers(entry.workspace.layers, entry.workspace.size)
-                self._note_ended(entry)
+                self._keep_totals(entry)
         return True
 
     async def close_all(self) -> None:
@@ -325,7 +325,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def _note_ended(self, entry: HostSession) -> None:
+    def _keep_totals(self, entry: HostSession) -> None:
         """Keep the totals of an ended session until every worker has certainly read them."""
         now = time.monotonic()
         self._ended.append((now, entry.id, entry.usage))
@@ -345,7 +345,7 @@ class Sessions:
             plan, workspace, sandbox = replace(start.plan, image_id=warm.image_id), warm.workspace, warm.sandbox
         else:
             plan, workspace, sandbox = await self._make_pinned(start.plan, start.image_wait_s)
-        entry = HostSession(session, plan, start.ttl_s, workspace, sandbox, terms=start.terms or SandboxPolicy())
+        entry = HostSession(session, plan, start.ttl_s, workspace, sandbox, policy=start.policy or SandboxPolicy())
         if start.moved is not None:
             _move_in(entry, sandbox, start.moved, is_restored=start.fill is not None)
         try:
@@ -421,7 +421,7 @@ class Sessions:
         try:
             async with entry.lock:
                 if entry.is_closing:
-                    raise _not_found()
+                    raise _build_not_found()
                 await self.make_ready(entry, is_call=call_id is not None)
         finally:
             is_cancelled = call_id is not None and call_id not in entry.waiting
@@ -467,7 +467,7 @@ class Sessions:
         entry.lost = sandbox.lost
         is_news = entry.workspace.outlives_container and not sandbox.is_loss_reported
         if is_news:
-            entry.add_news(KEPT.format(sandbox.lost))
+            entry.add_news(FILES_KEPT.format(sandbox.lost))
         entry.sandbox, entry.is_paused = None, False
 
     async def _start_again(self, entry: HostSession) -> None:
@@ -513,11 +513,11 @@ class Sessions:
                 await self._factory.discard_workspace(found)
 
     def _plan_again(self, entry: HostSession) -> SandboxPlan:
-        """Return the plan of the session's next sandbox. Raises SandboxUnavailable when class or
-        terms allow none.
+        """Return the plan of the session's next sandbox. Raises SandboxUnavailable when the class or the
+        policy allows none.
         """
         try:
-            plan = self._revise(entry.terms, entry.plan)
+            plan = self._revise(entry.policy, entry.plan)
         except ToolFailure as refused:
             raise SandboxUnavailable(
                 f"the session cannot get another sandbox ({refused}): open a new session"
@@ -559,8 +559,8 @@ class Sessions:
         return False
 
 
-def _name_network(terms: SandboxPolicy) -> tuple[object, ...]:
-    return (terms.network, terms.tenant_class, terms.secrets)
+def _name_network(policy: SandboxPolicy) -> tuple[object, ...]:
+    return (policy.network, policy.tenant_class, policy.secrets)
 
 
 def _move_in(entry: HostSession, sandbox: Sandbox, moved: SessionMove, *, is_restored: bool) -> None:
@@ -574,7 +574,7 @@ def _move_in(entry: HostSession, sandbox: Sandbox, moved: SessionMove, *, is_res
         entry.unreported_loss = moved.loss()
 
 
-def _not_found() -> ToolFailure:
+def _build_not_found() -> ToolFailure:
     return ToolFailure(
         ErrorCode.SESSION_NOT_FOUND,
         "no such session on this host: it was closed, expired, or its host was restarted; open a new one",

@@ -23,7 +23,7 @@ from workers.sandboxd.factory import SandboxFactory
 from workers.sandboxd.records import Records, SessionRecord
 from workers.sandboxd.runtime.attestation import ask_attestation
 from workers.sandboxd.sandbox import Sandbox
-from workers.sandboxd.session import FILES_LOST, KEPT, HostSession
+from workers.sandboxd.session import FILES_KEPT, FILES_LOST, HostSession
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,7 @@ _CONTAINERS_OWN = ("/output", "/tmp")  # paths of the sandbox, not of this host
 _WHOLE = ("/workspace", *_CONTAINERS_OWN)
 MIN_IDLE_S = 1.0
 """Idle time in seconds before which a session keeps its container, even if another session needs the slot."""
-_MOST_UNPACKS = 3
+_MAX_UNPACKS = 3
 """Number of failures after which an archive counts as lost."""
 _JOBS_ENDED = (
     "sandboxd was stopped and started again: background jobs have ended; files, kept outputs and the shell's folder "
@@ -150,10 +150,10 @@ class SessionSuspender:
         except SandboxUnavailable as error:
             log.error("archive_not_unpacked", container=sandbox.container[:12], error=str(error))
             entry.failed_unpacks += 1
-            if entry.failed_unpacks >= _MOST_UNPACKS:
+            if entry.failed_unpacks >= _MAX_UNPACKS:
                 entry.lost = f"its stored archive cannot be unpacked: {error}"
                 if entry.workspace.outlives_container and not entry.is_unfilled:
-                    entry.add_news(KEPT.format(entry.lost))
+                    entry.add_news(FILES_KEPT.format(entry.lost))
                 else:
                     entry.unreported_loss = FILES_LOST.format(
                         f"the sandbox of this session cannot be restored ({entry.lost})"
@@ -230,7 +230,7 @@ class SessionSuspender:
     async def _has_jobs(self, entry: HostSession, sandbox: Sandbox) -> bool:
         entry.checked_at = time.monotonic()
         jobs = (await ask_attestation(sandbox)).jobs
-        entry.activity.note_jobs(jobs)
+        entry.activity.record_jobs(jobs)
         return jobs > 0
 
 
@@ -255,7 +255,7 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> H
         log.error("workspace_missing", workspace=record.workspace)
         records.forget_session(record.id)
         return None
-    entry = HostSession(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.terms)
+    entry = HostSession(record.id, record.plan, record.ttl_s, workspace, None, record.generation, record.policy)
     entry.archive, entry.news, entry.unreported_loss = record.archive, record.news, record.unreported_loss
     entry.fence, entry.automatic_at, entry.is_unfilled = record.fence, record.automatic_at, record.unfilled
     # The changes between the record and the end of that sandboxd are unknown.
@@ -264,5 +264,5 @@ def _adopt(record: SessionRecord, records: Records, workspaces: Workspaces) -> H
         entry.used_at -= max(0.0, time.time() - record.used_at)
     else:  # The time of the last use before the kill is unknown: the idle time starts again.
         entry.lost = "sandboxd was restarted"
-        entry.add_news(KEPT.format(entry.lost))
+        entry.add_news(FILES_KEPT.format(entry.lost))
     return entry

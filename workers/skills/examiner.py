@@ -18,7 +18,7 @@ from contract.settings import parser_environment
 from contract.skills import SkillBroken
 
 EXAMINE_S = 20.0
-MAX_KEPT = 256
+MAX_CACHED = 256
 """Answers that are cached by content. A process starts only for changed content."""
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
 
@@ -41,7 +41,7 @@ class SkillExaminer:
             answer = _run(arguments, data)
             with self._lock:
                 self._cache[key] = answer
-                while len(self._cache) > MAX_KEPT:
+                while len(self._cache) > MAX_CACHED:
                     self._cache.popitem(last=False)
         if "broken" in answer:
             raise SkillBroken(answer["broken"])

@@ -19,7 +19,7 @@ from workers.skills.loader import Skill
 
 log = structlog.get_logger(__name__)
 
-MAX_KEPT_BYTES = 64 * 1024 * 1024
+MAX_CACHED_BYTES = 64 * 1024 * 1024
 """Bytes of the skills' files that this process keeps in memory. The last used skill is always kept."""
 
 
@@ -58,7 +58,9 @@ class InstalledSkillCache:
         with self._cache_lock:
             self._cache[key] = skill
             self._cache.move_to_end(key)
-            while len(self._cache) > 1 and sum(entry.summary.bytes for entry in self._cache.values()) > MAX_KEPT_BYTES:
+            while (
+                len(self._cache) > 1 and sum(entry.summary.bytes for entry in self._cache.values()) > MAX_CACHED_BYTES
+            ):
                 self._cache.popitem(last=False)
 
     def _load(self, tenant: str, record: InstalledSkill) -> Skill:

@@ -181,9 +181,9 @@ def pack_skill(skill: Skill, memory_bytes: int = _MEMORY_BYTES) -> IO[bytes]:
                     entry.size, entry.mode = len(data), 0o755 if file.is_executable else 0o644
                     archive.addfile(entry, io.BytesIO(data))
         except OSError as error:
-            raise _stale(skill) from error
+            raise _build_changed_error(skill) from error
         if digest.hexdigest() != skill.summary.digest:
-            raise _stale(skill)
+            raise _build_changed_error(skill)
         packed.seek(0)
         stack.pop_all()
     return packed
@@ -193,7 +193,7 @@ def _read_as_loaded(skill: Skill, file: BundleFile) -> bytes:
     """Return the bytes of the file. A file that has grown is not read to its end."""
     data = skill.source.read(file.path, file.size + 1)
     if len(data) != file.size:
-        raise _stale(skill)
+        raise _build_changed_error(skill)
     return data
 
 
@@ -205,10 +205,10 @@ def read_bundled(skill: Skill, file: BundleFile, at_most: int | None = None) -> 
     try:
         return _read_as_loaded(skill, file) if at_most is None else skill.source.read(file.path, at_most)
     except OSError as error:
-        raise _stale(skill) from error
+        raise _build_changed_error(skill) from error
 
 
-def _stale(skill: Skill) -> ToolFailure:
+def _build_changed_error(skill: Skill) -> ToolFailure:
     return ToolFailure(
         ErrorCode.STALE_FILE,
         f"the files of the skill {skill.name} have changed since the worker loaded them: ask the operator to restart "

@@ -16,7 +16,7 @@ from contract.calls import MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
 from contract.names import BUILTIN_TOOLS
 from contract.schema import prepare_arguments
-from contract.specs import MOST_SECONDS, NO_NETWORK, ToolSpec
+from contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION, ToolSpec
 from store.skills import InstalledSkill
 from workers.skills.loader import Skill, read_bundled
 from workers.skills.of_session import SessionSkills
@@ -77,7 +77,7 @@ _PARAMETERS: dict[str, JsonValue] = {
         "timeout": {
             "type": "number",
             "exclusiveMinimum": 0,
-            "description": f"with action run: {MOST_SECONDS.format(MAX_TIMEOUT_S)}",
+            "description": f"with action run: {TIMEOUT_DESCRIPTION.format(MAX_TIMEOUT_S)}",
         },
     },
     "required": [],

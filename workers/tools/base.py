@@ -92,7 +92,7 @@ class ToolEnvironment:
     """The objects that a tool's handler may use: the call's context and content, its events, and its session's
     sandbox.
 
-    The environment also records what sandboxd reports while the call runs. `terms`: the tenant's present sandbox
+    The environment also records what sandboxd reports while the call runs. `policy`: the tenant's present sandbox
     policy; None: the policy of the class `default`.
     """
 
@@ -102,7 +102,7 @@ class ToolEnvironment:
         context: ToolContext,
         resources: WorkerResources,
         content: bytes = b"",
-        terms: SandboxPolicy | None = None,
+        policy: SandboxPolicy | None = None,
     ) -> None:
         """`content`: bytes that came with the arguments.
 
@@ -121,7 +121,7 @@ class ToolEnvironment:
         """The last totals of the session that sandboxd has reported in this call."""
         self.requests: list[SandboxRequest] = []
         self._resources = resources
-        self._terms = terms
+        self._policy = policy
         self._sandbox_lost: str | None = None
         self._is_workspace_kept = False
         self._was_sent = False
@@ -192,7 +192,7 @@ class ToolEnvironment:
                 body,
                 call_id=self.call.id,
                 on_data=on_data,
-                terms=self._terms,
+                policy=self._policy,
                 run=self.context.run,
             )
             self._was_sent = True
@@ -265,7 +265,7 @@ class ToolEnvironment:
                 workspace=workspace,
                 network=network,
                 options=options,
-                terms=self._terms,
+                policy=self._policy,
                 moved=moved,
             ),
             lambda opened: float(opened["start_s"]),

@@ -8,7 +8,7 @@ from contract.calls import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
 from contract.errors import ErrorCode, ToolFailure
 from contract.shell.commands import SHELLS, ShellScript, parse_commands
 from contract.shell.dangers import Level, classify
-from contract.specs import MOST_SECONDS, NO_NETWORK, ToolSpec
+from contract.specs import NO_NETWORK, TIMEOUT_DESCRIPTION, ToolSpec
 from workers.sandbox_client import GuestResponse
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 from workers.tools.jobs import feed_job, kill_job, list_jobs, poll_job, start_job
@@ -37,7 +37,7 @@ _SPEC = ToolSpec(
             "timeout": {
                 "type": "number",
                 "exclusiveMinimum": 0,
-                "description": MOST_SECONDS.format(MAX_TIMEOUT_S),
+                "description": TIMEOUT_DESCRIPTION.format(MAX_TIMEOUT_S),
                 "x-hidden": "small",
             },
             "cwd": {

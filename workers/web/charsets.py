@@ -14,7 +14,7 @@ _META = re.compile(rb"<meta[^>]{0,200}charset\s{0,5}=\s{0,5}[\"']?\s{0,5}([a-z0-
 _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 
 # Allowed charsets. Some other codecs of Python run code paths of their own, or need quadratic time.
-_KNOWN = frozenset(
+_SUPPORTED = frozenset(
     {
         *(
             "utf-8",
@@ -77,7 +77,7 @@ def known_charset(label: str) -> str | None:
     except (LookupError, ValueError):
         return None
     name = _WIDER.get(name, name)
-    return name if name in _KNOWN else None
+    return name if name in _SUPPORTED else None
 
 
 def _choose(body: bytes, declared: str | None, is_html: bool) -> tuple[str, str]:

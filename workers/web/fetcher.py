@@ -10,8 +10,8 @@ from http import HTTPStatus
 
 from contract.errors import ErrorCode, ToolFailure
 from store.web_pages import FRESH_S, PageStore, WebPage, fresh_for_s, may_be_kept, validator
+from workers.web.access_rules import WebAccessRules
 from workers.web.connections import build_tls
-from workers.web.egress import WebAccessRules
 from workers.web.exchange import ConnectionOptions, Head, HttpRequest, HttpResponse, exchange
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.media_types import media_type, reads_as_text

@@ -9,9 +9,9 @@ from contract.errors import ConfigError, ToolFailure
 from store.web_pages import PageStore
 from workers.settings import WebSettings
 from workers.tools.base import WorkerTool
+from workers.web.access_rules import WebAccessRules
 from workers.web.addresses import AddressRules
 from workers.web.connections import build_tls
-from workers.web.egress import WebAccessRules
 from workers.web.fetcher import Fetcher
 from workers.web.providers.base import SearchProvider
 from workers.web.providers.brave import Brave

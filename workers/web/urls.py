@@ -27,7 +27,7 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _DOTS = str.maketrans({"\u3002": ".", "\uff0e": ".", "\uff61": "."})
 # Separators, control characters, invisible and unassigned characters, and lone surrogates.
 _UNSAFE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zs", "Zl", "Zp"})
-_KEPT = "!#$%&'()*+,-./:;=?@[]_~"
+_UNQUOTED = "!#$%&'()*+,-./:;=?@[]_~"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _split(rest: str) -> tuple[str, str]:
     authority = rest if end is None else rest[: end.start()]
     path = rest[len(authority) :].partition("#")[0]
     # Non-ASCII characters are percent-encoded as UTF-8. Existing percent-encoding is unchanged.
-    return authority, quote(path if path.startswith("/") else "/" + path, safe=_KEPT)
+    return authority, quote(path if path.startswith("/") else "/" + path, safe=_UNQUOTED)
 
 
 def _parse_authority(authority: str, scheme: str) -> tuple[str, int, Address | None]:

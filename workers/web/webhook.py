@@ -6,8 +6,8 @@ from typing import Any
 from contract.specs import ToolSpec
 from contract.webhooks import MAX_URL_CHARS, SEND_TOOL
 from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
+from workers.web.access_rules import WebAccessRules
 from workers.web.connections import build_tls
-from workers.web.egress import WebAccessRules
 from workers.web.exchange import ConnectionOptions, HttpRequest, exchange
 from workers.web.limits import Deadline, FetchLimits
 from workers.web.resolver import Resolver, find_addresses

@@ -16,18 +16,18 @@ from contract.errors import ErrorCode, ToolFailure
 from contract.schema import MAX_VALUES
 from contract.strict_json import InvalidJson, parse_object
 from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
-from orchestrator.api.pages.untrusted_text import count_odd
+from orchestrator.api.pages.untrusted_text import count_suspicious
 from orchestrator.http.problems import ApiCode, ApiProblem
 from store.approvals import AlreadyAnswered, OtherCall, PendingQuestion, QuestionOver, UnknownQuestion
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 PAGE = 20
-MOST_CHARS = 32_000
+MAX_CHARS = 32_000
 """Limit of the characters of all arguments on a page with several questions.
 
 A question with longer arguments has a page of its own. The page examines and marks every character, which takes time.
@@ -137,7 +137,7 @@ async def decide(
 
 def _select_fitting(questions: Iterable[PendingQuestion]) -> Iterator[tuple[PendingQuestion, bool]]:
     """Yield each question, with whether the page has room for its arguments."""
-    remaining = MOST_CHARS
+    remaining = MAX_CHARS
     for question in questions:
         length = len(json.dumps(question.question.call.arguments, ensure_ascii=False))
         yield question, length <= remaining
@@ -151,7 +151,7 @@ async def _build_question(person: Person, pending: PendingQuestion, is_whole: bo
 
 def _shown(name: str, value: Any) -> ShownArgument:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2)
-    return ShownArgument(name, text, *count_odd(text))
+    return ShownArgument(name, text, *count_suspicious(text))
 
 
 def _may_decide(person: Person) -> bool:
@@ -175,7 +175,7 @@ def _parse_arguments(text: str) -> dict[str, Any]:
 def _build_problem(error: ToolFailure) -> Exception:
     """Return the error for people. A missing question and another tenant's question give the same error."""
     if isinstance(error, UnknownQuestion):
-        return not_here("question")
+        return build_not_found("question")
     if isinstance(error, AlreadyAnswered | QuestionOver | OtherCall):
         return ApiProblem(ApiCode.CONFLICT, error.message)
     return error

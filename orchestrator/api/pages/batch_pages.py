@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from contract.errors import ToolFailure
 from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
 from orchestrator.api.pages.rendering import render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.batches.report import build_sections
@@ -24,7 +24,7 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 _ONE_REPORT = asyncio.Lock()
 """Allows one report at a time. The report of a large batch takes some seconds and tens of MB."""
 MOST = 200
-MOST_TENANTS = 50
+MAX_TENANTS = 50
 """Limit of tenants on one page of batches. With more tenants, the person selects one."""
 
 ITEMS_PAGE = 50
@@ -38,15 +38,15 @@ BatchId = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 async def batches(person: PageViewer) -> Response:
     """Show the batches of the last 30 days."""
     viewer = await person.viewer()
-    names = [viewer.tenant] if viewer.tenant else await known_tenants(person)
+    names = [viewer.tenant] if viewer.tenant else await list_tenants(person)
     rows: list[tuple[str, str, BatchRecord]] = []
     older = 0
-    for name in names[:MOST_TENANTS]:
+    for name in names[:MAX_TENANTS]:
         page = await _runs(person).queue.list_batches(name, limit=MOST)
         rows += [(name, batch, record) for batch, record in page.batches.items()]
         older += page.older
     rows.sort(key=lambda row: -row[2].created_at)
-    unseen = max(0, len(names) - MOST_TENANTS)
+    unseen = max(0, len(names) - MAX_TENANTS)
     return render(
         "batches.html",
         viewer,
@@ -127,7 +127,7 @@ async def batch_item(batch: BatchId, run: BatchId, person: PageViewer) -> Respon
     try:
         record, entries = await runs.queue.read_log(person.owner, run, batch)
     except ToolFailure as error:
-        raise not_here("item") from error
+        raise build_not_found("item") from error
     values: dict[str, Any] = {
         "batch": batch,
         "of": person.owner,
@@ -152,7 +152,7 @@ async def cancel_batch(batch: BatchId, person: FormSender) -> Response:
     return back("batches", batch, of=person.owner, tenant=person.tenant, done="cancelled")
 
 
-async def known_tenants(person: Person) -> list[str]:
+async def list_tenants(person: Person) -> list[str]:
     """Return all tenants. The tenants with the most work are first."""
     parts = person.app_state.parts
     overview = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
@@ -172,4 +172,4 @@ async def _find_batch(person: Person, runs: BatchRuns, batch: str) -> BatchRecor
     try:
         return await runs.batches.status(batch)
     except ToolFailure as error:
-        raise not_here("batch") from error
+        raise build_not_found("batch") from error

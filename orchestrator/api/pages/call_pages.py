@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse
 
 from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import FormSender, PageViewer, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, build_not_found
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_pages import has_page
@@ -31,7 +31,7 @@ async def calls(request: Request, person: PageViewer, id: str = "", done: str = 
         )
     viewer, parts = await person.viewer(), person.app_state.parts
     tenants = [viewer.tenant] if viewer.tenant else list(viewer.tenants)
-    async with person.app_state.looks.enter(person.login.identity.key_id):
+    async with person.app_state.call_searches.enter(person.login.identity.key_id):
         page = await parts.pool.calls.read_page(tenants, MOST)
     template = "calls.part.html" if is_fragment(request) else "calls.html"
     return render(template, viewer, title="Calls", page="calls", calls=page, done=DONE.get(done))
@@ -48,7 +48,7 @@ async def kill_call(call: CallId, person: FormSender) -> Response:
     except ToolFailure as failure:
         if failure.code is not ErrorCode.INVALID_ARGUMENTS:
             raise
-        raise not_here("call") from failure
+        raise build_not_found("call") from failure
     return back("calls", call, of=person.owner, tenant=person.tenant)
 
 
@@ -58,14 +58,14 @@ async def one_call(call: str, person: PageViewer, of: str = "") -> Response:
     # Operators can find a call without knowing its tenant.
     tenant = of or person.tenant
     try:
-        async with person.app_state.looks.enter(person.login.identity.key_id):
+        async with person.app_state.call_searches.enter(person.login.identity.key_id):
             state = await person.app_state.parts.pool.calls.find(call, tenant)
     except ToolFailure as failure:
         if failure.code is not ErrorCode.INVALID_ARGUMENTS:
             raise
-        raise not_here("call") from failure
+        raise build_not_found("call") from failure
     if not person.login.identity.may_act_for(state.tenant):
-        raise not_here("call")
+        raise build_not_found("call")
     has_run_page = await has_page(person, state.tenant, state.run)
     return render(
         "call.html",

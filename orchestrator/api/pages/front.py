@@ -9,7 +9,7 @@ from contract.errors import ErrorCode, ToolFailure
 from orchestrator.api.access import depend_on_app_state
 from orchestrator.api.api_state import ApiState
 from orchestrator.api.pages.logins import cookie_name, is_secure, logins_of
-from orchestrator.api.pages.people import FormSender, check_origin, not_here
+from orchestrator.api.pages.people import FormSender, build_not_found, check_origin
 from orchestrator.api.pages.rendering import render, static_files
 from orchestrator.api.pages.route import PageRoute
 from orchestrator.http.authentication import MAX_KEY_CHARS
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 _TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
-_KEPT = {"Cache-Control": "public, max-age=31536000, immutable"}
+_IMMUTABLE = {"Cache-Control": "public, max-age=31536000, immutable"}
 
 
 @router.get("/static/{name}")
@@ -31,8 +31,8 @@ async def static_file(name: str) -> Response:
     """
     file = static_files().get(name)
     if file is None:
-        raise not_here("file")
-    return Response(file, media_type=_TYPES[name.rpartition(".")[2]], headers=_KEPT)
+        raise build_not_found("file")
+    return Response(file, media_type=_TYPES[name.rpartition(".")[2]], headers=_IMMUTABLE)
 
 
 @router.get("/favicon.ico")

@@ -8,7 +8,7 @@ from fastapi.responses import RedirectResponse
 
 from contract.errors import ConfigError, ErrorCode
 from contract.registry import Switch
-from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
 from orchestrator.api.pages.rendering import address, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.http.problems import ApiProblem
@@ -24,7 +24,7 @@ from store.session_list import SessionList
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
-MOST_TENANTS = 200
+MAX_TENANTS = 200
 PAGE = 50
 DONE = {
     "enabled": "The tool is enabled. The change reaches every worker within 2 seconds.",
@@ -93,7 +93,7 @@ async def tenants(request: Request, person: PageViewer, done: str = "") -> Respo
     parts, deployment = person.app_state.parts, person.app_state.settings.deployment
     viewer, overview = await person.viewer(), await OverviewReader(parts.pool.redis, deployment, parts.pool.keys).read()
     visible = [tenant for tenant in overview.tenants if viewer.tenant in (None, tenant.tenant)]
-    shown = visible[:MOST_TENANTS]
+    shown = visible[:MAX_TENANTS]
     counts = await SessionList(parts.pool.redis, deployment, parts.pool.keys).counts(
         [tenant.tenant for tenant in shown]
     )
@@ -163,7 +163,7 @@ async def set_secret(
 async def revoke_secret(name: Name, person: FormSender) -> Response:
     """Revoke a secret of a tenant."""
     if not await _secret_store(person).revoke(person.owner, name):
-        raise not_here("secret")
+        raise build_not_found("secret")
     return back("secrets", of=person.owner, done="revoked")
 
 
@@ -190,7 +190,7 @@ async def drain_host(host: str, person: FormSender, lossy: Annotated[str, Form()
     try:
         reports = [report for report in find_workers(await store.read(), host) if report.worker]
     except ConfigError as error:
-        raise not_here("host") from error
+        raise build_not_found("host") from error
     for report in reports:
         if report.kind == "sandbox" and report.store == "local" and lossy != "yes":
             raise ApiProblem(

@@ -18,9 +18,9 @@ from store.run_records import HostedRun, HostedState
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
-MOST_RUNS = 20
-MOST_TENANTS = 20
-MOST_APPROVALS = 100
+MAX_RUNS = 20
+MAX_TENANTS = 20
+MAX_APPROVALS = 100
 _LIVE = (HostedState.WAITING_FOR_APPROVAL, HostedState.RUNNING)
 
 
@@ -30,10 +30,10 @@ async def overview(request: Request, person: PageViewer) -> Response:
     parts, viewer = person.app_state.parts, await person.viewer()
     snapshot = await OverviewReader(parts.pool.redis, person.app_state.settings.deployment, parts.pool.keys).read()
     mine = [tenant for tenant in snapshot.tenants if viewer.tenant in (None, tenant.tenant)]
-    names = [viewer.tenant] if viewer.tenant else [tenant.tenant for tenant in mine][:MOST_TENANTS]
-    runs = [run for state in _LIVE for run in await newest_runs(person, names, state, MOST_RUNS)][:MOST_RUNS]
+    names = [viewer.tenant] if viewer.tenant else [tenant.tenant for tenant in mine][:MAX_TENANTS]
+    runs = [run for state in _LIVE for run in await newest_runs(person, names, state, MAX_RUNS)][:MAX_RUNS]
     does = await asyncio.gather(*(_describe_activity(person, run) for run in runs))
-    pending = await parts.approvals.pending(person.actor, viewer.tenant, None, MOST_APPROVALS)
+    pending = await parts.approvals.pending(person.actor, viewer.tenant, None, MAX_APPROVALS)
     count = f"{len(pending.questions)}{' or more' if pending.cursor else ''}"
     values: dict[str, Any] = {
         "snapshot": snapshot,

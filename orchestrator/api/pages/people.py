@@ -157,7 +157,7 @@ def check_origin(request: Request, settings: OrchestratorSettings) -> None:
         )
 
 
-def not_here(kind: str) -> ApiProblem:
+def build_not_found(kind: str) -> ApiProblem:
     """Return the problem for a missing object. Another tenant's object gives the same problem."""
     return ApiProblem(
         ApiCode.NOT_FOUND,

@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from contract.clock import format_instant
-from orchestrator.api.pages.untrusted_text import build_json, count_odd, reveal, reveal_exactly, shorten
+from orchestrator.api.pages.untrusted_text import build_json, count_suspicious, reveal, reveal_exactly, shorten
 from orchestrator.terminal.figures import format_count, format_seconds
 
 FOLDER = Path(__file__).parent
@@ -84,7 +84,7 @@ def environment() -> Environment:
     }
     templates.globals |= {
         "static": static_address,
-        "count_odd": count_odd,
+        "count_suspicious": count_suspicious,
         "shorten": shorten,
         "now": lambda: format_instant(time.time(), "milliseconds"),
     }

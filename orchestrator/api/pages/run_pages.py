@@ -12,9 +12,9 @@ from fastapi import APIRouter, Path, Request, Response
 
 from contract.errors import ErrorCode, ToolFailure
 from contract.traceparent import trace_id_of
-from orchestrator.api.pages.batch_pages import known_tenants
+from orchestrator.api.pages.batch_pages import list_tenants
 from orchestrator.api.pages.operating import DONE, back
-from orchestrator.api.pages.people import FormSender, PageViewer, Person, not_here
+from orchestrator.api.pages.people import FormSender, PageViewer, Person, build_not_found
 from orchestrator.api.pages.rendering import Viewer, build, render
 from orchestrator.api.pages.route import PageRoute, is_fragment
 from orchestrator.api.pages.run_progress import RunProgress
@@ -26,7 +26,7 @@ from store.run_records import HostedRun, HostedState
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 PAGE = 50
-MOST_TENANTS = 20
+MAX_TENANTS = 20
 """Limit of tenants on one page of runs. To see older runs, the person selects a tenant."""
 UPDATE_DELAY_S = 0.3
 """Time in seconds to collect changes before a page update. Faster updates would not be readable."""
@@ -47,9 +47,9 @@ async def runs(request: Request, person: PageViewer, state: str = "", cursor: st
         page = await _get_hosted_runs(person).list(viewer.tenant, cursor=cursor or None, limit=PAGE, state=selected)
         listed, following = list(page.runs), page.next_cursor
     else:
-        names = await known_tenants(person)
-        unseen = max(0, len(names) - MOST_TENANTS)
-        listed = await newest_runs(person, names[:MOST_TENANTS], selected)
+        names = await list_tenants(person)
+        unseen = max(0, len(names) - MAX_TENANTS)
+        listed = await newest_runs(person, names[:MAX_TENANTS], selected)
     state_name = selected.value if selected is not None else ""
     values: dict[str, Any] = {
         "runs": listed,
@@ -67,14 +67,14 @@ async def runs(request: Request, person: PageViewer, state: str = "", cursor: st
 async def one_run(request: Request, run: RunId, person: PageViewer, done: str = "") -> Response:
     """Show a run with its steps and calls so far."""
     viewer = await person.viewer()
-    with _found():
+    with _missing_run_as_404():
         hosted_run = await _get_hosted_runs(person).get(person.owner, run)
         tree = await _get_hosted_runs(person).tree(person.owner, hosted_run)
     trace = find_trace(person, run)
     if is_fragment(request):
         return render("run.part.html", viewer, run=hosted_run, tree=tree, trace=trace)
     progress, last = RunProgress(), ""
-    with _found():
+    with _missing_run_as_404():
         last = await _read_so_far(person, run, progress)
     values: dict[str, Any] = {"run": hosted_run, "tree": tree, "progress": progress, "last": last, "trace": trace}
     values["done"] = DONE.get(done)
@@ -84,7 +84,7 @@ async def one_run(request: Request, run: RunId, person: PageViewer, done: str = 
 @router.get("/runs/{run}/transcript")
 async def transcript(run: RunId, person: PageViewer) -> Response:
     """Show the messages of a run, in the form that the model receives."""
-    with _found():
+    with _missing_run_as_404():
         messages = await _get_hosted_runs(person).transcript(person.owner, run)
     return await person.render(
         "transcript.html", title=f"Transcript of run {run}", page="runs", run=run, of=person.owner, messages=messages
@@ -96,9 +96,9 @@ async def stream(request: Request, run: RunId, person: PageViewer, after: str = 
     """Stream the changed steps of a run, each rendered as on the page."""
     start = request.headers.get("last-event-id") or after
     if start and not _EVENT_ID.fullmatch(start):
-        raise not_here("event")
+        raise build_not_found("event")
     viewer, progress = await person.viewer(), RunProgress()
-    with _found():
+    with _missing_run_as_404():
         await _get_hosted_runs(person).get(person.owner, run)
         # A change replaces the complete step on the page, so the stream needs all earlier events of the run.
         last = await _read_so_far(person, run, progress, until=start)
@@ -108,7 +108,7 @@ async def stream(request: Request, run: RunId, person: PageViewer, after: str = 
 @router.post("/runs/{run}/cancel")
 async def cancel(run: RunId, person: FormSender) -> Response:
     """Cancel a run."""
-    with _found():
+    with _missing_run_as_404():
         await _get_hosted_runs(person).cancel(person.owner, run, actor=person.actor)
     return back("runs", run, of=person.owner, tenant=person.tenant, done="cancelled")
 
@@ -205,10 +205,10 @@ def _get_hosted_runs(person: Person) -> HostedRuns:
 
 
 @contextmanager
-def _found() -> Iterator[None]:
+def _missing_run_as_404() -> Iterator[None]:
     try:
         yield
     except ToolFailure as failure:
         if failure.code is not ErrorCode.FILE_NOT_FOUND:
             raise
-        raise not_here("run") from failure
+        raise build_not_found("run") from failure

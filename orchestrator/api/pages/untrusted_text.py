@@ -17,7 +17,7 @@ _INVISIBLE = (
     "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0"
     "\ufff0-\ufffd\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
 )
-_ODD = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_INVISIBLE}\ud800-\udfff\ufdd0-\ufdef\ue000-\uf8ff]")
+_UNPRINTABLE = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_INVISIBLE}\ud800-\udfff\ufdd0-\ufdef\ue000-\uf8ff]")
 """Control characters, characters that change the text direction, and invisible characters."""
 _LOOKALIKES = (
     # Letters of other scripts with the shape of a Latin one.
@@ -30,8 +30,8 @@ _LOOKALIKES = (
 )
 _WORD = re.compile(r"[^\W_]+")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
-_ODD_RUN = re.compile(f"{_ODD.pattern}+")
-_MAYBE = re.compile(f"{_ODD.pattern[:-1]}\t]|[^\x00-\x7f]")
+_UNPRINTABLE_RUN = re.compile(f"{_UNPRINTABLE.pattern}+")
+_MARK_CANDIDATE = re.compile(f"{_UNPRINTABLE.pattern[:-1]}\t]|[^\x00-\x7f]")
 _TAB = '<span class="mark" title="tab">\u2192</span>\t'
 _SPACE = '<span class="mark" title="space at the end of the line">\u00b7</span>'
 _LINE_END = '<span class="mark" title="end of line">\u21b5</span>\n'
@@ -40,7 +40,7 @@ _LINE_END = '<span class="mark" title="end of line">\u21b5</span>\n'
 def reveal(text: str) -> Markup:
     """Return escaped text in which control and invisible characters are replaced with marked escapes."""
     # Escaping for HTML neither adds nor removes such characters.
-    return Markup(_ODD_RUN.sub(_marked, str(escape(text))))
+    return Markup(_UNPRINTABLE_RUN.sub(_marked, str(escape(text))))
 
 
 def reveal_exactly(text: str) -> Markup:
@@ -51,9 +51,9 @@ def reveal_exactly(text: str) -> Markup:
     return Markup("".join(_exact_line(line) for line in re.findall(r"[^\n]*\n|[^\n]+", text)))
 
 
-def count_odd(text: str) -> tuple[int, int]:
+def count_suspicious(text: str) -> tuple[int, int]:
     """Return how many characters of a text are invisible, and how many imitate other characters."""
-    return len(_ODD.findall(text)), len(_imitations(text))
+    return len(_UNPRINTABLE.findall(text)), len(_imitations(text))
 
 
 def shorten(text: str, limit: int = MAX_SHOWN_CHARS) -> tuple[str, str, int]:
@@ -78,12 +78,12 @@ def _exact_line(line: str) -> str:
     imitating = _imitations(visible)
     pieces: list[str] = []
     at = 0
-    for match in _MAYBE.finditer(visible):
+    for match in _MARK_CANDIDATE.finditer(visible):
         character, position = match[0], match.start()
         if character == "\t":
             mark = _TAB
-        elif _ODD.fullmatch(character):
-            mark = _odd(character)
+        elif _UNPRINTABLE.fullmatch(character):
+            mark = _mark_unprintable(character)
         elif position in imitating:
             mark = _imitation(character)
         else:
@@ -131,11 +131,11 @@ def _marked(match: re.Match[str]) -> str:
     Adjacent characters share one element, so that a page full of such characters does not become slow.
     """
     run = match[0]
-    return _odd(run) if len(run) == 1 else f'<span class="odd">{"".join(map(_escape, run))}</span>'
+    return _mark_unprintable(run) if len(run) == 1 else f'<span class="odd">{"".join(map(_escape, run))}</span>'
 
 
 @lru_cache(maxsize=4096)
-def _odd(character: str) -> str:
+def _mark_unprintable(character: str) -> str:
     return f'<span class="odd" title="{_name(character)}">{_escape(character)}</span>'
 
 

@@ -15,7 +15,7 @@ from store.usage import DAY_S, UsageRow, UsageStore, show_amounts, sum_rows
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 DAYS = 30
-MOST_TENANTS = 10
+MAX_TENANTS = 10
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ async def usage(person: PageViewer) -> Response:
     store, now = UsageStore(parts.pool.redis, deployment), time.time()
     first = int(now // DAY_S - DAYS + 1) * DAY_S
     tenants = []
-    for name in names[:MOST_TENANTS]:
+    for name in names[:MAX_TENANTS]:
         rows = await store.read(name, first, now)
         tenants.append(TenantUsage(name, _build_charts(rows, first), tuple(await parts.pool.tenants.budgets(name))))
-    hidden = max(0, len(names) - MOST_TENANTS)
+    hidden = max(0, len(names) - MAX_TENANTS)
     return render("usage.html", viewer, title="Usage", page="usage", tenants=tenants, left=hidden, days=DAYS)
 
 

@@ -296,7 +296,7 @@ class Outputs:
         self._counts: dict[int, int] = {}
         self._large: set[int] = set()
         self._is_ahead = False
-        self._stream_left = request.stream_bytes
+        self._remaining_stream_bytes = request.stream_bytes
         self._streamed = 0
         self._stream_total = 0
         self._captures = {name: Capture(cap) for name, cap in request.caps.items() if cap or name != "merged"}
@@ -321,7 +321,7 @@ class Outputs:
 
     def readable_fds(self) -> list[int]:
         """Return the pipes to read now. A streamed pipe is not read until PID 1 has read its last piece."""
-        blocked = self._stream_left is not None and self._writer.is_full
+        blocked = self._remaining_stream_bytes is not None and self._writer.is_full
         return [fd for fd, name in self.open_fds.items() if not (blocked and name == "stdout")]
 
     def read(self, fd: int) -> bool:
@@ -351,7 +351,7 @@ class Outputs:
     def _count(self, fd: int, count: int) -> None:
         if fd in self._large:
             self._is_ahead = count < _LITTLE_BYTES
-        elif self._stream_left is None:
+        elif self._remaining_stream_bytes is None:
             self._counts[fd] = self._counts.get(fd, 0) + count
             if self._counts[fd] > MANY_BYTES:
                 self._enlarge(fd)
@@ -405,7 +405,7 @@ class Outputs:
         if self._one_pipe:
             # Stdout and stderr share the pipe, so their separate sizes are unknown.
             return {"merged": sizes["merged"]}
-        if self._stream_left is not None:
+        if self._remaining_stream_bytes is not None:
             sizes["stdout"] = {"total": self._stream_total, "head": self._streamed, "tail": 0}
         return sizes
 
@@ -424,7 +424,7 @@ class Outputs:
             self._live.add(name, data, time.monotonic())
         if self._spill is not None:
             self._spill.add(data)
-        if name == "stdout" and self._stream_left is not None:
+        if name == "stdout" and self._remaining_stream_bytes is not None:
             self._stream(data)
             return
         self._captures[name].add(data)
@@ -434,8 +434,8 @@ class Outputs:
 
     def _stream(self, data: bytes) -> None:
         self._stream_total += len(data)
-        part = data[: self._stream_left]
-        if part and self._stream_left is not None:
-            self._stream_left -= len(part)
+        part = data[: self._remaining_stream_bytes]
+        if part and self._remaining_stream_bytes is not None:
+            self._remaining_stream_bytes -= len(part)
             self._streamed += len(part)
             self._writer.offer("stdout", part)

@@ -84,8 +84,8 @@ def _is_common_big5(pair: bytes) -> bool:
 def _is_japanese(signs: str) -> bool:
     """Return whether the text has as many kana as any Japanese text, and almost no wrong or half-width characters."""
     kana = sum(1 for sign in signs if "\u3041" <= sign <= "\u30ff")
-    odd = sum(1 for sign in signs if sign == "\ufffd" or "\uff61" <= sign <= "\uff9f" or "\ue000" <= sign <= "\uf8ff")
-    return len(signs) >= _ENOUGH and kana >= 0.2 * len(signs) and odd <= 0.05 * len(signs)
+    wrong = sum(1 for sign in signs if sign == "\ufffd" or "\uff61" <= sign <= "\uff9f" or "\ue000" <= sign <= "\uf8ff")
+    return len(signs) >= _ENOUGH and kana >= 0.2 * len(signs) and wrong <= 0.05 * len(signs)
 
 
 def _is_korean(signs: str) -> bool:

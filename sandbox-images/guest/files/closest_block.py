@@ -23,16 +23,16 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 _MAX_TWINS = 200
 
 
-def find_closest(lines: list[str], wanted: list[str], until: float) -> tuple[int, int, float] | None:
-    """Return (first line from 0, line after the last line, ratio) of the block most similar to `wanted`.
+def find_closest(lines: list[str], sought: list[str], until: float) -> tuple[int, int, float] | None:
+    """Return (first line from 0, line after the last line, ratio) of the block most similar to `sought`.
 
     Returns None if no block reaches a ratio of 0.6. At `until`, a time on the monotonic clock, the search stops and
     returns the best block so far.
     """
     best: tuple[int, int, float] | None = None
-    parts = _parts("\n".join(line.strip() for line in wanted))
-    for start in _starts(lines, wanted, until):
-        end = min(len(lines), start + len(wanted))
+    parts = _parts("\n".join(line.strip() for line in sought))
+    for start in _starts(lines, sought, until):
+        end = min(len(lines), start + len(sought))
         start = max(0, start)
         if start >= end or (best is not None and time.monotonic() >= until):
             continue
@@ -43,11 +43,11 @@ def find_closest(lines: list[str], wanted: list[str], until: float) -> tuple[int
     return best
 
 
-def _starts(lines: list[str], wanted: list[str], until: float) -> list[int]:
-    """Return the lines where a block similar to `wanted` may begin, the most likely line first."""
+def _starts(lines: list[str], sought: list[str], until: float) -> list[int]:
+    """Return the lines where a block similar to `sought` may begin, the most likely line first."""
     votes: Counter[int] = Counter()
     paths: dict[str, list[int]] = {}
-    for offset, line in enumerate(wanted):
+    for offset, line in enumerate(sought):
         if len(line.strip()) > 2:
             paths.setdefault(line.strip(), []).append(offset)
     twins: Counter[str] = Counter()
@@ -57,18 +57,18 @@ def _starts(lines: list[str], wanted: list[str], until: float) -> list[int]:
             twins[key] += 1
             votes.update(number - offset for offset in paths[key][:4])
     found = [start for start, _ in votes.most_common(_CANDIDATES)]
-    longest = max((line.strip() for line in wanted), key=len)
+    longest = max((line.strip() for line in sought), key=len)
     # If the file contains the longest line unchanged, the votes are reliable and the slower search is not needed.
-    return found if twins[longest] else [*_starts_like_longest(lines, wanted, until), *found]
+    return found if twins[longest] else [*_starts_like_longest(lines, sought, until), *found]
 
 
-def _starts_like_longest(lines: list[str], wanted: list[str], until: float) -> list[int]:
+def _starts_like_longest(lines: list[str], sought: list[str], until: float) -> list[int]:
     """Return candidate start lines, the most likely first.
 
     Candidates come from the lines of the file that share the most groups of three characters with the longest line.
     """
-    offset = max(range(len(wanted)), key=lambda number: len(wanted[number].strip()))
-    longest = wanted[offset].strip()[:_MAX_CHARS]
+    offset = max(range(len(sought)), key=lambda number: len(sought[number].strip()))
+    longest = sought[offset].strip()[:_MAX_CHARS]
     groups = _groups(longest)
     likely: list[tuple[float, int]] = []
     for number, line in enumerate(lines):

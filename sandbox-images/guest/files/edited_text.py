@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from guest.files.edit_matching import Span
     from guest.supervisors import Watch
 
-_KEPT_PLACES = 20
+_MAX_PLACES = 20
 """Maximum number of changed places with a known position. Further places are only counted."""
 _WINDOW_BYTES = 65_536
 _AROUND = 5
@@ -116,13 +116,13 @@ class EditedText:
         count, grown = self.body.count(literal), len(new) - len(literal)
         _check_size(len(self.body) + count * grown)
         self._move_places(lambda at: at + grown * self.body.count(literal, 0, at))
-        for number, (start, _) in zip(range(_KEPT_PLACES), needle.find_all()):
+        for number, (start, _) in zip(range(_MAX_PLACES), needle.find_all()):
             self._keep_place(start + number * grown, len(new))
         self.count += count
         self.body = self.body.replace(literal, new)
 
     def _replace_one_by_one(self, needle: Needle, new: bytes, watch: Watch) -> None:
-        made = bytearray()
+        edited = bytearray()
         ends, growths = array("q", (-1,)), array("q", (0,))
         places: list[Span] = []
         at = 0
@@ -130,23 +130,23 @@ class EditedText:
             if number % _STRIDE == 0:
                 watch.check()
             fitted = fit_line_ends(new, self.body, span)
-            made += self.body[at : span[0]]
-            if len(places) < _KEPT_PLACES:
-                places.append((len(made), len(fitted)))
-            made += fitted
-            _check_size(len(made))
+            edited += self.body[at : span[0]]
+            if len(places) < _MAX_PLACES:
+                places.append((len(edited), len(fitted)))
+            edited += fitted
+            _check_size(len(edited))
             at = span[1]
             ends.append(at)
-            growths.append(len(made) - at)
-        made += self.body[at:]
+            growths.append(len(edited) - at)
+        edited += self.body[at:]
         self._move_places(lambda before: before + growths[bisect_right(ends, before) - 1])
         for place in places:
             self._keep_place(*place)
         self.count += len(ends) - 1
-        self.body = bytes(made)
+        self.body = bytes(edited)
 
     def _keep_place(self, start: int, size: int) -> None:
-        if len(self.places) < _KEPT_PLACES:
+        if len(self.places) < _MAX_PLACES:
             self.places.append((start, start + size))
 
     def _move_places(self, move: Callable[[int], int]) -> None:

@@ -230,10 +230,10 @@ class _FileEdit:
                 NO_CHANGE, f"{self._entry.shown}: the edits do not change the file; nothing was written; read it again"
             )
         pieces = text.join(edited.parts)
-        self._note_text(text, edited)
-        self._note_foreign_change(data, old)
+        self._warn_of_text(text, edited)
+        self._report_foreign_change(data, old)
         status = Version(self._entry, BytesContent(*pieces), self._context.watch).replace(old, is_known=True)
-        self._state.note(pieces, status)
+        self._state.record(pieces, status)
         self._context.writer.send("file", self._view(text, edited))
         return {
             "created": old is None,
@@ -338,7 +338,7 @@ class _FileEdit:
             "an old_string with more of the text around the one place, or replace_all=true for all of them",
         )
 
-    def _note_foreign_change(self, data: bytes, old: OldFile | None) -> None:
+    def _report_foreign_change(self, data: bytes, old: OldFile | None) -> None:
         change = self._state.describe_since(data) if old is not None and self._state.is_touched(old.status) else None
         if change is not None:
             self._notes.append(
@@ -346,7 +346,7 @@ class _FileEdit:
                 f"matched all the same; that change was:]\n{change[1]}"
             )
 
-    def _note_text(self, text: FileText, edited: EditedText) -> None:
+    def _warn_of_text(self, text: FileText, edited: EditedText) -> None:
         for edit in self._edits:
             placeholder = find_placeholder(edit.new, text.body)
             if placeholder is not None:

@@ -44,29 +44,29 @@ def read_whole(fd: int, shown: str, watch: Watch) -> bytes:
 class FileState:
     """This session's stored record of the file at a `DirectoryEntry`."""
 
-    __slots__ = ("_known", "_path", "_paths")
+    __slots__ = ("_path", "_paths", "_snapshot")
 
     def __init__(self, entry: DirectoryEntry, paths: GuestPaths) -> None:
         self._paths = paths
         self._path = key_of(entry)
-        self._known: Snapshot | None = recall(paths, self._path)
+        self._snapshot: Snapshot | None = recall(paths, self._path)
 
     @property
     def is_known(self) -> bool:
-        return self._known is not None
+        return self._snapshot is not None
 
     @property
     def known_data(self) -> bytes | None:
         """The content that the session last read or wrote, or None if the content was not stored."""
-        return self._known.data if self._known is not None else None
+        return self._snapshot.data if self._snapshot is not None else None
 
     def is_touched(self, status: os.stat_result) -> bool:
-        """Return whether the file may have changed since it was noted. Much faster than `is_stale`."""
-        return self._known is not None and status.st_ctime_ns != self._known.changed_ns
+        """Return whether the file may have changed since it was recorded. Much faster than `is_stale`."""
+        return self._snapshot is not None and status.st_ctime_ns != self._snapshot.changed_ns
 
     def is_stale(self, data: bytes) -> bool:
         """Return whether another process changed the file to `data` since this session read or wrote it."""
-        return self._known is not None and self._known.digest != digest_of(data)
+        return self._snapshot is not None and self._snapshot.digest != digest_of(data)
 
     def describe_since(self, data: bytes) -> tuple[bytes, str] | None:
         """Return (content that the session last saw, diff to `data`), or None without a change.
@@ -78,7 +78,7 @@ class FileState:
         known_data = self.known_data
         return known_data or b"", describe_change(known_data, data)
 
-    def note(self, pieces: tuple[bytes | memoryview, ...], status: os.stat_result) -> bool:
+    def record(self, pieces: tuple[bytes | memoryview, ...], status: os.stat_result) -> bool:
         """Record the content, which may be in pieces, as the content that the session knows.
 
         Returns False if an older record remains, because it could be neither replaced nor deleted. The caller must then

@@ -39,17 +39,17 @@ def _write(mode: str, entry: DirectoryEntry, context: RequestContext) -> dict[st
         status = version.append(old)
     else:
         status = version.replace(old)
-    _note(FileState(entry, context.paths), old if mode == "append" else None, content, status)
+    _record(FileState(entry, context.paths), old if mode == "append" else None, content, status)
     return {"created": old is None, "size": status.st_size, "mode_bits": stat.S_IMODE(status.st_mode)}
 
 
-def _note(state: FileState, appended: OldFile | None, content: BodyContent, status: os.stat_result) -> None:
+def _record(state: FileState, appended: OldFile | None, content: BodyContent, status: os.stat_result) -> None:
     """Record the content that the session wrote.
 
     After an append to a file that the session did not know, the session still does not know the file.
     """
     if appended is None and content.size <= MAX_BYTES:
-        state.note(tuple(content.blocks()), status)
+        state.record(tuple(content.blocks()), status)
     elif state.is_known:
         # Another process may have changed the file before the append. The stored content no longer fits, and a later
         # overwrite must not be rejected because of this session's own append.

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 MAX_DATA_BYTES = 1_048_576
 """Maximum size of a stored content, in bytes. For a larger file only the digest is stored."""
 MAX_TOTAL_BYTES = 16_777_216
-_KEPT_BYTES = 12_582_912
+_SWEEP_TARGET_BYTES = 12_582_912
 _PAGE = 4096
 # Number of pages written between two sweeps. With the records that a sweep keeps, this makes up the maximum total.
-_SWEEP_PAGES = (MAX_TOTAL_BYTES - _KEPT_BYTES) // _PAGE
+_SWEEP_PAGES = (MAX_TOTAL_BYTES - _SWEEP_TARGET_BYTES) // _PAGE
 _MAX_ENTRIES = 8192
 _DIGEST_BYTES = 32
 _LEDGER = b"ledger"
@@ -191,7 +191,7 @@ def _sweep(folder: int) -> None:
     total = 0
     for _, size, name in sorted(snapshots, reverse=True):
         total += size
-        if total > _KEPT_BYTES and name != _LEDGER.decode():
+        if total > _SWEEP_TARGET_BYTES and name != _LEDGER.decode():
             # A parallel sweep may have deleted the same record.
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)

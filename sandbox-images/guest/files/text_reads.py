@@ -274,14 +274,14 @@ class _Scan:
         self.memory = _Memory(size)
         self._decoder = codecs.getincrementaldecoder(form.codec)("replace" if self.is_lenient else "strict")
         self._bom = form.bom
-        self._found_at = 0
-        self._found = 0
+        self._bytes_at_last_line = 0
+        self._shown_lines = 0
 
     @property
     def is_over(self) -> bool:
         """Return whether the file has ended or enough of it has been read."""
         if self.page.is_reached:
-            return self.has_ended or self.bytes - self._found_at > COUNT_BYTES
+            return self.has_ended or self.bytes - self._bytes_at_last_line > COUNT_BYTES
         return self.has_ended or self.bytes > SEEK_BYTES
 
     def take(self, block: bytes) -> None:
@@ -295,8 +295,8 @@ class _Scan:
             block, self._bom = block.removeprefix(self._bom), b""
         self.page.take(self._decode(block))
         self.bytes += len(block)
-        if len(self.page.shown) != self._found or not self.page.is_reached:
-            self._found, self._found_at = len(self.page.shown), self.bytes
+        if len(self.page.shown) != self._shown_lines or not self.page.is_reached:
+            self._shown_lines, self._bytes_at_last_line = len(self.page.shown), self.bytes
 
     def _decode(self, block: bytes) -> str:
         pending = 0 if self.is_lenient else len(self._decoder.getstate()[0])

@@ -95,7 +95,7 @@ class _TextWrite:
         pieces = (form.bom, self._encode(form, self._without_mark(form)))
         version = Version(self._entry, BytesContent(*pieces), self._context.watch)
         status = version.create() if mode == "create" else version.replace(None, is_known=True)
-        self._state.note(pieces, status)
+        self._state.record(pieces, status)
         return status, form, status.st_size
 
     def _overwrite(self, old: OldFile) -> tuple[os.stat_result, TextForm, int]:
@@ -108,7 +108,7 @@ class _TextWrite:
             self._compare(data, content, old.status)
         version = Version(self._entry, BytesContent(content), self._context.watch)
         status = version.replace(old, is_known=data is not None)
-        self._state.note((content,), status)
+        self._state.record((content,), status)
         return status, form, status.st_size
 
     def _append(self, old: OldFile) -> tuple[os.stat_result, TextForm, int]:
@@ -125,7 +125,7 @@ class _TextWrite:
         is_stale = data is not None and self._state.is_stale(data)
         status = Version(self._entry, BytesContent(content), self._context.watch).append(old)
         if not form.codec.startswith(("utf-16", "utf-32")):
-            self._note_line_ends(os.pread(old.fd, min(size, _SAMPLE_BYTES), 0))
+            self._report_line_ends(os.pread(old.fd, min(size, _SAMPLE_BYTES), 0))
         last = "\n".encode(form.codec)
         if size and self._text and os.pread(old.fd, len(last), size - len(last)) != last:
             self._notes.append("[the file did not end with a line end: the text went on in its last line]")
@@ -138,7 +138,7 @@ class _TextWrite:
             self._state.forget()
         elif self._state.is_known and not is_stale:
             # The session still has not seen what it did not know before the append.
-            self._state.note((data, content), status)
+            self._state.record((data, content), status)
         return status, form, len(content)
 
     def _without_mark(self, form: TextForm) -> str:
@@ -207,7 +207,7 @@ class _TextWrite:
             message = describe_stale(self._entry.shown, self._state.known_data, data)
             # Record the present content first: the same call succeeds when the client sends it again. If the record
             # fails, every repeated call would be rejected, so the write goes ahead.
-            if self._state.note((data,), status):
+            if self._state.record((data,), status):
                 raise message
         if data == content:
             self._notes.append("[the file had this content already]")
@@ -217,14 +217,14 @@ class _TextWrite:
             self._notes.append(f"[the old content, {len(data)} bytes, was not text: no diff]")
             return
         self._old = old
-        self._note_line_ends(old)
+        self._report_line_ends(old)
         room = (self._request.max_bytes - _NOTES_BYTES) // 4
         diff = build_diff(old, self._text.encode(), lambda part: part.decode("utf-8", "replace"), max_chars=room)
         self._diff = diff.text
         if not diff.is_whole:
             self._notes.insert(0, "[diff cut: more lines changed than are shown; see the file with read_tool]")
 
-    def _note_line_ends(self, old: bytes) -> None:
+    def _report_line_ends(self, old: bytes) -> None:
         before, now = _line_ends(old), _line_ends(self._text.encode())
         if before and now and before != now:
             self._notes.append(f"[line ends: the file had {before}, the content has {now}]")

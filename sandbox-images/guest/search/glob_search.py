@@ -100,7 +100,7 @@ class _Finder:
         self._paths = paths
         self._use_rules = not request.include_ignored
         # The tuples sort newest first, then by path.
-        self._found: list[tuple[int, bytes]] = []
+        self._matches: list[tuple[int, bytes]] = []
         self._literal = b""
         self._ignored = 0
         self._unreadable = 0
@@ -120,7 +120,7 @@ class _Finder:
             return
         if self._is_wanted(status):
             self._literal = folder.shown + os.fsencode(name)
-            self._found.append((-status.st_mtime_ns, self._literal))
+            self._matches.append((-status.st_mtime_ns, self._literal))
 
     def search(self, start: Start, globs: Globs) -> None:
         """Add the entries below the start that match."""
@@ -131,7 +131,7 @@ class _Finder:
         try:
             self._list(start, globs, use_rules=self._use_rules)
         except BlockedError:
-            self._found = [found for found in self._found if found[1] == self._literal]
+            self._matches = [found for found in self._matches if found[1] == self._literal]
             self._list(start, globs, use_rules=False)
 
     def _list(self, start: Start, globs: Globs, *, use_rules: bool) -> None:
@@ -184,7 +184,7 @@ class _Finder:
                     continue
                 shown = start.shown + path
                 if self._is_wanted(status) and shown != literal:
-                    self._found.append((-status.st_mtime_ns, shown))
+                    self._matches.append((-status.st_mtime_ns, shown))
 
     def _is_wanted(self, status: os.stat_result) -> bool:
         return self._kind == "any" or stat.S_IFMT(status.st_mode) in _KINDS[self._kind]
@@ -192,7 +192,7 @@ class _Finder:
     def send(self, request: GlobRequest, writer: ReportWriter) -> dict[str, object]:
         """Send the first matches. Returns the fields of the done event."""
         lines, remaining_bytes = [], request.max_bytes
-        for _, path in heapq.nsmallest(request.limit, self._found):
+        for _, path in heapq.nsmallest(request.limit, self._matches):
             line = f"{escaped(path)}\n".encode()
             remaining_bytes -= len(line)
             if remaining_bytes < 0:
@@ -200,7 +200,7 @@ class _Finder:
             lines.append(line)
         writer.send("lines", b"".join(lines))
         return {
-            "total": len(self._found),
+            "total": len(self._matches),
             "shown": len(lines),
             "cut": remaining_bytes < 0,
             "ignored": self._ignored,

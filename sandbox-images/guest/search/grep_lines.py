@@ -43,8 +43,8 @@ class MatchPage:
     """Lines to send, limited in number and bytes. When `is_full` is set, no further line is accepted."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
-        self._lines_left = max_lines
-        self._bytes_left = max_bytes
+        self._remaining_lines = max_lines
+        self._remaining_bytes = max_bytes
         self._pending: list[bytes] = []
         self.is_full = False
         self.is_empty = True
@@ -53,11 +53,11 @@ class MatchPage:
     def add(self, line: str) -> bool:
         """Add a line with its line end. Returns whether the line fits."""
         data = line.encode("utf-8", "replace")
-        if self.is_full or len(data) > self._bytes_left or not self._lines_left:
+        if self.is_full or len(data) > self._remaining_bytes or not self._remaining_lines:
             self.is_full = True
             return False
-        self._bytes_left -= len(data)
-        self._lines_left -= 1
+        self._remaining_bytes -= len(data)
+        self._remaining_lines -= 1
         self._pending.append(data)
         self.is_empty = False
         return True
@@ -82,7 +82,7 @@ class FilePrinter:
         # print.
         self._next_line = 0
         self._next_offset = 0
-        self._due = 0
+        self._remaining_context_lines = 0
         self.matches = 0
 
     def print_positions(self, positions: Iterable[MatchPosition]) -> None:
@@ -98,14 +98,14 @@ class FilePrinter:
             self._page.cut_lines += is_cut
             self.matches += 1
             self._go_on_after(position.line, position.offset)
-            self._due = self._after
-        while self._due and self._print_context():
-            self._due -= 1
+            self._remaining_context_lines = self._after
+        while self._remaining_context_lines and self._print_context():
+            self._remaining_context_lines -= 1
 
     def _print_until(self, position: MatchPosition) -> bool:
         """Print what precedes a matching line: the context of the last match, a gap, and the context of this match."""
-        while self._due and self._next_line < position.line and self._print_context():
-            self._due -= 1
+        while self._remaining_context_lines and self._next_line < position.line and self._print_context():
+            self._remaining_context_lines -= 1
         start = max(position.line - self._before, self._next_line, 1)
         if (
             (self._before or self._after)
@@ -159,8 +159,8 @@ def cut_line(line: bytes, column: int) -> tuple[bool, str]:
         return False, line.decode("utf-8", "replace")
     reach = _CHAR_BYTES * MAX_LINE_CHARS
     at = min(max(column - 1, 0), len(line))
-    before = _without_torn_start(line[max(0, at - reach) : at]).decode("utf-8", "replace")
-    after = _without_torn_end(line[at : at + reach], at + reach < len(line)).decode("utf-8", "replace")
+    before = _without_partial_start(line[max(0, at - reach) : at]).decode("utf-8", "replace")
+    after = _without_partial_end(line[at : at + reach], at + reach < len(line)).decode("utf-8", "replace")
     after_chars = min(len(after), max(MAX_LINE_CHARS // 2, MAX_LINE_CHARS - len(before)))
     before_chars = min(len(before), MAX_LINE_CHARS - after_chars)
     is_left_cut = before_chars < len(before) or at > reach
@@ -169,14 +169,14 @@ def cut_line(line: bytes, column: int) -> tuple[bool, str]:
     return is_left_cut or is_right_cut, f"{'…' * is_left_cut}{text}{'…' * is_right_cut}"
 
 
-def _without_torn_start(data: bytes) -> bytes:
+def _without_partial_start(data: bytes) -> bytes:
     """Return the data without the rest of a character at its start. Bytes that are not UTF-8 stay."""
     rest = len(data[:_CHAR_BYTES]) - len(data[:_CHAR_BYTES].lstrip(_CONTINUATIONS))
     return data[rest:] if rest < _CHAR_BYTES else data
 
 
-def _without_torn_end(data: bytes, is_torn: bool) -> bytes:
+def _without_partial_end(data: bytes, is_cut: bool) -> bytes:
     """Return the data without an incomplete character at its end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data[1 - _CHAR_BYTES :])
-    return data[: len(data) - len(decoder.getstate()[0])] if is_torn else data
+    return data[: len(data) - len(decoder.getstate()[0])] if is_cut else data

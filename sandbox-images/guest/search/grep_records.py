@@ -33,14 +33,14 @@ def count_marks(records: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
 
     All marks of a file must be consecutive.
     """
-    current, count, torn = b"", 0, b""
+    current, count, name_start = b"", 0, b""
     for record in records:
         path, nul, _ = record.partition(b"\0")
         if not nul:
             # The file name contains a line end.
-            torn += record + b"\n"
+            name_start += record + b"\n"
             continue
-        path, torn = torn + path, b""
+        path, name_start = name_start + path, b""
         if path != current and count:
             yield current, count
             count = 0

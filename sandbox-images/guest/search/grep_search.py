@@ -91,10 +91,10 @@ class _Search:
         self._paths: GuestPaths = context.paths
         self._clock = clock
         self._page = MatchPage(request.max_lines, request.max_bytes)
-        # (negative modification time, path, count) of each file, a heap: newest first, then by path. `_taken`: the
-        # first of them, which are checked for binary content.
+        # (negative modification time, path, count) of each file, a heap: newest first, then by path. `_file_matches`:
+        # the first of them, which are checked for binary content.
         self._matches: list[tuple[int, bytes, int]] = []
-        self._taken: list[tuple[int, bytes, int]] = []
+        self._file_matches: list[tuple[int, bytes, int]] = []
         self._binary: set[bytes] = set()
         self._unreadable: set[bytes] = set()
         self._large: list[bytes] = []
@@ -136,7 +136,7 @@ class _Search:
             self._matches, self._large = [], []
         # Only the first of all matches are shown, so they are not sorted here.
         heapq.heapify(self._matches)
-        self._check_found()
+        self._check_partial()
         if not self._matches and not names.is_empty:
             with Child(list_files(self._paths.ripgrep, options)) as child:
                 self._searched = sum(
@@ -190,7 +190,7 @@ class _Search:
         with Child(self._ripgrep.start_counting_one(fd, self._names_only), _REST_S) as child:
             self._matches += [(-status.st_mtime_ns, name, count) for _, count in self._read_counts(child)]
         os.close(fd)
-        self._check_found()
+        self._check_partial()
 
     @property
     def _names_only(self) -> bool:
@@ -223,7 +223,7 @@ class _Search:
                 raise _NeedsPcreError
             raise self._pattern.explain(child.left_out.text)
 
-    def _check_found(self) -> None:
+    def _check_partial(self) -> None:
         """Raise RequestFailure if the search ended early and has found nothing."""
         if not self._is_partial or self._matches:
             return
@@ -247,12 +247,12 @@ class _Search:
             self._send_lines()
         else:
             self._send_names()
-        self._matches += [match for match in self._taken if match[1] not in self._binary]
+        self._matches += [match for match in self._file_matches if match[1] not in self._binary]
 
     def _take(self) -> tuple[bytes, int]:
         """Return path and count of the next match."""
         match = heapq.heappop(self._matches)
-        self._taken.append(match)
+        self._file_matches.append(match)
         return match[1], match[2]
 
     def _send_names(self) -> None:

@@ -95,14 +95,14 @@ class FileSelection:
     def __init__(self, start: Start, paths: GuestPaths, use_rules: bool) -> None:
         self._use_rules = use_rules
         # Names in the start folder that a search leaves out: the kernel's files, and what the guest stores.
-        self._kept_out: tuple[bytes, ...] = ()
+        self._excluded_paths: tuple[bytes, ...] = ()
         if start.real == b"/":
-            self._kept_out = tuple(name[1:] for name in (*KERNEL_FOLDERS, paths.output))
+            self._excluded_paths = tuple(name[1:] for name in (*KERNEL_FOLDERS, paths.output))
         elif start.real == os.path.realpath(paths.output):
-            self._kept_out = (os.path.relpath(paths.state, paths.output),)
+            self._excluded_paths = (os.path.relpath(paths.state, paths.output),)
 
     def leaves_out(self, path: bytes, name: bytes) -> bool:
-        return name in _VCS_NAMES or path in self._kept_out
+        return name in _VCS_NAMES or path in self._excluded_paths
 
     def options(
         self, included: Globs | None = None, excluded: Sequence[str] = (), type_name: str | None = None
@@ -115,7 +115,7 @@ class FileSelection:
         options += [b"--no-ignore-messages"] if self._use_rules else [b"--no-ignore"]
         options += [b"--glob=!" + glob.encode("utf-8", "surrogateescape") for glob in excluded]
         options += [b"--glob=!" + name for name in _VCS_NAMES]
-        options += [b"--glob=!/" + name for name in self._kept_out]
+        options += [b"--glob=!/" + name for name in self._excluded_paths]
         if type_name is not None:
             return [*options, b"--type=" + _OTHER_TYPES.get(type_name, type_name).encode("utf-8", "replace")]
         names = included.names if included is not None else []

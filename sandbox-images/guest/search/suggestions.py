@@ -40,10 +40,10 @@ def missing_file(path: str, paths: GuestPaths) -> RequestFailure:
     """
     cwd = read_folder(paths)
     tried = os.path.normpath(os.path.join(cwd, encode_text(path, "'path'")))
-    wanted = _MissingName(tried)
+    missing_name = _MissingName(tried)
     for found in _list_candidates(tried, paths):
-        wanted.compare(found)
-    similar = [_shorten(escaped(found.removeprefix(cwd + b"/"))) for found in wanted.ranked()]
+        missing_name.compare(found)
+    similar = [_shorten(escaped(found.removeprefix(cwd + b"/"))) for found in missing_name.ranked()]
     hint = f"{_shorten(escaped(tried))}: no such file or directory; the working directory is {_shorten(escaped(cwd))}"
     hint += f"; did you mean {_join(similar)}?" if similar else "; no name like it was found"
     return RequestFailure(FILE_NOT_FOUND, hint)

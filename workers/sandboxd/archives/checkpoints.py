@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from store.archives.base import ArchiveStore, NotStored, join_chunks
-from store.archives.files import KEPT_S, file_created_at, is_file_id
+from store.archives.files import KEEP_S, file_created_at, is_file_id
 from workers.sandboxd.archives.packing import ROOTS, Packing, PackingGuest, pack_roots, unpack, unpack_roots
 from workers.sandboxd.archives.root_changes import encode_changes, pack_changes, split_changes, unpack_changes
 from workers.sandboxd.disks.changes import RootChanges
@@ -33,14 +33,14 @@ _AUTOMATIC_ID = re.compile(r"auto-([0-9a-f]{8,12})-[A-Za-z0-9_-]{24}")
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """A stored checkpoint: size in bytes and sha256 in hex. `skipped`: number of sockets, which are not stored.
-    `is_torn`: files changed while they were read.
+    `files_changed`: files changed while they were read.
     """
 
     id: str
     bytes: int
     sha256: str
     skipped: int = 0
-    is_torn: bool = False
+    files_changed: bool = False
 
 
 class Checkpoints:
@@ -80,7 +80,7 @@ class Checkpoints:
             stored = await self._store.put(f"{tenant}/{name}", join_chunks(head, chunks))
         facts = packing.facts
         assert facts is not None
-        return StoredCheckpoint(name, stored.bytes, stored.sha256, facts.skipped, facts.is_torn)
+        return StoredCheckpoint(name, stored.bytes, stored.sha256, facts.skipped, facts.files_changed)
 
     async def load(
         self,
@@ -129,7 +129,7 @@ class Checkpoints:
         """
         now = time.time()
         return await self._forget_all(
-            [name for name in await self._store.list() if _is_older(name, now - max_age_s, now - KEPT_S)]
+            [name for name in await self._store.list() if _is_older(name, now - max_age_s, now - KEEP_S)]
         )
 
     async def _forget_all(self, names: Sequence[str]) -> int:
@@ -171,8 +171,8 @@ async def _limit_time(verb: str, within_s: float) -> AsyncIterator[None]:
 
 def _is_older(name: str, automatic: float, files: float) -> bool:
     """Return whether an automatic checkpoint, or a file, was stored before that instant."""
-    made_at, stored_at = _parse_automatic_time(name), file_created_at(name.partition("/")[2])
-    return (made_at is not None and made_at < automatic) or (stored_at is not None and stored_at < files)
+    saved_at, stored_at = _parse_automatic_time(name), file_created_at(name.partition("/")[2])
+    return (saved_at is not None and saved_at < automatic) or (stored_at is not None and stored_at < files)
 
 
 def _is_requested_checkpoint(name: str) -> bool:

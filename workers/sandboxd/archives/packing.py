@@ -93,13 +93,13 @@ class PackingGuest(Protocol):
 @dataclass(frozen=True)
 class ArchiveFacts:
     """A packed archive: size in bytes and sha256 in hex. `skipped`: number of sockets, which cannot be packed.
-    `is_torn`: files changed while they were read.
+    `files_changed`: files changed while they were read.
     """
 
     bytes: int
     sha256: str
     skipped: int = 0
-    is_torn: bool = False
+    files_changed: bool = False
 
 
 def count_max_bytes(workspace_bytes: int, inodes: int) -> int:
@@ -165,8 +165,8 @@ class Packing:
             await _cancel(packing)
         _check_done(done, flow.stderr, "packed", (0, _CHANGED))
         packed = tally.facts()
-        is_torn = done["exit_code"] == _CHANGED or _VANISHED in flow.stderr
-        self.facts = ArchiveFacts(packed.bytes, packed.sha256, flow.stderr.count(b"socket ignored"), is_torn)
+        files_changed = done["exit_code"] == _CHANGED or _VANISHED in flow.stderr
+        self.facts = ArchiveFacts(packed.bytes, packed.sha256, flow.stderr.count(b"socket ignored"), files_changed)
 
 
 async def unpack(guest: PackingGuest, argv: Sequence[str], read: AsyncIterator[bytes], total: int) -> None:

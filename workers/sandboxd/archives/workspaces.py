@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 
-from contract.archive_kinds import HEAD_BYTES, KNOWN_KINDS, find_kind
+from contract.archive_kinds import HEAD_BYTES, SUPPORTED_KINDS, find_kind
 from contract.errors import ErrorCode, ToolFailure
 from store.archives.base import ArchiveStore, NotStored, StoredFacts, join_chunks, read_head
 from store.archives.files import MAX_WORKSPACE_BYTES, NO_STORE, is_file_id, is_location, parse_location
@@ -102,7 +102,7 @@ async def _load(workspace: str, size: int, chunks: AsyncGenerator[bytes], sandbo
     kind = find_kind(head)
     if kind is None:
         raise ToolFailure(
-            ErrorCode.INVALID_ARGUMENTS, f"the workspace {workspace[:200]} has an unknown type: use {KNOWN_KINDS}"
+            ErrorCode.INVALID_ARGUMENTS, f"the workspace {workspace[:200]} has an unknown type: use {SUPPORTED_KINDS}"
         )
     argv, read = build_import(kind, _FOLDER), join_chunks(head, chunks)
     async with asyncio.timeout(WHOLE_S):

@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 _PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 _WORK = ".work-"
 _BLOCK = 4096
-_MOST_INODES_A_GROUP = 8 * _BLOCK
+_MAX_INODES_A_GROUP = 8 * _BLOCK
 _RESERVED_INODES = 10
 _TOOL_S = 60.0
 _RELEASE_S = 10.0
@@ -153,7 +153,7 @@ def repair(image: Path) -> None:
         )
 
 
-def clear_found(top: Path) -> None:
+def clear_lost_and_found(top: Path) -> None:
     """Remove the folder `lost+found` that a repair has made in a mounted image. A folder with files that lost their
     names is given to the sandbox's user instead.
 
@@ -178,8 +178,8 @@ def find_tool(name: str) -> str | None:
 def _format(image: Path, blocks: int, inodes: int) -> None:
     with image.open("wb") as file:
         file.truncate(blocks * _BLOCK)
-    groups = max(-(-blocks // _MOST_INODES_A_GROUP), -(-inodes // _MOST_INODES_A_GROUP))
-    blocks_a_group = max(256, min(_MOST_INODES_A_GROUP, -(-blocks // groups // 8) * 8))
+    groups = max(-(-blocks // _MAX_INODES_A_GROUP), -(-inodes // _MAX_INODES_A_GROUP))
+    blocks_a_group = max(256, min(_MAX_INODES_A_GROUP, -(-blocks // groups // 8) * 8))
     options = ["-q", "-F", "-b", str(_BLOCK), "-I", "256", "-m", "0", "-g", str(blocks_a_group), "-N", str(inodes)]
     status, output = _run("mkfs.ext4", *options, "-O", _FEATURES, "-E", _EXTENDED, str(image))
     if status != 0:

@@ -122,7 +122,7 @@ class FolderWorkspaces:
                 self._counts[name] = count
                 waiting.append(name)
             elif count.is_over:
-                overfull[name] = count.held_bytes
+                overfull[name] = count.counted_bytes
         if failed is not None and not overfull:
             raise failed
         return overfull

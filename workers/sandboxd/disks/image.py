@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 from contract.errors import ErrorCode, SandboxUnavailable, ToolFailure
 from workers.sandboxd.disks.base import Kind, Workspace, WorkspaceMount, WorkspaceSize
-from workers.sandboxd.disks.ext4 import Templates, clear_found, copy_sparse, is_clean, repair
+from workers.sandboxd.disks.ext4 import Templates, clear_lost_and_found, copy_sparse, is_clean, repair
 from workers.sandboxd.disks.loop_mounts import attach_read_only, mount_image, mount_read_only, try_lock, unmount
 from workers.sandboxd.disks.mount_api import NODEV, NOSUID, RDONLY, open_context
 from workers.sandboxd.disks.workspace_store import MOUNT, WorkspaceStore, refused, run_to_end
@@ -36,7 +36,7 @@ _LONGEST_PAUSE_S = 0.05
 MAX_LAYERS = 100
 _LAYERS_TIMES = 2
 """Limit of the bytes in all layers of a workspace, as a multiple of its size."""
-_MOST_DEVICES = 64
+_MAX_DEVICES = 64
 _MERGE_S = 600.0
 _ERROR_CHARS = 500
 CHANGES, WORKSPACE = "changes", "workspace"
@@ -179,7 +179,7 @@ class ImageWorkspaces:
                 image = await _open_released(self._image(name), _try_layer, release_s)
                 # `undo`: a device that no caller receives would hold the lock of the layer until sandboxd ends.
                 self._devices[name] = await run_to_end(lambda: _attach_layer(image, self._image(name)), undo=os.close)
-                while len(self._devices) > _MOST_DEVICES:
+                while len(self._devices) > _MAX_DEVICES:
                     # Running sandboxes keep this device. The next sandbox gets a new device.
                     self._close_device(next(iter(self._devices)))
             # Use a duplicate: the removal of the layer may close the device while it is mounted here.
@@ -196,9 +196,9 @@ class ImageWorkspaces:
         `is_root`: the layers also contain changes of the root file system. Raises SandboxUnavailable; the new workspace
         then does not exist.
         """
-        made = await self.make(name, size)
+        merged = await self.make(name, size)
         try:
-            async with made.mounted() as mount, AsyncExitStack() as stack:
+            async with merged.mounted() as mount, AsyncExitStack() as stack:
                 mounts = []
                 for layer in layers:
                     mounts.append(await self.mount_layer(layer, RELEASE_S))
@@ -376,7 +376,7 @@ def _mount(image: int, place: Path) -> None:
             repair(place / IMAGE)
         mount_image(image, place / MOUNT)
         if not was_clean:
-            clear_found(place / MOUNT)
+            clear_lost_and_found(place / MOUNT)
     except OSError as error:
         raise refused(f"workspace {place.name} cannot be mounted", error) from error
     finally:

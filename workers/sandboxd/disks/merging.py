@@ -114,22 +114,22 @@ def find_below(name: str, folders: Sequence[int]) -> tuple[list[int], bool]:
 
 def _make_folder(name: str, folder: int, target: int, *, is_opaque: bool) -> None:
     os.mkdir(name, 0o700, dir_fd=target)
-    with descended(folder, (name,)) as source, descended(target, (name,)) as made:
-        _copy_attributes(source, made)
+    with descended(folder, (name,)) as source, descended(target, (name,)) as created:
+        _copy_attributes(source, created)
         if is_opaque:
-            os.setxattr(made, _OPAQUE, b"y")
+            os.setxattr(created, _OPAQUE, b"y")
 
 
 def _copy_file(name: str, folder: int, target: int) -> None:
     source = os.open(name, _FILE, dir_fd=folder)
     try:
-        made = os.open(name, _NEW, 0o600, dir_fd=target)
+        created = os.open(name, _NEW, 0o600, dir_fd=target)
         try:
-            copy_data(source, made)
-            _copy_attributes(source, made)
-            _copy_times(os.fstat(source), made)
+            copy_data(source, created)
+            _copy_attributes(source, created)
+            _copy_times(os.fstat(source), created)
         finally:
-            os.close(made)
+            os.close(created)
     finally:
         os.close(source)
 

@@ -126,7 +126,7 @@ class TreeCount:
         return self._is_hidden or self.bytes > self.most.bytes or self.inodes > self.most.inodes
 
     @property
-    def held_bytes(self) -> int:
+    def counted_bytes(self) -> int:
         """Return the size of an overfull folder, which grows with the content. A file counts as at least its share of
         the size, so that many empty files count too.
         """

@@ -172,10 +172,10 @@ class TunnelRelay:
         try:
             reader, writer = await self._context.connect()
         except OSError as error:
-            self._note(error)
+            self._report_proxy(error)
             await self._answer_unreachable()
             return
-        self._note(None)
+        self._report_proxy(None)
         try:
             # An error of the proxy's connection ends the relay, and the guest then closes the program's connection.
             with contextlib.suppress(OSError):
@@ -242,7 +242,7 @@ class TunnelRelay:
             async with asyncio.timeout(LINGER_S):
                 await self._drop_upward()
 
-    def _note(self, error: OSError | None) -> None:
+    def _report_proxy(self, error: OSError | None) -> None:
         """Log when the proxy becomes unreachable, and when it answers again."""
         was_there, self._context.proxy_answers = self._context.proxy_answers, error is None
         if error is not None and was_there:

@@ -77,15 +77,15 @@ class SecretValues:
         """Return the existing secrets among `names`, in the form that the proxy expects. Raises OSError when the worker
         sends no values within WAIT_S.
         """
-        wanted = set(names)
+        requested = set(names)
         try:
             async with asyncio.timeout(WAIT_S):
-                while not wanted <= self._values.get(tenant, {}).keys():
+                while not requested <= self._values.get(tenant, {}).keys():
                     await self._received.wait()
         except TimeoutError:
             raise OSError("the worker of this host sends no secrets: check that it runs and reaches Redis") from None
-        found = self._values[tenant] if wanted else {}
-        return [{"name": name, **secret} for name in sorted(wanted) if (secret := found[name]) is not None]
+        found = self._values[tenant] if requested else {}
+        return [{"name": name, **secret} for name in sorted(requested) if (secret := found[name]) is not None]
 
 
 class ProxyAuthority:
@@ -95,7 +95,7 @@ class ProxyAuthority:
 
     def __init__(self, path: Path | None, uids: frozenset[int], place: Callable[[bytes], Awaitable[None]]) -> None:
         self._path, self._uids, self._place = path, uids, place
-        self._seen: tuple[int, int] | None = None
+        self._file_identity: tuple[int, int] | None = None
         self._lock = asyncio.Lock()
 
     async def refresh(self) -> None:
@@ -104,13 +104,13 @@ class ProxyAuthority:
         """
         async with self._lock:
             stat = await asyncio.to_thread(Path(self._path or "").stat)
-            if (identity := (stat.st_ino, stat.st_ctime_ns)) != self._seen:
+            if (identity := (stat.st_ino, stat.st_ctime_ns)) != self._file_identity:
                 bundle = await ask_proxy(self._path, self._uids, "authority")
                 try:
                     await self._place(bundle)
                 except SandboxUnavailable as error:
                     raise OSError(str(error)) from error
-                self._seen = identity
+                self._file_identity = identity
 
     async def require(self) -> None:
         """Write the file like `refresh`. Raises SandboxUnavailable when there is no proxy."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from contract.errors import SandboxUnavailable
 
-_MOST = 2**63
+_MAX_VALUE = 2**63
 _KIND = re.compile(r"[a-z0-9_.?-]{1,40}")
 _FOLDERS = ("workspace", "tmp", "output", "shm")
 _NAMES = {"workspace": "/workspace", "tmp": "/tmp", "output": "/output", "shm": "/dev/shm"}
@@ -102,6 +102,6 @@ def _mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _count(fields: Mapping[str, Any], name: str) -> int:
     value = fields.get(name)
-    if type(value) is not int or not 0 <= value < _MOST:
+    if type(value) is not int or not 0 <= value < _MAX_VALUE:
         raise ValueError(f"'{name}' is missing or is not a count")
     return value

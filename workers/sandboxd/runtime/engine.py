@@ -67,7 +67,7 @@ class LateContainerRemover:
         """Remove that container when it appears. A search in progress starts again."""
         if name in self._tasks:
             self._tasks.pop(name).cancel()
-        task = asyncio.get_running_loop().create_task(self._look(name))
+        task = asyncio.get_running_loop().create_task(self._find_and_remove(name))
         self._tasks[name] = task
         task.add_done_callback(lambda done: self._drop(name, done))
 
@@ -80,7 +80,7 @@ class LateContainerRemover:
         if self._tasks.get(name) is task:
             del self._tasks[name]
 
-    async def _look(self, name: str) -> None:
+    async def _find_and_remove(self, name: str) -> None:
         absent, attempt = 0, 0
         while absent < ABSENT_ENOUGH:
             await asyncio.sleep(self._pauses_s[min(attempt, len(self._pauses_s) - 1)])

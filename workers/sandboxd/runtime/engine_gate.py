@@ -78,7 +78,7 @@ class Breaker:
         return max(0.0, self._next_try_at - self._clock()) if self.is_open else 0.0
 
     def admit(self) -> BreakerDecision:
-        """Decide about a call. After `PROBE` the caller must call `note_probe_failure`, `note_probe_answer` or
+        """Decide about a call. After `PROBE` the caller must call `record_probe_failure`, `record_probe_answer` or
         `drop_probe`.
         """
         if not self.is_open:
@@ -88,7 +88,7 @@ class Breaker:
         self._is_probing = True
         return BreakerDecision.PROBE
 
-    def note_failure(self, error: str) -> bool:
+    def record_failure(self, error: str) -> bool:
         """Note a call without an answer. Returns whether this opened the breaker. Calls that were in progress when it
         opened do not lengthen the pause.
         """
@@ -99,7 +99,7 @@ class Breaker:
         self._next_try_at = self._clock() + self._pause_s
         return True
 
-    def note_answer(self) -> bool:
+    def record_answer(self) -> bool:
         """Note an answer, even a refusal. Returns whether this closed the breaker."""
         was_open = self.is_open
         self.is_open = self._is_probing = False
@@ -107,14 +107,14 @@ class Breaker:
         self._pause_s = self._first_pause_s
         return was_open
 
-    def note_probe_failure(self, error: str) -> None:
+    def record_probe_failure(self, error: str) -> None:
         """Note that the engine still does not answer."""
         self._count(error)
         self._is_probing = False
         self._lengthen_pause()
         self._next_try_at = self._clock() + self._pause_s
 
-    def note_probe_answer(self) -> bool:
+    def record_probe_answer(self) -> bool:
         """Note that the engine answers again. The next call without an answer opens the breaker at once, with a longer
         pause. Returns whether this closed the breaker.
 
@@ -175,7 +175,7 @@ LANES: Final = EngineCallKinds(
     # takes longer.
     starts=Lane("starts", at_once=max(2, min(os.cpu_count() or 1, 16)), deadline_s=45.0),
     removals=Lane("removals", at_once=4, deadline_s=45.0, max_wait_s=120.0),
-    start_check=Lane("looks", at_once=4, deadline_s=15.0, max_wait_s=30.0),
+    start_check=Lane("start checks", at_once=4, deadline_s=15.0, max_wait_s=30.0),
     freezes=Lane("freezes", at_once=4, deadline_s=15.0, max_wait_s=30.0),
     fills=Lane("volume fills", at_once=1, deadline_s=60.0),
 )
@@ -205,7 +205,7 @@ class _LaneSlots:
             self.running += 1
             return
         if self.overdue >= self.lane.at_once:
-            raise SandboxUnavailable(self._stuck())
+            raise SandboxUnavailable(self._describe_stall())
         if self.waiting >= self.lane.max_waiting:
             raise self._busy()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -234,7 +234,7 @@ class _LaneSlots:
         """
         self.overdue += 1
         if self.overdue >= self.lane.at_once:
-            self.refuse_waiting(self._stuck())
+            self.refuse_waiting(self._describe_stall())
 
     def refuse_waiting(self, message: str) -> None:
         """Raise SandboxUnavailable with this message in every waiting caller."""
@@ -249,7 +249,7 @@ class _LaneSlots:
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
             self.give_back()  # the slot came while the caller left
 
-    def _stuck(self) -> str:
+    def _describe_stall(self) -> str:
         return f"the Docker engine does not finish any of {self.overdue} {self.lane.name}: check it, or restart it"
 
     def _busy(self) -> SandboxUnavailable:
@@ -324,23 +324,23 @@ class EngineGate:
             async with asyncio.timeout(self._probe_s):
                 await asyncio.shield(self._probing)
         except (SandboxUnavailable, TimeoutError) as error:
-            self._breaker.note_probe_failure(str(error) or f"no answer within {self._probe_s:g} s")
+            self._breaker.record_probe_failure(str(error) or f"no answer within {self._probe_s:g} s")
             raise SandboxUnavailable(self._silence()) from error
         except BaseException:
             self._breaker.drop_probe()
             raise
-        if self._breaker.note_probe_answer():
+        if self._breaker.record_probe_answer():
             log.info("engine_breaker_closed")
 
-    def note_end(self, error: BaseException | None) -> None:
+    def record_end(self, error: BaseException | None) -> None:
         """Update the breaker after the end of a call."""
         if isinstance(error, EngineSilent):
             self._fail(error)
-        elif (error is None or isinstance(error, SandboxUnavailable)) and self._breaker.note_answer():
+        elif (error is None or isinstance(error, SandboxUnavailable)) and self._breaker.record_answer():
             log.info("engine_breaker_closed")
 
     def _fail(self, error: EngineSilent) -> None:
-        if self._breaker.note_failure(str(error)):
+        if self._breaker.record_failure(str(error)):
             log.warning("engine_breaker_opened", failures=self._breaker.failures, error=str(error))
             for slots in self._slots.values():
                 slots.refuse_waiting(self._silence())
@@ -383,7 +383,7 @@ class _Call(Generic[T]):
         silence = EngineSilent(
             f"the Docker engine did not answer within {self._slots.lane.deadline_s:g} s: check it, or restart it"
         )
-        self._gate.note_end(silence)
+        self._gate.record_end(silence)
         self._slots.count_overdue()
         if not self.answer.done():
             self.answer.set_exception(silence)
@@ -395,7 +395,7 @@ class _Call(Generic[T]):
         self._slots.give_back()
         error = running.exception()
         if not (self._is_overdue and isinstance(error, EngineSilent)):
-            self._gate.note_end(error)
+            self._gate.record_end(error)
         if not self.answer.done():
             _settle(self.answer, running)
         elif error is None:

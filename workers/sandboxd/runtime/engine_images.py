@@ -71,7 +71,7 @@ class PullProgress:
         """End the pull at its next event. The engine keeps no part of an image whose pull was ended."""
         self._is_stopped.set()
 
-    def note(self, event: Mapping[str, Any]) -> None:
+    def update(self, event: Mapping[str, Any]) -> None:
         """Record an event of the engine."""
         detail, layer = event.get("progressDetail"), str(event.get("id"))[:100]
         if event.get("status") != "Downloading" or not isinstance(detail, Mapping):
@@ -140,7 +140,7 @@ def _pull(name: ImageName, account: RegistryAccount | None, progress: PullProgre
                 for event in events:
                     if "error" in event:
                         raise PullFailed(str(event["error"])[:_MAX_ERROR_CHARS])
-                    progress.note(event)
+                    progress.update(event)
                     if progress.is_stopped:
                         raise PullFailed("sandboxd is stopping")
                     if time.monotonic() > until:

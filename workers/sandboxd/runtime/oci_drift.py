@@ -90,8 +90,8 @@ def _compare_mounts(spec: SandboxSpec, mounts: Mapping[str, Sequence[str]]) -> I
     yield "options of /", [], _find_missing(["rw" if spec.is_root else "ro", "nosuid", "nodev"], mounts.get("/", ()))
     folders = tmpfs_options(spec)
     for folder, options in folders.items():
-        wanted = [option for option in options if option in ("rw", "nosuid", "nodev", "noexec")]
-        yield f"options of {folder}", [], _find_missing(wanted, mounts.get(folder, ()))
+        expected = [option for option in options if option in ("rw", "nosuid", "nodev", "noexec")]
+        yield f"options of {folder}", [], _find_missing(expected, mounts.get(folder, ()))
         sizes = {option for option in options if option.startswith("nr_inodes=")}
         yield f"inodes of {folder}", [], _find_missing(sorted(sizes), mounts.get(folder, ()))
     read_only = [
@@ -106,8 +106,8 @@ def _compare_mounts(spec: SandboxSpec, mounts: Mapping[str, Sequence[str]]) -> I
     yield "other mounts", [], others
 
 
-def _find_missing(wanted: Sequence[str], options: Sequence[str]) -> list[str]:
-    return [option for option in wanted if option not in options]
+def _find_missing(expected: Sequence[str], options: Sequence[str]) -> list[str]:
+    return [option for option in expected if option not in options]
 
 
 def _parse_mounts(text: str) -> dict[str, Sequence[str]]:

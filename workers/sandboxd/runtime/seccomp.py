@@ -136,13 +136,13 @@ def _find_forbidden_names(rules: list[_Rule]) -> Iterator[str]:
 
 
 def _find_loose_sockets(rules: list[_Rule]) -> Iterator[str]:
-    seen_socketcall = False
+    has_socketcall = False
     for rule in rules:
         if "socketcall" in rule.names and rule.action == ERRNO and rule.errno == ENOSYS:
-            seen_socketcall = True
+            has_socketcall = True
         if not {"socket", "socketpair"} & set(rule.names):
             continue
-        if not seen_socketcall:
+        if not has_socketcall:
             yield "socketcall is not refused with ENOSYS before the first socket rule"
         if not _is_one_family(rule.args):
             yield f"a rule opens sockets by {list(rule.args)}, not by one known family"

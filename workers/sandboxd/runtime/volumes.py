@@ -53,9 +53,9 @@ class GuestVolumes:
         name = _name_of(identity)
         # A volume with another creation time was not filled here: the start of a container recreates a missing volume,
         # but empty.
-        if name not in self._filled or self._filled[name] != _made_at(api, name):
+        if name not in self._filled or self._filled[name] != _read_created_at(api, name):
             _fill(api, image, identity, name)
-            self._filled[name] = _made_at(api, name)
+            self._filled[name] = _read_created_at(api, name)
             _remove_orphans(api)
         return name
 
@@ -102,7 +102,7 @@ def _fill(api: docker.APIClient, image: str, identity: str, volume: str) -> None
     )
 
 
-def _made_at(api: docker.APIClient, volume: str) -> str:
+def _read_created_at(api: docker.APIClient, volume: str) -> str:
     """Return the creation time of the volume; empty if the volume does not exist."""
     try:
         return str(api.inspect_volume(volume)["CreatedAt"])
