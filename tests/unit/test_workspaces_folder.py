@@ -349,7 +349,7 @@ def test_excess_inodes_increase_the_held_bytes(tree: Path) -> None:
     for number in range(11, 14):
         for name in range(number):
             (tree / str(name)).touch()
-        counted_bytes.append(count(tree, WorkspaceSize(MIB, 10)).counted_bytes)
+        held_bytes.append(count(tree, WorkspaceSize(MIB, 10)).counted_bytes)
 
     assert held_bytes == [MIB * 11 // 10, MIB * 12 // 10, MIB * 13 // 10]
 
