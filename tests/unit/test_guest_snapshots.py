@@ -60,7 +60,7 @@ def test_of_a_large_file_only_the_digest_is_kept(paths: GuestPaths) -> None:
 def test_all_records_together_are_bounded_and_the_oldest_go_first(
     paths: GuestPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "_KEPT_BYTES", 300_000)
+    monkeypatch.setattr(snapshots, "_SWEEP_TARGET_BYTES", 300_000)
     monkeypatch.setattr(snapshots, "_SWEEP_PAGES", 20)
     for number in range(100):
         keep(paths, b"/w/%d" % number, bytes(10_000))
