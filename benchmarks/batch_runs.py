@@ -26,7 +26,7 @@ from tests.model_server.running import ModelServer, running_model_server
 
 RUNS = size(1000, 4)
 CALLS = 5
-SHORT, LONG = 5, 45
+SHORT, LONG = 5, size(45, 7)
 """Number of calls in a short and in a long run. The difference of their durations is the cost of the additional
 steps.
 """

@@ -38,7 +38,7 @@ from store.hosts import HostStore
 from tests.image_registry import ImageRegistry, open_registry
 
 SEED = 4
-HOSTS, IMAGES, LINES = size((4, 200, 400), (2, 8, 16))
+HOSTS, IMAGES, LINES = size((4, 200, 400), (2, 8, 8))
 ROOM = IMAGES // 4 // HOSTS
 """Number of images for which one host has room. All hosts together have room for a quarter of the images."""
 IMAGE_BYTES = 300 * 1024

@@ -25,9 +25,9 @@ from orchestrator.settings import load_settings
 from store.connection import open_redis
 
 ROUNDS = size(5, 1)
-CALLS = size(300, 20)
+CALLS = size(300, 8)
 """Number of calls of a case in a round."""
-SLOTS = 4
+SLOTS = size(4, 2)
 PATH = "/workspace/notes.txt"
 START_LIMIT_S = 30.0
 

@@ -14,6 +14,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from contract.startup import importing_program
+
 
 class _CommandSource(NamedTuple):
     """Location of the code of a command, or of a group of commands."""
@@ -109,7 +111,8 @@ def import_all() -> TyperGroup:
 
 
 def _import_command(name: str, place: _CommandSource) -> TyperCommand | TyperGroup:
-    defined = getattr(import_module(f"orchestrator.{place.module}"), place.name)
+    with importing_program():
+        defined = getattr(import_module(f"orchestrator.{place.module}"), place.name)
     # typer builds commands only as children of a Typer.
     parent = typer.Typer(pretty_exceptions_enable=False)
     parent.callback()(lambda: None)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Protocol
 import typer
 
 from contract.extras import explain_missing
+from contract.startup import importing_program
 from orchestrator.cli.clients import open_client
 from orchestrator.cli.runner import Tenant, refuse_key, run_work
 from orchestrator.logs import configure_logging
@@ -45,7 +46,8 @@ def serve_api(
     Create API keys with `toolcrew keys create TENANT`. Several processes can serve one deployment.
     """
     # Imported here because importing the server takes longer than most other commands.
-    from orchestrator.api.service import ApiService
+    with importing_program():
+        from orchestrator.api.service import ApiService
 
     async def work() -> None:
         settings = load_settings()
@@ -156,7 +158,7 @@ def serve_worker(
 
 
 async def _over_stdio(tenant: str | None, session: str | None) -> None:
-    with _explain_missing_extra():
+    with _explain_missing_extra(), importing_program():
         from orchestrator.mcp.stdio import serve_stdio
     settings = load_settings()
     configure_logging(settings, "mcp")
@@ -165,7 +167,7 @@ async def _over_stdio(tenant: str | None, session: str | None) -> None:
 
 
 async def _over_http(host: str, port: int, origins: list[str]) -> None:
-    with _explain_missing_extra():
+    with _explain_missing_extra(), importing_program():
         from orchestrator.mcp.http_service import McpService
     settings = load_settings()
     configure_logging(settings, "mcp")

@@ -116,7 +116,9 @@ def record_guest(recording: Recording) -> None:
 
 @dataclass(frozen=True)
 class Size:
-    """Number of lines of a file, and number of lines of its functions that ran."""
+    """Number of lines of code of a file, and of its functions that ran. Docstrings, comments and blank lines do not
+    count.
+    """
 
     lines: int
     run: int
@@ -127,13 +129,22 @@ def measure(functions: Mapping[str, set[int]]) -> dict[str, Size]:
     sizes = {}
     for file, firsts in functions.items():
         text = (ROOT / file).read_text()
-        run = set[int]()
+        code, run = find_code(text), set[int]()
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                 first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
                 run |= set(range(first, (node.end_lineno or first) + 1)) if first in firsts else set()
-        sizes[file] = Size(len(text.splitlines()), len(run))
+        sizes[file] = Size(len(code), len(run & code))
     return sizes
+
+
+def find_code(text: str) -> set[int]:
+    """Return the numbers of the lines of a Python file that are neither blank nor only a comment or a docstring."""
+    lines = {number for number, line in enumerate(text.splitlines(), 1) if line.split("#")[0].strip()}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
 
 
 def build_report(functions: Mapping[str, Mapping[str, set[int]]]) -> dict[str, dict[str, Size]]:
@@ -173,7 +184,7 @@ def _sum(files: Mapping[str, Size]) -> dict[str, int]:
 
 def _format_sum(files: Mapping[str, Size]) -> str:
     sums = _sum(files)
-    return f"{sums['files']} files of {sums['lines']:,} lines; {sums['run']:,} lines of functions run"
+    return f"{sums['files']} files of {sums['lines']:,} lines of code; {sums['run']:,} of functions that run"
 
 
 def main() -> int:

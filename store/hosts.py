@@ -237,13 +237,13 @@ async def check_tenant_class(client: RedisClient, deployment: str, tenant_class:
     classes = sorted({name for host in hosts for name in host.classes})
     if not classes:
         return [
-            f"--class: {tenant_class} was not checked, because no sandbox host reports: check that "
+            f"the tenant class {tenant_class} was not checked, because no sandbox host reports: check that "
             "TOOLCREW_TENANT_CLASSES of the hosts has the class"
         ]
     if tenant_class not in classes:
         raise ToolFailure(
             ErrorCode.INVALID_ARGUMENTS,
-            f"--class: no host has the tenant class {tenant_class}: use one of {', '.join(classes)}, or first add the "
+            f"no host has the tenant class {tenant_class}: use one of {', '.join(classes)}, or first add the "
             "class to TOOLCREW_TENANT_CLASSES of a host and restart its sandboxd",
             nearest=difflib.get_close_matches(tenant_class, classes, n=3),
         )

@@ -238,16 +238,16 @@ async def check_tools(client: "redis.asyncio.Redis", deployment: str, tenant: st
             continue
         if pattern.endswith("*"):
             if not any(name.startswith(pattern[:-1]) for name in names):
-                warnings.append(f"--tools: no tool that has been published matches {pattern}")
+                warnings.append(f"no tool that has been published matches the pattern {pattern}")
         elif published:
             raise ToolFailure(
                 ErrorCode.INVALID_ARGUMENTS,
-                f"--tools: there is no tool {pattern}: see `toolcrew tools list`; start the workers of a new tool once "
+                f"there is no tool {pattern}: see `toolcrew tools list`; start the workers of a new tool once "
                 "before you allow it",
                 nearest=difflib.get_close_matches(pattern, names, n=3),
             )
         else:
-            warnings.append(f"--tools: {pattern} was not checked: no worker has published its tools yet")
+            warnings.append(f"the tool {pattern} was not checked: no worker has published its tools yet")
     return warnings
 
 

@@ -2,6 +2,7 @@
 starts its own stack.
 """
 
+import gc
 import os
 import secrets
 import signal
@@ -43,6 +44,11 @@ hypothesis.settings.register_profile(
 )
 if os.environ.get("TOOLCREW_TEST_REQUIRE"):
     hypothesis.settings.load_profile("required")
+
+
+def pytest_collection_finish() -> None:
+    # The imported modules and the tests live to the end. Garbage collections need not search them.
+    gc.freeze()
 
 
 @dataclass

@@ -4,6 +4,7 @@ import sys
 
 from contract.errors import ToolcrewError
 from contract.extras import explain_missing
+from contract.startup import importing_program
 from store.connection import check_connection
 from workers.lifeline import hold_lifeline
 from workers.logs import configure_logging, log_not_started
@@ -33,14 +34,16 @@ def _run(settings: WorkerSettings) -> None:
     # Import only the chosen kind: a host of one kind need not have the packages of the other.
     if settings.worker_kind == "web":
         try:
-            from workers.web_tools import load_web_worker_servers, load_web_worker_tools
+            with importing_program():
+                from workers.web_tools import load_web_worker_servers, load_web_worker_tools
+                from workers.web_worker import run_web_worker
         except ModuleNotFoundError as error:
             raise explain_missing(error) from error
-        from workers.web_worker import run_web_worker
 
         run_web_worker(settings, load_web_worker_tools(settings), load_web_worker_servers(settings))
     else:
-        from workers.sandbox_worker import run_sandbox_worker
+        with importing_program():
+            from workers.sandbox_worker import run_sandbox_worker
 
         run_sandbox_worker(settings)
 

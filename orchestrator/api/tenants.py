@@ -13,6 +13,7 @@ from orchestrator.api.problem_handlers import responses
 from orchestrator.http.problems import ApiCode, ApiProblem
 from orchestrator.operations.views import KeyView, view_key
 from store.api_keys import Role
+from store.hosts import check_tenant_class
 from store.tools import check_tools
 
 router = APIRouter(prefix="/v1/tenants", tags=["tenants"], responses=responses())
@@ -87,7 +88,7 @@ async def add_tenant(body: NewTenant, caller: AdminCaller) -> TenantView:
 
     After the first registration, only registered tenants and the default tenant are served.
     """
-    await _check_tools(caller, body.name, body.policy)
+    await _check_policy(caller, body.name, body.policy)
     await caller.tenants.add(body.name, body.policy)
     return _view(body.name, body.policy)
 
@@ -104,7 +105,7 @@ async def get_tenant(name: Name, caller: OperatorCaller) -> TenantView:
 @router.put("/{name}", responses=responses(404))
 async def set_tenant(name: Name, policy: TenantPolicy, caller: AdminCaller) -> TenantView:
     """Replace the policy of a tenant. Missing fields get their default values."""
-    await _check_tools(caller, name, policy)
+    await _check_policy(caller, name, policy)
     await caller.tenants.replace(name, policy)
     return _view(name, policy)
 
@@ -160,8 +161,11 @@ async def revoke_key(name: Name, key_id: Annotated[str, Path(pattern=r"^[0-9a-f]
         )
 
 
-async def _check_tools(caller: Caller, name: str, policy: TenantPolicy) -> None:
-    await check_tools(caller.app_state.parts.pool.redis, caller.app_state.settings.deployment, name, policy)
+async def _check_policy(caller: Caller, name: str, policy: TenantPolicy) -> None:
+    """Raise ToolFailure if a tool or the class of the policy does not exist."""
+    client, deployment = caller.app_state.parts.pool.redis, caller.app_state.settings.deployment
+    await check_tools(client, deployment, name, policy)
+    await check_tenant_class(client, deployment, policy.sandbox.tenant_class)
 
 
 def _view(name: str, policy: TenantPolicy | ConfigError) -> TenantView:

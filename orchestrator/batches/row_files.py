@@ -348,8 +348,8 @@ def _build_line(outcome: ItemOutcome) -> tuple[bytes, bool]:
         return build_row_line(build_row(outcome)), outcome.failure is None
     except ValueError as error:
         message = (
-            f"the item ended, but its row cannot be stored: {error}. Request less output, for example no transcript, "
-            "and retry the item"
+            f"the item ended, but its row cannot be stored: {error}. Ask for a shorter answer or fewer artifacts, and "
+            "retry the item"
         )
         failure = Failure(kind=FailureKind.MODEL, code=ErrorCode.INTERNAL, message=message)
         return build_row_line(build_row(outcome.model_copy(update={"body": None, "failure": failure}))), False

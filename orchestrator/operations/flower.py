@@ -5,6 +5,7 @@ Variables FLOWER_* override DEFAULTS. Flower is always read-only, and does not s
 """
 
 import atexit
+import gc
 import logging
 import signal
 import sys
@@ -115,6 +116,7 @@ class GuardedMetrics(Metrics):  # type: ignore[misc]
 
 
 def main() -> int:
+    gc.freeze()  # the modules live to the end, as in contract/startup.py
     try:
         settings = load_settings()
         app = _open_flower(settings, sys.argv[1:])

@@ -11,6 +11,7 @@ it.
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -529,6 +530,7 @@ def find_start_failure(lines: Sequence[str]) -> str | None:
 
 
 def main() -> int:
+    gc.freeze()  # the modules live to the end, as in contract/startup.py
     try:
         return asyncio.run(keep(load_settings(), print_json, until_eof=True, workers_only=WORKERS_ONLY in sys.argv[1:]))
     except ToolcrewError as error:

@@ -18,9 +18,12 @@ from orchestrator.api.idempotency import STORE_WAIT_S
 from orchestrator.api.service import ApiService
 from orchestrator.http import body_limits, server
 from orchestrator.runs.runner import Runner
+from store.connection import SharedClock
+from store.hosts import WorkerHostStore
 from store.idempotency import IdempotencyStore, SlotClaim
 from tests.api_harness import ApiHarness, api_settings, open_api, serving
 from tests.conftest import RedisProcess
+from tests.wire_records import REPORT
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,21 @@ async def test_a_policy_with_a_limit_that_tenants_do_not_have_is_refused(api: Ap
     assert (await api["admin"].get("/v1/tenants/fresh")).status_code == 404
     changed = await api["admin"].put("/v1/tenants/acme", json={"in_flight": 0})
     assert (changed.status_code, changed.json()["errors"][0]["loc"]) == (422, ["body", "in_flight"])
+
+
+async def test_a_policy_with_a_class_that_no_host_has_is_refused(api: ApiHarness, redis_server: RedisProcess) -> None:
+    with redis_server.client() as client:
+        report = REPORT.model_copy(update={"classes": ("default", "large")})
+        WorkerHostStore(client, "default", SharedClock()).report(report)
+    policy = {"sandbox": {"tenant_class": "larg"}}
+    refused = [
+        await api["admin"].post("/v1/tenants", json={"name": "fresh", "policy": policy}),
+        await api["admin"].put("/v1/tenants/acme", json=policy),
+    ]
+    assert [(answer.status_code, answer.json()["code"]) for answer in refused] == [(422, "INVALID_ARGUMENTS")] * 2
+    assert "large" in refused[0].text
+    accepted = await api["admin"].put("/v1/tenants/acme", json={"sandbox": {"tenant_class": "large"}})
+    assert accepted.json()["policy"]["sandbox"]["tenant_class"] == "large"
 
 
 async def test_a_call_may_not_ask_for_more_time_than_the_limit(api: ApiHarness) -> None:

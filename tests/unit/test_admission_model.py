@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.tenancy import TenantPolicy
@@ -42,12 +42,11 @@ class Pair:
         self.harness, self.model = Harness(client, now=1000.0), Model()
         self.client = client
         self.open: list[str] = []
-        self.asked = 0
-        self.refused = 0
+        self.call_count = 0
 
     def ask(self, tenant: str, queue: str, tool: str, priority: Any) -> None:
-        self.asked += 1
-        call = f"o1.{self.asked}"
+        self.call_count += 1
+        call = f"o1.{self.call_count}"
         policy = POLICIES[TENANTS.index(tenant)]
         request = build_request(
             tenant, queue=queue, tool=tool, priority=priority, policy=policy, limit_s=0.5 if tool == "read" else 30.0
@@ -74,7 +73,7 @@ class Pair:
         self.model.look(queue, slots)
         self.harness.step(tick([queue]))
 
-    def do(self, step: tuple[Any, ...]) -> None:
+    def apply(self, step: tuple[Any, ...]) -> None:
         if step[0] == "pass":
             self.harness.now += step[1]
         else:
@@ -97,13 +96,13 @@ class Pair:
                     strict=True,
                 )
             )
-            mine = [call for call in held.values() if all(call[part] == value for part, value in parts.items())]
-            assert fields.get("held", 0) == len(mine)
+            held_here = [call for call in held.values() if all(call[part] == value for part, value in parts.items())]
+            assert fields.get("held", 0) == len(held_here)
             assert fields.get("waiting", 0) == sum(
                 all(call[part] == value for part, value in parts.items()) for call in waiting.values()
             )
             if kind != "tenant":
-                assert fields.get("long", 0) == sum(call["long"] for call in mine)
+                assert fields.get("long", 0) == sum(call["long"] for call in held_here)
 
 
 @pytest.fixture
@@ -112,17 +111,15 @@ def client(redis_server: RedisProcess) -> Iterator["redis.Redis"]:
         yield opened
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
-def _compare(client: "redis.Redis", steps: list[tuple[Any, ...]]) -> None:
+def test_the_admission_script_grants_the_same_slots_as_the_model(
+    client: "redis.Redis", steps: list[tuple[Any, ...]]
+) -> None:
     pair = Pair(client)
     for step in steps:
-        pair.do(step)
+        pair.apply(step)
         pair.check()
     for call in list(pair.open):
         pair.end(pair.open.index(call), 0.25)
     pair.check()
-
-
-def test_the_script_gives_slots_as_the_model_does_and_loses_none(client: "redis.Redis") -> None:
-    _compare(client)

@@ -24,12 +24,10 @@ class Tenants:
     def __init__(self, policy: TenantPolicy = TenantPolicy()) -> None:  # noqa: B008
         self.now = policy
         self.error: Exception | None = None
-        self.asked = 0
-        self.looked = asyncio.Event()
+        self.was_read = asyncio.Event()
 
     async def policy(self, tenant: str) -> TenantPolicy:
-        self.asked += 1
-        self.looked.set()
+        self.was_read.set()
         if self.error is not None:
             raise self.error
         return self.now
@@ -43,9 +41,9 @@ class Slots:
     def __init__(self) -> None:
         self.free = asyncio.Event()
         self.free.set()
-        self.asked: list[SlotRequest] = []
-        self.used: list[float | None] = []
-        self.given_back = asyncio.Event()
+        self.requests: list[SlotRequest] = []
+        self.used_s: list[float | None] = []
+        self.released = asyncio.Event()
         self.paused: list[SlotRequest] = []
         self.is_full = asyncio.Event()
         self.is_closed = False
@@ -59,14 +57,14 @@ class Slots:
                 raise ToolFailure(ErrorCode.RATE_LIMITED, "too many calls wait", **NOT_ADMITTED)
             finally:
                 self.paused.remove(request)
-        self.asked.append(request)
+        self.requests.append(request)
         await self.free.wait()
         slot = Slot()
         try:
             yield slot
         finally:
-            self.used.append(slot.used_s)
-            self.given_back.set()
+            self.used_s.append(slot.used_s)
+            self.released.set()
 
     async def aclose(self) -> None:
         self.is_closed = True
@@ -76,85 +74,89 @@ def build_request(policy: TenantPolicy, *, wait_s: float = 60.0, is_urgent: bool
     return SlotRequest("acme", policy, "host.a.b1", "c1", "bash_tool", "interactive", wait_s, 30.0, is_urgent)
 
 
-async def take(admission: PausableAdmission, request: SlotRequest) -> str:
+async def run_call(admission: PausableAdmission, request: SlotRequest) -> str:
     async with admission.slot(request) as slot:
         slot.used_s = 2.0
         return "ran"
 
 
+async def start_paused_call(admission: PausableAdmission, tenants: Tenants) -> "asyncio.Task[str]":
+    """Start a call of a paused tenant. Return when the admission has read the policy of the tenant."""
+    call = asyncio.create_task(run_call(admission, build_request(PAUSED)))
+    await asyncio.wait_for(tenants.was_read.wait(), SOON_S)
+    return call
+
+
 @pytest.fixture(autouse=True)
-def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_poll_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "PAUSE_POLL_S", 0.01)
 
 
-async def test_calls_of_a_paused_tenant_wait_and_go_on_when_it_is_resumed() -> None:
+async def test_calls_of_a_paused_tenant_wait_and_run_when_the_tenant_is_resumed() -> None:
     slots, tenants = Slots(), Tenants(PAUSED)
     admission = PausableAdmission(slots, tenants)
-    calls = [asyncio.create_task(take(admission, build_request(PAUSED))) for _ in range(50)]
-    await asyncio.wait_for(tenants.looked.wait(), SOON_S)
-    assert (slots.asked, len(slots.paused)) == ([], 50)
+    calls = [asyncio.create_task(run_call(admission, build_request(PAUSED))) for _ in range(50)]
+    await asyncio.wait_for(tenants.was_read.wait(), SOON_S)
+    assert (slots.requests, len(slots.paused)) == ([], 50)
     tenants.now = TenantPolicy()
     assert await asyncio.wait_for(asyncio.gather(*calls), SOON_S) == ["ran"] * 50
-    assert (len(slots.used), slots.paused) == (50, [])
+    assert (len(slots.used_s), slots.paused) == (50, [])
 
 
-async def test_a_slot_that_comes_when_the_tenant_is_paused_meanwhile_is_given_back_unused() -> None:
+async def test_a_slot_granted_after_the_tenant_was_paused_is_released_unused() -> None:
     slots, tenants = Slots(), Tenants()
     slots.free.clear()
     admission = PausableAdmission(slots, tenants)
-    call = asyncio.create_task(take(admission, build_request(TenantPolicy())))
+    call = asyncio.create_task(run_call(admission, build_request(TenantPolicy())))
     await asyncio.sleep(0)
     tenants.now = PAUSED
     slots.free.set()
-    await asyncio.wait_for(tenants.looked.wait(), SOON_S)
-    await asyncio.wait_for(slots.given_back.wait(), SOON_S)
-    assert (slots.used, call.done()) == ([0.0], False)
+    await asyncio.wait_for(tenants.was_read.wait(), SOON_S)
+    await asyncio.wait_for(slots.released.wait(), SOON_S)
+    assert (slots.used_s, call.done()) == ([0.0], False)
     tenants.now = TenantPolicy()
     assert await asyncio.wait_for(call, SOON_S) == "ran"
-    assert slots.used == [0.0, 2.0]
+    assert slots.used_s == [0.0, 2.0]
 
 
-async def test_a_call_that_has_waited_to_its_limit_learns_that_the_tenant_is_paused_and_why() -> None:
+async def test_a_call_that_waits_past_its_limit_fails_with_the_pause_reason() -> None:
     slots = Slots()
     with pytest.raises(
         ToolFailure, match=r"acme is paused \(the bill is open\).*toolcrew tenants resume acme"
     ) as refused:
-        await take(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED, wait_s=0.05))
+        await run_call(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED, wait_s=0.05))
     assert (refused.value.code, refused.value.metadata["not_run"]) == (ErrorCode.RATE_LIMITED, "admission")
     assert isinstance(refused.value.metadata["retry_after_s"], float)
-    assert slots.asked == []
+    assert slots.requests == []
 
 
-async def test_what_only_ends_things_passes() -> None:
+async def test_an_urgent_call_of_a_paused_tenant_runs() -> None:
     slots = Slots()
-    assert await take(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED, is_urgent=True)) == "ran"
+    assert await run_call(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED, is_urgent=True)) == "ran"
 
 
-async def test_a_short_outage_of_redis_fails_no_waiting_call() -> None:
+async def test_a_waiting_call_survives_a_short_redis_outage() -> None:
     slots, tenants = Slots(), Tenants(PAUSED)
     tenants.error = BrokerUnavailable("away")
     with capture_logs():
-        call = asyncio.create_task(take(PausableAdmission(slots, tenants), build_request(PAUSED)))
-        await asyncio.wait_for(tenants.looked.wait(), SOON_S)
+        call = await start_paused_call(PausableAdmission(slots, tenants), tenants)
         assert not call.done()
         tenants.error, tenants.now = None, TenantPolicy()
         assert await asyncio.wait_for(call, SOON_S) == "ran"
 
 
-async def test_calls_of_a_tenant_that_is_removed_while_it_is_paused_are_reported() -> None:
+async def test_a_waiting_call_fails_when_its_paused_tenant_is_removed() -> None:
     tenants = Tenants(PAUSED)
-    call = asyncio.create_task(take(PausableAdmission(Slots(), tenants), build_request(PAUSED)))
-    await asyncio.wait_for(tenants.looked.wait(), SOON_S)
+    call = await start_paused_call(PausableAdmission(Slots(), tenants), tenants)
     tenants.error = ToolFailure(ErrorCode.UNKNOWN_TENANT, "there is no tenant acme")
     with pytest.raises(ToolFailure, match="there is no tenant acme"):
         await asyncio.wait_for(call, SOON_S)
 
 
-async def test_no_tenant_is_read_when_no_call_waits_for_it() -> None:
+async def test_polling_of_a_tenant_stops_when_no_call_waits() -> None:
     tenants = Tenants(PAUSED)
     admission = PausableAdmission(Slots(), tenants)
-    call = asyncio.create_task(take(admission, build_request(PAUSED)))
-    await asyncio.wait_for(tenants.looked.wait(), SOON_S)
+    call = await start_paused_call(admission, tenants)
     watch = admission._watches["acme"]
     call.cancel()
     await asyncio.wait_for(watch, SOON_S)
@@ -164,7 +166,7 @@ async def test_no_tenant_is_read_when_no_call_waits_for_it() -> None:
 CALL = ToolCall(id="c", name="bash_tool", arguments={})
 
 
-def refused(code: ErrorCode, **metadata: float | str) -> ToolResult:
+def build_refusal(code: ErrorCode, **metadata: float | str) -> ToolResult:
     return ToolResult.failed(CALL, code, "no", metadata=dict(metadata))
 
 
@@ -173,40 +175,39 @@ def refused(code: ErrorCode, **metadata: float | str) -> ToolResult:
     [
         (
             [
-                refused(ErrorCode.RATE_LIMITED, retry_after_s=0.0, **NOT_ADMITTED),
-                refused(ErrorCode.RATE_LIMITED, retry_after_s=-1.0, **NOT_ADMITTED),
-                refused(ErrorCode.TIMEOUT),
+                build_refusal(ErrorCode.RATE_LIMITED, retry_after_s=0.0, **NOT_ADMITTED),
+                build_refusal(ErrorCode.RATE_LIMITED, retry_after_s=-1.0, **NOT_ADMITTED),
+                build_refusal(ErrorCode.TIMEOUT),
             ],
             3,
         ),
-        ([refused(ErrorCode.RATE_LIMITED, retry_after_s=0.0)], 1),
-        ([refused(ErrorCode.QUOTA_EXCEEDED, retry_after_s=0.0, **NOT_ADMITTED)], 1),
+        ([build_refusal(ErrorCode.RATE_LIMITED, retry_after_s=0.0)], 1),
+        ([build_refusal(ErrorCode.QUOTA_EXCEEDED, retry_after_s=0.0, **NOT_ADMITTED)], 1),
     ],
-    ids=["let through in the end", "a tool's own word", "another code"],
+    ids=["admitted after two refusals", "rate limit of the tool", "another error code"],
 )
-async def test_a_call_is_sent_until_it_is_let_through(results: list[ToolResult], sent: int) -> None:
-    waiting = list(results)
+async def test_a_call_is_sent_again_only_after_an_admission_refusal(results: list[ToolResult], sent: int) -> None:
+    remaining = list(results)
 
     async def send() -> ToolResult:
-        return waiting.pop(0)
+        return remaining.pop(0)
 
     assert await until_admitted(send) is results[-1]
-    assert len(results) - len(waiting) == sent
+    assert len(results) - len(remaining) == sent
 
 
-async def test_closing_ends_what_watches() -> None:
+async def test_closing_the_admission_with_waiting_calls_closes_its_slots() -> None:
     slots, tenants = Slots(), Tenants(PAUSED)
     admission = PausableAdmission(slots, tenants)
-    call = asyncio.create_task(take(admission, build_request(PAUSED)))
-    await asyncio.wait_for(tenants.looked.wait(), SOON_S)
+    call = await start_paused_call(admission, tenants)
     await asyncio.wait_for(admission.aclose(), SOON_S)
     assert slots.is_closed
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
 
 
-async def test_a_call_of_a_paused_tenant_is_refused_when_too_many_calls_wait() -> None:
+async def test_a_call_of_a_paused_tenant_is_refused_when_the_queue_is_full() -> None:
     slots = Slots()
     slots.is_full.set()
     with pytest.raises(ToolFailure, match="too many calls wait"):
-        await asyncio.wait_for(take(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED)), SOON_S)
+        await asyncio.wait_for(run_call(PausableAdmission(slots, Tenants(PAUSED)), build_request(PAUSED)), SOON_S)

@@ -22,7 +22,7 @@ def tenants(harness: Harness) -> Counter[str]:
     return Counter(call["tenant"] for call in harness.kept("held").values())
 
 
-def play(
+def simulate(
     harness: Harness,
     policies: dict[str, TenantPolicy],
     durations: dict[str, float],
@@ -42,11 +42,11 @@ def play(
     }
     used: Counter[str] = Counter()
     running: list[tuple[float, str]] = []
-    taken: set[str] = set()
+    started: set[str] = set()
     until = harness.now + for_s
     while harness.now < until:
-        for call in [call for call in harness.held if call not in taken][: 4 - len(running)]:
-            taken.add(call)
+        for call in [call for call in harness.held if call not in started][: 4 - len(running)]:
+            started.add(call)
             running.append((harness.now + durations[owner[call]], call))
         running.sort()
         harness.now, call = running.pop(0)
@@ -66,7 +66,9 @@ def share(used: Counter[str], tenant: str) -> float:
 @pytest.mark.parametrize(
     ("slots", "seconds", "held"), [(4, 0.1, 6), (4, 0.01, 8), (1, 0.1, 2), (1, 0.01, 5), (16, 0.1, 24), (16, 0.01, 32)]
 )
-def test_a_queue_has_more_short_calls_ready(harness: Harness, slots: int, seconds: float, held: int) -> None:
+def test_a_queue_grants_more_calls_than_slots_when_calls_are_short(
+    harness: Harness, slots: int, seconds: float, held: int
+) -> None:
     set_slots(harness.client, slots)
     harness.learn("acme", seconds)
     for _ in range(40):
@@ -74,8 +76,8 @@ def test_a_queue_has_more_short_calls_ready(harness: Harness, slots: int, second
     assert len(harness.kept("held")) == held
 
 
-def test_very_short_calls_take_no_share_from_other_tenants(harness: Harness) -> None:
-    used = play(
+def test_very_short_calls_do_not_reduce_the_share_of_another_tenant(harness: Harness) -> None:
+    used = simulate(
         harness,
         {"quick": TenantPolicy(), "slow": TenantPolicy()},
         {"quick": 0.02, "slow": 0.4},
@@ -85,30 +87,30 @@ def test_very_short_calls_take_no_share_from_other_tenants(harness: Harness) -> 
     assert share(used, "slow") == pytest.approx(0.5, rel=0.1)
 
 
-def test_seconds_are_shared_out_by_weight(harness: Harness) -> None:
-    used = play(
+def test_run_time_is_divided_by_tenant_weight(harness: Harness) -> None:
+    used = simulate(
         harness, {"heavy": TenantPolicy(weight=3), "light": TenantPolicy()}, {"heavy": 0.5, "light": 0.5}, for_s=40
     )
     assert share(used, "heavy") == pytest.approx(0.75, rel=0.05)
 
 
-def test_a_tenant_that_was_away_has_saved_nothing_up(harness: Harness) -> None:
+def test_an_idle_tenant_accumulates_no_share(harness: Harness) -> None:
     seconds = {"stayed": 0.25, "came": 0.25}
-    play(harness, {"stayed": TenantPolicy()}, seconds, for_s=15)
-    used = play(harness, {"stayed": TenantPolicy(), "came": TenantPolicy()}, seconds, for_s=10)
+    simulate(harness, {"stayed": TenantPolicy()}, seconds, for_s=15)
+    used = simulate(harness, {"stayed": TenantPolicy(), "came": TenantPolicy()}, seconds, for_s=10)
     assert share(used, "came") == pytest.approx(0.5, rel=0.1)
 
 
-def test_a_tenant_that_comes_and_goes_with_every_call_gets_no_more_than_its_share(harness: Harness) -> None:
+def test_a_tenant_with_short_idle_gaps_gets_no_more_than_its_share(harness: Harness) -> None:
     """The tenant rarely has a waiting call when one of its calls ends. The script must still remember the tenant's
     use.
     """
-    policies = {"heavy": TenantPolicy(weight=9), "fleeting": TenantPolicy()}
-    used = play(harness, policies, {"heavy": 0.4, "fleeting": 0.4}, for_s=30, callers={"heavy": 24, "fleeting": 2})
-    assert share(used, "fleeting") == pytest.approx(0.1, abs=0.03)
+    policies = {"heavy": TenantPolicy(weight=9), "sparse": TenantPolicy()}
+    used = simulate(harness, policies, {"heavy": 0.4, "sparse": 0.4}, for_s=30, callers={"heavy": 24, "sparse": 2})
+    assert share(used, "sparse") == pytest.approx(0.1, abs=0.03)
 
 
-def test_long_calls_of_one_tenant_leave_a_slot_to_others(harness: Harness) -> None:
+def test_long_calls_of_one_tenant_leave_one_slot_free(harness: Harness) -> None:
     for _ in range(20):
         harness.ask("hog", limit_s=60.0)
     assert tenants(harness) == {"hog": 3}
@@ -116,7 +118,7 @@ def test_long_calls_of_one_tenant_leave_a_slot_to_others(harness: Harness) -> No
     assert tenants(harness) == {"hog": 3, "other": 1}
 
 
-def test_long_calls_of_all_tenants_leave_the_broker_s_queue_to_short_ones(harness: Harness) -> None:
+def test_short_calls_are_granted_ahead_while_long_calls_fill_all_slots(harness: Harness) -> None:
     harness.learn("quick", 0.01)
     for _ in range(5):
         harness.ask("hog")
@@ -126,7 +128,7 @@ def test_long_calls_of_all_tenants_leave_the_broker_s_queue_to_short_ones(harnes
     assert tenants(harness)["quick"] == 1
 
 
-def test_a_tenant_whose_calls_turn_out_long_gets_no_more_of_them(harness: Harness) -> None:
+def test_calls_that_run_longer_than_estimated_count_as_long(harness: Harness) -> None:
     harness.learn("hog", 0.01)
     first = harness.ask("hog")
     second = harness.ask("hog")
@@ -139,17 +141,17 @@ def test_a_tenant_whose_calls_turn_out_long_gets_no_more_of_them(harness: Harnes
     assert tenants(harness) == {"hog": 3}
 
 
-def test_a_cap_holds_over_all_queues_and_wakes_what_waits_in_another(harness: Harness) -> None:
+def test_an_in_flight_limit_covers_all_queues_and_wakes_calls_in_another_queue(harness: Harness) -> None:
     policy = TenantPolicy(in_flight=2)
     set_slots(harness.client, 4, "host.b.1")
-    here = [harness.ask(policy=policy) for _ in range(2)]
-    there = harness.ask(policy=policy, queue="host.b.1")
-    assert there not in harness.held
-    harness.end(here[0])
-    assert there in harness.held
+    local_calls = [harness.ask(policy=policy) for _ in range(2)]
+    other_call = harness.ask(policy=policy, queue="host.b.1")
+    assert other_call not in harness.held
+    harness.end(local_calls[0])
+    assert other_call in harness.held
 
 
-def test_calls_begin_no_faster_than_the_tenants_rate(harness: Harness) -> None:
+def test_calls_start_no_faster_than_the_tenant_rate_limit(harness: Harness) -> None:
     policy = TenantPolicy(rate_per_s=2, burst=2)
     set_slots(harness.client, 100)
     for _ in range(10):
@@ -163,7 +165,7 @@ def test_calls_begin_no_faster_than_the_tenants_rate(harness: Harness) -> None:
         assert len(harness.held) == 2 + 2 * seconds
 
 
-def test_sums_stay_while_calls_run_and_until_the_rate_limit_allows_a_full_burst(harness: Harness) -> None:
+def test_tenant_counters_do_not_expire_before_the_burst_is_full_again(harness: Harness) -> None:
     key, policy = "toolcrew:d:admission:tenant:acme", TenantPolicy(rate_per_s=0.01, burst=20)
     harness.end(harness.ask(policy=policy))
     assert harness.client.ttl(key) > 1900
@@ -171,8 +173,8 @@ def test_sums_stay_while_calls_run_and_until_the_rate_limit_allows_a_full_burst(
     assert harness.client.ttl(key) == -1
 
 
-def test_nothing_is_left_of_who_has_gone(harness: Harness) -> None:
-    """Only sums remain, and they expire by themselves."""
+def test_counters_of_idle_tenants_expire(harness: Harness) -> None:
+    """Every key except the clock has a TTL after the last call ends."""
     policy = TenantPolicy(in_flight=2, rate_per_s=5, burst=1)
     calls = [
         harness.ask(tenant, queue=queue, policy=policy)
@@ -185,11 +187,13 @@ def test_nothing_is_left_of_who_has_gone(harness: Harness) -> None:
         harness.end(call, 0.2)
     harness.now += 5
     harness.step(tick([]))
-    lasting = [key for key in harness.client.scan_iter("toolcrew:d:admission:*") if harness.client.ttl(key) == -1]
-    assert lasting == [b"toolcrew:d:admission:clock"]
+    keys_without_ttl = [
+        key for key in harness.client.scan_iter("toolcrew:d:admission:*") if harness.client.ttl(key) == -1
+    ]
+    assert keys_without_ttl == [b"toolcrew:d:admission:clock"]
 
 
-def test_interactive_calls_go_before_a_batch_which_is_not_starved(harness: Harness) -> None:
+def test_interactive_calls_run_before_batch_calls_without_starving_them(harness: Harness) -> None:
     set_slots(harness.client, 1)
     harness.learn("acme", 0.1)
     batch = [harness.ask(priority="batch") for _ in range(4)]
@@ -203,7 +207,7 @@ def test_interactive_calls_go_before_a_batch_which_is_not_starved(harness: Harne
     assert len(order) == 24
 
 
-def test_short_calls_pass_the_long_ones_of_their_own_tenant_that_may_not_go(harness: Harness) -> None:
+def test_a_short_call_overtakes_blocked_long_calls_of_its_tenant(harness: Harness) -> None:
     harness.learn("acme", 0.01, tool="read_tool")
     for _ in range(10):
         harness.ask(tool="bash_tool")
@@ -211,7 +215,7 @@ def test_short_calls_pass_the_long_ones_of_their_own_tenant_that_may_not_go(harn
     assert Counter(call["tool"] for call in harness.kept("held").values()) == {"bash_tool": 3, "read_tool": 1}
 
 
-def test_who_has_too_many_calls_waiting_is_refused_and_reported_when_to_try_again(harness: Harness) -> None:
+def test_a_call_above_the_queue_limit_is_refused_with_a_retry_delay(harness: Harness) -> None:
     policy = TenantPolicy(queued=2)
     for _ in range(5):
         harness.ask(policy=policy)
@@ -221,7 +225,7 @@ def test_who_has_too_many_calls_waiting_is_refused_and_reported_when_to_try_agai
     assert len(harness.kept("waiting")) == 2
 
 
-def test_an_urgent_call_passes_everything_and_counts(harness: Harness) -> None:
+def test_an_urgent_call_ignores_limits_and_is_counted(harness: Harness) -> None:
     policy = TenantPolicy(in_flight=1, queued=1)
     harness.ask(policy=policy)
     harness.ask(policy=policy)
@@ -230,7 +234,7 @@ def test_an_urgent_call_passes_everything_and_counts(harness: Harness) -> None:
     assert harness.numbers()[f"queue:{QUEUE}"]["held"] == 2
 
 
-def test_a_call_that_did_not_run_costs_nothing_and_teaches_nothing(harness: Harness) -> None:
+def test_a_call_that_did_not_run_changes_neither_usage_nor_estimates(harness: Harness) -> None:
     call = harness.ask()
     harness.now += 20
     harness.end(call, 0.0)

@@ -122,7 +122,7 @@ async def test_a_call_of_a_paused_tenant_is_counted_as_waiting_and_reported(
         (TenantPolicy(rate_per_s=0.001, burst=1), WaitReason.RATE, "at most 0.001 calls per second"),
     ],
 )
-async def test_a_call_behind_a_limit_of_its_tenant_names_the_limit(
+async def test_the_wait_notice_names_the_tenant_limit(
     tenants: RedisTenants, admission: PausableAdmission, policy: TenantPolicy, reason: WaitReason, message: str
 ) -> None:
     await tenants.add("acme", policy)
@@ -202,7 +202,7 @@ class WaitingSession:
         return ToolResult(call_id="c", name="bash_tool", success=True)
 
 
-async def test_a_stream_over_http_says_why_its_call_waits() -> None:
+async def test_the_http_event_stream_reports_why_a_call_waits() -> None:
     events = [event async for event in _stream(cast(Session, WaitingSession()), NewCall(name="bash_tool"), None)]
 
     assert [event.event for event in events] == ["waiting", "result"]

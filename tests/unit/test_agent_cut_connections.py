@@ -45,7 +45,7 @@ CALLS: dict[str, tuple[Dialect, list[Chunk]]] = {
 ANSWERS = {"json": [text('{"tool": null, "reply": "It is ä."}'), END]}
 
 
-def promised(reply: bytes) -> bytes:
+def add_content_length(reply: bytes) -> bytes:
     """Return the reply with its length in its head, so that a connection that ends early is a broken connection."""
     head, _, body = reply.partition(b"\r\n\r\n")
     return (
@@ -54,10 +54,13 @@ def promised(reply: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", CALLS)
-async def test_a_connection_that_ends_after_any_byte_changes_nothing_of_the_run(name: str) -> None:
+async def test_a_connection_cut_at_any_byte_does_not_change_the_result(name: str) -> None:
     dialect, chunks = CALLS[name]
-    whole, answer = promised(stream(*chunks)), promised(stream(*ANSWERS.get(name, [text("It is "), text("ä."), END])))
-    for cut in range(0, len(whole), STEP):
+    call_reply, final_reply = (
+        add_content_length(stream(*chunks)),
+        add_content_length(stream(*ANSWERS.get(name, [text("It is "), text("ä."), END]))),
+    )
+    for cut in range(0, len(call_reply), STEP):
         calls: list[ToolCall] = []
         events: list[RunEvent] = []
 
@@ -67,8 +70,8 @@ async def test_a_connection_that_ends_after_any_byte_changes_nothing_of_the_run(
 
         def reply(number: int, body: dict[str, Any], cut: int = cut) -> bytes:
             if number == 1:
-                return whole[:cut]
-            return answer if "done" in str(body["messages"][-1]["content"]) else whole
+                return call_reply[:cut]
+            return final_reply if "done" in str(body["messages"][-1]["content"]) else call_reply
 
         async with serving(reply) as server, asyncio.timeout(SOON_S):
             model = OpenAIModel("m", server.url, "key", 5.0, retries=RetryPolicy(attempts=3, sleep=Waits()))
@@ -78,10 +81,10 @@ async def test_a_connection_that_ends_after_any_byte_changes_nothing_of_the_run(
             result = await agent.run("go")
             await model.aclose()
         assert (cut, result.answer, [call.arguments for call in calls]) == (cut, "It is ä.", [{"text": "ä"}])
-        assert (cut, shown(events)) == (cut, "It is ä." if name == "json" else "I look.It is ä.")
+        assert (cut, visible_text(events)) == (cut, "It is ä." if name == "json" else "I look.It is ä.")
 
 
-def shown(events: list[RunEvent]) -> str:
+def visible_text(events: list[RunEvent]) -> str:
     """Return the text that a user who follows the events sees."""
     text = ""
     for event in events:

@@ -27,6 +27,11 @@ from tests.model_endpoint import HELLO, stream
 
 SOON_S = 20.0
 WALL_S = 0.2
+TAG = '<tool_action name="echo"><text value="a" /></tool_action>'
+EACH_DIALECT = pytest.mark.parametrize(
+    "dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"]
+)
+SEQUENTIAL_AND_PARALLEL = pytest.mark.parametrize("tool", ["echo", "read"], ids=["sequential", "parallel"])
 SPECS = [build_spec("echo"), build_spec("read", read_only=True)]
 
 
@@ -66,8 +71,8 @@ def unanswered(messages: list[Message]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("tool", ["echo", "read"], ids=["one after another", "side by side"])
-async def test_calls_that_ran_before_the_wall_limit_stay_in_the_transcript(tool: str) -> None:
+@SEQUENTIAL_AND_PARALLEL
+async def test_calls_finished_before_the_wall_limit_stay_in_the_transcript(tool: str) -> None:
     events: list[RunEvent] = []
     model = ScriptedModel(
         [Calls([(tool, {"text": "a"}), (tool, {"text": "hang"}), ("echo", {"text": "c"})], "Working.")]
@@ -83,7 +88,7 @@ async def test_calls_that_ran_before_the_wall_limit_stay_in_the_transcript(tool:
     assert [event.result.success for event in events if isinstance(event, CallFinished)] == [True, False, False]
 
 
-async def test_a_native_call_that_was_half_read_at_the_wall_limit_has_its_answer_too() -> None:
+async def test_a_half_received_native_call_at_the_wall_limit_gets_a_tool_message() -> None:
     tag = '<tool_action name="echo"><text value="hang" /></tool_action>'
     entry = {"index": 0, "id": "c", "function": {"name": "echo", "arguments": "{"}}
 
@@ -95,7 +100,7 @@ async def test_a_native_call_that_was_half_read_at_the_wall_limit_has_its_answer
     assert unanswered((await work(one)).transcript.messages()) == []
 
 
-async def test_a_wall_limit_releases_the_connection_to_the_model() -> None:
+async def test_the_wall_limit_closes_the_connection_to_the_model() -> None:
     released = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -114,7 +119,7 @@ async def test_a_wall_limit_releases_the_connection_to_the_model() -> None:
         await model.aclose()
 
 
-def uncounted(_: Any) -> Raw:
+def reply_without_usage(_: Any) -> Raw:
     entry = {"index": 0, "id": "c", "function": {"name": "echo", "arguments": "{}"}}
     return Raw([chunk("word " * 200, tool_calls=[entry]), chunk("", "tool_calls")])
 
@@ -127,10 +132,12 @@ def uncounted(_: Any) -> Raw:
     ],
     ids=["tokens", "cost"],
 )
-async def test_budgets_hold_for_a_server_that_does_not_count(options: dict[str, Any], reason: StopReason) -> None:
+async def test_budgets_apply_when_the_server_reports_no_token_usage(
+    options: dict[str, Any], reason: StopReason
+) -> None:
     events: list[RunEvent] = []
     one = agent(
-        ScriptedModel(uncounted),
+        ScriptedModel(reply_without_usage),
         run_or_hang,
         options=ReActOptions(max_iterations=50, **options),
         on_event=events.append,
@@ -142,15 +149,15 @@ async def test_budgets_hold_for_a_server_that_does_not_count(options: dict[str, 
     assert sum("does not count tokens" in warning for warning in warnings) == 1
 
 
-async def test_a_run_id_is_good_for_one_run() -> None:
+async def test_a_run_id_cannot_start_a_second_run() -> None:
     one = agent(ScriptedModel(["a", "b"]), run_or_hang, run_id="r1")
     await work(one)
     with pytest.raises(ValueError, match="'r1' has already started"):
         await work(one)
 
 
-@pytest.mark.parametrize("tool", ["echo", "read"], ids=["one after another", "side by side"])
-async def test_what_the_observer_raises_comes_out_as_it_is(tool: str) -> None:
+@SEQUENTIAL_AND_PARALLEL
+async def test_an_exception_of_the_event_listener_propagates_unchanged(tool: str) -> None:
     def observe(event: RunEvent) -> None:
         if isinstance(event, CallFinished):
             raise BrokenPipeError("no reader")
@@ -159,8 +166,8 @@ async def test_what_the_observer_raises_comes_out_as_it_is(tool: str) -> None:
         await work(agent(ScriptedModel([Calls([(tool, {}), (tool, {})])]), run_or_hang, on_event=observe))
 
 
-@pytest.mark.parametrize("tool", ["echo", "read"], ids=["one after another", "side by side"])
-async def test_a_tool_whose_own_work_was_cancelled_fails_and_the_run_goes_on(tool: str) -> None:
+@SEQUENTIAL_AND_PARALLEL
+async def test_a_tool_that_raises_cancelled_error_fails_without_ending_the_run(tool: str) -> None:
     async def run_call(call: ToolCall) -> ToolResult:
         if call.arguments["text"] == "b":
             return await run_or_hang(call)
@@ -173,7 +180,7 @@ async def test_a_tool_whose_own_work_was_cancelled_fails_and_the_run_goes_on(too
     assert model.requests[1].messages[-1]["content"] == "did b"
 
 
-async def test_history_as_programs_keep_it_is_taken() -> None:
+async def test_history_with_null_and_unmatched_tool_messages_is_accepted() -> None:
     history: list[Message] = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "Hi.", "tool_calls": None},
@@ -192,26 +199,22 @@ async def test_history_as_programs_keep_it_is_taken() -> None:
     assert "an old result" in model.requests[0].messages[3]["content"]
 
 
-async def test_a_refusal_behind_a_call_that_has_run_does_not_run_it_again() -> None:
-    tag = '<tool_action name="echo"><text value="a" /></tool_action>'
+async def test_a_context_window_error_after_a_call_does_not_repeat_the_call() -> None:
     calls: list[ToolCall] = []
 
     async def run_call(call: ToolCall) -> ToolResult:
         calls.append(call)
         return await run_or_hang(call)
 
-    async def refusing(request: ModelRequest) -> AsyncIterator[Chunk]:
+    async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
         if len(request.messages) > 3:
             yield chunk("Done.", "stop")
             return
-        yield chunk(tag)
+        yield chunk(TAG)
         raise ContextWindowExceeded("too long", 10)
 
-    result = await work(agent(StreamModel(refusing), run_call, TagsDialect()))
+    result = await work(agent(StreamModel(stream), run_call, TagsDialect()))
     assert (result.answer, len(calls)) == ("Done.", 1)
-
-
-TAG = '<tool_action name="echo"><text value="a" /></tool_action>'
 
 
 class Harness:
@@ -238,7 +241,7 @@ class Harness:
             return await self._agent.run("do it")
 
     @property
-    def shown(self) -> str:
+    def visible_text(self) -> str:
         """Return the text that a user who follows the events sees."""
         text = ""
         for event in self.events:
@@ -269,12 +272,12 @@ def streams(*replies: Sequence[Chunk | Exception]) -> StreamModel:
 BROKE = ModelInterrupted("the model broke off its reply")
 
 
-async def test_another_reply_after_a_break_withdraws_what_was_shown() -> None:
+async def test_a_different_second_reply_withdraws_the_text_already_shown() -> None:
     harness = Harness(streams([chunk("It is five"), BROKE], [chunk("It is 4", "stop")]))
-    assert ((await harness.work()).answer, harness.shown) == ("It is 4", "It is 4")
+    assert ((await harness.work()).answer, harness.visible_text) == ("It is 4", "It is 4")
 
 
-async def test_calls_by_tag_that_ran_before_the_break_are_kept_and_the_model_goes_on() -> None:
+async def test_tag_calls_that_ran_before_an_interruption_are_not_repeated() -> None:
     model = ScriptedModel(["It did a."])
     requests: list[ModelRequest] = []
 
@@ -293,7 +296,7 @@ async def test_calls_by_tag_that_ran_before_the_break_are_kept_and_the_model_goe
     assert "unclosed" in requests[1].messages[-1]["content"]
 
 
-async def test_a_request_that_is_too_long_is_sent_again_with_older_results_shortened() -> None:
+async def test_a_request_above_the_context_window_is_sent_again_with_shorter_results() -> None:
     requests: list[ModelRequest] = []
 
     async def stream(request: ModelRequest) -> AsyncIterator[Chunk]:
@@ -318,7 +321,7 @@ async def test_a_request_that_is_too_long_is_sent_again_with_older_results_short
     assert "left out" not in result.transcript.to_json_lines()
 
 
-async def test_replies_that_are_nothing_but_malformed_end_the_run_after_some() -> None:
+async def test_repeated_malformed_replies_end_the_run_at_the_limit() -> None:
     harness = Harness(
         ScriptedModel(lambda _: Calls([("echo", "{")], "Hm.")), max_iterations=50, max_malformed_replies=3
     )
@@ -328,10 +331,8 @@ async def test_replies_that_are_nothing_but_malformed_end_the_run_after_some() -
 
 
 @pytest.mark.parametrize("text", ["", " \n\t", "<think>hm", "<think>hm</think>", "<think>hm</think>\n \n"])
-@pytest.mark.parametrize(
-    "dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"]
-)
-async def test_a_model_that_says_nothing_is_reported_and_ends_the_run(text: str, dialect: Dialect) -> None:
+@EACH_DIALECT
+async def test_an_empty_reply_ends_the_run_with_a_warning(text: str, dialect: Dialect) -> None:
     harness = Harness(streams([chunk(text, "stop")], [chunk(text, "stop")]), dialect)
     result = await harness.work()
     assert result.answer.strip() in ("", text.strip())
@@ -339,27 +340,25 @@ async def test_a_model_that_says_nothing_is_reported_and_ends_the_run(text: str,
     assert harness.warnings
 
 
-@pytest.mark.parametrize(
-    "dialect", [NativeDialect(), TagsDialect(), JsonDecisionDialect()], ids=["native", "tags", "json"]
-)
+@EACH_DIALECT
 @pytest.mark.parametrize(
     "text", ["nul \0 here", "half \ud83d", "\ude00 half", "\ud83d\ude00", "\x1b[2J\u202e"], ids=range(5)
 )
-async def test_odd_characters_pass_through_to_a_transcript_that_can_be_written(text: str, dialect: Dialect) -> None:
+async def test_control_and_surrogate_characters_give_a_valid_transcript(text: str, dialect: Dialect) -> None:
     result = await Harness(streams([chunk(text, "stop")], [chunk(text, "stop")]), dialect).work()
-    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    assert result.answer == whole
+    expected = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert result.answer == expected
     assert result.transcript.to_json_lines().encode()
 
 
 @pytest.mark.parametrize("dialect", [NativeDialect, TagsDialect], ids=["native", "tags"])
-async def test_a_hundred_megabytes_of_text_are_an_answer(dialect: Callable[[], Dialect]) -> None:
+async def test_a_reply_of_one_hundred_megabytes_is_an_answer(dialect: Callable[[], Dialect]) -> None:
     piece = "0123456789abcdef" * 4096
     result = await Harness(streams([chunk(piece)] * 1600 + [chunk("", "stop")]), dialect()).work()
     assert (len(result.answer), result.stop_reason) == (1600 * len(piece), StopReason.ANSWERED)
 
 
-async def test_a_cut_reply_runs_its_complete_calls_but_not_the_last() -> None:
+async def test_a_reply_cut_at_the_token_limit_runs_all_calls_but_the_last() -> None:
     entries = [
         {"index": n, "id": f"c{n}", "function": {"name": "echo", "arguments": f'{{"text": "{n}"}}'}} for n in range(3)
     ]
@@ -371,25 +370,22 @@ async def test_a_cut_reply_runs_its_complete_calls_but_not_the_last() -> None:
 
 
 @pytest.mark.parametrize("is_native", [True, False])
-async def test_of_40000_calls_the_first_256_run(is_native: bool) -> None:
+async def test_only_the_first_256_calls_of_a_reply_run(is_native: bool) -> None:
     entries = [{"index": n, "id": f"c{n}", "function": {"name": "echo", "arguments": "{}"}} for n in range(40_000)]
     reply = chunk(tool_calls=entries) if is_native else chunk(TAG * 40_000)
     model = ScriptedModel([Raw([reply]), "ok"])
     harness = Harness(model, NativeDialect() if is_native else TagsDialect())
-    began = time.process_time()
+    started = time.process_time()
     await harness.work()
     assert len(harness.calls) == MAX_CALLS
     results = [message for message in model.requests[1].messages if "first 256 were run" in str(message)]
     assert len(results) == 1
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - started < 1.0
 
 
-# Money
-
-
-async def test_a_reply_that_breaks_off_is_asked_for_again_and_shown_once() -> None:
+async def test_an_interrupted_reply_is_requested_again_and_its_text_shown_once() -> None:
     harness = Harness(streams([chunk("The ans"), BROKE], [chunk("The answer"), chunk(" is 4", "stop")]))
     result = await harness.work()
-    assert (result.answer, harness.shown, result.steps) == ("The answer is 4", "The answer is 4", 1)
+    assert (result.answer, harness.visible_text, result.steps) == ("The answer is 4", "The answer is 4", 1)
     assert [event.text for event in harness.events if isinstance(event, TextArrived)] == ["The ans", "wer", " is 4"]
     assert "requested again" in harness.warnings[0]

@@ -38,31 +38,31 @@ async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -
         yield opened
 
 
-async def test_a_question_is_shown_exactly_and_answered_from_another_process(harness: ApprovalHarness) -> None:
-    deciding = asyncio.create_task(QueueApprover(harness.queue()).decide(request := build_request()))
+async def test_a_question_lists_the_exact_call_and_another_process_answers(harness: ApprovalHarness) -> None:
+    decision_task = asyncio.create_task(QueueApprover(harness.queue()).decide(request := build_request()))
     (question,) = await harness.until_pending()
     assert (question.tenant, question.session, question.run, question.call) == ("acme", "s1", "run-1", request.call)
     assert (question.command, question.reason) == ("rm -rf /data", "it is dangerous")
     assert question.warning == "it removes files"
     answer = await harness.queue().decide(question.id, YES, digest=question.digest, actor=ACME)
     async with asyncio.timeout(SOON_S):
-        assert await deciding == Decision(True, digest=request.digest)
+        assert await decision_task == Decision(True, digest=request.digest)
     assert answer.describe().startswith("allowed by ann at ")
     assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
 async def test_a_question_is_withdrawn_when_its_call_is_cancelled(harness: ApprovalHarness) -> None:
-    deciding = asyncio.create_task(QueueApprover(harness.queue()).decide(build_request()))
+    decision_task = asyncio.create_task(QueueApprover(harness.queue()).decide(build_request()))
     (question,) = await harness.until_pending()
-    deciding.cancel()
-    await asyncio.wait({deciding}, timeout=SOON_S)
-    assert deciding.cancelled()
+    decision_task.cancel()
+    await asyncio.wait({decision_task}, timeout=SOON_S)
+    assert decision_task.cancelled()
     with pytest.raises(QuestionOver):
         await harness.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
     assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
-async def test_a_question_without_an_answer_is_denied_for_good(harness: ApprovalHarness) -> None:
+async def test_an_unanswered_question_is_denied_and_cannot_be_answered_later(harness: ApprovalHarness) -> None:
     call = build_call("bash_tool", command="git push --force")
     result = await review(
         call, SHELL, QueueApprover(harness.queue()), tenant="acme", session="s1", run="run-1", ttl_s=0.3
@@ -79,18 +79,20 @@ async def test_a_question_without_an_answer_is_denied_for_good(harness: Approval
     assert 0 < await harness.client.pttl(keys[0]) <= queue_file.CLOSED_QUESTION_TTL_S * 1000 + 1000
 
 
-async def test_many_askers_get_their_own_answers(harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_questions_get_their_own_answers(
+    harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queue_file, "_AT_ONCE", 7)
-    queue, looks = harness.queue(), list[int]()
+    queue, batch_sizes = harness.queue(), list[int]()
 
-    class Counting(ApprovalQueue):
+    class CountingQueue(ApprovalQueue):
         async def answers(self, ids):  # type: ignore[no-untyped-def]
-            looks.append(len(ids))
+            batch_sizes.append(len(ids))
             return await super().answers(ids)
 
-    queue.__class__ = Counting
+    queue.__class__ = CountingQueue
     approver = QueueApprover(queue)
-    deciding = [asyncio.create_task(approver.decide(build_request(number=number))) for number in range(40)]
+    decision_task = [asyncio.create_task(approver.decide(build_request(number=number))) for number in range(40)]
     await harness.until_pending(40)
     for number in range(40):
         question = build_question(number=number)
@@ -98,13 +100,13 @@ async def test_many_askers_get_their_own_answers(harness: ApprovalHarness, monke
             question.id, Decision(number % 2 == 0, str(number)), digest=question.digest, actor=ADMIN
         )
     async with asyncio.timeout(SOON_S):
-        result = await asyncio.gather(*deciding)
+        result = await asyncio.gather(*decision_task)
     assert [(one.is_allowed, one.reason) for one in result] == [(number % 2 == 0, str(number)) for number in range(40)]
-    assert max(looks) > 1
+    assert max(batch_sizes) > 1
 
 
-async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(harness: ApprovalHarness) -> None:
-    class Shaky(ApprovalQueue):
+async def test_a_question_survives_redis_failures_while_it_waits(harness: ApprovalHarness) -> None:
+    class FlakyQueue(ApprovalQueue):
         failures = 3
 
         async def ask(self, question, asker, wait_s):  # type: ignore[no-untyped-def]
@@ -121,18 +123,18 @@ async def test_redis_away_while_it_waits_holds_nothing_up_but_the_answer(harness
                 raise BrokerUnavailable("Redis is away")
 
     queue = harness.queue()
-    queue.__class__ = Shaky
-    deciding = asyncio.create_task(QueueApprover(queue).decide(build_request()))
+    queue.__class__ = FlakyQueue
+    decision_task = asyncio.create_task(QueueApprover(queue).decide(build_request()))
     (question,) = await harness.until_pending()
     queue.failures = 3  # type: ignore[attr-defined]
     # Failed polls have no event of ours.
     await until(lambda: queue.failures < 0, SOON_S)  # type: ignore[attr-defined]
     await harness.queue().decide(question.id, YES, digest=question.digest, actor=ADMIN)
     async with asyncio.timeout(SOON_S):
-        assert (await deciding).is_allowed
+        assert (await decision_task).is_allowed
 
 
-async def test_who_begins_to_wait_as_the_last_one_stops_hears_the_answer(harness: ApprovalHarness) -> None:
+async def test_a_waiter_that_starts_while_the_last_one_stops_gets_its_answer(harness: ApprovalHarness) -> None:
     approver, question = QueueApprover(harness.queue()), build_question()
     await harness.queue().ask(question, "alice", SOON_S)
     first = asyncio.create_task(approver._await_answer("another"))
@@ -145,20 +147,20 @@ async def test_who_begins_to_wait_as_the_last_one_stops_hears_the_answer(harness
         assert (await second).to_decision().is_allowed
 
 
-async def test_a_bug_in_the_look_ends_the_wait_instead_of_lasting_to_the_limit(harness: ApprovalHarness) -> None:
-    class Broken(ApprovalQueue):
+async def test_an_unexpected_error_while_polling_ends_the_wait(harness: ApprovalHarness) -> None:
+    class BrokenQueue(ApprovalQueue):
         async def answers(self, ids):  # type: ignore[no-untyped-def]
             raise RuntimeError("a bug")
 
     queue = harness.queue()
-    queue.__class__ = Broken
+    queue.__class__ = BrokenQueue
     with pytest.raises(RuntimeError, match="a bug"):
         async with asyncio.timeout(SOON_S):
             await QueueApprover(queue).decide(build_request())
     assert (await harness.queue().pending(ADMIN)).questions == ()
 
 
-async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(harness: ApprovalHarness) -> None:
+async def test_an_answer_is_audited_once_and_a_refused_one_is_not(harness: ApprovalHarness) -> None:
     queue, question = harness.queue(), build_question()
     await queue.ask(question, "x", 60)
     with pytest.raises(OtherCall):
@@ -179,7 +181,9 @@ async def test_every_answer_is_in_the_audit_once_and_what_was_refused_is_not(har
     }
 
 
-async def test_pages_are_in_order_of_expiry(harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_list_questions_in_order_of_expiry(
+    harness: ApprovalHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queue_file, "_AT_ONCE", 4)
     queue = harness.queue()
     questions = [build_question(number=number) for number in range(30)]
@@ -190,24 +194,24 @@ async def test_pages_are_in_order_of_expiry(harness: ApprovalHarness, monkeypatc
         moment = 2_000_000_000_000 + at // 10
         await harness.client.hset(f"toolcrew:d:approval:{question.id}", "expires_at", moment)
         await harness.client.zadd("toolcrew:d:approvals", {question.id: moment})
-    found, cursor, pages = list[str](), None, 0
+    ids, cursor, pages = list[str](), None, 0
     while pages == 0 or cursor is not None:
         page = await queue.pending(ADMIN, cursor=cursor, limit=7)
-        found, cursor, pages = [*found, *(one.question.id for one in page.questions)], page.cursor, pages + 1
-    assert found == [id_ for at in (0, 10, 20) for id_ in sorted(one.id for one in questions[at : at + 10])]
+        ids, cursor, pages = [*ids, *(one.question.id for one in page.questions)], page.cursor, pages + 1
+    assert ids == [id_ for at in (0, 10, 20) for id_ in sorted(one.id for one in questions[at : at + 10])]
     assert pages == 5
 
 
 @pytest.mark.parametrize(
     "cursor", ["", "x", "1", "-", f"x-{'0' * 32}", f"{'9' * 40}-{'0' * 32}", "1-2", f"٣-{'0' * 32}"]
 )
-async def test_what_is_no_cursor_is_refused(harness: ApprovalHarness, cursor: str) -> None:
+async def test_an_invalid_cursor_is_refused(harness: ApprovalHarness, cursor: str) -> None:
     with pytest.raises(ToolFailure) as refused:
         await harness.queue().pending(ADMIN, cursor=cursor)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_redis_away_is_reported_and_nothing_is_assumed(harness: ApprovalHarness) -> None:
+async def test_a_redis_error_is_reported_as_broker_unavailable(harness: ApprovalHarness) -> None:
     queue, question = harness.queue(), build_question()
     await harness.client.set("toolcrew:d:approvals", "not a sorted set")
     for work in (queue.ask(question, "x", 60), queue.pending(ADMIN)):
@@ -219,7 +223,7 @@ async def test_redis_away_is_reported_and_nothing_is_assumed(harness: ApprovalHa
     ("mode", "kind"),
     [("auto", AutoApprover), ("never", RefusingApprover), ("ask", QueueApprover), ("queue", QueueApprover)],
 )
-async def test_the_approver_follows_the_setting(harness: ApprovalHarness, mode: str, kind: type) -> None:
+async def test_the_approvals_setting_selects_the_approver(harness: ApprovalHarness, mode: str, kind: type) -> None:
     settings = OrchestratorSettings.model_validate({"approvals": mode, "deployment": "d"})
     queue = harness.queue()
     assert isinstance(choose_people_approver(settings, queue), kind)
@@ -227,7 +231,7 @@ async def test_the_approver_follows_the_setting(harness: ApprovalHarness, mode: 
     assert isinstance(choose_pool_approver(settings, queue, is_interactive=False), expected)
 
 
-async def test_an_unknown_question_is_unknown(harness: ApprovalHarness) -> None:
+async def test_an_unknown_or_malformed_question_id_is_refused(harness: ApprovalHarness) -> None:
     for id_ in ("0" * 32, "", "x", "..", "0" * 31 + "\n", "A" * 32, "٣" * 32):
         with pytest.raises(UnknownQuestion):
             await harness.queue().get(id_, ADMIN)

@@ -61,10 +61,10 @@ def write_tree(root: Path, files: dict[str, str]) -> None:
 
 
 def find_violations(root: Path) -> list[tuple[str, int, str]]:
-    return [(found.path, found.line, found.rule) for found in CHECK.check_tree(root)]
+    return [(violation.path, violation.line, violation.rule) for violation in CHECK.check_tree(root)]
 
 
-def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
+def test_a_tree_without_violations_passes(tmp_path: Path) -> None:
     write_tree(tmp_path, CLEAN_TREE)
     assert CHECK.check_tree(tmp_path) == []
 
@@ -108,12 +108,12 @@ def test_a_tree_that_keeps_every_rule_passes(tmp_path: Path) -> None:
         pytest.param("scripts/x", "#!/bin/sh\n" + "true\n" * 801, "length", id="a script over 800 lines"),
     ],
 )
-def test_a_broken_rule_is_found_where_it_is_broken(tmp_path: Path, path: str, source: str, rule: str) -> None:
+def test_a_violation_is_reported_with_its_file_and_line(tmp_path: Path, path: str, source: str, rule: str) -> None:
     write_tree(tmp_path, {**CLEAN_TREE, path: source})
-    found = find_violations(tmp_path)
-    assert [(where, name) for where, _, name in found] == [(path, rule)]
+    violations = find_violations(tmp_path)
+    assert [(where, name) for where, _, name in violations] == [(path, rule)]
     if rule in ("arrow", "wall", "third-party"):
-        assert found[0][1] == 1 + len(source.splitlines())  # the last line, below the docstring
+        assert violations[0][1] == 1 + len(source.splitlines())  # the last line, below the docstring
 
 
 @pytest.mark.parametrize("package", ["contract", "orchestrator", "workers", "sandbox-images/guest", "tests"])
@@ -129,14 +129,14 @@ def test_a_module_without_a_docstring_is_found(tmp_path: Path, package: str) -> 
         pytest.param({"a": "from store import b", "b": "import store.a"}, id="two modules"),
         pytest.param(
             {"a": "from . import b", "b": "from .c import X", "c": "def f():\n    from . import a"},
-            id="three, one late",
+            id="three modules, one lazy import",
         ),
         pytest.param(
             {"__init__": "from store import b", "b": "from store import VERSION"}, id="a package and its part"
         ),
     ],
 )
-def test_modules_that_import_each_other_are_found(tmp_path: Path, files: dict[str, str]) -> None:
+def test_a_module_import_cycle_is_found(tmp_path: Path, files: dict[str, str]) -> None:
     write_tree(tmp_path, {**CLEAN_TREE, **{f"store/{name}.py": source for name, source in files.items()}})
     assert [rule for _, _, rule in find_violations(tmp_path)] == ["cycle"]
 
@@ -145,7 +145,7 @@ def test_modules_that_import_each_other_are_found(tmp_path: Path, files: dict[st
     ("one", "other"),
     [("orchestrator/loop", "orchestrator/dialects"), ("workers/sandboxd/runtime", "workers/sandboxd/disks")],
 )
-def test_folders_that_import_each_other_are_found_although_no_modules_do(tmp_path: Path, one: str, other: str) -> None:
+def test_a_folder_cycle_without_a_module_cycle_is_found(tmp_path: Path, one: str, other: str) -> None:
     write_tree(tmp_path, CLEAN_TREE)
     import_back = f"import {one.replace('/', '.')}.two"
     files = {
@@ -158,7 +158,7 @@ def test_folders_that_import_each_other_are_found_although_no_modules_do(tmp_pat
     assert [rule for _, _, rule in find_violations(tmp_path)] == ["folder-cycle"]
 
 
-def test_an_import_for_the_type_checker_alone_still_may_not_cross_a_wall(tmp_path: Path) -> None:
-    late = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import orchestrator"
-    write_tree(tmp_path, {**CLEAN_TREE, "workers/a.py": late})
+def test_a_type_checking_import_may_not_cross_a_package_boundary(tmp_path: Path) -> None:
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import orchestrator"
+    write_tree(tmp_path, {**CLEAN_TREE, "workers/a.py": source})
     assert [rule for _, _, rule in find_violations(tmp_path)] == ["arrow"]

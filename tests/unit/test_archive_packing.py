@@ -57,7 +57,7 @@ class ScriptedGuest(LocalGuest):
             raise
 
 
-async def saying(
+async def reply(
     request: Mapping[str, Any], sink: Callable[[Frame], None], *, stdout: bytes = b"", stderr: bytes = b"", **done: Any
 ) -> dict[str, Any]:
     sink(Frame({"ev": "data", "stream": "stdout"}, stdout))
@@ -65,33 +65,33 @@ async def saying(
     return {"ev": "done", "exit_code": 0, **done}
 
 
-async def never(*_: Any) -> dict[str, Any]:
+async def never_reply(*_: Any) -> dict[str, Any]:
     await asyncio.Event().wait()
     return {}
 
 
-async def packed(guest: Any, *roots: Path, max_bytes: int = 64 * MIB) -> tuple[bytes, ArchiveFacts]:
-    gathered = bytearray()
+async def pack_to_memory(guest: Any, *roots: Path, max_bytes: int = 64 * MIB) -> tuple[bytes, ArchiveFacts]:
+    data = bytearray()
 
     async def write(chunk: bytes) -> None:
-        gathered.extend(chunk)
+        data.extend(chunk)
 
     facts = await pack(guest, tuple(map(str, roots)), write, max_bytes)
-    return bytes(gathered), facts
+    return bytes(data), facts
 
 
-async def reading(data: bytes, step: int = 100_000) -> AsyncIterator[bytes]:
+async def read_chunks(data: bytes, step: int = 100_000) -> AsyncIterator[bytes]:
     for at in range(0, len(data), step):
         yield data[at : at + step]
 
 
-async def moved(root: Path) -> LocalGuest:
+async def pack_and_unpack(root: Path) -> LocalGuest:
     """Pack the folder, empty it, and unpack it."""
     guest = LocalGuest()
-    data, _ = await packed(guest, root)
+    data, _ = await pack_to_memory(guest, root)
     os.rename(root, f"{root}-before")
     os.mkdir(root)
-    await unpack(guest, unpack_roots((str(root),)), reading(data), len(data))
+    await unpack(guest, unpack_roots((str(root),)), read_chunks(data), len(data))
     return guest
 
 
@@ -110,8 +110,10 @@ def fifos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_module, "_FIFO_FOLDER", str(tmp_path / "fifos"))
 
 
-@pytest.mark.parametrize("piece_bytes", [packing_module._PIECE_BYTES, 16 * 1024], ids=["at once", "in pieces"])
-async def test_files_come_back_as_they_were(root: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+@pytest.mark.parametrize("piece_bytes", [packing_module._PIECE_BYTES, 16 * 1024], ids=["one piece", "small pieces"])
+async def test_packing_and_unpacking_preserves_files_and_metadata(
+    root: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
     monkeypatch.setattr(packing_module, "_PIECE_BYTES", piece_bytes)
     (root / "a dir" / "in\nner").mkdir(parents=True)
     (root / "a dir" / "in\nner" / os.fsdecode(b"\xff -rf")).write_bytes(b"\x00data")
@@ -124,7 +126,7 @@ async def test_files_come_back_as_they_were(root: Path, monkeypatch: pytest.Monk
     (root / "closed").mkdir()
     (root / "closed" / "f").write_text("x")
     (root / "closed").chmod(0o555)
-    await moved(root)
+    await pack_and_unpack(root)
     assert (root / "a dir" / "in\nner" / os.fsdecode(b"\xff -rf")).read_bytes() == b"\x00data"
     status = (root / "run").stat()
     assert (status.st_mode & 0o7777, status.st_mtime_ns, status.st_nlink) == (0o751, 1_234_567_890_123_456_789, 2)
@@ -134,14 +136,14 @@ async def test_files_come_back_as_they_were(root: Path, monkeypatch: pytest.Monk
     assert ((root / "closed").stat().st_mode & 0o777, (root / "closed" / "f").read_text()) == (0o555, "x")
 
 
-async def test_a_hole_is_neither_carried_nor_filled(root: Path) -> None:
+async def test_a_sparse_file_is_packed_small_and_restored_sparse(root: Path) -> None:
     (root / "sparse").touch()
     os.truncate(root / "sparse", 512 * MIB)
-    data, _ = await packed(LocalGuest(), root)
+    data, _ = await pack_to_memory(LocalGuest(), root)
     assert len(data) < MIB
-    await moved(root)
-    found = (root / "sparse").stat()
-    assert (found.st_size, found.st_blocks * 512 < MIB) == (512 * MIB, True)
+    await pack_and_unpack(root)
+    status = (root / "sparse").stat()
+    assert (status.st_size, status.st_blocks * 512 < MIB) == (512 * MIB, True)
 
 
 async def test_sockets_are_left_out_and_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,30 +151,30 @@ async def test_sockets_are_left_out_and_counted(root: Path, monkeypatch: pytest.
         monkeypatch.chdir(root)  # a socket's own path is short
         one.bind("s")
     (root / "f").write_text("x")
-    _, facts = await packed(LocalGuest(), root)
+    _, facts = await pack_to_memory(LocalGuest(), root)
     assert facts.skipped == 1
 
 
-async def test_of_a_large_workspace_only_pieces_are_in_flight(root: Path) -> None:
+async def test_a_large_workspace_is_packed_with_bounded_memory(root: Path) -> None:
     (root / "large").write_bytes(os.urandom(MIB) * 24)
-    guest = await moved(root)
+    guest = await pack_and_unpack(root)
     assert (root / "large").stat().st_size == 24 * MIB
     assert guest.most_in_flight <= 4 * MIB
 
 
-async def test_a_guest_that_sends_without_end_is_stopped_at_the_limit() -> None:
-    async def flooding(_: Any, sink: Callable[[Frame], None]) -> dict[str, Any]:
+async def test_an_endless_archive_is_stopped_at_the_size_limit() -> None:
+    async def flood(_: Any, sink: Callable[[Frame], None]) -> dict[str, Any]:
         while True:
             sink(Frame({"ev": "data", "stream": "stdout"}, bytes(65_536)))
             await asyncio.sleep(0)
 
-    guest = ScriptedGuest(flooding)
+    guest = ScriptedGuest(flood)
     with pytest.raises(ToolFailure, match="more than 1048576 bytes"):
-        await packed(guest, Path("/workspace"), max_bytes=MIB)
+        await pack_to_memory(guest, Path("/workspace"), max_bytes=MIB)
     assert guest.cancelled == 1
 
 
-async def test_a_guest_whose_stream_has_no_reader_is_read_to_its_end() -> None:
+async def test_the_guest_stream_is_drained_after_the_store_fails() -> None:
     """Unread, it could not say that it has ended: its container would be removed, and a store's failure cost a session
     its files.
     """
@@ -187,12 +189,12 @@ async def test_a_guest_whose_stream_has_no_reader_is_read_to_its_end() -> None:
                 sink(Frame({"ev": "data", "stream": "stdout"}, bytes(65_536)))
         return {}
 
-    async def failing(_: bytes) -> None:
+    async def fail(_: bytes) -> None:
         raise SandboxUnavailable("the disk is full")
 
     guest = ScriptedGuest(full_of_data)
     with pytest.raises(SandboxUnavailable, match="disk is full"):
-        await pack(guest, ("/workspace",), failing, 64 * MIB)
+        await pack(guest, ("/workspace",), fail, 64 * MIB)
     assert (guest.cancelled, guest.was_held.is_set(), guest.is_held) == (1, True, False)
 
 
@@ -208,22 +210,22 @@ async def test_a_guest_whose_stream_has_no_reader_is_read_to_its_end() -> None:
         ({"error": {}}, ErrorCode.INTERNAL),
     ],
 )
-async def test_what_a_guest_did_not_pack_well_is_an_error(done: dict[str, Any], code: ErrorCode) -> None:
-    guest = ScriptedGuest(lambda request, sink: saying(request, sink, stdout=b"half", **done))
+async def test_a_failed_tar_in_the_guest_is_an_error(done: dict[str, Any], code: ErrorCode) -> None:
+    guest = ScriptedGuest(lambda request, sink: reply(request, sink, stdout=b"half", **done))
     with pytest.raises(ToolFailure) as failed:
-        await packed(guest, Path("/workspace"))
+        await pack_to_memory(guest, Path("/workspace"))
     assert (failed.value.code, "\x1b" in failed.value.message) == (code, False)
 
 
-async def test_a_file_that_changed_meanwhile_is_reported() -> None:
-    guest = ScriptedGuest(lambda request, sink: saying(request, sink, stdout=b"tar", exit_code=1))
-    _, facts = await packed(guest, Path("/workspace"))
+async def test_a_file_changed_during_packing_is_reported() -> None:
+    guest = ScriptedGuest(lambda request, sink: reply(request, sink, stdout=b"tar", exit_code=1))
+    _, facts = await pack_to_memory(guest, Path("/workspace"))
     assert facts.files_changed is True
 
 
-async def test_a_packing_that_is_given_up_is_ended_in_the_guest() -> None:
-    guest = ScriptedGuest(never)
-    packing = asyncio.ensure_future(packed(guest, Path("/workspace")))
+async def test_cancelling_the_packing_cancels_it_in_the_guest() -> None:
+    guest = ScriptedGuest(never_reply)
+    packing = asyncio.ensure_future(pack_to_memory(guest, Path("/workspace")))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     packing.cancel()
@@ -231,65 +233,65 @@ async def test_a_packing_that_is_given_up_is_ended_in_the_guest() -> None:
     assert (packing.cancelled(), guest.cancelled) == (True, 1)
 
 
-async def test_an_archive_that_ends_too_early_is_not_taken_for_whole(root: Path) -> None:
+async def test_a_truncated_archive_is_refused(root: Path) -> None:
     (root / "f").write_bytes(b"x" * MIB)
     guest = LocalGuest()
-    data, _ = await packed(guest, root)
+    data, _ = await pack_to_memory(guest, root)
     with pytest.raises(SandboxUnavailable, match="bytes were read instead of"):
-        await unpack(guest, unpack_roots((str(root),)), reading(data[: len(data) // 2]), len(data))
+        await unpack(guest, unpack_roots((str(root),)), read_chunks(data[: len(data) // 2]), len(data))
 
 
-async def test_the_stores_own_error_is_what_is_raised(root: Path) -> None:
+async def test_an_error_of_the_store_propagates_from_unpacking(root: Path) -> None:
     (root / "f").write_bytes(b"x" * MIB)
-    data, _ = await packed(LocalGuest(), root)
+    data, _ = await pack_to_memory(LocalGuest(), root)
 
-    async def damaged() -> AsyncIterator[bytes]:
+    async def read_damaged() -> AsyncIterator[bytes]:
         yield data
         raise SandboxUnavailable("damaged")
 
     with pytest.raises(SandboxUnavailable, match="damaged"):
-        await unpack(LocalGuest(), unpack_roots((str(root),)), damaged(), len(data))
+        await unpack(LocalGuest(), unpack_roots((str(root),)), read_damaged(), len(data))
 
 
-async def test_nothing_outside_of_the_roots_is_unpacked(root: Path, tmp_path: Path) -> None:
+async def test_only_entries_below_the_roots_are_unpacked(root: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "f").write_text("x")
     (root / "f").write_text("x")
     guest = LocalGuest()
-    data, _ = await packed(guest, root, other)
+    data, _ = await pack_to_memory(guest, root, other)
     (other / "f").unlink()
     (root / "f").unlink()
-    await unpack(guest, unpack_roots((str(root),)), reading(data), len(data))
+    await unpack(guest, unpack_roots((str(root),)), read_chunks(data), len(data))
     assert ((root / "f").exists(), (other / "f").exists()) == (True, False)
 
 
-async def test_a_workspace_without_room_for_it_is_said() -> None:
+async def test_unpacking_into_a_full_workspace_fails_with_no_space() -> None:
     full = b"tar: f: Cannot write: No space left on device"
-    guest = ScriptedGuest(saying, lambda request, sink: saying(request, sink, stderr=full, exit_code=2), never)
+    guest = ScriptedGuest(reply, lambda request, sink: reply(request, sink, stderr=full, exit_code=2), never_reply)
     with pytest.raises(ToolFailure) as refused:
-        await unpack(guest, unpack_roots(("/workspace",)), reading(bytes(5 * MIB)), 5 * MIB)
+        await unpack(guest, unpack_roots(("/workspace",)), read_chunks(bytes(5 * MIB)), 5 * MIB)
     assert (refused.value.code, guest.cancelled) == (ErrorCode.NO_SPACE, 1)
 
 
-async def test_a_guest_that_takes_nothing_does_not_keep_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_guest_that_reads_no_data_does_not_block_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_module, "_LAST_ERROR_S", 0.05)
     guest = ScriptedGuest(
-        saying, never, lambda request, sink: saying(request, sink, stderr=b"cat: no room", exit_code=1)
+        reply, never_reply, lambda request, sink: reply(request, sink, stderr=b"cat: no room", exit_code=1)
     )
-    waiting = asyncio.ensure_future(unpack(guest, unpack_roots(("/workspace",)), reading(bytes(5 * MIB)), 5 * MIB))
+    waiting = asyncio.ensure_future(unpack(guest, unpack_roots(("/workspace",)), read_chunks(bytes(5 * MIB)), 5 * MIB))
     with pytest.raises(ToolFailure, match="could not be unpacked"):
         await asyncio.wait_for(waiting, 10)
     assert guest.cancelled == 1
 
 
-def test_room_is_counted_for_files_and_their_names() -> None:
+def test_the_archive_size_limit_includes_file_headers() -> None:
     assert count_max_bytes(MIB, 1000) > MIB + 1000 * 512
 
 
-async def test_an_archive_that_is_too_large_ends_at_the_limit(root: Path) -> None:
+async def test_a_workspace_above_the_archive_limit_is_refused(root: Path) -> None:
     (root / "large").write_bytes(b"x" * 3 * MIB)
     guest = LocalGuest()
     with pytest.raises(ToolFailure) as refused:
-        await packed(guest, root, max_bytes=MIB)
+        await pack_to_memory(guest, root, max_bytes=MIB)
     assert refused.value.code is ErrorCode.FILE_TOO_LARGE

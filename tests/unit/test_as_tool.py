@@ -20,11 +20,11 @@ class Place(BaseModel):
     title: str
 
 
-def run(made: Tool[Any], **arguments: Any) -> Any:
+def run_tool(converted: Tool[Any], **arguments: Any) -> Any:
     """Run the tool as a dispatcher does: validate the arguments against the schema first."""
-    prepared, _ = prepare_arguments(made.spec, arguments)
-    value = made.handler(prepared, CONTEXT)
-    return asyncio.run(value) if inspect.iscoroutine(value) else value
+    prepared, _ = prepare_arguments(converted.spec, arguments)
+    value = converted.handler(prepared, CONTEXT)
+    return asyncio.run_tool(value) if inspect.iscoroutine(value) else value
 
 
 def test_an_object_with_execute_gets_the_context_as_second_argument() -> None:
@@ -39,12 +39,12 @@ def test_an_object_with_execute_gets_the_context_as_second_argument() -> None:
         def execute(self, args: dict[str, Any], context: CallContext) -> str:
             return context.cwd
 
-    made = as_tool(Where())
-    assert made.requires_permission is True
-    assert (run(made), made.spec.parameters) == ("/here", {"type": "object", "properties": {}})
+    converted = as_tool(Where())
+    assert converted.requires_permission is True
+    assert (run_tool(converted), converted.spec.parameters) == ("/here", {"type": "object", "properties": {}})
 
 
-SECONDS: list[tuple[Callable[..., Any], Any]] = [
+SECOND_PARAMETERS: list[tuple[Callable[..., Any], Any]] = [
     (lambda args: "alone", "alone"),
     (lambda args, context: context.cwd, "/here"),
     (lambda args, anything: anything.cwd, "/here"),
@@ -54,12 +54,12 @@ SECONDS: list[tuple[Callable[..., Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("execute", "expected"), SECONDS, ids=range(len(SECONDS)))
-def test_the_context_is_passed_where_it_is_taken(execute: Callable[..., Any], expected: Any) -> None:
-    assert run(as_tool({"name": "x", "description": "X.", "execute": execute})) == expected
+@pytest.mark.parametrize(("execute", "expected"), SECOND_PARAMETERS, ids=range(len(SECOND_PARAMETERS)))
+def test_the_context_is_passed_only_to_functions_that_accept_it(execute: Callable[..., Any], expected: Any) -> None:
+    assert run_tool(as_tool({"name": "x", "description": "X.", "execute": execute})) == expected
 
 
-def test_a_base_tool_with_open_arguments_takes_any() -> None:
+def test_a_tool_with_keyword_arguments_accepts_any_argument() -> None:
     class Anything:
         name = "anything"
         description = "Takes anything."
@@ -67,7 +67,7 @@ def test_a_base_tool_with_open_arguments_takes_any() -> None:
         def run(self, **kwargs: Any) -> dict[str, Any]:
             return kwargs
 
-    assert run(as_tool(Anything()), a=1) == {"a": 1}
+    assert run_tool(as_tool(Anything()), a=1) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_a_base_tool_with_open_arguments_takes_any() -> None:
     [5, "name", None, {"name": "x"}, {"execute": print}, int, Place, object()],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_tool_is_refused_with_what_is_missing(value: Any) -> None:
+def test_a_value_that_is_not_a_tool_is_refused_with_the_reason(value: Any) -> None:
     with pytest.raises(TypeError, match=r"needs|lacks|class|cannot convert|no function"):
         as_tool(value)
 
 
 @pytest.mark.parametrize("name", ["my tool", "a" * 65, "wetter\u00fc", "a.b", "<lambda>", "a\n"])
-def test_a_name_that_model_servers_refuse_is_refused_at_once(name: str) -> None:
+def test_an_invalid_tool_name_is_refused(name: str) -> None:
     for make in (lambda: tool(name=name)(lambda city: city), lambda: as_tool({"name": name, "execute": print})):
         with pytest.raises(TypeError, match="names of 1 to 64 letters"):
             make()
@@ -95,13 +95,13 @@ def test_a_name_that_model_servers_refuse_is_refused_at_once(name: str) -> None:
         ({"timeout_s": -1}, "tool 't': timeout_s"),
     ],
 )
-def test_what_no_spec_takes_is_named_in_a_sentence(part: dict[str, Any], expected: str) -> None:
+def test_an_invalid_tool_field_is_named_in_the_error(part: dict[str, Any], expected: str) -> None:
     with pytest.raises(TypeError) as refused:
         as_tool({"name": "t", "execute": print, **part})
     assert str(refused.value).startswith(expected)
 
 
-def test_an_object_whose_attributes_fail_is_no_tool_and_says_why() -> None:
+def test_a_failing_attribute_is_named_in_the_error() -> None:
     class Broken:
         name = "broken"
         description = "Breaks."

@@ -12,12 +12,7 @@ from contract.errors import SandboxUnavailable
 from workers.sandboxd.disks.base import WorkspaceSize
 from workers.sandboxd.factory import StartCheck, WorkspaceNotMounted
 from workers.sandboxd.plans import SandboxPlan
-from workers.sandboxd.runtime.attestation import (
-    Attestation,
-    ask_attestation,
-    find_misfits,
-    parse_attestation,
-)
+from workers.sandboxd.runtime.attestation import ask_attestation, find_misfits, parse_attestation
 
 MIB = 1024 * 1024
 CLEAN: dict[str, Any] = {
@@ -46,36 +41,36 @@ FIELDS += [f"{outer}.{inner}" for outer in ("entries", "workspace") for inner in
 
 @pytest.mark.parametrize("field", FIELDS)
 @given(value=JSON)
-def test_whatever_a_field_holds_the_answer_is_read_as_it_is_or_refused(field: str, value: object) -> None:
+def test_any_field_value_is_parsed_or_refused(field: str, value: object) -> None:
     try:
-        found = parse_attestation(with_value(field, value))
+        attestation = parse_attestation(with_value(field, value))
     except ValueError:
         return
     counts = [
-        found.processes,
-        found.zombies,
-        found.jobs,
-        found.workspace_bytes,
-        found.workspace_inodes,
-        *found.entries.values(),
+        attestation.processes,
+        attestation.zombies,
+        attestation.jobs,
+        attestation.workspace_bytes,
+        attestation.workspace_inodes,
+        *attestation.entries.values(),
     ]
     assert all(type(count) is int and count >= 0 for count in counts)
-    assert len(found.workspace_type) <= 40
+    assert len(attestation.workspace_type) <= 40
 
 
 @given(JSON.filter(lambda value: isinstance(value, dict)))
-def test_no_other_object_passes(done: dict[str, Any]) -> None:
+def test_an_arbitrary_object_is_refused(done: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         parse_attestation(done)
 
 
 @pytest.mark.parametrize("value", [True, -1, 1.0, "0", None, 2**63])
-def test_what_is_no_count_is_refused(value: object) -> None:
+def test_a_field_that_is_not_a_count_is_refused(value: object) -> None:
     with pytest.raises(ValueError):
         parse_attestation(with_value("processes", value))
 
 
-class Telling:
+class ReportingGuest:
     """A guest that returns the given answer."""
 
     def __init__(self, done: dict[str, Any]) -> None:
@@ -86,21 +81,21 @@ class Telling:
         return self.done
 
 
-async def test_a_guest_that_does_not_report_is_an_unavailable_sandbox() -> None:
+async def test_an_invalid_guest_report_makes_the_sandbox_unavailable() -> None:
     for done in ({**CLEAN, "error": {"code": "INTERNAL", "message": "no"}}, with_value("jobs", "none")):
         with pytest.raises(SandboxUnavailable, match=r"sent no valid report about its sandbox .*build its image again"):
-            await ask_attestation(Telling(done))
+            await ask_attestation(ReportingGuest(done))
 
 
 SIZE = WorkspaceSize(256 * MIB, 65_536)
 PLAN = SandboxPlan("acme/tools:1", "runc", "none", SIZE.bytes, SIZE.inodes, 128 * MIB, cpus=1.0, pids=64)
 
 
-async def test_an_image_that_hides_its_workspace_is_refused_each_time() -> None:
+async def test_an_image_without_a_mounted_workspace_is_refused_every_time() -> None:
     """An example is an image whose /tmp is a link to /workspace: files in /tmp would be lost with the container."""
     check, guest = (
         StartCheck(is_hard=True),
-        Telling(with_value("workspace", {"bytes": 64 * MIB, "inodes": 65_536, "type": "tmpfs"})),
+        ReportingGuest(with_value("workspace", {"bytes": 64 * MIB, "inodes": 65_536, "type": "tmpfs"})),
     )
     for _ in range(2):
         with pytest.raises(
@@ -109,20 +104,16 @@ async def test_an_image_that_hides_its_workspace_is_refused_each_time() -> None:
             await check.check(PLAN, SIZE, guest)
 
 
-async def test_an_image_is_checked_once_for_each_runtime() -> None:
+async def test_an_image_is_checked_once_per_runtime() -> None:
     check = StartCheck(is_hard=True)
-    await check.check(PLAN, SIZE, Telling(CLEAN))
-    await check.check(PLAN, SIZE, Telling({}))
+    await check.check(PLAN, SIZE, ReportingGuest(CLEAN))
+    await check.check(PLAN, SIZE, ReportingGuest({}))
     with pytest.raises(SandboxUnavailable):
-        await check.check(replace(PLAN, runtime="runsc"), SIZE, Telling({}))
-
-
-def seen(**fields: object) -> Attestation:
-    return parse_attestation({**CLEAN, "workspace": {**CLEAN["workspace"], **fields}})
+        await check.check(replace(PLAN, runtime="runsc"), SIZE, ReportingGuest({}))
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"bytes": 500 * 1024 * MIB, "type": "overlay"}, "its quota is not in force"),
         ({"inodes": 10**7}, "its quota is not in force"),
@@ -130,6 +121,7 @@ def seen(**fields: object) -> Attestation:
         ({"inodes": 100}, "fewer than"),
     ],
 )
-def test_another_workspace_does_not_fit(fields: dict[str, object], says: str) -> None:
-    (sentence,) = find_misfits(seen(**fields), 256 * MIB, 65_536)
-    assert says in sentence
+def test_a_workspace_size_that_differs_from_the_plan_is_reported(fields: dict[str, object], message: str) -> None:
+    attestation = parse_attestation({**CLEAN, "workspace": {**CLEAN["workspace"], **fields}})
+    (sentence,) = find_misfits(attestation, 256 * MIB, 65_536)
+    assert message in sentence

@@ -11,15 +11,7 @@ from contract.registry import Switch
 from contract.tenancy import TenantPolicy
 from store import audit as audit_file
 from store.api_keys import ApiKeys
-from store.audit import (
-    LOCAL,
-    Actor,
-    Audit,
-    AuditAction,
-    AuditEntry,
-    build_entry,
-    entry_text,
-)
+from store.audit import LOCAL, Actor, Audit, AuditAction, AuditEntry, build_entry, entry_text
 from store.tenants import RedisTenants
 from store.tools import RedisSwitches
 from tests.builders import KEY
@@ -36,7 +28,7 @@ def summarize(entry: AuditEntry) -> tuple[str, str | None, str]:
     return entry.action, entry.tenant, entry.target
 
 
-async def test_every_change_of_a_tenant_says_what_is_new(client: "redis.asyncio.Redis") -> None:
+async def test_every_tenant_change_is_audited_with_its_new_values(client: "redis.asyncio.Redis") -> None:
     tenants = RedisTenants(client, "d", KEY)
     await tenants.add("acme", TenantPolicy(weight=2))
     await tenants.change("acme", lambda policy: policy.model_copy(update={"in_flight": 7}))
@@ -44,20 +36,20 @@ async def test_every_change_of_a_tenant_says_what_is_new(client: "redis.asyncio.
         "acme", lambda policy: policy.model_copy(update={"queued": 9}), action="tenant.pause", reason="unpaid"
     )
     await tenants.remove("acme")
-    found = await entries(client)
-    assert [summarize(entry) for entry in found] == [
+    audit_entries = await entries(client)
+    assert [summarize(entry) for entry in audit_entries] == [
         (action, "acme", "acme") for action in ("tenant.add", "tenant.set", "tenant.pause", "tenant.remove")
     ]
-    assert [entry.details for entry in found] == [
+    assert [entry.details for entry in audit_entries] == [
         {"weight": "2.0"},
         {"in_flight": "7"},
         {"queued": "9", "reason": "unpaid"},
         {},
     ]
-    assert {entry.actor.key for entry in found} == {LOCAL}
+    assert {entry.actor.key for entry in audit_entries} == {LOCAL}
 
 
-async def test_a_tenant_that_stays_as_it_is_or_is_none_has_no_entry(client: "redis.asyncio.Redis") -> None:
+async def test_unchanged_and_refused_tenant_changes_have_no_audit_entry(client: "redis.asyncio.Redis") -> None:
     tenants = RedisTenants(client, "d", KEY)
     await tenants.add("acme", TenantPolicy(weight=2))
     await tenants.change("acme", lambda policy: policy)
@@ -72,56 +64,56 @@ async def test_a_tenant_that_stays_as_it_is_or_is_none_has_no_entry(client: "red
     assert [summarize(entry) for entry in await entries(client)] == [("tenant.add", "acme", "acme")]
 
 
-async def test_a_change_that_another_process_made_first_is_written_down_once(client: "redis.asyncio.Redis") -> None:
-    mine, others = RedisTenants(client, "d", KEY), RedisTenants(client, "d", KEY).acting_as(OPERATOR)
-    await mine.add("acme", TenantPolicy())
-    tries = list[TenantPolicy]()
+async def test_concurrent_tenant_changes_are_each_audited_once(client: "redis.asyncio.Redis") -> None:
+    local_tenants, operator_tenants = RedisTenants(client, "d", KEY), RedisTenants(client, "d", KEY).acting_as(OPERATOR)
+    await local_tenants.add("acme", TenantPolicy())
+    attempts = list[TenantPolicy]()
 
     def change(policy: TenantPolicy) -> TenantPolicy:
-        tries.append(policy)
+        attempts.append(policy)
         return policy.model_copy(update={"weight": 3.0})
 
-    present = mine._read_present
+    original_read = local_tenants._read_present
 
-    async def read_late(name: str) -> bytes:
-        read = await present(name)
-        if not tries:
-            await others.replace("acme", TenantPolicy(in_flight=5))
-        return read
+    async def read_after_other_change(name: str) -> bytes:
+        record = await original_read(name)
+        if not attempts:
+            await operator_tenants.replace("acme", TenantPolicy(in_flight=5))
+        return record
 
-    mine._read_present = read_late  # type: ignore[method-assign]
-    assert await mine.change("acme", change) == TenantPolicy(in_flight=5, weight=3.0)
-    found = await entries(client)
-    assert len(tries) == 2
-    assert [(entry.actor.key, entry.details) for entry in found[1:]] == [
+    local_tenants._read_present = read_after_other_change  # type: ignore[method-assign]
+    assert await local_tenants.change("acme", change) == TenantPolicy(in_flight=5, weight=3.0)
+    audit_entries = await entries(client)
+    assert len(attempts) == 2
+    assert [(entry.actor.key, entry.details) for entry in audit_entries[1:]] == [
         (OPERATOR.key, {"in_flight": "5"}),
         (LOCAL, {"weight": "3.0"}),
     ]
 
 
-async def test_keys_that_come_and_go_are_written_down_and_never_the_key_itself(client: "redis.asyncio.Redis") -> None:
+async def test_key_creation_and_removal_are_audited_without_the_key_text(client: "redis.asyncio.Redis") -> None:
     keys = ApiKeys(client, "d", KEY)
-    made = await keys.add("default", "operator", name="ci", ttl_s=60)
+    created = await keys.add("default", "operator", name="ci", ttl_s=60)
     with pytest.raises(ToolFailure):
         await keys.add("unknown")
-    assert await keys.revoke(made.id)
-    assert not await keys.revoke(made.id)
-    found = await entries(client)
-    assert [summarize(stored) for stored in found] == [
-        ("key.add", "default", made.id),
-        ("key.remove", "default", made.id),
+    assert await keys.revoke(created.id)
+    assert not await keys.revoke(created.id)
+    audit_entries = await entries(client)
+    assert [summarize(stored) for stored in audit_entries] == [
+        ("key.add", "default", created.id),
+        ("key.remove", "default", created.id),
     ]
-    assert found[0].details.items() >= {("role", "operator"), ("name", "ci"), ("tail", made.text[-4:])}
+    assert audit_entries[0].details.items() >= {("role", "operator"), ("name", "ci"), ("tail", created.text[-4:])}
     stored = str(await client.xrange(audit_key("d")))
-    assert made.text not in stored
-    assert made.record.digest not in stored
-    assert made.text[len("tc_0123456789abcdef_") : -4] not in stored
+    assert created.text not in stored
+    assert created.record.digest not in stored
+    assert created.text[len("tc_0123456789abcdef_") : -4] not in stored
 
 
-async def test_nothing_is_changed_when_it_cannot_be_written_down(client: "redis.asyncio.Redis") -> None:
+async def test_a_change_is_refused_when_the_audit_cannot_be_written(client: "redis.asyncio.Redis") -> None:
     tenants, keys, switches = RedisTenants(client, "d", KEY), ApiKeys(client, "d", KEY), RedisSwitches(client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
-    made = await keys.add("acme")
+    created = await keys.add("acme")
     await switches.turn_off("echo", Switch())
     before = [await client.hgetall(key) for key in (tenants_key("d"), "toolcrew:d:api-keys", switches_key("d"))]
     await client.delete(audit_key("d"))
@@ -131,7 +123,7 @@ async def test_nothing_is_changed_when_it_cannot_be_written_down(client: "redis.
         tenants.replace("acme", TenantPolicy(weight=5)),
         tenants.remove("acme"),
         keys.add("acme"),
-        keys.revoke(made.id),
+        keys.revoke(created.id),
         switches.turn_off("other", Switch()),
         switches.turn_on("echo"),
         Audit(client, "d").add(build_entry(OPERATOR, "call.kill", "c1")),
@@ -149,24 +141,30 @@ async def fill(
         await log.add(build_entry(OPERATOR, action, f"c{at}", tenant=tenant))
 
 
-async def test_filters_find_old_entries(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_filters_find_entries_beyond_the_first_pages(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audit_file, "_AT_ONCE", 5)
     monkeypatch.setattr(audit_file, "MAX_ENTRIES_READ", 10)
     await fill(client, 2, tenant="acme")
     await fill(client, 30)
-    log, cursor, pages, found = Audit(client, "d"), None, 0, list[AuditEntry]()
+    log, cursor, pages, audit_entries = Audit(client, "d"), None, 0, list[AuditEntry]()
     while pages == 0 or cursor is not None:
         page = await log.read(cursor, 10, tenant="acme")
-        found, cursor, pages = [*found, *page.entries], page.cursor, pages + 1
-    assert [entry.target for entry in found] == ["c1", "c0"]
+        audit_entries, cursor, pages = [*audit_entries, *page.entries], page.cursor, pages + 1
+    assert [entry.target for entry in audit_entries] == ["c1", "c0"]
     assert pages == 4
     assert [entry.target for entry in (await log.read(limit=10, actions=("run.cancel",))).entries] == []
     assert [entry.target for entry in (await log.read(limit=1, target="c29")).entries] == ["c29"]
 
 
-async def test_a_tenant_evicts_only_own_entries(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
-    few = audit_file._ADD.replace(str(audit_file.MAX_ENTRIES), "100").replace(str(audit_file.MAX_TENANT_ENTRIES), "100")
-    monkeypatch.setattr(audit_file, "_ADD", few)
+async def test_audit_entries_of_a_tenant_evict_only_its_own_entries(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = audit_file._ADD.replace(str(audit_file.MAX_ENTRIES), "100").replace(
+        str(audit_file.MAX_TENANT_ENTRIES), "100"
+    )
+    monkeypatch.setattr(audit_file, "_ADD", script)
     await fill(client, 50)
     log = Audit(client, "d")
     for name in ("acme", "rival"):
@@ -174,14 +172,18 @@ async def test_a_tenant_evicts_only_own_entries(client: "redis.asyncio.Redis", m
     await log.add(build_entry(build_tenant("rival"), "skill.install", "mine", tenant="rival"))
     for at in range(500):
         await log.add(build_entry(build_tenant("acme"), "skill.install", f"s{at}", tenant="acme"))
-    found = (await log.read(limit=1000)).entries
-    assert [one.target for one in found if one.action == "call.kill"] == [f"c{at}" for at in reversed(range(50))]
-    assert [one.target for one in found if one.target == "mine"] == ["mine"]
-    assert 100 <= sum(one.actor.tenant == "acme" for one in found) < 500
-    assert [one.at for one in found] == sorted((one.at for one in found), reverse=True)
+    audit_entries = (await log.read(limit=1000)).entries
+    assert [one.target for one in audit_entries if one.action == "call.kill"] == [
+        f"c{at}" for at in reversed(range(50))
+    ]
+    assert [one.target for one in audit_entries if one.target == "mine"] == ["mine"]
+    assert 100 <= sum(one.actor.tenant == "acme" for one in audit_entries) < 500
+    assert [one.at for one in audit_entries] == sorted((one.at for one in audit_entries), reverse=True)
 
 
-async def test_pages_have_every_entry_once(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_list_every_entry_exactly_once(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audit_file, "_AT_ONCE", 3)
     log = Audit(client, "d")
     for name in ("acme", "rival"):
@@ -197,13 +199,13 @@ async def test_pages_have_every_entry_once(client: "redis.asyncio.Redis", monkey
         actor = build_tenant(owner) if owner else OPERATOR
         key = tenant_audit_key("d", owner) if owner else audit_key("d")
         await client.xadd(key, {"entry": entry_text(build_entry(actor, "call.kill", f"{at} {owner}"))}, id=f"{at}-0")
-    wanted = [f"{at} {owner}" for at, owner in reversed(positions)]
+    expected = [f"{at} {owner}" for at, owner in reversed(positions)]
     for limit in (1, 2, 5, 29):
         targets, cursor = list[str](), None
         while not targets or cursor is not None:
             page = await log.read(cursor, limit)
             targets, cursor = [*targets, *(one.target for one in page.entries)], page.cursor
-        assert targets == wanted
+        assert targets == expected
     ids = [one.id for one in (await log.read(limit=100)).entries]
     assert len(set(ids)) == len(ids)
 
@@ -212,7 +214,7 @@ def build_tenant(name: str) -> Actor:
     return Actor(key="0" * 16, role="tenant", tenant=name)
 
 
-async def test_entries_of_a_later_release_and_junk_are_no_obstacle(client: "redis.asyncio.Redis") -> None:
+async def test_unknown_and_invalid_entries_are_skipped(client: "redis.asyncio.Redis") -> None:
     await fill(client, 1)
     await client.xadd(
         audit_key("d"), {"entry": json.dumps({"actor": {"key": "x", "role": "admin"}, "action": "moon.land"})}
@@ -222,39 +224,23 @@ async def test_entries_of_a_later_release_and_junk_are_no_obstacle(client: "redi
 
 
 @pytest.mark.parametrize(
-    "cursor",
+    ("cursor", "limit"),
     [
-        "",
-        "-",
-        "x",
-        "1",
-        "1-",
-        "-1",
-        "(1-1",
-        "1-1-",
-        "1-1-a b",
-        "+",
-        "$",
-        "٣-٣",
-        f"{2**64}-0",
-        "9" * 5000 + "-1",
-        "1-1\n",
+        *((cursor, 100) for cursor in ("", "-", "x", "1", "1-", "-1", "(1-1", "1-1-", "1-1-a b", "+", "$", "٣-٣")),
+        *((cursor, 100) for cursor in (f"{2**64}-0", "9" * 5000 + "-1", "1-1\n")),
+        *((None, limit) for limit in (0, -1, 1001)),
     ],
 )
-async def test_what_is_no_cursor_is_refused_before_redis_sees_it(client: "redis.asyncio.Redis", cursor: str) -> None:
+async def test_an_invalid_cursor_or_limit_is_refused_before_it_reaches_redis(
+    client: "redis.asyncio.Redis", cursor: str | None, limit: int
+) -> None:
     with pytest.raises(ToolFailure) as refused:
-        await Audit(client, "d").read(cursor)
+        await Audit(client, "d").read(cursor, limit)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-def test_what_cannot_be_written_down_is_refused_before_it_is_done() -> None:
+def test_an_entry_with_invalid_fields_is_refused_before_the_change() -> None:
     for target, tenant in (("x" * 300, None), ("echo", "no tenant")):
         with pytest.raises(ToolFailure) as refused:
             build_entry(OPERATOR, "tool.disable", target, tenant=tenant)
         assert "nothing was changed" in refused.value.message
-
-
-@pytest.mark.parametrize("limit", [0, -1, 1001])
-async def test_what_is_no_limit_is_refused(client: "redis.asyncio.Redis", limit: int) -> None:
-    with pytest.raises(ToolFailure):
-        await Audit(client, "d").read(None, limit)

@@ -21,15 +21,15 @@ from orchestrator.batches.artifacts import (
 )
 from store.batches import MAX_ID_CHARS
 
-calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+slow_property = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 IDS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=MAX_ID_CHARS) | st.text(
     "aAbB./\0%~+ \u0130\u00e9", min_size=1, max_size=12
 )
 
 
-@calmly
+@slow_property
 @given(IDS)
-def test_a_name_is_one_part_of_a_path_that_every_disk_takes(custom_id: str) -> None:
+def test_a_folder_name_is_one_portable_path_component(custom_id: str) -> None:
     name = build_folder_name(custom_id)
     assert set(name) <= set(string.ascii_letters + string.digits + "-_.%~+")
     assert 0 < len(name) <= 255
@@ -38,17 +38,16 @@ def test_a_name_is_one_part_of_a_path_that_every_disk_takes(custom_id: str) -> N
     assert artifact_folder(Path("/artifacts"), custom_id).parent == Path("/artifacts")
 
 
-@calmly
+@slow_property
 @given(st.lists(IDS, min_size=2, max_size=6, unique=True))
 @example(["A" * MAX_ID_CHARS, "a" * MAX_ID_CHARS])
-@example(["A" * MAX_ID_CHARS, "a" * MAX_ID_CHARS])
-def test_no_two_ids_have_one_name_even_where_case_does_not_count(ids: list[str]) -> None:
+def test_different_ids_have_folder_names_that_differ_ignoring_case(ids: list[str]) -> None:
     assert len({build_folder_name(custom_id).lower() for custom_id in ids}) == len(ids)
 
 
-@calmly
+@slow_property
 @given(IDS)
-def test_a_name_that_is_not_cut_can_be_read_back(custom_id: str) -> None:
+def test_an_unshortened_folder_name_decodes_to_the_id(custom_id: str) -> None:
     name = build_folder_name(custom_id)
     if "%+" not in name:
         assert unquote(name.partition("%~")[0]) == custom_id
@@ -80,21 +79,21 @@ def test_a_name_that_is_not_cut_can_be_read_back(custom_id: str) -> None:
         ("a\nb", "a\nb", True),
     ],
 )
-def test_a_pattern_names_paths_from_the_top_of_the_workspace(pattern: str, path: str, matches: bool) -> None:
+def test_a_pattern_matches_paths_relative_to_the_workspace(pattern: str, path: str, matches: bool) -> None:
     assert Pattern(pattern).matches(path) is matches
 
 
 @pytest.mark.parametrize("text", ["", "..", "a/../b", "/etc", "/workspaces/a", "/workspace/../etc", "a\0b", "a" * 1025])
-def test_a_pattern_that_does_not_stay_in_the_workspace_is_refused(text: str) -> None:
+def test_a_pattern_outside_the_workspace_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Pattern(text)
 
 
-def test_a_name_made_to_keep_a_pattern_busy_does_not() -> None:
+def test_a_backtracking_pattern_ends_quickly() -> None:
     assert not Pattern("/".join(["**", "*a*a*a*a*a*a*b"] * 8)).matches("/".join(["a" * 250] * 60))
 
 
-def test_a_search_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_pattern_search_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "MATCH_S", 0.2)
     deep = ["/".join(["a"] * 200) + str(number) for number in range(1000)]
     with pytest.raises(ToolFailure) as failure:
@@ -126,7 +125,7 @@ def test_files_are_copied_with_their_folders_and_links_to_files_become_files(tmp
     assert os.access(target / "out" / "run.sh", os.X_OK)
 
 
-def test_a_file_that_is_there_is_replaced_whole_and_its_neighbours_stay(tmp_path: Path) -> None:
+def test_an_existing_artifact_is_replaced_and_other_files_stay(tmp_path: Path) -> None:
     exported, target = tmp_path / "export", tmp_path / "a"
     for folder, text in ((exported, "new"), (target, "old")):
         folder.mkdir()
@@ -138,7 +137,7 @@ def test_a_file_that_is_there_is_replaced_whole_and_its_neighbours_stay(tmp_path
     assert {path.name: path.read_text() for path in target.iterdir()} == {"a.txt": "new", "mine.txt": "mine"}
 
 
-def test_what_stands_in_the_way_is_reported_and_nothing_is_written_outside(tmp_path: Path) -> None:
+def test_a_blocked_target_path_is_reported_and_nothing_is_written_outside(tmp_path: Path) -> None:
     (tmp_path / "export" / "out").mkdir(parents=True)
     (tmp_path / "export" / "out" / "a.txt").write_text("x")
     (tmp_path / "file").write_text("")
@@ -150,9 +149,9 @@ def test_what_stands_in_the_way_is_reported_and_nothing_is_written_outside(tmp_p
     assert not (tmp_path / "a.txt").exists()
 
 
-@calmly
+@slow_property
 @given(IDS, st.integers(min_value=0))
-def test_ids_that_differ_in_case_alone_have_names_that_differ_in_more(custom_id: str, which: int) -> None:
-    place = which % len(custom_id)
-    swapped = custom_id[:place] + custom_id[place].swapcase() + custom_id[place + 1 :]
+def test_ids_that_differ_only_in_case_have_different_folder_names(custom_id: str, which: int) -> None:
+    position = which % len(custom_id)
+    swapped = custom_id[:position] + custom_id[position].swapcase() + custom_id[position + 1 :]
     assert swapped == custom_id or build_folder_name(swapped).lower() != build_folder_name(custom_id).lower()

@@ -12,36 +12,23 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from contract.run_events import (
-    BatchNotice,
-    FailureKind,
-    RunEvent,
-)
+from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.displays import Display, DisplayedBatch, JsonLines, LogDisplay
 from orchestrator.batches.live_progress import LiveProgress, open_display
 from orchestrator.batches.progress import MAX_GROUPS, BatchProgress, ProgressSnapshot
 from orchestrator.batches.summary import build_summary, build_summary_lines
 from orchestrator.terminal.figures import format_cost, format_count, format_rate, format_seconds, format_time
 from store.batches import parse_batch_event
-from tests.batch_story import (
-    BEGAN,
-    Attempt,
-    claimed,
-    ended,
-    failed,
-    retried,
-    tell_batch,
-    tell_item,
-)
+from tests.batch_story import BEGAN, Attempt, claimed, ended, failed, retried, tell_batch, tell_item
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e\ud800\r\nnext: `rm -rf /`"
 DANGEROUS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]")
-COMMANDS_OF_RICH = re.compile(r"\x1b\[(\?25[lh]|[0-9;]*[mKA])|\r")
+RICH_CONTROL_SEQUENCES = re.compile(r"\x1b\[(\?25[lh]|[0-9;]*[mKA])|\r")
 """Control sequences that a live display sends on purpose: cursor off and on, colours, clear a line, go up."""
 
 
 @dataclass
-class Stage:
+class DisplayHarness:
     """A display with its own clock, and the display's output."""
 
     kind: str
@@ -52,11 +39,11 @@ class Stage:
     out: io.StringIO = field(default_factory=io.StringIO)
 
     def open(self, batch: str = "b-1") -> Display:
-        watched = DisplayedBatch(batch, self.progress, wall=lambda: BEGAN + self.now, ticks=lambda: self.now)
+        displayed_batch = DisplayedBatch(batch, self.progress, wall=lambda: BEGAN + self.now, ticks=lambda: self.now)
         if self.kind == "json":
-            return JsonLines(watched, self.out)
+            return JsonLines(displayed_batch, self.out)
         if self.kind == "lines":
-            return LogDisplay(watched, self.out)
+            return LogDisplay(displayed_batch, self.out)
         console = Console(
             file=self.out,
             width=self.width,
@@ -65,128 +52,123 @@ class Stage:
             color_system="standard",
             _environ={},
         )
-        return LiveProgress(watched, console)
+        return LiveProgress(displayed_batch, console)
 
     def text(self) -> str:
-        return COMMANDS_OF_RICH.sub("", self.out.getvalue())
+        return RICH_CONTROL_SEQUENCES.sub("", self.out.getvalue())
 
 
 @pytest.fixture(params=["live", "lines", "json"])
-def stage(request: pytest.FixtureRequest) -> Stage:
-    return Stage(request.param)
+def harness(request: pytest.FixtureRequest) -> DisplayHarness:
+    return DisplayHarness(request.param)
 
 
-def play(stage: Stage, events: list[RunEvent], every_s: float = 0.05) -> str:
-    with stage.open() as display:
+def show_events(harness: DisplayHarness, events: list[RunEvent], every_s: float = 0.05, batch: str = "b-1") -> str:
+    with harness.open(batch) as display:
         for batch_event in events:
-            stage.now += every_s
+            harness.now += every_s
             display.show(batch_event)
             display.tick()
-    return stage.text()
+    return harness.text()
 
 
-def test_every_display_counts_what_it_is_shown_and_ends_with_a_summary(stage: Stage) -> None:
-    shown = play(stage, tell_batch((Attempt(),), (failed(),)))
-    assert (stage.progress.snapshot(BEGAN).done, stage.progress.snapshot(BEGAN).failed) == (1, 1)
-    assert "toolcrew batches resume b-1 --retry infrastructure" in shown.rstrip("\n").rpartition("tokens")[2]
+def test_every_display_counts_events_and_ends_with_a_summary(harness: DisplayHarness) -> None:
+    output = show_events(harness, tell_batch((Attempt(),), (failed(),)))
+    assert (harness.progress.snapshot(BEGAN).done, harness.progress.snapshot(BEGAN).failed) == (1, 1)
+    assert "toolcrew batches resume b-1 --retry infrastructure" in output.rstrip("\n").rpartition("tokens")[2]
 
 
-def test_every_display_ends_cleanly_when_it_is_interrupted_and_says_how_to_go_on(stage: Stage) -> None:
+def test_an_interrupted_display_prints_the_resume_command(harness: DisplayHarness) -> None:
     events = tell_batch((Attempt(),), (Attempt(is_cut=True),))
 
     def watch() -> None:
-        with stage.open() as display:
+        with harness.open() as display:
             for batch_event in events:
                 display.show(batch_event)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         watch()
-    assert "toolcrew batches resume b-1" in stage.text()
-    assert stage.out.getvalue().count("\x1b[?25l") == stage.out.getvalue().count("\x1b[?25h")
+    assert "toolcrew batches resume b-1" in harness.text()
+    assert harness.out.getvalue().count("\x1b[?25l") == harness.out.getvalue().count("\x1b[?25h")
 
 
-def test_no_display_is_driven_by_an_attacker_who_chooses_ids_codes_messages_and_tools(stage: Stage) -> None:
+def test_hostile_event_texts_print_no_control_characters(harness: DisplayHarness) -> None:
     events = [
         BatchNotice(at=BEGAN, message=HOSTILE, total=3),
         *tell_item(HOSTILE, failed(code=HOSTILE, message=HOSTILE)),
     ]
     events += tell_item(f"{HOSTILE}2", Attempt(is_cut=True, tool=HOSTILE))
-    shown = play(stage, events, every_s=1)
-    assert not DANGEROUS.search(shown.replace("\n", ""))
-    assert not [line for line in shown.splitlines() if line.startswith("next: ")]
+    output = show_events(harness, events, every_s=1)
+    assert not DANGEROUS.search(output.replace("\n", ""))
+    assert not [line for line in output.splitlines() if line.startswith("next: ")]
 
 
-def test_no_display_is_driven_by_the_id_of_its_batch(stage: Stage) -> None:
-    with stage.open(HOSTILE) as display:
-        for batch_event in tell_batch((failed(),), total=2):
-            display.show(batch_event)
-    assert "toolcrew batches resume" in stage.text()
-    assert not DANGEROUS.search(stage.text().replace("\n", ""))
+def test_a_hostile_batch_id_prints_no_control_characters(harness: DisplayHarness) -> None:
+    show_events(harness, tell_batch((failed(),), total=2), batch=HOSTILE)
+    assert "toolcrew batches resume" in harness.text()
+    assert not DANGEROUS.search(harness.text().replace("\n", ""))
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
-def test_a_terminal_shows_the_bar_the_counts_the_rate_the_cost_and_the_last_notice(width: int) -> None:
-    stage = Stage("live", width=width)
+def test_a_terminal_shows_progress_counts_rate_cost_and_last_notice(width: int) -> None:
+    harness = DisplayHarness("live", width=width)
     events = tell_batch(
         *[(Attempt(),)] * 30, (failed(),), (failed(FailureKind.TOOL),), (Attempt(is_cut=True),), total=100
     )
     notice = "the batch waits for its model, and its items do not fail: the model at http://10.1.2.3/v1 answers 503"
-    with stage.open() as display:
+    with harness.open() as display:
         for batch_event in [*events, BatchNotice(at=BEGAN + 60, message=notice)]:
             display.show(batch_event)
-        stage.now += 60
-        before = len(stage.out.getvalue())
+        harness.now += 60
+        before = len(harness.out.getvalue())
         display.tick()
-        shown = COMMANDS_OF_RICH.sub("", stage.out.getvalue()[before:])
-    assert all(cell_len(line) <= width for line in shown.splitlines())
+        output = RICH_CONTROL_SEQUENCES.sub("", harness.out.getvalue()[before:])
+    assert all(cell_len(line) <= width for line in output.splitlines())
     figures = "30 of 100 done, 2 failed (1 tool, 1 infrastructure), 1 running, 67 queued"
-    assert figures.replace(" ", "") in re.sub(r"\s", "", shown)
+    assert figures.replace(" ", "") in re.sub(r"\s", "", output)
     for fragment in ("━", "32/100", "items/s", "ETA", "tokens", "cost", "503"):
-        assert fragment in shown
+        assert fragment in output
 
 
 @settings(max_examples=60, deadline=None)
-@given(width=st.integers(1, 250), height=st.integers(2, 80), word=st.text(max_size=60))
-def test_the_display_fits_every_terminal(width: int, height: int, word: str) -> None:
-    stage = Stage("live", width=width, height=height)
-    events = [*tell_item(word, Attempt(tool=word, is_cut=True)), BatchNotice(at=BEGAN, message=word)]
-    with stage.open(word) as display:
+@given(width=st.integers(1, 250), height=st.integers(2, 80), text=st.text(max_size=60))
+def test_the_live_display_fits_any_terminal_size(width: int, height: int, text: str) -> None:
+    harness = DisplayHarness("live", width=width, height=height)
+    events = [*tell_item(text, Attempt(tool=text, is_cut=True)), BatchNotice(at=BEGAN, message=text)]
+    with harness.open(text) as display:
         for batch_event in events:
             display.show(batch_event)
-        stage.now += 60
-        before = len(stage.out.getvalue())
+        harness.now += 60
+        before = len(harness.out.getvalue())
         display.tick()
-        lines = COMMANDS_OF_RICH.sub("", stage.out.getvalue()[before:]).splitlines()
+        lines = RICH_CONTROL_SEQUENCES.sub("", harness.out.getvalue()[before:]).splitlines()
     assert 1 <= len(lines) <= height
     assert max(cell_len(line) for line in lines) <= width
 
 
-# --- for a program
-
-
-def test_a_program_reads_every_happening_as_it_is_and_then_one_summary() -> None:
+def test_the_json_display_prints_every_event_and_one_summary() -> None:
     events = tell_batch((Attempt(),), (failed(),))
-    *lines, last = play(Stage("json"), [*events, events[0]]).splitlines()
+    *lines, last = show_events(DisplayHarness("json"), [*events, events[0]]).splitlines()
     assert [parse_batch_event(line) for line in lines] == [*events, events[0]]
     summary = json.loads(last)
     assert (summary["type"], summary["batch"], summary["done"]) == ("summary", "b-1", 1)
     assert summary["failures"] == {"infrastructure": 1}
 
 
-def test_the_display_is_chosen_by_where_it_is_shown() -> None:
-    watched = DisplayedBatch("b", BatchProgress())
+def test_the_output_terminal_selects_the_display() -> None:
+    displayed_batch = DisplayedBatch("b", BatchProgress())
 
     def kind(**options: object) -> type[object]:
-        return type(open_display(watched, Console(file=io.StringIO(), **options)))  # type: ignore[arg-type]
+        return type(open_display(displayed_batch, Console(file=io.StringIO(), **options)))  # type: ignore[arg-type]
 
     assert kind(force_terminal=True, _environ={"TERM": "xterm"}) is LiveProgress
     assert kind(force_terminal=True, _environ={"TERM": "dumb"}) is LogDisplay
     assert kind() is LogDisplay
-    assert isinstance(open_display(watched, Console(file=io.StringIO()), as_json=True), JsonLines)
+    assert isinstance(open_display(displayed_batch, Console(file=io.StringIO()), as_json=True), JsonLines)
 
 
-def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
+def test_the_summary_names_the_next_command_for_each_failure_kind() -> None:
     progress = BatchProgress(9)
     for number, kind in enumerate(FailureKind):
         progress.add(ended(at=BEGAN, item=f"i{number}", run=f"run{number}", failure=kind, code="C", message="m"))
@@ -204,7 +186,7 @@ def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "value", "shown"),
+    ("make", "value", "output"),
     [
         (format_seconds, 0, "0 ms"), (format_seconds, 0.0042, "4.2 ms"), (format_seconds, 0.5, "500 ms"), (format_seconds, 59.99, "59.9 s"),
         (format_seconds, 60, "1 min 00 s"), (format_seconds, 7260, "2 h 01 min"), (format_seconds, 90_000, "1 d 1 h"), (format_seconds, 1e300, "over 30 years"),
@@ -214,15 +196,15 @@ def test_the_summary_says_what_to_do_about_each_kind_of_failure() -> None:
         (format_time, 1e300, "1e+300 s (no date)"),
     ],
 )  # fmt: skip
-def test_figures_are_short(make: Callable[[object], str], value: object, shown: str) -> None:
-    assert make(value) == shown
+def test_numbers_and_times_are_formatted_short(make: Callable[[object], str], value: object, output: str) -> None:
+    assert make(value) == output
 
 
-RETRIED = Attempt(is_retried=True, code="HOST_LOST")
+RETRIED_ATTEMPT = Attempt(is_retried=True, code="HOST_LOST")
 NOW = BEGAN + 1000
 
 
-def stand(events: list[RunEvent], now: float = NOW, total: int = 0) -> ProgressSnapshot:
+def snapshot_of(events: list[RunEvent], now: float = NOW, total: int = 0) -> ProgressSnapshot:
     progress = BatchProgress(total)
     for batch_event in events:
         progress.add(batch_event)
@@ -234,14 +216,14 @@ def without_examples(snapshot: ProgressSnapshot) -> ProgressSnapshot:
     return snapshot.model_copy(update={"groups": groups})
 
 
-def test_items_are_counted_where_they_stand() -> None:
-    snapshot = stand(
+def test_items_are_counted_by_state() -> None:
+    snapshot = snapshot_of(
         tell_batch(
             (Attempt(),),
             (failed(),),
             (failed(FailureKind.MODEL, "cut_reply"),),
             (Attempt(is_cut=True),),
-            (RETRIED,),
+            (RETRIED_ATTEMPT,),
             total=9,
         )
     )
@@ -250,35 +232,35 @@ def test_items_are_counted_where_they_stand() -> None:
     assert snapshot.retried == 1
 
 
-def test_a_cost_that_some_items_do_not_report_is_known_to_be_too_small() -> None:
-    snapshot = stand(tell_batch((Attempt(cost=None),), (Attempt(),)))
+def test_items_without_a_cost_are_counted_as_unknown_cost() -> None:
+    snapshot = snapshot_of(tell_batch((Attempt(cost=None),), (Attempt(),)))
     assert (snapshot.cost, snapshot.cost_unknown) == (0.25, 1)
 
 
-def test_an_item_that_another_process_continues_is_counted_once() -> None:
+def test_an_item_resumed_by_another_process_is_counted_once() -> None:
     events: list[RunEvent] = [claimed(at=BEGAN, item="a"), claimed(at=BEGAN + 900, item="a", is_resumed=True)]
     for order in (events, events[::-1], events * 2):
-        snapshot = stand(order, BEGAN + 910)
+        snapshot = snapshot_of(order, BEGAN + 910)
         assert (snapshot.running, snapshot.resumed) == (1, 1)
 
 
-def test_codes_without_end_are_counted_and_reported_together() -> None:
+def test_failure_codes_above_the_limit_share_one_group() -> None:
     events = [
         failed_item
         for number in range(500)
         for failed_item in tell_item(f"i{number}", failed(code=f"c{number}", steps=0))
     ]
-    snapshot = stand(events)
+    snapshot = snapshot_of(events)
     assert (snapshot.failed, sum(group.count for group in snapshot.groups)) == (500, 500)
     assert len(snapshot.groups) == MAX_GROUPS + 1
 
 
-def test_an_example_is_never_an_item_that_has_been_tried_again() -> None:
+def test_a_retried_item_is_not_the_example_of_a_failure_group() -> None:
     first, *others = (list(tell_item(name, failed())) for name in ("a", "b", "c", "d", "e"))
     messages = [*first, *(batch_event for other in others for batch_event in other)]
-    assert stand(messages).groups[0].item == "a"
+    assert snapshot_of(messages).groups[0].item == "a"
     retry = retried(at=NOW, item="a", attempt=2, failure=FailureKind.INFRASTRUCTURE)
-    (group,) = stand([*messages, retry, *tell_item("f", failed(), at=NOW)]).groups
+    (group,) = snapshot_of([*messages, retry, *tell_item("f", failed(), at=NOW)]).groups
     assert (group.item, group.count) == ("f", 5)
 
 
@@ -302,15 +284,15 @@ batches = st.lists(st.lists(attempts, min_size=1, max_size=3).map(tuple), max_si
 
 @settings(max_examples=80, deadline=None)
 @given(events=batches, shuffle=st.randoms(use_true_random=False))
-def test_any_order_and_any_repetition_give_the_same_totals(events: list[RunEvent], shuffle: object) -> None:
-    again = [*events, *shuffle.choices(events, k=len(events))]  # type: ignore[attr-defined]
-    shuffle.shuffle(again)  # type: ignore[attr-defined]
-    assert without_examples(stand(again)) == without_examples(stand(events))
+def test_event_order_and_repetition_do_not_change_the_totals(events: list[RunEvent], shuffle: object) -> None:
+    repeated = [*events, *shuffle.choices(events, k=len(events))]  # type: ignore[attr-defined]
+    shuffle.shuffle(repeated)  # type: ignore[attr-defined]
+    assert without_examples(snapshot_of(repeated)) == without_examples(snapshot_of(events))
 
 
 @settings(max_examples=60, deadline=None)
 @given(events=batches, shuffle=st.randoms(use_true_random=False), total=st.integers(0, 8))
-def test_every_item_stands_somewhere_at_every_moment(events: list[RunEvent], shuffle: object, total: int) -> None:
+def test_item_counts_add_up_after_every_event(events: list[RunEvent], shuffle: object, total: int) -> None:
     shuffle.shuffle(events)  # type: ignore[attr-defined]
     progress = BatchProgress(total)
     for batch_event in events:
@@ -323,7 +305,7 @@ def test_every_item_stands_somewhere_at_every_moment(events: list[RunEvent], shu
 
 @settings(max_examples=60, deadline=None)
 @given(events=batches, shuffle=st.randoms(use_true_random=False))
-def test_what_is_reported_again_is_not_new(events: list[RunEvent], shuffle: object) -> None:
+def test_a_repeated_event_is_not_new(events: list[RunEvent], shuffle: object) -> None:
     shuffle.shuffle(events)  # type: ignore[attr-defined]
     progress = BatchProgress()
     for batch_event in events:
@@ -331,20 +313,20 @@ def test_what_is_reported_again_is_not_new(events: list[RunEvent], shuffle: obje
     assert not any(progress.add(batch_event) for batch_event in events)
 
 
-def test_every_display_leaves_a_reader_that_is_gone_alone(stage: Stage) -> None:
-    display = stage.open()
+def test_no_display_prints_a_summary_after_a_broken_pipe(harness: DisplayHarness) -> None:
+    display = harness.open()
     display.__enter__()
-    before = len(stage.text())
+    before = len(harness.text())
     display.__exit__(BrokenPipeError, BrokenPipeError(), None)
-    assert "succeeded" not in stage.text()[before:]
+    assert "succeeded" not in harness.text()[before:]
 
 
-def test_failures_retries_and_notices_have_a_line_each_with_its_time_and_none_comes_twice() -> None:
+def test_the_log_display_prints_each_failure_retry_and_notice_once() -> None:
     events = tell_batch(
         (Attempt(is_retried=True, failure=FailureKind.INFRASTRUCTURE, code="HOST_LOST"), Attempt()),
         (failed(FailureKind.MODEL, "cut_reply", "it broke off"),),
     )
-    lines = play(Stage("lines"), [*events, *events]).partition("batch b-1:")[0].splitlines()
+    lines = show_events(DisplayHarness("lines"), [*events, *events]).partition("batch b-1:")[0].splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  ", line) for line in lines)
     assert [line.partition("Z  ")[2] for line in lines if "queued;" not in line] == [
         "submitted",
@@ -353,7 +335,7 @@ def test_failures_retries_and_notices_have_a_line_each_with_its_time_and_none_co
     ]
 
 
-def test_a_call_without_a_model_has_a_row_to_look_at_and_no_trace() -> None:
+def test_the_summary_of_a_failed_call_points_to_its_row() -> None:
     progress = BatchProgress(1)
     progress.add(ended(at=BEGAN, item="a", run="run0", failure=FailureKind.TOOL, code="C"))
     text = build_summary(progress.snapshot(BEGAN), batch="b", rows=("out.jsonl", "my errors.jsonl"))

@@ -19,7 +19,7 @@ from orchestrator.batches.lines import BadBatch, BatchFile, LineError, load_line
 from orchestrator.batches.rows import parse_row
 from store.batches import CALLS_URL, CHAT_URL, RUNS_URL, BatchItem, CallBody, ItemEnvironment, RunBody, RunLimits
 
-calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+slow_property = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=40)
 VALUE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
@@ -44,14 +44,14 @@ def chat_line(*messages: dict[str, Any], **body: Any) -> str:
     return openai_line(url=CHAT_URL, messages=list(messages) or [{"role": "user", "content": "Hello"}], **body)
 
 
-def refused(text: str | bytes, folder: Path = Path("/nowhere")) -> str:
+def read_error(text: str | bytes, folder: Path = Path("/nowhere")) -> str:
     with pytest.raises(BadBatch) as caught:
         read(text, folder)
     assert (caught.value.more, len(caught.value.errors)) == (0, 1)
     return str(caught.value.errors[0])
 
 
-def test_a_short_line_is_a_run(tmp_path: Path) -> None:
+def test_a_line_with_an_instruction_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "ws").mkdir()
     item = read_one(
         tmp_path,
@@ -79,7 +79,7 @@ def test_a_short_line_is_a_run(tmp_path: Path) -> None:
     assert (item.custom_id, item.line, item.url, item.priority) == ("a", 1, RUNS_URL, 3)
 
 
-def test_a_line_of_openais_shape_is_a_run_a_call_or_a_chat() -> None:
+def test_an_openai_line_is_a_run_a_call_or_a_chat() -> None:
     run = read(openai_line(input="Count", restore="c1", history=[{"role": "user", "content": "Hi"}])).items[0]
     call = read(openai_line(url=CALLS_URL, name="bash_tool", arguments={"command": "ls"})).items[0]
     chat = read(
@@ -104,7 +104,7 @@ def test_a_line_of_openais_shape_is_a_run_a_call_or_a_chat() -> None:
     )
 
 
-@calmly
+@slow_property
 @given(
     st.lists(
         st.tuples(TEXT, TEXT, st.dictionaries(TEXT, VALUE, max_size=3)),
@@ -113,7 +113,7 @@ def test_a_line_of_openais_shape_is_a_run_a_call_or_a_chat() -> None:
         unique_by=lambda entry: entry[0],
     )
 )
-def test_what_was_written_is_what_is_read(entries: list[tuple[str, str, dict[str, Any]]]) -> None:
+def test_json_lines_are_parsed_without_changes(entries: list[tuple[str, str, dict[str, Any]]]) -> None:
     for escapes in (True, False):
         text = "\n".join(
             json.dumps({"id": name, "tool": tool, "arguments": arguments}, ensure_ascii=escapes)
@@ -125,17 +125,17 @@ def test_what_was_written_is_what_is_read(entries: list[tuple[str, str, dict[str
         ]
 
 
-def is_taken_or_refused(raw: bytes) -> bool:
+def is_parsed_or_refused(raw: bytes) -> bool:
     try:
         return len(read(raw).items) > 0
     except BadBatch as error:
         return len(error.errors) > 0
 
 
-@calmly
+@slow_property
 @given(st.binary(max_size=80) | st.text(max_size=80).map(lambda text: text.encode("utf-8", "replace")))
-def test_any_bytes_are_a_batch_or_refused_with_sentences(raw: bytes) -> None:
-    assert is_taken_or_refused(raw)
+def test_any_bytes_are_parsed_or_refused(raw: bytes) -> None:
+    assert is_parsed_or_refused(raw)
 
 
 FIELDS = st.sampled_from(
@@ -146,22 +146,19 @@ CHAT = st.fixed_dictionaries(
 )
 
 
-@calmly
+@slow_property
 @given(VALUE | CHAT | st.dictionaries(FIELDS, VALUE, max_size=6))
-def test_any_json_is_a_batch_or_refused_with_sentences(value: Any) -> None:
-    assert is_taken_or_refused(json.dumps(value).encode())
+def test_any_json_is_parsed_or_refused(value: Any) -> None:
+    assert is_parsed_or_refused(json.dumps(value).encode())
 
 
-GOOD = '{"id":"a","instruction":"x"}'
+VALID_LINE = '{"id":"a","instruction":"x"}'
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            '{"id":"a","instructoin":"x"}',
-            "line 1: `instructoin` is an unknown field: did you mean `instruction`?",
-        ),
+        ('{"id":"a","instructoin":"x"}', "line 1: `instructoin` is an unknown field: did you mean `instruction`?"),
         (
             '{"id":"a","instruction":"x","max_iterations":3}',
             "line 1: `max_iterations` is an unknown field: write it as `limits.max_iterations`",
@@ -186,10 +183,7 @@ GOOD = '{"id":"a","instruction":"x"}'
         ('{"id":"a","tool":"t","arguments":{"NaN":1,"x":NaN}}', "NaN is not JSON"),
         ('{"id":"a","tool":"t","arguments":{"x":1e999}}', "1e999 is a number that is too large"),
         ('{"id":"a","tool":"t","arguments":{"x":' + "9" * 5000 + "}}", "line 1: the line is not one JSON object"),
-        (
-            '{"id":"a","tool":"t","arguments":{"x":' + "[" * 70 + "]" * 70 + "}}",
-            "nested deeper than 64",
-        ),
+        ('{"id":"a","tool":"t","arguments":{"x":' + "[" * 70 + "]" * 70 + "}}", "nested deeper than 64"),
         ("[" * 100_000, "more than 20000 values"),
         ('{"id":"a","instruction":"\\ud83d"}', "line 1: a text has a lone surrogate"),
         ('{"id":"a","instruction":"x"} {}', "line 1, column 30: the line is not one JSON object (extra data)"),
@@ -200,12 +194,12 @@ GOOD = '{"id":"a","instruction":"x"}'
             "line 1, column 26: the line is not one JSON object (it is not UTF-8 (byte 0xe9)",
         ),
         ("", "the file has no lines"),
-        (GOOD + "\n" + openai_line("b", instruction="x"), "line 2: this line has another shape than line 1"),
+        (VALID_LINE + "\n" + openai_line("b", instruction="x"), "line 2: this line has another shape than line 1"),
         (
             openai_line(input="x") + "\n" + openai_line("b", CALLS_URL, name="t"),
             "line 2: `url`: this is '/v1/tools/execute' and line 1 has",
         ),
-        (f"{GOOD}\n\n{GOOD}", "line 3: `id`: 'a' is also the id of line 1"),
+        (f"{VALID_LINE}\n\n{VALID_LINE}", "line 3: `id`: 'a' is also the id of line 1"),
         (
             openai_line(url="/v1/embeddings"),
             "`url` is one of /v1/agent/runs, /v1/tools/execute, /v1/chat/completions, not '/v1/embeddings'",
@@ -229,11 +223,11 @@ GOOD = '{"id":"a","instruction":"x"}'
         ),
     ],
 )
-def test_what_is_wrong_is_reported_with_its_place_and_what_to_do(text: str | bytes, expected: str) -> None:
-    assert expected in refused(text)
+def test_an_invalid_line_is_reported_with_its_position_and_the_fix(text: str | bytes, expected: str) -> None:
+    assert expected in read_error(text)
 
 
-def test_all_that_is_wrong_is_reported_at_once_the_first_twenty_in_words() -> None:
+def test_all_errors_are_counted_and_the_first_twenty_listed() -> None:
     with pytest.raises(BadBatch) as caught:
         read(
             "\n".join(json.dumps({"id": str(number), "instruction": "x", "a": 1, "b": 2}) for number in range(15))
@@ -246,7 +240,7 @@ def test_all_that_is_wrong_is_reported_at_once_the_first_twenty_in_words() -> No
     assert str(caught.value).endswith("\n  and 11 more")
 
 
-def test_all_kinds_of_errors_of_a_line_and_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
+def test_errors_of_all_kinds_are_reported_together(tmp_path: Path) -> None:
     lines = [
         json.dumps({"id": "a", "promt": "x", "workspace": "missing", "restore": "c", "artifacts": ["../x"]}),
         json.dumps({"id": "b", "workspace": "gone", "restore": "c", "sampling": {"heat": 1}, "grader": {"files": "g"}}),
@@ -277,7 +271,7 @@ def test_all_kinds_of_errors_of_a_line_and_of_a_file_are_reported_at_once(tmp_pa
     assert [item.line for item in caught.value.file.items] == [4]
 
 
-def test_the_errors_of_two_checks_are_joined_in_the_order_of_the_lines_and_bounded() -> None:
+def test_joined_errors_are_sorted_by_line_and_bounded() -> None:
     first = BadBatch("in.jsonl", [LineError("a", 3), LineError("whole")], 0)
     joined = first.join(BadBatch("in.jsonl", [LineError("b", number) for number in range(1, 21)], 5))
     assert [error.line for error in joined.errors[:4]] == [None, 1, 2, 3]
@@ -285,7 +279,7 @@ def test_the_errors_of_two_checks_are_joined_in_the_order_of_the_lines_and_bound
     assert "in.jsonl has 27 errors" in str(joined)
 
 
-def test_a_workspace_is_an_archive_or_instructed_to_be_none(tmp_path: Path) -> None:
+def test_a_workspace_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar.bz2", "w:bz2") as archive:
         archive.add(__file__, "a.py")
     (tmp_path / "notes.txt").write_text("hello")
@@ -298,10 +292,10 @@ def test_a_workspace_is_an_archive_or_instructed_to_be_none(tmp_path: Path) -> N
         ("missing", "does not exist"),
         ("part.bundle", "only a part of a history"),
     ):
-        assert result in refused(json.dumps({"id": "a", "instruction": "x", "workspace": name}), tmp_path)
+        assert result in read_error(json.dumps({"id": "a", "instruction": "x", "workspace": name}), tmp_path)
 
 
-def test_a_large_archive_is_known_by_its_beginning_and_one_that_is_too_large_is_refused(tmp_path: Path) -> None:
+def test_an_archive_is_detected_by_its_header_and_limited_in_size(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         entry = tarfile.TarInfo("big")
         archive.addfile(entry)
@@ -310,25 +304,25 @@ def test_a_large_archive_is_known_by_its_beginning_and_one_that_is_too_large_is_
     assert read_one(tmp_path, instruction="x", workspace="a.tar").environment.workspace is not None
     with (tmp_path / "a.tar").open("r+b") as file:
         file.truncate(MAX_BLOB_BYTES + 1)
-    assert "is larger than" in refused('{"id":"a","instruction":"x","workspace":"a.tar"}', tmp_path)
+    assert "is larger than" in read_error('{"id":"a","instruction":"x","workspace":"a.tar"}', tmp_path)
 
 
-def test_too_many_lines_are_refused_where_they_begin_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_line_above_the_item_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MAX_ITEMS", 2)
-    assert "line 4: the file has more than 2 lines" in refused(
+    assert "line 4: the file has more than 2 lines" in read_error(
         "\n".join(json.dumps({"id": str(n), "instruction": "x"}) if n else "" for n in range(9))
     )
 
 
-def test_too_large_a_file_and_too_long_a_line_are_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_or_line_above_the_size_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 40)
-    assert read(GOOD + " " * (40 - len(GOOD)) + "\r\n").items
-    assert "line 1: the line is longer than 40 bytes" in refused(GOOD + " " * 80)
+    assert read(VALID_LINE + " " * (40 - len(VALID_LINE)) + "\r\n").items
+    assert "line 1: the line is longer than 40 bytes" in read_error(VALID_LINE + " " * 80)
     monkeypatch.setattr(lines_module, "MAX_INPUT_BYTES", 30)
-    assert "the file is larger than 30 bytes" in refused(GOOD + "\n" + GOOD)
+    assert "the file is larger than 30 bytes" in read_error(VALID_LINE + "\n" + VALID_LINE)
 
 
-def test_the_lines_and_rows_of_the_page_are_what_is_read(tmp_path: Path) -> None:
+def test_the_examples_in_docs_batches_are_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "batches.md").read_text()
     for folder in ("repo.tar.gz", "grader"):
         (tmp_path / folder).mkdir()
@@ -337,44 +331,46 @@ def test_the_lines_and_rows_of_the_page_are_what_is_read(tmp_path: Path) -> None
     assert [parse_row(line.encode()).custom_id for line in rows.splitlines()] == ["q1", "q2"]
 
 
-def test_a_line_of_many_small_values_is_kept_in_about_the_room_of_its_text(tmp_path: Path) -> None:
+def test_a_line_of_many_small_values_uses_at_most_twice_its_size_in_memory(tmp_path: Path) -> None:
     values: list[Any] = [[]] * 19_000
     text = json.dumps({"id": "a", "tool": "t", "arguments": {"values": values}})
     tracemalloc.start()
     try:
         file = read("\n".join(text.replace('"a"', f'"{number}"', 1) for number in range(6)), tmp_path)
-        held = tracemalloc.get_traced_memory()[0]
+        held_bytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert held < 2 * 6 * len(text)
+    assert held_bytes < 2 * 6 * len(text)
     assert [item.custom_id for item in file.items] == [str(number) for number in range(6)]
     assert file.items[3].work == file.items[-1].work == CallBody(name="t", arguments={"values": values})
     assert [item.line for item in file.items[1:3]] == [2, 3]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "binary", "empty", "nothing but blank lines"])
-def test_what_is_no_file_of_lines_is_reported(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("pipe", "not a regular file"),
+        ("folder", "cannot be read"),
+        ("missing", "does not exist"),
+        (bytes(range(256)) * 64, "it is not UTF-8 \\(byte 0x80\\)"),
+        (b"", "the file has no lines"),
+        (b"\n \r\n", "the file has no lines"),
+    ],
+)
+def test_a_path_that_is_not_a_file_with_lines_is_refused(tmp_path: Path, content: str | bytes, message: str) -> None:
     path = tmp_path / "tasks.jsonl"
-    if kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.write_bytes({"binary": bytes(range(256)) * 64, "empty": b"", "nothing but blank lines": b"\n \r\n"}[kind])
-    with pytest.raises(BadBatch) as caught:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content != "missing":
+        {"pipe": os.mkfifo, "folder": os.mkdir}[content](path)
+    with pytest.raises(BadBatch, match=message):
         load_lines(path)
-    fields = {"pipe": "not a regular file", "binary": "it is not UTF-8 (byte 0x80)"}
-    assert fields.get(kind, "the file has no lines") in str(caught.value)
 
 
-def test_the_environment_of_an_item_keeps_its_stored_name() -> None:
+def test_the_item_environment_keeps_its_stored_field_name() -> None:
     item = BatchItem(
         custom_id="a", line=1, url="/v1/tools/execute", work=CallBody(name="x"), environment=ItemEnvironment(image="i")
     )
     stored = item.model_dump_json()
     assert json.loads(stored)["ground"]["image"] == "i"
     assert BatchItem.model_validate_json(stored) == item
-
-
-def test_a_file_that_is_not_there_or_is_a_folder_is_reported(tmp_path: Path) -> None:
-    for path, result in ((tmp_path / "none", "does not exist"), (tmp_path, "cannot be read")):
-        with pytest.raises(BadBatch, match=result):
-            load_lines(path)

@@ -10,23 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.calls import Clocks
-from contract.run_events import (
-    BatchNotice,
-    FailureKind,
-    RunEvent,
-)
+from contract.run_events import BatchNotice, FailureKind, RunEvent
 from orchestrator.batches.report import MAX_FAILED_ROWS, MAX_TOOLS, OTHER_TOOLS, build_report
 from orchestrator.batches.report_plots import POINTS, add_up
-from tests.batch_story import (
-    BEGAN,
-    Attempt,
-    call_finished,
-    ended,
-    failed,
-    step_finished,
-    tell_batch,
-    tell_item,
-)
+from tests.batch_story import BEGAN, Attempt, call_finished, ended, failed, step_finished, tell_batch, tell_item
 
 HOSTILE = [
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "]]><svg onload=alert(1)>",
@@ -71,24 +58,24 @@ class Page(HTMLParser):
         return "\n".join(self.texts)
 
 
-KNOWN = Page(
+SAMPLE_PAGE = Page(
     build_report(
         tell_batch((Attempt(),), (failed(),), (Attempt(is_retried=True), Attempt()), (Attempt(is_cut=True),)), title="t"
     )
 )
 
 
-def hostile_batch(word: str) -> Iterator[RunEvent]:
-    yield BatchNotice(at=BEGAN, message=word, total=4)
-    yield from tell_item(word, Attempt(tool=word))
-    yield from tell_item(f"{word}2", failed(code=word, message=word))
-    yield from tell_item(f"{word}3", Attempt(is_cut=True, tool=word))
-    yield ended(at=BEGAN, item="x", run=word, failure=FailureKind.MODEL, code=word, message=word)
+def hostile_batch(text: str) -> Iterator[RunEvent]:
+    yield BatchNotice(at=BEGAN, message=text, total=4)
+    yield from tell_item(text, Attempt(tool=text))
+    yield from tell_item(f"{text}2", failed(code=text, message=text))
+    yield from tell_item(f"{text}3", Attempt(is_cut=True, tool=text))
+    yield ended(at=BEGAN, item="x", run=text, failure=FailureKind.MODEL, code=text, message=text)
 
 
-@pytest.mark.parametrize("word", HOSTILE)
-def test_no_tag_and_no_attribute_comes_from_an_attacker_who_chooses_ids_tools_codes_and_messages(word: str) -> None:
-    page = Page(build_report(hostile_batch(word), title=word, batch=word))
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_event_texts_add_no_tags_or_attributes(text: str) -> None:
+    page = Page(build_report(hostile_batch(text), title=text, batch=text))
     harmless = Page(build_report(hostile_batch("harmless"), title="harmless", batch="harmless"))
     assert page.tags == harmless.tags
     assert Counter((tag, name) for tag, name, _ in page.attributes) == Counter(
@@ -101,15 +88,15 @@ def test_no_tag_and_no_attribute_comes_from_an_attacker_who_chooses_ids_tools_co
 
 
 @settings(max_examples=40, deadline=None)
-@given(word=st.text(st.characters(exclude_categories=()), min_size=1, max_size=40))
-def test_any_text_stays_text(word: str) -> None:
-    page = Page(build_report(hostile_batch(word), title=word))
-    assert page.tags.keys() <= KNOWN.tags.keys()
-    assert {(tag, name) for tag, name, _ in page.attributes} <= {(tag, name) for tag, name, _ in KNOWN.attributes}
+@given(text=st.text(st.characters(exclude_categories=()), min_size=1, max_size=40))
+def test_any_event_text_adds_no_tags_or_attributes(text: str) -> None:
+    page = Page(build_report(hostile_batch(text), title=text))
+    assert page.tags.keys() <= SAMPLE_PAGE.tags.keys()
+    assert {(tag, name) for tag, name, _ in page.attributes} <= {(tag, name) for tag, name, _ in SAMPLE_PAGE.attributes}
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script() -> None:
-    page = KNOWN
+def test_the_page_loads_no_external_resources_and_runs_no_script() -> None:
+    page = SAMPLE_PAGE
     policy = next(value for value in page.values("content") if "default-src" in value)
     assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'")
     assert not {"script", "link", "img", "iframe", "object", "embed", "form", "base"} & page.tags.keys()
@@ -120,8 +107,8 @@ def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script() -> None:
     assert "@import" not in page.text()
 
 
-def test_the_page_is_made_for_readers_who_do_not_see_it() -> None:
-    page = KNOWN
+def test_the_page_is_accessible_to_screen_readers() -> None:
+    page = SAMPLE_PAGE
     ids = page.values("id")
     assert len(ids) == len(set(ids))
     assert {name[1:] for name in page.values("href")} <= set(ids)
@@ -134,7 +121,7 @@ def test_the_page_is_made_for_readers_who_do_not_see_it() -> None:
     assert "width=device-width" in "".join(page.values("content"))
 
 
-def test_failures_beyond_the_first_are_counted_and_the_page_says_so() -> None:
+def test_failures_above_the_row_limit_are_counted() -> None:
     events = [
         batch_event
         for n in range(MAX_FAILED_ROWS + 20)
@@ -145,7 +132,7 @@ def test_failures_beyond_the_first_are_counted_and_the_page_says_so() -> None:
     assert (f"i{MAX_FAILED_ROWS - 1}" in page.texts, f"i{MAX_FAILED_ROWS}" in page.texts) == (True, False)
 
 
-def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_below_two_megabytes() -> None:
+def test_long_hostile_failures_keep_the_page_below_two_megabytes() -> None:
     messages = [
         ended(
             at=BEGAN + n,
@@ -165,7 +152,7 @@ def test_the_failures_that_an_attacker_makes_as_long_as_he_can_keep_the_page_bel
 
 
 @pytest.mark.parametrize("at", [0.0, -1e9, 1e308, 1.7e308, -1.7e308])
-def test_a_clock_that_is_nonsense_breaks_no_page(at: float) -> None:
+def test_invalid_timestamps_give_a_valid_page(at: float) -> None:
     events = [
         *tell_batch((Attempt(),)),
         *tell_item("x", failed(), at=at),
@@ -179,19 +166,19 @@ moments = st.floats(-1e15, 1e15) | st.floats(-1e3, 1e3)
 
 
 @given(times=st.lists(moments, min_size=1), shuffle=st.randoms(use_true_random=False))
-def test_sums_over_time_lose_nothing_and_stay_few_in_any_order(times: list[float], shuffle: object) -> None:
-    made = []
+def test_cumulative_sums_are_exact_and_bounded_in_any_order(times: list[float], shuffle: object) -> None:
+    sums = []
     for _ in range(2):
-        made.append(add_up([(time, 1) for time in times], min(times), max(times)))
+        sums.append(add_up([(time, 1) for time in times], min(times), max(times)))
         shuffle.shuffle(times)  # type: ignore[attr-defined]
-    assert made[0] == made[1]
-    assert len(made[0]) == POINTS + 1
-    assert made[0][-1][1] == len(times)
-    assert all(value == sum(time <= moment for time in times) for moment, value in made[0][:-1])
+    assert sums[0] == sums[1]
+    assert len(sums[0]) == POINTS + 1
+    assert sums[0][-1][1] == len(times)
+    assert all(value == sum(time <= moment for time in times) for moment, value in sums[0][:-1])
 
 
 @given(runs=st.lists(st.tuples(st.floats(0, 1000), st.floats(0, 1000)), min_size=1))
-def test_the_number_of_running_items_is_right_at_every_moment_that_is_drawn(runs: list[tuple[float, float]]) -> None:
+def test_the_number_of_running_items_is_exact_at_every_point(runs: list[tuple[float, float]]) -> None:
     spans = [(started, started + length) for started, length in runs]
     amounts = [(started, 1) for started, _ in spans] + [(ended, -1) for _, ended in spans]
     points = add_up(amounts, min(started for started, _ in spans), max(ended for _, ended in spans))
@@ -200,13 +187,13 @@ def test_the_number_of_running_items_is_right_at_every_moment_that_is_drawn(runs
         assert value == sum(started <= moment < ended for started, ended in spans)
 
 
-def test_an_item_cancelled_in_the_queue_never_ran() -> None:
+def test_an_item_cancelled_in_the_queue_is_not_counted_as_running() -> None:
     messages = [ended(at=BEGAN + 5, item=str(n), failure=FailureKind.CANCELLED) for n in range(9)]
     page = Page(build_report([*messages, *tell_item("a", Attempt(steps=9))], title="t"))
     assert "running: 1 at most" in page.text()
 
 
-def test_tools_that_a_model_makes_up_share_a_row() -> None:
+def test_tool_names_above_the_limit_share_one_row() -> None:
     calls: list[RunEvent] = [
         call_finished(at=BEGAN, item="a", call=str(n), tool=f"t{n}" * 99, seconds=0.1) for n in range(1000)
     ]
@@ -214,13 +201,13 @@ def test_tools_that_a_model_makes_up_share_a_row() -> None:
     assert texts[texts.index(OTHER_TOOLS) + 1] == str(1000 - MAX_TOOLS)
 
 
-def test_an_item_that_succeeded_at_last_is_in_no_table_of_failures() -> None:
+def test_an_item_that_succeeded_after_a_retry_is_not_listed_as_failed() -> None:
     page = Page(build_report(tell_batch((failed(message="it was away"), Attempt())), title="t"))
     assert "No item has failed." in page.texts
     assert "it was away" not in page.text()
 
 
-def test_times_of_a_tool_have_its_errors_and_waits() -> None:
+def test_the_tool_table_lists_percentiles_errors_and_queue_time() -> None:
     seconds = [0.1 * number for number in range(1, 101)]
     calls = [
         call_finished(

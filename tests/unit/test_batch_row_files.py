@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
 
 
-def test_rows_are_added_once_and_known_when_the_file_is_opened_again(path: Path) -> None:
+def test_a_row_is_appended_once_even_after_the_file_is_reopened(path: Path) -> None:
     with RowFile.open(path, any_row) as file:
         assert file.append(rows("a", "b")) == ["a", "b"]
         assert file.append(rows("b", "c")) == ["c"]
@@ -46,23 +46,23 @@ def test_rows_are_added_once_and_known_when_the_file_is_opened_again(path: Path)
     cut=st.integers(min_value=0),
     hole=st.sampled_from([b"", b"\0" * 40]),
 )
-def test_a_file_cut_anywhere_is_repaired(path: Path, texts: list[str], cut: int, hole: bytes) -> None:
-    lines = [build_row_line(build_row(build_outcome(str(place), text=text))) for place, text in enumerate(texts)]
-    whole = b"".join(lines)
-    rest_of_crash = whole[: cut % (len(whole) + 1)]
-    path.write_bytes(rest_of_crash + hole)
+def test_a_file_truncated_at_any_byte_is_repaired(path: Path, texts: list[str], cut: int, hole: bytes) -> None:
+    lines = [build_row_line(build_row(build_outcome(str(index), text=text))) for index, text in enumerate(texts)]
+    content = b"".join(lines)
+    truncated = content[: cut % (len(content) + 1)]
+    path.write_bytes(truncated + hole)
     with RowFile.open(path, any_row) as file:
         ids = sorted(file.ids, key=int)
         assert file.append(rows("new")) == ["new"]
     # A row that lacks nothing but its end of line is whole.
     count = sum(
-        1 for place in range(len(lines)) if len(rest_of_crash + b"\n" * (not hole)) >= sum(map(len, lines[: place + 1]))
+        1 for index in range(len(lines)) if len(truncated + b"\n" * (not hole)) >= sum(map(len, lines[: index + 1]))
     )
-    assert ids == [str(place) for place in range(count)]
+    assert ids == [str(index) for index in range(count)]
     assert path.read_bytes() == b"".join(lines[:count]) + raw("new")
 
 
-def test_blocks_that_never_reached_the_disk_are_taken_out_between_rows(path: Path) -> None:
+def test_zero_blocks_between_rows_are_removed(path: Path) -> None:
     path.write_bytes(raw("a") + b"\0" * 20 + raw("b") + raw("c"))
     with RowFile.open(path, any_row) as file:
         assert sorted(file.ids) == ["a", "c"]
@@ -86,7 +86,7 @@ def test_blocks_that_never_reached_the_disk_are_taken_out_between_rows(path: Pat
         (raw("a", "b", "a"), "contains two rows of 'a', the second in line 3"),
     ],
 )
-def test_a_file_that_no_crash_explains_is_refused_unchanged(path: Path, content: bytes, expected: str) -> None:
+def test_a_file_with_content_other_than_rows_is_refused_unchanged(path: Path, content: bytes, expected: str) -> None:
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=expected):
         RowFile.open(path, any_row)
@@ -100,7 +100,7 @@ def test_rows_of_another_batch_are_refused(path: Path) -> None:
     assert path.read_bytes() == raw("a", "b") + raw("c")[:-5]
 
 
-def test_of_two_processes_one_writes_and_when_it_is_killed_the_other_finds_whole_rows(path: Path) -> None:
+def test_a_second_writer_is_refused_and_finds_complete_rows_after_a_kill(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from orchestrator.batches.row_files import RowFile\n"
         "from orchestrator.batches.rows import build_row_line\n"
@@ -117,18 +117,18 @@ def test_of_two_processes_one_writes_and_when_it_is_killed_the_other_finds_whole
         assert process.stdout.readline() == "open\n"
         with pytest.raises(ConfigError, match="another process"):
             RowFile.open(path, any_row)
-        promised = [process.stdout.readline().strip() for _ in range(3)]
+        appended = [process.stdout.readline().strip() for _ in range(3)]
         process.send_signal(signal.SIGKILL)
-        promised += process.stdout.read().split()
+        appended += process.stdout.read().split()
     with RowFile.open(path, any_row) as file:
-        assert set(promised) <= set(file.ids)
-    assert len(ids_of(path)) == len(set(ids_of(path))) in (len(promised), len(promised) + 1)
+        assert set(appended) <= set(file.ids)
+    assert len(ids_of(path)) == len(set(ids_of(path))) in (len(appended), len(appended) + 1)
 
 
 @pytest.mark.parametrize(
     "name", ["folder", "pipe", "device", "loop", "none/out.jsonl", "x" * 300, "a\0b", "file/out.jsonl"]
 )
-def test_a_path_that_cannot_hold_rows_is_refused_before_the_batch_begins(tmp_path: Path, name: str) -> None:
+def test_a_path_that_is_not_a_writable_file_is_refused_before_the_batch_starts(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
@@ -140,7 +140,7 @@ def test_a_path_that_cannot_hold_rows_is_refused_before_the_batch_begins(tmp_pat
         RowFile.open(tmp_path / name, any_row)
 
 
-def test_what_does_not_fit_is_in_the_file_not_at_all_and_goes_in_later(path: Path) -> None:
+def test_rows_that_do_not_fit_on_the_disk_are_not_written_partially(path: Path) -> None:
     with RowFile.open(path, any_row) as file:
         file.append(rows("a"))
         with room_for(len(raw("a")) * 2 + 10):
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_in_the_file_not_at_all_and_goes_in_later(path: Pat
     assert path.read_bytes() == raw("a", "b", "c")
 
 
-def test_a_disk_without_room_is_reported_before_the_batch_begins(path: Path) -> None:
+def test_a_full_disk_is_reported_before_the_batch_starts(path: Path) -> None:
     path.write_bytes(raw("a"))
     with room_for(len(raw("a")) + 10), pytest.raises(ConfigError, match="free space on its disk"):
         RowFile.open(path, any_row)
@@ -160,7 +160,7 @@ def test_a_disk_without_room_is_reported_before_the_batch_begins(path: Path) -> 
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
-def test_rows_that_the_disk_lost_are_rewritten(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_rows_are_written_again_after_a_failed_fsync(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     with RowFile.open(path, any_row) as file:
 
         def fail(_: int) -> None:
@@ -177,7 +177,7 @@ def test_rows_that_the_disk_lost_are_rewritten(path: Path, monkeypatch: pytest.M
     assert path.read_bytes() == raw("b")
 
 
-def test_a_file_that_was_moved_or_changed_meanwhile_gets_no_rows(path: Path) -> None:
+def test_a_file_moved_or_changed_by_another_program_gets_no_rows(path: Path) -> None:
     with RowFile.open(path, any_row) as file:
         file.append(rows("a"))
         with path.open("ab") as other:
@@ -196,7 +196,7 @@ def test_a_file_that_was_moved_or_changed_meanwhile_gets_no_rows(path: Path) -> 
     assert ids_of(path) == ["a", "b"]
 
 
-def test_standard_output_is_taken_as_a_file_and_refused_as_a_pipe(path: Path) -> None:
+def test_standard_output_is_accepted_as_a_file_and_refused_as_a_pipe(path: Path) -> None:
     reader, writer = os.pipe()
     try:
         with pytest.raises(ConfigError, match="not a regular file"):
@@ -210,64 +210,66 @@ def test_standard_output_is_taken_as_a_file_and_refused_as_a_pipe(path: Path) ->
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[Path, Path]:
+def paths(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "out.jsonl", tmp_path / "err.jsonl"
 
 
-def test_an_item_that_succeeds_later_leaves_the_errors_when_all_is_settled(pair: tuple[Path, Path]) -> None:
-    with RowFiles.open(*pair, any_row) as files:
+def test_settle_removes_an_error_row_of_an_item_that_succeeded_later(paths: tuple[Path, Path]) -> None:
+    with RowFiles.open(*paths, any_row) as files:
         files.append([build_outcome(name, fails=True) for name in "abc"])
-        pair[1].chmod(0o640)
+        paths[1].chmod(0o640)
         files.append([build_outcome("b")])
         assert sorted(files.failed) == ["a", "c"]
-        assert ids_of(pair[1]) == ["a", "b", "c"]
+        assert ids_of(paths[1]) == ["a", "b", "c"]
         files.settle()
         files.append([build_outcome("d", fails=True)])
-        assert [ids_of(path) for path in pair] == [["b"], ["a", "c", "d"]]
+        assert [ids_of(path) for path in paths] == [["b"], ["a", "c", "d"]]
         with pytest.raises(ConfigError, match="another process"):
-            RowFile.open(pair[1], any_row)
-    assert pair[1].stat().st_mode & 0o777 == 0o640
-    assert sorted(os.listdir(pair[0].parent)) == ["err.jsonl", "out.jsonl"]
+            RowFile.open(paths[1], any_row)
+    assert paths[1].stat().st_mode & 0o777 == 0o640
+    assert sorted(os.listdir(paths[0].parent)) == ["err.jsonl", "out.jsonl"]
 
 
-def test_what_was_not_settled_is_known_and_settled_after_a_crash(pair: tuple[Path, Path]) -> None:
-    with RowFiles.open(*pair, any_row) as files:
+def test_rows_that_were_not_settled_are_settled_after_a_crash(paths: tuple[Path, Path]) -> None:
+    with RowFiles.open(*paths, any_row) as files:
         files.append([build_outcome("a", fails=True), build_outcome("b", fails=True)])
         files.append([build_outcome("a")])
-    with RowFiles.open(*pair, any_row) as files:
+    with RowFiles.open(*paths, any_row) as files:
         assert (sorted(files.succeeded), sorted(files.failed)) == (["a"], ["b"])
         files.settle()
-    assert [ids_of(path) for path in pair] == [["a"], ["b"]]
+    assert [ids_of(path) for path in paths] == [["a"], ["b"]]
 
 
-def test_of_two_failures_the_newer_is_kept_and_a_success_stays(pair: tuple[Path, Path]) -> None:
-    with RowFiles.open(*pair, any_row) as files:
+def test_settle_keeps_the_newest_failure_and_every_success(paths: tuple[Path, Path]) -> None:
+    with RowFiles.open(*paths, any_row) as files:
         files.append([build_outcome("a", fails=True, text="first"), build_outcome("b")])
         assert files.append([build_outcome("a", fails=True, text="second"), build_outcome("b", fails=True)]) == []
         files.settle()
-    (row,) = [json.loads(line) for line in pair[1].read_text().splitlines()]
+    (row,) = [json.loads(line) for line in paths[1].read_text().splitlines()]
     assert (row["custom_id"], row["error"]["message"]) == ("a", "second")
 
 
-def test_newer_failures_are_not_held_without_end(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_failures_above_the_memory_limit_are_written_at_once(
+    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(row_files, "MAX_HELD_BYTES", 100)
-    with RowFiles.open(*pair, any_row) as files:
+    with RowFiles.open(*paths, any_row) as files:
         files.append([build_outcome("a", fails=True, text="first")])
         files.append([build_outcome("a", fails=True, text="second" * 20)])
-        assert b"second" in pair[1].read_bytes()
+        assert b"second" in paths[1].read_bytes()
 
 
-def test_a_disk_that_is_full_when_all_is_settled_leaves_both_files_as_they_were(pair: tuple[Path, Path]) -> None:
-    with RowFiles.open(*pair, any_row) as files:
+def test_settle_on_a_full_disk_leaves_both_files_unchanged(paths: tuple[Path, Path]) -> None:
+    with RowFiles.open(*paths, any_row) as files:
         files.append([build_outcome(name, fails=True) for name in "abc"])
         files.append([build_outcome("b")])
-        before = [path.read_bytes() for path in pair]
+        before = [path.read_bytes() for path in paths]
         with room_for(10), pytest.raises(RowsNotWritten, match="free space"):
             files.settle()
-        assert [path.read_bytes() for path in pair] == before
-        assert len(os.listdir(pair[0].parent)) == 2
+        assert [path.read_bytes() for path in paths] == before
+        assert len(os.listdir(paths[0].parent)) == 2
         files.settle()
-    assert ids_of(pair[1]) == ["a", "c"]
+    assert ids_of(paths[1]) == ["a", "c"]
 
 
 def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
@@ -279,21 +281,21 @@ def test_one_file_under_two_names_is_refused(tmp_path: Path) -> None:
             RowFiles.open(tmp_path / "out", tmp_path / other, any_row)
 
 
-def test_an_errors_file_that_cannot_be_had_gives_the_output_back(tmp_path: Path) -> None:
+def test_a_refused_error_file_releases_the_lock_of_the_output_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="create its folder"):
         RowFiles.open(tmp_path / "out", tmp_path / "none" / "err", any_row)
     RowFile.open(tmp_path / "out", any_row).close()
 
 
 @pytest.mark.parametrize("body", [{"number": 10**5000}, {"text": "x" * 2000}])
-def test_a_row_that_could_not_be_read_again_is_a_failure_and_holds_up_no_other(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+def test_a_row_above_the_limits_is_stored_as_a_failure(
+    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(rows_module, "MAX_ROW_BYTES", 1000)
-    with RowFiles.open(*pair, any_row) as files:
+    with RowFiles.open(*paths, any_row) as files:
         assert files.append([build_outcome("a").model_copy(update={"body": body}), build_outcome("b")]) == ["b", "a"]
-    assert [ids_of(path) for path in pair] == [["b"], ["a"]]
-    assert "its row cannot be stored: the row " in pair[1].read_text()
+    assert [ids_of(path) for path in paths] == [["b"], ["a"]]
+    assert "its row cannot be stored: the row " in paths[1].read_text()
 
 
 def test_a_last_row_that_lacks_only_its_end_of_line_is_kept(path: Path) -> None:
@@ -304,7 +306,7 @@ def test_a_last_row_that_lacks_only_its_end_of_line_is_kept(path: Path) -> None:
     assert path.read_bytes() == raw("a", "b", "c")
 
 
-def test_a_folder_in_which_no_file_can_be_made_is_reported_before_the_batch_begins(
+def test_a_folder_without_write_permission_is_reported_before_the_batch_starts(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -312,7 +314,7 @@ def test_a_folder_in_which_no_file_can_be_made_is_reported_before_the_batch_begi
         RowFile.open(path, any_row)
 
 
-def test_a_closed_file_gets_no_rows(path: Path) -> None:
+def test_appending_to_a_closed_row_file_is_refused(path: Path) -> None:
     file = RowFile.open(path, any_row)
     file.close()
     file.close()

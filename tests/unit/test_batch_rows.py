@@ -24,7 +24,7 @@ from orchestrator.loop.limits import StopReason
 from orchestrator.loop.transcript import Transcript
 from store.batches import CHAT_URL, RUNS_URL, ItemOutcome
 
-calmly = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+slow_property = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=30),
@@ -42,7 +42,7 @@ OUTCOMES = st.builds(
 
 
 def build_result(**fields: Any) -> RunResult:
-    plain = {
+    defaults = {
         "answer": "42",
         "stop_reason": StopReason.ANSWERED,
         "steps": 2,
@@ -52,13 +52,15 @@ def build_result(**fields: Any) -> RunResult:
         "run": "r1",
         "cost": 0.25,
     }
-    return RunResult(**{**plain, **fields})
+    return RunResult(**{**defaults, **fields})
 
 
-@calmly
+@slow_property
 @given(OUTCOMES)
-def test_a_row_that_was_written_is_read_as_it_was(outcome: ItemOutcome) -> None:
+def test_a_row_is_one_line_and_is_parsed_without_changes(outcome: ItemOutcome) -> None:
     line = build_row_line(build_row(outcome))
+    assert line.endswith(b"\n")
+    assert len(line.decode().splitlines()) == 1
     row = parse_row(line)
     assert (row.id, row.custom_id, row.is_success) == (outcome.run, outcome.custom_id, outcome.failure is None)
     assert (row.error.model_dump() if row.error else None) == (
@@ -71,15 +73,7 @@ def test_a_row_that_was_written_is_read_as_it_was(outcome: ItemOutcome) -> None:
     )
 
 
-@calmly
-@given(OUTCOMES)
-def test_a_row_is_one_line_to_every_reader(outcome: ItemOutcome) -> None:
-    line = build_row_line(build_row(outcome))
-    assert line.endswith(b"\n")
-    assert len(line.decode().splitlines()) == 1
-
-
-def test_a_row_has_the_fields_of_openais_and_the_kind_of_its_failure() -> None:
+def test_a_row_has_the_openai_fields_and_the_failure_kind() -> None:
     done = ItemOutcome(custom_id="a", run="r1", status_code=200, body={"x": 1})
     assert build_row(done) == {
         "id": "r1",
@@ -88,8 +82,8 @@ def test_a_row_has_the_fields_of_openais_and_the_kind_of_its_failure() -> None:
         "error": None,
     }
     failure = Failure(kind=FailureKind.TOOL, code="TIMEOUT", message="it took too long")
-    lost = ItemOutcome(custom_id="a", run="r1", status_code=500, failure=failure)
-    assert build_row(lost) == {
+    failed = ItemOutcome(custom_id="a", run="r1", status_code=500, failure=failure)
+    assert build_row(failed) == {
         "id": "r1",
         "custom_id": "a",
         "response": None,
@@ -109,12 +103,12 @@ def test_a_row_has_the_fields_of_openais_and_the_kind_of_its_failure() -> None:
         b"[" * 5000,
     ],
 )
-def test_what_is_no_row_is_refused_with_a_sentence(line: bytes) -> None:
+def test_a_line_that_is_not_a_row_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match="not a row of a batch"):
         parse_row(line)
 
 
-def test_half_a_character_in_a_body_costs_no_row() -> None:
+def test_a_lone_surrogate_in_a_body_is_preserved() -> None:
     row = parse_row(
         build_row_line(build_row(ItemOutcome(custom_id="a", run="r", status_code=200, body={"name": "x\udcff\u2028"})))
     )
@@ -122,7 +116,7 @@ def test_half_a_character_in_a_body_costs_no_row() -> None:
     assert row.response.body == {"name": "x\udcff\u2028"}
 
 
-def test_a_body_as_deep_as_an_outcome_can_hold_is_read_again() -> None:
+def test_a_body_of_maximum_depth_can_be_parsed_again() -> None:
     deepest = None
     body: Any = {}
     for _ in range(600):
@@ -135,7 +129,7 @@ def test_a_body_as_deep_as_an_outcome_can_hold_is_read_again() -> None:
     assert parse_row(build_row_line(build_row(deepest))).custom_id == "a"
 
 
-def test_the_body_of_a_run_holds_what_was_asked_for() -> None:
+def test_the_body_of_a_run_contains_only_the_requested_fields() -> None:
     body = build_run_body(build_result())
     assert body == {
         "run": "r1",
@@ -148,17 +142,21 @@ def test_the_body_of_a_run_holds_what_was_asked_for() -> None:
         "call_usage": CallUsage().model_dump(),
         "sandbox_s": 0.0,
     }
-    more = build_answer_body(
+    body_with_extras = build_answer_body(
         RUNS_URL, build_result(), model="m", created=1.0, has_transcript=True, artifacts=["out/a.csv"]
     )
-    assert more == {**body, "transcript": [{"role": "user", "content": "6 * 7?"}], "artifacts": ["out/a.csv"]}
+    assert body_with_extras == {
+        **body,
+        "transcript": [{"role": "user", "content": "6 * 7?"}],
+        "artifacts": ["out/a.csv"],
+    }
 
 
 @pytest.mark.parametrize(
     ("reason", "finish"),
     [(StopReason.ANSWERED, "stop"), (StopReason.CUT_REPLY, "length"), (StopReason.MAX_ITERATIONS, "length")],
 )
-def test_the_body_of_a_chat_is_read_by_openais_own_client(reason: StopReason, finish: str) -> None:
+def test_the_body_of_a_chat_is_valid_for_the_openai_client(reason: StopReason, finish: str) -> None:
     body = build_answer_body(CHAT_URL, build_result(stop_reason=reason), model="m", created=1.9)
     assert body == build_chat_body(build_result(stop_reason=reason), model="m", created=1.9)
     completion = ChatCompletion.model_validate(body, strict=True)

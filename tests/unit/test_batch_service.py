@@ -41,19 +41,11 @@ async def harness(redis_server: RedisProcess) -> AsyncIterator[RunHarness]:
         yield RunHarness(client)
 
 
-def write(folder: Path, *lines: str) -> Path:
-    file = folder / "in.jsonl"
-    file.write_text("\n".join(lines))
-    return file
-
-
-def test_lines_that_name_paths_are_reported_when_they_are_handed_over(tmp_path: Path) -> None:
-    file = write(
-        tmp_path,
-        '{"id": "a", "instruction": "x"}',
-        '{"id": "b", "instruction": "x", "workspace": "."}',
-        '{"id": "c", "instruction": "x", "artifacts": ["out/**"]}',
-        '{"id": "d", "instruction": "x", "restore": "c1"}',
+def test_a_detached_batch_with_paths_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(
+        '{"id": "a", "instruction": "x"}\n{"id": "b", "instruction": "x", "workspace": "."}\n'
+        '{"id": "c", "instruction": "x", "artifacts": ["out/**"]}\n{"id": "d", "instruction": "x", "restore": "c1"}'
     )
     with pytest.raises(BadBatch) as refused:
         check_detached(load_lines(file), "/srv/out", "in.jsonl")
@@ -63,24 +55,26 @@ def test_lines_that_name_paths_are_reported_when_they_are_handed_over(tmp_path: 
     assert text[2].strip().startswith("line 2: the workspace or")
 
 
-async def test_runs_of_dead_processes_that_must_wait_do_not_hide_runs_that_may_be_claimed(harness: RunHarness) -> None:
-    await harness.submit(1100, batch="kept", is_detached=False, concurrency=2000)
-    held = [claim for _ in range(6) for claim in await harness.queue.claim(200, ("acme", "kept"))]
-    assert len(held) == 1100
-    await harness.submit(1, batch="given")
-    (dead,) = await harness.queue.claim(1)
+async def test_expired_attached_runs_do_not_block_the_claim_of_a_detached_run(harness: RunHarness) -> None:
+    await harness.submit(1100, batch="attached", is_detached=False, concurrency=2000)
+    claims = [claim for _ in range(6) for claim in await harness.queue.claim(200, ("acme", "attached"))]
+    assert len(claims) == 1100
+    await harness.submit(1, batch="detached")
+    (expired_claim,) = await harness.queue.claim(1)
     await harness.client.zadd(
-        "toolcrew:d:runs:leases", {f"acme|{claim.run}": 1.0 for claim in held} | {"acme|given-1": 2.0}
+        "toolcrew:d:runs:leases", {f"acme|{claim.run}": 1.0 for claim in claims} | {"acme|detached-1": 2.0}
     )
     claimed = [claim.run for _ in range(2) for claim in await harness.other.claim(9)]
-    assert claimed == [dead.run]
+    assert claimed == [expired_claim.run]
     # They wait for theirs, as they were.
-    assert (await harness.queue.counts("acme", "kept"))["waiting"] == 1100
-    assert not await harness.queue.give_back(held[0])
-    assert [claim.run for claim in await harness.other.claim(2, ("acme", "kept"))] == ["kept-1", "kept-2"]
+    assert (await harness.queue.counts("acme", "attached"))["waiting"] == 1100
+    assert not await harness.queue.give_back(claims[0])
+    assert [claim.run for claim in await harness.other.claim(2, ("acme", "attached"))] == ["attached-1", "attached-2"]
 
 
-async def test_an_unreadable_record_blocks_nothing(harness: RunHarness, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unreadable_run_record_does_not_block_other_runs(
+    harness: RunHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     await harness.submit(2)
     await harness.client.hset("toolcrew:d:t:acme:run.b-1", "item", '{"of": "tomorrow"}')
     assert [claim.run for claim in await harness.queue.claim(9)] == ["b-2"]
@@ -118,7 +112,7 @@ class FakePool:
         self.abandoned.append((tenant, session))
 
 
-async def take(harness: RunHarness, /, **fields: Any) -> tuple[RunClaim, Journal]:
+async def claim_run(harness: RunHarness, /, **fields: Any) -> tuple[RunClaim, Journal]:
     await harness.submit(1, **fields)
     (claim,) = await harness.queue.claim(1)
     run_log = await RunLog.load(harness.client, "d", KEY, claim.attempt)
@@ -129,8 +123,8 @@ def service_of(pool: FakePool, models: Any = None) -> ServiceWork:
     return ServiceWork(cast(Any, pool), cast(Any, None), models, None)
 
 
-async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(harness: RunHarness) -> None:
-    claim, journal = await take(harness)
+async def test_a_run_of_a_removed_tenant_fails_and_its_session_is_removed(harness: RunHarness) -> None:
+    claim, journal = await claim_run(harness)
     await journal.record(SessionOpening, session="s1")
     pool = FakePool(Tenants("zeta"))
     outcome = await service_of(pool).work(claim, journal, BatchDefaults(), lambda _: None)
@@ -139,7 +133,7 @@ async def test_a_run_of_a_tenant_that_was_removed_ends_and_its_sandbox_goes(harn
     assert pool.abandoned == [("acme", "s1")]
 
 
-class Unserved(ItemWork):
+class RunOfRemovedTenant(ItemWork):
     """A run that never ends by itself. A call of the run gets the error that its tenant does not exist."""
 
     async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
@@ -150,15 +144,15 @@ class Unserved(ItemWork):
         raise AssertionError("no code sets it")
 
 
-class UnservedService(ServiceWork, Unserved):
-    """A service whose runs are `Unserved`."""
+class ServiceOfRemovedTenant(ServiceWork, RunOfRemovedTenant):
+    """A service whose runs are `RunOfRemovedTenant`."""
 
 
-async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_next_steps(harness: RunHarness) -> None:
-    claim, journal = await take(harness)
+async def test_removing_the_tenant_during_a_run_fails_the_run(harness: RunHarness) -> None:
+    claim, journal = await claim_run(harness)
     await journal.record(SessionOpening, session="s1")
     pool, events = FakePool(Tenants("acme")), list[RunEvent]()
-    service = UnservedService(cast(Any, pool), cast(Any, None), cast(Any, None), None)
+    service = ServiceOfRemovedTenant(cast(Any, pool), cast(Any, None), cast(Any, None), None)
     async with asyncio.timeout(30):
         outcome = await service.work(claim, journal, BatchDefaults(), events.append)
     assert outcome.failure is not None
@@ -167,8 +161,8 @@ async def test_a_tenant_that_is_removed_in_the_middle_ends_the_run_and_not_its_n
     assert (len(events), pool.abandoned) == (1, [("acme", "s1")])
 
 
-async def test_a_service_starts_no_model_of_its_own_for_a_batch(harness: RunHarness) -> None:
-    claim, journal = await take(harness)
+async def test_a_service_does_not_start_a_local_model(harness: RunHarness) -> None:
+    claim, journal = await claim_run(harness)
     outcome = await service_of(FakePool(Tenants("acme"))).work(
         claim, journal, BatchDefaults(model="local"), lambda _: None
     )
@@ -176,7 +170,7 @@ async def test_a_service_starts_no_model_of_its_own_for_a_batch(harness: RunHarn
     assert (outcome.failure.kind, "without --detach" in outcome.failure.message) == (FailureKind.INPUT, True)
 
 
-class Asking(ItemWork):
+class ModelOpeningWork(ItemWork):
     """Opens the model that its batch names, and ends. Opens the model `held` only when the test allows it."""
 
     may_end: asyncio.Event
@@ -190,52 +184,52 @@ class Asking(ItemWork):
         return build_outcome(claim)
 
 
-class AskingService(ServiceWork, Asking):
-    """A service whose runs ask for approval."""
+class ModelOpeningService(ServiceWork, ModelOpeningWork):
+    """A service whose runs open their model."""
 
 
-def asking_service(harness: RunHarness) -> tuple[AskingService, Models]:
+def build_model_opening_service(harness: RunHarness) -> tuple[ModelOpeningService, Models]:
     settings = OrchestratorSettings.model_validate({"openai_base_url": "http://127.0.0.1:9/v1", "deployment": "d"})
     pool: Any = FakePool(Tenants("acme"))
     pool.redis, pool.keys = harness.client, KEY
     models = Models(settings, pool)
-    service = AskingService(pool, cast(Any, None), models, None)
+    service = ModelOpeningService(pool, cast(Any, None), models, None)
     service.may_end = asyncio.Event()
     return service, models
 
 
-async def test_models_without_number_that_batches_name_do_not_stay_open(harness: RunHarness) -> None:
-    claim, journal = await take(harness)
-    service, models = asking_service(harness)
+async def test_idle_models_above_the_limit_are_closed(harness: RunHarness) -> None:
+    claim, journal = await claim_run(harness)
+    service, models = build_model_opening_service(harness)
     async with models:
 
         async def work(model: str) -> ItemOutcome:
             return await service.work(claim, journal, BatchDefaults(model=model), lambda _: None)
 
-        held = asyncio.create_task(work("held"))
+        held_run = asyncio.create_task(work("held"))
         for number in range(MAX_IDLE_MODELS + 2):
             await work(f"m{number}")
         assert models.names == {"held", *(f"m{number}" for number in range(2, MAX_IDLE_MODELS + 2))}
         service.may_end.set()
-        assert (await held).failure is None
+        assert (await held_run).failure is None
 
 
-async def test_a_model_that_is_refused_ends_the_item_that_names_it_and_not_the_service(harness: RunHarness) -> None:
-    claim, journal = await take(harness)
-    service, models = asking_service(harness)
+async def test_a_denied_model_fails_only_its_item(harness: RunHarness) -> None:
+    claim, journal = await claim_run(harness)
+    service, models = build_model_opening_service(harness)
     async with models:
         outcome = await service.work(claim, journal, BatchDefaults(model="refused"), lambda _: None)
     assert outcome.failure is not None
     assert outcome.failure.message == "the key is not good for it: give another"
 
 
-class Endless(ItemWork):
+class EndlessWork(ItemWork):
     """Never ends by itself. `begun`: set when a run starts."""
 
-    begun: asyncio.Event
+    has_started: asyncio.Event
 
     async def work(self, claim: RunClaim, journal: Journal, defaults: BatchDefaults, on_event: OnEvent) -> ItemOutcome:
-        self.begun.set()
+        self.has_started.set()
         await asyncio.get_running_loop().create_future()
         raise AssertionError("no code sets it")
 
@@ -248,8 +242,8 @@ class EndlessService(BatchService):
             OrchestratorSettings(redis_url=SecretStr("redis://:a-password@127.0.0.1:1/0")), 1, grace_s=grace_s
         )
         self.harness = harness
-        self.work = Endless(cast(Any, FakePool(Tenants("acme"))), cast(Any, None), cast(Any, None), None)
-        self.work.begun = asyncio.Event()
+        self.work = EndlessWork(cast(Any, FakePool(Tenants("acme"))), cast(Any, None), cast(Any, None), None)
+        self.work.has_started = asyncio.Event()
 
     async def _pool(self, stack: AsyncExitStack) -> Any:
         return FakePool(Tenants("acme"))
@@ -263,7 +257,7 @@ class EndlessService(BatchService):
 
 
 @pytest.mark.parametrize(("grace_s", "interrupts"), [(3600.0, 2), (0.0, 1)])
-async def test_a_service_gives_back_what_runs_when_it_is_reported_again_or_its_time_is_up(
+async def test_a_second_interrupt_or_the_grace_period_returns_runs_to_the_queue(
     harness: RunHarness, grace_s: float, interrupts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -271,7 +265,7 @@ async def test_a_service_gives_back_what_runs_when_it_is_reported_again_or_its_t
     service = EndlessService(harness, grace_s)
     running = asyncio.create_task(service.run())
     async with asyncio.timeout(30):
-        await service.work.begun.wait()
+        await service.work.has_started.wait()
         service.interrupt()
         if interrupts == 2:
             await wait_until_async(lambda: "draining" in caplog.text, 30, lambda: caplog.text)
@@ -282,21 +276,21 @@ async def test_a_service_gives_back_what_runs_when_it_is_reported_again_or_its_t
     assert [claim.run for claim in await harness.other.claim(9)] == ["b-1", "b-2"]
 
 
-def test_a_service_says_why_it_does_not_start() -> None:
+def test_a_service_with_invalid_settings_does_not_start() -> None:
     url = SecretStr("redis://:a-password@127.0.0.1:1/0")
-    key = OrchestratorSettings(redis_url=url, api_key=SecretStr("tc_x"))
-    nowhere = OrchestratorSettings(redis_url=None)
-    unsigned = OrchestratorSettings(redis_url=SecretStr("redis://127.0.0.1:1/0"), secret=None)
+    with_api_key = OrchestratorSettings(redis_url=url, api_key=SecretStr("tc_x"))
+    without_redis_url = OrchestratorSettings(redis_url=None)
+    without_secret = OrchestratorSettings(redis_url=SecretStr("redis://127.0.0.1:1/0"), secret=None)
     for settings, message in (
-        (key, "TOOLCREW_API_KEY is set"),
-        (nowhere, "TOOLCREW_REDIS_URL is not set"),
-        (unsigned, "TOOLCREW_SECRET"),
+        (with_api_key, "TOOLCREW_API_KEY is set"),
+        (without_redis_url, "TOOLCREW_REDIS_URL is not set"),
+        (without_secret, "TOOLCREW_SECRET"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             asyncio.run(BatchService(settings, 1).run())
 
 
-async def test_a_service_waits_for_a_pool_and_can_be_stopped_meanwhile(
+async def test_a_service_that_waits_for_workers_can_be_interrupted(
     redis_server: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     # No worker has published tools there.
@@ -316,10 +310,10 @@ async def test_a_service_waits_for_a_pool_and_can_be_stopped_meanwhile(
         (ItemEnvironment(artifacts=("x",)), "/srv/out"),
     ],
 )
-async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(
+async def test_a_stored_run_with_a_path_is_refused(
     harness: RunHarness, fields: ItemEnvironment, folder: str | None
 ) -> None:
-    claim, journal = await take(harness, environment=fields)
+    claim, journal = await claim_run(harness, environment=fields)
     pool = FakePool(Tenants("acme"))
     outcome = await service_of(pool).work(claim, journal, BatchDefaults(artifacts=folder), lambda _: None)
     assert outcome.failure is not None
@@ -330,10 +324,10 @@ async def test_a_record_that_names_a_path_is_refused_whatever_wrote_it(
     )
 
 
-async def test_only_what_is_handed_over_is_taken_and_only_of_the_tenants_that_are_served(harness: RunHarness) -> None:
-    await harness.submit(1, batch="kept", is_detached=False)
-    await harness.submit(1, batch="given")
+async def test_a_service_claims_only_detached_runs_of_its_tenants(harness: RunHarness) -> None:
+    await harness.submit(1, batch="attached", is_detached=False)
+    await harness.submit(1, batch="detached")
     await harness.submit(1, batch="theirs", tenant="zeta")
     assert [claim.run for claim in await harness.queue.claim(9, None, ("zeta", "unknown"))] == ["theirs-1"]
-    assert [claim.run for claim in await harness.queue.claim(9)] == ["given-1"]
-    assert [claim.run for claim in await harness.queue.claim(9, ("acme", "kept"))] == ["kept-1"]
+    assert [claim.run for claim in await harness.queue.claim(9)] == ["detached-1"]
+    assert [claim.run for claim in await harness.queue.claim(9, ("acme", "attached"))] == ["attached-1"]

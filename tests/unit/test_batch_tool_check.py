@@ -30,10 +30,10 @@ from tests.item_harness import Made, build_run, echo_then
 BASH = build_spec(
     "bash_tool", properties={"command": {"type": "string"}}, required=["command"], aliases={"cmd": "command"}
 )
-VERB = build_spec("session.open", audience="session")
+SESSION_TOOL = build_spec("session.open", audience="session")
 
 
-def write(folder: Path, *items: dict[str, Any]) -> Path:
+def write_lines(folder: Path, *items: dict[str, Any]) -> Path:
     file = folder / "in.jsonl"
     file.write_text("".join(json.dumps({"id": f"i{number}", **item}) + "\n" for number, item in enumerate(items)))
     return file
@@ -48,7 +48,7 @@ def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Calla
     """Submit a file to a pool that publishes bash_tool, and knows a tool that no worker serves now."""
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     with redis_server.client() as client:
-        redis_server.publish_catalog(Catalog(tools=(BASH, VERB)))
+        redis_server.publish_catalog(Catalog(tools=(BASH, SESSION_TOOL)))
         client.set(catalog_names_key("default", "web"), json.dumps(["webfetch_tool"]))
     return lambda file: CliRunner().invoke(app, ["batches", "submit", str(file), "--detach"])
 
@@ -68,28 +68,28 @@ def submit(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Calla
         ),
     ],
 )
-def test_a_tool_that_does_not_exist_and_arguments_that_do_not_fit_stop_a_submission(
+def test_an_unknown_tool_or_invalid_arguments_stop_the_submission(
     item: dict[str, Any], message: str, submit: Callable[[Path], Result], redis_server: RedisProcess, tmp_path: Path
 ) -> None:
     with redis_server.client() as client:
         before = set(client.keys())
-        done = submit(write(tmp_path, item))
-        assert (done.exit_code, done.stdout) == (1, "")
-        assert message in done.stderr
-        assert "nothing was started" in done.stderr
+        result = submit(write_lines(tmp_path, item))
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert message in result.stderr
+        assert "nothing was started" in result.stderr
         assert set(client.keys()) == before
 
 
-def test_the_first_problems_are_shown_and_the_others_counted(tmp_path: Path) -> None:
-    file = load_lines(write(tmp_path, *(call("bash_tol") for _ in range(MAX_SHOWN + 5))))
+def test_errors_above_the_limit_are_only_counted(tmp_path: Path) -> None:
+    file = load_lines(write_lines(tmp_path, *(call("bash_tol") for _ in range(MAX_SHOWN + 5))))
     with pytest.raises(BadBatch) as refused:
         check_tools(file, (BASH,), lambda _: False, "in.jsonl", "acme")
     assert (len(refused.value.errors), refused.value.more) == (MAX_SHOWN, 5)
 
 
-def test_the_check_of_a_batch_ends_at_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tool_check_stops_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.batches.tool_check.CHECK_S", -1.0)
-    file = load_lines(write(tmp_path, call("bash_tol")))
+    file = load_lines(write_lines(tmp_path, call("bash_tol")))
     assert check_tools(file, [BASH], lambda _: False, "in.jsonl", "default") == [
         "tools and arguments from line 1 on were not checked: the check reached its limit of -1 s"
     ]
@@ -99,7 +99,7 @@ def warning(at: float = 1.0, message: str = FALLBACK_WARNING) -> BatchNotice:
     return BatchNotice(at=at, message=message, is_warning=True)
 
 
-async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_batch(make: Made) -> None:
+async def test_a_batch_warns_once_when_it_falls_back_to_the_shipped_model(make: Made) -> None:
     harness = make([*echo_then("one"), *echo_then("two")])
     fallback = replace(ChosenModel(harness.model, capabilities=ALL_CAPABILITIES), is_fallback=True)
     harness.work._models = Models(OrchestratorSettings(deployment="d", redis_url=None), harness.pool, fallback)
@@ -119,7 +119,7 @@ async def test_the_first_item_that_uses_the_shipped_model_unasked_warns_for_its_
         ({}, {"tool": "echo"}, False),
     ],
 )
-def test_submit_warns_before_anything_starts(
+def test_submit_warns_about_the_fallback_model_before_it_starts_items(
     environment: dict[str, str],
     line: dict[str, str],
     is_warned: bool,
@@ -134,33 +134,37 @@ def test_submit_warns_before_anything_starts(
     file = tmp_path / "in.jsonl"
     file.write_text(json.dumps({"id": "a", **line}) + "\n")
     # The folder of the output does not exist, so that no item runs here.
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["batches", "submit", str(file), "--output", str(tmp_path / "no" / "o.jsonl")], env=environment
     )
-    assert (done.exit_code, f"toolcrew: warning: {FALLBACK_WARNING}" in done.stderr) == (1, is_warned), done.output
+    assert (result.exit_code, f"toolcrew: warning: {FALLBACK_WARNING}" in result.stderr) == (1, is_warned), (
+        result.output
+    )
 
 
-def test_submit_refuses_a_shipped_model_beside_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_refuses_a_shipped_model_when_a_server_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text('{"id": "a", "instruction": "act", "model": "scripted"}\n')
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-    done = CliRunner().invoke(app, ["batches", "submit", str(file), "--output", str(tmp_path / "o.jsonl")])
-    assert done.exit_code == 1
-    assert "the model 'scripted' is shipped with toolcrew, but OPENAI_BASE_URL is set" in done.stderr
+    result = CliRunner().invoke(app, ["batches", "submit", str(file), "--output", str(tmp_path / "o.jsonl")])
+    assert result.exit_code == 1
+    assert "the model 'scripted' is shipped with toolcrew, but OPENAI_BASE_URL is set" in result.stderr
 
 
-def test_an_alias_is_accepted_with_one_warning_for_all_its_lines(
+def test_a_parameter_alias_is_accepted_with_one_warning_for_all_lines(
     submit: Callable[[Path], Result], tmp_path: Path
 ) -> None:
-    done = submit(
-        write(tmp_path, call("bash_tool", command="ls"), call("bash_tool", cmd="ls"), call("bash_tool", cmd="pwd"))
+    result = submit(
+        write_lines(
+            tmp_path, call("bash_tool", command="ls"), call("bash_tool", cmd="ls"), call("bash_tool", cmd="pwd")
+        )
     )
-    assert done.exit_code == 0, done.stderr
-    assert "warning: line 2 and 1 more: `cmd` is an alias of the parameter `command` of bash_tool" in done.stderr
+    assert result.exit_code == 0, result.stderr
+    assert "warning: line 2 and 1 more: `cmd` is an alias of the parameter `command` of bash_tool" in result.stderr
 
 
 @pytest.mark.parametrize(("printed", "count"), [((), 1), ((FALLBACK_WARNING,), 0)])
-def test_a_warning_is_printed_once_by_one_command(printed: tuple[str, ...], count: int) -> None:
+def test_a_command_prints_a_warning_once(printed: tuple[str, ...], count: int) -> None:
     out = io.StringIO()
     displayed = DisplayedBatch("b", BatchProgress(1), printed_warnings=printed)
     with LogDisplay(displayed, out, has_past=True) as display:
@@ -169,19 +173,19 @@ def test_a_warning_is_printed_once_by_one_command(printed: tuple[str, ...], coun
     assert out.getvalue().count("no model is set") == count
 
 
-def test_a_warning_from_before_the_display_is_in_the_summary() -> None:
+def test_the_summary_contains_earlier_warnings() -> None:
     out = io.StringIO()
     with LogDisplay(DisplayedBatch("b", BatchProgress(1)), out) as display:
         display.show(warning())
     assert f"  warning: {FALLBACK_WARNING}" in out.getvalue().splitlines()
 
 
-def test_errors_of_lines_and_of_tools_are_reported_at_once(
+def test_line_errors_and_tool_errors_are_reported_together(
     submit: Callable[[Path], Result], redis_server: RedisProcess, tmp_path: Path
 ) -> None:
-    file = write(tmp_path, call("bash_tool", comand="ls"), {"instruction": "act", "tools": ["bash_tol"]})
+    file = write_lines(tmp_path, call("bash_tool", comand="ls"), {"instruction": "act", "tools": ["bash_tol"]})
     file.write_text(file.read_text() + "no JSON\n" + '{"id": "z", "promt": "act"}\n')
-    done = submit(file)
-    assert (done.exit_code, done.stdout) == (1, "")
+    result = submit(file)
+    assert (result.exit_code, result.stdout) == (1, "")
     for text in ("has 5 errors", "line 1: ", "line 2: the tool bash_tol", "line 3, column 1: ", "line 4: `promt`"):
-        assert text in done.stderr
+        assert text in result.stderr

@@ -46,7 +46,7 @@ def build_file(count: int, sha256: str = "a" * 64) -> BatchFile:
     return BatchFile(tuple(build_item(number) for number in range(1, count + 1)), sha256, 100, None)
 
 
-async def test_a_submission_that_is_sent_again_begins_nothing_anew_and_changes_nothing(harness: Harness) -> None:
+async def test_a_repeated_submission_changes_nothing(harness: Harness) -> None:
     await harness.batches.submit(build_file(3), batch="b", defaults=BatchDefaults(model="m"), goes_on=False)
     await harness.end(*KINDS)
     before = await harness.batches.status("b")
@@ -58,7 +58,7 @@ async def test_a_submission_that_is_sent_again_begins_nothing_anew_and_changes_n
     assert await harness.end(None) == []
 
 
-async def test_a_submission_that_broke_off_and_is_sent_again_is_completed(harness: Harness) -> None:
+async def test_a_repeated_submission_completes_an_interrupted_one(harness: Harness) -> None:
     await harness.batches.submit(build_file(3), batch="b", goes_on=False)
     await forget_item(harness, "item-2")
     await harness.batches.submit(build_file(3), batch="b", goes_on=False)
@@ -73,7 +73,7 @@ async def forget_item(harness: Harness, custom_id: str) -> None:
     await harness.client.lrem("toolcrew:d:t:acme:batch.b:items", 1, run)
 
 
-async def test_another_file_under_the_same_id_is_refused_and_changes_nothing(harness: Harness) -> None:
+async def test_another_file_with_the_same_batch_id_is_refused(harness: Harness) -> None:
     await harness.batches.submit(build_file(2), batch="b")
     with pytest.raises(ToolFailure, match="another file"):
         await harness.batches.submit(build_file(3, "b" * 64), batch="b", concurrency=1)
@@ -85,7 +85,7 @@ async def test_another_file_under_the_same_id_is_refused_and_changes_nothing(har
     )
 
 
-async def test_only_the_asked_kinds_are_retried_and_a_second_time_there_is_nothing(harness: Harness) -> None:
+async def test_resume_retries_only_the_requested_failure_kinds_and_only_once(harness: Harness) -> None:
     await harness.batches.submit(build_file(3), batch="b")
     await harness.end(*KINDS)
     assert await harness.batches.resume("b", [FailureKind.TOOL]) == 0
@@ -98,7 +98,7 @@ async def test_only_the_asked_kinds_are_retried_and_a_second_time_there_is_nothi
     assert await harness.client.xlen("toolcrew:d:t:acme:batch.b:events") == events > 0
 
 
-async def test_items_that_redis_lost_are_worked_when_the_file_is_submitted_again(harness: Harness) -> None:
+async def test_items_lost_by_redis_run_after_the_file_is_submitted_again(harness: Harness) -> None:
     await harness.batches.submit(build_file(3), batch="b")
     await harness.client.delete(*(f"toolcrew:d:t:acme:run.{run_id('acme', 'b', f'item-{line}')}" for line in (1, 2)))
     assert await harness.end(None, None, None) == ["item-3"]
@@ -113,17 +113,17 @@ async def test_items_that_redis_lost_are_worked_when_the_file_is_submitted_again
     assert await harness.queue.count_items("acme", "b") == 3
 
 
-async def test_a_submission_ends_when_its_batch_is_cancelled(harness: Harness) -> None:
+async def test_a_submission_stops_when_its_batch_is_cancelled(harness: Harness) -> None:
     file = build_file(2 * AT_ONCE)
 
-    class Interrupted(RunQueue):
+    class CancelledWhileAdding(RunQueue):
         async def add(self, tenant: str, batch: str, runs: Iterable[tuple[str, BatchItem]]) -> int:
-            all_of_them = iter(runs)
-            first = await super().add(tenant, batch, islice(all_of_them, AT_ONCE))
+            remaining_runs = iter(runs)
+            added = await super().add(tenant, batch, islice(remaining_runs, AT_ONCE))
             await self.cancel(tenant, batch)
-            return first + await super().add(tenant, batch, all_of_them)
+            return added + await super().add(tenant, batch, remaining_runs)
 
-    batches = Batches(Interrupted(harness.client, "d", KEY), RunEventPublisher(harness.client, "d"), "acme")
+    batches = Batches(CancelledWhileAdding(harness.client, "d", KEY), RunEventPublisher(harness.client, "d"), "acme")
     with pytest.raises(ToolFailure, match="submit the same file again with `--id b --tenant acme`") as failure:
         await batches.submit(file, batch="b")
     assert failure.value.code is ErrorCode.CANCELLED
@@ -131,7 +131,7 @@ async def test_a_submission_ends_when_its_batch_is_cancelled(harness: Harness) -
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, AT_ONCE)
 
 
-async def test_runs_of_tenants_batches_and_items_are_never_the_same() -> None:
+async def test_run_ids_differ_between_tenants_batches_and_items() -> None:
     names = {
         run_id(*names)
         for names in (("a", "b", "c"), ("a", "bc", ""), ("ab", "c", ""), ("a", "b", "d"), ("a", "", "b\0c"))
@@ -161,7 +161,7 @@ class LateReplies(redis.asyncio.Redis):
         return pipe
 
 
-async def test_a_flush_during_a_write_writes_each_event_once(redis_server: RedisProcess) -> None:
+async def test_a_flush_during_a_write_stores_each_event_once(redis_server: RedisProcess) -> None:
     async with LateReplies.from_url(redis_server.url, socket_timeout=5) as client:
         publisher = RunEventPublisher(client, "d")
         publisher.add("acme", "b", BatchNotice(message="first"))

@@ -1,7 +1,8 @@
 """The bytes of calls and results that Redis holds for a tenant have a limit."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import pytest
 import redis.asyncio
@@ -13,7 +14,7 @@ from store import blobs as blob_store
 from store.blobs import LEAST_CHARGE, Blobs, WorkerBlobs
 from tests.conftest import RedisProcess
 
-MOST = 4 * LEAST_CHARGE
+TENANT_LIMIT = 4 * LEAST_CHARGE
 
 
 class Harness:
@@ -31,7 +32,7 @@ class Harness:
 
 @pytest.fixture
 async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Harness]:
-    monkeypatch.setattr(store.blobs, "TENANT_BLOB_BYTES", MOST)
+    monkeypatch.setattr(store.blobs, "TENANT_BLOB_BYTES", TENANT_LIMIT)
     monkeypatch.setattr(blob_store, "ROOM_WAIT_S", 0)
     monkeypatch.setattr(blob_store, "RESULT_ROOM_WAIT_S", 0)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=5) as client:
@@ -40,44 +41,44 @@ async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -
         harness.sync.close()
 
 
-def check_refused(raised: pytest.ExceptionInfo[ToolFailure]) -> None:
-    assert raised.value.code is ErrorCode.QUOTA_EXCEEDED
+@contextmanager
+def quota_exceeded() -> Iterator[None]:
+    with pytest.raises(ToolFailure) as refused:
+        yield
+    assert refused.value.code is ErrorCode.QUOTA_EXCEEDED
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-async def test_a_too_large_blob_leaves_nothing(
+async def test_a_blob_above_the_limit_stores_nothing(
     harness: Harness, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * MOST)
-    with pytest.raises(ToolFailure) as refused:
-        await harness.own.leave("acme", bytes(MOST + 1))
-    check_refused(refused)
-    with pytest.raises(ToolFailure) as refused:
-        harness.workers.leave("acme", bytes(MOST + 1))
-    check_refused(refused)
+    monkeypatch.setattr(blob_store, "CHECK_FIRST_BYTES", 0 if is_large else 2 * TENANT_LIMIT)
+    with quota_exceeded():
+        await harness.own.leave("acme", bytes(TENANT_LIMIT + 1))
+    with quota_exceeded():
+        harness.workers.leave("acme", bytes(TENANT_LIMIT + 1))
     assert harness.keys() == []
-    assert await harness.own.leave("acme", bytes(MOST))
+    assert await harness.own.leave("acme", bytes(TENANT_LIMIT))
 
 
-async def test_what_was_read_dropped_or_has_expired_gives_its_room_back(harness: Harness) -> None:
+async def test_reading_dropping_or_expiry_of_a_blob_frees_its_space(harness: Harness) -> None:
     for _ in range(3):
-        assert await harness.own.take("acme", harness.workers.leave("acme", bytes(MOST))) == bytes(MOST)
-        await harness.own.drop(await harness.own.leave("acme", bytes(MOST)))
+        assert await harness.own.take("acme", harness.workers.leave("acme", bytes(TENANT_LIMIT))) == bytes(TENANT_LIMIT)
+        await harness.own.drop(await harness.own.leave("acme", bytes(TENANT_LIMIT)))
         # An instant in the past: it has expired.
-        harness.sync.pexpireat(harness.workers.leave("acme", bytes(MOST)), 1)
+        harness.sync.pexpireat(harness.workers.leave("acme", bytes(TENANT_LIMIT)), 1)
     assert harness.keys() == []
     assert harness.sync.hlen("toolcrew:d:t:acme:blob-sandbox.sizes") == 2
 
 
-async def test_small_blobs_are_limited_in_number(harness: Harness) -> None:
-    for _ in range(MOST // LEAST_CHARGE):
+async def test_small_blobs_are_charged_a_minimum_size(harness: Harness) -> None:
+    for _ in range(TENANT_LIMIT // LEAST_CHARGE):
         harness.workers.leave("acme", b"x")
-    with pytest.raises(ToolFailure) as refused:
+    with quota_exceeded():
         harness.workers.leave("acme", b"x")
-    check_refused(refused)
 
 
-async def test_a_call_waits_until_another_frees_room(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_blob_waits_until_another_blob_is_dropped(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blob_store, "ROOM_WAIT_S", 30)
     refused, store = asyncio.Event(), harness.own._store
 
@@ -87,7 +88,7 @@ async def test_a_call_waits_until_another_frees_room(harness: Harness, monkeypat
         return is_stored
 
     monkeypatch.setattr(harness.own, "_store", store_and_note)
-    first = await harness.own.leave("acme", bytes(MOST))
+    first = await harness.own.leave("acme", bytes(TENANT_LIMIT))
     second = asyncio.create_task(harness.own.leave("acme", b"second"))
     await asyncio.wait_for(refused.wait(), 10)
     assert not second.done()

@@ -11,7 +11,7 @@ ROUNDS = 300
 SOON_S = 10.0
 
 
-async def test_an_interrupt_never_hits_what_the_thread_runs_next() -> None:
+async def test_an_interrupt_never_affects_the_next_function_of_the_thread() -> None:
     threads = BlockingCalls(limit=1)
     async with asyncio.timeout(60):
         for number in range(ROUNDS):
@@ -33,7 +33,7 @@ async def test_a_function_that_ended_before_the_interrupt_keeps_its_value() -> N
     assert (ended.value, ended.error) == ("done", None)
 
 
-TRACED = """
+TRACED_PROGRAM = """
 import asyncio, sys, threading
 from orchestrator.functions.blocking_calls import BlockingCalls
 
@@ -52,5 +52,5 @@ asyncio.run(main())
 
 def test_functions_run_under_a_tracer_such_as_coverage() -> None:
     """The tests of an operator's tools hung under coverage."""
-    ran = subprocess.run([sys.executable, "-c", TRACED], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    ran = subprocess.run([sys.executable, "-c", TRACED_PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert ran.stdout == "[0, 1, 2]\n", ran.stderr

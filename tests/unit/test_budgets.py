@@ -34,7 +34,7 @@ class Harness:
 
     def __init__(self, server: RedisProcess, clients: list["redis.asyncio.Redis"]) -> None:
         self.client, self.worker = clients[0], WorkerUsageStore(server.client(), "d")
-        self.tenants, self.elsewhere = (RedisTenants(client, "d", KEY) for client in clients)
+        self.tenants, self.other_process = (RedisTenants(client, "d", KEY) for client in clients)
         self.usage, self.audit = UsageStore(self.client, "d"), Audit(self.client, "d")
 
     def use_cpu(self, cpu_s: float) -> None:
@@ -70,14 +70,14 @@ async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
         await client.aclose()
 
 
-async def test_a_used_budget_refuses_calls_everywhere_and_warns_before(harness: Harness) -> None:
+async def test_an_exceeded_budget_refuses_calls_in_all_processes_after_a_warning(harness: Harness) -> None:
     harness.use_cpu(7.9)
     assert await harness.refusal() is None
     assert await harness.notices() == []
     harness.use_cpu(8.0)
     assert await harness.refusal() is None
     harness.use_cpu(10.0)
-    for tenants in (harness.tenants, harness.elsewhere, harness.tenants):
+    for tenants in (harness.tenants, harness.other_process, harness.tenants):
         refusal = await harness.refusal(tenants)
         assert refusal is not None
         assert (refusal.code, refusal.metadata["budget"]) == (ErrorCode.BUDGET_EXCEEDED, "cpu_s_per_day")
@@ -93,14 +93,14 @@ async def test_a_used_budget_refuses_calls_everywhere_and_warns_before(harness: 
     ("tokens", "cost", "budget"),
     [(1000, 0.0, "tokens_per_month"), (1, 2.0, "cost_per_day"), (1000, 2.0, "tokens_per_month")],
 )
-async def test_tokens_and_cost_are_limited(harness: Harness, tokens: int, cost: float, budget: str) -> None:
+async def test_token_and_cost_budgets_refuse_calls(harness: Harness, tokens: int, cost: float, budget: str) -> None:
     await harness.reply(tokens, cost)
     refusal = await harness.refusal()
     assert refusal is not None
     assert refusal.metadata["budget"] == budget
 
 
-async def test_a_month_sums_its_days_and_a_day_begins_anew(harness: Harness) -> None:
+async def test_monthly_usage_sums_days_and_daily_usage_resets(harness: Harness) -> None:
     now = (await harness.client.time())[0]
     yesterday = f"{usage_prefix('d', 'acme')}{now // DAY_S - 1}"
     await harness.client.hset(yesterday, mapping={"23": pack_amounts({"cpu_us": 99_000_000, "stored_bytes": 100})})
@@ -110,22 +110,22 @@ async def test_a_month_sums_its_days_and_a_day_begins_anew(harness: Harness) -> 
     assert states["stored_bytes_per_month"].used == (0 if is_first_day else 100)
 
 
-async def test_a_higher_limit_is_in_force_at_once_here_and_after_the_copy_expires_elsewhere(harness: Harness) -> None:
+async def test_a_higher_limit_applies_at_once_and_elsewhere_after_the_cache_expires(harness: Harness) -> None:
     harness.use_cpu(10.0)
     assert await harness.refusal() is not None
     await harness.tenants.change(
         "acme", lambda policy: policy.model_copy(update={"budgets": Budgets(cpu_s_per_day=99)})
     )
     await CallRules(harness.tenants).policy("acme", "bash_tool")
-    harness.elsewhere._cache.forget()
-    assert await harness.refusal(harness.elsewhere) is None
+    harness.other_process._cache.forget()
+    assert await harness.refusal(harness.other_process) is None
     # The new limit has its own notice.
     harness.use_cpu(99.0)
     assert await harness.refusal() is not None
     assert len(await harness.notices()) == 2
 
 
-async def test_a_run_ends_at_its_next_step(harness: Harness) -> None:
+async def test_a_run_over_budget_ends_at_its_next_step(harness: Harness) -> None:
     model = ScriptedModel([Calls([("echo", {})], "first"), "never asked"])
     billed = BilledModel(model, lambda: harness.tenants.check_budgets("acme"))
 
@@ -142,15 +142,17 @@ async def test_a_run_ends_at_its_next_step(harness: Harness) -> None:
     assert failure.code == ErrorCode.BUDGET_EXCEEDED
 
 
-async def test_usage_is_read_once_for_many_calls(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_budget_checks_read_the_usage_once_per_cache_period(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads, read = 0, BudgetStore.read
 
-    async def counted(self: BudgetStore, *arguments: Any) -> Any:
+    async def count_read(self: BudgetStore, *arguments: Any) -> Any:
         nonlocal reads
         reads += 1
         return await read(self, *arguments)
 
-    monkeypatch.setattr(BudgetStore, "read", counted)
+    monkeypatch.setattr(BudgetStore, "read", count_read)
     for _ in range(100):
         await harness.tenants.check_budgets("acme")
     assert reads == 1

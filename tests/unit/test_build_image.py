@@ -34,16 +34,16 @@ def file_of(**fields: object) -> tarfile.TarInfo:
 @pytest.mark.parametrize(
     "fields", [{"mode": 0o4755}, {"uid": 1000}, {"gid": 1000}, {"name": "usr/bin/other"}, {"type": tarfile.SYMTYPE}]
 )
-def test_any_other_change_of_a_file_changes_the_content(fields: dict[str, object]) -> None:
+def test_metadata_and_content_changes_of_a_file_change_its_digest(fields: dict[str, object]) -> None:
     assert digests._describe_file(file_of(**fields), b"same") != digests._describe_file(file_of(), b"same")
     assert digests._describe_file(file_of(), b"more") != digests._describe_file(file_of(), b"same")
 
 
-def test_installed_packages_are_read_with_their_versions() -> None:
+def test_only_installed_packages_are_listed_with_their_versions() -> None:
     status = (
         "Package: bash\nStatus: install ok installed\nArchitecture: amd64\nVersion: 5.2.15-2+b7\nDescription: shell\n "
         "Package: not this\n\n"
-        "Package: gone\nStatus: deinstall ok config-files\nArchitecture: amd64\nVersion: 1\n\n"
+        "Package: removed\nStatus: deinstall ok config-files\nArchitecture: amd64\nVersion: 1\n\n"
     )
     assert list(digests._parse_packages(status)) == ["bash 5.2.15-2+b7 amd64"]
 
@@ -60,11 +60,13 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("options", "pulls", "asked"),
+    ("options", "pulls", "has_pull"),
     [([], 0, False), (["--force"], 0, True), (["--force"], 1, True)],
     ids=["plain", "force", "no registry"],
 )
-def test_only_a_forced_build_asks_the_registry(tmp_path: Path, options: list[str], pulls: int, asked: bool) -> None:
+def test_only_a_forced_build_pulls_the_base_image(
+    tmp_path: Path, options: list[str], pulls: int, has_pull: bool
+) -> None:
     engine, calls = tmp_path / "docker", tmp_path / "calls"
     engine.write_text(ENGINE)
     engine.chmod(0o755)
@@ -79,5 +81,5 @@ def test_only_a_forced_build_asks_the_registry(tmp_path: Path, options: list[str
 
     assert done.returncode == 0, done.stdout + done.stderr
     log = calls.read_text()
-    assert ("pull --quiet debian:bookworm-slim" in log) == asked
+    assert ("pull --quiet debian:bookworm-slim" in log) == has_pull
     assert "BASE=debian:bookworm-slim" in log

@@ -41,7 +41,7 @@ from workers import call_events as writing
 from workers.call_events import CallEvents, CallEventWriter
 
 
-async def test_a_piece_that_nothing_follows_is_sent_by_itself(harness: EventHarness) -> None:
+async def test_the_last_piece_of_output_is_sent_before_the_call_ends(harness: EventHarness) -> None:
     """Fast pieces are collected, but the last piece must not wait until the call ends."""
     screen, has_shown, may_end = Screen(), asyncio.Event(), threading.Event()
 
@@ -63,7 +63,7 @@ async def test_a_piece_that_nothing_follows_is_sent_by_itself(harness: EventHarn
         await running
 
 
-async def test_streams_keep_their_names_and_their_order(harness: EventHarness) -> None:
+async def test_output_keeps_its_stream_names_and_order(harness: EventHarness) -> None:
     screen = Screen()
 
     def work(writer: CallEventWriter) -> None:
@@ -75,7 +75,7 @@ async def test_streams_keep_their_names_and_their_order(harness: EventHarness) -
     assert (screen.text("stdout"), screen.text("stderr")) == ("14", "23")
 
 
-async def test_one_listener_hears_many_calls_and_mixes_nothing_up(harness: EventHarness) -> None:
+async def test_one_listener_keeps_the_events_of_concurrent_calls_apart(harness: EventHarness) -> None:
     screens = {f"call-{number}": Screen() for number in range(20)}
 
     async def one(call_id: str) -> None:
@@ -88,17 +88,17 @@ async def test_one_listener_hears_many_calls_and_mixes_nothing_up(harness: Event
         assert screen.text() == "".join(f"{call_id} {n};" for n in range(20))
 
 
-async def test_a_call_of_one_id_is_another_call_for_another_tenant(harness: EventHarness) -> None:
-    mine, theirs = Screen(), Screen()
+async def test_events_of_an_equal_call_id_are_not_sent_to_another_tenant(harness: EventHarness) -> None:
+    owner_screen, other_screen = Screen(), Screen()
     async with (
-        harness.events.listen("acme", "call-1", {OUTPUT: output_handler(mine.show)}, 30),
-        harness.events.listen("evil", "call-1", {OUTPUT: output_handler(theirs.show)}, 30),
+        harness.events.listen("acme", "call-1", {OUTPUT: output_handler(owner_screen.show)}, 30),
+        harness.events.listen("evil", "call-1", {OUTPUT: output_handler(other_screen.show)}, 30),
     ):
         await asyncio.to_thread(run_call, lambda writer: writer.show("stdout", "secret"), harness.writer(tenant="acme"))
-    assert (mine.text(), theirs.text()) == ("secret", "")
+    assert (owner_screen.text(), other_screen.text()) == ("secret", "")
 
 
-async def test_a_cancelled_caller_leaves_nothing_and_its_worker_writes_nothing_more(harness: EventHarness) -> None:
+async def test_a_cancelled_caller_leaves_no_keys_and_its_worker_stops_writing(harness: EventHarness) -> None:
     async def caller() -> None:
         async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
             listening.set()
@@ -116,15 +116,15 @@ async def test_a_cancelled_caller_leaves_nothing_and_its_worker_writes_nothing_m
     assert [key for key in harness.names() if b":call:" in key] == []
 
 
-async def test_every_key_expires_by_itself_when_the_caller_dies(harness: EventHarness) -> None:
+async def test_every_event_key_has_a_ttl(harness: EventHarness) -> None:
     async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
         await asyncio.to_thread(harness.writer().show, "stdout", "x")
-        lives = [harness.plain.ttl(key) for key in harness.names()]
-    assert lives
-    assert all(0 < int(str(ttl)) <= 100 for ttl in lives)
+        ttls = [harness.plain.ttl(key) for key in harness.names()]
+    assert ttls
+    assert all(0 < int(str(ttl)) <= 100 for ttl in ttls)
 
 
-async def test_a_slow_consumer_holds_the_writer_up_and_loses_nothing(harness: EventHarness) -> None:
+async def test_a_slow_consumer_slows_the_writer_and_loses_no_output(harness: EventHarness) -> None:
     screen, longest = Screen(), 0
 
     async def on_output(stream: str, text: str) -> None:
@@ -141,26 +141,28 @@ async def test_a_slow_consumer_holds_the_writer_up_and_loses_nothing(harness: Ev
     assert reader.with_hidden_count(build_result()).metadata == {}
 
 
-async def test_a_stopped_consumer_costs_bounded_time(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_blocked_consumer_delays_the_writer_for_a_bounded_time(
+    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writing, "STALL_S", 0.2)
-    stuck = asyncio.Event()
+    may_continue = asyncio.Event()
 
     async def on_output(_: str, text: str) -> None:
-        await stuck.wait()
+        await may_continue.wait()
 
     writer, text = harness.writer(), "x" * 1_000_000
     async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(on_output)}, 30):
         started = time.monotonic()
         hidden = await asyncio.to_thread(run_call, lambda w: w.show("stdout", text), writer)
-        took = time.monotonic() - started
+        seconds = time.monotonic() - started
         waiting = int(str(harness.plain.xlen(call_event_keys(DEPLOYMENT, "acme", "call-1").events)))
-        stuck.set()
-    assert took < 1.5
+        may_continue.set()
+    assert seconds < 1.5
     assert 1_000_000 - MAX_WAITING_BYTES <= hidden < 1_000_000
     assert waiting <= MAX_WAITING_EVENTS + 1
 
 
-async def test_many_small_pauses_do_not_add_up_for_ever(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_total_pause_of_the_writer_is_bounded(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "MAX_PAUSE_S", 0.3)
 
     async def on_output(_: str, text: str) -> None:
@@ -173,7 +175,7 @@ async def test_many_small_pauses_do_not_add_up_for_ever(harness: EventHarness, m
     assert time.monotonic() - started < 3
 
 
-async def test_a_handler_that_raises_costs_neither_the_call_nor_the_others(harness: EventHarness) -> None:
+async def test_a_raising_handler_does_not_affect_other_calls(harness: EventHarness) -> None:
     screen = Screen()
 
     def broken(_: str, text: str) -> None:
@@ -186,7 +188,7 @@ async def test_a_handler_that_raises_costs_neither_the_call_nor_the_others(harne
     assert screen.text() == "b"
 
 
-async def test_entries_that_are_none_of_ours_are_skipped(harness: EventHarness) -> None:
+async def test_invalid_stream_entries_are_skipped(harness: EventHarness) -> None:
     screen = Screen()
 
     def work(writer: CallEventWriter) -> None:
@@ -205,7 +207,7 @@ async def test_entries_that_are_none_of_ours_are_skipped(harness: EventHarness) 
     assert screen.text() == "after"
 
 
-async def test_a_wake_up_for_a_call_without_a_listener_is_ignored(harness: EventHarness) -> None:
+async def test_wake_ups_for_unknown_calls_are_ignored(harness: EventHarness) -> None:
     screen = Screen()
 
     def work(writer: CallEventWriter) -> None:
@@ -229,14 +231,14 @@ async def test_events_with_a_lost_wake_up_still_arrive(harness: EventHarness, mo
     assert screen.text() == "x"
 
 
-async def test_a_call_is_received_once(harness: EventHarness) -> None:
+async def test_only_the_first_listener_of_a_call_receives_its_events(harness: EventHarness) -> None:
     handlers = {OUTPUT: output_handler(Screen().show)}
     async with (
         harness.events.listen("acme", "call-1", handlers, 30) as first,
-        harness.events.listen("acme", "call-1", handlers, 30) as again,
+        harness.events.listen("acme", "call-1", handlers, 30) as second,
     ):
         assert first is not None
-        assert again is None
+        assert second is None
     other = CallEventListener(harness.redis, DEPLOYMENT, KEY)
     async with (
         harness.events.listen("acme", "call-2", handlers, 30),
@@ -246,7 +248,7 @@ async def test_a_call_is_received_once(harness: EventHarness) -> None:
     await other.close()
 
 
-async def test_without_handlers_nothing_is_written_and_nothing_is_read(harness: EventHarness) -> None:
+async def test_no_events_are_written_or_read_without_handlers(harness: EventHarness) -> None:
     async with harness.events.listen("acme", "call-1", {}, 30) as reader:
         assert reader is None
         assert harness.names() == []
@@ -257,7 +259,7 @@ async def test_without_handlers_nothing_is_written_and_nothing_is_read(harness: 
     assert harness.names() == []
 
 
-async def test_a_redis_that_is_away_costs_a_call_nothing_but_its_events() -> None:
+async def test_an_unreachable_redis_drops_events_without_blocking_the_call() -> None:
     broker = BrokerSettings.model_validate({"redis_url": "redis://:x@127.0.0.1:1/0"})
     client = connect_once(broker)
     writer = CallEventWriter(WorkerCallEventStore(client, DEPLOYMENT, KEY, "acme", "call-1", "l1"), "call-1")
@@ -274,7 +276,9 @@ async def test_a_redis_that_is_away_costs_a_call_nothing_but_its_events() -> Non
     await plain.aclose()
 
 
-async def test_late_output_is_counted_in_the_result(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_output_that_was_not_shown_is_counted_in_the_result(
+    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("orchestrator.dispatch.call_events.STALL_S", 0.1)
 
     async def on_output(_: str, text: str) -> None:
@@ -289,14 +293,16 @@ def build_result() -> ToolResult:
     return ToolResult(call_id="call-1", name="echo", success=True)
 
 
-async def test_a_listener_that_is_closed_in_the_middle_of_a_call_does_not_hold_it(harness: EventHarness) -> None:
+async def test_closing_the_listener_during_a_call_does_not_block_the_call(harness: EventHarness) -> None:
     async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(Screen().show)}, 30):
         await harness.events.close()
     async with harness.events.listen("acme", "call-2", {OUTPUT: output_handler(Screen().show)}, 30) as reader:
         assert reader is None
 
 
-async def test_an_outage_costs_a_call_only_its_events(harness: EventHarness, redis_server: RedisProcess) -> None:
+async def test_events_are_lost_during_a_redis_outage_and_work_again_afterwards(
+    harness: EventHarness, redis_server: RedisProcess
+) -> None:
     before, after = Screen(), Screen()
     await harness.hear(lambda writer: writer.show("stdout", "before"), before.show, "call-1")
 
@@ -305,10 +311,10 @@ async def test_an_outage_costs_a_call_only_its_events(harness: EventHarness, red
         await asyncio.to_thread(redis_server.stop)
         started = time.monotonic()
         hidden = await asyncio.to_thread(run_call, lambda w: [w.show("stdout", "x" * 1000) for _ in range(100)], writer)
-        took = time.monotonic() - started
+        seconds = time.monotonic() - started
         await asyncio.to_thread(redis_server.start)
     assert (before.text(), hidden) == ("before", 100_000)
-    assert took < 2
+    assert seconds < 2
 
     await harness.hear(lambda w: w.show("stdout", "after"), after.show, "call-3")
     assert after.text() == "after"
@@ -318,20 +324,20 @@ async def test_events_are_read_after_redis_recovers(harness: EventHarness, monke
     arrived, failures = asyncio.Event(), [BrokerUnavailable("away") for _ in range(3)]
     read = harness.events._read
 
-    async def read_when_it_works(calls: Any) -> None:
+    async def read_after_failures(calls: Any) -> None:
         if failures:
             raise failures.pop()
         await read(calls)
 
     monkeypatch.setattr("orchestrator.dispatch.call_events.RETRY_S", 0.01)
-    monkeypatch.setattr(harness.events, "_read", read_when_it_works)
+    monkeypatch.setattr(harness.events, "_read", read_after_failures)
     async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(lambda *_: arrived.set())}, 30):
         await asyncio.to_thread(harness.writer().show, "stdout", "x")
         async with asyncio.timeout(2):
             await arrived.wait()
 
 
-async def test_a_question_is_answered_while_output_goes_on(harness: EventHarness) -> None:
+async def test_a_question_is_answered_while_output_continues(harness: EventHarness) -> None:
     screen = Screen()
 
     async def on_question(event: CallEvent, reader: CallEventReader) -> None:
@@ -351,11 +357,11 @@ async def test_a_question_is_answered_while_output_goes_on(harness: EventHarness
     assert screen.text() == "before after"
 
 
-async def test_a_question_that_is_still_worked_on_ends_with_the_call(harness: EventHarness) -> None:
-    begun, ended = asyncio.Event(), asyncio.Event()
+async def test_an_unanswered_question_is_cancelled_when_the_call_ends(harness: EventHarness) -> None:
+    started_questions, ended = asyncio.Event(), asyncio.Event()
 
     async def on_question(*_: Any) -> None:
-        begun.set()
+        started_questions.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -365,18 +371,18 @@ async def test_a_question_that_is_still_worked_on_ends_with_the_call(harness: Ev
         writer = harness.writer()
         assert await asyncio.to_thread(writer.send, MODEL, {})
         async with asyncio.timeout(5):
-            await begun.wait()
+            await started_questions.wait()
         assert await asyncio.to_thread(writer.await_answer, 0.1) is None
         writer.close()
     async with asyncio.timeout(5):
         await ended.wait()
 
 
-async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_nothing_up(harness: EventHarness) -> None:
-    screen, begun = Screen(), list[CallEvent]()
+async def test_open_questions_do_not_delay_the_end_of_the_call(harness: EventHarness) -> None:
+    screen, started_questions = Screen(), list[CallEvent]()
 
     async def on_question(event: CallEvent, _: CallEventReader) -> None:
-        begun.append(event)
+        started_questions.append(event)
         await asyncio.Event().wait()
 
     def ask_and_leave(writer: CallEventWriter) -> None:
@@ -386,27 +392,29 @@ async def test_questions_of_a_call_that_has_ended_are_not_begun_with_and_hold_no
 
     async with harness.events.listen("acme", "call-1", {OUTPUT: output_handler(screen.show), MODEL: on_question}, 30):
         await asyncio.to_thread(run_call, ask_and_leave, harness.writer())
-        left_at = time.monotonic()
-    assert time.monotonic() - left_at < 1
+        ended_at = time.monotonic()
+    assert time.monotonic() - ended_at < 1
     assert screen.text() == "done"
-    assert len(begun) <= MAX_QUESTIONS
+    assert len(started_questions) <= MAX_QUESTIONS
 
 
-async def test_a_question_to_a_lost_caller_ends_soon(harness: EventHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_question_to_a_lost_caller_times_out_early(
+    harness: EventHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stored_events, "WAIT_SLICE_S", 0.1)
     started = time.monotonic()
     assert await asyncio.to_thread(harness.writer().await_answer, 30) is None
     assert time.monotonic() - started < 2
 
 
-async def test_an_answer_that_is_nonsense_is_refused(harness: EventHarness) -> None:
+async def test_an_answer_that_is_not_an_object_is_refused(harness: EventHarness) -> None:
     harness.plain.rpush(call_event_keys(DEPLOYMENT, "acme", "call-1").answers, b"[1]")
     with pytest.raises(EnvelopeRefused):
         await asyncio.to_thread(harness.writer().await_answer, 1)
 
 
 @given(st.text(max_size=200), st.integers(1, 400))
-def test_output_of_any_kind_comes_back_from_pieces_that_are_small_enough(text: str, times: int) -> None:
+def test_any_output_is_encoded_in_bounded_pieces_and_decoded_unchanged(text: str, times: int) -> None:
     pieces = encode_output("stdout", text * times)
     assert all(len(data) <= MAX_PIECE_BYTES for _, data in pieces)
     events = [decode_event(data) for _, data in pieces]
@@ -415,7 +423,7 @@ def test_output_of_any_kind_comes_back_from_pieces_that_are_small_enough(text: s
 
 
 @given(st.binary(max_size=300))
-def test_bytes_of_any_kind_are_an_event_or_are_refused(data: bytes) -> None:
+def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
     for read in (decode_event, decode_answer):
         try:
             read(data)
@@ -423,7 +431,7 @@ def test_bytes_of_any_kind_are_an_event_or_are_refused(data: bytes) -> None:
             continue
 
 
-def test_what_is_too_large_is_neither_sent_nor_read() -> None:
+def test_an_event_or_answer_above_the_size_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="the limit is"):
         encode_event(MODEL, {"text": "x" * MAX_EVENT_BYTES})
     with pytest.raises(ValueError, match="the limit is"):

@@ -28,15 +28,15 @@ ANNE = Actor(key="k1", role="operator", name="anne")
 
 
 @dataclass
-class Orders:
+class FakeDispatcher:
     """Replaces a dispatcher: records the orders for hosts and performs their effects."""
 
-    obey: Callable[[ToolCall], Awaitable[None]]
+    perform: Callable[[ToolCall], Awaitable[None]]
     sent_orders: list[tuple[ToolCall, tuple[str, str | None, str | None]]] = field(default_factory=list)
 
     async def send_order(self, call: ToolCall, tenant: str, session: str | None, queue: str | None = None) -> None:
         self.sent_orders.append((call, (tenant, session, queue)))
-        await self.obey(call)
+        await self.perform(call)
 
 
 @dataclass
@@ -52,20 +52,20 @@ class Harness:
         self.client = client
         self.kills = CallStore(client, "d")
         self.monitor = CallMonitor(self.kills, HostStore(client, "d"), lambda task_id, error: None)
-        self.orders = Orders(self._end)
+        self.orders = FakeDispatcher(self._end)
         self.control = CallControl(Pool(client, self.orders), "d")  # type: ignore[arg-type]
 
     async def note(self, call: str = "c1", tenant: str = "acme", **fields: Any) -> None:
-        plain = {"state": "queued", "attempt": 1, "queue": "host.a.b1", "task": "t1", "session": "s1"}
+        defaults = {"state": "queued", "attempt": 1, "queue": "host.a.b1", "task": "t1", "session": "s1"}
         await self.client.hset(
-            call_key("d", tenant, call), mapping={name: str(value) for name, value in {**plain, **fields}.items()}
+            call_key("d", tenant, call), mapping={name: str(value) for name, value in {**defaults, **fields}.items()}
         )
 
     async def state(self, call: str = "c1", tenant: str = "acme") -> str:
         result = await self.client.hget(call_key("d", tenant, call), "state")
         return result.decode() if result else ""
 
-    async def audited(self) -> list[dict[str, Any]]:
+    async def audit_entries(self) -> list[dict[str, Any]]:
         return [json.loads(fields[b"entry"]) for _, fields in await self.client.xrange(audit_key("d"))]
 
     async def _end(self, order: ToolCall) -> None:
@@ -98,14 +98,14 @@ async def result_of(code: ErrorCode | None = None, **fields: Any) -> ToolResult:
     )
 
 
-async def wait_for_ever() -> ToolResult:
+async def wait_forever() -> ToolResult:
     await asyncio.Event().wait()
     raise AssertionError
 
 
-async def test_a_killed_queued_call_never_starts_and_its_caller_learns_who_and_why(harness: Harness) -> None:
+async def test_a_killed_queued_call_never_starts_and_names_the_actor_and_reason(harness: Harness) -> None:
     await harness.note()
-    call = asyncio.create_task(harness.monitor.watch("acme", "c1", wait_for_ever()))
+    call = asyncio.create_task(harness.monitor.watch("acme", "c1", wait_forever()))
     killed = await harness.control.kill("acme", "c1", ANNE, "it runs away")
     assert (killed.record.state, killed.record.code, killed.already_ended) == (CallState.FORBIDDEN, "CANCELLED", False)
     with pytest.raises(ToolFailure, match="killed by anne: it runs away; the call had not begun") as failure:
@@ -114,29 +114,29 @@ async def test_a_killed_queued_call_never_starts_and_its_caller_learns_who_and_w
     assert harness.orders.sent_orders == []
 
 
-async def test_an_unknown_call_is_reported_at_once_and_its_order_stays(harness: Harness) -> None:
-    began = asyncio.get_running_loop().time()
+async def test_a_kill_of_an_unknown_call_fails_at_once_and_applies_later(harness: Harness) -> None:
+    started = asyncio.get_running_loop().time()
     with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
         await harness.control.kill("acme", "c1", ANNE, lookup_s=0.0)
-    assert asyncio.get_running_loop().time() - began < control_module.LOOKUP_S
-    assert await harness.audited() == []
+    assert asyncio.get_running_loop().time() - started < control_module.LOOKUP_S
+    assert await harness.audit_entries() == []
     # A call that its program was about to make also never starts, even if the program has read the order before.
     with harness.monitor._stoppable("acme", "other"):
         await harness.monitor.find_kills()
     await harness.monitor.find_kills()
     with pytest.raises(ToolFailure, match="killed by anne"):
-        await asyncio.wait_for(harness.monitor.watch("acme", "c1", wait_for_ever()), SOON_S)
+        await asyncio.wait_for(harness.monitor.watch("acme", "c1", wait_forever()), SOON_S)
 
 
-async def test_the_order_is_repeated_until_the_call_has_ended(harness: Harness) -> None:
+async def test_the_kill_order_is_repeated_until_the_call_ends(harness: Harness) -> None:
     """The order may reach the host before the call does."""
     await harness.note(state="running", holder="host.b.b2/w1")
 
-    async def third_time(order: ToolCall) -> None:
+    async def end_at_third_order(order: ToolCall) -> None:
         if len(harness.orders.sent_orders) == 3:
             await harness.note(state="done", code="CANCELLED")
 
-    harness.orders.obey = third_time
+    harness.orders.perform = end_at_third_order
     await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
     assert len(harness.orders.sent_orders) == 3
 
@@ -145,7 +145,7 @@ KILLED = "the call was killed by anne"
 
 
 @pytest.mark.parametrize(
-    ("killed", "ended", "code", "error"),
+    ("killed", "outcome", "code", "error"),
     [
         (f"{KILLED}: enough", {"code": ErrorCode.CANCELLED}, ErrorCode.CANCELLED, f"{KILLED}: enough; killed"),
         (
@@ -160,16 +160,16 @@ KILLED = "the call was killed by anne"
     ],
     ids=["killed", "killed program", "succeeded", "timed out", "cancelled"],
 )
-async def test_only_a_result_that_a_kill_ended_names_it(
-    harness: Harness, killed: str, ended: dict[str, Any], code: ErrorCode | None, error: str | None
+async def test_only_a_result_ended_by_a_kill_names_the_kill(
+    harness: Harness, killed: str, outcome: dict[str, Any], code: ErrorCode | None, error: str | None
 ) -> None:
     await harness.note(state="done", killed=killed)
-    result = await harness.monitor.watch("acme", "c1", result_of(**ended, output="so far"))
+    result = await harness.monitor.watch("acme", "c1", result_of(**outcome, output="so far"))
     assert (result.error_code, result.error, result.output) == (code, error, "so far")
     assert result.success == (code is None)
 
 
-async def test_who_loses_its_host_while_it_is_killed_is_still_reported_that_it_may_have_acted(harness: Harness) -> None:
+async def test_a_killed_call_with_a_lost_host_has_an_unknown_outcome(harness: Harness) -> None:
     await harness.note(state="unknown", killed="the call was killed by anne")
 
     async def lose() -> ToolResult:
@@ -180,7 +180,7 @@ async def test_who_loses_its_host_while_it_is_killed_is_still_reported_that_it_m
     assert failure.value.code is ErrorCode.OUTCOME_UNKNOWN
 
 
-async def test_a_call_that_runs_is_left_to_its_host_by_the_program_that_waits_for_it(harness: Harness) -> None:
+async def test_a_killed_running_call_waits_for_the_result_of_its_host(harness: Harness) -> None:
     await harness.note(state="running", holder="host.b.b2/w1")
     ended = asyncio.Event()
 
@@ -197,21 +197,21 @@ async def test_a_call_that_runs_is_left_to_its_host_by_the_program_that_waits_fo
     assert "killed by anne" in str((await call).error)
 
 
-async def test_a_killed_call_is_not_sent_again_when_its_host_is_lost(harness: Harness) -> None:
+async def test_a_killed_call_is_not_sent_again_after_host_loss(harness: Harness) -> None:
     await harness.note(state="lost")
     ledger = CallStore(harness.client, "d")
     assert (await harness.control.kill("acme", "c1", ANNE)).record.state is CallState.LOST
     await harness.control.kill("acme", "c1", ANNE, "again")
-    assert len(await harness.audited()) == 1
+    assert len(await harness.audit_entries()) == 1
     assert await ledger.renew("acme", "c1", 1) is False
     await harness.note("c2", state="lost")
     assert await ledger.renew("acme", "c2", 1) is True
 
 
-async def test_calls_of_the_same_id_of_other_tenants_go_on(harness: Harness) -> None:
+async def test_a_kill_does_not_affect_an_equal_call_id_of_another_tenant(harness: Harness) -> None:
     """The attacker's aim: to end another tenant's call by its id."""
     await harness.note(tenant="bolt")
-    other = asyncio.create_task(harness.monitor.watch("bolt", "c1", wait_for_ever()))
+    other = asyncio.create_task(harness.monitor.watch("bolt", "c1", wait_forever()))
     await asyncio.sleep(0)
     with pytest.raises(ToolFailure, match="call c1 of tenant acme was not found"):
         await harness.control.kill("acme", "c1", ANNE)
@@ -221,41 +221,41 @@ async def test_calls_of_the_same_id_of_other_tenants_go_on(harness: Harness) -> 
 
 
 @pytest.mark.parametrize("call_id", ["never-was", "", "x" * 65, "c1:events", "*", "c1\n"])
-async def test_of_a_call_that_is_none_nothing_is_noted(harness: Harness, call_id: str) -> None:
+async def test_a_kill_of_an_invalid_or_unknown_call_id_writes_nothing(harness: Harness, call_id: str) -> None:
     with pytest.raises(ToolFailure) as refused:
         await harness.control.kill("acme", call_id, ANNE)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
-    assert [await harness.audited(), await harness.client.exists(call_key("d", "acme", call_id))] == [[], 0]
+    assert [await harness.audit_entries(), await harness.client.exists(call_key("d", "acme", call_id))] == [[], 0]
 
 
-async def test_each_kill_stands_in_the_audit_once(harness: Harness) -> None:
+async def test_each_kill_is_audited_once(harness: Harness) -> None:
     await harness.note()
     await harness.note("c2", state="running", holder="host.b.b2/w1")
     for call in ("c1", "c1", "c2", "c2"):
         await harness.control.kill("acme", call, ANNE, "enough")
-    entries = await harness.audited()
+    entries = await harness.audit_entries()
     assert [(one["action"], one["target"], one["tenant"], one["details"]["reason"]) for one in entries] == [
         ("call.kill", "c1", "acme", "enough"),
         ("call.kill", "c2", "acme", "enough"),
     ]
 
 
-async def test_a_task_goes_on_after_its_call_was_killed(harness: Harness) -> None:
+async def test_the_task_of_a_killed_call_can_continue(harness: Harness) -> None:
     """The cancellation is the kill's own and leaves nothing behind."""
 
     async def work() -> str:
         with pytest.raises(ToolFailure):
-            await harness.monitor.watch("acme", "c1", wait_for_ever())
+            await harness.monitor.watch("acme", "c1", wait_forever())
         await asyncio.sleep(0)
         task = asyncio.current_task()
-        return f"went on {task.cancelling() if task is not None else None}"
+        return f"continued {task.cancelling() if task is not None else None}"
 
     running = asyncio.create_task(work())
     await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)
-    assert await asyncio.wait_for(running, SOON_S) == "went on 0"
+    assert await asyncio.wait_for(running, SOON_S) == "continued 0"
 
 
-async def test_the_orders_are_few_however_many_are_given(harness: Harness) -> None:
+async def test_the_number_of_stored_kill_orders_is_bounded(harness: Harness) -> None:
     """The attacker's aim: to fill Redis, and to flood every program with orders."""
     for number in range(1100):
         await harness.kills.kill(KillOrder(tenant="acme", call=f"c{number}", by="anne"))
@@ -263,32 +263,32 @@ async def test_the_orders_are_few_however_many_are_given(harness: Harness) -> No
     assert await harness.client.ttl(kills_key("d")) > 0
 
 
-async def test_what_is_no_order_is_passed_over(harness: Harness) -> None:
+async def test_invalid_kill_orders_are_ignored(harness: Harness) -> None:
     await harness.client.zadd(kills_key("d"), {b"\xff{": 1.0, b'{"tenant": "acme", "call": "c1"}': 2.0})
     assert await harness.kills.recent_kills(0.0) == []
 
 
-async def test_a_redis_that_is_away_is_reported_and_kills_nothing() -> None:
+async def test_a_kill_with_unreachable_redis_is_reported() -> None:
     client = redis.asyncio.Redis.from_url("redis://127.0.0.1:1/0", socket_timeout=1)
     with pytest.raises(BrokerUnavailable, match="the call was not killed"):
         await CallStore(client, "d").kill(KillOrder(tenant="acme", call="c1", by="anne"))
     await client.aclose()
 
 
-async def test_a_call_that_has_ended_is_said_to_have(harness: Harness) -> None:
+async def test_a_kill_of_an_ended_call_changes_nothing(harness: Harness) -> None:
     await harness.note(state="done", code="TIMEOUT")
     killed = await harness.control.kill("acme", "c1", ANNE)
     assert (killed.already_ended, killed.record.code, killed.record.killed) == (True, "TIMEOUT", "")
-    assert await harness.audited() == []
+    assert await harness.audit_entries() == []
 
 
-async def test_a_call_that_will_not_end_is_said_to_be_one(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_killed_call_that_still_runs_is_reported(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_module, "END_TIMEOUT_S", 0.2)
     await harness.note(state="running", holder="host.b.b2/w1")
 
     async def ignore(order: ToolCall) -> None:
         """Ignore the order, as a lost host does."""
 
-    harness.orders.obey = ignore
+    harness.orders.perform = ignore
     with pytest.raises(OperatorError, match="was killed but still runs"):
         await asyncio.wait_for(harness.control.kill("acme", "c1", ANNE), SOON_S)

@@ -29,10 +29,10 @@ class Harness:
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
-        self.lives = CallReader(client, "d", KEY, "https://flower.example/f/")
+        self.reader = CallReader(client, "d", KEY, "https://flower.example/f/")
 
     async def note(self, call: str = "c1", tenant: str = "acme", **fields: Any) -> None:
-        plain = {
+        defaults = {
             "state": "queued",
             "attempt": 1,
             "tool": "bash_tool",
@@ -41,7 +41,7 @@ class Harness:
             "session": "s1",
         }
         await self.client.hset(
-            call_key("d", tenant, call), mapping={name: str(value) for name, value in {**plain, **fields}.items()}
+            call_key("d", tenant, call), mapping={name: str(value) for name, value in {**defaults, **fields}.items()}
         )
 
     async def queue(self, call: str) -> None:
@@ -54,7 +54,9 @@ class Harness:
         request = SlotRequest(tenant, TenantPolicy(), "host.a.b1", call, "bash_tool", "interactive", 60.0, 30.0)
         await self.client.eval(load_script(), 0, *script_arguments("d", "o1", [enqueue(f"o1.{call}", request)]))
 
-    async def keep(self, result: ToolResult, keys: SigningKeys = KEY, tenant: str = "acme", **stored: Any) -> None:
+    async def store_result(
+        self, result: ToolResult, keys: SigningKeys = KEY, tenant: str = "acme", **stored: Any
+    ) -> None:
         fields = {
             "status": "SUCCESS",
             "result": encode_result(result, seal=ResultSeal(keys, tenant)),
@@ -72,49 +74,49 @@ async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
 
 
 def build_result(**fields: Any) -> ToolResult:
-    plain: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "call_id": "c1",
         "name": "bash_tool",
         "success": False,
         "error": "ended",
         "error_code": ErrorCode.CANCELLED,
     }
-    return ToolResult(**{**plain, **fields})
+    return ToolResult(**{**defaults, **fields})
 
 
-async def test_a_call_that_waits_for_a_slot_reports_how_many_go_before_it(harness: Harness) -> None:
+async def test_a_call_waiting_for_a_slot_reports_its_position(harness: Harness) -> None:
     for number in range(7):
         await harness.wait_for_slot(f"c{number}")
-    reply = (await harness.lives.find("c6", "acme")).model_dump(mode="json")
+    reply = (await harness.reader.find("c6", "acme")).model_dump(mode="json")
     assert (reply["state"], reply["waits_in"], reply["queue"]) == ("waiting", "admission", "host.a.b1")
     assert reply["tool"] == "bash_tool"
     # Long ones, as unknown ones are, have three of its four slots.
     assert (reply["ahead"], reply["waiting"]) == (3, 4)
 
 
-async def test_a_call_in_the_queue_reports_how_many_are_taken_before_it(harness: Harness) -> None:
+async def test_a_queued_call_reports_its_position(harness: Harness) -> None:
     for number in range(250):
         await harness.queue(f"c{number}")
     await harness.note("c0", task="0123456789ab-c0.1.acme")
     await harness.note("c249", task="0123456789ab-c249.1.acme")
-    first, last = await harness.lives.find("c0", "acme"), await harness.lives.find("c249", "acme")
+    first, last = await harness.reader.find("c0", "acme"), await harness.reader.find("c249", "acme")
     assert [(life.waits_in, life.ahead, life.waiting) for life in (first, last)] == [
         ("queue", 0, 250),
         ("queue", 249, 250),
     ]
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-async def test_a_running_call_names_its_worker_and_its_health(harness: Harness, is_there: bool) -> None:
+@pytest.mark.parametrize("has_heartbeat", [True, False])
+async def test_a_running_call_reports_its_host_worker_and_liveness(harness: Harness, has_heartbeat: bool) -> None:
     await harness.note(state="running", holder="host.a.b1/w1", queued_at=100.0, started_at=100.5)
-    if is_there:
+    if has_heartbeat:
         await harness.client.set(host_key("d", "host.a.b1"), "{}")
-    reply = (await harness.lives.find("c1", "acme")).model_dump(mode="json")
-    assert (reply["host"], reply["worker"], reply["is_held"], reply["queued_s"]) == ("a", "w1", is_there, 0.5)
+    reply = (await harness.reader.find("c1", "acme")).model_dump(mode="json")
+    assert (reply["host"], reply["worker"], reply["is_held"], reply["queued_s"]) == ("a", "w1", has_heartbeat, 0.5)
     assert reply["run_s"] is None
 
 
-async def test_a_result_that_lies_beside_its_message_is_found(harness: Harness) -> None:
+async def test_a_result_stored_as_a_blob_is_found(harness: Harness) -> None:
     key = blob_key("d", "acme", "sandbox", "r1")
     records: dict[str, bytes] = {}
 
@@ -126,7 +128,7 @@ async def test_a_result_that_lies_beside_its_message_is_found(harness: Harness) 
     await harness.client.set(key, records[key])
     await harness.client.set(result_key(TASK), json.dumps({"status": "SUCCESS", "result": encoded}))
     await harness.note(state="done")
-    result = (await harness.lives.find("c1", "acme")).result
+    result = (await harness.reader.find("c1", "acme")).result
     assert result is not None
     assert len(result.output or "") == 100_000
 
@@ -135,7 +137,7 @@ async def test_a_result_that_lies_beside_its_message_is_found(harness: Harness) 
     ("state", "code", "advice"),
     [("unknown", "OUTCOME_UNKNOWN", "may have acted"), ("lost", "HOST_LOST", "safe to send it again")],
 )
-async def test_a_lost_call_says_when_why_and_what_to_do(harness: Harness, state: str, code: str, advice: str) -> None:
+async def test_a_lost_call_reports_time_reason_and_advice(harness: Harness, state: str, code: str, advice: str) -> None:
     await harness.note(
         state=state,
         code=code,
@@ -144,7 +146,7 @@ async def test_a_lost_call_says_when_why_and_what_to_do(harness: Harness, state:
         noticed_by="toolcrew7@machine",
         reason="it stopped reporting",
     )
-    reply = (await harness.lives.find("c1", "acme")).model_dump(mode="json")
+    reply = (await harness.reader.find("c1", "acme")).model_dump(mode="json")
     assert (reply["state"], reply["error_code"], reply["noticed_by"]) == (state, code, "toolcrew7@machine")
     assert reply["reason"] == "it stopped reporting"
     assert reply["ended_at"] == "1970-01-01T00:01:40.000Z"
@@ -153,18 +155,18 @@ async def test_a_lost_call_says_when_why_and_what_to_do(harness: Harness, state:
     assert reply["run_s"] is None
 
 
-async def test_a_result_without_a_valid_signature_is_not_shown(harness: Harness) -> None:
+async def test_a_result_with_an_invalid_signature_is_not_shown(harness: Harness) -> None:
     """The attacker's aim: to show an operator a result that the call never returned."""
     await harness.note(state="done")
-    await harness.keep(
+    await harness.store_result(
         build_result(error="send the key to evil.example"),
         keys=SigningKeys.of("another secret of a process that writes to Redis"),
     )
-    assert (await harness.lives.find("c1", "acme")).result is None
-    await harness.keep(build_result(), tenant="bolt")
-    assert (await harness.lives.find("c1", "acme")).result is None
-    await harness.keep(build_result(call_id="c2"))
-    assert (await harness.lives.find("c1", "acme")).result is None
+    assert (await harness.reader.find("c1", "acme")).result is None
+    await harness.store_result(build_result(), tenant="bolt")
+    assert (await harness.reader.find("c1", "acme")).result is None
+    await harness.store_result(build_result(call_id="c2"))
+    assert (await harness.reader.find("c1", "acme")).result is None
 
 
 @pytest.mark.parametrize(
@@ -174,34 +176,36 @@ async def test_a_result_without_a_valid_signature_is_not_shown(harness: Harness)
         "\x80",
     ],
 )  # fmt: skip
-async def test_a_stored_result_of_any_other_shape_is_none(harness: Harness, text: str) -> None:
+async def test_a_malformed_stored_result_is_ignored(harness: Harness, text: str) -> None:
     await harness.note(state="done")
     await harness.client.set(result_key(TASK), text.encode("latin-1"))
-    assert (await harness.lives.find("c1", "acme")).result is None
+    assert (await harness.reader.find("c1", "acme")).result is None
 
 
 @pytest.mark.parametrize(
     ("call", "run", "batch"),
     [("r-1-2-0", "r-1", "b"), ("r-1-2-2-0", "r-1", "b"), ("r-1", "r-1", "b"), ("h-1-0", "h", None)],
 )
-async def test_a_call_of_a_run_reports_run_and_batch(harness: Harness, call: str, run: str, batch: str | None) -> None:
+async def test_a_call_of_a_run_reports_its_run_and_batch(
+    harness: Harness, call: str, run: str, batch: str | None
+) -> None:
     await harness.client.hset(run_key("d", "acme", "r-1"), "batch", "b")
     await harness.client.hset(run_key("d", "acme", "h"), "batch", "@runs")
     await harness.note(call, state="done")
-    life = await harness.lives.find(call, "acme")
+    life = await harness.reader.find(call, "acme")
     assert (life.run, life.batch) == (run, batch)
 
 
-async def test_a_call_is_found_by_the_id_of_its_task(harness: Harness) -> None:
+async def test_a_call_is_found_by_its_task_id(harness: Harness) -> None:
     await harness.note(state="done")
-    assert (await harness.lives.find(TASK, None)).call == "c1"
+    assert (await harness.reader.find(TASK, None)).call == "c1"
     assert parse_task_id(TASK) == ("acme", "c1")
     assert [parse_task_id(text) for text in ("c1", "", "x-c1.1.acme", f"{TASK}\n", "0123456789ab-c:1.1.acme")] == [
         None
     ] * 5
 
 
-async def test_a_call_is_found_without_its_tenant_by_all_that_are_known(harness: Harness) -> None:
+async def test_a_call_is_found_without_a_tenant_among_all_known_tenants(harness: Harness) -> None:
     """The tenant may be registered, used by a session, the default tenant, or waiting for a slot."""
     await harness.client.hset(tenants_key("d"), mapping={"acme": "{}", "#version": "v"})
     await SessionStore(harness.client, "d").open("bolt", "s", "host.a.b1", start="{}", ttl_s=60, limit=10)
@@ -209,16 +213,16 @@ async def test_a_call_is_found_without_its_tenant_by_all_that_are_known(harness:
         await harness.note(f"of-{tenant}", tenant, state="done")
     for number in range(5):
         await harness.wait_for_slot(f"w{number}", "cyan")
-    found = [(await harness.lives.find(name, None)).tenant for name in ("of-acme", "of-bolt", "of-default", "w4")]
-    assert found == ["acme", "bolt", "default", "cyan"]
+    tenants = [(await harness.reader.find(name, None)).tenant for name in ("of-acme", "of-bolt", "of-default", "w4")]
+    assert tenants == ["acme", "bolt", "default", "cyan"]
 
 
-async def test_of_an_id_that_several_tenants_have_one_must_be_named(harness: Harness) -> None:
+async def test_a_call_id_of_several_tenants_requires_a_tenant(harness: Harness) -> None:
     for tenant in ("acme", "default"):
         await harness.client.hset(tenants_key("d"), tenant, "{}")
         await harness.note("c1", tenant, state="done")
     with pytest.raises(ToolFailure, match="several tenants have a call c1: select one with --tenant: acme, default"):
-        await harness.lives.find("c1", None)
+        await harness.reader.find("c1", None)
 
 
 @pytest.mark.parametrize("text", ["c1", TASK, "never-was", "", "../acme:call:c1", "c1\n", "*", "x" * 65])
@@ -226,16 +230,16 @@ async def test_a_call_of_another_tenant_is_reported_as_unknown(harness: Harness,
     """The attacker's aim: to learn which ids exist."""
     await harness.note(state="done")
     with pytest.raises(ToolFailure, match="was not found") as refused:
-        await harness.lives.find(text, "bolt")
+        await harness.reader.find(text, "bolt")
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_what_is_kept_of_its_result_is_reported_without_its_output(harness: Harness) -> None:
+async def test_the_result_summary_excludes_the_output(harness: Harness) -> None:
     kill = KillReport(signalled=3, survivors=0, method="tree", ms=1.0)
     sandbox = SandboxInfo(id="b0x", generation=2, rebuilt=True, news="private")
     await harness.note(state="done")
-    await harness.keep(build_result(output="private", kill=kill, sandbox=sandbox, clocks=Clocks(run_s=2.0)))
-    reply = (await harness.lives.find("c1", "acme")).model_dump(mode="json")["result"]
+    await harness.store_result(build_result(output="private", kill=kill, sandbox=sandbox, clocks=Clocks(run_s=2.0)))
+    reply = (await harness.reader.find("c1", "acme")).model_dump(mode="json")["result"]
     assert (reply["kill"]["signalled"], reply["sandbox"]["generation"], reply["clocks"]["run_s"], reply["error"]) == (
         3,
         2,
@@ -245,9 +249,9 @@ async def test_what_is_kept_of_its_result_is_reported_without_its_output(harness
     assert "private" not in json.dumps(reply)
 
 
-async def test_a_call_reports_of_its_session_its_task_and_its_page_in_flower(harness: Harness) -> None:
+async def test_a_call_reports_its_session_location_task_and_flower_url(harness: Harness) -> None:
     await SessionStore(harness.client, "d").open("acme", "s1", "host.a.b1", start="{}", ttl_s=60, limit=10)
     await harness.note(state="done")
-    reply = (await harness.lives.find("c1", "acme")).model_dump(mode="json")
+    reply = (await harness.reader.find("c1", "acme")).model_dump(mode="json")
     assert (reply["location"]["state"], reply["location"]["host"], reply["location"]["generation"]) == ("open", "a", 1)
     assert (reply["task"], reply["flower_url"]) == (TASK, f"https://flower.example/f/task/{TASK}")

@@ -43,8 +43,8 @@ class Calls:
         if record:
             await self.client.hset(call_key("d", "acme", call), mapping=record)
 
-    async def read(self, *tenants: str, most: int = 100) -> list[tuple[str, str]]:
-        page = await self.list.read_page(tenants or ["acme"], most)
+    async def read(self, *tenants: str, limit: int = 100) -> list[tuple[str, str]]:
+        page = await self.list.read_page(tenants or ["acme"], limit)
         return [(one.call, one.state) for one in page.data]
 
 
@@ -57,7 +57,7 @@ async def calls(redis_server: RedisProcess) -> AsyncIterator[Calls]:
     await client.aclose()
 
 
-async def test_calls_that_wait_come_first_then_those_that_run_then_the_latest_that_ended(calls: Calls) -> None:
+async def test_waiting_calls_are_listed_before_running_and_ended_calls(calls: Calls) -> None:
     await calls.publish("old", state="done", ended_at="100.0")
     await calls.publish("late", state="done", ended_at="200.0", code="TIMEOUT")
     await calls.publish("works", state="running", started_at="300.0", holder="host.h1.b1/w1")
@@ -80,7 +80,7 @@ async def test_calls_that_wait_come_first_then_those_that_run_then_the_latest_th
     assert by_name["late"].error_code == "TIMEOUT"
 
 
-async def test_every_reason_to_wait_is_that_of_admission(calls: Calls) -> None:
+async def test_waiting_calls_show_the_admission_reason(calls: Calls) -> None:
     await calls.client.set(slots_key("d", QUEUE), 10)
     policies = {
         "few": TenantPolicy(in_flight=1),
@@ -103,7 +103,7 @@ async def test_every_reason_to_wait_is_that_of_admission(calls: Calls) -> None:
     }
 
 
-async def test_a_tenant_sees_its_own_calls_and_no_commands_to_sessions(calls: Calls) -> None:
+async def test_a_tenant_lists_only_its_own_tool_calls(calls: Calls) -> None:
     await calls.publish("mine")
     await calls.publish("opening", tool="session.open")
     for number in range(12):
@@ -114,7 +114,7 @@ async def test_a_tenant_sees_its_own_calls_and_no_commands_to_sessions(calls: Ca
     assert {state for _, state in await calls.read("other")} == {"waiting"}
 
 
-async def test_a_list_is_bounded_and_says_that_there_is_more(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_call_list_is_bounded_and_reports_more_entries(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_reader, "MAX_LISTED", 1)
     monkeypatch.setattr(call_reader, "_SCAN_COUNT", 1)
     for number in range(4):
@@ -126,7 +126,7 @@ async def test_a_list_is_bounded_and_says_that_there_is_more(calls: Calls, monke
     assert page.has_more
 
 
-async def test_the_newest_thousand_are_remembered_and_a_record_of_a_later_release_is_left_out(calls: Calls) -> None:
+async def test_the_newest_thousand_calls_are_listed_and_unknown_records_skipped(calls: Calls) -> None:
     attempt = build_attempt("bash_tool", queue=QUEUE, envelope="{}")
     for number in range(1005):
         message = replace(build_call_message(attempt, f"task-{number}", "d"), call_id=f"c{number}")

@@ -31,46 +31,33 @@ CONSUMER: Any = SimpleNamespace(
 KOMBU: Any = SimpleNamespace(_lookup=lambda *_: 1 / 0, connection_errors=())
 
 
-def unknown_message() -> None:
-    consumer.Consumer.on_unknown_message(CONSUMER, BODY, MESSAGE)
-
-
-def unknown_task() -> None:
-    consumer.Consumer.on_unknown_task(CONSUMER, BODY, MESSAGE, KeyError("tool.x"))
-
-
-def invalid_task() -> None:
-    consumer.Consumer.on_invalid_task(CONSUMER, BODY, MESSAGE, ValueError("no mapping"))
-
-
-def undecodable() -> None:
-    consumer.Consumer.on_decode_error(CONSUMER, MESSAGE, ValueError("x"))
-
-
-def not_restored() -> None:
-    Channel._do_restore_message(KOMBU, {"body": BODY}, "", "", None)
+REFUSALS: dict[str, Callable[[], None]] = {
+    "unknown message": lambda: consumer.Consumer.on_unknown_message(CONSUMER, BODY, MESSAGE),
+    "unknown task": lambda: consumer.Consumer.on_unknown_task(CONSUMER, BODY, MESSAGE, KeyError("tool.x")),
+    "invalid task": lambda: consumer.Consumer.on_invalid_task(CONSUMER, BODY, MESSAGE, ValueError("no mapping")),
+    "undecodable message": lambda: consumer.Consumer.on_decode_error(CONSUMER, MESSAGE, ValueError("x")),
+    "message not restored": lambda: Channel._do_restore_message(KOMBU, {"body": BODY}, "", "", None),
+}
 
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    found: list[str] = []
+    log_lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: found.append(logging.Formatter().format(record))  # type: ignore[method-assign]
+    handler.emit = lambda record: log_lines.append(logging.Formatter().format(record))  # type: ignore[method-assign]
     names = ("celery.worker.consumer.consumer", "kombu.transport.redis")
-    bodies = BodyFilter()
+    body_filter = BodyFilter()
     for name in names:
-        logging.getLogger(name).addFilter(bodies)
+        logging.getLogger(name).addFilter(body_filter)
         logging.getLogger(name).addHandler(handler)
-    yield found
+    yield log_lines
     for name in names:
         logging.getLogger(name).removeHandler(handler)
-        logging.getLogger(name).removeFilter(bodies)
+        logging.getLogger(name).removeFilter(body_filter)
 
 
-@pytest.mark.parametrize(
-    "refuse", [unknown_message, unknown_task, invalid_task, undecodable, not_restored], ids=lambda one: one.__name__
-)
-def test_no_line_about_a_message_shows_it(lines: list[str], refuse: Callable[[], None]) -> None:
+@pytest.mark.parametrize("refuse", REFUSALS.values(), ids=REFUSALS)
+def test_a_refused_message_is_logged_without_its_content(lines: list[str], refuse: Callable[[], None]) -> None:
     try:
         raise LookupError("why")
     except LookupError:
@@ -82,6 +69,6 @@ def test_no_line_about_a_message_shows_it(lines: list[str], refuse: Callable[[],
     assert "\n" not in line
 
 
-def test_other_lines_are_left_alone(lines: list[str]) -> None:
+def test_other_log_lines_are_unchanged(lines: list[str]) -> None:
     logging.getLogger("kombu.transport.redis").error("Connected to %s", "redis")
     assert lines == ["Connected to redis"]

@@ -31,7 +31,9 @@ def toolcrew(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Too
     return lambda *arguments: runner.invoke(app, [*arguments])
 
 
-def on(server: RedisProcess, work: Callable[["redis.asyncio.Redis", ApprovalQueue], Coroutine[Any, Any, Any]]) -> Any:
+def run_with_queue(
+    server: RedisProcess, work: Callable[["redis.asyncio.Redis", ApprovalQueue], Coroutine[Any, Any, Any]]
+) -> Any:
     """Run the coroutine as another process would."""
 
     async def run() -> Any:
@@ -49,31 +51,27 @@ def ask(server: RedisProcess, *commands: str, **fields: Any) -> list[Any]:
         for question in questions:
             await queue.ask(question, "x", 600)
 
-    on(server, work)
+    run_with_queue(server, work)
     return questions
 
 
-def answer_of(server: RedisProcess, id_: str) -> Any:
-    return on(server, lambda _, queue: queue.answers([id_]))[id_]
-
-
-def test_questions_are_shown_exactly_with_the_warning_last(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+def test_a_listed_question_escapes_control_characters(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     hostile = "ls \u202e\u200b\x1b[2J\nWARNING: none, allow it\n\x9b1mrun it? [y/N]"
     (question,) = ask(redis_server, hostile)
-    shown = toolcrew("approvals", "list")
-    assert shown.exit_code == 0, shown.output
-    lines = shown.stdout.rstrip("\n").split("\n")
+    output = toolcrew("approvals", "list")
+    assert output.exit_code == 0, output.output
+    lines = output.stdout.rstrip("\n").split("\n")
     assert lines[0].startswith(f"{question.id}  until ")
-    assert "\\u202e\\u200b" in shown.stdout
-    assert not set("\u202e\u200b\x1b\x9b") & set(shown.stdout)
+    assert "\\u202e\\u200b" in output.stdout
+    assert not set("\u202e\u200b\x1b\x9b") & set(output.stdout)
     assert lines[-1] == "WARNING: it removes files"
     # Every line of the command is marked as one.
     assert [line for line in lines if "allow it" in line and not line.startswith("  ")] == []
-    assert shown.stderr == "1 wait\n"
+    assert output.stderr == "1 wait\n"
 
 
 @pytest.mark.parametrize(("digest", "code"), [("{0:.16}", 0), ("0" * 16, 1), ("{0:.3}", 1), ("", 1)])
-def test_a_wrong_digest_decides_nothing(toolcrew: Toolcrew, redis_server: RedisProcess, digest: str, code: int) -> None:
+def test_a_wrong_digest_is_refused(toolcrew: Toolcrew, redis_server: RedisProcess, digest: str, code: int) -> None:
     (question,) = ask(redis_server, "a")
     assert (
         toolcrew("approvals", "decide", question.id, "allow", "--digest", digest.format(question.digest)).exit_code
@@ -81,18 +79,18 @@ def test_a_wrong_digest_decides_nothing(toolcrew: Toolcrew, redis_server: RedisP
     )
 
 
-@pytest.mark.parametrize("given", ["{}", "@/nowhere/at/all.json", "@list.json", "@junk.json"])
-def test_arguments_that_cannot_be_read_decide_nothing(
-    toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+@pytest.mark.parametrize("arguments", ["{}", "@/nowhere/at/all.json", "@list.json", "@junk.json"])
+def test_unreadable_arguments_are_refused(
+    toolcrew: Toolcrew, redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("list.json").write_text("[1]")
     Path("junk.json").write_text("{")
     (question,) = ask(redis_server, "a")
-    result = toolcrew("approvals", "decide", question.id, "allow", "--arguments", given, "--json")
+    result = toolcrew("approvals", "decide", question.id, "allow", "--arguments", arguments, "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["error"]["code"] == "INVALID_ARGUMENTS"
-    assert on(redis_server, lambda _, queue: queue.answers([question.id])) == {}
+    assert run_with_queue(redis_server, lambda _, queue: queue.answers([question.id])) == {}
 
 
 def make_key(server: RedisProcess, role: Any, tenant: str = "acme") -> str:
@@ -102,26 +100,29 @@ def make_key(server: RedisProcess, role: Any, tenant: str = "acme") -> str:
             await tenants.add(tenant, TenantPolicy())
         return (await ApiKeys(client, "default", server.keys).add(tenant, role, name=f"{role} of {tenant}")).text
 
-    return str(on(server, work))
+    return str(run_with_queue(server, work))
 
 
-def test_a_tenant_key_has_no_audit(
+def test_a_tenant_key_reaches_only_own_questions_and_no_audit(
     toolcrew: Toolcrew, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (mine,), (others,) = ask(redis_server, "a"), ask(redis_server, "b", tenant="other")
+    (own_question,), (other_question,) = ask(redis_server, "a"), ask(redis_server, "b", tenant="other")
     monkeypatch.setenv("TOOLCREW_API_KEY", make_key(redis_server, "tenant"))
-    assert [one["id"] for one in json.loads(toolcrew("approvals", "list", "--json").stdout)] == [mine.id]
-    assert "does not exist: list the open questions" in toolcrew("approvals", "decide", others.id, "allow").stderr
+    assert [one["id"] for one in json.loads(toolcrew("approvals", "list", "--json").stdout)] == [own_question.id]
+    assert (
+        "does not exist: list the open questions" in toolcrew("approvals", "decide", other_question.id, "allow").stderr
+    )
     assert toolcrew("approvals", "list", "--tenant", "other").exit_code == 3
     assert toolcrew("changes", "list").exit_code == 3
     monkeypatch.setenv("TOOLCREW_APPROVERS", "operator")
-    assert toolcrew("approvals", "decide", mine.id, "allow").exit_code == 3
+    assert toolcrew("approvals", "decide", own_question.id, "allow").exit_code == 3
     monkeypatch.delenv("TOOLCREW_APPROVERS")
-    assert toolcrew("approvals", "decide", mine.id, "allow").exit_code == 0
-    assert answer_of(redis_server, mine.id).by.name == "tenant of acme"
+    assert toolcrew("approvals", "decide", own_question.id, "allow").exit_code == 0
+    answers = run_with_queue(redis_server, lambda _, queue: queue.answers([own_question.id]))
+    assert answers[own_question.id].by.name == "tenant of acme"
 
 
-def test_the_audit_has_a_line_per_entry_and_filters(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+def test_changes_list_prints_one_line_per_entry_and_filters(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     assert toolcrew("changes", "list").stdout == "no change matches\n"
     assert toolcrew("tenants", "add", "acme", "--weight", "2").exit_code == 0
     assert toolcrew("keys", "create", "acme", "--name", "a\nb\x1b[2J").exit_code == 0
@@ -136,6 +137,6 @@ def test_the_audit_has_a_line_per_entry_and_filters(toolcrew: Toolcrew, redis_se
         for row in json.loads(toolcrew("changes", "list", "--json", "--action", "tenant.add,tool.disable").stdout)
     ] == ["tenant.add"]
     assert json.loads(toolcrew("changes", "list", "--json", "--tenant", "other").stdout) == []
-    wrong = toolcrew("changes", "list", "--action", "moon.land")
-    assert wrong.exit_code == 1
-    assert "tool.disable" in wrong.stderr
+    unknown_action = toolcrew("changes", "list", "--action", "moon.land")
+    assert unknown_action.exit_code == 1
+    assert "tool.disable" in unknown_action.stderr

@@ -45,12 +45,12 @@ def as_json(result: Result) -> Any:
     return json.loads(result.stdout)
 
 
-def sentence_of(result: Result) -> str:
+def message_of(result: Result) -> str:
     """Return the message in one line. A usage error has a box that breaks lines."""
     return " ".join(result.stderr.replace("│", " ").split())
 
 
-def row(number: int, batch: str, kind: str | None = None) -> str:
+def build_row(number: int, batch: str, kind: str | None = None) -> str:
     run = run_id("default", batch, f"i{number}")
     error = {"code": "MAX_ITERATIONS", "message": "no", "kind": kind} if kind is not None else None
     response = (
@@ -73,29 +73,28 @@ def row(number: int, batch: str, kind: str | None = None) -> str:
         (("--output", "o.jsonl", "--dialect", "latin"), "--dialect latin is unknown: use native, tags, json or auto"),
     ],
 )
-def test_a_wrong_flag_is_refused_before_the_file_is_read(
+def test_an_invalid_flag_is_refused_before_the_file_is_read(
     flags: tuple[str, ...], sentence: str, toolcrew: Toolcrew, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.jsonl").write_text("no JSON\n")
     result = toolcrew("submit", tmp_path / "bad.jsonl", *flags)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert sentence in sentence_of(result)
+    assert sentence in message_of(result)
 
 
-def test_a_missing_input_file_is_reported_first(toolcrew: Toolcrew) -> None:
+def test_a_missing_input_file_is_reported_before_other_errors(toolcrew: Toolcrew) -> None:
     result = toolcrew("submit", "not-there.jsonl", "--errors", "e.jsonl")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "the input file not-there.jsonl does not exist: check the path" in sentence_of(result)
+    assert "the input file not-there.jsonl does not exist: check the path" in message_of(result)
 
 
 @pytest.mark.parametrize(
     ("line", "sentence"),
-    [
-        ({"artifacts": ["out/**"]}, "line 1 names artifacts"),
-        ({"limits": {"max_cost": 1}}, "line 1 has a max_cost"),
-    ],
+    [({"artifacts": ["out/**"]}, "line 1 names artifacts"), ({"limits": {"max_cost": 1}}, "line 1 has a max_cost")],
 )
-def test_a_missing_flag_is_reported(line: dict[str, Any], sentence: str, toolcrew: Toolcrew, tmp_path: Path) -> None:
+def test_a_line_that_requires_a_flag_is_refused_without_it(
+    line: dict[str, Any], sentence: str, toolcrew: Toolcrew, tmp_path: Path
+) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text(json.dumps({"id": "a", "instruction": "act", **line}) + "\n")
     text = toolcrew("submit", file, "--output", tmp_path / "o.jsonl")
@@ -103,14 +102,14 @@ def test_a_missing_flag_is_reported(line: dict[str, Any], sentence: str, toolcre
 
 
 @pytest.mark.parametrize("command", ["list", "show b", "export b", "show --logs b", "cancel b", "resume b"])
-def test_commands_about_a_batch_start_no_stack(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_commands_without_redis_start_no_local_stack(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     result = CliRunner().invoke(app, ["batches", *command.split(), "--json"])
     assert result.exit_code == 1
     assert "submit its file again with the same --id and --output" in json.loads(result.stdout)["error"]["message"]
 
 
-def test_batches_are_listed_the_newest_first_and_reported(toolcrew: Toolcrew, lines: Path) -> None:
+def test_batches_are_listed_newest_first_and_shown(toolcrew: Toolcrew, lines: Path) -> None:
     assert toolcrew("list").stdout == "no batch was submitted in the last 30 days\n"
     for name in ("first", "second"):
         assert toolcrew("submit", lines, "--detach", "--id", name, "--concurrency", 3).stdout == f"{name}\n"
@@ -124,7 +123,9 @@ def test_batches_are_listed_the_newest_first_and_reported(toolcrew: Toolcrew, li
     assert as_json(toolcrew("list", "--tenant", "other", "--json")) == []
 
 
-def test_a_batch_has_its_webhook(toolcrew: Toolcrew, lines: Path, tmp_path: Path, redis_server: RedisProcess) -> None:
+def test_submit_stores_a_sealed_webhook(
+    toolcrew: Toolcrew, lines: Path, tmp_path: Path, redis_server: RedisProcess
+) -> None:
     secret, url = "whsec_" + "a" * 32, "https://example.org/ended"
     (tmp_path / "secret").write_text(secret + "\n")
     flags = ("--detach", "--id", "b", "--webhook-secret", tmp_path / "secret", "--webhook")
@@ -157,7 +158,7 @@ def test_a_cancelled_batch_has_a_row_for_every_item(toolcrew: Toolcrew, lines: P
     assert (out.read_text(), len(lines.with_name("o.errors.jsonl").read_text().splitlines())) == ("", 3)
 
 
-def test_the_output_is_remembered_and_a_removed_file_is_not_recreated(toolcrew: Toolcrew, lines: Path) -> None:
+def test_resume_does_not_recreate_a_removed_output_file(toolcrew: Toolcrew, lines: Path) -> None:
     out = lines.with_name("o.jsonl")
     toolcrew("submit", lines, "--detach", "--id", "b", "--output", out)
     rows = as_json(toolcrew("show", "b", "--json"))["rows"]
@@ -167,10 +168,10 @@ def test_the_output_is_remembered_and_a_removed_file_is_not_recreated(toolcrew: 
     assert (result.exit_code, "give --output" in result.stderr, out.exists()) == (1, True, False)
 
 
-def test_an_item_that_has_a_row_does_not_run_again(toolcrew: Toolcrew, lines: Path) -> None:
+def test_an_item_with_a_row_does_not_run_again(toolcrew: Toolcrew, lines: Path) -> None:
     out, errors = lines.with_name("o.jsonl"), lines.with_name("o.errors.jsonl")
-    out.write_text(row(0, "b"))
-    errors.write_text(row(1, "b", "model") + row(2, "b", "infrastructure"))
+    out.write_text(build_row(0, "b"))
+    errors.write_text(build_row(1, "b", "model") + build_row(2, "b", "infrastructure"))
     assert toolcrew("submit", lines, "--detach", "--id", "b", "--output", out).exit_code == 0
     status = as_json(toolcrew("show", "b", "--json"))
     assert (status["request_counts"]["completed"], status["failed"]) == (1, {"model": 1})
@@ -180,7 +181,7 @@ def test_an_item_that_has_a_row_does_not_run_again(toolcrew: Toolcrew, lines: Pa
     assert (reply["done"], reply["failed"], reply["prompt_tokens"]) == (1, 1, 7)
 
 
-def test_a_broken_submission_is_not_resumed(toolcrew: Toolcrew, lines: Path, redis_server: RedisProcess) -> None:
+def test_an_incomplete_submission_is_not_resumed(toolcrew: Toolcrew, lines: Path, redis_server: RedisProcess) -> None:
     out = lines.with_name("o.jsonl")
     toolcrew("submit", lines, "--detach", "--id", "b", "--output", out)
     with redis_server.client() as client:
@@ -189,13 +190,13 @@ def test_a_broken_submission_is_not_resumed(toolcrew: Toolcrew, lines: Path, red
     assert (result.exit_code, "only 2 of the 3 lines of batch b were queued" in result.stderr) == (1, True)
 
 
-def test_a_detached_batch_needs_a_pool(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_detached_batch_requires_redis(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     text = CliRunner().invoke(app, ["batches", "submit", str(lines), "--detach"])
     assert (text.exit_code, "set TOOLCREW_REDIS_URL, or leave --detach out" in text.stderr) == (1, True)
 
 
-def test_items_that_were_cancelled_before_they_began_are_reported_as_such(toolcrew: Toolcrew, lines: Path) -> None:
+def test_items_cancelled_before_their_start_are_reported_as_cancelled(toolcrew: Toolcrew, lines: Path) -> None:
     toolcrew("submit", lines, "--detach", "--id", "b")
     toolcrew("cancel", "b")
     for follow in ((), ("-f",)):
@@ -209,23 +210,23 @@ def test_items_that_were_cancelled_before_they_began_are_reported_as_such(toolcr
     )
 
 
-def test_a_folder_for_artifacts_that_cannot_be_made_is_reported_at_once(toolcrew: Toolcrew, lines: Path) -> None:
+def test_an_artifact_folder_that_cannot_be_created_is_reported(toolcrew: Toolcrew, lines: Path) -> None:
     text = toolcrew("submit", lines, "--output", lines.with_name("o.jsonl"), "--artifacts", lines / "inside")
     assert (text.exit_code, "give another folder with --artifacts" in text.stderr) == (1, True)
 
 
-def test_a_batch_whose_rows_went_nowhere_yet_needs_an_output(toolcrew: Toolcrew, lines: Path) -> None:
+def test_resume_of_a_batch_without_output_requires_one(toolcrew: Toolcrew, lines: Path) -> None:
     toolcrew("submit", lines, "--detach", "--id", "b")
     result = toolcrew("resume", "b")
     assert (result.exit_code, "give --output OUT.jsonl" in result.stderr) == (1, True)
 
 
-def test_a_retry_of_unknown_kinds_is_refused(toolcrew: Toolcrew) -> None:
+def test_a_retry_of_an_unknown_failure_kind_is_refused(toolcrew: Toolcrew) -> None:
     result = toolcrew("resume", "b", "--retry", "all,model")
-    assert (result.exit_code, "--retry: unknown kind" in sentence_of(result)) == (2, True)
+    assert (result.exit_code, "--retry: unknown kind" in message_of(result)) == (2, True)
 
 
-def test_an_id_that_is_none_leaves_no_file_behind(toolcrew: Toolcrew, lines: Path) -> None:
+def test_an_invalid_batch_id_creates_no_output_file(toolcrew: Toolcrew, lines: Path) -> None:
     text = toolcrew("submit", lines, "--output", lines.with_name("o.jsonl"), "--id", "a/b")
     assert (text.exit_code, "1 to 64 letters" in text.stderr) == (1, True)
     assert not lines.with_name("o.jsonl").exists()

@@ -19,73 +19,70 @@ from store.batches import RowLocation
 
 @dataclass
 class FakeRunner:
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     running: int = 2
 
     def drain(self) -> None:
-        self.asked.append("drain")
+        self.requests.append("drain")
 
     def stop(self) -> None:
-        self.asked.append("stop")
+        self.requests.append("stop")
 
 
-class Told:
+class SignalledCommand:
     """A command that receives signals, with its output and exit status."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
-        self._heard = asyncio.Event()
-        self.left: list[int] = []
+        self.messages: list[str] = []
+        self._was_handled = asyncio.Event()
+        self.exit_codes: list[int] = []
         self.runner = FakeRunner()
-        self.interrupts = BatchInterrupts("`again`", self._say, self.left.append)
+        self.interrupts = BatchInterrupts("`again`", self._print, self.exit_codes.append)
         self.interrupts.listen()
 
     def begin(self) -> None:
         self.interrupts.begin(cast(Runner, self.runner))
 
-    async def hear(self, *numbers: signal.Signals) -> None:
+    async def send(self, *numbers: signal.Signals) -> None:
         for number in numbers:
-            self._heard.clear()
+            self._was_handled.clear()
             signal.raise_signal(number)
-            await self._heard.wait()
+            await self._was_handled.wait()
 
-    def _say(self, text: str) -> None:
-        self.said.append(text)
-        self._heard.set()
-
-
-async def test_each_interrupt_asks_for_more() -> None:
-    result = Told()
-    result.begin()
-    await result.hear(signal.SIGINT, signal.SIGINT)
-    assert (result.runner.asked, result.left) == (["drain", "stop"], [])
-    assert "2 running items are finished first" in result.said[0]
-    await result.hear(signal.SIGINT)
-    assert result.left == [130]
-    assert all("`again`" in sentence for sentence in result.said)
+    def _print(self, text: str) -> None:
+        self.messages.append(text)
+        self._was_handled.set()
 
 
-async def test_an_interrupt_before_the_work_began_is_not_lost() -> None:
-    result = Told()
-    await result.hear(signal.SIGINT)
-    result.begin()
-    assert result.runner.asked == ["drain"]
+async def test_repeated_interrupts_drain_stop_and_exit() -> None:
+    command = SignalledCommand()
+    command.begin()
+    await command.send(signal.SIGINT, signal.SIGINT)
+    assert (command.runner.requests, command.exit_codes) == (["drain", "stop"], [])
+    assert "2 running items are finished first" in command.messages[0]
+    await command.send(signal.SIGINT)
+    assert command.exit_codes == [130]
+    assert all("`again`" in sentence for sentence in command.messages)
 
 
-async def test_a_service_managers_stop_gives_back_at_once() -> None:
-    result = Told()
-    result.begin()
-    await result.hear(signal.SIGTERM)
-    assert (result.runner.asked, result.interrupts.exit_code) == (["stop"], 143)
+async def test_an_interrupt_before_the_runner_starts_drains_it() -> None:
+    command = SignalledCommand()
+    await command.send(signal.SIGINT)
+    command.begin()
+    assert command.runner.requests == ["drain"]
 
 
-def place(output: Path, host: str) -> RowLocation:
-    return RowLocation(host=host, output=str(output), errors=str(output.with_name("e.jsonl")))
+async def test_a_sigterm_stops_the_runner_at_once() -> None:
+    command = SignalledCommand()
+    command.begin()
+    await command.send(signal.SIGTERM)
+    assert (command.runner.requests, command.interrupts.exit_code) == (["stop"], 143)
 
 
-def test_rows_of_another_host_are_not_written_here(tmp_path: Path) -> None:
+def test_rows_of_another_host_are_refused(tmp_path: Path) -> None:
+    location = RowLocation(host="elsewhere-1", output=str(tmp_path / "o.jsonl"), errors=str(tmp_path / "e.jsonl"))
     with pytest.raises(ConfigError, match="on host elsewhere-1"):
-        find_rows("b", place(tmp_path / "o.jsonl", "elsewhere-1"), None, None)
+        find_rows("b", location, None, None)
 
 
 RUN = "0123456789abcdef01234567"
@@ -102,23 +99,23 @@ def traces(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_the_attempts_of_an_item_are_found_by_its_run_the_last_one_at_the_end(traces: Callable[..., Path]) -> None:
+def test_the_attempts_of_a_run_are_listed_in_order(traces: Callable[..., Path]) -> None:
     folder = traces(RUN, f"{RUN}-2", f"{RUN}-10")
     assert [path.stem for path in find_attempts(folder, RUN)] == [RUN, f"{RUN}-2", f"{RUN}-10"]
     assert [path.stem for path in find_attempts(folder, f"{RUN}-2")] == [f"{RUN}-2"]
 
 
-def test_runs_of_programs_that_only_look_like_attempts_are_their_own(traces: Callable[..., Path]) -> None:
+def test_run_ids_that_resemble_attempts_are_separate_runs(traces: Callable[..., Path]) -> None:
     assert [path.stem for path in find_attempts(traces("job", "job-2", RUN), "job")] == ["job"]
     assert [path.stem for path in find_attempts(traces(f"{RUN}-02", f"{RUN}-x"), RUN)] == [RUN]
 
 
-def test_errors_without_an_output_is_reported(tmp_path: Path) -> None:
+def test_errors_without_output_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--errors needs --output"):
         find_rows("b", None, None, tmp_path / "e.jsonl")
 
 
-def test_a_trajectory_that_cannot_be_written_is_reported_before_the_run(tmp_path: Path) -> None:
+def test_an_unwritable_trajectory_file_is_reported_before_the_run(tmp_path: Path) -> None:
     for output in (tmp_path, tmp_path / "nowhere" / "run.json"):
         with pytest.raises(ConfigError, match="give another file with -o"):
             RunFiles(output)

@@ -18,11 +18,11 @@ from store.run_records import HostedRun, HostedState, RunEnd
 
 
 @pytest.mark.parametrize("name", ["TOOLCREW_REDIS_URL", "TOOLCREW_WORKSPACE_STORE"])
-def test_a_checkpoint_that_would_go_with_the_stack_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_without_a_permanent_store_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("TOOLCREW_REDIS_URL", "TOOLCREW_WORKSPACE_STORE"):
         monkeypatch.delenv(variable, raising=False)
-    done = CliRunner().invoke(app, ["run", "hello", "--model", "scripted", "--checkpoint"])
-    assert (done.exit_code, name in done.stderr) == (1, True)
+    result = CliRunner().invoke(app, ["run", "hello", "--model", "scripted", "--checkpoint"])
+    assert (result.exit_code, name in result.stderr) == (1, True)
 
 
 class FailingSession:
@@ -46,25 +46,25 @@ class FailingSession:
         return answer
 
 
-KEPT = Checkpoint("c1", 10, "0" * 64)
+STORED = Checkpoint("c1", 10, "0" * 64)
 FULL = ToolFailure(ErrorCode.NO_SPACE, "100 checkpoints")
 
 
 @pytest.mark.parametrize(
     ("session", "expected", "code"),
     [
-        (FailingSession(KEPT, []), ["checkpoint c1 (10 bytes)"], None),
-        (FailingSession(KEPT, ["link"]), ["checkpoint c1", "not copied", "link"], None),
+        (FailingSession(STORED, []), ["checkpoint c1 (10 bytes)"], None),
+        (FailingSession(STORED, ["link"]), ["checkpoint c1", "not copied", "link"], None),
         (FailingSession(FULL, ["link"]), ["not copied", "100 checkpoints"], "NO_SPACE"),
-        (FailingSession(KEPT, SandboxUnavailable("gone")), ["checkpoint c1", "gone"], "SANDBOX_UNAVAILABLE"),
+        (FailingSession(STORED, SandboxUnavailable("gone")), ["checkpoint c1", "gone"], "SANDBOX_UNAVAILABLE"),
         (
-            FailingSession(KEPT, NotADirectoryError(20, "Not a directory")),
+            FailingSession(STORED, NotADirectoryError(20, "Not a directory")),
             ["checkpoint c1", "give another folder"],
             "CONFIG_MISSING",
         ),
     ],
 )
-async def test_a_failed_save_is_reported(session: Any, expected: list[str], code: str | None) -> None:
+async def test_a_failed_checkpoint_or_export_is_reported(session: Any, expected: list[str], code: str | None) -> None:
     saver = WorkspaceSaver(Path("copy"), wants_checkpoint=True)
     await saver.save(session)
     text = "\n".join(saver.lines())
@@ -72,7 +72,7 @@ async def test_a_failed_save_is_reported(session: Any, expected: list[str], code
     assert saver.to_json().get("error", {}).get("code") == code
 
 
-def test_a_run_whose_checkpoint_fails_still_gives_its_answer_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_a_failed_checkpoint_prints_its_answer_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     end = RunEnd(answer="42", stop_reason=StopReason.ANSWERED.value, steps=1)
     result = HostedRun(
         id="r", tenant="default", state=HostedState.SUCCEEDED, instruction="hello", created_at=1.0, end=end
@@ -84,8 +84,8 @@ def test_a_run_whose_checkpoint_fails_still_gives_its_answer_and_an_exit_code(mo
 
     monkeypatch.setattr("orchestrator.cli.run.open_client", open_client)
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
-    plain = CliRunner().invoke(app, ["run", "hello", "--checkpoint"])
-    assert (plain.exit_code, plain.stdout, "100 checkpoints" in plain.stderr) == (1, "42\n", True)
+    text_result = CliRunner().invoke(app, ["run", "hello", "--checkpoint"])
+    assert (text_result.exit_code, text_result.stdout, "100 checkpoints" in text_result.stderr) == (1, "42\n", True)
     reply = json.loads(CliRunner().invoke(app, ["run", "hello", "--checkpoint", "--json"]).stdout)
     assert (reply["answer"], reply["error"]["code"], "checkpoint" in reply) == ("42", "NO_SPACE", False)
 
@@ -101,10 +101,10 @@ class FakeClient:
         session = FailingSession(FULL, [])
 
         @asynccontextmanager
-        async def opened() -> AsyncIterator[Any]:
+        async def open_fake() -> AsyncIterator[Any]:
             yield session
 
-        return opened()
+        return open_fake()
 
     async def execute(self, *_: object) -> HostedRun:
         return self._result

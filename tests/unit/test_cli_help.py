@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from orchestrator.command import app, import_all
 
-ALONE = {"up", "run", "call", "doctor", "serve", "config"}
+SINGLE_COMMANDS = {"up", "run", "call", "doctor", "serve", "config"}
 """Commands that are no noun with a verb."""
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_the_first_page_fits_a_small_terminal_and_begins_with_what_a_newcomer_needs(arguments: list[str]) -> None:
+def test_the_help_page_fits_80_columns_and_starts_with_first_commands(arguments: list[str]) -> None:
     lines = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"}).output.splitlines()
     assert (len(lines) <= 28, max(map(len, lines)) <= 80) == (True, True)
     start = lines.index("Start here:")
@@ -29,22 +29,22 @@ def test_the_first_page_fits_a_small_terminal_and_begins_with_what_a_newcomer_ne
         ("orchestrator.cli.up", {"celery", "orchestrator.sdk", "orchestrator.runs"}),
     ],
 )
-def test_a_command_starts_without_the_packages_that_it_does_not_use(module: str, absent: set[str]) -> None:
+def test_a_command_does_not_import_packages_that_it_does_not_use(module: str, absent: set[str]) -> None:
     program = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert absent.isdisjoint(done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert absent.isdisjoint(process.stdout.split())
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("sesions", "sessions"), ("zzz", None)])
-def test_an_unknown_command_is_answered_with_the_nearest_name(typed: str, meant: str | None) -> None:
-    done = CliRunner().invoke(app, [typed])
-    assert (done.exit_code, f"'{typed}'" in done.output) == (2, True)
-    assert ("Did you mean" in done.output) == (meant is not None)
-    assert meant is None or f"'{meant}'" in done.output
+@pytest.mark.parametrize(("name", "suggestion"), [("sesions", "sessions"), ("zzz", None)])
+def test_an_unknown_command_is_reported_with_the_nearest_name(name: str, suggestion: str | None) -> None:
+    process = CliRunner().invoke(app, [name])
+    assert (process.exit_code, f"'{name}'" in process.output) == (2, True)
+    assert ("Did you mean" in process.output) == (suggestion is not None)
+    assert suggestion is None or f"'{suggestion}'" in process.output
 
 
-def test_every_other_command_is_a_plural_noun_and_a_verb() -> None:
-    groups = {name: command for name, command in import_all().commands.items() if name not in ALONE}
+def test_every_grouped_command_is_a_plural_noun_and_a_verb() -> None:
+    groups = {name: command for name, command in import_all().commands.items() if name not in SINGLE_COMMANDS}
     assert all(isinstance(group, TyperGroup) and name.endswith("s") for name, group in groups.items())
     names = [
         f"{name} {verb}" for name, group in groups.items() if isinstance(group, TyperGroup) for verb in group.commands
@@ -66,13 +66,13 @@ def test_every_other_command_is_a_plural_noun_and_a_verb() -> None:
         ("-1", "greater than or equal to 0.001"),
     ],
 )
-def test_a_limit_out_of_range_is_refused(
+def test_a_timeout_out_of_range_is_refused(
     command: list[str], timeout: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://127.0.0.1:1/0")
-    rest = ["s1", "--", "true"] if command[0] == "sessions" else []
+    arguments_after = ["s1", "--", "true"] if command[0] == "sessions" else []
 
-    result = CliRunner().invoke(app, [*command, timeout, *rest], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, [*command, timeout, *arguments_after], env={"COLUMNS": "200"})
 
     assert result.exit_code == 2
     assert "--timeout" in result.stderr
@@ -80,7 +80,7 @@ def test_a_limit_out_of_range_is_refused(
 
 
 @pytest.mark.parametrize("line", ["approvals list", "changes list", "tools disable echo", "run act --model scripted"])
-def test_commands_for_a_pool_need_its_redis(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_commands_require_redis(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     monkeypatch.setenv("TOOLCREW_APPROVALS", "queue")
     result = CliRunner().invoke(app, line.split())

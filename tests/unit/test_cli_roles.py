@@ -107,16 +107,16 @@ NEEDS_HOST = {"run", "sessions open", "serve mcp"}
 CHANGES_OWN = {"batches submit", "calls kill"}
 
 
-def leaves(command: TyperCommand | TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[str, TyperCommand]]:
+def list_commands(command: TyperCommand | TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[str, TyperCommand]]:
     if isinstance(command, TyperGroup):
         for name, below in command.commands.items():
             assert isinstance(below, TyperCommand | TyperGroup)
-            yield from leaves(below, (*path, name))
+            yield from list_commands(below, (*path, name))
     else:
         yield " ".join(path), command
 
 
-ALL = dict(leaves(import_all()))
+ALL = dict(list_commands(import_all()))
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Pool:
 def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pool:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"id": "a", "instruction": "act"}\n')
-    found = Pool(redis_server)
+    opened = Pool(redis_server)
 
     async def prepare() -> None:
         keys = BrokerSettings.model_validate({"redis_url": redis_server.url}).signing_keys()
@@ -164,11 +164,11 @@ def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyP
             for tenant in ("acme", "rival"):
                 await tenants.add(tenant, TenantPolicy())
             for role in ("tenant", "operator", "admin"):
-                found.keys[role] = (await api_keys.add("acme", role, name=f"an {role}")).text
-            found.key_id = (await api_keys.add("rival")).id
+                opened.keys[role] = (await api_keys.add("acme", role, name=f"an {role}")).text
+            opened.key_id = (await api_keys.add("rival")).id
             question = build_question("rm -rf rival", tenant="rival")
             await queue.ask(question, "x", 600)
-            found.question = question.id
+            opened.question = question.id
             redis_server.publish_catalog(Catalog(tools=(build_spec("echo_tool"),)))
             await client.hset(
                 call_key("default", "rival", "rival-call"), mapping={"state": "done", "tool": "echo_tool"}
@@ -178,48 +178,51 @@ def pool(redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyP
             )
 
     asyncio.run(prepare())
-    submitted = found.invoke(
+    submitted = opened.invoke(
         ["batches", "submit", "in.jsonl", "--detach", "--id", "rival-batch", "--tenant", "rival"], ""
     )
     assert submitted.exit_code == 0, submitted.output
-    return found
+    return opened
 
 
-def test_every_command_is_in_one_of_the_lists() -> None:
+def test_every_command_has_a_role_test() -> None:
     lists = [set(one) for one in (REFUSED, PROCESSES, LOCAL, OWN)]
     assert sorted(name for one in lists for name in one) == sorted(ALL)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_tenants_key_is_refused_by_commands_for_operators(name: str, pool: Pool) -> None:
+def test_operator_commands_refuse_a_tenant_key(name: str, pool: Pool) -> None:
     before = pool.content()
-    done = pool.invoke(REFUSED[name], pool.keys["tenant"])
-    assert (done.exit_code, "role operator or admin" in done.output or "role admin" in done.output) == (3, True), (
-        done.output
-    )
-    assert "rival" not in done.output
+    result = pool.invoke(REFUSED[name], pool.keys["tenant"])
+    assert (result.exit_code, "role operator or admin" in result.output or "role admin" in result.output) == (
+        3,
+        True,
+    ), result.output
+    assert "rival" not in result.output
     assert pool.content() == before
 
 
 @pytest.mark.parametrize(
     "name", ["keys create", "keys list", "keys revoke", "tenants add", "tenants remove", "tenants set"]
 )
-def test_an_operators_key_does_not_change_tenants_and_keys(name: str, pool: Pool) -> None:
+def test_admin_commands_refuse_an_operator_key(name: str, pool: Pool) -> None:
     before = pool.content()
     assert pool.invoke(REFUSED[name], pool.keys["operator"]).exit_code == 3
     assert pool.content() == before
 
 
 @pytest.mark.parametrize("name", sorted(PROCESSES))
-def test_a_process_of_the_deployment_does_not_start_with_a_key(name: str, pool: Pool) -> None:
-    done = pool.invoke(PROCESSES[name], pool.keys["tenant"])
-    assert (done.exit_code, "TOOLCREW_API_KEY is set" in done.output, "unset" in done.output) == (1, True, True), (
-        done.output
-    )
+def test_a_deployment_process_does_not_start_with_an_api_key(name: str, pool: Pool) -> None:
+    result = pool.invoke(PROCESSES[name], pool.keys["tenant"])
+    assert (result.exit_code, "TOOLCREW_API_KEY is set" in result.output, "unset" in result.output) == (
+        1,
+        True,
+        True,
+    ), result.output
 
 
 @pytest.mark.parametrize("name", sorted(LOCAL))
-def test_a_command_about_files_connects_to_nothing(name: str, pool: Pool) -> None:
+def test_a_local_file_command_does_not_connect_to_redis(name: str, pool: Pool) -> None:
     with pool.server.client() as client:
         before: Any = client.info("stats")
         pool.invoke(LOCAL[name], pool.keys["tenant"])
@@ -228,7 +231,7 @@ def test_a_command_about_files_connects_to_nothing(name: str, pool: Pool) -> Non
 
 
 @pytest.mark.parametrize("name", sorted(OWN))
-def test_a_tenants_key_reaches_nothing_of_another_tenant(name: str, pool: Pool) -> None:
+def test_a_tenant_key_cannot_reach_another_tenant(name: str, pool: Pool) -> None:
     before = pool.content()
     command, arguments = ALL[name], OWN[name]
     count = len(name.split())
@@ -238,12 +241,12 @@ def test_a_tenants_key_reaches_nothing_of_another_tenant(name: str, pool: Pool) 
             named.output
         )
     if name not in NEEDS_HOST:
-        done = pool.invoke(arguments, pool.keys["tenant"])
+        result = pool.invoke(arguments, pool.keys["tenant"])
         if any("rival" in word or word == "QUESTION" for word in arguments):
-            assert done.exit_code != 0, done.output
+            assert result.exit_code != 0, result.output
         else:
-            assert "rival" not in done.output
-            assert pool.question not in done.output
+            assert "rival" not in result.output
+            assert pool.question not in result.output
     after = pool.content()
     if name in CHANGES_OWN:
         before, after = ({key: value for key, value in one.items() if b"rival" in key} for one in (before, after))
@@ -258,22 +261,25 @@ def test_a_tenants_key_reaches_nothing_of_another_tenant(name: str, pool: Pool) 
         (["tenants", "pause", "rival"], "tenant.pause"),
     ],
 )
-def test_the_audit_names_the_key_that_a_command_was_given(arguments: list[str], action: str, pool: Pool) -> None:
-    done = pool.invoke(arguments, pool.keys["admin"])
-    assert done.exit_code == 0, done.output
+def test_the_audit_names_the_key_of_the_command(arguments: list[str], action: str, pool: Pool) -> None:
+    result = pool.invoke(arguments, pool.keys["admin"])
+    assert result.exit_code == 0, result.output
     entry = pool.audit()[0]
     assert (entry.action, entry.actor.name, entry.actor.role) == (action, "an admin", "admin")
     assert entry.actor.tenant == "acme"
     assert entry.actor.key in pool.keys["admin"]
 
 
-def test_a_revoked_key_is_refused_by_every_command_that_connects(pool: Pool) -> None:
+def test_every_connecting_command_refuses_a_revoked_key(pool: Pool) -> None:
     assert pool.invoke(["tenants", "remove", "acme"], "").exit_code == 0
     for name, arguments in {**REFUSED, **OWN}.items():
         if name == "skills install":
             continue
-        done = pool.invoke(arguments, pool.keys["admin"])
-        assert (done.exit_code in (1, 125), "the API key is invalid or was revoked" in done.output) == (True, True), (
+        result = pool.invoke(arguments, pool.keys["admin"])
+        assert (result.exit_code in (1, 125), "the API key is invalid or was revoked" in result.output) == (
+            True,
+            True,
+        ), (
             name,
-            done.output,
+            result.output,
         )

@@ -31,7 +31,7 @@ def pool(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.usefixtures("pool")
-def test_a_skill_is_checked_installed_seen_replaced_and_removed(tmp_path: Path) -> None:
+def test_a_skill_is_checked_installed_listed_replaced_and_removed(tmp_path: Path) -> None:
     folder = write_skill(tmp_path / "own", "beta", files={"scripts/a.py": "1"})
     packed = shutil.make_archive(str(tmp_path / "beta"), "zip", tmp_path / "own", "beta")
     assert toolcrew("install", packed, "--check").stdout == "beta is a valid skill\n"
@@ -43,8 +43,8 @@ def test_a_skill_is_checked_installed_seen_replaced_and_removed(tmp_path: Path) 
     rows = {row["name"]: row for row in json.loads(toolcrew("list", "--json").stdout)}
     assert {name: row["source"] for name, row in rows.items()} == {"alpha": "system", "beta": "tenant"}
     assert rows["beta"]["digest"] == installed["digest"]
-    again = toolcrew("install", str(folder))
-    assert (again.exit_code, "already has a skill beta: replace it (--replace)" in again.stderr) == (1, True)
+    repeated = toolcrew("install", str(folder))
+    assert (repeated.exit_code, "already has a skill beta: replace it (--replace)" in repeated.stderr) == (1, True)
     (folder / "more").write_text("x")
     assert toolcrew("install", str(folder), "--replace").stdout.startswith("beta is installed (3 files, digest ")
     assert "source" not in toolcrew("list", "beta").stdout
@@ -56,7 +56,7 @@ def test_a_skill_is_checked_installed_seen_replaced_and_removed(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("pool")
-def test_list_with_a_name_shows_all_of_one_skill_and_escapes_it() -> None:
+def test_list_with_a_name_prints_one_skill_escaped() -> None:
     text = toolcrew("list", "beta").stdout
     assert text.startswith("beta\n\nDoes \\x1b[2J beta.\n\n1 files, ")
     assert "license: MIT\n" in text
@@ -64,7 +64,7 @@ def test_list_with_a_name_shows_all_of_one_skill_and_escapes_it() -> None:
     assert [row["license"] for row in json.loads(toolcrew("list", "beta", "--json").stdout)] == ["MIT"]
 
 
-def test_a_check_runs_nothing_of_where_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_imports_no_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_skill(tmp_path, "a")
     for package in ("workers", "contract", "json"):
         (tmp_path / package).mkdir()
@@ -73,7 +73,7 @@ def test_a_check_runs_nothing_of_where_it_is_called(tmp_path: Path, monkeypatch:
     assert toolcrew("install", "--check", "a").exit_code == 0
 
 
-def test_a_check_says_what_is_wrong(tmp_path: Path) -> None:
+def test_a_check_reports_errors_and_warnings(tmp_path: Path) -> None:
     extra = str(write_skill(tmp_path, "a", "name: a\ndescription: b\nextra: x"))
     broken = str(write_skill(tmp_path, "b", "name: b"))
     fine = str(SHIPPED / "word-count")
@@ -92,6 +92,6 @@ def test_a_check_says_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pool")
-def test_a_skill_that_is_none_gets_the_nearest_names() -> None:
+def test_an_unknown_skill_is_reported_with_the_nearest_names() -> None:
     result = toolcrew("list", "alfa")
     assert (result.exit_code, "Skill not found: alfa; similar names: alpha" in result.stderr) == (1, True)

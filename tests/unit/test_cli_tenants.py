@@ -26,7 +26,7 @@ from tests.wire_records import REPORT
 
 Toolcrew = Callable[..., Result]
 
-ALL = (
+ALL_OPTIONS = (
     *[
         "--tools",
         "read_tool,grep_*",
@@ -118,12 +118,12 @@ def failure_of(result: Result) -> tuple[int, str]:
     return result.exit_code, result.stderr
 
 
-def test_a_class_that_no_host_has_is_refused_with_the_known_classes(
+def test_an_unknown_sandbox_class_is_refused_with_the_known_classes(
     toolcrew: Toolcrew, redis_server: RedisProcess
 ) -> None:
     toolcrew("add", "acme")
     unknown = toolcrew("set", "acme", "--class", "larg")
-    assert (unknown.exit_code, "--class: larg was not checked" in unknown.stderr) == (0, True)
+    assert (unknown.exit_code, "the tenant class larg was not checked" in unknown.stderr) == (0, True)
     with redis_server.client() as client:
         report = REPORT.model_copy(update={"classes": ("default", "large")})
         WorkerHostStore(client, "default", SharedClock()).report(report)
@@ -133,8 +133,8 @@ def test_a_class_that_no_host_has_is_refused_with_the_known_classes(
     assert policy_of(toolcrew("set", "acme", "--class", "large", "--json")).sandbox.tenant_class == "large"
 
 
-def test_every_field_has_an_option_and_every_option_sets_its_field(toolcrew: Toolcrew) -> None:
-    assert policy_of(toolcrew("add", "acme", *ALL, "--json")) == POLICY
+def test_every_policy_field_has_an_option_that_sets_it(toolcrew: Toolcrew) -> None:
+    assert policy_of(toolcrew("add", "acme", *ALL_OPTIONS, "--json")) == POLICY
     [_, acme] = as_json(toolcrew("list", "--json"))
     assert TenantPolicy.model_validate(acme["policy"]) == POLICY
     # Pausing and removing have commands of their own.
@@ -148,18 +148,20 @@ def test_every_field_has_an_option_and_every_option_sets_its_field(toolcrew: Too
     assert {path[-1] for path in OPTIONS.values()} == fields
 
 
-def test_set_changes_only_what_is_named(toolcrew: Toolcrew) -> None:
-    toolcrew("add", "acme", *ALL)
+def test_set_changes_only_the_given_options(toolcrew: Toolcrew) -> None:
+    toolcrew("add", "acme", *ALL_OPTIONS)
     changed = policy_of(toolcrew("set", "acme", "--weight", "4", "--image", "c:3", "--json"))
     sandbox = POLICY.sandbox.model_copy(update={"images": ("c:3",)})
     assert changed == POLICY.model_copy(update={"weight": 4.0, "sandbox": sandbox})
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_unset_gives_a_field_its_default_back(option: str) -> None:
-    given = apply_options(POLICY, {}, [option])
-    assert policy_lines(given)[list(OPTIONS).index(option)] == policy_lines(TenantPolicy())[list(OPTIONS).index(option)]
-    assert sum(one != other for one, other in zip(policy_lines(given), policy_lines(POLICY), strict=True)) == 1
+def test_unset_restores_the_default_of_one_field(option: str) -> None:
+    changed = apply_options(POLICY, {}, [option])
+    assert (
+        policy_lines(changed)[list(OPTIONS).index(option)] == policy_lines(TenantPolicy())[list(OPTIONS).index(option)]
+    )
+    assert sum(one != other for one, other in zip(policy_lines(changed), policy_lines(POLICY), strict=True)) == 1
 
 
 def publish_names(server: RedisProcess, pool: str, *names: str) -> None:
@@ -180,7 +182,7 @@ def test_an_unknown_tool_is_refused_with_the_nearest_name(toolcrew: Toolcrew, re
     assert toolcrew("set", "acme", "--weight", "2").exit_code == 0
 
 
-def test_a_file_says_all_of_a_policy_and_options_change_what_it_says(toolcrew: Toolcrew, tmp_path: Path) -> None:
+def test_a_policy_file_replaces_the_policy_and_options_override_it(toolcrew: Toolcrew, tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
     path.write_text('{"weight": 2, "sandbox": {"network": "none"}}')
     assert policy_of(toolcrew("add", "acme", "--from", str(path), "--in-flight", "5", "--json")) == TenantPolicy(
@@ -217,14 +219,16 @@ def test_an_unreadable_policy_can_be_replaced(toolcrew: Toolcrew, redis_server: 
         (("keys", "revoke", "0" * 16), "there is no key 0000000000000000: see `toolcrew keys list`"),
     ],
 )
-def test_a_wrong_argument_is_named(toolcrew: Toolcrew, arguments: tuple[str, ...], expected: str) -> None:
+def test_an_invalid_argument_is_named_in_the_error(
+    toolcrew: Toolcrew, arguments: tuple[str, ...], expected: str
+) -> None:
     code, message = failure_of(toolcrew(*arguments))
     assert code == 1
     assert expected in message
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("values", "expected"),
     [
         ({"weight": float("inf")}, "--weight: Input should be a finite number"),
         ({"in-flight": 0}, "--in-flight: "),
@@ -234,9 +238,9 @@ def test_a_wrong_argument_is_named(toolcrew: Toolcrew, arguments: tuple[str, ...
         ({"command-rule": ["deny:bash_tool:'x"]}, "--command-rule: 'deny:bash_tool:'x': No closing quotation"),
     ],
 )
-def test_a_value_out_of_bounds_names_its_option(given: dict[str, Any], expected: str) -> None:
+def test_a_value_out_of_bounds_is_reported_with_its_option(values: dict[str, Any], expected: str) -> None:
     with pytest.raises(ToolFailure) as failed:
-        apply_options(TenantPolicy(), given)
+        apply_options(TenantPolicy(), values)
     assert failed.value.code is ErrorCode.INVALID_ARGUMENTS
     assert expected in str(failed.value)
 
@@ -252,7 +256,9 @@ def test_a_value_out_of_bounds_names_its_option(given: dict[str, Any], expected:
         (json.dumps({"tools": ["t" * 100] * 10_000}), "larger than"),
     ],
 )
-def test_a_wrong_file_is_named(toolcrew: Toolcrew, tmp_path: Path, text: str, expected: str) -> None:
+def test_an_invalid_policy_file_is_named_in_the_error(
+    toolcrew: Toolcrew, tmp_path: Path, text: str, expected: str
+) -> None:
     path = tmp_path / "policy.json"
     path.write_text(text)
     code, message = failure_of(toolcrew("add", "acme", "--from", str(path)))
@@ -261,12 +267,12 @@ def test_a_wrong_file_is_named(toolcrew: Toolcrew, tmp_path: Path, text: str, ex
     assert expected in message
 
 
-def test_a_key_is_shown_once_on_stdout_alone(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+def test_a_new_key_is_printed_only_to_stdout_and_never_again(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     toolcrew("add", "acme")
-    made = toolcrew("keys", "create", "acme", "--role", "operator", "--name", "ci", "--expires-in", "90d")
-    key = made.stdout.strip()
+    created = toolcrew("keys", "create", "acme", "--role", "operator", "--name", "ci", "--expires-in", "90d")
+    key = created.stdout.strip()
     assert key.startswith("tc_")
-    assert key not in made.stderr
+    assert key not in created.stderr
     [row] = as_json(toolcrew("keys", "list", "--json"))
     assert (row["id"], row["tenant"], row["role"], row["name"]) == (key.split("_")[1], "acme", "operator", "ci")
     assert (row["tail"], row["state"]) == (key[-4:], "valid")
@@ -277,7 +283,7 @@ def test_a_key_is_shown_once_on_stdout_alone(toolcrew: Toolcrew, redis_server: R
     assert secret not in toolcrew("keys", "list").stdout + str(stored)
 
 
-def test_a_key_that_cannot_be_read_is_listed_as_such(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
+def test_an_unverifiable_key_is_listed_and_can_be_revoked(toolcrew: Toolcrew, redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         client.hset(api_keys_key("default"), "0" * 16, '{"tenant": "default", "role": "admin"}')
     assert "cannot be verified" in toolcrew("keys", "list").stdout
@@ -285,14 +291,16 @@ def test_a_key_that_cannot_be_read_is_listed_as_such(toolcrew: Toolcrew, redis_s
     assert toolcrew("keys", "list", "--json").stdout.strip() == "[]"
 
 
-def test_what_others_named_cannot_drive_the_terminal(toolcrew: Toolcrew) -> None:
+def test_control_characters_in_names_are_escaped(toolcrew: Toolcrew) -> None:
     toolcrew("add", "acme", "--tools", "x\x1b[2J", "--image", "y\x07", "--command-rule", "deny::z\x1b]0;")
     toolcrew("keys", "create", "acme", "--name", "n\x1b[2J")
-    shown = toolcrew("list").stdout + toolcrew("set", "acme", "--weight", "2").stdout + toolcrew("keys", "list").stdout
-    assert not set(shown) & {"\x1b", "\x07"}
+    output = toolcrew("list").stdout + toolcrew("set", "acme", "--weight", "2").stdout + toolcrew("keys", "list").stdout
+    assert not set(output) & {"\x1b", "\x07"}
 
 
-def test_usage_is_printed_with_its_sum_and_budgets(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_is_printed_with_its_total_and_budgets(
+    redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     runner = CliRunner()
     with redis_server.client() as client:
@@ -312,7 +320,7 @@ def test_usage_is_printed_with_its_sum_and_budgets(redis_server: RedisProcess, m
     assert runner.invoke(app, ["tenants", "usage", "--tenant", "acme", "--from", "2020-01-01"]).exit_code == 1
 
 
-def test_operators_list_all_batches(
+def test_operators_list_the_batches_of_all_tenants(
     redis_server: RedisProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
@@ -321,32 +329,29 @@ def test_operators_list_all_batches(
     file.write_text('{"id": "a", "instruction": "act"}\n')
 
     def run(*arguments: str, key: str = "") -> list[str]:
-        done = CliRunner().invoke(app, [*arguments], env={"TOOLCREW_API_KEY": key})
-        assert done.exit_code == 0, done.output
-        return done.stdout.splitlines()
+        result = CliRunner().invoke(app, [*arguments], env={"TOOLCREW_API_KEY": key})
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines()
 
     for tenant in ("acme", "bolt"):
         run("tenants", "add", tenant)
         run("batches", "submit", str(file), "--detach", "--tenant", tenant, "--id", f"of-{tenant}")
-    key, operators = (
-        run("keys", "create", "acme")[0],
-        run("keys", "create", "acme", "--role", "operator")[0],
-    )
+    key, operators = (run("keys", "create", "acme")[0], run("keys", "create", "acme", "--role", "operator")[0])
 
-    def listed(*arguments: str, key: str = "") -> set[tuple[str, ...]]:
+    def list_batches(*arguments: str, key: str = "") -> set[tuple[str, ...]]:
         return {tuple(line.split()[:2]) for line in run("batches", "list", *arguments, key=key)[1:]}
 
-    assert listed() == listed(key=operators) == {("acme", "of-acme"), ("bolt", "of-bolt")}
-    assert listed("--tenant", "bolt") == {("bolt", "of-bolt")}
-    assert listed(key=key) == {("acme", "of-acme")}
+    assert list_batches() == list_batches(key=operators) == {("acme", "of-acme"), ("bolt", "of-bolt")}
+    assert list_batches("--tenant", "bolt") == {("bolt", "of-bolt")}
+    assert list_batches(key=key) == {("acme", "of-acme")}
 
 
-def show(server: RedisProcess, *arguments: str, key: str = "") -> Result:
+def show_call(server: RedisProcess, *arguments: str, key: str = "") -> Result:
     environment = {"TOOLCREW_REDIS_URL": server.url, "TOOLCREW_API_KEY": key}
     return CliRunner().invoke(app, ["calls", "show", *arguments], env=environment)
 
 
-def test_a_call_is_shown_with_its_state_who_ran_it_and_when(redis_server: RedisProcess) -> None:
+def test_a_call_is_shown_with_its_state_worker_and_times(redis_server: RedisProcess) -> None:
     record = {
         "state": "unknown",
         "attempt": 2,
@@ -357,27 +362,27 @@ def test_a_call_is_shown_with_its_state_who_ran_it_and_when(redis_server: RedisP
     }
     with redis_server.client() as client:
         client.hset(call_key("default", "acme", "c1"), mapping=record)
-    reply = json.loads(show(redis_server, "c1", "--tenant", "acme", "--json").stdout)
+    reply = json.loads(show_call(redis_server, "c1", "--tenant", "acme", "--json").stdout)
     assert (reply["state"], reply["attempt"], reply["holder"]) == ("unknown", 2, "host.a.b/w")
     assert reply["error_code"] == "OUTCOME_UNKNOWN"
     assert (reply["started_at"], reply["ended_at"]) == ("2023-11-14T22:13:20.500Z", None)
-    assert "host.a.b/w" in show(redis_server, "c1", "--tenant", "acme").stdout
+    assert "host.a.b/w" in show_call(redis_server, "c1", "--tenant", "acme").stdout
 
 
-def test_a_pattern_that_matches_no_tool_and_a_name_that_cannot_be_checked_are_warned_about(
+def test_unmatched_tool_patterns_and_unverified_tool_names_are_warned_about(
     toolcrew: Toolcrew, redis_server: RedisProcess
 ) -> None:
-    unchecked = toolcrew("add", "early", "--tools", "mine_tool")
-    assert (unchecked.exit_code, "mine_tool was not checked" in unchecked.stderr) == (0, True)
+    unverified = toolcrew("add", "early", "--tools", "mine_tool")
+    assert (unverified.exit_code, "mine_tool was not checked" in unverified.stderr) == (0, True)
     publish_names(redis_server, "sandbox", "bash_tool")
     unmatched = toolcrew("add", "acme", "--tools", "bash_*,mcp__git__*")
     assert (unmatched.exit_code, unmatched.stderr) == (
         0,
-        "toolcrew: --tools: no tool that has been published matches mcp__git__*\n",
+        "toolcrew: no tool that has been published matches the pattern mcp__git__*\n",
     )
 
 
-def test_the_first_tenant_and_the_last_are_reported_as_what_they_are(toolcrew: Toolcrew) -> None:
+def test_adding_the_first_tenant_warns_and_a_removed_name_stays_reserved(toolcrew: Toolcrew) -> None:
     assert "from now on only registered tenants and default are served" in toolcrew("add", "acme").stderr
     assert toolcrew("add", "zeta").stderr == ""
     assert toolcrew("remove", "zeta").stderr == ""

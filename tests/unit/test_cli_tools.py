@@ -47,7 +47,7 @@ def as_json(result: Result) -> Any:
     return json.loads(result.stdout)
 
 
-def test_show_as_json_has_the_schema_and_who_turned_it_off(toolcrew: Toolcrew) -> None:
+def test_show_prints_the_schema_and_the_switch_of_a_disabled_tool(toolcrew: Toolcrew) -> None:
     toolcrew("disable", "echo_tool", "--reason", "it is being repaired")
     reply = as_json(toolcrew("show", "echo_tool", "--json"))
     assert (reply["name"], reply["state"], reply["parameters"]) == ("echo_tool", "disabled", ECHO.parameters)
@@ -70,7 +70,7 @@ def test_a_tool_without_workers_can_be_disabled(toolcrew: Toolcrew, redis_server
 
 
 @pytest.mark.parametrize("verb", ["show", "disable", "enable"])
-def test_a_tool_that_is_not_there_is_a_sentence_with_the_nearest(toolcrew: Toolcrew, verb: str) -> None:
+def test_an_unknown_tool_is_reported_with_the_nearest_name(toolcrew: Toolcrew, verb: str) -> None:
     result = toolcrew(verb, "ecko_tool")
     assert result.exit_code == 1
     assert result.stdout == ""
@@ -78,6 +78,6 @@ def test_a_tool_that_is_not_there_is_a_sentence_with_the_nearest(toolcrew: Toolc
     assert "Traceback" not in result.stderr
 
 
-def test_what_a_worker_publishes_cannot_drive_the_terminal(toolcrew: Toolcrew) -> None:
-    shown = toolcrew("list").stdout + toolcrew("show", "hostile_tool").stdout
-    assert not set(shown) & {"\x1b", "\x07"}
+def test_control_characters_in_tool_descriptions_are_escaped(toolcrew: Toolcrew) -> None:
+    output = toolcrew("list").stdout + toolcrew("show", "hostile_tool").stdout
+    assert not set(output) & {"\x1b", "\x07"}

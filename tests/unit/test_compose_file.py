@@ -39,7 +39,7 @@ def load_service(name: str) -> dict[str, Any]:
     return service
 
 
-def load_environment(name: str, **given: str) -> dict[str, str]:
+def load_environment(name: str, **values: str) -> dict[str, str]:
     """Return a service's environment as compose fills it in: the given values, then the file's defaults, and no unset
     variables.
     """
@@ -48,7 +48,7 @@ def load_environment(name: str, **given: str) -> dict[str, str]:
         if value is None:
             continue
         filled[key] = VARIABLE.sub(
-            lambda found: given.get(found["name"], (found["rest"] or "") if found["how"] == ":-" else ""), str(value)
+            lambda match: values.get(match["name"], (match["rest"] or "") if match["how"] == ":-" else ""), str(value)
         )
     return filled
 
@@ -66,9 +66,9 @@ def find_mounts(name: str) -> dict[str, str]:
 
 
 def parse_size(text: str) -> int:
-    found = re.fullmatch(r"(\d+)([a-z]*)", VARIABLE.sub(lambda variable: variable["rest"], text))
-    assert found is not None, text
-    return int(found[1]) * UNITS[found[2]]
+    match = re.fullmatch(r"(\d+)([a-z]*)", VARIABLE.sub(lambda variable: variable["rest"], text))
+    assert match is not None, text
+    return int(match[1]) * UNITS[match[2]]
 
 
 def find_stages() -> dict[str, str]:
@@ -79,21 +79,21 @@ def find_stages() -> dict[str, str]:
 
 def find_user(service: str) -> tuple[int, int]:
     """Return the uid and the gid of a service's image."""
-    found = re.findall(r"^USER (\d+):(\d+)$", find_stages()[service], flags=re.MULTILINE)
-    assert len(found) == 1, f"{service} needs one numeric USER"
-    return int(found[0][0]), int(found[0][1])
+    match = re.findall(r"^USER (\d+):(\d+)$", find_stages()[service], flags=re.MULTILINE)
+    assert len(match) == 1, f"{service} needs one numeric USER"
+    return int(match[0][0]), int(match[0][1])
 
 
-def find_services_naming(word: str) -> set[str]:
-    return {name for name in SERVICES if word in yaml.safe_dump(load_service(name))}
+def find_services_naming(fragment: str) -> set[str]:
+    return {name for name in SERVICES if fragment in yaml.safe_dump(load_service(name))}
 
 
-def test_no_service_but_sandboxd_sees_a_path_of_the_host() -> None:
+def test_only_sandboxd_mounts_host_paths() -> None:
     named = set(COMPOSE["volumes"])
     assert {name for name in SERVICES if set(find_mounts(name).values()) - named} == {"sandboxd"}
 
 
-def test_sandboxd_has_the_rights_to_start_sandboxes_and_no_other() -> None:
+def test_sandboxd_has_only_the_capabilities_to_start_sandboxes() -> None:
     """tests/e2e/test_compose.py shows that these are enough."""
     sandboxd = load_service("sandboxd")
     assert sandboxd["cap_add"] == [
@@ -111,7 +111,7 @@ def test_sandboxd_has_the_rights_to_start_sandboxes_and_no_other() -> None:
     assert f"{FOLDER}:{FOLDER}" in sandboxd["volumes"]
 
 
-def test_services_have_their_networks_limits_and_names() -> None:
+def test_services_have_their_networks_limits_and_deployment_names() -> None:
     assert find_services_naming("TOOLCREW_TENANT_CLASSES") == {"sandboxd"}
     assert load_service("redis")["networks"] == ["backend"]
     # A worker resolves no public names.
@@ -122,7 +122,7 @@ def test_services_have_their_networks_limits_and_names() -> None:
     assert load_environment("sandboxd", COMPOSE_PROJECT_NAME="other")["TOOLCREW_SANDBOXD_NAME"] == "other"
 
 
-def test_only_flower_and_the_api_publish_a_port_and_on_loopback_unless_reported() -> None:
+def test_only_flower_and_the_api_publish_ports_on_loopback_by_default() -> None:
     assert {name for name in SERVICES if "ports" in load_service(name)} == {"flower", "api"}
     assert load_service("api")["ports"] == ["${TOOLCREW_API_BIND:-127.0.0.1}:${TOOLCREW_API_PORT:-8080}:8080"]
     assert load_service("flower")["ports"] == ["${TOOLCREW_FLOWER_BIND:-127.0.0.1}:${TOOLCREW_FLOWER_PORT:-5555}:5555"]
@@ -130,23 +130,15 @@ def test_only_flower_and_the_api_publish_a_port_and_on_loopback_unless_reported(
 
 @pytest.mark.parametrize("name", SERVICES)
 class TestEveryService:
-    def test_gets_no_right_it_does_not_need(self, name: str) -> None:
+    def test_has_no_unneeded_privileges(self, name: str) -> None:
         service = load_service(name)
-        loose = set(
+        forbidden = set(
             [
-                "privileged",
-                "pid",
-                "ipc",
-                "uts",
-                "userns_mode",
-                "devices",
-                "volumes_from",
-                "user",
-                "group_add",
+                "privileged", "pid", "ipc", "uts", "userns_mode", "devices", "volumes_from", "user", "group_add",
                 "entrypoint",
             ]
-        )
-        assert not loose & service.keys()
+        )  # fmt: skip
+        assert not forbidden & service.keys()
         assert service.get("network_mode") in (None, "none")
         assert service["cap_drop"] == ["ALL"]
         is_sandboxd = name == "sandboxd"
@@ -155,7 +147,7 @@ class TestEveryService:
         unconfined = ["seccomp:unconfined", "apparmor:unconfined"] if is_sandboxd else []
         assert service["security_opt"] == ["no-new-privileges:true", *unconfined]
 
-    def test_cannot_write_but_to_its_own_volumes_and_a_small_tmp(self, name: str) -> None:
+    def test_writes_only_to_its_volumes_and_a_small_tmp(self, name: str) -> None:
         service = load_service(name)
         assert service["read_only"] is True
         (tmp,) = service["tmpfs"]
@@ -164,7 +156,7 @@ class TestEveryService:
         assert {"noexec", "nosuid", "nodev"} <= set(options.split(","))
         assert re.search(r"\bsize=\d+m\b", options)
 
-    def test_is_bounded_in_memory_processes_and_logs(self, name: str) -> None:
+    def test_has_limits_for_memory_processes_and_logs(self, name: str) -> None:
         service = load_service(name)
         assert parse_size(service["mem_limit"]) > 0
         assert service["pids_limit"] > 0
@@ -175,36 +167,36 @@ class TestEveryService:
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_a_stack_without_its_secrets_is_refused(secret: str) -> None:
-    uses = [found for found in VARIABLE.finditer(TEXT) if found["name"] == secret]
+def test_a_missing_secret_stops_compose(secret: str) -> None:
+    uses = [match for match in VARIABLE.finditer(TEXT) if match["name"] == secret]
     assert uses
-    assert {found["how"] for found in uses} == {":?"}
+    assert {match["how"] for match in uses} == {":?"}
 
 
-def test_no_secret_is_written_in_the_file() -> None:
+def test_the_compose_file_contains_no_secret() -> None:
     for name in SERVICES:
         for key, value in load_service(name)["environment"].items():
             if value is not None and re.search(r"PASSWORD|SECRET|KEY|AUTH|_URL$", key):
                 assert VARIABLE.sub("", value) in ("", ":", f"redis://{USERS.get(name)}:@redis:6379/0"), key
 
 
-def test_a_secret_goes_only_to_who_needs_it() -> None:
+def test_each_secret_is_passed_only_to_the_services_that_need_it() -> None:
     assert find_services_naming("TOOLCREW_SECRET") == {*WORKERS, "orchestrator", "api"}
     owners = {role: {"redis", *(service for service, user in USERS.items() if user == role)} for role in USERS.values()}
     assert {role: find_services_naming(name) for role, name in PASSWORDS.items()} == {**owners, "admin": {"redis"}}
-    assert find_services_naming("TOOLCREW_TAVILY_API_KEY") == {"web-worker"}
-    assert find_services_naming("TOOLCREW_BRAVE_API_KEY") == {"web-worker"}
-    assert find_services_naming("TOOLCREW_EXA_API_KEY") == {"web-worker"}
-    assert find_services_naming("TOOLCREW_SEARXNG_URL") == {"web-worker"}
+    for name in ("TAVILY_API_KEY", "BRAVE_API_KEY", "EXA_API_KEY", "SEARXNG_URL"):
+        assert find_services_naming(f"TOOLCREW_{name}") == {"web-worker"}
     assert find_services_naming("TOOLCREW_FLOWER_PASSWORD") == {"flower"}
     assert find_services_naming("OPENAI_API_KEY") == {"orchestrator", "api"}
 
 
-def test_every_variable_is_reported_in_the_example_and_no_secret_has_a_value_there() -> None:
+def test_the_env_example_lists_every_variable_without_secret_values() -> None:
     example = (ROOT / "deploy" / ".env.example").read_text(encoding="utf-8")
     result = dict(re.findall(r"^#?([A-Z0-9_]+)=(.*)$", example, flags=re.MULTILINE))
-    passed_on = {key for name in SERVICES for key, value in load_service(name)["environment"].items() if value is None}
-    assert result.keys() == {found["name"] for found in VARIABLE.finditer(TEXT)} | passed_on
+    passed_through = {
+        key for name in SERVICES for key, value in load_service(name)["environment"].items() if value is None
+    }
+    assert result.keys() == {match["name"] for match in VARIABLE.finditer(TEXT)} | passed_through
     assert {result[secret] for secret in SECRETS} == {""}
 
 
@@ -215,12 +207,12 @@ def test_every_service_but_sandboxd_has_an_unprivileged_uid_of_its_own() -> None
     assert len(set(uids.values())) == len(uids)
 
 
-def test_the_users_of_redis_are_the_generated_ones() -> None:
+def test_redis_users_acl_is_the_generated_file() -> None:
     marked = build_users("@DEPLOYMENT@", {role: f"@{role.upper()}@" for role in ROLES})
     assert (ROOT / "deploy" / "redis-users.acl").read_text(encoding="utf-8") == marked
 
 
-def test_redis_is_started_with_the_users_that_have_passwords(tmp_path: Path) -> None:
+def test_redis_start_writes_hashed_passwords_and_refuses_invalid_values(tmp_path: Path) -> None:
     """The script itself runs, with a redis-server that only prints its users."""
     server = tmp_path / "redis-server"
     server.write_text('#!/bin/sh\ncat "$ACL"\nenv\n')
@@ -230,9 +222,11 @@ def test_redis_is_started_with_the_users_that_have_passwords(tmp_path: Path) -> 
     script = script.replace("/tmp/users.acl", str(acl)).replace("/etc/toolcrew/", f"{ROOT}/deploy/")
     passwords = {name: f"{role}-word" for role, name in PASSWORDS.items()}
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "ACL": str(acl), "TOOLCREW_DEPLOYMENT": "prod", **passwords}
-    ran = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=20, check=True)
-    assert ran.stdout.startswith(build_users("prod", {role: hash_password(f"{role}-word") for role in ROLES}))
-    assert "-word" not in ran.stdout
+    process = subprocess.run(
+        ["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=20, check=True
+    )
+    assert process.stdout.startswith(build_users("prod", {role: hash_password(f"{role}-word") for role in ROLES}))
+    assert "-word" not in process.stdout
     assert acl.stat().st_mode & 0o777 == 0o600
     # A name with a star would open other deployments to these users.
     for name, value, result in (
@@ -240,32 +234,34 @@ def test_redis_is_started_with_the_users_that_have_passwords(tmp_path: Path) -> 
         ("DEPLOYMENT", "pr*", "letters, digits"),
         ("DEPLOYMENT", "a/b", "digits"),
     ):
-        wrong = {**environment, f"TOOLCREW_{name}": value}
-        ran = subprocess.run(["sh", "-c", script], env=wrong, capture_output=True, text=True, timeout=20, check=False)
-        assert (ran.returncode, f"TOOLCREW_{name}" in ran.stderr, result in ran.stderr) == (64, True, True)
+        invalid = {**environment, f"TOOLCREW_{name}": value}
+        process = subprocess.run(
+            ["sh", "-c", script], env=invalid, capture_output=True, text=True, timeout=20, check=False
+        )
+        assert (process.returncode, f"TOOLCREW_{name}" in process.stderr, result in process.stderr) == (64, True, True)
 
 
-def test_a_new_env_file_has_every_secret_and_is_never_overwritten(tmp_path: Path) -> None:
+def test_make_env_creates_every_secret_and_never_overwrites_the_file(tmp_path: Path) -> None:
     env = tmp_path / "env"
     command = [str(ROOT / "deploy" / "make-env"), str(env)]
     subprocess.run(command, capture_output=True, timeout=20, check=True)
     text = dict(re.findall(r"^([A-Z_]+)=(.*)$", env.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    made = [text[secret] for secret in SECRETS]
-    assert all(re.fullmatch("[0-9a-f]{64}", value) for value in made)
-    assert len(set(made)) == len(SECRETS)
+    secrets = [text[secret] for secret in SECRETS]
+    assert all(re.fullmatch("[0-9a-f]{64}", value) for value in secrets)
+    assert len(set(secrets)) == len(SECRETS)
     assert env.stat().st_mode & 0o777 == 0o600
     assert subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 1
 
 
 @pytest.mark.parametrize("name", WORKERS)
-def test_a_worker_has_memory_for_its_calls(name: str) -> None:
+def test_the_memory_limit_of_a_worker_covers_its_concurrency(name: str) -> None:
     # With sandboxes, a call is a thread that waits. Otherwise, each call has its own process.
     each = 64 if name == "worker" else 256
     concurrency = int(load_environment(name)["TOOLCREW_CONCURRENCY"])
     assert parse_size(load_service(name)["mem_limit"]) >= (concurrency * each + 512) * 1024**2
 
 
-def test_redis_keeps_what_it_was_reported_and_drops_nothing_to_make_room() -> None:
+def test_redis_persists_data_and_evicts_nothing() -> None:
     lines = (ROOT / "deploy" / "redis.conf").read_text(encoding="utf-8").splitlines()
     options = dict(line.split(" ", 1) for line in lines if line and not line.startswith("#"))
     assert (options["appendonly"], options["maxmemory-policy"]) == ("yes", "noeviction")
@@ -275,7 +271,7 @@ def test_redis_keeps_what_it_was_reported_and_drops_nothing_to_make_room() -> No
     assert parse_size(options["maxmemory"]) * 2 <= parse_size(load_service("redis")["mem_limit"])
 
 
-def test_packages_are_installed_by_hash_and_without_an_index() -> None:
+def test_docker_packages_are_installed_by_hash_and_without_an_index() -> None:
     installs = [line for line in DOCKERFILE.splitlines() if "pip --python" in line]
     assert len(installs) == 2
     assert all("--no-index" in line for line in installs)
@@ -283,18 +279,18 @@ def test_packages_are_installed_by_hash_and_without_an_index() -> None:
     assert "services.lock" in installs[0]
 
 
-def test_the_build_sees_only_what_it_copies() -> None:
+def test_the_docker_build_context_contains_only_copied_files() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     patterns = [line for line in lines if line and not line.startswith("#")]
     assert patterns[0] == "*"
-    copied = [
+    copy_sources = [
         line.split()[1:-1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ") and "--from=" not in line
     ]
-    sources = {source.rstrip("/") for sources_of_copy in copied for source in sources_of_copy}
+    sources = {source.rstrip("/") for sources_of_copy in copy_sources for source in sources_of_copy}
     assert {pattern.removeprefix("!") for pattern in patterns[1:]} == sources
 
 
-def test_only_sandboxd_is_given_the_engine() -> None:
+def test_only_sandboxd_has_the_docker_socket() -> None:
     assert find_services_naming("docker.sock") == {"sandboxd"}
     assert find_services_naming("DOCKER_HOST") == set()
     assert "/var/run/docker.sock" in find_mounts("sandboxd")
@@ -306,12 +302,12 @@ def test_sandboxd_has_no_network() -> None:
     assert not {"networks", "ports", "extra_hosts"} & sandboxd.keys()
 
 
-def test_the_egress_proxy_has_the_way_out_and_nothing_else() -> None:
+def test_the_egress_proxy_has_only_the_egress_network_and_socket() -> None:
     egress = load_service("egress")
     assert egress["networks"] == ["egress"]
     assert set(find_mounts("egress").values()) == {"egress-socket"}
     assert not {"ports", "extra_hosts"} & egress.keys()
-    assert not any(word in yaml.safe_dump(egress) for word in ("REDIS", "SECRET", "sandboxd", "API_KEY"))
+    assert not any(fragment in yaml.safe_dump(egress) for fragment in ("REDIS", "SECRET", "sandboxd", "API_KEY"))
 
 
 def test_the_egress_proxy_and_sandboxd_share_a_private_socket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,16 +326,14 @@ def test_the_egress_proxy_and_sandboxd_share_a_private_socket(monkeypatch: pytes
     assert f"egress-socket:{folder}:ro" in load_service("sandboxd")["volumes"]
 
 
-def test_the_worker_is_on_the_network_without_a_way_out_and_on_no_other() -> None:
+def test_the_worker_is_only_on_the_internal_network_which_does_not_reach_the_host() -> None:
     assert load_service("worker")["networks"] == ["backend"]
     assert COMPOSE["networks"]["backend"]["internal"] is True
-
-
-def test_the_network_without_a_way_out_does_not_lead_to_the_host_either() -> None:
+    # An address of the bridge would lead to the host.
     assert COMPOSE["networks"]["backend"]["driver_opts"]["com.docker.network.bridge.inhibit_ipv4"] == "true"
 
 
-def test_the_socket_of_sandboxd_is_for_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_worker_can_access_the_sandboxd_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     worker_uid, worker_gid = find_user("worker")
     for key, value in load_environment("sandboxd").items():
         monkeypatch.setenv(key, value)
@@ -350,12 +344,12 @@ def test_the_socket_of_sandboxd_is_for_the_worker_alone(monkeypatch: pytest.Monk
     web_uid, web_gid = find_user("web-worker")
     assert web_uid != worker_uid
     assert web_gid != worker_gid
-    mounting = {name for name in SERVICES if "sandboxd-socket" in find_mounts(name).values()}
-    assert mounting == {"sandboxd", "worker"}
+    services = {name for name in SERVICES if "sandboxd-socket" in find_mounts(name).values()}
+    assert services == {"sandboxd", "worker"}
     assert f"sandboxd-socket:{settings.sandboxd_socket.parent}:ro" in load_service("worker")["volumes"]
 
 
-def test_the_web_worker_reaches_the_web_and_no_sandbox() -> None:
+def test_the_web_worker_has_web_access_and_no_sandbox_access() -> None:
     web = load_service("web-worker")
     assert web["networks"] == ["backend", "egress"]
     assert find_mounts("web-worker") == {}

@@ -16,10 +16,10 @@ def messages(*contents: str) -> list[Message]:
     ]
 
 
-def test_the_oldest_results_are_shortened_first_and_only_as_many_as_need_be() -> None:
-    given_ones = messages(LONG, LONG, LONG)
-    fitted, shortened = ContextWindow(40_000).fit(given_ones, [0, 1], [2])
-    assert (shortened, fitted[1:]) == (1, given_ones[1:])
+def test_the_oldest_results_are_shortened_first_and_no_more_than_needed() -> None:
+    originals = messages(LONG, LONG, LONG)
+    fitted, shortened = ContextWindow(40_000).fit(originals, [0, 1], [2])
+    assert (shortened, fitted[1:]) == (1, originals[1:])
     content = fitted[0]["content"]
     assert content.startswith("head xxx")
     assert content.endswith("xxx tail")
@@ -29,11 +29,11 @@ def test_the_oldest_results_are_shortened_first_and_only_as_many_as_need_be() ->
     )
 
 
-def test_what_a_request_really_took_sets_the_scale() -> None:
-    window, given_ones = ContextWindow(40_000), messages(LONG, LONG)
-    assert window.fit(given_ones, [0], [1])[1] == 0
-    window.learn(given_ones, TokenUsage(prompt_tokens=100_000))
-    assert window.fit(given_ones, [0], [1])[1] > 0
+def test_the_reported_token_usage_adjusts_the_estimate() -> None:
+    window, originals = ContextWindow(40_000), messages(LONG, LONG)
+    assert window.fit(originals, [0], [1])[1] == 0
+    window.learn(originals, TokenUsage(prompt_tokens=100_000))
+    assert window.fit(originals, [0], [1])[1] > 0
 
 
 @given(
@@ -42,11 +42,13 @@ def test_what_a_request_really_took_sets_the_scale() -> None:
     older=st.sets(st.integers(0, 7), max_size=8),
     newest=st.sets(st.integers(0, 7), max_size=8),
 )
-def test_shortening_touches_only_the_given(contents: list[str], limit: int, older: set[int], newest: set[int]) -> None:
-    given_ones = messages(*contents)
-    places = {place for place in older | newest if place < len(contents)}
-    fitted, shortened = ContextWindow(limit).fit(given_ones, places - newest, places & newest)
-    changed = {place for place, (one, other) in enumerate(zip(given_ones, fitted, strict=True)) if one != other}
-    assert changed <= places
+def test_only_the_selected_messages_are_shortened(
+    contents: list[str], limit: int, older: set[int], newest: set[int]
+) -> None:
+    originals = messages(*contents)
+    positions = {position for position in older | newest if position < len(contents)}
+    fitted, shortened = ContextWindow(limit).fit(originals, positions - newest, positions & newest)
+    changed = {position for position, (one, other) in enumerate(zip(originals, fitted, strict=True)) if one != other}
+    assert changed <= positions
     assert shortened == len(changed)
-    assert all(len(fitted[place]["content"]) < len(given_ones[place]["content"]) for place in changed)
+    assert all(len(fitted[position]["content"]) < len(originals[position]["content"]) for position in changed)

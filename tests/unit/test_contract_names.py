@@ -16,7 +16,7 @@ from orchestrator.operations.redis_users import ROLES
 from store import batches, run_events, run_log
 
 
-def test_a_blob_is_its_tenants_alone() -> None:
+def test_a_blob_key_belongs_to_its_tenant_only() -> None:
     key = names.blob_key("prod", "acme", "sandbox", "x")
     assert names.is_blob_of(key, "prod", "acme")
     assert not any(
@@ -31,11 +31,11 @@ def test_a_blob_is_its_tenants_alone() -> None:
         "x toolcrew:prod:t:acme:blob-web.1",
     ],
 )  # fmt: skip
-def test_no_other_key_passes_for_a_blob(key: str) -> None:
+def test_another_kind_of_key_is_not_a_blob_key(key: str) -> None:
     assert not names.is_blob_of(key, "prod", "acme")
 
 
-def test_a_hub_hears_its_own_results_and_those_of_few_others() -> None:
+def test_a_result_channel_pattern_matches_the_results_of_its_hub() -> None:
     pattern = names.result_channel_pattern("abc123")
     assert pattern.endswith("*")
     assert names.result_key("abc123-call").startswith(pattern[:-1])
@@ -56,27 +56,27 @@ BUILDERS = [
 
 def build_all(build: Callable[..., str], sample_names: Collection[str]) -> Iterator[str]:
     """Yield the builder's keys for every combination of the names."""
-    others = len(inspect.signature(build).parameters) - 1
-    return (build("d", *chosen) for chosen in itertools.product(sample_names, repeat=others))
+    other_parameters = len(inspect.signature(build).parameters) - 1
+    return (build("d", *chosen) for chosen in itertools.product(sample_names, repeat=other_parameters))
 
 
 KINDS = sorted({part for one in BUILDERS for key in build_all(one, "d") for part in re.split(r"[:.]", key) if part})
 """All words that keys are made of: the most likely names to collide with."""
-SOME_NAMES = st.sets(st.sampled_from(KINDS) | st.from_regex(r"\A[A-Za-z0-9_-]{1,64}\Z"), min_size=1, max_size=5)
+NAMES = st.sets(st.sampled_from(KINDS) | st.from_regex(r"\A[A-Za-z0-9_-]{1,64}\Z"), min_size=1, max_size=5)
 
 
 @settings(deadline=None)
-@given(sample_names=SOME_NAMES)
+@given(sample_names=NAMES)
 @example(sample_names=set(KINDS))
-def test_two_builders_never_build_the_same_key_whatever_tenants_and_sessions_are_called(sample_names: set[str]) -> None:
+def test_different_key_builders_never_build_the_same_key(sample_names: set[str]) -> None:
     keys = [key for build in BUILDERS for key in build_all(build, sample_names)]
     assert [key for key, count in Counter(keys).items() if count > 1] == []
 
 
 @settings(deadline=None)
-@given(sample_names=SOME_NAMES)
+@given(sample_names=NAMES)
 @example(sample_names=set(KINDS))
-def test_which_redis_users_reach_a_tenants_key_depends_only_on_its_kind(sample_names: set[str]) -> None:
+def test_redis_user_access_to_a_tenant_key_depends_only_on_its_kind(sample_names: set[str]) -> None:
     patterns = [re.compile(translate(names.deployment_key("d", own))) for role in ROLES.values() for own in role.own]
     for build in BUILDERS:
         if "tenant" in inspect.signature(build).parameters:

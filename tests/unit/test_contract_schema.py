@@ -19,15 +19,15 @@ LIMITS = {"limit": {"type": "integer", "minimum": 1, "default": 10}, "query": {"
 
 
 def prepare(
-    properties: dict[str, Any], arguments: dict[str, Any], *, required: list[str] | None = None, **how: Any
+    properties: dict[str, Any], arguments: dict[str, Any], *, required: list[str] | None = None, **options: Any
 ) -> dict[str, Any]:
-    return prepare_arguments(build_spec(properties=properties, required=required), arguments, **how)[0]
+    return prepare_arguments(build_spec(properties=properties, required=required), arguments, **options)[0]
 
 
-def complaint(properties: dict[str, Any], arguments: dict[str, Any], **how: Any) -> str:
+def refusal_of(properties: dict[str, Any], arguments: dict[str, Any], **options: Any) -> str:
     """Return the error message for refused arguments. Any exception except ToolFailure fails the test."""
     with pytest.raises(ToolFailure) as refused:
-        prepare(properties, arguments, **how)
+        prepare(properties, arguments, **options)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
     return refused.value.message
 
@@ -43,18 +43,18 @@ VALUES = st.one_of(
 
 
 @given(st.dictionaries(st.sampled_from(list(FLAT)), VALUES), st.sets(st.sampled_from(list(FLAT))))
-def test_arguments_are_accepted_exactly_if_they_fit(arguments: dict[str, Any], required: set[str]) -> None:
+def test_arguments_are_accepted_only_if_they_match_the_schema(arguments: dict[str, Any], required: set[str]) -> None:
     spec = build_spec(properties=FLAT, required=sorted(required))
-    whole = {"limit": 10, "mode": "a"} | arguments
-    is_whole = not isinstance(whole["limit"], bool | float)
-    fits = is_whole and Draft202012Validator(spec.parameters).is_valid(whole)
+    expected = {"limit": 10, "mode": "a"} | arguments
+    has_integer_limit = not isinstance(expected["limit"], bool | float)
+    fits = has_integer_limit and Draft202012Validator(spec.parameters).is_valid(expected)
     try:
         accepted = prepare_arguments(spec, arguments)[0]
     except ToolFailure:
         assert not fits
     else:
         assert fits
-        assert accepted == whole
+        assert accepted == expected
 
 
 BOUNDS = st.fixed_dictionaries(
@@ -79,7 +79,7 @@ BOUNDS = st.fixed_dictionaries(
     | st.none()
     | st.lists(st.none()),
 )
-def test_a_value_is_accepted_exactly_if_it_fits_the_bounds_of_its_parameter(schema: dict[str, Any], value: Any) -> None:
+def test_a_value_is_accepted_only_if_it_matches_its_parameter(schema: dict[str, Any], value: Any) -> None:
     """Most schemas are checked without jsonschema."""
     is_wrong_number = schema["type"] == "integer" and isinstance(value, float)
     fits = not is_wrong_number and Draft202012Validator(schema).is_valid(value)
@@ -91,7 +91,7 @@ def test_a_value_is_accepted_exactly_if_it_fits_the_bounds_of_its_parameter(sche
     assert is_accepted == fits
 
 
-def test_defaults_are_filled_in_a_copy_of_the_callers_arguments() -> None:
+def test_defaults_are_added_to_a_copy_of_the_arguments() -> None:
     item = {"type": "object", "properties": {"all": {"type": "boolean", "default": False}}}
     arguments = {"edits": [{}, {"all": True}]}
     prepared = prepare({**LIMITS, "edits": {"type": "array", "items": item}}, arguments)
@@ -109,8 +109,8 @@ def test_defaults_are_filled_in_a_copy_of_the_callers_arguments() -> None:
         ("boolean", "true", "string"),
     ],
 )
-def test_a_wrong_type_is_refused_with_the_expected_and_the_given_type(kind: str, value: Any, given_type: str) -> None:
-    message = complaint({"x": {"type": kind}}, {"x": value})
+def test_a_wrong_type_is_refused_with_the_expected_and_actual_type(kind: str, value: Any, given_type: str) -> None:
+    message = refusal_of({"x": {"type": kind}}, {"x": value})
     assert f"'x' must be {kind}, not {given_type} {json.dumps(value)}" in message
 
 
@@ -125,21 +125,20 @@ EDITS = {"type": "array", "items": {"type": "object", "properties": {"old": {"ty
         pytest.param({"x": {"type": ["string", "null"]}}, {"x": 1}, ["string or null"], id="several types"),
         pytest.param({"mode": {"enum": ["a", "b"]}}, {"mode": "c"}, ["['a', 'b']"], id="allowed values"),
         (LIMITS, {"qeury": "a"}, ["'qeury'; did you mean 'query'?", "limit, query"]),
-        pytest.param(LIMITS, {"zzzz": 1}, ["parameter 'zzzz'. Known parameters"], id="no near parameter"),
+        pytest.param(LIMITS, {"zzzz": 1}, ["parameter 'zzzz'. Known parameters"], id="no similar parameter"),
         pytest.param({}, {"a": 1}, ["Known parameters: none"], id="no parameters"),
     ],
 )
-def test_the_message_names_facts(properties: dict[str, Any], arguments: dict[str, Any], facts: list[str]) -> None:
-    message = complaint(properties, arguments)
+def test_the_error_message_names_the_violated_rule(
+    properties: dict[str, Any], arguments: dict[str, Any], facts: list[str]
+) -> None:
+    message = refusal_of(properties, arguments)
     assert [fact for fact in facts if fact not in message] == []
 
 
 @pytest.mark.parametrize("arguments", [{"query": "y" * 100_000}, {"y" * 100_000: 1}], ids=["long value", "long name"])
-def test_long_arguments_do_not_make_a_long_message(arguments: dict[str, Any]) -> None:
-    assert len(complaint({"query": {"type": "string", "maxLength": 5}}, arguments)) < 500
-
-
-# Aliases
+def test_long_arguments_are_shortened_in_the_message(arguments: dict[str, Any]) -> None:
+    assert len(refusal_of({"query": {"type": "string", "maxLength": 5}}, arguments)) < 500
 
 
 @pytest.fixture
@@ -149,7 +148,7 @@ def aliased() -> Any:
     )
 
 
-def test_an_alias_becomes_its_canonical_name_and_is_noted(aliased: Any) -> None:
+def test_an_alias_is_replaced_by_its_canonical_name_and_reported(aliased: Any) -> None:
     assert prepare_arguments(aliased, {"path": "a"}) == ({"file_path": "a"}, ["path -> file_path"])
     assert prepare_arguments(aliased, {"file_path": "a"}) == ({"file_path": "a"}, [])
 
@@ -157,12 +156,12 @@ def test_an_alias_becomes_its_canonical_name_and_is_noted(aliased: Any) -> None:
 @pytest.mark.parametrize(
     "arguments", [{"path": "a", "file_path": "b"}, {"file_path": "a", "path": "b"}, {"path": "a", "filename": "b"}]
 )
-def test_a_parameter_given_under_two_names_is_refused(aliased: Any, arguments: dict[str, str]) -> None:
+def test_a_parameter_with_two_names_is_refused(aliased: Any, arguments: dict[str, str]) -> None:
     with pytest.raises(ToolFailure, match="give it once"):
         prepare_arguments(aliased, arguments)
 
 
-COERCED = [
+COERCIONS = [
     ("integer", "5", 5),
     ("integer", " 5 ", 5),
     ("integer", "-7", -7),
@@ -188,13 +187,13 @@ COERCED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "text", "value"), COERCED, ids=lambda value: str(value)[:20])
-def test_text_is_read_as_a_type_of_the_schema(kind: Any, text: str, value: Any) -> None:
+@pytest.mark.parametrize(("kind", "text", "value"), COERCIONS, ids=lambda value: str(value)[:20])
+def test_text_is_converted_to_the_schema_type(kind: Any, text: str, value: Any) -> None:
     prepared = prepare({"x": {"type": kind}}, {"x": text}, text=True)["x"]
     assert (prepared, type(prepared)) == (value, type(value))
 
 
-NO_TYPE = {
+INVALID_TEXTS = {
     "integer": ["5.0", "5.5", "five", "05", "0x10", "1_000", "٥", "", "true", "NaN"],
     "number": ["Infinity", "NaN", "1e999", "1,5"],
     "boolean": ["True", "1", "yes"],
@@ -204,12 +203,12 @@ NO_TYPE = {
 }
 
 
-@pytest.mark.parametrize("kind", NO_TYPE)
-def test_text_that_is_not_exactly_of_the_type_stays_text_and_is_refused(kind: str) -> None:
-    for text in NO_TYPE[kind]:
-        message = complaint({"x": {"type": kind}}, {"x": text}, text=True)
+@pytest.mark.parametrize("kind", INVALID_TEXTS)
+def test_text_that_does_not_match_the_schema_type_is_refused(kind: str) -> None:
+    for text in INVALID_TEXTS[kind]:
+        message = refusal_of({"x": {"type": kind}}, {"x": text}, text=True)
         assert f"must be {kind}, not string {json.dumps(text, ensure_ascii=False)}" in message
-    complaint({"x": {"type": "array"}}, {"x": "[" * 100_000}, text=True)
+    refusal_of({"x": {"type": "array"}}, {"x": "[" * 100_000}, text=True)
 
 
 @settings(max_examples=100, deadline=None)
@@ -217,7 +216,7 @@ def test_text_that_is_not_exactly_of_the_type_stays_text_and_is_refused(kind: st
     kind=st.sampled_from(["integer", "number", "boolean", "array", "object", "null", "string"]),
     text=st.text(max_size=30),
 )
-def test_any_text_is_of_its_type_or_refused(kind: str, text: str) -> None:
+def test_any_text_is_converted_or_refused(kind: str, text: str) -> None:
     try:
         value = prepare({"x": {"type": kind}}, {"x": text}, text=True)["x"]
     except ToolFailure:
@@ -230,9 +229,6 @@ def test_any_text_is_of_its_type_or_refused(kind: str, text: str) -> None:
     )
 
 
-# Schemas
-
-
 @pytest.mark.parametrize(
     "schema",
     [
@@ -241,7 +237,7 @@ def test_any_text_is_of_its_type_or_refused(kind: str, text: str) -> None:
         {"required": "a"},
     ],
 )
-def test_an_invalid_schema_of_parameters_is_refused(schema: dict[str, Any]) -> None:
+def test_an_invalid_parameter_schema_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(SchemaError):
         check_schema(schema)
 
@@ -249,7 +245,7 @@ def test_an_invalid_schema_of_parameters_is_refused(schema: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "reference", ["http://127.0.0.1:1/x.json", "file:///etc/passwd", "other.json", "#/$defs/nothing", "#/$defs/a/b", ""]
 )
-def test_a_reference_out_of_the_schema_is_refused(reference: str) -> None:
+def test_a_reference_outside_the_schema_is_refused(reference: str) -> None:
     parameters = {
         "type": "object",
         "properties": {"x": {"items": [{"$ref": reference}]}},
@@ -259,7 +255,7 @@ def test_a_reference_out_of_the_schema_is_refused(reference: str) -> None:
         check_schema({**parameters, "properties": {"x": {"anyOf": [{"$ref": reference}]}}})
 
 
-def test_a_valid_schema_may_refer_to_its_own_parts() -> None:
+def test_a_reference_within_the_schema_is_accepted() -> None:
     check_schema(build_spec(properties=LIMITS).parameters)
     check_schema(
         {
@@ -270,7 +266,7 @@ def test_a_valid_schema_may_refer_to_its_own_parts() -> None:
     )
 
 
-def test_checking_arguments_never_fetches_what_a_schema_refers_to(tmp_path: Path) -> None:
+def test_checking_arguments_fetches_no_external_schema(tmp_path: Path) -> None:
     (tmp_path / "any.json").write_text("{}")
     spec = build_spec(properties={"x": {"$ref": (tmp_path / "any.json").as_uri()}})
     with pytest.raises(ToolFailure, match="refers to"):
@@ -281,8 +277,8 @@ def build_tool(name: str, handler: str = "handler") -> Tool[str]:
     return Tool(build_spec(name), handler)
 
 
-def names(registry: ToolRegistry[str], *wanted: str) -> list[str]:
-    return [spec.name for spec in registry.specs(wanted or "all")]
+def list_names(registry: ToolRegistry[str], *selectors: str) -> list[str]:
+    return [spec.name for spec in registry.specs(selectors or "all")]
 
 
 def test_a_tool_with_an_invalid_schema_is_refused_when_it_is_registered() -> None:
@@ -295,33 +291,33 @@ def test_a_replaced_tool_stays_disabled_until_it_is_enabled() -> None:
     registry = ToolRegistry([build_tool("a", "old")])
     registry.disable("a")
     registry.register(build_tool("a", "new"))
-    assert names(registry) == []
+    assert list_names(registry) == []
     assert registry.enable("a")
-    assert (names(registry), registry.switch("a")) == (["a"], None)
+    assert (list_names(registry), registry.switch("a")) == (["a"], None)
 
 
-def test_many_threads_disable_enable_and_list_tools_at_once() -> None:
+def test_threads_disable_enable_and_list_tools_concurrently() -> None:
     registry = ToolRegistry([build_tool(f"tool-{number}") for number in range(20)])
 
     def work(number: int) -> None:
         for _ in range(10):
             registry.disable(f"tool-{number}")
             assert len(registry.describe()) == 20
-            assert f"tool-{number}" not in names(registry)
+            assert f"tool-{number}" not in list_names(registry)
             registry.enable(f"tool-{number}")
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(20)))
-    assert len(names(registry)) == 20
+    assert len(list_names(registry)) == 20
 
 
-def test_a_disabled_tool_is_listed_and_found_but_not_shown_to_a_model() -> None:
+def test_a_disabled_tool_is_described_but_not_offered_to_a_model() -> None:
     tool = build_tool("a")
     registry = ToolRegistry([tool, build_tool("b")])
     assert registry.disable("a", Switch(by="ada"))
     assert registry.get("a") is tool
-    assert names(registry) == ["b"]
-    assert names(registry, "a", "all") == ["b"]
+    assert list_names(registry) == ["b"]
+    assert list_names(registry, "a", "all") == ["b"]
     assert [(state.name, state.description, state.state) for state in registry.describe()] == [
         ("a", "The tool a.", "disabled"),
         ("b", "The tool b.", "enabled"),

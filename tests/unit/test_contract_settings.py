@@ -16,39 +16,39 @@ def build_settings(url: str, secret: str | None = None, **fields: Any) -> Broker
     return BrokerSettings(redis_url=SecretStr(url), secret=None if secret is None else SecretStr(secret), **fields)
 
 
-def test_previous_secrets_are_accepted_beside_it() -> None:
+def test_previous_secrets_are_accepted_with_the_current_secret() -> None:
     settings = build_settings("redis://:pw@h/0", "new", secrets_previous=("old", "older"))
     assert settings.signing_keys() == SigningKeys.of("new", ["old", "older"], "default")
 
 
 @pytest.mark.parametrize("secret", [None, ""])
-def test_else_the_redis_password_signs(secret: str | None) -> None:
+def test_the_redis_password_signs_without_a_secret(secret: str | None) -> None:
     assert build_settings("redis://:pw@h/0", secret).signing_keys() == SigningKeys.of("pw", deployment="default")
 
 
 @pytest.mark.parametrize("url", ["redis://h:6379/0", "redis://:@h/0", "redis://default@h"])
-def test_a_queue_that_anyone_may_write_to_is_refused(url: str) -> None:
+def test_redis_without_password_and_secret_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="TOOLCREW_SECRET"):
         build_settings(url).signing_keys()
 
 
 @pytest.mark.parametrize("url", ["redis://worker:pw@h/0", "redis://worker@h/0", "sentinel://worker:pw@h/0"])
-def test_the_password_of_one_user_of_several_signs_nothing(url: str) -> None:
+def test_the_password_of_a_named_redis_user_does_not_sign(url: str) -> None:
     master = {"redis_sentinel_master": "m"} if url.startswith("sentinel") else {}
     with pytest.raises(ConfigError, match="other Redis users than 'worker'"):
         build_settings(url, **master).signing_keys()
     assert build_settings(url, "s", **master).signing_keys() == SigningKeys.of("s", deployment="default")
 
 
-def test_the_parts_of_an_address_are_read_as_redis_gets_them() -> None:
+def test_the_parts_of_a_redis_url_are_decoded() -> None:
     settings = build_settings("redis://us%40er:p%2Fw@h:7000/4", "s")
     assert (settings.user, settings.password, settings.database) == ("us@er", "p/w", 4)
     assert settings.addresses == (("h", 7000),)
-    plain = build_settings("redis://h")
-    assert (plain.user, plain.password, plain.database, plain.addresses) == (None, None, 0, (("h", 6379),))
+    defaults = build_settings("redis://h")
+    assert (defaults.user, defaults.password, defaults.database, defaults.addresses) == (None, None, 0, (("h", 6379),))
 
 
-def test_sentinels_are_listed_and_their_first_reports_user_and_database() -> None:
+def test_a_sentinel_url_lists_the_sentinels_and_reads_user_and_database() -> None:
     settings = build_settings(SENTINELS, "s", redis_sentinel_master="m")
     assert settings.is_sentinel
     assert not settings.is_tls
@@ -58,7 +58,7 @@ def test_sentinels_are_listed_and_their_first_reports_user_and_database() -> Non
 
 
 @pytest.mark.parametrize(
-    ("url", "fields", "word"),
+    ("url", "fields", "fragment"),
     [
         ("redis://h/0?ssl_cert_reqs=none", {}, "other options"),
         ("rediss://h/0?ssl_cert_reqs=none", {}, "always checks certificates"),
@@ -91,25 +91,25 @@ def test_sentinels_are_listed_and_their_first_reports_user_and_database() -> Non
         (f"{SENTINELS};http://h3", {"redis_sentinel_master": "m"}, "begins with 'http://'"),
     ],
 )
-def test_what_would_connect_otherwise_than_it_reads_is_refused(url: str, fields: dict[str, str], word: str) -> None:
-    with pytest.raises(ConfigError, match=word) as refused:
+def test_an_ambiguous_or_insecure_redis_url_is_refused(url: str, fields: dict[str, str], fragment: str) -> None:
+    with pytest.raises(ConfigError, match=fragment) as refused:
         build_settings(url, "s", **fields)
     assert "hunter2" not in str(refused.value)
 
 
-def test_tls_is_asked_for_by_the_address_and_always_checked() -> None:
+def test_a_rediss_url_always_verifies_the_certificate() -> None:
     assert build_settings("redis://h").tls_options() == {}
     assert build_settings("rediss://h").tls_options() == {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
     fields = {"ssl_ca_certs": "/ca.pem", "ssl_certfile": "/c.pem", "ssl_keyfile": "/k.pem"}
-    checked = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **fields}
+    expected = {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **fields}
     settings = build_settings("rediss://h/0?ssl_ca_certs=/ca.pem&ssl_certfile=/c.pem&ssl_keyfile=/k.pem")
-    assert settings.tls_options() == checked
+    assert settings.tls_options() == expected
     celery = settings.celery_options()
-    assert (celery["broker_use_ssl"], celery["redis_backend_use_ssl"]) == (checked, checked)
+    assert (celery["broker_use_ssl"], celery["redis_backend_use_ssl"]) == (expected, expected)
     assert celery["broker_url"] == "rediss://h/0"
 
 
-def test_sentinels_speak_tls_when_there_is_an_authority() -> None:
+def test_sentinels_use_tls_when_a_certificate_authority_is_set() -> None:
     url = SENTINELS.replace(";", "?ssl_ca_certs=/ca.pem;", 1)
     settings = build_settings(url, "s", redis_sentinel_master="m", redis_sentinel_password="watch")
     assert settings.addresses == build_settings(SENTINELS, "s", redis_sentinel_master="m").addresses
@@ -128,7 +128,7 @@ def test_sentinels_speak_tls_when_there_is_an_authority() -> None:
         (SENTINELS, "sentinel://h1:26380/3;sentinel://h2"),
     ],
 )
-def test_nothing_secret_is_shown(url: str, address: str) -> None:
+def test_settings_do_not_show_secrets(url: str, address: str) -> None:
     master = {"redis_sentinel_master": "m"} if url == SENTINELS else {}
     settings = build_settings(url, "hunter2", secrets_previous=("hunter2",), **master)
     assert settings.redis_address() == address

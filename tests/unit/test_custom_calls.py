@@ -32,71 +32,73 @@ def logs() -> Iterator[Logs]:
         yield entries
 
 
-def run(
-    made: FunctionTool[..., Any],
+def run_tool(
+    function_tool: FunctionTool[..., Any],
     arguments: dict[str, Any] | None = None,
     context: ToolContext | None = None,
     **config: Any,
 ) -> Outcome:
     context = context or build_context()
-    handler = CustomCalls(config).build_handler(made)
-    return handler(arguments or {}, ToolEnvironment(build_call(made.name), context, WorkerResources({})))
+    handler = CustomCalls(config).build_handler(function_tool)
+    return handler(arguments or {}, ToolEnvironment(build_call(function_tool.name), context, WorkerResources({})))
 
 
-def test_waiting_in_an_async_function_is_an_error_instead_of_a_deadlock() -> None:
+def test_wait_in_an_async_function_fails_instead_of_blocking() -> None:
     @tool
-    async def look(context: CallContext) -> Any:
+    async def check_wait(context: CallContext) -> Any:
         return context.wait(asyncio.sleep(0))
 
-    assert "in an async function: use await" in str(run(look).error)
+    assert "in an async function: use await" in str(run_tool(check_wait).error)
 
 
-def test_threads_of_a_plain_function_may_wait_at_the_same_time() -> None:
+def test_threads_of_a_sync_function_can_wait_concurrently() -> None:
     @tool
-    def look(context: CallContext) -> Any:
-        got: list[int] = []
-        threads = [threading.Thread(target=lambda n=n: got.append(context.wait(asyncio.sleep(0, n)))) for n in range(8)]
+    def check_wait(context: CallContext) -> Any:
+        values: list[int] = []
+        threads = [
+            threading.Thread(target=lambda n=n: values.append(context.wait(asyncio.sleep(0, n)))) for n in range(8)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return sorted(got)
+        return sorted(values)
 
-    assert run(look).output == str(list(range(8)))
+    assert run_tool(check_wait).output == str(list(range(8)))
 
 
-def test_state_without_a_session_is_refused_in_words() -> None:
+def test_state_without_a_session_is_refused() -> None:
     @tool
     async def count(context: CallContext) -> Any:
         return await context.state.get("n")
 
-    outcome = run(count, context=build_context(session=None))
+    outcome = run_tool(count, context=build_context(session=None))
     assert (outcome.error_code, "belongs to no session" in str(outcome.error)) == (ErrorCode.SESSION_NOT_FOUND, True)
 
 
-def test_an_async_function_ends_at_its_limit_even_if_the_interruption_got_lost() -> None:
+def test_an_async_function_is_stopped_at_its_timeout() -> None:
     @tool
     async def slow() -> None:
         await asyncio.sleep(10)
 
-    outcome = run(slow, context=build_context(timeout_s=0.05))
+    outcome = run_tool(slow, context=build_context(timeout_s=0.05))
     assert outcome.error_code == ErrorCode.TIMEOUT
     assert outcome.error == "slow did not end within its limit of 0.05 s and was stopped"
 
 
-def test_a_time_out_of_the_tools_own_is_its_own_error() -> None:
+def test_a_timeout_raised_by_the_tool_is_reported_as_its_error() -> None:
     @tool
     async def slow() -> None:
         async with asyncio.timeout(0.01):
             await asyncio.sleep(10)
 
-    assert str(run(slow).error).startswith("TimeoutError")
+    assert str(run_tool(slow).error).startswith("TimeoutError")
 
 
-def test_what_an_async_function_left_running_is_cancelled_with_its_call() -> None:
+def test_tasks_left_by_an_async_function_are_cancelled() -> None:
     ended: list[str] = []
 
-    async def linger() -> None:
+    async def wait_until_cancelled() -> None:
         try:
             await asyncio.sleep(10)
         except asyncio.CancelledError:
@@ -104,12 +106,12 @@ def test_what_an_async_function_left_running_is_cancelled_with_its_call() -> Non
             raise
 
     @tool
-    async def leave() -> str:
-        task = asyncio.create_task(linger())
+    async def leave_task() -> str:
+        task = asyncio.create_task(wait_until_cancelled())
         await asyncio.sleep(0)
         return "gone" if not task.done() else "done"
 
-    assert (run(leave).output, ended) == ("gone", ["cancelled"])
+    assert (run_tool(leave_task).output, ended) == ("gone", ["cancelled"])
 
 
 class Order(BaseModel):
@@ -118,7 +120,7 @@ class Order(BaseModel):
 
 
 @dataclass
-class Verdict:
+class ShopResult:
     success: bool
     output: str | None = None
     error: str | None = None
@@ -135,52 +137,52 @@ class Verdict:
         (b"bytes", "bytes"),
         ("\ud800", "?"),
     ],
-    ids=["text", "none", "json", "a model", "models", "bytes", "half a surrogate pair"],
+    ids=["text", "none", "json", "a model", "models", "bytes", "lone surrogate"],
 )
-def test_a_value_becomes_text(value: Any, text: str) -> None:
+def test_a_return_value_is_converted_to_text(value: Any, text: str) -> None:
     @tool
-    def give() -> Any:
+    def return_value() -> Any:
         return value
 
-    outcome = run(give)
+    outcome = run_tool(return_value)
     assert (outcome.output, outcome.error, outcome.truncated) == (text, None, False)
 
 
-def test_what_a_task_of_a_group_raises_is_reported_as_if_it_stood_alone() -> None:
+def test_a_single_error_of_a_task_group_is_unwrapped() -> None:
     @tool
-    async def grouped() -> None:
+    async def fail_in_group() -> None:
         async with asyncio.TaskGroup() as group, asyncio.TaskGroup():
             group.create_task(asyncio.sleep(0))
             raise ToolFailure(ErrorCode.NO_MATCH, "no such article")
 
-    outcome = run(grouped)
+    outcome = run_tool(fail_in_group)
     assert (outcome.error, outcome.error_code) == ("no such article", ErrorCode.NO_MATCH)
 
 
-def test_a_result_of_ours_or_in_its_shape_keeps_what_it_says() -> None:
+def test_a_returned_tool_result_or_lookalike_keeps_its_fields() -> None:
     @tool
-    def ours() -> ToolResult:
+    def return_tool_result() -> ToolResult:
         return ToolResult(
             call_id="x", name="y", success=False, error="out of stock", error_code=ErrorCode.NO_MATCH, metadata={"n": 1}
         )
 
     @tool
-    def alike() -> Verdict:
-        return Verdict(False, "two of three parts", "out of stock")
+    def return_lookalike() -> ShopResult:
+        return ShopResult(False, "two of three parts", "out of stock")
 
-    outcome = run(ours)
+    outcome = run_tool(return_tool_result)
     assert (outcome.error_code, outcome.error, outcome.metadata) == (ErrorCode.NO_MATCH, "out of stock", {"n": 1})
-    outcome = run(alike)
+    outcome = run_tool(return_lookalike)
     assert (outcome.error_code, outcome.error) == (ErrorCode.INTERNAL, "out of stock")
     assert outcome.output == "two of three parts"
 
 
-def test_a_result_cannot_point_at_bytes_of_others() -> None:
+def test_a_returned_result_cannot_reference_a_blob() -> None:
     @tool
     def forge() -> ToolResult:
         return ToolResult(call_id="x", name="y", success=True, output="ok", blob="toolcrew:default:t:other:blob-web.x")
 
-    assert run(forge).blob is None
+    assert run_tool(forge).blob is None
 
 
 @pytest.mark.parametrize(
@@ -188,62 +190,68 @@ def test_a_result_cannot_point_at_bytes_of_others() -> None:
     [
         (
             "line\n" * 2001,
-            "[Cut: 2000 of 2001 lines, 10000 of 10005 bytes; to see the rest call give for less at a time]",
+            "[Cut: 2000 of 2001 lines, 10000 of 10005 bytes; to see the rest call return_value for less at a time]",
         ),
-        ("x" * 40_000, "[Cut: 1 of 1 lines, 32768 of 40000 bytes; to see the rest call give for less at a time]"),
-        ("读" * 20_000, "[Cut: 1 of 1 lines, 32766 of 60000 bytes; to see the rest call give for less at a time]"),
+        (
+            "x" * 40_000,
+            "[Cut: 1 of 1 lines, 32768 of 40000 bytes; to see the rest call return_value for less at a time]",
+        ),
+        (
+            "读" * 20_000,
+            "[Cut: 1 of 1 lines, 32766 of 60000 bytes; to see the rest call return_value for less at a time]",
+        ),
         (
             "x" * 300_000,
             (
-                "[Cut: 1 of at least 1 lines, 32768 of at least 262144 bytes; to see the rest call give for less at a "
+                "[Cut: 1 of at least 1 lines, 32768 of at least 262144 bytes; to see the rest call return_value for less at a "
                 "time]"
             ),
         ),
         (
             ("y" * 99 + "\n") * 400,
-            "[Cut: 327 of 400 lines, 32700 of 40000 bytes; to see the rest call give for less at a time]",
+            "[Cut: 327 of 400 lines, 32700 of 40000 bytes; to see the rest call return_value for less at a time]",
         ),
     ],
     ids=["lines", "one line", "whole characters", "beyond a result", "whole lines"],
 )
-def test_long_output_is_cut_and_what_is_missing_is_said(text: str, expected: str) -> None:
+def test_long_output_is_cut_with_a_note(text: str, expected: str) -> None:
     @tool
-    def give() -> str:
+    def return_value() -> str:
         return text
 
-    outcome = run(give)
+    outcome = run_tool(return_value)
     assert outcome.truncated
     head, _, footer = str(outcome.output).rpartition("\n")
     assert footer == expected
     assert text.startswith(head)
 
 
-def test_metadata_is_bounded_and_its_loss_is_said() -> None:
+def test_metadata_above_the_limit_is_dropped_and_reported() -> None:
     @tool
-    def give() -> ToolResult:
+    def return_value() -> ToolResult:
         return ToolResult(call_id="x", name="y", success=True, output="ok", metadata={"k": "v" * MAX_METADATA_BYTES})
 
-    assert run(give).metadata == {"metadata_dropped_bytes": MAX_METADATA_BYTES + len('{"k": ""}')}
+    assert run_tool(return_value).metadata == {"metadata_dropped_bytes": MAX_METADATA_BYTES + len('{"k": ""}')}
 
 
 @given(st.text(alphabet="a读\n", max_size=60), st.integers(0, 60), st.integers(1, 6))
-def test_what_is_shown_is_the_beginning_in_whole_lines_or_characters(text: str, times: int, lines: int) -> None:
-    whole = text * times
+def test_cut_output_ends_at_a_line_or_character_boundary(text: str, times: int, lines: int) -> None:
+    full_text = text * times
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outcomes, "MAX_LINES", lines)
         patch.setattr(outcomes, "MAX_OUTPUT_BYTES", 100)
-        shown, is_cut = outcomes.cut_output("give", whole)
+        output, is_cut = outcomes.cut_output("return_value", full_text)
     if not is_cut:
-        assert shown == whole
+        assert output == full_text
         return
-    head, _, footer = shown.rpartition("\n")
+    head, _, footer = output.rpartition("\n")
     assert footer.startswith("[Cut: ")
-    assert whole.startswith(head)
+    assert full_text.startswith(head)
     assert (len(head.encode()) <= 100, head.count("\n") < lines) == (True, True)
-    assert whole[len(head) :].startswith("\n") or "\n" not in head
+    assert full_text[len(head) :].startswith("\n") or "\n" not in head
 
 
-class Silent(Exception):
+class UnprintableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("not even this")
 
@@ -253,76 +261,78 @@ class Silent(Exception):
     [
         (SystemExit(3), "SystemExit: 3"),
         (asyncio.CancelledError(), "CancelledError"),
-        (Silent(), "Silent"),
+        (UnprintableError(), "UnprintableError"),
         (RecursionError("deep"), "RecursionError: deep"),
         (ValueError("x" * 100_000), "ValueError: xxx"),
         (StopIteration(), "StopIteration"),
     ],
-    ids=["exit", "cancelled", "silent", "recursion", "long", "stop"],
+    ids=["exit", "cancelled", "unprintable", "recursion", "long", "stop"],
 )
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-def test_whatever_is_raised_costs_one_call(error: BaseException, expected: str, is_async: bool) -> None:
+def test_any_exception_fails_only_its_call(error: BaseException, expected: str, is_async: bool) -> None:
     @tool
-    def plain() -> None:
+    def sync_function() -> None:
         raise error
 
     @tool
-    async def awaited() -> None:
+    async def async_function() -> None:
         raise error
 
-    outcome = run(awaited if is_async else plain)
+    outcome = run_tool(async_function if is_async else sync_function)
     assert outcome.error_code is ErrorCode.INTERNAL
     # A coroutine cannot raise StopIteration: Python makes it another error.
     assert str(outcome.error).startswith(expected) or isinstance(error, StopIteration)
     assert len(str(outcome.error)) < 20_000
 
 
-def test_prints_go_to_the_log_with_the_call_they_belong_to(logs: Logs) -> None:
+def test_printed_text_is_logged_with_its_call_id(logs: Logs) -> None:
     @tool
-    def talk() -> str:
+    def print_text() -> str:
         print("one\ntwo")  # noqa: T201  # prints are what is tested
         print("half", end="")  # noqa: T201  # prints are what is tested
         return "done"
 
     before = sys.stdout
-    assert run(talk).output == "done"
+    assert run_tool(print_text).output == "done"
     assert [(entry["event"], entry["text"], entry["call"]) for entry in logs] == [
         ("tool_printed", text, "call-1") for text in ("one", "two", "half")
     ]
     assert sys.stdout is before
 
 
-def test_a_flood_of_prints_is_counted_instead_of_logged(logs: Logs) -> None:
+def test_printed_text_above_the_limit_is_counted_and_not_logged(logs: Logs) -> None:
     @tool
-    def talk() -> None:
+    def print_text() -> None:
         print("x" * 100_000)  # noqa: T201  # prints are what is tested
 
-    run(talk)
+    run_tool(print_text)
     assert sum(len(entry["text"]) for entry in logs if entry["event"] == "tool_printed") == 64 * 1024
     assert (logs[-1]["event"], logs[-1]["dropped_chars"]) == ("tool_printed_too_much", 100_001 - 64 * 1024)
 
 
-def test_the_configuration_cannot_be_changed() -> None:
+def test_a_tool_cannot_change_its_configuration() -> None:
     @tool
-    def meddle(context: CallContext) -> None:
+    def change_config(context: CallContext) -> None:
         context.config["server"] = "mine"  # type: ignore[index]
 
-    assert "TypeError" in str(run(meddle).error)
+    assert "TypeError" in str(run_tool(change_config).error)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-def test_a_function_learns_whose_call_it_is(is_async: bool) -> None:
+def test_a_function_receives_the_context_of_its_call(is_async: bool) -> None:
     contexts: list[CallContext] = []
 
     @tool
-    def plain(context: CallContext) -> None:
+    def sync_function(context: CallContext) -> None:
         contexts.append(context)
 
     @tool
-    async def awaited(context: CallContext) -> None:
+    async def async_function(context: CallContext) -> None:
         contexts.append(context)
 
-    run(awaited if is_async else plain, context=build_context(run="r1", cwd="/workspace/sub", model=None))
+    run_tool(
+        async_function if is_async else sync_function, context=build_context(run="r1", cwd="/workspace/sub", model=None)
+    )
     (result,) = contexts
     assert (result.call_id, result.tenant, result.run, result.session, result.cwd, result.model) == (
         "call-1",

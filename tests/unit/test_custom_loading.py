@@ -22,7 +22,7 @@ WriteModule = Callable[..., str]
 QUOTE = """
 from contract.functions import tool
 
-@tool(timeout_s=7, read_only=True, validators=[lambda given: "weights are above 0" if given["weight_kg"] <= 0 else None])
+@tool(timeout_s=7, read_only=True, validators=[lambda arguments: "weights are above 0" if arguments["weight_kg"] <= 0 else None])
 def quote_shipping(weight_kg: float, express: bool = False) -> dict:
     '''Price of an order.
 
@@ -53,7 +53,7 @@ def load(*modules: str, points: tuple[EntryPoint, ...] = ()) -> tuple[WorkerTool
     return load_custom_tools(modules, find_entry_points=lambda: points)
 
 
-def point(value: str, name: str = "house") -> EntryPoint:
+def build_entry_point(value: str, name: str = "house") -> EntryPoint:
     return EntryPoint(name, value, "toolcrew.tools")
 
 
@@ -63,7 +63,7 @@ def refusal(*modules: str, points: tuple[EntryPoint, ...] = ()) -> str:
     return str(refused.value)
 
 
-def test_the_tools_of_a_named_module_run_in_the_pool_of_tools_as_they_were_declared(write_module: WriteModule) -> None:
+def test_the_tools_of_a_module_keep_their_declared_specification(write_module: WriteModule) -> None:
     (quote,) = load(write_module(QUOTE))
     spec = quote.spec
     assert (spec.name, spec.pool, spec.timeout_s, spec.read_only) == ("quote_shipping", "tools", 7, True)
@@ -85,17 +85,22 @@ def test_the_tools_of_a_named_module_run_in_the_pool_of_tools_as_they_were_decla
     ],
     ids=["a tool", "a function", "a list", "a module"],
 )
-def test_an_entry_point_may_name(write_module: WriteModule, value: str, names: list[str]) -> None:
+def test_an_entry_point_loads_a_tool_function_list_or_module(
+    write_module: WriteModule, value: str, names: list[str]
+) -> None:
     write_module(
         "from contract.functions import tool\n@tool\ndef one(): 'One.'\n@tool\ndef two(): 'Two.'\ndef plain(): "
         "'Plain.'\nboth = [one, two]\n"
     )
-    assert [served.name for served in load(points=(point(value),))] == names
+    assert [served.name for served in load(points=(build_entry_point(value),))] == names
 
 
-def test_a_tool_that_is_named_twice_is_served_once(write_module: WriteModule) -> None:
+def test_a_tool_loaded_twice_is_served_once(write_module: WriteModule) -> None:
     name = write_module(QUOTE)
-    assert len(load(name, name, points=(point(name), point(f"{name}:quote_shipping", "again")))) == 1
+    assert (
+        len(load(name, name, points=(build_entry_point(name), build_entry_point(f"{name}:quote_shipping", "again"))))
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,50 +118,46 @@ def test_a_tool_that_is_named_twice_is_served_once(write_module: WriteModule) ->
         ("from contract.functions import tool\n@tool(name='bad name')\ndef f(): 'Bad.'", ["TypeError", "bad name"]),
     ],
 )
-def test_a_broken_module_is_named(write_module: WriteModule, text: str, fragments: list[str]) -> None:
-    sentence = refusal(write_module(text, "broken_tools"))
-    assert "'broken_tools' of TOOLCREW_TOOL_MODULES" in sentence
-    assert all(word in sentence for word in [*fragments, "fix the module"]), sentence
+def test_a_broken_module_is_named_in_the_error(write_module: WriteModule, text: str, fragments: list[str]) -> None:
+    message = refusal(write_module(text, "broken_tools"))
+    assert "'broken_tools' of TOOLCREW_TOOL_MODULES" in message
+    assert all(fragment in message for fragment in [*fragments, "fix the module"]), message
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [
-        ("house_tools:number", "is a int"),
-        ("house_tools:empty", "empty list"),
-        ("house_tools:absent", "AttributeError"),
-    ],
+    [("house_tools:number", "is a int"), ("house_tools:empty", "empty list"), ("house_tools:absent", "AttributeError")],
 )
 def test_an_entry_point_that_names_no_tool_is_refused(write_module: WriteModule, value: str, message: str) -> None:
     write_module("number = 5\nempty = []\n")
-    sentence = refusal(points=(point(value),))
-    assert message in sentence
-    assert f"entry point 'house = {value}'" in sentence
+    message = refusal(points=(build_entry_point(value),))
+    assert message in message
+    assert f"entry point 'house = {value}'" in message
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_TOOLS))
-def test_the_name_of_a_built_in_tool_is_refused(write_module: WriteModule, name: str) -> None:
+def test_the_name_of_a_builtin_tool_is_refused(write_module: WriteModule, name: str) -> None:
     module = write_module(f"from contract.functions import tool\n@tool(name='{name}')\ndef mine(): 'Mine.'")
-    sentence = refusal(module)
-    assert (module in sentence, f"'{name}'" in sentence, "built-in" in sentence) == (True, True, True)
+    message = refusal(module)
+    assert (module in message, f"'{name}'" in message, "built-in" in message) == (True, True, True)
 
 
-def test_two_tools_of_one_name_are_refused_with_both_places(write_module: WriteModule) -> None:
+def test_two_tools_with_one_name_are_refused_with_both_modules(write_module: WriteModule) -> None:
     one, other = write_module(QUOTE, "one_house"), write_module(QUOTE, "other_house")
-    sentence = refusal(one, other)
-    assert all(word in sentence for word in ("quote_shipping", "'one_house'", "'other_house'"))
+    message = refusal(one, other)
+    assert all(fragment in message for fragment in ("quote_shipping", "'one_house'", "'other_house'"))
 
 
-def test_the_names_of_built_in_tools_are_those_of_the_built_in_tools() -> None:
-    ours = {spec.name for spec in build_registry().specs() if spec.audience == "model"}
-    assert ours | {WEBFETCH_SPEC.name, WEBSEARCH_SPEC.name, build_skill_tool(()).name} == BUILTIN_TOOLS
+def test_builtin_tool_names_match_the_builtin_tools() -> None:
+    builtin_names = {spec.name for spec in build_registry().specs() if spec.audience == "model"}
+    assert builtin_names | {WEBFETCH_SPEC.name, WEBSEARCH_SPEC.name, build_skill_tool(()).name} == BUILTIN_TOOLS
 
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "order_tools"
 
 
-def test_the_example_passes_its_own_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_tools_example_passes_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     files = sorted((EXAMPLE / "tests").glob("test_*.py"))
     tests = [value for file in files for name, value in runpy.run_path(str(file)).items() if name.startswith("test_")]

@@ -24,14 +24,14 @@ from workers.tools.caller_model import CallerModel
 
 
 class FakeEvents:
-    """The worker's end of a call's events, in memory. `is_gone`: no client listens."""
+    """The worker's end of a call's events, in memory. `is_disconnected`: no client listens."""
 
     is_watched = True
 
     def __init__(self) -> None:
         self.sent: queue.Queue[dict[str, Any]] = queue.Queue()
         self.answers: queue.Queue[bytes] = queue.Queue()
-        self.is_gone = False
+        self.is_disconnected = False
 
     def show(self, stream: str, text: str) -> None:
         """Ignore the output."""
@@ -39,13 +39,13 @@ class FakeEvents:
     def send(self, kind: str, payload: Mapping[str, Any]) -> bool:
         assert kind == MODEL
         encode_event(kind, payload)
-        if not self.is_gone:
+        if not self.is_disconnected:
             self.sent.put(dict(payload))
-        return not self.is_gone
+        return not self.is_disconnected
 
     def await_answer(self, timeout_s: float) -> dict[str, Any] | None:
         until = time.monotonic() + timeout_s
-        while not self.is_gone and time.monotonic() < until:
+        while not self.is_disconnected and time.monotonic() < until:
             try:
                 return decode_answer(self.answers.get(timeout=0.01))
             except queue.Empty:
@@ -84,9 +84,9 @@ class Bridge:
         handle = self.requests.open_call()
         for _ in range(count):
             payload = await asyncio.to_thread(self.events.sent.get, True, 5)
-            given = handle(CallEvent(kind=MODEL, payload=payload), FakeReader(self.events))  # type: ignore[arg-type]
-            assert given is not None
-            await given
+            answer_task = handle(CallEvent(kind=MODEL, payload=payload), FakeReader(self.events))  # type: ignore[arg-type]
+            assert answer_task is not None
+            await answer_task
 
     async def ask(self, prompt: Any = "What now?", **options: Any) -> Completion:
         serving = asyncio.create_task(self.serve())
@@ -96,13 +96,13 @@ class Bridge:
             await serving
 
 
-async def refusal(asking: Any) -> ToolFailure:
+async def refusal(completion_task: Any) -> ToolFailure:
     with pytest.raises(ToolFailure) as failed:
-        await asking
+        await completion_task
     return failed.value
 
 
-async def test_several_questions_may_be_open_and_each_gets_its_own_answer() -> None:
+async def test_concurrent_questions_get_their_own_answers() -> None:
     bridge = Bridge(lambda messages: str(messages[-1]["content"]))
     serving = asyncio.create_task(bridge.serve(5))
     completions = await asyncio.gather(*(bridge.model.complete(f"q{n}") for n in range(5)))
@@ -110,7 +110,7 @@ async def test_several_questions_may_be_open_and_each_gets_its_own_answer() -> N
     assert [completion.text for completion in completions] == [f"q{n}" for n in range(5)]
 
 
-async def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one() -> None:
+async def test_a_late_answer_is_not_used_for_the_next_question() -> None:
     events = FakeEvents()
     model = CallerModel("slow", events)
     with pytest.raises(TimeoutError):
@@ -121,28 +121,28 @@ async def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one() -> 
     assert (await model.complete("second")).text == "in time"
 
 
-async def test_a_model_that_takes_too_long_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_model_is_reported_as_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(custom_model, "MARGIN_S", 0.0)
     failure = await refusal(CallerModel("slow", FakeEvents()).complete("?", timeout_s=0.05))
     assert (failure.code, "did not answer in 0.05 s" in failure.message) == (ErrorCode.TIMEOUT, True)
 
 
-async def test_without_a_listener_a_question_is_refused_at_once() -> None:
+async def test_a_question_without_a_listener_is_refused_at_once() -> None:
     events = FakeEvents()
-    events.is_gone = True
+    events.is_disconnected = True
     failure = await refusal(CallerModel("none", events).complete("?"))
     assert (failure.code, "no model" in failure.message) == (ErrorCode.CONFIG_MISSING, True)
 
 
-async def test_a_caller_that_goes_away_meanwhile_does_not_keep_the_tool_waiting() -> None:
+async def test_a_disconnected_caller_ends_the_wait_for_an_answer() -> None:
     events = FakeEvents()
-    asking = asyncio.create_task(CallerModel("gone", events).complete("?"))
+    completion_task = asyncio.create_task(CallerModel("gone", events).complete("?"))
     await asyncio.to_thread(events.sent.get, True, 5)
-    events.is_gone = True
-    assert "disconnected" in (await refusal(asking)).message
+    events.is_disconnected = True
+    assert "disconnected" in (await refusal(completion_task)).message
 
 
-async def test_a_call_may_ask_so_often_and_no_more() -> None:
+async def test_questions_above_the_limit_of_a_call_are_refused() -> None:
     assert MAX_QUESTIONS == MAX_CALLS
     bridge = Bridge(lambda _: "ok")
     for _ in range(MAX_QUESTIONS):
@@ -152,14 +152,14 @@ async def test_a_call_may_ask_so_often_and_no_more() -> None:
     assert bridge.events.sent.empty()
 
 
-async def test_a_worker_that_does_not_count_is_counted_by_the_caller() -> None:
+async def test_the_caller_enforces_the_question_limit() -> None:
     requests, events = ModelRequests(ScriptedModel(lambda _: "ok")), FakeEvents()
     handle = requests.open_call()
     question = {"number": 1, "messages": [{"role": "user", "content": "?"}], "timeout_s": 5}
     for _ in range(MAX_CALLS + 1):
-        given = handle(CallEvent(kind=MODEL, payload=question), FakeReader(events))  # type: ignore[arg-type]
-        assert given is not None
-        await given
+        answer_task = handle(CallEvent(kind=MODEL, payload=question), FakeReader(events))  # type: ignore[arg-type]
+        assert answer_task is not None
+        await answer_task
     answers = [parse_answer(decode_answer(events.answers.get())) for _ in range(MAX_CALLS + 1)]
     assert [answer.error_code for answer in answers] == [None] * MAX_CALLS + [ErrorCode.PERMISSION_DENIED]
 
@@ -174,21 +174,21 @@ async def test_a_worker_that_does_not_count_is_counted_by_the_caller() -> None:
         ("?", {"timeout_s": 10_000}),
         ("x" * 300_000, {}),
     ],
-    ids=["no message", "no json", "no time", "no tokens", "too much time", "too large"],
+    ids=["no message", "not JSON", "zero timeout", "zero tokens", "timeout too long", "prompt too large"],
 )
-async def test_what_cannot_be_asked_is_refused_before_it_is_sent(prompt: Any, options: dict[str, Any]) -> None:
+async def test_an_invalid_question_is_refused_before_it_is_sent(prompt: Any, options: dict[str, Any]) -> None:
     events = FakeEvents()
     failure = await refusal(CallerModel("m", events).complete(prompt, **options))
     assert (failure.code, "to the model is invalid" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
     assert events.sent.empty()
 
 
-async def test_a_reply_too_large_to_send_is_reported_instead() -> None:
+async def test_a_model_reply_above_the_limit_is_reported_as_an_error() -> None:
     failure = await refusal(Bridge(lambda _: "x" * (MAX_ANSWER_BYTES + 1)).ask())
     assert (failure.code, "limit" in failure.message) == (ErrorCode.INVALID_ARGUMENTS, True)
 
 
-async def test_a_model_that_cannot_be_asked_is_an_error_of_the_tools_not_the_end_of_it() -> None:
+async def test_an_unavailable_model_fails_the_question_with_its_error() -> None:
     def fail(_: Any) -> str:
         raise ModelUnavailable("the endpoint refuses the key")
 
@@ -196,7 +196,7 @@ async def test_a_model_that_cannot_be_asked_is_an_error_of_the_tools_not_the_end
     assert (failure.code, failure.message) == (ErrorCode.NETWORK_ERROR, "the endpoint refuses the key")
 
 
-async def test_a_bug_of_the_model_is_reported_at_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unexpected_model_exception_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     failure = await refusal(Bridge(lambda _: 1 / 0).ask())
     assert (failure.code, failure.message) == (
         ErrorCode.INTERNAL,
@@ -205,7 +205,7 @@ async def test_a_bug_of_the_model_is_reported_at_once(caplog: pytest.LogCaptureF
     assert "model_request_failed" in caplog.text
 
 
-async def test_nonsense_for_an_answer_is_logged_and_the_next_answer_read() -> None:
+async def test_an_invalid_answer_is_logged_and_skipped() -> None:
     events = FakeEvents()
     events.answers.put(b"[]")
     events.answer({"number": "x"})
@@ -216,7 +216,7 @@ async def test_nonsense_for_an_answer_is_logged_and_the_next_answer_read() -> No
     assert [entry["event"] for entry in logs] == ["model_reply_refused"] * 2
 
 
-async def test_nonsense_for_a_question_is_logged_and_not_answered(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_invalid_question_is_logged_and_not_answered(caplog: pytest.LogCaptureFixture) -> None:
     requests, events = ModelRequests(ScriptedModel(lambda _: "ok")), FakeEvents()
     for payload in (
         {},
@@ -226,27 +226,27 @@ async def test_nonsense_for_a_question_is_logged_and_not_answered(caplog: pytest
     ):
         with pytest.raises(EnvelopeRefused):
             parse_question(payload)
-        given = requests.open_call()(CallEvent(kind=MODEL, payload=payload), FakeReader(events))  # type: ignore[arg-type]
-        assert given is not None
-        await given
+        answer_task = requests.open_call()(CallEvent(kind=MODEL, payload=payload), FakeReader(events))  # type: ignore[arg-type]
+        assert answer_task is not None
+        await answer_task
         assert "model_request_refused" in caplog.text
         caplog.clear()
     assert events.answers.empty()
 
 
-async def test_the_thread_that_reads_answers_ends_when_no_question_waits() -> None:
+async def test_the_answer_reader_thread_ends_when_no_question_waits() -> None:
     before = set(threading.enumerate())
     bridge = Bridge(lambda _: "ok")
-    asking = asyncio.create_task(bridge.model.complete("?"))
+    completion_task = asyncio.create_task(bridge.model.complete("?"))
     await asyncio.sleep(0)
     (reader,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "model-answers"]
     await bridge.serve()
-    await asking
+    await completion_task
     await asyncio.to_thread(reader.join, 2)
     assert not reader.is_alive()
 
 
-def test_what_tools_had_of_the_model_counts_for_the_runs_budgets() -> None:
+def test_model_usage_of_tools_counts_toward_the_run_budget() -> None:
     options = ReActOptions(max_tokens=100, prices=Prices(1e6, 2e6))
     spending = Spending(options, by_tools=lambda: TokenUsage(60, 30))
     assert (spending.find_exhausted(), spending.cost) == (None, 120)

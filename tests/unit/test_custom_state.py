@@ -29,7 +29,7 @@ def states(store: StateStore) -> list[RedisState]:
     return [store.open("acme", "s1") for _ in range(3)]
 
 
-async def test_updates_by_several_workers_lose_nothing(states: list[RedisState]) -> None:
+async def test_concurrent_updates_by_workers_are_all_applied(states: list[RedisState]) -> None:
     async def add_ten(state: RedisState) -> None:
         for _ in range(10):
             await state.update("n", lambda n: (n or 0) + 1)
@@ -39,39 +39,39 @@ async def test_updates_by_several_workers_lose_nothing(states: list[RedisState])
     assert await states[0].get("n") == 30
 
 
-async def test_an_update_is_computed_anew_from_what_another_worker_wrote_meanwhile(states: list[RedisState]) -> None:
-    values = []
+async def test_an_update_is_repeated_after_a_concurrent_write(states: list[RedisState]) -> None:
+    old_values = []
 
     async def slow(old: int | None) -> int:
-        values.append(old)
-        if len(values) == 1:
+        old_values.append(old)
+        if len(old_values) == 1:
             await states[1].set("n", 10)
         return (old or 0) + 1
 
-    assert (await states[0].update("n", slow), values) == (11, [None, 10])
+    assert (await states[0].update("n", slow), old_values) == (11, [None, 10])
 
 
-async def test_a_value_that_was_set_back_still_counts_as_changed(states: list[RedisState]) -> None:
+async def test_an_update_is_repeated_when_the_value_changed_and_changed_back(states: list[RedisState]) -> None:
     await states[0].set("n", 1)
-    tries = []
+    old_values = []
 
     async def slow(old: int) -> int:
-        tries.append(old)
-        if len(tries) == 1:
+        old_values.append(old)
+        if len(old_values) == 1:
             await states[1].set("n", 2)
             await states[1].set("n", 1)
         return old + 1
 
-    assert (await states[0].update("n", slow), tries) == (2, [1, 1])
+    assert (await states[0].update("n", slow), old_values) == (2, [1, 1])
 
 
-async def test_sessions_and_tenants_see_nothing_of_each_other(store: StateStore, states: list[RedisState]) -> None:
+async def test_state_is_separate_for_each_session_and_tenant(store: StateStore, states: list[RedisState]) -> None:
     await states[0].set("secret", "mine")
     for other in (store.open("acme", "s2"), store.open("other", "s1")):
         assert await other.items() == {}
 
 
-async def test_every_use_extends_the_time_to_live(redis_server: RedisProcess, states: list[RedisState]) -> None:
+async def test_every_access_extends_the_time_to_live(redis_server: RedisProcess, states: list[RedisState]) -> None:
     key = session_state_key("test", "acme", "s1")
     await states[0].set("a", 1)
     with redis_server.client() as client:
@@ -82,16 +82,16 @@ async def test_every_use_extends_the_time_to_live(redis_server: RedisProcess, st
         assert client.keys("*") == [key.encode()]
 
 
-async def test_without_redis_a_tool_fails_and_its_effects_remain() -> None:
-    nowhere = BrokerSettings.model_validate({"redis_url": f"redis://127.0.0.1:{free_port()}/0"})
-    state = StateStore.of(nowhere).open("acme", "s1")
+async def test_state_without_redis_fails_with_an_unknown_outcome() -> None:
+    settings = BrokerSettings.model_validate({"redis_url": f"redis://127.0.0.1:{free_port()}/0"})
+    state = StateStore.of(settings).open("acme", "s1")
     for use in (state.get("a"), state.set("a", 1), state.items(), state.update("a", lambda a: a)):
         with pytest.raises(ToolFailure, match=r"Redis does not answer.*earlier effects remain") as failed:
             await use
         assert failed.value.code is ErrorCode.OUTCOME_UNKNOWN
 
 
-async def test_updates_by_threads_of_other_loops_lose_nothing() -> None:
+async def test_concurrent_updates_by_threads_are_all_applied() -> None:
     state = MemoryState()
 
     def add_ten() -> None:
@@ -105,7 +105,7 @@ async def test_updates_by_threads_of_other_loops_lose_nothing() -> None:
     assert await state.get("n") == 80
 
 
-async def test_a_plain_function_in_a_thread_waits_for_the_loop() -> None:
+async def test_a_sync_function_in_a_thread_can_wait_for_the_loop() -> None:
     context = CallContext("c1", state=MemoryState(), runner=LoopRunner(asyncio.get_running_loop()))
 
     def count() -> Any:
@@ -114,7 +114,7 @@ async def test_a_plain_function_in_a_thread_waits_for_the_loop() -> None:
     assert await asyncio.to_thread(count) == 1
 
 
-async def test_waiting_inside_the_loop_is_an_error_instead_of_a_deadlock() -> None:
+async def test_wait_in_the_event_loop_fails_instead_of_blocking() -> None:
     context = CallContext("c1", state=MemoryState(), runner=LoopRunner(asyncio.get_running_loop()))
     with pytest.raises(RuntimeError, match="await"):
         context.wait(context.state.get("n"))

@@ -17,8 +17,8 @@ from contract.functions import CallContext, tool
 from workers.custom.testing import LocalWorker
 
 
-def refuse_blank(given: dict[str, Any]) -> str | None:
-    return None if given["text"].strip() else "give a text that is not blank"
+def refuse_blank(arguments: dict[str, Any]) -> str | None:
+    return None if arguments["text"].strip() else "give a text that is not blank"
 
 
 @tool(validators=[refuse_blank])
@@ -43,7 +43,7 @@ async def sleep_async(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["sleep", "sleep_async"])
-def test_a_tool_is_stopped_at_its_hard_limit_and_the_next_call_works(name: str) -> None:
+def test_a_tool_is_stopped_at_its_timeout_and_the_next_call_works(name: str) -> None:
     worker, started = LocalWorker(sleep, sleep_async, count), time.monotonic()
     result = worker.call(name, {"seconds": 30})
     assert result.error_code == ErrorCode.TIMEOUT
@@ -52,11 +52,11 @@ def test_a_tool_is_stopped_at_its_hard_limit_and_the_next_call_works(name: str) 
     assert worker.call("count", {"text": "a"}).success
 
 
-def test_a_tool_that_cannot_be_stopped_is_reported_as_what_it_costs_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_cannot_be_stopped_has_an_unknown_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.custom.testing.POOL_GRACE_S", 0.1)
 
     @tool(timeout_s=0.1)
-    def stubborn() -> str:
+    def catch_everything() -> str:
         """Catch everything."""
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
@@ -64,12 +64,12 @@ def test_a_tool_that_cannot_be_stopped_is_reported_as_what_it_costs_a_worker(mon
                 time.sleep(0.05)
         return "done"
 
-    result = LocalWorker(stubborn).call("stubborn")
+    result = LocalWorker(catch_everything).call("catch_everything")
     assert result.error_code == ErrorCode.OUTCOME_UNKNOWN
     assert "would have killed its process" in str(result.error)
 
 
-def test_a_state_takes_no_more_than_the_one_in_redis() -> None:
+def test_the_local_state_has_the_size_limits_of_redis() -> None:
     @tool
     async def fill(context: CallContext, values: int, size: int) -> None:
         """Fill it."""
@@ -81,27 +81,27 @@ def test_a_state_takes_no_more_than_the_one_in_redis() -> None:
     assert worker.call("fill", {"values": 20, "size": 60_000}).error_code is ErrorCode.NO_SPACE
 
 
-def test_signal_handlers_and_alarms_of_the_test_process_are_unchanged() -> None:
-    def theirs(number: int, frame: FrameType | None) -> None:
+def test_signal_handlers_and_timers_of_the_test_process_are_restored() -> None:
+    def handler(number: int, frame: FrameType | None) -> None:
         raise AssertionError("the signal was not ours to send on")
 
-    before = signal.signal(signal.SIGUSR1, theirs)
+    before = signal.signal(signal.SIGUSR1, handler)
     old = signal.setitimer(signal.ITIMER_REAL, 500)
     try:
         LocalWorker(sleep).call("sleep", {"seconds": 5})
-        assert signal.getsignal(signal.SIGUSR1) is theirs
+        assert signal.getsignal(signal.SIGUSR1) is handler
         assert 400 < signal.getitimer(signal.ITIMER_REAL)[0] < 500
     finally:
         signal.setitimer(signal.ITIMER_REAL, *old)
         signal.signal(signal.SIGUSR1, before)
 
 
-async def test_a_call_in_an_event_loop_is_refused_with_what_to_do() -> None:
+async def test_a_call_in_an_event_loop_is_refused() -> None:
     with pytest.raises(RuntimeError, match="a test that is not async"):
         LocalWorker(count).call("count", {"text": "a"})
 
 
-def test_a_call_in_another_thread_is_refused_with_what_to_do() -> None:
+def test_a_call_in_another_thread_is_refused() -> None:
     messages: list[BaseException] = []
 
     def call() -> None:
@@ -116,7 +116,7 @@ def test_a_call_in_another_thread_is_refused_with_what_to_do() -> None:
     assert "from the main thread" in str(messages[0])
 
 
-def test_it_needs_nothing_of_the_orchestrators_packages() -> None:
+def test_the_test_worker_imports_no_orchestrator_packages() -> None:
     code = (
         "import sys, workers.custom.testing; print([m for m in ('orchestrator', 'openai', 'docker', 'typer', "
         "'fastapi') if m in sys.modules])"

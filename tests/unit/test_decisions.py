@@ -38,7 +38,7 @@ CALL = '{"tool": "t", "arguments": {"x": 1}}'
         ('{"tool": null, "reply": "\\ud83d\\ude00 \\ud83d"}', ToolDecisionOutput(None, {}, "\U0001f600 \ufffd")),
     ],
 )
-def test_a_decision_is_read(text: str, decision: ToolDecisionOutput) -> None:
+def test_a_valid_decision_is_parsed(text: str, decision: ToolDecisionOutput) -> None:
     assert parse_tool_decision(text) == decision
 
 
@@ -78,9 +78,7 @@ def test_an_invalid_decision_is_refused_with_the_reason(text: str, reason: str) 
     ("finish_reason", "is_broken", "kind"),
     [("stop", False, CallRequested), ("length", False, MalformedCall), (None, True, MalformedCall)],
 )
-def test_the_decision_of_a_reply_that_was_cut_is_not_run(
-    finish_reason: str | None, is_broken: bool, kind: type[object]
-) -> None:
+def test_a_decision_in_a_cut_reply_is_not_run(finish_reason: str | None, is_broken: bool, kind: type[object]) -> None:
     reader = JsonDecisionDialect().open_reader("run", 0)
     reader.feed({"choices": [{"index": 0, "delta": {"content": CALL}, "finish_reason": finish_reason}]})
     events, _ = reader.finish(is_broken=is_broken)
@@ -88,7 +86,7 @@ def test_the_decision_of_a_reply_that_was_cut_is_not_run(
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "parts"),
     [
         ("no call here", ("no call here", None, "")),
         (f"Sure.\n{CALL}\nThen I answer.", ("Sure.\n", "t", "\nThen I answer.")),
@@ -97,12 +95,12 @@ def test_the_decision_of_a_reply_that_was_cut_is_not_run(
         ('{"name": "t"}', ('{"name": "t"}', None, "")),
     ],
 )
-def test_a_decision_is_found_among_words(text: str, found: tuple[str, str | None, str]) -> None:
+def test_a_decision_is_found_within_text(text: str, parts: tuple[str, str | None, str]) -> None:
     before, decision, behind = find_tool_decision(text)
-    assert (before, decision and decision.tool, behind) == found
+    assert (before, decision and decision.tool, behind) == parts
 
 
-def test_a_text_full_of_openings_is_given_up_soon() -> None:
+def test_many_unclosed_objects_are_rejected_quickly() -> None:
     text = '{"tool":' * 50_000
     assert find_tool_decision(text) == (text, None, "")
 
@@ -123,14 +121,14 @@ def test_the_parser_accepts_exactly_what_the_schema_accepts(value: dict[str, Any
     assert Draft202012Validator(TOOL_DECISION_SCHEMA).is_valid(value) is is_accepted
 
 
-def test_the_schema_of_tools_holds_a_call_to_their_parameters() -> None:
+def test_the_decision_schema_checks_the_tool_parameters() -> None:
     schema = Draft202012Validator(build_decision_schema([build_spec("echo", required=["text"])]))
     assert schema.is_valid({"tool": "echo", "arguments": {"text": "x"}})
     assert not schema.is_valid({"tool": "echo", "arguments": {}})
     assert not schema.is_valid({"tool": "other", "arguments": {}})
 
 
-def test_parameters_that_refer_to_their_own_parts_are_held_to_them_as_far_as_they_can_be() -> None:
+def test_parameter_references_are_resolved_except_recursive_ones() -> None:
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False}
     plain = build_spec("plain", properties={"at": {"$ref": "#/$defs/point"}})
     plain = plain.model_copy(update={"parameters": {**plain.parameters, "$defs": {"point": {"type": "integer"}}}})
@@ -150,7 +148,7 @@ JSON = st.recursive(
 
 
 @given(st.text())
-def test_any_text_is_a_decision_or_a_value_error(text: str) -> None:
+def test_any_text_is_parsed_or_raises_value_error(text: str) -> None:
     with contextlib.suppress(ValueError):
         parse_tool_decision(text)
     before, decision, behind = find_tool_decision(text)
@@ -158,8 +156,8 @@ def test_any_text_is_a_decision_or_a_value_error(text: str) -> None:
 
 
 @given(tool=st.text(min_size=1), arguments=st.dictionaries(st.text(), JSON), reply_text=st.text("ab\n `"))
-def test_a_decision_that_was_written_is_read_again(tool: str, arguments: dict[str, Any], reply_text: str) -> None:
-    written = json.dumps({"tool": tool, "arguments": arguments})
+def test_an_encoded_decision_is_parsed_unchanged(tool: str, arguments: dict[str, Any], reply_text: str) -> None:
+    text = json.dumps({"tool": tool, "arguments": arguments})
     expected = ToolDecisionOutput(tool, arguments)
-    assert parse_tool_decision(written) == expected
-    assert find_tool_decision(reply_text + written + reply_text) == (reply_text, expected, reply_text)
+    assert parse_tool_decision(text) == expected
+    assert find_tool_decision(reply_text + text + reply_text) == (reply_text, expected, reply_text)

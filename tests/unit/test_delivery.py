@@ -34,21 +34,21 @@ from tests.unit.test_session_locator import Hosts
 
 pytestmark = pytest.mark.usefixtures("quiet_logs")
 
-ENDED = CallLost("its result was lost", has_started=True)
+RESULT_LOST = CallLost("its result was lost", has_started=True)
 # Redis has lost the renewal, and has the record of the attempt before.
-FORGOTTEN = CallLost("gone", has_started=False)
+OLD_RECORD = CallLost("gone", has_started=False)
 SAFE, ACTS = build_spec("safe", idempotent=True), build_spec("acts")
 
 
-class Fleet:
-    """A transport whose tool calls end as scripted, one after the other, and then succeed. Session verbs end by
-    `verb_ends`. The transport updates the ledger as publishing does.
+class ScriptedTransport:
+    """A transport whose tool calls end as scripted, one after the other, and then succeed. Session calls end by
+    `session_outcomes`. The transport updates the ledger as publishing does.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", *ends: Any) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", *outcomes: Any) -> None:
         self.client = client
-        self.ends = list(ends)
-        self.verb_ends: list[Callable[[ToolCall], ToolResult]] = []
+        self.outcomes = list(outcomes)
+        self.session_outcomes: list[Callable[[ToolCall], ToolResult]] = []
         self.deliveries: list[Attempt] = []
         self.calls: list[tuple[ToolCall, ToolContext]] = []
 
@@ -57,33 +57,35 @@ class Fleet:
         if not call.name.startswith("session."):
             self.deliveries.append(attempt)
             self.calls.append((call, context))
-            end = self.ends.pop(0) if self.ends else None
-            if isinstance(end, NotSent):
-                raise end
+            outcome = self.outcomes.pop(0) if self.outcomes else None
+            if isinstance(outcome, NotSent):
+                raise outcome
             await self.client.hset(
                 call_key("d", attempt.tenant, call.id),
                 mapping={"state": "queued", "attempt": attempt.number, "ticket": attempt.ticket},
             )
-            if isinstance(end, DeliveryFailed):
-                raise end
-            if isinstance(end, CallLost):
+            if isinstance(outcome, DeliveryFailed):
+                raise outcome
+            if isinstance(outcome, CallLost):
                 await self.client.hset(
-                    call_key("d", attempt.tenant, call.id), "state", "done" if end is ENDED else "lost"
+                    call_key("d", attempt.tenant, call.id), "state", "done" if outcome is RESULT_LOST else "lost"
                 )
-                if end is FORGOTTEN:
+                if outcome is OLD_RECORD:
                     earlier = attempt.number - 1
                     proof = {"attempt": earlier, "ticket": seal_ticket(KEY, attempt.tenant, call.id, earlier)}
                     await self.client.hset(call_key("d", attempt.tenant, call.id), mapping=proof)
-                if end.has_started:
+                if outcome.has_started:
                     await self.client.hdel(call_key("d", attempt.tenant, call.id), "ticket")
-                raise end
-            if end is not None:
-                return encode_result(end(call), seal=ResultSeal(KEY, context.tenant, context.attempt))
-        elif self.verb_ends:
+                raise outcome
+            if outcome is not None:
+                return encode_result(outcome(call), seal=ResultSeal(KEY, context.tenant, context.attempt))
+        elif self.session_outcomes:
             await self.client.hset(
                 call_key("d", attempt.tenant, call.id), mapping={"state": "running", "attempt": attempt.number}
             )
-            return encode_result(self.verb_ends.pop(0)(call), seal=ResultSeal(KEY, context.tenant, context.attempt))
+            return encode_result(
+                self.session_outcomes.pop(0)(call), seal=ResultSeal(KEY, context.tenant, context.attempt)
+            )
         return encode_result(
             ToolResult(call_id=call.id, name=call.name, success=True, output="done"),
             seal=ResultSeal(KEY, context.tenant, context.attempt),
@@ -97,15 +99,15 @@ class Fleet:
 
 
 class Harness:
-    def __init__(self, client: "redis.asyncio.Redis", *ends: Any) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", *outcomes: Any) -> None:
         self.hosts = Hosts("a", "b")
-        self.fleet = Fleet(client, *ends)
+        self.transport = ScriptedTransport(client, *outcomes)
         opening = build_spec(
             "session.open", audience="session", idempotent=True, properties={"moved": {"type": "object"}}
         )
         pool = Pool(SessionStore(client, "d"), self.hosts, CallStore(client, "d"))
         self.dispatcher = Dispatcher(
-            self.fleet,
+            self.transport,
             TenantCatalog(StaticCatalog(SAFE, ACTS, opening, build_spec("session.close", audience="session"))),
             KEY,
             queue_wait_s=5,
@@ -126,23 +128,23 @@ class Harness:
         return str((await self.client.hget(call_key("d", "acme", "c1"), "state") or b"").decode())
 
 
-def refusing(code: ErrorCode, message: str, **metadata: Any) -> Callable[[ToolCall], ToolResult]:
+def refuse_with(code: ErrorCode, message: str, **metadata: Any) -> Callable[[ToolCall], ToolResult]:
     """Return the reply of a worker that refuses the call."""
     return lambda call: ToolResult.failed(call, code, message, metadata=metadata)
 
 
 STARTED, UNSTARTED = CallLost("gone", has_started=True), CallLost("gone", has_started=False)
-MOVED = refusing(ErrorCode.HOST_LOST, "moved", not_run="moved")
-AWAY = refusing(ErrorCode.SANDBOX_UNAVAILABLE, "away", not_run="sandboxd")
-NO_BROKER = refusing(ErrorCode.SANDBOX_UNAVAILABLE, "away", not_run="broker")
-LATE = refusing(ErrorCode.TIMEOUT, "too late", not_run="expired")
-DIED = refusing(ErrorCode.OUTCOME_UNKNOWN, "sandboxd is gone", outcome_lost=True)
+MOVED = refuse_with(ErrorCode.HOST_LOST, "moved", not_run="moved")
+SANDBOXD_AWAY = refuse_with(ErrorCode.SANDBOX_UNAVAILABLE, "away", not_run="sandboxd")
+NO_BROKER = refuse_with(ErrorCode.SANDBOX_UNAVAILABLE, "away", not_run="broker")
+LATE = refuse_with(ErrorCode.TIMEOUT, "too late", not_run="expired")
+DIED = refuse_with(ErrorCode.OUTCOME_UNKNOWN, "sandboxd is gone", outcome_lost=True)
 KILLED = DeliveryFailed(ErrorCode.TIMEOUT, "killed with its process")
 UNKNOWN, LOST, QUEUED = CallState.UNKNOWN, CallState.LOST, CallState.QUEUED
 
 
 @pytest.mark.parametrize(
-    ("tool", "ends", "sent", "code", "message", "state"),
+    ("tool", "outcomes", "sent", "code", "message", "state"),
     [
         ("safe", [STARTED], 2, None, "", QUEUED),
         ("safe", [UNSTARTED], 2, None, "", QUEUED),
@@ -150,44 +152,44 @@ UNKNOWN, LOST, QUEUED = CallState.UNKNOWN, CallState.LOST, CallState.QUEUED
         ("safe", [STARTED, *[UNSTARTED] * 2], 3, ErrorCode.OUTCOME_UNKNOWN, "", UNKNOWN),
         ("acts", [UNSTARTED], 2, None, "", QUEUED),
         ("acts", [UNSTARTED] * 9, 3, ErrorCode.HOST_LOST, "was not run", LOST),
-        ("acts", [UNSTARTED, UNSTARTED, FORGOTTEN], 3, ErrorCode.OUTCOME_UNKNOWN, "", None),
+        ("acts", [UNSTARTED, UNSTARTED, OLD_RECORD], 3, ErrorCode.OUTCOME_UNKNOWN, "", None),
         ("acts", [MOVED], 2, None, "", QUEUED),
-        ("acts", [AWAY] * 2, 3, None, "", QUEUED),
+        ("acts", [SANDBOXD_AWAY] * 2, 3, None, "", QUEUED),
         ("acts", [NO_BROKER] * 2, 3, None, "", QUEUED),
         ("acts", [LATE], 1, ErrorCode.TIMEOUT, "", None),
         ("safe", [DIED], 2, None, "", QUEUED),
         ("safe", [DIED] * 9, 3, ErrorCode.OUTCOME_UNKNOWN, "", None),
         ("acts", [DIED], 1, ErrorCode.OUTCOME_UNKNOWN, "", None),
-        ("safe", [ENDED], 2, None, "", QUEUED),
-        ("acts", [ENDED], 1, ErrorCode.OUTCOME_UNKNOWN, "", "done"),
+        ("safe", [RESULT_LOST], 2, None, "", QUEUED),
+        ("acts", [RESULT_LOST], 1, ErrorCode.OUTCOME_UNKNOWN, "", "done"),
         ("acts", [KILLED], 1, ErrorCode.TIMEOUT, "", UNKNOWN),
         ("acts", [CallIdInUse("c1")], 1, ErrorCode.INVALID_ARGUMENTS, "", QUEUED),
         ("safe", [NotSent("duplicate")], 1, ErrorCode.OUTCOME_UNKNOWN, "its own id", None),
         ("safe", [STARTED, NotSent("duplicate")], 2, ErrorCode.OUTCOME_UNKNOWN, "cancelled", None),
     ],
 )
-async def test_a_call_is_sent_again_only_if_it_surely_did_not_act_or_may_act_twice(
+async def test_a_call_is_sent_again_only_if_it_did_not_act_or_is_idempotent(
     client: "redis.asyncio.Redis",
     tool: str,
-    ends: list[Any],
+    outcomes: list[Any],
     sent: int,
     code: ErrorCode | None,
     message: str,
     state: str | None,
 ) -> None:
     """`safe` is idempotent and `acts` is not. `state`: the record of the call in the ledger at the end."""
-    harness = Harness(client, *ends)
+    harness = Harness(client, *outcomes)
     result = await harness.call(tool)
     assert (result.error_code, result.success, message in str(result.error)) == (code, code is None, True)
     assert message in ("was not run", "its own id") or "was not run" not in str(result.error)
     assert message != "cancelled" or "id" not in str(result.error).split()
-    assert [context.attempt for _, context in harness.fleet.calls] == [*range(1, sent + 1)]
-    assert len({call.id for call, _ in harness.fleet.calls}) == 1
+    assert [context.attempt for _, context in harness.transport.calls] == [*range(1, sent + 1)]
+    assert len({call.id for call, _ in harness.transport.calls}) == 1
     if state is not None:
         assert await harness.state() == state
 
 
-async def test_a_lost_call_that_could_go_nowhere_else_was_not_run_and_says_why(
+async def test_a_lost_unstarted_call_without_another_host_was_not_run(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locator, "SETTLE_S", 0.3)
@@ -202,7 +204,7 @@ async def test_a_lost_call_that_could_go_nowhere_else_was_not_run_and_says_why(
     assert await harness.state() == CallState.LOST
 
 
-async def test_a_call_that_was_never_sent_goes_to_where_its_session_lives_by_now(client: "redis.asyncio.Redis") -> None:
+async def test_an_unsent_call_follows_its_moved_session(client: "redis.asyncio.Redis") -> None:
     """This holds for every tool, because nothing was published."""
     harness = Harness(client, NotSent("host_lost"))
     await harness.open()
@@ -210,67 +212,67 @@ async def test_a_call_that_was_never_sent_goes_to_where_its_session_lives_by_now
     await harness.hosts.lose(client, str(first))
     result = await harness.dispatcher.dispatch(Request(ToolCall(id="c1", name="acts"), "acme", "s1"))
     assert result.success
-    assert harness.fleet.deliveries[0].queue == first != harness.fleet.deliveries[1].queue
-    assert [attempt.fence for attempt in harness.fleet.deliveries] == [1, 2]
+    assert harness.transport.deliveries[0].queue == first != harness.transport.deliveries[1].queue
+    assert [attempt.fence for attempt in harness.transport.deliveries] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("earlier", "end", "code", "state"),
+    ("earlier", "outcome", "code", "state"),
     [
         ([], NotSent("moved"), ErrorCode.HOST_LOST, None),
-        ([], AWAY, ErrorCode.SANDBOX_UNAVAILABLE, LOST),
-        ([STARTED], AWAY, ErrorCode.SANDBOX_UNAVAILABLE, UNKNOWN),
+        ([], SANDBOXD_AWAY, ErrorCode.SANDBOX_UNAVAILABLE, LOST),
+        ([STARTED], SANDBOXD_AWAY, ErrorCode.SANDBOX_UNAVAILABLE, UNKNOWN),
     ],
-    ids=["moves", "refused", "refused after a loss"],
+    ids=["session moved", "refused", "refused after a loss"],
 )
-async def test_a_call_that_no_worker_can_begin_is_given_up_and_not_left_open_in_the_ledger(
+async def test_a_call_refused_by_every_worker_is_closed_in_the_ledger(
     client: "redis.asyncio.Redis",
     monkeypatch: pytest.MonkeyPatch,
     earlier: list[Any],
-    end: Any,
+    outcome: Any,
     code: ErrorCode,
     state: str | None,
 ) -> None:
     monkeypatch.setattr(delivery, "RESEND_S", 0.3)
-    harness = Harness(client, *earlier, *[end] * 99)
+    harness = Harness(client, *earlier, *[outcome] * 99)
     result = await harness.call("safe" if earlier else "acts")
-    assert (result.error_code, 2 <= len(harness.fleet.calls) <= 9) == (code, True)
+    assert (result.error_code, 2 <= len(harness.transport.calls) <= 9) == (code, True)
     if state is None:
         assert "was not run" in str(result.error)
     else:
         assert await harness.state() == state
 
 
-async def test_a_call_whose_session_is_gone_when_it_is_to_be_sent_again_is_not_left_open_either(
+async def test_a_refused_call_of_a_removed_session_is_closed_in_the_ledger(
     client: "redis.asyncio.Redis", redis_server: RedisProcess
 ) -> None:
     def refuse(call: ToolCall) -> ToolResult:
-        with redis_server.client() as at_once:
-            at_once.delete(location_key("d", "acme", "s1"))
-        return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
+        with redis_server.client() as sync_client:
+            sync_client.delete(location_key("d", "acme", "s1"))
+        return SANDBOXD_AWAY(call)
 
     harness = Harness(client, refuse)
     assert (await harness.call("safe")).error_code is ErrorCode.SESSION_NOT_FOUND
     assert await harness.state() == CallState.LOST
 
 
-async def test_verbs_that_a_worker_could_not_begin_are_not_left_open_either(client: "redis.asyncio.Redis") -> None:
+async def test_refused_session_calls_are_closed_in_the_ledger(client: "redis.asyncio.Redis") -> None:
     refused: list[str] = []
 
     def refuse(call: ToolCall) -> ToolResult:
         refused.append(call.id)
-        return ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "away", metadata={"not_run": "sandboxd"})
+        return SANDBOXD_AWAY(call)
 
     harness = Harness(client)
-    harness.fleet.verb_ends = [refuse]
+    harness.transport.session_outcomes = [refuse]
     await harness.open()
-    harness.fleet.verb_ends = [refuse, refuse]
+    harness.transport.session_outcomes = [refuse, refuse]
     assert (await harness.dispatcher.close_session("acme", "s1")).success
     assert [await client.hget(call_key("d", "acme", call), "state") for call in refused] == [b"lost"] * 3
 
 
 @pytest.mark.parametrize("tool", ["safe", "acts"])
-async def test_what_is_known_of_a_lost_call_is_reported_though_redis_does_not_take_it(
+async def test_a_lost_call_is_reported_when_redis_is_unavailable(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
     async def refuse(*_: Any) -> bool:
@@ -282,17 +284,17 @@ async def test_what_is_known_of_a_lost_call_is_reported_though_redis_does_not_ta
     assert (result.error_code, "gone" in str(result.error)) == (ErrorCode.OUTCOME_UNKNOWN, True)
 
 
-async def test_a_tenant_is_charged_for_the_time_of_its_sandbox_and_of_its_program(
+async def test_admission_is_charged_for_sandbox_and_run_time(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slots: list[tuple[SlotRequest, Slot]] = []
 
     @asynccontextmanager
-    async def give(_: Any, request: SlotRequest, **__: Any) -> AsyncIterator[Slot]:
+    async def grant_slot(_: Any, request: SlotRequest, **__: Any) -> AsyncIterator[Slot]:
         slots.append((request, Slot()))
         yield slots[-1][1]
 
-    monkeypatch.setattr(UnlimitedAdmission, "slot", give)
+    monkeypatch.setattr(UnlimitedAdmission, "slot", grant_slot)
 
     def run(call: ToolCall) -> ToolResult:
         clocks = Clocks(queued_s=8, sandbox_s=1, run_s=2)
@@ -304,59 +306,59 @@ async def test_a_tenant_is_charged_for_the_time_of_its_sandbox_and_of_its_progra
     assert delivery.MIN_WAIT_S < request.wait_s <= 5
 
 
-async def test_closing_a_session_whose_host_is_lost_closes_it(client: "redis.asyncio.Redis") -> None:
+async def test_a_session_on_a_lost_host_can_be_closed(client: "redis.asyncio.Redis") -> None:
     harness = Harness(client)
     await harness.open()
     for queue in list(harness.hosts.all):
         await harness.hosts.lose(client, queue)
-    deliver = harness.fleet.deliver
+    deliver = harness.transport.deliver
 
     async def refuse(attempt: Attempt) -> Any:
         if attempt.request.worker_call.name == "session.close":
             raise NotSent("host_lost")
         return await deliver(attempt)
 
-    harness.fleet.deliver = refuse  # type: ignore[method-assign]
+    harness.transport.deliver = refuse  # type: ignore[method-assign]
     assert (await harness.dispatcher.close_session("acme", "s1")).success
     assert await client.hget(location_key("d", "acme", "s1"), "state") == b"closed"
 
 
-async def test_a_session_whose_worker_was_restarted_is_closed_where_it_is_by_now(client: "redis.asyncio.Redis") -> None:
+async def test_a_session_is_closed_on_the_worker_that_took_it_over(client: "redis.asyncio.Redis") -> None:
     harness = Harness(client)
     await harness.open()
-    place = location_key("d", "acme", "s1")
+    location = location_key("d", "acme", "s1")
     # As a restarted worker takes its sessions over.
-    await client.hset(place, mapping={"queue": "host.b.b00t", "fence": 2})
-    closed: list[tuple[str, int]] = []
+    await client.hset(location, mapping={"queue": "host.b.b00t", "fence": 2})
+    close_calls: list[tuple[str, int]] = []
 
     async def deliver(attempt: Attempt) -> Any:
         call, context = decode_call(attempt.envelope, KEY)
         if context.fence != 2:
             raise NotSent("moved")
-        closed.append((attempt.queue, context.fence))
-        away = ToolResult.failed(
-            call, ErrorCode.SANDBOX_UNAVAILABLE, "sandboxd is away", metadata={"not_run": "sandboxd"}
+        close_calls.append((attempt.queue, context.fence))
+        success = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": True})
+        return encode_result(
+            success if len(close_calls) > 1 else SANDBOXD_AWAY(call),
+            seal=ResultSeal(KEY, context.tenant, context.attempt),
         )
-        done = ToolResult(call_id=call.id, name=call.name, success=True, metadata={"closed": True})
-        return encode_result(done if len(closed) > 1 else away, seal=ResultSeal(KEY, context.tenant, context.attempt))
 
-    harness.fleet.deliver = deliver  # type: ignore[method-assign]
+    harness.transport.deliver = deliver  # type: ignore[method-assign]
     result = await harness.dispatcher.close_session("acme", "s1")
-    assert (result.success, result.metadata["closed"], closed) == (True, True, [("host.b.b00t", 2)] * 2)
+    assert (result.success, result.metadata["closed"], close_calls) == (True, True, [("host.b.b00t", 2)] * 2)
     assert await client.hget(location_key("d", "acme", "s1"), "state") == b"closed"
 
 
-async def test_a_session_that_another_program_opened_is_closed_where_it_lives(client: "redis.asyncio.Redis") -> None:
+async def test_a_session_opened_by_another_process_is_closed_on_its_host(client: "redis.asyncio.Redis") -> None:
     harness = Harness(client)
     await harness.open()
     other = Harness(client)
-    deliver, tasks = other.fleet.deliver, []
+    deliver, tasks = other.transport.deliver, []
 
-    async def watched(attempt: Attempt) -> Any:
+    async def deliver_and_note(attempt: Attempt) -> Any:
         tasks.append(attempt.request.worker_call.name)
         return await deliver(attempt)
 
-    other.fleet.deliver = watched  # type: ignore[method-assign]
+    other.transport.deliver = deliver_and_note  # type: ignore[method-assign]
     assert (await other.dispatcher.close_session("acme", "s1")).success
     assert tasks == ["session.close"]
 
@@ -366,7 +368,7 @@ async def test_a_session_that_another_program_opened_is_closed_where_it_lives(cl
 NOW = time.time()
 
 
-async def gone_on_with(
+async def dispatch_again(
     client: "redis.asyncio.Redis", tool: str, sent_since: float = NOW, *, is_closed: bool = False, **record: str
 ) -> tuple[ToolResult, list[Attempt]]:
     """Return the result of a call with this state in the ledger, and the deliveries made for the call. `is_closed`:
@@ -382,11 +384,11 @@ async def gone_on_with(
     result = await harness.dispatcher.dispatch(
         Request(ToolCall(id="c1", name=tool), "acme", "s1", keeps_result=True, sent_since=sent_since)
     )
-    return result, harness.fleet.deliveries
+    return result, harness.transport.deliveries
 
 
-async def test_a_call_that_was_never_sent_is_sent(client: "redis.asyncio.Redis") -> None:
-    result, (delivery,) = await gone_on_with(client, "acts")
+async def test_a_call_without_a_record_is_sent(client: "redis.asyncio.Redis") -> None:
+    result, (delivery,) = await dispatch_again(client, "acts")
     assert (result.success, delivery.published_as, delivery.number, delivery.request.keeps_result) == (
         True,
         None,
@@ -396,7 +398,7 @@ async def test_a_call_that_was_never_sent_is_sent(client: "redis.asyncio.Redis")
 
 
 @pytest.mark.parametrize(("tool", "sent"), [("safe", [1]), ("acts", [])])
-async def test_the_age_of_a_call_is_counted_by_the_clock_of_redis(
+async def test_the_age_of_a_call_uses_the_redis_clock(
     client: "redis.asyncio.Redis", tool: str, sent: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock of this host is five hours behind. By it the call was sent 20 hours ago, and its record would still be
@@ -407,7 +409,7 @@ async def test_the_age_of_a_call_is_counted_by_the_clock_of_redis(
         return int(time.time()) + 5 * 3600, 0
 
     monkeypatch.setattr(client, "time", now)
-    result, deliveries = await gone_on_with(client, tool, time.time() - 20 * 3600)
+    result, deliveries = await dispatch_again(client, tool, time.time() - 20 * 3600)
     assert [one.number for one in deliveries] == sent
     assert result.error_code is (None if sent else ErrorCode.OUTCOME_UNKNOWN)
 
@@ -416,14 +418,14 @@ async def test_the_age_of_a_call_is_counted_by_the_clock_of_redis(
     ("state", "is_closed"), [("queued", False), ("running", False), ("done", False), ("done", True)]
 )
 @pytest.mark.parametrize("tool", ["safe", "acts"])
-async def test_a_call_on_its_way_is_awaited_where_it_was_sent(
+async def test_a_call_in_flight_is_awaited_on_its_queue(
     client: "redis.asyncio.Redis", tool: str, state: str, is_closed: bool
 ) -> None:
-    result, (delivery,) = await gone_on_with(
+    result, (delivery,) = await dispatch_again(
         client, tool, is_closed=is_closed, state=state, attempt="2", nonce="2:ab", queue="host.z.b00t"
     )
-    found = (result.success, delivery.published_as, delivery.number, delivery.queue, delivery.fence is not None)
-    assert found == (True, "hub-c1", 2, "host.z.b00t", True)
+    fields = (result.success, delivery.published_as, delivery.number, delivery.queue, delivery.fence is not None)
+    assert fields == (True, "hub-c1", 2, "host.z.b00t", True)
 
 
 FORBIDDEN, GIVEN_UP = {"state": "forbidden"}, {"state": "unknown"}
@@ -448,7 +450,7 @@ LOST_RUNNING = {"state": "lost", "holder": "h1/w1/7"}
         ("acts", {"state": "lost", "ticket": seal_ticket(KEY, "acme", "other", 1)}, 0, [], ErrorCode.OUTCOME_UNKNOWN),
     ],
 )
-async def test_a_call_that_may_have_acted_is_sent_again_only_when_that_is_safe(
+async def test_a_call_that_may_have_acted_is_sent_again_only_if_idempotent(
     client: "redis.asyncio.Redis",
     tool: str,
     record: dict[str, str],
@@ -456,5 +458,5 @@ async def test_a_call_that_may_have_acted_is_sent_again_only_when_that_is_safe(
     sent: list[int],
     code: ErrorCode | None,
 ) -> None:
-    result, deliveries = await gone_on_with(client, tool, time.time() - age_s, is_closed=False, **record)
+    result, deliveries = await dispatch_again(client, tool, time.time() - age_s, is_closed=False, **record)
     assert ([one.number for one in deliveries], result.error_code) == (sent, code)

@@ -65,33 +65,33 @@ def read_variables(service: str) -> list[tuple[str, ...]]:
 
 def read_kubernetes() -> dict[str, dict[str, Any]]:
     """Return the manifest of each container."""
-    found: dict[str, dict[str, Any]] = {}
+    containers: dict[str, dict[str, Any]] = {}
     for path in (ROOT / "deploy" / "kubernetes").glob("*.yaml"):
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
             pod = document.get("spec", {}).get("template", {}).get("spec", {})
-            found |= {
+            containers |= {
                 container["name"]: container
                 for container in [*pod.get("initContainers", []), *pod.get("containers", [])]
             }
-    return found
+    return containers
 
 
 KUBERNETES = read_kubernetes()
 
 
 @pytest.mark.parametrize("service", PROCESSES)
-def test_compose_passes_every_setting_on_or_the_reason_is_listed(service: str) -> None:
-    passed = COMPOSE[service]["environment"]
+def test_compose_passes_every_setting_or_lists_it_as_absent(service: str) -> None:
+    environment = COMPOSE[service]["environment"]
     missing = [
         names[0]
         for names in read_variables(service)
-        if not set(names) & set(passed)
+        if not set(names) & set(environment)
         and not any((where, name) in ABSENT for where in (service, "*") for name in names)
     ]
     assert not missing, f"docker-compose.yml, {service}: pass {missing} on, or list them in ABSENT with the reason"
 
 
-def test_no_setting_is_both_passed_on_and_listed_as_absent() -> None:
+def test_no_absent_setting_is_passed_by_compose() -> None:
     for where, name in ABSENT:
         services = PROCESSES if where == "*" else (where,)
         assert not [service for service in services if name in COMPOSE[service]["environment"]], name
@@ -101,15 +101,15 @@ def test_no_setting_is_both_passed_on_and_listed_as_absent() -> None:
 
 
 @pytest.mark.parametrize("service", PROCESSES)
-def test_kubernetes_passes_every_setting_on_from_one_map(service: str) -> None:
+def test_kubernetes_passes_every_setting_from_one_config_map(service: str) -> None:
     """A variable in `env` hides that of the map, so only names, addresses, secrets and sizes of this container belong
     there.
     """
     assert {"configMapRef": {"name": "settings", "optional": True}} in KUBERNETES[service]["envFrom"]
-    own = {
+    container_variables = {
         variable["name"] for variable in KUBERNETES[service].get("env", []) if variable["name"].startswith("TOOLCREW_")
     }
-    assert own <= {
+    assert container_variables <= {
         "TOOLCREW_DEPLOYMENT",
         "TOOLCREW_SECRET",
         "TOOLCREW_REDIS_URL",

@@ -5,5 +5,5 @@ from tests.fuzz.runner import run
 INPUTS = 4500
 
 
-def test_random_inputs_break_nothing() -> None:
+def test_random_inputs_raise_no_unexpected_exception() -> None:
     run(seed=1, count=INPUTS)

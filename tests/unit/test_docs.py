@@ -18,23 +18,23 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+def test_every_link_of_a_page_has_a_target(page: Path) -> None:
     """The check follows the files of the repository. The site builder checks the links of the built site."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    for target, mark in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
         file = page.parent / target if target else page
         assert file.exists(), f"{page.name} names {target}"
-        assert not mark or mark in _marks(file), f"{page.name} names {target}#{mark}"
+        assert not anchor or anchor in _anchors(file), f"{page.name} names {target}#{anchor}"
 
 
-def _marks(page: Path) -> set[str]:
+def _anchors(page: Path) -> set[str]:
     """Return the anchors of the page's headings, as a browser finds them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize("name", ["setting_docs", "command_docs", "error_docs", "http_docs"])
-def test_a_page_that_is_made_from_the_code_says_what_it_says(name: str) -> None:
+def test_a_generated_page_matches_the_code(name: str) -> None:
     script = runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))
     assert script["PAGE"].read_text() == script["build_page"](), "run .venv/bin/python scripts/reference.py"
 
@@ -45,43 +45,43 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     the build.
     """
     folder = tmp_path_factory.mktemp("site")
-    done = build(ROOT / "mkdocs.yml", folder)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = build(ROOT / "mkdocs.yml", folder)
+    assert process.returncode == 0, process.stdout + process.stderr
     return folder
 
 
 def build(config: Path, folder: Path) -> "subprocess.CompletedProcess[str]":
-    nowhere = dict.fromkeys(
+    unreachable_proxies = dict.fromkeys(
         ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"
     )
     options = ["--strict", "--config-file", str(config), "--site-dir", str(folder)]
     command = [sys.executable, "-m", "mkdocs", "build", *options]
-    environment = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, **unreachable_proxies, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-class _Loaded(HTMLParser):
+class _ResourceCollector(HTMLParser):
     """Collects the resources that a browser loads for a page without a user's action."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.urls: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         result = dict(attrs)
         if tag == "link" and result.get("rel") != "canonical":
-            self.found.append(result.get("href") or "")
+            self.urls.append(result.get("href") or "")
         elif tag in ("script", "img", "iframe", "source", "video", "audio", "embed"):
-            self.found.append(result.get("src") or "")
+            self.urls.append(result.get("src") or "")
 
 
-def test_a_page_of_the_site_loads_nothing_from_elsewhere_and_everything_that_it_loads_is_there(site: Path) -> None:
+def test_site_pages_load_only_existing_local_resources(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 25
     for page in pages:
-        parser = _Loaded()
+        parser = _ResourceCollector()
         parser.feed(page.read_text())
-        for url in filter(None, parser.found):
+        for url in filter(None, parser.urls):
             assert not re.match(r"(https?:)?//", url), f"{page.name} loads {url}"
             file = (site / url.lstrip("/") if url.startswith("/") else page.parent / url).resolve()
             assert url.startswith("data:") or file.exists(), f"{page.name} loads {url}"
@@ -91,26 +91,26 @@ def test_a_page_of_the_site_loads_nothing_from_elsewhere_and_everything_that_it_
 
 def test_every_page_of_the_repository_is_in_the_menu_and_the_site(site: Path) -> None:
     menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    named = [page for part in menu for pages in part.values() for entry in pages for page in entry.values()]
-    assert len(named) == len(set(named))
+    menu_pages = [page for part in menu for pages in part.values() for entry in pages for page in entry.values()]
+    assert len(menu_pages) == len(set(menu_pages))
     docs = {page.name for page in (ROOT / "docs").glob("*.md")}
-    assert docs | {"index.md", "security-guarantees.md", "changelog.md", "examples.md"} == set(named)
-    assert [name for name in named if not (site / name).with_suffix(".html").exists()] == []
+    assert docs | {"index.md", "security-guarantees.md", "changelog.md", "examples.md"} == set(menu_pages)
+    assert [name for name in menu_pages if not (site / name).with_suffix(".html").exists()] == []
 
 
-def test_a_link_that_leads_nowhere_or_out_of_the_site_builds_no_site(tmp_path: Path) -> None:
+def test_a_broken_or_external_file_link_fails_the_site_build(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "page.md").write_text("# A page\n\n[x](missing.md) [x](tools.md#nowhere) [x](../contract/errors.py)\n")
     (docs / "tools.md").write_text("# Tools\n\n## bash_tool\n")
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    outside = ["index.md", "security-guarantees.md", "changelog.md", "examples.md"]
+    other_pages = ["index.md", "security-guarantees.md", "changelog.md", "examples.md"]
     hooks = [str(ROOT / "scripts" / "docs_hooks.py")]
-    nav = ["page.md", "tools.md", *outside]
+    nav = ["page.md", "tools.md", *other_pages]
     config |= {"hooks": hooks, "nav": nav, "theme": {"name": "mkdocs"}, "plugins": []}
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config))
-    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    process = build(tmp_path / "mkdocs.yml", tmp_path / "site")
 
-    assert done.returncode == 1
+    assert process.returncode == 1
     for target in ("missing", "nowhere", r"errors\.py"):
-        assert re.search(rf"WARNING.*page\.md.*{target}", done.stderr + done.stdout)
+        assert re.search(rf"WARNING.*page\.md.*{target}", process.stderr + process.stdout)

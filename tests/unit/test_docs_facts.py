@@ -22,7 +22,7 @@ PAGES = [*OUTSIDE, *sorted(page for page in (ROOT / "docs").glob("*.md") if page
 TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 ALL = "\n".join(TEXTS.values())
 MAX_PICTURE_BYTES = 100_000
-IN_A_SKILL = "scripts/count.py"
+SKILL_FILE = "scripts/count.py"
 # Alerts of the deployment's own monitoring, without a runbook.
 NO_RUNBOOK = {"ToolcrewMetricsAway", "ToolcrewInfrastructureErrors"}
 
@@ -36,13 +36,13 @@ def read_command_lines() -> set[str]:
     fences = re.findall(r"^```([a-z]*)\n(.*?)^```$", ALL, re.DOTALL | re.MULTILINE)
     lines = [line for kind, block in fences if kind in ("", "sh", "console") for line in block.splitlines()]
     unquoted = [re.sub(r"'[^']*'|\"[^\"]*\"", "QUOTED", line) for line in lines]
-    shown = [re.split(r"\s{2,}|\s#\s|\s[|&]|[<>)]", line)[0] for line in unquoted]
-    found = [match for line in shown for match in re.findall(r"(?:^|(?<!-n)[\s$(])(toolcrew [a-z].*)", line)]
-    return {line.strip() for line in [*inline, *found]}
+    commands = [re.split(r"\s{2,}|\s#\s|\s[|&]|[<>)]", line)[0] for line in unquoted]
+    matches = [match for line in commands for match in re.findall(r"(?:^|(?<!-n)[\s$(])(toolcrew [a-z].*)", line)]
+    return {line.strip() for line in [*inline, *matches]}
 
 
 @pytest.mark.parametrize("line", sorted(read_command_lines()))
-def test_every_command_and_option_exists(line: str) -> None:
+def test_every_documented_command_and_option_exists(line: str) -> None:
     command = COMMANDS
     for word in shlex.split(line)[1:]:
         inner = getattr(command, "commands", None)
@@ -59,41 +59,41 @@ def test_every_command_and_option_exists(line: str) -> None:
             assert word.partition("=")[0] in options, f"{line}: {word}"
 
 
-def test_every_setting_that_a_page_names_exists() -> None:
-    named = {
+def test_every_documented_setting_exists() -> None:
+    names = {
         (page.name, name)
         for page, text in TEXTS.items()
         if page.name != "CHANGELOG.md"
         for name in re.findall(r"TOOLCREW_[A-Z][A-Z_]*[A-Z]", text)
     }
-    assert {one for one in named if one[1].removeprefix("TOOLCREW_") not in SETTINGS | OTHERS} == set()
+    assert {one for one in names if one[1].removeprefix("TOOLCREW_") not in SETTINGS | OTHERS} == set()
 
 
-def test_every_metric_and_alert_that_a_page_names_exists() -> None:
+def test_every_documented_metric_and_alert_exists() -> None:
     rules = (ROOT / "deploy" / "prometheus" / "toolcrew.rules.yml").read_text(encoding="utf-8")
 
     assert set(re.findall(r"`(toolcrew_[a-z_]+)", ALL)) - METRICS.keys() == set()
-    named = set(re.findall(r"`(Toolcrew[A-Z][A-Za-z]+)`", TEXTS[ROOT / "docs" / "operations.md"]))
-    assert named == set(re.findall(r"alert: (\w+)", rules)) - NO_RUNBOOK
+    names = set(re.findall(r"`(Toolcrew[A-Z][A-Za-z]+)`", TEXTS[ROOT / "docs" / "operations.md"]))
+    assert names == set(re.findall(r"alert: (\w+)", rules)) - NO_RUNBOOK
 
 
-def test_every_file_that_a_page_names_exists() -> None:
+def test_every_documented_file_exists() -> None:
     pattern = (
         r"`((?:contract|store|orchestrator|workers|telemetry|tests|scripts|deploy|examples|sandbox-images)/[^`\s*]+)`"
     )
-    assert {name for name in re.findall(pattern, ALL) if not (ROOT / name.partition("::")[0]).exists()} <= {IN_A_SKILL}
+    assert {name for name in re.findall(pattern, ALL) if not (ROOT / name.partition("::")[0]).exists()} <= {SKILL_FILE}
 
 
-def test_the_pictures_are_those_that_the_scripts_make_and_are_small() -> None:
-    named = set(re.findall(r"\(pictures/([a-z-]+)\.png\)", ALL))
+def test_every_picture_is_generated_by_a_script_and_small() -> None:
+    names = set(re.findall(r"\(pictures/([a-z-]+)\.png\)", ALL))
     scripts = "".join((ROOT / "scripts" / name).read_text() for name in ("pictures.py", "page_pictures.py"))
 
-    assert {name for name in named if f'"{name}"' not in scripts} == set()
-    sizes = {name: (ROOT / "docs" / "pictures" / f"{name}.png").stat().st_size for name in named}
+    assert {name for name in names if f'"{name}"' not in scripts} == set()
+    sizes = {name: (ROOT / "docs" / "pictures" / f"{name}.png").stat().st_size for name in names}
     assert {name: size for name, size in sizes.items() if size > MAX_PICTURE_BYTES} == {}
 
 
-def test_the_pages_stay_within_their_size() -> None:
+def test_the_pages_stay_within_their_word_limits() -> None:
     """At most 20 pages and 35,000 words by hand; the README at most 1,200 words."""
     counts = {page: len(text.split()) for page, text in TEXTS.items()}
     by_hand = [page for page in PAGES if page.parent == ROOT / "docs" or page.name in ("README.md", "SECURITY.md")]

@@ -68,7 +68,7 @@ async def report_host(client: Client, name: str = "h1", **fields: Any) -> None:
     await client.set(slots_key(D, report.queue), 4)
 
 
-async def serve(client: Client) -> None:
+async def set_up_deployment(client: Client) -> None:
     """Set up a deployment without faults."""
     await report_host(client)
     specs = (build_spec("bash_tool", pool="sandbox"),)
@@ -80,36 +80,37 @@ def keys_of(client: Client) -> SigningKeys:
     return SigningKeys.of(client.connection_pool.connection_kwargs["password"], deployment=D)
 
 
-async def looked_at(client: Client) -> Report:
+async def examine_deployment(client: Client) -> Report:
     report = Report()
     await examine_pool(client, D, keys_of(client), report)
     return report
 
 
-def of(report: Report, name: str) -> list[CheckResult]:
-    return [found for found in report.findings if found.name == name]
+def findings_of(report: Report, name: str) -> list[CheckResult]:
+    return [finding for finding in report.findings if finding.name == name]
 
 
-def bad(report: Report) -> list[tuple[str, bool]]:
+def list_bad(report: Report) -> list[tuple[str, bool]]:
     """Return the checks that are not good, except the checks for pools without workers: name, and whether the check
     is broken.
     """
-    return [(found.name, found.needed) for found in report.findings if not found.is_good and found.name != "workers"]
+    return [
+        (finding.name, finding.needed)
+        for finding in report.findings
+        if not finding.is_good and finding.name != "workers"
+    ]
 
 
-async def test_a_deployment_in_which_nothing_is_broken_is_healthy(client: Client, broker: BrokerSettings) -> None:
-    await serve(client)
-    report = await looked_at(client)
+async def test_a_deployment_without_faults_is_healthy(client: Client, broker: BrokerSettings) -> None:
+    await set_up_deployment(client)
+    report = await examine_deployment(client)
     assert await examine_redis(client, broker, report)
 
-    assert bad(report) == []
+    assert list_bad(report) == []
     assert report.is_healthy
-    assert {found.name for found in report.findings} == {
+    assert {finding.name for finding in report.findings} == {
         "hosts", "workers", "queues", "tenants", "audit", "redis", "memory", "persistence", "secret", "clock",
     }  # fmt: skip
-
-
-# --- Redis ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -119,9 +120,9 @@ async def test_a_deployment_in_which_nothing_is_broken_is_healthy(client: Client
         ({"maxmemory": "1"}, "memory", True, "about to refuse calls", "raise maxmemory"),
         ({"appendonly": "no"}, "persistence", False, "lost when Redis ends", "appendonly yes"),
     ],
-    ids=["evicts", "full", "keeps nothing"],
+    ids=["evicts", "full", "not persistent"],
 )
-async def test_wrong_data_for_redis_is_named(
+async def test_an_unsafe_redis_setting_is_reported(
     client: Client,
     broker: BrokerSettings,
     settings: dict[str, str],
@@ -140,29 +141,27 @@ async def test_wrong_data_for_redis_is_named(
         for key, value in before.items():
             await client.config_set(key, value)
 
-    found = next(one for one in of(report, name) if not one.is_good)
-    assert found.needed is is_broken
-    assert message in found.text
-    assert remedy in found.remedy
+    finding = next(one for one in findings_of(report, name) if not one.is_good)
+    assert finding.needed is is_broken
+    assert message in finding.text
+    assert remedy in finding.remedy
     assert report.is_healthy is not is_broken
 
 
-async def test_a_secret_that_is_being_changed_or_another_deployment_has_is_reported(
-    client: Client, broker: BrokerSettings
-) -> None:
+async def test_a_secret_rotation_and_refused_signatures_are_reported(client: Client, broker: BrokerSettings) -> None:
     await client.hset(refusals_key(D), mapping={"signature": 3, "expired": 90})
-    changing = broker.model_copy(update={"secrets_previous": ("older",)})
+    rotating = broker.model_copy(update={"secrets_previous": ("older",)})
     report = Report()
-    await examine_redis(client, BrokerSettings.model_validate(changing.model_dump()), report)
-    found = [(one.needed, one.text, one.remedy) for one in of(report, "secret") if not one.is_good]
+    await examine_redis(client, BrokerSettings.model_validate(rotating.model_dump()), report)
+    finding = [(one.needed, one.text, one.remedy) for one in findings_of(report, "secret") if not one.is_good]
 
-    assert [needed for needed, *_ in found] == [False] * len(found)
-    assert sum("TOOLCREW_SECRETS_PREVIOUS" in remedy for *_, remedy in found) == 1
-    assert sum("signature: 3" in text for _, text, _ in found) == 1
-    assert not any("expired" in text for _, text, _ in found)
+    assert [needed for needed, *_ in finding] == [False] * len(finding)
+    assert sum("TOOLCREW_SECRETS_PREVIOUS" in remedy for *_, remedy in finding) == 1
+    assert sum("signature: 3" in text for _, text, _ in finding) == 1
+    assert not any("expired" in text for _, text, _ in finding)
 
 
-async def test_the_user_of_orchestrators_may_ask_for_everything_and_needs_the_secret() -> None:
+async def test_the_orchestrator_redis_user_can_run_every_check() -> None:
     with open_server(users=True) as server:
         settings = {"redis_url": server.url("orchestrator")}
         report, without = [
@@ -170,28 +169,29 @@ async def test_the_user_of_orchestrators_may_ask_for_everything_and_needs_the_se
             for secret in ({"secret": "s" * 20}, {})
         ]
 
-    assert [found for found in report.findings if found.needed and not found.is_good] == []
-    assert any("user orchestrator" in found.text for found in of(report, "redis"))
-    assert {"hosts", "queues", "tenants", "audit", "memory"} <= {found.name for found in report.findings}
-    bad_secrets = [found for found in of(without, "secret") if "TOOLCREW_SECRET" in found.text and not found.is_good]
-    assert [found.needed for found in bad_secrets] == [True]
+    assert [finding for finding in report.findings if finding.needed and not finding.is_good] == []
+    assert any("user orchestrator" in finding.text for finding in findings_of(report, "redis"))
+    assert {"hosts", "queues", "tenants", "audit", "memory"} <= {finding.name for finding in report.findings}
+    bad_secrets = [
+        finding
+        for finding in findings_of(without, "secret")
+        if "TOOLCREW_SECRET" in finding.text and not finding.is_good
+    ]
+    assert [finding.needed for finding in bad_secrets] == [True]
 
 
-async def test_a_redis_that_is_a_replica_or_does_not_answer_is_reported() -> None:
+async def test_a_redis_replica_or_unreachable_redis_is_reported() -> None:
     with (
         open_server() as master,
         open_server(f"replicaof 127.0.0.1 {master.port}", f"masterauth {master.password}") as replica,
     ):
         settings = OrchestratorSettings.model_validate({"redis_url": replica.url()})
         report = await examine(settings, "deployment")
-    assert any("replica" in found.text and found.needed for found in of(report, "redis"))
+    assert any("replica" in finding.text and finding.needed for finding in findings_of(report, "redis"))
     settings = OrchestratorSettings.model_validate({"redis_url": f"redis://:x@127.0.0.1:{free_port()}/0"})
     report = await examine(settings, "deployment")
-    assert [found.is_good for found in of(report, "redis")] == [False]
+    assert [finding.is_good for finding in findings_of(report, "redis")] == [False]
     assert not report.is_healthy
-
-
-# --- hosts and queues -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,90 +213,87 @@ async def test_a_redis_that_is_a_replica_or_does_not_answer_is_reported() -> Non
     ],
     ids=["release", "unhealthy", "restarting", "draining", "memory", "disk", "full", "images"],
 )
-async def test_a_host_in_trouble_is_named_with_what_to_do(
+async def test_a_host_with_a_problem_is_reported_with_a_remedy(
     client: Client, fields: dict[str, Any], is_broken: bool, message: str, remedy: str
 ) -> None:
-    await serve(client)
+    await set_up_deployment(client)
     await report_host(client, "h2", **fields)
-    report = await looked_at(client)
+    report = await examine_deployment(client)
 
-    assert bad(report) == [("hosts", is_broken)]
-    found = next(one for one in of(report, "hosts") if not one.is_good)
-    assert found.text.startswith("h2 (") or "images" in fields
-    assert message in found.text
-    assert remedy in found.remedy
+    assert list_bad(report) == [("hosts", is_broken)]
+    finding = next(one for one in findings_of(report, "hosts") if not one.is_good)
+    assert finding.text.startswith("h2 (") or "images" in fields
+    assert message in finding.text
+    assert remedy in finding.remedy
 
 
-async def test_a_host_of_another_release_is_reported_and_only_the_queue_of_a_lost_host_is_dead(client: Client) -> None:
-    await serve(client)
+async def test_only_the_queue_of_a_lost_host_is_reported_as_unserved(client: Client) -> None:
+    await set_up_deployment(client)
     await client.zadd(hosts_key(D), {"host.new.b00t": time.time(), "host.gone.b00t": time.time() - 100})
-    assert bad(await looked_at(client)) == []
+    assert list_bad(await examine_deployment(client)) == []
     await client.set(host_key(D, "host.new.b00t"), '{"surprise": 1}')
     await client.lpush("host.new.b00t", "{}")
     await client.lpush("host.gone.b00t", "{}")
 
-    report = await looked_at(client)
-    assert sorted(bad(report)) == [("hosts", True), ("queues", True)]
-    assert "host.new.b00t" in next(found.text for found in of(report, "hosts") if not found.is_good)
-    assert "host.gone.b00t: 1 calls" in of(report, "queues")[0].text
-    assert not any("no longer reports" in found.text and "host.new" in found.text for found in report.findings)
+    report = await examine_deployment(client)
+    assert sorted(list_bad(report)) == [("hosts", True), ("queues", True)]
+    assert "host.new.b00t" in next(finding.text for finding in findings_of(report, "hosts") if not finding.is_good)
+    assert "host.gone.b00t: 1 calls" in findings_of(report, "queues")[0].text
+    assert not any("no longer reports" in finding.text and "host.new" in finding.text for finding in report.findings)
 
 
 @pytest.mark.parametrize(
     ("slots", "age_s", "is_broken"), [(0, 0, True), (4, 3600, True), (4, 0, False)], ids=["unserved", "old", "fresh"]
 )
 async def test_calls_without_a_worker_are_reported(client: Client, slots: int, age_s: float, is_broken: bool) -> None:
-    await serve(client)
+    await set_up_deployment(client)
     call = f"toolcrew:{D}:t:acme:call.c1"
     await client.hset(call, "queued_at", str(time.time() - age_s))
     await client.lpush("pool.web", json.dumps({"body": "x", "headers": {"call_key": call}}))
     if slots:
         await client.set(slots_key(D, "pool.web"), slots)
 
-    report = await looked_at(client)
-    assert bad(report) == ([("queues", True)] if is_broken else [])
+    report = await examine_deployment(client)
+    assert list_bad(report) == ([("queues", True)] if is_broken else [])
 
 
 @pytest.mark.parametrize(
     "message", ["", "{", '{"headers": {"call_key": "other:key"}}', '{"headers": {"call_key": "toolcrew:default:x"}}']
 )
-async def test_a_message_of_another_process_stops_no_look(client: Client, message: str) -> None:
-    await serve(client)
+async def test_an_invalid_queue_message_does_not_stop_the_check(client: Client, message: str) -> None:
+    await set_up_deployment(client)
     await client.set(slots_key(D, "pool.web"), 4)
     await client.hset(f"toolcrew:{D}:x", "queued_at", "yesterday")
     await client.lpush("pool.web", message)
-    assert bad(await looked_at(client)) == []
+    assert list_bad(await examine_deployment(client)) == []
 
 
-# --- tools, tenants, keys, questions ----------------------------------------------------------------------------------
-
-
-async def test_tools_that_were_served_or_are_hidden_or_off_and_calls_that_wait_are_reported(client: Client) -> None:
-    await serve(client)
+async def test_unserved_hidden_and_disabled_tools_and_open_approvals_are_reported(client: Client) -> None:
+    await set_up_deployment(client)
     await client.set(catalog_names_key(D, "web"), json.dumps(["webfetch_tool"]))
     hidden = (build_spec("bash_tool", pool="tools"),)
     await client.set(catalog_key(D, "tools"), seal_catalog(keys_of(client), "tools", Catalog(tools=hidden)))
     await client.hset(switches_key(D), "bash_toll", json.dumps({"reason": "r", "at": 0.0}))
     now_ms = time.time() * 1000
     await client.zadd(approvals_key(D), {"over": now_ms - 60_000, "open": now_ms + 60_000})
-    report = await looked_at(client)
-    assert [found.text for found in of(report, "approvals")] == ["1 calls wait for a person"]
+    report = await examine_deployment(client)
+    assert [finding.text for finding in findings_of(report, "approvals")] == ["1 calls wait for a person"]
 
-    messages = [found.text for found in of(report, "tools")]
+    messages = [finding.text for finding in findings_of(report, "tools")]
     assert len(messages) == 4
     assert "bash_tool of the pool tools" in messages[0]
     assert messages[1] == "no longer served: webfetch_tool"
     assert messages[2] == "disabled: bash_toll"
     assert "no worker publishes them: bash_toll" in messages[3]
-    assert [found.needed for found in of(report, "tools")] == [True, False, False, False]
+    assert [finding.needed for finding in findings_of(report, "tools")] == [True, False, False, False]
 
 
-async def test_a_served_tool_that_models_do_not_get_is_not_reported(client: Client) -> None:
-    await serve(client)
+async def test_a_served_tool_for_sessions_is_not_reported(client: Client) -> None:
+    await set_up_deployment(client)
     await client.set(catalog_names_key(D, "web"), json.dumps(["webhook.send"]))
     notice = build_spec("webhook.send", pool="web", audience="session")
     await client.set(catalog_key(D, "web"), seal_catalog(keys_of(client), "web", Catalog(tools=(notice,))))
-    assert of(await looked_at(client), "tools") == []
+    assert findings_of(await examine_deployment(client), "tools") == []
 
 
 @pytest.mark.parametrize(
@@ -312,28 +309,28 @@ async def test_a_served_tool_that_models_do_not_get_is_not_reported(client: Clie
 async def test_a_tenant_that_is_not_served_is_reported(
     client: Client, policy: bytes | TenantPolicy, is_broken: bool, message: str
 ) -> None:
-    await serve(client)
+    await set_up_deployment(client)
     record = policy if isinstance(policy, bytes) else seal_policy(keys_of(client), "acme", policy)
     await client.hset(
         tenants_key(D), mapping={"acme": record, "fine": seal_policy(keys_of(client), "fine", TenantPolicy())}
     )
-    report = await looked_at(client)
+    report = await examine_deployment(client)
 
-    assert bad(report) == [("tenants", is_broken)]
-    assert message in of(report, "tenants")[0].text
+    assert list_bad(report) == [("tenants", is_broken)]
+    assert message in findings_of(report, "tenants")[0].text
 
 
-async def test_keys_are_listed_that_expire_soon_have_expired_or_cannot_be_verified(client: Client) -> None:
-    await serve(client)
+async def test_expiring_expired_and_unverifiable_keys_are_reported(client: Client) -> None:
+    await set_up_deployment(client)
     await RedisTenants(client, D, keys_of(client)).add("acme", TenantPolicy())
     keys = ApiKeys(client, D, keys_of(client))
     await keys.add("acme", name="lasting")
     await keys.add("acme", name="ci", ttl_s=3 * 86_400)
     await ApiKeys(client, D, keys_of(client), clock=lambda: time.time() - 1000).add("acme", name="old", ttl_s=60)
     await client.hset(api_keys_key(D), "feedfeedfeedfeed", "{}")
-    report = await looked_at(client)
+    report = await examine_deployment(client)
 
-    output = sorted(found.text for found in of(report, "keys"))
+    output = sorted(finding.text for finding in findings_of(report, "keys"))
     assert len(output) == 3
     assert [
         fragment
@@ -343,11 +340,8 @@ async def test_keys_are_listed_that_expire_soon_have_expired_or_cannot_be_verifi
     assert report.is_healthy
 
 
-# --- the words --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("expected", "is_told", "message"),
+    ("expected", "is_reported", "message"),
     [
         (b"1000.5\n", False, ""),
         (b"900\n", True, "behind"),
@@ -356,18 +350,16 @@ async def test_keys_are_listed_that_expire_soon_have_expired_or_cannot_be_verifi
         (b"nan", True, "ahead of"),
     ],
 )
-def test_the_clock_of_a_host_is_judged_by_what_a_sandbox_there_says(
-    expected: bytes, is_told: bool, message: str
-) -> None:
+def test_a_clock_difference_of_a_sandbox_is_reported(expected: bytes, is_reported: bool, message: str) -> None:
     report = Report()
     judge_clock("h1", expected, 1000.0, 1001.0, report)
-    assert [message in found.text for found in report.findings] == ([True] if is_told else [])
+    assert [message in finding.text for finding in report.findings] == ([True] if is_reported else [])
 
 
-async def test_a_host_that_takes_no_call_is_named_and_nothing_of_the_session_stays(
+async def test_a_host_that_accepts_no_calls_is_reported_and_its_session_removed(
     redis_server: RedisProcess, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await serve(client)
+    await set_up_deployment(client)
     await client.set(
         catalog_key(D, "sandbox"),
         seal_catalog(keys_of(client), "sandbox", Catalog(tools=tuple(build_registry().specs()))),
@@ -375,7 +367,7 @@ async def test_a_host_that_takes_no_call_is_named_and_nothing_of_the_session_sta
     monkeypatch.setattr(doctor_deep, "QUEUE_WAIT_S", 0.5)
     report = Report()
     await examine_hosts(broker_for(redis_server.url), [build_report()], report)
-    assert [(found.name, found.is_good, found.needed, found.text[:3]) for found in report.findings] == [
+    assert [(finding.name, finding.is_good, finding.needed, finding.text[:3]) for finding in report.findings] == [
         ("calls", False, True, "h1:")
     ]
     assert await client.zcard(open_sessions_key(D)) == 0

@@ -48,11 +48,11 @@ def build_evidence(
     *, facts: dict[str, Any] | None = None, host: dict[str, Any] | None = None, **settings: Any
 ) -> Evidence:
     """Return the evidence of a good host, with the given fields replaced."""
-    wanted = SandboxdSettings(**{"sandbox_image": "ours:1", "sandbox_runtime": "runsc", **settings})
+    sandboxd_settings = SandboxdSettings(**{"sandbox_image": "ours:1", "sandbox_runtime": "runsc", **settings})
     return Evidence(
-        settings=wanted,
+        settings=sandboxd_settings,
         host=replace(GOOD_HOST, **(host or {})),
-        plans=Plans(wanted),
+        plans=Plans(sandboxd_settings),
         facts=replace(GOOD_FACTS, **(facts or {})),
         images={"ours:1": "sha256:" + "a" * 64},
         workspaces=WorkspaceFacts("image", is_hard=True),
@@ -69,7 +69,7 @@ def row_of(evidence: Evidence, name: str) -> HostGuarantee:
     return next(row for row in build_rows(evidence) if row.name == name)
 
 
-def test_on_a_good_host_nothing_is_broken() -> None:
+def test_all_guarantees_hold_on_a_good_host() -> None:
     rows = build_rows(build_evidence())
 
     assert [row.name for row in rows if row.state == "broken"] == []
@@ -98,12 +98,12 @@ def test_on_a_good_host_nothing_is_broken() -> None:
         ("unknown", None),
     ],
 )
-def test_the_runc_versions_with_the_fixes_are_reported_from_those_without(version: str, is_fixed: bool | None) -> None:
+def test_runc_versions_with_the_security_fixes_are_recognized(version: str, is_fixed: bool | None) -> None:
     assert is_runc_fixed(version) is is_fixed
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "state", "word"),
+    ("name", "changes", "state", "fragment"),
     [
         ("system calls are filtered", {"facts": {"seccomp": False}}, "broken", "no seccomp"),
         ("runtimes are installed", {"facts": {"runtimes": ("runc",)}}, "broken", "no runsc"),
@@ -132,17 +132,17 @@ def test_the_runc_versions_with_the_fixes_are_reported_from_those_without(versio
         ("no known escape", OLD_RUNC, "broken", "unless your distribution"),
     ],
 )
-def test_each_lack_of_a_host_breaks_its_own_guarantee_and_says_what_to_do(
-    name: str, changes: dict[str, Any], state: str, word: str
+def test_each_missing_host_feature_breaks_its_guarantee_with_a_remedy(
+    name: str, changes: dict[str, Any], state: str, fragment: str
 ) -> None:
     row = row_of(build_evidence(**changes), name)
 
     assert row.state == state
-    assert word in row.why
+    assert fragment in row.why
     assert state == "holds" or row.remedy
 
 
-def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
+def test_only_requirements_of_sandboxd_are_marked_as_needed() -> None:
     evidence = build_evidence(
         facts={"seccomp": False, "runtimes": (), "security": frozenset()},
         host={"swaps": ("/dev/sda2",)},
@@ -156,7 +156,7 @@ def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "quota", "kept"),
+    ("facts", "quota", "persistence"),
     [
         (WorkspaceFacts("image", is_hard=True), "holds", "holds"),
         (WorkspaceFacts("tmpfs", is_hard=True, note="not root"), "holds", "broken"),
@@ -165,14 +165,16 @@ def test_only_what_sandboxd_needs_to_start_is_marked_as_needed() -> None:
     ],
     ids=["image", "tmpfs", "folder", "none"],
 )
-def test_what_a_kind_of_workspace_guarantees(facts: WorkspaceFacts | None, quota: str, kept: str) -> None:
+def test_the_workspace_kind_determines_quota_and_persistence(
+    facts: WorkspaceFacts | None, quota: str, persistence: str
+) -> None:
     evidence = replace(build_evidence(), workspaces=facts)
 
     assert row_of(evidence, "workspaces are limited").state == quota
-    assert row_of(evidence, "files outlive their sandbox").state == kept
+    assert row_of(evidence, "files outlive their sandbox").state == persistence
 
 
-def test_a_class_with_network_whose_proxy_is_gone_has_none(tmp_path: Path) -> None:
+def test_a_network_class_without_an_egress_proxy_is_broken(tmp_path: Path) -> None:
     classes = {"build": TenantClass(network="egress")}
     evidence = build_evidence(tenant_classes=classes, egress_socket=tmp_path / "proxy")
 
@@ -182,7 +184,7 @@ def test_a_class_with_network_whose_proxy_is_gone_has_none(tmp_path: Path) -> No
     assert "has no network" in row.why
 
 
-def test_without_an_engine_every_row_is_there_and_none_holds_by_hope() -> None:
+def test_without_an_engine_every_guarantee_is_listed_and_none_assumed() -> None:
     evidence = replace(
         build_evidence(), facts=None, images={}, workspaces=None, problem="the Docker engine does not answer"
     )
@@ -204,7 +206,7 @@ TEXTS = st.text(max_size=30)
     swaps=st.none() | st.lists(TEXTS, max_size=3).map(tuple),
     memory=st.none() | st.integers(0, 2**60),
 )
-def test_no_row_raises_whatever_engine_and_host_say(
+def test_any_engine_and_host_facts_give_valid_rows(
     kernel: str,
     runc: str,
     runtimes: list[str],
@@ -224,7 +226,7 @@ def test_no_row_raises_whatever_engine_and_host_say(
     assert all(row.remedy for row in rows if row.state != "holds")
 
 
-def test_host_facts_are_read_where_they_are_and_unknown_where_they_are_not(tmp_path: Path) -> None:
+def test_host_facts_are_read_or_unknown(tmp_path: Path) -> None:
     for name, text in {
         "proc/sys/kernel/osrelease": "6.8.0\n",
         "proc/swaps": "Filename\tType\tSize\tUsed\tPriority\n/dev/sda2 partition 1 0 -2\n",
@@ -237,25 +239,21 @@ def test_host_facts_are_read_where_they_are_and_unknown_where_they_are_not(tmp_p
         path.write_text(text)
 
     assert read_host_facts(tmp_path) == HostFacts(
-        kernel="6.8.0",
-        swaps=("/dev/sda2",),
-        overcommit=2,
-        memory_bytes=2048 * 1024,
-        ksm_running=True,
+        kernel="6.8.0", swaps=("/dev/sda2",), overcommit=2, memory_bytes=2048 * 1024, ksm_running=True
     )
     assert read_host_facts(tmp_path / "nothing") == HostFacts()
 
 
-def test_the_guarantees_that_security_md_asks_a_host_for_are_rows_of_the_table() -> None:
+def test_every_host_guarantee_in_security_md_is_checked() -> None:
     text = (ROOT / "SECURITY.md").read_text()
     section = text.partition("| guarantee | requires |")[2].partition("\n\n")[0]
-    named = [name.strip() for line in section.splitlines()[2:] for name in line.split("|")[1].split(",")]
+    names = [name.strip() for line in section.splitlines()[2:] for name in line.split("|")[1].split(",")]
 
-    assert named
-    assert set(named) - {row.name for row in build_rows(build_evidence())} == set()
+    assert names
+    assert set(names) - {row.name for row in build_rows(build_evidence())} == set()
 
 
-def test_the_page_of_images_has_every_field_of_a_tenant_class() -> None:
+def test_docs_images_describes_every_tenant_class_field() -> None:
     page = (ROOT / "docs" / "images.md").read_text()
     section = page.partition("## Tenant classes")[2].partition("\n## ")[0]
 

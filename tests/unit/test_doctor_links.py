@@ -15,7 +15,7 @@ import redis.asyncio
 
 from contract.model_endpoints import ModelEndpoint
 from orchestrator.operations.doctor_links import examine_model, examine_model_endpoints, examine_pages, examine_tracing
-from orchestrator.operations.findings import CheckResult, Report
+from orchestrator.operations.findings import Report
 from orchestrator.settings import OrchestratorSettings
 from store.model_endpoints import ModelEndpoints
 from store.secrets import SecretStore
@@ -23,12 +23,8 @@ from tests.builders import KEY
 from tests.stack import free_port
 
 
-def of(report: Report, name: str) -> list[CheckResult]:
-    return [found for found in report.findings if found.name == name]
-
-
 @contextmanager
-def answering(status: int, body: bytes = b"{}", location: str = "") -> Iterator[tuple[str, list[str]]]:
+def serve_reply(status: int, body: bytes = b"{}", location: str = "") -> Iterator[tuple[str, list[str]]]:
     """A server that gives the same reply to every request. Records the requests and their keys."""
     requests: list[str] = []
 
@@ -72,71 +68,72 @@ NOT_READY = json.dumps({"ready": False, "checks": {"redis": "not connected yet",
         (404, b"", False, "answers with 404"),
     ],
 )
-async def test_the_api_is_asked_whether_it_is_ready(status: int, body: bytes, is_good: bool, message: str) -> None:
+async def test_the_api_readiness_is_reported(status: int, body: bytes, is_good: bool, message: str) -> None:
     report = Report()
-    with answering(status, body) as (url, requests):
+    with serve_reply(status, body) as (url, requests):
         await examine_pages(settings_of(page_url=url), report)
 
     assert requests == ["/readyz"]
-    assert [(found.is_good, message in found.text) for found in of(report, "api")] == [(is_good, True)]
+    rows = [(row.is_good, message in row.text) for row in report.findings if row.name == "api"]
+    assert rows == [(is_good, True)]
     assert report.is_healthy is is_good
 
 
-LISTED = json.dumps({"data": [{"id": "m1"}, {"id": "m2"}]}).encode()
+MODEL_LIST = json.dumps({"data": [{"id": "m1"}, {"id": "m2"}]}).encode()
 
 
 @pytest.mark.parametrize(
     ("model", "status", "body", "is_good", "needed", "message"),
     [
-        ("m1", 200, LISTED, True, True, "m1 at http"),
-        ("m9", 200, LISTED, False, False, "it does not list that model"),
+        ("m1", 200, MODEL_LIST, True, True, "m1 at http"),
+        ("m9", 200, MODEL_LIST, False, False, "it does not list that model"),
         ("m1", 200, b"[]", True, True, "m1 at"),
         ("m1", 401, b"", False, True, "refuses the key"),
         ("m1", 500, b"", False, True, "answers with 500"),
         ("m1", 404, b"", True, True, "m1 at"),
     ],
 )
-async def test_the_models_endpoint_is_asked_for_what_costs_nothing(
+async def test_the_model_endpoint_is_checked_with_a_free_request(
     model: str, status: int, body: bytes, is_good: bool, needed: bool, message: str
 ) -> None:
     report = Report()
-    with answering(status, body) as (url, requests):
+    with serve_reply(status, body) as (url, requests):
         await examine_model(
             settings_of(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY="key-of-the-model", model=model), report
         )
 
     assert requests == ["/v1/models Bearer key-of-the-model"]
-    assert [(found.is_good, found.needed, message in found.text) for found in report.findings] == [
+    assert [(finding.is_good, finding.needed, message in finding.text) for finding in report.findings] == [
         (is_good, needed, True)
     ]
     assert "key-of-the-model" not in json.dumps(report.to_json())
 
 
-async def test_every_configured_endpoint_has_a_row(client: "redis.asyncio.Redis") -> None:
+async def test_every_configured_model_endpoint_is_reported(client: "redis.asyncio.Redis") -> None:
     report, endpoints = Report(), ModelEndpoints(client, "d", KEY)
     await SecretStore(client, "d", KEY).set(None, "MODEL_KEY", "key-of-the-model")
-    with answering(200, LISTED) as (url, requests):
-        served = ModelEndpoint(base_url=f"{url}/v1", model="m1", secret="MODEL_KEY")
-        await endpoints.set("a", served)
-        await endpoints.set("b", served.model_copy(update={"base_url": f"http://127.0.0.1:{free_port()}/v1"}))
-        await endpoints.set("c", served.model_copy(update={"secret": "GONE"}), "acme")
+    with serve_reply(200, MODEL_LIST) as (url, requests):
+        endpoint = ModelEndpoint(base_url=f"{url}/v1", model="m1", secret="MODEL_KEY")
+        await endpoints.set("a", endpoint)
+        await endpoints.set("b", endpoint.model_copy(update={"base_url": f"http://127.0.0.1:{free_port()}/v1"}))
+        await endpoints.set("c", endpoint.model_copy(update={"secret": "MISSING"}), "acme")
         await examine_model_endpoints(client, "d", KEY, report)
 
     assert requests == ["/v1/models Bearer key-of-the-model"]
-    rows = {found.name: (found.is_good, found.text) for found in report.findings}
+    rows = {finding.name: (finding.is_good, finding.text) for finding in report.findings}
     assert {name: is_good for name, (is_good, _) in rows.items()} == {
         "model a": True,
         "model acme/c": False,
         "model b": False,
     }
     assert "does not answer" in rows["model b"][1]
-    assert "GONE does not exist" in rows["model acme/c"][1]
+    assert "MISSING does not exist" in rows["model acme/c"][1]
     assert "key-of-the-model" not in json.dumps(report.to_json())
 
 
-async def test_secrets_of_the_endpoint_are_neither_reported_nor_shown_to_where_it_sends_us() -> None:
+async def test_model_secrets_are_not_reported_or_sent_to_a_redirect_target() -> None:
     report = Report()
-    with answering(200) as (other, requests), answering(307, location=f"{other}/v1/models") as (url, _):
+    with serve_reply(200) as (other, requests), serve_reply(307, location=f"{other}/v1/models") as (url, _):
         for base in (url, f"http://user:geheim@127.0.0.1:{free_port()}"):
             settings = settings_of(OPENAI_BASE_URL=f"{base}/v1", OPENAI_API_KEY="key-of-the-model", model="m1")
             await examine_model(settings, report)
@@ -148,22 +145,22 @@ async def test_secrets_of_the_endpoint_are_neither_reported_nor_shown_to_where_i
     assert "key-of-the-model" not in json.dumps(report.to_json())
 
 
-async def test_a_collector_that_does_not_answer_and_a_wrong_word_for_tracing_are_reported(
+async def test_an_unreachable_collector_and_an_invalid_tracing_setting_are_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TOOLCREW_TRACING", "otlp")
     good, report = Report(), Report()
-    with answering(200) as (url, _):
+    with serve_reply(200) as (url, _):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         await examine_tracing(settings_of(traces=tmp_path), good)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     await examine_tracing(settings_of(traces=tmp_path / "not" / "yet"), report)
     monkeypatch.setenv("TOOLCREW_TRACING", "on")
-    wrong = Report()
-    await examine_tracing(settings_of(traces=Path("/proc/self/traces")), wrong)
+    wrong_setting = Report()
+    await examine_tracing(settings_of(traces=Path("/proc/self/traces")), wrong_setting)
 
-    assert [found.is_good for found in good.findings] == [True, True]
-    assert [(found.name, found.is_good) for found in report.findings] == [("tracing", False), ("traces", True)]
+    assert [finding.is_good for finding in good.findings] == [True, True]
+    assert [(finding.name, finding.is_good) for finding in report.findings] == [("tracing", False), ("traces", True)]
     assert "OTEL_EXPORTER_OTLP_ENDPOINT" in report.findings[0].remedy
     assert report.is_healthy
-    assert not wrong.is_healthy
+    assert not wrong_setting.is_healthy

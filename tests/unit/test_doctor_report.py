@@ -1,5 +1,6 @@
 """The table of guarantees in the output of `toolcrew doctor`."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ def build_row(name: str, state: str, **fields: Any) -> dict[str, Any]:
     return {"name": name, "state": state, "why": f"why {name}", "remedy": f"fix {name}", "is_needed": False, **fields}
 
 
-def test_what_to_do_stands_below_what_is_not_good() -> None:
+def test_a_remedy_is_printed_below_each_problem() -> None:
     report = Report()
     report.add_passed("memory", "1 MiB")
     report.add_failure("redis", "gone", "start it")
@@ -28,7 +29,7 @@ def test_what_to_do_stands_below_what_is_not_good() -> None:
     ]
 
 
-def test_a_broken_guarantee_makes_no_host_unhealthy_and_a_missing_need_does() -> None:
+def test_only_a_broken_needed_guarantee_makes_the_host_unhealthy() -> None:
     report = Report(guarantees=[build_row("hostile tenants are isolated", "broken")])
     report.add("engine", True, "Docker")
     assert report.is_healthy
@@ -38,10 +39,10 @@ def test_a_broken_guarantee_makes_no_host_unhealthy_and_a_missing_need_does() ->
 
 
 @pytest.mark.parametrize(
-    ("at_term", "left"), [("rm sandbox; exit 1", []), ("", ["sandbox"])], ids=["in order", "by force"]
+    ("at_term", "remaining"), [("rm sandbox; exit 1", []), ("", ["sandbox"])], ids=["sigterm", "sigkill"]
 )
-async def test_a_check_that_takes_too_long_is_ended_so_that_it_can_clear_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_term: str, left: list[str]
+async def test_a_slow_check_is_terminated_after_time_to_clean_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_term: str, remaining: list[str]
 ) -> None:
     check = tmp_path / "check"
     check.write_text(f"#!/bin/sh\ncd {tmp_path}\ntrap '{at_term}' TERM\ntouch sandbox\nwhile :; do sleep 0.02; done\n")
@@ -52,11 +53,7 @@ async def test_a_check_that_takes_too_long_is_ended_so_that_it_can_clear_up(
 
     report = await examine(OrchestratorSettings())
 
-    assert [(found.is_good, found.text) for found in report.findings if found.name == "engine"] == [
+    assert [(finding.is_good, finding.text) for finding in report.findings if finding.name == "engine"] == [
         (False, "the check of engine and sandbox did not end within 0.3 s: restart the Docker engine")
     ]
-    assert list_folder(tmp_path) == ["check", *left]
-
-
-def list_folder(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    assert sorted(os.listdir(tmp_path)) == ["check", *remaining]

@@ -15,7 +15,7 @@ from workers.tools.builtin import build_registry
 REGISTRY = build_registry()
 
 
-class Bench:
+class EditHarness:
     """The tool over a scripted guest."""
 
     def __init__(self, *answers: Any, **context: Any) -> None:
@@ -30,7 +30,7 @@ class Bench:
         return self._executor.execute(call, self._context)
 
 
-def answer(text: bytes = b"1\tnew", **fields: Any) -> GuestResponse:
+def build_response(text: bytes = b"1\tnew", **fields: Any) -> GuestResponse:
     done = {"created": False, "size": 4, "mode_bits": 0o644, "replaced": 1, "encoding": "utf-8"}
     return GuestResponse({**done, **fields}, {"file": text})
 
@@ -53,53 +53,55 @@ def answer(text: bytes = b"1\tnew", **fields: Any) -> GuestResponse:
         {"old_string": "a", "new_string": "\udc00"},
     ],
 )
-def test_a_call_that_is_neither_form_is_refused_before_anything_is_sent(arguments: dict[str, Any]) -> None:
-    bench = Bench()
-    assert bench.edit(file_path="a", **arguments).error_code is ErrorCode.INVALID_ARGUMENTS
-    assert bench.client.requests == []
+def test_invalid_arguments_are_refused_before_a_guest_request(arguments: dict[str, Any]) -> None:
+    harness = EditHarness()
+    assert harness.edit(file_path="a", **arguments).error_code is ErrorCode.INVALID_ARGUMENTS
+    assert harness.client.requests == []
 
 
-def test_names_of_other_agents_are_taken_within_edits_and_reported() -> None:
+def test_parameter_aliases_in_edits_are_accepted_and_reported() -> None:
     edits = [
         {"oldString": "a", "newString": "b"},
         {"old_str": "b", "new_str": "c", "replaceAll": True},
         {"oldString": "x", "newString": "y"},
     ]
-    for given, context in ((edits, {}), (json.dumps(edits), {"text_arguments": True})):
-        bench = Bench(answer(), **context)
-        result = bench.edit(path="a", edits=given)
-        assert [edit["old_string"] for edit in json.loads(bench.client.bodies[0])] == ["a", "b", "x"]
-        used = [
+    for edits_argument, context in ((edits, {}), (json.dumps(edits), {"text_arguments": True})):
+        harness = EditHarness(build_response(), **context)
+        result = harness.edit(path="a", edits=edits_argument)
+        assert [edit["old_string"] for edit in json.loads(harness.client.bodies[0])] == ["a", "b", "x"]
+        aliases = [
             "path -> file_path",
             "oldString -> old_string",
             "newString -> new_string",
             "old_str -> old_string",
             "new_str -> new_string",
         ]
-        assert result.metadata["aliases_used"] == [*used, "replaceAll -> replace_all"]
-    twice = [{"oldString": "a", "old_string": "a", "new_string": "b"}]
-    assert "'oldString' and 'old_string' mean the same parameter" in str(Bench().edit(file_path="a", edits=twice).error)
+        assert result.metadata["aliases_used"] == [*aliases, "replaceAll -> replace_all"]
+    duplicate_names = [{"oldString": "a", "old_string": "a", "new_string": "b"}]
+    assert "'oldString' and 'old_string' mean the same parameter" in str(
+        EditHarness().edit(file_path="a", edits=duplicate_names).error
+    )
     assert (
-        Bench().edit(file_path="a", edits=[{"filePath": "a", "old_string": "a", "new_string": "b"}]).error_code
+        EditHarness().edit(file_path="a", edits=[{"filePath": "a", "old_string": "a", "new_string": "b"}]).error_code
         is ErrorCode.INVALID_ARGUMENTS
     )
 
 
 @pytest.mark.parametrize("fields", [{"replaced": -1}, {"replaced": None}, {"encoding": "a b"}, {"created": 1}])
-def test_an_answer_that_is_none_costs_the_sandbox(fields: dict[str, Any]) -> None:
-    bench = Bench(answer(**fields))
-    assert bench.edit(file_path="a", old_string="a", new_string="b").error_code is ErrorCode.SANDBOX_UNAVAILABLE
+def test_a_malformed_guest_reply_makes_the_sandbox_unavailable(fields: dict[str, Any]) -> None:
+    harness = EditHarness(build_response(**fields))
+    assert harness.edit(file_path="a", old_string="a", new_string="b").error_code is ErrorCode.SANDBOX_UNAVAILABLE
 
 
 @pytest.mark.parametrize(
-    ("config", "sent"),
+    ("config", "tolerance"),
     [({}, "none"), ({"edit.tolerance": "whitespace"}, "whitespace"), ({"edit.tolerance": "fuzzy"}, None)],
 )
-def test_the_tolerance_is_the_runs_setting_and_an_invalid_one_an_error_of_the_operator(
-    config: dict[str, Any], sent: str | None
+def test_the_tolerance_setting_is_sent_and_an_invalid_one_is_refused(
+    config: dict[str, Any], tolerance: str | None
 ) -> None:
-    bench = Bench(answer(), config=config)
-    result = bench.edit(file_path="a", old_string="a", new_string="b", expected_count=2)
-    assert result.error_code is (None if sent else ErrorCode.CONFIG_MISSING)
-    requests = [(request["tolerance"], request["expected_count"]) for request in bench.client.requests]
-    assert requests == ([(sent, 2)] if sent else [])
+    harness = EditHarness(build_response(), config=config)
+    result = harness.edit(file_path="a", old_string="a", new_string="b", expected_count=2)
+    assert result.error_code is (None if tolerance else ErrorCode.CONFIG_MISSING)
+    requests = [(request["tolerance"], request["expected_count"]) for request in harness.client.requests]
+    assert requests == ([(tolerance, 2)] if tolerance else [])

@@ -30,8 +30,8 @@ from workers.egress.limits import ProxyLimits
 from workers.egress.outcomes import EgressOutcome, Refusal
 from workers.settings import EgressRules
 
-WATCHFUL = ProxyLimits(watch_s=0.05, linger_s=0.2)
-IDLE = replace(WATCHFUL, idle_s=0.3)
+SHORT_LIMITS = ProxyLimits(watch_s=0.05, linger_s=0.2)
+IDLE = replace(SHORT_LIMITS, idle_s=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,14 @@ def server() -> Iterator[WebServer]:
 @pytest.fixture
 def echo() -> Iterator[int]:
     """Return the port of a server that echoes its input."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=serve_echo, args=(listening,), daemon=True).start()
-        yield listening.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve_echo, args=(listener,), daemon=True).start()
+        yield listener.getsockname()[1]
         with contextlib.suppress(OSError):
-            listening.shutdown(socket.SHUT_RDWR)
+            listener.shutdown(socket.SHUT_RDWR)
 
 
-def serve_echo(listening: socket.socket) -> None:
+def serve_echo(listener: socket.socket) -> None:
     def serve(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             while data := connection.recv(65536):
@@ -64,26 +64,23 @@ def serve_echo(listening: socket.socket) -> None:
 
     with contextlib.suppress(OSError):
         while True:
-            threading.Thread(target=serve, args=(listening.accept()[0],), daemon=True).start()
+            threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
 
 
 def build_session(tenant: str = "acme", session: str = "s1", **rules: int) -> EgressOpening:
     return EgressOpening(v=1, tenant=tenant, session=session, rules=EgressRules(hosts=("a.example",), **rules))
 
 
-# Bytes
-
-
-def test_the_bytes_of_a_session_end_exactly_where_its_rules_say(harness: Harness, server: WebServer) -> None:
+def test_a_session_transfers_exactly_its_byte_limit(harness: Harness, server: WebServer) -> None:
     server.replies["/"] = answer(b"x" * 100_000)
     request = get(f"site.example:{server.port}/")
     rules = build_rules(server, max_bytes=50_000)
-    got = harness.ask(rules, request, session="exact")
+    received = harness.ask(rules, request, session="exact")
     line = harness.wait_for_line(session="exact")
     assert line["bytes_up"] + line["bytes_down"] == 50_000
     # The client gets our Connection header in place of the host's; the body is what came.
     assert (
-        len(got.partition(b"\r\n\r\n")[2])
+        len(received.partition(b"\r\n\r\n")[2])
         == line["bytes_down"] - len(answer(b"x" * 100_000).partition(b"\r\n\r\n")[0]) - 4
     )
     data = harness.ask(rules, request, session="exact")
@@ -91,7 +88,7 @@ def test_the_bytes_of_a_session_end_exactly_where_its_rules_say(harness: Harness
     assert status_of(harness.ask(rules, request, session="another")) == 200
 
 
-def test_a_transfer_that_uses_the_last_byte_is_whole(harness: Harness, echo: int) -> None:
+def test_a_transfer_that_ends_at_the_byte_limit_is_complete(harness: Harness, echo: int) -> None:
     rules = build_rules(echo)
     with harness.tunnel(rules, f"site.example:{echo}", session="whole") as client:
         head = len(f"CONNECT site.example:{echo} HTTP/1.1\r\nHost: site.example:{echo}\r\n\r\n")
@@ -102,56 +99,53 @@ def test_a_transfer_that_uses_the_last_byte_is_whole(harness: Harness, echo: int
     assert harness.wait_for_line(2, session="whole")["outcome"] == "allowed"
 
 
-# Rates
-
-
-async def test_a_rate_is_kept_over_all_users_together() -> None:
+async def test_a_rate_limit_applies_to_all_users_together() -> None:
     now = [0.0]
     rate_limiter = ByteRateLimiter(clock=lambda: now[0])
     rate_limiter.set_rate(100_000)
-    taken = 0
+    bytes_taken = 0
     for _ in range(200):
         now[0] += 0.01
-        taken += await rate_limiter.take(1000)
-    assert taken == pytest.approx(2 * 100_000 + 10_000, rel=0.06)
+        bytes_taken += await rate_limiter.take(1000)
+    assert bytes_taken == pytest.approx(2 * 100_000 + 10_000, rel=0.06)
 
 
-async def test_the_users_of_a_rate_get_equal_shares() -> None:
+async def test_users_of_a_rate_limit_get_similar_shares() -> None:
     rate_limiter = ByteRateLimiter()
     rate_limiter.set_rate(400_000)
-    got = [0, 0, 0, 0]
+    received = [0, 0, 0, 0]
 
     async def use(number: int) -> None:
         while True:
-            got[number] += await rate_limiter.take(65536)
+            received[number] += await rate_limiter.take(65536)
 
     users = [asyncio.ensure_future(use(number)) for number in range(4)]
     await asyncio.sleep(0.5)
     for user in users:
         user.cancel()
     await asyncio.gather(*users, return_exceptions=True)
-    assert min(got) > max(got) / 3
+    assert min(received) > max(received) / 3
 
 
-# Connections
-
-
-def test_a_session_has_only_so_many_connections_and_gets_new_ones_when_they_end(harness: Harness, echo: int) -> None:
+def test_connections_above_the_session_limit_are_refused_until_one_ends(harness: Harness, echo: int) -> None:
     rules = build_rules(echo, max_connections=2)
-    place = f"site.example:{echo}"
-    with harness.tunnel(rules, place, session="many"), harness.tunnel(rules, place, session="many") as second:
-        data = harness.ask(rules, get(place + "/"), session="many")
+    destination = f"site.example:{echo}"
+    with (
+        harness.tunnel(rules, destination, session="many"),
+        harness.tunnel(rules, destination, session="many") as second,
+    ):
+        data = harness.ask(rules, get(destination + "/"), session="many")
         assert (status_of(data), "2 open connections, and the limit is 2" in body_of(data)) == (429, True)
-        with harness.tunnel(rules, place, session="other"):
+        with harness.tunnel(rules, destination, session="other"):
             pass
         second.shutdown(socket.SHUT_WR)
         assert read_all(second) == b""
         harness.wait_for_line(session="many", outcome="allowed")
-        with harness.tunnel(rules, place, session="many"):
+        with harness.tunnel(rules, destination, session="many"):
             pass
 
 
-def test_two_hundred_connections_at_a_time_are_served(harness: Harness, echo: int) -> None:
+def test_two_hundred_concurrent_connections_are_served(harness: Harness, echo: int) -> None:
     rules = build_rules(echo, max_connections=200)
     clients = [harness.connect(rules, session="crowd") for _ in range(200)]
     try:
@@ -166,7 +160,7 @@ def test_two_hundred_connections_at_a_time_are_served(harness: Harness, echo: in
             client.close()
 
 
-def test_a_tenant_has_only_so_many_connections_over_all_sessions() -> None:
+def test_connections_above_the_tenant_limit_are_refused() -> None:
     quotas = ConnectionQuotas(max_tenant_connections=2)
     with quotas.enter(build_session(session="a")), quotas.enter(build_session(session="b")):
         with pytest.raises(Refusal, match="this tenant's sessions have 2") as refused:
@@ -178,7 +172,7 @@ def test_a_tenant_has_only_so_many_connections_over_all_sessions() -> None:
         pass
 
 
-async def test_what_is_remembered_of_sessions_is_bounded_and_never_of_those_in_use() -> None:
+async def test_stored_session_quotas_are_bounded_without_evicting_active_sessions() -> None:
     quotas = ConnectionQuotas(max_tenant_connections=9, max_sessions=2)
     with capture_logs() as logs, quotas.enter(build_session(session="a", max_bytes=10)) as first:
         assert await first.take(100) == 10
@@ -190,20 +184,17 @@ async def test_what_is_remembered_of_sessions_is_bounded_and_never_of_those_in_u
     assert {line["event"] for line in logs} <= {"egress_session_forgotten"}
 
 
-def test_more_connections_than_the_proxy_can_hold_are_reported(echo: int) -> None:
+def test_connections_above_the_proxy_limit_are_refused(echo: int) -> None:
     with open_harness(max_connections=1) as harness:
         with harness.tunnel(build_rules(echo), f"site.example:{echo}"):
             data = harness.ask(build_rules(echo), b"")
         assert (status_of(data), "as many connections" in body_of(data)) == (503, True)
 
 
-# Time
-
-
-def test_a_client_that_drips_its_head_is_given_up() -> None:
+def test_a_slow_request_header_is_refused() -> None:
     with (
         open_web_server() as server,
-        open_harness(limits=replace(WATCHFUL, header_s=0.2)) as harness,
+        open_harness(limits=replace(SHORT_LIMITS, header_s=0.2)) as harness,
         harness.connect(build_rules(server)) as client,
     ):
         with contextlib.suppress(OSError):
@@ -215,20 +206,20 @@ def test_a_client_that_drips_its_head_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("head", [b"GET http://site.example/ HTTP/1.1\r\nX: ", b"G"])
-def test_a_head_without_an_end_is_given_up_for_its_size(head: bytes) -> None:
-    with open_harness(limits=replace(WATCHFUL, header_bytes=8192)) as harness:
+def test_a_request_header_above_the_size_limit_is_refused(head: bytes) -> None:
+    with open_harness(limits=replace(SHORT_LIMITS, header_bytes=8192)) as harness:
         data = harness.ask(build_rules(), head + b"x" * 9000)
     assert (status_of(data), "more than 8 KiB" in body_of(data)) == (400, True)
 
 
-def test_a_connection_on_which_nothing_moves_is_ended(echo: int) -> None:
+def test_an_idle_connection_is_closed(echo: int) -> None:
     with open_harness(limits=IDLE) as harness:
         with harness.tunnel(build_rules(echo), f"site.example:{echo}") as client:
             assert read_all(client) == b""
         assert harness.wait_for_line()["outcome"] == "idle"
 
 
-def test_a_host_that_does_not_answer_is_given_up_with_a_sentence(server: WebServer) -> None:
+def test_a_host_that_does_not_answer_gives_a_502_response(server: WebServer) -> None:
     def wait(_: socket.socket) -> None:
         server.ending.wait(SOON_S)
 
@@ -239,9 +230,9 @@ def test_a_host_that_does_not_answer_is_given_up_with_a_sentence(server: WebServ
     assert (status_of(data), "no data was sent or received for 0.3 s" in body_of(data)) == (502, True)
 
 
-def test_a_connection_that_lives_too_long_is_ended_however_busy(echo: int) -> None:
+def test_a_busy_connection_is_closed_at_the_total_time_limit(echo: int) -> None:
     with (
-        open_harness(limits=replace(WATCHFUL, total_s=0.6)) as harness,
+        open_harness(limits=replace(SHORT_LIMITS, total_s=0.6)) as harness,
         harness.tunnel(build_rules(echo), f"site.example:{echo}") as client,
     ):
         with contextlib.suppress(OSError):
@@ -253,11 +244,11 @@ def test_a_connection_that_lives_too_long_is_ended_however_busy(echo: int) -> No
         assert harness.wait_for_line()["outcome"] == "too_long"
 
 
-def test_a_client_that_does_not_read_holds_neither_memory_nor_others(harness: Harness, server: WebServer) -> None:
+def test_a_client_that_does_not_read_does_not_block_others(harness: Harness, server: WebServer) -> None:
     server.replies["/flood"] = [b"HTTP/1.1 200 OK\r\n\r\n", *[b"x" * 1_000_000] * 20]
     server.replies["/"] = answer("hello")
-    with harness.connect(build_rules(server), session="lazy") as lazy:
-        lazy.sendall(get(f"site.example:{server.port}/flood"))
+    with harness.connect(build_rules(server), session="lazy") as slow_client:
+        slow_client.sendall(get(f"site.example:{server.port}/flood"))
         for _ in range(20):
             assert (
                 status_of(harness.ask(build_rules(server), get(f"site.example:{server.port}/"), session="busy")) == 200

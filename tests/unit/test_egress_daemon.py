@@ -27,8 +27,8 @@ from workers.web.urls import Address
 @contextmanager
 def running_process(path: Path, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
     """Start `python -m workers.egress`, and wait until the process is ready."""
-    given = {**os.environ, "TOOLCREW_EGRESS_SOCKET": str(path), **environment}
-    process = subprocess.Popen([sys.executable, "-m", "workers.egress"], env=given, stderr=subprocess.PIPE)
+    variables = {**os.environ, "TOOLCREW_EGRESS_SOCKET": str(path), **environment}
+    process = subprocess.Popen([sys.executable, "-m", "workers.egress"], env=variables, stderr=subprocess.PIPE)
     assert process.stderr is not None
     try:
         assert b"egress_ready" in process.stderr.readline()
@@ -50,7 +50,7 @@ def exchange(path: Path, data: bytes) -> bytes:
         return read_all(client)
 
 
-def test_the_process_serves_refuses_a_second_and_removes_its_socket_at_the_end(tmp_path: Path) -> None:
+def test_the_process_refuses_a_second_proxy_and_removes_its_socket(tmp_path: Path) -> None:
     path = tmp_path / "own" / "egress.sock"
     with running_process(path) as process:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -65,15 +65,15 @@ def test_the_process_serves_refuses_a_second_and_removes_its_socket_at_the_end(t
             timeout=20,
         )
         assert (second.returncode, b"another egress proxy already listens" in second.stderr) == (1, True)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting:
-            waiting.connect(str(path))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lookups:
+            lookups.connect(str(path))
             process.send_signal(signal.SIGTERM)
             assert process.wait(SOON_S) == 0
     assert not path.exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_another_user_is_not_served_unless_named(tmp_path: Path) -> None:
+def test_a_user_that_is_not_allowed_is_refused(tmp_path: Path) -> None:
     # The proxy closes the connection of a refused client, perhaps before the client has sent everything.
     program = (
         "import contextlib, os, socket, sys; os.setuid(int(sys.argv[2])); s = socket.socket(socket.AF_UNIX); "
@@ -85,16 +85,16 @@ def test_another_user_is_not_served_unless_named(tmp_path: Path) -> None:
     with open_harness(egress_allow_uids=[4321]) as harness:
         harness.path.parent.chmod(0o755)
 
-        def knock(uid: int) -> bytes:
+        def connect_as(uid: int) -> bytes:
             argv = [sys.executable, "-c", program, str(harness.path), str(uid)]
             return subprocess.run(argv, input=data, stdout=subprocess.PIPE, timeout=SOON_S, check=True).stdout
 
-        assert b"HTTP" not in knock(4322)
-        assert b"HTTP/1.1 403" in knock(4321)
+        assert b"HTTP" not in connect_as(4322)
+        assert b"HTTP/1.1 403" in connect_as(4321)
         assert {"event": "peer_refused", "log_level": "warning", "uid": 4322} in harness.logs
 
 
-def test_looking_whether_the_proxy_is_there_leaves_no_line() -> None:
+def test_a_connection_without_data_is_not_logged() -> None:
     with open_harness() as harness:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.connect(str(harness.path))
@@ -110,12 +110,12 @@ class _SlowResolver(StubResolver):
 
     def __init__(self) -> None:
         super().__init__({"a.example": [["93.184.216.34"]]})
-        self.go = threading.Event()
-        self.asking = threading.Semaphore(0)
+        self.may_answer = threading.Event()
+        self.started_lookups = threading.Semaphore(0)
 
     def resolve(self, host: str, deadline: Deadline, limit_s: float) -> tuple[Address, ...]:
-        self.asking.release()
-        assert self.go.wait(SOON_S)
+        self.started_lookups.release()
+        assert self.may_answer.wait(SOON_S)
         return super().resolve(host, deadline, limit_s)
 
 
@@ -123,13 +123,13 @@ async def test_slow_lookups_of_one_tenant_delay_no_other_tenant() -> None:
     slow, quick = _SlowResolver(), StubResolver({"a.example": [["93.184.216.34"]]})
     resolvers = iter([slow, quick])
     resolver_pool = ResolverPool(lambda: next(resolvers))
-    waiting = [asyncio.ensure_future(resolver_pool.resolve("slow", "a.example", 5)) for _ in range(50)]
+    lookups = [asyncio.ensure_future(resolver_pool.resolve("slow", "a.example", 5)) for _ in range(50)]
     for _ in range(LOOKUPS_PER_TENANT):
-        assert await asyncio.to_thread(slow.asking.acquire, timeout=SOON_S)
+        assert await asyncio.to_thread(slow.started_lookups.acquire, timeout=SOON_S)
     assert len(await asyncio.wait_for(resolver_pool.resolve("quick", "a.example", 5), SOON_S)) == 1
-    assert not slow.asking.acquire(blocking=False)
-    slow.go.set()
-    assert len(await asyncio.gather(*waiting)) == 50
+    assert not slow.started_lookups.acquire(blocking=False)
+    slow.may_answer.set()
+    assert len(await asyncio.gather(*lookups)) == 50
     resolver_pool.close()
 
 
@@ -144,7 +144,7 @@ async def test_slow_lookups_of_one_tenant_delay_no_other_tenant() -> None:
         ('{"default": {"network": "egress"}}', "/run/egress.sock", False),
     ],
 )
-def test_a_stack_has_a_proxy_when_a_class_needs_one_and_none_runs(
+def test_a_local_stack_starts_a_proxy_only_if_a_class_needs_one(
     classes: str, running: str, needs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOOLCREW_TENANT_CLASSES", classes)
@@ -162,7 +162,7 @@ def test_a_stack_has_a_proxy_when_a_class_needs_one_and_none_runs(
         (load_settings, "TENANT_CLASSES", '{"a": 1}'),
     ],
 )
-def test_a_setting_that_is_wrong_is_named(
+def test_an_invalid_setting_is_named_in_the_error(
     load: Callable[[], object], name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"TOOLCREW_{name}", value)

@@ -16,7 +16,7 @@ def parse(first: bytes, *lines: bytes) -> ProxyRequest:
     return parse_request(b"\r\n".join([first, *lines, b"", b""]), 100)
 
 
-def complaint(first: bytes, *lines: bytes) -> str:
+def refusal_of(first: bytes, *lines: bytes) -> str:
     with pytest.raises(Refusal) as refused:
         parse(first, *lines)
     assert (refused.value.outcome, refused.value.status) == (EgressOutcome.BAD_REQUEST, 400)
@@ -32,14 +32,14 @@ def complaint(first: bytes, *lines: bytes) -> str:
         (b"HTTP://site.example/" + b"a" * 60_000, "site.example", "/" + "a" * 60_000),
     ],
 )
-def test_an_absolute_url_becomes_a_path_and_a_host(url: bytes, authority: str, path: str) -> None:
+def test_an_absolute_url_is_split_into_path_and_host_header(url: bytes, authority: str, path: str) -> None:
     request = parse(b"GET " + url + b" HTTP/1.1", b"Host: " + authority.encode())
     assert (request.target.authority, request.is_tunnel) == (authority, False)
     assert request.head == f"GET {path} HTTP/1.1\r\nHost: {authority}\r\nConnection: close\r\n\r\n".encode()
 
 
 @pytest.mark.parametrize(
-    ("place", "lines"),
+    ("destination", "lines"),
     [
         (b"site.example:443", []),
         (b"site.example:443", [b"Host: site.example:443", b"Proxy-Connection: keep-alive", b"User-Agent: x"]),
@@ -49,13 +49,13 @@ def test_an_absolute_url_becomes_a_path_and_a_host(url: bytes, authority: str, p
     ],
 )
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-def test_a_tunnel_names_host_and_port(place: bytes, lines: list[bytes], version: bytes) -> None:
-    request = parse(b"CONNECT " + place + b" HTTP/" + version, *lines)
-    host, _, port = place.decode().rpartition(":")
+def test_a_connect_request_names_host_and_port(destination: bytes, lines: list[bytes], version: bytes) -> None:
+    request = parse(b"CONNECT " + destination + b" HTTP/" + version, *lines)
+    host, _, port = destination.decode().rpartition(":")
     assert (request.is_tunnel, request.target.host, request.target.port) == (True, host.strip("[]"), int(port))
 
 
-def test_headers_of_one_hop_are_dropped_and_those_that_they_name() -> None:
+def test_hop_by_hop_headers_are_removed() -> None:
     one_hop = [
         b"TE: trailers",
         b"Upgrade: h2c",
@@ -115,8 +115,8 @@ GET = b"GET " + URL + b" HTTP/1.1"
         (GET, *[b"X: y"] * 101),
     ],
 )
-def test_what_two_readers_could_frame_differently_is_refused(lines: tuple[bytes, ...]) -> None:
-    assert complaint(*lines).startswith("the request is not accepted: ")
+def test_a_request_with_ambiguous_framing_is_refused(lines: tuple[bytes, ...]) -> None:
+    assert refusal_of(*lines).startswith("the request is not accepted: ")
 
 
 @pytest.mark.parametrize(
@@ -135,61 +135,38 @@ def test_what_two_readers_could_frame_differently_is_refused(lines: tuple[bytes,
         (b"CONNECT site.example:443 HTTP/1.1", b"Host: site.example:80"),
     ],
 )
-def test_a_host_header_that_is_not_the_urls_is_refused(lines: tuple[bytes, ...]) -> None:
-    complaint(*lines)
+def test_a_host_header_that_differs_from_the_url_is_refused(lines: tuple[bytes, ...]) -> None:
+    refusal_of(*lines)
 
 
 @pytest.mark.parametrize(
     "first",
     [
-        b"",
-        b"GET",
-        b"GET / HTTP/1.1",
-        b"GET * HTTP/1.1",
-        b"GET //site.example/ HTTP/1.1",
-        b"GET https://site.example/ HTTP/1.1",
-        b"GET ftp://site.example/ HTTP/1.1",
-        b"GET file:///etc/passwd HTTP/1.1",
-        b"GET http:///x HTTP/1.1",
-        b"GET http://user@site.example/ HTTP/1.1",
-        b"GET http://site.example:0/ HTTP/1.1",
-        b"GET http://site.example:99999/ HTTP/1.1",
-        b"GET http://site.example:8 0/ HTTP/1.1",
-        b"GET http://site.example\\@evil.example/ HTTP/1.1",
-        b"GET http://site.example%2eevil.example/ HTTP/1.1",
-        b"GET http://site.example/#x HTTP/1.1",
-        b"GET http://s\xc3\xaete.example/ HTTP/1.1",
-        b"GET http://site.example/\x7f HTTP/1.1",
-        b"GET  http://site.example/ HTTP/1.1",
-        b"GET\thttp://site.example/ HTTP/1.1",
-        b"GET http://site.example/ HTTP/1.1 ",
-        b"GET http://site.example/ HTTP/2.0",
-        b"GET http://site.example/ HTTP/1.10",
-        b"GET http://site.example/ http/1.1",
-        b"GET http://site.example/",
-        b"get http://site.example/ HTTP/1.1",
-        b"G\x00T http://site.example/ HTTP/1.1",
-        b"PRI * HTTP/2.0",
-        b"\r\nGET http://site.example/ HTTP/1.1",
-        b"CONNECT site.example HTTP/1.1",
-        b"CONNECT site.example: HTTP/1.1",
-        b"CONNECT :443 HTTP/1.1",
-        b"CONNECT site.example:443/x HTTP/1.1",
-        b"CONNECT http://site.example:443 HTTP/1.1",
-        b"CONNECT user@site.example:443 HTTP/1.1",
-        b"CONNECT site.example:443:80 HTTP/1.1",
-        b"CONNECT site.example:0443 HTTP/1.1",
-        b"CONNECT ::1:443 HTTP/1.1",
+        b"", b"GET", b"GET / HTTP/1.1", b"GET * HTTP/1.1", b"GET //site.example/ HTTP/1.1",
+        b"GET https://site.example/ HTTP/1.1", b"GET ftp://site.example/ HTTP/1.1",
+        b"GET file:///etc/passwd HTTP/1.1", b"GET http:///x HTTP/1.1", b"GET http://user@site.example/ HTTP/1.1",
+        b"GET http://site.example:0/ HTTP/1.1", b"GET http://site.example:99999/ HTTP/1.1",
+        b"GET http://site.example:8 0/ HTTP/1.1", b"GET http://site.example\\@evil.example/ HTTP/1.1",
+        b"GET http://site.example%2eevil.example/ HTTP/1.1", b"GET http://site.example/#x HTTP/1.1",
+        b"GET http://s\xc3\xaete.example/ HTTP/1.1", b"GET http://site.example/\x7f HTTP/1.1",
+        b"GET  http://site.example/ HTTP/1.1", b"GET\thttp://site.example/ HTTP/1.1",
+        b"GET http://site.example/ HTTP/1.1 ", b"GET http://site.example/ HTTP/2.0",
+        b"GET http://site.example/ HTTP/1.10", b"GET http://site.example/ http/1.1", b"GET http://site.example/",
+        b"get http://site.example/ HTTP/1.1", b"G\x00T http://site.example/ HTTP/1.1", b"PRI * HTTP/2.0",
+        b"\r\nGET http://site.example/ HTTP/1.1", b"CONNECT site.example HTTP/1.1",
+        b"CONNECT site.example: HTTP/1.1", b"CONNECT :443 HTTP/1.1", b"CONNECT site.example:443/x HTTP/1.1",
+        b"CONNECT http://site.example:443 HTTP/1.1", b"CONNECT user@site.example:443 HTTP/1.1",
+        b"CONNECT site.example:443:80 HTTP/1.1", b"CONNECT site.example:0443 HTTP/1.1", b"CONNECT ::1:443 HTTP/1.1",
         b"CONNECT [::1%25lo]:443 HTTP/1.1",
     ],
-)
-def test_a_first_line_that_is_no_proxy_request_is_refused(first: bytes) -> None:
-    assert "not accepted" in complaint(first, HOST)
+)  # fmt: skip
+def test_an_invalid_request_line_is_refused(first: bytes) -> None:
+    assert "not accepted" in refusal_of(first, HOST)
 
 
 @pytest.mark.parametrize("line", [b"Content-Length: 5", b"Transfer-Encoding: chunked"])
-def test_a_tunnel_with_a_body_is_refused(line: bytes) -> None:
-    assert "CONNECT with a body" in complaint(b"CONNECT site.example:443 HTTP/1.1", line)
+def test_a_connect_request_with_a_body_is_refused(line: bytes) -> None:
+    assert "CONNECT with a body" in refusal_of(b"CONNECT site.example:443 HTTP/1.1", line)
 
 
 _STARTS = [b"GET ", b"POST ", b"CONNECT ", URL, b"site.example:443", b" HTTP/1.1", b" HTTP/1.0", HOST, b"http://", b"@"]
@@ -226,7 +203,7 @@ _LINES = st.lists(
 
 
 @given(st.sampled_from([POST, GET, b"PUT http://site.example/a?b HTTP/1.1"]), _LINES)
-def test_what_is_sent_on_reads_the_same_to_another_parser(first: bytes, lines: list[bytes]) -> None:
+def test_a_forwarded_request_is_read_identically_by_h11(first: bytes, lines: list[bytes]) -> None:
     try:
         request = parse(first, *lines)
     except Refusal:

@@ -17,31 +17,31 @@ from workers.sandboxd.runtime.engine_gate import Breaker, BreakerDecision, Engin
 
 SOON_S = 10.0
 LANE = Lane("starts", at_once=2, deadline_s=SOON_S)
-HASTY = Lane("starts", at_once=2, deadline_s=0.05, max_wait_s=0.05)
+SHORT_LANE = Lane("starts", at_once=2, deadline_s=0.05, max_wait_s=0.05)
 
 
-class Work:
-    """Blocking calls that wait for `go`. Records how many ran at the same time."""
+class BlockingCall:
+    """Blocking calls that wait for `may_end`. Records how many ran at the same time."""
 
     def __init__(self) -> None:
-        self.go = threading.Event()
+        self.may_end = threading.Event()
         self.running = 0
-        self.most = 0
-        self.begun = 0
+        self.max_running = 0
+        self.started_count = 0
         self._lock = threading.Lock()
 
     def __call__(self) -> str:
         with self._lock:
             self.running += 1
-            self.begun += 1
-            self.most = max(self.most, self.running)
-        assert self.go.wait(SOON_S)
+            self.started_count += 1
+            self.max_running = max(self.max_running, self.running)
+        assert self.may_end.wait(SOON_S)
         with self._lock:
             self.running -= 1
         return "done"
 
 
-def silent() -> str:
+def raise_silent() -> str:
     raise EngineSilent("no reply")
 
 
@@ -49,22 +49,22 @@ def running_of(gate: EngineGate) -> int:
     return int(gate.describe()["running"]["starts"])
 
 
-async def test_a_lane_runs_and_holds_so_many_calls_and_refuses_more_at_once() -> None:
-    gate, work, lane = EngineGate(silent), Work(), replace(LANE, max_waiting=6)
+async def test_calls_above_the_limits_of_a_lane_are_refused() -> None:
+    gate, work, lane = EngineGate(raise_silent), BlockingCall(), replace(LANE, max_waiting=6)
     calls = [asyncio.create_task(gate.run(lane, work)) for _ in range(8)]
     await until(lambda: work.running == 2 and gate.describe()["waiting"]["starts"] == 6)
 
     with pytest.raises(SandboxUnavailable, match="6 waiting"):
         await gate.run(lane, work)
-    work.go.set()
+    work.may_end.set()
 
     assert await asyncio.gather(*calls) == ["done"] * 8
-    assert work.most == 2
+    assert work.max_running == 2
     assert running_of(gate) == 0
 
 
-async def test_a_call_that_waits_too_long_learns_how_many_wait() -> None:
-    gate, work, lane = EngineGate(silent), Work(), replace(LANE, max_wait_s=0.01)
+async def test_a_call_that_waits_too_long_fails_with_the_queue_length() -> None:
+    gate, work, lane = EngineGate(raise_silent), BlockingCall(), replace(LANE, max_wait_s=0.01)
     calls = [asyncio.create_task(gate.run(lane, work)) for _ in range(2)]
     await until(lambda: work.running == 2)
 
@@ -72,41 +72,41 @@ async def test_a_call_that_waits_too_long_learns_how_many_wait() -> None:
         await gate.run(lane, work)
     assert gate.describe()["waiting"]["starts"] == 0
 
-    work.go.set()
+    work.may_end.set()
     await asyncio.gather(*calls)
 
 
-async def test_a_hung_call_is_given_up_at_its_deadline_and_holds_its_turn_until_its_thread_ends() -> None:
-    gate, work, late = EngineGate(silent), Work(), list[str]()
+async def test_a_hung_call_times_out_and_keeps_its_slot_until_its_thread_ends() -> None:
+    gate, work, late_results = EngineGate(raise_silent), BlockingCall(), list[str]()
 
     with pytest.raises(EngineSilent, match=r"did not answer within 0.05 s"):
-        await gate.run(HASTY, work, late.append)
-    assert (running_of(gate), late) == (1, [])
+        await gate.run(SHORT_LANE, work, late_results.append)
+    assert (running_of(gate), late_results) == (1, [])
 
-    work.go.set()
-    await until(lambda: bool(late))
-    assert (running_of(gate), late) == (0, ["done"])
+    work.may_end.set()
+    await until(lambda: bool(late_results))
+    assert (running_of(gate), late_results) == (0, ["done"])
 
 
-async def test_the_result_of_a_cancelled_call_is_handed_over_and_not_lost() -> None:
-    gate, work, late = EngineGate(silent), Work(), list[str]()
-    call = asyncio.create_task(gate.run(LANE, work, late.append))
+async def test_the_result_of_a_cancelled_call_is_passed_to_the_late_handler() -> None:
+    gate, work, late_results = EngineGate(raise_silent), BlockingCall(), list[str]()
+    call = asyncio.create_task(gate.run(LANE, work, late_results.append))
     await until(lambda: work.running == 1)
     call.cancel()
     await asyncio.wait({call})
 
-    work.go.set()
-    await until(lambda: bool(late))
+    work.may_end.set()
+    await until(lambda: bool(late_results))
 
-    assert late == ["done"]
+    assert late_results == ["done"]
 
 
-async def test_silences_open_the_breaker_which_then_refuses_at_once_and_says_since_when() -> None:
-    gate, probes = EngineGate(silent, Breaker(threshold=2)), list[int]()
+async def test_repeated_silence_opens_the_breaker() -> None:
+    gate, probes = EngineGate(raise_silent, Breaker(threshold=2)), list[int]()
     with capture_logs() as logs:
         for _ in range(2):
             with pytest.raises(EngineSilent):
-                await gate.run(LANE, silent)
+                await gate.run(LANE, raise_silent)
         for _ in range(3):
             with pytest.raises(
                 SandboxUnavailable,
@@ -119,26 +119,26 @@ async def test_silences_open_the_breaker_which_then_refuses_at_once_and_says_sin
     assert gate.describe()["breaker"] == "open"
 
 
-async def test_a_caller_that_waits_when_the_breaker_opens_is_informed_at_once() -> None:
-    gate, work = EngineGate(silent, Breaker(threshold=2)), Work()
-    lane = replace(HASTY, max_wait_s=SOON_S)
+async def test_waiting_callers_fail_when_the_breaker_opens() -> None:
+    gate, work = EngineGate(raise_silent, Breaker(threshold=2)), BlockingCall()
+    lane = replace(SHORT_LANE, max_wait_s=SOON_S)
     calls = [asyncio.create_task(gate.run(lane, work)) for _ in range(5)]
 
     results = await asyncio.gather(*calls, return_exceptions=True)
 
     assert [type(result) for result in results[:2]] == [EngineSilent, EngineSilent]
     assert all("2 times in a row" in str(result) for result in results[2:])
-    assert work.begun == 2
-    work.go.set()
+    assert work.started_count == 2
+    work.may_end.set()
     await until(lambda: running_of(gate) == 0)
 
 
-async def test_a_probe_that_is_answered_closes_it_and_the_caller_that_probed_goes_on() -> None:
+async def test_an_answered_probe_closes_the_breaker_and_runs_the_call() -> None:
     is_back = threading.Event()
-    gate = EngineGate(lambda: is_back.is_set() or silent(), Breaker(threshold=1, first_pause_s=0.0))
+    gate = EngineGate(lambda: is_back.is_set() or raise_silent(), Breaker(threshold=1, first_pause_s=0.0))
     with capture_logs() as logs:
         with pytest.raises(EngineSilent):
-            await gate.run(LANE, silent)
+            await gate.run(LANE, raise_silent)
         with pytest.raises(SandboxUnavailable, match="2 times in a row"):
             await gate.run(LANE, lambda: "done")
         is_back.set()
@@ -147,86 +147,86 @@ async def test_a_probe_that_is_answered_closes_it_and_the_caller_that_probed_goe
     assert [entry["event"] for entry in logs] == ["engine_breaker_opened", "engine_breaker_closed"]
 
 
-async def test_a_probe_that_hangs_is_a_probe_that_failed_and_no_second_thread_is_lost_to_it() -> None:
-    work = Work()
+async def test_a_hung_probe_fails_and_starts_no_second_thread() -> None:
+    work = BlockingCall()
     gate = EngineGate(work, Breaker(threshold=1, first_pause_s=0.0), probe_s=0.02)
     with pytest.raises(EngineSilent):
-        await gate.run(LANE, silent)
+        await gate.run(LANE, raise_silent)
 
     for _ in range(3):
         with pytest.raises(SandboxUnavailable, match=r"no answer within 0.02 s"):
             await gate.run(LANE, lambda: "done")
-    assert work.begun == 1
+    assert work.started_count == 1
 
-    work.go.set()
+    work.may_end.set()
     assert await gate.run(LANE, lambda: "done") == "done"
 
 
-def end_threads(go: threading.Event) -> None:
+def end_threads(may_end: threading.Event) -> None:
     """End the threads. Afterwards, their results are the next events of the loop."""
     threads = [thread for thread in threading.enumerate() if thread.name == "engine-starts"]
-    go.set()
+    may_end.set()
     for thread in threads:
         thread.join(SOON_S)
 
 
-async def test_a_turn_that_is_given_back_as_the_next_caller_leaves_is_not_lost() -> None:
+async def test_a_released_slot_is_not_lost_when_the_next_caller_is_cancelled() -> None:
     lane = replace(LANE, at_once=1)
-    gate, work = EngineGate(silent), Work()
-    first, leaving, last = (asyncio.create_task(gate.run(lane, work)) for _ in range(3))
+    gate, work = EngineGate(raise_silent), BlockingCall()
+    first, cancelled_call, last = (asyncio.create_task(gate.run(lane, work)) for _ in range(3))
     await until(lambda: work.running == 1 and gate.describe()["waiting"]["starts"] == 2)
 
-    end_threads(work.go)
-    asyncio.get_running_loop().call_soon(leaving.cancel)
+    end_threads(work.may_end)
+    asyncio.get_running_loop().call_soon(cancelled_call.cancel)
 
     async with asyncio.timeout(SOON_S):
         assert (await first, await last) == ("done", "done")
-    assert leaving.cancelled()
+    assert cancelled_call.cancelled()
     assert (running_of(gate), gate.describe()["waiting"]["starts"]) == (0, 0)
 
 
-async def test_the_breaker_opens_for_all_who_wait_though_one_of_them_leaves_in_that_moment() -> None:
+async def test_the_breaker_opens_for_all_waiters_while_one_is_cancelled() -> None:
     lane = replace(LANE, at_once=1, deadline_s=SOON_S)
-    gate, go = EngineGate(silent, Breaker(threshold=1)), threading.Event()
+    gate, may_end = EngineGate(raise_silent, Breaker(threshold=1)), threading.Event()
 
-    def silent_at_last() -> str:
-        assert go.wait(SOON_S)
-        return silent()
+    def raise_silent_later() -> str:
+        assert may_end.wait(SOON_S)
+        return raise_silent()
 
-    first, leaving, last = (asyncio.create_task(gate.run(lane, silent_at_last)) for _ in range(3))
+    first, cancelled_call, last = (asyncio.create_task(gate.run(lane, raise_silent_later)) for _ in range(3))
     await until(lambda: gate.describe()["waiting"].get("starts") == 2)
-    end_threads(go)
-    asyncio.get_running_loop().call_soon(leaving.cancel)
+    end_threads(may_end)
+    asyncio.get_running_loop().call_soon(cancelled_call.cancel)
 
     async with asyncio.timeout(SOON_S):
-        ends = await asyncio.gather(first, leaving, last, return_exceptions=True)
-    assert [type(end) for end in ends] == [EngineSilent, asyncio.CancelledError, SandboxUnavailable]
+        outcomes = await asyncio.gather(first, cancelled_call, last, return_exceptions=True)
+    assert [type(end) for end in outcomes] == [EngineSilent, asyncio.CancelledError, SandboxUnavailable]
     assert running_of(gate) == 0
 
 
 @pytest.mark.parametrize("turns_later", range(4))
-async def test_a_result_is_handed_over_once_though_it_comes_as_its_caller_leaves(turns_later: int) -> None:
-    gate, work, late = EngineGate(silent), Work(), list[str]()
-    call = asyncio.create_task(gate.run(LANE, work, late.append))
+async def test_a_result_is_delivered_once_while_its_caller_is_cancelled(turns_later: int) -> None:
+    gate, work, late_results = EngineGate(raise_silent), BlockingCall(), list[str]()
+    call = asyncio.create_task(gate.run(LANE, work, late_results.append))
     await until(lambda: work.running == 1)
-    end_threads(work.go)
+    end_threads(work.may_end)
     for _ in range(turns_later):
         await asyncio.sleep(0)
     is_left = call.cancel()
     await asyncio.wait({call})
     await until(lambda: running_of(gate) == 0)
 
-    assert late == (["done"] if is_left and call.cancelled() else [])
+    assert late_results == (["done"] if is_left and call.cancelled() else [])
 
 
 @pytest.mark.parametrize("is_probe", [False, True], ids=["call", "probe"])
-async def test_a_host_without_threads_is_said_and_costs_no_turn(
+async def test_a_failed_thread_start_is_reported_and_frees_the_slot(
     monkeypatch: pytest.MonkeyPatch, is_probe: bool
 ) -> None:
     gate = EngineGate(lambda: "alive", Breaker(threshold=1, first_pause_s=0.0))
     if is_probe:
         with pytest.raises(EngineSilent):
-            await gate.run(LANE, silent)
+            await gate.run(LANE, raise_silent)
 
     def no_more_threads(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -242,9 +242,9 @@ async def test_a_host_without_threads_is_said_and_costs_no_turn(
     assert await gate.run(LANE, lambda: "done") == "done"
 
 
-async def test_a_hung_call_that_its_caller_left_early_is_overdue_all_the_same() -> None:
-    lane = replace(HASTY, at_once=1, max_wait_s=SOON_S)
-    gate, work = EngineGate(silent), Work()
+async def test_a_hung_call_of_a_cancelled_caller_counts_as_overdue() -> None:
+    lane = replace(SHORT_LANE, at_once=1, max_wait_s=SOON_S)
+    gate, work = EngineGate(raise_silent), BlockingCall()
     abandoned = asyncio.create_task(gate.run(lane, work))
     await until(lambda: work.running == 1)
     abandoned.cancel()
@@ -254,12 +254,9 @@ async def test_a_hung_call_that_its_caller_left_early_is_overdue_all_the_same() 
         await gate.run(lane, work)
     assert gate.describe()["failures"] == 1
 
-    work.go.set()
+    work.may_end.set()
     await until(lambda: running_of(gate) == 0)
     assert await gate.run(lane, lambda: "done") == "done"
-
-
-# The breaker alone
 
 
 class Clock:
@@ -270,7 +267,7 @@ class Clock:
         return self.now
 
 
-def test_a_few_silences_in_a_row_open_it_and_an_answer_between_does_not() -> None:
+def test_only_consecutive_failures_open_the_breaker() -> None:
     clock = Clock()
     breaker = Breaker(clock, threshold=3, first_pause_s=1.0)
 
@@ -296,9 +293,7 @@ MOVES = st.lists(
 
 
 @given(MOVES)
-def test_whatever_happens_it_opens_only_after_silences_and_never_for_longer_than_its_longest_pause(
-    moves: list[str | float],
-) -> None:
+def test_any_event_order_keeps_the_breaker_within_its_limits(moves: list[str | float]) -> None:
     clock = Clock()
     breaker = Breaker(clock, threshold=3, first_pause_s=1.0, longest_pause_s=30.0)
     is_probing, in_row = False, 0
@@ -311,7 +306,9 @@ def test_whatever_happens_it_opens_only_after_silences_and_never_for_longer_than
             assert (admission is BreakerDecision.GO) == (not was_open)
             assert not (admission is BreakerDecision.PROBE and is_probing)
             is_probing = is_probing or admission is BreakerDecision.PROBE
-        elif move.startswith("probe_") and is_probing:
+        elif move.startswith("note_probe_") or move == "drop_probe":
+            if not is_probing:
+                continue
             is_probing = False
             if move == "record_probe_failure":
                 breaker.record_probe_failure("silent")
@@ -321,7 +318,7 @@ def test_whatever_happens_it_opens_only_after_silences_and_never_for_longer_than
             in_row += 1
             has_opened = breaker.record_failure("silent")
             assert has_opened == (breaker.is_open and not was_open)
-            assert not (has_opened and in_row < 2)
+            assert not (has_opened and in_row < 3)
         elif move == "answered":
             in_row, is_probing = 0, False
             assert breaker.record_answer() == was_open

@@ -77,7 +77,7 @@ async def pull(
         (pulls({"progressDetail": 5, "status": "Downloading"}, {"error": 7}), "7"),
     ],
 )
-async def test_a_pull_through_a_faulty_engine_ends_with_the_reason(
+async def test_a_pull_through_a_faulty_engine_fails_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour, message: str
 ) -> None:
     with pytest.raises(PullFailed, match=message) as failed:

@@ -9,15 +9,15 @@ from orchestrator.api.exact_json import dump_exactly
 
 
 @pytest.mark.parametrize(
-    ("content", "sent"),
+    ("content", "expected"),
     [
         ({"a": float("nan"), "b": [float("inf"), 1.5]}, {"a": None, "b": [None, 1.5]}),
         ({"a": ("\ud800", float("-inf"))}, {"a": ["\ud800", None]}),
         ({"a": "é\u202e"}, {"a": "é\u202e"}),
     ],
 )
-def test_whatever_is_sent_is_json_that_any_reader_takes(content: Any, sent: Any) -> None:
-    def no_json(word: str) -> None:
-        raise AssertionError(word)
+def test_any_content_is_encoded_as_standard_json(content: Any, expected: Any) -> None:
+    def reject_constant(constant: str) -> None:
+        raise AssertionError(constant)
 
-    assert json.loads(dump_exactly(content), parse_constant=no_json) == sent
+    assert json.loads(dump_exactly(content), parse_constant=reject_constant) == expected

@@ -68,21 +68,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- Expected answers -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("line", read_lines(FIX / "expected.jsonl"), ids=lambda line: str(line["id"]))
-def test_of_a_project_exactly_the_named_test_fails(line: dict[str, Any]) -> None:
+def test_exactly_the_named_test_of_a_project_fails(line: dict[str, Any]) -> None:
     project = FIX / "projects" / line["id"]
     assert (project / line["file"]).is_file()
     assert load_module(FIX / "check.py").run_tests(project) == (line["tests"], 1, 0, line["failing"])
 
 
-# --- Batches and scripts ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("folder", [DATA, REPOSITORY, FIX], ids=lambda folder: folder.name)
-def test_items_expected_answers_and_scripts_go_together(folder: Path, prepared: Path) -> None:
+def test_items_match_their_expected_answers_and_scripts(folder: Path, prepared: Path) -> None:
     batch = read_lines(folder / "batch.jsonl")
     expected = read_lines((prepared if folder == REPOSITORY else folder) / "expected.jsonl")
     names = [line["id"] for line in batch]
@@ -93,7 +87,7 @@ def test_items_expected_answers_and_scripts_go_together(folder: Path, prepared: 
     assert fields == set(names)
 
 
-def work(server: ModelServer, client: httpx.Client, instruction: str, workspace: Path) -> str:
+def run_script(server: ModelServer, client: httpx.Client, instruction: str, workspace: Path) -> str:
     """Run the commands of our own script on this machine, in a copy of the workspace."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": instruction}]
     for _ in range(MAX_STEPS):
@@ -110,46 +104,46 @@ def work(server: ModelServer, client: httpx.Client, instruction: str, workspace:
             return str(message["content"])
         for call in message["tool_calls"]:
             command = json.loads(call["function"]["arguments"])["command"]
-            done = subprocess.run(
+            process = subprocess.run(
                 ["bash", "-c", command], cwd=workspace, capture_output=True, text=True, timeout=60, check=False
             )
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout + done.stderr})
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": process.stdout + process.stderr})
     raise AssertionError(f"no answer after {MAX_STEPS} steps")
 
 
 @pytest.mark.parametrize("folder", [DATA, REPOSITORY], ids=lambda folder: folder.name)
 def test_the_script_answers_every_question_and_the_checker_agrees(folder: Path, prepared: Path, tmp_path: Path) -> None:
-    made = prepared if folder == REPOSITORY else folder
+    prepared_folder = prepared if folder == REPOSITORY else folder
     copy = tmp_path / "workspace"
-    shutil.copytree(made / "workspace", copy)
+    shutil.copytree(prepared_folder / "workspace", copy)
     with (
         running_model_server(folder / "script.jsonl") as server,
         httpx.Client(verify=TRUST_NOBODY, timeout=60, trust_env=False) as client,
     ):
         rows = [
-            build_row(line["id"], work(server, client, line["instruction"], copy))
+            build_row(line["id"], run_script(server, client, line["instruction"], copy))
             for line in read_lines(folder / "batch.jsonl")
         ]
         stats = server.stats()
-    done = check(folder, write_rows(tmp_path / "out.jsonl", *rows), "--expected", str(made / "expected.jsonl"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == f"{len(rows)} of {len(rows)} right"
+    process = check(
+        folder, write_rows(tmp_path / "out.jsonl", *rows), "--expected", str(prepared_folder / "expected.jsonl")
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.splitlines()[-1] == f"{len(rows)} of {len(rows)} right"
     assert (stats["replies"], stats["replies_repeated"]) == (2 * len(rows), 0)
 
 
-def test_the_unrepaired_projects_are_wrong(tmp_path: Path) -> None:
+def test_the_checker_rejects_unrepaired_projects(tmp_path: Path) -> None:
     rows = [build_row(line["id"], "ANSWER: repaired") for line in read_lines(FIX / "batch.jsonl")]
-    done = check(FIX, write_rows(tmp_path / "out.jsonl", *rows), "--artifacts", str(FIX / "projects"))
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == "0 of 5 right; 5 wrong"
+    process = check(FIX, write_rows(tmp_path / "out.jsonl", *rows), "--artifacts", str(FIX / "projects"))
+    assert process.returncode == 1
+    assert process.stdout.splitlines()[-1] == "0 of 5 right; 5 wrong"
 
-
-# --- Checkers ---------------------------------------------------------------------------------------------------------
 
 ANSWERS = {line["id"]: line["answer"] for line in read_lines(DATA / "expected.jsonl")}
 
 
-def test_wrong_missing_double_failed_and_torn_rows_are_distinguished(tmp_path: Path) -> None:
+def test_the_checker_reports_wrong_missing_duplicate_failed_and_cut_rows(tmp_path: Path) -> None:
     rows = [build_row(name, f"I looked.\nANSWER: {answer}") for name, answer in ANSWERS.items()]
     rows[0] = build_row("nile-largest-year", "ANSWER: 1900")
     rows[1] = build_row("nile-below-700", "I cannot say.")
@@ -163,15 +157,15 @@ def test_wrong_missing_double_failed_and_torn_rows_are_distinguished(tmp_path: P
     with output.open("a") as file:
         file.write('{"id": "run-x", "custom_')
 
-    done = check(DATA, output)
+    process = check(DATA, output)
 
-    assert done.returncode == 1
+    assert process.returncode == 1
     assert (
-        done.stdout.splitlines()[-1]
+        process.stdout.splitlines()[-1]
         == f"{len(ANSWERS) - 5} of {len(ANSWERS)} right; 2 wrong, 1 failed, 1 missing, 1 twice"
     )
-    assert "expected '1879', came '1900'" in done.stdout
-    assert "max_iterations: stopped" in done.stdout
-    assert "\x1b" not in done.stdout
-    assert "'stranger' belongs to no item" in done.stdout
-    assert "not a row" in done.stdout
+    assert "expected '1879', came '1900'" in process.stdout
+    assert "max_iterations: stopped" in process.stdout
+    assert "\x1b" not in process.stdout
+    assert "'stranger' belongs to no item" in process.stdout
+    assert "not a row" in process.stdout

@@ -17,7 +17,7 @@ from tests.unit.test_worker_executor import Harness
         (TypeError("a bug of ours"), ErrorCode.INTERNAL, None),
     ],
 )
-def test_only_a_redis_that_does_not_answer_lets_a_call_be_sent_again(
+def test_only_an_unreachable_redis_marks_a_call_as_not_run(
     error: Exception, code: ErrorCode, reason: str | None
 ) -> None:
     harness = Harness()
@@ -31,17 +31,17 @@ def test_only_a_redis_that_does_not_answer_lets_a_call_be_sent_again(
 
 
 @pytest.mark.parametrize("is_away", [False, True])
-def test_a_refused_call_is_claimed_first_and_gets_its_refusal(is_away: bool) -> None:
+def test_a_call_with_invalid_arguments_is_claimed_before_it_is_refused(is_away: bool) -> None:
     harness = Harness()
     claim, order = harness.ledger.claim, []
 
-    def follow(call: Any, context: Any, holder: str, meanwhile: Any) -> CallClaim:
+    def claim_and_note(call: Any, context: Any, holder: str, meanwhile: Any) -> CallClaim:
         order.append("claim")
         if is_away:
             raise BrokerUnavailable("Redis does not answer")
         return claim(call, context, holder, meanwhile)
 
-    harness.ledger.claim = follow  # type: ignore[method-assign,assignment]
+    harness.ledger.claim = claim_and_note  # type: ignore[method-assign,assignment]
     result = harness.execute(build_call(words="hi"))
     assert (result.error_code, harness.runs, order) == (ErrorCode.INVALID_ARGUMENTS, 0, ["claim"])
     assert harness.ledger.refused == (set() if is_away else {("acme", "call-1")})

@@ -22,16 +22,16 @@ class Host:
         self.sessions = harness.sessions()
         self.watch = ExpiryMonitor(self.sessions)
 
-    def add(self, session: str, *, idle_s: float, ttl_s: float, **place: object) -> None:
+    def add(self, session: str, *, idle_s: float, ttl_s: float, **fields: object) -> None:
         self.sandboxd.add(f"acme:{session}", idle_s=idle_s, ttl_s=ttl_s)
-        self.harness.put_place(f"acme:{session}", **place)
+        self.harness.put_place(f"acme:{session}", **fields)
         self.harness.redis.sadd(NAMES, session)
 
-    def look(self) -> int:
+    def check_once(self) -> int:
         with self.sandboxd.client() as client:
             return self.watch.run_round(client)
 
-    def has_place(self, session: str) -> bool:
+    def has_location(self, session: str) -> bool:
         return bool(self.harness.redis.exists(location_key(DEPLOYMENT, "acme", session)))
 
 
@@ -40,15 +40,15 @@ def host(redis_server: RedisProcess) -> Host:
     return Host(HostHarness(redis_server))
 
 
-def test_a_session_whose_time_ran_out_has_no_place_and_counts_no_more(host: Host) -> None:
+def test_only_an_expired_session_loses_its_location(host: Host) -> None:
     host.add("old", idle_s=60.0, ttl_s=60.0)
     host.add("lost", idle_s=5.0, ttl_s=600.0)
     host.add("moved", idle_s=60.0, ttl_s=60.0, queue="host.b.b1")
     host.add("moving", idle_s=60.0, ttl_s=60.0, state="moving")
-    assert host.look() == 0, "they are still there"
+    assert host.check_once() == 0, "they are still there"
     host.sandboxd.rows.clear()
-    assert (host.look(), host.look()) == (1, 0)
-    assert {name: host.has_place(name) for name in ("old", "lost", "moved", "moving")} == {
+    assert (host.check_once(), host.check_once()) == (1, 0)
+    assert {name: host.has_location(name) for name in ("old", "lost", "moved", "moving")} == {
         "old": False,
         "lost": True,
         "moved": True,
@@ -57,17 +57,17 @@ def test_a_session_whose_time_ran_out_has_no_place_and_counts_no_more(host: Host
     assert host.harness.redis.smembers(NAMES) == {b"lost", b"moved", b"moving"}
 
 
-def test_what_could_not_be_sent_to_redis_is_sent_later(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expiry_that_could_not_be_stored_is_stored_later(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.add("old", idle_s=60.0, ttl_s=60.0)
-    host.look()
+    host.check_once()
     host.sandboxd.rows.clear()
 
-    def away(_: object) -> int:
+    def fail(_: object) -> int:
         raise BrokerUnavailable("away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(host.sessions, "forget", away)
+        patch.setattr(host.sessions, "forget", fail)
         with pytest.raises(BrokerUnavailable):
-            host.look()
-    assert host.look() == 1
-    assert not host.has_place("old")
+            host.check_once()
+    assert host.check_once() == 1
+    assert not host.has_location("old")

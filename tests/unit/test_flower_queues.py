@@ -6,7 +6,7 @@ from typing import Any
 from orchestrator.operations.flower import LiveQueues
 
 
-def test_only_the_queues_of_workers_that_are_online_are_listed() -> None:
+def test_only_queues_of_online_workers_are_listed() -> None:
     workers = {
         "live@m": {"active_queues": [{"name": "host.a.b2"}, {"name": "pool.web"}]},
         "dead@m": {"active_queues": [{"name": "host.a.b1"}]},

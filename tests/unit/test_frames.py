@@ -17,7 +17,7 @@ from workers.sandboxd.frames import (
 )
 
 
-def test_a_frame_of_the_largest_total_passes_and_one_byte_more_does_not() -> None:
+def test_a_frame_one_byte_above_the_total_limit_is_refused() -> None:
     empty = len(encode_frame({"a": 1}, max_total=MAX_DOWN)) - 4
     body = bytes(MAX_DOWN - empty)
     assert FrameDecoder(MAX_DOWN).feed(encode_frame({"a": 1}, body, max_total=MAX_DOWN)) == [Frame({"a": 1}, body)]
@@ -25,13 +25,13 @@ def test_a_frame_of_the_largest_total_passes_and_one_byte_more_does_not() -> Non
         encode_frame({"a": 1}, body + b"x", max_total=MAX_DOWN)
 
 
-def test_a_header_of_the_largest_size_passes_and_one_byte_more_does_not() -> None:
+def test_a_header_one_byte_above_the_limit_is_refused() -> None:
     assert FrameDecoder(MAX_UP).feed(encode_frame({"a": "x" * (MAX_HEADER - 8)}, max_total=MAX_UP))
     with pytest.raises(FrameError, match="header"):
         encode_frame({"a": "x" * (MAX_HEADER - 7)}, max_total=MAX_UP)
 
 
-def test_a_broken_decoder_stays_broken() -> None:
+def test_a_decoder_refuses_all_input_after_an_error() -> None:
     decoder = FrameDecoder(MAX_UP)
     with pytest.raises(FrameError):
         decoder.feed(bytes(8))
@@ -39,7 +39,7 @@ def test_a_broken_decoder_stays_broken() -> None:
         decoder.feed(encode_frame({}, max_total=MAX_UP))
 
 
-def test_what_json_cannot_say_is_not_sent() -> None:
+def test_a_header_that_is_not_valid_json_is_not_encoded() -> None:
     for header in ({"a": float("nan")}, {"a": b"bytes"}, {"a": 10**5000}):
         with pytest.raises(FrameError):
             encode_frame(header, max_total=MAX_UP)
@@ -52,7 +52,7 @@ def test_many_small_frames_in_one_piece_take_linear_time() -> None:
     assert time.process_time() - started < 10
 
 
-def test_one_large_frame_byte_by_byte_holds_one_frame_of_memory() -> None:
+def test_a_large_frame_fed_byte_by_byte_uses_bounded_memory() -> None:
     frame = encode_frame({}, bytes(MAX_BODY_UP // 8), max_total=MAX_UP)
     decoder = FrameDecoder(MAX_UP)
     tracemalloc.start()

@@ -49,23 +49,20 @@ class Pair:
     right: int
 
 
-def properties(made: Tool[Any]) -> dict[str, Any]:
-    found = made.spec.parameters["properties"]
-    assert isinstance(found, dict)
-    return found
+def properties(converted: Tool[Any]) -> dict[str, Any]:
+    schema = converted.spec.parameters["properties"]
+    assert isinstance(schema, dict)
+    return schema
 
 
-def run(made: Tool[Any], **arguments: Any) -> Any:
+def run_tool(converted: Tool[Any], **arguments: Any) -> Any:
     """Run the tool as a dispatcher does: validate the arguments against the schema first."""
-    prepared, _ = prepare_arguments(made.spec, arguments)
-    value = made.handler(prepared, CONTEXT)
+    prepared, _ = prepare_arguments(converted.spec, arguments)
+    value = converted.handler(prepared, CONTEXT)
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
-# The decorator
-
-
-def test_a_bare_decorator_makes_a_tool_of_name_docstring_and_hints() -> None:
+def test_the_decorator_reads_name_docstring_and_type_hints() -> None:
     @tool
     def get_weather(city: str, days: int = 3) -> dict[str, Any]:
         """Get the weather.
@@ -95,7 +92,7 @@ def test_a_bare_decorator_makes_a_tool_of_name_docstring_and_hints() -> None:
     assert get_weather.spec.pool == "local"
 
 
-def test_what_is_decorated_stays_callable_as_the_function() -> None:
+def test_a_decorated_function_stays_callable() -> None:
     @tool
     def double(n: int) -> int:
         """Twice."""
@@ -105,10 +102,7 @@ def test_what_is_decorated_stays_callable_as_the_function() -> None:
     assert (double.__name__, double.__doc__, str(inspect.signature(double))) == ("double", "Twice.", "(n: int) -> int")  # type: ignore[attr-defined]
 
 
-# Types
-
-
-def everything(
+def all_parameter_kinds(
     unit: Literal["C", "F"],
     colour: Colour,
     place: Place,
@@ -130,39 +124,43 @@ def everything(
     return dict(locals())
 
 
-def test_every_kind_of_hint_has_its_json_form_and_comes_back_as_its_own_type() -> None:
-    found = properties(as_tool(everything))
-    assert found["unit"] == {"type": "string", "enum": ["C", "F"]}
-    assert found["colour"] == {"type": "string", "enum": ["red", "blue"]}
+def test_every_type_hint_has_a_schema_and_converts_arguments_back() -> None:
+    schema = properties(as_tool(all_parameter_kinds))
+    assert schema["unit"] == {"type": "string", "enum": ["C", "F"]}
+    assert schema["colour"] == {"type": "string", "enum": ["red", "blue"]}
     place = {
         "type": "object",
         "properties": {"title": {"type": "string"}, "height": {"type": "integer", "default": 0}},
         "required": ["title"],
     }
-    assert found["place"] == {**place, "description": "of the thing"}
-    assert found["limit"] == {"type": ["integer", "null"], "default": None}
-    assert found["text"] == {"type": "string", "description": "own", "maxLength": 5, "default": ""}
-    assert found["tags"] == {"type": ["array", "null"], "items": {"type": "string"}, "default": None}
-    assert found["number"] == {"type": "integer", "description": "by default", "minimum": 1, "default": 3}
-    assert found["anything"] == {"default": None}
+    assert schema["place"] == {**place, "description": "of the thing"}
+    assert schema["limit"] == {"type": ["integer", "null"], "default": None}
+    assert schema["text"] == {"type": "string", "description": "own", "maxLength": 5, "default": ""}
+    assert schema["tags"] == {"type": ["array", "null"], "items": {"type": "string"}, "default": None}
+    assert schema["number"] == {"type": "integer", "description": "by default", "minimum": 1, "default": 3}
+    assert schema["anything"] == {"default": None}
     things = {"place": {"title": "Oslo"}, "pair": {"left": 1, "right": 2}, "options": {"deep": True}}
-    got = run(as_tool(everything), unit="C", colour="blue", **things)
-    assert (got["colour"], got["place"], got["pair"]) == (Colour.BLUE, Place(title="Oslo"), Pair(1, 2))
-    assert (got["options"], got["limit"], got["number"]) == ({"deep": True}, None, 3)
+    arguments = run_tool(as_tool(all_parameter_kinds), unit="C", colour="blue", **things)
+    assert (arguments["colour"], arguments["place"], arguments["pair"]) == (
+        Colour.BLUE,
+        Place(title="Oslo"),
+        Pair(1, 2),
+    )
+    assert (arguments["options"], arguments["limit"], arguments["number"]) == ({"deep": True}, None, 3)
 
 
-def test_a_type_that_contains_itself_keeps_its_definition() -> None:
+def test_a_recursive_type_keeps_its_definition() -> None:
     @tool
     def walk(node: Node) -> str:
         return node.children[0].name
 
     assert properties(walk)["node"] == {"$ref": "#/$defs/Node"}
-    assert run(walk, node={"name": "a", "children": [{"name": "b"}]}) == "b"
+    assert run_tool(walk, node={"name": "a", "children": [{"name": "b"}]}) == "b"
     with pytest.raises(ToolFailure):
-        run(walk, node={"name": "a", "children": [{"name": 5}]})
+        run_tool(walk, node={"name": "a", "children": [{"name": 5}]})
 
 
-def test_what_only_the_function_can_check_is_reported_as_invalid_arguments() -> None:
+def test_a_failed_validator_is_reported_as_invalid_arguments() -> None:
     def even(n: int) -> int:
         if n % 2:
             raise ValueError("must be even")
@@ -173,11 +171,11 @@ def test_what_only_the_function_can_check_is_reported_as_invalid_arguments() -> 
         return n // 2
 
     with pytest.raises(ToolFailure, match=r"halve: parameter 'n': .*must be even") as refused:
-        run(halve, n=3)
+        run_tool(halve, n=3)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-def test_a_default_that_is_no_json_stays_the_functions_own() -> None:
+def test_a_default_that_is_not_json_is_left_to_the_function() -> None:
     marker = object()
 
     @tool
@@ -185,21 +183,18 @@ def test_a_default_that_is_no_json_stays_the_functions_own() -> None:
         return default is marker and limit == math.inf
 
     assert properties(find) == {"key": {"type": "string"}, "default": {}, "limit": {"type": "number"}}
-    assert run(find, key="a") is True
+    assert run_tool(find, key="a") is True
 
 
-# Signatures
-
-
-def test_an_optional_context_is_one_and_a_context_of_another_type_is_not() -> None:
+def test_the_context_parameter_is_found_by_its_type() -> None:
     def ask(context: str, where: CallContext | None = None) -> str:
         return f"{context} {where.cwd if where else ''}"
 
     assert list(properties(as_tool(ask))) == ["context"]
-    assert run(as_tool(ask), context="x") == "x /here"
+    assert run_tool(as_tool(ask), context="x") == "x /here"
 
 
-def test_parameters_of_every_kind_are_filled_and_open_functions_take_more() -> None:
+def test_all_parameter_kinds_and_keyword_arguments_are_passed() -> None:
     @tool
     def label(name: str, **labels: int) -> dict[str, Any]:
         return {"name": name, **labels}
@@ -208,14 +203,14 @@ def test_parameters_of_every_kind_are_filled_and_open_functions_take_more() -> N
     def mixed(a: int, /, b: int, *, c: int = 3) -> list[int]:
         return [a, b, c]
 
-    assert run(mixed, a=1, b=2) == [1, 2, 3]
+    assert run_tool(mixed, a=1, b=2) == [1, 2, 3]
     assert label.spec.parameters["additionalProperties"] == {"type": "integer"}
-    assert run(label, name="a", x=1) == {"name": "a", "x": 1}
+    assert run_tool(label, name="a", x=1) == {"name": "a", "x": 1}
     with pytest.raises(ToolFailure):
-        run(label, name="a", x="one")
+        run_tool(label, name="a", x="one")
 
 
-def test_methods_partials_and_callable_objects_are_functions() -> None:
+def test_methods_partials_and_callable_objects_become_tools() -> None:
     class Shop:
         """Sells."""
 
@@ -226,10 +221,14 @@ def test_methods_partials_and_callable_objects_are_functions() -> None:
         async def __call__(self, item: str) -> str:
             return item
 
-    assert (as_tool(Shop().price).name, run(as_tool(Shop().price), item="a")) == ("price", "aa")
-    assert run(as_tool(functools.partial(Shop().price, item="b"))) == "bb"
-    called = as_tool(Shop())
-    assert (called.name, called.spec.description, run(called, item="c")) == ("Shop", "Sells.", "c")
+    assert (as_tool(Shop().price).name, run_tool(as_tool(Shop().price), item="a")) == ("price", "aa")
+    assert run_tool(as_tool(functools.partial(Shop().price, item="b"))) == "bb"
+    callable_tool = as_tool(Shop())
+    assert (callable_tool.name, callable_tool.spec.description, run_tool(callable_tool, item="c")) == (
+        "Shop",
+        "Sells.",
+        "c",
+    )
 
 
 def takes_star(city: str, *more: str) -> None: ...
@@ -237,24 +236,22 @@ def takes_callable(city: str, then: Callable[[], None]) -> None: ...
 def takes_object(city: str, thing: asyncio.Lock) -> None: ...
 def takes_unknown(city: str, thing: "Missing") -> None: ...  # type: ignore[name-defined]  # noqa: F821
 def takes_self(self, city: str) -> None: ...  # type: ignore[no-untyped-def]
-def generates() -> Any:
+def is_generator() -> Any:
     yield 1
 
 
-UNFIT = [
+UNSUPPORTED = [
     (takes_star, "more"),
     (takes_callable, "then"),
     (takes_object, "thing"),
     (takes_unknown, "thing"),
     (takes_self, "self"),
-    (generates, "generator"),
+    (is_generator, "generator"),
 ]
 
 
-@pytest.mark.parametrize(("function", "parameter"), UNFIT, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_signature_no_model_could_fill_in_names_function_and_parameter(
-    function: Callable[..., Any], parameter: str
-) -> None:
+@pytest.mark.parametrize(("function", "parameter"), UNSUPPORTED, ids=lambda value: getattr(value, "__name__", ""))
+def test_an_unsupported_parameter_is_named_in_the_error(function: Callable[..., Any], parameter: str) -> None:
     with pytest.raises(TypeError) as refused:
         tool(function)
     assert f"'{function.__name__}'" in str(refused.value)

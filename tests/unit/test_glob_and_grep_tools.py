@@ -15,24 +15,18 @@ from workers.tools.grep import GREP_TOOL
 from workers.tools.text import MAX_OUTPUT_BYTES
 
 
-def run(bench: ScriptedBench, **arguments: Any) -> Outcome:
+def run_grep(environment: ScriptedBench, **arguments: Any) -> Outcome:
     prepared, _ = prepare_arguments(GREP_TOOL.spec, {"pattern": "foo", **arguments})
-    return GREP_TOOL.handler(prepared, bench)
+    return GREP_TOOL.handler(prepared, environment)
 
 
-def run_glob(bench: ScriptedBench, **arguments: Any) -> Outcome:
+def run_glob(environment: ScriptedBench, **arguments: Any) -> Outcome:
     prepared, _ = prepare_arguments(GLOB_TOOL.spec, {"pattern": "*.py", **arguments})
-    return GLOB_TOOL.handler(prepared, bench)
-
-
-def request_for(**arguments: Any) -> dict[str, Any]:
-    bench = ScriptedBench(b"", build_grep_done())
-    run(bench, **arguments)
-    return dict(bench.request)
+    return GLOB_TOOL.handler(prepared, environment)
 
 
 def notes_of(done: dict[str, Any], **arguments: Any) -> list[str]:
-    return str(run(ScriptedBench(b"", done), **arguments).output).splitlines()
+    return str(run_grep(ScriptedBench(b"", done), **arguments).output).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -51,16 +45,17 @@ def notes_of(done: dict[str, Any], **arguments: Any) -> list[str]:
         ),
     ],
 )
-def test_arguments_and_their_other_names_reach_the_guest(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
-    request = request_for(**arguments)
-    assert {name: request[name] for name in expected} == expected
+def test_arguments_and_aliases_are_sent_to_the_guest(arguments: dict[str, Any], expected: dict[str, Any]) -> None:
+    environment = ScriptedBench(b"", build_grep_done())
+    run_grep(environment, **arguments)
+    assert {name: environment.request[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("alias", ["dir_path", "directory"])
-def test_names_of_other_products_are_taken_by_a_glob(alias: str) -> None:
-    bench = ScriptedBench(b"", build_glob_done())
-    run_glob(bench, **{alias: "src", "max_results": 5})
-    assert (bench.request["path"], bench.request["limit"]) == ("src", 5)
+def test_glob_accepts_parameter_aliases(alias: str) -> None:
+    environment = ScriptedBench(b"", build_glob_done())
+    run_glob(environment, **{alias: "src", "max_results": 5})
+    assert (environment.request["path"], environment.request["limit"]) == ("src", 5)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +96,7 @@ def test_names_of_other_products_are_taken_by_a_glob(alias: str) -> None:
         ({"shown_files": 3}, {"output_mode": "count"}, "[9 matches in 3 files]"),
     ],
 )
-def test_a_part_is_said_to_be_one_with_the_way_to_the_rest(
+def test_a_partial_result_names_the_limit_and_how_to_see_more(
     fields: dict[str, Any], arguments: dict[str, Any], head: str
 ) -> None:
     assert notes_of(build_grep_done(matches=9, files=3, **fields), **arguments) == [head]
@@ -127,43 +122,37 @@ def test_a_part_is_said_to_be_one_with_the_way_to_the_rest(
         ),
     ],
 )
-def test_nothing_is_skipped_without_a_word(fields: dict[str, Any], note: str) -> None:
+def test_skipped_files_are_reported(fields: dict[str, Any], note: str) -> None:
     assert notes_of(build_grep_done(**fields))[1:] == [note]
 
 
-def test_filters_that_a_file_as_path_leaves_unused_are_named() -> None:
+def test_filters_unused_for_a_file_path_are_named() -> None:
     note = "[include and type not used: path is a file]"
     assert notes_of(build_grep_done(is_file=True), include="*.py", type="py")[1:] == [note]
     assert notes_of(build_grep_done(is_file=True))[1:] == []
     assert notes_of(build_grep_done(searched=12)) == ["[no matches in 12 files searched]"]
 
 
-def test_cut_lines_and_a_full_output_make_it_truncated() -> None:
-    cut = run(ScriptedBench(b"", build_grep_done(matches=1, files=1, shown=1, cut_lines=1)))
+def test_cut_lines_and_a_full_output_set_truncated() -> None:
+    cut = run_grep(ScriptedBench(b"", build_grep_done(matches=1, files=1, shown=1, cut_lines=1)))
     assert (cut.truncated, "[1 line cut to 500 characters around the match" in str(cut.output)) == (True, True)
-    assert run(ScriptedBench(b"", build_grep_done(cut=True))).truncated
+    assert run_grep(ScriptedBench(b"", build_grep_done(cut=True))).truncated
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"matches": -1},
-        {"matches": "3"},
-        {"binary_names": ["x"] * 11},
-        {"large_names": ["x" * 401]},
-        {"partial": 1},
-    ],
+    "fields",
+    [{"matches": -1}, {"matches": "3"}, {"binary_names": ["x"] * 11}, {"large_names": ["x" * 401]}, {"partial": 1}],
 )
-def test_an_answer_that_no_guest_of_ours_gives_is_none(wrong: dict[str, Any]) -> None:
+def test_a_malformed_guest_reply_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidGuestAnswer):
-        parse_guest_answer({"op": "grep"}, build_grep_done(**wrong))
+        parse_guest_answer({"op": "grep"}, build_grep_done(**fields))
 
 
-@pytest.mark.parametrize(("search", "done"), [(run, build_grep_done()), (run_glob, build_glob_done())])
-def test_lines_are_shown_as_they_come_and_only_whole(search: Callable[..., Outcome], done: dict[str, Any]) -> None:
-    bench = ScriptedBench([b"one\ntw", b"o\nthr", b"ee\n"], done, is_watched=True)
-    search(bench)
-    assert bench.shown == ["one\n", "two\n", "three\n"]
+@pytest.mark.parametrize(("search", "done"), [(run_grep, build_grep_done()), (run_glob, build_glob_done())])
+def test_complete_lines_are_shown_as_they_arrive(search: Callable[..., Outcome], done: dict[str, Any]) -> None:
+    environment = ScriptedBench([b"one\ntw", b"o\nthr", b"ee\n"], done, is_watched=True)
+    search(environment)
+    assert environment.shown == ["one\n", "two\n", "three\n"]
     unwatched = ScriptedBench(b"one\n", done)
     search(unwatched)
     assert unwatched.shown == []
@@ -182,30 +171,28 @@ def test_lines_are_shown_as_they_come_and_only_whole(search: Callable[..., Outco
         ({}, {"pattern": "/workspace/*", "path": "src"}, "[path was not used: the pattern is absolute]"),
     ],
 )
-def test_what_a_glob_left_out_is_said_with_the_next_call(
-    fields: dict[str, Any], arguments: dict[str, Any], note: str
-) -> None:
+def test_paths_omitted_by_a_glob_are_reported(fields: dict[str, Any], arguments: dict[str, Any], note: str) -> None:
     outcome = run_glob(ScriptedBench(b"", build_glob_done(**fields)), **arguments)
     assert str(outcome.output).splitlines() == ["[0 of 0; newest first]", note]
 
 
-def test_a_limit_and_a_full_output_of_a_glob_are_said() -> None:
+def test_a_limited_or_full_glob_output_is_reported() -> None:
     limited = run_glob(ScriptedBench(b"a\n", build_glob_done(total=7, shown=1)), limit=1)
     assert str(limited.output).endswith("[1 of 7; newest first; raise limit (at most 2000) or narrow the pattern]")
-    most = run_glob(ScriptedBench(b"a\n", build_glob_done(total=7000, shown=2000)), limit=2000)
-    assert str(most.output).endswith("[2000 of 7000; newest first; narrow the pattern]")
-    full = run_glob(ScriptedBench(b"a\n", build_glob_done(total=7, shown=1, cut=True)))
-    assert (full.truncated, "the output is full at 32 KiB" in str(full.output)) == (True, True)
+    at_maximum = run_glob(ScriptedBench(b"a\n", build_glob_done(total=7000, shown=2000)), limit=2000)
+    assert str(at_maximum.output).endswith("[2000 of 7000; newest first; narrow the pattern]")
+    full_output = run_glob(ScriptedBench(b"a\n", build_glob_done(total=7, shown=1, cut=True)))
+    assert (full_output.truncated, "the output is full at 32 KiB" in str(full_output.output)) == (True, True)
 
 
-def test_half_a_surrogate_pair_is_the_models_fault() -> None:
+def test_a_lone_surrogate_in_a_pattern_is_an_invalid_argument() -> None:
     with pytest.raises(ToolFailure) as refused:
         run_glob(ScriptedBench(b"", build_glob_done()), pattern="\ud800*")
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-def test_nothing_is_shown_without_a_viewer_and_no_more_is_stored_than_requested() -> None:
-    bench = ScriptedBench([b"x" * MAX_OUTPUT_BYTES, b"y" * 1000], build_glob_done())
-    outcome = run_glob(bench)
-    assert bench.shown == []
+def test_output_without_a_viewer_is_not_shown_and_is_bounded() -> None:
+    environment = ScriptedBench([b"x" * MAX_OUTPUT_BYTES, b"y" * 1000], build_glob_done())
+    outcome = run_glob(environment)
+    assert environment.shown == []
     assert "y" not in str(outcome.output).splitlines()[0].replace("[0 of 0; newest first]", "")

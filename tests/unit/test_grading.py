@@ -36,16 +36,10 @@ async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> A
         yield made
 
 
-# Rewards
-
-
 @pytest.mark.parametrize(
-    ("code", "reward"),
-    [(0, 1.0), (1, 0.0), (125, 0.0), *((code, None) for code in (126, 127, 137, 255, -9, -15))],
+    ("code", "reward"), [(0, 1.0), (1, 0.0), (125, 0.0), *((code, None) for code in (126, 127, 137, 255, -9, -15))]
 )
-async def test_the_exit_status_is_the_reward_of_a_grader_in_a_session_of_its_own(
-    make: Made, code: int, reward: float | None
-) -> None:
+async def test_the_exit_status_of_the_grader_is_the_reward(make: Made, code: int, reward: float | None) -> None:
     """A command that could not run or was killed gives no reward."""
     harness = make()
     sandboxes = Sandboxes(harness, code)
@@ -82,7 +76,7 @@ async def test_the_exit_status_is_the_reward_of_a_grader_in_a_session_of_its_own
         ({"reward": b'{"reward": 0.5, "right": 2}'}, None),
     ],
 )
-async def test_a_reward_file_counts_after_a_command_that_succeeded(
+async def test_a_reward_file_counts_only_after_a_successful_command(
     make: Made, fields: dict[str, Any], kind: FailureKind | None
 ) -> None:
     harness = make()
@@ -92,8 +86,8 @@ async def test_a_reward_file_counts_after_a_command_that_succeeded(
     assert (outcome.grade.reward if outcome.grade is not None else None) == (None if kind else 0.5)
     if kind is None:
         line = build_row_line(build_row(outcome))
-        (again,) = parse_outcome(parse_row(line))
-        assert (again.grade, again.task) == (outcome.grade, "t"), "a row has the grade and is read again"
+        (parsed,) = parse_outcome(parse_row(line))
+        assert (parsed.grade, parsed.task) == (outcome.grade, "t"), "a row has the grade and is read again"
         row = json.loads(line)
         assert (row["task"], row["grade"]["reward"], row["grade"]["scores"]) == ("t", 0.5, {"right": 2.0})
 
@@ -118,9 +112,6 @@ def test_only_a_number_from_0_to_1_is_a_reward() -> None:
     for content in INVALID:
         with pytest.raises(InvalidReward):
             parse_reward(content)
-
-
-# Artifacts
 
 
 @pytest.mark.parametrize(
@@ -148,9 +139,7 @@ def test_only_a_number_from_0_to_1_is_a_reward() -> None:
         (b"1 1 a.py\x001 1 a.py/b.py\0", tar_of(("a.py", tarfile.REGTYPE, b""), ("a.py/b.py", tarfile.REGTYPE, b""))),
     ],
 )
-async def test_artifacts_that_break_the_rules_have_the_reward_0(
-    make: Made, listing: bytes | None, archive: bytes | None
-) -> None:
+async def test_invalid_artifacts_give_the_reward_0(make: Made, listing: bytes | None, archive: bytes | None) -> None:
     """The agent's find and tar may print anything. No grader starts."""
     harness = make()
     sandboxes = Sandboxes(harness)
@@ -161,7 +150,7 @@ async def test_artifacts_that_break_the_rules_have_the_reward_0(
     assert harness.sent().count("open") == 1
 
 
-async def test_a_search_for_artifacts_blocks_no_other_item_and_has_a_limit(
+async def test_the_artifact_search_runs_in_a_thread_with_a_time_limit(
     make: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = list[int]()
@@ -180,8 +169,6 @@ async def test_a_search_for_artifacts_blocks_no_other_item_and_has_a_limit(
     assert threading.get_ident() not in threads
 
 
-# Failures of the infrastructure
-
 OURS = [
     ErrorCode.SANDBOX_UNAVAILABLE, ErrorCode.HOST_LOST, ErrorCode.OUTCOME_UNKNOWN, ErrorCode.ENVELOPE_REFUSED,
     ErrorCode.SESSION_NOT_FOUND, ErrorCode.TIMEOUT, ErrorCode.CANCELLED,
@@ -190,7 +177,7 @@ OURS = [
 
 @pytest.mark.parametrize("verb", ["end_jobs", "exec", "export", "import", "open", "read_file"])
 @pytest.mark.parametrize("code", OURS)
-async def test_a_failure_of_the_infrastructure_is_never_a_reward(make: Made, verb: str, code: ErrorCode) -> None:
+async def test_an_infrastructure_failure_is_never_a_reward(make: Made, verb: str, code: ErrorCode) -> None:
     harness = make()
     Sandboxes(harness, reward=b"1")
     harness.answers[verb] = failed(code)
@@ -200,29 +187,29 @@ async def test_a_failure_of_the_infrastructure_is_never_a_reward(make: Made, ver
     assert outcome.failure.kind is FailureKind.INFRASTRUCTURE
 
 
-async def test_a_sandbox_that_is_lost_before_the_reward_is_read_is_another_try(make: Made) -> None:
+async def test_grading_is_repeated_when_the_sandbox_is_replaced(make: Made) -> None:
     """The file is missing because its sandbox was replaced. The next sandbox stays."""
     harness = make()
     sandboxes = Sandboxes(harness)
-    tries = 0
+    attempts = 0
 
-    def read(call: ToolCall, _: ToolContext) -> ToolResult:
-        nonlocal tries
-        tries += 1
-        if tries == 1:
+    def read_file(call: ToolCall, _: ToolContext) -> ToolResult:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
             sandboxes.sandbox = SandboxInfo(id="other", generation=2, rebuilt=True)
             return ToolResult.failed(call, ErrorCode.FILE_NOT_FOUND, "no").model_copy(
                 update={"sandbox": sandboxes.sandbox}
             )
         return sandboxes.blob(call, b"0.75")
 
-    harness.answers["read_file"] = read
+    harness.answers["read_file"] = read_file
     outcome = await harness.worked(await harness.put(graded(build_tool_call(), reward_file="/workspace/reward")))
     assert outcome.grade is not None
     assert (outcome.grade.reward, len(set(sandboxes.graded)), harness.sent().count("echo")) == (0.75, 2, 1)
 
 
-async def test_an_agent_that_reached_a_limit_is_graded_and_a_lost_one_is_not(make: Made) -> None:
+async def test_a_run_that_reached_a_limit_is_graded_and_a_lost_run_is_not(make: Made) -> None:
     harness = make(echo_then("unreached", "a"))
     Sandboxes(harness)
     outcome = await harness.worked(await harness.put(graded(build_run(limits={"max_iterations": 1}))))
@@ -237,15 +224,15 @@ async def test_an_agent_that_reached_a_limit_is_graded_and_a_lost_one_is_not(mak
     assert "end_jobs" not in harness.sent()
 
 
-async def broken_off(harness: ItemHarness, claim: Any, reached: asyncio.Event) -> None:
-    working = asyncio.create_task(harness.worked(claim))
+async def cancel_when_reached(harness: ItemHarness, claim: Any, reached: asyncio.Event) -> None:
+    task = asyncio.create_task(harness.worked(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
-    working.cancel()
-    await asyncio.wait({working}, timeout=SOON_S)
+    task.cancel()
+    await asyncio.wait({task}, timeout=SOON_S)
 
 
-def hangs(sandboxes: Sandboxes, argv_end: str, reached: asyncio.Event) -> Answer:
+def hang_at(sandboxes: Sandboxes, argv_end: str, reached: asyncio.Event) -> Answer:
     """Return an exec that hangs at a command."""
 
     async def answer(call: ToolCall, context: ToolContext) -> ToolResult:
@@ -262,10 +249,10 @@ async def test_a_resumed_item_repeats_only_the_grading_in_a_new_session(make: Ma
     reached = asyncio.Event()
     first, second = make(), make(["never"])
     sandboxes = Sandboxes(first)
-    first.answers["exec"] = hangs(sandboxes, "grade", reached)
-    later = Sandboxes(second, code=1)
+    first.answers["exec"] = hang_at(sandboxes, "grade", reached)
+    resumed_sandboxes = Sandboxes(second, code=1)
     claim = await first.put(graded(build_run()))
-    await broken_off(first, claim, reached)
+    await cancel_when_reached(first, claim, reached)
     outcome = await second.worked(await second.taken_over(claim))
     assert outcome.grade is not None
     assert outcome.grade.reward == 0.0
@@ -273,47 +260,44 @@ async def test_a_resumed_item_repeats_only_the_grading_in_a_new_session(make: Ma
     assert (outcome.body["answer"], second.asked()) == ("done", 0)
     assert second.sent() == ["close", "open", "exec", "import", "exec", "close"]
     session = first.transport.contexts[-1].session
-    assert second.transport.contexts[0].session == session != later.graded[0]
+    assert second.transport.contexts[0].session == session != resumed_sandboxes.graded[0]
 
 
-async def test_the_session_of_a_dead_grading_is_found_in_the_log(make: Made) -> None:
+async def test_the_session_of_an_interrupted_grading_is_closed(make: Made) -> None:
     reached = asyncio.Event()
     harness = make()
     sandboxes = Sandboxes(harness)
-    harness.answers["exec"] = hangs(sandboxes, "grade", reached)
+    harness.answers["exec"] = hang_at(sandboxes, "grade", reached)
     claim = await harness.put(graded(build_run()))
     journal = await harness.journal(claim)
     for number in range(20):
         await journal.record_review(f"c{number}", ToolCall(id=f"c{number}", name="echo"))
-    await broken_off(harness, claim, reached)
-    closed: list[str] = []
+    await cancel_when_reached(harness, claim, reached)
+    closed_sessions: list[str] = []
     original = run_log.SessionStore.close
 
     async def close(self: Any, tenant: str, session: str) -> None:
-        closed.append(session)
+        closed_sessions.append(session)
         await original(self, tenant, session)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_log.SessionStore, "close", close)
         await harness.queue.close_sessions("acme", [claim.run])
-    assert harness.transport.contexts[-1].session in closed
+    assert harness.transport.contexts[-1].session in closed_sessions
 
 
-async def test_changed_artifacts_in_redis_are_no_artifacts(make: Made) -> None:
+async def test_artifacts_changed_in_redis_are_refused(make: Made) -> None:
     reached = asyncio.Event()
     first, second = make(), make()
-    first.answers["exec"] = hangs(Sandboxes(first), "grade", reached)
+    first.answers["exec"] = hang_at(Sandboxes(first), "grade", reached)
     Sandboxes(second)
     claim = await first.put(graded(build_run()))
-    await broken_off(first, claim, reached)
+    await cancel_when_reached(first, claim, reached)
     await first.client.set("toolcrew:d:t:acme:run.b-1:artifacts", tar_of(("a.py", b"0", b"evil")))
     outcome = await second.worked(await second.taken_over(claim))
     assert outcome.grade is None
     assert outcome.failure is not None
     assert outcome.failure.kind is FailureKind.INFRASTRUCTURE
-
-
-# Lines, rows and figures
 
 
 def write_lines(folder: Path, *lines: dict[str, Any]) -> Path:
@@ -324,7 +308,7 @@ def write_lines(folder: Path, *lines: dict[str, Any]) -> Path:
 GRADER = {"command": "true"}
 
 
-def test_a_line_with_samples_is_an_item_for_each_sample(tmp_path: Path) -> None:
+def test_a_line_with_samples_creates_an_item_per_sample(tmp_path: Path) -> None:
     (tmp_path / "g").mkdir()
     line = {"id": "q", "instruction": "x", "samples": 3, "grader": {**GRADER, "files": "g", "reward_file": "r.json"}}
     items = load_lines(write_lines(tmp_path, line, {"id": "p", "instruction": "y", "samples": 1})).items
@@ -354,30 +338,28 @@ def test_a_line_with_samples_is_an_item_for_each_sample(tmp_path: Path) -> None:
         ([{"id": "q", "instruction": "x", "grader": {**GRADER, "timeout_s": 601}}], "600"),
     ],
 )
-def test_graders_and_samples_that_cannot_work_are_errors(
-    tmp_path: Path, lines: list[dict[str, Any]], column_text: str
-) -> None:
+def test_invalid_graders_and_samples_are_refused(tmp_path: Path, lines: list[dict[str, Any]], column_text: str) -> None:
     with pytest.raises(BadBatch) as caught:
         load_lines(write_lines(tmp_path, *lines))
     assert any(column_text in error.message for error in caught.value.errors)
 
 
-def end(item: str, reward: float | None, kind: FailureKind | None = None, **fields: Any) -> RunEnded:
+def build_end(item: str, reward: float | None, kind: FailureKind | None = None, **fields: Any) -> RunEnded:
     failure = Failure(kind=kind, code="C", message="m") if kind is not None else None
     grade = Grade(reward=reward) if reward is not None else None
     task = item.partition("#")[0]
     return RunEnded(run=item, item=item, state="x", failure=failure, grade=grade, task=task, **fields)
 
 
-def test_only_failures_of_the_infrastructure_do_not_count() -> None:
+def test_infrastructure_failures_do_not_count_in_the_pass_rates() -> None:
     ends = [
-        *(end(f"a#{number}", 1.0, cost=0.5) for number in range(3)),
-        end("a#3", 0.5, FailureKind.MODEL),
-        end("b#0", None, FailureKind.GRADER),
-        end("b#1", None, FailureKind.MODEL),
-        *(end(f"b#{4 + number}", None, kind) for number, kind in enumerate((FailureKind.INFRASTRUCTURE,) * 3)),
-        end("c#0", None, FailureKind.CANCELLED),
-        end("c#1", None, FailureKind.INPUT),
+        *(build_end(f"a#{number}", 1.0, cost=0.5) for number in range(3)),
+        build_end("a#3", 0.5, FailureKind.MODEL),
+        build_end("b#0", None, FailureKind.GRADER),
+        build_end("b#1", None, FailureKind.MODEL),
+        *(build_end(f"b#{4 + number}", None, kind) for number, kind in enumerate((FailureKind.INFRASTRUCTURE,) * 3)),
+        build_end("c#0", None, FailureKind.CANCELLED),
+        build_end("c#1", None, FailureKind.INPUT),
     ]
     summary = summarize(filter(None, map(build_item_grade, ends)))
     assert summary is not None
@@ -393,8 +375,8 @@ def test_only_failures_of_the_infrastructure_do_not_count() -> None:
     assert summarize([]) is None
 
 
-def test_repeated_and_reordered_events_give_the_same_figures_and_the_page_shows_them() -> None:
-    ends = [end(f"a#{number}", float(number % 2)) for number in range(6)]
+def test_event_order_and_repetition_do_not_change_the_grade_summary() -> None:
+    ends = [build_end(f"a#{number}", float(number % 2)) for number in range(6)]
     first, second = BatchProgress(6), BatchProgress(6)
     for event in ends:
         first.add(event)
@@ -403,4 +385,4 @@ def test_repeated_and_reordered_events_give_the_same_figures_and_the_page_shows_
     assert first.summarize_grades() == second.summarize_grades() is not None
     page = build_report(ends, title="t")
     assert "pass@1" in page
-    assert "pass@1" not in build_report([end("", None)], title="t")
+    assert "pass@1" not in build_report([build_end("", None)], title="t")

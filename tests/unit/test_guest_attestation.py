@@ -29,15 +29,15 @@ def dirt_of(guest: Guest) -> list[str]:
 
 
 @needs_namespace
-def test_only_the_guests_own_waiting_supervisor_is_no_dirt(guest: Guest) -> None:
+def test_files_and_processes_of_a_call_are_reported_as_dirt(guest: Guest) -> None:
     assert dirt_of(guest) == []
     assert guest.run("true")["exit_code"] == 0
     assert guest.others()
     assert dirt_of(guest) == []
-    for place, name in (("workspace", "a"), ("tmp", ".hidden"), ("output", ".state")):
-        (getattr(guest, place) / name).mkdir()
-        assert dirt_of(guest) == [f"1 entries lie in /{place}"]
-        (getattr(guest, place) / name).rmdir()
+    for folder, name in (("workspace", "a"), ("tmp", ".hidden"), ("output", ".state")):
+        (getattr(guest, folder) / name).mkdir()
+        assert dirt_of(guest) == [f"1 entries lie in /{folder}"]
+        (getattr(guest, folder) / name).rmdir()
     call = guest.start_script("echo up > up; sleep 100", timeout_s=60)
     guest.wait_for_file("up")
     assert attest(guest).processes >= 2
@@ -49,25 +49,25 @@ def test_only_the_guests_own_waiting_supervisor_is_no_dirt(guest: Guest) -> None
 
 
 @needs_namespace
-def test_a_workspace_that_may_not_be_read_is_no_empty_one_and_the_rest_is_reported(guest: Guest) -> None:
+def test_an_unreadable_workspace_is_not_reported_as_empty(guest: Guest) -> None:
     """The case occurs when a mount is missing. The report must still describe the file system that is there."""
     guest.workspace.chmod(0o500)
     os.chown(guest.workspace, 0, 0)
-    found = attest(guest)
-    assert (found.entries["workspace"], found.entries["tmp"]) == (1000, 0)
-    assert found.workspace_bytes > 0
+    attestation = attest(guest)
+    assert (attestation.entries["workspace"], attestation.entries["tmp"]) == (1000, 0)
+    assert attestation.workspace_bytes > 0
 
 
 @needs_namespace
-def test_a_background_job_is_dirt_until_it_has_ended(guest: Guest) -> None:
+def test_a_background_job_is_reported_as_dirt_until_it_ends(guest: Guest) -> None:
     script = b"echo up > up; read line < gate"
     guest.run("mkfifo gate")
     job = guest.request(
         "job_start", script, script_bytes=len(script), cwd=None, label="j", wait_ms=0, max_bytes=9999, timeout_s=9
     )
     guest.wait_for_file("up")
-    found = attest(guest)
-    assert (found.jobs, found.processes > 0) == (1, True)
+    attestation = attest(guest)
+    assert (attestation.jobs, attestation.processes > 0) == (1, True)
     guest.run("echo go > gate")
     guest.request("job_poll", job=job["job"]["job"], max_bytes=9999, timeout_s=9)
     guest.request("job_kill", job=job["job"]["job"], max_bytes=9999, timeout_s=9)
@@ -75,7 +75,7 @@ def test_a_background_job_is_dirt_until_it_has_ended(guest: Guest) -> None:
 
 
 @needs_namespace
-def test_a_process_that_came_from_outside_and_what_it_left_are_dirt(guest: Guest) -> None:
+def test_an_injected_process_and_its_zombie_are_reported_as_dirt(guest: Guest) -> None:
     """`docker exec` causes this case: its process is no child of PID 1, so no process reaps a dead child during its
     life.
     """
@@ -98,8 +98,8 @@ def test_a_process_that_came_from_outside_and_what_it_left_are_dirt(guest: Guest
         os._exit(0)
     try:
         assert os.read(started[0], 1)
-        found = attest(guest)
-        assert (found.processes, found.zombies) == (1, 1)
+        attestation = attest(guest)
+        assert (attestation.processes, attestation.zombies) == (1, 1)
     finally:
         for fd in (*started, *hold):
             os.close(fd)
@@ -107,23 +107,23 @@ def test_a_process_that_came_from_outside_and_what_it_left_are_dirt(guest: Guest
 
 
 @needs_namespace
-def test_it_reports_the_file_system_of_the_workspace(shared_guest: Guest) -> None:
-    room = os.statvfs(shared_guest.workspace)
-    found = attest(shared_guest)
-    assert (found.workspace_bytes, found.workspace_inodes) == (room.f_blocks * room.f_frsize, room.f_files)
+def test_the_report_contains_the_file_system_of_the_workspace(shared_guest: Guest) -> None:
+    file_system = os.statvfs(shared_guest.workspace)
+    attestation = attest(shared_guest)
+    assert (attestation.workspace_bytes, attestation.workspace_inodes) == (
+        file_system.f_blocks * file_system.f_frsize,
+        file_system.f_files,
+    )
     # The last mount that holds the workspace, as the outside sees it.
     points = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    holding = [
+    mounts = [
         (len(point), kind) for point, kind in points if f"{shared_guest.workspace}/".startswith(point.rstrip("/") + "/")
     ]
-    assert found.workspace_type == max(holding, key=lambda pair: pair[0])[1]
-
-
-# --- the maximum life -------------------------------------------------------------------------------------------------
+    assert attestation.workspace_type == max(mounts, key=lambda pair: pair[0])[1]
 
 
 @needs_namespace
-def test_a_sandbox_ends_at_its_maximum_life_with_all_that_runs_in_it() -> None:
+def test_a_sandbox_ends_at_its_maximum_life_with_all_processes() -> None:
     with running_guest(options=("--life", "0.5")) as guest:
         guest.start_script("trap '' TERM; setsid sleep 100 & echo up > up; sleep 100", timeout_s=60)
         guest.wait_for_file("up")
@@ -147,7 +147,7 @@ def _is_alive(pid: int) -> bool:
 
 
 @needs_namespace
-def test_its_end_does_not_wait_for_a_host_that_reads_nothing() -> None:
+def test_the_maximum_life_applies_when_the_host_reads_nothing() -> None:
     with running_guest(options=("--life", "0.5")) as guest:
         started_at = time.monotonic()
         capture = {"stream": 1 << 30}
@@ -157,7 +157,7 @@ def test_its_end_does_not_wait_for_a_host_that_reads_nothing() -> None:
 
 
 @needs_namespace
-def test_requests_without_end_do_not_put_the_end_off() -> None:
+def test_continuous_requests_do_not_delay_the_maximum_life() -> None:
     with running_guest(options=("--life", "0.5")) as guest:
         started_at = time.monotonic()
         event = "pong"
@@ -170,7 +170,7 @@ def test_requests_without_end_do_not_put_the_end_off() -> None:
 
 
 @needs_namespace
-def test_a_time_that_the_sandbox_was_stopped_counts() -> None:
+def test_the_maximum_life_includes_time_while_stopped() -> None:
     with running_guest(options=("--life", "0.6")) as guest:
         os.kill(guest.pid, 19)
         time.sleep(0.8)  # the time that passes is what is tested
@@ -180,37 +180,23 @@ def test_a_time_that_the_sandbox_was_stopped_counts() -> None:
         assert time.monotonic() - resumed_at < 0.4
 
 
-# --- options, and the other side --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "line",
     [
-        "--life",
-        "--life 0",
-        "--life -1",
-        "--life nan",
-        "--life inf",
-        "--life 1e10",
-        "--life x",
-        "--cpus 0",
-        "--cpus nan",
-        "--proxy 0",
-        "--proxy 65536",
-        "--limit 3",
-        "3",
+        "--life", "--life 0", "--life -1", "--life nan", "--life inf", "--life 1e10", "--life x", "--cpus 0",
+        "--cpus nan", "--proxy 0", "--proxy 65536", "--limit 3", "3",
     ],
-)
-def test_an_option_that_would_be_no_limit_is_refused(line: str) -> None:
+)  # fmt: skip
+def test_an_invalid_guest_option_is_refused(line: str) -> None:
     with pytest.raises(ValueError):
         parse_options(line.split())
 
 
-def test_a_wrong_option_ends_the_guest_with_one_line() -> None:
+def test_an_invalid_option_ends_the_guest_with_one_error_line() -> None:
     code = (
         f"import sys, runpy\nsys.path.insert(0, {str(GUEST_PARENT)!r})\n"
         f"runpy.run_path({str(GUEST_PARENT / 'guest/boot.py')!r}, run_name='__main__')"
     )
     argv = [sys.executable, "-I", "-S", "-c", code, "--life", "nan"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stderr.count("\n"), "--life nan" in done.stderr) == (1, 1, True)
+    process = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    assert (process.returncode, process.stderr.count("\n"), "--life nan" in process.stderr) == (1, 1, True)

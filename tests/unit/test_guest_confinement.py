@@ -72,7 +72,7 @@ def root(paths: GuestPaths) -> Path:
         ("\udcff", "bytes"),
     ],
 )
-def test_a_path_that_ends_inside_is_followed(paths: GuestPaths, path: str, content: str) -> None:
+def test_a_path_that_ends_inside_the_roots_is_followed(paths: GuestPaths, path: str, content: str) -> None:
     ws = root(paths)
     (ws / "link").symlink_to("f")
     (ws / "sub" / "up").symlink_to("../f")
@@ -89,23 +89,11 @@ def test_a_path_that_ends_inside_is_followed(paths: GuestPaths, path: str, conte
 @pytest.mark.parametrize(
     "path",
     [
-        "../outside",
-        "sub/../../outside",
-        "/etc/passwd",
-        "/",
-        "../ws2/f",
-        "{ws}2/f",
-        "{ws}/../outside",
-        "out",
-        "absout",
-        "dirout/outside",
-        "sub/deep/far",
-        "absdirout/passwd",
-        "proc/self/environ",
-        "loop",
+        "../outside", "sub/../../outside", "/etc/passwd", "/", "../ws2/f", "{ws}2/f", "{ws}/../outside", "out",
+        "absout", "dirout/outside", "sub/deep/far", "absdirout/passwd", "proc/self/environ", "loop",
     ],
-)
-def test_a_path_that_leads_out_is_not_allowed(paths: GuestPaths, path: str) -> None:
+)  # fmt: skip
+def test_a_path_that_leaves_the_roots_is_refused(paths: GuestPaths, path: str) -> None:
     ws = root(paths)
     (ws / "out").symlink_to("../outside")
     (ws / "absout").symlink_to("/etc/passwd")
@@ -137,7 +125,7 @@ def test_a_path_that_leads_out_is_not_allowed(paths: GuestPaths, path: str) -> N
         ("\ud800", "INVALID_ARGUMENTS"),
     ],
 )
-def test_what_is_no_file_has_its_code_and_is_never_opened(paths: GuestPaths, path: str, code: str) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused_with_its_code(paths: GuestPaths, path: str, code: str) -> None:
     ws = root(paths)
     (ws / "dangling").symlink_to("absent")
     os.mkfifo(ws / "fifo")
@@ -148,19 +136,19 @@ def test_what_is_no_file_has_its_code_and_is_never_opened(paths: GuestPaths, pat
 
 
 @contextmanager
-def swapping(one: Path, other: Path) -> Iterator[None]:
+def exchange_names(one: Path, other: Path) -> Iterator[None]:
     """Run a process that exchanges two names as fast as possible."""
     code = (
         "import ctypes, os, sys\n"
         "libc = ctypes.CDLL(None)\n"
         "one, other = (os.fsencode(path) for path in sys.argv[1:])\n"
-        "print('swapping', flush=True)\n"
+        "print('ready', flush=True)\n"
         "while True: libc.renameat2(-100, one, -100, other, 2)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(one), str(other)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"swapping\n"
         try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
             yield
         finally:
             process.send_signal(signal.SIGKILL)
@@ -171,14 +159,14 @@ def swapping(one: Path, other: Path) -> Iterator[None]:
     [("sub", "ws2", "sub/g", {"PATH_NOT_ALLOWED", "NOT_A_DIRECTORY"}), ("f", "outside", "f", {"PATH_NOT_ALLOWED"})],
     ids=["directory", "file"],
 )
-def test_what_is_swapped_with_a_link_never_leads_out(
+def test_a_path_exchanged_with_a_link_during_a_read_stays_inside(
     paths: GuestPaths, name: str, target: str, path: str, codes: set[str]
 ) -> None:
     ws = root(paths)
     (ws.parent / "ws2" / "g").write_text("outside")
     (ws / "trap").symlink_to(ws.parent / target)
     inside, outcomes = read(path, paths), set()
-    with swapping(ws / name, ws / "trap"):
+    with exchange_names(ws / name, ws / "trap"):
         for _ in range(_RACE_TRIES):
             try:
                 outcomes.add(read(path, paths))
@@ -188,7 +176,7 @@ def test_what_is_swapped_with_a_link_never_leads_out(
     assert outcomes <= {inside, *codes}
 
 
-def test_folders_made_for_a_file_that_never_came_go_again(paths: GuestPaths) -> None:
+def test_folders_created_for_a_failed_write_are_removed(paths: GuestPaths) -> None:
     ws = root(paths)
     before = len(os.listdir("/proc/self/fd"))
     find_entry("sub/a/b/c/f", paths, make_parents=True).close()
@@ -210,15 +198,15 @@ def test_folders_made_for_a_file_that_never_came_go_again(paths: GuestPaths) -> 
     assert len(os.listdir("/proc/self/fd")) == before, "no descriptor stays open"
 
 
-def test_folders_that_are_used_or_were_moved_meanwhile_stay(paths: GuestPaths) -> None:
+def test_created_folders_that_are_used_or_moved_stay(paths: GuestPaths) -> None:
     ws = root(paths)
-    way = find_entry("new/deep/../../other/f", paths, make_parents=True)
+    passed_entry = find_entry("new/deep/../../other/f", paths, make_parents=True)
     (ws / "other" / "f").touch()
     used, moved = (find_entry(f"{name}/a/f", paths, make_parents=True) for name in ("used", "moved"))
     (ws / "used" / "a" / "f").touch()
     (ws / "moved" / "a").rename(ws / "sub" / "b")
     (ws / "sub" / "a").mkdir()
-    for entry in (way, used, moved):
+    for entry in (passed_entry, used, moved):
         entry.close()
     assert (ws / "used" / "a" / "f").exists()
     assert (ws / "sub" / "a").exists()
@@ -227,16 +215,16 @@ def test_folders_that_are_used_or_were_moved_meanwhile_stay(paths: GuestPaths) -
     assert not (ws / "new").exists(), "a folder on the way is removed"
 
 
-def test_root_of_the_sandbox_may_use_all_files_but_the_kernels(paths: GuestPaths, tmp_path: Path) -> None:
-    everything = GuestPaths(paths.roots, use_openat2=paths.use_openat2, has_all_files=True)
+def test_with_all_files_enabled_only_kernel_files_are_refused(paths: GuestPaths, tmp_path: Path) -> None:
+    unconfined = GuestPaths(paths.roots, use_openat2=paths.use_openat2, has_all_files=True)
     for name, target in (("out", tmp_path / "outside"), ("proc", "/proc")):
         (root(paths) / name).symlink_to(target)
     for path in ("../outside", "out", str(tmp_path / "ws2" / "f"), f"/proc/..{tmp_path}/outside"):
-        assert read(path, everything) == "outside"
+        assert read(path, unconfined) == "outside"
         with pytest.raises(RequestFailure, match="outside of"):
             read(path, paths)
     for path in ("/proc/1/status", "proc/1/status", "/etc/../proc/1/status", "/proc", "/dev/null", "/sys/kernel/x"):
         with pytest.raises(RequestFailure) as refused:
-            read(path, everything)
+            read(path, unconfined)
         assert refused.value.code in ("PATH_NOT_ALLOWED", "FILE_NOT_FOUND")
         assert "kernel" in str(refused.value) or path == "/sys/kernel/x"

@@ -19,12 +19,12 @@ def diff(old: bytes, new: bytes, max_lines: int = 60) -> Diff:
     return build_diff(old, new, lambda line: line.decode("utf-8", "replace"), max_lines)
 
 
-def test_line_ends_are_no_difference_but_a_missing_last_one_is() -> None:
+def test_only_a_missing_final_line_end_is_a_difference() -> None:
     assert diff(b"a\r\nb\r\n", b"a\nb\n").text == ""
     assert diff(b"a\n", b"a").text == "@@ -1,1 +1,1 @@\n-a\n+a\n\\ no newline at the end of the file"
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_a_cut_diff_is_marked_as_incomplete() -> None:
     old, new = b"a\n" * 100, b"b\n" * 100
     assert (diff(old, new).is_whole, diff(old, new).text.count("\n")) == (False, 59)
     assert diff(old, new, 300).is_whole is True
@@ -33,7 +33,9 @@ def test_what_does_not_fit_is_said() -> None:
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs patch")
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_patch_makes_the_new_text_of_the_old_one(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_applying_the_diff_with_patch_gives_the_new_text(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     lines = data.draw(st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=30))
     other = list(lines)
     for at, line in data.draw(st.lists(st.tuples(st.integers(0, 30), st.sampled_from([b"x", b"a", None])), max_size=6)):
@@ -42,14 +44,14 @@ def test_patch_makes_the_new_text_of_the_old_one(tmp_path_factory: pytest.TempPa
         elif line is not None:
             other.insert(at, line)
     old, new = (b"\n".join(part) + data.draw(st.sampled_from([b"", b"\n"])) * bool(part) for part in (lines, other))
-    made = diff(old, new, 10_000)
-    assert made.is_whole
+    result = diff(old, new, 10_000)
+    assert result.is_whole
     file = tmp_path_factory.mktemp("patch") / "f"
     file.write_bytes(old)
-    if made.text:
-        marked = made.text.replace("\\ no newline at the end of the file", "\\ No newline at end of file")
+    if result.text:
+        patch_text = result.text.replace("\\ no newline at the end of the file", "\\ No newline at end of file")
         subprocess.run(
-            ["patch", "-s", file], input=f"--- f\n+++ f\n{marked}\n".encode(), check=True, capture_output=True
+            ["patch", "-s", file], input=f"--- f\n+++ f\n{patch_text}\n".encode(), check=True, capture_output=True
         )
     assert (file.read_bytes() if file.exists() else b"") == new
 
@@ -59,7 +61,7 @@ def test_patch_makes_the_new_text_of_the_old_one(tmp_path_factory: pytest.TempPa
     old=st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=12),
     new=st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=12),
 )
-def test_no_fewer_changes_would_do(old: list[bytes], new: list[bytes]) -> None:
+def test_the_diff_has_the_minimum_number_of_changes(old: list[bytes], new: list[bytes]) -> None:
     changes, is_whole = find_changes(old, new)
     common = [[0] * (len(new) + 1) for _ in range(len(old) + 1)]
     for i in range(len(old)):
@@ -78,8 +80,8 @@ def test_no_fewer_changes_would_do(old: list[bytes], new: list[bytes]) -> None:
         (b"", b"line\n" * 500_000),
     ],
 )
-def test_no_texts_take_long_or_a_long_answer(old: bytes, new: bytes) -> None:
+def test_a_diff_of_large_texts_is_bounded_in_time_and_size(old: bytes, new: bytes) -> None:
     started = time.monotonic()
-    made = diff(old, new)
+    result = diff(old, new)
     assert time.monotonic() - started < 3
-    assert (made.is_whole, len(made.text) <= 32_768, bool(made.text)) == (False, True, True)
+    assert (result.is_whole, len(result.text) <= 32_768, bool(result.text)) == (False, True, True)

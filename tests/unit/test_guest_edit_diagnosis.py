@@ -70,17 +70,17 @@ def explain(
         ("completely unrelated words 12345", "Read the file again with read_tool and copy the text as it is."),
     ],
 )
-def test_each_usual_mistake_is_named(old: str, message: str) -> None:
+def test_each_common_mistake_is_named(old: str, message: str) -> None:
     assert message in explain(old)
     assert "blanks at the ends of lines, in the text from line 1" in explain("a\nb\n", data=b"a  \nb\t\n")
 
 
-def test_a_text_that_was_replaced_before_is_named() -> None:
+def test_an_already_applied_replacement_is_named() -> None:
     assert "new_string is in the file already, at line 3" in explain("def zeroth(arg):", "def first(value):")
     assert "already" not in explain("def zeroth(arg):", "def")
 
 
-def test_a_change_by_something_else_is_reported_with_its_diff() -> None:
+def test_a_change_by_another_process_is_reported_with_its_diff() -> None:
     assert explain("was here", change=(b"was here\n", "@@ diff @@")) == (
         "It was there when this session last read the file, which has been changed by something else since:\n@@ diff @@"
     )
@@ -94,7 +94,7 @@ def test_the_closest_block_is_shown_with_its_lines_and_a_diff() -> None:
     assert "-    return 0\n+    return None" in message
 
 
-def test_the_explanation_fits_an_error_whatever_the_texts_are() -> None:
+def test_the_explanation_is_bounded_in_size() -> None:
     data = "".join(f"{'word ' * 100}{number}\n" for number in range(300)).encode()
     old = "".join(f"{'word ' * 100}{number}!\n" for number in range(290))
     assert 100 < len(explain(old, data=data)) < 3500
@@ -110,16 +110,16 @@ def test_the_explanation_fits_an_error_whatever_the_texts_are() -> None:
         "}\n",
     ],
 )
-def test_a_file_of_10_mb_is_explained_in_time(line: str) -> None:
+def test_a_file_of_10_mb_is_explained_in_bounded_time(line: str) -> None:
     data = line.encode() * (10_000_000 // len(line.encode()))
     started = time.monotonic()
     explain("x = cal1(a, b)\n}\nlast = 1", data=data, s=0.5)
     assert time.monotonic() - started < 3
 
 
-def test_the_most_alike_of_many_blocks_is_taken() -> None:
+def test_the_most_similar_block_is_selected() -> None:
     lines = [f"def function_{number}(value):" if number % 2 else "    return value" for number in range(400)]
     lines[201] = "def wanted_function(value, other):"
-    found = find_closest(lines, ["def wanted_function(value, another):", "    return value"], time.monotonic() + 5)
-    assert found is not None
-    assert found[:2] == (201, 203)
+    match = find_closest(lines, ["def wanted_function(value, another):", "    return value"], time.monotonic() + 5)
+    assert match is not None
+    assert match[:2] == (201, 203)

@@ -39,16 +39,16 @@ def edit(root: Path, data: bytes, edits: list[tuple[str, str, bool]]) -> bytes |
     names = ("old_string", "new_string", "replace_all")
     paths = GuestPaths((os.fsencode(root / "w"),), os.fsencode(root / "o"))
     body = json.dumps([dict(zip(names, parts, strict=True)) for parts in edits]).encode()
-    bench: Any = LocalContext(paths, "file", body)
+    context: Any = LocalContext(paths, "file", body)
     try:
-        edit_text(EditTextRequest({"path": "f", "max_bytes": 8192, "timeout_s": 5.0}), bench)
+        edit_text(EditTextRequest({"path": "f", "max_bytes": 8192, "timeout_s": 5.0}), context)
     except RequestFailure as failure:
         assert file.read_bytes() == data
         return failure.code
     finally:
-        os.close(bench.body)
+        os.close(context.body)
         assert [path.name for path in (root / "w").iterdir()] == ["f"]
-    assert len(bench.sent) <= 8192
+    assert len(context.sent) <= 8192
     return file.read_bytes()
 
 
@@ -63,7 +63,7 @@ def fits(text: str, codec: str) -> bool:
     return text.encode(codec, "replace").decode(codec) == text
 
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+slow_property = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 # Few different bytes, so that things match; some that are no UTF-8, none that make a file binary.
 some_bytes = st.lists(
     st.sampled_from([b"a", b"b", b"ab", b"\n", b"\xc3\xa9", b"\xff", b"\xe6\x97\xa5", b" ", b"\t"]), max_size=30
@@ -71,9 +71,9 @@ some_bytes = st.lists(
 some_text = st.text("ab\né日 \t", max_size=4)
 
 
-@quick
+@slow_property
 @given(parts=st.lists(some_bytes, min_size=2, max_size=5), old=some_text.filter(bool), new=some_text)
-def test_replacing_all_is_what_pythons_replace_does(root: Path, parts: list[bytes], old: str, new: str) -> None:
+def test_replace_all_equals_the_python_replace(root: Path, parts: list[bytes], old: str, new: str) -> None:
     codec = codec_of(b"".join(parts))
     assume(old != new and fits(old, codec) and fits(new, codec))
     data = old.encode(codec).join(parts)
@@ -81,9 +81,11 @@ def test_replacing_all_is_what_pythons_replace_does(root: Path, parts: list[byte
     assert edit(root, data, [(old, new, True)]) == data.replace(old.encode(codec), new.encode(codec))
 
 
-@quick
+@slow_property
 @given(before=some_bytes, old=some_text, new=some_text, after=some_bytes)
-def test_nothing_outside_of_the_one_match_changes(root: Path, before: bytes, old: str, new: str, after: bytes) -> None:
+def test_bytes_outside_the_single_match_do_not_change(
+    root: Path, before: bytes, old: str, new: str, after: bytes
+) -> None:
     codec = codec_of(before + after)
     assume(old != new and fits(old, codec) and fits(new, codec))
     data = before + f"<{old}>".encode(codec) + after
@@ -91,21 +93,21 @@ def test_nothing_outside_of_the_one_match_changes(root: Path, before: bytes, old
     assert edit(root, data, [(f"<{old}>", f"<{new}>", False)]) == before + f"<{new}>".encode(codec) + after
 
 
-@quick
+@slow_property
 @given(data=some_bytes, edits=st.lists(st.tuples(some_text, some_text, st.booleans()), min_size=1, max_size=4))
-def test_a_list_of_edits_is_made_whole_or_not_at_all(
+def test_a_list_of_edits_is_applied_completely_or_not_at_all(
     root: Path, data: bytes, edits: list[tuple[str, str, bool]]
 ) -> None:
     assume(all((old + new).isascii() for old, new, _ in edits))
-    wanted = data
+    expected = data
     for old, new, replace_all in edits:
-        found = len([at for at in range(len(wanted)) if wanted.startswith(old.encode(), at)])
-        if (not old and wanted) or old == new or (old and not found) or (found > 1 and not replace_all):
+        occurrences = len([at for at in range(len(expected)) if expected.startswith(old.encode(), at)])
+        if (not old and expected) or old == new or (old and not occurrences) or (occurrences > 1 and not replace_all):
             assert isinstance(edit(root, data, edits), str)
             return
-        wanted = wanted.replace(old.encode(), new.encode()) if old else new.encode()
+        expected = expected.replace(old.encode(), new.encode()) if old else new.encode()
     result = edit(root, data, edits)
-    assert result == (wanted if wanted != data else "NO_CHANGE")
+    assert result == (expected if expected != data else "NO_CHANGE")
 
 
 ended_lines = st.lists(
@@ -113,42 +115,40 @@ ended_lines = st.lists(
 )
 
 
-@quick
+@slow_property
 @given(lines=ended_lines, old=st.text("ab\n", min_size=1, max_size=5), new=st.text("xy\n", max_size=4))
-def test_a_search_finds_lf_as_crlf_wherever_a_plain_one_finds_lf(
-    lines: list[tuple[bytes, bytes]], old: str, new: str
-) -> None:
+def test_lf_in_a_search_matches_crlf(lines: list[tuple[bytes, bytes]], old: str, new: str) -> None:
     assume(all(line != b"\r" for line, _ in lines))
     body = b"".join(line + end for line, end in lines)
     spans = list(Needle(body, old.encode(), "utf-8").find_all())
     plain = body.replace(b"\r\n", b"\n")
     assert len(spans) == plain.count(old.encode())
-    made = bytearray()
+    edited = bytearray()
     at = 0
     for start, end in spans:
         assert body[start:end].replace(b"\r\n", b"\n") == old.encode()
         assert start == 0 or not (body[start - 1 : start] == b"\r" and body[start : start + 1] == b"\n"), (
             "a line end is not split"
         )
-        made += body[at:start] + fit_line_ends(new.encode(), body, (start, end))
+        edited += body[at:start] + fit_line_ends(new.encode(), body, (start, end))
         at = end
-    made += body[at:]
-    assert bytes(made).replace(b"\r\n", b"\n") == plain.replace(old.encode(), new.encode())
+    edited += body[at:]
+    assert bytes(edited).replace(b"\r\n", b"\n") == plain.replace(old.encode(), new.encode())
 
 
-@quick
+@slow_property
 @given(
     text=st.text("aソ表\\能n日|", max_size=12),
     old=st.sampled_from(["\\", "n", "|", "ソ", "a"]),
     codec=st.sampled_from(["cp932", "gb18030", "cp950"]),
 )
-def test_a_match_never_begins_within_a_character(text: str, old: str, codec: str) -> None:
-    assume(codec != "cp950" or all(sign in "aソ表\\能n日|" for sign in text))
+def test_a_match_never_starts_within_a_multibyte_character(text: str, old: str, codec: str) -> None:
+    assume(codec != "cp950" or all(character in "aソ表\\能n日|" for character in text))
     try:
         body = text.encode(codec)
     except UnicodeEncodeError:
         return
     spans = list(Needle(body, old.encode(codec), codec).find_all())
     assert [len(body[:start].decode(codec)) for start, _ in spans] == [
-        at for at, sign in enumerate(text) if sign == old
+        at for at, character in enumerate(text) if character == old
     ]

@@ -19,7 +19,7 @@ def guest(shared_guest: Guest) -> Guest:
     return shared_guest
 
 
-def put(guest: Guest, data: bytes, path: str = "f") -> None:
+def write_file(guest: Guest, data: bytes, path: str = "f") -> None:
     (guest.workspace / path).write_bytes(data)
     owner = guest.workspace.stat()
     os.chown(guest.workspace / path, owner.st_uid, owner.st_gid)
@@ -39,46 +39,46 @@ def output_of(done: Done) -> str:
     return done.bytes_of("file").decode()
 
 
-def why(done: Done) -> str:
+def error_message(done: Done) -> str:
     return str(done["error"]["message"])
 
 
-def test_what_is_shown_is_the_place_and_not_where_the_new_text_first_occurs(guest: Guest) -> None:
-    put(guest, b"x" * 200_000 + b"\nhere\n" + b"y" * 200_000, "long")
+def test_the_output_shows_the_edited_lines(guest: Guest) -> None:
+    write_file(guest, b"x" * 200_000 + b"\nhere\n" + b"y" * 200_000, "long")
     assert [text[:7] for text in output_of(edit(guest, ("here", "there"), path="long")).splitlines()] == [
         "1\txxxxx",
         "2\tthere",
         "3\tyyyyy",
     ]
-    put(guest, b"b\n" + b"-\n" * 20 + b"a\n")
+    write_file(guest, b"b\n" + b"-\n" * 20 + b"a\n")
     assert output_of(edit(guest, ("a", "b"))).splitlines() == ["19\t-", "20\t-", "21\t-", "22\tb"]
 
 
-def test_more_than_one_occurrence_is_refused_with_its_lines(guest: Guest) -> None:
-    put(guest, b"aaa")
+def test_an_ambiguous_match_is_refused_with_its_lines(guest: Guest) -> None:
+    write_file(guest, b"aaa")
     assert edit(guest, ("aa", "b")).code == "AMBIGUOUS_MATCH", "an occurrence may overlap itself"
     assert edit(guest, ("aa", "b", True))["replaced"] == 1
-    put(guest, b"x = 1\n" * 12)
+    write_file(guest, b"x = 1\n" * 12)
     done = edit(guest, ("x = 1", "y"))
     assert done.code == "AMBIGUOUS_MATCH"
-    assert "occurs 12 times, at lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and more;" in why(done)
-    assert "replace_all=true" in why(done)
+    assert "occurs 12 times, at lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and more;" in error_message(done)
+    assert "replace_all=true" in error_message(done)
     assert content(guest) == b"x = 1\n" * 12
 
 
 @pytest.mark.parametrize(("expected", "code"), [(3, None), (1, "AMBIGUOUS_MATCH"), (4, "AMBIGUOUS_MATCH")])
-def test_the_expected_count_must_be_the_count(guest: Guest, expected: int, code: str | None) -> None:
-    put(guest, b"a a a")
+def test_a_wrong_expected_count_is_refused(guest: Guest, expected: int, code: str | None) -> None:
+    write_file(guest, b"a a a")
     assert edit(guest, ("a", "b"), expected_count=expected).code == code
     assert content(guest) == (b"b b b" if code is None else b"a a a")
 
 
-def test_one_edit_that_fails_leaves_all_undone_and_is_named(guest: Guest) -> None:
-    put(guest, b"one\ntwo\n")
+def test_a_failed_edit_of_a_list_undoes_all_and_is_named(guest: Guest) -> None:
+    write_file(guest, b"one\ntwo\n")
     done = edit(guest, ("one", "1"), ("absent text", "x"))
-    assert (done.code, "edit 2 of 2: " in why(done)) == ("NO_MATCH", True)
+    assert (done.code, "edit 2 of 2: " in error_message(done)) == ("NO_MATCH", True)
     assert content(guest) == b"one\ntwo\n"
-    assert "before an earlier edit of this call changed it" in why(edit(guest, ("one", "1"), ("one", "x")))
+    assert "before an earlier edit of this call changed it" in error_message(edit(guest, ("one", "1"), ("one", "x")))
 
 
 @pytest.mark.parametrize(
@@ -97,50 +97,50 @@ def test_one_edit_that_fails_leaves_all_undone_and_is_named(guest: Guest) -> Non
         (b"a\n\r\nb\r\n", [("\n\n", "\n")], b"a\nb\r\n"),
     ],
 )
-def test_lf_matches_crlf_and_the_replacement_takes_the_line_ends_of_the_place(
+def test_lf_matches_crlf_and_the_replacement_keeps_the_line_ends(
     guest: Guest, before: bytes, edits: list[tuple[str, str]], after: bytes
 ) -> None:
-    put(guest, before)
+    write_file(guest, before)
     assert edit(guest, *edits).code is None
     assert content(guest) == after
 
 
-def test_in_a_file_with_both_line_ends_each_is_a_match(guest: Guest) -> None:
-    put(guest, b"a\r\nb\na\nb\n")
+def test_lf_matches_both_line_ends_and_crlf_only_crlf(guest: Guest) -> None:
+    write_file(guest, b"a\r\nb\na\nb\n")
     assert edit(guest, ("a\nb", "x")).code == "AMBIGUOUS_MATCH"
-    put(guest, b"a\nb\r\n")
+    write_file(guest, b"a\nb\r\n")
     assert edit(guest, ("a\r\nb", "x")).code == "NO_MATCH", "CRLF in the arguments is meant"
 
 
 @pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be", "utf-32-le"])
 def test_wide_encodings_are_edited_by_their_characters(guest: Guest, codec: str) -> None:
     bom = "\ufeff".encode(codec)
-    put(guest, bom + "a\r\n日本😀 text\r\n".encode(codec))
+    write_file(guest, bom + "a\r\n日本😀 text\r\n".encode(codec))
     assert edit(guest, ("日本😀 text\n", "中\nb\n"))["encoding"] == codec
     assert content(guest) == bom + "a\r\n中\r\nb\r\n".encode(codec)
 
 
-def test_a_match_within_a_character_of_two_bytes_is_none(guest: Guest) -> None:
+def test_a_match_within_a_two_byte_character_is_ignored(guest: Guest) -> None:
     # 0x5C, a backslash, is the second byte of both.
     text = "ソースコード表示\\機能、これは日本語です。\n"
-    put(guest, text.encode("cp932"))
+    write_file(guest, text.encode("cp932"))
     assert edit(guest, ("\\", "/"))["encoding"] == "cp932"
     assert content(guest) == text.replace("\\", "/").encode("cp932")
 
 
-def test_a_sign_that_the_file_cannot_hold_is_refused(guest: Guest) -> None:
-    put(guest, b"caf\xe9 cr\xe8me name\n")
+def test_a_character_outside_the_file_encoding_is_refused(guest: Guest) -> None:
+    write_file(guest, b"caf\xe9 cr\xe8me name\n")
     done = edit(guest, ("name", "日"))
-    assert (done.code, "encoding=utf-8" in why(done)) == ("INVALID_ARGUMENTS", True)
+    assert (done.code, "encoding=utf-8" in error_message(done)) == ("INVALID_ARGUMENTS", True)
     assert "[written as latin-1, which is a guess" in output_of(edit(guest, ("café", "thé")))
     assert content(guest) == b"th\xe9 cr\xe8me name\n"
 
 
-def test_an_empty_old_string_only_creates(guest: Guest) -> None:
+def test_an_empty_old_string_only_creates_or_fills_a_file(guest: Guest) -> None:
     done = edit(guest, ("", "one\n"), ("one", "1"), path="d/new")
     assert (done["created"], content(guest, "d/new")) == (True, b"1\n")
     assert (edit(guest, ("", "x"), path="d/new").code, content(guest, "d/new")) == ("INVALID_ARGUMENTS", b"1\n")
-    put(guest, b"")
+    write_file(guest, b"")
     assert (edit(guest, ("", "filled")).code, content(guest)) == (None, b"filled")
 
 
@@ -154,30 +154,30 @@ def test_an_empty_old_string_only_creates(guest: Guest) -> None:
         b'[{"old_string": "\\ud800", "new_string": "b"}]',
     ],
 )
-def test_a_body_that_is_no_list_of_edits_is_refused(guest: Guest, body: bytes) -> None:
-    put(guest, b"a")
+def test_a_body_that_is_not_a_list_of_edits_is_refused(guest: Guest, body: bytes) -> None:
+    write_file(guest, b"a")
     assert guest.request("edit_text", body, path="f", max_bytes=8192, timeout_s=10).code == "INVALID_ARGUMENTS"
     assert content(guest) == b"a"
 
 
-def test_links_stay_and_every_name_of_a_file_sees_the_edit(guest: Guest) -> None:
+def test_links_and_hard_links_are_preserved_by_an_edit(guest: Guest) -> None:
     guest.run("echo old > a; chmod 751 a; ln a b; ln -s a link")
     assert edit(guest, ("old", "new"), path="link").code is None
     assert (content(guest, "b"), (guest.workspace / "link").is_symlink()) == (b"new\n", True)
     assert stat.S_IMODE((guest.workspace / "a").stat().st_mode) == 0o751
 
 
-def test_a_file_that_something_else_changed_is_edited_where_it_matches_and_that_is_said(guest: Guest) -> None:
+def test_an_edit_of_a_file_changed_by_another_process_reports_the_change(guest: Guest) -> None:
     edit(guest, ("", "one\ntwo\n"))
     guest.run("echo three >> f")
-    shown = output_of(edit(guest, ("one", "1")))
-    assert "[the file had been changed by something else" in shown
-    assert shown.endswith("that change was:]\n@@ -1,2 +1,3 @@\n one\n two\n+three")
+    output = output_of(edit(guest, ("one", "1")))
+    assert "[the file had been changed by something else" in output
+    assert output.endswith("that change was:]\n@@ -1,2 +1,3 @@\n one\n two\n+three")
     assert "changed by something else" not in output_of(edit(guest, ("two", "2")))
 
 
-def test_a_change_while_the_file_was_being_read_is_noticed(guest: Guest) -> None:
-    put(guest, b"one\ntwo\n")
+def test_a_change_during_the_read_of_a_file_is_detected(guest: Guest) -> None:
+    write_file(guest, b"one\ntwo\n")
     guest.request("read_text", path="f", offset=1, limit=9, max_bytes=8192, timeout_s=9)
     record = next(path for path in (guest.output / ".state" / "files").iterdir() if path.name != "ledger")
     assert record.stat().st_mtime_ns == (guest.workspace / "f").stat().st_ctime_ns, (
@@ -188,7 +188,7 @@ def test_a_change_while_the_file_was_being_read_is_noticed(guest: Guest) -> None
 
 
 @pytest.mark.parametrize("max_bytes", [8192, 32768])
-def test_a_long_change_of_another_process_is_cut_and_that_is_said(guest: Guest, max_bytes: int) -> None:
+def test_a_long_diff_of_another_process_is_cut_with_a_note(guest: Guest, max_bytes: int) -> None:
     edit(guest, ("", "one\n"))
     guest.run("seq -f '%0200.0f' 300 >> f")
     done = edit(guest, ("one", "1"), max_bytes=max_bytes)
@@ -197,46 +197,46 @@ def test_a_long_change_of_another_process_is_cut_and_that_is_said(guest: Guest, 
     assert len(done.bytes_of("file")) <= max_bytes
 
 
-def test_broken_syntax_is_reported_and_stays(guest: Guest) -> None:
-    put(guest, b"x = (1)\n", "a.py")
+def test_an_edit_that_breaks_the_syntax_is_kept_with_a_note(guest: Guest) -> None:
+    write_file(guest, b"x = (1)\n", "a.py")
     note = output_of(edit(guest, ("(1)", "(1"), path="a.py")).splitlines()[-1]
     assert note.startswith("[note: the file is no valid Python any more: line 1: ")
-    put(guest, b'{"a": 1}', "a.json")
+    write_file(guest, b'{"a": 1}', "a.json")
     assert "no valid JSON any more" in output_of(edit(guest, ("1", "1,"), path="a.json"))
-    put(guest, b"a = \n", "a.toml")
+    write_file(guest, b"a = \n", "a.toml")
     done = edit(guest, ("a", "b"), path="a.toml")
     assert "no valid TOML, as before" in output_of(done) or guest.request("attest")["python"] < [3, 11]
     assert content(guest, "a.toml") == b"b = \n"
 
 
-def test_a_looser_match_must_be_configured_and_the_only_one(guest: Guest) -> None:
-    put(guest, b"def f():\r\n\treturn 1  \r\n\r\ndef g():\r\n    pass\r\n")
+def test_a_whitespace_tolerant_match_must_be_enabled_and_unique(guest: Guest) -> None:
+    write_file(guest, b"def f():\r\n\treturn 1  \r\n\r\ndef g():\r\n    pass\r\n")
     assert edit(guest, ("  return 1", "    return 2")).code == "NO_MATCH"
     done = edit(guest, ("def f():\n  return 1\n", "def f():\n    return 2\n"), tolerance="whitespace")
     assert "matched only without the blanks around its lines" in output_of(done)
     assert content(guest) == b"def f():\r\n    return 2\r\n\r\ndef g():\r\n    pass\r\n"
-    put(guest, b" a\n  a\n")
+    write_file(guest, b" a\n  a\n")
     assert edit(guest, ("   a", "b"), tolerance="whitespace").code == "NO_MATCH"
 
 
 @pytest.mark.parametrize("line", [1, 2, 20_000, 39_999, 40_000])
-def test_the_place_in_a_large_file_is_shown_at_its_lines(guest: Guest, line: int) -> None:
-    put(guest, b"".join(b"line %d\n" % number for number in range(1, 40_001)))
-    shown = output_of(edit(guest, (f"line {line}\n", "new\nnewer\n"))).splitlines()
+def test_an_edit_in_a_large_file_is_shown_with_its_line_numbers(guest: Guest, line: int) -> None:
+    write_file(guest, b"".join(b"line %d\n" % number for number in range(1, 40_001)))
+    output = output_of(edit(guest, (f"line {line}\n", "new\nnewer\n"))).splitlines()
     before = [f"{number}\tline {number}" for number in range(max(1, line - 3), line)]
     after = [f"{number + 1}\tline {number}" for number in range(line + 1, min(40_000, line + 3) + 1)]
-    assert shown == [*before, f"{line}\tnew", f"{line + 1}\tnewer", *after]
+    assert output == [*before, f"{line}\tnew", f"{line + 1}\tnewer", *after]
 
 
-def test_a_long_new_text_is_shown_by_its_ends_and_says_where_the_rest_is(guest: Guest) -> None:
-    put(guest, b"here\n" + b"tail\n")
-    shown = output_of(edit(guest, ("here", "\n".join(f"n{number}" for number in range(500))))).splitlines()
-    assert (shown[0], shown[-1], len(shown)) == ("1\tn0", "501\ttail", 47)
-    assert shown[23] == "[lines 24-478 not shown; see them with read_tool offset=24 limit=455]"
+def test_a_long_new_text_is_shown_by_its_start_and_end(guest: Guest) -> None:
+    write_file(guest, b"here\n" + b"tail\n")
+    output = output_of(edit(guest, ("here", "\n".join(f"n{number}" for number in range(500))))).splitlines()
+    assert (output[0], output[-1], len(output)) == ("1\tn0", "501\ttail", 47)
+    assert output[23] == "[lines 24-478 not shown; see them with read_tool offset=24 limit=455]"
 
 
-def test_answers_stay_within_max_bytes_whatever_the_lines_are(guest: Guest) -> None:
-    put(guest, ("😀" * 5000 + "x\n").encode() * 200)
+def test_replies_stay_within_max_bytes_for_long_lines(guest: Guest) -> None:
+    write_file(guest, ("😀" * 5000 + "x\n").encode() * 200)
     done = edit(guest, ("x", "y", True), max_bytes=8192)
     assert len(done.bytes_of("file")) <= 8192
     assert "see it with read_tool" in output_of(done)

@@ -16,7 +16,6 @@ from guest.failures import RequestFailure  # noqa: E402
 from guest.files.encodings import (  # noqa: E402
     BINARY_SAMPLE,
     GUESS_BYTES,
-    TextForm,
     check_codec,
     find_form,
     find_wrong_utf8,
@@ -28,14 +27,6 @@ TRADITIONAL = "你好世界,這是一個測試檔案。\n# 計算總和並且回
 JAPANESE = "これは日本語のテストです。\n# 合計を計算する\n"
 KOREAN = "안녕하세요 이것은 한국어 시험 파일입니다.\n"
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (640).to_bytes(4, "big") + (480).to_bytes(4, "big") + bytes(20)
-
-
-def form_or_code(data: bytes) -> TextForm | str:
-    """Return the form of a content, or the code of its refusal."""
-    try:
-        return find_form(data)
-    except RequestFailure as failure:
-        return failure.code
 
 
 @pytest.mark.parametrize(
@@ -50,7 +41,7 @@ def form_or_code(data: bytes) -> TextForm | str:
     ],
 )
 @given(text=st.text(max_size=20))
-def test_a_mark_decides_and_is_kept_apart_from_the_text(mark: bytes, codec: str, text: str) -> None:
+def test_a_byte_order_mark_determines_the_encoding(mark: bytes, codec: str, text: str) -> None:
     assume("\0" not in text)
     assume(not text.startswith("\ufeff"))
     form = find_form(mark + text.encode(codec))
@@ -60,23 +51,23 @@ def test_a_mark_decides_and_is_kept_apart_from_the_text(mark: bytes, codec: str,
 
 
 @given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
-def test_what_is_utf_8_is_taken_for_it(text: str) -> None:
+def test_valid_utf_8_is_detected(text: str) -> None:
     data = text.encode()
     assume(not data.startswith((codecs.BOM_UTF8, b"GIF8", b"%PDF")))
     form = find_form(data)
     assert (form.codec, form.is_guess, form.decode(data)) == ("utf-8", False, text)
 
 
-@pytest.mark.parametrize("sign", ["é", "中", "😀"])
-def test_a_character_that_the_end_of_a_sample_cuts_is_not_wrong(sign: str) -> None:
-    data = ("x" * 10 + sign).encode()
+@pytest.mark.parametrize("character", ["é", "中", "😀"])
+def test_a_character_cut_at_the_end_of_a_sample_is_valid(character: str) -> None:
+    data = ("x" * 10 + character).encode()
     for end in range(10, len(data) + 1):
         assert find_form(data[:end], is_whole=False).codec == "utf-8"
         assert find_wrong_utf8(data[:end], is_whole=True) == (10 if 10 < end < len(data) else None)
 
 
 @pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
-def test_wide_encodings_without_a_mark_are_text_only_if_they_are_named(codec: str) -> None:
+def test_wide_encodings_without_a_mark_must_be_requested(codec: str) -> None:
     data = "hello\nworld\n".encode(codec)
     with pytest.raises(RequestFailure, match="not text"):
         find_form(data)
@@ -103,7 +94,7 @@ def test_wide_encodings_without_a_mark_are_text_only_if_they_are_named(codec: st
         ("“quoted” – it’s 5 €\n", "cp1252", "cp1252"),
     ],
 )
-def test_other_encodings_are_guessed_by_what_reads_best(text: str, codec: str, guess: str) -> None:
+def test_other_encodings_are_guessed_from_their_content(text: str, codec: str, guess: str) -> None:
     form = find_form(text.encode(codec))
     assert (form.codec, form.is_guess) == (guess, True)
     assert form.decode(text.encode(codec)) == text
@@ -114,7 +105,7 @@ def test_other_encodings_are_guessed_by_what_reads_best(text: str, codec: str, g
     assert find_form(damaged).decode(damaged) == CHINESE + "\ufffd\ufffd\n" + CHINESE
 
 
-def test_a_guess_looks_at_what_is_no_utf_8_however_far_in_it_is() -> None:
+def test_a_guess_uses_invalid_utf_8_at_any_offset() -> None:
     assert find_form(b"x" * BINARY_SAMPLE + b"\0").codec == "utf-8", "a NUL there is left to the tool that shows it"
     for before in (GUESS_BYTES - 1, GUESS_BYTES, 3 * GUESS_BYTES + 1):
         assert find_form(b"x" * before + CHINESE.encode("gb18030")).codec == "gb18030"
@@ -147,14 +138,14 @@ def test_a_guess_looks_at_what_is_no_utf_8_however_far_in_it_is() -> None:
         "marked-with-nul",
     ],
 )
-def test_what_is_no_text_is_refused_with_its_size(data: bytes) -> None:
+def test_a_binary_file_is_refused_with_its_size(data: bytes) -> None:
     with pytest.raises(RequestFailure) as caught:
         find_form(data)
     assert (caught.value.code, caught.value.details) == ("BINARY_FILE", {"size": len(data)})
 
 
 @pytest.mark.parametrize(
-    ("data", "asked", "codec", "bom"),
+    ("data", "requested", "codec", "bom"),
     [
         (b"", "utf-8-sig", "utf-8", codecs.BOM_UTF8),
         (b"old", "utf-8-sig", "utf-8", b""),
@@ -166,8 +157,10 @@ def test_what_is_no_text_is_refused_with_its_size(data: bytes) -> None:
         (b"", "utf-16-le", "utf-16-le", b""),
     ],
 )
-def test_a_codec_that_writes_its_own_mark_is_taken_apart(data: bytes, asked: str, codec: str, bom: bytes) -> None:
-    form = find_form(data, asked)
+def test_a_codec_with_a_byte_order_mark_is_split_into_codec_and_mark(
+    data: bytes, requested: str, codec: str, bom: bytes
+) -> None:
+    form = find_form(data, requested)
     assert (form.codec, form.bom) == (codec, bom)
     assert form.encode("é") == "é".encode(codec)
 
@@ -176,39 +169,41 @@ def test_a_codec_that_writes_its_own_mark_is_taken_apart(data: bytes, asked: str
     "name",
     ["rot13", "hex", "base64", "zlib", "idna", "punycode", "unicode_escape", "nope", "", "../os", "a" * 41, "é", "a b"],
 )
-def test_what_is_no_codec_of_text_files_is_refused(name: str) -> None:
+def test_an_unknown_or_unsafe_codec_is_refused(name: str) -> None:
     with pytest.raises(RequestFailure, match="there is no text encoding") as caught:
         check_codec(name)
     assert caught.value.code == "INVALID_ARGUMENTS"
 
 
-def test_every_codec_that_is_let_in_reads_and_writes_text() -> None:
-    taken = []
+def test_every_accepted_codec_reads_and_writes_text() -> None:
+    codecs_read = []
     for name in sorted(set(aliases.values())):
         try:
             form = find_form(b"", name)
         except RequestFailure:
             continue
-        taken.append(name)
+        codecs_read.append(name)
         assert form.decode(form.bom + form.encode("a\n1")) == "a\n1"
         assert isinstance(find_form(b"\xff\x1b$B\n", name).decode(b"\xff\x1b$B\n"), str)
-    assert len(taken) > 80
+    assert len(codecs_read) > 80
 
 
 @given(data=st.binary(max_size=300))
-def test_anything_at_all_is_text_in_a_form_that_reads_it_or_is_refused(data: bytes) -> None:
-    form = form_or_code(data)
-    if isinstance(form, str):
-        assert form == "BINARY_FILE"
-    else:
-        assert form.encode("a\n")
-        assert isinstance(form.decode(data), str)
+def test_any_bytes_are_decoded_or_refused_as_binary(data: bytes) -> None:
+    try:
+        form = find_form(data)
+    except RequestFailure as failure:
+        if failure.code == "BINARY_FILE":
+            return
+        raise
+    assert form.encode("a\n")
+    assert isinstance(form.decode(data), str)
 
 
-def test_a_picture_is_known_by_its_beginning_and_half_a_magic_number_is_no_type() -> None:
+def test_an_image_is_detected_only_by_its_complete_magic_number() -> None:
     for head in (PNG, b"GIF89a", b"\xff\xd8\xff\xe0", b"RIFF\0\0\0\0WEBP"):
-        found = find_type(head)
-        assert found is not None
-        assert found.medium == "image"
+        file_type = find_type(head)
+        assert file_type is not None
+        assert file_type.medium == "image"
     for head in (b"", b"RIFF", b"RIFF\0\0\0\0WAVE", b"MZ text", b"BMW", b"PK zip", b"!<arch>", b"%PD", b"ustar"):
         assert find_type(head) is None

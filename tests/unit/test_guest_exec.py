@@ -20,7 +20,7 @@ def capture(stdout: int = 0, stderr: int = 0, merged: int = 0) -> dict[str, int]
     return {"stdout": stdout, "stderr": stderr, "merged": merged}
 
 
-def test_stdin_is_the_rest_of_the_body_and_a_signal_is_no_exit_code(guest: Guest) -> None:
+def test_stdin_follows_the_script_and_a_signal_is_not_an_exit_code(guest: Guest) -> None:
     data = bytes(range(256)) * 9000
     assert guest.run("cat", stdin=data, capture=capture(stdout=4 << 20)).bytes_of("stdout") == data
     assert guest.run("cat; echo end").bytes_of("stdout") == b"end\n"
@@ -36,7 +36,7 @@ def test_argv_runs_without_a_shell(guest: Guest) -> None:
     assert done.bytes_of("stdout") == b"a b|$HOME|"
 
 
-def test_a_program_gets_three_descriptors_a_session_and_a_clean_environment(guest: Guest) -> None:
+def test_a_program_has_three_descriptors_an_own_session_and_a_clean_environment(guest: Guest) -> None:
     done = guest.run(
         "ls /proc/self/fd | wc -l; ps -o sid= -p $$ | tr -d ' '; echo $$; umask; env | sort", env={"MINE": "1"}
     )
@@ -85,21 +85,23 @@ def test_no_signal_is_blocked_or_ignored(guest: Guest) -> None:
         ({"script": b"#" * 131_071}, None),
     ],
 )
-def test_what_cannot_run_is_refused_with_its_code(guest: Guest, fields: dict[str, Any], code: str | None) -> None:
+def test_an_invalid_exec_request_is_refused_with_its_code(
+    guest: Guest, fields: dict[str, Any], code: str | None
+) -> None:
     done = guest.run(**{"script": "true", **fields})
     assert done.code == code, done.header
     assert guest.wait_alone()
 
 
-def test_caps_are_exact_head_a_quarter_tail_the_rest(guest: Guest) -> None:
+def test_captured_output_keeps_a_quarter_head_and_the_rest_as_tail(guest: Guest) -> None:
     done = guest.run("seq 1 100000; head -c 5000 /dev/zero >&2", capture=capture(1000, 4, 0))
-    whole = "".join(f"{n}\n" for n in range(1, 100001)).encode()
-    assert done.bytes_of("stdout") == whole[:250] + whole[-750:]
-    assert done["streams"]["stdout"] == {"total": len(whole), "head": 250, "tail": 750}
+    expected = "".join(f"{n}\n" for n in range(1, 100001)).encode()
+    assert done.bytes_of("stdout") == expected[:250] + expected[-750:]
+    assert done["streams"]["stdout"] == {"total": len(expected), "head": 250, "tail": 750}
     assert done["streams"]["stderr"] == {"total": 5000, "head": 1, "tail": 3}
 
 
-def test_merged_alone_keeps_the_order_of_the_writes(guest: Guest) -> None:
+def test_the_merged_stream_keeps_the_order_of_the_writes(guest: Guest) -> None:
     done = guest.run("for i in $(seq 200); do echo o$i; echo e$i >&2; done", capture=capture(merged=100_000))
     assert done.bytes_of("merged").decode().split() == [f"{kind}{n}" for n in range(1, 201) for kind in "oe"]
     assert done["streams"].keys() == {"merged"}
@@ -108,7 +110,7 @@ def test_merged_alone_keeps_the_order_of_the_writes(guest: Guest) -> None:
     assert (done.bytes_of("stdout"), done.bytes_of("stderr")) == (b"one\nthree\n", b"two\n")
 
 
-def test_a_stream_is_sent_as_it_comes_and_then_only_counted(guest: Guest) -> None:
+def test_a_stream_is_sent_up_to_its_limit_and_then_only_counted(guest: Guest) -> None:
     call = guest.start_script(
         "mkfifo gate; echo first; read line < gate; seq 100000; echo e >&2", capture={"stream": 5000}
     )
@@ -117,13 +119,13 @@ def test_a_stream_is_sent_as_it_comes_and_then_only_counted(guest: Guest) -> Non
     assert (frame.header["stream"], frame.body) == ("stdout", b"first\n")
     guest.run("echo go > gate")
     done = guest.finish(call)
-    whole = b"first\n" + b"".join(b"%d\n" % n for n in range(1, 100_001))
-    assert frame.body + done.bytes_of("stdout") == whole[:5000]
-    assert done["streams"]["stdout"] == {"total": len(whole), "head": 5000, "tail": 0}
+    expected = b"first\n" + b"".join(b"%d\n" % n for n in range(1, 100_001))
+    assert frame.body + done.bytes_of("stdout") == expected[:5000]
+    assert done["streams"]["stdout"] == {"total": len(expected), "head": 5000, "tail": 0}
     assert done.bytes_of("stderr") == b"e\n"
 
 
-def test_a_stream_without_a_reader_blocks_the_program_and_not_pid_1(guest: Guest) -> None:
+def test_a_stream_without_a_reader_does_not_block_pid_1(guest: Guest) -> None:
     call = guest.start_script("yes", timeout_s=0.5, capture={"stream": 100 << 20})
     done = guest.finish(call)
     assert done["timed_out"] is True

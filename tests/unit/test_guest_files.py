@@ -23,11 +23,11 @@ def read(guest: Guest, path: str, max_bytes: int = 1 << 20) -> Done:
     return guest.request("read_file", path=path, max_bytes=max_bytes, timeout_s=10)
 
 
-def names(guest: Guest) -> list[str]:
+def list_names(guest: Guest) -> list[str]:
     return sorted(path.name for path in guest.workspace.iterdir())
 
 
-def test_what_is_written_is_read(guest: Guest) -> None:
+def test_written_content_is_read_unchanged(guest: Guest) -> None:
     content = bytes(range(256)) * 5000
     done = write(guest, "new/er/file", content)
     assert (done["created"], done["size"], done["mode_bits"]) == (True, len(content), 0o644)
@@ -36,14 +36,14 @@ def test_what_is_written_is_read(guest: Guest) -> None:
     assert (guest.workspace / "new" / "er" / "file").read_bytes() == content
 
 
-def test_a_reader_of_the_old_file_keeps_the_old_file(guest: Guest) -> None:
+def test_an_overwrite_does_not_change_an_open_file(guest: Guest) -> None:
     write(guest, "f", b"old")
     with (guest.workspace / "f").open("rb") as old:
         write(guest, "f", b"new")
         assert old.read() == b"old"
 
 
-def test_append_adds_in_place_and_creates(guest: Guest) -> None:
+def test_append_writes_in_place_or_creates_the_file(guest: Guest) -> None:
     assert write(guest, "log", b"one\n", "append")["created"] is True
     inode = (guest.workspace / "log").stat().st_ino
     done = write(guest, "log", b"two\n", "append")
@@ -52,16 +52,16 @@ def test_append_adds_in_place_and_creates(guest: Guest) -> None:
     assert (guest.workspace / "log").stat().st_ino == inode
 
 
-def test_create_refuses_what_exists_dangling_links_included(guest: Guest) -> None:
+def test_create_refuses_existing_files_and_dangling_links(guest: Guest) -> None:
     assert write(guest, "c", b"1", "create")["created"] is True
     guest.run("ln -s nowhere dangling")
     assert write(guest, "c", b"2", "create").code == "FILE_EXISTS"
     assert write(guest, "dangling", b"2", "create").code == "FILE_EXISTS"
     assert (guest.workspace / "c").read_bytes() == b"1"
-    assert names(guest) == ["c", "dangling"]
+    assert list_names(guest) == ["c", "dangling"]
 
 
-def test_a_link_that_ends_inside_is_written_through_and_stays_a_link(guest: Guest) -> None:
+def test_a_write_through_a_link_keeps_the_link(guest: Guest) -> None:
     guest.run("mkdir d; echo old > d/target; ln -s d/target link; ln -s d/fresh to-be")
     write(guest, "link", b"new")
     write(guest, "to-be", b"made")
@@ -70,7 +70,7 @@ def test_a_link_that_ends_inside_is_written_through_and_stays_a_link(guest: Gues
     assert (guest.workspace / "d" / "fresh").read_bytes() == b"made"
 
 
-def test_every_name_of_a_hard_linked_file_sees_the_write(guest: Guest) -> None:
+def test_a_write_changes_every_hard_link_of_a_file(guest: Guest) -> None:
     guest.run("echo long old content > a; ln a b")
     done = write(guest, "a", b"new")
     assert (done["created"], done["size"]) == (False, 3)
@@ -79,7 +79,7 @@ def test_every_name_of_a_hard_linked_file_sees_the_write(guest: Guest) -> None:
     assert (guest.workspace / "a").read_bytes() == b"longer than it was before"
 
 
-def test_a_file_over_the_limit_is_refused_with_its_size(guest: Guest) -> None:
+def test_a_read_above_the_limit_is_refused_with_the_size(guest: Guest) -> None:
     write(guest, "f", bytes(1001))
     done = read(guest, "f", 1000)
     assert done.code == "FILE_TOO_LARGE"
@@ -97,7 +97,7 @@ def test_a_fifo_is_refused_and_not_opened(guest: Guest) -> None:
     assert guest.finish(writer)["exit_code"] == 0
 
 
-def send(guest: Guest, op: str, path: str) -> Done:
+def send_request(guest: Guest, op: str, path: str) -> Done:
     """Send a file request of any kind for this path."""
     name, _, mode = op.partition(" ")
     if name == "edit_text":
@@ -113,14 +113,8 @@ def send(guest: Guest, op: str, path: str) -> Done:
 
 
 READS = ("read_file", "read_text")
-CHANGES = (
-    "write_file overwrite",
-    "write_file append",
-    "write_text overwrite",
-    "write_text append",
-    "edit_text",
-)
-ALL = (*READS, *CHANGES)
+CHANGES = ("write_file overwrite", "write_file append", "write_text overwrite", "write_text append", "edit_text")
+OPERATIONS = (*READS, *CHANGES)
 
 
 @pytest.mark.parametrize(
@@ -128,29 +122,29 @@ ALL = (*READS, *CHANGES)
     [
         ("d", ("read_file", *CHANGES), "IS_DIRECTORY"),
         (".", CHANGES[:4], "IS_DIRECTORY"),
-        ("f/x", ALL, "NOT_A_DIRECTORY"),
-        ("fifo", ALL, "NOT_A_REGULAR_FILE"),
-        ("sock", ALL, "NOT_A_REGULAR_FILE"),
-        ("/etc/hostname", ALL, "PATH_NOT_ALLOWED"),
-        ("out", ALL, "PATH_NOT_ALLOWED"),
-        ("dev", ALL, "PATH_NOT_ALLOWED"),
-        ("loop", ALL, "PATH_NOT_ALLOWED"),
-        ("d/../../x", ALL, "PATH_NOT_ALLOWED"),
-        ("up/escaped", ALL, "PATH_NOT_ALLOWED"),
+        ("f/x", OPERATIONS, "NOT_A_DIRECTORY"),
+        ("fifo", OPERATIONS, "NOT_A_REGULAR_FILE"),
+        ("sock", OPERATIONS, "NOT_A_REGULAR_FILE"),
+        ("/etc/hostname", OPERATIONS, "PATH_NOT_ALLOWED"),
+        ("out", OPERATIONS, "PATH_NOT_ALLOWED"),
+        ("dev", OPERATIONS, "PATH_NOT_ALLOWED"),
+        ("loop", OPERATIONS, "PATH_NOT_ALLOWED"),
+        ("d/../../x", OPERATIONS, "PATH_NOT_ALLOWED"),
+        ("up/escaped", OPERATIONS, "PATH_NOT_ALLOWED"),
         ("locked/x", CHANGES[:4], "PERMISSION_DENIED"),
         ("readonly", CHANGES, "PERMISSION_DENIED"),
         ("absent", ("read_file", "read_text", "edit_text"), "FILE_NOT_FOUND"),
         ("no/such/folder", ("read_file", "read_text", "edit_text"), "FILE_NOT_FOUND"),
         ("zeros", ("read_text", "write_text append", "edit_text"), "BINARY_FILE"),
         ("sparse", ("read_file", "edit_text"), "FILE_TOO_LARGE"),
-        ("n" * 256, ALL, "INVALID_ARGUMENTS"),
-        ("n" * 5000, ALL, "INVALID_ARGUMENTS"),
-        ("nul\0", ALL, "INVALID_ARGUMENTS"),
-        ("\ud800", ALL, "INVALID_ARGUMENTS"),
-        ("", ALL, "INVALID_ARGUMENTS"),
+        ("n" * 256, OPERATIONS, "INVALID_ARGUMENTS"),
+        ("n" * 5000, OPERATIONS, "INVALID_ARGUMENTS"),
+        ("nul\0", OPERATIONS, "INVALID_ARGUMENTS"),
+        ("\ud800", OPERATIONS, "INVALID_ARGUMENTS"),
+        ("", OPERATIONS, "INVALID_ARGUMENTS"),
     ],
 )
-def test_a_path_that_cannot_be_used_has_the_same_code_in_every_request_and_nothing_changes(
+def test_an_unusable_path_has_the_same_code_in_every_request(
     guest: Guest, path: str, ops: tuple[str, ...], code: str
 ) -> None:
     guest.run(
@@ -158,13 +152,13 @@ def test_a_path_that_cannot_be_used_has_the_same_code_in_every_request_and_nothi
         "ln -s /etc/hostname out; ln -s .. up; ln -s loop loop; ln -s /dev/zero dev; truncate -s 1T sparse; "
         "head -c 99 /dev/zero > zeros; python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"sock\")'"
     )
-    before = names(guest)
-    ends = {op: send(guest, op, path) for op in ops}
-    assert {op: done.code for op, done in ends.items()} == dict.fromkeys(ops, code)
-    assert names(guest) == before
+    before = list_names(guest)
+    replies = {op: send_request(guest, op, path) for op in ops}
+    assert {op: done.code for op, done in replies.items()} == dict.fromkeys(ops, code)
+    assert list_names(guest) == before
     assert not (guest.workspace.parent / "escaped").exists()
     if path == "readonly":
-        assert "use chmod in bash_tool" in ends["write_text overwrite"]["error"]["message"]
+        assert "use chmod in bash_tool" in replies["write_text overwrite"]["error"]["message"]
         assert (guest.workspace / path).read_bytes() == b"r\n"
 
 
@@ -172,7 +166,7 @@ def test_a_path_that_cannot_be_used_has_the_same_code_in_every_request_and_nothi
     ("op", "fields"),
     [("read_file", {"max_bytes": 1 << 62}), ("read_text", {"offset": 10**9, "limit": 1, "max_bytes": 8192})],
 )
-def test_a_read_has_a_limit_and_can_be_cancelled(guest: Guest, op: str, fields: dict[str, int]) -> None:
+def test_a_read_has_a_time_limit_and_can_be_cancelled(guest: Guest, op: str, fields: dict[str, int]) -> None:
     guest.run("yes | head -c 10000 > text; truncate -s 1T text")
     assert guest.request(op, path="text", timeout_s=0.1, **fields).code == "TIMEOUT"
     call = guest.start(op, path="text", timeout_s=60, **fields)

@@ -22,14 +22,14 @@ def harness(tmp_path: Path) -> Harness:
     return Harness(tmp_path)
 
 
-def test_the_newest_come_first_over_all_matches_and_equals_by_path(harness: Harness) -> None:
+def test_matches_are_sorted_by_newest_and_then_by_path(harness: Harness) -> None:
     for name in ("c.py", "d/e.py", "a.py", "b.py"):
         harness.make(name)
     os.utime(harness.workspace / "a.py", (5, 5))
     os.utime(harness.workspace / "b.py", (5, 5))
-    found = harness.glob("*.py", limit=3)
-    assert found.lines == ["d/e.py", "c.py", "a.py"]
-    assert (found["total"], found["shown"], found["cut"]) == (4, 3, False)
+    reply = harness.glob("*.py", limit=3)
+    assert reply.lines == ["d/e.py", "c.py", "a.py"]
+    assert (reply["total"], reply["shown"], reply["cut"]) == (4, 3, False)
 
 
 @pytest.mark.parametrize(
@@ -56,46 +56,46 @@ def test_the_newest_come_first_over_all_matches_and_equals_by_path(harness: Harn
         ("a.py/*", set()),
     ],
 )
-def test_what_a_pattern_matches(harness: Harness, pattern: str, expected: set[str]) -> None:
+def test_a_pattern_matches_the_expected_paths(harness: Harness, pattern: str, expected: set[str]) -> None:
     for name in ("a.py", "src/b.py", "src/deep/c.py", ".cfg/d.py", "src/deep/x.tar.gz", ".git/config", "src/.hg/e.py"):
         harness.make(name)
     assert set(harness.glob(pattern).lines) == expected
 
 
 @pytest.mark.parametrize("name", ["app/[slug]/page.tsx", "a{b}.txt", "what?.md", "*.star", "[", "{open"])
-def test_a_path_that_is_there_matches_itself_whatever_its_characters_stand_for(harness: Harness, name: str) -> None:
+def test_an_existing_path_with_pattern_characters_matches_itself(harness: Harness, name: str) -> None:
     harness.make(name)
     harness.make("文.txt")
     assert harness.glob(name).lines == [name], "not twice"
     assert harness.glob("?.txt").lines == ["文.txt"], "one character in any script"
 
 
-def test_what_ignore_rules_hide_is_counted_and_shown_on_request(harness: Harness) -> None:
+def test_ignored_paths_are_counted_and_included_on_request(harness: Harness) -> None:
     harness.make(".gitignore", "*.log\nbuild/\n!keep.log\n")
     for name in ("a.log", "keep.log", "build/b.log", "build/c/d.log"):
         harness.make(name)
-    found = harness.glob("*.log")
+    reply = harness.glob("*.log")
     # A hidden folder counts once.
-    assert (found.lines, found["ignored"]) == (["keep.log"], 2)
+    assert (reply.lines, reply["ignored"]) == (["keep.log"], 2)
     assert harness.glob("*.log", include_ignored=True)["total"] == 4
 
 
-def test_naming_a_folder_that_is_ignored_lifts_the_rule_for_it(harness: Harness) -> None:
+def test_an_ignored_folder_named_in_the_pattern_is_searched(harness: Harness) -> None:
     harness.make(".gitignore", "node_modules/\n")
     harness.make("node_modules/left/index.js")
     assert harness.glob("node_modules/**/*.js").lines == ["node_modules/left/index.js"]
     assert harness.glob("*", path="node_modules/left").lines == ["node_modules/left/index.js"]
 
 
-def test_a_rule_above_the_folder_that_is_searched_holds(harness: Harness) -> None:
+def test_ignore_rules_of_parent_folders_apply(harness: Harness) -> None:
     harness.make(".gitignore", "/src/gen/*.py\n")
     harness.make("src/gen/a.py")
     harness.make("src/b.py")
-    found = harness.glob("*.py", path="src")
-    assert (found.lines, found["ignored"]) == (["src/b.py"], 1)
+    reply = harness.glob("*.py", path="src")
+    assert (reply.lines, reply["ignored"]) == (["src/b.py"], 1)
 
 
-def test_links_are_listed_and_not_followed(harness: Harness) -> None:
+def test_glob_lists_links_without_following_them(harness: Harness) -> None:
     harness.make("real/a.py")
     (harness.workspace / "link").symlink_to("real")
     (harness.workspace / "out").symlink_to("/etc/passwd")
@@ -105,7 +105,7 @@ def test_links_are_listed_and_not_followed(harness: Harness) -> None:
     assert harness.glob("**", kind="dir").lines == ["real"]
 
 
-def test_kinds_are_files_folders_or_all(harness: Harness) -> None:
+def test_the_kind_selects_files_folders_or_all(harness: Harness) -> None:
     harness.make("d/a")
     os.mkfifo(harness.workspace / "pipe")
     assert set(harness.glob("*", kind="file").lines) == {"d/a"}
@@ -117,7 +117,7 @@ def test_kinds_are_files_folders_or_all(harness: Harness) -> None:
     assert set(harness.glob("**", kind="any").lines) == {".gitignore", "d", "d/empty", "pipe"}
 
 
-def test_an_absolute_pattern_inside_is_split_and_one_outside_refused(harness: Harness) -> None:
+def test_an_absolute_pattern_outside_the_workspace_is_refused(harness: Harness) -> None:
     harness.make("src/a.py")
     assert harness.glob(f"{harness.workspace}/src/*.py").lines == ["src/a.py"]
     assert harness.glob(f"{harness.workspace}/src/a.py").lines == ["src/a.py"]
@@ -125,7 +125,7 @@ def test_an_absolute_pattern_inside_is_split_and_one_outside_refused(harness: Ha
         assert harness.glob(pattern).code == "PATH_NOT_ALLOWED", pattern
 
 
-def test_long_outputs_can_be_searched_but_not_what_the_guest_remembers(harness: Harness) -> None:
+def test_glob_searches_the_output_folder_without_the_guest_state(harness: Harness) -> None:
     (harness.tmp / "t.py").write_text("x")
     assert harness.glob("*.py", path=str(harness.tmp)).lines == [f"{harness.tmp}/t.py"]
     (harness.output / "long.txt").write_text("x")
@@ -133,39 +133,39 @@ def test_long_outputs_can_be_searched_but_not_what_the_guest_remembers(harness: 
     assert harness.glob("**", path=str(harness.output)).lines == [f"{harness.output}/long.txt"]
     for pattern in (".state", f"{harness.output}/.state"):
         assert harness.glob(pattern, path=str(harness.output), kind="any").lines == []
-    for how in ({"path": f"{harness.output}/.state"}, {"path": str(harness.output), "pattern": ".state/*"}):
-        assert harness.glob(**{"pattern": "*", **how}).code == "PATH_NOT_ALLOWED"
+    for fields in ({"path": f"{harness.output}/.state"}, {"path": str(harness.output), "pattern": ".state/*"}):
+        assert harness.glob(**{"pattern": "*", **fields}).code == "PATH_NOT_ALLOWED"
 
 
-def test_a_missing_folder_is_an_error_that_suggests_one(harness: Harness) -> None:
+def test_a_missing_folder_is_reported_with_a_suggestion(harness: Harness) -> None:
     harness.make("source/a.py")
-    found = harness.glob("*.py", path="sorce")
-    assert found.code == "FILE_NOT_FOUND"
-    assert "source" in str(found.failure)
+    reply = harness.glob("*.py", path="sorce")
+    assert reply.code == "FILE_NOT_FOUND"
+    assert "source" in str(reply.failure)
     assert harness.glob("*.py", path="source/a.py").code == "NOT_A_DIRECTORY"
 
 
 @pytest.mark.parametrize("pattern", ["", "  ", "a\0b", "x" * 5000, "[a", "{a,b", "a\\", "[z-a]", "{a,b}" * 12])
-def test_a_pattern_that_is_none_is_refused(harness: Harness, pattern: str) -> None:
+def test_an_invalid_glob_pattern_is_refused(harness: Harness, pattern: str) -> None:
     harness.make("a")
     assert harness.glob(pattern).code == "INVALID_PATTERN"
 
 
-def test_text_beyond_the_budget_is_cut_at_whole_lines(harness: Harness) -> None:
+def test_glob_output_above_max_bytes_is_cut_at_a_line(harness: Harness) -> None:
     for number in range(10):
         harness.make(f"file{number}")
-    found = harness.glob("*", max_bytes=20)
-    assert (found.lines, found["shown"], found["total"], found["cut"]) == (["file9", "file8", "file7"], 3, 10, True)
+    reply = harness.glob("*", max_bytes=20)
+    assert (reply.lines, reply["shown"], reply["total"], reply["cut"]) == (["file9", "file8", "file7"], 3, 10, True)
 
 
-def test_a_walk_that_takes_too_long_gives_a_part_and_says_so(harness: Harness) -> None:
+def test_a_slow_walk_returns_a_partial_result(harness: Harness) -> None:
     for number in range(30):
         harness.make(f"d{number}/f")
-    found = harness.glob("**", timeout_s=1e-6)
-    assert (found["partial"], found.code) == (True, None)
+    reply = harness.glob("**", timeout_s=1e-6)
+    assert (reply["partial"], reply.code) == (True, None)
 
 
-def test_hostile_patterns_are_matched_in_no_time(harness: Harness) -> None:
+def test_a_backtracking_glob_pattern_is_matched_quickly(harness: Harness) -> None:
     harness.make("a" * 250)
     harness.make("/".join("a" * 100))
     for pattern in ("*a" * 100 + "b", "**/a/" * 100 + "b", "?" * 4000, "[a-z]*" * 80 + "!"):
@@ -175,29 +175,26 @@ def test_hostile_patterns_are_matched_in_no_time(harness: Harness) -> None:
 @pytest.mark.parametrize(
     "rules", ["x" * 50_000 + "*?", "\n".join(f"*{n}?b" for n in range(20_000)), "x" * 9000 + "{a,b}" * 9]
 )
-def test_a_hostile_rule_file_does_not_stop_a_search(harness: Harness, rules: str) -> None:
+def test_a_hostile_gitignore_file_does_not_stop_a_search(harness: Harness, rules: str) -> None:
     harness.make(".gitignore", rules + "\n")
     harness.make("a", "hit\n")
     assert harness.glob("a").lines == ["a"]
     assert harness.grep("hit").lines == ["a:1: hit"]
 
 
-# patterns
-
-
 @given(st.text(st.characters(exclude_characters="\0/"), min_size=1, max_size=20))
-def test_a_name_escaped_matches_itself_alone(name: str) -> None:
+def test_an_escaped_name_matches_only_itself(name: str) -> None:
     globs = Globs(["".join(f"\\{char}" for char in name)], "the pattern") if name not in (".", "..") else None
     assert globs is None or (globs.match(name), globs.match(name + "x")) == (True, False)
 
 
 @given(st.text(st.sampled_from("ab*?[]{},!\\/-"), max_size=15))
-def test_any_text_is_a_pattern_or_a_failure(text: str) -> None:
+def test_any_text_is_a_valid_pattern_or_refused(text: str) -> None:
     with contextlib.suppress(RequestFailure):
         Globs([text], "the pattern").match("a/b")
 
 
-def test_braces_are_expanded_and_lists_cut_at_their_own_commas() -> None:
+def test_braces_are_expanded_and_lists_split_at_top_level_commas() -> None:
     globs = Globs(["a{b,c{d,e}}f{,g}"], "the pattern")
     names = {"abf", "abfg", "acdf", "acdfg", "acef", "acefg"}
     assert set(globs.names) == names
@@ -207,14 +204,14 @@ def test_braces_are_expanded_and_lists_cut_at_their_own_commas() -> None:
 
 
 @given(st.lists(st.binary(max_size=600), max_size=30))
-def test_names_reported_are_few_short_and_on_one_line(names: list[bytes]) -> None:
+def test_reported_names_are_bounded_and_on_one_line(names: list[bytes]) -> None:
     result = build_names(names)
     assert len(result) == min(len(names), MAX_NAMES)
     assert all(len(name) <= MAX_NAME_CHARS and "\n" not in name for name in result)
 
 
 @needs_namespace
-def test_a_running_guest_serves_it_from_the_folder_the_last_command_went_to(shared_guest: Guest) -> None:
+def test_glob_starts_in_the_folder_of_the_last_command(shared_guest: Guest) -> None:
     shared_guest.run("mkdir -p a/b; touch a/b/f.py top.py")
     done = shared_guest.request("glob", pattern="*.py", path=".", kind="file", limit=100, max_bytes=1000, timeout_s=10)
     assert set(done.bytes_of("lines").split()) == {b"a/b/f.py", b"top.py"}

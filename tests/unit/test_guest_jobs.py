@@ -28,34 +28,34 @@ def guest() -> Iterator[Guest]:
 
 def start(guest: Guest, script: str, **fields: object) -> Done:
     raw = script.encode()
-    wanted = {"script_bytes": len(raw), "label": "a job", "wait_ms": 0, "max_bytes": 10_000, "timeout_s": 10}
-    return guest.request("job_start", raw, **{**wanted, **fields})
+    defaults = {"script_bytes": len(raw), "label": "a job", "wait_ms": 0, "max_bytes": 10_000, "timeout_s": 10}
+    return guest.request("job_start", raw, **{**defaults, **fields})
 
 
-def ask(guest: Guest, verb: str, job: str = "job-1", body: bytes = b"", **fields: object) -> Done:
-    most = {} if verb == "input" else {"max_bytes": 10_000}
-    return guest.request(f"job_{verb}", body, **{"job": job, "timeout_s": 10, **most, **fields})
+def send_job_request(guest: Guest, verb: str, job: str = "job-1", body: bytes = b"", **fields: object) -> Done:
+    limit = {} if verb == "input" else {"max_bytes": 10_000}
+    return guest.request(f"job_{verb}", body, **{"job": job, "timeout_s": 10, **limit, **fields})
 
 
-def read_until(guest: Guest, wanted: bytes, output: bytes = b"", job: str = "job-1") -> bytes:
+def read_until(guest: Guest, expected: bytes, output: bytes = b"", job: str = "job-1") -> bytes:
     """Poll a job until it has printed this text. `output` is its earlier output."""
     give_up_at = time.monotonic() + DEADLINE_S
-    while wanted not in output:
+    while expected not in output:
         assert time.monotonic() < give_up_at, output
-        output += ask(guest, "poll", job).bytes_of("merged")
+        output += send_job_request(guest, "poll", job).bytes_of("merged")
     return output
 
 
-def start_and_hear(guest: Guest, script: str, wanted: bytes = b"up\n", job: str = "job-1") -> None:
+def start_and_await_output(guest: Guest, script: str, expected: bytes = b"up\n", job: str = "job-1") -> None:
     """Start a job and wait until its reply, or that of a poll, contains this output."""
-    read_until(guest, wanted, start(guest, script).bytes_of("merged"), job)
+    read_until(guest, expected, start(guest, script).bytes_of("merged"), job)
 
 
 def wait(condition: Callable[[], bool]) -> None:
     wait_until(condition, DEADLINE_S, "see the condition", 0.002)
 
 
-def programs(guest: Guest, name: str) -> list[int]:
+def find_processes(guest: Guest, name: str) -> list[int]:
     """Return the live processes of this name, by their pids outside the sandbox."""
     return [pid for pid, state in guest.others().items() if state != "Z" and name.encode() in read_proc(pid, "comm")]
 
@@ -63,15 +63,15 @@ def programs(guest: Guest, name: str) -> list[int]:
 pytestmark = needs_namespace
 
 
-def test_a_job_goes_on_when_its_call_has_ended_and_other_calls_run(guest: Guest) -> None:
-    start_and_hear(guest, "echo up; read line; echo got $line; sleep 1000")
+def test_a_job_continues_after_its_call_and_during_other_calls(guest: Guest) -> None:
+    start_and_await_output(guest, "echo up; read line; echo got $line; sleep 1000")
     assert guest.run("echo beside", cwd=None, state="keep").bytes_of("stdout") == b"beside\n"
-    assert ask(guest, "input", body=b"words\n")["pending"] == 0
+    assert send_job_request(guest, "input", body=b"words\n")["pending"] == 0
     assert read_until(guest, b"got words\n") == b"got words\n"
     assert (guest.output / "jobs" / "job-1.log").read_bytes() == b"up\ngot words\n"
 
 
-def test_a_job_starts_from_the_session_and_leaves_it_alone(guest: Guest) -> None:
+def test_a_job_inherits_the_session_state_without_changing_it(guest: Guest) -> None:
     guest.run("mkdir sub; cd sub; export A=1; f() { echo f$A; }", cwd=None, state="keep")
     done = start(guest, "f; pwd; cd /tmp; export A=2; f() { echo g; }", wait_ms=5000)
     assert done.bytes_of("merged").decode() == f"f1\n{guest.workspace}/sub\n"
@@ -79,13 +79,13 @@ def test_a_job_starts_from_the_session_and_leaves_it_alone(guest: Guest) -> None
     assert guest.run("f; pwd", cwd=None, state="keep").bytes_of("stdout").decode() == f"f1\n{guest.workspace}/sub\n"
 
 
-def test_a_killed_job_is_gone_with_all_that_it_has_started(guest: Guest) -> None:
+def test_killing_a_job_ends_all_its_processes(guest: Guest) -> None:
     script = "trap '' TERM; sleep 1001 & (setsid sh -c 'sleep 1002 & exec sleep 1003' &); echo up; wait; sleep 1004"
-    start_and_hear(guest, script)
-    wait(lambda: len(programs(guest, "sleep")) == 3)
-    done = ask(guest, "kill")
+    start_and_await_output(guest, script)
+    wait(lambda: len(find_processes(guest, "sleep")) == 3)
+    done = send_job_request(guest, "kill")
     assert (done["job"]["state"], done["kill"]["survivors"]) == ("killed", 0)
-    assert programs(guest, "sleep") == []
+    assert find_processes(guest, "sleep") == []
     assert guest.wait_alone(), guest.others()
 
 
@@ -99,9 +99,9 @@ _KEEPER_CANNOT_KILL = (
 
 def test_pid_1_kills_the_processes_that_survive_a_job_kill_before_it_answers() -> None:
     with running_guest(idle_s=0.05, faults=_KEEPER_CANNOT_KILL) as guest:
-        start_and_hear(guest, "trap '' TERM; sleep 1000 & echo up; wait; sleep 1000")
-        done = ask(guest, "kill")
-        assert programs(guest, "sleep") == []
+        start_and_await_output(guest, "trap '' TERM; sleep 1000 & echo up; wait; sleep 1000")
+        done = send_job_request(guest, "kill")
+        assert find_processes(guest, "sleep") == []
         assert (done["job"]["state"], done["kill"]["survivors"]) == ("killed", 0)
         assert done["kill"]["signalled"] >= 2
         job = guest.request("job_list", timeout_s=5)["jobs"][0]
@@ -109,120 +109,120 @@ def test_pid_1_kills_the_processes_that_survive_a_job_kill_before_it_answers() -
         assert guest.wait_alone(), guest.others()
 
 
-def test_a_killed_job_may_say_its_last_words(guest: Guest) -> None:
-    start_and_hear(guest, "trap 'echo bye; exit 5' TERM; echo up; while :; do sleep 0.01; done")
-    done = ask(guest, "kill")
+def test_a_killed_job_can_print_in_its_sigterm_handler(guest: Guest) -> None:
+    start_and_await_output(guest, "trap 'echo bye; exit 5' TERM; echo up; while :; do sleep 0.01; done")
+    done = send_job_request(guest, "kill")
     assert (b"bye\n" in done.bytes_of("merged"), done["job"]["exit_code"]) == (True, 5)
 
 
-def test_a_job_survives_the_limits_and_kills_of_other_calls(guest: Guest) -> None:
-    start_and_hear(guest, "echo up; read line; echo alive")
+def test_a_job_survives_timeouts_and_kills_of_other_calls(guest: Guest) -> None:
+    start_and_await_output(guest, "echo up; read line; echo alive")
     assert guest.run("sleep 1000 & setsid sleep 1000", timeout_s=0.2)["kill"]["survivors"] == 0
     assert guest.run("setsid sleep 1000 & kill -9 $PPID; sleep 1000").code == "INTERNAL"
     assert guest.run("setsid sleep 1000 & kill -STOP $PPID; sleep 1000", timeout_s=0.2)["kill"]["survivors"] == 0
-    ask(guest, "input", body=b"\n")
+    send_job_request(guest, "input", body=b"\n")
     read_until(guest, b"alive\n")
 
 
-def test_an_attacker_who_kills_a_jobs_keeper_leaves_nothing_of_it(guest: Guest) -> None:
+def test_killing_the_supervisor_of_a_job_ends_all_its_processes(guest: Guest) -> None:
     start(guest, "setsid sleep 1000 & sleep 1001 & echo up; kill -9 $PPID; sleep 1002")
     wait(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "lost")
-    wait(lambda: programs(guest, "sleep") == [])
-    assert ask(guest, "poll")["job"]["state"] == "lost"
-    assert ask(guest, "kill")["kill"] is None
+    wait(lambda: find_processes(guest, "sleep") == [])
+    assert send_job_request(guest, "poll")["job"]["state"] == "lost"
+    assert send_job_request(guest, "kill")["kill"] is None
     assert guest.wait_alone(), guest.others()
 
 
-def test_a_stopped_keeper_is_woken_by_the_next_request(guest: Guest) -> None:
+def test_a_stopped_job_supervisor_is_resumed_by_the_next_request(guest: Guest) -> None:
     start(guest, "until [ -e go ]; do sleep 0.01; done; kill -STOP $PPID; echo up; sleep 1000")
     # Not by a request: PID 1 would be stopped while serving that request.
     (guest.workspace / "go").touch()
     wait(lambda: "T" in guest.others().values())
     read_until(guest, b"up")
-    assert ask(guest, "kill")["kill"]["survivors"] == 0
+    assert send_job_request(guest, "kill")["kill"]["survivors"] == 0
 
 
-def test_the_end_of_a_job_waits_to_be_reported_with_what_it_printed(guest: Guest) -> None:
+def test_an_ended_job_keeps_its_exit_code_and_output_for_a_poll(guest: Guest) -> None:
     start(guest, "read line; echo last; exit 7")
-    ask(guest, "input", body=b"go\n")
+    send_job_request(guest, "input", body=b"go\n")
     wait(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "exited")
-    done = ask(guest, "poll")
+    done = send_job_request(guest, "poll")
     assert (done["job"]["exit_code"], done.bytes_of("merged")) == (7, b"last\n")
-    again = ask(guest, "poll")
-    assert (again["job"]["exit_code"], again.bytes_of("merged")) == (7, b"")
+    second_poll = send_job_request(guest, "poll")
+    assert (second_poll["job"]["exit_code"], second_poll.bytes_of("merged")) == (7, b"")
     assert guest.wait_alone(), guest.others()
-    assert ask(guest, "input", body=b"x").code == "INVALID_ARGUMENTS"
+    assert send_job_request(guest, "input", body=b"x").code == "INVALID_ARGUMENTS"
 
 
-def test_an_end_that_is_read_with_an_older_answer_stays_the_end(guest: Guest) -> None:
+def test_a_job_end_read_together_with_an_older_reply_is_not_lost(guest: Guest) -> None:
     start(guest, "read line; exit 7")
-    shells = programs(guest, "bash")
+    shells = find_processes(guest, "bash")
     # While the host takes nothing, PID 1 leaves what keepers say in their pipes: here the answer, and then the end.
-    long = guest.start_script("head -c 1000000 /dev/zero")
+    streaming_call = guest.start_script("head -c 1000000 /dev/zero")
     select.select([guest.pipes[1]], [], [], DEADLINE_S)
-    fed = guest.start("job_input", b"go\n", job="job-1", timeout_s=10)
+    input_call = guest.start("job_input", b"go\n", job="job-1", timeout_s=10)
     wait(lambda: not set(shells) & set(guest.others()))
-    assert (guest.finish(long)["exit_code"], guest.finish(fed)["job"]["state"]) == (0, "running")
+    assert (guest.finish(streaming_call)["exit_code"], guest.finish(input_call)["job"]["state"]) == (0, "running")
     wait(lambda: guest.request("job_list", timeout_s=5)["jobs"][0]["state"] == "exited")
 
 
-def test_polls_that_follow_the_end_at_once_are_all_answered(guest: Guest) -> None:
+def test_concurrent_polls_at_the_end_of_a_job_are_all_answered(guest: Guest) -> None:
     start(guest, "true")
     calls = [guest.start("job_poll", job="job-1", max_bytes=10, timeout_s=10) for _ in range(30)]
     assert {guest.finish(call)["job"]["state"] for call in calls} <= {"running", "exited"}
-    wait(lambda: ask(guest, "poll")["job"]["state"] == "exited")
+    wait(lambda: send_job_request(guest, "poll")["job"]["state"] == "exited")
 
 
-def test_a_job_lives_as_long_as_anything_of_it(guest: Guest) -> None:
+def test_a_job_runs_until_its_last_process_ends(guest: Guest) -> None:
     start(guest, "sleep 1000 & exit 3")
-    wait(lambda: ask(guest, "poll")["job"]["exit_code"] == 3)
-    assert ask(guest, "poll")["job"]["state"] == "running"
-    assert ask(guest, "kill")["kill"]["signalled"] >= 1
+    wait(lambda: send_job_request(guest, "poll")["job"]["exit_code"] == 3)
+    assert send_job_request(guest, "poll")["job"]["state"] == "running"
+    assert send_job_request(guest, "kill")["kill"]["signalled"] >= 1
     assert guest.wait_alone(), guest.others()
 
 
-def test_input_that_is_not_read_is_kept_up_to_a_bound_and_then_refused(guest: Guest) -> None:
+def test_unread_job_input_above_the_limit_is_refused(guest: Guest) -> None:
     start(guest, "sleep 1000")
-    assert ask(guest, "input", body=bytes(600_000))["pending"] > 0
-    refused = ask(guest, "input", body=bytes(600_000))
+    assert send_job_request(guest, "input", body=bytes(600_000))["pending"] > 0
+    refused = send_job_request(guest, "input", body=bytes(600_000))
     assert refused.code == "INVALID_ARGUMENTS"
     assert "has not read" in refused["error"]["message"]
-    assert ask(guest, "kill")["kill"]["survivors"] == 0
-    start_and_hear(guest, "exec <&-; echo up; sleep 1000", job="job-2")
-    assert "closed its standard input" in ask(guest, "input", "job-2", body=b"x")["error"]["message"]
-    assert ask(guest, "poll", "job-2")["job"]["state"] == "running"
-    assert "no job 'job-9'" in ask(guest, "poll", "job-9")["error"]["message"]
-    assert ask(guest, "kill", "../x").code == "INVALID_ARGUMENTS"
+    assert send_job_request(guest, "kill")["kill"]["survivors"] == 0
+    start_and_await_output(guest, "exec <&-; echo up; sleep 1000", job="job-2")
+    assert "closed its standard input" in send_job_request(guest, "input", "job-2", body=b"x")["error"]["message"]
+    assert send_job_request(guest, "poll", "job-2")["job"]["state"] == "running"
+    assert "no job 'job-9'" in send_job_request(guest, "poll", "job-9")["error"]["message"]
+    assert send_job_request(guest, "kill", "../x").code == "INVALID_ARGUMENTS"
 
 
-def test_input_ends_where_it_is_closed(guest: Guest) -> None:
+def test_closed_job_input_ends_stdin(guest: Guest) -> None:
     start(guest, "ls /proc/self/fd | wc -l; cat; echo end")
-    ask(guest, "input", body=b"one\n")
-    ask(guest, "input", body=b"two\n", close=True)
+    send_job_request(guest, "input", body=b"one\n")
+    send_job_request(guest, "input", body=b"two\n", close=True)
     assert read_until(guest, b"end\n") == b"4\none\ntwo\nend\n", "and a job gets no descriptor of the guest"
 
 
-def test_more_than_a_poll_has_room_for_is_given_by_its_head_and_tail(guest: Guest) -> None:
+def test_job_output_above_the_poll_limit_is_returned_as_head_and_tail(guest: Guest) -> None:
     start(guest, "read line; seq 1 100000; echo end; sleep 1000")
-    ask(guest, "input", body=b"\n")
+    send_job_request(guest, "input", body=b"\n")
     log = guest.output / "jobs" / "job-1.log"
     wait(lambda: log.read_bytes().endswith(b"end\n"))
-    done = ask(guest, "poll", max_bytes=400)
+    done = send_job_request(guest, "poll", max_bytes=400)
     assert done["streams"]["merged"]["total"] == len(log.read_bytes())
     assert done.bytes_of("merged") == log.read_bytes()[:100] + log.read_bytes()[-300:]
 
 
-def test_there_are_at_most_so_many_and_the_ended_make_room(guest: Guest) -> None:
+def test_jobs_above_the_limit_are_refused_until_one_ends(guest: Guest) -> None:
     for number in range(MAX_JOBS):
         assert start(guest, "sleep 1000", label=f"job {number}")["job"]["state"] == "running"
     refused = start(guest, "true")
     assert refused.code == "INVALID_ARGUMENTS"
     assert "kill one of job-1" in refused["error"]["message"]
-    ask(guest, "kill", "job-3")
+    send_job_request(guest, "kill", "job-3")
     assert start(guest, "sleep 1000", wait_ms=10)["job"]["job"] == f"job-{MAX_JOBS + 1}"
-    listed = guest.request("job_list", timeout_s=5)["jobs"]
-    assert [job["job"] for job in listed][:3] == ["job-1", "job-2", "job-4"]
-    assert listed[0]["label"] == "job 0"
+    jobs = guest.request("job_list", timeout_s=5)["jobs"]
+    assert [job["job"] for job in jobs][:3] == ["job-1", "job-2", "job-4"]
+    assert jobs[0]["label"] == "job 0"
 
 
 @pytest.mark.parametrize(
@@ -233,13 +233,13 @@ def test_there_are_at_most_so_many_and_the_ended_make_room(guest: Guest) -> None
         ({"script_bytes": 99}, "INVALID_ARGUMENTS"),
     ],
 )
-def test_a_job_that_cannot_start_is_none(guest: Guest, fields: dict[str, object], code: str) -> None:
+def test_a_job_that_cannot_start_is_refused_and_not_listed(guest: Guest, fields: dict[str, object], code: str) -> None:
     assert start(guest, "true", **fields).code == code
     assert guest.request("job_list", timeout_s=5)["jobs"] == []
     assert guest.wait_alone(), guest.others()
 
 
-def test_a_call_cancelled_while_its_job_starts_ends_the_job(guest: Guest) -> None:
+def test_cancelling_the_start_call_of_a_job_kills_the_job(guest: Guest) -> None:
     script = b"echo > up; sleep 1000"
     call = guest.start(
         "job_start", script, script_bytes=len(script), label="x", wait_ms=9000, max_bytes=10, timeout_s=20
@@ -250,22 +250,22 @@ def test_a_call_cancelled_while_its_job_starts_ends_the_job(guest: Guest) -> Non
     assert guest.wait_alone(), guest.others()
 
 
-@example(pieces=[b"0123456789" * 3] * 10, most=20)
-@given(pieces=st.lists(st.binary(min_size=1, max_size=30), max_size=30), most=st.integers(4, 60))
-def test_a_log_keeps_its_end_and_counts_what_it_dropped(
-    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], most: int
+@example(pieces=[b"0123456789" * 3] * 10, max_bytes=20)
+@given(pieces=st.lists(st.binary(min_size=1, max_size=30), max_size=30), max_bytes=st.integers(4, 60))
+def test_a_job_log_keeps_its_end_and_counts_dropped_bytes(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], max_bytes: int
 ) -> None:
     output = tmp_path_factory.mktemp("output")
     log = JobLog(GuestPaths((b"/nowhere",), str(output).encode()), "job-1", 100)
-    whole = b"".join(pieces)
+    written = b"".join(pieces)
     for piece in pieces:
         log.add(piece)
-    head, tail = log.read(0, most)
+    head, tail = log.read(0, max_bytes)
     log_bytes = (output / "jobs" / "job-1.log").read_bytes()
-    assert log.written == len(whole)
+    assert log.written == len(written)
     assert len(log_bytes) < 100 + 80
-    assert log_bytes.endswith(whole[log.dropped :])
-    assert whole.endswith(tail)
-    assert whole.startswith(head) or not head
-    if len(whole) <= most and not log.dropped:
-        assert head + tail == whole
+    assert log_bytes.endswith(written[log.dropped :])
+    assert written.endswith(tail)
+    assert written.startswith(head) or not head
+    if len(written) <= max_bytes and not log.dropped:
+        assert head + tail == written

@@ -19,7 +19,7 @@ def guest() -> Iterator[Guest]:
         yield running
 
 
-_STAYERS = {
+_PERSISTENT_SCRIPTS = {
     "a plain child": "sleep 1000",
     "a double fork": "(setsid sh -c 'sleep 1000 & exec sleep 1001' &) ; sleep 1000",
     "a daemon": (
@@ -35,8 +35,8 @@ _STAYERS = {
 }
 
 
-@pytest.mark.parametrize("script", _STAYERS.values(), ids=_STAYERS.keys())
-def test_at_the_limit_everything_is_killed_and_reaped(guest: Guest, script: str) -> None:
+@pytest.mark.parametrize("script", _PERSISTENT_SCRIPTS.values(), ids=_PERSISTENT_SCRIPTS.keys())
+def test_a_timeout_kills_and_reaps_all_processes(guest: Guest, script: str) -> None:
     started = time.monotonic()
     done = guest.run(script, timeout_s=0.4)
     assert time.monotonic() - started < 5
@@ -48,11 +48,11 @@ def test_at_the_limit_everything_is_killed_and_reaped(guest: Guest, script: str)
 
 
 @pytest.mark.parametrize(
-    "leftover", ["sleep 1000 &", "setsid sleep 1000 &", "(setsid sleep 1000 & );", "(while :; do :; done) &"]
+    "background_command", ["sleep 1000 &", "setsid sleep 1000 &", "(setsid sleep 1000 & );", "(while :; do :; done) &"]
 )
-def test_a_leftover_that_holds_stdout_does_not_hold_the_call(guest: Guest, leftover: str) -> None:
+def test_a_background_process_that_holds_stdout_does_not_block_the_call(guest: Guest, background_command: str) -> None:
     started = time.monotonic()
-    done = guest.run(f"{leftover} echo said")
+    done = guest.run(f"{background_command} echo said")
     assert time.monotonic() - started < 5
     assert (done["exit_code"], done["timed_out"], done.bytes_of("stdout")) == (0, False, b"said\n")
     assert (done["kill"]["signalled"], done["kill"]["survivors"]) == (1, 0)
@@ -65,15 +65,15 @@ _BUSY = (
 )
 
 
-@pytest.mark.parametrize("helper", ["cat", f"python3 -c '{_BUSY}'"], ids=["ends", "works"])
-def test_a_helper_that_ends_soon_after_its_program_is_waited_for(guest: Guest, helper: str) -> None:
+@pytest.mark.parametrize("helper", ["cat", f"python3 -c '{_BUSY}'"], ids=["cat", "busy helper"])
+def test_a_helper_that_ends_soon_after_its_program_is_awaited(guest: Guest, helper: str) -> None:
     done = guest.run(f"echo through > >({helper})")
     assert (done.bytes_of("stdout"), done["kill"]) == (b"through\n", None)
 
 
-def test_a_leftover_at_work_that_holds_no_output_is_killed_at_once(guest: Guest) -> None:
-    busy = "import time\nwhile True:\n with open('used','w') as file: print(time.process_time(), file=file)"
-    done = guest.run(f'python3 -c "{busy}" >/dev/null 2>&1 & until [ -s used ]; do :; done; echo said')
+def test_a_busy_background_process_without_stdout_is_killed_at_once(guest: Guest) -> None:
+    program = "import time\nwhile True:\n with open('used','w') as file: print(time.process_time(), file=file)"
+    done = guest.run(f'python3 -c "{program}" >/dev/null 2>&1 & until [ -s used ]; do :; done; echo said')
     assert done.bytes_of("stdout") == b"said\n"
     assert done["kill"]["signalled"] == 1
     assert guest.wait_alone()
@@ -82,7 +82,7 @@ def test_a_leftover_at_work_that_holds_no_output_is_killed_at_once(guest: Guest)
     assert not used or float(used[0]) < 0.3, used
 
 
-def test_a_chain_that_forks_into_new_sessions_faster_than_it_is_found_ends() -> None:
+def test_a_chain_of_forks_into_new_sessions_is_killed() -> None:
     chain = "import os\nwhile True:\n if os.fork(): os._exit(0)\n os.setsid()"
     with running_guest("ulimit -u 80;") as guest:
         done = guest.run(f"for i in 1 2 3; do python3 -c '{chain}' & done; sleep 1000", timeout_s=0.5)
@@ -91,7 +91,7 @@ def test_a_chain_that_forks_into_new_sessions_faster_than_it_is_found_ends() -> 
         assert guest.wait_alone()
 
 
-def test_a_call_that_kills_its_supervisor_is_reported_and_leaves_nothing(guest: Guest) -> None:
+def test_a_call_that_kills_its_supervisor_is_reported_and_leaves_no_process(guest: Guest) -> None:
     done = guest.run("setsid sleep 1000 & kill -9 $PPID; sleep 1000")
     assert done.code == "INTERNAL"
     assert "killed its own supervisor" in done["error"]["message"]
@@ -100,7 +100,7 @@ def test_a_call_that_kills_its_supervisor_is_reported_and_leaves_nothing(guest: 
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["supervisor runs", "supervisor stopped"])
-def test_a_call_ends_at_once_when_it_is_cancelled_and_soon_after_its_limit(guest: Guest, is_stopped: bool) -> None:
+def test_cancel_and_timeout_end_a_call_even_with_a_stopped_supervisor(guest: Guest, is_stopped: bool) -> None:
     attack = "kill -STOP $PPID;" if is_stopped else ""
     guest.run("rm -f running")
     call = guest.start_script(f"{attack} echo $$ > running; setsid sleep 1000 & sleep 1000", timeout_s=DEADLINE_S)
@@ -117,19 +117,19 @@ def test_a_call_ends_at_once_when_it_is_cancelled_and_soon_after_its_limit(guest
     assert guest.wait_alone()
 
 
-def test_a_call_that_kills_all_it_may_leaves_pid_1_serving(guest: Guest) -> None:
+def test_a_call_that_kills_all_its_processes_does_not_stop_pid_1(guest: Guest) -> None:
     done = guest.run("kill -9 -1")
     assert done.code == "INTERNAL"
     assert guest.run("echo alive").bytes_of("stdout") == b"alive\n"
 
 
-def test_no_signal_of_a_program_reaches_pid_1(guest: Guest) -> None:
+def test_pid_1_ignores_signals_of_programs(guest: Guest) -> None:
     for number in (1, 2, 3, 6, 9, 10, 11, 13, 15, 17, 19, 34, 64):
         assert guest.run(f"for i in 1 2 3; do kill -{number} 1; done; true")["exit_code"] == 0
         assert guest.request("ping").header["ev"] == "pong"
 
 
-def test_a_program_can_neither_read_nor_trace_pid_1(guest: Guest) -> None:
+def test_a_program_cannot_read_the_proc_files_of_pid_1(guest: Guest) -> None:
     done = guest.run(
         "cat /proc/1/environ; ls /proc/1/fd; head -c1 /proc/1/mem; cat /proc/$PPID/environ; ls /proc/$PPID/fd"
     )
@@ -137,7 +137,7 @@ def test_a_program_can_neither_read_nor_trace_pid_1(guest: Guest) -> None:
     assert done.bytes_of("stderr").count(b"Permission denied") == 5
 
 
-def test_a_neighbour_survives_a_kill(guest: Guest) -> None:
+def test_killing_one_call_does_not_affect_another_call(guest: Guest) -> None:
     neighbour = guest.start_script(
         "mkfifo gate; sleep 1000 & echo up > up; read line < gate; kill $! && echo spared", timeout_s=60
     )
@@ -152,13 +152,13 @@ def test_a_neighbour_survives_a_kill(guest: Guest) -> None:
     assert guest.wait_alone()
 
 
-def test_at_the_limit_a_program_is_asked_first_and_its_last_words_are_kept(guest: Guest) -> None:
+def test_a_timeout_sends_sigterm_first_and_keeps_the_final_output(guest: Guest) -> None:
     done = guest.run("trap 'echo last words; exit 5' TERM; echo first; while :; do sleep 0.01; done", timeout_s=0.3)
     assert (done["timed_out"], done["exit_code"], done["kill"]["survivors"]) == (True, 5, 0)
     assert done.bytes_of("stdout") == b"first\nlast words\n"
 
 
-def test_the_end_of_stdin_ends_everything() -> None:
+def test_the_end_of_stdin_ends_the_guest() -> None:
     with running_guest() as guest:
         guest.start_script("setsid sleep 1000 & echo $$ > running; sleep 1000", timeout_s=100)
         guest.wait_for_file("running")
@@ -168,7 +168,7 @@ def test_the_end_of_stdin_ends_everything() -> None:
         assert guest.wait_exit() == 0
 
 
-def test_a_kill_between_the_fork_and_the_new_session_of_a_program_spares_its_supervisor() -> None:
+def test_a_kill_before_setsid_does_not_kill_the_supervisor() -> None:
     code = (
         "import os, time; from guest.processes import KillReport, kill_processes, read_descendants\n"
         "child = os.fork() or time.sleep(1000)\n"

@@ -9,11 +9,11 @@ assert GUEST_PARENT
 from guest.files.line_page import LinePage  # noqa: E402
 from guest.files.requests import LINE_CHARS  # noqa: E402
 
-PLENTY = 10**9
+UNLIMITED = 10**9
 
 
 def page_of(
-    text: str, piece: int, offset: int = 1, limit: int = PLENTY, column: int = 1, max_bytes: int = PLENTY
+    text: str, piece: int, offset: int = 1, limit: int = UNLIMITED, column: int = 1, max_bytes: int = UNLIMITED
 ) -> LinePage:
     page = LinePage(offset, limit, column, max_bytes)
     for at in range(0, len(text), piece):
@@ -25,8 +25,8 @@ def page_of(
 def lines_of(text: str) -> list[str]:
     """Return the lines without their ends. CR is a line end only before LF."""
     lines = text.split("\n")
-    ended = [line.removesuffix("\r") for line in lines[:-1]]
-    return ended + ([lines[-1]] if lines[-1] else [])
+    complete_lines = [line.removesuffix("\r") for line in lines[:-1]]
+    return complete_lines + ([lines[-1]] if lines[-1] else [])
 
 
 texts = st.lists(st.sampled_from(["a", "é", "中中", "😀", "\n", "\r\n", "\r", "\0"]), max_size=40).map("".join)
@@ -35,15 +35,15 @@ texts = st.lists(st.sampled_from(["a", "é", "中中", "😀", "\n", "\r\n", "\r
 @given(
     text=texts, piece=st.integers(1, 9), offset=st.integers(1, 12), limit=st.integers(1, 9), column=st.integers(1, 4)
 )
-def test_a_page_is_the_same_for_every_size_of_piece(
+def test_a_page_does_not_depend_on_the_size_of_the_pieces(
     text: str, piece: int, offset: int, limit: int, column: int
 ) -> None:
     page = page_of(text, piece, offset, limit, column)
     lines = lines_of(text)
-    wanted = lines[offset - 1 : offset - 1 + limit]
-    assert page.shown == ([wanted[0][column - 1 :], *wanted[1:]] if wanted else [])
+    expected = lines[offset - 1 : offset - 1 + limit]
+    assert page.shown == ([expected[0][column - 1 :], *expected[1:]] if expected else [])
     assert page.lines == len(lines)
-    assert page.first_length == (len(wanted[0]) if wanted else 0)
+    assert page.first_length == (len(expected[0]) if expected else 0)
     assert page.has_final_newline == (not text or text.endswith("\n"))
     assert (page.newlines, page.crlf, page.has_cr) == (text.count("\n"), text.count("\r\n"), "\r" in text)
     assert not page.is_out_of_room
@@ -52,11 +52,11 @@ def test_a_page_is_the_same_for_every_size_of_piece(
 @given(
     sizes=st.lists(st.integers(0, 3 * LINE_CHARS), max_size=8),
     piece=st.integers(100, 4500),
-    ends=st.sampled_from(["\n", "\r\n"]),
+    line_end=st.sampled_from(["\n", "\r\n"]),
 )
-def test_every_character_of_a_long_line_is_reached_by_its_columns(sizes: list[int], piece: int, ends: str) -> None:
+def test_every_character_of_a_long_line_is_reachable_by_column(sizes: list[int], piece: int, line_end: str) -> None:
     lines = ["".join(chr(0x4E00 + at % 5000) for at in range(size)) for size in sizes]
-    text = "".join(line + ends for line in lines)
+    text = "".join(line + line_end for line in lines)
     for number, line in enumerate(lines, start=1):
         shown, column = "", 1
         while True:
@@ -75,7 +75,7 @@ def test_every_character_of_a_long_line_is_reached_by_its_columns(sizes: list[in
     max_bytes=st.integers(300, 1000),
     piece=st.integers(1, 300),
 )
-def test_going_on_behind_the_last_line_shows_every_line_once_and_never_more_than_allowed(
+def test_consecutive_pages_show_every_line_once_within_the_byte_limit(
     sizes: list[int], max_bytes: int, piece: int
 ) -> None:
     lines = ["é" * (size // 2) + "x" for size in sizes]
@@ -91,8 +91,8 @@ def test_going_on_behind_the_last_line_shows_every_line_once_and_never_more_than
     assert pages == lines
 
 
-def test_nothing_of_a_line_is_kept_beyond_what_is_shown() -> None:
-    page = LinePage(1, 10, 1, PLENTY)
+def test_only_the_shown_part_of_a_long_line_is_stored() -> None:
+    page = LinePage(1, 10, 1, UNLIMITED)
     for _ in range(100):
         page.take("x" * 100_000)
     assert page.lines == 1

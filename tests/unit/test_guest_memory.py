@@ -23,21 +23,20 @@ def {name}(*arguments):
     return real_{name}(*arguments)
 os.{name} = {name}
 """
-_EVER = 1_000_000_000
+_ALWAYS = 1_000_000_000
 
 
 def fail(name: str, condition: str, times: int) -> str:
     return _FAIL.format(name=name, condition=condition, times=times)
 
 
-def scans_fail(times: int) -> str:
-    return fail("listdir", "arguments == ('/proc',)", times)
-
-
-@pytest.mark.parametrize("times", [1, 5, _EVER])
-@pytest.mark.parametrize(("attack", "code"), [("", None), ("kill -9 $PPID;", "INTERNAL")], ids=["limit", "attack"])
-def test_everything_is_killed_when_scans_of_processes_fail(attack: str, code: str | None, times: int) -> None:
-    with running_guest(idle_s=0.05, faults=scans_fail(times)) as guest:
+@pytest.mark.parametrize("times", [1, 5, _ALWAYS])
+@pytest.mark.parametrize(
+    ("attack", "code"), [("", None), ("kill -9 $PPID;", "INTERNAL")], ids=["timeout", "supervisor killed"]
+)
+def test_all_processes_are_killed_when_process_scans_fail(attack: str, code: str | None, times: int) -> None:
+    faults = fail("listdir", "arguments == ('/proc',)", times)
+    with running_guest(idle_s=0.05, faults=faults) as guest:
         done = guest.run(f"setsid sleep 1000 & {attack} sleep 1000", timeout_s=10 if attack else 0.3)
 
         assert (done.code, done.header.get("timed_out", False)) == (code, not attack)
@@ -46,7 +45,7 @@ def test_everything_is_killed_when_scans_of_processes_fail(attack: str, code: st
         assert guest.run("echo well").bytes_of("stdout") == b"well\n"
 
 
-def test_a_failed_scan_of_one_process_hides_no_program_from_a_kill() -> None:
+def test_a_process_with_a_failed_stat_read_is_killed() -> None:
     faults = fail("open", "str(arguments[0]).endswith('/stat')", 14)
     with running_guest(idle_s=0.05, faults=faults) as guest:
         done = guest.run("setsid sleep 1000 & sleep 1000", timeout_s=0.3)
@@ -56,9 +55,9 @@ def test_a_failed_scan_of_one_process_hides_no_program_from_a_kill() -> None:
 
 
 @pytest.mark.parametrize("pipe", ["PID 1", "supervisor"])
-def test_output_arrives_complete_when_pipes_have_no_memory_for_a_while(pipe: str) -> None:
-    is_of = {"PID 1": "arguments[0] == 1", "supervisor": "os.getpid() != 1 and arguments[0] > 2"}[pipe]
-    with running_guest(faults=fail("write", is_of, 20)) as guest:
+def test_output_is_complete_after_temporary_pipe_write_failures(pipe: str) -> None:
+    condition = {"PID 1": "arguments[0] == 1", "supervisor": "os.getpid() != 1 and arguments[0] > 2"}[pipe]
+    with running_guest(faults=fail("write", condition, 20)) as guest:
         done = guest.run("seq 20000")
 
         assert done["exit_code"] == 0
@@ -66,7 +65,7 @@ def test_output_arrives_complete_when_pipes_have_no_memory_for_a_while(pipe: str
 
 
 @pytest.mark.parametrize("error", ["OSError(12, 'Cannot allocate memory')", "MemoryError('no memory')"])
-def test_a_guest_that_cannot_go_on_says_why(error: str) -> None:
+def test_a_fatal_guest_error_is_reported_with_its_reason(error: str) -> None:
     """A request that was read in part cannot be read again: the sandbox ends, with a reason for its calls."""
     faults = f"""
 from guest.frames import FrameDecoder
@@ -83,11 +82,11 @@ FrameDecoder.feed = feed
         assert guest.wait_exit() == 1
 
 
-def test_the_oom_killer_is_offered_what_a_program_started_before_it_was_marked() -> None:
+def test_children_started_before_the_oom_mark_are_marked_too() -> None:
     """On a busy host, a supervisor may mark its program late. Unmarked children would then outlive marked programs of
     other calls.
     """
-    late_mark = """
+    faults = """
 import os, time
 from guest.commands import execution
 mark = execution.offer_to_oom_killer
@@ -97,7 +96,7 @@ def mark_late(pid):
     mark(pid)
 execution.offer_to_oom_killer = mark_late
 """
-    with running_guest(faults=late_mark) as guest:
+    with running_guest(faults=faults) as guest:
         guest.start_script(
             "sleep 1000 & setsid sleep 1000 & (setsid sh -c 'sleep 1000; true' &); echo > started; wait", timeout_s=60
         )

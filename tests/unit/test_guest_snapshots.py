@@ -28,27 +28,27 @@ def folder(paths: GuestPaths) -> Path:
     return Path(os.fsdecode(paths.state)) / "files"
 
 
-def keep(paths: GuestPaths, path: bytes, data: bytes = DATA) -> bool:
+def store(paths: GuestPaths, path: bytes, data: bytes = DATA) -> bool:
     return remember(paths, path, digest_of(data), data, CHANGED_NS)
 
 
-def test_what_was_remembered_last_is_recalled(paths: GuestPaths) -> None:
+def test_the_last_stored_snapshot_is_recalled(paths: GuestPaths) -> None:
     assert recall(paths, b"/w/a") is None
-    keep(paths, b"/w/a")
-    keep(paths, b"/w/a", b"new")
-    keep(paths, b"/w/b\n\xff", b"")
-    found, other = recall(paths, b"/w/a"), recall(paths, b"/w/b\n\xff")
-    assert found is not None
+    store(paths, b"/w/a")
+    store(paths, b"/w/a", b"new")
+    store(paths, b"/w/b\n\xff", b"")
+    snapshot, other = recall(paths, b"/w/a"), recall(paths, b"/w/b\n\xff")
+    assert snapshot is not None
     assert other is not None
-    assert (found.digest, found.data, other.data) == (digest_of(b"new"), b"new", b"")
-    assert found.changed_ns == CHANGED_NS
+    assert (snapshot.digest, snapshot.data, other.data) == (digest_of(b"new"), b"new", b"")
+    assert snapshot.changed_ns == CHANGED_NS
     forget(paths, b"/w/a")
     assert recall(paths, b"/w/a") is None
 
 
-def test_of_a_large_file_only_the_digest_is_kept(paths: GuestPaths) -> None:
+def test_only_the_digest_of_a_large_file_is_stored(paths: GuestPaths) -> None:
     data = bytes(snapshots.MAX_DATA_BYTES + 1)
-    keep(paths, b"/w/a", data)
+    store(paths, b"/w/a", data)
     remember(paths, b"/w/b", digest_of(DATA), None, CHANGED_NS)
     large, digest_only = recall(paths, b"/w/a"), recall(paths, b"/w/b")
     assert large is not None
@@ -57,43 +57,43 @@ def test_of_a_large_file_only_the_digest_is_kept(paths: GuestPaths) -> None:
     assert all(path.stat().st_size < 100 for path in folder(paths).iterdir())
 
 
-def test_all_records_together_are_bounded_and_the_oldest_go_first(
+def test_stored_snapshots_are_bounded_and_the_oldest_evicted(
     paths: GuestPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "_SWEEP_TARGET_BYTES", 300_000)
     monkeypatch.setattr(snapshots, "_SWEEP_PAGES", 20)
     for number in range(100):
-        keep(paths, b"/w/%d" % number, bytes(10_000))
+        store(paths, b"/w/%d" % number, bytes(10_000))
     assert sum(path.stat().st_size for path in folder(paths).iterdir()) < 400_000
     assert recall(paths, b"/w/0") is None
     assert recall(paths, b"/w/99") is not None
 
 
-def test_forged_content_is_not_believed(paths: GuestPaths) -> None:
-    keep(paths, b"/w/a")
+def test_a_modified_snapshot_file_is_not_trusted(paths: GuestPaths) -> None:
+    store(paths, b"/w/a")
     record = next(path for path in folder(paths).iterdir() if path.name != "ledger")
     record.write_bytes(record.read_bytes()[:-1] + b"X")
-    found = recall(paths, b"/w/a")
-    assert found is not None
-    assert found.data is None
+    snapshot = recall(paths, b"/w/a")
+    assert snapshot is not None
+    assert snapshot.data is None
     record.write_bytes(b"short")
     assert recall(paths, b"/w/a") is None
 
 
-def test_a_record_that_cannot_be_replaced_is_dropped(paths: GuestPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(paths, b"/w/a")
+def test_a_snapshot_that_cannot_be_replaced_is_removed(paths: GuestPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(paths, b"/w/a")
 
     def refuse(*_: object) -> int:
         raise OSError("no space")
 
     monkeypatch.setattr(snapshots.os, "write", refuse)
-    assert keep(paths, b"/w/a", b"other") is True
+    assert store(paths, b"/w/a", b"other") is True
     assert recall(paths, b"/w/a") is None
     assert [path.name for path in folder(paths).iterdir()] == ["ledger"], "no half record stays"
 
 
-def test_a_fifo_or_a_link_in_a_records_place_neither_waits_nor_leads_away(paths: GuestPaths, tmp_path: Path) -> None:
-    keep(paths, b"/w/a")
+def test_a_fifo_or_link_in_place_of_a_snapshot_is_ignored(paths: GuestPaths, tmp_path: Path) -> None:
+    store(paths, b"/w/a")
     record = next(path for path in folder(paths).iterdir() if path.name != "ledger")
     record.unlink()
     os.mkfifo(record)
@@ -103,11 +103,11 @@ def test_a_fifo_or_a_link_in_a_records_place_neither_waits_nor_leads_away(paths:
     target.write_bytes(bytes(100))
     record.symlink_to(target)
     assert recall(paths, b"/w/a") is None
-    keep(paths, b"/w/a")
+    store(paths, b"/w/a")
     assert target.read_bytes() == bytes(100)
 
 
-def test_remembering_is_cheap(paths: GuestPaths) -> None:
+def test_storing_a_snapshot_takes_less_than_5_ms(paths: GuestPaths) -> None:
     data = bytes(80_000)
     digest = digest_of(data)
     best = 1.0

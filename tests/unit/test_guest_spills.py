@@ -21,7 +21,7 @@ from guest.processes import read_oom_kills  # noqa: E402
 LIMITS = {"bytes": 1000, "lines": 20}
 
 
-def run(guest: Guest, script: str, **fields: object) -> Done:
+def run_limited(guest: Guest, script: str, **fields: object) -> Done:
     return guest.run(script, **{"spill": LIMITS, "capture": {"stdout": 1000, "stderr": 1000, "merged": 1000}, **fields})
 
 
@@ -43,8 +43,10 @@ def build_spill(output: Path, limit: int = 10) -> Spill:
         ("seq 1000; sleep 1000", True),
     ],
 )
-def test_an_output_that_does_not_fit_lies_whole_in_a_file(shared_guest: Guest, script: str, is_long: bool) -> None:
-    done = run(shared_guest, script, timeout_s=0.3 if "sleep" in script else 10)
+def test_output_above_the_limits_is_stored_completely_in_a_file(
+    shared_guest: Guest, script: str, is_long: bool
+) -> None:
+    done = run_limited(shared_guest, script, timeout_s=0.3 if "sleep" in script else 10)
     assert (done["timed_out"], done["spill_failed"], done["spill"] is not None) == ("sleep" in script, False, is_long)
     if is_long:
         content = Path(done["spill"]["path"]).read_bytes()
@@ -56,10 +58,10 @@ def test_an_output_that_does_not_fit_lies_whole_in_a_file(shared_guest: Guest, s
 
 
 @needs_namespace
-def test_a_place_for_outputs_that_takes_none_fails_no_command(shared_guest: Guest) -> None:
+def test_an_unwritable_output_folder_does_not_fail_a_command(shared_guest: Guest) -> None:
     shared_guest.run(f"chmod 500 {shared_guest.output}", cwd="/")
     try:
-        done = run(shared_guest, "seq 1000; exit 3", cwd=None, state="keep")
+        done = run_limited(shared_guest, "seq 1000; exit 3", cwd=None, state="keep")
         assert (done["exit_code"], done["spill"], done["spill_failed"], done["state"]["outcome"]) == (
             3,
             None,
@@ -70,9 +72,7 @@ def test_a_place_for_outputs_that_takes_none_fails_no_command(shared_guest: Gues
         shared_guest.run(f"chmod 700 {shared_guest.output}", cwd="/")
 
 
-def test_the_oldest_files_make_room_and_no_file_is_larger_than_the_quota(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oldest_output_files_are_removed_above_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outputs, "QUOTA_BYTES", 1000)
     names = []
     for number in range(3):
@@ -90,7 +90,7 @@ def test_the_oldest_files_make_room_and_no_file_is_larger_than_the_quota(
     assert (large.written, large.lines, large.is_whole) == (1000, 200, False)
 
 
-def test_a_file_never_goes_on_behind_a_gap_and_only_files_of_its_own_kind_make_room(
+def test_a_cut_output_file_is_not_continued_and_only_output_files_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outputs, "QUOTA_BYTES", 100)
@@ -116,7 +116,7 @@ def test_a_file_never_goes_on_behind_a_gap_and_only_files_of_its_own_kind_make_r
 
 
 @pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="needs /dev/full")
-def test_a_full_place_keeps_what_there_was_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_on_a_full_disk_is_marked_as_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_open = os.open
     monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777: real_open("/dev/full", os.O_WRONLY))
     spill = build_spill(tmp_path)
@@ -125,11 +125,8 @@ def test_a_full_place_keeps_what_there_was_room_for(tmp_path: Path, monkeypatch:
     assert (spill.written, spill.is_whole) == (0, False)
 
 
-# Live
-
-
 @needs_namespace
-def test_live_output_comes_while_the_program_runs(shared_guest: Guest) -> None:
+def test_live_output_arrives_while_the_program_runs(shared_guest: Guest) -> None:
     call = shared_guest.start_script(
         "rm -f gate; mkfifo gate; echo first; read line < gate; echo second >&2", live=True, max_bytes=10_000
     )
@@ -143,49 +140,46 @@ def test_live_output_comes_while_the_program_runs(shared_guest: Guest) -> None:
 
 @needs_namespace
 @pytest.mark.parametrize(
-    ("script", "most", "total"),
+    ("script", "max_bytes", "total"),
     [
         ("for i in $(seq 200); do echo line $i; done; sleep 0.2; echo more", 500, None),
         ("yes | head -c 20000000", 100 << 20, 20_000_000),
         ("for i in $(seq 300); do echo $i; sleep 0.001; done", 1 << 20, 1092),
     ],
-    ids=["bound", "not watched", "small pieces"],
+    ids=["small limit", "large output", "small pieces"],
 )
-def test_live_output_is_bounded_in_bytes_and_frames_and_holds_no_program(
-    shared_guest: Guest, script: str, most: int, total: int | None
+def test_live_output_is_bounded_and_does_not_block_the_program(
+    shared_guest: Guest, script: str, max_bytes: int, total: int | None
 ) -> None:
-    call = shared_guest.start_script(script, live=True, max_bytes=most)
+    call = shared_guest.start_script(script, live=True, max_bytes=max_bytes)
     frames, sent = 0, 0
     while (frame := shared_guest.next_frame()).header["ev"] == "data":
         is_live = frame.header["stream"] == "live"
         frames, sent = frames + is_live, sent + len(frame.body) * is_live
     done = frame.header
     assert (done["id"], done["exit_code"]) == (call, 0)
-    assert sent == done["live"]["sent"] <= most
+    assert sent == done["live"]["sent"] <= max_bytes
     assert done["live"]["sent"] + done["live"]["dropped"] == done["streams"]["stdout"]["total"]
     assert total in (None, done["streams"]["stdout"]["total"])
     if total == 1092:
         assert (done["live"]["dropped"], 1 < frames < 60) == (0, True), "many small pieces are few frames"
 
 
-# The captured part
-
-
 @given(cap=st.integers(0, 50), pieces=st.lists(st.binary(max_size=70), max_size=12))
-def test_head_and_tail_are_the_first_quarter_and_the_last_three(cap: int, pieces: list[bytes]) -> None:
+def test_the_capture_keeps_the_first_quarter_and_the_last_three_quarters(cap: int, pieces: list[bytes]) -> None:
     capture = Capture(cap)
     for piece in pieces:
         capture.add(piece)
-    whole = b"".join(pieces)
+    data = b"".join(pieces)
     captured = capture.head() + capture.tail()
-    if len(whole) <= cap:
-        assert captured == whole
+    if len(data) <= cap:
+        assert captured == data
     else:
-        assert captured == whole[: cap // 4] + whole[len(whole) - (cap - cap // 4) :]
-    assert capture.sizes() == {"total": len(whole), "head": len(capture.head()), "tail": len(capture.tail())}
+        assert captured == data[: cap // 4] + data[len(data) - (cap - cap // 4) :]
+    assert capture.sizes() == {"total": len(data), "head": len(capture.head()), "tail": len(capture.tail())}
 
 
-def test_memory_is_bounded_by_the_cap_however_small_the_pieces() -> None:
+def test_the_capture_memory_is_bounded_for_small_pieces() -> None:
     capture = Capture(10_000)
     tracemalloc.start()
     try:

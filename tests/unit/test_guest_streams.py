@@ -29,7 +29,7 @@ def stream_request() -> ExecRequest:
 
 
 @pytest.mark.parametrize("slow_s", [0.0, 2 * DRAIN_WINDOW_S])
-def test_what_lies_in_the_pipe_at_the_programs_end_is_sent_however_late_the_last_piece_is_taken(slow_s: float) -> None:
+def test_output_left_in_the_pipe_is_sent_to_a_slow_reader(slow_s: float) -> None:
     read_fd, write_fd = os.pipe()
     fcntl.fcntl(write_fd, _F_SETPIPE_SZ, 4096)
     os.set_blocking(write_fd, False)
@@ -41,27 +41,27 @@ def test_what_lies_in_the_pipe_at_the_programs_end_is_sent_however_late_the_last
     assert writer.is_full, "the pipe to PID 1 took all: nothing is tested"
     os.write(outputs.stdout, b"b" * PIECE)
     outputs.close_write_ends()
-    came: list[bytes] = []
+    received: list[bytes] = []
 
-    def take() -> None:
+    def read_reports() -> None:
         reader = ReportReader()
         threading.Event().wait(slow_s)
         while data := os.read(read_fd, 4096):
-            came.extend(body for _, body in reader.feed(data))
+            received.extend(body for _, body in reader.feed(data))
 
-    taking = threading.Thread(target=take)
-    taking.start()
+    reader_thread = threading.Thread(target=read_reports)
+    reader_thread.start()
     outputs.drain()
     os.close(write_fd)
-    taking.join()
+    reader_thread.join()
     os.close(read_fd)
 
-    assert b"".join(came) == b"a" * PIECE + b"b" * PIECE
+    assert b"".join(received) == b"a" * PIECE + b"b" * PIECE
     assert outputs.sizes()["stdout"] == {"total": 2 * PIECE, "head": 2 * PIECE, "tail": 0}
 
 
 @pytest.mark.parametrize(("size", "is_read", "limit_s"), [(10, False, 20), (200_000, True, 20), (200_000, False, 0.1)])
-def test_a_guest_that_ends_waits_for_its_host_only_while_frames_are_left_and_within_a_limit(
+def test_an_ending_guest_flushes_its_frames_within_a_time_limit(
     monkeypatch: pytest.MonkeyPatch, size: int, is_read: bool, limit_s: float
 ) -> None:
     monkeypatch.setattr(frames, "_LAST_FLUSH_S", limit_s)
@@ -69,10 +69,10 @@ def test_a_guest_that_ends_waits_for_its_host_only_while_frames_are_left_and_wit
     with os.fdopen(source, "rb") as reader, os.fdopen(target, "wb"):
         outbox = Outbox(target)
         outbox.put(bytes(size))
-        reading = threading.Thread(target=reader.read, args=(size if is_read else 0,))
-        reading.start()
-        began = time.monotonic()
+        reader_thread = threading.Thread(target=reader.read, args=(size if is_read else 0,))
+        reader_thread.start()
+        started = time.monotonic()
         outbox.flush_last()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - started < 10
         assert (outbox.size > 0) == (limit_s == 0.1)
-        reading.join()
+        reader_thread.join()

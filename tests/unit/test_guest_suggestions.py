@@ -46,18 +46,18 @@ def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path)
 
 
-def test_the_same_name_elsewhere_comes_before_other_case_a_slip_and_another_suffix(tree: Tree) -> None:
+def test_suggestions_are_ranked_by_similarity(tree: Tree) -> None:
     tree.make("z/main.py", "Main.py", "mian.py", "main.ts", "other.py")
     assert tree.suggest("main.py") == ["z/main.py", "Main.py", "mian.py", "main.ts"]
 
 
-def test_at_most_five_are_suggested_the_nearest_first(tree: Tree) -> None:
+def test_at_most_five_paths_are_suggested_nearest_first(tree: Tree) -> None:
     tree.make(*(f"{letter}/deep/x.py" for letter in "abcdefgh"), "src/deep/x.py")
     assert tree.suggest("src/dep/x.py")[0] == "src/deep/x.py"
     assert len(tree.suggest("src/dep/x.py")) == 5
 
 
-def test_the_path_tried_and_the_working_directory_are_named(tree: Tree) -> None:
+def test_the_message_names_the_path_and_the_working_directory(tree: Tree) -> None:
     (tree.workspace / "sub").mkdir()
     (tree.output / ".state" / "folder").write_bytes(bytes(tree.workspace / "sub"))
     message = missing_file("../a/./gone.txt", tree.paths).message
@@ -67,14 +67,14 @@ def test_the_path_tried_and_the_working_directory_are_named(tree: Tree) -> None:
     assert "no name like it was found" in message
 
 
-def test_a_suggestion_can_be_used_as_it_stands(tree: Tree) -> None:
+def test_a_suggestion_is_valid_from_the_working_directory(tree: Tree) -> None:
     tree.make("sub/notes.txt", "notes.txt")
     (tree.tmp / "notes.txt").write_text("")
     (tree.output / ".state" / "folder").write_bytes(bytes(tree.workspace / "sub"))
     assert set(tree.suggest("x/notes.txt")) == {"notes.txt", f"{tree.workspace}/notes.txt", f"{tree.tmp}/notes.txt"}
 
 
-def test_nothing_outside_is_named_whatever_leads_there(tree: Tree) -> None:
+def test_no_path_outside_the_roots_is_suggested(tree: Tree) -> None:
     secret = tree.workspace.parent / "outside"
     secret.mkdir()
     (secret / "secret.txt").write_text("")
@@ -84,14 +84,14 @@ def test_nothing_outside_is_named_whatever_leads_there(tree: Tree) -> None:
     assert tree.suggest(str(secret / "secrets.txt")) == []
 
 
-def test_the_state_of_the_session_is_not_shown(tree: Tree) -> None:
+def test_files_of_the_guest_state_are_not_suggested(tree: Tree) -> None:
     (tree.output / ".state" / "folder.txt").write_text("")
     (tree.output / "long.txt").write_text("")
     assert tree.suggest("folder.txt") == []
     assert tree.suggest("long.txt") == [f"{tree.output}/long.txt"]
 
 
-def test_names_that_no_line_could_show_are_escaped(tree: Tree) -> None:
+def test_unprintable_names_are_escaped_in_suggestions(tree: Tree) -> None:
     tree.make("dir/a\nb.txt")
     os.mkdir(bytes(tree.workspace) + b"/\xff")
     Path(os.fsdecode(bytes(tree.workspace) + b"/\xff/c\x1b.txt")).write_text("")
@@ -101,18 +101,18 @@ def test_names_that_no_line_could_show_are_escaped(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "d/" * 3000 + "x", "\udcff\udcfe", "-rf", " ", "/", "."])
-def test_no_path_is_too_odd_to_answer(tree: Tree, path: str) -> None:
+def test_any_path_gives_a_bounded_message(tree: Tree, path: str) -> None:
     tree.make("a.txt")
     assert len(missing_file(path, tree.paths).message) < 2000
 
 
-def test_the_look_ends_after_its_time(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_suggestion_search_ends_at_its_time_limit(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggestions, "MAX_S", -1.0)
     tree.make("d/main.py")
     assert tree.suggest("main.py") == []
 
 
-def test_a_deep_path_takes_no_longer_than_the_look_may(tree: Tree) -> None:
+def test_a_deep_path_is_searched_within_the_time_limit(tree: Tree) -> None:
     deep = "d/" * 1000
     subprocess.run(["mkdir", "-p", tree.workspace / deep], check=True)
     started = time.monotonic()
@@ -121,7 +121,7 @@ def test_a_deep_path_takes_no_longer_than_the_look_may(tree: Tree) -> None:
     subprocess.run(["rm", "-rf", tree.workspace], check=True)
 
 
-def test_the_directory_of_the_path_is_looked_at_first(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_the_path_is_searched_first(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggestions, "MAX_ENTRIES", 50)
     tree.make(*(f"a/{number}.bin" for number in range(100)), "deep/er/target.txt")
     assert tree.suggest("deep/er/targt.txt") == ["deep/er/target.txt"]

@@ -22,10 +22,10 @@ from guest.supervisors import (  # noqa: E402
 
 pytestmark = needs_namespace
 
-TELL_SUPERVISOR = "echo $PPID"
+PRINT_SUPERVISOR = "echo $PPID"
 
 
-def supervisor_of(guest: Guest, script: str = TELL_SUPERVISOR, **fields: object) -> bytes:
+def supervisor_of(guest: Guest, script: str = PRINT_SUPERVISOR, **fields: object) -> bytes:
     """Return the pid, inside the sandbox, of the supervisor that serves a call."""
     return guest.run(script, **fields).bytes_of("stdout").split()[-1]
 
@@ -58,7 +58,7 @@ def kernel_state(pid: int) -> dict[str, str]:
     return {line[0]: line[1] for line in lines if line[0] in names}
 
 
-def test_at_rest_pid_1_is_alone(guest: Guest) -> None:
+def test_an_idle_supervisor_ends_after_a_while(guest: Guest) -> None:
     idle_supervisor(guest)
     answered_at = time.monotonic()
     assert guest.wait_alone(), guest.others()
@@ -66,37 +66,35 @@ def test_at_rest_pid_1_is_alone(guest: Guest) -> None:
     assert guest.run("echo again").bytes_of("stdout") == b"again\n"
 
 
-def test_of_parallel_supervisors_one_stays(guest: Guest) -> None:
+def test_only_one_of_several_idle_supervisors_remains(guest: Guest) -> None:
     calls = [guest.start_script("mkfifo gate$$; echo up > up; read line < gate$$", timeout_s=60) for _ in range(4)]
     guest.run("until [ $(ls gate* | wc -l) = 4 ]; do sleep 0.01; done; for gate in gate*; do echo go > $gate; done")
     assert all(guest.finish(call)["exit_code"] == 0 for call in calls)
     wait_for_one(guest)
 
 
-UNCLEAN: dict[str, tuple[str, dict[str, object]]] = {
-    "a limit": (f"{TELL_SUPERVISOR}; sleep 1000", {"timeout_s": 0.3}),
-    "a leftover": (f"sleep 1000 & {TELL_SUPERVISOR}", {}),
-    "an escaped leftover": (f"(setsid sleep 1000 &); {TELL_SUPERVISOR}", {}),
+ENDED_BY_KILL: dict[str, tuple[str, dict[str, object]]] = {
+    "timeout": (f"{PRINT_SUPERVISOR}; sleep 1000", {"timeout_s": 0.3}),
+    "background process": (f"sleep 1000 & {PRINT_SUPERVISOR}", {}),
+    "background process in another session": (f"(setsid sleep 1000 &); {PRINT_SUPERVISOR}", {}),
 }
 
 
-@pytest.mark.parametrize(("script", "fields"), UNCLEAN.values(), ids=UNCLEAN.keys())
-def test_after_a_kill_the_next_call_has_another_supervisor(
-    guest: Guest, script: str, fields: dict[str, object]
-) -> None:
+@pytest.mark.parametrize(("script", "fields"), ENDED_BY_KILL.values(), ids=ENDED_BY_KILL.keys())
+def test_a_call_after_a_kill_has_another_supervisor(guest: Guest, script: str, fields: dict[str, object]) -> None:
     before = supervisor_of(guest, script, **fields)
     assert supervisor_of(guest) == supervisor_of(guest) != before
 
 
-def test_after_a_cancel_the_next_call_has_another_supervisor(guest: Guest) -> None:
-    call = guest.start_script(f"{TELL_SUPERVISOR} > who; sleep 1000", timeout_s=60)
+def test_a_call_after_a_cancel_has_another_supervisor(guest: Guest) -> None:
+    call = guest.start_script(f"{PRINT_SUPERVISOR} > who; sleep 1000", timeout_s=60)
     pid = guest.wait_for_file("who")
     guest.send({"id": call, "op": "cancel"})
     assert guest.finish(call)["cancelled"] is True
     assert supervisor_of(guest) != pid.strip().encode()
 
 
-def test_a_cancel_that_comes_as_the_call_ends_is_not_the_next_calls(guest: Guest) -> None:
+def test_a_cancel_at_the_end_of_a_call_does_not_affect_the_next_call(guest: Guest) -> None:
     for _ in range(30):
         call = guest.start_script("true")
         guest.send({"id": call, "op": "cancel"})
@@ -104,7 +102,7 @@ def test_a_cancel_that_comes_as_the_call_ends_is_not_the_next_calls(guest: Guest
         assert guest.run("echo mine").bytes_of("stdout") == b"mine\n"
 
 
-def test_a_supervisor_is_after_calls_of_all_kinds_as_it_was(guest: Guest) -> None:
+def test_a_supervisor_keeps_no_files_or_state_of_its_calls(guest: Guest) -> None:
     pid = idle_supervisor(guest)
     wait_until(lambda: os.readlink(f"/proc/{pid}/cwd") == "/", DEADLINE_S, "it is at rest", 0.002)
     files, state = open_files(pid), kernel_state(pid)
@@ -129,7 +127,7 @@ def test_a_supervisor_is_after_calls_of_all_kinds_as_it_was(guest: Guest) -> Non
     assert len(files) == 5
 
 
-def test_a_used_supervisor_serves_as_a_new_one(guest: Guest) -> None:
+def test_a_reused_supervisor_behaves_like_a_new_one(guest: Guest) -> None:
     guest.run("true", stdin=b"x", env={"OLD": "1"})
     done = guest.run("cat; ls /proc/self/fd | wc -l; echo ${OLD-none}; umask", stdin=b"stdin\n")
     assert done.bytes_of("stdout") == b"stdin\n4\nnone\n0022\n"
@@ -142,29 +140,29 @@ def test_a_used_supervisor_serves_as_a_new_one(guest: Guest) -> None:
     assert guest.wait_alone(), guest.others()
 
 
-def test_a_supervisor_that_waits_holds_no_descriptor_of_a_running_call(guest: Guest) -> None:
+def test_an_idle_supervisor_has_no_descriptor_of_a_running_call(guest: Guest) -> None:
     running = guest.start_script("mkfifo gate; echo up > up; read line < gate", stdin=b"kept", timeout_s=60)
     guest.wait_for_file("up")
     guest.run("true")
     supervisors = [pid for pid in guest.others() if b"python" in read_proc(pid, "cmdline")]
     assert len(supervisors) == 2
 
-    def held() -> list[set[str]]:
+    def list_open_files() -> list[set[str]]:
         """Return the open files of the waiting process and of the serving process, from 3 on. All share PID 1's
         stderr and /dev/null.
         """
         return sorted(({file for fd, file in open_files(pid).items() if int(fd) > 2} for pid in supervisors), key=len)
 
     # The supervisor closes the files of its last call just after the answer.
-    wait_until(lambda: len(held()[0]) == 2, DEADLINE_S, "its files are closed", 0.002)
-    waiting, serving = held()
+    wait_until(lambda: len(list_open_files()[0]) == 2, DEADLINE_S, "its files are closed", 0.002)
+    waiting, serving = list_open_files()
     assert not serving & waiting
     guest.run("echo go > gate")
     assert guest.finish(running)["exit_code"] == 0
 
 
 @pytest.mark.parametrize("name", ["KILL", "TERM", "USR1", "INT", "STOP"])
-def test_an_attacker_who_signals_the_waiting_supervisor_costs_no_call(guest: Guest, name: str) -> None:
+def test_a_signal_to_the_idle_supervisor_fails_no_call(guest: Guest, name: str) -> None:
     for _ in range(5):
         os.kill(idle_supervisor(guest), signal.Signals[f"SIG{name}"])
         started = time.monotonic()
@@ -174,11 +172,11 @@ def test_an_attacker_who_signals_the_waiting_supervisor_costs_no_call(guest: Gue
     assert guest.wait_alone(), guest.others()
 
 
-def test_a_call_that_its_supervisor_does_not_take_goes_to_another() -> None:
+def test_a_call_that_its_supervisor_does_not_accept_can_be_retried() -> None:
     header = {"id": "0" * 32, "op": "read_file", "body_bytes": 0, "path": "f", "max_bytes": 1, "timeout_s": 60}
     call, progress = Call(header), Progress()
-    ours, theirs = open_channel()
-    supervisor = SupervisorHandle(0, -1, ours, progress, call)
+    own_channel, other_channel = open_channel()
+    supervisor = SupervisorHandle(0, -1, own_channel, progress, call)
     call.prepare()
     call.entrust(supervisor, 0.0)
     assert call.check_delay(supervisor)
@@ -186,12 +184,12 @@ def test_a_call_that_its_supervisor_does_not_take_goes_to_another() -> None:
     progress.take()
     assert not call.check_delay(supervisor)
     assert not call.can_retry(supervisor)
-    ours.close()
-    theirs.close()
+    own_channel.close()
+    other_channel.close()
 
 
 @pytest.mark.parametrize("name", ["STOP", "KILL"])
-def test_an_attacker_who_signals_every_supervisor_gets_every_call_answered(guest: Guest, name: str) -> None:
+def test_every_call_is_answered_while_all_supervisors_are_signalled(guest: Guest, name: str) -> None:
     attack = (
         "import os, signal, time\nopen('up', 'w').write('up\\n')\nend = time.monotonic() + 1.5\nspare = {1, "
         "os.getpid(), os.getppid()}\n"
@@ -209,16 +207,16 @@ def test_an_attacker_who_signals_every_supervisor_gets_every_call_answered(guest
         assert time.monotonic() - started < (3 if name == "STOP" else 7)
         # The call was served, or a signal reached it while it ran, which the reply states.
         if name == "STOP":
-            was_hit = done.header.get("timed_out")
+            was_signalled = done.header.get("timed_out")
         else:
-            was_hit = done.code == "INTERNAL" or done["signal"] == signal.SIGKILL
-        assert was_hit or done.bytes_of("stdout") == b"served\n", done.header
+            was_signalled = done.code == "INTERNAL" or done["signal"] == signal.SIGKILL
+        assert was_signalled or done.bytes_of("stdout") == b"served\n", done.header
     assert guest.finish(running)["exit_code"] == 0
     assert guest.run("echo calm").bytes_of("stdout") == b"calm\n"
     assert guest.wait_alone(), guest.others()
 
 
-def test_a_call_that_kills_its_supervisor_while_another_waits_leaves_nothing(guest: Guest) -> None:
+def test_killing_a_supervisor_while_another_is_idle_leaves_no_process(guest: Guest) -> None:
     running = guest.start_script(
         "mkfifo gate; echo up > up; read line < gate; setsid sleep 1000 & kill -9 $PPID; sleep 1000", timeout_s=60
     )

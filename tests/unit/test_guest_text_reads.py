@@ -34,8 +34,8 @@ def guest(shared_guest: Guest) -> Guest:
 
 
 def read(guest: Guest, path: str, **fields: Any) -> Done:
-    plain = {"offset": 1, "limit": 2000, "max_bytes": 30_000, "timeout_s": 10}
-    return guest.request("read_text", path=path, **{**plain, **fields})
+    defaults = {"offset": 1, "limit": 2000, "max_bytes": 30_000, "timeout_s": 10}
+    return guest.request("read_text", path=path, **{**defaults, **fields})
 
 
 def make(guest: Guest, name: str, content: bytes) -> Path:
@@ -45,11 +45,11 @@ def make(guest: Guest, name: str, content: bytes) -> Path:
     return path
 
 
-def recalled(guest: Guest, path: Path) -> Snapshot | None:
+def recall_snapshot(guest: Guest, path: Path) -> Snapshot | None:
     return recall(GuestPaths((bytes(guest.workspace), bytes(guest.tmp)), bytes(guest.output)), bytes(path))
 
 
-def test_lines_are_sent_and_counted(guest: Guest) -> None:
+def test_the_requested_lines_are_sent_and_all_lines_counted(guest: Guest) -> None:
     path = make(guest, "n", b"".join(b"%d\n" % number for number in range(1, 500_001)) + b"no newline")
     done = read(guest, "n", offset=250_000, limit=3)
     assert done.bytes_of("file") == b"250000\n250001\n250002\n"
@@ -58,7 +58,7 @@ def test_lines_are_sent_and_counted(guest: Guest) -> None:
     assert (done["size"], done["kind"]) == (path.stat().st_size, "text")
 
 
-def test_an_offset_past_the_end_reports_the_lines_and_a_column_the_characters(guest: Guest) -> None:
+def test_an_offset_or_column_past_the_end_reports_the_valid_range(guest: Guest) -> None:
     make(guest, "empty", b"")
     done = read(guest, "empty")
     assert (done["lines"], done["count"], done["size"], done.bytes_of("file")) == (0, 0, 0, b"")
@@ -74,7 +74,7 @@ def test_an_offset_past_the_end_reports_the_lines_and_a_column_the_characters(gu
     )
 
 
-def test_a_line_of_50_mb_is_paged_by_its_columns(guest: Guest) -> None:
+def test_a_line_of_50_mb_is_read_by_columns(guest: Guest) -> None:
     make(guest, "big", b"x" * 50_000_000 + b"end\nnext\n")
     done = read(guest, "big")
     assert (done.bytes_of("file"), done["cuts"]) == (b"x" * 2000 + b"\nnext\n", [[1, 2000, 50_000_003]])
@@ -83,7 +83,7 @@ def test_a_line_of_50_mb_is_paged_by_its_columns(guest: Guest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "mark", "named"),
+    ("codec", "mark", "expected_codec"),
     [
         ("utf-8", b"\xef\xbb\xbf", "utf-8"),
         ("utf-16-le", b"\xff\xfe", "utf-16-le"),
@@ -92,19 +92,19 @@ def test_a_line_of_50_mb_is_paged_by_its_columns(guest: Guest) -> None:
         ("gb18030", b"", "gb18030"),
     ],
 )
-def test_a_file_of_any_encoding_comes_as_utf_8(guest: Guest, codec: str, mark: bytes, named: str) -> None:
+def test_a_file_of_any_encoding_is_sent_as_utf_8(guest: Guest, codec: str, mark: bytes, expected_codec: str) -> None:
     make(guest, "f", mark + CHINESE.encode(codec))
     done = read(guest, "f")
     assert done.bytes_of("file").decode() == CHINESE
     assert (done["encoding"], done["has_bom"], done["is_guess"], done["is_damaged"]) == (
-        named,
+        expected_codec,
         bool(mark),
         not mark,
         False,
     )
 
 
-def test_a_file_is_read_in_the_encoding_that_is_asked_for(guest: Guest) -> None:
+def test_a_file_is_read_in_the_requested_encoding(guest: Guest) -> None:
     make(guest, "f", b"\0\xff\n" + bytes(range(128, 256)) * 100)
     done = read(guest, "f", encoding="latin-1")
     assert (done.bytes_of("file").decode()[:3], done["encoding"]) == ("\0ÿ\n", "iso8859-1")
@@ -112,14 +112,14 @@ def test_a_file_is_read_in_the_encoding_that_is_asked_for(guest: Guest) -> None:
     assert {read(guest, "f", encoding=name).code for name in codecs} <= {None, "INVALID_ARGUMENTS"}
 
 
-def test_a_character_at_the_edge_of_a_block_is_whole(guest: Guest) -> None:
+def test_a_character_at_a_block_boundary_is_decoded_completely(guest: Guest) -> None:
     for shift in range(4):
         make(guest, "f", b"x" * (262_144 - 2 - shift) + b"\n" + "😀😀\n".encode())
         done = read(guest, "f", offset=2)
         assert (done.bytes_of("file").decode(), done["is_guess"]) == ("😀😀\n", False)
 
 
-def test_utf_8_that_breaks_off_or_is_damaged_is_shown_and_said(guest: Guest) -> None:
+def test_damaged_utf_8_is_shown_and_marked(guest: Guest) -> None:
     make(guest, "f", CHINESE.encode() + b"\xff\n" + "中".encode()[:2])
     done = read(guest, "f")
     assert (done.bytes_of("file").decode(), done["encoding"], done["is_damaged"]) == (
@@ -130,7 +130,7 @@ def test_utf_8_that_breaks_off_or_is_damaged_is_shown_and_said(guest: Guest) -> 
     assert read(guest, "f", limit=2)["is_damaged"] is False
 
 
-def test_what_is_not_text_is_described_by_its_type_and_size_and_not_sent(guest: Guest) -> None:
+def test_a_binary_file_is_described_and_not_sent(guest: Guest) -> None:
     make(guest, "prog", b"\x7fELF\x02\x01\x01\0" + b"x" * 100_000)
     make(guest, "p.png", b"\x89PNG\r\n\x1a\n" + bytes(36))
     make(guest, "d.pdf", b"%PDF-1.7\n")
@@ -149,12 +149,12 @@ def test_a_sparse_file_of_1_tb_is_answered_quickly(guest: Guest) -> None:
     done = read(guest, "text", limit=3)
     assert (done.bytes_of("file"), done["is_counted"], done["lines"]) == (b"0\n1\n2\n", False, 5001)
     endless = read(guest, "text", offset=5000)
-    ((line, shown, length),) = endless["cuts"]
-    assert (line, shown, endless["is_counted"], endless["count"], length > 50_000_000) == (5001, 2000, False, 2, True)
+    ((line, cut_at, length),) = endless["cuts"]
+    assert (line, cut_at, endless["is_counted"], endless["count"], length > 50_000_000) == (5001, 2000, False, 2, True)
     assert time.monotonic() - started < 3
 
 
-def test_the_supervisor_of_a_large_read_stays_small(guest: Guest) -> None:
+def test_a_large_read_uses_bounded_memory(guest: Guest) -> None:
     make(guest, "big", b"x" * 60_000_000)
     assert read(guest, "big")["lines"] == 1
     # The supervisor waits for its next call.
@@ -163,7 +163,7 @@ def test_the_supervisor_of_a_large_read_stays_small(guest: Guest) -> None:
     assert peak < 40_000_000
 
 
-def test_a_directory_gives_its_first_hundred_names(guest: Guest) -> None:
+def test_a_folder_lists_its_first_hundred_names(guest: Guest) -> None:
     guest.run("mkdir d d/sub; for n in $(seq -w 1 150); do : > d/f$n; done; : > $'d/a\\nb'")
     done = read(guest, "d")
     names = done.bytes_of("file").decode().splitlines()
@@ -171,8 +171,8 @@ def test_a_directory_gives_its_first_hundred_names(guest: Guest) -> None:
     assert names[:3] == ["a\\nb", "f001", "f002"]
     assert "d/" in read(guest, ".").bytes_of("file").decode().splitlines()
     assert read(guest, "d/sub")["entries"] == 0
-    long = "n" * 250
-    guest.run(f"mkdir long; for n in $(seq 1 100); do : > long/{long}$n; done")
+    long_name = "n" * 250
+    guest.run(f"mkdir long; for n in $(seq 1 100); do : > long/{long_name}$n; done")
     assert len(read(guest, "long", max_bytes=8192).bytes_of("file")) <= 8192
 
 
@@ -195,24 +195,16 @@ def test_a_file_of_any_name_is_read(guest: Guest, name: bytes) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"offset": 0},
-        {"limit": 0},
-        {"column": 0},
-        {"max_bytes": 8191},
-        {"max_bytes": 1 << 21},
-        {"offset": True},
-        {"limit": "5"},
-        {"limit": 10**30},
-        {"encoding": 5},
-        {"mode": "r"},
+        {"offset": 0}, {"limit": 0}, {"column": 0}, {"max_bytes": 8191}, {"max_bytes": 1 << 21}, {"offset": True},
+        {"limit": "5"}, {"limit": 10**30}, {"encoding": 5}, {"mode": "r"},
     ],
-)
-def test_a_wrong_field_is_refused(guest: Guest, fields: dict[str, Any]) -> None:
+)  # fmt: skip
+def test_an_invalid_read_field_is_refused(guest: Guest, fields: dict[str, Any]) -> None:
     make(guest, "f", b"x\n")
     assert read(guest, "f", **fields).code == "INVALID_ARGUMENTS"
 
 
-def test_what_is_remembered_of_a_read(guest: Guest) -> None:
+def test_a_read_stores_a_snapshot_only_of_suitable_files(guest: Guest) -> None:
     """The whole file under its own path; of a large file the digest; nothing of a huge, refused or spilled file."""
     wide, large = b"\xff\xfe" + CHINESE.encode("utf-16-le"), os.urandom(1 << 20).hex().encode()
     path = make(guest, "f", b"a\nb\nc\n")
@@ -220,22 +212,22 @@ def test_what_is_remembered_of_a_read(guest: Guest) -> None:
     for content, data in ((b"a\nb\nc\n", b"a\nb\nc\n"), (wide, wide), (large, None)):
         path.write_bytes(content)
         read(guest, "d/../d/link", limit=1)
-        snapshot = recalled(guest, path)
+        snapshot = recall_snapshot(guest, path)
         assert snapshot is not None
         assert (snapshot.digest, snapshot.data) == (hashlib.sha256(content).digest(), data)
     path.write_bytes(b"x" * (33 << 20))
     read(guest, "f")
-    assert recalled(guest, path) is None, "it is not compared with what it was"
+    assert recall_snapshot(guest, path) is None, "it is not compared with what it was"
     binary, spilled = make(guest, "b", b"\0\0"), guest.output / "spilled"
     spilled.write_text("x\n")
     spilled.chmod(0o644)
     assert read(guest, "b").code == "BINARY_FILE"
     assert read(guest, str(spilled))["lines"] == 1
-    assert [recalled(guest, binary), recalled(guest, spilled)] == [None, None]
+    assert [recall_snapshot(guest, binary), recall_snapshot(guest, spilled)] == [None, None]
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, (1 << 20) - 1, 1 << 20])
-def test_a_digest_is_sha256(size: int) -> None:
+def test_the_file_digest_is_sha256(size: int) -> None:
     data = os.urandom(size)
     digest = new_digest()
     digest.update(data)
@@ -251,7 +243,7 @@ PYTHONS = {sys.executable}.union(
 
 
 @pytest.mark.parametrize("python", sorted(PYTHONS))
-def test_a_digest_needs_no_openssl_in_any_python(python: str) -> None:
+def test_the_file_digest_does_not_import_hashlib(python: str) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from guest.files.sha256 import new_digest; new_digest(); "
         "sys.exit('hashlib' in sys.modules)"
@@ -259,9 +251,9 @@ def test_a_digest_needs_no_openssl_in_any_python(python: str) -> None:
     assert subprocess.run([python, "-I", "-S", "-c", code, str(GUEST_PARENT)], timeout=20, check=False).returncode == 0
 
 
-def test_what_a_command_printed_is_text_whatever_is_in_it(guest: Guest) -> None:
+def test_a_stored_command_output_is_always_read_as_utf_8_text(guest: Guest) -> None:
     spilled = guest.output / "spilled"
-    for content, shown in (
+    for content, expected in (
         (b"\0\x89PNG\n", "\0\ufffdPNG\n"),
         (CHINESE.encode("gb18030"), None),
         (b"%PDF-\n", "%PDF-\n"),
@@ -269,11 +261,11 @@ def test_what_a_command_printed_is_text_whatever_is_in_it(guest: Guest) -> None:
         spilled.write_bytes(content)
         spilled.chmod(0o644)
         done = read(guest, str(spilled))
-        assert done.bytes_of("file").decode() == (content.decode("utf-8", "replace") if shown is None else shown)
+        assert done.bytes_of("file").decode() == (content.decode("utf-8", "replace") if expected is None else expected)
         assert done["encoding"] == "utf-8"
 
 
-def test_a_line_too_far_in_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_beyond_the_seek_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_reads, "SEEK_BYTES", 1 << 20)
     context: Any = LocalContext(Harness(tmp_path).paths(), "file")
     (tmp_path / "ws" / "f").write_bytes(b"line\n" * 500_000)
@@ -284,7 +276,7 @@ def test_a_line_too_far_in_is_not_looked_for(tmp_path: Path, monkeypatch: pytest
     assert caught.value.code == "FILE_TOO_LARGE"
 
 
-def test_a_read_does_not_depend_on_the_folder_that_remembers(guest: Guest) -> None:
+def test_a_read_works_without_the_snapshot_folder(guest: Guest) -> None:
     make(guest, "f", b"x\n")
     read(guest, "f")
     guest.run(f"rm -rf {guest.output}/.state; : > {guest.output}/.state")

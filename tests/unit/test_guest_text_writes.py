@@ -30,7 +30,7 @@ def content(guest: Guest, path: str) -> bytes:
     return (guest.workspace / path).read_bytes()
 
 
-def test_an_overwrite_reports_what_changed_and_keeps_the_mode(guest: Guest) -> None:
+def test_an_overwrite_returns_the_diff_and_keeps_the_file_mode(guest: Guest) -> None:
     write(guest, "f", "one\ntwo\nthree\n")
     (guest.workspace / "f").chmod(0o751)
     done = write(guest, "f", "one\n2\nthree\n")
@@ -40,7 +40,7 @@ def test_an_overwrite_reports_what_changed_and_keeps_the_mode(guest: Guest) -> N
     assert [path.name for path in guest.workspace.iterdir()] == ["f"]
 
 
-def test_a_long_diff_ends_after_60_lines_and_says_so(guest: Guest) -> None:
+def test_a_long_diff_is_cut_after_60_lines_with_a_note(guest: Guest) -> None:
     write(guest, "f", "".join(f"old {number}\n" for number in range(500)))
     lines = output_of(write(guest, "f", "".join(f"new {number}\n" for number in range(500)))).splitlines()
     assert (len(lines), lines[-1]) == (61, "[diff cut: more lines changed than are shown; see the file with read_tool]")
@@ -57,7 +57,7 @@ def test_a_long_diff_ends_after_60_lines_and_says_so(guest: Guest) -> None:
         ("marked\n", "utf-8", b"\xef\xbb\xbf"),
     ],
 )
-def test_an_existing_file_keeps_its_encoding_and_mark(guest: Guest, old: str, codec: str, bom: bytes) -> None:
+def test_an_overwrite_keeps_the_encoding_and_byte_order_mark(guest: Guest, old: str, codec: str, bom: bytes) -> None:
     (guest.workspace / "f").write_bytes(bom + old.encode(codec))
     os.chmod(guest.workspace / "f", 0o666)
     new = old + old[:3]
@@ -66,7 +66,7 @@ def test_an_existing_file_keeps_its_encoding_and_mark(guest: Guest, old: str, co
     assert (done["encoding"], "own encoding" in output_of(done)) == (codec, True)
 
 
-def test_an_encoding_that_is_asked_for_is_taken_or_refused(guest: Guest) -> None:
+def test_a_requested_encoding_is_used_or_refused(guest: Guest) -> None:
     assert write(guest, "f", "é\n", encoding="latin-1")["encoding"] == "iso8859-1"
     assert content(guest, "f") == b"\xe9\n"
     assert write(guest, "g", "日", encoding="latin-1").code == "INVALID_ARGUMENTS"
@@ -74,7 +74,7 @@ def test_an_encoding_that_is_asked_for_is_taken_or_refused(guest: Guest) -> None
     assert not (guest.workspace / "g").exists()
 
 
-def test_append_writes_in_the_files_own_encoding_and_reports_a_joined_line(guest: Guest) -> None:
+def test_append_keeps_the_encoding_and_reports_a_missing_line_end(guest: Guest) -> None:
     (guest.workspace / "f").write_bytes(b"\xff\xfe" + "one".encode("utf-16-le"))
     os.chmod(guest.workspace / "f", 0o666)
     done = write(guest, "f", "+two\n", "append")
@@ -83,19 +83,19 @@ def test_append_writes_in_the_files_own_encoding_and_reports_a_joined_line(guest
     assert (write(guest, "f", "x", "append")["written"], output_of(write(guest, "new", "x", "append"))) == (2, "")
 
 
-def test_other_line_ends_than_the_old_files_are_said_and_are_no_diff(guest: Guest) -> None:
+def test_changed_line_ends_are_reported_without_a_diff(guest: Guest) -> None:
     guest.run(r"printf 'a\r\nb\r\n' > f")
     assert output_of(write(guest, "f", "a\nb\n")) == "[line ends: the file had CRLF, the content has LF]"
 
 
-def test_a_placeholder_is_written_and_warned_of(guest: Guest) -> None:
+def test_a_placeholder_comment_is_written_with_a_warning(guest: Guest) -> None:
     text = "def f():\n    pass\n# ... rest of the code stays the same ...\n"
     assert "[warning: line 3 of the content looks like a placeholder" in output_of(write(guest, "f.py", text))
     assert content(guest, "f.py") == text.encode()
     assert "warning" not in output_of(write(guest, "f.py", text + "x = 1\n")), "it was in the file before"
 
 
-def test_touch_and_our_own_writes_are_no_change(guest: Guest) -> None:
+def test_metadata_changes_and_own_writes_do_not_make_a_file_stale(guest: Guest) -> None:
     write(guest, "f", "one\n")
     guest.run("touch -d 2001-01-01 f; chmod 600 f; cat f > g; mv g f")
     assert write(guest, "./f", "two\n").code is None
@@ -104,7 +104,7 @@ def test_touch_and_our_own_writes_are_no_change(guest: Guest) -> None:
     assert write(guest, "f", "four\n").code is None
 
 
-def test_every_spelling_of_a_path_knows_of_the_same_write(guest: Guest) -> None:
+def test_all_spellings_of_a_path_share_one_snapshot(guest: Guest) -> None:
     guest.run("mkdir -p d/e; ln -s d/f link")
     write(guest, "d/e/../f", "one\n")
     guest.run("echo two > d/f")
@@ -112,7 +112,7 @@ def test_every_spelling_of_a_path_knows_of_the_same_write(guest: Guest) -> None:
     assert write(guest, str(guest.workspace / "d" / "f"), "x").code is None
 
 
-def test_an_append_to_what_another_program_changed_says_so_and_the_change_still_counts(guest: Guest) -> None:
+def test_an_append_to_a_changed_file_reports_it_and_the_file_stays_stale(guest: Guest) -> None:
     write(guest, "f", "one\n")
     guest.run("echo theirs >> f")
     assert output_of(write(guest, "f", "ours\n", "append")) == (
@@ -122,7 +122,7 @@ def test_an_append_to_what_another_program_changed_says_so_and_the_change_still_
     assert content(guest, "f") == b"one\ntheirs\nours\n"
 
 
-def test_text_that_the_old_encoding_cannot_hold_is_never_appended_and_an_overwrite_is_utf8(guest: Guest) -> None:
+def test_unencodable_text_is_not_appended_and_an_overwrite_uses_utf_8(guest: Guest) -> None:
     guest.run(rb"printf 'caf\351 cr\350me\n' > f")
     before = content(guest, "f")
     assert write(guest, "f", "日", "append").code == "INVALID_ARGUMENTS"
@@ -136,7 +136,7 @@ def test_text_that_the_old_encoding_cannot_hold_is_never_appended_and_an_overwri
     assert "written as utf-8: the file was latin-1" in output_of(done)
 
 
-def test_a_file_that_is_no_text_or_huge_is_overwritten_without_a_diff(guest: Guest) -> None:
+def test_a_binary_or_huge_file_is_overwritten_without_a_diff(guest: Guest) -> None:
     guest.run("truncate -s 1000G huge")
     done = write(guest, "huge", "small\n")
     assert (content(guest, "huge"), "too large to compare" in output_of(done)) == (b"small\n", True)
@@ -146,13 +146,13 @@ def test_a_file_that_is_no_text_or_huge_is_overwritten_without_a_diff(guest: Gue
     assert write(guest, "g", "text\n", "append").code == "BINARY_FILE"
 
 
-def test_a_file_in_a_folder_that_takes_no_new_names_is_written_in_place(guest: Guest) -> None:
+def test_a_file_in_an_unwritable_folder_is_written_in_place(guest: Guest) -> None:
     guest.run("mkdir d; echo long old content > d/f; chmod 555 d")
     assert write(guest, "d/f", "new\n").code is None
     assert content(guest, "d/f") == b"new\n"
 
 
 @pytest.mark.parametrize(("encoding", "text"), [("ascii", "é"), ("no-such", "a")])
-def test_a_write_that_fails_leaves_no_folder_that_was_made_for_it(guest: Guest, encoding: str, text: str) -> None:
+def test_a_failed_write_removes_the_folders_it_created(guest: Guest, encoding: str, text: str) -> None:
     assert write(guest, "new/deep/f", text, encoding=encoding).code == "INVALID_ARGUMENTS"
     assert list(guest.workspace.iterdir()) == []

@@ -19,15 +19,15 @@ from guest.files.versions import BytesContent, Version, open_old  # noqa: E402
 from guest.paths import GuestPaths  # noqa: E402
 
 
-class Watch:
+class CallTimeout:
     """Ends the call at a given check, or never."""
 
-    def __init__(self, looks: int = 1 << 30) -> None:
-        self._looks = looks
+    def __init__(self, checks: int = 1 << 30) -> None:
+        self._checks = checks
 
     def check(self) -> None:
-        self._looks -= 1
-        if self._looks < 0:
+        self._checks -= 1
+        if self._checks < 0:
             raise RequestFailure("TIMEOUT", "over")
 
 
@@ -35,58 +35,56 @@ class Watch:
 def entry(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectoryEntry]:
     real_open = os.open
 
-    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+    def refuse(path: Any, flags: int, *rest: Any, **options: Any) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE:
             raise OSError(errno.EOPNOTSUPP, "no nameless files here")
-        return real_open(path, flags, *rest, **more)
+        return real_open(path, flags, *rest, **options)
 
     if request.param == "named":
         monkeypatch.setattr(versions.os, "open", refuse)
     (tmp_path / "o").mkdir()
-    found = find_entry("f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")))
-    yield found
-    found.close()
+    opened = find_entry("f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")))
+    yield opened
+    opened.close()
 
 
-def version(entry: DirectoryEntry, content: bytes, looks: int = 1 << 30) -> Version:
-    watch: Any = Watch(looks)
-    return Version(entry, BytesContent(content), watch)
+def version(entry: DirectoryEntry, content: bytes, checks: int = 1 << 30) -> Version:
+    timeout: Any = CallTimeout(checks)
+    return Version(entry, BytesContent(content), timeout)
 
 
-def names(tmp_path: Path) -> list[str]:
+def list_files(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in tmp_path.iterdir() if path.is_file())
 
 
-def test_a_file_is_made_and_replaced(entry: DirectoryEntry, tmp_path: Path) -> None:
+def test_a_file_is_created_and_replaced(entry: DirectoryEntry, tmp_path: Path) -> None:
     version(entry, b"one").create()
     version(entry, b"two").replace(open_old(entry, os.O_RDWR), is_known=True)
-    assert (names(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"two")
+    assert (list_files(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"two")
 
 
-def test_a_call_that_ends_on_the_way_leaves_the_old_file_and_nothing_else(
-    entry: DirectoryEntry, tmp_path: Path
-) -> None:
+def test_an_interrupted_replacement_keeps_only_the_old_file(entry: DirectoryEntry, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"old")
     with pytest.raises(RequestFailure, match="over"):
-        version(entry, bytes(1_000_000), looks=2).replace(open_old(entry, os.O_RDWR))
+        version(entry, bytes(1_000_000), checks=2).replace(open_old(entry, os.O_RDWR))
     old = open_old(entry, os.O_RDWR | os.O_APPEND)
     assert old is not None
     with pytest.raises(RequestFailure, match="over"):
-        version(entry, bytes(1_000_000), looks=2).append(old)
-    assert (names(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"old")
+        version(entry, bytes(1_000_000), checks=2).append(old)
+    assert (list_files(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"old")
 
 
-def test_a_name_that_was_taken_meanwhile_is_not_taken_over(entry: DirectoryEntry, tmp_path: Path) -> None:
+def test_a_file_created_concurrently_is_not_replaced(entry: DirectoryEntry, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"theirs")
     for write in (version(entry, b"ours").create, lambda: version(entry, b"ours").replace(None, is_known=True)):
         with pytest.raises(RequestFailure) as refused:
             write()
         assert refused.value.code == "FILE_EXISTS"
-    assert (names(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"theirs")
+    assert (list_files(tmp_path), (tmp_path / "f").read_bytes()) == (["f"], b"theirs")
 
 
 @pytest.mark.parametrize("change", ["append", "swap", "edit"])
-def test_a_file_that_changed_since_it_was_opened_is_left(entry: DirectoryEntry, tmp_path: Path, change: str) -> None:
+def test_a_file_changed_since_it_was_opened_is_not_replaced(entry: DirectoryEntry, tmp_path: Path, change: str) -> None:
     (tmp_path / "f").write_bytes(b"former")
     os.utime(tmp_path / "f", (1, 1))
     old = open_old(entry, os.O_RDWR)
@@ -97,10 +95,10 @@ def test_a_file_that_changed_since_it_was_opened_is_left(entry: DirectoryEntry, 
     with pytest.raises(RequestFailure) as refused:
         version(entry, b"ours").replace(old, is_known=True)
     assert refused.value.code == "STALE_FILE"
-    assert (names(tmp_path), b"theirs" in (tmp_path / "f").read_bytes()) == (["f"], True)
+    assert (list_files(tmp_path), b"theirs" in (tmp_path / "f").read_bytes()) == (["f"], True)
 
 
-def test_a_folder_that_was_removed_meanwhile_is_missing(entry: DirectoryEntry, tmp_path: Path) -> None:
+def test_a_concurrently_removed_folder_is_reported_as_not_found(entry: DirectoryEntry, tmp_path: Path) -> None:
     missing = find_entry("gone/f", GuestPaths((os.fsencode(tmp_path),), os.fsencode(tmp_path / "o")), make_parents=True)
     (tmp_path / "gone").rmdir()
     for write in (version(missing, b"ours").create, lambda: version(missing, b"ours").replace(None)):

@@ -38,15 +38,15 @@ def inspected_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report of an engine that follows every rule: with its own defaults added, and empty lists and maps
     as null.
     """
-    shown = copy.deepcopy(dict(config))
-    host = {name: None if value in ([], {}) else value for name, value in shown.pop("HostConfig").items()}
+    inspected = copy.deepcopy(dict(config))
+    host = {name: None if value in ([], {}) else value for name, value in inspected.pop("HostConfig").items()}
     host |= {
         "MaskedPaths": [*MASKED_PATHS, "/proc/interrupts"],
         "ReadonlyPaths": [*READONLY_PATHS],
         "CgroupnsMode": "private",
     }
-    shown["Labels"] = {**shown["Labels"], "org.opencontainers.image.title": "the image's own"}
-    return {"Config": shown, "HostConfig": host, "Mounts": [], "NetworkSettings": {"Networks": {"none": {}}}}
+    inspected["Labels"] = {**inspected["Labels"], "org.opencontainers.image.title": "the image's own"}
+    return {"Config": inspected, "HostConfig": host, "Mounts": [], "NetworkSettings": {"Networks": {"none": {}}}}
 
 
 GOLDEN: dict[str, Any] = {
@@ -116,38 +116,38 @@ GOLDEN: dict[str, Any] = {
         "LogConfig": {"Type": "none", "Config": {}},
     },
 }
-PLACES = [name for name in GOLDEN if name != "HostConfig"] + [f"HostConfig.{name}" for name in GOLDEN["HostConfig"]]
+ROWS = [name for name in GOLDEN if name != "HostConfig"] + [f"HostConfig.{name}" for name in GOLDEN["HostConfig"]]
 
 
-def test_the_whole_profile_is_this() -> None:
+def test_the_container_profile_equals_the_golden_profile() -> None:
     first = build()
     assert first == GOLDEN
     first["HostConfig"]["Sysctls"]["kernel.msgmni"] = "32000"
     assert build() == GOLDEN, "two configurations share nothing"
 
 
-def test_a_workspace_apart_is_the_only_path_of_the_host_and_no_memory() -> None:
-    plain, config = build(), build(workspace=WorkspaceMount("/state/w1/mount"))
+def test_a_mounted_workspace_adds_one_host_path_and_uses_no_memory() -> None:
+    without_option, config = build(), build(workspace=WorkspaceMount("/state/w1/mount"))
     host = config["HostConfig"]
     options = {"Propagation": "rprivate", "NonRecursive": True}
     assert host.pop("Mounts") == [
         {"Type": "bind", "Source": "/state/w1/mount", "Target": "/workspace", "BindOptions": options}
     ]
-    assert plain["HostConfig"]["Memory"] - host["Memory"] == SandboxLimits().workspace_bytes
-    assert set(plain["HostConfig"]["Tmpfs"]) - set(host["Tmpfs"]) == {"/workspace"}
-    rest = {name: value for name, value in host.items() if name not in ("Memory", "MemorySwap", "Tmpfs")}
-    assert rest == {name: value for name, value in plain["HostConfig"].items() if name in rest}
+    assert without_option["HostConfig"]["Memory"] - host["Memory"] == SandboxLimits().workspace_bytes
+    assert set(without_option["HostConfig"]["Tmpfs"]) - set(host["Tmpfs"]) == {"/workspace"}
+    unchanged = {name: value for name, value in host.items() if name not in ("Memory", "MemorySwap", "Tmpfs")}
+    assert unchanged == {name: value for name, value in without_option["HostConfig"].items() if name in unchanged}
 
 
-def test_a_sandbox_with_egress_has_no_network_all_the_same_and_is_reported_the_proxy() -> None:
-    plain, config = build(), build(network="egress")
-    assert config["Entrypoint"] == [*plain["Entrypoint"], "--proxy", "3128"]
+def test_a_sandbox_with_egress_has_no_network_and_gets_the_proxy_variables() -> None:
+    without_option, config = build(), build(network="egress")
+    assert config["Entrypoint"] == [*without_option["Entrypoint"], "--proxy", "3128"]
     assert {"http_proxy=http://127.0.0.1:3128", "HTTPS_PROXY=http://127.0.0.1:3128"} < set(config["Env"])
-    assert config["HostConfig"] == plain["HostConfig"]
+    assert config["HostConfig"] == without_option["HostConfig"]
     assert config["NetworkDisabled"] is True
 
 
-def test_an_image_without_a_guest_gets_ours_read_only() -> None:
+def test_an_image_without_a_guest_mounts_it_read_only() -> None:
     config = build(guest_volume="toolcrew-guest-1")
     assert config["Entrypoint"] == build()["Entrypoint"]
     assert [(mount["Type"], mount["Target"], mount["ReadOnly"]) for mount in config["HostConfig"]["Mounts"]] == [
@@ -155,7 +155,7 @@ def test_an_image_without_a_guest_gets_ours_read_only() -> None:
     ]
 
 
-def test_another_mount_than_was_asked_for_is_a_drift() -> None:
+def test_a_mount_that_differs_from_the_request_is_a_drift() -> None:
     config = build(workspace=WorkspaceMount("/state/w1/mount"))
     inspected = inspected_of(config)
     inspected["Mounts"] = [{"Destination": "/workspace", "Type": "bind"}]
@@ -164,7 +164,7 @@ def test_another_mount_than_was_asked_for_is_a_drift() -> None:
     assert len(find_drift(config, inspected)) == 1
 
 
-def test_cgroup_version_2_has_no_swappiness_and_loses_nothing_else() -> None:
+def test_cgroup_version_2_omits_only_the_swappiness() -> None:
     config = build(cgroup_version=2)
     expected = {name: value for name, value in GOLDEN["HostConfig"].items() if name != "MemorySwappiness"}
     assert config["HostConfig"] == expected
@@ -181,7 +181,7 @@ def test_cgroup_version_2_has_no_swappiness_and_loses_nothing_else() -> None:
     pids=st.integers(1, 2**22),
     nofile=st.integers(1, 2**20),
 )
-def test_every_limit_reaches_its_row(
+def test_every_limit_is_set_in_the_container_configuration(
     reserve: int, workspace: int, tmp: int, output: int, shm: int, cpus: float, pids: int, nofile: int
 ) -> None:
     limits = SandboxLimits(
@@ -201,8 +201,8 @@ def test_every_limit_reaches_its_row(
     assert (host["PidsLimit"], host["ShmSize"]) == (pids, shm)
     assert abs(host["NanoCpus"] - cpus * 1e9) <= 1
     assert {item["Name"]: item["Hard"] for item in host["Ulimits"]} == {"nofile": nofile, "core": 0, "fsize": workspace}
-    for place, size in (("/workspace", workspace), ("/tmp", tmp), ("/output", output), ("/dev/shm", shm)):
-        assert f"size={size}," in host["Tmpfs"][place]
+    for row, size in (("/workspace", workspace), ("/tmp", tmp), ("/output", output), ("/dev/shm", shm)):
+        assert f"size={size}," in host["Tmpfs"][row]
     assert find_drift(build(limits=limits), inspected_of(build(limits=limits))) == []
 
 
@@ -214,13 +214,13 @@ def test_every_limit_reaches_its_row(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
-def test_a_limit_that_would_mean_unlimited_is_refused(name: str, value: float) -> None:
+def test_a_limit_that_means_unlimited_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
         SandboxLimits(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "arguments",
     [
         {"runtime": ""},
         {"image": ""},
@@ -233,31 +233,31 @@ def test_a_limit_that_would_mean_unlimited_is_refused(name: str, value: float) -
         {"seccomp": '{"defaultAction":"SCMP_ACT_ALLOW"}'},
     ],
 )
-def test_an_argument_that_would_weaken_a_row_is_refused(changes: Mapping[str, Any]) -> None:
+def test_an_argument_that_weakens_the_profile_is_refused(arguments: Mapping[str, Any]) -> None:
     with pytest.raises(ValueError):
-        build(**changes)
+        build(**arguments)
 
 
-def place_in(inspected: dict[str, Any], place: str) -> tuple[dict[str, Any], str]:
-    section, _, name = place.rpartition(".")
+def find_row(inspected: dict[str, Any], row: str) -> tuple[dict[str, Any], str]:
+    section, _, name = row.rpartition(".")
     return inspected[section or "Config"], name
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_row_that_the_engine_lost_or_changed_is_reported(place: str) -> None:
+@pytest.mark.parametrize("row", ROWS)
+def test_a_lost_or_changed_setting_is_reported(row: str) -> None:
     config = build()
     for other in (True, ["x"], {"toolcrew.x": "x"}, "host", -1):
         inspected = inspected_of(config)
-        section, name = place_in(inspected, place)
+        section, name = find_row(inspected, row)
         is_same = section[name] == other and type(section[name]) is type(other)
         section[name] = False if is_same else other
         assert len(find_drift(config, inspected)) == 1
     del section[name]
-    assert [sentence for sentence in find_drift(config, inspected) if f"{place} is" in sentence]
+    assert [sentence for sentence in find_drift(config, inspected) if f"{row} is" in sentence]
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
+    ("row", "value", "message"),
     [
         ("HostConfig.PidsLimit", None, "HostConfig.PidsLimit is null, not 128."),
         ("HostConfig.Init", 0, "HostConfig.Init is 0, not false."),
@@ -268,33 +268,33 @@ def test_a_row_that_the_engine_lost_or_changed_is_reported(place: str) -> None:
         ("Labels", {}, "Config.Labels is {}"),
     ],
 )
-def test_the_sentence_names_the_row_and_what_was_found(place: str, value: object, message: str) -> None:
+def test_the_drift_message_names_the_setting_and_its_value(row: str, value: object, message: str) -> None:
     config = build()
     inspected = inspected_of(config)
-    section, name = place_in(inspected, place)
+    section, name = find_row(inspected, row)
     section[name] = value
 
     assert len(drift := find_drift(config, inspected)) == 1
     assert message in drift[0]
 
 
-def test_the_environment_of_the_image_is_no_drift() -> None:
+def test_image_variables_are_not_a_drift() -> None:
     config = build()
     inspected = inspected_of(config)
-    section, name = place_in(inspected, "Env")
+    section, name = find_row(inspected, "Env")
     section[name] = ["PATH=/opt/conda/bin", *GOLDEN["Env"]]
 
     assert find_drift(config, inspected, ["HOME=/root", "PATH=/opt/conda/bin"]) == []
     assert len(find_drift(config, inspected, ["PATH=/usr/bin"])) == 1
 
 
-def test_libraries_that_the_image_preloads_are_not_loaded() -> None:
+def test_ld_preload_of_the_image_is_cleared() -> None:
     config = build(image_facts=ImageFacts(variables=("LD_PRELOAD=/evil.so", "PATH=/usr/bin")))
 
     assert config["Env"] == [*GOLDEN["Env"], "LD_PRELOAD="]
 
 
-def test_a_volume_of_the_image_is_reported() -> None:
+def test_a_volume_of_the_image_is_reported_as_a_drift() -> None:
     config = build()
     inspected = inspected_of(config)
     inspected["Mounts"] = [{"Type": "volume", "Destination": "/data"}]
@@ -302,18 +302,18 @@ def test_a_volume_of_the_image_is_reported() -> None:
     assert find_drift(config, inspected) == ["Mounts has /data (volume), which was not requested."]
 
 
-@pytest.mark.parametrize("place", ["MaskedPaths", "ReadonlyPaths"])
-@pytest.mark.parametrize("left", [[], None, ["/proc/acpi"]])
-def test_a_default_of_the_engine_that_is_gone_is_reported(place: str, left: list[str] | None) -> None:
+@pytest.mark.parametrize("row", ["MaskedPaths", "ReadonlyPaths"])
+@pytest.mark.parametrize("remaining", [[], None, ["/proc/acpi"]])
+def test_a_missing_engine_default_is_reported(row: str, remaining: list[str] | None) -> None:
     config = build()
     inspected = inspected_of(config)
-    inspected["HostConfig"][place] = left
+    inspected["HostConfig"][row] = remaining
 
-    assert [sentence for sentence in find_drift(config, inspected) if sentence.startswith(f"HostConfig.{place} lacks")]
+    assert [sentence for sentence in find_drift(config, inspected) if sentence.startswith(f"HostConfig.{row} lacks")]
 
 
 @pytest.mark.parametrize("networks", [{"none": {}, "bridge": {}}, {"bridge": {}}, None])
-def test_a_network_is_reported(networks: object) -> None:
+def test_an_attached_network_is_reported_as_a_drift(networks: object) -> None:
     config = build()
     inspected = inspected_of(config)
     inspected["NetworkSettings"]["Networks"] = networks
@@ -321,5 +321,5 @@ def test_a_network_is_reported(networks: object) -> None:
     assert len(find_drift(config, inspected)) == 1
 
 
-def test_nothing_inspected_confirms_nothing() -> None:
-    assert len(find_drift(build(), {})) == len(PLACES) + 4
+def test_an_empty_inspection_reports_every_setting() -> None:
+    assert len(find_drift(build(), {})) == len(ROWS) + 4

@@ -32,7 +32,7 @@ def ledger(redis_server: RedisProcess) -> Iterator[WorkerCallStore]:
         yield WorkerCallStore(client, "d", SharedClock())
 
 
-class Watched:
+class HeldCallHarness:
     """Held calls whose thread is the test. `confirmed` counts confirmations."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,30 +47,28 @@ class Watched:
         if self.is_away:
             raise BrokerUnavailable("Redis is away")
 
-    def look_later(self) -> int:
+    def check_later(self) -> int:
         self.now += DURABLE_AFTER_S
         self.held.confirm_due()
         return self.confirmed
 
 
-def test_a_call_is_made_sure_of_once_and_not_before_it_cannot_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = Watched(monkeypatch)
-    with watched.held.over(watched.confirm), watched.held.over(watched.confirm):
-        watched.held.confirm_due()
-        assert watched.confirmed == 0
-        watched.is_away = True
+def test_a_long_call_is_confirmed_once_and_again_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = HeldCallHarness(monkeypatch)
+    with harness.held.over(harness.confirm), harness.held.over(harness.confirm):
+        harness.held.confirm_due()
+        assert harness.confirmed == 0
+        harness.is_away = True
         # The second call would only wait for the same time limit.
-        assert watched.look_later() == 1
-        watched.is_away = False
-        assert [watched.look_later(), watched.look_later()] == [3, 3], "again after an outage, and then no more"
+        assert harness.check_later() == 1
+        harness.is_away = False
+        assert [harness.check_later(), harness.check_later()] == [3, 3], "again after an outage, and then no more"
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"state": "queued", "attempt": 1, "queue": "host.h1.b00t"}, {}],
-    ids=["forgot the claim", "forgot the call"],
+    "fields", [{"state": "queued", "attempt": 1, "queue": "host.h1.b00t"}, {}], ids=["claim lost", "call lost"]
 )
-def test_a_claim_that_redis_forgot_is_noted_again(
+def test_a_claim_lost_by_redis_is_stored_again(
     ledger: WorkerCallStore, redis_server: RedisProcess, fields: dict[str, str | int]
 ) -> None:
     with redis_server.client() as client:
@@ -91,7 +89,7 @@ def test_a_claim_that_redis_forgot_is_noted_again(
     [(state, 1, CallClaim.STARTED) for state in CallState if state is not CallState.QUEUED]
     + [(CallState.QUEUED, 2, CallClaim.SUPERSEDED)],
 )
-def test_what_was_decided_since_then_stays(
+def test_a_confirmation_does_not_override_a_later_state(
     ledger: WorkerCallStore, redis_server: RedisProcess, state: CallState, attempt: int, expected: CallClaim
 ) -> None:
     with redis_server.client() as client:
@@ -103,7 +101,7 @@ def test_what_was_decided_since_then_stays(
     assert (record.state, record.attempt, record.holder) == (state, attempt, "another")
 
 
-def test_a_thread_makes_sure_while_there_are_calls_and_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_confirmation_thread_ends_with_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "DURABLE_AFTER_S", 0.0)
     monkeypatch.setattr(executor, "CHECK_INTERVAL_S", 0.01)
     held = UnconfirmedCalls()

@@ -60,10 +60,10 @@ def take_events(buffer: RunEventBuffer) -> list[dict[str, Any]]:
     """Take all events out of the buffer, as a publisher does."""
     events: list[dict[str, Any]] = []
     while buffer.has_pending:
-        taken = buffer.take()
-        assert taken is not None
-        buffer.confirm(len(taken.events), is_ours=True)
-        events += [json.loads(event) for event in taken.events]
+        batch = buffer.take()
+        assert batch is not None
+        buffer.confirm(len(batch.events), is_ours=True)
+        events += [json.loads(event) for event in batch.events]
     return events
 
 
@@ -71,10 +71,7 @@ def are_increasing(ids: list[str]) -> bool:
     return all(is_before(earlier, later) for earlier, later in itertools.pairwise(ids))
 
 
-# Events of a holder
-
-
-def test_texts_are_joined_up_to_the_next_event_of_another_type(buffer: RunEventBuffer) -> None:
+def test_consecutive_text_events_are_joined(buffer: RunEventBuffer) -> None:
     for event in (text("a"), text("b"), step(1), text("c"), text("d")):
         buffer.on_event(event)
     assert [event.get("text") for event in take_events(buffer)] == ["ab", None, "cd"]
@@ -82,7 +79,7 @@ def test_texts_are_joined_up_to_the_next_event_of_another_type(buffer: RunEventB
     assert [event["text"] for event in take_events(buffer)] == ["e"]
 
 
-def test_too_much_output_is_omitted_with_one_event(buffer: RunEventBuffer) -> None:
+def test_output_above_the_limit_is_omitted_with_one_event(buffer: RunEventBuffer) -> None:
     for _ in range(100):
         buffer.on_event(OutputArrived(run="r", call_id="c", stream="stdout", text="x" * 10_000))
     events = take_events(buffer)
@@ -90,7 +87,7 @@ def test_too_much_output_is_omitted_with_one_event(buffer: RunEventBuffer) -> No
     assert types(events).count("OutputOmitted") == 1
 
 
-def test_a_full_buffer_omits_texts_and_keeps_the_events_of_steps(buffer: RunEventBuffer) -> None:
+def test_a_full_buffer_omits_texts_and_keeps_step_events(buffer: RunEventBuffer) -> None:
     for number in range(1, 4):
         buffer.on_event(StepStarted(run="r", step=number))
         for _ in range(2000):
@@ -117,13 +114,13 @@ def test_open_approvals_are_counted(buffer: RunEventBuffer) -> None:
         (ApprovalDecided(run="r", call_id="c", digest="d", is_allowed=True, reason=""), 0),
     ):
         buffer.on_event(event)
-        taken = buffer.take()
-        assert taken is not None
-        assert taken.asking == open_approvals
+        batch = buffer.take()
+        assert batch is not None
+        assert batch.asking == open_approvals
 
 
 @pytest.mark.parametrize("hostile", ["\x00\x1b[2J‮" * 9000, "\ud83d" * 9000, "\U0001f600" * 9000, '"RunEnded"' * 9000])
-def test_an_event_is_bounded_whatever_is_in_it(hostile: str) -> None:
+def test_an_event_with_any_content_is_bounded(hostile: str) -> None:
     result = ToolResult.failed(ToolCall(id="c", name="echo"), ErrorCode.TIMEOUT, "no", metadata={"x": "y"})
     fields = {**CallFinished(run="r", result=result).to_json(), "deep": {"a": [{"b": hostile}] * 30}, "name": hostile}
     event = build_event(fields)
@@ -132,10 +129,7 @@ def test_an_event_is_bounded_whatever_is_in_it(hostile: str) -> None:
     assert json.loads(event)["type"] == "CallFinished"
 
 
-# Into the stream
-
-
-async def test_what_is_said_twice_is_reported_once_and_only_by_the_holder(harness: HostedHarness) -> None:
+async def test_events_are_stored_once_and_only_from_the_holder(harness: HostedHarness) -> None:
     run = await harness.start()
     claim = await harness.claimed()
     assert await harness.append_text(run, claim.token, "a", "b")
@@ -146,7 +140,7 @@ async def test_what_is_said_twice_is_reported_once_and_only_by_the_holder(harnes
     assert [event.get("text") for event in await harness.stored_events(run)] == ["a", "b", "c", None]
 
 
-async def test_a_stream_is_bounded_and_a_late_reader_is_informed(
+async def test_a_stream_is_bounded_and_reports_missed_events_to_a_late_reader(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_events, "MAX_EVENTS", 10)
@@ -167,7 +161,7 @@ async def test_a_stream_is_bounded_and_a_late_reader_is_informed(
     assert await harness.events(run, events[0]["id"]) == events[1:]
 
 
-async def test_a_day_after_its_end_a_run_still_reports_how_it_ended(harness: HostedHarness) -> None:
+async def test_a_run_reports_its_end_after_its_event_stream_expired(harness: HostedHarness) -> None:
     run = await harness.start()
     async with harness.working():
         events = await harness.events(run)
@@ -181,25 +175,22 @@ async def test_a_day_after_its_end_a_run_still_reports_how_it_ended(harness: Hos
     assert await harness.events(run, events[-1]["id"]) == []
 
 
-async def test_a_run_whose_record_redis_has_lost_ends_for_its_followers(harness: HostedHarness) -> None:
+async def test_a_run_lost_by_redis_ends_for_its_followers(harness: HostedHarness) -> None:
     run = await harness.start()
     await harness.client.hdel(f"toolcrew:d:t:acme:run.{run}", "item")
-    following = asyncio.create_task(harness.events(run))
+    follower = asyncio.create_task(harness.events(run))
     await until(lambda: harness.runs.hub._streams)
     async with harness.working():
-        events = await following
+        events = await follower
     assert [(event["type"], event["failure"]["code"]) for event in events] == [("RunEnded", "run_lost")]
 
 
-# Deaths of processes
-
-
-async def test_a_run_whose_holder_is_killed_is_reported_to_its_end_without_a_gap(
+async def test_events_are_complete_after_the_holder_of_a_run_is_killed(
     redis_server: RedisProcess, make_hosted: MadeHosted
 ) -> None:
     harness = make_hosted(["done"])
     run = await harness.start()
-    following = asyncio.create_task(harness.events(run))
+    follower = asyncio.create_task(harness.events(run))
     holder = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.hosted_holder", redis_server.url)
     try:
         async with asyncio.timeout(SOON_S):
@@ -214,7 +205,7 @@ async def test_a_run_whose_holder_is_killed_is_reported_to_its_end_without_a_gap
     await harness.places.open("acme", session, "host.h1.b00t", start="{}", ttl_s=60, limit=9)
     await harness.client.zadd("toolcrew:d:runs:leases", {f"acme|{run}": 1.0})
     async with harness.working():
-        events = await following
+        events = await follower
     assert are_increasing([event["id"] for event in events])
     (at,) = [at for at, event in enumerate(events) if event["type"] == "RunResumed"]
     assert events[at]["step"] == 2
@@ -233,7 +224,7 @@ async def test_a_run_whose_holder_is_killed_is_reported_to_its_end_without_a_gap
     assert roles == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
 
 
-async def test_a_run_that_is_begun_anew_says_that_all_before_is_void(
+async def test_a_restarted_run_reports_that_earlier_events_are_void(
     make_hosted: MadeHosted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_hosted(["done"])
@@ -249,12 +240,12 @@ async def test_a_run_that_is_begun_anew_says_that_all_before_is_void(
     assert (await harness.runs.get("acme", run)).attempt == 2
 
 
-async def test_a_redis_that_was_away_loses_nothing_that_was_reported_meanwhile(redis_server: RedisProcess) -> None:
+async def test_events_during_a_redis_outage_are_stored_afterwards(redis_server: RedisProcess) -> None:
     async with open_hosted(redis_server) as make:
         harness = make(["done"])
         run = await harness.start()
         claim = await harness.claimed()
-        following = asyncio.create_task(harness.events(run))
+        follower = asyncio.create_task(harness.events(run))
         async with harness.publisher.open("acme", run, claim.token, 1) as publisher:
             publisher.on_event(text("before"))
             await wait_until_async(lambda: harness.stored_events(run), SOON_S, "the event is stored", 0.01)
@@ -266,28 +257,25 @@ async def test_a_redis_that_was_away_loses_nothing_that_was_reported_meanwhile(r
             redis_server.start()
             publisher.on_event(text("after"))
         await harness.queue.finish(claim, build_outcome(claim))
-        events = await following
+        events = await follower
         assert "".join(event.get("text", "") for event in events) == "beforemeanwhileafter"
         assert types(events)[-1] == "RunEnded"
 
 
-# Replies while they come
+async def test_model_text_is_reported_as_it_arrives_and_only_once(make_hosted: MadeHosted) -> None:
+    may_continue = asyncio.Event()
 
-
-async def test_text_is_reported_while_the_model_writes_and_reported_once(make_hosted: MadeHosted) -> None:
-    go_on = asyncio.Event()
-
-    class Slow:
+    class SlowModel:
         name = "slow"
 
         async def stream(self, request: Any) -> AsyncIterator[dict[str, Any]]:
             yield {"choices": [{"index": 0, "delta": {"content": "half "}}]}
-            await go_on.wait()
+            await may_continue.wait()
             yield {"choices": [{"index": 0, "delta": {"content": "whole"}, "finish_reason": "stop"}]}
 
         async def aclose(self) -> None: ...
 
-    harness = make_hosted(Slow())
+    harness = make_hosted(SlowModel())
     run = await harness.start()
     pieces = []
     async with harness.working():
@@ -295,12 +283,12 @@ async def test_text_is_reported_while_the_model_writes_and_reported_once(make_ho
             event = json.loads(line)
             if event["type"] == "TextArrived":
                 pieces.append(event["text"])
-                go_on.set()
+                may_continue.set()
     assert pieces == ["half ", "whole"]
 
 
-async def test_what_a_broken_reply_has_shown_is_withdrawn(make_hosted: MadeHosted) -> None:
-    class Breaking:
+async def test_text_of_an_interrupted_reply_is_withdrawn(make_hosted: MadeHosted) -> None:
+    class InterruptedModel:
         name = "breaking"
         requests = 0
 
@@ -313,7 +301,7 @@ async def test_what_a_broken_reply_has_shown_is_withdrawn(make_hosted: MadeHoste
 
         async def aclose(self) -> None: ...
 
-    harness = make_hosted(Breaking())
+    harness = make_hosted(InterruptedModel())
     run = await harness.start()
     async with harness.working():
         events = await harness.events(run)
@@ -325,9 +313,6 @@ async def test_what_a_broken_reply_has_shown_is_withdrawn(make_hosted: MadeHoste
     assert texts == [("TextArrived", "lost"), ("TextWithdrawn", 4), ("TextArrived", "kept")]
 
 
-# Followers
-
-
 async def test_a_follower_continues_after_its_last_event(make_hosted: MadeHosted) -> None:
     harness = make_hosted(echo_then("done", "one"))
     run = await harness.start()
@@ -337,7 +322,7 @@ async def test_a_follower_continues_after_its_last_event(make_hosted: MadeHosted
         assert await harness.events(run, event["id"]) == events[at + 1 :]
 
 
-async def test_a_slow_follower_delays_no_other_and_misses_nothing(
+async def test_a_slow_follower_misses_no_event_and_delays_no_other(
     make_hosted: MadeHosted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_events, "RING_EVENTS", 4)
@@ -345,43 +330,43 @@ async def test_a_slow_follower_delays_no_other_and_misses_nothing(
     run = await harness.start()
     claim = await harness.claimed()
     await harness.append_text(run, claim.token, "0")
-    slow = harness.runs.follow("acme", run)
-    received = [await anext(slow)]
-    quick = asyncio.create_task(harness.events(run))
+    slow_follower = harness.runs.follow("acme", run)
+    received = [await anext(slow_follower)]
+    fast_follower = asyncio.create_task(harness.events(run))
     for number in range(1, 100):
         await harness.append_text(run, claim.token, f"{number}", first=number)
     await harness.queue.finish(claim, build_outcome(claim, FailureKind.TOOL))
-    events = await quick
+    events = await fast_follower
     assert len(events) == 101
-    received += [entry async for entry in slow]
+    received += [entry async for entry in slow_follower]
     assert [event for event, _ in received] == [event["id"] for event in events]
 
 
-async def test_one_connection_serves_all_and_nothing_is_left_when_they_have_gone(harness: HostedHarness) -> None:
+async def test_one_connection_serves_all_followers_and_is_released(harness: HostedHarness) -> None:
     runs = [await harness.start() for _ in range(20)]
-    following = [asyncio.create_task(harness.events(run)) for run in runs for _ in range(3)]
+    follower = [asyncio.create_task(harness.events(run)) for run in runs for _ in range(3)]
     await until(lambda: sum(stream.readers for stream in harness.runs.hub._streams.values()) >= 60)
     blocked = [client for client in await harness.client.client_list() if client["cmd"] == "xread"]
     assert len(blocked) <= 1
-    for task in following[:30]:
+    for task in follower[:30]:
         task.cancel()
     for run in runs[10:]:
         await harness.runs.cancel("acme", run)
-    ends = await asyncio.gather(*following[30:])
-    assert [types(events) for events in ends] == [["RunEnded"]] * 30
-    await asyncio.gather(*following, return_exceptions=True)
+    event_lists = await asyncio.gather(*follower[30:])
+    assert [types(events) for events in event_lists] == [["RunEnded"]] * 30
+    await asyncio.gather(*follower, return_exceptions=True)
     assert harness.runs.hub._streams == {}
     assert harness.runs.hub._reading is None
 
 
-async def test_text_in_an_event_ends_no_stream(harness: HostedHarness) -> None:
+async def test_event_text_that_resembles_an_end_event_does_not_end_the_stream(harness: HostedHarness) -> None:
     run = await harness.start()
     claim = await harness.claimed()
-    hub, following = RunEventHub(harness.client, "d"), asyncio.create_task(harness.events(run))
+    hub, follower = RunEventHub(harness.client, "d"), asyncio.create_task(harness.events(run))
     await harness.append_text(run, claim.token, 'x", "type": "RunEnded"', "RunEnded")
     await harness.append_text(run, claim.token, "y", first=2)
     await harness.queue.finish(claim, build_outcome(claim))
-    assert len(await following) == 4
+    assert len(await follower) == 4
     await hub.close()
 
 
@@ -389,13 +374,13 @@ async def test_text_in_an_event_ends_no_stream(harness: HostedHarness) -> None:
     "event",
     ["x", "-", "1-", "-1", "1-2-3", f"{2**64}", f"1-{2**64}", f"{2**64 - 1}-{2**64 - 1}", "1-0\r\nDEL", "²", "1" * 21],
 )
-def test_an_id_that_is_none_is_refused(event: str) -> None:
+def test_an_invalid_event_id_is_refused(event: str) -> None:
     with pytest.raises(ToolFailure) as failure:
         parse_id(event)
     assert failure.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_a_new_follower_learns_that_redis_does_not_answer() -> None:
+async def test_a_new_follower_fails_when_redis_is_unreachable() -> None:
     async with redis.asyncio.Redis.from_url("redis://127.0.0.1:1", socket_timeout=1) as client:
         hub = RunEventHub(client, "d")
         with pytest.raises(BrokerUnavailable):

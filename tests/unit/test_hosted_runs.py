@@ -42,26 +42,31 @@ def harness(make_hosted: MadeHosted) -> HostedHarness:
     return make_hosted(echo_then("done", "one"))
 
 
-async def refused(awaited: Any) -> ToolFailure:
+async def run_to_end(harness: HostedHarness) -> str:
+    """Start a run and follow its events to its end."""
+    run = await harness.start()
+    async with harness.working():
+        await harness.events(run)
+    return run
+
+
+async def failure_of(awaited: Any) -> ToolFailure:
     with pytest.raises(ToolFailure) as failure:
         await awaited
     return failure.value
 
 
-# To an end
-
-
-async def test_a_run_is_worked_to_its_answer_and_reports_of_each_step(harness: HostedHarness) -> None:
+async def test_a_run_reports_each_step_and_its_answer(harness: HostedHarness) -> None:
     run = await harness.start(metadata={"for": "me"}, priority=3)
     assert (await harness.runs.get("acme", run)).state is HostedState.QUEUED
     async with harness.working():
         events = await harness.events(run)
-    found = await harness.runs.get("acme", run)
-    assert found.state is HostedState.SUCCEEDED
-    assert found.end is not None
-    assert found.started_at is not None
-    assert (found.end.answer, found.end.stop_reason, found.end.steps) == ("done", "answered", 2)
-    assert (found.metadata, found.priority, found.instruction) == ({"for": "me"}, 3, "say it")
+    record = await harness.runs.get("acme", run)
+    assert record.state is HostedState.SUCCEEDED
+    assert record.end is not None
+    assert record.started_at is not None
+    assert (record.end.answer, record.end.stop_reason, record.end.steps) == ("done", "answered", 2)
+    assert (record.metadata, record.priority, record.instruction) == ({"for": "me"}, 3, "say it")
     reported_events = [name for name in types(events) if name not in ("ModelAsked", "ModelAnswered")]
     step = ["StepStarted", "CallStarted", "CallSent", "CallFinished", "StepFinished"]
     assert reported_events == [
@@ -79,12 +84,12 @@ async def test_a_run_is_worked_to_its_answer_and_reports_of_each_step(harness: H
     assert events[-1]["seconds"] > 0
 
 
-async def test_the_transcript_is_reported_while_the_run_works_and_whole_afterwards(make_hosted: MadeHosted) -> None:
-    reached, go_on = asyncio.Event(), asyncio.Event()
+async def test_the_transcript_is_available_during_and_after_the_run(make_hosted: MadeHosted) -> None:
+    reached, may_continue = asyncio.Event(), asyncio.Event()
 
     async def wait(call: Any, _: Any) -> Any:
         reached.set()
-        await go_on.wait()
+        await may_continue.wait()
         return failed(ErrorCode.TIMEOUT)(call, _)
 
     harness = make_hosted(echo_then("done", "one", "two"), answers={"echo": wait})
@@ -92,7 +97,7 @@ async def test_the_transcript_is_reported_while_the_run_works_and_whole_afterwar
     async with harness.working():
         await reached.wait()
         before = await harness.runs.transcript("acme", run)
-        go_on.set()
+        may_continue.set()
         await harness.events(run)
     after = await harness.runs.transcript("acme", run)
     assert [message["role"] for message in before] == ["user", "assistant"]
@@ -108,27 +113,25 @@ async def test_the_transcript_is_reported_while_the_run_works_and_whole_afterwar
     assert after[1:3] == before
 
 
-async def test_logs_and_transcripts_are_parsed_and_packed_outside_of_the_event_loop(
+async def test_logs_and_transcripts_are_parsed_outside_the_event_loop(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = dict[str, int]()
 
-    def watch(module: Any, name: str) -> None:
+    def record_thread(module: Any, name: str) -> None:
         function = getattr(module, name)
 
-        def called(*arguments: Any) -> Any:
+        def call_and_record(*arguments: Any) -> Any:
             threads[name] = threading.get_ident()
             return function(*arguments)
 
-        monkeypatch.setattr(module, name, called)
+        monkeypatch.setattr(module, name, call_and_record)
 
     names = {"parse_run": runs, "parse_entry": run_log, "build_transcript": hosted, "unpack_transcript": runs}
     names["pack_end"] = runs
     for name, module in names.items():
-        watch(module, name)
-    run = await harness.start()
-    async with harness.working():
-        await harness.events(run)
+        record_thread(module, name)
+    run = await run_to_end(harness)
     assert await harness.runs.transcript("acme", run)
     await harness.client.delete(f"toolcrew:d:t:acme:run.{run}:transcript")
     assert await harness.runs.transcript("acme", run)
@@ -136,33 +139,27 @@ async def test_logs_and_transcripts_are_parsed_and_packed_outside_of_the_event_l
     assert threading.get_ident() not in threads.values()
 
 
-async def test_a_transcript_that_is_too_large_is_read_from_the_log(
+async def test_a_transcript_above_the_limit_is_read_from_the_log(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_log, "MAX_TRANSCRIPT_BYTES", 100)
-    run = await harness.start()
-    async with harness.working():
-        await harness.events(run)
+    run = await run_to_end(harness)
     messages = await harness.runs.transcript("acme", run)
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     assert not await harness.client.exists(f"toolcrew:d:t:acme:run.{run}:transcript")
 
 
-async def test_a_run_returns_its_signed_end_and_not_the_one_for_lists(harness: HostedHarness) -> None:
-    run = await harness.start()
-    async with harness.working():
-        await harness.events(run)
+async def test_a_run_returns_its_signed_end_and_not_a_forged_one(harness: HostedHarness) -> None:
+    run = await run_to_end(harness)
     key = f"toolcrew:d:t:acme:run.{run}"
     await harness.client.hset(key, "end", (await harness.client.hget(key, "end")).replace(b"done", b"forged"))
-    found = await harness.runs.get("acme", run)
-    assert found.end is not None
-    assert found.end.answer == "done"
+    record = await harness.runs.get("acme", run)
+    assert record.end is not None
+    assert record.end.answer == "done"
 
 
 async def test_a_hostile_transcript_is_refused_in_bounded_memory(harness: HostedHarness) -> None:
-    run = await harness.start()
-    async with harness.working():
-        await harness.events(run)
+    run = await run_to_end(harness)
     bomb, values = b" " * (MAX_TRANSCRIPT_BYTES + 1), b"[" + b"{}," * 500_000 + b"{}]"
     stored = [zlib.compress(text) for text in (bomb, values, b"[" * 100_000, b'["one"]')]
     for transcript in (*stored, zlib.compress(b"[{}]")[:-1], b"x"):
@@ -176,22 +173,19 @@ async def test_a_hostile_transcript_is_refused_in_bounded_memory(harness: Hosted
             tracemalloc.stop()
 
 
-async def test_a_run_whose_tenant_is_gone_fails_and_says_so(make_hosted: MadeHosted) -> None:
+async def test_a_run_of_a_removed_tenant_fails_with_unknown_tenant(make_hosted: MadeHosted) -> None:
     run = await make_hosted().start()
     await RedisTenants(make_hosted().client, "d", KEY).add("other", TenantPolicy())
-    later = make_hosted()
-    async with later.working():
-        found = await later.ended(run)
-    assert found.state is HostedState.FAILED
-    assert found.end is not None
-    assert found.end.failure is not None
-    assert found.end.failure.code == "UNKNOWN_TENANT"
+    resumed_harness = make_hosted()
+    async with resumed_harness.working():
+        record = await resumed_harness.ended(run)
+    assert record.state is HostedState.FAILED
+    assert record.end is not None
+    assert record.end.failure is not None
+    assert record.end.failure.code == "UNKNOWN_TENANT"
 
 
-# What may be started
-
-
-def nested(depth: int) -> Any:
+def nest(depth: int) -> Any:
     """Return lists nested to the given depth."""
     inner: Any = []
     for _ in range(depth):
@@ -200,10 +194,10 @@ def nested(depth: int) -> Any:
 
 
 async def test_an_idempotency_key_starts_one_run(harness: HostedHarness) -> None:
-    first, again = await harness.start(idempotency_key="once"), await harness.start(idempotency_key="once")
-    assert first == again
+    first, repeated = await harness.start(idempotency_key="once"), await harness.start(idempotency_key="once")
+    assert first == repeated
     assert len((await harness.runs.list("acme")).runs) == 1
-    failure = await refused(harness.start(ECHO.model_copy(update={"instruction": "else"}), idempotency_key="once"))
+    failure = await failure_of(harness.start(ECHO.model_copy(update={"instruction": "else"}), idempotency_key="once"))
     assert failure.code is ErrorCode.INVALID_ARGUMENTS
     assert "idempotency key" in failure.message
     assert (await harness.runs.start("zeta", ECHO, idempotency_key="once")).id != first
@@ -223,7 +217,7 @@ async def test_an_idempotency_key_starts_one_run(harness: HostedHarness) -> None
         (ECHO, ItemEnvironment(), {"idempotency_key": ""}, "1 to 256"),
         (ECHO, ItemEnvironment(), {"metadata": {"a": "\ud83d"}}, "Unicode"),
         (
-            ECHO.model_copy(update={"history": ({"role": "user", "content": nested(1000)},)}),
+            ECHO.model_copy(update={"history": ({"role": "user", "content": nest(1000)},)}),
             ItemEnvironment(),
             {},
             "nest",
@@ -232,34 +226,31 @@ async def test_an_idempotency_key_starts_one_run(harness: HostedHarness) -> None
         (ECHO, ItemEnvironment(), {"priority": 101}, "priority"),
     ],
 )
-async def test_a_run_that_no_orchestrator_accepts_is_refused_at_once(
+async def test_an_invalid_run_is_refused_at_the_start(
     harness: HostedHarness, body: RunBody, environment: ItemEnvironment, options: Any, facts: str
 ) -> None:
-    failure = await refused(harness.start(body, environment=environment, **options))
+    failure = await failure_of(harness.start(body, environment=environment, **options))
     assert failure.code is ErrorCode.INVALID_ARGUMENTS
     assert any(part in failure.message for part in facts.split("|"))
     assert (await harness.runs.list("acme")).runs == ()
 
 
-async def test_a_tenants_waiting_runs_are_limited(harness: HostedHarness) -> None:
+async def test_waiting_runs_above_the_tenant_limit_are_refused(harness: HostedHarness) -> None:
     harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_pending=2)
     first, _ = await harness.start(), await harness.start()
-    assert (await refused(harness.start())).code is ErrorCode.QUOTA_EXCEEDED
+    assert (await failure_of(harness.start())).code is ErrorCode.QUOTA_EXCEEDED
     assert (await harness.runs.start("zeta", ECHO)).state is HostedState.QUEUED
     await harness.runs.cancel("acme", first)
     assert await harness.start()
 
 
-# Sessions
-
-
-async def test_a_run_uses_an_open_session_alone_and_leaves_it_open(harness: HostedHarness) -> None:
+async def test_a_run_in_an_open_session_is_exclusive_and_leaves_it_open(harness: HostedHarness) -> None:
     session = await Session.open(harness.pool.dispatcher, harness.pool.blobs, tenant="acme", start=SessionStart())
-    place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
-    await harness.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=place)
+    location = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
+    await harness.client.hset(f"toolcrew:d:t:acme:session.{session.id}:place", mapping=location)
     run = await harness.start(environment=ItemEnvironment(session=session.id))
-    busy = await refused(harness.start(environment=ItemEnvironment(session=session.id)))
-    assert run in busy.message
+    failure = await failure_of(harness.start(environment=ItemEnvironment(session=session.id)))
+    assert run in failure.message
     async with harness.working():
         assert (await harness.ended(run)).state is HostedState.SUCCEEDED
     assert "close" not in harness.sent()
@@ -267,26 +258,23 @@ async def test_a_run_uses_an_open_session_alone_and_leaves_it_open(harness: Host
     assert await harness.start(environment=ItemEnvironment(session=session.id)) != run
 
 
-async def test_a_session_of_another_tenant_is_none(harness: HostedHarness) -> None:
-    place = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
-    await harness.client.hset("toolcrew:d:t:zeta:session.theirs:place", mapping=place)
+async def test_a_session_of_another_tenant_is_not_found(harness: HostedHarness) -> None:
+    location = {"state": "open", "queue": "host.h1.b00t", "fence": "1"}
+    await harness.client.hset("toolcrew:d:t:zeta:session.theirs:place", mapping=location)
     for name in ("theirs", "unknown", "../zeta", "theirs:place"):
         assert (
-            await refused(harness.start(environment=ItemEnvironment(session=name)))
+            await failure_of(harness.start(environment=ItemEnvironment(session=name)))
         ).code is ErrorCode.SESSION_NOT_FOUND
 
 
-# Cancelled in every state
-
-
-async def test_a_run_that_waits_is_cancelled_at_once(harness: HostedHarness) -> None:
+async def test_a_waiting_run_is_cancelled_at_once(harness: HostedHarness) -> None:
     run = await harness.start()
     assert (await harness.runs.cancel("acme", run)).state is HostedState.CANCELLED
     assert types(await harness.events(run)) == ["RunEnded"]
     assert await harness.queue.claim(9) == []
 
 
-async def test_a_running_run_is_ended_by_its_own_process(make_hosted: MadeHosted) -> None:
+async def test_a_running_run_is_cancelled_by_its_holder(make_hosted: MadeHosted) -> None:
     reached, never = asyncio.Event(), asyncio.Event()
 
     async def hang(call: Any, _: Any) -> Any:
@@ -298,19 +286,19 @@ async def test_a_running_run_is_ended_by_its_own_process(make_hosted: MadeHosted
     async with harness.working():
         await reached.wait()
         assert (await harness.runs.cancel("acme", run)).state is HostedState.RUNNING
-        found = await harness.ended(run)
-    assert found.state is HostedState.CANCELLED
+        record = await harness.ended(run)
+    assert record.state is HostedState.CANCELLED
     assert types(await harness.stored_events(run)).count("RunEnded") == 1
     assert await harness.client.zcard("toolcrew:d:runs:cancels") == 0
 
 
-async def test_a_run_whose_holder_died_is_cancelled_at_once(harness: HostedHarness) -> None:
+async def test_a_run_of_a_dead_holder_is_cancelled_at_once(harness: HostedHarness) -> None:
     run = await harness.start()
     await harness.die(await harness.claimed())
     assert (await harness.runs.cancel("acme", run)).state is HostedState.CANCELLED
 
 
-async def test_a_cancelled_run_whose_holder_dies_is_not_continued(harness: HostedHarness) -> None:
+async def test_a_cancelled_run_is_not_resumed_after_the_death_of_its_holder(harness: HostedHarness) -> None:
     run = await harness.start()
     claim = await harness.claimed()
     await harness.runs.cancel("acme", run)
@@ -320,7 +308,7 @@ async def test_a_cancelled_run_whose_holder_dies_is_not_continued(harness: Hoste
     assert types(await harness.events(run)) == ["RunEnded"]
 
 
-async def test_a_cancelled_run_is_not_put_back(harness: HostedHarness) -> None:
+async def test_a_cancelled_run_cannot_be_returned_to_the_queue(harness: HostedHarness) -> None:
     run = await harness.start()
     claim = await harness.claimed()
     await harness.runs.cancel("acme", run)
@@ -328,80 +316,71 @@ async def test_a_cancelled_run_is_not_put_back(harness: HostedHarness) -> None:
         await harness.queue.give_back(claim)
 
 
-async def test_what_an_operator_ends_is_in_the_audit_and_what_a_tenant_ends_is_not(harness: HostedHarness) -> None:
+async def test_a_cancel_by_an_operator_is_audited_and_one_by_the_tenant_is_not(harness: HostedHarness) -> None:
     operator, owner = Actor(key="k1", role="operator", name="eve"), Actor(key="k2", role="tenant", tenant="acme")
     first, second = await harness.start(), await harness.start()
     await harness.runs.cancel("acme", first, actor=operator)
     await harness.runs.cancel("acme", first, actor=operator)
     await harness.runs.cancel("acme", second, actor=owner)
-    assert (await refused(harness.runs.cancel("zeta", second, actor=operator))).code is ErrorCode.FILE_NOT_FOUND
+    assert (await failure_of(harness.runs.cancel("zeta", second, actor=operator))).code is ErrorCode.FILE_NOT_FOUND
     (result,) = (await Audit(harness.client, "d").read()).entries
     assert (result.action, result.tenant, result.target, result.actor) == ("run.cancel", "acme", first, operator)
 
 
-# Visibility
-
-
-async def test_what_is_no_run_of_the_tenant_is_reported_alike(harness: HostedHarness) -> None:
+async def test_unknown_and_foreign_runs_are_reported_alike_as_not_found(harness: HostedHarness) -> None:
     await harness.start()
-    theirs = (await harness.runs.start("zeta", ECHO)).id
+    other_run = (await harness.runs.start("zeta", ECHO)).id
     await harness.submit(1)
-    for name in ("0" * 24, "@runs", "x:events", "*", "", "a" * 65, "é", theirs, "b-1"):
+    for name in ("0" * 24, "@runs", "x:events", "*", "", "a" * 65, "é", other_run, "b-1"):
         for method in (harness.runs.get, harness.runs.cancel, harness.runs.transcript):
-            assert (await refused(method("acme", name))).code is ErrorCode.FILE_NOT_FOUND
-        assert (await refused(harness.events(name))).code is ErrorCode.FILE_NOT_FOUND
-    assert (await harness.runs.get("zeta", theirs)).state is HostedState.QUEUED
+            assert (await failure_of(method("acme", name))).code is ErrorCode.FILE_NOT_FOUND
+        assert (await failure_of(harness.events(name))).code is ErrorCode.FILE_NOT_FOUND
+    assert (await harness.runs.get("zeta", other_run)).state is HostedState.QUEUED
 
 
-async def test_the_standing_batch_cannot_be_changed(harness: HostedHarness) -> None:
+async def test_the_batch_of_hosted_runs_cannot_be_changed(harness: HostedHarness) -> None:
     await harness.start()
     batches = Batches(harness.queue, RunEventPublisher(harness.client, "d"), "acme")
     for method in (batches.cancel, batches.resume, batches.status, batches.custom_ids, batches.delete):
-        assert (await refused(method(HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
+        assert (await failure_of(method(HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
     file = BatchFile((), "0" * 64, 0, "/v1/agent/runs")
-    assert (await refused(batches.submit(file, batch=HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
+    assert (await failure_of(batches.submit(file, batch=HOSTED_BATCH))).code is ErrorCode.INVALID_ARGUMENTS
     assert (await harness.queue.list_batches("acme")).batches == {}
 
 
-# Together with batches
-
-
-async def test_an_item_without_a_session_has_the_bytes_of_the_release_before(harness: HostedHarness) -> None:
+async def test_an_item_without_a_session_is_stored_as_in_the_previous_release(harness: HostedHarness) -> None:
     assert "session" not in BatchItem(custom_id="a", line=1, url="/v1/agent/runs", work=ECHO).model_dump_json()
     run = await harness.start()
     fields: Any = await harness.client.hgetall(f"toolcrew:d:t:acme:run.{run}")
     assert parse_run(KEY, "acme", run, fields).item.environment == ItemEnvironment()
 
 
-# Lists
-
-
-async def test_ten_thousand_runs_are_listed_a_page_at_a_time_and_quickly(harness: HostedHarness) -> None:
+async def test_a_page_of_ten_thousand_runs_is_listed_quickly(harness: HostedHarness) -> None:
     for _ in range(20):
         await asyncio.gather(*(harness.runs.start("acme", ECHO) for _ in range(10)))
     pipe = harness.client.pipeline(transaction=False)
-    one: Any = await harness.client.hgetall(
+    fields: Any = await harness.client.hgetall(
         f"toolcrew:d:t:acme:run.{(await harness.runs.list('acme', limit=1)).runs[0].id}"
     )
     for number in range(9800):
-        pipe.hset(f"toolcrew:d:t:acme:run.old{number}", mapping={**one, b"state": b"ended"})
+        pipe.hset(f"toolcrew:d:t:acme:run.old{number}", mapping={**fields, b"state": b"ended"})
         for part in ("index", "succeeded"):
             pipe.zadd(f"toolcrew:d:t:acme:batch.@runs:{part}", {f"old{number}": -number})
     await pipe.execute()
     for state in (None, HostedState.QUEUED, HostedState.SUCCEEDED, HostedState.FAILED):
-        took = []
+        durations = []
         for _ in range(5):
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             page = await harness.runs.list("acme", limit=50, state=state)
-            took.append(time.perf_counter() - began)
+            durations.append(time.perf_counter() - started_at)
         # 20 ms on a quiet machine; what goes through all records would take seconds.
-        assert min(took) < 0.2, state
+        assert min(durations) < 0.2, state
         assert len(page.runs) == (0 if state is HostedState.FAILED else 50)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(
+def test_pages_list_each_run_once_while_runs_are_added_and_removed(
     redis_server: RedisProcess, data: st.DataObject
 ) -> None:
     async def check() -> None:
@@ -429,7 +408,7 @@ def test_pages_have_each_run_once_while_runs_are_started_and_forgotten(
     asyncio.run(check())
 
 
-async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(make_hosted: MadeHosted) -> None:
+async def test_the_oldest_ended_runs_are_removed_with_all_their_keys(make_hosted: MadeHosted) -> None:
     harness = make_hosted(["done", "done"])
     harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=3)
     started = [await harness.start() for _ in range(2)]
@@ -448,7 +427,7 @@ async def test_the_oldest_that_have_ended_are_forgotten_with_all_they_left(make_
     assert int(stored) == 4 * (1024 + await harness.client.hstrlen(f"toolcrew:d:t:acme:run.{started[3]}", "item"))
 
 
-async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(make_hosted: MadeHosted) -> None:
+async def test_waiting_runs_do_not_block_the_removal_of_ended_runs(make_hosted: MadeHosted) -> None:
     harness = make_hosted(["done"])
     harness.runs = HostedRuns(harness.client, "d", KEY, harness.pool.tenants, max_listed=15)
     waiting = [await harness.start(priority=-1) for _ in range(12)]
@@ -461,41 +440,41 @@ async def test_runs_that_do_not_end_keep_no_others_from_being_forgotten(make_hos
     assert await harness.client.keys(f"toolcrew:d:t:acme:run.{ended[2]}*") == []
 
 
-async def test_a_cursor_that_is_none_is_refused(harness: HostedHarness) -> None:
+async def test_an_invalid_list_cursor_is_refused(harness: HostedHarness) -> None:
     for cursor in ("", "x", "-1", "1" * 16, "²"):
         with pytest.raises(ToolFailure) as failure:
             await harness.runs.list("acme", cursor=cursor)
         assert failure.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_runs_are_found_by_their_state(make_hosted: MadeHosted) -> None:
+async def test_runs_are_listed_by_state(make_hosted: MadeHosted) -> None:
     harness = make_hosted(["done"])
-    won = await harness.start()
+    succeeded = await harness.start()
     async with harness.working():
-        await harness.ended(won)
+        await harness.ended(succeeded)
     cancelled = await harness.start()
     await harness.runs.cancel("acme", cancelled)
-    lost = await harness.start(RunBody(instruction="x", tools=("echo",), dialect="native", model="nosuch"))
+    failed_run = await harness.start(RunBody(instruction="x", tools=("echo",), dialect="native", model="nosuch"))
     claim = await harness.claimed()
-    async with harness.publisher.open("acme", lost, claim.token, 1):
+    async with harness.publisher.open("acme", failed_run, claim.token, 1):
         pass
-    asking, running, queued = [await harness.start() for _ in range(3)]
+    waiting, running, queued = [await harness.start() for _ in range(3)]
     for _ in range(2):
         await harness.claimed()
-    await harness.client.hset(f"toolcrew:d:t:acme:run.{asking}", "asking", "1")
+    await harness.client.hset(f"toolcrew:d:t:acme:run.{waiting}", "asking", "1")
     await harness.queue.finish(claim, build_outcome(claim, FailureKind.MODEL))
     expected = {
-        HostedState.SUCCEEDED: won,
+        HostedState.SUCCEEDED: succeeded,
         HostedState.CANCELLED: cancelled,
-        HostedState.FAILED: lost,
-        HostedState.WAITING_FOR_APPROVAL: asking,
+        HostedState.FAILED: failed_run,
+        HostedState.WAITING_FOR_APPROVAL: waiting,
         HostedState.RUNNING: running,
         HostedState.QUEUED: queued,
     }
     assert set(expected) == set(HostedState)
     for state, run in expected.items():
-        assert [found.id for found in (await harness.runs.list("acme", state=state)).runs] == [run]
+        assert [record.id for record in (await harness.runs.list("acme", state=state)).runs] == [run]
     newer = await harness.start()
     page = await harness.runs.list("acme", state=HostedState.QUEUED, limit=1)
-    rest = await harness.runs.list("acme", state=HostedState.QUEUED, limit=1, cursor=page.next_cursor)
-    assert [found.id for found in (*page.runs, *rest.runs)] == [newer, queued]
+    next_page = await harness.runs.list("acme", state=HostedState.QUEUED, limit=1, cursor=page.next_cursor)
+    assert [record.id for record in (*page.runs, *next_page.runs)] == [newer, queued]

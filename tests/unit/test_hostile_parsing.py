@@ -48,9 +48,9 @@ JSON = st.recursive(
 def measure_unit_s() -> float:
     """Return the processor time of a fixed work, about 0.1 s: processors differ, and a busy neighbour slows them."""
     tracemalloc.start()
-    began = time.process_time()
+    started = time.process_time()
     json.loads(b"[" + b"[]," * 200_000 + b"[]]")
-    unit_s = time.process_time() - began
+    unit_s = time.process_time() - started
     tracemalloc.stop()
     return unit_s
 
@@ -59,10 +59,10 @@ def measure_unit_s() -> float:
 def bounded(mebibytes: float) -> Iterator[None]:
     unit_s = measure_unit_s()
     tracemalloc.start()
-    began = time.process_time()
+    started = time.process_time()
     try:
         yield
-        assert time.process_time() - began < MAX_UNITS * unit_s
+        assert time.process_time() - started < MAX_UNITS * unit_s
         assert tracemalloc.get_traced_memory()[1] < mebibytes * 1024 * 1024
     finally:
         tracemalloc.stop()
@@ -92,7 +92,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_wrong_arguments_are_refused_with_a_few_errors(name: str) -> None:
+def test_invalid_arguments_are_refused_with_a_bounded_message(name: str) -> None:
     spec, arguments = ARGUMENTS[name]()
     with bounded(24), pytest.raises(ToolFailure) as refused:
         prepare_arguments(spec, arguments, text=True)
@@ -100,7 +100,7 @@ def test_wrong_arguments_are_refused_with_a_few_errors(name: str) -> None:
     assert len(refused.value.message) < 4000
 
 
-def test_items_that_must_differ_are_compared_in_linear_time() -> None:
+def test_unique_items_are_compared_in_linear_time() -> None:
     spec, arguments = array_of([{"n": number} for number in range(MANY // 2 - 1)], uniqueItems=True)
     with bounded(24):
         prepare_arguments(spec, arguments)
@@ -109,12 +109,12 @@ def test_items_that_must_differ_are_compared_in_linear_time() -> None:
         prepare_arguments(spec, arguments)
 
 
-FORMS = [*[{"type": "null"}] * 300, {"type": "integer"}]
-FOREIGN: dict[str, tuple[dict[str, Any], Any]] = {
-    "many forms for many items": ({"items": {"anyOf": FORMS}}, [0] * MANY),
-    "one of many forms for many items": ({"items": {"oneOf": FORMS}}, [0] * MANY),
+SCHEMA_FORMS = [*[{"type": "null"}] * 300, {"type": "integer"}]
+FOREIGN_SCHEMAS: dict[str, tuple[dict[str, Any], Any]] = {
+    "many forms for many items": ({"items": {"anyOf": SCHEMA_FORMS}}, [0] * MANY),
+    "one of many forms for many items": ({"items": {"oneOf": SCHEMA_FORMS}}, [0] * MANY),
     "many conditions for many items": ({"items": {"allOf": [{"type": "integer"}] * 300}}, [0] * MANY),
-    "many forms for a long text": ({"anyOf": FORMS}, "x" * 16_000_000),
+    "many forms for a long text": ({"anyOf": SCHEMA_FORMS}, "x" * 16_000_000),
     "a long enum for many items": ({"items": {"enum": list(range(1500))}}, [1499] * MANY),
     "a large default for many items": ({"items": {"properties": {"b": {"default": [0] * 1000}}}}, [{}] * MANY),
     "defaults in defaults": (
@@ -126,7 +126,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], Any]] = {
         },
         None,
     ),
-    "what is left over, in each other": (
+    "nested unevaluated items": (
         functools.reduce(
             lambda inner, _: {"allOf": [inner], "unevaluatedItems": {"type": "string"}},
             range(9),
@@ -137,9 +137,9 @@ FOREIGN: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_foreign_schema_costs_no_more_than_its_steps(name: str) -> None:
-    schema, value = FOREIGN[name]
+@pytest.mark.parametrize("name", FOREIGN_SCHEMAS)
+def test_a_foreign_schema_is_checked_in_bounded_time(name: str) -> None:
+    schema, value = FOREIGN_SCHEMAS[name]
     with bounded(24):
         parameters = bound_schema({"type": "object", "properties": {"a": schema}})
         spec = build_spec("t").model_copy(update={"parameters": parameters})
@@ -148,10 +148,10 @@ def test_a_foreign_schema_costs_no_more_than_its_steps(name: str) -> None:
 
 
 REPLIES = {
-    "a fence that does not end": "```json\n" + " " * 200_000 + "x",
+    "unclosed code fence": "```json\n" + " " * 200_000 + "x",
     "millions of lists": '{"tool": "t", "arguments": {"a": [' + "[]," * 2_000_000 + "[]]}}",
     "deep": '{"tool": "t", "arguments": {"a": ' + "[" * 2_000_000,
-    "half characters": '{"tool": "t", "arguments": {"a": "' + "\\ud800" * 200_000 + '"}, "x": 1}',
+    "lone surrogates": '{"tool": "t", "arguments": {"a": "' + "\\ud800" * 200_000 + '"}, "x": 1}',
     "a number of a million digits": '{"tool": "t", "arguments": {"a": ' + "1" * 1_000_000 + "}}",
     "millions of keys": '{"tool": "t", "arguments": {' + '"a": 1, ' * 1_000_000 + '"b": 1}}',
 }
@@ -173,13 +173,13 @@ def test_a_hostile_reply_is_refused_in_bounded_time(name: str) -> None:
     [{"content": "x" * 65536}, {"tool_calls": [{"index": 0, "function": {"arguments": "x" * 65536}}]}],
     ids=["text", "arguments"],
 )
-def test_a_reply_without_an_end_is_refused(delta: dict[str, Any]) -> None:
+def test_an_endless_reply_is_refused(delta: dict[str, Any]) -> None:
     reader = NativeCallAssembler()
     with pytest.raises(ModelRefused):
         collections.deque(map(reader.feed, itertools.repeat({"choices": [{"index": 0, "delta": delta}]})), maxlen=0)
 
 
-def test_fragments_without_text_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_tool_call_fragments_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_assembler, "MAX_REPLY_CHARS", 10 * native_assembler.FRAGMENT_CHARS)
     reader = NativeCallAssembler()
     chunk = {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {}}]}}]}
@@ -190,7 +190,7 @@ def test_fragments_without_text_are_limited_in_number(monkeypatch: pytest.Monkey
 
 
 @given(JSON, st.integers(1, 12))
-def test_values_of_a_text_are_counted_as_far_as_the_limit(value: Any, limit: int) -> None:
+def test_values_of_json_text_are_counted_up_to_the_limit(value: Any, limit: int) -> None:
     text = json.dumps(value)
     if has_more_values(value, 2 * limit + 1):
         assert has_more_values_in_text(text, limit)
@@ -199,7 +199,7 @@ def test_values_of_a_text_are_counted_as_far_as_the_limit(value: Any, limit: int
 
 
 @given(st.lists(JSON, max_size=5), st.sampled_from(["uniqueItems", "anyOf", "oneOf"]))
-def test_our_checks_decide_as_the_library_does(items: list[Any], keyword: str) -> None:
+def test_schema_checks_agree_with_jsonschema(items: list[Any], keyword: str) -> None:
     forms = [{"items": {"type": "integer"}}, {"maxItems": 2}]
     schema: dict[str, Any] = {"uniqueItems": True} if keyword == "uniqueItems" else {keyword: forms}
     spec, arguments = array_of(items, **schema)
@@ -215,7 +215,7 @@ def test_our_checks_decide_as_the_library_does(items: list[Any], keyword: str) -
 
 
 @given(JSON, st.integers(1, 12))
-def test_values_are_counted_as_far_as_the_limit(value: Any, limit: int) -> None:
+def test_values_are_counted_up_to_the_limit(value: Any, limit: int) -> None:
     def count(part: Any) -> int:
         inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
         return 1 + sum(map(count, inner))
@@ -237,7 +237,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_wrong_batch_lines_are_refused(name: str) -> None:
+def test_hostile_batch_lines_are_refused_in_bounded_time(name: str) -> None:
     data = LINES[name]()
     with bounded(64), pytest.raises(BadBatch) as refused:
         read_lines(io.BytesIO(data), None, "the body")
@@ -262,7 +262,7 @@ FRONTS = {
 
 
 @pytest.mark.parametrize("name", FRONTS)
-def test_a_hostile_front_matter_is_refused_or_read_as_plain_lines(name: str) -> None:
+def test_a_hostile_front_matter_is_parsed_or_refused_in_bounded_time(name: str) -> None:
     with bounded(24):
         try:
             assert parse_skill(f"---\nname: a\ndescription: b\n{FRONTS[name]}\n---\n", "a").name == "a"
@@ -280,7 +280,7 @@ async def find_in(*pieces: bytes) -> ServerReply | None:
     return await find_reply("weather", 7, ResponseStream(Head(200, {}), stream(), FetchLimits()))
 
 
-async def test_a_stream_of_events_ends_at_its_limit() -> None:
+async def test_an_endless_event_stream_is_refused() -> None:
     event = b'data: {"jsonrpc": "2.0", "method": "notifications/progress", "params": {}}\n\n'
     with bounded(64), pytest.raises(ToolFailure) as refused:
         await find_in(*[event] * 20_000)
@@ -298,7 +298,7 @@ async def test_an_event_with_too_many_values_is_not_parsed() -> None:
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
-async def test_the_reply_is_found_beside_other_events(end: bytes) -> None:
+async def test_the_reply_is_found_among_other_events(end: bytes) -> None:
     lines = [b": here", b"id: 1", b'data: {"jsonrpc": "2.0", "id": 8, "result": {}}', b"", b"event: message"]
     lines += [b'data: {"jsonrpc": "2.0",', b'data: "id": 7, "result": {"a": 1}}', b"", b""]
     stream = end.join(lines)

@@ -42,16 +42,14 @@ async def hosts(redis_server: RedisProcess) -> AsyncIterator[HostStore]:
     await client.aclose()
 
 
-async def test_living_workers_are_seen_and_those_that_report_no_more_are_not(
-    harness: HostHarness, hosts: HostStore
-) -> None:
+async def test_only_reporting_workers_are_listed(harness: HostHarness, hosts: HostStore) -> None:
     for queue in ("host.b.b1", "host.a.b1"):
         harness.hosts().report(build_report(queue))
     harness.redis.zadd(hosts_key(DEPLOYMENT), {"host.gone.b1": 1.0})
     assert [report.queue for report in await hosts.reports()] == ["host.a.b1", "host.b.b1"]
 
 
-async def test_reports_are_read_again_only_when_they_are_old(
+async def test_reports_are_cached_for_a_short_time(
     harness: HostHarness, hosts: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert await hosts.reports() == []
@@ -61,7 +59,7 @@ async def test_reports_are_read_again_only_when_they_are_old(
     assert len(await hosts.reports()) == 1
 
 
-async def test_the_report_of_another_release_is_left_out_and_reported_once(
+async def test_an_unreadable_host_report_is_skipped_and_logged_once(
     harness: HostHarness, hosts: HostStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness.hosts().report(build_report())
@@ -70,14 +68,14 @@ async def test_the_report_of_another_release_is_left_out_and_reported_once(
     assert ["host_report_unreadable" in record.getMessage() for record in caplog.records] == [True]
 
 
-async def test_without_redis_no_key_is_known_and_that_is_reported() -> None:
+async def test_an_unreachable_redis_is_reported_when_hosts_are_listed() -> None:
     client = open_redis(BrokerSettings.model_validate({"redis_url": "redis://:x@127.0.0.1:1/0"}))
     with pytest.raises(BrokerUnavailable, match="Redis does not answer"):
         await HostStore(client, DEPLOYMENT).reports()
     await client.aclose()
 
 
-def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
+def test_an_unknown_host_is_refused_with_the_known_hosts() -> None:
     reports = [build_report("host.a.b1"), build_report("pool.a.x", kind="web"), build_report("host.b.b1")]
     assert [report.queue for report in find_workers(reports, "a")] == ["host.a.b1", "pool.a.x"]
     assert [report.queue for report in find_workers(reports, "pool.a.x")] == ["pool.a.x"]
@@ -87,10 +85,7 @@ def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
         find_workers([], "c")
 
 
-# --- the order to drain -----------------------------------------------------------------------------------------------
-
-
-class NoOrders:
+class NoHandler:
     """The handler of a worker that obeys only the order to drain."""
 
     verbs: frozenset[str] = frozenset()
@@ -108,7 +103,7 @@ class Worker:
         self.answers = True
         self.queue = queue
         self.reader = ControlListener(
-            WorkerControlStore(server.client()), (queue, *others), KEY, NoOrders(), self.drain, on_refused=self.note
+            WorkerControlStore(server.client()), (queue, *others), KEY, NoHandler(), self.drain, on_refused=self.note
         )
         self.reader.start()
         harness.hosts().report(build_report(queue, store="shared"))
@@ -134,7 +129,7 @@ def worker(harness: HostHarness, redis_server: RedisProcess) -> Iterator[Worker]
         opened.reader.stop()
 
 
-async def test_an_order_that_is_not_taken_is_reported(
+async def test_a_drain_order_that_is_not_accepted_is_reported(
     worker: Worker, hosts: HostStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drains, "ACCEPTED_WITHIN_S", 0.5)
@@ -144,9 +139,7 @@ async def test_an_order_that_is_not_taken_is_reported(
         await order_drain(hosts, report, KEY)
 
 
-async def test_a_host_whose_files_would_be_lost_is_not_drained_unless_that_is_meant(
-    worker: Worker, hosts: HostStore
-) -> None:
+async def test_a_host_with_local_files_is_drained_only_with_lossy(worker: Worker, hosts: HostStore) -> None:
     report = build_report(store="local")
     with pytest.raises(ConfigError, match="set TOOLCREW_WORKSPACE_STORE"):
         await order_drain(hosts, report, KEY)
@@ -155,16 +148,16 @@ async def test_a_host_whose_files_would_be_lost_is_not_drained_unless_that_is_me
     assert worker.orders == [True]
 
 
-async def test_an_order_for_another_worker_or_of_a_forger_drains_no_worker(
+async def test_a_misdirected_or_forged_drain_order_is_refused(
     worker: Worker, hosts: HostStore, harness: HostHarness
 ) -> None:
     other = build_report("host.b.b1", store="shared")
     harness.hosts().report(other.model_copy(update={"draining": True}))
     await order_drain(hosts, other, KEY)
-    meant_for_b = harness.redis.rpop(control_queue("host.b.b1"))
-    assert isinstance(meant_for_b, bytes)
-    assert decode_call(meant_for_b.decode(), KEY)[0].arguments["queue"] == "host.b.b1"
-    harness.redis.lpush(control_queue(QUEUE), meant_for_b)
+    order_for_b = harness.redis.rpop(control_queue("host.b.b1"))
+    assert isinstance(order_for_b, bytes)
+    assert decode_call(order_for_b.decode(), KEY)[0].arguments["queue"] == "host.b.b1"
+    harness.redis.lpush(control_queue(QUEUE), order_for_b)
     assert worker.refusal.wait(10)
     worker.refusal.clear()
     harness.hosts().report(build_report(store="shared", draining=True))
@@ -174,7 +167,7 @@ async def test_an_order_for_another_worker_or_of_a_forger_drains_no_worker(
     assert (worker.refused, worker.orders) == (["wrong_task", "signature"], [])
 
 
-async def test_the_end_of_a_drain_is_distinguished_from_a_loss(
+async def test_a_finished_drain_is_distinguished_from_a_lost_host(
     worker: Worker, hosts: HostStore, harness: HostHarness
 ) -> None:
     (report,) = await hosts.read()
@@ -189,9 +182,6 @@ async def test_the_end_of_a_drain_is_distinguished_from_a_loss(
     harness.hosts().report(report)
     harness.redis.delete(host_key(DEPLOYMENT, QUEUE))
     assert [state async for state, _ in follow_drain(hosts, report)] == ["lost"]
-
-
-# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -212,23 +202,23 @@ def test_hosts_lists_each_worker_with_its_state_and_iso_times(harness: HostHarne
     harness.hosts().report(build_report("host.c.b1"))
     harness.hosts().leave("restarting", build_report("host.c.b1"))
 
-    shown = CliRunner().invoke(app, ["hosts", "list"])
+    result = CliRunner().invoke(app, ["hosts", "list"])
     rows = json.loads(CliRunner().invoke(app, ["hosts", "list", "--json"]).stdout)
 
-    assert shown.exit_code == 0
-    lines = [line.split() for line in shown.stdout.splitlines()]
+    assert result.exit_code == 0
+    lines = [line.split() for line in result.stdout.splitlines()]
     assert lines[0][:5] == ["host", "kind", "state", "busy", "sessions"]
     assert lines[1][:5] == ["a", "sandbox", "serving", "2/4", "3/10"]
     assert [row["state"] for row in rows] == ["serving", "unhealthy", "restarting", "draining"]
     assert rows[0]["started_at"] == "1970-01-01T00:00:01Z"
     assert "process" not in rows[0]
     assert rows[0]["waiting"] == {QUEUE: 0, POOL_WEB: 2}
-    full = CliRunner().invoke(app, ["hosts", "list", "--full"])
-    assert "images             python" in full.stdout
+    full_list = CliRunner().invoke(app, ["hosts", "list", "--full"])
+    assert "images             python" in full_list.stdout
 
 
 @pytest.mark.usefixtures("environment")
-def test_commands_say_what_is_missing(harness: HostHarness) -> None:
+def test_hosts_commands_report_missing_workers_and_settings(harness: HostHarness) -> None:
     assert "no worker reports: start one" in CliRunner().invoke(app, ["hosts", "list"]).stdout
     unknown = CliRunner().invoke(app, ["hosts", "drain", "c"])
     assert (unknown.exit_code, unknown.stderr) == (
@@ -236,16 +226,16 @@ def test_commands_say_what_is_missing(harness: HostHarness) -> None:
         "toolcrew: no worker reports: start one (toolcrew serve worker)\n",
     )
     harness.hosts().report(build_report())
-    local = CliRunner().invoke(app, ["hosts", "drain", "a", "--json"])
-    assert local.exit_code == 1
-    assert json.loads(local.stdout)["error"]["code"] == "CONFIG_MISSING"
+    refused_drain = CliRunner().invoke(app, ["hosts", "drain", "a", "--json"])
+    assert refused_drain.exit_code == 1
+    assert json.loads(refused_drain.stdout)["error"]["code"] == "CONFIG_MISSING"
 
 
 @pytest.mark.usefixtures("environment")
-def test_hosts_drain_gives_the_order(worker: Worker) -> None:
-    done = CliRunner().invoke(app, ["hosts", "drain", "a", "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout) == {
+def test_hosts_drain_sends_the_order(worker: Worker) -> None:
+    result = CliRunner().invoke(app, ["hosts", "drain", "a", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {
         "host": "a",
         "workers": [{"queue": QUEUE, "kind": "sandbox", "state": "draining"}],
     }
@@ -253,17 +243,14 @@ def test_hosts_drain_gives_the_order(worker: Worker) -> None:
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_worker_whose_restart_is_awaited_is_not_said_to_drain(harness: HostHarness) -> None:
+def test_a_worker_that_waits_for_its_restart_is_not_drained(harness: HostHarness) -> None:
     harness.hosts().report(build_report(worker="", store="shared"))
-    done = CliRunner().invoke(app, ["hosts", "drain", "a"])
-    assert done.exit_code == 1
-    assert "has ended, and the pool waits 30 s for its restart" in done.stderr
+    result = CliRunner().invoke(app, ["hosts", "drain", "a"])
+    assert result.exit_code == 1
+    assert "has ended, and the pool waits 30 s for its restart" in result.stderr
 
 
-# --- what a worker says of itself -------------------------------------------------------------------------------------
-
-
-def test_a_report_reports_what_sandboxd_says_and_its_silence() -> None:
+def test_a_host_report_contains_the_status_or_silence_of_sandboxd() -> None:
     status = {
         "boot": "b1",
         "sessions": 3,
@@ -274,23 +261,27 @@ def test_a_report_reports_what_sandboxd_says_and_its_silence() -> None:
         "memory_free_bytes": 7,
         "store": "shared",
     }
-    own = {"host": "a", "queue": QUEUE, "worker": "w1", "slots": 4, "started_at": 1.0}
-    report = build_host_report(status, is_silent=False, **own)
+    worker_fields = {"host": "a", "queue": QUEUE, "worker": "w1", "slots": 4, "started_at": 1.0}
+    report = build_host_report(status, is_silent=False, **worker_fields)
     assert (report.sessions, report.max_sessions, report.classes) == (3, 9, ("default",))
     assert (report.memory_free_bytes, report.store) == (7, "shared")
     assert report.largest == {"default": LargestOptions(cpus=8, timeout_s=7200)}
     assert report.healthy
     assert report.problem == ""
-    silent = build_host_report(
-        {"boot": "b1", "sessions": [], "classes": "default", "max_sessions": -3}, is_silent=True, **own
+    silent_report = build_host_report(
+        {"boot": "b1", "sessions": [], "classes": "default", "max_sessions": -3}, is_silent=True, **worker_fields
     )
-    assert (silent.healthy, silent.sessions, silent.max_sessions) == (False, 0, 0)
-    assert (silent.classes, silent.store) == ((), "local")
-    assert "largest" not in silent.model_dump(), "earlier releases read the report of a host without larger classes"
-    assert "check its log" in silent.problem
-    troubled = build_host_report(status, is_silent=False, problem="x" * 501, **own)
-    assert (len(troubled.problem), troubled.problem[-2:]) == (500, "x…"), "a worker reports, whatever its trouble"
-    assert silent.memory_free_bytes > 0
+    assert (silent_report.healthy, silent_report.sessions, silent_report.max_sessions) == (False, 0, 0)
+    assert (silent_report.classes, silent_report.store) == ((), "local")
+    assert "largest" not in silent_report.model_dump(), (
+        "earlier releases read the report of a host without larger classes"
+    )
+    assert "check its log" in silent_report.problem
+    report_with_trouble = build_host_report(status, is_silent=False, problem="x" * 501, **worker_fields)
+    assert (len(report_with_trouble.problem), report_with_trouble.problem[-2:]) == (500, "x…"), (
+        "a worker reports, whatever its problem"
+    )
+    assert silent_report.memory_free_bytes > 0
 
 
 def test_a_worker_without_sandboxes_reports_its_memory() -> None:
@@ -299,7 +290,7 @@ def test_a_worker_without_sandboxes_reports_its_memory() -> None:
     assert report.memory_free_bytes == pytest.approx(find_free_memory(), rel=0.5)
 
 
-def test_a_task_that_is_no_call_of_a_session_holds_no_session_up() -> None:
+def test_a_task_without_a_session_call_has_no_session() -> None:
     envelopes = (7, "v3.a.b", "v3.a.b.{", 'v3.a.b.{"context": []}')
     for arguments in ({}, None, *({"envelope": envelope} for envelope in envelopes)):
         assert parse_session_of(arguments) is None

@@ -9,7 +9,7 @@ from workers.sandboxd.runtime.image_faults import explain_start_failure, explain
 
 RUNC = "failed to create shim task: OCI runtime create failed: runc create failed: unable to start container process: "
 # Original messages of engines.
-WORDS = {
+MESSAGES = {
     (
         f'{RUNC}error during container init: error mounting "tmpfs" to rootfs at "/tmp": mount tmpfs:/tmp, data: '
         "size=64m: "
@@ -28,16 +28,19 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize(("message", "says"), WORDS.items(), ids=range(len(WORDS)))
-def test_a_fault_of_the_image_is_reported_with_its_name(message: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    MESSAGES.items(),
+    ids=["tmp is a file", "workspace is in proc", "workspace is a file", "workspace is a link cycle"],
+)
+def test_start_failure_caused_by_the_image_names_the_image(message: str, expected: str) -> None:
     sentence = explain_start_failure(message, "acme/tools:1")
-    assert sentence is not None
     assert sentence.startswith("image acme/tools:1 cannot be a sandbox: ")
-    assert says in sentence
+    assert expected in sentence
     assert "\n" not in sentence
 
 
-def test_what_is_about_something_else_is_left_to_others() -> None:
+def test_start_failure_with_another_cause_is_not_explained() -> None:
     missing = f'{RUNC}error mounting "/srv/mount" to rootfs at "/workspace": no such file or directory: unknown'
     memory = "OCI runtime create failed: cannot allocate memory: unknown"
     for message in ("", "No such container: 1234", "the engine does not answer", memory, missing):
@@ -45,7 +48,7 @@ def test_what_is_about_something_else_is_left_to_others() -> None:
 
 
 @given(st.text(max_size=2000))
-def test_no_words_of_a_container_get_far_into_the_sentence(message: str) -> None:
+def test_explanation_of_a_start_failure_is_short_and_printable(message: str) -> None:
     for sentence in (
         explain_start_failure(message, "i"),
         explain_start_failure(f"evalSymlinksInScope: too many links {message}", "i"),
@@ -53,7 +56,7 @@ def test_no_words_of_a_container_get_far_into_the_sentence(message: str) -> None
         assert sentence is None or (len(sentence) < 300 and sentence.isprintable())
 
 
-def test_an_image_with_volumes_or_for_another_processor_is_unfit() -> None:
+def test_image_with_volumes_or_for_another_processor_is_unfit() -> None:
     sentence = str(explain_unfit({"Config": {"Volumes": {"/data": {}, "/a": {}}}}, "acme/tools:1"))
     assert "image acme/tools:1 cannot be a sandbox: it declares volumes (/a, /data)" in sentence
     assert "s390x" in str(explain_unfit({"Architecture": "s390x"}, "i"))
@@ -61,7 +64,7 @@ def test_an_image_with_volumes_or_for_another_processor_is_unfit() -> None:
         assert explain_unfit({"Config": config}, "i") is None
 
 
-def test_only_a_fault_of_the_image_is_put_in_other_words() -> None:
+def test_explained_rewrites_only_errors_caused_by_the_image() -> None:
     with (
         pytest.raises(SandboxUnavailable, match="image i cannot be a sandbox: its /workspace is not a folder"),
         explained("i"),

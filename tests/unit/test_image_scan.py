@@ -10,16 +10,16 @@ from tests.image_scan import scan_files
 
 def archive(name: str, mode: int, kind: bytes = tarfile.REGTYPE, **headers: str) -> io.BytesIO:
     data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w", format=tarfile.PAX_FORMAT) as made:
+    with tarfile.open(fileobj=data, mode="w", format=tarfile.PAX_FORMAT) as tar:
         file = tarfile.TarInfo(name)
         file.mode, file.type, file.pax_headers = mode, kind, headers
-        made.addfile(file)
+        tar.addfile(file)
     data.seek(0)
     return data
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "kind", "headers", "found"),
+    ("name", "mode", "kind", "headers", "findings"),
     [
         ("bin/su", 0o4755, tarfile.REGTYPE, {}, ["setuid or setgid: bin/su"]),
         ("bin/wall", 0o2755, tarfile.REGTYPE, {}, ["setuid or setgid: bin/wall"]),
@@ -33,13 +33,13 @@ def archive(name: str, mode: int, kind: bytes = tarfile.REGTYPE, **headers: str)
         ("bin/ls", 0o755, tarfile.REGTYPE, {}, []),
     ],
 )
-def test_a_file_is_judged_by_its_mode_and_its_capability(
-    name: str, mode: int, kind: bytes, headers: dict[str, str], found: list[str]
+def test_scan_reports_files_by_mode_and_capability(
+    name: str, mode: int, kind: bytes, headers: dict[str, str], findings: list[str]
 ) -> None:
-    assert scan_files(archive(name, mode, kind, **headers)) == found
+    assert scan_files(archive(name, mode, kind, **headers)) == findings
 
 
-def test_no_files_are_no_clean_image() -> None:
+def test_scan_of_an_archive_without_files_fails() -> None:
     empty = io.BytesIO()
     tarfile.open(fileobj=empty, mode="w").close()
     empty.seek(0)

@@ -63,7 +63,8 @@ class MemoryEngine:
     def _all(self) -> Sequence[EngineImage]:
         ids = sorted({*self.images.values(), *self.untagged})
         return [
-            EngineImage(one, tuple(name for name, held in self.images.items() if held == one), (), SIZE) for one in ids
+            EngineImage(one, tuple(name for name, named_id in self.images.items() if named_id == one), (), SIZE)
+            for one in ids
         ]
 
     async def used(self) -> Set[str]:
@@ -114,7 +115,7 @@ def engine() -> MemoryEngine:
 # Pulls
 
 
-async def test_an_image_is_pulled_once_for_all_who_wait(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_concurrent_requests_share_one_pull(engine: MemoryEngine, tmp_path: Path) -> None:
     images = build(engine, tmp_path)
     engine.pull_gate.clear()
     waiting = [asyncio.create_task(use(images, "ghcr.io/team/a")) for _ in range(8)]
@@ -130,7 +131,7 @@ async def test_an_image_is_pulled_once_for_all_who_wait(engine: MemoryEngine, tm
     assert images.describe()["pulls"] == []
 
 
-async def test_only_a_few_pulls_run_at_a_time_and_not_many_wait(
+async def test_concurrent_and_waiting_pulls_are_limited(
     engine: MemoryEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(images_module, "MAX_PULLS", 6)
@@ -148,7 +149,7 @@ async def test_only_a_few_pulls_run_at_a_time_and_not_many_wait(
     assert len(engine.pulled) == 6
 
 
-async def test_a_slow_pull_goes_on_after_the_wait(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_pull_continues_after_its_request_times_out(engine: MemoryEngine, tmp_path: Path) -> None:
     images = build(engine, tmp_path)
     engine.pull_gate.clear()
     with pytest.raises(ImageNotReady, match=r"still being pulled \(0 MB of at least 2 MB\): try again"):
@@ -174,14 +175,14 @@ async def test_a_slow_pull_goes_on_after_the_wait(engine: MemoryEngine, tmp_path
         ("something else", SandboxUnavailable, "something else; see the log"),
     ],
 )
-def test_the_error_of_a_pull_says_what_to_do(reason: str, kind: type[Exception], message: str) -> None:
+def test_pull_error_says_what_to_do(reason: str, kind: type[Exception], message: str) -> None:
     error = explain_pull_failure(reason, parse_image_name("ghcr.io/team/a"), has_login=False)
     assert type(error) is kind
     assert message in str(error)
     assert str(error).startswith("image ghcr.io/team/a:latest was not pulled: ")
 
 
-async def test_a_login_is_used_only_for_its_class_and_registry_and_never_shown(
+async def test_registry_login_is_used_only_for_its_class_and_registry_and_is_masked(
     engine: MemoryEngine, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
@@ -192,26 +193,26 @@ async def test_a_login_is_used_only_for_its_class_and_registry_and_never_shown(
         "others": TenantClass(images=entries, registries={"quay.io": login}),
     }
     images = build(engine, tmp_path, plans=Plans(SandboxdSettings(sandbox_image="default", tenant_classes=classes)))
-    ours, theirs = (replace(plan_of("ghcr.io/team/a"), tenant_class=name) for name in classes)
+    team_plan, other_plan = (replace(plan_of("ghcr.io/team/a"), tenant_class=name) for name in classes)
     engine.failure = "denied: robot:very-secret is wrong"
     with pytest.raises(ImageRefused, match=r"check the login of ghcr\.io") as refused:
-        async with images.pinned(ours):
+        async with images.pinned(team_plan):
             pass
     assert "very-secret" not in str(refused.value)
     assert "very-secret" not in repr(engine.accounts)
     assert engine.accounts == [RegistryAccount("robot", "very-secret")]
     with pytest.raises(ImageRefused, match=r"add a login for ghcr\.io"):
-        async with images.pinned(theirs):
+        async with images.pinned(other_plan):
             pass
     assert engine.accounts[1:] == [None]
     secret.unlink()
     with pytest.raises(SandboxUnavailable, match=r"password file for the registry ghcr\.io cannot be read \(File"):
-        async with images.pinned(ours):
+        async with images.pinned(team_plan):
             pass
 
 
 @pytest.mark.parametrize("registry", ["team", "ghcr.io/team", "", "*.io", "https://ghcr.io"])
-def test_a_login_for_something_else_than_a_registry_is_refused(registry: str) -> None:
+def test_registry_login_with_an_invalid_registry_name_is_refused(registry: str) -> None:
     login = RegistryLogin(user="robot", password_file=Path("/secret"))
     with pytest.raises(ValidationError, match="registries"):
         TenantClass(registries={registry: login})
@@ -221,7 +222,9 @@ def test_a_login_for_something_else_than_a_registry_is_refused(registry: str) ->
 # Removal
 
 
-async def test_what_is_in_use_or_not_pulled_here_stays(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_evict_keeps_images_in_use_and_images_not_pulled_by_sandboxd(
+    engine: MemoryEngine, tmp_path: Path
+) -> None:
     images = build(engine, tmp_path, budget=0)
     own = engine.tag("ghcr.io/team/own")
     await use(images, "ghcr.io/team/own")
@@ -239,7 +242,7 @@ async def test_what_is_in_use_or_not_pulled_here_stays(engine: MemoryEngine, tmp
     assert set(engine.images.values()) == {own}
 
 
-async def test_the_pins_of_an_image_go_before_it(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_evict_releases_the_pins_of_an_image_first(engine: MemoryEngine, tmp_path: Path) -> None:
     images = build(engine, tmp_path, budget=0)
     pinned = await use(images, "ghcr.io/team/a")
     engine.containers.add(pinned)
@@ -253,7 +256,7 @@ async def test_the_pins_of_an_image_go_before_it(engine: MemoryEngine, tmp_path:
     assert engine.images == {}
 
 
-async def test_a_name_that_moved_to_another_image_stays(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_evict_keeps_a_name_that_was_moved_to_another_image(engine: MemoryEngine, tmp_path: Path) -> None:
     images = build(engine, tmp_path, budget=0)
     pulled = await use(images, "ghcr.io/team/a")
     moved = engine.tag("ghcr.io/team/a")
@@ -263,7 +266,7 @@ async def test_a_name_that_moved_to_another_image_stays(engine: MemoryEngine, tm
     assert images.describe()["image_cache"]["bytes"] == 0
 
 
-async def test_an_image_that_the_operator_named_too_stays(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_evict_keeps_an_image_that_the_operator_also_tagged(engine: MemoryEngine, tmp_path: Path) -> None:
     images = build(engine, tmp_path, budget=0)
     pulled = await use(images, "ghcr.io/team/a")
     engine.tag("mine", pulled)
@@ -272,21 +275,21 @@ async def test_an_image_that_the_operator_named_too_stays(engine: MemoryEngine, 
     assert Records(tmp_path).images() == []
 
 
-async def test_a_request_waits_for_a_removal_and_pulls_again(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_request_waits_for_a_running_removal_and_pulls_again(engine: MemoryEngine, tmp_path: Path) -> None:
     images = build(engine, tmp_path, budget=0)
     first = await use(images, "ghcr.io/team/a")
     engine.remove_gate.clear()
-    evicting = asyncio.create_task(images.evict())
+    eviction = asyncio.create_task(images.evict())
     await engine.removing.wait()
-    using = asyncio.create_task(use(images, "ghcr.io/team/a"))
+    request = asyncio.create_task(use(images, "ghcr.io/team/a"))
     await asyncio.sleep(0.05)
-    assert not using.done()
+    assert not request.done()
     engine.remove_gate.set()
-    await evicting
-    assert await using != first
+    await eviction
+    assert await request != first
 
 
-async def test_random_use_never_takes_an_image_from_its_user(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_evict_never_removes_a_pinned_image_under_random_load(engine: MemoryEngine, tmp_path: Path) -> None:
     images = build(engine, tmp_path, budget=2 * SIZE)
 
     async def work(number: int) -> None:
@@ -301,9 +304,9 @@ async def test_random_use_never_takes_an_image_from_its_user(engine: MemoryEngin
             await images.evict()
             await asyncio.sleep(0)
 
-    evicting = asyncio.create_task(evict())
+    eviction = asyncio.create_task(evict())
     await asyncio.gather(*(work(number) for number in range(8)))
-    evicting.cancel()
+    eviction.cancel()
     await images.evict()
     assert len(engine.images) <= 2
 
@@ -312,17 +315,17 @@ async def test_random_use_never_takes_an_image_from_its_user(engine: MemoryEngin
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-async def test_a_pull_that_a_kill_interrupted_counts_if_it_was_complete(
+async def test_interrupted_pull_is_recorded_only_if_the_image_arrived(
     engine: MemoryEngine, tmp_path: Path, is_complete: bool
 ) -> None:
     images = build(engine, tmp_path)
     engine.pull_gate.clear()
-    using = asyncio.create_task(use(images, "ghcr.io/team/a"))
+    request = asyncio.create_task(use(images, "ghcr.io/team/a"))
     await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
     await images.close()
-    using.cancel()
+    request.cancel()
     with suppress(asyncio.CancelledError, SandboxUnavailable):
-        await using
+        await request
     if is_complete:
         engine.tag("ghcr.io/team/a")
     images = build(engine, tmp_path)
@@ -331,18 +334,18 @@ async def test_a_pull_that_a_kill_interrupted_counts_if_it_was_complete(
     assert len(Records(tmp_path).images()) == int(is_complete)
 
 
-async def test_an_image_that_arrives_while_the_engine_is_asked_stays_known(
+async def test_refresh_keeps_an_image_that_arrives_during_the_list_request(
     engine: MemoryEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = build(engine, tmp_path)
     engine.pull_gate.clear()
-    using = asyncio.create_task(use(images, "ghcr.io/team/a"))
+    request = asyncio.create_task(use(images, "ghcr.io/team/a"))
     await wait_until_async(lambda: engine.pulled, 5, "the pull begins")
     listed = await engine.list()
 
     async def list_late() -> Sequence[EngineImage]:
         engine.pull_gate.set()
-        await using
+        await request
         return listed
 
     monkeypatch.setattr(engine, "list", list_late)
@@ -350,7 +353,7 @@ async def test_an_image_that_arrives_while_the_engine_is_asked_stays_known(
     assert images.describe()["image_cache"]["bytes"] == SIZE
 
 
-async def test_the_report_names_what_may_be_pulled_and_is_here(
+async def test_report_lists_present_images_that_a_pattern_allows(
     engine: MemoryEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = build(engine, tmp_path)
@@ -372,7 +375,7 @@ def give_images(host: FakeHost, engine: MemoryEngine, folder: Path) -> None:
     host.factory.images.in_use = lambda: {session.plan.image_id for session in host.sessions.all()}
 
 
-async def test_a_session_has_the_content_id_of_its_image_over_a_restart(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_session_keeps_the_content_id_of_its_image_across_restores(engine: MemoryEngine, tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS) as host:
         give_images(host, engine, tmp_path / "images")
         entry = await host.sessions.open("acme:s", SessionParameters(plan_of("ghcr.io/team/a"), 60))
@@ -392,7 +395,7 @@ async def test_a_session_has_the_content_id_of_its_image_over_a_restart(engine: 
         assert "image ghcr.io/team/a" in str(entry.news)
 
 
-async def test_an_opening_that_no_host_can_serve_is_not_sent_to_another(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_missing_image_fails_the_open_as_invalid_arguments(engine: MemoryEngine, tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS) as host:
         give_images(host, engine, tmp_path / "images")
         engine.failure = "manifest unknown"
@@ -405,7 +408,7 @@ async def test_an_opening_that_no_host_can_serve_is_not_sent_to_another(engine: 
         assert host.factory.slots.used == 0
 
 
-async def test_a_pull_takes_no_slot(engine: MemoryEngine, tmp_path: Path) -> None:
+async def test_pull_uses_no_sandbox_slot(engine: MemoryEngine, tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS, limit=1) as host:
         give_images(host, engine, tmp_path / "images")
         engine.tag("local")

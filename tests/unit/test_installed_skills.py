@@ -25,7 +25,7 @@ from tests.skill_harness import write_skill
 from workers.skills.installed import MAX_CACHED_BYTES
 from workers.skills.installed import InstalledSkillCache as WorkersSkills
 
-BY = Actor(key="k1", role="tenant", name="ann", tenant="acme")
+ACTOR = Actor(key="k1", role="tenant", name="ann", tenant="acme")
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Harness:
     worker: WorkersSkills
 
     def installer(self, tenant: str = "acme") -> SkillInstaller:
-        return SkillInstaller(self.skills.acting_as(BY), tenant)
+        return SkillInstaller(self.skills.acting_as(ACTOR), tenant)
 
     async def bundles(self) -> int:
         return len([key async for key in self.client.scan_iter("toolcrew:d:t:*:skill-bundle.*")])
@@ -53,11 +53,10 @@ def summary(name: str, digest: str = "0" * 64) -> SkillSummary:
     return SkillSummary(name=name, description="Does it.", digest=digest, files=1, bytes=1)
 
 
-async def test_what_is_installed_is_the_skill_that_a_worker_gets(harness: Harness, tmp_path: Path) -> None:
+async def test_worker_finds_an_installed_skill_unchanged(harness: Harness, tmp_path: Path) -> None:
     folder = write_skill(tmp_path, "echo", files={"scripts/a.py": "#!/bin/sh\n", "data/x": b"\0"})
     installed = await harness.installer().install(folder)
     skill = harness.worker.find("acme", "echo")
-    assert skill is not None
     assert (skill.summary, skill.owner, skill.body) == (installed.skill, "acme", "Do it.")
     assert skill.source.read("data/x") == b"\0"
     assert harness.worker.find("acme", "echo") is skill, "it is kept while it is used"
@@ -67,7 +66,7 @@ async def test_what_is_installed_is_the_skill_that_a_worker_gets(harness: Harnes
     assert b'"ann"' in entry[b"entry"]
 
 
-async def test_a_tenant_has_its_own_and_learns_of_no_other(harness: Harness, tmp_path: Path) -> None:
+async def test_tenant_cannot_see_skills_of_another_tenant(harness: Harness, tmp_path: Path) -> None:
     await harness.installer("acme").install(write_skill(tmp_path, "echo"))
     for tenant in ("rival", "acm", "acme:", "acme:x", ""):
         assert harness.worker.find(tenant, "echo") is None
@@ -75,7 +74,7 @@ async def test_a_tenant_has_its_own_and_learns_of_no_other(harness: Harness, tmp
         assert await harness.installer(tenant).all() == {}
 
 
-async def test_a_skill_that_is_replaced_or_removed_leaves_nothing_behind(harness: Harness, tmp_path: Path) -> None:
+async def test_replaced_or_removed_skill_leaves_no_bundle(harness: Harness, tmp_path: Path) -> None:
     first = await harness.installer().install(write_skill(tmp_path / "1", "echo"))
     with pytest.raises(ToolFailure, match="already has a skill echo"):
         await harness.installer().install(write_skill(tmp_path / "2", "echo", body="other"))
@@ -83,7 +82,6 @@ async def test_a_skill_that_is_replaced_or_removed_leaves_nothing_behind(harness
     assert first.skill.digest != second.skill.digest
     assert await harness.bundles() == 1
     found = harness.worker.find("acme", "echo")
-    assert found is not None
     assert found.body == "other"
     await harness.installer().install(tmp_path / "2" / "echo", replace=True)
     assert await harness.bundles() == 1
@@ -92,7 +90,9 @@ async def test_a_skill_that_is_replaced_or_removed_leaves_nothing_behind(harness
     assert (await harness.bundles(), harness.worker.find("acme", "echo")) == (0, None)
 
 
-async def test_a_tenant_has_so_many_and_so_much(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_and_bytes_of_installed_skills_are_limited(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(installed_skills, "MAX_INSTALLED", 2)
     monkeypatch.setattr(installed_skills, "MAX_INSTALLED_BYTES", 100)
     await harness.skills.install("acme", summary("a", "a" * 64), b"x" * 50)
@@ -108,7 +108,7 @@ async def test_a_tenant_has_so_many_and_so_much(harness: Harness, monkeypatch: p
     await harness.skills.install("rival", summary("c", "c" * 64), b"x" * 100)
 
 
-async def test_what_is_not_what_was_installed_is_not_used(harness: Harness, tmp_path: Path) -> None:
+async def test_changed_skill_bundle_is_refused(harness: Harness, tmp_path: Path) -> None:
     installed = await harness.installer().install(write_skill(tmp_path, "echo"))
     other = await harness.installer().install(write_skill(tmp_path, "other", body="hostile"))
     key = skill_bundle_key("d", "acme", installed.skill.digest)
@@ -124,17 +124,17 @@ async def test_what_is_not_what_was_installed_is_not_used(harness: Harness, tmp_
         assert refused.value.code is ErrorCode.STALE_FILE
 
 
-async def test_a_record_that_was_forged_copied_or_changed_is_refused(harness: Harness, tmp_path: Path) -> None:
+async def test_forged_copied_or_changed_skill_record_is_refused(harness: Harness, tmp_path: Path) -> None:
     await harness.installer("rival").install(write_skill(tmp_path, "echo"))
     await harness.installer().install(write_skill(tmp_path, "good"))
     await harness.installer().install(write_skill(tmp_path, "big"))
-    theirs = await harness.client.hget(installed_skills_key("d", "rival"), "echo")
+    foreign_record = await harness.client.hget(installed_skills_key("d", "rival"), "echo")
     changed = (await harness.client.hget(installed_skills_key("d", "acme"), "big")).replace(b"Does", b"Did ")
-    plain = theirs.split(b".", 2)[2]
+    plain = foreign_record.split(b".", 2)[2]
     other_secret = SigningKeys.of("another-secret").seal("skill acme echo", plain.decode())
     own = await harness.client.hget(installed_skills_key("d", "acme"), "good")
     for name, forged in (
-        ("echo", theirs),
+        ("echo", foreign_record),
         ("echo", plain),
         ("echo", other_secret),
         ("echo", own),
@@ -153,21 +153,19 @@ async def test_a_record_that_was_forged_copied_or_changed_is_refused(harness: Ha
     assert harness.worker.find("acme", "good") is not None
 
 
-async def test_a_worker_keeps_no_more_in_memory_than_it_may(harness: Harness, tmp_path: Path) -> None:
+async def test_skill_cache_of_a_worker_is_bounded(harness: Harness, tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         await harness.installer().install(write_skill(tmp_path, name, files={"big": bytes(MAX_CACHED_BYTES // 2)}))
     first = harness.worker.find("acme", "a")
     harness.worker.find("acme", "b")
     harness.worker.find("acme", "c")
-    again = harness.worker.find("acme", "a")
-    assert again is not first
-    assert again is not None
-    assert again == harness.worker.find("acme", "a")
+    reloaded = harness.worker.find("acme", "a")
+    assert reloaded is not first
+    assert reloaded is not None
+    assert reloaded == harness.worker.find("acme", "a")
 
 
-async def test_the_skills_of_a_tenant_that_is_removed_do_not_come_back_with_its_name(
-    harness: Harness, tmp_path: Path
-) -> None:
+async def test_removing_a_tenant_removes_its_skills(harness: Harness, tmp_path: Path) -> None:
     tenants = RedisTenants(harness.client, "d", KEY)
     for name in ("acme", "rival"):
         await tenants.add(name, TenantPolicy())
@@ -177,16 +175,10 @@ async def test_the_skills_of_a_tenant_that_is_removed_do_not_come_back_with_its_
         await harness.installer("acme").all(),
         list(await harness.installer("rival").all()),
         await harness.bundles(),
-    ) == (
-        {},
-        ["echo"],
-        1,
-    )
+    ) == ({}, ["echo"], 1)
 
 
-async def test_a_skill_whose_tenant_is_removed_while_it_is_examined_is_not_installed(
-    harness: Harness, tmp_path: Path
-) -> None:
+async def test_skill_for_a_removed_tenant_is_not_installed(harness: Harness, tmp_path: Path) -> None:
     tenants = RedisTenants(harness.client, "d", KEY)
     for name in ("acme", "rival"):
         await tenants.add(name, TenantPolicy())
@@ -199,11 +191,11 @@ async def test_a_skill_whose_tenant_is_removed_while_it_is_examined_is_not_insta
     await harness.installer("default").install(tmp_path / "echo")
 
 
-async def test_an_invalid_record_blocks_nothing(harness: Harness, tmp_path: Path) -> None:
+async def test_invalid_skill_record_does_not_block_install_list_or_remove(harness: Harness, tmp_path: Path) -> None:
     tenants = RedisTenants(harness.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
-    for name, junk in (("bad", b"x"), ("odd", b"[1]"), ("half", b'{"skill": 3}')):
-        await harness.client.hset(installed_skills_key("d", "acme"), name, junk)
+    for name, invalid in (("bad", b"x"), ("odd", b"[1]"), ("half", b'{"skill": 3}')):
+        await harness.client.hset(installed_skills_key("d", "acme"), name, invalid)
     await harness.installer().install(write_skill(tmp_path, "echo"))
     await harness.installer().install(tmp_path / "echo", replace=True)
     assert list(await harness.installer().all()) == ["echo"]
@@ -212,7 +204,7 @@ async def test_an_invalid_record_blocks_nothing(harness: Harness, tmp_path: Path
     assert await harness.bundles() == 0
 
 
-async def test_without_redis_nothing_is_said_to_be_there_or_not(harness: Harness) -> None:
+async def test_skill_operations_without_redis_raise_broker_unavailable(harness: Harness) -> None:
     harness.server.stop()
     for call in (
         harness.installer().all(),

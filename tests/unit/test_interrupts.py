@@ -19,24 +19,24 @@ from tests.conftest import RedisProcess
 from workers.interrupts import END_SIGNAL, CallInterrupts, CancelBoard
 from workers.tools.base import ToolEnvironment, WorkerResources
 
-Told = list[str]
+Outcomes = list[str]
 FORK = multiprocessing.get_context("fork")
 
 
-def in_process(work: Callable[[Told], None]) -> Told:
+def in_process(work: Callable[[Outcomes], None]) -> Outcomes:
     """Run `work` in its own process and return its report. The test's timers and signals are not touched."""
 
-    def run(told_to: Connection) -> None:
-        messages: Told = []
+    def run(connection: Connection) -> None:
+        messages: Outcomes = []
         work(messages)
-        told_to.send(messages)
+        connection.send(messages)
 
-    ours, theirs = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=run, args=(theirs,))
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=run, args=(sender,))
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        return list(ours.recv()) if ours.poll(20) else ["no outcome"]
+        return list(receiver.recv()) if receiver.poll(20) else ["no outcome"]
     except EOFError:
         process.join(5)
         return [f"ended by signal {-(process.exitcode or 0)}"]
@@ -52,7 +52,7 @@ def signal_self() -> None:
 class Harness:
     """Interrupts that record the outcomes of their calls."""
 
-    def __init__(self, value: Told) -> None:
+    def __init__(self, value: Outcomes) -> None:
         self.board = CancelBoard()
         self.outcomes = value
         self.interrupts = CallInterrupts(self.board, lambda: value.append("cleaned up"))
@@ -65,8 +65,8 @@ class Harness:
             self.outcomes.append(f"{interrupted.code}: {interrupted}")
 
 
-def test_a_signal_at_the_limit_ends_the_call_as_timed_out() -> None:
-    def work(value: Told) -> None:
+def test_signal_at_the_time_limit_ends_the_call_with_timeout() -> None:
+    def work(value: Outcomes) -> None:
         def wait() -> str:
             time.sleep(0.1)
             signal_self()
@@ -77,10 +77,10 @@ def test_a_signal_at_the_limit_ends_the_call_as_timed_out() -> None:
     assert in_process(work) == ["cleaned up", "TIMEOUT: echo did not end within its limit of 0.1 s and was stopped"]
 
 
-def test_a_signal_between_calls_or_for_the_call_before_does_nothing() -> None:
+def test_signal_between_calls_or_for_an_earlier_call_has_no_effect() -> None:
     """Celery's signal may be under way when its call ends."""
 
-    def work(value: Told) -> None:
+    def work(value: Outcomes) -> None:
         def early() -> str:
             signal_self()
             return "went on"
@@ -95,8 +95,8 @@ def test_a_signal_between_calls_or_for_the_call_before_does_nothing() -> None:
     assert in_process(work) == ["first", "went on"]
 
 
-def test_a_cancelled_call_is_ended_and_another_is_not() -> None:
-    def work(value: Told) -> None:
+def test_cancel_ends_only_the_marked_call() -> None:
+    def work(value: Outcomes) -> None:
         harness = Harness(value)
 
         def interrupted() -> str:
@@ -112,8 +112,8 @@ def test_a_cancelled_call_is_ended_and_another_is_not() -> None:
     assert in_process(work) == ["went on", "cleaned up", "CANCELLED: echo was cancelled before it began"]
 
 
-def test_a_cancel_is_no_exception_that_a_tool_could_swallow_by_accident() -> None:
-    def work(value: Told) -> None:
+def test_cancel_is_not_caught_by_except_exception() -> None:
+    def work(value: Outcomes) -> None:
         harness = Harness(value)
 
         def swallow() -> str:
@@ -129,10 +129,10 @@ def test_a_cancel_is_no_exception_that_a_tool_could_swallow_by_accident() -> Non
     assert in_process(work) == ["cleaned up", "CANCELLED: echo was cancelled and stopped"]
 
 
-def test_a_cancelled_call_that_cleans_up_in_time_leaves_its_process_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_call_that_cleans_up_in_time_keeps_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.interrupts.POOL_GRACE_S", 0.3)
 
-    def work(value: Told) -> None:
+    def work(value: Outcomes) -> None:
         harness = Harness(value)
 
         def clean() -> str:
@@ -150,10 +150,10 @@ def test_a_cancelled_call_that_cleans_up_in_time_leaves_its_process_alive(monkey
     assert in_process(work)[-1] == "alive"
 
 
-def test_a_cancelled_call_that_does_not_end_is_ended_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_call_that_ignores_the_signal_is_killed_by_sigalrm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.interrupts.POOL_GRACE_S", 0.1)
 
-    def work(value: Told) -> None:
+    def work(value: Outcomes) -> None:
         harness = Harness(value)
 
         def stay() -> str:
@@ -170,8 +170,8 @@ def test_a_cancelled_call_that_does_not_end_is_ended_by_the_kernel(monkeypatch: 
     assert in_process(work) == [f"ended by signal {int(signal.SIGALRM)}"]
 
 
-def test_a_timer_that_a_tool_left_behind_does_not_end_the_next_call() -> None:
-    def work(value: Told) -> None:
+def test_timer_left_by_a_tool_does_not_end_the_next_call() -> None:
+    def work(value: Outcomes) -> None:
         harness = Harness(value)
 
         def arm() -> str:
@@ -184,7 +184,7 @@ def test_a_timer_that_a_tool_left_behind_does_not_end_the_next_call() -> None:
     assert in_process(work) == ["armed", "went on"]
 
 
-def test_a_full_board_forgets_the_oldest_and_no_call_is_cancelled_by_mistake() -> None:
+def test_full_cancel_board_drops_the_oldest_mark_only() -> None:
     board = CancelBoard()
     for number in range(2000):
         board.mark("acme", f"c{number}")
@@ -192,23 +192,23 @@ def test_a_full_board_forgets_the_oldest_and_no_call_is_cancelled_by_mistake() -
     assert not board.is_marked("rival", "c1999")
 
 
-def test_a_board_is_shared_with_processes_that_were_forked_before() -> None:
-    board, go, (ours, theirs) = CancelBoard(), FORK.Event(), FORK.Pipe(duplex=False)
+def test_cancel_board_is_shared_with_forked_processes() -> None:
+    board, go, (receiver, sender) = CancelBoard(), FORK.Event(), FORK.Pipe(duplex=False)
 
     def look() -> None:
         go.wait(10)
-        theirs.send(board.is_marked("acme", "c1"))
+        sender.send(board.is_marked("acme", "c1"))
 
     process = FORK.Process(target=look)
     process.start()
     board.mark("acme", "c1")
     go.set()
-    assert ours.poll(10)
-    assert ours.recv() is True
+    assert receiver.poll(10)
+    assert receiver.recv() is True
     process.join(5)
 
 
-def test_connections_of_an_interrupted_call_are_not_used_again(redis_server: RedisProcess) -> None:
+def test_connections_of_an_interrupted_call_are_dropped(redis_server: RedisProcess) -> None:
     """The attacker's aim: have the reply to an interrupted command read by the next tenant's."""
     client = connect(BrokerSettings.model_validate({"redis_url": redis_server.url}))
     before = client.client_id()

@@ -29,7 +29,7 @@ async def save(checkpoints: Checkpoints, root: Path, tenant: str = "acme") -> St
     return await checkpoints.save(tenant, LocalGuest(), roots=(str(root),))
 
 
-async def test_another_tenants_checkpoint_is_no_checkpoint(checkpoints: Checkpoints, root: Path) -> None:
+async def test_checkpoint_of_another_tenant_is_not_found(checkpoints: Checkpoints, root: Path) -> None:
     saved = await save(checkpoints, root)
     for tenant, name in (
         ("umbrella", saved.id),
@@ -43,7 +43,7 @@ async def test_another_tenants_checkpoint_is_no_checkpoint(checkpoints: Checkpoi
     assert await checkpoints.forget("umbrella", saved.id) is False
 
 
-async def test_a_forgotten_one_is_gone(checkpoints: Checkpoints, root: Path, tmp_path: Path) -> None:
+async def test_forgotten_checkpoint_cannot_be_loaded(checkpoints: Checkpoints, root: Path, tmp_path: Path) -> None:
     saved = await save(checkpoints, root)
     assert (tmp_path / "store" / "acme" / f"{saved.id}.tar").stat().st_size == saved.bytes
     assert await checkpoints.count_bytes("umbrella", saved.id) == 0
@@ -55,9 +55,7 @@ async def test_a_forgotten_one_is_gone(checkpoints: Checkpoints, root: Path, tmp
         await checkpoints.load("acme", saved.id, LocalGuest(), roots=(str(root),))
 
 
-async def test_a_damaged_one_is_never_instructed_to_be_restored(
-    checkpoints: Checkpoints, root: Path, tmp_path: Path
-) -> None:
+async def test_damaged_checkpoint_is_not_restored(checkpoints: Checkpoints, root: Path, tmp_path: Path) -> None:
     saved = await save(checkpoints, root)
     path = tmp_path / "store" / "acme" / f"{saved.id}.tar"
     path.write_bytes(path.read_bytes().replace(b"kept", b"kepT"))
@@ -65,14 +63,16 @@ async def test_a_damaged_one_is_never_instructed_to_be_restored(
         await checkpoints.load("acme", saved.id, LocalGuest(), roots=(str(root),))
 
 
-async def test_one_that_is_too_large_is_not_kept(checkpoints: Checkpoints, root: Path, tmp_path: Path) -> None:
+async def test_checkpoint_above_the_size_limit_is_not_stored(
+    checkpoints: Checkpoints, root: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ToolFailure) as refused:
         await checkpoints.save("acme", LocalGuest(), roots=(str(root),), max_bytes=100)
     assert refused.value.code is ErrorCode.FILE_TOO_LARGE
     assert list((tmp_path / "store" / "acme").iterdir()) == []
 
 
-async def test_a_guest_that_never_ends_is_not_waited_for(root: Path, tmp_path: Path) -> None:
+async def test_save_of_a_checkpoint_times_out_with_a_silent_guest(root: Path, tmp_path: Path) -> None:
     guest = LocalGuest()
     slow = Checkpoints(FolderStore(tmp_path / "store"), save_s=0.2)
     guest.hold(slow)  # as a store whose answers do not arrive
@@ -81,7 +81,7 @@ async def test_a_guest_that_never_ends_is_not_waited_for(root: Path, tmp_path: P
     assert (refused.value.code, list((tmp_path / "store" / "acme").iterdir())) == (ErrorCode.TIMEOUT, [])
 
 
-async def test_a_tenant_keeps_so_many_and_no_more(checkpoints: Checkpoints, root: Path) -> None:
+async def test_number_of_checkpoints_per_tenant_is_limited(checkpoints: Checkpoints, root: Path) -> None:
     first = await save(checkpoints, root)
     await save(checkpoints, root)
     with pytest.raises(ToolFailure) as refused:
@@ -92,20 +92,20 @@ async def test_a_tenant_keeps_so_many_and_no_more(checkpoints: Checkpoints, root
     await save(checkpoints, root)
 
 
-async def test_unrequested_sandboxes_do_not_count_and_are_ordered_by_age(
+async def test_automatic_checkpoints_do_not_count_and_expire_by_age(
     checkpoints: Checkpoints, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked_for = [(await save(checkpoints, root)).id for _ in range(2)]
+    requested = [(await save(checkpoints, root)).id for _ in range(2)]
     old = [(await checkpoints.save("acme", LocalGuest(), roots=(str(root),), is_automatic=True)).id for _ in range(3)]
     now = time.time() + 1000
     monkeypatch.setattr(time, "time", lambda: now)
     new = (await checkpoints.save("acme", LocalGuest(), roots=(str(root),), is_automatic=True)).id
     assert await checkpoints.forget_old(max_age_s=500) == 3
-    deleted = [await checkpoints.forget("acme", name) for name in (*asked_for, *old, new)]
+    deleted = [await checkpoints.forget("acme", name) for name in (*requested, *old, new)]
     assert deleted == [True, True, False, False, False, True]
 
 
-async def test_two_daemons_with_one_folder_have_each_others_checkpoints(
+async def test_two_daemons_with_one_folder_share_checkpoints(
     root: Path, tmp_path: Path, checkpoints: Checkpoints
 ) -> None:
     saved = await save(checkpoints, root)
@@ -119,10 +119,10 @@ async def test_two_daemons_with_one_folder_have_each_others_checkpoints(
     ) == ("kept", True, False)
 
 
-async def test_forgotten_entries_can_be_cleared(checkpoints: Checkpoints, root: Path) -> None:
-    kept_checkpoint, forgotten = await save(checkpoints, root), await save(checkpoints, root)
-    assert await checkpoints.forget_all_but({("acme", kept_checkpoint.id), ("umbrella", forgotten.id)}) == 1
-    assert (await checkpoints.forget("acme", forgotten.id), await checkpoints.forget("acme", kept_checkpoint.id)) == (
+async def test_forget_all_but_deletes_unlisted_checkpoints(checkpoints: Checkpoints, root: Path) -> None:
+    listed, unlisted = await save(checkpoints, root), await save(checkpoints, root)
+    assert await checkpoints.forget_all_but({("acme", listed.id), ("umbrella", unlisted.id)}) == 1
+    assert (await checkpoints.forget("acme", unlisted.id), await checkpoints.forget("acme", listed.id)) == (
         False,
         True,
     )

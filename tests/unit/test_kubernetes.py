@@ -59,12 +59,12 @@ def pod_of(workload: str) -> dict[str, Any]:
 
 def containers() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return each container with its workload. A duplicate name would hide a container."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    containers_by_name: dict[str, tuple[str, dict[str, Any]]] = {}
     for workload in WORKLOADS:
         for container in [*pod_of(workload).get("initContainers", []), *pod_of(workload)["containers"]]:
-            assert container["name"] not in found
-            found[container["name"]] = workload, container
-    return found
+            assert container["name"] not in containers_by_name
+            containers_by_name[container["name"]] = workload, container
+    return containers_by_name
 
 
 CONTAINERS = containers()
@@ -90,16 +90,16 @@ def bytes_of(text: str) -> int:
 @pytest.mark.parametrize(
     "name", [name for name, document in DOCUMENTS.items() if document["apiVersion"] not in SCHEMAS]
 )
-def test_the_api_server_would_take_it(name: str, version: str) -> None:
+def test_document_matches_the_schema_of_the_api_server(name: str, version: str) -> None:
     validate(DOCUMENTS[name], version, strict=True)
 
 
 @pytest.mark.parametrize("name", [name for name, document in DOCUMENTS.items() if document["apiVersion"] in SCHEMAS])
-def test_keda_and_kustomize_would_take_it(name: str) -> None:
+def test_document_matches_the_schema_of_keda_or_kustomize(name: str) -> None:
     jsonschema.Draft202012Validator(SCHEMAS[DOCUMENTS[name]["apiVersion"]]).validate(DOCUMENTS[name])
 
 
-def test_no_field_is_written_twice_or_by_reference() -> None:
+def test_documents_have_no_duplicate_fields_or_anchors() -> None:
     """A duplicate field would be lost, and some readers of these files do not follow an anchor into another document."""
     for path in FOLDER.rglob("*.yaml"):
         text = path.read_text(encoding="utf-8")
@@ -119,7 +119,7 @@ def _check_keys(node: yaml.Node | None) -> None:
             _check_keys(value)
 
 
-def test_every_file_is_applied_and_every_applied_file_is_there() -> None:
+def test_kustomizations_list_exactly_the_files_of_their_folder() -> None:
     for name, kustomization in KUSTOMIZATIONS.items():
         folder = (FOLDER / name.split(":")[0]).parent
         assert set(kustomization["resources"]) == {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
@@ -127,7 +127,7 @@ def test_every_file_is_applied_and_every_applied_file_is_there() -> None:
             assert all((folder / file).is_file() for file in generated["files"])
 
 
-def test_no_secret_has_a_value_here() -> None:
+def test_manifests_and_example_contain_no_secret_values() -> None:
     assert not [name for name, document in DOCUMENTS.items() if document["kind"] == "Secret"]
     example = (FOLDER / "secrets.env.example").read_text(encoding="utf-8")
     names = {line.removesuffix("=") for line in example.splitlines() if not line.startswith("#")}
@@ -144,7 +144,7 @@ def test_no_secret_has_a_value_here() -> None:
                 assert re.search(r"\$\(TOOLCREW_\w+_PASSWORD\)", variable["value"]), name
 
 
-def test_secrets_are_not_committed() -> None:
+def test_git_ignores_secrets_env() -> None:
     text = subprocess.run(
         ["git", "-C", str(ROOT), "check-ignore", "-q", "deploy/kubernetes/secrets.env"], timeout=20, check=False
     )
@@ -152,7 +152,7 @@ def test_secrets_are_not_committed() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CONTAINERS))
-def test_every_variable_is_a_setting(name: str) -> None:
+def test_environment_variables_are_known_settings(name: str) -> None:
     fields = {f"TOOLCREW_{field.upper()}" for settings in SETTINGS for field in settings.model_fields}
     for variable in environment_of(name):
         is_password = re.fullmatch(r"TOOLCREW_(REDIS_[A-Z]+|FLOWER)_PASSWORD", variable)
@@ -160,30 +160,30 @@ def test_every_variable_is_a_setting(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
-def test_a_service_is_reported_the_same_as_by_compose(name: str) -> None:
-    ours, theirs = environment_of(name), COMPOSE["services"][name]["environment"]
-    for variable in ours.keys() & theirs.keys():
-        value, plain = ours[variable], re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(theirs[variable]))
+def test_service_has_the_same_environment_as_in_compose(name: str) -> None:
+    environment, compose_environment = environment_of(name), COMPOSE["services"][name]["environment"]
+    for variable in environment.keys() & compose_environment.keys():
+        value, plain = environment[variable], re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(compose_environment[variable]))
         if variable == "TOOLCREW_REDIS_URL":
             assert str(value).split("@")[0].replace("$(", "${").replace(")", "") == plain.split("@")[0].split(":?")[
                 0
             ].rstrip("}")
-        elif value is not None and "$" not in f"{value}{plain}" and theirs[variable] is not None:
+        elif value is not None and "$" not in f"{value}{plain}" and compose_environment[variable] is not None:
             assert value == plain, variable
     # A setting with a default in compose comes from the map of settings here.
     fixed = {
         variable
-        for variable, value in theirs.items()
+        for variable, value in compose_environment.items()
         if value is not None and not str(value).startswith(f"${{{variable}:-")
     }
-    missing = fixed - ours.keys()
+    missing = fixed - environment.keys()
     # Empty unless a secret is being changed; the node's name in a script; this engine's only sandboxd; and no folder
     # that all pods share.
     assert missing <= {"TOOLCREW_SECRETS_PREVIOUS", "TOOLCREW_HOST", "TOOLCREW_TRACES"}
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
-def test_a_service_has_the_image_user_and_memory_that_compose_gives_it(name: str) -> None:
+def test_service_has_the_same_image_user_and_memory_as_in_compose(name: str) -> None:
     _, container = CONTAINERS[name]
     service = COMPOSE["services"][name]
     assert container["image"] == service["image"]
@@ -195,7 +195,7 @@ def test_a_service_has_the_image_user_and_memory_that_compose_gives_it(name: str
 
 
 @pytest.mark.parametrize("name", sorted(CONTAINERS))
-def test_a_container_is_locked_down(name: str) -> None:
+def test_container_security_context_is_restricted(name: str) -> None:
     workload, container = CONTAINERS[name]
     context = container["securityContext"]
     assert context["readOnlyRootFilesystem"] is True
@@ -212,14 +212,14 @@ def test_a_container_is_locked_down(name: str) -> None:
 
 
 @pytest.mark.parametrize("workload", sorted(WORKLOADS))
-def test_no_pod_has_a_token_or_the_nodes_namespaces(workload: str) -> None:
+def test_pod_has_no_service_account_token_or_host_namespaces(workload: str) -> None:
     pod = pod_of(workload)
     assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("toolcrew", False)
     assert not {"hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"} & pod.keys()
     assert WORKLOADS[workload]["spec"]["selector"]["matchLabels"] == {"app.kubernetes.io/name": workload}
 
 
-def test_only_sandboxd_is_given_the_engine() -> None:
+def test_only_sandboxd_mounts_the_engine_socket() -> None:
     assert {name for name, (_, container) in CONTAINERS.items() if ENGINE in str(container)} == {"sandboxd"}
     engine = next(volume for volume in pod_of("sandbox-host")["volumes"] if ENGINE in str(volume))
     assert engine["hostPath"] == {"path": ENGINE, "type": "Socket"}
@@ -235,7 +235,7 @@ def test_only_sandboxd_is_given_the_engine() -> None:
     assert {"name": "skills", "mountPath": "/var/lib/toolcrew-skills", "readOnly": True} in worker["volumeMounts"]
 
 
-def test_sandboxd_has_the_folders_of_the_node_that_compose_gives_it() -> None:
+def test_sandboxd_has_the_same_host_folders_as_in_compose() -> None:
     """The same paths on both sides: the engine names paths of the host."""
     folders = {
         volume.split(":")[0]: volume.split(":")[1:]
@@ -253,7 +253,7 @@ def test_sandboxd_has_the_folders_of_the_node_that_compose_gives_it() -> None:
 
 
 @pytest.mark.parametrize("workload", ["sandbox-host", "web-worker"])
-def test_a_worker_drains_before_its_pod_ends(workload: str) -> None:
+def test_worker_drains_before_its_pod_terminates(workload: str) -> None:
     container = pod_of(workload)["containers"][0]
     assert 'toolcrew hosts drain "$TOOLCREW_HOST" --wait' in container["lifecycle"]["preStop"]["exec"]["command"][-1]
     drain_s = float(
@@ -270,7 +270,7 @@ def test_a_worker_drains_before_its_pod_ends(workload: str) -> None:
         ("web-worker-5d8f7b9c6d-x2x7k", "web-worker-5d8f7b9c6d-x2x7k-[0-9a-f]{12}"),
     ],
 )
-def test_any_node_makes_a_name_that_a_host_may_have(node: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_from_a_node_name_is_valid(node: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["sh", str(FOLDER / "on-node"), "sh", "-c", 'printf %s "$TOOLCREW_HOST"']
     made = subprocess.run(
         command,
@@ -286,7 +286,7 @@ def test_any_node_makes_a_name_that_a_host_may_have(node: str, host: str, monkey
     assert WorkerSettings().host == made
 
 
-def test_autoscalers_read_numbers_that_the_api_shows_with_a_key() -> None:
+def test_autoscaler_metrics_exist_in_the_api_and_use_a_key() -> None:
     numbers = {f"hosts.{name}" for name in HostsPressure.model_fields}
     numbers |= {f"queues.{pool}.{name}" for pool in POOL_QUEUES for name in QueuePressure.model_fields}
     key = DOCUMENTS["keda/network.yaml:TriggerAuthentication:api-key"]
@@ -306,25 +306,29 @@ def test_autoscalers_read_numbers_that_the_api_shows_with_a_key() -> None:
     assert demand["metadata"]["targetValue"] == environment_of("web-worker")["TOOLCREW_CONCURRENCY"]
 
 
-def test_workers_alone_are_given_the_file_of_mcp_servers_and_what_it_names() -> None:
-    of_compose = {name: service.get("environment") or {} for name, service in COMPOSE["services"].items()}
-    variables = {name: of["TOOLCREW_MCP_SERVERS"] for name, of in of_compose.items() if "TOOLCREW_MCP_SERVERS" in of}
+def test_only_workers_get_the_mcp_server_file_and_its_secrets() -> None:
+    compose_environments = {name: service.get("environment") or {} for name, service in COMPOSE["services"].items()}
+    variables = {
+        name: of["TOOLCREW_MCP_SERVERS"] for name, of in compose_environments.items() if "TOOLCREW_MCP_SERVERS" in of
+    }
     assert variables == {"worker": None, "web-worker": None}
     for name, (workload, container) in containers().items():
-        messages = [variable for variable in container.get("env", []) if variable["name"] == "TOOLCREW_MCP_SERVERS"]
+        path_variables = [
+            variable for variable in container.get("env", []) if variable["name"] == "TOOLCREW_MCP_SERVERS"
+        ]
         mounts = [mount for mount in container.get("volumeMounts", []) if mount["name"] == "mcp"]
         secrets = [source["secretRef"] for source in container.get("envFrom", []) if "secretRef" in source]
         secrets = [secret for secret in secrets if secret["name"] == "mcp"]
         if name not in ("worker", "web-worker"):
-            assert (messages, mounts, secrets) == ([], [], []), name
+            assert (path_variables, mounts, secrets) == ([], [], []), name
             continue
-        assert messages[0]["valueFrom"] == {"configMapKeyRef": {"name": "mcp", "key": "path", "optional": True}}
+        assert path_variables[0]["valueFrom"] == {"configMapKeyRef": {"name": "mcp", "key": "path", "optional": True}}
         assert mounts == [{"name": "mcp", "mountPath": "/etc/toolcrew-mcp", "readOnly": True}]
         assert secrets == [{"name": "mcp", "optional": True}]
         assert {"name": "mcp", "configMap": {"name": "mcp", "optional": True}} in pod_of(workload)["volumes"]
 
 
-def test_keys_of_services_go_only_to_the_process_that_uses_them() -> None:
+def test_service_secrets_go_only_to_the_processes_that_use_them() -> None:
     secrets = {
         secret: {
             name
@@ -336,7 +340,7 @@ def test_keys_of_services_go_only_to_the_process_that_uses_them() -> None:
     assert secrets == {"model": {"orchestrator", "api"}, "web": {"web-worker"}, "mcp": {"worker", "web-worker"}}
 
 
-def test_the_page_of_mcp_servers_puts_their_file_where_workers_look_for_it() -> None:
+def test_documented_mcp_configmap_has_the_path_that_workers_read() -> None:
     page = (ROOT / "docs" / "add-a-tool.md").read_text(encoding="utf-8")
     command = next(line for line in page.splitlines() if "create configmap mcp " in line)
     assert "--from-literal=path=/etc/toolcrew-mcp/servers.json --from-file=servers.json" in command

@@ -74,8 +74,8 @@ def described(
 
 
 def run(value: Any, **arguments: Any) -> Any:
-    got = as_tool(value).handler(arguments, CallContext("c1"))
-    return asyncio.run(got) if inspect.iscoroutine(got) else got
+    result = as_tool(value).handler(arguments, CallContext("c1"))
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 # What is accepted
@@ -85,7 +85,7 @@ def echo(value: Any) -> Any:
     return value
 
 
-LACKING = [
+INCOMPLETE = [
     SimpleNamespace(name="x", args_schema=WeatherArgs, invoke=echo),
     SimpleNamespace(description="x", args_schema=WeatherArgs, invoke=echo),
     shaped(args_schema=WeatherArgs),
@@ -94,8 +94,10 @@ LACKING = [
 ]
 
 
-@pytest.mark.parametrize("value", LACKING, ids=range(len(LACKING)))
-def test_what_lacks_one_is_not_of_that_shape(value: Any) -> None:
+@pytest.mark.parametrize(
+    "value", INCOMPLETE, ids=["no description", "no name", "no invoke", "no schema", "a model class"]
+)
+def test_object_without_a_required_attribute_is_not_langchain_shaped(value: Any) -> None:
     assert not is_langchain_shaped(value)
 
 
@@ -111,8 +113,18 @@ SCHEMAS = [
 ]
 
 
-@pytest.mark.parametrize(("parts", "parameters"), SCHEMAS, ids=range(len(SCHEMAS)))
-def test_the_schema_is_the_first_one_it_has(parts: dict[str, Any], parameters: Any) -> None:
+@pytest.mark.parametrize(
+    ("parts", "parameters"),
+    SCHEMAS,
+    ids=[
+        "tool_call_schema dict",
+        "tool_call_schema class",
+        "args_schema class",
+        "args_schema dict",
+        "get_input_schema",
+    ],
+)
+def test_schema_comes_from_the_first_attribute_that_has_one(parts: dict[str, Any], parameters: Any) -> None:
     value = shaped(invoke=echo, **parts)
     assert convert_to_openai_tool(value) == described(parameters)
     assert as_tool(value).spec.parameters == plain_schema(parameters, null_as_type=True)
@@ -134,7 +146,7 @@ class OldTool:
 ONE_STRING = {"type": "object", "properties": {"__arg1": {"type": "string"}}, "required": ["__arg1"]}
 
 
-def test_a_tool_without_schema_and_hints_takes_one_string_by_its_place() -> None:
+def test_tool_without_schema_or_type_hints_takes_one_string() -> None:
     assert convert_to_openai_tool(OldTool())["function"]["parameters"] == ONE_STRING
     assert run(OldTool(), __arg1="x") == "found x"
     value = shaped(args_schema=None, _run=lambda text: text * 2)
@@ -142,7 +154,7 @@ def test_a_tool_without_schema_and_hints_takes_one_string_by_its_place() -> None
     assert run(value, __arg1="x") == "xx"
 
 
-def test_a_base_tool_with_an_annotated_run_needs_no_schema() -> None:
+def test_annotations_of_run_replace_a_missing_schema() -> None:
     class Weather:
         name = "get_weather"
         description = "Get it."
@@ -170,13 +182,13 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("parts", "expected", "on_loop"), CALLS, ids=["ainvoke", "invoke", "_run"])
-def test_it_is_called_by_the_best_way_it_has(parts: dict[str, Any], expected: Any, on_loop: bool) -> None:
+def test_tool_is_called_by_ainvoke_then_invoke_then_run(parts: dict[str, Any], expected: Any, on_loop: bool) -> None:
     value = shaped(args_schema=WeatherArgs, **parts)
     assert run(value, city="Oslo") == expected
     assert is_async(as_tool(value).handler) is on_loop
 
 
-def test_invoke_gets_nothing_beside_the_arguments() -> None:
+def test_invoke_receives_only_the_arguments() -> None:
     """The second parameter of `invoke` is LangChain's own configuration."""
     assert run(shaped(args_schema=PLAIN, invoke=lambda value, config=None, **_: config), city="x") is None
     assert threading.current_thread() is threading.main_thread()
@@ -185,7 +197,7 @@ def test_invoke_gets_nothing_beside_the_arguments() -> None:
 # convert_to_openai_tool: dicts
 
 
-def test_an_entry_of_an_openai_request_comes_back_unchanged() -> None:
+def test_openai_tool_entry_is_returned_unchanged() -> None:
     for entry in (
         described(PLAIN),
         {"type": "web_search"},
@@ -205,11 +217,11 @@ FORMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("form", FORMS, ids=["openai", "anthropic", "bedrock", "json-schema", "execute"])
-def test_every_dict_form_becomes_one(form: dict[str, Any]) -> None:
+def test_dict_form_is_converted_to_an_openai_tool(form: dict[str, Any]) -> None:
     assert convert_to_openai_tool(form) == described(PLAIN)
 
 
-def test_what_is_no_tool_is_an_error() -> None:
+def test_convert_to_openai_tool_refuses_values_that_are_not_tools() -> None:
     for value in ({}, {"description": "x"}, 5, None, int):
         with pytest.raises(ValueError, match=r"tool|class"):
             convert_to_openai_tool(value)
@@ -235,7 +247,7 @@ def get_weather(city: str) -> None:
     """
 
 
-def test_a_class_a_function_and_an_object_with_execute_are_tools() -> None:
+def test_class_function_and_object_with_execute_are_converted() -> None:
     text = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
     assert convert_to_openai_tool(Query) == described(text, name="Query", description="Asks.")
     city = {"city": {"type": "string", "description": "Its name."}}
@@ -245,17 +257,17 @@ def test_a_class_a_function_and_an_object_with_execute_are_tools() -> None:
     assert as_tool(executable).spec.parameters == WEATHER
 
 
-def test_ours_are_described_by_their_spec() -> None:
+def test_tool_and_tool_spec_are_converted_by_their_spec() -> None:
     spec = ToolSpec(name="get_weather", description="Get it.", parameters=PLAIN)
     assert convert_to_openai_tool(spec) == convert_to_openai_tool(Tool(spec, None)) == described(PLAIN)
-    made = tool(name="echo")(lambda city: city)
-    assert convert_to_openai_tool(made)["function"]["parameters"] == made.spec.parameters
+    local_tool = tool(name="echo")(lambda city: city)
+    assert convert_to_openai_tool(local_tool)["function"]["parameters"] == local_tool.spec.parameters
 
 
 # strict
 
 
-def test_strict_closes_every_object_and_requires_everything() -> None:
+def test_strict_forbids_extra_properties_and_requires_all() -> None:
     function = convert_to_openai_tool(WeatherArgs, strict=True)["function"]
     inner = function["parameters"]["properties"]["at"]["anyOf"][0]
     assert function["strict"] is True
@@ -269,7 +281,7 @@ def test_strict_closes_every_object_and_requires_everything() -> None:
 @pytest.mark.parametrize(
     "form", [described(PLAIN, strict=False), {"name": "get_weather", "parameters": PLAIN, "strict": False}]
 )
-def test_a_strictness_that_contradicts_is_an_error(form: dict[str, Any]) -> None:
+def test_strict_argument_that_contradicts_the_tool_is_refused(form: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"get_weather.*strict"):
         convert_to_openai_tool(form, strict=True)
     assert convert_to_openai_tool(form)["function"]["strict"] is False
@@ -281,7 +293,7 @@ def test_a_strictness_that_contradicts_is_an_error(form: dict[str, Any]) -> None
 POINT = {"title": "Point", "type": "object", "properties": {"x": {"type": "integer", "title": "X"}}}
 
 
-def test_a_reference_is_replaced_and_what_stands_beside_it_wins() -> None:
+def test_inlined_reference_keeps_the_sibling_keywords() -> None:
     schema = {
         "properties": {"at": {"$ref": "#/$defs/Point", "description": "here"}},
         "$defs": {"Point": {**POINT, "description": "any"}},
@@ -291,7 +303,7 @@ def test_a_reference_is_replaced_and_what_stands_beside_it_wins() -> None:
     }
 
 
-def test_definitions_that_contain_each_other_stay_whole() -> None:
+def test_mutually_recursive_definitions_are_kept() -> None:
     def refers(name: str) -> dict[str, Any]:
         return {"type": "object", "properties": {"next": {"$ref": f"#/$defs/{name}"}}}
 
@@ -300,7 +312,7 @@ def test_definitions_that_contain_each_other_stay_whole() -> None:
     assert plain["$defs"]["A"]["properties"]["next"]["properties"]["next"] == {"$ref": "#/$defs/A"}
 
 
-def test_definitions_that_double_at_every_level_stay_small() -> None:
+def test_exponentially_nested_definitions_stay_small() -> None:
     twice = {f"D{i}": {"properties": {side: {"$ref": f"#/$defs/D{i + 1}"} for side in "ab"}} for i in range(30)}
     plain = plain_schema({"properties": {"a": {"$ref": "#/$defs/D0"}}, "$defs": {**twice, "D30": {"type": "integer"}}})
     assert len(str(plain)) < 100_000
@@ -312,7 +324,7 @@ def test_definitions_that_double_at_every_level_stay_small() -> None:
     assert not validator.is_valid({"a": value})
 
 
-def test_a_property_called_title_and_a_default_with_one_stay() -> None:
+def test_drop_titles_keeps_a_property_or_default_named_title() -> None:
     schema = {"title": "T", "properties": {"title": {"title": "Title", "type": "string"}}, "default": {"title": "kept"}}
     assert drop_titles(schema) == {"properties": {"title": {"type": "string"}}, "default": {"title": "kept"}}
 
@@ -333,15 +345,17 @@ UNIONS: list[tuple[list[Any], dict[str, Any] | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("branches", "merged"), UNIONS, ids=range(len(UNIONS)))
-def test_a_union_is_reported_as_types_only_where_that_means_the_same(
-    branches: list[Any], merged: dict[str, Any] | None
-) -> None:
+@pytest.mark.parametrize(
+    ("branches", "merged"),
+    UNIONS,
+    ids=["null", "keyword", "two types", "array", "enum", "const", "reference", "two keywords"],
+)
+def test_union_becomes_a_type_list_only_if_equivalent(branches: list[Any], merged: dict[str, Any] | None) -> None:
     assert plain_schema({"anyOf": branches}, null_as_type=True) == (merged or {"anyOf": branches})
     assert plain_schema({"anyOf": branches}) == {"anyOf": branches}
 
 
-def test_closing_leaves_the_given_schema_and_data_alone() -> None:
+def test_close_schema_does_not_change_its_argument() -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "array", "items": {"type": "object", "properties": {"b": {}}}}},

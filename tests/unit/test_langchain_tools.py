@@ -27,14 +27,16 @@ from langchain_core.tools import (
 )
 
 
-def call(made: Any, **arguments: Any) -> ToolResult:
+def call(langchain_tool: Any, **arguments: Any) -> ToolResult:
     """Return the reply that a model gets for the call."""
-    ours = as_tool(made)
-    return asyncio.run(LocalTools([ours]).run_call(ToolCall(id="call-1", name=ours.name, arguments=arguments)))
+    local_tool = as_tool(langchain_tool)
+    return asyncio.run(
+        LocalTools([local_tool]).run_call(ToolCall(id="call-1", name=local_tool.name, arguments=arguments))
+    )
 
 
-def parameters(made: Any) -> dict[str, Any]:
-    return dict(as_tool(made).spec.parameters)
+def parameters(langchain_tool: Any) -> dict[str, Any]:
+    return dict(as_tool(langchain_tool).spec.parameters)
 
 
 class Point(BaseModel):
@@ -104,7 +106,7 @@ A_AND_B = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"typ
 
 
 @pytest.mark.parametrize(
-    ("made", "arguments", "output"),
+    ("langchain_tool", "arguments", "output"),
     [
         (add, {"a": 1}, "3"),
         (shift, {"points": [{"x": 1}], "by": {"x": 2, "y": 3}}, '[{"x": 3, "y": 3}]'),
@@ -115,15 +117,15 @@ A_AND_B = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"typ
         (RepeatAsync(), {"word": "ab", "times": 1}, "async ab"),
         (Tool(name="single", description="d", func=upper), {"__arg1": "ab"}, "AB"),
         (runnable_tool(upper), {"__arg1": "ab"}, "AB"),
-        (runnable_tool(lambda given: given["a"] * 10, arg_types={"a": int}), {"a": 4}, "40"),
+        (runnable_tool(lambda arguments: arguments["a"] * 10, arg_types={"a": int}), {"a": 4}, "40"),
     ],
 )
-def test_every_kind_of_tool_runs_with_a_models_arguments(made: Any, arguments: dict[str, Any], output: str) -> None:
-    result = call(made, **arguments)
+def test_every_kind_of_langchain_tool_runs(langchain_tool: Any, arguments: dict[str, Any], output: str) -> None:
+    result = call(langchain_tool, **arguments)
     assert (result.error, result.output) == (None, output)
 
 
-def test_a_model_receives_the_tools_own_parameters() -> None:
+def test_model_receives_the_parameters_of_the_langchain_tool() -> None:
     result = parameters(add)
     assert result["properties"] == {
         "a": {"type": "integer", "description": "The first."},
@@ -133,7 +135,7 @@ def test_a_model_receives_the_tools_own_parameters() -> None:
     assert parameters(StructuredTool(name="by_schema", description="d", args_schema=A_AND_B, func=subtract)) == A_AND_B
 
 
-def test_an_artifact_becomes_metadata() -> None:
+def test_langchain_artifact_becomes_result_metadata() -> None:
     @tool(response_format="content_and_artifact")
     def measure(n: int) -> tuple[str, dict[str, int]]:
         """Measure."""
@@ -143,13 +145,13 @@ def test_an_artifact_becomes_metadata() -> None:
     assert (result.output, result.metadata) == ("measured 3", {"n": 3})
 
 
-def test_a_tools_exception_is_a_failure_whether_it_handles_it_or_not() -> None:
+def test_tool_exception_is_a_failed_result_handled_or_not() -> None:
     raised, handled = call(Refusing(), what="tea"), call(Refusing(handle_tool_error=True), what="tea")
     assert (raised.success, raised.error) == (False, "ToolException: no tea today")
     assert (handled.success, handled.error) == (False, "no tea today")
 
 
-def test_what_models_must_not_choose_is_hidden_and_keeps_its_default() -> None:
+def test_injected_argument_is_hidden_and_cannot_be_set_by_the_model() -> None:
     @tool
     def whoami(greeting: str, user: Annotated[str, InjectedToolArg] = "unknown") -> str:
         """Greet."""
@@ -161,7 +163,7 @@ def test_what_models_must_not_choose_is_hidden_and_keeps_its_default() -> None:
     assert call(whoami, greeting="hi", user="root").error_code is ErrorCode.INVALID_ARGUMENTS
 
 
-def test_a_tool_that_wants_the_calls_id_or_the_runs_configuration_gets_ours() -> None:
+def test_injected_call_id_and_config_are_supplied() -> None:
     @tool
     def echo_call_id(word: str, tool_call_id: Annotated[str, InjectedToolCallId], config: RunnableConfig) -> str:
         """Tell."""
@@ -171,16 +173,16 @@ def test_a_tool_that_wants_the_calls_id_or_the_runs_configuration_gets_ours() ->
         word: str
 
     @tool(args_schema=Schema)
-    def told_by_schema(word: str, tool_call_id: Annotated[str, InjectedToolCallId]) -> str:
+    def echo_with_schema(word: str, tool_call_id: Annotated[str, InjectedToolCallId]) -> str:
         """Tell."""
         return f"{word} {tool_call_id}"
 
     assert list(parameters(echo_call_id)["properties"]) == ["word"]
     assert call(echo_call_id, word="a").output == "a call-1"
-    assert call(told_by_schema, word="a").output == "a call-1"
+    assert call(echo_with_schema, word="a").output == "a call-1"
 
 
-def test_a_tool_that_only_its_framework_can_call_is_refused_at_once() -> None:
+def test_tool_with_an_injected_store_is_refused_at_registration() -> None:
     @tool
     def of_graph(word: str, store: Annotated[dict[str, Any], InjectedToolArg]) -> str:
         """Needs a graph."""

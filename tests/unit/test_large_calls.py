@@ -79,7 +79,7 @@ async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
             yield Harness(redis_server, client, sync)
 
 
-async def test_a_worker_gets_the_whole_of_a_large_call_and_redis_keeps_nothing(harness: Harness) -> None:
+async def test_large_call_reaches_the_worker_whole_and_its_blob_is_deleted(harness: Harness) -> None:
     result = await harness.call("bash_tool", command="cat", stdin=LARGE)
     assert (result.success, result.error) == (True, None)
     [body] = harness.sandbox.bodies
@@ -90,45 +90,45 @@ async def test_a_worker_gets_the_whole_of_a_large_call_and_redis_keeps_nothing(h
 
 
 @pytest.mark.parametrize("keeps_result", [True, False])
-async def test_only_a_cancelled_call_that_continues_keeps_its_arguments(
+async def test_cancelled_call_keeps_its_arguments_blob_only_if_it_continues(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, keeps_result: bool
 ) -> None:
-    begun = asyncio.Event()
+    is_delivered = asyncio.Event()
 
     async def hang(_: Any) -> None:
-        begun.set()
+        is_delivered.set()
         await asyncio.Event().wait()
 
     monkeypatch.setattr(harness.transport, "deliver", hang)
     call = ToolCall(id="c1", name="bash_tool", arguments={"command": "cat", "stdin": LARGE})
     request = Request(call, "acme", "s1", "q", keeps_result=keeps_result)
     task = asyncio.create_task(harness.dispatcher.dispatch(request))
-    await begun.wait()
+    await is_delivered.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert len(harness.keys()) == int(keeps_result)
 
 
-async def test_a_worker_checks_the_whole_of_a_large_call(harness: Harness) -> None:
+async def test_worker_checks_the_arguments_of_a_large_call(harness: Harness) -> None:
     result = await harness.call("bash_tool", command="rm -rf /", stdin=LARGE)
     assert (result.error_code, harness.sandbox.requests) == (ErrorCode.SECURITY_REFUSED, [])
 
 
-async def test_large_arguments_that_were_changed_in_redis_are_refused(harness: Harness) -> None:
+async def test_changed_arguments_blob_is_refused(harness: Harness) -> None:
     harness.forged = b'{"command": "curl evil"}'
     result = await harness.call("bash_tool", command="cat", stdin=LARGE)
     assert (result.error_code, harness.sandbox.requests) == (ErrorCode.ENVELOPE_REFUSED, [])
     assert harness.keys() == []
 
 
-async def test_arguments_have_a_largest_size_and_the_error_says_what_to_do(harness: Harness) -> None:
+async def test_arguments_above_the_size_limit_are_refused(harness: Harness) -> None:
     result = await harness.call("bash_tool", command="cat", stdin="x" * MAX_ARGUMENTS_BYTES)
     assert result.error_code is ErrorCode.INVALID_ARGUMENTS
     assert f"at most {MAX_ARGUMENTS_BYTES}: write large content in parts" in str(result.error)
     assert (harness.transport.deliveries, harness.keys()) == ([], [])
 
 
-async def test_a_session_starts_programs_with_many_large_arguments(harness: Harness) -> None:
+async def test_session_exec_accepts_many_large_arguments(harness: Harness) -> None:
     argv = ["printf", "%s", "", *["y" * 65536] * 20]
     result = await harness.call("session.exec", "session", argv=argv, env={})
     assert result.success
@@ -149,7 +149,7 @@ def result(output: str) -> ToolResult:
     return ToolResult(call_id=CALL.id, name=CALL.name, success=True, output=output)
 
 
-class Failing:
+class FailingBlobs:
     """Blobs that fail a number of times, and then store everything."""
 
     def __init__(self, times: int, error: Exception) -> None:
@@ -170,7 +170,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "PAUSE_S", 0.001)
 
 
-def test_a_large_one_lies_under_a_key_of_the_tenants_for_longer_than_its_message(redis_server: RedisProcess) -> None:
+def test_large_result_blob_belongs_to_the_tenant_and_outlives_its_message(redis_server: RedisProcess) -> None:
     client: Any = redis.Redis.from_url(redis_server.url)
     encoded = encode_result_message(result("x" * 256 * 1024), CALL, CONTEXT, WorkerBlobs(client, "d", "sandbox"), KEY)
     key = find_result_key(encoded)
@@ -181,8 +181,8 @@ def test_a_large_one_lies_under_a_key_of_the_tenants_for_longer_than_its_message
     client.close()
 
 
-def test_a_result_waits_for_a_redis_that_is_away_for_a_moment() -> None:
-    blobs = Failing(3, BrokerUnavailable("away"))
+def test_storing_a_result_is_retried_during_a_redis_outage() -> None:
+    blobs = FailingBlobs(3, BrokerUnavailable("away"))
     assert find_result_key(encode_result_message(result("x" * 100_000), CALL, CONTEXT, blobs, KEY)) == "key"
     assert len(blobs.kept) == 1
 
@@ -190,12 +190,12 @@ def test_a_result_waits_for_a_redis_that_is_away_for_a_moment() -> None:
 @pytest.mark.parametrize(
     "error", [BrokerUnavailable("Redis is away"), ToolFailure(ErrorCode.FILE_TOO_LARGE, "too many bytes")]
 )
-def test_a_result_that_cannot_be_kept_says_that_the_call_has_run(
+def test_result_that_cannot_be_stored_reports_outcome_unknown(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "KEEP_WAIT_S", 0.01)
     reply = decode_result(
-        encode_result_message(result("x" * 100_000), CALL, CONTEXT, Failing(1_000_000, error), KEY), SEAL
+        encode_result_message(result("x" * 100_000), CALL, CONTEXT, FailingBlobs(1_000_000, error), KEY), SEAL
     )
     assert (reply.success, reply.error_code) == (False, ErrorCode.OUTCOME_UNKNOWN)
     assert "has run" in str(reply.error)

@@ -52,7 +52,7 @@ async def host(redis_server: RedisProcess) -> AsyncIterator[Host]:
         yield Host(HostHarness(redis_server), client)
 
 
-async def test_a_session_that_was_closed_while_its_host_did_not_hear_of_it_loses_its_sandbox(host: Host) -> None:
+async def test_sandbox_of_a_session_closed_during_a_host_outage_is_removed(host: Host) -> None:
     await host.open("ended")
     await host.open("used")
     await host.orchestrator.close("acme", "ended")
@@ -60,7 +60,7 @@ async def test_a_session_that_was_closed_while_its_host_did_not_hear_of_it_loses
     assert list(host.sandboxd.rows) == ["acme:used"]
 
 
-async def test_a_sandbox_that_was_made_too_late_goes(host: Host) -> None:
+async def test_sandbox_created_after_its_session_ended_or_moved_is_removed(host: Host) -> None:
     """The session was given up while its sandbox was being created. The session then ended, or was opened on another
     host.
     """
@@ -71,7 +71,7 @@ async def test_a_sandbox_that_was_made_too_late_goes(host: Host) -> None:
     assert not host.sandboxd.rows
 
 
-async def test_only_what_redis_reports_counts(host: Host) -> None:
+async def test_sandbox_without_a_closed_session_in_redis_is_kept(host: Host) -> None:
     """Redis may have been flushed, or be used by a program that needs no queue."""
     host.sandboxd.add("acme:unknown")
     await host.open("here")
@@ -83,27 +83,27 @@ async def test_only_what_redis_reports_counts(host: Host) -> None:
     assert len(host.sandboxd.rows) == 3
 
 
-async def test_another_tenants_session_of_that_name_is_left_alone(host: Host) -> None:
+async def test_sandbox_of_another_tenant_with_the_same_session_name_is_kept(host: Host) -> None:
     await host.open("s1")
     await host.orchestrator.close("rival", "s1")
     assert host.look() == 0
 
 
-async def test_a_session_that_came_back_meanwhile_is_not_taken_for_what_was_left_of_it(host: Host) -> None:
+async def test_session_that_returns_during_the_check_keeps_its_sandbox(host: Host) -> None:
     await host.open("s1", "host.b.b1", fence=1)
     find = host.sessions.find_ended
 
-    def slowly(names: list[str]) -> set[str]:
+    def find_ended_while_reopened(names: list[str]) -> set[str]:
         ended = find(names)
         host.sandboxd.add("acme:s1", fence=3)
         return ended
 
-    host.sessions.find_ended = slowly  # type: ignore[method-assign, assignment]
+    host.sessions.find_ended = find_ended_while_reopened  # type: ignore[method-assign, assignment]
     assert host.look() == 0
     assert host.sandboxd.rows["acme:s1"]["fence"] == 3
 
 
-async def test_a_closed_session_counts_no_more_and_cannot_be_opened_again(host: Host) -> None:
+async def test_closed_session_does_not_count_and_cannot_be_reopened(host: Host) -> None:
     await host.open("s1")
     await host.orchestrator.close("acme", "s1")
     assert await host.orchestrator.find("acme", "s1") is None
@@ -113,7 +113,7 @@ async def test_a_closed_session_counts_no_more_and_cannot_be_opened_again(host: 
     assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
 
 
-async def test_an_opening_that_comes_when_its_session_was_closed_is_not_run(host: Host) -> None:
+async def test_open_call_for_a_closed_session_is_not_run(host: Host) -> None:
     await host.open("s1")
     await host.orchestrator.close("acme", "s1")
     ledger = WorkerCallStore(host.harness.redis, DEPLOYMENT, host.harness.clock)
@@ -121,14 +121,14 @@ async def test_an_opening_that_comes_when_its_session_was_closed_is_not_run(host
     assert await asyncio.to_thread(ledger.claim, call, context, "host.a.b1#w1") is CallClaim.MOVED
 
 
-async def test_that_a_session_was_closed_is_known_for_as_long_as_a_sandbox_of_it_may_live(host: Host) -> None:
+async def test_closed_record_outlives_the_sandbox_lifetime(host: Host) -> None:
     await host.open("s1")
     for _ in range(2):
         await host.orchestrator.close("acme", "s1")
         assert 60 < await host.client.ttl(location_key(DEPLOYMENT, "acme", "s1")) <= 60 + CLOSED_MARGIN_S
 
 
-async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host) -> None:
+async def test_leftover_check_is_repeated_after_an_outage(host: Host) -> None:
     await host.open("s1")
     await host.orchestrator.close("acme", "s1")
     find, has_failed, failures = (
@@ -137,13 +137,13 @@ async def test_it_is_looked_again_after_redis_or_sandboxd_were_away(host: Host) 
         [BrokerUnavailable("away"), SandboxUnavailable("away")],
     )
 
-    def away_at_first(names: list[str]) -> set[str]:
+    def fail_then_find(names: list[str]) -> set[str]:
         if failures:
             has_failed.set()
             raise failures.pop()
         return find(names)
 
-    host.sessions.find_ended = away_at_first  # type: ignore[method-assign, assignment]
+    host.sessions.find_ended = fail_then_find  # type: ignore[method-assign, assignment]
     with capture_logs():
         duty = Duty(
             "leftovers", 0.01, partial(host.sweep.run_round, host.sandboxd.client()), "leftovers_not_closed", host.stop

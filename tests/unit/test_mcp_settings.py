@@ -22,23 +22,23 @@ def _write(folder: Path, servers: Any) -> Path:
     return path
 
 
-def _complaint(folder: Path, servers: Any) -> str:
+def _load_error(folder: Path, servers: Any) -> str:
     """Return the error message, which is the same for both workers."""
-    path, warnings = _write(folder, servers), []
+    path, errors = _write(folder, servers), []
     kinds: tuple[type[HttpEntry] | type[StdioEntry], ...] = (HttpEntry, StdioEntry)
     for kind in kinds:
         try:
             load_servers(path, kind, ENVIRONMENT)
         except ConfigError as error:
-            warnings.append(str(error))
-    return warnings[0]
+            errors.append(str(error))
+    return errors[0]
 
 
-def test_no_file_is_no_server() -> None:
+def test_unset_file_means_no_servers() -> None:
     assert load_servers(None, HttpEntry) == {}
 
 
-def test_both_kinds_are_read_with_their_defaults(tmp_path: Path) -> None:
+def test_http_and_stdio_entries_are_read_with_defaults(tmp_path: Path) -> None:
     path = _write(tmp_path, {"docs": {**DOCS, "tenants": ["acme"], "timeout_s": 5}, "git": GIT})
     [docs] = load_servers(path, HttpEntry, ENVIRONMENT).values()
     [git] = load_servers(path, StdioEntry, ENVIRONMENT).values()
@@ -48,7 +48,7 @@ def test_both_kinds_are_read_with_their_defaults(tmp_path: Path) -> None:
     assert "s3cr3t" not in repr(docs)
 
 
-def test_a_worker_needs_no_secrets_of_servers_that_it_does_not_call(tmp_path: Path) -> None:
+def test_worker_needs_only_the_secrets_of_its_own_server_kind(tmp_path: Path) -> None:
     path = _write(tmp_path, {"docs": DOCS, "git": GIT})
     assert list(load_servers(path, StdioEntry, {})) == ["git"]
     with pytest.raises(ConfigError, match="DOCS_TOKEN"):
@@ -82,27 +82,27 @@ def test_a_worker_needs_no_secrets_of_servers_that_it_does_not_call(tmp_path: Pa
         ({**GIT, "command": ""}, "command"),
     ],
 )
-def test_a_wrong_entry_is_explained(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
-    complaint = _complaint(tmp_path, {"one": entry})
-    assert "TOOLCREW_MCP_SERVERS" in complaint
-    assert "server 'one'" in complaint
-    assert message in complaint
+def test_invalid_entry_is_refused_with_a_reason(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    error = _load_error(tmp_path, {"one": entry})
+    assert "TOOLCREW_MCP_SERVERS" in error
+    assert "server 'one'" in error
+    assert message in error
 
 
 @pytest.mark.parametrize("name", ["", "a__b", "_a", "a-", "a b", "\u00e4", "x" * 33])
-def test_ambiguous_names_are_refused(tmp_path: Path, name: str) -> None:
-    assert "rename it" in _complaint(tmp_path, {name: DOCS})
+def test_invalid_server_name_is_refused(tmp_path: Path, name: str) -> None:
+    assert "rename it" in _load_error(tmp_path, {name: DOCS})
 
 
-def test_a_secret_is_in_no_complaint(tmp_path: Path) -> None:
-    for wrong in ({"private": "${DOCS_TOKEN}"}, {"url": "${DOCS_TOKEN}"}, {"tenants": ["${DOCS_TOKEN} x"]}):
-        assert "s3cr3t" not in _complaint(tmp_path, {"docs": {**DOCS, **wrong}})
+def test_error_message_contains_no_secret(tmp_path: Path) -> None:
+    for invalid in ({"private": "${DOCS_TOKEN}"}, {"url": "${DOCS_TOKEN}"}, {"tenants": ["${DOCS_TOKEN} x"]}):
+        assert "s3cr3t" not in _load_error(tmp_path, {"docs": {**DOCS, **invalid}})
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"mcpServers": []}', '{"mcpServers": {}, "more": 1}', "[" * 100_000]
 )
-def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str) -> None:
+def test_file_with_another_structure_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "servers.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="TOOLCREW_MCP_SERVERS"):

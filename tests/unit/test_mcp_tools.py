@@ -30,9 +30,9 @@ def spec(**fields: object) -> ToolSpec:
         ({"command_parameter": "command", "network": "with some"}, (False, True, False, True)),
     ],
 )
-def test_hints_say_what_the_spec_says(fields: dict[str, object], hints: tuple[bool | None, ...]) -> None:
-    made = build_hints(spec(**fields))
-    assert (made.read_only_hint, made.destructive_hint, made.idempotent_hint, made.open_world_hint) == hints
+def test_mcp_hints_follow_the_tool_spec(fields: dict[str, object], hints: tuple[bool | None, ...]) -> None:
+    built = build_hints(spec(**fields))
+    assert (built.read_only_hint, built.destructive_hint, built.idempotent_hint, built.open_world_hint) == hints
 
 
 @pytest.mark.parametrize(
@@ -46,30 +46,30 @@ def test_hints_say_what_the_spec_says(fields: dict[str, object], hints: tuple[bo
         ToolResult.failed(CALL, ErrorCode.TIMEOUT, "too slow", output="so far"),
     ],
 )
-def test_the_whole_result_is_as_its_schema_promises(result: ToolResult) -> None:
-    answer = build_answer(result, "s1")
-    Draft202012Validator(OUTPUT_SCHEMA).validate(answer.structured_content)
-    assert answer.structured_content["text"] == result.text()
-    assert answer.is_error is not result.success
-    assert answer.meta == {"toolcrew/session": "s1"}
+def test_structured_result_matches_the_output_schema(result: ToolResult) -> None:
+    reply = build_answer(result, "s1")
+    Draft202012Validator(OUTPUT_SCHEMA).validate(reply.structured_content)
+    assert reply.structured_content["text"] == result.text()
+    assert reply.is_error is not result.success
+    assert reply.meta == {"toolcrew/session": "s1"}
 
 
-def test_schemas_of_the_built_in_tools_go_out_word_for_word() -> None:
+def test_built_in_tools_are_published_unchanged() -> None:
     for tool_spec in build_registry().specs():
         tool = build_tool(tool_spec).model_dump(mode="json", by_alias=True)
         assert (tool["inputSchema"], tool["description"]) == (tool_spec.parameters, tool_spec.description)
 
 
-def test_the_address_of_redis_is_hidden() -> None:
-    answer = build_answer(ToolResult.failed(CALL, ErrorCode.BROKER_UNAVAILABLE, "redis://10.0.0.1 refused"), None)
-    assert "10.0.0.1" not in answer.model_dump_json()
-    assert "try again" in answer.structured_content["text"]
+def test_redis_address_is_not_sent_to_the_client() -> None:
+    reply = build_answer(ToolResult.failed(CALL, ErrorCode.BROKER_UNAVAILABLE, "redis://10.0.0.1 refused"), None)
+    assert "10.0.0.1" not in reply.model_dump_json()
+    assert "try again" in reply.structured_content["text"]
 
 
 @pytest.mark.parametrize(
     "options", ["--http 0 --tenant acme", "--http 0 --session s", "--origin https://a", "--host ::"]
 )
-def test_options_that_mean_nothing_together_are_refused(options: str) -> None:
+def test_conflicting_serve_mcp_options_are_refused(options: str) -> None:
     done = CliRunner().invoke(app, ["serve", "mcp", *options.split()])
     assert done.exit_code == 2
     assert "only" in done.stderr

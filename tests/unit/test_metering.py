@@ -31,7 +31,7 @@ def counters() -> Counters:
     return Counters()
 
 
-def test_calls_that_overlap_share_and_time_between_calls_is_the_sessions(counters: Counters) -> None:
+def test_overlapping_calls_share_usage_and_idle_usage_goes_to_the_session(counters: Counters) -> None:
     meter, totals = SandboxMeter(counters), UsageTotals()
     counters.now = UsageReading(100, 10, 0)  # the start of the sandbox
     meter.bill(totals)
@@ -54,7 +54,7 @@ def test_calls_that_overlap_share_and_time_between_calls_is_the_sessions(counter
     assert totals.amounts == [1000, 11, 7, 8]
 
 
-def test_a_session_sums_its_sandboxes_and_an_ended_one_counts_no_more(counters: Counters) -> None:
+def test_session_usage_is_the_sum_of_its_sandboxes_until_they_close(counters: Counters) -> None:
     totals, meters = UsageTotals(), [SandboxMeter(counters), SandboxMeter(Counters())]
     for meter in meters:
         meter.bill(totals)
@@ -65,7 +65,7 @@ def test_a_session_sums_its_sandboxes_and_an_ended_one_counts_no_more(counters: 
     assert totals.amounts == [50, 0, 0, 0]
 
 
-def test_a_sandbox_that_cannot_be_measured_counts_time_and_network() -> None:
+def test_sandbox_without_counters_reports_time_and_network_only() -> None:
     meter, totals = SandboxMeter(None), UsageTotals()
     meter.bill(totals)
     call = meter.begin()
@@ -76,7 +76,7 @@ def test_a_sandbox_that_cannot_be_measured_counts_time_and_network() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_reader_finds_new_processes_and_counts_what_ended_ones_leave_to_pid_1(tmp_path: Path, version: int) -> None:
+def test_usage_reader_counts_new_and_ended_processes_once(tmp_path: Path, version: int) -> None:
     proc, root = tmp_path / "proc", tmp_path / "cgroup"
     group = root / ("cpuacct/box" if version == 1 else "box")
     folders = {group, root / "memory/box", root / "pids/box"} if version == 1 else {group}

@@ -56,15 +56,15 @@ def labels_of(expression: str) -> set[str]:
 
 
 @pytest.mark.parametrize("expression", [*expressions_of_dashboard(), *expressions_of_rules()])
-def test_an_expression_asks_for_metrics_and_labels_that_there_are(expression: str) -> None:
+def test_expression_uses_existing_metrics_and_labels(expression: str) -> None:
     names = metrics_of(expression)
     assert names
     assert labels_of(expression) <= {label for name in names for label in METRICS[name].labels}
 
 
 def test_the_dashboard_shows_every_metric() -> None:
-    shown = {name for expression in expressions_of_dashboard() for name in metrics_of(expression)}
-    assert METRICS.keys() - shown == set()
+    dashboard_metrics = {name for expression in expressions_of_dashboard() for name in metrics_of(expression)}
+    assert METRICS.keys() - dashboard_metrics == set()
 
 
 def test_every_expression_of_the_dashboard_is_promql(tmp_path: Path) -> None:
@@ -74,12 +74,12 @@ def test_every_expression_of_the_dashboard_is_promql(tmp_path: Path) -> None:
     promtool("check", "rules", tmp_path / "dashboard.yml")
 
 
-def test_prometheus_takes_the_rules_and_the_example() -> None:
+def test_promtool_accepts_the_rules_and_the_example_config() -> None:
     promtool("check", "rules", PROMETHEUS / "toolcrew.rules.yml")
     promtool("check", "config", "--syntax-only", PROMETHEUS / "prometheus.yml")
 
 
-def test_each_alert_fires_for_what_it_is_for_and_none_when_all_is_well() -> None:
+def test_alerts_fire_only_for_their_conditions() -> None:
     promtool("test", "rules", PROMETHEUS / "toolcrew.tests.yml")
     tested = (PROMETHEUS / "toolcrew.tests.yml").read_text()
     rules = yaml.safe_load((PROMETHEUS / "toolcrew.rules.yml").read_text())["groups"][0]["rules"]
@@ -87,7 +87,7 @@ def test_each_alert_fires_for_what_it_is_for_and_none_when_all_is_well() -> None
     assert all(rule["annotations"].keys() == {"summary", "description"} for rule in rules)
 
 
-def test_the_page_has_every_metric() -> None:
+def test_metrics_page_is_current() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "metric_docs.py"))
     page = script["PAGE"].read_text()
     assert page == script["build_page"](), "run .venv/bin/python scripts/metric_docs.py"

@@ -59,7 +59,7 @@ async def read(tally: Tally, page: MetricsPage) -> dict[Key, float]:
     return dict(read_page(await page.render()))
 
 
-def answering(**fields: Any) -> Any:
+def build_answer(**fields: Any) -> Any:
     def answer(call: ToolCall, _: ToolContext) -> ToolResult:
         code = fields.get("error_code")
         payload = {"output": "ü" * 60, "success": True} if code is None else {"success": False, "error": "no"}
@@ -75,10 +75,10 @@ async def dispatch(tally: Tally, answer: Any, call: ToolCall | None = None) -> T
     return await dispatcher.dispatch(Request(call or build_call(text="hi"), *ROUTE))
 
 
-async def test_a_call_is_counted_with_its_code_its_clocks_and_its_output(redis_server: RedisProcess) -> None:
+async def test_call_metrics_include_code_durations_and_output_size(redis_server: RedisProcess) -> None:
     async with open_tally(redis_server) as (tally, page):
-        await dispatch(tally, answering(truncated=True))
-        await dispatch(tally, answering(error_code=ErrorCode.TIMEOUT))
+        await dispatch(tally, build_answer(truncated=True))
+        await dispatch(tally, build_answer(error_code=ErrorCode.TIMEOUT))
         series = await read(tally, page)
     assert counted(series, "toolcrew_tool_calls_total") == {("", "ok", "echo"): 1, ("TIMEOUT", "error", "echo"): 1}
     assert counted(series, "toolcrew_calls_ended_total") == {("done",): 2}
@@ -97,7 +97,7 @@ async def test_a_call_is_counted_with_its_code_its_clocks_and_its_output(redis_s
         (ErrorCode.OUTCOME_UNKNOWN, "unknown", False),
     ],
 )
-async def test_a_call_that_no_worker_answered_is_counted_by_what_became_of_it(
+async def test_call_without_a_worker_reply_is_counted_by_its_end(
     redis_server: RedisProcess, code: ErrorCode, end: str, is_refusal: bool
 ) -> None:
     def refuse(*_: object) -> ToolResult:
@@ -111,10 +111,10 @@ async def test_a_call_that_no_worker_answered_is_counted_by_what_became_of_it(
     assert counted(series, "toolcrew_security_refusals_total") == ({(code.value,): 1} if is_refusal else {})
 
 
-async def test_names_that_a_model_invents_are_counted_as_other(redis_server: RedisProcess) -> None:
+async def test_unknown_tool_names_are_counted_as_other(redis_server: RedisProcess) -> None:
     async with open_tally(redis_server) as (tally, page):
         for number in range(300):
-            await dispatch(tally, answering(), build_call(f"invented-{number}"))
+            await dispatch(tally, build_answer(), build_call(f"invented-{number}"))
         tally.calls.count_unsent("echo", ErrorCode.PERMISSION_DENIED)
         series = await read(tally, page)
     assert counted(series, "toolcrew_tool_calls_total") == {
@@ -123,10 +123,10 @@ async def test_names_that_a_model_invents_are_counted_as_other(redis_server: Red
     }
 
 
-async def test_a_cancelled_caller_is_counted_unless_its_call_moved(redis_server: RedisProcess) -> None:
+async def test_cancelled_call_is_counted_unless_its_result_is_kept(redis_server: RedisProcess) -> None:
     began = asyncio.Event()
 
-    class Silent(AnsweringTransport):
+    class SilentTransport(AnsweringTransport):
         async def deliver(self, *_: object) -> str:
             began.set()
             await asyncio.get_running_loop().create_future()
@@ -134,7 +134,11 @@ async def test_a_cancelled_caller_is_counted_unless_its_call_moved(redis_server:
 
     async with open_tally(redis_server) as (tally, page):
         dispatcher = Dispatcher(
-            Silent(answering()), TenantCatalog(StaticCatalog(ECHO)), KEY, queue_wait_s=60, middleware=[tally.calls]
+            SilentTransport(build_answer()),
+            TenantCatalog(StaticCatalog(ECHO)),
+            KEY,
+            queue_wait_s=60,
+            middleware=[tally.calls],
         )
         for keeps in (False, True):
             began.clear()
@@ -146,13 +150,13 @@ async def test_a_cancelled_caller_is_counted_unless_its_call_moved(redis_server:
     assert counted(series, "toolcrew_tool_calls_total") == {("CANCELLED", "error", "echo"): 1}
 
 
-class Book:
+class RunHistory:
     """The history of a run. The test sets `is_catching_up`."""
 
     is_catching_up = False
 
 
-def story(*, is_sent: bool, code: ErrorCode | None = None) -> list[RunEvent]:
+def build_step_events(*, is_sent: bool, code: ErrorCode | None = None) -> list[RunEvent]:
     """Return one step with one call."""
     call = build_call(text="x")
     result = ToolResult.failed(call, code, "no") if code else ToolResult(call_id=call.id, name=call.name, success=True)
@@ -168,18 +172,22 @@ def story(*, is_sent: bool, code: ErrorCode | None = None) -> list[RunEvent]:
     ]
 
 
-ENDED = RunFinished(run="r", answer="", stop_reason="answered", clocks=Clocks())
+RUN_FINISHED = RunFinished(run="r", answer="", stop_reason="answered", clocks=Clocks())
 
 
-async def test_a_run_reports_tokens_steps_its_end_and_the_calls_that_were_never_sent(
+async def test_run_metrics_include_tokens_steps_end_and_unsent_calls(
     redis_server: RedisProcess,
 ) -> None:
     async with open_tally(redis_server) as (tally, page):
         run_events = list[RunEvent]()
-        tell = tally.watch_run(run_events.append, None)
-        events = [*story(is_sent=True), *story(is_sent=False, code=ErrorCode.PERMISSION_DENIED), ENDED]
+        on_event = tally.watch_run(run_events.append, None)
+        events = [
+            *build_step_events(is_sent=True),
+            *build_step_events(is_sent=False, code=ErrorCode.PERMISSION_DENIED),
+            RUN_FINISHED,
+        ]
         for event in events:
-            tell(event)
+            on_event(event)
         series = await read(tally, page)
     assert run_events == events
     assert counted(series, "toolcrew_llm_tokens_total") == {("input", "m"): 200, ("output", "m"): 14}
@@ -188,28 +196,28 @@ async def test_a_run_reports_tokens_steps_its_end_and_the_calls_that_were_never_
     assert counted(series, "toolcrew_tool_calls_total") == {("PERMISSION_DENIED", "error", "other"): 1}
 
 
-async def test_replayed_events_of_a_run_are_not_counted_again(redis_server: RedisProcess) -> None:
-    book = Book()
+async def test_replayed_run_events_are_not_counted_again(redis_server: RedisProcess) -> None:
+    history = RunHistory()
     async with open_tally(redis_server) as (tally, page):
-        tell = tally.watch_run(lambda _: None, book)
-        book.is_catching_up = True
-        for event in story(is_sent=False, code=ErrorCode.PERMISSION_DENIED):
-            tell(event)
-        book.is_catching_up = False
-        for event in (*story(is_sent=True), RunAborted(run="r", reason="the process ends"), ENDED):
-            tell(event)
+        on_event = tally.watch_run(lambda _: None, history)
+        history.is_catching_up = True
+        for event in build_step_events(is_sent=False, code=ErrorCode.PERMISSION_DENIED):
+            on_event(event)
+        history.is_catching_up = False
+        for event in (*build_step_events(is_sent=True), RunAborted(run="r", reason="the process ends"), RUN_FINISHED):
+            on_event(event)
         series = await read(tally, page)
     assert counted(series, "toolcrew_llm_tokens_total") == {("input", "m"): 100, ("output", "m"): 7}
     assert counted(series, "toolcrew_tool_calls_total") == {}
     assert counted(series, "toolcrew_agent_runs_total") == {("answered",): 1}
 
 
-async def test_questions_and_answers_are_counted(redis_server: RedisProcess) -> None:
+async def test_approval_requests_and_decisions_are_counted(redis_server: RedisProcess) -> None:
     async with open_tally(redis_server) as (tally, page):
-        tell = tally.watch_run(lambda _: None, None)
+        on_event = tally.watch_run(lambda _: None, None)
         for is_allowed, is_changed in ((True, False), (True, True), (False, False), (False, False)):
-            tell(ApprovalAsked(run="r", call=build_call(), digest="d", reason="", warning="", expires_at=0.0))
-            tell(
+            on_event(ApprovalAsked(run="r", call=build_call(), digest="d", reason="", warning="", expires_at=0.0))
+            on_event(
                 ApprovalDecided(
                     run="r", call_id="c", digest="d", is_allowed=is_allowed, reason="", is_changed=is_changed
                 )
@@ -219,26 +227,26 @@ async def test_questions_and_answers_are_counted(redis_server: RedisProcess) -> 
     assert series[key("toolcrew_approvals_asked_total")] == 4
 
 
-async def test_counts_are_flushed_every_second_and_at_the_end(redis_server: RedisProcess) -> None:
+async def test_counts_are_flushed_periodically_and_at_close(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         async with open_tally(redis_server) as (tally, _):
             tally.start()
-            await dispatch(tally, answering())
+            await dispatch(tally, build_answer())
             await wait_until_async(lambda: client.hlen(metrics_key("d")), 20, "the meters are flushed")
-            await dispatch(tally, answering())
+            await dispatch(tally, build_answer())
         assert client.hget(metrics_key("d"), "\ttoolcrew_tool_calls_total\techo\tok\t") == b"2"
 
 
-async def test_a_redis_that_is_away_costs_no_count(redis_server: RedisProcess) -> None:
+async def test_counts_survive_a_redis_outage(redis_server: RedisProcess) -> None:
     async with open_tally(redis_server) as (tally, page):
-        await dispatch(tally, answering())
+        await dispatch(tally, build_answer())
         await tally.flush()
         redis_server.stop()
-        await dispatch(tally, answering())
+        await dispatch(tally, build_answer())
         with pytest.raises(BrokerUnavailable):
             await tally.flush()
         redis_server.start()
-        await dispatch(tally, answering())
+        await dispatch(tally, build_answer())
         series = await read(tally, page)
     # A count that a server without a disk forgot is lost; a count that it never received is not.
     assert counted(series, "toolcrew_tool_calls_total")["", "ok", "echo"] in (2, 3)

@@ -76,7 +76,7 @@ def queue_call(client: "redis.Redis", queue: str, age_s: float, call: str = "c1"
     )
 
 
-async def test_a_deployment_without_anything_reports_zeros_that_promtool_takes(page: MetricsPage) -> None:
+async def test_empty_deployment_renders_zeros_that_promtool_accepts(page: MetricsPage) -> None:
     text = await page.render()
     series = read_page(text)
     assert series[key("toolcrew_sandbox_oom_total")] == 0
@@ -86,7 +86,7 @@ async def test_a_deployment_without_anything_reports_zeros_that_promtool_takes(p
     promtool("check", "metrics", text=text)
 
 
-async def test_counts_are_shown_in_both_formats(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_counts_render_in_text_and_openmetrics_format(page: MetricsPage, client: "redis.Redis") -> None:
     counts = Counts()
     counts.count(metrics.CALLS, "bash_tool", "error", "TIMEOUT", by=2)
     counts.count(metrics.TOKENS, HOSTILE, "input", by=7)
@@ -109,7 +109,7 @@ async def test_counts_are_shown_in_both_formats(page: MetricsPage, client: "redi
     assert not choose_format("text/plain")
 
 
-async def test_hosts_report_their_load_and_their_sandboxes(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_host_load_and_sandbox_states_are_rendered(page: MetricsPage, client: "redis.Redis") -> None:
     web = build_report("h1", queue="pool.h1.a", kind="web", slots=2, busy=1, max_sessions=0, max_sandboxes=0)
     other = build_report(
         "h1", queue="pool.h1.b", kind="web", slots=2, busy=2, max_sessions=0, max_sandboxes=0, draining=True
@@ -142,7 +142,7 @@ async def test_hosts_report_their_load_and_their_sandboxes(page: MetricsPage, cl
     assert series[key("toolcrew_calls", state="running")] == 6
 
 
-async def test_the_queue_of_a_silent_host_is_shown_as_dead(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_queue_of_a_silent_host_is_counted_as_dead(page: MetricsPage, client: "redis.Redis") -> None:
     client.zadd(hosts_key(DEPLOYMENT), {"host.gone.1": 1, "host.empty.1": 1, "pool.gone.1": 1})
     queue_call(client, "host.gone.1", 300)
     series = read_page(await page.render())
@@ -166,7 +166,7 @@ async def test_the_queue_of_a_silent_host_is_shown_as_dead(page: MetricsPage, cl
         b'{"call_key": "toolcrew:d:t:acme:call.text"}',
     ],
 )
-async def test_a_foreign_message_is_counted(page: MetricsPage, client: "redis.Redis", message: bytes) -> None:
+async def test_unreadable_queue_message_is_counted(page: MetricsPage, client: "redis.Redis", message: bytes) -> None:
     client.lpush(POOL_WEB, message)
     client.hset(call_key(DEPLOYMENT, "acme", "text"), "queued_at", "nan")
     series = read_page(await page.render())
@@ -174,7 +174,9 @@ async def test_a_foreign_message_is_counted(page: MetricsPage, client: "redis.Re
     assert series.get(key("toolcrew_queue_oldest_message_seconds", queue=POOL_WEB), 0.0) in (0.0, 86400.0)
 
 
-async def test_admission_reports_who_runs_and_who_waits(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_running_and_waiting_calls_are_rendered_per_tenant_and_queue(
+    page: MetricsPage, client: "redis.Redis"
+) -> None:
     client.hset(
         tenants_key(DEPLOYMENT), mapping={"acme": TenantPolicy().model_dump_json(), "idle": "{}", "#version": "x"}
     )
@@ -191,7 +193,7 @@ async def test_admission_reports_who_runs_and_who_waits(page: MetricsPage, clien
     assert series[key("toolcrew_tenant_calls", tenant="idle", state="waiting")] == 0
 
 
-def ask_at_random(harness: Harness, seed: int) -> None:
+def request_random_calls(harness: Harness, seed: int) -> None:
     """Request calls of all lanes, for tenants some of which may run only one call at a time, with a tenth of a second
     between arrivals.
     """
@@ -211,14 +213,14 @@ def ask_at_random(harness: Harness, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_the_oldest_wait_equals_the_autoscaler_value(
+async def test_oldest_wait_equals_the_autoscaler_value(
     page: MetricsPage, client: "redis.Redis", redis_server: RedisProcess, seed: int
 ) -> None:
     report(client, build_report("h1"))
     harness = Harness(client, now=time.time() - 2000)
     for queue in (POOL_WEB, QUEUE):
         set_slots(client, 3, queue)
-    ask_at_random(harness, seed)
+    request_random_calls(harness, seed)
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=10) as opened:
         pressure = Pressure(opened, DEPLOYMENT)
         before = [await pressure.queue(queue) for queue in (POOL_WEB, QUEUE)]
@@ -230,7 +232,7 @@ async def test_the_oldest_wait_equals_the_autoscaler_value(
         assert early.oldest_s - 0.01 <= waited_s <= late.oldest_s + 0.01
 
 
-async def test_long_calls_that_are_set_aside_wait_for_a_slot_as_well(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_oldest_wait_includes_deferred_long_calls(page: MetricsPage, client: "redis.Redis") -> None:
     harness = Harness(client, now=time.time() - 50)
     set_slots(client, 2, POOL_WEB)
     for _ in range(2):
@@ -240,7 +242,7 @@ async def test_long_calls_that_are_set_aside_wait_for_a_slot_as_well(page: Metri
     assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] >= 50
 
 
-async def test_usage_has_series_for_few_tenants(
+async def test_usage_series_are_limited_to_the_largest_tenants(
     page: MetricsPage, client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_module, "MAX_TENANTS", 1)
@@ -254,7 +256,9 @@ async def test_usage_has_series_for_few_tenants(
 
 
 @pytest.mark.parametrize("first", ["a", "z"])
-async def test_many_entries_are_read_completely(page: MetricsPage, client: "redis.Redis", first: str) -> None:
+async def test_more_entries_than_one_read_are_all_rendered(
+    page: MetricsPage, client: "redis.Redis", first: str
+) -> None:
     number = 2 * ROWS_PER_READ + 1
     tenants = [first, *(f"tenant-{at}" for at in range(1, number))]
     client.hset(tenants_key(DEPLOYMENT), mapping=dict.fromkeys(tenants, "{}"))
@@ -275,7 +279,9 @@ async def test_many_entries_are_read_completely(page: MetricsPage, client: "redi
 
 
 @pytest.mark.parametrize("call", ["no json", '{"since": "yesterday"}', '{"since": -1e999}', '{"since": 1e400}'])
-async def test_foreign_admission_state_is_tolerated(page: MetricsPage, client: "redis.Redis", call: str) -> None:
+async def test_invalid_admission_state_does_not_break_the_page(
+    page: MetricsPage, client: "redis.Redis", call: str
+) -> None:
     admission = admission_prefix(DEPLOYMENT)
     client.hset(f"{admission}queue:{POOL_WEB}", "waiting", 3)
     client.set(f"{admission}ready:{POOL_WEB}:short", "text")
@@ -289,7 +295,7 @@ async def test_foreign_admission_state_is_tolerated(page: MetricsPage, client: "
     assert series[key("toolcrew_queue_oldest_waiting_call_seconds", queue=POOL_WEB)] == 0
 
 
-async def test_runs_batches_and_approvals_are_shown(page: MetricsPage, client: "redis.Redis") -> None:
+async def test_run_states_and_waiting_approvals_are_rendered(page: MetricsPage, client: "redis.Redis") -> None:
     runs = runs_prefix(DEPLOYMENT)
     client.zadd(f"{runs}batches", {"acme|b1": 1, "strange": 2})
     client.zadd(batch_key(DEPLOYMENT, "acme", "b1") + ":waiting", {"r1": 1, "r2": 2})
@@ -301,7 +307,9 @@ async def test_runs_batches_and_approvals_are_shown(page: MetricsPage, client: "
 
 
 @pytest.mark.parametrize("name", ["batches", "delayed", "leases"])
-async def test_a_run_queue_of_a_wrong_type_is_tolerated(page: MetricsPage, client: "redis.Redis", name: str) -> None:
+async def test_run_queue_key_of_a_wrong_type_does_not_break_the_page(
+    page: MetricsPage, client: "redis.Redis", name: str
+) -> None:
     client.set(runs_prefix(DEPLOYMENT) + name, "of another program")
     client.zadd(approvals_key(DEPLOYMENT), {"open": (time.time() + 100) * 1000})
     series = read_page(await page.render())
@@ -309,15 +317,15 @@ async def test_a_run_queue_of_a_wrong_type_is_tolerated(page: MetricsPage, clien
     assert series[key("toolcrew_approvals_waiting")] == 1
 
 
-async def test_foreign_data_is_skipped_and_counted(page: MetricsPage, client: "redis.Redis") -> None:
-    strange = {
+async def test_invalid_fields_are_skipped_and_counted(page: MetricsPage, client: "redis.Redis") -> None:
+    invalid_fields = {
         b"\xff\xfe": "1",
         "": "2",
         "count\ttoolcrew_nonesuch": "1",
         "\ttoolcrew_sandbox_oom_total": "nan",
         "#mark": "5",
     }
-    client.hset(metrics_key(DEPLOYMENT), mapping=strange)  # type: ignore[arg-type]
+    client.hset(metrics_key(DEPLOYMENT), mapping=invalid_fields)  # type: ignore[arg-type]
     client.hset(refusals_key(DEPLOYMENT), mapping={HOSTILE: "3", "signature": "2", "expired": "many"})
     client.zadd(hosts_key(DEPLOYMENT), {b"\xff": 1, f"toolcrew:{DEPLOYMENT}:tenants": 1, HOSTILE: 1})
     client.hset(tenants_key(DEPLOYMENT), "acme", "{}")
@@ -331,7 +339,7 @@ async def test_foreign_data_is_skipped_and_counted(page: MetricsPage, client: "r
     assert series[key("toolcrew_lost_hosts")] == 3
 
 
-async def test_the_user_of_an_orchestrator_may_look_and_one_that_may_not_ask_for_memory_still_sees_the_rest() -> None:
+async def test_page_without_the_info_permission_omits_only_redis_memory() -> None:
     with open_server(users=True) as server:
         async with redis.asyncio.Redis.from_url(server.url("orchestrator")) as opened:
             series = read_page(await MetricsPage(opened, "default").render())

@@ -32,7 +32,7 @@ FAST = ModelEndpoint(base_url="http://127.0.0.1:1/v1", model="m-1")
 OWN = ModelEndpoint(base_url="https://models.acme.example/v1", model="m-2", secret="ACME_KEY", context_tokens=8192)
 
 
-def test_the_cost_of_a_reply_follows_the_prices() -> None:
+def test_reply_cost_follows_the_prices() -> None:
     usage = TokenUsage(prompt_tokens=1_000_000, completion_tokens=500_000, cached_tokens=400_000)
     prices = {"prompt_price": 1.0, "completion_price": 4.0}
     assert FAST.cost_of(usage) is None
@@ -52,12 +52,12 @@ def test_the_cost_of_a_reply_follows_the_prices() -> None:
         {"secret": "sk-a key.with/other signs"},
     ],
 )
-def test_a_record_that_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
+def test_invalid_endpoint_record_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         ModelEndpoint.model_validate({**FAST.model_dump(), **fields})
 
 
-async def test_a_tenant_sees_its_own_endpoints_before_those_of_the_deployment(client: "redis.asyncio.Redis") -> None:
+async def test_endpoint_of_a_tenant_overrides_that_of_the_deployment(client: "redis.asyncio.Redis") -> None:
     endpoints = ModelEndpoints(client, "d", KEY)
     await RedisTenants(client, "d", KEY).add("acme", TenantPolicy())
     await endpoints.set("fast", FAST)
@@ -74,23 +74,23 @@ async def test_a_tenant_sees_its_own_endpoints_before_those_of_the_deployment(cl
     assert set(await client.hkeys(model_endpoints_key("d"))) == {b"fast", b"slow"}  # type: ignore[misc]
 
 
-async def test_another_process_sees_a_change_when_its_copy_is_old(
+async def test_endpoint_change_is_seen_after_the_cache_expires(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("store.model_endpoints.time.monotonic", lambda: now[0])
-    mine, other = ModelEndpoints(client, "d", KEY), ModelEndpoints(client, "d", KEY)
+    first, other = ModelEndpoints(client, "d", KEY), ModelEndpoints(client, "d", KEY)
     assert await other.find("acme", "fast") is None
-    await mine.set("fast", FAST)
+    await first.set("fast", FAST)
     assert await other.find("acme", "fast") is None
     now[0] += ENDPOINTS_FRESH_S
     assert await other.find("acme", "fast") is not None
-    assert await mine.remove("fast")
-    assert not await mine.remove("fast")
-    assert await mine.find("acme", "fast") is None
+    assert await first.remove("fast")
+    assert not await first.remove("fast")
+    assert await first.find("acme", "fast") is None
 
 
-async def test_fallbacks_exist_and_end(client: "redis.asyncio.Redis") -> None:
+async def test_missing_or_cyclic_fallback_is_refused(client: "redis.asyncio.Redis") -> None:
     endpoints = ModelEndpoints(client, "d", KEY)
     await endpoints.set("a", FAST)
     await endpoints.set("b", FAST.model_copy(update={"fallback": "a"}))
@@ -107,7 +107,7 @@ async def test_fallbacks_exist_and_end(client: "redis.asyncio.Redis") -> None:
 
 
 @pytest.mark.parametrize("keys", [SigningKeys.of("a guess"), SigningKeys.of("k" * 32, deployment="another")])
-async def test_a_forged_endpoint_is_not_used(client: "redis.asyncio.Redis", keys: SigningKeys) -> None:
+async def test_forged_or_copied_endpoint_record_is_refused(client: "redis.asyncio.Redis", keys: SigningKeys) -> None:
     await client.hset(model_endpoints_key("d"), "fast", seal_endpoint(keys, "fast", FAST))  # type: ignore[misc]
     copied = seal_endpoint(KEY, "acme/fast", OWN)
     await client.hset(model_endpoints_key("d"), "rival/fast", copied)  # type: ignore[misc]
@@ -120,7 +120,7 @@ async def test_a_forged_endpoint_is_not_used(client: "redis.asyncio.Redis", keys
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text().partition("## Model endpoints")[2]
 
 
-def test_every_command_of_the_page_works(
+def test_documented_model_endpoint_commands_work(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
@@ -136,8 +136,8 @@ def test_every_command_of_the_page_works(
     ]
     unset = CliRunner().invoke(app, ["models", "set", "fast", "--unset", "fallback", "--unset", "rpm", "--json"])
     assert (json.loads(unset.stdout)["fallback"], json.loads(unset.stdout)["requests_per_minute"]) == (None, None)
-    wrong = CliRunner().invoke(app, ["models", "set", "new", "--url", "http://user:word@host/v1", "--model", "m"])
-    assert (wrong.exit_code, "--url" in wrong.output, "word" in wrong.output) == (1, True, False)
+    invalid = CliRunner().invoke(app, ["models", "set", "new", "--url", "http://user:word@host/v1", "--model", "m"])
+    assert (invalid.exit_code, "--url" in invalid.output, "word" in invalid.output) == (1, True, False)
     assert CliRunner().invoke(app, ["models", "remove", "slow"]).exit_code == 0
     assert "sk-canary" not in "".join(done.output for done in outputs)
 
@@ -165,7 +165,7 @@ async def acquire(limits: SharedLimits, tokens: int = 0, max_wait_s: float = 60.
     return await limits.acquire(lambda: tokens, max_wait_s)
 
 
-async def test_a_block_holds_every_orchestrator_until_it_ends(build: Build) -> None:
+async def test_block_applies_to_every_orchestrator(build: Build) -> None:
     one, two = build(), build()
     await one.block(30.0, "rate_limit")
     await two.block(0.1, "down")
@@ -184,7 +184,7 @@ async def test_a_block_holds_every_orchestrator_until_it_ends(build: Build) -> N
         ({"tokens_per_minute": 5}, "limit of 5 tokens per minute"),
     ],
 )
-async def test_every_request_in_line_learns_what_it_waits_for(
+async def test_waiting_request_reports_its_limit(
     build: Build, monkeypatch: pytest.MonkeyPatch, bounds: dict[str, int], cause: str
 ) -> None:
     monkeypatch.setattr(model_limits, "WAIT_NOTICE_S", 0.05)
@@ -200,9 +200,7 @@ async def test_every_request_in_line_learns_what_it_waits_for(
     await asyncio.wait(waiting)
 
 
-async def test_requests_wait_for_the_end_of_a_short_block_and_report_it(
-    build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_request_waits_for_a_short_block_and_reports_it(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_limits, "WAIT_NOTICE_S", 0.05)
     one, two, causes = build(), build(), list[str]()
     began = asyncio.get_running_loop().time()
@@ -212,7 +210,7 @@ async def test_requests_wait_for_the_end_of_a_short_block_and_report_it(
     assert causes == ["the rate limit of its server"]
 
 
-async def test_no_more_requests_than_allowed_run_at_once_in_all_orchestrators(build: Build) -> None:
+async def test_concurrency_limit_is_shared_by_all_orchestrators(build: Build) -> None:
     running, most = 0, 0
 
     async def work(limits: SharedLimits) -> None:
@@ -229,33 +227,32 @@ async def test_no_more_requests_than_allowed_run_at_once_in_all_orchestrators(bu
     assert most == 3
 
 
-async def test_the_lease_of_a_killed_process_ends_and_that_of_a_living_one_does_not(
+async def test_lease_of_a_killed_process_expires_and_a_renewed_one_does_not(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_limits, "LEASE_S", 0.4)
     killed, living, waiting = (build(concurrency=2) for _ in range(3))
     await acquire(killed)
-    assert killed._renewing is not None
     killed._renewing.cancel()
-    held = await acquire(living)
+    lease = await acquire(living)
     third = asyncio.create_task(acquire(waiting))
     await asyncio.wait_for(asyncio.shield(third), 10)
     fourth = asyncio.create_task(acquire(build(concurrency=2)))
     await asyncio.wait((fourth,), timeout=1.0)
     assert not fourth.done()
-    await living.release(held, 0)
+    await living.release(lease, 0)
     await asyncio.wait_for(fourth, 10)
 
 
-async def test_a_cancelled_request_leaves_no_lease(build: Build, client: "redis.asyncio.Redis") -> None:
+async def test_cancelled_request_leaves_no_lease(build: Build, client: "redis.asyncio.Redis") -> None:
     limits = build(concurrency=1)
-    held = await acquire(limits)
+    lease = await acquire(limits)
     waiting = [asyncio.create_task(acquire(build(concurrency=1))) for _ in range(3)]
     await asyncio.sleep(0.05)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    await limits.release(held, 0)
+    await limits.release(lease, 0)
     await asyncio.wait_for(acquire(build(concurrency=1)), 10)
     assert await client.zcard("toolcrew:d:model-limits:fast:leases") == 1
 
@@ -265,7 +262,7 @@ async def test_a_cancelled_request_leaves_no_lease(build: Build, client: "redis.
     [({"requests_per_minute": 3}, 0), ({"tokens_per_minute": 300}, 100)],
     ids=["requests", "tokens"],
 )
-async def test_a_minute_has_no_more_than_its_limit(
+async def test_rate_per_minute_is_limited(
     build: Build, client: "redis.asyncio.Redis", bounds: dict[str, int], tokens: int
 ) -> None:
     processes = [build(**bounds) for _ in range(2)]
@@ -282,16 +279,14 @@ async def test_a_minute_has_no_more_than_its_limit(
     await asyncio.wait_for(fourth, 10)
 
 
-async def test_the_tokens_that_the_server_counted_replace_the_estimate(
-    build: Build, client: "redis.asyncio.Redis"
-) -> None:
+async def test_counted_tokens_replace_the_estimate(build: Build, client: "redis.asyncio.Redis") -> None:
     limits = build(tokens_per_minute=1000)
     for counted in (10, 20):
         await limits.release(await acquire(limits, 900), counted)
     await limits.release(await acquire(limits, 900), 2000)
-    late = asyncio.create_task(acquire(limits, 1))
-    await asyncio.wait((late,), timeout=0.5)
-    assert not late.done()
-    late.cancel()
+    delayed_request = asyncio.create_task(acquire(limits, 1))
+    await asyncio.wait((delayed_request,), timeout=0.5)
+    assert not delayed_request.done()
+    delayed_request.cancel()
     large = SharedLimits(client, "d", "other", ModelEndpoint(base_url="http://a", model="m", tokens_per_minute=1000))
     await asyncio.wait_for(acquire(large, 5000), 10)

@@ -55,23 +55,23 @@ async def record(
 
     recorder = Recorder("http://endpoint.invalid/v1/", file, transport=httpx.MockTransport(respond))
     async with serving(recorder) as (url, _):
-        got = [await ask(url, message, stream=stream, **HEADERS) for message, stream in requests]
+        responses = [await ask(url, message, stream=stream, **HEADERS) for message, stream in requests]
     await recorder.aclose()
-    return got, received_requests
+    return responses, received_requests
 
 
-async def test_no_secret_of_the_client_is_in_the_file_though_the_endpoint_repeats_it(tmp_path: Path) -> None:
+async def test_recording_contains_no_secret_that_the_endpoint_echoes(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     echo = {"error": {"message": f"Incorrect API key provided: {KEY}"}}
     message = {"role": "user", "content": f"my key is {KEY}"}
 
-    got, received = await record(
+    responses, received = await record(
         file, lambda _: httpx.Response(401, json=echo, headers={"set-cookie": "session=abcdef123456"}), (message, False)
     )
 
     assert received[0].headers["authorization"] == f"Bearer {KEY}"
     assert "cookie" not in received[0].headers
-    assert (got[0].status_code, got[0].json()) == (401, echo)
+    assert (responses[0].status_code, responses[0].json()) == (401, echo)
     text = file.read_text()
     assert "secret-0123456789" not in text
     assert "abcdef123456" not in text
@@ -80,7 +80,7 @@ async def test_no_secret_of_the_client_is_in_the_file_though_the_endpoint_repeat
 
 
 @pytest.mark.parametrize("kind", ["content", "arguments"])
-async def test_a_secret_that_a_stream_brings_in_pieces_is_struck_out_of_it(tmp_path: Path, kind: str) -> None:
+async def test_secret_split_across_stream_chunks_is_masked(tmp_path: Path, kind: str) -> None:
     text = f"it is {KEY}, I think"
     pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
     deltas = [
@@ -92,27 +92,30 @@ async def test_a_secret_that_a_stream_brings_in_pieces_is_struck_out_of_it(tmp_p
         + "data: [DONE]\n\n"
     )
     file = tmp_path / "pairs.jsonl"
-    got, _ = await record(
+    responses, _ = await record(
         file, lambda _: httpx.Response(200, text=body, headers={"content-type": "text/event-stream"}), (HI, True)
     )
-    assert got[0].text == body
+    assert responses[0].text == body
     [pair] = load_pairs(file)
     chunks = [json.loads(part.removeprefix("data: ")) for part in pair.body.split("\n\n")[:-2]]
-    came = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    deltas_recorded = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     texts = [
-        delta["content"] if kind == "content" else delta["tool_calls"][0]["function"]["arguments"] for delta in came
+        delta["content"] if kind == "content" else delta["tool_calls"][0]["function"]["arguments"]
+        for delta in deltas_recorded
     ]
     assert "".join(texts) == "it is [secret], I think"
     assert len(texts) == len(pieces)
     assert pair.body.endswith("data: [DONE]\n\n")
 
 
-async def test_a_reply_that_breaks_off_is_not_recorded_and_breaks_off_for_the_client(tmp_path: Path) -> None:
+async def test_interrupted_reply_is_not_recorded_and_is_interrupted_for_the_client(tmp_path: Path) -> None:
     rules = parse_script(
         '{"kind": "rule", "reply": {"text": "hello"}}\n{"kind": "fault", "fault": {"kind": "cut", "after_bytes": 99}}'
     )
-    async with serving(None, rules) as (real, _):
-        recorder = Recorder(real, tmp_path / "pairs.jsonl", transport=httpx.AsyncHTTPTransport(verify=TRUST_NOBODY))
+    async with serving(None, rules) as (endpoint_url, _):
+        recorder = Recorder(
+            endpoint_url, tmp_path / "pairs.jsonl", transport=httpx.AsyncHTTPTransport(verify=TRUST_NOBODY)
+        )
         async with serving(recorder) as (url, chat):
             with pytest.raises(httpx.HTTPError):
                 await ask(url, HI, stream=True)

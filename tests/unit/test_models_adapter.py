@@ -14,7 +14,7 @@ from tests.fakes import StreamModel
 from tests.model_endpoint import END, HELLO
 
 
-async def test_usage_is_summed_and_the_adapter_itself_is_frozen() -> None:
+async def test_adapter_sums_usage_and_is_frozen() -> None:
     model = ScriptedModel(["one", "three"])
     adapter = BudgetedModel(model)
     assert await adapter.complete("a") == Completion("one", TokenUsage(1, 3), "stop")
@@ -25,7 +25,7 @@ async def test_usage_is_summed_and_the_adapter_itself_is_frozen() -> None:
         adapter.max_calls = 1000  # type: ignore[misc]
 
 
-async def test_more_calls_than_allowed_are_refused_and_do_not_reach_the_model() -> None:
+async def test_calls_above_the_budget_do_not_reach_the_model() -> None:
     model = ScriptedModel(lambda _: "ok")
     adapter = BudgetedModel(model, max_calls=2)
     results = await asyncio.gather(*(adapter.complete("x") for _ in range(5)), return_exceptions=True)
@@ -35,7 +35,7 @@ async def test_more_calls_than_allowed_are_refused_and_do_not_reach_the_model() 
     assert "budget of 2 calls" in failures[0].message
 
 
-async def test_questions_at_once_or_without_an_answer_count_as_well() -> None:
+async def test_concurrent_and_unanswered_requests_count_toward_the_token_budget() -> None:
     async def silent(_: ModelRequest) -> AsyncIterator[Chunk]:
         await asyncio.Event().wait()
         yield END
@@ -52,7 +52,7 @@ async def test_questions_at_once_or_without_an_answer_count_as_well() -> None:
         await adapter.complete("x")
 
 
-async def test_a_reply_that_takes_too_long_is_a_timeout_of_the_tool() -> None:
+async def test_slow_model_reply_is_a_tool_timeout() -> None:
     hung, closed = asyncio.Event(), asyncio.Event()
 
     async def silent(_: ModelRequest) -> AsyncIterator[Chunk]:
@@ -68,7 +68,7 @@ async def test_a_reply_that_takes_too_long_is_a_timeout_of_the_tool() -> None:
     assert closed.is_set()
 
 
-async def test_a_broken_reply_is_requested_again_from_the_start() -> None:
+async def test_interrupted_reply_is_requested_again() -> None:
     requests = 0
 
     async def breaking(_: ModelRequest) -> AsyncIterator[Chunk]:

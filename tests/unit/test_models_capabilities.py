@@ -70,7 +70,7 @@ async def ask(server: FakeServer) -> Capabilities:
 
 
 @pytest.mark.parametrize(
-    ("refuses", "lacks"),
+    ("refuses", "missing"),
     [
         ({"parallel_tool_calls": "Unknown parameter: 'parallel_tool_calls'."}, {"parallel"}),
         ({"strict": "Extra inputs are not permitted: tools.0.function.strict"}, {"strict"}),
@@ -84,8 +84,8 @@ async def ask(server: FakeServer) -> Capabilities:
         ({"response_format": "This response_format type is unavailable now"}, {"json_schema"}),
     ],
 )
-async def test_a_refused_field_is_left_out_and_the_others_stay(refuses: dict[str, str], lacks: set[str]) -> None:
-    assert await ask(FakeServer(refuses)) == replace(ALL_CAPABILITIES, **dict.fromkeys(lacks, False))
+async def test_refused_request_field_disables_only_its_capability(refuses: dict[str, str], missing: set[str]) -> None:
+    assert await ask(FakeServer(refuses)) == replace(ALL_CAPABILITIES, **dict.fromkeys(missing, False))
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ async def test_a_refused_field_is_left_out_and_the_others_stay(refuses: dict[str
         FakeServer(calls=False),
     ],
 )
-async def test_a_server_without_working_tools_may_follow_a_schema(server: FakeServer) -> None:
+async def test_server_without_working_tools_can_still_follow_a_schema(server: FakeServer) -> None:
     assert await ask(server) == Capabilities(json_schema=True)
 
 
-class Forcing(FakeServer):
+class ForcedCallsServer(FakeServer):
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         if request.tools and "tool_choice" not in request.extra:
             raise ModelRefused("no", '"auto" tool choice requires --enable-auto-tool-choice')
@@ -110,7 +110,7 @@ class Forcing(FakeServer):
             yield chunk
 
 
-class Tiny(FakeServer):
+class TinyWindowServer(FakeServer):
     async def stream(self, request: ModelRequest) -> AsyncIterator[Chunk]:
         raise ContextWindowExceeded("too long", 16)
         yield {}
@@ -121,12 +121,12 @@ class Tiny(FakeServer):
     [
         (FakeServer(follows_schema=False), replace(ALL_CAPABILITIES, json_schema=False)),
         (FakeServer(cuts_below=1000), ALL_CAPABILITIES),
-        (Forcing(), Capabilities(json_schema=True)),
-        (Tiny(), NOTHING),
+        (ForcedCallsServer(), Capabilities(json_schema=True)),
+        (TinyWindowServer(), NOTHING),
     ],
     ids=["ignores the schema", "thinks before it replies", "only forced calls", "tiny window"],
 )
-async def test_the_probe_reads_the_replies(server: FakeServer, expected: Capabilities) -> None:
+async def test_probe_derives_capabilities_from_the_replies(server: FakeServer, expected: Capabilities) -> None:
     assert await ask(server) == expected
 
 
@@ -143,7 +143,7 @@ async def test_the_probe_reads_the_replies(server: FakeServer, expected: Capabil
         (b"", None),
     ],
 )
-async def test_the_context_window_is_read_from_the_list_of_models(listing: bytes, window: int | None) -> None:
+async def test_context_window_is_read_from_the_model_list(listing: bytes, window: int | None) -> None:
     async with serving([stream(END)]) as server:
         server.models = listing
         model = OpenAIModel("m", server.url, retries=0)
@@ -152,7 +152,7 @@ async def test_the_context_window_is_read_from_the_list_of_models(listing: bytes
 
 
 @pytest.mark.parametrize("broken", [b"", answer(503, {})])
-async def test_a_lost_list_of_models_is_requested_again(broken: bytes) -> None:
+async def test_failed_model_list_request_is_retried(broken: bytes) -> None:
     async with serving([stream(END)]) as server:
         server.models = broken
 
@@ -170,10 +170,10 @@ async def test_a_lost_list_of_models_is_requested_again(broken: bytes) -> None:
 class Probe:
     """Counts its calls."""
 
-    asked = 0
+    requests = 0
 
     async def __call__(self) -> Capabilities:
-        self.asked += 1
+        self.requests += 1
         await asyncio.sleep(0)
         return ALL_CAPABILITIES
 
@@ -186,17 +186,17 @@ async def find(cache: CapabilityCache, probe: Probe, model: str = "m") -> Capabi
     return await cache.find("http://host/v1", model, probe)
 
 
-async def test_results_are_cached_for_thirty_days_in_a_file_and_in_memory(tmp_path: Path) -> None:
+async def test_probe_result_is_cached_for_thirty_days(tmp_path: Path) -> None:
     now, probe = [1_800_000_000.0], Probe()
     cache = CapabilityCache(tmp_path / "new" / "folder", now=lambda: now[0])
     assert await asyncio.gather(*(find(cache, probe) for _ in range(10))) == [ALL_CAPABILITIES] * 10
     assert await find(CapabilityCache(tmp_path / "new" / "folder", now=lambda: now[0]), probe) == ALL_CAPABILITIES
     now[0] += LIFETIME_S - 1
     await find(cache, probe)
-    assert probe.asked == 1
+    assert probe.requests == 1
     now[0] += 2
     await find(cache, probe)
-    assert probe.asked == 2
+    assert probe.requests == 2
     (tmp_path / "file").touch()
     assert await find(CapabilityCache(tmp_path / "file"), Probe()) == ALL_CAPABILITIES, "the folder cannot be written"
     assert await find(CapabilityCache(None), Probe()) == ALL_CAPABILITIES
@@ -207,7 +207,7 @@ def _edit(**changes: Any) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "damage_text",
     [
         lambda _: "",
         lambda text: text[:20],
@@ -217,16 +217,18 @@ def _edit(**changes: Any) -> Callable[[str], str]:
         _edit(capabilities={"native_tools": "yes"}),
     ],
 )
-async def test_a_damaged_old_or_future_file_is_ignored(tmp_path: Path, spoil: Callable[[str], str]) -> None:
+async def test_damaged_outdated_or_future_cache_file_is_ignored(
+    tmp_path: Path, damage_text: Callable[[str], str]
+) -> None:
     probe = Probe()
     await find(CapabilityCache(tmp_path), probe)
     [path] = files(tmp_path)
-    path.write_text(spoil(path.read_text()))
+    path.write_text(damage_text(path.read_text()))
     assert await find(CapabilityCache(tmp_path), probe) == ALL_CAPABILITIES
-    assert probe.asked == 2
+    assert probe.requests == 2
 
 
-async def test_a_known_model_is_not_probed_and_a_model_without_an_address_is_not_cached(tmp_path: Path) -> None:
+async def test_scripted_model_is_not_probed_and_model_without_url_is_not_cached(tmp_path: Path) -> None:
     cache, scripted, server = CapabilityCache(tmp_path), ScriptedModel([]), FakeServer()
     assert await find_capabilities(scripted, cache) == ALL_CAPABILITIES
     for _ in range(2):
@@ -238,7 +240,7 @@ async def test_a_known_model_is_not_probed_and_a_model_without_an_address_is_not
     assert first.tools[0]["function"]["strict"] is True
 
 
-async def test_a_model_at_an_endpoint_is_remembered(tmp_path: Path) -> None:
+async def test_probe_result_of_an_endpoint_is_cached(tmp_path: Path) -> None:
     async with serving([stream(END)]) as server:
         for _ in range(2):
             model = OpenAIModel("m", server.url, retries=0)

@@ -10,7 +10,7 @@ from orchestrator.settings import OrchestratorSettings, load_settings
 from tests.model_endpoint import answer, read, serving
 
 
-async def test_streaming_and_retries_are_as_the_settings_say() -> None:
+async def test_model_uses_the_streaming_and_retry_settings() -> None:
     whole = answer(200, {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]})
     replies = [answer(503, {}, retry_after="0"), answer(503, {}, retry_after="0"), whole]
     async with serving(replies) as server:
@@ -22,12 +22,12 @@ async def test_streaming_and_retries_are_as_the_settings_say() -> None:
         assert [body["stream"] for body in server.bodies] == [False] * 3
 
 
-async def test_the_scripted_model_need_not_be_probed() -> None:
+async def test_scripted_model_has_all_capabilities_without_a_probe() -> None:
     async with choose_model(OrchestratorSettings(), "scripted") as chosen:
         assert chosen.capabilities == ALL_CAPABILITIES
 
 
-async def test_an_endpoint_without_a_model_names_the_variable() -> None:
+async def test_endpoint_without_a_model_names_the_missing_variable() -> None:
     with pytest.raises(ConfigError, match="TOOLCREW_MODEL"):
         async with choose_model(OrchestratorSettings(openai_base_url="http://127.0.0.1:9/v1", model=None)):
             raise AssertionError("a model was chosen")
@@ -37,14 +37,14 @@ async def test_an_endpoint_without_a_model_names_the_variable() -> None:
     ("name", "value"),
     [("MODEL_RETRIES", "-1"), ("MODEL_CONTEXT_TOKENS", "0"), ("MODEL_STREAMING", "perhaps"), ("DIALECT", "yaml")],
 )
-def test_a_setting_that_makes_no_sense_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_setting_is_named_in_the_error(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"TOOLCREW_{name}", value)
     with pytest.raises(ConfigError, match=f"TOOLCREW_{name}"):
         load_settings()
 
 
 @pytest.mark.parametrize("name", ["local", "scripted"])
-async def test_the_name_of_a_shipped_model_is_refused_while_a_server_is_named(name: str) -> None:
+async def test_shipped_model_name_is_refused_while_a_server_url_is_set(name: str) -> None:
     for settings, expected in (
         (OrchestratorSettings(openai_base_url="http://127.0.0.1:9/v1", model=name), None),
         (OrchestratorSettings(openai_base_url="http://127.0.0.1:9/v1"), name),
@@ -56,7 +56,7 @@ async def test_the_name_of_a_shipped_model_is_refused_while_a_server_is_named(na
                 raise AssertionError("a model was chosen")
 
 
-def test_a_shipped_model_is_found_by_its_name_and_the_local_one_also_without_any() -> None:
+def test_shipped_model_is_found_by_name_and_local_is_the_default() -> None:
     nothing = OrchestratorSettings(openai_base_url=None, openai_api_key=None, model=None)
     with_key = OrchestratorSettings.model_validate({"OPENAI_API_KEY": "k"})
     names = (None, "local", "scripted", "gpt")

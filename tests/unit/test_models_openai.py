@@ -37,7 +37,7 @@ async def ask(url: str, *, streaming: bool = True) -> list[Chunk]:
     return await read(OpenAIModel("m", url, KEY, 5.0, retries=0, streaming=streaming))
 
 
-def refusing(field: str, otherwise: bytes = stream(END)) -> Answer:
+def refuse_field(field: str, otherwise: bytes = stream(END)) -> Answer:
     """Return a server that does not accept the field `word`."""
 
     def reply(_: int, body: dict[str, Any]) -> bytes:
@@ -46,14 +46,14 @@ def refusing(field: str, otherwise: bytes = stream(END)) -> Answer:
     return reply
 
 
-async def test_the_request_names_the_model_and_asks_for_usage_and_has_no_empty_tools() -> None:
+async def test_request_asks_for_usage_and_omits_empty_tools() -> None:
     async with serving([stream(END)]) as server:
         await ask(server.url)
         assert server.bodies[0]["stream_options"] == {"include_usage": True}
         assert "tools" not in server.bodies[0]
 
 
-async def test_extra_fields_of_model_and_request_go_into_the_body_and_the_requests_win() -> None:
+async def test_extra_fields_of_the_request_override_those_of_the_model() -> None:
     async with serving([stream(END)]) as server:
         model = OpenAIModel("m", server.url, KEY, 5.0, {"seed": 7, "top_k": 1})
         [_] = [chunk async for chunk in model.stream(ModelRequest([], [{"type": "function"}], {"seed": 8}))]
@@ -63,8 +63,8 @@ async def test_extra_fields_of_model_and_request_go_into_the_body_and_the_reques
         assert server.bodies[0]["tools"] == [{"type": "function"}]
 
 
-async def test_a_server_that_refuses_usage_is_remembered() -> None:
-    async with serving(refusing("stream_options")) as server:
+async def test_stream_options_are_omitted_after_the_server_refuses_them() -> None:
+    async with serving(refuse_field("stream_options")) as server:
         model = OpenAIModel("m", server.url, KEY, 5.0, retries=0)
         for _ in range(2):
             assert [chunk async for chunk in model.stream(ModelRequest([]))] == [END]
@@ -72,7 +72,7 @@ async def test_a_server_that_refuses_usage_is_remembered() -> None:
         assert ["stream_options" in body for body in server.bodies] == [True, False, False]
 
 
-async def test_a_server_that_wants_the_newer_name_of_the_token_limit_gets_it() -> None:
+async def test_max_completion_tokens_replaces_a_refused_max_tokens() -> None:
     message = (
         "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     )
@@ -85,7 +85,7 @@ async def test_a_server_that_wants_the_newer_name_of_the_token_limit_gets_it() -
         assert [body.get("max_completion_tokens") for body in server.bodies] == [None, 9]
 
 
-async def test_text_in_parts_is_text_and_reasoning_among_them_is_not() -> None:
+async def test_content_parts_are_joined_without_reasoning_parts() -> None:
     parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "yes"}]
     async with serving([stream({"choices": [{"index": 0, "delta": {"content": parts}}]}, END)]) as server:
         assert text_of(await ask(server.url)) == "yes"
@@ -145,7 +145,7 @@ BROKEN_REPLIES = [
         *[(*broken, False) for broken in BROKEN_REPLIES],
     ],
 )
-async def test_each_failure_says_what_to_do_and_hides_the_key(reply: bytes, message: str, streaming: bool) -> None:
+async def test_failure_message_says_what_to_do_and_hides_the_key(reply: bytes, message: str, streaming: bool) -> None:
     async with serving([reply]) as server:
         sentence = str(await failure(ask(server.url, streaming=streaming)))
     assert message in sentence
@@ -191,11 +191,13 @@ def call(name: str, arguments: Any, **rest: Any) -> dict[str, Any]:
     return {"id": f"id-{name}", "type": "function", "function": {"name": name, "arguments": arguments}, **rest}
 
 
-def test_entries_that_are_no_calls_are_left_out() -> None:
-    assert [made.name for made in assemble(whole({"tool_calls": [None, "x", call("one", {})]})).calls] == ["one"]
+def test_invalid_tool_call_entries_of_a_whole_reply_are_skipped() -> None:
+    assert [tool_call.name for tool_call in assemble(whole({"tool_calls": [None, "x", call("one", {})]})).calls] == [
+        "one"
+    ]
 
 
-def test_a_refusal_is_text_only_where_there_is_none() -> None:
+def test_refusal_is_used_as_text_only_without_content() -> None:
     assert assemble(whole({"content": None, "refusal": "I cannot"})).text == "I cannot"
     assert assemble(whole({"content": "yes", "refusal": "I cannot"})).text == "yes"
 
@@ -203,13 +205,13 @@ def test_a_refusal_is_text_only_where_there_is_none() -> None:
 @pytest.mark.parametrize(
     "chunk", [{}, {"choices": None}, {"choices": 7}, {"choices": [None, 7]}, {"choices": [{"delta": "x"}]}]
 )
-def test_chunks_of_any_shape_are_let_through(chunk: Chunk) -> None:
+def test_chunk_with_another_structure_passes_unchanged(chunk: Chunk) -> None:
     assert normalize(chunk) == chunk
     assert not has_content(chunk)
     assert not is_end(chunk)
 
 
-async def test_a_model_that_does_not_stream_sends_no_stream_options_and_reads_one_reply() -> None:
+async def test_model_without_streaming_reads_one_whole_reply() -> None:
     async with serving([answer(200, whole({"content": "hé\U0001f600"}, usage={"prompt_tokens": 3}))]) as server:
         chunks = await read(OpenAIModel("m", server.url, streaming=False, retries=0))
         assert (server.bodies[0]["stream"], "stream_options" in server.bodies[0]) == (False, False)
@@ -231,10 +233,10 @@ def waits() -> Waits:
     return Waits()
 
 
-@pytest.mark.parametrize("wrong", [{"attempts": 0}, {"base_s": -1}, {"max_wait_s": -1}, {"factor": 0.5}])
-def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize("invalid", [{"attempts": 0}, {"base_s": -1}, {"max_wait_s": -1}, {"factor": 0.5}])
+def test_invalid_retry_policy_is_refused(invalid: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="use at least 1 attempt"):
-        RetryPolicy(**wrong)  # type: ignore[arg-type]
+        RetryPolicy(**invalid)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> Non
         ({"retry-after": "9" * 400}, float("inf")),
     ],
 )
-def test_retry_after_is_read_in_three_forms(headers: dict[str, str], seconds: float | None) -> None:
+def test_retry_after_header_is_parsed(headers: dict[str, str], seconds: float | None) -> None:
     assert parse_retry_after(headers, now) == seconds
 
 
@@ -270,7 +272,7 @@ def build(url: str, waits: Waits, *, attempts: int = 3, streaming: bool = True) 
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 529])
-async def test_a_busy_server_is_retried(status: int, waits: Waits) -> None:
+async def test_transient_status_is_retried(status: int, waits: Waits) -> None:
     async with serving([answer(status, {}), stream(END)]) as server:
         assert await read(build(server.url, waits)) == [END]
     [wait] = waits.kept
@@ -280,7 +282,7 @@ async def test_a_busy_server_is_retried(status: int, waits: Waits) -> None:
 @pytest.mark.parametrize(
     ("reply", "wait_s"), [(answer(429, {}, retry_after="7"), 7.0), (answer(503, {}, retry_after_ms="1500"), 1.5)]
 )
-async def test_the_wait_that_the_server_asks_for_holds_all_requests(reply: bytes, wait_s: float, waits: Waits) -> None:
+async def test_retry_after_delays_all_requests(reply: bytes, wait_s: float, waits: Waits) -> None:
     async with serving([reply, stream(END)]) as server:
         model = build(server.url, waits)
         for _ in range(2):
@@ -298,13 +300,13 @@ async def test_the_wait_that_the_server_asks_for_holds_all_requests(reply: bytes
     ],
     ids=["no rate limit", "the server says so", "too long"],
 )
-async def test_an_error_that_a_wait_does_not_help_is_not_retried(reply: bytes, message: str, waits: Waits) -> None:
+async def test_permanent_error_is_not_retried(reply: bytes, message: str, waits: Waits) -> None:
     async with serving([reply, stream(END)]) as server:
         assert message in str(await failure(read(build(server.url, waits))))
     assert waits.kept == []
 
 
-async def test_it_gives_up_after_the_attempts_and_says_how_many(waits: Waits) -> None:
+async def test_error_after_the_last_attempt_reports_the_number_of_attempts(waits: Waits) -> None:
     async with serving([answer(503, {})]) as server:
         assert "(tried 3 times)" in str(await failure(read(build(server.url, waits))))
         assert len(server.bodies) == 3
@@ -323,7 +325,7 @@ async def test_it_gives_up_after_the_attempts_and_says_how_many(waits: Waits) ->
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {broken\n\n",
     ],
 )
-async def test_a_break_before_content_is_retried(broken: bytes, waits: Waits) -> None:
+async def test_interruption_before_content_is_retried(broken: bytes, waits: Waits) -> None:
     async with serving([broken, stream(ROLE, HELLO, END)]) as server:
         assert await read(build(server.url, waits)) == [ROLE, HELLO, END]
     assert len(waits.kept) == 1
@@ -335,7 +337,7 @@ THOUGHT = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}
 
 @pytest.mark.parametrize("part", [HELLO, CALL, THOUGHT])
 @pytest.mark.parametrize("is_cut", [True, False])
-async def test_a_break_after_content_is_an_error(part: Chunk, is_cut: bool, waits: Waits) -> None:
+async def test_interruption_after_content_is_an_error(part: Chunk, is_cut: bool, waits: Waits) -> None:
     chunks: list[Chunk] = []
 
     async def keep(model: OpenAIModel) -> None:
@@ -351,7 +353,7 @@ async def test_a_break_after_content_is_an_error(part: Chunk, is_cut: bool, wait
     assert chunks == [ROLE, part]
 
 
-async def test_an_error_of_the_server_after_a_part_is_an_interruption_unless_the_reply_is_too_long(
+async def test_server_error_after_content_is_an_interruption_or_a_window_error(
     waits: Waits,
 ) -> None:
     async with serving([stream(HELLO, {"error": {"message": f"out of memory {KEY}", "code": 500}})]) as server:
@@ -402,7 +404,7 @@ TOO_LONG: list[tuple[int, Any, int | None]] = [
 
 
 @pytest.mark.parametrize(("status", "body", "limit"), TOO_LONG)
-def test_a_too_long_request_is_recognised_for_each_server(status: int, body: Any, limit: int | None) -> None:
+def test_context_window_error_is_recognised_for_each_server(status: int, body: Any, limit: int | None) -> None:
     failure = AttemptFailure("status", status, body)
     error = build_error(failure, ENDPOINT)
     assert isinstance(error, ContextWindowExceeded)
@@ -421,14 +423,14 @@ def test_a_too_long_request_is_recognised_for_each_server(status: int, body: Any
         (422, "context: field required"),
     ],
 )
-def test_other_refusals_are_not_taken_for_it(status: int, message: str) -> None:
+def test_other_errors_are_not_context_window_errors(status: int, message: str) -> None:
     assert not isinstance(
         build_error(AttemptFailure("status", status, {"message": message}), ENDPOINT), ContextWindowExceeded
     )
 
 
 @pytest.mark.parametrize("status", [400, 413, 422, 501])
-def test_a_request_that_is_refused_for_what_is_in_it_says_why_without_the_key(status: int) -> None:
+def test_refused_request_reports_the_reason_without_the_key(status: int) -> None:
     error = build_error(AttemptFailure("status", status, {"message": "no sk-secret\nhere"}), ENDPOINT)
     assert isinstance(error, ModelRefused)
     assert error.detail == "no *** here"
@@ -438,12 +440,12 @@ def test_a_request_that_is_refused_for_what_is_in_it_says_why_without_the_key(st
 @pytest.mark.parametrize(
     "body", [None, [], 7, "", {"message": None}, {"message": {"a": 1}}, {"code": None, "type": []}]
 )
-def test_bodies_of_any_shape_make_a_sentence(body: Any) -> None:
+def test_error_body_of_any_structure_gives_a_message(body: Any) -> None:
     assert "http://host/v1" in str(build_error(AttemptFailure("status", 400, body), ENDPOINT))
     assert is_transient(AttemptFailure("status", 503, body))
 
 
-def test_a_reason_that_nests_deeper_than_can_be_written_is_none() -> None:
+def test_deeply_nested_error_body_gives_a_message() -> None:
     body: dict[str, Any] = {}
     for _ in range(5000):
         body = {"message": body}

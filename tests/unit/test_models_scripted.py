@@ -23,7 +23,7 @@ async def text_of(model: ScriptedModel, content: str = "hi") -> str:
     return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
 
 
-async def test_each_request_gets_the_next_turn() -> None:
+async def test_scripted_model_replies_with_the_next_turn() -> None:
     model = ScriptedModel(["first answer", lambda messages: f"echo {messages[-1]['content']}"])
     assert [await text_of(model), await text_of(model, "x")] == ["first answer", "echo x"]
     with pytest.raises(ModelUnavailable, match="has 2 turns"):
@@ -34,7 +34,7 @@ async def test_each_request_gets_the_next_turn() -> None:
     ("dialect", "profile"), [("native", STANDARD), ("tags", STANDARD), ("tags", SMALL), ("json", STANDARD)]
 )
 @pytest.mark.parametrize(("request_text", "command"), JOBS.items(), ids=["wc", "sha256sum", "awk"])
-async def test_the_demo_script_runs_the_command_and_says_what_it_cannot_do(
+async def test_demo_script_runs_the_command_and_reports_failures(
     dialect: str, profile: ModelProfile, request_text: str, command: str
 ) -> None:
     commands: list[str] = []

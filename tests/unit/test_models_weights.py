@@ -47,25 +47,25 @@ def put(path: Path, content: bytes = CONTENT) -> Path:
     return path
 
 
-def test_the_users_file_comes_first_and_with_another_hash_it_is_refused_and_not_replaced(tmp_path: Path) -> None:
+def test_user_file_is_preferred_and_refused_with_a_wrong_hash(tmp_path: Path) -> None:
     put(tmp_path / "cache" / "tiny.gguf")
     assert find(tmp_path, put(tmp_path / "mine.gguf")) == tmp_path / "mine.gguf"
     with pytest.raises(ConfigError, match=WEIGHTS.sha256):
         find(tmp_path, put(tmp_path / "mine.gguf", CONTENT[::-1]))
 
 
-def test_the_cache_is_used_when_its_hash_is_right(tmp_path: Path) -> None:
+def test_cached_weights_with_the_right_hash_are_used(tmp_path: Path) -> None:
     put(tmp_path / "cache" / "tiny.gguf")
     assert find(tmp_path, hub_url="http://127.0.0.1:9") == tmp_path / "cache" / "tiny.gguf"
 
 
-def test_the_chunks_are_joined_into_the_cache_without_importing_them(tmp_path: Path, chunks: Path) -> None:
+def test_chunk_packages_are_joined_without_importing_them(tmp_path: Path, chunks: Path) -> None:
     assert find(tmp_path).read_bytes() == CONTENT
     assert not [name for name in sys.modules if name.startswith("toolcrew_test_chunk")]
 
 
 @pytest.mark.parametrize("damage", [lambda part: part.write_bytes(b"x" * part.stat().st_size), Path.unlink])
-def test_damaged_chunks_are_not_used_and_leave_nothing_behind(tmp_path: Path, chunks: Path, damage: object) -> None:
+def test_damaged_chunks_are_refused_and_leave_no_file(tmp_path: Path, chunks: Path, damage: object) -> None:
     damage(chunks / "toolcrew_test_chunk2" / "data" / "part02.bin")  # type: ignore[operator]
     with pytest.raises(ConfigError):
         find(tmp_path)
@@ -91,7 +91,7 @@ async def hub(content: bytes) -> AsyncIterator[tuple[str, list[str]]]:
         yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", heads
 
 
-async def test_a_download_goes_on_where_it_stopped_and_reports_its_progress(tmp_path: Path) -> None:
+async def test_download_resumes_and_reports_progress(tmp_path: Path) -> None:
     put(tmp_path / "cache" / "tiny.gguf.part", CONTENT[:1000])
     progress: list[tuple[int, int]] = []
     async with hub(CONTENT) as (url, heads):
@@ -100,13 +100,13 @@ async def test_a_download_goes_on_where_it_stopped_and_reports_its_progress(tmp_
             WEIGHTS,
             cache_dir=tmp_path / "cache",
             hub_url=url,
-            progress=lambda there, total: progress.append((there, total)),
+            progress=lambda done_bytes, total: progress.append((done_bytes, total)),
         )
     assert "bytes=1000-" in heads[0]
     assert progress[-1] == (len(CONTENT), len(CONTENT))
 
 
-async def test_a_hub_that_serves_another_file_or_too_much_is_passed_over(tmp_path: Path) -> None:
+async def test_download_with_a_wrong_hash_or_size_is_refused(tmp_path: Path) -> None:
     for content in (CONTENT[::-1], CONTENT * 2):
         async with hub(content) as (url, _):
             with pytest.raises(ConfigError):
@@ -114,13 +114,13 @@ async def test_a_hub_that_serves_another_file_or_too_much_is_passed_over(tmp_pat
         assert content != CONTENT[::-1] or not list((tmp_path / "cache").glob("*.part"))
 
 
-def test_the_template_is_the_documents_byte_for_byte() -> None:
+def test_chat_template_has_the_documented_hash() -> None:
     digest = hashlib.sha256(load_template().encode()).hexdigest()
     assert digest == "3693ad2307646660f137f08f5ba893b5f93d8934f0faf0e23c7535a43a827ffd"
 
 
 @pytest.mark.parametrize(("start_timeout_s", "error"), [(60.0, "ended while loading"), (0.001, "did not load in")])
-async def test_weights_that_do_not_load_leave_no_process(tmp_path: Path, start_timeout_s: float, error: str) -> None:
+async def test_unloadable_weights_leave_no_server_process(tmp_path: Path, start_timeout_s: float, error: str) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"not a model")
     server = LocalModelServer(tmp_path / "bad.gguf", start_timeout_s=start_timeout_s)
     with pytest.raises(ModelUnavailable, match=error):

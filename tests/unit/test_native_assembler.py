@@ -94,7 +94,7 @@ ASSEMBLED: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize(("entries", "expected"), ASSEMBLED.values(), ids=ASSEMBLED)
-def test_entries_are_assembled_to_calls(entries: list[Any], expected: list[Any]) -> None:
+def test_tool_call_entries_are_assembled(entries: list[Any], expected: list[Any]) -> None:
     assert calls(*entries) == expected
 
 
@@ -103,12 +103,12 @@ def test_two_entries_of_one_index_in_one_delta_are_merged() -> None:
     assert [(call.id, call.name, call.arguments) for call in reply.calls] == [A]
 
 
-def test_without_an_index_a_new_id_or_name_starts_a_call_and_the_rest_continues_the_last() -> None:
+def test_entry_without_index_starts_or_continues_a_call() -> None:
     assembled = calls(entry(id="a", name="one"), entry(arguments='{"x":1}'), entry(name="two", arguments='{"y":2}'))
     assert [call[1:] for call in assembled] == [A[1:], B[1:]]
 
 
-def test_a_call_without_an_id_of_its_own_gets_one_of_run_step_and_position() -> None:
+def test_call_without_a_unique_id_gets_one_from_run_step_and_position() -> None:
     [first, second] = calls(entry(0, name="one"), entry(1, name="two"))
     assert "run-3-0" in first[0]
     assert "run-3-1" in second[0]
@@ -136,7 +136,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("raw", BROKEN, ids=lambda raw: raw[:12])
-def test_broken_arguments_raise_or_are_listed_and_their_neighbour_kept(raw: str) -> None:
+def test_broken_arguments_raise_or_are_listed_as_malformed(raw: str) -> None:
     both = delta(entry(0, "a", "one", '{"x":1}'), entry(1, "b", "two", raw))
     with pytest.raises(ValueError) as caught:
         assemble(both)
@@ -173,9 +173,9 @@ def test_chunks_without_a_delta_are_skipped(chunk: dict[str, Any]) -> None:
     assert NativeCallAssembler().feed(chunk) == []
 
 
-@pytest.mark.parametrize("junk", [None, 7, "x", [], {"index": True}, {"function": "x"}])
-def test_entries_that_are_no_calls_are_skipped(junk: Any) -> None:
-    assert assemble(delta(junk)).calls == []
+@pytest.mark.parametrize("invalid_entry", [None, 7, "x", [], {"index": True}, {"function": "x"}])
+def test_invalid_tool_call_entries_are_skipped(invalid_entry: Any) -> None:
+    assert assemble(delta(invalid_entry)).calls == []
 
 
 def test_surrogate_halves_from_separate_deltas_are_joined() -> None:
@@ -184,12 +184,12 @@ def test_surrogate_halves_from_separate_deltas_are_joined() -> None:
     assert events == [Text("a"), Text("\U0001f600b")]
 
 
-def test_any_ids_and_finish_reasons_can_be_sent_again() -> None:
+def test_ids_and_finish_reasons_have_no_lone_surrogates() -> None:
     reply = assemble(delta(entry(0, "\ud83d", "o\ude00", "{}")), delta(finish="\ud83d"))
     (reply.calls[0].id + reply.calls[0].name + (reply.finish_reason or "")).encode()
 
 
-def test_arguments_sent_as_an_object_too_deep_to_write_down_are_malformed() -> None:
+def test_deeply_nested_argument_object_is_malformed() -> None:
     nested: dict[str, Any] = {}
     for _ in range(100_000):
         nested = {"x": nested}
@@ -200,7 +200,7 @@ def test_arguments_sent_as_an_object_too_deep_to_write_down_are_malformed() -> N
 
 
 @pytest.mark.parametrize("kind", ["arguments", "calls", "names"])
-def test_eight_times_the_deltas_take_about_eight_times_as_long(kind: str) -> None:
+def test_assembling_takes_linear_time(kind: str) -> None:
     first = {
         "arguments": entry(0, arguments="0123456789abcdef"),
         "calls": entry(name="one"),
@@ -219,7 +219,7 @@ def test_eight_times_the_deltas_take_about_eight_times_as_long(kind: str) -> Non
     assert large < 24 * small
 
 
-def test_a_half_that_stays_alone_is_replaced() -> None:
+def test_lone_surrogate_is_replaced() -> None:
     reply = assemble(
         delta(entry(0, "a", "one", '{"x":"\ud83d'), content="\ud83d"), delta(entry(0, arguments='\ude00\\ud83d"}'))
     )
@@ -239,13 +239,15 @@ JSON = st.dictionaries(
 
 
 @given(st.lists(JSON, min_size=1, max_size=4), st.integers(1, 9), st.booleans(), st.randoms())
-def test_calls_survive_any_split(wanted: list[dict[str, Any]], size: int, ascii_only: bool, random: Any) -> None:
+def test_calls_are_assembled_from_any_split(
+    expected: list[dict[str, Any]], size: int, ascii_only: bool, random: Any
+) -> None:
     queues = []
-    for index, arguments in enumerate(wanted):
+    for index, arguments in enumerate(expected):
         raw = json.dumps(arguments, ensure_ascii=ascii_only)
         fragments = [entry(index, arguments=raw[start : start + size]) for start in range(0, len(raw), size)]
         queues.append([entry(index, f"id{index}", f"tool{index}"), *fragments])
     chunks = []
     while queue := random.choice(queues) if (queues := [queue for queue in queues if queue]) else None:
         chunks.append(delta(queue.pop(0)))
-    assert [call.arguments for call in assemble(*chunks).calls] == wanted
+    assert [call.arguments for call in assemble(*chunks).calls] == expected

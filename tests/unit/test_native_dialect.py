@@ -32,13 +32,13 @@ def read(
 
 
 @pytest.mark.parametrize("run", ["x" * 64, "läuft:7", ""])
-def test_any_run_gives_an_id_that_fits_the_contract(run: str) -> None:
+def test_generated_model_id_has_at_most_64_characters(run: str) -> None:
     [event], _ = read(chunk(call(0, "")), run=run)
     assert isinstance(event, CallRequested)
     assert len(event.model_id) <= 64
 
 
-def test_a_call_has_our_id_and_the_transcript_the_models_id_and_arguments() -> None:
+def test_call_gets_its_own_id_and_the_transcript_keeps_the_models_id() -> None:
     [_, event], end = read(chunk(call(0, "call:odd id!"), content="Let me look."))
     assert isinstance(event, CallRequested)
     assert (event.call.id, event.model_id) == ("r1-2-0", "call:odd id!")
@@ -48,13 +48,13 @@ def test_a_call_has_our_id_and_the_transcript_the_models_id_and_arguments() -> N
 
 
 @pytest.mark.parametrize("raw", ["{broken", "[1]", "NaN"])
-def test_a_malformed_call_between_valid_ones_stands_in_the_transcript_with_valid_arguments(raw: str) -> None:
+def test_malformed_call_has_empty_arguments_in_the_transcript(raw: str) -> None:
     events, end = read(chunk(call(0, "a"), call(1, "b", arguments=raw), call(2, "c")))
     assert [type(event) for event in events] == [CallRequested, MalformedCall, CallRequested]
     assert json.loads(end.message["tool_calls"][1]["function"]["arguments"]) == {}
 
 
-def test_a_name_that_no_server_takes_back_is_made_fit_in_the_transcript_only() -> None:
+def test_invalid_tool_name_is_replaced_only_in_the_transcript() -> None:
     [event, too_long], end = read(chunk(call(0, "a", name="functions.bash tool"), call(1, "b", name="n" * 200)))
     assert isinstance(event, CallRequested)
     assert event.call.name == "functions.bash tool"
@@ -63,7 +63,7 @@ def test_a_name_that_no_server_takes_back_is_made_fit_in_the_transcript_only() -
 
 
 @pytest.mark.parametrize("last", ['{"command": "ls"}', '{"comma'])
-def test_the_last_call_of_a_cut_reply_never_runs(last: str) -> None:
+def test_last_call_of_a_cut_reply_is_malformed(last: str) -> None:
     (first, cut), end = read(chunk(call(0, "a"), call(1, "b", arguments=last)), chunk(finish="length"))
     assert isinstance(first, CallRequested)
     assert isinstance(cut, MalformedCall)
@@ -71,14 +71,14 @@ def test_the_last_call_of_a_cut_reply_never_runs(last: str) -> None:
     assert len(end.message["tool_calls"]) == 2
 
 
-def test_a_reply_of_text_has_no_calls_and_the_usage_that_the_server_counted() -> None:
+def test_text_reply_has_no_calls_and_reports_usage() -> None:
     counted = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
     _, end = read(chunk(content="Done."), chunk(finish="stop"), counted)
     assert end.message == {"role": "assistant", "content": "Done."}
     assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (7, 2)
 
 
-def test_a_tag_in_a_reply_without_native_calls_runs_at_its_end() -> None:
+def test_tag_in_a_reply_without_native_calls_is_a_call_at_the_end() -> None:
     reader = NativeDialect().open_reader("r", 1)
     assert reader.feed(chunk(content=f"a{TAG}b")) == [Text("a")]
     assert [type(event) for event in reader.finish()[0]] == [CallRequested, Text]
@@ -91,7 +91,7 @@ def test_tags_are_text_in_a_reply_with_native_calls(later: str) -> None:
     assert [event.model_id for event in events if isinstance(event, CallRequested)] == ["c"]
 
 
-def test_short_ids_are_nine_alphanumerics_and_a_fitting_one_is_kept() -> None:
+def test_short_ids_are_nine_alphanumerics() -> None:
     events, end = read(
         chunk(call(0, "abcDEF123"), call(1, "call_much_too_long")), dialect=NativeDialect(short_ids=True)
     )

@@ -12,7 +12,7 @@ def info(**fields: object) -> SessionInfo:
     return SessionInfo(session="s", tenant="acme", host="h", queue="q", image="i", sandbox=None, start_s=0.1, **fields)  # type: ignore[arg-type]
 
 
-def test_with_egress_the_description_of_bash_names_the_hosts_and_no_longer_says_that_there_is_none() -> None:
+def test_bash_description_lists_the_allowed_hosts_with_egress() -> None:
     description = info(network="egress", hosts=("pypi.org", "*.pythonhosted.org")).describe_network()
     bash = next(spec for spec in build_registry().specs() if spec.name == "bash_tool")
     described = bash.with_network(description)
@@ -22,7 +22,7 @@ def test_with_egress_the_description_of_bash_names_the_hosts_and_no_longer_says_
     assert described.network == description
 
 
-def test_a_tool_of_another_pool_has_no_sandbox_to_report_of() -> None:
+def test_network_is_not_added_to_tools_of_another_pool() -> None:
     bash = next(spec for spec in build_registry().specs() if spec.name == "bash_tool").model_copy(
         update={"pool": "web"}
     )
@@ -30,7 +30,7 @@ def test_a_tool_of_another_pool_has_no_sandbox_to_report_of() -> None:
 
 
 @pytest.mark.parametrize("name", ["bash_tool", "read_tool"])
-def test_only_tools_that_may_run_longer_name_the_limit_of_the_class(name: str) -> None:
+def test_only_long_running_tools_mention_the_class_timeout(name: str) -> None:
     spec = info(timeout_s=7200.0).describe_tool(next(spec for spec in build_registry().specs() if spec.name == name))
     prompt = generate_tool_prompt([spec])
     assert ("at most 7200 s" in prompt) == (name == "bash_tool")

@@ -46,7 +46,7 @@ def mounts_of(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {mount["destination"]: mount for mount in config["mounts"]}
 
 
-def test_it_has_the_limits_that_the_engine_gets() -> None:
+def test_bundle_has_the_same_limits_as_the_engine_config() -> None:
     spec = build_spec(limits=SandboxLimits(cpus=1.5, pids=77))
     config, engine = bundle(limits=spec.limits), build_container_config(spec)
     host: Any = engine["HostConfig"]
@@ -60,10 +60,12 @@ def test_it_has_the_limits_that_the_engine_gets() -> None:
     }
     assert config["process"]["args"] == engine["Entrypoint"]
     mounts = mounts_of(config)
-    assert {place: ",".join(mounts[place]["options"]) for place in host["Tmpfs"]} == host["Tmpfs"]
+    assert {
+        path_in_skeleton: ",".join(mounts[path_in_skeleton]["options"]) for path_in_skeleton in host["Tmpfs"]
+    } == host["Tmpfs"]
 
 
-def test_it_has_every_namespace_and_no_power() -> None:
+def test_bundle_has_every_namespace_and_no_capabilities() -> None:
     config = bundle()
     process, linux = config["process"], config["linux"]
 
@@ -80,15 +82,15 @@ def test_it_has_every_namespace_and_no_power() -> None:
     assert linux["resources"]["devices"] == [{"allow": False, "access": "rwm"}]
 
 
-def test_every_mount_refuses_setuid_programs_and_every_writable_one_has_a_size() -> None:
-    for place, mount in mounts_of(bundle()).items():
-        assert "nosuid" in mount["options"], place
+def test_mounts_are_nosuid_and_tmpfs_mounts_have_a_size() -> None:
+    for path_in_skeleton, mount in mounts_of(bundle()).items():
+        assert "nosuid" in mount["options"], path_in_skeleton
         if mount["type"] == "tmpfs":
             options = {option.partition("=")[0] for option in mount["options"]}
-            assert {"size", "nr_inodes"} <= options, place
+            assert {"size", "nr_inodes"} <= options, path_in_skeleton
 
 
-def test_the_guest_sees_its_own_group_only_and_cannot_change_it() -> None:
+def test_guest_sees_only_its_own_cgroup_read_only() -> None:
     first = mounts_of(bundle())
     assert first["/sys/fs/cgroup/memory"]["source"] == "/sys/fs/cgroup/memory/toolcrew/x"
     assert {"ro", "bind"} <= set(first["/sys/fs/cgroup/memory"]["options"])
@@ -97,7 +99,7 @@ def test_the_guest_sees_its_own_group_only_and_cannot_change_it() -> None:
     assert {"ro", "bind"} <= set(second["/sys/fs/cgroup"]["options"])
 
 
-def test_root_inside_has_a_root_folder_to_change_and_a_few_capabilities() -> None:
+def test_root_class_has_a_writable_root_and_few_capabilities() -> None:
     config = bundle(is_root=True)
     capabilities = config["process"]["capabilities"]
 
@@ -113,7 +115,7 @@ def test_root_inside_has_a_root_folder_to_change_and_a_few_capabilities() -> Non
     assert config["linux"]["uidMappings"] == bundle()["linux"]["uidMappings"]
 
 
-def test_the_image_gives_the_environment_but_not_what_is_ours_nor_what_its_loader_reads() -> None:
+def test_image_environment_excludes_home_and_loader_variables() -> None:
     variables = ("PATH=/opt/conda/bin", "HOME=/evil", "LD_PRELOAD=/evil.so", "LD_AUDIT=/evil.so", "A=b=c", "broken")
     spec = build_spec(image_facts=ImageFacts(variables=variables))
 
@@ -122,7 +124,7 @@ def test_the_image_gives_the_environment_but_not_what_is_ours_nor_what_its_loade
 
 
 @pytest.mark.parametrize("is_root", [False, True])
-def test_the_filter_is_the_profile_of_this_processor(is_root: bool) -> None:
+def test_seccomp_filter_is_the_profile_of_this_processor(is_root: bool) -> None:
     profile, built = json.loads(SECCOMP), build_seccomp(SECCOMP, is_root=is_root)
 
     assert (built["defaultAction"], built["defaultErrnoRet"]) == ("SCMP_ACT_ERRNO", errno.EPERM)
@@ -135,22 +137,22 @@ def test_the_filter_is_the_profile_of_this_processor(is_root: bool) -> None:
     assert not any({"includes", "excludes", "comment"} & set(rule) for rule in built["syscalls"])
 
 
-def test_a_compiled_filter_replaces_the_rules_and_without_it_all_is_refused() -> None:
+def test_compiled_filter_replaces_the_rules_and_refuses_all_without_it() -> None:
     config = build_bundle(build_spec(), root=Path("/mnt/x"), cgroup="/toolcrew/x", base=BASE, seccomp_bpf="AAAA")
 
     assert config["annotations"] == {"run.oci.seccomp_bpf_data": "AAAA"}
     assert config["linux"]["seccomp"] == {"defaultAction": "SCMP_ACT_ERRNO"}
 
 
-def test_the_skeleton_has_every_mount_point_and_is_made_once(tmp_path: Path) -> None:
-    place = tmp_path / "skeleton"
-    make_skeleton(place)
-    before = place.stat().st_ino
-    make_skeleton(place)
+def test_skeleton_has_every_mount_point_and_is_created_once(tmp_path: Path) -> None:
+    path_in_skeleton = tmp_path / "skeleton"
+    make_skeleton(path_in_skeleton)
+    before = path_in_skeleton.stat().st_ino
+    make_skeleton(path_in_skeleton)
 
-    assert place.stat().st_ino == before
+    assert path_in_skeleton.stat().st_ino == before
     assert [path.name for path in tmp_path.iterdir()] == ["skeleton"]
     for folder in ("workspace", "output", "tmp", "opt/toolcrew", "skills", "proc", "sys", "dev"):
-        assert (place / folder).is_dir()
-    assert (place / "tmp").stat().st_mode & 0o7777 == 0o1777
-    assert "localhost" in (place / "etc/hosts").read_text()
+        assert (path_in_skeleton / folder).is_dir()
+    assert (path_in_skeleton / "tmp").stat().st_mode & 0o7777 == 0o1777
+    assert "localhost" in (path_in_skeleton / "etc/hosts").read_text()

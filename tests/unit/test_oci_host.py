@@ -31,7 +31,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_are_below_the_controller_of_version_1_and_together_in_version_2(root: Path) -> None:
+def test_cgroup_file_paths_of_version_1_and_2(root: Path) -> None:
     first = Cgroups(root)
     assert (first.version, first.file(SANDBOX, "memory", "m")) == (1, root / "memory" / PARENT / SANDBOX / "m")
     (root / "cgroup.controllers").touch()
@@ -39,7 +39,7 @@ def test_files_are_below_the_controller_of_version_1_and_together_in_version_2(r
     assert (second.version, second.file(SANDBOX, "memory", "m")) == (2, root / PARENT / SANDBOX / "m")
 
 
-def test_groups_are_removed_from_every_hierarchy_and_their_parent_only_when_it_is_empty(root: Path) -> None:
+def test_cgroups_are_removed_and_the_parent_only_when_empty(root: Path) -> None:
     groups = Cgroups(root)
     for sandbox in (SANDBOX, "other"):
         for name in ("memory", "pids", "freezer"):
@@ -57,27 +57,27 @@ def test_groups_are_removed_from_every_hierarchy_and_their_parent_only_when_it_i
     assert [list((root / name).iterdir()) for name in ("memory", "pids", "freezer")] == [[], [], []]
 
 
-def test_a_sandbox_without_a_group_has_no_process_to_kill(root: Path) -> None:
+def test_kill_without_a_cgroup_has_no_effect(root: Path) -> None:
     Cgroups(root).kill(SANDBOX, 0.1)
 
 
-def test_a_process_of_another_group_is_not_opened(root: Path) -> None:
+def test_process_of_another_cgroup_is_not_opened(root: Path) -> None:
     (root / "pids" / PARENT / SANDBOX).mkdir(parents=True)
     (root / "pids" / PARENT / SANDBOX / "cgroup.procs").write_text("2\n")
     assert Cgroups(root).open_process(SANDBOX, 1) is None
 
 
-def test_no_two_ranges_of_a_host_overlap(tmp_path: Path) -> None:
+def test_id_ranges_of_a_host_do_not_overlap(tmp_path: Path) -> None:
     with closing(IdRanges(tmp_path)) as first, closing(IdRanges(tmp_path)) as second:
-        taken = [ranges.take() for ranges in (first, second) for _ in range(512)]
+        bases = [ranges.take() for ranges in (first, second) for _ in range(512)]
 
-        assert len(set(taken)) == 1024
-        assert all((base - taken[0]) % ID_RANGE == 0 for base in taken)
-        assert all(0x4000_0000 <= base < 0x8000_0000 - ID_RANGE for base in taken)
+        assert len(set(bases)) == 1024
+        assert all((base - bases[0]) % ID_RANGE == 0 for base in bases)
+        assert all(0x4000_0000 <= base < 0x8000_0000 - ID_RANGE for base in bases)
         with pytest.raises(SandboxUnavailable, match="512"):
             first.take()
-        first.give_back(taken[0])
-        assert first.take() == taken[0]
+        first.give_back(bases[0])
+        assert first.take() == bases[0]
 
 
 class PinningEngine:
@@ -122,7 +122,7 @@ def build_pinned_spec(**labels: str) -> SandboxSpec:
     return build_spec(image_facts=image, guest_volume="guest", labels=labels, workspace=WorkspaceMount("/missing"))
 
 
-async def test_the_pin_of_a_failed_start_is_swept(tmp_path: Path) -> None:
+async def test_pin_of_a_failed_start_is_listed_for_removal(tmp_path: Path) -> None:
     engine = PinningEngine(loses_answers=True)
     async with open_runtime(engine, tmp_path) as runtime:
         with pytest.raises(SandboxUnavailable):
@@ -131,7 +131,7 @@ async def test_the_pin_of_a_failed_start_is_swept(tmp_path: Path) -> None:
         assert len(engine.pins) == 1
 
 
-async def test_a_pin_outlives_the_deadline_of_the_sandbox_that_began_it(tmp_path: Path) -> None:
+async def test_pin_has_no_deadline_of_its_first_sandbox(tmp_path: Path) -> None:
     engine = PinningEngine()
     async with open_runtime(engine, tmp_path) as runtime:
         for number in range(2):
@@ -144,14 +144,14 @@ async def test_a_pin_outlives_the_deadline_of_the_sandbox_that_began_it(tmp_path
     assert engine.pins == []
 
 
-def test_a_block_is_free_again_when_its_sandboxd_ends(tmp_path: Path) -> None:
+def test_id_range_is_released_when_its_sandboxd_ends(tmp_path: Path) -> None:
     with closing(IdRanges(tmp_path)) as ranges:
         base = ranges.take()
     with closing(IdRanges(tmp_path)) as ranges:
         assert ranges.take() == base
 
 
-def test_the_map_contains_an_id_of_this_process() -> None:
+def test_id_map_contains_an_id_of_this_process() -> None:
     assert id_map(0x4000_0000, 10001).splitlines() == ["0 1073741824 65536", "65536 10001 1"]
 
 
@@ -165,7 +165,7 @@ print("control group" in (find_obstacle(facts) or ""))
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes namespaces")
 @pytest.mark.skipif(find_program() is None, reason="neither crun nor runc is installed")
-def test_a_control_group_namespace_of_a_container_is_an_obstacle_on_version_2(tmp_path: Path) -> None:
+def test_cgroup_namespace_of_a_container_is_an_obstacle_on_version_2(tmp_path: Path) -> None:
     (tmp_path / "overlay2").mkdir()
     for prefix, is_obstacle in (([], "False"), (["unshare", "--cgroup"], "True")):
         command = [*prefix, sys.executable, "-c", FIND_OBSTACLE.format(root=tmp_path)]

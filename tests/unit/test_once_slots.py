@@ -29,19 +29,17 @@ def slots(client: "redis.asyncio.Redis") -> IdempotencyStore:
     return IdempotencyStore(client, "d", KEY)
 
 
-async def test_a_repeated_claim_is_made_again_and_a_repeated_reply_is_charged_once(
-    slots: IdempotencyStore, client: "redis.asyncio.Redis"
-) -> None:
-    mine = slots.name("key", "word", "d", "1")
-    assert [await slots.claim(mine) for _ in range(3)] == [None, None, None]
+async def test_repeated_claim_and_response_count_once(slots: IdempotencyStore, client: "redis.asyncio.Redis") -> None:
+    slot_name = slots.name("key", "word", "d", "1")
+    assert [await slots.claim(slot_name) for _ in range(3)] == [None, None, None]
     for _ in range(3):
-        await slots.keep(mine, RECORD)
+        await slots.keep(slot_name, RECORD)
     assert await slots.claim(slots.name("key", "word", "d", "2")) == json.loads(RECORD)
     assert await slots.count("key") == SIZE
-    assert PENDING_S < await client.ttl(mine.slot) <= KEEP_S
+    assert PENDING_S < await client.ttl(slot_name.slot) <= KEEP_S
 
 
-async def test_a_response_counts_as_long_as_it_is_stored(client: "redis.asyncio.Redis") -> None:
+async def test_stored_response_counts_until_it_expires(client: "redis.asyncio.Redis") -> None:
     now = 3599.0
     slots = IdempotencyStore(client, "d", KEY, clock=lambda: now)
     await slots.keep(slots.name("key", "word", "d", "1"), RECORD)
@@ -49,14 +47,14 @@ async def test_a_response_counts_as_long_as_it_is_stored(client: "redis.asyncio.
     assert await slots.count("key") == SIZE
 
 
-async def test_a_claim_that_comes_after_its_release_takes_no_slot(slots: IdempotencyStore) -> None:
+async def test_claim_after_its_release_takes_no_slot(slots: IdempotencyStore) -> None:
     first, second = (slots.name("key", "word", "d", token) for token in "12")
     await slots.release(first)
     await slots.claim(first)
     assert await slots.claim(second) is None
 
 
-async def test_a_release_that_comes_late_leaves_what_another_request_holds(slots: IdempotencyStore) -> None:
+async def test_late_release_keeps_the_slot_of_another_request(slots: IdempotencyStore) -> None:
     first, second, third = (slots.name("key", "word", "d", token) for token in "123")
     await slots.claim(first)
     await slots.release(first)

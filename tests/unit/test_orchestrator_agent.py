@@ -8,10 +8,7 @@ import pytest
 
 from contract.calls import ToolCall, ToolResult
 from contract.errors import ModelUnavailable
-from contract.run_events import (
-    RunEvent,
-    Warned,
-)
+from contract.run_events import RunEvent, Warned
 from orchestrator.dialects.base import Dialect
 from orchestrator.dialects.model import Chunk, Model, ModelRequest
 from orchestrator.dialects.native import NativeDialect
@@ -59,7 +56,7 @@ def tasks_left() -> set[str]:
 
 
 @pytest.mark.parametrize("reply", ["", " \n", Raw([]), Raw([{"choices": []}])])
-async def test_an_empty_reply_is_no_answer_and_a_cut_one_says_so(reply: Any) -> None:
+async def test_empty_or_cut_reply_has_its_own_stop_reason(reply: Any) -> None:
     events: list[RunEvent] = []
     result = await work(ScriptedModel([reply]), events=events)
     assert result.stop_reason is StopReason.EMPTY_REPLY
@@ -68,7 +65,7 @@ async def test_an_empty_reply_is_no_answer_and_a_cut_one_says_so(reply: Any) -> 
     assert (cut.stop_reason, cut.answer) == (StopReason.CUT_REPLY, "half an ans")
 
 
-async def test_cancelling_in_the_middle_of_a_call_leaves_no_task_and_closes_the_stream() -> None:
+async def test_cancel_during_a_call_leaves_no_task_and_closes_the_stream() -> None:
     calling, closed = asyncio.Event(), asyncio.Event()
 
     async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
@@ -92,7 +89,7 @@ async def test_cancelling_in_the_middle_of_a_call_leaves_no_task_and_closes_the_
     assert (tasks_left(), closed.is_set()) == (before, True)
 
 
-async def test_a_stream_that_cancels_itself_does_not_hang_the_run() -> None:
+async def test_stream_that_raises_cancelled_error_does_not_hang_the_run() -> None:
     async def cancelling(_: ModelRequest) -> AsyncIterator[Chunk]:
         yield text_chunk("half")
         raise asyncio.CancelledError

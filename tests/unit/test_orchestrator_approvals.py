@@ -59,13 +59,7 @@ async def refuse(call: ToolCall, spec: ToolSpec, approver: Any, **terms: Any) ->
     return result
 
 
-async def allow(call: ToolCall, spec: ToolSpec, approver: Any, **terms: Any) -> ToolCall:
-    reviewed = await review(call, spec, approver, **terms)
-    assert isinstance(reviewed, ToolCall)
-    return reviewed
-
-
-async def test_a_denied_call_asks_no_approver() -> None:
+async def test_denied_call_is_refused_without_an_approval_request() -> None:
     approver = Recorder()
     catastrophic = await refuse(build_call("bash_tool", command="rm -rf /"), BASH, approver)
     forbidden = await refuse(CALL, WRITE, approver, policy=ApprovalPolicy((Rule("deny", tool="write_tool"),)))
@@ -73,7 +67,7 @@ async def test_a_denied_call_asks_no_approver() -> None:
     assert approver.requests == []
 
 
-def test_the_digest_is_over_canonical_json_and_differs_in_every_part() -> None:
+def test_digest_of_a_call_covers_every_field() -> None:
     call = build_call("t", call_id="c", b="é", a=1)
     canonical = '["acme","s1","c","t",{"a":1,"b":"\\u00e9"}]'
     assert digest_call(call, "acme", "s1") == hashlib.sha256(canonical.encode()).hexdigest()
@@ -92,7 +86,7 @@ def test_the_digest_is_over_canonical_json_and_differs_in_every_part() -> None:
     ("digest", "now", "expected"),
     [("other", 5.0, "differ from the approved ones"), ("digest", 10.1, "too late"), ("digest", 10.0, None)],
 )
-def test_an_approval_holds_for_one_call_once_and_until_its_end(digest: str, now: float, expected: str | None) -> None:
+def test_approval_is_valid_once_for_its_call_until_it_expires(digest: str, now: float, expected: str | None) -> None:
     approval = Approval("digest", 10.0)
     with pytest.raises(ToolFailure, match=expected) if expected else contextlib.nullcontext():
         approval.redeem(digest, now)
@@ -109,19 +103,19 @@ async def test_changed_arguments_are_validated_again(changed: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    "junk",
+    "reply",
     [None, True, "yes", 1, Decision("yes"), Decision(1), Decision(True, arguments=[1]), Decision(True, reason=5)],
 )  # type: ignore[arg-type]
-async def test_an_approver_that_answers_junk_has_refused(junk: Any, caplog: pytest.LogCaptureFixture) -> None:
-    class Junk:
+async def test_invalid_reply_of_an_approver_is_a_refusal(reply: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class InvalidApprover:
         async def decide(self, request: ApprovalRequest) -> Any:
-            return junk
+            return reply
 
-    result = await refuse(CALL, WRITE, Junk())
+    result = await refuse(CALL, WRITE, InvalidApprover())
     assert (result.error_code, "approver_answer_invalid" in caplog.text) == (ErrorCode.PERMISSION_DENIED, True)
 
 
-async def test_an_approver_that_raises_has_refused_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_exception_of_an_approver_is_a_refusal_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def fail(request: ApprovalRequest) -> bool:
         raise OSError("secret")
 
@@ -131,13 +125,13 @@ async def test_an_approver_that_raises_has_refused_and_is_logged(caplog: pytest.
     assert "approver_failed" in caplog.text
 
 
-async def test_a_callback_may_be_async_and_only_a_plain_true_allows() -> None:
+async def test_callback_approver_may_be_async_and_allows_only_true() -> None:
     async def say(request: ApprovalRequest) -> bool:
         return request.call.name == "write_tool"
 
     allowed = await CallbackApprover(say).decide(ApprovalRequest(CALL, WRITE))
-    odd = await CallbackApprover(lambda _: "yes").decide(ApprovalRequest(CALL, WRITE))  # type: ignore[arg-type,return-value]
-    assert (allowed.is_allowed, odd.is_allowed) == (True, False)
+    non_boolean = await CallbackApprover(lambda _: "yes").decide(ApprovalRequest(CALL, WRITE))  # type: ignore[arg-type,return-value]
+    assert (allowed.is_allowed, non_boolean.is_allowed) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -153,17 +147,18 @@ async def test_a_callback_may_be_async_and_only_a_plain_true_allows() -> None:
         ("y" * 99 + "\n", False),
     ],
 )
-async def test_at_the_console_anything_but_yes_is_no(typed: str, allowed: bool) -> None:
+async def test_console_approver_allows_only_yes(typed: str, allowed: bool) -> None:
     decision = await ConsoleApprover(io.StringIO(typed), io.StringIO()).decide(ApprovalRequest(CALL, WRITE))
     assert decision.is_allowed is allowed
 
 
-async def test_the_console_shows_tool_tenant_arguments_command_and_warning() -> None:
-    shown = io.StringIO()
-    approver = ConsoleApprover(io.StringIO("y\n"), shown)
-    await allow(build_call("bash_tool", command="rm -rf /srv/build"), BASH, approver, tenant="acme", session="s1")
+async def test_console_approver_shows_tenant_session_command_and_warning() -> None:
+    console_output = io.StringIO()
+    approver = ConsoleApprover(io.StringIO("y\n"), console_output)
+    call = build_call("bash_tool", command="rm -rf /srv/build")
+    assert isinstance(await review(call, BASH, approver, tenant="acme", session="s1"), ToolCall)
     for part in ("tenant acme, session s1", "| rm -rf /srv/build\n", "WARNING: this command removes folders"):
-        assert part in shown.getvalue()
+        assert part in console_output.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -175,24 +170,24 @@ async def test_the_console_shows_tool_tenant_arguments_command_and_warning() -> 
         ("ask", False, RefusingApprover),
     ],
 )
-def test_the_setting_chooses_the_approver_and_fails_closed(mode: str, interactive: bool, kind: type[Approver]) -> None:
+def test_approval_setting_selects_the_approver(mode: str, interactive: bool, kind: type[Approver]) -> None:
     assert isinstance(choose_approver(mode, is_interactive=interactive), kind)  # type: ignore[arg-type]
 
 
-async def test_a_command_that_takes_long_to_judge_does_not_hold_up_the_loop() -> None:
+async def test_slow_policy_decision_runs_in_a_thread() -> None:
     ran_in: list[threading.Thread] = []
 
-    class Watching(ApprovalPolicy):
+    class WatchedPolicy(ApprovalPolicy):
         def decide(self, *args: Any) -> PolicyDecision:
             ran_in.append(threading.current_thread())
             return super().decide(*args)
 
     for command in ("ls", "rm -rf /" + "/*" * 50_000):
-        await review(build_call("bash_tool", command=command), BASH, AutoApprover(), policy=Watching())
+        await review(build_call("bash_tool", command=command), BASH, AutoApprover(), policy=WatchedPolicy())
     assert [thread is threading.current_thread() for thread in ran_in] == [True, False]
 
 
-class Watched(io.StringIO):
+class WatchedConsole(io.StringIO):
     """The output of the console. `questions` counts the questions as they appear."""
 
     def __init__(self) -> None:
@@ -223,16 +218,16 @@ def pipe() -> Iterator[tuple[int, TextIO]]:
     os.close(writing)
 
 
-async def ask(stream: TextIO) -> tuple[asyncio.Task[Decision], Watched, ConsoleApprover]:
+async def ask(stream: TextIO) -> tuple[asyncio.Task[Decision], WatchedConsole, ConsoleApprover]:
     """Ask a question. Return after the console shows the question and waits for the answer."""
-    shown = Watched()
-    approver = ConsoleApprover(stream, shown)
+    console_output = WatchedConsole()
+    approver = ConsoleApprover(stream, console_output)
     asking = asyncio.create_task(approver.decide(ApprovalRequest(CALL, WRITE)))
-    await shown.asked.wait()
-    return asking, shown, approver
+    await console_output.asked.wait()
+    return asking, console_output, approver
 
 
-async def test_a_yes_that_was_typed_before_the_question_does_not_answer_it(terminal: tuple[int, TextIO]) -> None:
+async def test_input_typed_before_the_question_is_ignored(terminal: tuple[int, TextIO]) -> None:
     person, stream = terminal
     os.write(person, b"y\n")
     asking, _, _ = await ask(stream)
@@ -240,13 +235,13 @@ async def test_a_yes_that_was_typed_before_the_question_does_not_answer_it(termi
     assert not (await asking).is_allowed
 
 
-async def test_a_withdrawn_question_leaves_nothing_that_takes_the_next_line(pipe: tuple[int, TextIO]) -> None:
+async def test_cancelled_question_does_not_read_the_next_line(pipe: tuple[int, TextIO]) -> None:
     person, stream = pipe
-    asking, shown, approver = await ask(stream)
+    asking, console_output, approver = await ask(stream)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert "withdrawn" in shown.getvalue()
+    assert "withdrawn" in console_output.getvalue()
     os.write(person, b"for another\n")
     await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -20,11 +20,11 @@ ECHO = build_spec("echo", aliases={"words": "text"})
 TIMED = build_spec("sleepy", properties={"timeout": {"type": "number"}})
 
 
-def fine(call: ToolCall, _: ToolContext) -> ToolResult:
+def echo_text(call: ToolCall, _: ToolContext) -> ToolResult:
     return ToolResult(call_id=call.id, name=call.name, success=True, output=str(call.arguments.get("text")))
 
 
-def raising(error: Exception) -> Any:
+def build_failing_answer(error: Exception) -> Any:
     def answer(*_: Any) -> ToolResult:
         raise error
 
@@ -34,7 +34,7 @@ def raising(error: Exception) -> Any:
 class Harness:
     """A dispatcher over a transport whose worker is a function."""
 
-    def __init__(self, answer: Any = fine, *specs: ToolSpec) -> None:
+    def __init__(self, answer: Any = echo_text, *specs: ToolSpec) -> None:
         self.transport = AnsweringTransport(answer)
         self._dispatcher = Dispatcher(
             self.transport, TenantCatalog(StaticCatalog(*(specs or (ECHO, TIMED)))), KEY, queue_wait_s=60
@@ -44,7 +44,7 @@ class Harness:
         return await self._dispatcher.dispatch(Request(call or build_call(text="hi"), *ROUTE, **fields))
 
 
-async def test_a_delivery_says_what_where_and_until_when_and_for_whom() -> None:
+async def test_delivery_contains_call_queue_deadline_and_tenant() -> None:
     harness = Harness()
     before = time.time()
     await harness.call(run="r1", model="m", blob="b", timeout_s=10)
@@ -56,9 +56,9 @@ async def test_a_delivery_says_what_where_and_until_when_and_for_whom() -> None:
     assert (context.run, context.model, context.blob) == ("r1", "m", "b")
 
 
-async def test_a_worker_gets_arguments_that_are_whole_and_canonical() -> None:
+async def test_worker_gets_arguments_with_defaults_and_canonical_names() -> None:
     harness = Harness(
-        fine,
+        echo_text,
         build_spec("echo", properties={"text": {}, "n": {"type": "integer", "default": 3}}, aliases={"words": "text"}),
     )
     result = await harness.call(build_call(words="hi"))
@@ -66,9 +66,9 @@ async def test_a_worker_gets_arguments_that_are_whole_and_canonical() -> None:
     assert result.metadata["aliases_used"] == ["words -> text"]
 
 
-async def test_a_model_cannot_call_a_verb_of_the_session() -> None:
+async def test_model_cannot_call_a_session_verb() -> None:
     verb = build_spec("session.exec", audience="session")
-    result = await Harness(fine, ECHO, verb).call(build_call("session.exec"))
+    result = await Harness(echo_text, ECHO, verb).call(build_call("session.exec"))
     assert result.error == "Tool not found: session.exec"
     assert "session.exec" not in result.metadata["nearest"]  # type: ignore[operator]
 
@@ -128,7 +128,7 @@ def test_caller_limit_overrides_arguments(arguments: dict[str, Any], fields: dic
         ({"is_installed_skill": True, "max_timeout_s": 900}, {}, 7_200, 900),
     ],
 )
-def test_the_limits_of_the_tool_hold(
+def test_tool_limits_bound_the_timeout(
     tool: dict[str, Any], arguments: dict[str, Any], timeout_s: float | None, limit_s: float
 ) -> None:
     request = Request(build_call(), *ROUTE, timeout_s=timeout_s)
@@ -136,7 +136,7 @@ def test_the_limits_of_the_tool_hold(
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
-async def test_a_limit_that_is_none_is_a_result(timeout_s: float) -> None:
+async def test_invalid_timeout_is_a_failed_result(timeout_s: float) -> None:
     assert (await Harness().call(timeout_s=timeout_s)).error_code is ErrorCode.INVALID_ARGUMENTS
 
 
@@ -151,21 +151,21 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("error", "code"), FAILURES, ids=lambda value: repr(value)[:40])
-async def test_a_failure_on_the_way_is_a_result(error: Exception, code: ErrorCode) -> None:
-    result = await Harness(raising(error)).call()
+async def test_delivery_failure_is_a_failed_result(error: Exception, code: ErrorCode) -> None:
+    result = await Harness(build_failing_answer(error)).call()
     assert (result.success, result.error_code, bool(result.error)) == (False, code, True)
 
 
 async def test_the_result_of_another_call_is_refused() -> None:
-    def other(call: ToolCall, context: ToolContext) -> ToolResult:
-        return fine(call, context).model_copy(update={"call_id": "call-2"})
+    def answer_other_call(call: ToolCall, context: ToolContext) -> ToolResult:
+        return echo_text(call, context).model_copy(update={"call_id": "call-2"})
 
-    result = await Harness(other).call()
+    result = await Harness(answer_other_call).call()
     assert (result.error_code, result.call_id, result.output) == (ErrorCode.ENVELOPE_REFUSED, "call-1", None)
 
 
 @pytest.mark.parametrize("answer", [None, "text", {}, {"v": 2}, {"v": 1, "call_id": "call-1"}])
-async def test_an_answer_that_is_no_result_is_refused(answer: Any) -> None:
+async def test_invalid_result_is_refused(answer: Any) -> None:
     class Garbage:
         async def deliver(self, _: Any) -> Any:
             return answer
@@ -178,9 +178,9 @@ async def test_an_answer_that_is_no_result_is_refused(answer: Any) -> None:
     assert result.error_code is ErrorCode.ENVELOPE_REFUSED
 
 
-async def test_the_rest_of_the_time_is_transfer() -> None:
-    def timed(call: ToolCall, context: ToolContext) -> ToolResult:
-        return fine(call, context).model_copy(update={"clocks": Clocks(queued_s=1, run_s=2, transfer_s=99)})
+async def test_transfer_time_is_computed_and_not_copied() -> None:
+    def answer_with_clocks(call: ToolCall, context: ToolContext) -> ToolResult:
+        return echo_text(call, context).model_copy(update={"clocks": Clocks(queued_s=1, run_s=2, transfer_s=99)})
 
-    clocks = (await Harness(timed).call()).clocks
+    clocks = (await Harness(answer_with_clocks).call()).clocks
     assert (clocks.queued_s, clocks.run_s, clocks.transfer_s) == (1, 2, 0)

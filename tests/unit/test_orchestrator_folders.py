@@ -40,7 +40,7 @@ def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> Adder:
     return entry(name, b"", type=kind, linkname=target)
 
 
-def test_a_folder_comes_out_as_it_went_in(tmp_path: Path) -> None:
+def test_packed_folder_is_unpacked_unchanged(tmp_path: Path) -> None:
     source, target = tmp_path / "in", tmp_path / "new" / "out"
     (source / "deep" / "empty").mkdir(parents=True)
     (source / "deep" / "é.bin").write_bytes(b"\x00\xff")
@@ -53,7 +53,7 @@ def test_a_folder_comes_out_as_it_went_in(tmp_path: Path) -> None:
     assert ((target / "link").readlink(), os.access(target / "run.sh", os.X_OK)) == (Path("run.sh"), True)
 
 
-def test_pipes_and_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
+def test_packing_skips_pipes_and_does_not_follow_links(tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()
     (tmp_path / "secret").write_text("hunter2")
@@ -66,7 +66,7 @@ def test_pipes_and_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])
-def test_a_workspace_that_is_no_folder_is_the_users_mistake(tmp_path: Path, name: str) -> None:
+def test_workspace_that_is_not_a_folder_is_a_config_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="not a folder"):
         pack_folder(tmp_path / name)
@@ -83,7 +83,7 @@ def test_a_workspace_too_large_for_a_blob_is_refused(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("adder", [entry("../outside"), entry("a/../../outside"), entry("/outside")])
-def test_a_name_that_leads_out_is_refused(tmp_path: Path, adder: Adder) -> None:
+def test_entry_name_outside_the_folder_is_refused(tmp_path: Path, adder: Adder) -> None:
     with pytest.raises(ToolFailure) as refused:
         unpack_archive(archive(adder), tmp_path / "deep" / "out")
     assert refused.value.code is ErrorCode.PATH_NOT_ALLOWED
@@ -100,7 +100,7 @@ def test_a_name_that_leads_out_is_refused(tmp_path: Path, adder: Adder) -> None:
         [entry("out", b"", type=tarfile.FIFOTYPE)],
     ],
 )
-def test_a_link_that_leads_out_or_a_device_is_left_out_and_named(tmp_path: Path, adders: list[Adder]) -> None:
+def test_links_to_outside_and_devices_are_skipped_and_reported(tmp_path: Path, adders: list[Adder]) -> None:
     skipped = unpack_archive(archive(*adders, entry("kept")), tmp_path / "out")
 
     assert skipped == ["out"]
@@ -108,14 +108,14 @@ def test_a_link_that_leads_out_or_a_device_is_left_out_and_named(tmp_path: Path,
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../secret"])
-def test_a_hard_link_that_leads_out_gives_nothing(tmp_path: Path, target: str) -> None:
+def test_hard_link_to_outside_is_refused(tmp_path: Path, target: str) -> None:
     (tmp_path / "secret").write_text("mine")
     with pytest.raises(ToolFailure):
         unpack_archive(archive(link("hard", target, tarfile.LNKTYPE)), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_link_below_a_link_does_not_count_the_depth_of_its_name(tmp_path: Path) -> None:
+def test_link_below_a_link_cannot_point_outside(tmp_path: Path) -> None:
     deep = [entry("p/q/kept"), link("p/q/r", "../.."), link("p/q/r/s/t", "../../../../etc")]
     unpack_archive(archive(*deep), tmp_path / "out")
 
@@ -123,13 +123,13 @@ def test_a_link_below_a_link_does_not_count_the_depth_of_its_name(tmp_path: Path
     assert outside == []
 
 
-def test_writing_through_a_link_that_was_packed_before_does_not_work(tmp_path: Path) -> None:
+def test_entry_is_not_written_through_an_earlier_link(tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
     unpack_archive(archive(link("way", "../victim"), entry("way/file")), tmp_path / "out")
     assert list((tmp_path / "victim").iterdir()) == []
 
 
-def test_overwriting_a_file_of_the_users_by_links_too_long_to_resolve_is_refused(tmp_path: Path) -> None:
+def test_links_too_long_to_resolve_cannot_overwrite_outside_files(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("mine")
     component, steps, path, adders = "d" * 247, "abcdefghijklmnop", "", []

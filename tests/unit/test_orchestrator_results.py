@@ -20,7 +20,7 @@ from tests.waiting import until, wait_until_async
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "RECONNECT_S", (0.02,))
 
 
@@ -45,7 +45,9 @@ async def test_a_published_result_arrives(redis_server: RedisProcess, not_sweepi
         assert hub._waiting == {}
 
 
-async def test_a_sweep_finds_many(redis_server: RedisProcess, sweeping: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sweep_finds_results_without_a_message(
+    redis_server: RedisProcess, sweeping: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(results, "SWEEP_BATCH", 3)
     async with listening(redis_server) as (hub, client):
         ids = [hub.task_id(f"c{number}") for number in range(10)]
@@ -56,7 +58,7 @@ async def test_a_sweep_finds_many(redis_server: RedisProcess, sweeping: None, mo
         assert [(await arrives(futures[task_id]))["task_id"] for task_id in ids] == ids
 
 
-async def test_pub_sub_hears_again_after_a_restart(redis_server: RedisProcess, not_sweeping: None) -> None:
+async def test_subscription_is_restored_after_a_restart(redis_server: RedisProcess, not_sweeping: None) -> None:
     async with listening(redis_server) as (hub, _):
         await asyncio.to_thread(redis_server.stop)
         await asyncio.to_thread(redis_server.start)
@@ -81,7 +83,7 @@ async def test_unexpected_results_are_ignored(redis_server: RedisProcess, not_sw
 
 
 @pytest.mark.parametrize(
-    "garbage",
+    "message",
     [
         b"",
         b"\xff\xfe",
@@ -98,16 +100,18 @@ async def test_unexpected_results_are_ignored(redis_server: RedisProcess, not_sw
         pytest.param(b"[" * 100_000, id="deep"),
     ],
 )
-async def test_garbage_is_ignored(redis_server: RedisProcess, not_sweeping: None, garbage: bytes) -> None:
+async def test_invalid_result_message_is_ignored(
+    redis_server: RedisProcess, not_sweeping: None, message: bytes
+) -> None:
     async with listening(redis_server) as (hub, client):
         task_id = hub.task_id("c1")
         with hub.expect(task_id) as future:
-            await publish(client, task_id, garbage)
+            await publish(client, task_id, message)
             await publish(client, task_id)
             await arrives(future)
 
 
-async def test_the_late_result_of_a_failed_task_is_dropped(redis_server: RedisProcess, not_sweeping: None) -> None:
+async def test_late_result_of_a_failed_task_is_dropped(redis_server: RedisProcess, not_sweeping: None) -> None:
     async with listening(redis_server) as (hub, client):
         task_id, other = hub.task_id("c1"), hub.task_id("c2")
         with hub.expect(task_id) as future, hub.expect(other) as last:
@@ -122,7 +126,7 @@ async def test_the_late_result_of_a_failed_task_is_dropped(redis_server: RedisPr
         assert hub.dropped == 1
 
 
-async def test_results_that_come_late_or_twice_are_counted(redis_server: RedisProcess, not_sweeping: None) -> None:
+async def test_late_and_duplicate_results_are_counted(redis_server: RedisProcess, not_sweeping: None) -> None:
     async with listening(redis_server) as (hub, client):
         task_id, other = hub.task_id("c1"), hub.task_id("c2")
         with hub.expect(task_id) as future:
@@ -137,14 +141,14 @@ async def test_results_that_come_late_or_twice_are_counted(redis_server: RedisPr
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-async def test_a_result_that_was_taken_or_dropped_is_deleted(
+async def test_received_or_dropped_result_is_deleted(
     redis_server: RedisProcess, not_sweeping: None, monkeypatch: pytest.MonkeyPatch, is_closed: bool
 ) -> None:
     monkeypatch.setattr(results, "DISCARD_EVERY_S", 1000.0 if is_closed else 0.01)
     async with listening(redis_server) as (hub, client):
-        task_id, late = hub.task_id("c1"), hub.task_id("late")
+        task_id, late_id = hub.task_id("c1"), hub.task_id("late")
         with hub.expect(task_id) as future:
-            for each in (late, task_id):
+            for each in (late_id, task_id):
                 await client.set(f"celery-task-meta-{each}", stored(each))
                 await publish(client, each)
             await arrives(future)
@@ -164,7 +168,7 @@ async def test_a_second_wait_for_one_id_is_refused(redis_server: RedisProcess, n
             await arrives(first)
 
 
-async def test_closing_ends_who_still_waits_and_leaves_no_task(redis_server: RedisProcess, not_sweeping: None) -> None:
+async def test_close_fails_waiting_calls_and_leaves_no_task(redis_server: RedisProcess, not_sweeping: None) -> None:
     before = len(asyncio.all_tasks())
     async with listening(redis_server) as (hub, _):
         with hub.expect(hub.task_id("c1")) as future:
@@ -174,7 +178,7 @@ async def test_closing_ends_who_still_waits_and_leaves_no_task(redis_server: Red
     assert len(asyncio.all_tasks()) == before
 
 
-class DeafToCancel:
+class CancelSwallowingClient:
     """A client whose read swallows the first cancellation. redis-py does the same when a cancellation arrives
     together with a time-out.
     """
@@ -183,10 +187,10 @@ class DeafToCancel:
         self.reading = asyncio.Event()
         self._swallowed = False
 
-    def pubsub(self, **_: Any) -> "DeafToCancel":
+    def pubsub(self, **_: Any) -> "CancelSwallowingClient":
         return self
 
-    async def __aenter__(self) -> "DeafToCancel":
+    async def __aenter__(self) -> "CancelSwallowingClient":
         return self
 
     async def __aexit__(self, *_: object) -> None: ...
@@ -209,8 +213,8 @@ class DeafToCancel:
         return None
 
 
-async def test_closing_ends_also_when_a_cancellation_is_swallowed(not_sweeping: None) -> None:
-    hub = ResultHub(DeafToCancel())  # type: ignore[arg-type]
+async def test_close_ends_when_a_cancellation_is_swallowed(not_sweeping: None) -> None:
+    hub = ResultHub(CancelSwallowingClient())  # type: ignore[arg-type]
     await hub.start()
     await asyncio.sleep(0)
     closing = asyncio.create_task(hub.close())
@@ -221,7 +225,7 @@ async def test_closing_ends_also_when_a_cancellation_is_swallowed(not_sweeping: 
     assert finished
 
 
-async def test_a_silent_redis_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_start_fails_when_redis_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     timeout = asyncio.timeout
     monkeypatch.setattr(results.asyncio, "timeout", lambda _: timeout(0.2))

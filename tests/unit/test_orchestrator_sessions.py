@@ -36,8 +36,8 @@ class Pool:
         self._answers = {"open": opened, **answers}
 
     async def open(self, workspace: Path | None = None, **start: Any) -> Session:
-        begins = SessionStart(ttl_s=60, workspace=workspace, **start)
-        return await Session.open(self._dispatcher, self.blobs, tenant="acme", start=begins)  # type: ignore[arg-type]
+        start_options = SessionStart(ttl_s=60, workspace=workspace, **start)
+        return await Session.open(self._dispatcher, self.blobs, tenant="acme", start=start_options)  # type: ignore[arg-type]
 
     def sent(self) -> list[str]:
         return [call.name.removeprefix("session.") for call in self.transport.calls]
@@ -50,7 +50,7 @@ class Pool:
 
 
 @pytest.mark.parametrize("close", [{}, {"error_code": ErrorCode.SANDBOX_UNAVAILABLE, "error": "the host is lost"}])
-async def test_a_workspace_that_could_not_be_copied_leaves_no_sandbox(tmp_path: Path, close: dict[str, Any]) -> None:
+async def test_failed_workspace_copy_closes_the_sandbox(tmp_path: Path, close: dict[str, Any]) -> None:
     pool = Pool(**{"import": {"error_code": ErrorCode.NO_SPACE, "error": "full"}, "close": close})
     with pytest.raises(ToolFailure, match="full") as raised:
         await pool.open(tmp_path)
@@ -59,7 +59,7 @@ async def test_a_workspace_that_could_not_be_copied_leaves_no_sandbox(tmp_path: 
 
 
 @pytest.mark.parametrize(("name", "call_id"), [("x" * 200, None), ("", None), ("bash_tool", "not an id")])
-async def test_a_call_that_cannot_be_is_a_result_too(name: str, call_id: str | None) -> None:
+async def test_invalid_call_name_or_id_is_a_failed_result(name: str, call_id: str | None) -> None:
     session = await Pool().open()
     assert (await session.call(name, {}, call_id=call_id)).success is False
 
@@ -73,7 +73,7 @@ async def test_attached_content_is_deleted_after_its_call(answer: dict[str, Any]
     assert pool.blobs.dropped == [pool.transport.contexts[-1].blob]
 
 
-async def test_a_closing_that_failed_can_be_tried_again() -> None:
+async def test_failed_close_can_be_repeated() -> None:
     outages = iter([True])
 
     async def close(call: ToolCall, context: ToolContext) -> dict[str, Any]:
@@ -89,7 +89,7 @@ async def test_a_closing_that_failed_can_be_tried_again() -> None:
     assert pool.sent() == ["open", "close", "close"]
 
 
-async def test_a_cancelled_program_kills_its_call_and_sandbox() -> None:
+async def test_cancelled_program_cancels_its_call_and_closes_its_session() -> None:
     calling = asyncio.Event()
 
     async def wait(*_: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ async def test_a_cancelled_program_kills_its_call_and_sandbox() -> None:
     assert [call.name for _, call in pool.transport.commands] == ["session.cancel", "session.close"]
 
 
-async def test_a_session_that_is_cancelled_while_it_opens_is_closed_when_it_is_open() -> None:
+async def test_session_cancelled_while_opening_is_closed() -> None:
     opening, go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(*_: Any) -> dict[str, Any]:

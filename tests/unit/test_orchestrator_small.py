@@ -42,7 +42,7 @@ RESULT = ToolResult(call_id="c", name="echo", success=True, output="fine")
     "options",
     [{"max_iterations": 0}, {"max_iterations": -1}] + [{"tool_timeout_s": limit} for limit in (0, -1, float("nan"))],
 )
-def test_a_limit_that_allows_nothing_is_refused(options: dict[str, Any]) -> None:
+def test_run_limit_of_zero_or_less_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         ReActOptions(**options)
 
@@ -61,11 +61,13 @@ def test_a_limit_that_allows_nothing_is_refused(options: dict[str, Any]) -> None
         ({"max_tokens": 1, "max_iterations": 1}, {"steps": 1, "usage": TokenUsage(1, 0)}, StopReason.MAX_ITERATIONS),
     ],
 )
-def test_a_reached_budget_is_spent(options: dict[str, Any], spent: dict[str, Any], reason: StopReason | None) -> None:
+def test_exhausted_budget_gives_its_stop_reason(
+    options: dict[str, Any], spent: dict[str, Any], reason: StopReason | None
+) -> None:
     assert Spending(ReActOptions(**options), **spent).find_exhausted() is reason
 
 
-def test_messages_stay_in_order_and_as_they_were() -> None:
+def test_transcript_keeps_order_and_copies_of_messages() -> None:
     message: dict[str, Any] = {"role": "user", "content": "a\nb", "deep": [1]}
     transcript = Transcript(message)
     message["deep"].append(2)
@@ -89,7 +91,7 @@ EVENTS: list[RunEvent] = [
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_an_event_is_parsed_from_its_json(event: RunEvent) -> None:
+def test_run_event_is_parsed_from_its_json(event: RunEvent) -> None:
     data = json.loads(json.dumps(event.to_trace()))
     assert parse_event({**data, "later": "field"}) == event
     assert parse_event({**data, "type": "LaterType"}) is None
@@ -97,7 +99,7 @@ def test_an_event_is_parsed_from_its_json(event: RunEvent) -> None:
         parse_event({**data, "run": None})
 
 
-def test_a_request_in_a_stream_has_sizes_and_in_a_trace_what_is_new() -> None:
+def test_model_request_event_has_sizes_in_json_and_new_messages_in_a_trace() -> None:
     before = ModelRequest([{"role": "system"}, {"role": "user"}], [{"type": "function"}])
     request = ModelRequest([{"role": "system"}, {"role": "user", "content": "x"}], before.tools)
     event = build_model_asked("r", 2, request, before)
@@ -113,7 +115,7 @@ def test_a_request_in_a_stream_has_sizes_and_in_a_trace_what_is_new() -> None:
     assert (event.kept, event.new_messages, event.new_tools) == (1, request.messages[1:], None)
 
 
-def shown(*events: RunEvent) -> str:
+def print_events(*events: RunEvent) -> str:
     out = io.StringIO()
     view = RunPrinter(Console(file=out, width=200, force_terminal=False))
     for event in events:
@@ -121,21 +123,21 @@ def shown(*events: RunEvent) -> str:
     return out.getvalue()
 
 
-def test_a_run_is_shown_from_its_start_to_its_end() -> None:
-    text = shown(*EVENTS)
+def test_run_printer_shows_every_event() -> None:
+    text = print_events(*EVENTS)
     assert all(
         part in text
         for part in ("model m", "step 1", "hi", '-> echo {"a": [1]}', "fine", "warning: careful", "stopped: answered")
     )
 
 
-def test_a_long_result_is_shown_in_part_and_says_so() -> None:
+def test_run_printer_cuts_a_long_result_with_a_notice() -> None:
     result = RESULT.model_copy(update={"output": "\n".join(f"line {n}" for n in range(MAX_SHOWN_LINES + 5))})
-    text = shown(CallFinished(run="r", result=result))
+    text = print_events(CallFinished(run="r", result=result))
     assert ("5 more lines" in text, f"line {MAX_SHOWN_LINES}" in text) == (True, False)
 
 
-def test_driving_the_terminal_by_output_does_not_work() -> None:
+def test_run_printer_escapes_control_characters() -> None:
     attack = "\x1b[2J\x1b]0;owned\x07\r\x9b31m[red]x[/red]"
     events = [
         TextArrived(run="r", text=attack),
@@ -145,7 +147,7 @@ def test_driving_the_terminal_by_output_does_not_work() -> None:
         Warned(run="r", message=attack),
         RunStarted(run="r", instruction="", model=attack, dialect=""),
     ]
-    text = shown(*events)
+    text = print_events(*events)
     assert not set("\x1b\x07\r\x9b") & set(text)
     assert "[red]x[/red]" in text
 
@@ -158,18 +160,18 @@ def test_driving_the_terminal_by_output_does_not_work() -> None:
         *((mark, ascii(mark)[1:-1]) for mark in "\x1b\x7f\x85\u061c\u200e\u200f\u202e\u2066\ud800"),
     ],
 )
-def test_controls_are_escaped_and_letters_are_not(text: str, safe: str) -> None:
+def test_escape_controls_keeps_letters(text: str, safe: str) -> None:
     assert escape_controls(text) == safe
 
 
 @pytest.mark.parametrize("texts", [["a"], ["=1"], ["a=1", "-"], ["a=1", "@file"], ["a=1", "a=2"]])
-def test_wrong_pairs_are_refused(texts: list[str]) -> None:
+def test_invalid_argument_pairs_are_refused(texts: list[str]) -> None:
     with pytest.raises(ToolFailure) as refused:
         parse_arguments(texts)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-def test_json_comes_from_a_file_or_from_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_json_is_read_from_file_or_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text('{"n": 1}')
     assert parse_arguments([f"@{tmp_path}/a.json"]) == ({"n": 1}, False)
     monkeypatch.setattr("sys.stdin", io.StringIO('{"n": 2}'))
@@ -177,21 +179,21 @@ def test_json_comes_from_a_file_or_from_stdin(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"1", b"\xff", b"", pytest.param(b"[" * 100_000, id="deep")])
-def test_json_that_is_no_object_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_arguments_json_that_is_not_an_object_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ToolFailure) as refused:
         parse_arguments([f"@{tmp_path}/a.json"])
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-def test_a_missing_redis_server_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_redis_server_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server_module.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(redis_server_module.shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match=r"toolcrew\[ops\]"):
         find_redis_server()
 
 
-def test_the_password_is_in_a_file_of_its_owners_and_the_server_on_loopback(tmp_path: Path) -> None:
+def test_redis_config_is_private_and_binds_to_loopback(tmp_path: Path) -> None:
     config = write_redis_config(tmp_path, 7777, "hunter2")
     lines = config.read_text().splitlines()
     assert config.stat().st_mode & 0o077 == 0
@@ -208,7 +210,9 @@ def test_the_password_is_in_a_file_of_its_owners_and_the_server_on_loopback(tmp_
         ("TOOLCREW_REDIS_URL", None, "toolcrew up"),
     ],
 )
-def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, message: str) -> None:
+def test_invalid_setting_is_named_in_the_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, message: str
+) -> None:
     if value is None:
         monkeypatch.delenv(name, raising=False)
     else:

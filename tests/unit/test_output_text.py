@@ -18,7 +18,7 @@ DEFAULTS = {"action": "run", "stdin": "", "background": False, "reset_state": Fa
 
 
 @pytest.mark.parametrize(
-    ("raw", "shown"),
+    ("raw", "visible"),
     [
         ("\x1b[1;31mred\x1b[0m\x1b[K", "red"),
         ("\x1b]0;title\x07a\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "alink"),
@@ -31,24 +31,24 @@ DEFAULTS = {"action": "run", "stdin": "", "background": False, "reset_state": Fa
         ("\x1b]never ended\nnext", "\nnext"),
     ],
 )
-def test_overwritten_lines_are_folded(raw: str, shown: str) -> None:
-    assert fold(raw) == shown
+def test_fold_applies_terminal_control_sequences(raw: str, visible: str) -> None:
+    assert fold(raw) == visible
 
 
 @given(text=st.text(alphabet="ab\n\r\b\x1b[]m;0", max_size=60))
-def test_folding_adds_nothing_and_keeps_lines(text: str) -> None:
+def test_fold_never_grows_text_and_keeps_newlines(text: str) -> None:
     folded = fold(text)
     assert len(folded) <= len(text)
     assert "\r" not in folded
     assert folded.count("\n") == text.count("\n")
 
 
-def test_folding_takes_time_by_the_length_only() -> None:
+def test_fold_takes_linear_time() -> None:
     for piece in ("a\r", "\x1b", "\x1b[", "a\b", "\x1b]", "x"):
         fold(piece * 200_000)
 
 
-def test_too_many_lines_are_cut_in_the_middle() -> None:
+def test_long_output_is_cut_in_the_middle() -> None:
     raw = b"".join(b"%d\n" % n for n in range(MAX_LINES * 2))
     text, cut = show_output(raw, {}, "see line {offset}")
     lines = text.splitlines()
@@ -57,24 +57,24 @@ def test_too_many_lines_are_cut_in_the_middle() -> None:
 
 
 @given(st.data())
-def test_a_cut_leaves_whole_lines_and_whole_signs_and_counts_what_is_missing(data: st.DataObject) -> None:
-    signs = data.draw(st.text(alphabet="aé€😀\n", min_size=60, max_size=200))
-    raw = signs.encode()
+def test_cut_output_has_whole_characters_and_counts_omitted_bytes(data: st.DataObject) -> None:
+    characters = data.draw(st.text(alphabet="aé€😀\n", min_size=60, max_size=200))
+    raw = characters.encode()
     head = data.draw(st.integers(0, 20))
     tail = data.draw(st.integers(0, 20))
-    shown = raw[:head] + raw[len(raw) - tail :]
-    text, cut = show_output(shown, {"total": len(raw), "head": head, "tail": tail})
+    visible = raw[:head] + raw[len(raw) - tail :]
+    text, cut = show_output(visible, {"total": len(raw), "head": head, "tail": tail})
     before, _, rest = text.partition("[... ")
     omitted = int(rest.partition(" bytes")[0])
     after = rest.partition(" ...]")[2]
     assert cut
     assert "\ufffd" not in text
-    assert signs.startswith(before.removesuffix("\n"))
-    assert signs.endswith(after.removeprefix("\n"))
+    assert characters.startswith(before.removesuffix("\n"))
+    assert characters.endswith(after.removeprefix("\n"))
     assert len(raw) - head - tail <= omitted <= len(raw)
 
 
-class Watched:
+class WatchedEnvironment:
     """A tool environment whose call has a follower, over a guest that sends these pieces."""
 
     is_watched = True
@@ -96,10 +96,13 @@ class Watched:
         self.shown.append((stream, text))
 
 
-def test_live_output_is_shown_as_it_comes_and_is_no_part_of_the_result() -> None:
-    sign = "é".encode()
-    bench = Watched(
-        ("live", b"a" + sign[:1]), ("live", sign[1:]), ("live_stderr", b"\x1b[1mbad\0"), ("merged", b"whole\n")
+def test_live_output_is_shown_immediately_and_not_in_the_result() -> None:
+    character = "é".encode()
+    bench = WatchedEnvironment(
+        ("live", b"a" + character[:1]),
+        ("live", character[1:]),
+        ("live_stderr", b"\x1b[1mbad\0"),
+        ("merged", b"whole\n"),
     )
     outcome = BASH_TOOL.handler({**DEFAULTS, "command": "x"}, bench)  # type: ignore[arg-type]
     assert bench.shown == [("stdout", "a"), ("stdout", "é"), ("stderr", "bad\ufffd")]

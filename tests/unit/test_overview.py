@@ -32,7 +32,7 @@ async def report_host(client: "redis.asyncio.Redis", name: str = "h1", **fields:
     await client.set(host_key(DEPLOYMENT, report.queue), report.model_dump_json())
 
 
-async def test_an_empty_deployment_has_nothing_but_its_pools(reader: OverviewReader) -> None:
+async def test_empty_deployment_has_only_pool_queues(reader: OverviewReader) -> None:
     overview = await reader.read()
 
     assert (overview.hosts, overview.tenants, overview.batches) == ((), (), ())
@@ -50,7 +50,7 @@ async def test_an_empty_deployment_has_nothing_but_its_pools(reader: OverviewRea
     ) == (0,) * 6
 
 
-async def test_a_queue_reports_what_waits_and_for_how_long(
+async def test_queue_reports_waiting_calls_and_the_oldest_wait(
     client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
 ) -> None:
     await report_host(client)
@@ -75,7 +75,7 @@ async def test_a_queue_reports_what_waits_and_for_how_long(
     assert 39 < queue.oldest_s < 300
 
 
-async def test_tenants_with_calls_come_first_with_their_shares_and_unregistered_ones_are_not_missed(
+async def test_tenants_are_listed_by_calls_with_shares_and_unregistered_ones(
     client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
 ) -> None:
     tenants = RedisTenants(client, DEPLOYMENT, KEY)
@@ -105,7 +105,7 @@ async def test_tenants_with_calls_come_first_with_their_shares_and_unregistered_
     assert "cannot be verified" in tenant_rows["torn"].problem
 
 
-async def test_a_tenant_that_its_own_rate_stops_is_reported_with_what_waits(
+async def test_rate_limited_tenant_is_listed_with_waiting_calls(
     client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
 ) -> None:
     await report_host(client)
@@ -127,8 +127,8 @@ async def test_batches_are_listed_until_they_end(client: "redis.asyncio.Redis", 
     await runs.submit(1, batch="runs", tenant="bolt")
     await runs.submit(1, batch="over", tenant="cyan")
     claims = {(claim.tenant, claim.record.batch): claim for claim in await runs.queue.claim(10)}
-    over = claims["cyan", "over"]
-    await runs.queue.finish(over, build_outcome(over))
+    finished = claims["cyan", "over"]
+    await runs.queue.finish(finished, build_outcome(finished))
 
     overview = await reader.read()
 
@@ -137,7 +137,7 @@ async def test_batches_are_listed_until_they_end(client: "redis.asyncio.Redis", 
     assert overview.running == 2
 
 
-async def test_redis_does_not_read_all_batches_of_a_tenant_that_has_many(
+async def test_overview_does_not_read_every_batch_of_a_tenant(
     client: "redis.asyncio.Redis", reader: OverviewReader
 ) -> None:
     runs = RunHarness(client)
@@ -149,7 +149,7 @@ async def test_redis_does_not_read_all_batches_of_a_tenant_that_has_many(
     assert (await client.info("commandstats"))["cmdstat_hmget"]["calls"] < 100
 
 
-async def test_a_thousand_tenants_take_no_more_round_trips_than_one(
+async def test_overview_of_1000_tenants_takes_no_extra_round_trips(
     client: "redis.asyncio.Redis", reader: OverviewReader, redis_server: RedisProcess
 ) -> None:
     async def count_reads() -> int:

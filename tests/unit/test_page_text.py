@@ -14,7 +14,7 @@ _TAGS = re.compile(r'<span class="(?:odd|mark)"(?: title="[^"<>]*")?>|</span>|<s
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "html"),
     [
         ("<b>&\"'", "&lt;b&gt;&amp;&#34;&#39;"),
         ("\x1b[31m", "\\x1b[31m"),
@@ -29,12 +29,12 @@ _TAGS = re.compile(r'<span class="(?:odd|mark)"(?: title="[^"<>]*")?>|</span>|<s
         ("日本語 café Ω", "日本語 café Ω"),
     ],
 )
-def test_control_characters_are_escaped(text: str, shown: str) -> None:
-    assert _TAGS.sub("", reveal(text)) == shown
+def test_control_characters_are_escaped(text: str, html: str) -> None:
+    assert _TAGS.sub("", reveal(text)) == html
 
 
 @pytest.mark.parametrize(
-    ("text", "unseen", "alike"),
+    ("text", "invisible", "lookalike"),
     [
         ("ls -la", 0, 0),
         ("rm\u00a0-rf", 0, 1),
@@ -50,18 +50,18 @@ def test_control_characters_are_escaped(text: str, shown: str) -> None:
         ("Grüße", 0, 0),
     ],
 )
-def test_invisible_and_lookalike_characters_are_counted(text: str, unseen: int, alike: int) -> None:
-    assert count_suspicious(text) == (unseen, alike)
+def test_invisible_and_lookalike_characters_are_counted(text: str, invisible: int, lookalike: int) -> None:
+    assert count_suspicious(text) == (invisible, lookalike)
 
 
-def test_for_a_decision_ends_of_lines_tabs_and_trailing_spaces_are_seen() -> None:
+def test_reveal_exactly_shows_newlines_tabs_and_trailing_spaces() -> None:
     assert _TAGS.sub("", reveal_exactly("a\tb \t\n \nx")) == "a\u2192\tb\u00b7\u2192\t\u21b5\n\u00b7\u21b5\nx"
 
 
 @given(st.text(st.characters(codec=None)))
-def test_nothing_of_a_text_is_lost_and_nothing_of_it_is_markup(text: str) -> None:
-    for shown in (str(reveal(text)), str(reveal_exactly(text))):
-        bare = _TAGS.sub("", shown)
+def test_reveal_loses_no_character_and_produces_no_foreign_markup(text: str) -> None:
+    for html in (str(reveal(text)), str(reveal_exactly(text))):
+        bare = _TAGS.sub("", html)
         assert not re.search("[<>\"']", bare), bare
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", bare)
         # Each character of the text is there: as itself, or as its escape.
@@ -73,7 +73,7 @@ def test_nothing_of_a_text_is_lost_and_nothing_of_it_is_markup(text: str) -> Non
     ["x" * 1_000_000, "\x1b" * 500_000, "a\x1b" * 60_000, "x\n" * 200_000, "a\u0430" * 50_000, " " * 300_000],
     ids=len,
 )
-def test_a_lot_of_it_does_not_hold_the_service_up(text: str) -> None:
+def test_reveal_of_a_large_text_is_fast(text: str) -> None:
     began = time.monotonic()
     reveal(text)
     reveal_exactly(text)
@@ -81,11 +81,11 @@ def test_a_lot_of_it_does_not_hold_the_service_up(text: str) -> None:
     assert time.monotonic() - began < 20
 
 
-def test_a_long_text_counts_its_omitted_part() -> None:
+def test_shorten_counts_omitted_characters() -> None:
     head, tail, hidden = shorten("a" * 60 + "b" * 60, 100)
     assert (head, tail, hidden) == ("a" * 50, "b" * 50, 20)
     assert shorten("a" * 100, 100) == ("a" * 100, "", 0)
 
 
-def test_the_parts_of_an_address_are_escaped() -> None:
+def test_parts_of_an_address_are_escaped() -> None:
     assert address("runs", "../../x?y#z", tenant="a&b=c", state=None) == "/runs/..%2F..%2Fx%3Fy%23z?tenant=a%26b%3Dc"

@@ -24,11 +24,11 @@ async def harness(client: "redis.asyncio.Redis") -> RunHarness:
     return RunHarness(client)
 
 
-async def claimed(harness: RunHarness, most: int = 10) -> list[str]:
+async def claim_names(harness: RunHarness, most: int = 10) -> list[str]:
     return [f"{claim.tenant}/{claim.run}" for claim in await harness.queue.claim(most)]
 
 
-async def test_a_pause_holds_until_it_ends(client: "redis.asyncio.Redis") -> None:
+async def test_pause_survives_policy_changes_until_resume(client: "redis.asyncio.Redis") -> None:
     tenants = RedisTenants(client, "d", KEY)
     await tenants.add("acme", TenantPolicy(weight=2))
     for _ in range(2):
@@ -50,19 +50,19 @@ async def test_a_pause_holds_until_it_ends(client: "redis.asyncio.Redis") -> Non
     ]
 
 
-async def test_nothing_of_a_paused_tenant_is_claimed_and_others_are_not_held_up(harness: RunHarness) -> None:
+async def test_runs_of_a_paused_tenant_are_not_claimed(harness: RunHarness) -> None:
     tenants = RedisTenants(harness.client, "d", KEY)
     for name in ("acme", "bolt"):
         await tenants.add(name, TenantPolicy())
         await harness.submit(2, tenant=name)
     await tenants.pause("acme")
-    assert await claimed(harness) == ["bolt/b-1", "bolt/b-2"]
-    assert await claimed(harness) == []
+    assert await claim_names(harness) == ["bolt/b-1", "bolt/b-2"]
+    assert await claim_names(harness) == []
     await tenants.resume("acme")
-    assert await claimed(harness) == ["acme/b-1", "acme/b-2"]
+    assert await claim_names(harness) == ["acme/b-1", "acme/b-2"]
 
 
-async def test_a_run_of_a_dead_process_waits_and_continues(harness: RunHarness) -> None:
+async def test_lost_run_of_a_paused_tenant_waits_and_continues(harness: RunHarness) -> None:
     tenants = RedisTenants(harness.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
     await harness.submit(1)
@@ -72,11 +72,11 @@ async def test_a_run_of_a_dead_process_waits_and_continues(harness: RunHarness) 
     assert await harness.other.claim(1) == []
     assert await harness.queue.counts("acme", "b") == {"waiting": 1, "running": 0}
     await tenants.resume("acme")
-    [again] = await harness.other.claim(1)
-    assert (again.run, again.record.losses) == (claim.run, 1)
+    [resumed_claim] = await harness.other.claim(1)
+    assert (resumed_claim.run, resumed_claim.record.losses) == (claim.run, 1)
 
 
-async def test_very_many_paused_batches_do_not_keep_the_others_waiting(harness: RunHarness) -> None:
+async def test_many_paused_batches_do_not_block_other_tenants(harness: RunHarness) -> None:
     tenants = RedisTenants(harness.client, "d", KEY)
     for name in ("acme", "bolt"):
         await tenants.add(name, TenantPolicy())
@@ -91,18 +91,18 @@ async def test_very_many_paused_batches_do_not_keep_the_others_waiting(harness: 
         await pipe.execute()
     await harness.submit(1, tenant="bolt")
     await tenants.pause("acme")
-    claims = [await claimed(harness) for _ in range(2)]
+    claims = [await claim_names(harness) for _ in range(2)]
     assert [] in claims
     assert ["bolt/b-1"] in claims
 
 
-async def test_text_in_a_policy_pauses_no_tenant(harness: RunHarness) -> None:
+async def test_text_in_a_policy_cannot_pause_a_tenant(harness: RunHarness) -> None:
     """The aim: to stop a tenant by the name of a tool."""
     await RedisTenants(harness.client, "d", KEY).add(
         "acme", TenantPolicy(tools=('x","is_paused":true,"y":"', '"is_paused":true'))
     )
     await harness.submit(1)
-    assert await claimed(harness) == ["acme/b-1"]
+    assert await claim_names(harness) == ["acme/b-1"]
 
 
 def test_commands_pause_and_resume_a_tenant(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:

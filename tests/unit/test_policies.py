@@ -45,7 +45,7 @@ def deny(*prefix: str, **fields: Any) -> Rule:
     ],
     ids=["plain", "permission", "dangerous", "no such parameter", "no sandbox"],
 )
-def test_without_rules_the_spec_decides(spec: ToolSpec, arguments: dict[str, Any], action: str) -> None:
+def test_without_rules_the_tool_spec_decides(spec: ToolSpec, arguments: dict[str, Any], action: str) -> None:
     assert ApprovalPolicy().decide("acme", spec, arguments).action == action
 
 
@@ -89,7 +89,7 @@ JOB = {"action": "input", "command": ""}
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_without_rules_a_command_is_judged_by_its_danger(arguments: dict[str, Any], action: str) -> None:
+def test_without_rules_a_command_is_judged_by_its_danger_level(arguments: dict[str, Any], action: str) -> None:
     assert ApprovalPolicy().decide("acme", BASH, arguments).action == action
 
 
@@ -105,7 +105,7 @@ def test_without_rules_a_command_is_judged_by_its_danger(arguments: dict[str, An
     ],
     ids=str,
 )
-def test_a_forbidden_command_is_a_security_refusal_and_a_dangerous_one_warns(
+def test_denied_command_has_a_code_and_dangerous_command_a_warning(
     command: str, rules: tuple[Rule, ...], action: str, code: ErrorCode | None, warning: str | None
 ) -> None:
     decision = decide(command, *rules)
@@ -129,7 +129,7 @@ def test_a_forbidden_command_is_a_security_refusal_and_a_dangerous_one_warns(
     ],
     ids=str,
 )
-def test_the_strictest_rule_that_matches_decides(rules: tuple[Rule, ...], tool: str, tenant: str, action: str) -> None:
+def test_strictest_matching_rule_decides(rules: tuple[Rule, ...], tool: str, tenant: str, action: str) -> None:
     assert ApprovalPolicy(rules).decide(tenant, build_spec(tool), {"text": "git push"}).action == action
 
 
@@ -155,7 +155,7 @@ def test_the_strictest_rule_that_matches_decides(rules: tuple[Rule, ...], tool: 
         ("allow", "gitk push"),
     ],
 )
-def test_a_denied_prefix_is_found_in_any_part_of_a_command(action: str, command: str) -> None:
+def test_denied_prefix_is_found_in_any_part_of_a_command(action: str, command: str) -> None:
     assert decide(command, deny("git", "push")).action == action
 
 
@@ -168,7 +168,7 @@ def test_a_denied_prefix_is_found_in_any_part_of_a_command(action: str, command:
         "ls | rm -f /srv/x",
     ],
 )
-def test_an_allowed_prefix_needs_no_approval(command: str) -> None:
+def test_command_with_an_allowed_prefix_needs_no_approval(command: str) -> None:
     assert decide(command, allow("rm"), allow("ls")).action == "allow"
 
 
@@ -191,21 +191,23 @@ def test_an_allowed_prefix_needs_no_approval(command: str) -> None:
         'rm -rf "/srv/build',
     ],
 )
-def test_an_allowed_prefix_does_not_let_other_things_ride_along(command: str) -> None:
+def test_allowed_prefix_does_not_allow_other_commands_in_the_line(command: str) -> None:
     assert decide(command, allow("rm")).action == "ask"
 
 
-def test_every_word_of_an_allowed_prefix_must_stand_as_written() -> None:
+def test_allowed_prefix_must_match_literally() -> None:
     assert decide("git push --force", allow("git", "push")).action == "allow"
     assert decide("git -C x push --force", allow("git", "push")).action == "ask"
     assert decide("git $X --force; rm -f /srv/a", allow("git", "push"), allow("rm")).action == "ask"
     assert decide("set -- x; git pu$@sh --force", allow("git", "push"), allow("set")).action == "ask"
 
 
-def test_rules_about_commands_are_about_those_sent_to_a_job() -> None:
-    sent = {"action": "input", "command": "", "stdin": "git push origin\n"}
-    assert ApprovalPolicy((deny("git", "push"),)).decide("acme", BASH, sent).code is ErrorCode.SECURITY_REFUSED
-    assert ApprovalPolicy((allow("rm"),)).decide("acme", BASH, {**sent, "stdin": "rm -rf /srv/a\n"}).action == "allow"
+def test_command_rules_apply_to_input_of_a_job() -> None:
+    job_input = {"action": "input", "command": "", "stdin": "git push origin\n"}
+    assert ApprovalPolicy((deny("git", "push"),)).decide("acme", BASH, job_input).code is ErrorCode.SECURITY_REFUSED
+    assert (
+        ApprovalPolicy((allow("rm"),)).decide("acme", BASH, {**job_input, "stdin": "rm -rf /srv/a\n"}).action == "allow"
+    )
 
 
 TOML = (
@@ -219,7 +221,7 @@ JSON = (
 
 
 @pytest.mark.parametrize(("name", "text"), [("p.toml", TOML), ("p.json", JSON)])
-def test_a_policy_is_read_from_toml_and_json(tmp_path: Path, name: str, text: str) -> None:
+def test_policy_is_read_from_toml_and_json(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     assert load_policy(path) == ApprovalPolicy((deny("git", "push", tool="bash_tool"), Rule("allow", tenant="a*")))
@@ -251,7 +253,9 @@ def rules(*texts: str) -> str:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_wrong_policy_says_where_and_what_to_do(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
+def test_invalid_policy_file_is_refused_with_path_and_reason(
+    tmp_path: Path, name: str, text: str | None, expected: str
+) -> None:
     path = tmp_path / name
     if text is not None:
         path.write_text(text, encoding="latin-1")

@@ -60,7 +60,7 @@ class Worker:
         self._client.close()
 
 
-class Floor:
+class TwoWorkers:
     """Two workers on one Redis. Only the first reads the pool's list, and the test writes to the list."""
 
     def __init__(self, server: RedisProcess) -> None:
@@ -83,39 +83,39 @@ class Floor:
 
 
 @pytest.fixture
-def floor(redis_server: RedisProcess) -> Iterator[Floor]:
+def workers(redis_server: RedisProcess) -> Iterator[TwoWorkers]:
     with capture_logs():
-        opened = Floor(redis_server)
+        opened = TwoWorkers(redis_server)
         yield opened
         opened.close()
 
 
 @pytest.mark.parametrize("is_here", [True, False])
-def test_a_call_is_ended_where_it_runs_and_marked_before(floor: Floor, is_here: bool) -> None:
-    worker, other = (floor.here, floor.there) if is_here else (floor.there, floor.here)
-    floor.hold("c1", process_holder(HERE if is_here else THERE, 41))
-    floor.order("c1")
+def test_cancel_ends_a_call_on_the_worker_that_runs_it(workers: TwoWorkers, is_here: bool) -> None:
+    worker, other = (workers.here, workers.there) if is_here else (workers.there, workers.here)
+    workers.hold("c1", process_holder(HERE if is_here else THERE, 41))
+    workers.order("c1")
     assert worker.was_asked()
     assert (worker.ended, other.ended) == ([41], [])
     assert (worker.board.is_marked("acme", "c1"), other.board.is_marked("acme", "c1")) == (True, False)
 
 
-def test_an_order_for_a_stopped_worker_is_dropped(floor: Floor) -> None:
+def test_order_for_a_stopped_worker_expires(workers: TwoWorkers) -> None:
     ended_worker = pool_worker("h3", "cccc")
-    floor.hold("c1", process_holder(ended_worker, 43))
-    floor.order("c1")
-    wait_until(lambda: floor.store.exists(control_queue(ended_worker)), 10, "the order is passed on")
-    assert 0 < floor.store.ttl(control_queue(ended_worker)) <= 60
+    workers.hold("c1", process_holder(ended_worker, 43))
+    workers.order("c1")
+    wait_until(lambda: workers.store.exists(control_queue(ended_worker)), 10, "the order is passed on")
+    assert 0 < workers.store.ttl(control_queue(ended_worker)) <= 60
 
 
-def test_a_call_that_has_not_started_never_will(floor: Floor) -> None:
-    floor.order("c1")
+def test_cancelled_call_in_a_queue_never_starts(workers: TwoWorkers) -> None:
+    workers.order("c1")
     # Every order is obeyed in a thread of its own: that a later one has been says nothing of this one.
-    wait_until(lambda: floor.store.exists(call_key("d", "acme", "c1")), 10, "the order is obeyed")
-    late = WorkerCallStore(floor.store, "d", SharedClock()).claim(
+    wait_until(lambda: workers.store.exists(call_key("d", "acme", "c1")), 10, "the order is obeyed")
+    claim = WorkerCallStore(workers.store, "d", SharedClock()).claim(
         ToolCall(id="c1", name="echo"), build_context(session=None), "late"
     )
-    assert late is CallClaim.STARTED
+    assert claim is CallClaim.STARTED
 
 
 @pytest.mark.parametrize(
@@ -134,37 +134,37 @@ def test_a_call_that_has_not_started_never_will(floor: Floor) -> None:
         f"x{HERE}/1",
     ],
 )
-def test_a_marker_without_a_process_of_the_pool_ends_nothing(floor: Floor, holder: str) -> None:
+def test_forged_holder_of_a_call_ends_no_process(workers: TwoWorkers, holder: str) -> None:
     """The attacker's aim: a forged marker makes a worker write to a list, or end a process, of the attacker's choice."""
-    before = set(floor.store.keys("*"))
-    floor.hold("c1", holder)
-    floor.order("c1")
-    floor.hold("after", process_holder(HERE, 7))
-    floor.order("after")
-    assert floor.here.was_asked()
-    assert floor.here.ended == [7]
+    before = set(workers.store.keys("*"))
+    workers.hold("c1", holder)
+    workers.order("c1")
+    workers.hold("after", process_holder(HERE, 7))
+    workers.order("after")
+    assert workers.here.was_asked()
+    assert workers.here.ended == [7]
     markers = {call_key("d", "acme", name).encode() for name in ("c1", "after")}
-    assert set(floor.store.keys("*")) - before - markers == set()
+    assert set(workers.store.keys("*")) - before - markers == set()
 
 
-@pytest.mark.parametrize("wrong", [{"name": "session.close"}, {"key": SigningKeys.of("j" * 32)}])
-def test_an_unsigned_cancel_is_dropped(floor: Floor, wrong: dict[str, str]) -> None:
-    floor.hold("c1", process_holder(HERE, 41))
-    floor.order("c1", **wrong)  # type: ignore[arg-type]
-    floor.hold("after", process_holder(HERE, 7))
-    floor.order("after")
-    assert floor.here.was_asked()
-    assert floor.here.ended == [7]
+@pytest.mark.parametrize("changes", [{"name": "session.close"}, {"key": SigningKeys.of("j" * 32)}])
+def test_wrongly_signed_or_other_order_is_dropped(workers: TwoWorkers, changes: dict[str, str]) -> None:
+    workers.hold("c1", process_holder(HERE, 41))
+    workers.order("c1", **changes)  # type: ignore[arg-type]
+    workers.hold("after", process_holder(HERE, 7))
+    workers.order("after")
+    assert workers.here.was_asked()
+    assert workers.here.ended == [7]
 
 
-def test_a_listener_stops_at_once_and_leaves_nothing_on_its_list(floor: Floor) -> None:
+def test_listener_stops_immediately_and_leaves_no_order(workers: TwoWorkers) -> None:
     started = time.monotonic()
-    floor.here.listener.stop()
+    workers.here.listener.stop()
     assert time.monotonic() - started < 0.5
-    assert floor.store.llen(control_queue(HERE)) == 0
+    assert workers.store.llen(control_queue(HERE)) == 0
 
 
-def test_only_a_child_of_ones_own_gets_the_signal() -> None:
+def test_only_own_child_processes_are_signalled() -> None:
     assert not _interrupt_child(os.getppid())
     assert not _interrupt_child(os.getpid())
     assert not _interrupt_child(2**30)

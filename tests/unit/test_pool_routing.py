@@ -34,26 +34,8 @@ ROUTE = ("acme", "s1", "host.h1.b00t")
 WEB, TOOLS = build_spec("web_tool", pool="web"), build_spec("own_tool", pool="tools")
 
 
-def fine(call: ToolCall, _: ToolContext) -> ToolResult:
+def answer_done(call: ToolCall, _: ToolContext) -> ToolResult:
     return ToolResult(call_id=call.id, name=call.name, success=True, output="done")
-
-
-async def cancel_in_flight(spec: ToolSpec, call: ToolCall) -> AnsweringTransport:
-    """Return the transport of a call that was cancelled while in flight."""
-    is_sent = asyncio.Event()
-
-    async def never(call: ToolCall, context: ToolContext) -> ToolResult:
-        is_sent.set()
-        await asyncio.Event().wait()
-        return fine(call, context)
-
-    transport = AnsweringTransport(never)
-    running = asyncio.create_task(dispatcher(transport, spec).dispatch(Request(call, *ROUTE)))
-    await is_sent.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    return transport
 
 
 def dispatcher(transport: AnsweringTransport, *specs: ToolSpec) -> Dispatcher:
@@ -64,21 +46,34 @@ def dispatcher(transport: AnsweringTransport, *specs: ToolSpec) -> Dispatcher:
     ("pool", "queue", "limit_s"),
     [("sandbox", ROUTE[2], None), ("web", POOL_WEB, 3.0), ("tools", POOL_TOOLS, 3.0), ("local", ROUTE[2], None)],
 )
-async def test_the_pool_of_a_tool_sets_queue_and_limit(pool: Any, queue: str, limit_s: float | None) -> None:
-    transport = AnsweringTransport(fine)
+async def test_pool_of_a_tool_sets_queue_and_limit(pool: Any, queue: str, limit_s: float | None) -> None:
+    transport = AnsweringTransport(answer_done)
     result = await dispatcher(transport, build_spec(pool=pool)).dispatch(Request(build_call(), *ROUTE, timeout_s=3))
     [delivery], [context] = transport.deliveries, transport.contexts
     assert (result.success, delivery.queue, delivery.request.celery_limit_s) == (True, queue, limit_s)
     assert (context.tenant, context.session, context.timeout_s) == ("acme", "s1", 3.0)
 
 
-async def test_a_cancelled_call_notifies_its_pool() -> None:
-    transport = await cancel_in_flight(WEB, build_call("web_tool", call_id="c7"))
+async def test_cancelled_call_sends_a_cancel_to_its_pool() -> None:
+    is_sent = asyncio.Event()
+
+    async def answer_never(call: ToolCall, context: ToolContext) -> ToolResult:
+        is_sent.set()
+        await asyncio.Event().wait()
+        return answer_done(call, context)
+
+    transport = AnsweringTransport(answer_never)
+    request = Request(build_call("web_tool", call_id="c7"), *ROUTE)
+    running = asyncio.create_task(dispatcher(transport, WEB).dispatch(request))
+    await is_sent.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     [(queue, order)] = transport.commands
     assert (queue, order.name, order.arguments) == (POOL_WEB, "session.cancel", {"call_id": "c7"})
 
 
-def test_the_tasks_of_a_pool_have_limits_of_celerys_own() -> None:
+def test_pool_tasks_have_celery_time_limits() -> None:
     app = Celery("test", broker="memory://", set_as_current=False)
     spec = build_spec("web_tool", pool="web", max_timeout_s=40)
     register_tasks(
@@ -88,7 +83,7 @@ def test_the_tasks_of_a_pool_have_limits_of_celerys_own() -> None:
     assert (task.soft_time_limit, task.time_limit) == (40, 40 + POOL_GRACE_S)
 
 
-def test_a_worker_publishes_each_pool_apart() -> None:
+def test_worker_publishes_one_catalog_per_pool() -> None:
     def nothing(*_: Any) -> Outcome:
         return Outcome()
 
@@ -112,7 +107,7 @@ def test_a_worker_publishes_each_pool_apart() -> None:
         ((), None, "no tools to serve"),
     ],
 )
-def test_a_worker_serves_its_pools(
+def test_worker_chooses_its_pools_from_tools_and_queues(
     specs: tuple[ToolSpec, ...], queues: list[str] | None, pools: list[str] | str
 ) -> None:
     if isinstance(pools, list):
@@ -150,7 +145,7 @@ async def pools(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> 
     await opened.close()
 
 
-async def test_concurrent_calls_share_one_read_and_specs_are_rebuilt_only_after_a_change(pools: Pools) -> None:
+async def test_concurrent_catalog_reads_are_shared_and_cached_until_a_change(pools: Pools) -> None:
     pools.publish(sandbox=(build_spec("bash"),))
     pools.store.config_resetstat()
     read = await asyncio.gather(*(pools.catalog.specs() for _ in range(50)))
@@ -162,14 +157,14 @@ async def test_concurrent_calls_share_one_read_and_specs_are_rebuilt_only_after_
     assert [spec.description for spec in await pools.catalog.specs()] == ["Another."]
 
 
-async def test_a_pool_without_a_worker_leaves_the_catalog_and_its_tools_say_which_to_start(pools: Pools) -> None:
+async def test_tool_of_a_pool_without_workers_names_the_worker_to_start(pools: Pools) -> None:
     pools.publish(sandbox=(build_spec("bash"),), web=(WEB,))
     assert 0 < pools.store.ttl(catalog_key("d", "web")) <= CATALOG_TTL_S <= 15
     assert await pools.names() == ["bash", "web_tool"]
     pools.store.delete(catalog_key("d", "web"))  # as its time to live would
     assert await pools.names() == ["bash"]
 
-    missing = Dispatcher(AnsweringTransport(fine), TenantCatalog(pools.catalog), KEY, queue_wait_s=5)
+    missing = Dispatcher(AnsweringTransport(answer_done), TenantCatalog(pools.catalog), KEY, queue_wait_s=5)
     result = await missing.dispatch(Request(build_call("web_tool"), *ROUTE))
     assert result.error_code == ErrorCode.CONFIG_MISSING
     assert result.error == "no worker serves web_tool now: start one with `toolcrew serve worker --kind web`"
@@ -179,7 +174,7 @@ async def test_a_pool_without_a_worker_leaves_the_catalog_and_its_tools_say_whic
     assert "a sandboxd" in (pools.catalog.explain_missing("session.open") or "")
 
 
-async def test_the_sandbox_tool_wins_over_a_duplicate(pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
+async def test_sandbox_tool_wins_over_a_duplicate_name(pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
     pools.publish(tools=(build_spec("bash", pool="tools"),), sandbox=(build_spec("bash"),))
     for _ in range(3):
         assert [spec.pool for spec in await pools.catalog.specs()] == ["sandbox"]
@@ -187,22 +182,22 @@ async def test_the_sandbox_tool_wins_over_a_duplicate(pools: Pools, caplog: pyte
     assert len(messages) == 1
 
 
-@pytest.mark.parametrize("garbage", ["", "null", "7", "[[", '{"a": 1}', '[1, null, "web_tool"]'])
-async def test_names_that_are_none_explain_nothing_and_break_nothing(pools: Pools, garbage: str) -> None:
+@pytest.mark.parametrize("names_json", ["", "null", "7", "[[", '{"a": 1}', '[1, null, "web_tool"]'])
+async def test_invalid_tool_names_in_redis_do_not_break_the_catalog(pools: Pools, names_json: str) -> None:
     pools.publish(sandbox=(build_spec("bash"),))
-    pools.store.set(f"{catalog_key('d', 'web')}:names", garbage)
+    pools.store.set(f"{catalog_key('d', 'web')}:names", names_json)
     assert await pools.names() == ["bash"]
-    assert (pools.catalog.explain_missing("web_tool") is not None) == ("web_tool" in garbage)
+    assert (pools.catalog.explain_missing("web_tool") is not None) == ("web_tool" in names_json)
 
 
-async def test_a_catalog_of_another_version_is_an_error(pools: Pools) -> None:
+async def test_catalog_of_another_version_is_refused(pools: Pools) -> None:
     pools.publish(sandbox=(build_spec("bash"),))
     pools.store.set(catalog_key("d", "web"), KEY.seal("catalog web", json.dumps({"tools": [{"surprise": 1}]})))
     with pytest.raises(ConfigError, match="cannot be read"):
         await pools.names()
 
 
-async def test_doctor_lists_who_serves_what_and_which_worker_to_start(pools: Pools) -> None:
+async def test_doctor_lists_pools_with_tools_and_missing_workers(pools: Pools) -> None:
     pools.publish(sandbox=(build_spec("bash"), build_spec("session.open", audience="session")))
     report = Report()
     await examine_workers(pools.catalog, report)

@@ -31,7 +31,7 @@ def report_to(server: RedisProcess, *reports: HostReport, deployment: str = DEPL
             client.zadd(hosts_key(deployment), {report.queue: 1})
 
 
-async def test_calls_that_wait_for_slots_are_counted_from_when_they_came(redis_server: RedisProcess) -> None:
+async def test_waiting_calls_are_counted_with_the_oldest_wait(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         harness = Harness(client)
         set_slots(client, 2, POOL_WEB)
@@ -44,7 +44,7 @@ async def test_calls_that_wait_for_slots_are_counted_from_when_they_came(redis_s
             )
 
 
-async def test_calls_at_the_limit_of_their_tenant_need_no_worker(redis_server: RedisProcess) -> None:
+async def test_calls_at_the_tenant_limit_add_no_demand(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         harness = Harness(client)
         set_slots(client, 8, POOL_WEB)
@@ -61,7 +61,7 @@ async def test_calls_at_the_limit_of_their_tenant_need_no_worker(redis_server: R
 
 
 @pytest.mark.parametrize(
-    ("reports", "wanted"),
+    ("reports", "expected_hosts"),
     [
         ([], 1),
         ([build_report("a"), build_report("b")], 1),
@@ -73,18 +73,18 @@ async def test_calls_at_the_limit_of_their_tenant_need_no_worker(redis_server: R
     ],
     ids=["no worker", "idle", "at the mark", "full", "busy", "one drains", "web workers"],
 )
-async def test_sessions_and_calls_need_hosts(
-    redis_server: RedisProcess, reports: list[HostReport], wanted: int
+async def test_wanted_hosts_follow_sessions_and_calls(
+    redis_server: RedisProcess, reports: list[HostReport], expected_hosts: int
 ) -> None:
     report_to(redis_server, *reports)
     async with open_pressure(redis_server) as pressure:
-        assert (await pressure.hosts()).wanted == wanted
+        assert (await pressure.hosts()).wanted == expected_hosts
 
 
-async def test_an_operator_reads_the_numbers_over_http(redis_server: RedisProcess) -> None:
+async def test_operator_reads_pressure_over_http(redis_server: RedisProcess) -> None:
     report_to(redis_server, build_report("a", sessions=90), deployment="default")
     async with open_api(redis_server.url) as api:
-        answer = await api["operator"].get("/v1/pressure")
-    body = answer.json()
-    assert (answer.status_code, sorted(body["queues"]), body["queues"]["web"]["demand"]) == (200, ["tools", "web"], 0)
+        response = await api["operator"].get("/v1/pressure")
+    body = response.json()
+    assert (response.status_code, sorted(body["queues"]), body["queues"]["web"]["demand"]) == (200, ["tools", "web"], 0)
     assert (body["hosts"]["wanted"], body["hosts"]["sessions"]) == (2, 90)

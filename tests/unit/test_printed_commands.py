@@ -64,10 +64,10 @@ def check_command(line: str) -> None:
 def texts_of(path: Path) -> Iterator[str]:
     """Return every text that a module can print, with X for each inserted value. Concatenated texts are one text."""
     tree = ast.parse(path.read_text())
-    passed_over: set[ast.AST] = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    passed_over |= {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    skipped_nodes: set[ast.AST] = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    skipped_nodes |= {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
-        if node in passed_over:
+        if node in skipped_nodes:
             continue
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
@@ -88,7 +88,7 @@ def printed_commands() -> list[tuple[str, str]]:
     return sorted({(path, command) for path, text in printed_texts() for command in find_commands(text)})
 
 
-def test_every_command_in_a_message_exists() -> None:
+def test_every_printed_command_exists() -> None:
     printed = {command for _, command in printed_commands()}
     assert len(printed) > 30
     for command in printed:
@@ -102,7 +102,7 @@ NO_HINTS = {
 """File -> what its unmarked commands are."""
 
 
-def test_every_command_in_a_message_is_marked() -> None:
+def test_every_printed_command_is_marked() -> None:
     """Else the test above would not see it, and a reader would not see where it ends."""
     command = re.compile(rf"toolcrew (?:{'|'.join(COMMANDS.commands)})\b[^\n]*")
     unmarked = {
@@ -114,7 +114,7 @@ def test_every_command_in_a_message_is_marked() -> None:
     assert unmarked == set()
 
 
-def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
+def test_commands_for_one_tenant_are_built_with_build_command() -> None:
     """Such commands name the tenant, which `build_command` does not forget. A call is found among those of all
     tenants.
     """
@@ -134,7 +134,7 @@ def test_no_message_builds_a_command_for_one_tenant_by_hand() -> None:
         (("traces", "show", "$(rm -rf ~)\x1b[2J"), "default", r"toolcrew traces show '$(rm -rf ~)\x1b[2J'"),
     ],
 )
-def test_a_command_is_quoted_and_names_its_tenant(argv: tuple[str, ...], tenant: str, command: str) -> None:
+def test_build_command_quotes_arguments_and_names_the_tenant(argv: tuple[str, ...], tenant: str, command: str) -> None:
     assert build_command(*argv, tenant=tenant) == command
 
 
@@ -162,7 +162,7 @@ class Pool:
         return CliRunner().invoke(app, shlex.split(line)[1:], env=self._environment)
 
 
-def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server: RedisProcess, tmp_path: Path) -> None:
+def test_hints_of_batch_commands_work_for_a_tenant(redis_server: RedisProcess, tmp_path: Path) -> None:
     pool = Pool(redis_server)
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text('{"id": "a", "instruction": "act"}\n{"id": "b", "instruction": "act"}\n')
@@ -203,7 +203,7 @@ def test_the_hints_of_a_batch_of_a_tenant_work_when_they_are_pasted(redis_server
         ("hosts drain nope", {"serve worker"}),
     ],
 )
-def test_pasted_hints_of_a_command_work(line: str, hints: set[str], redis_server: RedisProcess) -> None:
+def test_hints_of_a_command_work(line: str, hints: set[str], redis_server: RedisProcess) -> None:
     pool = Pool(redis_server)
     printed = find_commands(pool.paste(f"toolcrew {line}").output)
     assert {hint.removeprefix("toolcrew ") for hint in printed} == hints
@@ -212,7 +212,7 @@ def test_pasted_hints_of_a_command_work(line: str, hints: set[str], redis_server
         assert done.exit_code == 0, (hint, done.output)
 
 
-def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
+def test_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
     progress = BatchProgress(4)
     kinds = (FailureKind.INFRASTRUCTURE, FailureKind.MODEL, FailureKind.CANCELLED)
     batch_events = [BatchNotice(at=1.0, message="submitted", total=4)]
@@ -229,7 +229,7 @@ def test_the_hints_of_a_summary_and_a_report_name_the_tenant() -> None:
             assert hint.endswith("--tenant acme")
 
 
-def test_the_printed_command_reads_the_next_page(redis_server: RedisProcess) -> None:
+def test_printed_command_reads_the_next_page(redis_server: RedisProcess) -> None:
     pool = Pool(redis_server)
 
     async def open_some() -> None:
@@ -242,10 +242,10 @@ def test_the_printed_command_reads_the_next_page(redis_server: RedisProcess) -> 
 
     asyncio.run(open_some())
     for line in ("toolcrew sessions list --limit 1 --tenant acme", "toolcrew sessions list -n 1"):
-        checked = []
+        session_names = []
         while line:
             done = pool.paste(line)
             assert done.exit_code == 0, done.output
-            checked += [row.split()[0] for row in done.stdout.splitlines()[1:]]
+            session_names += [row.split()[0] for row in done.stdout.splitlines()[1:]]
             line = next(iter(find_commands(done.stderr)), "")
-        assert sorted(checked) == ["s0", "s1", "s2"]
+        assert sorted(session_names) == ["s0", "s1", "s2"]

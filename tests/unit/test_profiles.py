@@ -64,11 +64,11 @@ class Endpoint:
         (ChosenModel(ScriptedModel([])), STANDARD),
     ],
 )
-async def test_auto_chooses_by_window_size_and_name(chosen: ChosenModel, profile: ModelProfile) -> None:
+async def test_auto_profile_is_chosen_by_window_size_and_name(chosen: ChosenModel, profile: ModelProfile) -> None:
     assert (await choose_profile("auto", chosen, CapabilityCache(None)))[0] is profile
 
 
-async def test_a_named_profile_asks_no_server_and_the_list_of_models_is_read_once() -> None:
+async def test_named_profile_needs_no_request_and_model_list_is_read_once() -> None:
     model, cache = Endpoint("a-1b"), CapabilityCache(None)
     assert (await choose_profile("standard", ChosenModel(model), cache))[0] is STANDARD
     assert model.described == 0
@@ -78,14 +78,14 @@ async def test_a_named_profile_asks_no_server_and_the_list_of_models_is_read_onc
         await choose_profile("large", ChosenModel(model), cache)
 
 
-async def test_a_server_without_reply_is_retried() -> None:
+async def test_profile_lookup_is_repeated_after_a_missing_reply() -> None:
     model, cache = Endpoint("a", None), CapabilityCache(None)
     assert (await choose_profile(None, ChosenModel(model), cache))[0] is STANDARD
     model.facts = ModelFacts(parameters=1_000_000_000)
     assert (await choose_profile(None, ChosenModel(model), cache))[0] is SMALL
 
 
-def test_a_small_model_sees_first_sentences_and_what_a_call_needs() -> None:
+def test_small_profile_shortens_descriptions_and_parameters() -> None:
     bash, edit = (convert_to_openai_tool(spec)["function"] for spec in SMALL.present([BASH_TOOL.spec, EDIT_TOOL.spec]))
     assert list(bash["parameters"]["properties"]) == ["command"]
     assert bash["description"].count(".") == 1
@@ -106,7 +106,7 @@ def test_a_small_model_sees_first_sentences_and_what_a_call_needs() -> None:
         ("no code", None),
     ],
 )
-def test_a_command_is_found_in_a_shell_block(text: str, command: str | None) -> None:
+def test_command_is_found_in_a_shell_code_block(text: str, command: str | None) -> None:
     assert find_command(text) == command
 
 
@@ -146,7 +146,7 @@ def repairs_in(events: list[RunEvent]) -> list[str]:
     return [event.repair for event in events if isinstance(event, ReplyRepaired)]
 
 
-async def test_a_command_in_a_code_block_runs_for_a_small_model() -> None:
+async def test_small_profile_runs_a_command_from_a_code_block() -> None:
     model = ScriptedModel([BLOCK, "It has 14 lines."])
     result, calls, events = await run(model, SMALL)
     assert ([call.arguments for call in calls], result.answer) == ([{"command": "wc -l < a.txt"}], "It has 14 lines.")
@@ -154,7 +154,7 @@ async def test_a_command_in_a_code_block_runs_for_a_small_model() -> None:
     assert "14" in str(model.requests[1].messages[-1]["content"])
 
 
-async def test_an_answer_without_a_call_gets_one_reminder() -> None:
+async def test_answer_without_a_call_gets_one_reminder() -> None:
     model = ScriptedModel(["I guess 3.", "It has 3 lines."])
     result, calls, events = await run(model, SMALL)
     assert (calls, result.answer, result.steps) == ([], "It has 3 lines.", 2)
@@ -165,31 +165,31 @@ async def test_an_answer_without_a_call_gets_one_reminder() -> None:
 
 
 @pytest.mark.parametrize("reply", [BLOCK, "Done."])
-async def test_the_standard_profile_repairs_nothing(reply: str) -> None:
+async def test_standard_profile_repairs_nothing(reply: str) -> None:
     result, calls, events = await run(ScriptedModel([reply]), STANDARD)
     assert (calls, result.answer, repairs_in(events)) == ([], reply, [])
 
 
-async def test_no_reminder_exceeds_a_budget() -> None:
+async def test_reminder_does_not_exceed_the_budget() -> None:
     result, _, events = await run(ScriptedModel(["3."]), SMALL, options=ReActOptions(max_iterations=1))
     assert (result.answer, repairs_in(events)) == ("3.", [])
 
 
 @pytest.mark.parametrize("request_", ["Count the lines of /workspace/a.txt.", "`/a` fails."])
-async def test_a_request_with_an_absolute_path_gets_no_list(request_: str) -> None:
+async def test_request_with_an_absolute_path_gets_no_file_list(request_: str) -> None:
     model = ScriptedModel(["14."])
     agent = Agent(model, NativeDialect(), [], run_nothing, files="Files:\na.txt")
     await agent.run(request_)
     assert model.requests[0].messages[-1]["content"] == request_
 
 
-async def test_a_small_model_that_repeats_a_failed_call_is_stopped() -> None:
+async def test_small_model_that_repeats_a_failed_call_is_stopped() -> None:
     result, calls, _ = await run(ScriptedModel([CALL] * 9), SMALL, exit_code=1, options=ReActOptions(max_iterations=9))
     assert (len(calls), result.stop_reason) == (3, StopReason.REPEATED_FAILURE)
 
 
 @pytest.mark.parametrize(("text", "has_hint"), [("14", True), ("Error [TIMEOUT]: not done", False)])
-def test_a_hint_to_answer_follows_only_a_successful_result(text: str, has_hint: bool) -> None:
+def test_answer_hint_follows_only_a_successful_result(text: str, has_hint: bool) -> None:
     result: Message = {"role": "user", "content": f"{RESULT_HEAD}bash_tool]\n{text}"}
     [message] = JsonDecisionDialect(profile=SMALL).build_request([result], []).messages
     assert str(message["content"]).endswith(RESULT_HINT) is has_hint
@@ -197,7 +197,7 @@ def test_a_hint_to_answer_follows_only_a_successful_result(text: str, has_hint: 
 
 @pytest.mark.parametrize("profile", [SMALL, STANDARD])
 @pytest.mark.parametrize("kind", [NativeDialect, TagsDialect, JsonDecisionDialect])
-async def test_each_request_begins_with_the_request_before_it(kind: type[Dialect], profile: ModelProfile) -> None:
+async def test_each_request_starts_with_the_previous_request(kind: type[Dialect], profile: ModelProfile) -> None:
     """Servers cache the beginning of a conversation."""
     call: Any = CALL
     if kind is TagsDialect:

@@ -28,9 +28,9 @@ from tests.builders import build_attempt
 from tests.conftest import RedisProcess
 
 QUEUE = "host.a.b00t"
-PLACE = location_key("d", "acme", "s1")
+LOCATION = location_key("d", "acme", "s1")
 HOST = host_key("d", QUEUE)
-IN_SESSION = {"session": "s1", "fence": 3}
+SESSION_FIELDS = {"session": "s1", "fence": 3}
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ async def publisher(redis_server: RedisProcess) -> AsyncIterator[Publisher]:
 def server(redis_server: RedisProcess) -> "redis.Redis":
     """Redis in the state where session s1 of acme is on the live host of QUEUE, with fence 3."""
     client = redis_server.client()
-    client.hset(PLACE, mapping={"state": "open", "queue": QUEUE, "fence": 3, "ttl_s": "900.5"})
-    client.expire(PLACE, 60)
+    client.hset(LOCATION, mapping={"state": "open", "queue": QUEUE, "fence": 3, "ttl_s": "900.5"})
+    client.expire(LOCATION, 60)
     client.set(HOST, "{}", ex=10)
     return client
 
@@ -78,8 +78,8 @@ async def reason_of(publisher: Publisher, call: Attempt) -> str | None:
     return None
 
 
-async def test_a_call_is_in_its_queue_and_in_the_ledger(publisher: Publisher, server: "redis.Redis") -> None:
-    await publisher.publish(build_call_message(attempt(**IN_SESSION), "hub-task", "d"))
+async def test_publish_writes_the_message_and_the_call_record(publisher: Publisher, server: "redis.Redis") -> None:
+    await publisher.publish(build_call_message(attempt(**SESSION_FIELDS), "hub-task", "d"))
     [message] = [json.loads(item) for item in server.lrange(QUEUE, 0, -1)]
     assert (message["headers"]["id"], message["headers"]["task"]) == ("hub-task", "tool.read_tool")
     assert json.loads(base64.b64decode(message["body"]))[1] == {"envelope": '{"v":2}'}
@@ -93,24 +93,28 @@ async def test_a_call_is_in_its_queue_and_in_the_ledger(publisher: Publisher, se
     assert 0 < server.ttl(call_key("d", "acme", "c1")) <= CALL_TTL_S
 
 
-async def test_a_location_lives_as_long_as_the_longest_call_of_its_session(
-    publisher: Publisher, server: "redis.Redis"
-) -> None:
-    kept_s = 901 + LOCATION_MARGIN_S
-    longest_s = kept_s + LONGEST_TIMEOUT_S - MAX_TIMEOUT_S
-    for call_id, timeout_s, expected_s in (("a", 5, kept_s), ("b", LONGEST_TIMEOUT_S, longest_s), ("c", 5, longest_s)):
-        call = attempt(call_id, timeout_s=timeout_s, **IN_SESSION)
+async def test_session_location_outlives_the_longest_call(publisher: Publisher, server: "redis.Redis") -> None:
+    location_s = 901 + LOCATION_MARGIN_S
+    longest_s = location_s + LONGEST_TIMEOUT_S - MAX_TIMEOUT_S
+    for call_id, timeout_s, expected_s in (
+        ("a", 5, location_s),
+        ("b", LONGEST_TIMEOUT_S, longest_s),
+        ("c", 5, longest_s),
+    ):
+        call = attempt(call_id, timeout_s=timeout_s, **SESSION_FIELDS)
         await publisher.publish(build_call_message(call, f"hub-{call_id}", "d"))
-        assert expected_s - 30 < server.ttl(PLACE) <= expected_s
-        assert server.ttl(tenant_sessions_key("d", "acme")) in (-2, server.ttl(PLACE))
+        assert expected_s - 30 < server.ttl(LOCATION) <= expected_s
+        assert server.ttl(tenant_sessions_key("d", "acme")) in (-2, server.ttl(LOCATION))
 
 
 @pytest.mark.parametrize(("before", "after"), [(60, 901 + LOCATION_MARGIN_S), (50_000, 50_000)])
-async def test_each_call_renews_the_list(publisher: Publisher, server: "redis.Redis", before: int, after: int) -> None:
+async def test_each_call_extends_the_session_list_ttl(
+    publisher: Publisher, server: "redis.Redis", before: int, after: int
+) -> None:
     names = tenant_sessions_key("d", "acme")
     server.sadd(names, "s1")
     server.expire(names, before)
-    await publisher.publish(build_call_message(attempt(**IN_SESSION), "hub-task", "d"))
+    await publisher.publish(build_call_message(attempt(**SESSION_FIELDS), "hub-task", "d"))
     assert after - 30 < server.ttl(names) <= after
 
 
@@ -123,26 +127,28 @@ async def test_each_call_renews_the_list(publisher: Publisher, server: "redis.Re
         ({"fence": 4}, "moved"),
         ({"queue": "host.b.b00t"}, "moved"),
         ({"queue": ""}, "moved"),
-        (PLACE, "moved"),
+        (LOCATION, "moved"),
         (HOST, "host_lost"),
     ],
     ids=str,
 )
-async def test_a_sessions_call_goes_only_where_the_session_is(
+async def test_session_call_is_sent_only_to_the_current_host(
     publisher: Publisher, server: "redis.Redis", change: dict[str, Any] | str, reason: str | None
 ) -> None:
     """A key instead of a change is deleted."""
     if isinstance(change, str):
         server.delete(change)
     else:
-        server.hset(PLACE, mapping=change)
-    assert await reason_of(publisher, attempt(**IN_SESSION)) == reason
+        server.hset(LOCATION, mapping=change)
+    assert await reason_of(publisher, attempt(**SESSION_FIELDS)) == reason
     assert server.llen(QUEUE) == (0 if reason else 1)
     assert (record(server) is None) is bool(reason)
 
 
 @pytest.mark.parametrize("state", list(CallState))
-async def test_a_used_call_id_is_not_sent(publisher: Publisher, server: "redis.Redis", state: CallState) -> None:
+async def test_used_call_id_is_refused_as_duplicate(
+    publisher: Publisher, server: "redis.Redis", state: CallState
+) -> None:
     await publisher.publish(build_call_message(attempt(queue="pool.web"), "hub-task", "d"))
     assert record(server).session == ""
     server.hset(call_key("d", "acme", "c1"), "state", state.value)
@@ -152,7 +158,7 @@ async def test_a_used_call_id_is_not_sent(publisher: Publisher, server: "redis.R
     assert server.llen("pool.web") == 2
 
 
-async def test_a_renewed_call_is_sent_once_as_a_new_attempt(publisher: Publisher, server: "redis.Redis") -> None:
+async def test_new_attempt_of_a_call_is_sent_once(publisher: Publisher, server: "redis.Redis") -> None:
     await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     server.hset(
         call_key("d", "acme", "c1"),
@@ -168,13 +174,15 @@ async def test_a_renewed_call_is_sent_once_as_a_new_attempt(publisher: Publisher
 @pytest.mark.parametrize(
     "fields", [{"state": "running", "attempt": 2}, {"state": "queued", "attempt": 3}, {"state": "queued", "attempt": 1}]
 )
-async def test_an_unexpected_attempt_fails(publisher: Publisher, server: "redis.Redis", fields: dict[str, Any]) -> None:
+async def test_unexpected_attempt_number_is_refused(
+    publisher: Publisher, server: "redis.Redis", fields: dict[str, Any]
+) -> None:
     server.hset(call_key("d", "acme", "c1"), mapping=fields)
     assert await reason_of(publisher, attempt(number=2)) == "duplicate"
     assert server.llen(QUEUE) == 0
 
 
-async def test_lost_scripts_are_loaded_again(publisher: Publisher, server: "redis.Redis") -> None:
+async def test_flushed_scripts_are_loaded_again(publisher: Publisher, server: "redis.Redis") -> None:
     await publisher.publish(build_call_message(attempt("c1"), "hub-1", "d"))
     server.script_flush()
     await asyncio.gather(
@@ -183,7 +191,7 @@ async def test_lost_scripts_are_loaded_again(publisher: Publisher, server: "redi
     assert server.llen(QUEUE) == 4
 
 
-async def test_the_shared_clock_learns_the_time_of_redis(redis_server: RedisProcess) -> None:
+async def test_publish_updates_the_shared_clock_from_redis(redis_server: RedisProcess) -> None:
     client = redis.asyncio.Redis.from_url(redis_server.url)
     clock = SharedClock(lambda: time.time() - 60)
     scripts = ScriptConnection(client)
@@ -194,7 +202,7 @@ async def test_the_shared_clock_learns_the_time_of_redis(redis_server: RedisProc
 
 
 @pytest.mark.parametrize("is_connected", [False, True])
-async def test_a_stopped_redis_is_reported_as_not_sent(
+async def test_publish_to_a_stopped_redis_reports_not_sent(
     publisher: Publisher, redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, is_connected: bool
 ) -> None:
     monkeypatch.setattr(publishing, "SEND_WAIT_S", 0.1)
@@ -208,7 +216,9 @@ async def test_a_stopped_redis_is_reported_as_not_sent(
         await asyncio.to_thread(redis_server.start)
 
 
-async def test_a_full_or_read_only_redis_refuses_the_call(publisher: Publisher, server: "redis.Redis") -> None:
+async def test_publish_to_a_full_or_read_only_redis_reports_not_sent(
+    publisher: Publisher, server: "redis.Redis"
+) -> None:
     server.config_set("maxmemory", 1024)
     try:
         with pytest.raises(BrokerUnavailable, match="was not sent"):
@@ -225,7 +235,7 @@ async def test_a_full_or_read_only_redis_refuses_the_call(publisher: Publisher, 
     assert record(server) is None
 
 
-class Cutting:
+class ReplyCuttingProxy:
     """A proxy between a publisher and Redis: forwards requests, and closes the connection instead of returning the
     first replies.
     """
@@ -235,7 +245,7 @@ class Cutting:
         self._cuts = cuts
         self.url = ""
 
-    async def __aenter__(self) -> "Cutting":
+    async def __aenter__(self) -> "ReplyCuttingProxy":
         self._relay = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = self._relay.sockets[0].getsockname()[1]
         self.url = f"redis://:{self._server.password}@127.0.0.1:{port}/0"
@@ -245,24 +255,24 @@ class Cutting:
         self._relay.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs, ours = await asyncio.open_connection("127.0.0.1", self._server.port)
+        redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", self._server.port)
         has_published = False
         while data := await reader.read(65536):
             has_published = has_published or b"EVAL" in data
-            ours.write(data)
-            answer = await theirs.read(65536)
+            redis_writer.write(data)
+            answer = await redis_reader.read(65536)
             if has_published and b"sent" in answer and self._cuts:
                 self._cuts -= 1
                 break
             writer.write(answer)
         writer.close()
-        ours.close()
+        redis_writer.close()
 
 
 @pytest.mark.parametrize("cuts", [1, 3])
-async def test_a_publish_whose_answer_was_lost_is_repeated_and_sent_once(redis_server: RedisProcess, cuts: int) -> None:
+async def test_publish_with_a_lost_reply_is_repeated_and_sent_once(redis_server: RedisProcess, cuts: int) -> None:
     """The danger of a lost reply: a call that runs twice, or a running call that was reported as not sent."""
-    async with Cutting(redis_server, cuts) as relay:
+    async with ReplyCuttingProxy(redis_server, cuts) as relay:
         client = redis.asyncio.Redis.from_url(relay.url, socket_timeout=5)
         scripts = ScriptConnection(client)
         await Publisher(scripts, "d", SharedClock()).publish(build_call_message(attempt(), "hub-task", "d"))
@@ -272,19 +282,19 @@ async def test_a_publish_whose_answer_was_lost_is_repeated_and_sent_once(redis_s
         assert server.llen(QUEUE) == 1
 
 
-async def test_a_publish_whose_answer_was_lost_is_seen_even_when_the_call_has_ended_by_then(
+async def test_repeated_publish_of_an_ended_call_is_recognized(
     publisher: Publisher, server: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing.random, "getrandbits", lambda _: 5)
     await publisher.publish(build_call_message(attempt(), "hub-task", "d"))
     server.hset(call_key("d", "acme", "c1"), "state", "done")
     server.delete(HOST)
-    assert await reason_of(publisher, attempt(**IN_SESSION)) is None
+    assert await reason_of(publisher, attempt(**SESSION_FIELDS)) is None
     assert server.llen(QUEUE) == 1
 
 
 @pytest.mark.parametrize("has_run", [True, False])
-async def test_an_uncertain_send_is_repeated_and_not_reported_as_unsent(
+async def test_uncertain_publish_is_repeated_and_not_reported_as_unsent(
     publisher: Publisher, server: "redis.Redis", monkeypatch: pytest.MonkeyPatch, has_run: bool
 ) -> None:
     """A caller that reads "not sent" makes the call again while the first call runs."""
@@ -294,18 +304,18 @@ async def test_an_uncertain_send_is_repeated_and_not_reported_as_unsent(
         ResponseError("BUSY Redis is busy running a script"),
     ]
 
-    async def lose_an_answer(keys: list[str], arguments: list[str | int]) -> str:
+    async def lose_a_reply(keys: list[str], arguments: list[str | int]) -> str:
         verdict = await post(keys, arguments) if not errors or (has_run and len(errors) == 2) else ""
         if errors:
             raise errors.pop(0)
         return verdict
 
-    monkeypatch.setattr(publisher, "_post", lose_an_answer)
+    monkeypatch.setattr(publisher, "_post", lose_a_reply)
     await asyncio.wait_for(publisher.publish(build_call_message(attempt(), "hub-task", "d")), 20)
     assert server.llen(QUEUE) == 1
 
 
-async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: RedisProcess) -> None:
+async def test_close_ends_a_publish_that_waits_for_redis(redis_server: RedisProcess) -> None:
     connected = asyncio.Event()
     silent = await asyncio.start_server(lambda reader, writer: connected.set(), "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
@@ -341,7 +351,7 @@ async def test_closing_ends_who_waits_for_a_redis_that_is_silent(redis_server: R
     ],
     ids=str,
 )
-async def test_only_a_call_that_has_not_started_is_forbidden(
+async def test_forbid_applies_only_to_calls_that_have_not_started(
     server: "redis.Redis", before: tuple[str, int] | None, attempt_number: int, expected: str, after: tuple[str, int]
 ) -> None:
     if before is not None:

@@ -36,13 +36,13 @@ def footer(response: GuestResponse, **arguments: Any) -> list[str]:
     return [line for line in str(read(response, **arguments).output).split("\n") if line.startswith("[")]
 
 
-def test_a_page_below_the_requested_length_is_truncated() -> None:
+def test_page_shorter_than_requested_is_truncated() -> None:
     assert read(build_read_response(b"a\n" * 2000, lines=2001)).truncated
     assert read(build_read_response(b"a\n", lines=5, is_out_of_room=True), limit=3).truncated
     assert not read(build_read_response(b"a\n" * 2000)).truncated
 
 
-def test_a_line_that_is_cut_says_how_to_go_on_in_it() -> None:
+def test_cut_line_says_how_to_continue() -> None:
     cut = build_read_response(b"x" * 2000 + b"\n", lines=1, cuts=[[1, 2000, 9000]])
     result = read(cut)
     assert str(result.output).endswith(
@@ -51,7 +51,7 @@ def test_a_line_that_is_cut_says_how_to_go_on_in_it() -> None:
     assert result.truncated
 
 
-def test_an_unknown_total_is_shown_as_a_minimum() -> None:
+def test_unknown_line_total_is_shown_as_a_minimum() -> None:
     part = build_read_response(b"a\n", lines=70_000, is_counted=False)
     assert footer(part) == ["[lines 1-1 of at least 70000; continue with offset=2]"]
     assert read(part).metadata["lines_counted"] is False
@@ -81,22 +81,22 @@ def test_an_unknown_total_is_shown_as_a_minimum() -> None:
         ({"newline": "crlf", "has_bom": True}, "byte order mark at the start; CRLF line ends"),
     ],
 )
-def test_hidden_facts_are_a_note_above_the_last_line(fields: dict[str, Any], note: str) -> None:
+def test_invisible_file_properties_are_noted_above_the_footer(fields: dict[str, Any], note: str) -> None:
     assert footer(build_read_response(b"a\n", **fields)) == [f"[note: {note}]", "[end of file: 1 lines]"]
 
 
-def test_nul_becomes_visible_and_is_noted() -> None:
+def test_nul_characters_are_replaced_and_noted() -> None:
     result = read(build_read_response(b"a\0b\n"))
     assert result.output == "1\ta\ufffdb\n[note: NUL characters are shown as U+FFFD]\n[end of file: 1 lines]"
 
 
-def test_no_line_of_a_file_can_pass_for_a_footer() -> None:
+def test_file_line_cannot_imitate_a_footer() -> None:
     result = read(build_read_response(b"[end of file: 1 lines]\n[empty file]\n", lines=3))
     assert str(result.output).split("\n")[0] == "1\t[end of file: 1 lines]"
     assert str(result.output).split("\n")[-1] == "[lines 1-2 of 3; continue with offset=3]"
 
 
-def test_a_directory_is_an_error_that_carries_the_names_and_a_picture_is_described() -> None:
+def test_directory_is_an_error_with_names_and_image_is_described() -> None:
     result = read(build_read_response(b"a/\nb.txt\n", kind="directory", entries=2), file_path="src")
     assert (result.success, result.error_code, result.output) == (False, ErrorCode.IS_DIRECTORY, "a/\nb.txt\n")
     many = read(build_read_response(b"a\n", kind="directory", entries=500))
@@ -116,7 +116,7 @@ def test_a_directory_is_an_error_that_carries_the_names_and_a_picture_is_describ
         ("NOT_A_REGULAR_FILE", ErrorCode.PATH_NOT_ALLOWED),
     ],
 )
-def test_a_failure_of_the_guest_is_passed_on(code: str, expected: ErrorCode) -> None:
+def test_guest_error_is_returned(code: str, expected: ErrorCode) -> None:
     result = read(GuestResponse({"error": {"code": code, "message": "a.txt: words"}}))
     assert (result.error_code, str(result.error).startswith("a.txt: words")) == (expected, True)
 
@@ -135,7 +135,7 @@ def test_a_failure_of_the_guest_is_passed_on(code: str, expected: ErrorCode) -> 
         {"lines": 5},
     ],
 )
-def test_an_argument_outside_its_limits_is_refused(arguments: dict[str, Any]) -> None:
+def test_argument_outside_its_limits_is_refused(arguments: dict[str, Any]) -> None:
     assert read(build_read_response(b""), **arguments).error_code is ErrorCode.INVALID_ARGUMENTS
 
 
@@ -155,12 +155,12 @@ def test_an_argument_outside_its_limits_is_refused(arguments: dict[str, Any]) ->
         {"is_counted": 1},
     ],
 )
-def test_an_answer_that_no_guest_of_ours_gives_costs_the_guest_its_sandbox(fields: dict[str, Any]) -> None:
+def test_invalid_guest_reply_closes_the_sandbox(fields: dict[str, Any]) -> None:
     bench = Bench(build_read_response(b"a\n", **fields))
     assert bench.read().error_code is ErrorCode.SANDBOX_UNAVAILABLE
     assert bench.client.closed
 
 
-def test_bytes_of_a_hostile_guest_are_text() -> None:
+def test_invalid_bytes_from_the_guest_become_text() -> None:
     assert read(build_read_response(b"\xff\xf0\x9f\n")).output == "1\t\ufffd\ufffd\n[end of file: 1 lines]"
     assert read(build_read_response(b"no newline")).output == "[empty file]"

@@ -32,21 +32,21 @@ def restart(server: RedisProcess) -> None:
     server.start()
 
 
-async def test_an_orchestrator_reconnects_after_a_restart(redis_server: RedisProcess) -> None:
+async def test_orchestrator_reconnects_after_a_restart(redis_server: RedisProcess) -> None:
     async with open_redis(settings(redis_server.url)) as client:
         await asyncio.gather(*(client.ping() for _ in range(CONNECTIONS)))
         await asyncio.to_thread(restart, redis_server)
         assert await asyncio.gather(*(client.ping() for _ in range(CONNECTIONS))) == [True] * CONNECTIONS
 
 
-def test_a_worker_reconnects_after_a_restart(redis_server: RedisProcess) -> None:
+def test_worker_reconnects_after_a_restart(redis_server: RedisProcess) -> None:
     with connect_once(settings(redis_server.url)) as client:
         client.ping()
         restart(redis_server)
         assert client.ping()
 
 
-async def test_an_orchestrator_reconnects_after_a_reset(redis_server: RedisProcess) -> None:
+async def test_orchestrator_reconnects_after_a_reset(redis_server: RedisProcess) -> None:
     async with open_relay(redis_server) as relay, open_redis(settings(relay.url)) as client:
         await client.ping()
         connection = client.connection_pool._available_connections[0]
@@ -90,7 +90,7 @@ async def open_relay(server: RedisProcess) -> AsyncIterator[Relay]:
         yield relay
 
 
-class Loading:
+class LoadingRedis:
     """Stands for a Redis that is loading its data for the given number of checks."""
 
     def __init__(self, looks: int) -> None:
@@ -103,18 +103,18 @@ class Loading:
         return True
 
 
-async def test_a_redis_that_reads_its_data_in_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_startup_waits_while_redis_loads_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_connection, "CHECK_INTERVAL_S", 0.0)
-    client: Any = Loading(3)
+    client: Any = LoadingRedis(3)
     await check_redis(client, settings("redis://127.0.0.1:1/0"))
     assert client.looks == -1
     monkeypatch.setattr(redis_connection, "LOADING_S", 0.0)
-    stays: Any = Loading(1000)
+    always_loading: Any = LoadingRedis(1000)
     with pytest.raises(BrokerUnavailable, match="loading the dataset"):
-        await check_redis(stays, settings("redis://127.0.0.1:1/0"))
+        await check_redis(always_loading, settings("redis://127.0.0.1:1/0"))
 
 
-async def test_a_cancellation_that_comes_while_a_command_is_sent_is_not_lost(redis_server: RedisProcess) -> None:
+async def test_cancellation_during_a_command_is_not_lost(redis_server: RedisProcess) -> None:
     client = open_redis(BrokerSettings(redis_url=SecretStr(redis_server.url)))
     try:
         await client.ping()

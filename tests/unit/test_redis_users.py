@@ -20,7 +20,7 @@ from store.hosts import worker_slots_key
 from tests.redis_harness import Server, open_server
 
 LIMITED = ("orchestrator", "worker", "web", "flower")
-LOOKING_AROUND = (
+INSPECTING_COMMANDS = (
     "KEYS *",
     "SCAN 0",
     "RANDOMKEY",
@@ -32,7 +32,7 @@ LOOKING_AROUND = (
     "ACL LIST",
     "ACL WHOAMI",
 )
-CHANGING_REDIS = (
+CHANGING_COMMANDS = (
     "FLUSHALL", "FLUSHDB", "CONFIG GET requirepass", "CONFIG SET dir /tmp", "SHUTDOWN NOSAVE", "DEBUG SLEEP 0", "REPLICAOF localhost 1",
     "MODULE LIST", "ACL SETUSER me on nopass ~* +@all", "SWAPDB 0 1", "SCRIPT FLUSH", "SCRIPT KILL", "BGREWRITEAOF", "CLIENT KILL TYPE normal", "SAVE",
 )  # fmt: skip
@@ -69,7 +69,7 @@ KEYS = {
     "a key of a stranger": "another-program",
 }
 WORKERS = {"result", "unacknowledged", "tenants", "call"}
-REACHED = {
+ACCESSIBLE_KEYS = {
     "orchestrator": KEYS.keys() - {"unacknowledged", "another deployment", "a key of a stranger"},
     # What a session is, and what its host says: nothing that a worker with the network could change.
     "worker": WORKERS
@@ -115,32 +115,32 @@ def is_refused(client: "redis.Redis", *command: str) -> bool:
 
 
 @pytest.mark.parametrize("role", LIMITED)
-def test_no_role_but_the_admin_looks_around_or_changes_the_server(server: Server, role: str) -> None:
+def test_limited_role_cannot_inspect_or_change_the_server(server: Server, role: str) -> None:
     with server.client(role) as client:
         assert [
-            command for command in LOOKING_AROUND + CHANGING_REDIS if not is_refused(client, *command.split())
+            command for command in INSPECTING_COMMANDS + CHANGING_COMMANDS if not is_refused(client, *command.split())
         ] == []
         assert client.ping()
 
 
-def test_only_who_watches_redis_or_keeps_pages_where_there_is_room_asks_how_full_it_is(server: Server) -> None:
-    asking = {role: server.client(role) for role in LIMITED}
-    assert [role for role, client in asking.items() if not is_refused(client, "INFO", "memory")] == [
+def test_only_orchestrator_and_web_can_read_redis_memory(server: Server) -> None:
+    clients = {role: server.client(role) for role in LIMITED}
+    assert [role for role, client in clients.items() if not is_refused(client, "INFO", "memory")] == [
         "orchestrator",
         "web",
     ]
-    for client in asking.values():
+    for client in clients.values():
         client.close()
 
 
 @pytest.mark.parametrize("role", LIMITED)
-def test_a_role_reaches_the_keys_that_it_needs_and_no_others(server: Server, role: str) -> None:
+def test_role_can_access_only_its_own_keys(server: Server, role: str) -> None:
     with server.client(role) as client:
-        assert {name for name, key in KEYS.items() if not is_refused(client, "EXISTS", key)} == REACHED[role]
+        assert {name for name, key in KEYS.items() if not is_refused(client, "EXISTS", key)} == ACCESSIBLE_KEYS[role]
 
 
 @pytest.mark.parametrize("role", LIMITED)
-def test_a_script_reaches_no_more_than_its_user(server: Server, role: str) -> None:
+def test_lua_script_has_only_the_permissions_of_its_user(server: Server, role: str) -> None:
     with server.client(role) as client:
         for source in (
             "return redis.call('GET', 'another-program')",
@@ -152,7 +152,7 @@ def test_a_script_reaches_no_more_than_its_user(server: Server, role: str) -> No
 
 
 @pytest.mark.parametrize(("role", "pool"), [("worker", "sandbox"), ("web", "web")])
-def test_a_worker_counts_blobs(
+def test_worker_can_count_blobs(
     server: Server, role: str, pool: names.BlobPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store.blobs, "TENANT_BLOB_BYTES", store.blobs.LEAST_CHARGE)
@@ -163,7 +163,7 @@ def test_a_worker_counts_blobs(
         assert blobs.take("acme", blobs.leave("acme", b"y")) == b"y"
 
 
-def test_an_orchestrator_cannot_speak_on_the_control_channel(server: Server) -> None:
+def test_orchestrator_cannot_use_the_celery_control_channel(server: Server) -> None:
     with server.client("orchestrator") as client:
         assert is_refused(client, "PUBLISH", "/0.celery.pidbox", "x")
         assert is_refused(client, "SUBSCRIBE", "/0.celery.pidbox")
@@ -171,17 +171,16 @@ def test_an_orchestrator_cannot_speak_on_the_control_channel(server: Server) -> 
         assert is_refused(client, "PSUBSCRIBE", "celery-task-meta-*")
 
 
-def test_an_orchestrator_receives_results_of_any_hub_name(server: Server) -> None:
+def test_orchestrator_can_subscribe_to_results_of_any_hub_name(server: Server) -> None:
     with server.client("orchestrator") as client:
         for hub in ("00ff12aa9b3c", "a7ff12aa9b3c", "ffff12aa9b3c"):
             with client.pubsub() as subscriber:
                 subscriber.psubscribe(names.result_channel_pattern(hub))
                 message = subscriber.get_message(timeout=5)
-                assert message is not None
                 assert message["type"] == "psubscribe"
 
 
-def test_a_user_without_its_password_and_the_default_one_are_refused(server: Server) -> None:
+def test_login_without_password_or_as_default_user_is_refused(server: Server) -> None:
     for url in (
         f"redis://127.0.0.1:{server.port}",
         f"redis://worker:guess@127.0.0.1:{server.port}",
@@ -191,7 +190,7 @@ def test_a_user_without_its_password_and_the_default_one_are_refused(server: Ser
             client.ping()
 
 
-def test_an_unknown_role_is_refused_with_those_that_there_are() -> None:
+def test_unknown_role_is_refused_with_the_list_of_roles() -> None:
     with pytest.raises(ConfigError, match=r"the role 'root' does not exist: use one of orchestrator, worker"):
         build_users("default", {"root": "0" * 64})
 
@@ -203,7 +202,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_command_writes_users_and_private_passwords(folder: Path) -> None:
+def test_config_users_writes_private_acl_and_password_files(folder: Path) -> None:
     ran = CliRunner().invoke(config_app, ["users"])
     assert ran.exit_code == 0, ran.output
     acl, passwords = folder / "users.acl", folder / "redis-passwords.env"
@@ -219,7 +218,7 @@ def test_the_command_writes_users_and_private_passwords(folder: Path) -> None:
         assert hash_password(password) in acl.read_text()
 
 
-def test_the_command_overwrites_nothing(folder: Path) -> None:
+def test_config_users_overwrites_no_file(folder: Path) -> None:
     (folder / "redis-passwords.env").write_text("mine")
     ran = CliRunner().invoke(config_app, ["users"])
     assert ran.exit_code == 1
@@ -227,8 +226,8 @@ def test_the_command_overwrites_nothing(folder: Path) -> None:
     assert (folder / "redis-passwords.env").read_text() == "mine"
 
 
-@pytest.mark.parametrize("lost", ["--out", "--passwords"])
-def test_a_file_that_cannot_be_written_leaves_none_of_the_two(folder: Path, lost: str) -> None:
-    ran = CliRunner().invoke(config_app, ["users", lost, "missing/file"])
+@pytest.mark.parametrize("option", ["--out", "--passwords"])
+def test_config_users_writes_both_files_or_none(folder: Path, option: str) -> None:
+    ran = CliRunner().invoke(config_app, ["users", option, "missing/file"])
     assert ran.exit_code == 1
     assert list(folder.iterdir()) == []

@@ -28,58 +28,58 @@ class Display:
 
 
 def show(replies: list[list[str]]) -> Display:
-    shown, display = DisplayedText(), Display()
+    text_stream, display = DisplayedText(), Display()
     for at, pieces in enumerate(replies):
         if at:
-            shown.restart()
+            text_stream.restart()
         for piece in pieces:
-            display.take(*shown.show(piece))
-    display.take(shown.end(), "")
+            display.take(*text_stream.show(piece))
+    display.take(text_stream.end(), "")
     return display
 
 
-def test_other_words_take_the_place_of_what_was_shown() -> None:
+def test_restarted_reply_replaces_the_displayed_text() -> None:
     display = show([["It is five"], ["It is", " four."]])
     assert (display.text, display.shown) == ("It is four.", ["It is five", "our."])
 
 
 @given(st.lists(st.lists(st.text("ab", max_size=4), max_size=4), min_size=1, max_size=4))
-def test_in_the_end_the_last_reply_stands(replies: list[list[str]]) -> None:
+def test_displayed_text_ends_as_the_last_reply(replies: list[list[str]]) -> None:
     assert show(replies).text == "".join(replies[-1])
 
 
-def test_the_cost_of_the_same_text_again_grows_with_its_length_only() -> None:
+def test_repeating_a_displayed_text_takes_linear_time() -> None:
     pieces = ["abcd"] * 100_000
-    shown = DisplayedText()
+    text_stream = DisplayedText()
     for piece in pieces:
-        shown.show(piece)
-    shown.restart()
+        text_stream.show(piece)
+    text_stream.restart()
     started = time.process_time()
     for piece in pieces:
-        shown.show(piece)
+        text_stream.show(piece)
     assert time.process_time() - started < 1
 
 
-class Endless:
+class EndlessStream:
     """A stream that never ends and never waits. `closed` is true after the reader has closed the stream."""
 
     def __init__(self) -> None:
-        self.given = 0
+        self.sent = 0
         self.closed = False
 
     async def stream(self) -> AsyncIterator[Chunk]:
         try:
             while True:
-                self.given += 1
+                self.sent += 1
                 yield {"choices": []}
         finally:
             self.closed = True
 
 
-async def test_a_stream_without_end_waits_for_its_reader_and_is_closed() -> None:
-    endless = Endless()
+async def test_read_ahead_is_bounded_and_closes_the_stream() -> None:
+    endless = EndlessStream()
     async with asyncio.timeout(SOON_S), ReadAhead(endless.stream()) as chunks:
         assert await anext(chunks) == {"choices": []}
         await asyncio.sleep(0)
-        assert endless.given <= MAX_CHUNKS + 2
+        assert endless.sent <= MAX_CHUNKS + 2
     assert endless.closed

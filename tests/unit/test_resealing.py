@@ -44,7 +44,7 @@ async def fill(client: "redis.asyncio.Redis") -> str:
     return (await ApiKeys(client, D, OLD).add("acme", "operator")).text
 
 
-def test_resealed_data_needs_no_old_secret(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resealed_records_need_no_old_secret(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     async def prepare() -> str:
         client = open_redis(broker_for(redis_server.url))
         try:

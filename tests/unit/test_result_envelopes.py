@@ -29,16 +29,16 @@ class ResultStore:
 
 
 @given(st.text(), st.dictionaries(st.text(), st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text()))
-def test_a_result_survives_the_way(output: str, metadata: dict[str, Any]) -> None:
+def test_any_result_is_decoded_unchanged(output: str, metadata: dict[str, Any]) -> None:
     sent = result(output=output, metadata=metadata)
     assert decode_result(json.loads(json.dumps(encode_result(sent)))) == sent
 
 
 @given(st.integers(0, 3), st.sampled_from(["x", "é", "读", "\U0001f600"]))
-def test_whatever_is_larger_than_fits_lies_beside_and_comes_back_whole(around: int, character: str) -> None:
+def test_result_above_the_inline_limit_is_stored_and_joined(offset: int, character: str) -> None:
     store = ResultStore()
     empty = len(encode_result(result(output=""))["data"][0][0][0].encode())
-    count = (INLINE_BYTES - empty) // len(character.encode()) + around - 1
+    count = (INLINE_BYTES - empty) // len(character.encode()) + offset - 1
     sent = result(output=character * count)
     encoded = json.loads(json.dumps(encode_result(sent, store.keep)))
     is_kept = empty + count * len(character.encode()) > INLINE_BYTES
@@ -51,7 +51,7 @@ def test_whatever_is_larger_than_fits_lies_beside_and_comes_back_whole(around: i
 @pytest.mark.parametrize(
     "record", [None, b"", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"call_id": "other", "name": "x", "success": true}']
 )
-def test_a_record_that_is_not_that_of_the_result_is_refused(record: bytes | None) -> None:
+def test_wrong_stored_record_is_refused(record: bytes | None) -> None:
     large = result(output="x" * 200_000)
     encoded = encode_result(large, ResultStore().keep)
     with pytest.raises(EnvelopeRefused):
@@ -63,17 +63,17 @@ def test_a_record_that_is_not_that_of_the_result_is_refused(record: bytes | None
 @pytest.mark.parametrize(
     "data", [[[]], [[[]]], [[[1]]], [[["{}"]]], [[["x"]]], [[[{}]]], [[['{"call_id":"c"}']]]], ids=str
 )
-def test_a_record_of_another_shape_is_refused(data: Any) -> None:
+def test_result_data_of_another_structure_is_refused(data: Any) -> None:
     with pytest.raises(EnvelopeRefused):
         decode_result({**encode_result(result()), "data": data})
 
 
-def test_half_a_character_in_a_tools_metadata_costs_that_character_only() -> None:
+def test_lone_surrogate_in_metadata_is_replaced() -> None:
     decoded = decode_result(encode_result(result(output="fine", metadata={"name": "a\ud800b"})))
     assert (decoded.output, decoded.metadata) == ("fine", {"name": "a?b"})
 
 
 @pytest.mark.parametrize("maxlen", [None, 46, 160, 100_000])
-def test_where_a_record_lies_does_not_show_in_flower(maxlen: int | None) -> None:
+def test_key_of_a_stored_result_is_not_shown_in_flower(maxlen: int | None) -> None:
     encoded = encode_result(result(output="x" * 200_000), lambda data: "canary")
     assert "canary" not in saferepr(encoded, maxlen)

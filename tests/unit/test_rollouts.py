@@ -36,7 +36,7 @@ def collect(chunks: list[dict[str, Any]]) -> Any:
     return collector.build()
 
 
-def test_the_tokens_of_each_kind_of_endpoint_are_collected() -> None:
+def test_tokens_are_collected_from_each_kind_of_endpoint() -> None:
     expected = {"prompt_token_ids": (1, 2, 3), "completion_token_ids": (7, 8), "logprobs": (-0.5, -1.0)}
     assert collect(VLLM).model_dump() == expected
     # A log stores joined chunks.
@@ -88,7 +88,7 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
     return list(build_rollouts(outcome, body, record(folder)))
 
 
-def test_a_record_has_what_was_sent_and_the_reward(tmp_path: Path) -> None:
+def test_rollout_record_has_prompt_completion_and_reward(tmp_path: Path) -> None:
     first, second = records_of(tmp_path)
     assert first["prompt"] == [{"role": "user", "content": "do"}]
     assert second["prompt"][:2] == [*first["prompt"], first["completion"]]
@@ -106,7 +106,7 @@ def test_a_record_has_what_was_sent_and_the_reward(tmp_path: Path) -> None:
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [first, second]
 
 
-def test_a_trajectory_has_the_tokens(tmp_path: Path) -> None:
+def test_trajectory_has_the_tokens(tmp_path: Path) -> None:
     steps = [step for step in build_atif(record(tmp_path))["steps"] if step["source"] == "agent"]
     metrics = steps[0]["metrics"]
     assert (metrics["prompt_token_ids"], metrics["completion_token_ids"], metrics["logprobs"]) == (
@@ -117,7 +117,7 @@ def test_a_trajectory_has_the_tokens(tmp_path: Path) -> None:
     assert "completion_token_ids" not in steps[1]["metrics"]
 
 
-def test_parquet_has_the_same_records(tmp_path: Path) -> None:
+def test_parquet_file_has_the_same_records(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     records = records_of(tmp_path)
     assert write_parquet(tmp_path / "out.parquet", records) == 2
@@ -127,7 +127,7 @@ def test_parquet_has_the_same_records(tmp_path: Path) -> None:
     assert rows == records
 
 
-def test_runs_have_sampling_fields_but_no_others(tmp_path: Path) -> None:
+def test_sampling_fields_cannot_override_other_request_fields(tmp_path: Path) -> None:
     line = {"id": "q", "instruction": "x", "sampling": {"temperature": 1, "return_token_ids": True}}
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps(line))

@@ -18,33 +18,35 @@ from workers.sandboxd.disks.changes import RootChanges, list_changes
 IMAGE = f"sha256:{'0a' * 32}"
 
 
-async def reading(data: bytes, step: int) -> AsyncIterator[bytes]:
+async def split_into_chunks(data: bytes, step: int) -> AsyncIterator[bytes]:
     for at in range(0, len(data), step):
         yield data[at : at + step]
 
 
 @given(st.binary(), st.binary(), st.binary(), st.integers(1, 3000))
-async def test_what_was_encoded_is_taken_off_again(replaced: bytes, removed: bytes, archive: bytes, step: int) -> None:
+async def test_encoded_changes_are_split_from_the_archive(
+    replaced: bytes, removed: bytes, archive: bytes, step: int
+) -> None:
     data = encode_changes(RootChanges(IMAGE, b"", replaced, removed)) + archive
 
-    changes, rest, size = await split_changes(reading(data, step), len(data))
+    changes, rest, size = await split_changes(split_into_chunks(data, step), len(data))
 
     assert changes == RootChanges(IMAGE, b"", replaced, removed)
     assert (b"".join([chunk async for chunk in rest]), size) == (archive, len(archive))
 
 
 @given(st.binary(max_size=2000))
-async def test_any_other_archive_is_left_as_it_is(data: bytes) -> None:
-    changes, rest, size = await split_changes(reading(data, 700), len(data))
+async def test_archive_without_changes_is_left_unchanged(data: bytes) -> None:
+    changes, rest, size = await split_changes(split_into_chunks(data, 700), len(data))
 
     assert changes is None
     assert (b"".join([chunk async for chunk in rest]), size) == (data, len(data))
 
 
-async def test_a_list_that_is_cut_off_is_damaged() -> None:
+async def test_truncated_list_of_changes_is_refused() -> None:
     data = encode_changes(RootChanges(IMAGE, b"", b"./x\0" * 1000, b""))
     with pytest.raises(SandboxUnavailable):
-        await split_changes(reading(data[:2000], 700), len(data))
+        await split_changes(split_into_chunks(data[:2000], 700), len(data))
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def layers(tmp_path: Path) -> list[Path]:
     return [upper, lower]
 
 
-def found(layers: list[Path]) -> tuple[set[str], set[str], set[str]]:
+def find_changes(layers: list[Path]) -> tuple[set[str], set[str], set[str]]:
     with ExitStack() as stack:
         fds = [os.open(layer, os.O_PATH | os.O_DIRECTORY) for layer in layers]
         for fd in fds:
@@ -75,7 +77,7 @@ def whiteout(path: Path) -> None:
     os.mknod(path, 0o20000, 0)
 
 
-def test_the_top_layer_decides_about_each_name(layers: list[Path]) -> None:
+def test_upper_layer_decides_about_each_name(layers: list[Path]) -> None:
     upper, lower = layers
     (upper / "etc/new").touch()
     (lower / "etc/old").touch()
@@ -88,10 +90,10 @@ def test_the_top_layer_decides_about_each_name(layers: list[Path]) -> None:
     (upper / "tmp/scratch").touch()
 
     replaced = {f"./etc/{name}" for name in ("new", "old", "back", "pipe", "link")}
-    assert found(layers) == ({"./etc"}, replaced, {"./etc/gone"})
+    assert find_changes(layers) == ({"./etc"}, replaced, {"./etc/gone"})
 
 
-def test_a_folder_that_hides_what_is_below_it_is_replaced_as_a_whole(layers: list[Path]) -> None:
+def test_opaque_folder_is_replaced_whole(layers: list[Path]) -> None:
     upper, lower = layers
     for layer, place in ((upper, "new"), (upper, "over-a-whiteout"), (lower, "hidden"), (upper, "merged")):
         (layer / "etc" / place / "deep").mkdir(parents=True)
@@ -101,26 +103,26 @@ def test_a_folder_that_hides_what_is_below_it_is_replaced_as_a_whole(layers: lis
     (upper / "etc/merged/deep/file").touch()
 
     folders = {"./etc", "./etc/merged", "./etc/merged/deep"}
-    assert found(layers) == (
+    assert find_changes(layers) == (
         folders,
         {"./etc/new", "./etc/over-a-whiteout", "./etc/merged/deep/file"},
         {"./etc/hidden"},
     )
 
 
-def test_a_link_in_place_of_a_folder_is_not_followed(layers: list[Path], tmp_path: Path) -> None:
+def test_symlink_in_place_of_a_folder_is_not_followed(layers: list[Path], tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/secret").touch()
     (layers[0] / "var").symlink_to(tmp_path / "outside")
     (layers[1] / "var").mkdir()
 
-    assert found(layers) == ({"./etc"}, {"./var"}, set())
+    assert find_changes(layers) == ({"./etc"}, {"./var"}, set())
 
 
-def test_a_list_of_too_many_names_is_refused(layers: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_list_of_changes_is_refused(layers: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes_module, "MAX_LIST_BYTES", 4000)
     for number in range(100):
         (layers[0] / "etc" / f"file-{number}").touch()
     with pytest.raises(ToolFailure) as refused:
-        found(layers)
+        find_changes(layers)
     assert refused.value.code is ErrorCode.FILE_TOO_LARGE

@@ -28,7 +28,7 @@ from tests.builders import KEY
 from tests.hosted_harness import HostedHarness, MadeHosted
 from tests.item_harness import build_run, echo_then
 
-KEEPING = RunBody(instruction="say it", tools=("echo",), keep_states=True)
+KEEP_STATES_BODY = RunBody(instruction="say it", tools=("echo",), keep_states=True)
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def harness(make_hosted: MadeHosted) -> HostedHarness:
     return harness
 
 
-async def refused(awaited: Any) -> ToolFailure:
+async def expect_failure(operation: Any) -> ToolFailure:
     with pytest.raises(ToolFailure) as failure:
-        await awaited
+        await operation
     return failure.value
 
 
@@ -60,6 +60,14 @@ def script(harness: HostedHarness, *turns: str) -> ScriptedModel:
 
 def sent_echoes(harness: HostedHarness) -> list[str]:
     return [call.arguments["text"] for call in harness.transport.calls if call.name == "echo"]
+
+
+@pytest.fixture
+async def run(harness: HostedHarness) -> str:
+    """Return a run that has ended and kept its states."""
+    run = await harness.start(KEEP_STATES_BODY)
+    await run_to_end(harness, run)
+    return run
 
 
 # The log of a fork
@@ -102,9 +110,7 @@ def test_copied_entries_have_the_call_ids_of_the_fork(attempt: str, name: str) -
 # Forks
 
 
-async def test_forks_repeat_no_shared_step_and_continue_from_the_state(harness: HostedHarness) -> None:
-    run = await harness.start(KEEPING)
-    await run_to_end(harness, run)
+async def test_forks_continue_from_the_kept_state_without_repeating_steps(run: str, harness: HostedHarness) -> None:
     assert (harness.asked(), sent_echoes(harness)) == (3, ["one", "two"])
     parent = await harness.runs.get("acme", run)
     _, entries = await harness.queue.read_log("acme", run)
@@ -127,14 +133,13 @@ async def test_forks_repeat_no_shared_step_and_continue_from_the_state(harness: 
     # Each fork has a session of its own, and keeps its own state before its last request.
     assert len(forked) == 2 + 2
     for fork in forks:
-        found = await harness.runs.get("acme", fork.id)
-        assert found.state is HostedState.SUCCEEDED
-        assert found.end is not None
-        assert (found.forked_from and (found.forked_from.run, found.forked_from.step)) == (run, 1)
-        assert (found.end.answer, found.end.steps) == ("left", 3)
+        fork_run = await harness.runs.get("acme", fork.id)
+        assert fork_run.state is HostedState.SUCCEEDED
+        assert fork_run.end is not None
+        assert (fork_run.forked_from and (fork_run.forked_from.run, fork_run.forked_from.step)) == (run, 1)
+        assert (fork_run.end.answer, fork_run.end.steps) == ("left", 3)
         # The parent has counted the first reply.
-        assert parent.end is not None
-        assert found.end.usage.prompt_tokens == parent.end.usage.prompt_tokens * 2 / 3
+        assert fork_run.end.usage.prompt_tokens == parent.end.usage.prompt_tokens * 2 / 3
         messages = await harness.runs.transcript("acme", fork.id)
         assert [message.get("content") for message in messages if message["role"] == "tool"] == [
             "said one",
@@ -147,9 +152,7 @@ async def test_forks_repeat_no_shared_step_and_continue_from_the_state(harness: 
     assert {"acme"} == {tenant for tenant, _ in harness.places.known}
 
 
-async def test_a_fork_of_a_fork_and_the_tree(harness: HostedHarness) -> None:
-    run = await harness.start(KEEPING)
-    await run_to_end(harness, run)
+async def test_fork_tree_includes_forks_of_forks(run: str, harness: HostedHarness) -> None:
     script(harness, *["left"] * 3)
     (new_fork,) = await harness.runs.fork("acme", run, 2)
     (right,) = await harness.runs.fork("acme", run, 0)
@@ -165,9 +168,7 @@ async def test_a_fork_of_a_fork_and_the_tree(harness: HostedHarness) -> None:
         assert {fork.run and fork.run.state for fork in tree.forks} == {HostedState.SUCCEEDED}
 
 
-async def test_a_second_request_with_the_same_key_starts_nothing(harness: HostedHarness) -> None:
-    run = await harness.start(KEEPING)
-    await run_to_end(harness, run)
+async def test_repeated_fork_request_with_the_same_key_starts_nothing(run: str, harness: HostedHarness) -> None:
     forks = await harness.runs.fork("acme", run, 1, 3, idempotency_key="k")
     assert [fork.id for fork in await harness.runs.fork("acme", run, 1, 3, idempotency_key="k")] == [
         fork.id for fork in forks
@@ -175,27 +176,24 @@ async def test_a_second_request_with_the_same_key_starts_nothing(harness: Hosted
     assert len((await harness.queue.forks("acme", [run]))[0]) == 3
     ttls = [await harness.client.ttl(f"toolcrew:d:t:acme:run.{run}:{part}") for part in ("forks", "log")]
     assert (ttls[0] > 0, 3600 < ttls[1] <= 86400) == (True, True)
-    failure = await refused(harness.runs.fork("acme", run, 2, 3, idempotency_key="k"))
+    failure = await expect_failure(harness.runs.fork("acme", run, 2, 3, idempotency_key="k"))
     assert failure.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_a_fork_that_starts_again_has_the_shared_steps_again(harness: HostedHarness) -> None:
-    run = await harness.start(KEEPING)
-    await run_to_end(harness, run)
+async def test_new_attempt_of_a_fork_keeps_the_shared_steps(run: str, harness: HostedHarness) -> None:
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", run, 2)
     claim = await harness.claimed()
     await harness.queue.give_back(claim, is_new=True)
     await run_to_end(harness, fork.id)
-    found = await harness.runs.get("acme", fork.id)
-    assert found.end is not None
-    assert (found.attempt, found.end.answer, found.end.steps) == (2, "left", 3)
+    fork_run = await harness.runs.get("acme", fork.id)
+    assert (fork_run.attempt, fork_run.end.answer, fork_run.end.steps) == (2, "left", 3)
     assert sent_echoes(harness) == ["one", "two"]
 
 
-async def test_a_process_that_dies_while_it_copies_leaves_the_rest_to_the_next(harness: HostedHarness) -> None:
-    run = await harness.start(KEEPING)
-    await run_to_end(harness, run)
+async def test_interrupted_copy_of_a_fork_log_is_completed_by_the_next_process(
+    run: str, harness: HostedHarness
+) -> None:
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", run, 2)
     claim = await harness.claimed()
@@ -205,60 +203,57 @@ async def test_a_process_that_dies_while_it_copies_leaves_the_rest_to_the_next(h
         await partial.append(entry)
     await harness.die(claim)
     await run_to_end(harness, fork.id)
-    found = await harness.runs.get("acme", fork.id)
-    assert found.end is not None
-    assert (found.end.answer, found.end.steps) == ("left", 3)
+    fork_run = await harness.runs.get("acme", fork.id)
+    assert (fork_run.end.answer, fork_run.end.steps) == ("left", 3)
     assert sent_echoes(harness) == ["one", "two"]
 
 
 # Refusals
 
 
-async def test_what_cannot_be_forked(harness: HostedHarness) -> None:
-    run = await harness.start(KEEPING)
-    early = await refused(harness.runs.fork("acme", run, 0))
-    assert early.code is ErrorCode.INVALID_ARGUMENTS
+async def test_impossible_fork_is_refused_with_a_reason(harness: HostedHarness) -> None:
+    run = await harness.start(KEEP_STATES_BODY)
+    before_end = await expect_failure(harness.runs.fork("acme", run, 0))
+    assert before_end.code is ErrorCode.INVALID_ARGUMENTS
     await run_to_end(harness, run)
-    beyond = await refused(harness.runs.fork("acme", run, 3))
+    beyond = await expect_failure(harness.runs.fork("acme", run, 3))
     assert (beyond.code, "(0, 1, 2)" in beyond.message) == (ErrorCode.INVALID_ARGUMENTS, True)
     for n in (0, 101):
-        assert (await refused(harness.runs.fork("acme", run, 1, n))).code is ErrorCode.INVALID_ARGUMENTS
-    foreign = await refused(harness.runs.fork("rival", run, 1))
-    unknown = await refused(harness.runs.fork("rival", "nosuch", 1))
+        assert (await expect_failure(harness.runs.fork("acme", run, 1, n))).code is ErrorCode.INVALID_ARGUMENTS
+    foreign = await expect_failure(harness.runs.fork("rival", run, 1))
+    unknown = await expect_failure(harness.runs.fork("rival", "nosuch", 1))
     assert foreign.code is unknown.code is ErrorCode.FILE_NOT_FOUND
     assert foreign.message.replace(run, "nosuch") == unknown.message
     harness.places.known.clear()
-    lost = await refused(harness.runs.fork("acme", run, 1))
+    lost = await expect_failure(harness.runs.fork("acme", run, 1))
     assert lost.code is ErrorCode.SESSION_NOT_FOUND
     script(harness, "done")
     plain = await harness.start(RunBody(instruction="say it", tools=("echo",)))
     await run_to_end(harness, plain)
-    unkept = await refused(harness.runs.fork("acme", plain, 0))
-    assert (unkept.code, "keep_states" in unkept.message) == (ErrorCode.INVALID_ARGUMENTS, True)
+    without_states = await expect_failure(harness.runs.fork("acme", plain, 0))
+    assert (without_states.code, "keep_states" in without_states.message) == (ErrorCode.INVALID_ARGUMENTS, True)
 
 
-async def test_all_forks_start_or_none(harness: HostedHarness) -> None:
-    run = await harness.start(KEEPING)
-    await run_to_end(harness, run)
+async def test_forks_above_the_quota_start_none(run: str, harness: HostedHarness) -> None:
     harness.runs._limits = (2, 100)
-    assert (await refused(harness.runs.fork("acme", run, 1, 3))).code is ErrorCode.QUOTA_EXCEEDED
+    assert (await expect_failure(harness.runs.fork("acme", run, 1, 3))).code is ErrorCode.QUOTA_EXCEEDED
     assert (await harness.queue.forks("acme", [run]))[0] == []
     assert len(await harness.runs.fork("acme", run, 1, 2)) == 2
 
 
-async def test_a_state_that_cannot_be_kept_does_not_end_the_run(harness: HostedHarness) -> None:
+async def test_failed_state_copy_warns_and_the_run_continues(harness: HostedHarness) -> None:
     harness.answers["fork"] = lambda call, _: ToolResult.failed(call, ErrorCode.NO_SPACE, "the disk is full")
-    run = await harness.start(KEEPING)
+    run = await harness.start(KEEP_STATES_BODY)
     async with harness.working():
         events = await harness.events(run)
     assert [event["message"] for event in events if event["type"] == "Warned"] == [
         f"the state of the session after {step} steps was not stored: the disk is full" for step in range(3)
     ]
-    failure = await refused(harness.runs.fork("acme", run, 1))
+    failure = await expect_failure(harness.runs.fork("acme", run, 1))
     assert "the disk is full" in failure.message
 
 
-async def test_a_cancelled_run_leaves_no_states(harness: HostedHarness) -> None:
+async def test_cancelled_run_leaves_no_kept_states(harness: HostedHarness) -> None:
     reached = asyncio.Event()
 
     async def hang(call: Any, _: Any) -> ToolResult:
@@ -268,7 +263,7 @@ async def test_a_cancelled_run_leaves_no_states(harness: HostedHarness) -> None:
         return ToolResult(call_id=call.id, name=call.name, success=True, output="said one")
 
     harness.answers["echo"] = hang
-    run = await harness.start(KEEPING)
+    run = await harness.start(KEEP_STATES_BODY)
     async with harness.working():
         await reached.wait()
         assert len(harness.places.known) == 3
@@ -277,13 +272,12 @@ async def test_a_cancelled_run_leaves_no_states(harness: HostedHarness) -> None:
     assert harness.places.known == {}
 
 
-async def test_runs_of_a_batch_are_forked_with_the_values_of_their_batch(harness: HostedHarness) -> None:
+async def test_fork_of_a_batch_run_uses_the_batch_defaults(harness: HostedHarness) -> None:
     claim = await harness.put(build_run(keep_states=True))
     outcome = await harness.worked(claim, BatchDefaults())
     await harness.queue.finish(claim, outcome)
     script(harness, "left")
     (fork,) = await harness.runs.fork("acme", claim.run, 2)
     await run_to_end(harness, fork.id)
-    found = await harness.runs.get("acme", fork.id)
-    assert found.end is not None
-    assert (found.end.answer, found.forked_from and found.forked_from.run) == ("left", claim.run)
+    fork_run = await harness.runs.get("acme", fork.id)
+    assert (fork_run.end.answer, fork_run.forked_from and fork_run.forked_from.run) == ("left", claim.run)

@@ -84,7 +84,7 @@ def fail(
     return caught.value
 
 
-def test_a_silent_model_stops_claims_until_it_replies(gate: RunGate, clock: Clock) -> None:
+def test_unreachable_model_stops_claims_until_it_replies(gate: RunGate, clock: Clock) -> None:
     assert gate.admit(16, 0) == 16
     assert isinstance(fail(gate), EndpointDown)
     assert gate.admit(16, 0) == 0
@@ -98,21 +98,21 @@ def test_a_silent_model_stops_claims_until_it_replies(gate: RunGate, clock: Cloc
     assert (gate.down_s, gate.admit(16, 3)) == (None, 16)
 
 
-def test_a_request_that_fails_while_others_are_answered_is_the_runs_own_trouble(gate: RunGate) -> None:
+def test_request_that_fails_while_others_succeed_is_a_lone_failure(gate: RunGate) -> None:
     error = fail(gate, answered="b")
     assert isinstance(error, EndpointDown)
     assert (error.is_lone, gate.down_s) == (True, None)
 
 
-def test_a_run_is_held_so_often_and_then_its_failure_is_its_own(gate: RunGate) -> None:
-    held = [fail(gate) for _ in range(MAX_DEFERRALS + 1)]
-    assert [isinstance(error, EndpointDown) for error in held] == [True] * MAX_DEFERRALS + [False]
+def test_deferrals_of_a_run_are_limited(gate: RunGate) -> None:
+    errors = [fail(gate) for _ in range(MAX_DEFERRALS + 1)]
+    assert [isinstance(error, EndpointDown) for error in errors] == [True] * MAX_DEFERRALS + [False]
     assert isinstance(fail(gate), EndpointDown)
-    alone = [fail(gate, "poison", answered="b") for _ in range(MAX_LONE_DEFERRALS + 1)]
-    assert [isinstance(error, EndpointDown) for error in alone] == [True] * MAX_LONE_DEFERRALS + [False]
+    lone_errors = [fail(gate, "poison", answered="b") for _ in range(MAX_LONE_DEFERRALS + 1)]
+    assert [isinstance(error, EndpointDown) for error in lone_errors] == [True] * MAX_LONE_DEFERRALS + [False]
 
 
-def test_an_answer_makes_good_what_runs_were_held_for(gate: RunGate, clock: Clock) -> None:
+def test_successful_reply_resets_the_deferral_count(gate: RunGate, clock: Clock) -> None:
     for _ in range(3 * MAX_DEFERRALS):
         assert isinstance(fail(gate), EndpointDown)
         gate.record_answer("b")
@@ -123,12 +123,12 @@ def test_an_answer_makes_good_what_runs_were_held_for(gate: RunGate, clock: Cloc
 
 
 @pytest.mark.parametrize("error", [ModelRefused("400"), ModelInterrupted("cut"), ModelDenied("401")])
-def test_permanent_failures_do_not_wait(gate: RunGate, error: ModelUnavailable) -> None:
+def test_permanent_failure_is_not_deferred(gate: RunGate, error: ModelUnavailable) -> None:
     assert fail(gate, error=error) is error
     assert gate.down_s is None
 
 
-async def test_the_first_chunk_says_that_the_model_is_there(gate: RunGate) -> None:
+async def test_first_chunk_marks_the_model_as_reachable(gate: RunGate) -> None:
     chunk: Chunk = {"choices": []}
     model = GatedModel(Replies(ModelUnavailable("down"), chunk), gate, "a")
     with pytest.raises(EndpointDown):
@@ -140,7 +140,7 @@ async def test_the_first_chunk_says_that_the_model_is_there(gate: RunGate) -> No
     model.check_answered()
 
 
-def test_a_quota_admits_the_free_slots_first_and_then_one_at_a_time(gate: RunGate, clock: Clock) -> None:
+def test_after_a_quota_error_runs_are_admitted_one_at_a_time(gate: RunGate, clock: Clock) -> None:
     gate.record_quota_limit(4)
     assert [gate.admit(12, 4), gate.admit(13, 3)] == [0, 1]
     clock.now += QUOTA_RETRY_S
@@ -153,7 +153,7 @@ def test_a_quota_admits_the_free_slots_first_and_then_one_at_a_time(gate: RunGat
     assert gate.admit(100, 0) == 100
 
 
-def test_the_cause_decides_the_kind_of_failure(gate: RunGate) -> None:
+def test_error_is_classified_by_its_cause(gate: RunGate) -> None:
     events = [
         gate.classify(EndpointDown("down", is_lone=False), None),
         gate.classify(EndpointDown("500", is_lone=True), None),
@@ -170,7 +170,7 @@ def test_the_cause_decides_the_kind_of_failure(gate: RunGate) -> None:
     assert gate.classify(ConfigError("no"), None) is None
 
 
-def test_an_unknown_model_of_a_line_is_an_input_failure(gate: RunGate) -> None:
+def test_unknown_model_of_a_line_is_an_input_failure(gate: RunGate) -> None:
     unknown = ModelDenied("no model 'x'", is_unknown_model=True)
     assert gate.classify(unknown, None) is unknown
     gate.check_model(None)

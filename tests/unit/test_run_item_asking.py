@@ -21,101 +21,104 @@ from tests.conftest import RedisProcess
 from tests.item_harness import OPENED, ItemHarness, Made, build_run, echo_then, open_maker
 from tests.waiting import until, wait_until_async
 
-ASKED = ApprovalPolicy((Rule("ask", tool="echo"),))
-ASKING = BatchDefaults(asks_people=True)
+ASK_POLICY = ApprovalPolicy((Rule("ask", tool="echo"),))
+ASK_DEFAULTS = BatchDefaults(asks_people=True)
 
 
 @pytest.fixture
 async def make(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Made]:
     monkeypatch.setattr(asking, "POLL_S", 0.01)
-    async with open_maker(redis_server) as made:
-        yield made
+    async with open_maker(redis_server) as maker:
+        yield maker
 
 
-async def question_of(harness: ItemHarness) -> ApprovalQuestion:
+async def find_question(harness: ItemHarness) -> ApprovalQuestion:
     (question,) = await ApprovalHarness(harness.client).until_pending()
     return question
 
 
 async def decide(harness: ItemHarness, decision: Decision) -> None:
-    question = await question_of(harness)
+    question = await find_question(harness)
     await ApprovalHarness(harness.client).queue().decide(question.id, decision, digest=question.digest, actor=ADMIN)
 
 
-async def ended(working: "asyncio.Task[ItemOutcome]") -> ItemOutcome:
+async def wait_for_outcome(working: "asyncio.Task[ItemOutcome]") -> ItemOutcome:
     async with asyncio.timeout(SOON_S):
         return await working
 
 
-def argument_of(harness: ItemHarness) -> list[Any]:
+def find_arguments(harness: ItemHarness) -> list[Any]:
     """Return the argument of the tool's call."""
     return [call.arguments["text"] for call in harness.transport.calls if call.name == "echo"]
 
 
-@pytest.mark.parametrize(("approvals", "defaults", "calls"), [("auto", BatchDefaults(), ["a"]), ("never", ASKING, [])])
-async def test_items_that_do_not_ask_and_those_of_an_operator_who_never_allows_ask_no_one(
+@pytest.mark.parametrize(
+    ("approvals", "defaults", "calls"), [("auto", BatchDefaults(), ["a"]), ("never", ASK_DEFAULTS, [])]
+)
+async def test_item_without_approval_requests_asks_nobody(
     make: Made, approvals: str, defaults: BatchDefaults, calls: list[str]
 ) -> None:
-    harness = make(echo_then("done", "a"), policy=ASKED)
+    harness = make(echo_then("done", "a"), policy=ASK_POLICY)
     settings = harness.parts._settings.model_copy(update={"approvals": approvals})
-    harness.work._parts = RunParts(settings, harness.pool, harness.parts.approver, ASKED)
-    outcome = await ended(asyncio.create_task(harness.worked(await harness.put(build_run()), defaults)))
+    harness.work._parts = RunParts(settings, harness.pool, harness.parts.approver, ASK_POLICY)
+    outcome = await wait_for_outcome(asyncio.create_task(harness.worked(await harness.put(build_run()), defaults)))
     assert outcome.body is not None
-    assert argument_of(harness) == calls
+    assert find_arguments(harness) == calls
     assert [key async for key in harness.client.scan_iter("*approval*")] == []
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
-async def test_a_decision_outlives_its_process(make: Made, monkeypatch: pytest.MonkeyPatch, is_allowed: bool) -> None:
-    async def dies(*_: Any) -> None:
+async def test_decision_is_kept_when_its_process_dies(
+    make: Made, monkeypatch: pytest.MonkeyPatch, is_allowed: bool
+) -> None:
+    async def withdraw_nothing(*_: Any) -> None:
         """Do nothing: a killed process withdraws no question."""
 
-    first, second = make(echo_then("one", "a"), policy=ASKED), make(["two"], policy=ASKED)
+    first, second = make(echo_then("one", "a"), policy=ASK_POLICY), make(["two"], policy=ASK_POLICY)
     claim = await first.put(build_run())
-    with monkeypatch.context() as dead:
-        dead.setattr(ApprovalQueue, "withdraw", dies)
-        working = asyncio.create_task(first.worked(claim, ASKING))
-        await question_of(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(ApprovalQueue, "withdraw", withdraw_nothing)
+        working = asyncio.create_task(first.worked(claim, ASK_DEFAULTS))
+        await find_question(first)
         working.cancel()
         await asyncio.wait({working}, timeout=SOON_S)
-    again = await second.taken_over(claim)
+    resumed_claim = await second.taken_over(claim)
     await decide(second, Decision(is_allowed, "said meanwhile"))
-    outcome = await ended(asyncio.create_task(second.worked(again, ASKING)))
-    assert outcome.body is not None
+    outcome = await wait_for_outcome(asyncio.create_task(second.worked(resumed_claim, ASK_DEFAULTS)))
     assert outcome.body["answer"] == "two"
-    assert argument_of(second) == (["a"] if is_allowed else [])
-    assert argument_of(first) == []
+    assert find_arguments(second) == (["a"] if is_allowed else [])
+    assert find_arguments(first) == []
 
 
-async def test_a_process_that_continues_before_the_decision_asks_the_same_question(make: Made) -> None:
-    first, second = make(echo_then("one", "a"), policy=ASKED), make(["two"], policy=ASKED)
+async def test_resumed_run_asks_the_same_question(make: Made) -> None:
+    first, second = make(echo_then("one", "a"), policy=ASK_POLICY), make(["two"], policy=ASK_POLICY)
     claim = await first.put(build_run())
-    stays = asyncio.create_task(first.worked(claim, ASKING))
-    before = await question_of(first)
-    asker = await asker_of(first, before)
-    again = await second.taken_over(claim)
-    working = asyncio.create_task(second.worked(again, ASKING))
+    first_work = asyncio.create_task(first.worked(claim, ASK_DEFAULTS))
+    before = await find_question(first)
+    asker = await find_asker(first, before)
+    resumed_claim = await second.taken_over(claim)
+    working = asyncio.create_task(second.worked(resumed_claim, ASK_DEFAULTS))
     await wait_until_async(
-        lambda: asker_of(first, before), SOON_S, "the second asks", 0.01, lambda found: found != asker
+        lambda: find_asker(first, before), SOON_S, "the second asks", 0.01, lambda found: found != asker
     )
     # The first, which has lost the run, ends late: it takes nothing away that the second waits for.
-    stays.cancel()
-    await asyncio.wait({stays}, timeout=SOON_S)
-    assert await question_of(second) == before
+    first_work.cancel()
+    await asyncio.wait({first_work}, timeout=SOON_S)
+    assert await find_question(second) == before
     await decide(second, Decision(True))
-    assert (await ended(working)).body is not None
-    assert argument_of(second) == ["a"]
+    assert (await wait_for_outcome(working)).body is not None
+    assert find_arguments(second) == ["a"]
 
 
-async def asker_of(harness: ItemHarness, question: ApprovalQuestion) -> Any:
+async def find_asker(harness: ItemHarness, question: ApprovalQuestion) -> Any:
     return await harness.client.hget(f"toolcrew:d:approval:{question.id}", "asker")
 
 
-def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_it() -> None:
+def test_batch_without_asks_people_is_readable_by_older_releases() -> None:
     assert "asks_people" not in BatchDefaults().model_dump_json()
     assert "asks_people" not in BatchDefaults().model_dump()
     fields = {"state": "in_progress", "total": "1", "sha256": "x", "concurrency": "1", "created_at": "0"}
-    for defaults in (BatchDefaults(), ASKING):
+    for defaults in (BatchDefaults(), ASK_DEFAULTS):
         entries = {
             name.encode(): value.encode()
             for name, value in {**fields, "defaults": seal_defaults(KEY, "acme", "b", defaults)}.items()
@@ -123,26 +126,26 @@ def test_a_batch_that_does_not_ask_can_be_read_by_releases_that_know_nothing_of_
         assert parse_batch(KEY, "acme", "b", entries).defaults == defaults
 
 
-async def test_a_yes_holds_however_long_its_run_waits_for_a_place(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness, runs = make(echo_then("done", "a"), policy=ASKED), [None]
+async def test_approval_stays_valid_while_the_run_waits_for_a_slot(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, runs = make(echo_then("done", "a"), policy=ASK_POLICY), [None]
     monkeypatch.setattr(harness.parts, "_settings", harness.parts._settings.model_copy(update={"approval_wait_s": 3.0}))
     harness.work.slots.configure(1, runs)
-    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASKING))
-    await question_of(harness)
+    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASK_DEFAULTS))
+    await find_question(harness)
     over_at = time.monotonic() + 3.2
     assert harness.work.slots.count_free() == 1
     # Another run has the place until the question is long over.
     runs.append(None)
     await decide(harness, Decision(True))
     await asyncio.sleep(over_at - time.monotonic())
-    assert argument_of(harness) == []
+    assert find_arguments(harness) == []
     runs.pop()
     assert harness.work.slots.count_free() == 0
-    await ended(working)
-    assert argument_of(harness) == ["a"]
+    await wait_for_outcome(working)
+    assert find_arguments(harness) == ["a"]
 
 
-async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: Made) -> None:
+async def test_running_call_keeps_the_slot_while_another_call_waits(make: Made) -> None:
     runs, may_end = asyncio.Event(), asyncio.Event()
 
     async def answer(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -151,10 +154,10 @@ async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: Made
         return ToolResult(call_id=call.id, name=call.name, success=True, output="said")
 
     both = Calls([("echo", {"text": "a"}), ("echo", {"text": "b"})])
-    harness = make([both, "done"], policy=ASKED, answers={"echo": answer}, echo=build_spec("echo", read_only=True))
+    harness = make([both, "done"], policy=ASK_POLICY, answers={"echo": answer}, echo=build_spec("echo", read_only=True))
     room = harness.work.slots.count_free
     harness.work.slots.configure(1, [None])
-    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASKING))
+    working = asyncio.create_task(harness.worked(await harness.put(build_run()), ASK_DEFAULTS))
     first, _ = await ApprovalHarness(harness.client).until_pending(2)
     assert room() == 1
     await ApprovalHarness(harness.client).queue().decide(first.id, Decision(True), digest=first.digest, actor=ADMIN)
@@ -165,12 +168,11 @@ async def test_a_running_call_keeps_the_slot_while_another_call_waits(make: Made
         # The end of a call has no event of ours.
         await until(lambda: room() > 0)
     await decide(harness, Decision(True))
-    outcome = await ended(working)
-    assert outcome.body is not None
+    outcome = await wait_for_outcome(working)
     assert (outcome.body["answer"], room()) == ("done", 0)
 
 
-async def test_a_run_that_goes_on_has_the_place_of_an_item_that_waits_for_its_sandbox(make: Made) -> None:
+async def test_continuing_run_uses_the_slot_of_an_item_without_sandbox(make: Made) -> None:
     is_opening, may_open = asyncio.Event(), asyncio.Event()
 
     async def open_late(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -190,4 +192,4 @@ async def test_a_run_that_goes_on_has_the_place_of_an_item_that_waits_for_its_sa
     may_open.set()
     runs.discard("other")
     slots.count_free()
-    assert (await ended(working)).failure is None
+    assert (await wait_for_outcome(working)).failure is None

@@ -29,7 +29,7 @@ from tests.item_harness import (
 )
 
 
-async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None:
+async def test_single_call_runs_in_its_own_session(make: Made) -> None:
     harness = make()
     outcome = await harness.worked(await harness.put(build_tool_call()))
     assert (outcome.failure, outcome.body and outcome.body["output"]) == (None, "said x")
@@ -40,16 +40,15 @@ async def test_a_single_call_is_made_in_a_session_of_its_own(make: Made) -> None
     assert harness.asked() == 0
 
 
-async def test_a_run_that_reaches_a_limit_is_a_failure_of_the_model_with_what_there_is(make: Made) -> None:
+async def test_run_at_its_iteration_limit_is_a_model_failure_with_a_body(make: Made) -> None:
     harness = make(echo_then("never", "a", "b", "c"))
     outcome = await harness.worked(await harness.put(build_run(limits=RunLimits(max_iterations=2))))
     assert (outcome.failure and outcome.failure.kind) == FailureKind.MODEL
     assert (outcome.failure and outcome.failure.code) == "max_iterations"
-    assert outcome.body is not None
     assert outcome.body["steps"] == 2
 
 
-async def test_a_request_that_the_model_refuses_is_a_failure_of_the_model(make: Made) -> None:
+async def test_request_refused_by_the_model_is_a_model_failure(make: Made) -> None:
     async def refuse(request: ModelRequest) -> AsyncIterator[Chunk]:
         raise ModelRefused("not that")
         yield {}
@@ -58,40 +57,37 @@ async def test_a_request_that_the_model_refuses_is_a_failure_of_the_model(make: 
     assert (outcome.failure and outcome.failure.kind, outcome.body) == (FailureKind.MODEL, None)
 
 
-async def test_a_session_that_cannot_be_opened_fails_its_item(make: Made) -> None:
+async def test_failed_session_open_fails_the_item(make: Made) -> None:
     harness = make(answers={"open": failed(ErrorCode.PERMISSION_DENIED)})
     outcome = await harness.worked(await harness.put(build_run()))
-    assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INPUT, "PERMISSION_DENIED")
     assert harness.asked() == 0
 
 
-async def test_a_workspace_that_is_not_there_is_the_lines_own_fault(make: Made, tmp_path: Path) -> None:
+async def test_missing_workspace_is_an_input_failure(make: Made, tmp_path: Path) -> None:
     harness = make()
     outcome = await harness.worked(await harness.put(with_harness(build_run(), workspace=str(tmp_path / "missing"))))
     assert (outcome.failure and outcome.failure.kind, harness.sent()) == (FailureKind.INPUT, [])
 
 
-async def test_limits_that_do_not_go_together_are_the_lines_own_fault(make: Made) -> None:
+async def test_conflicting_limits_are_an_input_failure(make: Made) -> None:
     harness = make()
     outcome = await harness.worked(await harness.put(build_run(limits=RunLimits(max_cost=1.0))))
-    assert outcome.failure is not None
     assert (outcome.failure.kind, "prices" in outcome.failure.message) == (FailureKind.INPUT, True)
     assert harness.sent() == ["open", "close"]
 
 
-async def test_a_bug_ends_the_item_and_not_the_batch(make: Made) -> None:
-    def stumble(messages: list[Any]) -> str:
+async def test_unexpected_exception_is_an_internal_failure_of_the_item(make: Made) -> None:
+    def raise_key_error(messages: list[Any]) -> str:
         raise KeyError("oops")
 
-    harness = make([stumble])
+    harness = make([raise_key_error])
     outcome = await harness.worked(await harness.put(build_run()))
-    assert outcome.failure is not None
     assert (outcome.failure.code, outcome.failure.kind) == ("INTERNAL", FailureKind.INFRASTRUCTURE)
     assert harness.sent() == ["open", "close"]
 
 
-async def test_a_session_of_whose_closing_nothing_is_known_is_closed_for_everybody(make: Made) -> None:
+async def test_session_with_an_unanswered_close_is_removed(make: Made) -> None:
     async def never_answers(*_: object) -> ToolResult:
         raise TimeoutError
 
@@ -113,7 +109,7 @@ def build_chat() -> Any:
     return item.model_copy(update={"url": "/v1/chat/completions"})
 
 
-async def test_a_chat_asks_for_no_sandbox_and_says_what_its_line_says(make: Made) -> None:
+async def test_chat_completion_item_opens_no_sandbox(make: Made) -> None:
     harness = make(["hello"])
     outcome = await harness.worked(await harness.put(build_chat()))
     assert (outcome.failure, outcome.body and outcome.body["object"]) == (None, "chat.completion")
@@ -124,13 +120,13 @@ async def test_a_chat_asks_for_no_sandbox_and_says_what_its_line_says(make: Made
     assert request.tools == []
 
 
-async def test_a_model_that_calls_a_tool_in_a_chat_runs_nothing(make: Made) -> None:
+async def test_tool_call_in_a_chat_item_is_not_run(make: Made) -> None:
     harness = make(echo_then("never", "x"))
     outcome = await harness.worked(await harness.put(build_chat()))
     assert (outcome.failure and outcome.failure.kind, harness.sent()) == (FailureKind.MODEL, [])
 
 
-async def test_a_run_without_tools_has_a_sandbox_only_for_files(make: Made, tmp_path: Path) -> None:
+async def test_run_without_tools_opens_a_sandbox_only_for_files(make: Made, tmp_path: Path) -> None:
     harness = make(["hello"] * 2)
     assert (await harness.worked(await harness.put(build_run(tools=())))).failure is None
     assert harness.sent() == []
@@ -143,7 +139,7 @@ async def test_a_run_without_tools_has_a_sandbox_only_for_files(make: Made, tmp_
 SOON_S = 15.0
 
 
-async def broken_off(harness: ItemHarness, claim: Any, reached: asyncio.Event) -> None:
+async def run_and_cancel(harness: ItemHarness, claim: Any, reached: asyncio.Event) -> None:
     """Run the work of a process, and stop it at the given point."""
     working = asyncio.create_task(harness.worked(claim))
     async with asyncio.timeout(SOON_S):
@@ -153,7 +149,7 @@ async def broken_off(harness: ItemHarness, claim: Any, reached: asyncio.Event) -
     assert working.cancelled()
 
 
-def hangs_at(text: str, reached: asyncio.Event) -> Callable[[ToolCall, ToolContext], Any]:
+def build_hanging_answer(text: str, reached: asyncio.Event) -> Callable[[ToolCall, ToolContext], Any]:
     """Return a tool that answers, but hangs on the given text."""
 
     async def answer(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -165,7 +161,7 @@ def hangs_at(text: str, reached: asyncio.Event) -> Callable[[ToolCall, ToolConte
     return answer
 
 
-async def test_a_session_that_was_being_opened_is_given_up_where_it_is_and_another_one_opened(make: Made) -> None:
+async def test_resumed_run_closes_a_half_opened_session_and_opens_another(make: Made) -> None:
     reached = asyncio.Event()
 
     async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -188,68 +184,72 @@ async def test_a_session_that_was_being_opened_is_given_up_where_it_is_and_anoth
     assert not working.done()
 
 
-async def test_a_run_without_time_left_ends_with_its_log(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_resumed_run_without_time_left_ends_with_its_logged_steps(
+    make: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(item_work, "LEAST_WALL_S", 0.5)
     reached = asyncio.Event()
-    first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["never"])
+    first, second = (
+        make(echo_then("two", "a", "b"), answers={"echo": build_hanging_answer("b", reached)}),
+        make(["never"]),
+    )
     claim = await first.put(build_run(limits=RunLimits(max_wall_s=60.0)))
-    await broken_off(first, claim, reached)
+    await run_and_cancel(first, claim, reached)
     claim = await second.taken_over(claim)
     journal = await second.journal(claim)
     journal.spent_wall_s = 60.0
     outcome = await second.work.work(claim, journal, BatchDefaults(), second.run_events.append)
-    assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.MODEL, "max_wall")
-    assert outcome.body is not None
     assert (outcome.body["steps"], second.asked()) == (3, 0)
 
 
-async def test_a_removed_sandbox_is_not_reported_to_the_model_as_a_tool_failure(make: Made) -> None:
+async def test_lost_sandbox_of_a_resumed_run_is_an_infrastructure_failure(make: Made) -> None:
     reached = asyncio.Event()
-    first, second = make(echo_then("two", "a", "b"), answers={"echo": hangs_at("b", reached)}), make(["a guess"])
+    first, second = (
+        make(echo_then("two", "a", "b"), answers={"echo": build_hanging_answer("b", reached)}),
+        make(["a guess"]),
+    )
     claim = await first.put(build_run())
-    await broken_off(first, claim, reached)
+    await run_and_cancel(first, claim, reached)
     assert first.sent() == ["open", "echo", "echo"], "a stopped process leaves its session open"
     second.places.known.clear()
     outcome = await second.worked(await second.taken_over(claim))
-    assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.code) == (FailureKind.INFRASTRUCTURE, SandboxUnavailable.code.value)
     assert second.asked() == 0
 
 
-async def test_a_file_whose_name_is_no_text_is_an_artifact_like_any_other(make: Made, tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    made.mkdir()
-    (made / "caf\udce9.txt").write_text("x")
+async def test_artifact_with_a_non_utf8_name_is_copied(make: Made, tmp_path: Path) -> None:
+    files = tmp_path / "made"
+    files.mkdir()
+    (files / "caf\udce9.txt").write_text("x")
     harness = make()
 
     def export(call: ToolCall, context: ToolContext) -> ToolResult:
-        harness.blobs.kept["k"] = archive_of(made)
+        harness.blobs.kept["k"] = archive_of(files)
         return ToolResult(call_id=call.id, name=call.name, success=True, blob="k")
 
     harness.answers["export"] = export
     claim = await harness.put(with_harness(build_run(), artifacts=("*.txt",)))
     outcome = await harness.worked(claim, BatchDefaults(artifacts=str(tmp_path / "artifacts")))
-    assert outcome.body is not None
     assert outcome.body["artifacts"] == ["caf\\xe9.txt"]
     assert await harness.queue.finish(claim, outcome)
 
 
-async def test_a_new_attempt_has_new_calls_and_a_new_session(make: Made) -> None:
-    async def torn(request: ModelRequest) -> AsyncIterator[Chunk]:
+async def test_new_attempt_has_new_call_ids_and_a_new_session(make: Made) -> None:
+    async def stream_then_fail(request: ModelRequest) -> AsyncIterator[Chunk]:
         if len(request.messages) > 2:
             raise BrokerUnavailable("gone")
         async for chunk in ScriptedModel(echo_then("one", "a")).stream(request):
             yield chunk
 
-    first, second = make(StreamModel(torn)), make(echo_then("one", "a"))
+    first, second = make(StreamModel(stream_then_fail)), make(echo_then("one", "a"))
     claim = await first.put(build_run())
     outcome = await first.worked(claim)
     assert (outcome.failure and outcome.failure.kind) is FailureKind.INFRASTRUCTURE
     assert first.sent() == ["open", "echo", "close"]
-    again = await second.begun_anew(claim)
-    assert (again.record.attempt, again.is_resumed) == (2, False)
-    outcome = await second.worked(again)
+    next_claim = await second.begun_anew(claim)
+    assert (next_claim.record.attempt, next_claim.is_resumed) == (2, False)
+    outcome = await second.worked(next_claim)
     assert (outcome.failure, outcome.attempt) == (None, 2)
     assert second.sent() == ["open", "echo", "close"]
     assert {call.id for call in first.transport.calls}.isdisjoint(call.id for call in second.transport.calls)
@@ -258,7 +258,7 @@ async def test_a_new_attempt_has_new_calls_and_a_new_session(make: Made) -> None
     )
 
 
-async def test_a_restarted_single_call_has_a_new_id(make: Made) -> None:
+async def test_new_attempt_of_a_single_call_has_a_new_id(make: Made) -> None:
     first, second = make(answers={"echo": failed(ErrorCode.HOST_LOST)}), make()
     claim = await first.put(build_tool_call())
     await first.worked(claim)

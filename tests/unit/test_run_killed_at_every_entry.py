@@ -36,26 +36,18 @@ from store.runs import RunClaim
 from store.usage import DAY_S, ReplySpending, UsageStore
 from tests.builders import KEY
 from tests.grader_harness import Sandboxes, graded
-from tests.item_harness import (
-    ItemHarness,
-    Made,
-    archive_of,
-    build_run,
-    build_tool_call,
-    echo_then,
-    with_harness,
-)
+from tests.item_harness import ItemHarness, Made, archive_of, build_run, build_tool_call, echo_then, with_harness
 
 SOON_S = 15.0
 STEP = [ModelReplied, CallReviewed, CallFinished]
 ENTRIES = [SessionOpening, SessionOpened, *STEP, *STEP, ModelReplied, ArtifactsCopied]
-GRADED = [SessionOpening, SessionOpened, CallFinished, SubmissionTaken, SessionOpening, SessionOpened]
+GRADED_ENTRIES = [SessionOpening, SessionOpened, CallFinished, SubmissionTaken, SessionOpening, SessionOpened]
 STATE = [StateForking, StateKept]
-KEPT = [SessionOpening, SessionOpened, *STATE, ModelReplied, CallFinished, *STATE, ModelReplied]
+KEPT_STATE_ENTRIES = [SessionOpening, SessionOpened, *STATE, ModelReplied, CallFinished, *STATE, ModelReplied]
 TURNS = echo_then("two", "a", "b")
 
 
-class Counted:
+class RunWorld:
     """The outside world of a run: counts payments, questions and actions."""
 
     def __init__(self, make: Made, folder: Path) -> None:
@@ -117,14 +109,14 @@ class StoppingLog:
             await asyncio.Event().wait()
 
 
-def test_every_kind_of_entry_is_among_them() -> None:
-    assert {*ENTRIES, *GRADED, *KEPT} == set(LOGGED)
+def test_every_kind_of_log_entry_is_covered() -> None:
+    assert {*ENTRIES, *GRADED_ENTRIES, *KEPT_STATE_ENTRIES} == set(LOGGED)
 
 
 @pytest.mark.parametrize("is_written", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("position", range(len(ENTRIES)), ids=lambda at: f"{at}-{ENTRIES[at].__name__}")
-async def test_another_process_repeats_no_step(make: Made, tmp_path: Path, position: int, is_written: bool) -> None:
-    world = Counted(make, tmp_path)
+async def test_resumed_run_repeats_no_logged_step(make: Made, tmp_path: Path, position: int, is_written: bool) -> None:
+    world = RunWorld(make, tmp_path)
     first = world.open_process()
     claim = await first.put(with_harness(build_run(), artifacts=("*.txt",)))
     run_log = await RunLog.load(first.client, "d", KEY, claim.attempt)
@@ -135,11 +127,11 @@ async def test_another_process_repeats_no_step(make: Made, tmp_path: Path, posit
 
     logged = ENTRIES[: position + is_written]
     second = world.open_process(logged.count(ModelReplied))
-    again = await second.taken_over(claim)
-    continued = await RunLog.load(second.client, "d", KEY, again.attempt)
+    resumed_claim = await second.taken_over(claim)
+    continued = await RunLog.load(second.client, "d", KEY, resumed_claim.attempt)
     assert [type(event) for event in continued.entries] == logged
     async with asyncio.timeout(SOON_S):
-        outcome = await world.work(second, again, continued)
+        outcome = await world.work(second, resumed_claim, continued)
 
     assert outcome.failure is None
     body: dict[str, Any] = dict(outcome.body or {})
@@ -167,11 +159,11 @@ async def test_another_process_repeats_no_step(make: Made, tmp_path: Path, posit
 
 
 @pytest.mark.parametrize("is_written", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("position", range(len(GRADED)), ids=lambda at: f"{at}-{GRADED[at].__name__}")
-async def test_another_process_grades_in_a_new_session(
+@pytest.mark.parametrize("position", range(len(GRADED_ENTRIES)), ids=lambda at: f"{at}-{GRADED_ENTRIES[at].__name__}")
+async def test_resumed_run_is_graded_in_a_new_session(
     make: Made, tmp_path: Path, position: int, is_written: bool
 ) -> None:
-    world = Counted(make, tmp_path)
+    world = RunWorld(make, tmp_path)
     first, second = world.open_process(), world.open_process()
     sandboxes = [Sandboxes(process, reward=b"0.5") for process in (first, second)]
     claim = await first.put(graded(build_tool_call(), reward_file="/workspace/reward"))
@@ -180,12 +172,13 @@ async def test_another_process_grades_in_a_new_session(
     working = asyncio.create_task(world.work(first, claim, run_log))
     async with asyncio.timeout(SOON_S):
         await stopping.stopped.wait()
-        again = await second.taken_over(claim)
-        outcome = await world.work(second, again, await RunLog.load(second.client, "d", KEY, again.attempt))
+        resumed_claim = await second.taken_over(claim)
+        outcome = await world.work(
+            second, resumed_claim, await RunLog.load(second.client, "d", KEY, resumed_claim.attempt)
+        )
 
-    assert outcome.grade is not None
     assert (outcome.grade.reward, outcome.failure) == (0.5, None)
-    lost = None if is_written else GRADED[position]
+    lost = None if is_written else GRADED_ENTRIES[position]
     assert len(world.sent("echo")) == 1 + (lost is CallFinished)
     assert len(world.sent("export")) == 1 + (lost is SubmissionTaken)
     assert [len(one.graded) for one in sandboxes] == [0, 1]
@@ -195,8 +188,10 @@ async def test_another_process_grades_in_a_new_session(
 
 
 @pytest.mark.parametrize("is_written", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("position", range(len(KEPT)), ids=lambda at: f"{at}-{KEPT[at].__name__}")
-async def test_another_process_keeps_each_state_once(make: Made, position: int, is_written: bool) -> None:
+@pytest.mark.parametrize(
+    "position", range(len(KEPT_STATE_ENTRIES)), ids=lambda at: f"{at}-{KEPT_STATE_ENTRIES[at].__name__}"
+)
+async def test_resumed_run_keeps_each_state_once(make: Made, position: int, is_written: bool) -> None:
     turns = echo_then("done", "a")
     first = make(turns)
     claim = await first.put(build_run(keep_states=True))
@@ -208,17 +203,17 @@ async def test_another_process_keeps_each_state_once(make: Made, position: int, 
     async with asyncio.timeout(SOON_S):
         await stopping.stopped.wait()
 
-    logged = KEPT[: position + is_written]
+    logged = KEPT_STATE_ENTRIES[: position + is_written]
     second = make(turns[logged.count(ModelReplied) :])
-    again = await second.taken_over(claim)
-    continued = await RunLog.load(second.client, "d", KEY, again.attempt)
+    resumed_claim = await second.taken_over(claim)
+    continued = await RunLog.load(second.client, "d", KEY, resumed_claim.attempt)
     async with asyncio.timeout(SOON_S):
         outcome = await second.work.work(
-            again, Journal(continued, lambda: None), BatchDefaults(), second.run_events.append
+            resumed_claim, Journal(continued, lambda: None), BatchDefaults(), second.run_events.append
         )
 
     assert outcome.failure is None
-    lost = None if is_written else KEPT[position]
+    lost = None if is_written else KEPT_STATE_ENTRIES[position]
     assert first.asked() + second.asked() == 2 + (lost is ModelReplied)
     events = continued.entries
     states = [event for event in events if isinstance(event, StateKept)]

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.exceptions import ConnectionError as LostConnection
 
-from contract.calls import ToolResult
-from contract.run_events import CallFinished, SessionOpening
+from contract.run_events import SessionOpening
 from orchestrator.dialects.native_assembler import NativeCallAssembler
 from orchestrator.runs.chunks import join_chunks
 from store import run_log
@@ -27,7 +26,7 @@ def harness(client: "redis.asyncio.Redis") -> RunHarness:
     return RunHarness(client)
 
 
-async def claimed(harness: RunHarness) -> RunLog:
+async def claim_log(harness: RunHarness) -> RunLog:
     """Return the log of a run that was just claimed."""
     await harness.submit(1)
     (claim,) = await harness.queue.claim(1)
@@ -42,33 +41,28 @@ def opening(number: int) -> SessionOpening:
     return SessionOpening(run="b-1", at=number, session=f"s{number}")
 
 
-def result(text: str) -> CallFinished:
-    tool_result = ToolResult(call_id="c1", name="echo", success=True, output=text)
-    return CallFinished(run="b-1", at=1.0, result=tool_result)
-
-
-async def test_a_log_of_several_pages_is_read_completely(harness: RunHarness) -> None:
-    log = await claimed(harness)
+async def test_log_of_several_pages_is_read_completely(harness: RunHarness) -> None:
+    log = await claim_log(harness)
     for number in range(2 * PAGE):
         await log.append(opening(number))
     assert (await load(harness, "")).entries == log.entries
 
 
-async def test_a_process_that_lost_the_run_appends_nothing(harness: RunHarness) -> None:
-    log = await claimed(harness)
+async def test_process_that_lost_the_run_appends_nothing(harness: RunHarness) -> None:
+    log = await claim_log(harness)
     await harness.client.hset("toolcrew:d:t:acme:run.b-1", "claim", "another")
     with pytest.raises(RunTaken):
         await log.append(opening(1))
     assert await harness.client.llen(LOG) == 0
 
 
-async def test_a_lost_reply_does_not_repeat_an_entry(harness: RunHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_reply_does_not_repeat_a_log_entry(harness: RunHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log, "RETRY_S", (0.0,))
-    log = await claimed(harness)
-    real, lost = log._append, [LostConnection("cut"), LostConnection("cut")]
+    log = await claim_log(harness)
+    original_append, lost = log._append, [LostConnection("cut"), LostConnection("cut")]
 
     async def append(**arguments: Any) -> Any:
-        reply = await real(**arguments)
+        reply = await original_append(**arguments)
         if lost:
             raise lost.pop()
         return reply
@@ -80,7 +74,7 @@ async def test_a_lost_reply_does_not_repeat_an_entry(harness: RunHarness, monkey
 
 
 async def test_entries_lost_by_redis_are_appended_again(harness: RunHarness) -> None:
-    log = await claimed(harness)
+    log = await claim_log(harness)
     for number in range(4):
         await log.append(opening(number))
     await harness.client.rpop(LOG, 3)
@@ -102,7 +96,7 @@ def call_start(index: int) -> dict[str, Any]:
     return {"id": "r", "choices": [{"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}]}
 
 
-def test_pieces_of_a_text_and_of_a_calls_arguments_are_joined() -> None:
+def test_text_and_argument_chunks_are_joined() -> None:
     chunks = [
         text_chunk("a"),
         text_chunk("b"),
@@ -115,17 +109,17 @@ def test_pieces_of_a_text_and_of_a_calls_arguments_are_joined() -> None:
     assert chunks[0] == text_chunk("a")
 
 
-def test_chunks_with_more_than_text_stay_as_they_are() -> None:
+def test_chunks_with_other_fields_are_not_joined() -> None:
     end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 1}}
-    odd = [
+    unjoinable = [
         text_chunk("a", usage={"prompt_tokens": 1}),
         {"odd": 1},
         {"choices": None},
         {"choices": [1]},
         text_chunk("b", id="other"),
     ]
-    assert join_chunks([*odd, end, usage]) == [*odd, end, usage]
+    assert join_chunks([*unjoinable, end, usage]) == [*unjoinable, end, usage]
 
 
 PIECES = st.lists(
@@ -139,10 +133,10 @@ PIECES = st.lists(
 
 
 @given(PIECES)
-def test_a_joined_reply_says_the_same(chunks: list[dict[str, Any]]) -> None:
-    def read(some: list[dict[str, Any]]) -> tuple[str, object]:
+def test_joined_chunks_assemble_to_the_same_reply(chunks: list[dict[str, Any]]) -> None:
+    def read(reply_chunks: list[dict[str, Any]]) -> tuple[str, object]:
         assembler, text = NativeCallAssembler(), ""
-        for chunk in some:
+        for chunk in reply_chunks:
             delta = chunk["choices"][0]["delta"]
             text += delta.get("content") or ""
             assembler.feed(chunk)

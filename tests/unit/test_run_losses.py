@@ -33,7 +33,7 @@ async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -
             yield SessionsHarness(client)
 
 
-async def claimed_and_lost(harness: RunnerHarness, times: int) -> list[RunClaim]:
+async def claim_after_losses(harness: RunnerHarness, times: int) -> list[RunClaim]:
     """Return the run as claimed after the given number of processes died with it."""
     claims = await harness.queue.claim(9)
     for _ in range(times):
@@ -43,15 +43,14 @@ async def claimed_and_lost(harness: RunnerHarness, times: int) -> list[RunClaim]
     return claims
 
 
-async def losses(harness: RunnerHarness, run: str = "b-1") -> int:
+async def count_losses(harness: RunnerHarness, run: str = "b-1") -> int:
     (record,) = await harness.queue.runs([("acme", run)])
-    assert record is not None
     return record.losses
 
 
-async def test_a_run_that_kills_its_processes_ends_as_an_infrastructure_failure(harness: RunnerHarness) -> None:
+async def test_run_that_kills_its_processes_ends_as_an_infrastructure_failure(harness: RunnerHarness) -> None:
     await harness.submit(2)
-    for claim in await claimed_and_lost(harness, MAX_LOSSES - 1):
+    for claim in await claim_after_losses(harness, MAX_LOSSES - 1):
         if claim.run == "b-1":
             await harness.die(claim)
         else:
@@ -61,34 +60,32 @@ async def test_a_run_that_kills_its_processes_ends_as_an_infrastructure_failure(
         await harness.until(BatchState.COMPLETED)
     assert worker.begun == []
     (record,) = await harness.queue.runs([("acme", "b-1")])
-    assert record is not None
-    assert record.outcome is not None
     assert record.outcome.failure is not None
     failure = record.outcome.failure
     assert failure.kind == FailureKind.INFRASTRUCTURE
     assert failure.code == ORCHESTRATOR_LOST
     assert "5 times in a row" in failure.message
     assert await harness.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
-    assert await losses(harness) == 0
+    assert await count_losses(harness) == 0
 
 
 @pytest.mark.parametrize(
-    ("event", "left"),
+    ("event", "remaining_losses"),
     [(ModelReplied(run="b-1", at=1.0, chunks=()), 0), (SessionOpening(run="b-1", at=1.0, session="s"), 2)],
     ids=["a reply", "a session that is about to be opened"],
 )
-async def test_a_run_that_comes_further_starts_counting_again(
-    harness: RunnerHarness, event: RunEvent, left: int
+async def test_model_reply_resets_the_loss_count_of_a_run(
+    harness: RunnerHarness, event: RunEvent, remaining_losses: int
 ) -> None:
     await harness.submit(1)
-    (claim,) = await claimed_and_lost(harness, 2)
-    assert (claim.record.losses, await losses(harness)) == (2, 2)
+    (claim,) = await claim_after_losses(harness, 2)
+    assert (claim.record.losses, await count_losses(harness)) == (2, 2)
     run_log = await RunLog.load(harness.client, "d", KEY, RunAttempt("acme", "b-1", claim.record.attempt, claim.token))
     await run_log.append(event)
-    assert (await losses(harness), run_log.has_grown) == (left, left == 0)
+    assert (await count_losses(harness), run_log.has_grown) == (remaining_losses, remaining_losses == 0)
 
 
-async def test_a_loss_in_a_batch_of_a_client_is_counted_and_a_run_put_back_is_not_lost(harness: RunnerHarness) -> None:
+async def test_loss_is_counted_and_a_run_given_back_is_not_a_loss(harness: RunnerHarness) -> None:
     await harness.submit(1, is_detached=False)
     (claim,) = await harness.queue.claim(1, BATCH)
     await harness.queue.give_back(claim)
@@ -96,22 +93,22 @@ async def test_a_loss_in_a_batch_of_a_client_is_counted_and_a_run_put_back_is_no
     assert claim.record.losses == 0
     await harness.die(claim)
     assert await harness.other.claim(9) == []
-    (again,) = await harness.queue.claim(1, BATCH)
-    assert again.record.losses == 1
-    await harness.queue.give_back(again, is_new=True)
-    assert await losses(harness) == 0
+    (next_claim,) = await harness.queue.claim(1, BATCH)
+    assert next_claim.record.losses == 1
+    await harness.queue.give_back(next_claim, is_new=True)
+    assert await count_losses(harness) == 0
 
 
-async def test_those_that_may_be_what_kills_are_tried_one_after_the_other_and_others_beside_them(
+async def test_runs_with_many_losses_are_run_one_at_a_time(
     harness: RunnerHarness,
 ) -> None:
     await harness.submit(3)
-    for claim in await claimed_and_lost(harness, DOUBTFUL_LOSSES - 1):
+    for claim in await claim_after_losses(harness, DOUBTFUL_LOSSES - 1):
         await harness.die(claim)
     running: set[str] = set()
     together: list[set[str]] = []
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+    async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         running.add(claim.run)
         together.append(set(running))
         await worker.may_end.wait()
@@ -126,16 +123,16 @@ async def test_those_that_may_be_what_kills_are_tried_one_after_the_other_and_ot
         await wait_until_async(lambda: harness.client.zcard(delayed), 20, "two wait", 0.01, lambda count: count >= 2)
         worker.may_end.set()
         await harness.until(BatchState.COMPLETED)
-    assert sorted(len(some) for some in together) == [1, 1, 1]
+    assert sorted(len(runs) for runs in together) == [1, 1, 1]
 
 
-async def test_a_doubtful_run_with_progress_lets_the_next_start(harness: RunnerHarness) -> None:
+async def test_progress_of_a_run_with_many_losses_lets_the_next_one_start(harness: RunnerHarness) -> None:
     await harness.submit(2)
-    for claim in await claimed_and_lost(harness, DOUBTFUL_LOSSES - 1):
+    for claim in await claim_after_losses(harness, DOUBTFUL_LOSSES - 1):
         await harness.die(claim)
     both: set[str] = set()
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+    async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         both.add(claim.run)
         await journal.record_reply([])
         if len(both) == 2:
@@ -149,12 +146,12 @@ async def test_a_doubtful_run_with_progress_lets_the_next_start(harness: RunnerH
     assert both == {"b-1", "b-2"}
 
 
-async def test_a_manual_retry_resets_the_automatic_retries(
+async def test_manual_retry_resets_the_automatic_retries(
     harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "RETRY_AFTER_S", (0.001,))
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+    async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         return outcome_of(claim, FailureKind.INFRASTRUCTURE)
 
     await harness.submit(1)
@@ -187,20 +184,20 @@ class SessionsHarness(RunnerHarness):
         return [await self.client.hget(key, "state") == b"closed" for key in keys]
 
 
-async def test_a_cancelled_run_that_is_queued_or_of_a_dead_process_keeps_no_sandbox(harness: SessionsHarness) -> None:
+async def test_cancel_closes_sessions_of_queued_and_lost_runs(harness: SessionsHarness) -> None:
     await harness.submit(4)
-    held, later, working, dead = claims = await harness.queue.claim(4)
+    given_back, later, working, dead = claims = await harness.queue.claim(4)
     for claim in claims:
         await harness.open(claim, f"of-{claim.run}")
-    await harness.queue.give_back(held)
+    await harness.queue.give_back(given_back)
     await harness.queue.give_back(later, after_s=1000.0)
     await harness.die(dead)
     await harness.queue.cancel(*BATCH)
-    closed = await harness.closed(*(f"of-{claim.run}" for claim in (held, later, working, dead)))
+    closed = await harness.closed(*(f"of-{claim.run}" for claim in (given_back, later, working, dead)))
     assert closed == [True, True, False, True]
 
 
-async def test_all_of_a_runs_sessions_are_closed_however_often_its_opening_was_begun(harness: SessionsHarness) -> None:
+async def test_every_session_in_the_log_of_a_run_is_closed(harness: SessionsHarness) -> None:
     await harness.submit(2)
     first, other = await harness.queue.claim(2)
     names = [f"s{number}" for number in range(32)]
@@ -214,7 +211,7 @@ async def test_all_of_a_runs_sessions_are_closed_however_often_its_opening_was_b
 
 
 @pytest.mark.parametrize("reason", ["a log of a later release", "too many losses"])
-async def test_a_run_that_cannot_go_on_keeps_no_sandbox(harness: SessionsHarness, reason: str) -> None:
+async def test_run_that_cannot_continue_closes_its_session(harness: SessionsHarness, reason: str) -> None:
     await harness.submit(1)
     (claim,) = await harness.queue.claim(1)
     await harness.open(claim, "s1")
@@ -229,7 +226,7 @@ async def test_a_run_that_cannot_go_on_keeps_no_sandbox(harness: SessionsHarness
     assert await harness.closed("s1") == [True]
 
 
-async def test_a_run_cancelled_at_its_start_has_no_sandbox(
+async def test_run_cancelled_at_its_start_closes_its_session(
     harness: SessionsHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "LEASE_S", 0.2)

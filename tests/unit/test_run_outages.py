@@ -33,17 +33,17 @@ async def client(redis_server: RedisProcess) -> AsyncIterator["redis.asyncio.Red
             yield client
 
 
-class Away:
+class FailingRedis:
     """A Redis client whose requests fail a given number of times and then succeed."""
 
     def __init__(self, times: int) -> None:
-        self.left = times
-        self.asked = 0
+        self.remaining = times
+        self.requests = 0
 
     async def ask(self) -> str:
-        self.asked += 1
-        if self.left > 0:
-            self.left -= 1
+        self.requests += 1
+        if self.remaining > 0:
+            self.remaining -= 1
             raise BrokerUnavailable("away")
         return "there"
 
@@ -52,58 +52,58 @@ class Away:
         return ToolResult(call_id=call.id, name=call.name, success=True, output="said")
 
 
-async def test_work_is_done_again_until_redis_answers_and_a_long_outage_is_reported() -> None:
-    away = Away(3)
-    assert await retry_until_available(away.ask) == "there"
-    assert away.asked == 4
-    away = Away(1000)
+async def test_work_is_retried_until_redis_replies_or_the_time_limit() -> None:
+    failing = FailingRedis(3)
+    assert await retry_until_available(failing.ask) == "there"
+    assert failing.requests == 4
+    failing = FailingRedis(1000)
     with pytest.raises(BrokerUnavailable, match="away"):
-        await retry_until_available(away.ask, limit_s=0.2)
-    assert away.asked > 1
+        await retry_until_available(failing.ask, limit_s=0.2)
+    assert failing.requests > 1
 
 
-async def test_a_call_is_repeated_after_an_outage_of_redis(client: "redis.asyncio.Redis") -> None:
-    away = Away(2)
-    harness = ItemHarness(client, echo_then("done", "a"), answers={"echo": away.answer})
+async def test_call_is_repeated_after_a_redis_outage(client: "redis.asyncio.Redis") -> None:
+    failing = FailingRedis(2)
+    harness = ItemHarness(client, echo_then("done", "a"), answers={"echo": failing.answer})
 
     outcome = await harness.worked(await harness.put(build_run()))
 
-    assert (outcome.failure, harness.asked(), away.asked) == (None, 2, 3)
+    assert (outcome.failure, harness.asked(), failing.requests) == (None, 2, 3)
     # The request is one call: a worker that has its id runs it once.
     assert len({call.id for call in harness.transport.calls if call.name == "echo"}) == 1
 
 
-async def test_a_call_is_awaited_after_an_outage_when_it_had_been_sent(client: "redis.asyncio.Redis") -> None:
+async def test_sent_call_is_awaited_after_a_redis_outage(client: "redis.asyncio.Redis") -> None:
     was_sent: list[bool] = []
-    harness = ItemHarness(client, echo_then("done", "a"), answers={"echo": Away(1).answer})
+    harness = ItemHarness(client, echo_then("done", "a"), answers={"echo": FailingRedis(1).answer})
     calling = harness.pool.dispatcher.dispatch
 
-    async def seen(request: Request) -> ToolResult:
+    async def dispatch_and_record(request: Request) -> ToolResult:
         if request.call.name == "echo":
             was_sent.append(request.sent_since is not None)
         return await calling(request)
 
-    harness.pool.dispatcher.dispatch = seen  # type: ignore[method-assign]
+    harness.pool.dispatcher.dispatch = dispatch_and_record  # type: ignore[method-assign]
     await harness.worked(await harness.put(build_run()))
 
     assert was_sent == [False, True]
 
 
-async def test_a_sandbox_that_redis_was_away_for_is_removed_all_the_same(client: "redis.asyncio.Redis") -> None:
-    away = Away(2)
-    harness = ItemHarness(client, answers={"close": away.answer})
+async def test_session_is_closed_after_a_redis_outage(client: "redis.asyncio.Redis") -> None:
+    failing = FailingRedis(2)
+    harness = ItemHarness(client, answers={"close": failing.answer})
 
     outcome = await harness.worked(await harness.put(build_run()))
 
-    assert (outcome.failure, away.asked) == (None, 3)
+    assert (outcome.failure, failing.requests) == (None, 3)
 
 
-async def test_an_outage_during_the_open_does_not_restart_the_item(client: "redis.asyncio.Redis") -> None:
-    away = Away(1)
+async def test_outage_during_session_open_does_not_restart_the_item(client: "redis.asyncio.Redis") -> None:
+    failing = FailingRedis(1)
     harness = ItemHarness(client)
 
     async def answer(call: ToolCall, context: ToolContext) -> ToolResult:
-        await away.ask()
+        await failing.ask()
         del harness.answers["open"]
         return await harness._answer(call, context)
 
@@ -113,7 +113,7 @@ async def test_an_outage_during_the_open_does_not_restart_the_item(client: "redi
     assert (outcome.failure, outcome.attempt) == (None, 1)
 
 
-class Followed(RunHarness):
+class FollowedBatch(RunHarness):
     """A batch whose results are written to files."""
 
     def __init__(self, client: "redis.asyncio.Redis", folder: Path) -> None:
@@ -140,12 +140,12 @@ class Followed(RunHarness):
 
 @pytest.fixture
 def followed(client: "redis.asyncio.Redis", tmp_path: Path) -> Any:
-    harness = Followed(client, tmp_path)
+    harness = FollowedBatch(client, tmp_path)
     with harness.rows:
         yield harness
 
 
-async def test_no_row_is_missed_when_redis_counts_on_from_before_its_last_second(followed: Followed) -> None:
+async def test_no_row_is_lost_when_redis_loses_its_last_second(followed: FollowedBatch) -> None:
     await followed.submit(2)
     first, second = await followed.queue.claim(2)
     await followed.end(first)
@@ -160,7 +160,7 @@ async def test_no_row_is_missed_when_redis_counts_on_from_before_its_last_second
     assert sorted(ids_of(followed.output)) == ["item-1", "item-2"]
 
 
-async def test_a_batch_lost_by_redis_is_reported_and_its_rows_stay(followed: Followed) -> None:
+async def test_batch_lost_by_redis_is_reported_and_its_rows_are_kept(followed: FollowedBatch) -> None:
     await followed.submit(2)
     (first,) = await followed.queue.claim(1)
     await followed.end(first)

@@ -42,16 +42,16 @@ ERRORS: list[tuple[Exception, FailureKind]] = [
 
 
 @pytest.mark.parametrize(("error", "kind"), ERRORS, ids=lambda value: repr(value)[:60])
-def test_every_error_has_a_kind(error: Exception, kind: FailureKind) -> None:
+def test_error_is_judged_with_its_failure_kind(error: Exception, kind: FailureKind) -> None:
     failure = judge_error(error)
     assert (failure.kind, "x" in failure.message) == (kind, True)
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))
-def test_every_way_in_which_a_call_fails_is_the_tools_or_the_infrastructures(code: ErrorCode) -> None:
+def test_failed_call_is_a_tool_or_infrastructure_failure(code: ErrorCode) -> None:
     failure = judge_call(ToolResult.failed(build_call(), code, "no"))
     assert failure is not None
-    ours = {
+    infrastructure_codes = {
         "SANDBOX_UNAVAILABLE",
         "BROKER_UNAVAILABLE",
         "HOST_LOST",
@@ -60,13 +60,13 @@ def test_every_way_in_which_a_call_fails_is_the_tools_or_the_infrastructures(cod
         "CONFIG_MISSING",
         "INTERNAL",
     }
-    busy = {"RATE_LIMITED", "QUOTA_EXCEEDED", "BUDGET_EXCEEDED", "SESSION_NOT_FOUND", "SESSION_BUSY", "TIMEOUT"}
-    assert (failure.kind is FailureKind.INFRASTRUCTURE) == (code.value in ours | busy)
+    busy_codes = {"RATE_LIMITED", "QUOTA_EXCEEDED", "BUDGET_EXCEEDED", "SESSION_NOT_FOUND", "SESSION_BUSY", "TIMEOUT"}
+    assert (failure.kind is FailureKind.INFRASTRUCTURE) == (code.value in infrastructure_codes | busy_codes)
     assert (failure.code, failure.message) == (code.value, "no")
 
 
 @pytest.mark.parametrize("reason", list(StopReason))
-def test_only_a_run_that_answered_is_a_success_and_every_other_end_says_why(reason: StopReason) -> None:
+def test_only_an_answered_run_is_a_success(reason: StopReason) -> None:
     failure = judge_run(RunResult("", reason, 1, Transcript({"role": "system", "content": ""}), TokenUsage(), Clocks()))
     if reason is StopReason.ANSWERED:
         assert failure is None

@@ -12,23 +12,23 @@ from orchestrator.traces.steps import LIVE_CHARS
 from store.run_events import build_event
 
 CALL = {"id": "r-1-1", "name": "bash_tool", "arguments": {"command": "ls"}}
-FINISHED = {"step": 1, "model_s": 2.0, "usage": {"prompt_tokens": 3, "completion_tokens": 4}}
-ASKED = {"call": CALL, "digest": "d", "reason": "r", "warning": "w", "expires_at": 9.0}
-DECIDED = {"call_id": "r-1-1", "digest": "d", "is_allowed": True, "reason": ""}
+STEP_FINISHED = {"step": 1, "model_s": 2.0, "usage": {"prompt_tokens": 3, "completion_tokens": 4}}
+APPROVAL_ASKED = {"call": CALL, "digest": "d", "reason": "r", "warning": "w", "expires_at": 9.0}
+APPROVAL_DECIDED = {"call_id": "r-1-1", "digest": "d", "is_allowed": True, "reason": ""}
 
 
-def tell(progress: RunProgress, kind: str, **fields: Any) -> None:
+def add_event(progress: RunProgress, kind: str, **fields: Any) -> None:
     progress.add(json.dumps({"type": kind, "run": "r", "at": 1.0, "attempt": 1, **fields}))
 
 
 def build_progress(*events: tuple[str, dict[str, Any]]) -> RunProgress:
     progress = RunProgress()
     for kind, fields in events:
-        tell(progress, kind, **fields)
+        add_event(progress, kind, **fields)
     return progress
 
 
-def test_a_step_has_its_text_its_call_and_what_came_of_it() -> None:
+def test_step_has_its_text_calls_and_results() -> None:
     result = {"call_id": "r-1-1", "name": "bash_tool", "success": True, "output": "a"}
     progress = build_progress(
         ("StepStarted", {"step": 1}),
@@ -38,7 +38,7 @@ def test_a_step_has_its_text_its_call_and_what_came_of_it() -> None:
         ("CallStarted", {"call": CALL}),
         ("CallSent", {"call": {**CALL, "arguments": {"command": "ls -l"}}}),
         ("CallFinished", {"result": result}),
-        ("StepFinished", FINISHED),
+        ("StepFinished", STEP_FINISHED),
     )
     (step,) = progress.steps.values()
     assert (step.id, step.text, step.tokens, step.is_over) == ("step-1-1", "I look", (3, 4), True)
@@ -46,26 +46,28 @@ def test_a_step_has_its_text_its_call_and_what_came_of_it() -> None:
     assert (call.state, call.arguments) == ("succeeded", {"command": "ls -l"})
 
 
-def test_the_end_of_running_output_is_kept() -> None:
+def test_only_the_end_of_live_output_is_kept() -> None:
     progress = build_progress(("StepStarted", {"step": 1}), ("CallSent", {"call": CALL}))
     for _ in range(10):
-        tell(progress, "OutputArrived", call_id="r-1-1", stream="stdout", text="x" * 4000)
+        add_event(progress, "OutputArrived", call_id="r-1-1", stream="stdout", text="x" * 4000)
     call = progress.steps["step-1-1"].calls["r-1-1"]
     assert (len(call.output), call.hidden, call.state) == (LIVE_CHARS, 40_000 - LIVE_CHARS, "running")
 
 
-def test_a_call_that_waits_for_a_person_says_so_until_it_is_decided() -> None:
-    progress = build_progress(("StepStarted", {"step": 1}), ("CallStarted", {"call": CALL}), ("ApprovalAsked", ASKED))
+def test_call_shows_that_it_waits_for_approval_until_decided() -> None:
+    progress = build_progress(
+        ("StepStarted", {"step": 1}), ("CallStarted", {"call": CALL}), ("ApprovalAsked", APPROVAL_ASKED)
+    )
     call = progress.steps["step-1-1"].calls["r-1-1"]
     assert call.state == "waiting for approval"
-    tell(progress, "ApprovalDecided", **DECIDED)
+    add_event(progress, "ApprovalDecided", **APPROVAL_DECIDED)
     assert call.state == "waiting"
 
 
-def test_a_resumed_run_reports_its_step_again() -> None:
+def test_resumed_run_replaces_its_interrupted_step() -> None:
     progress = build_progress(
         ("StepStarted", {"step": 1}),
-        ("StepFinished", FINISHED),
+        ("StepFinished", STEP_FINISHED),
         ("StepStarted", {"step": 2}),
         ("TextArrived", {"text": "void"}),
         ("RunResumed", {"step": 2}),
@@ -76,11 +78,11 @@ def test_a_resumed_run_reports_its_step_again() -> None:
     assert "continued the run from step 2" in progress.notes[0]
 
 
-def test_events_whose_step_or_call_is_forgotten_do_no_harm() -> None:
+def test_events_of_unknown_steps_or_calls_are_tolerated() -> None:
     progress = build_progress(
         ("EventsMissed", {}),
         ("OutputArrived", {"call_id": "gone", "stream": "stdout", "text": "x"}),
-        ("ApprovalDecided", {**DECIDED, "call_id": "gone"}),
+        ("ApprovalDecided", {**APPROVAL_DECIDED, "call_id": "gone"}),
         ("CallFinished", {"result": {"call_id": "late", "name": "t", "success": False}}),
         ("OfALaterRelease", {"anything": [1]}),
         ("RunStarted", {"instruction": "x", "model": "m", "dialect": "d"}),
@@ -89,17 +91,19 @@ def test_events_whose_step_or_call_is_forgotten_do_no_harm() -> None:
     assert (step.number, [call.state for call in step.calls.values()]) == (0, ["failed"])
 
 
-def test_only_what_has_changed_since_is_taken() -> None:
-    progress = build_progress(("StepStarted", {"step": 1}), ("StepFinished", FINISHED), ("StepStarted", {"step": 2}))
+def test_take_changed_returns_only_steps_changed_since_the_last_call() -> None:
+    progress = build_progress(
+        ("StepStarted", {"step": 1}), ("StepFinished", STEP_FINISHED), ("StepStarted", {"step": 2})
+    )
     assert [step.number for step in progress.take_changed()] == [1, 2]
     assert progress.take_changed() == []
-    tell(progress, "TextArrived", text="x")
+    add_event(progress, "TextArrived", text="x")
     assert [step.number for step in progress.take_changed()] == [2]
-    tell(progress, "RunEnded", state="succeeded")
+    add_event(progress, "RunEnded", state="succeeded")
     assert ([step.number for step in progress.take_changed()], progress.is_ended) == ([2], True)
 
 
-def test_an_event_of_which_only_the_kind_was_kept_is_noted_and_does_no_harm() -> None:
+def test_truncated_event_is_noted_and_tolerated() -> None:
     call = {"id": "c", "name": "bash_tool", "arguments": {f"name {number}": "x" for number in range(5000)}}
     event = build_event({"type": "CallStarted", "run": "r", "at": 1.0, "attempt": 1, "step": 1, "call": call})
     assert "call" not in json.loads(event)
@@ -119,7 +123,7 @@ def test_an_event_of_which_only_the_kind_was_kept_is_noted_and_does_no_harm() ->
     assert len(progress.notes) == 8
 
 
-def test_a_reply_in_thousands_of_pieces_takes_linear_time() -> None:
+def test_reply_in_thousands_of_chunks_takes_linear_time() -> None:
     progress, piece = RunProgress(), json.dumps(TextArrived(run="r", text="\u0430" * 1000).to_json())
     began = time.process_time()
     for _ in range(5000):

@@ -28,7 +28,7 @@ def harness(client: "redis.asyncio.Redis") -> RunHarness:
     return RunHarness(client)
 
 
-async def test_runs_are_claimed_once_in_the_order_of_their_lines(harness: RunHarness) -> None:
+async def test_runs_are_claimed_once_in_line_order(harness: RunHarness) -> None:
     await harness.submit(5)
     first, second = await harness.queue.claim(3), await harness.other.claim(9)
     assert [claim.run for claim in first] == ["b-1", "b-2", "b-3"]
@@ -38,7 +38,7 @@ async def test_runs_are_claimed_once_in_the_order_of_their_lines(harness: RunHar
     assert await harness.queue.claim(9) == []
 
 
-async def test_batches_take_turns_and_none_has_more_at_a_time_than_it_may(harness: RunHarness) -> None:
+async def test_claims_alternate_between_batches_within_their_concurrency(harness: RunHarness) -> None:
     await harness.submit(9, batch="b", concurrency=3)
     await harness.submit(9, batch="c", tenant="other")
     claimed = [claim.run for claim in await harness.queue.claim(8)]
@@ -46,7 +46,7 @@ async def test_batches_take_turns_and_none_has_more_at_a_time_than_it_may(harnes
     assert claimed[6:] == ["c-4", "c-5"]
 
 
-async def test_many_batches_get_a_tenant_no_more_runs_than_another_tenant_with_one(harness: RunHarness) -> None:
+async def test_claims_are_fair_between_tenants_with_many_and_few_batches(harness: RunHarness) -> None:
     for number in range(50):
         await harness.submit(2, batch=f"b{number}")
     await harness.queue.claim(20)
@@ -58,37 +58,37 @@ async def test_many_batches_get_a_tenant_no_more_runs_than_another_tenant_with_o
     assert "d-1" in [claim.run for claim in await harness.queue.claim(6)]
 
 
-async def test_a_claim_for_one_batch_gets_no_other_run(harness: RunHarness) -> None:
+async def test_claim_for_one_batch_returns_only_its_runs(harness: RunHarness) -> None:
     await harness.submit(3, batch="b")
     await harness.submit(2, batch="c", tenant="other")
-    (dead,) = await harness.queue.claim(1, ("acme", "b"))
-    await harness.die(dead)
+    (lost_claim,) = await harness.queue.claim(1, ("acme", "b"))
+    await harness.die(lost_claim)
     assert [claim.run for claim in await harness.other.claim(9, ("other", "c"))] == ["c-1", "c-2"]
     assert await harness.other.claim(9, ("other", "d")) == []
     assert [claim.run for claim in await harness.queue.claim(9, ("acme", "b"))] == ["b-1", "b-2", "b-3"]
 
 
-async def test_the_run_of_a_process_that_died_goes_to_another_which_goes_on_with_it(harness: RunHarness) -> None:
+async def test_run_of_a_dead_process_is_resumed_by_another(harness: RunHarness) -> None:
     await harness.submit(1)
-    (dead,) = await harness.queue.claim(1)
-    await harness.die(dead)
+    (lost_claim,) = await harness.queue.claim(1)
+    await harness.die(lost_claim)
     (claim,) = await harness.other.claim(1)
-    assert (claim.run, claim.is_resumed, claim.token != dead.token) == ("b-1", True, True)
-    assert claim.record.started_at == dead.record.started_at
-    assert await harness.queue.renew([dead]) == ({("acme", "b-1")}, set())
-    assert not await harness.queue.finish(dead, build_outcome(dead))
-    assert not await harness.queue.give_back(dead)
+    assert (claim.run, claim.is_resumed, claim.token != lost_claim.token) == ("b-1", True, True)
+    assert claim.record.started_at == lost_claim.record.started_at
+    assert await harness.queue.renew([lost_claim]) == ({("acme", "b-1")}, set())
+    assert not await harness.queue.finish(lost_claim, build_outcome(lost_claim))
+    assert not await harness.queue.give_back(lost_claim)
     assert await harness.other.finish(claim, build_outcome(claim))
 
 
-async def test_a_claim_gets_no_more_runs_of_dead_processes_than_it_may(harness: RunHarness) -> None:
+async def test_claim_of_lost_runs_respects_the_requested_number(harness: RunHarness) -> None:
     await harness.submit(2)
-    for dead in await harness.queue.claim(2):
-        await harness.die(dead)
+    for lost_claim in await harness.queue.claim(2):
+        await harness.die(lost_claim)
     assert [[claim.run for claim in await harness.other.claim(1)] for _ in range(2)] == [["b-1"], ["b-2"]]
 
 
-async def test_a_run_that_is_renewed_stays_whose_it_is(harness: RunHarness) -> None:
+async def test_renewed_lease_keeps_the_run(harness: RunHarness) -> None:
     await harness.submit(1)
     (claim,) = await harness.queue.claim(1)
     await harness.die(claim)
@@ -96,7 +96,7 @@ async def test_a_run_that_is_renewed_stays_whose_it_is(harness: RunHarness) -> N
     assert await harness.other.claim(1) == []
 
 
-async def test_a_batch_is_complete_when_every_run_has_ended_and_only_chosen_failures_are_retried(
+async def test_batch_completes_when_every_run_ended_and_retries_chosen_failures(
     harness: RunHarness,
 ) -> None:
     await harness.submit(3)
@@ -106,16 +106,13 @@ async def test_a_batch_is_complete_when_every_run_has_ended_and_only_chosen_fail
     record = await harness.queue.batch("acme", "b")
     assert (record.state, record.succeeded, record.failed[FailureKind.MODEL]) == (BatchState.COMPLETED, 1, 1)
     (status,) = await harness.queue.runs([("acme", "b-3")])
-    assert status is not None
     assert status.state == RunState.ENDED
-    assert status.outcome is not None
-    assert status.outcome.failure is not None
     assert status.outcome.failure.kind == FailureKind.INFRASTRUCTURE
     assert await harness.queue.retry("acme", "b", [FailureKind.INFRASTRUCTURE]) == 1
     assert (await harness.queue.batch("acme", "b")).state is BatchState.IN_PROGRESS
-    (again,) = await harness.queue.claim(9)
-    assert (again.run, again.record.attempt, again.is_resumed) == ("b-3", 2, False)
-    assert await harness.queue.finish(again, build_outcome(again))
+    (retried,) = await harness.queue.claim(9)
+    assert (retried.run, retried.record.attempt, retried.is_resumed) == ("b-3", 2, False)
+    assert await harness.queue.finish(retried, build_outcome(retried))
     record = await harness.queue.batch("acme", "b")
     assert (record.state, record.succeeded, record.failed[FailureKind.INFRASTRUCTURE]) == (BatchState.COMPLETED, 2, 0)
     assert [run for _, run in await harness.queue.ended("acme", "b", 3)] == ["b-3"]
@@ -123,7 +120,7 @@ async def test_a_batch_is_complete_when_every_run_has_ended_and_only_chosen_fail
     assert (await harness.queue.batch("acme", "b")).state is BatchState.COMPLETED
 
 
-async def test_a_cancelled_batch_starts_nothing_and_ends_every_item(harness: RunHarness) -> None:
+async def test_cancelled_batch_starts_nothing_and_ends_every_item(harness: RunHarness) -> None:
     await harness.submit(AT_ONCE + 50, concurrency=2)
     running = await harness.queue.claim(9)
     assert await harness.queue.cancel("acme", "b") == AT_ONCE + 48
@@ -138,34 +135,34 @@ async def test_a_cancelled_batch_starts_nothing_and_ends_every_item(harness: Run
 LEASES = "toolcrew:d:runs:leases"
 
 
-async def lose(harness: RunHarness, *runs: str) -> None:
+async def delete_records(harness: RunHarness, *runs: str) -> None:
     """Delete the records."""
     await harness.client.delete(*(f"toolcrew:d:t:acme:run.{run}" for run in runs))
 
 
-async def test_a_lost_record_does_not_delay_a_cancel(harness: RunHarness) -> None:
+async def test_cancel_ends_runs_without_a_record(harness: RunHarness) -> None:
     await harness.submit(AT_ONCE + 3)
     # All that the first step looks at, and one of the second.
-    await lose(harness, *(f"b-{line}" for line in range(1, AT_ONCE + 2)))
+    await delete_records(harness, *(f"b-{line}" for line in range(1, AT_ONCE + 2)))
     assert await harness.queue.cancel("acme", "b") == 2
     record = await harness.queue.batch("acme", "b")
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLED, 2)
     assert record.failed[FailureKind.INFRASTRUCTURE] == AT_ONCE + 1
 
 
-async def test_a_run_whose_record_went_while_it_ran_ends_when_its_batch_is_cancelled(harness: RunHarness) -> None:
+async def test_cancel_ends_a_running_run_without_a_record(harness: RunHarness) -> None:
     await harness.submit(1)
     (claim,) = await harness.queue.claim(1)
-    await lose(harness, "b-1")
+    await delete_records(harness, "b-1")
     await harness.die(claim)
     assert await harness.queue.cancel("acme", "b") == 0
     assert (await harness.queue.batch("acme", "b")).state is BatchState.CANCELLED
     assert await harness.client.exists("toolcrew:d:t:acme:run.b-1") == 0
 
 
-async def test_a_run_without_a_record_is_not_claimed(harness: RunHarness) -> None:
+async def test_run_without_a_record_is_not_claimed(harness: RunHarness) -> None:
     await harness.submit(2, concurrency=1)
-    await lose(harness, "b-1")
+    await delete_records(harness, "b-1")
     (claim,) = await harness.queue.claim(9)
     assert claim.run == "b-2"
     await harness.queue.finish(claim, build_outcome(claim))
@@ -174,29 +171,29 @@ async def test_a_run_without_a_record_is_not_claimed(harness: RunHarness) -> Non
     assert await harness.client.exists("toolcrew:d:t:acme:run.b-1") == 0
 
 
-async def test_a_watcher_sees_items_without_a_row_once(harness: RunHarness, tmp_path: Path) -> None:
+async def test_follower_reports_lost_items_once(harness: RunHarness, tmp_path: Path) -> None:
     await harness.submit(3)
-    await lose(harness, "b-1", "b-2")
+    await delete_records(harness, "b-1", "b-2")
     (claim,) = await harness.queue.claim(9)
     await harness.queue.finish(claim, build_outcome(claim))
-    shown: list[RunEvent] = []
+    notices: list[RunEvent] = []
     reader = BatchEventReader(harness.client, "d", "acme", "b")
     with RowFiles.open(tmp_path / "o.jsonl", tmp_path / "e.jsonl", lambda _, run, /: run == "b-3") as rows:
-        await Follower(harness.queue, reader, "acme", "b", rows=rows, show=shown.append, tick=lambda: None).run()
+        await Follower(harness.queue, reader, "acme", "b", rows=rows, show=notices.append, tick=lambda: None).run()
         assert list(rows.succeeded) == ["item-3"]
-    (status,) = shown
+    (status,) = notices
     assert isinstance(status, BatchNotice)
     assert "Redis has lost 2 items" in status.message
 
 
-async def test_a_batch_that_is_cancelled_before_any_line_was_queued_is_cancelled(harness: RunHarness) -> None:
+async def test_batch_without_queued_lines_can_be_cancelled(harness: RunHarness) -> None:
     await harness.submit(0)
     await harness.client.hset("toolcrew:d:t:acme:batch.b", "total", "5")
     assert await harness.queue.cancel("acme", "b") == 0
     assert (await harness.queue.batch("acme", "b")).state is BatchState.CANCELLED
 
 
-async def test_a_cancelled_batch_takes_no_items_until_it_is_reopened(harness: RunHarness) -> None:
+async def test_cancelled_batch_accepts_no_items_until_reopened(harness: RunHarness) -> None:
     await harness.submit(1)
     await harness.client.hset("toolcrew:d:t:acme:batch.b", "total", "2")
     await harness.queue.cancel("acme", "b")
@@ -212,18 +209,18 @@ async def test_large_items_are_added_in_several_steps(harness: RunHarness, monke
     await harness.submit(0)
     step, sizes = harness.queue.step, list[int]()
 
-    async def measured(operation: str, *arguments: Any) -> Any:
+    async def step_and_measure(operation: str, *arguments: Any) -> Any:
         sizes.append(sum(len(str(argument)) for argument in arguments))
         return await step(operation, *arguments)
 
-    monkeypatch.setattr(harness.queue, "step", measured)
+    monkeypatch.setattr(harness.queue, "step", step_and_measure)
     large = RunBody(instruction="x" * (STEP_CHARS // 2))
     assert await harness.queue.add("acme", "b", [(f"b-{n}", build_item(n, work=large)) for n in range(1, 7)]) == 6
     assert len(sizes) == 3
     assert max(sizes) < 2 * STEP_CHARS
 
 
-async def test_the_next_claim_ends_the_runs_of_a_dead_process_in_a_cancelled_batch(harness: RunHarness) -> None:
+async def test_next_claim_ends_lost_runs_of_a_cancelled_batch(harness: RunHarness) -> None:
     await harness.submit(2, is_detached=False)
     claims = await harness.queue.claim(9, ("acme", "b"))
     await harness.queue.cancel("acme", "b")
@@ -235,7 +232,7 @@ async def test_the_next_claim_ends_the_runs_of_a_dead_process_in_a_cancelled_bat
     assert await harness.client.zcard(LEASES) == 0
 
 
-async def test_waiting_retries_are_counted_and_cancelled(harness: RunHarness) -> None:
+async def test_delayed_retries_are_counted_and_cancelled(harness: RunHarness) -> None:
     await harness.submit(1)
     await harness.submit(1, batch="c")
     await harness.submit(1, tenant="other")
@@ -248,21 +245,21 @@ async def test_waiting_retries_are_counted_and_cancelled(harness: RunHarness) ->
     assert sorted(await harness.client.zrange("toolcrew:d:runs:delayed", 0, -1)) == [b"acme|c-1", b"other|b-1"]
 
 
-async def test_a_record_of_another_release_ends_as_such(harness: RunHarness) -> None:
+async def test_run_record_of_another_release_is_refused(harness: RunHarness) -> None:
     await harness.submit(1)
     await harness.client.hset("toolcrew:d:t:acme:run.b-1", "colour", "red")
     with pytest.raises(ConfigError, match="the record of run b-1 of tenant acme cannot be read"):
         await harness.queue.cancel("acme", "b")
 
 
-async def test_a_tenant_that_is_called_as_the_queue_is_reads_and_breaks_nothing_of_it(harness: RunHarness) -> None:
+async def test_tenant_named_runs_does_not_collide_with_the_queue_keys(harness: RunHarness) -> None:
     await harness.submit(1)
     await harness.submit(1, tenant="runs", batch="mine")
     assert list((await harness.queue.list_batches("runs")).batches) == ["mine"]
     assert {claim.run for claim in await harness.queue.claim(9)} == {"b-1", "mine-1"}
 
 
-async def test_very_many_batches_that_have_nothing_to_give_hide_none_that_has(harness: RunHarness) -> None:
+async def test_many_empty_batches_do_not_hide_a_batch_with_runs(harness: RunHarness) -> None:
     await harness.submit(1)
     async with harness.client.pipeline() as pipe:
         for number in range(2500):
@@ -273,7 +270,7 @@ async def test_very_many_batches_that_have_nothing_to_give_hide_none_that_has(ha
     assert sum(counts) == 1
 
 
-async def test_every_key_of_a_batch_is_forgotten_some_day(harness: RunHarness) -> None:
+async def test_every_key_of_a_batch_expires(harness: RunHarness) -> None:
     await harness.submit(4, concurrency=3)
     ended, delayed, _ = await harness.queue.claim(3)
     await harness.queue.finish(ended, build_outcome(ended))
@@ -283,13 +280,13 @@ async def test_every_key_of_a_batch_is_forgotten_some_day(harness: RunHarness) -
     assert {key: await harness.client.ttl(key) > RUN_TTL_S - 60 for key in keys} == dict.fromkeys(keys, True)
 
 
-async def test_a_deleted_batch_leaves_no_key_and_no_bytes_of_its_tenant(
+async def test_deleted_batch_leaves_no_key_and_no_stored_bytes(
     harness: RunHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the process died between two steps: no reader finds the batch, and a repeated delete ends it."""
     await harness.submit(1, batch="kept")
-    (kept,) = await harness.queue.claim(1)
-    await harness.queue.finish(kept, build_outcome(kept))
+    (ended_claim,) = await harness.queue.claim(1)
+    await harness.queue.finish(ended_claim, build_outcome(ended_claim))
     before = {key: await harness.client.dump(key) async for key in harness.client.scan_iter("*t:acme:*")}
     await harness.submit(3)
     first, second, third = await harness.queue.claim(3)
@@ -344,7 +341,7 @@ async def test_a_deleted_batch_leaves_no_key_and_no_bytes_of_its_tenant(
         (0.90, 0.0, 0, {}, False),
     ],
 )
-async def test_a_tenant_stores_no_more_than_its_part_when_redis_is_nearly_full(
+async def test_tenant_storage_is_limited_when_redis_is_nearly_full(
     harness: RunHarness, used: float, stored: float, age_days: int, policies: dict[str, str], has_room: bool
 ) -> None:
     """`used`, `stored`: shares of the memory of Redis, in use and of the tenant's runs."""
@@ -369,7 +366,7 @@ async def test_a_tenant_stores_no_more_than_its_part_when_redis_is_nearly_full(
         await harness.client.config_set("maxmemory", 0)
 
 
-async def test_batches_are_listed_in_pages_that_stay_good_while_batches_come_and_go(harness: RunHarness) -> None:
+async def test_batch_pages_stay_valid_while_batches_change(harness: RunHarness) -> None:
     for number in range(7):
         await harness.submit(1, batch=f"b{number}")
         await harness.client.zadd(
@@ -389,7 +386,7 @@ async def test_batches_are_listed_in_pages_that_stay_good_while_batches_come_and
     assert len((await harness.queue.list_batches("acme")).batches) == 7, "b1 is gone, newer has come"
 
 
-class Forgetful(redis.asyncio.Redis):
+class ForgetfulRedis(redis.asyncio.Redis):
     """Forgets a batch after each of its commands."""
 
     forgets: tuple[str, ...] = ()
@@ -402,13 +399,15 @@ class Forgetful(redis.asyncio.Redis):
         return reply
 
 
-async def test_a_removed_batch_hides_no_other_batch(harness: RunHarness, redis_server: RedisProcess) -> None:
+async def test_batch_removed_between_pages_hides_no_other_batch(
+    harness: RunHarness, redis_server: RedisProcess
+) -> None:
     for number in range(5):
         await harness.submit(1, batch=f"b{number}")
         await harness.client.zadd("toolcrew:d:t:acme:batch-ids", {f"b{number}": 1000 + number})
     first = await harness.queue.list_batches("acme", limit=2)
     assert list(first.batches) == ["b4", "b3"]
-    async with Forgetful.from_url(redis_server.url, socket_timeout=5) as client:
+    async with ForgetfulRedis.from_url(redis_server.url, socket_timeout=5) as client:
         queue = RunQueue(client, "d", KEY)
         await queue.list_batches("acme", limit=1)  # Redis knows the script from now
         client.forgets = ("b4", "b0")
@@ -416,39 +415,39 @@ async def test_a_removed_batch_hides_no_other_batch(harness: RunHarness, redis_s
     assert (list(second.batches), second.older) == (["b2", "b1"], 1)
 
 
-@pytest.mark.parametrize("place", ["7", "1000/", "x/b1", "1000/b 1", "1e999/b1", "-1/b1"])
-async def test_a_place_of_another_list_is_refused(harness: RunHarness, place: str) -> None:
+@pytest.mark.parametrize("cursor", ["7", "1000/", "x/b1", "1000/b 1", "1e999/b1", "-1/b1"])
+async def test_invalid_batch_cursor_is_refused(harness: RunHarness, cursor: str) -> None:
     with pytest.raises(ToolFailure, match="cursor belongs to another list"):
-        await harness.queue.list_batches("acme", place, limit=1)
+        await harness.queue.list_batches("acme", cursor, limit=1)
 
 
 BATCH = ("acme", "b")
 
 
-async def test_runs_of_a_dead_process_end_with_their_batch(harness: RunHarness) -> None:
+async def test_cancel_ends_runs_of_a_dead_process(harness: RunHarness) -> None:
     await harness.submit(2)
-    dead, alive = await harness.queue.claim(2)
-    await harness.die(dead)
+    lost_claim, alive = await harness.queue.claim(2)
+    await harness.die(lost_claim)
     await harness.queue.cancel(*BATCH)
     record = await harness.queue.batch(*BATCH)
     assert (record.state, record.failed[FailureKind.CANCELLED]) == (BatchState.CANCELLING, 1)
-    assert not await harness.queue.finish(dead, build_outcome(dead))
+    assert not await harness.queue.finish(lost_claim, build_outcome(lost_claim))
     assert await harness.queue.finish(alive, build_outcome(alive))
     assert (await harness.queue.batch(*BATCH)).state is BatchState.CANCELLED
 
 
-@pytest.mark.parametrize("anew", [True, False])
-async def test_a_run_of_a_cancelled_batch_is_not_given_back(harness: RunHarness, anew: bool) -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_run_of_a_cancelled_batch_cannot_be_given_back(harness: RunHarness, is_new: bool) -> None:
     await harness.submit(1)
     (claim,) = await harness.queue.claim(1)
     await harness.queue.cancel(*BATCH)
     with pytest.raises(BatchCancelled):
-        await harness.queue.give_back(claim, is_new=anew)
+        await harness.queue.give_back(claim, is_new=is_new)
     assert await harness.queue.finish(claim, build_outcome(claim, FailureKind.CANCELLED))
     assert (await harness.queue.batch(*BATCH)).state is BatchState.CANCELLED
 
 
-async def test_a_watcher_sees_the_end_of_a_cancelled_batch(harness: RunHarness) -> None:
+async def test_follower_sees_the_end_of_a_cancelled_batch(harness: RunHarness) -> None:
     await harness.submit(1)
     (claim,) = await harness.queue.claim(1)
     await harness.queue.cancel(*BATCH)

@@ -43,10 +43,10 @@ async def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -
         yield harness
 
 
-async def test_it_works_as_many_at_a_time_as_it_may_and_goes_on_when_one_has_ended(harness: RunnerHarness) -> None:
+async def test_runner_works_at_its_concurrency_until_all_runs_ended(harness: RunnerHarness) -> None:
     busiest = 0
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+    async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         nonlocal busiest
         busiest = max(busiest, runner.running)
         await asyncio.sleep(0)
@@ -68,7 +68,7 @@ async def test_it_works_as_many_at_a_time_as_it_may_and_goes_on_when_one_has_end
 async def test_only_infrastructure_failures_are_retried_up_to_a_limit(
     harness: RunnerHarness, kind: FailureKind, attempts: int
 ) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+    async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         return outcome_of(claim, kind)
 
     await harness.submit(1)
@@ -80,12 +80,10 @@ async def test_only_infrastructure_failures_are_retried_up_to_a_limit(
     retries = [(RunRetried, attempt) for attempt in range(2, attempts + 1)]
     assert [(type(event), event.attempt) for event in events] == [*retries, (RunEnded, attempts)]
     (record,) = await harness.queue.runs([("acme", "b-1")])
-    assert record is not None
-    assert record.outcome is not None
     assert (record.outcome.attempt, record.failure) == (attempts, kind.value)
 
 
-async def test_a_process_that_stops_gives_back_what_runs_for_another_to_go_on_with(harness: RunnerHarness) -> None:
+async def test_stopped_runner_gives_its_runs_back(harness: RunnerHarness) -> None:
     await harness.submit(1)
     worker = Worker()
     async with harness.working(harness.runner(worker)):
@@ -95,7 +93,7 @@ async def test_a_process_that_stops_gives_back_what_runs_for_another_to_go_on_wi
     assert (await harness.ends(), worker.abandoned) == ([], [])
 
 
-async def test_a_process_that_stops_while_it_stores_an_outcome_loses_no_end(harness: RunnerHarness) -> None:
+async def test_runner_stopped_while_storing_an_outcome_stores_it(harness: RunnerHarness) -> None:
     await harness.submit(1)
     worker, queue = Worker(), WatchedQueue(harness.client)
     worker.may_end.set()
@@ -107,7 +105,7 @@ async def test_a_process_that_stops_while_it_stores_an_outcome_loses_no_end(harn
     assert [end.run for end in await harness.ends()] == ["b-1"]
 
 
-async def test_the_lease_of_a_running_item_is_renewed(harness: RunnerHarness) -> None:
+async def test_lease_of_a_running_run_is_renewed(harness: RunnerHarness) -> None:
     await harness.submit(1)
     worker, queue = Worker(), WatchedQueue(harness.client)
     async with harness.working(harness.runner(worker, queue, concurrency=1)):
@@ -118,14 +116,13 @@ async def test_the_lease_of_a_running_item_is_renewed(harness: RunnerHarness) ->
         await queue.renewed.wait()
         assert await harness.other.claim(1, BATCH) == []
         (record,) = await harness.queue.runs([("acme", "b-1")])
-        assert record is not None
         assert record.claim == claim
 
 
-async def test_a_run_taken_by_another_process_is_dropped(harness: RunnerHarness) -> None:
+async def test_run_taken_by_another_process_is_dropped(harness: RunnerHarness) -> None:
     cancelled = asyncio.Event()
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+    async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         try:
             await asyncio.Event().wait()
         finally:
@@ -141,23 +138,24 @@ async def test_a_run_taken_by_another_process_is_dropped(harness: RunnerHarness)
         await cancelled.wait()
         await harness.client.hset("toolcrew:d:t:acme:run.b-1", "state", "running")
     (record,) = await harness.queue.runs([("acme", "b-1")])
-    assert record is not None
     assert (record.claim, record.state) == ("another", RunState.RUNNING)
     assert (await harness.ends(), worker.abandoned) == ([], [])
 
 
-async def test_a_run_with_a_lost_lease_runs_once(harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_run_with_a_lost_lease_is_never_run_twice_concurrently(
+    harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner_module, "LEASE_S", 1000.0)
     at_work: list[str] = []
-    again = asyncio.Event()
+    second_start = asyncio.Event()
 
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+    async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         at_work.append(claim.token)
         assert len(at_work) == 1
         try:
             if len(worker.begun) == 1:
                 await asyncio.Event().wait()
-            again.set()
+            second_start.set()
             return outcome_of(claim)
         finally:
             at_work.remove(claim.token)
@@ -167,12 +165,12 @@ async def test_a_run_with_a_lost_lease_runs_once(harness: RunnerHarness, monkeyp
     async with harness.working(harness.runner(worker)):
         await worker.has_begun.wait()
         await harness.client.zadd("toolcrew:d:runs:leases", {"acme|b-1": 1.0})
-        await again.wait()
+        await second_start.wait()
         await harness.until(BatchState.COMPLETED)
     assert (worker.begun, len(await harness.ends())) == ([("b-1", 1)] * 2, 1)
 
 
-async def test_an_outcome_is_noted_however_long_redis_is_away(harness: RunnerHarness) -> None:
+async def test_outcome_is_stored_after_a_redis_outage(harness: RunnerHarness) -> None:
     await harness.submit(1)
     worker, queue = Worker(), WatchedQueue(harness.client, outages=3)
     worker.may_end.set()
@@ -181,7 +179,9 @@ async def test_an_outcome_is_noted_however_long_redis_is_away(harness: RunnerHar
     assert (worker.begun, queue.outages, len(await harness.ends())) == ([("b-1", 1)], 0, 1)
 
 
-async def test_a_run_with_an_unreadable_log_waits(harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_run_waits_while_its_log_cannot_be_loaded(
+    harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load, outages = RunLog.load, [BrokerUnavailable("away")] * 3
 
     async def load_later(*arguments: Any) -> RunLog:
@@ -198,26 +198,25 @@ async def test_a_run_with_an_unreadable_log_waits(harness: RunnerHarness, monkey
     assert (worker.begun, outages) == ([("b-1", 1)], [])
 
 
-async def test_a_log_of_another_release_fails_its_item_and_is_not_thrown_away_by_itself(harness: RunnerHarness) -> None:
+async def test_run_with_a_log_of_another_release_fails_and_keeps_the_log(harness: RunnerHarness) -> None:
     await harness.submit(1)
     await harness.client.rpush("toolcrew:d:t:acme:run.b-1:log", '{"type": "from the future"}')
     worker = Worker()
     async with harness.working(harness.runner(worker)):
         await harness.until(BatchState.COMPLETED)
     (end,) = await harness.ends()
-    assert end.failure is not None
     assert (worker.begun, end.failure.kind, end.attempt) == ([], FailureKind.INFRASTRUCTURE, 1)
     assert "retry the item" in end.failure.message
     assert await harness.queue.retry(*BATCH, [FailureKind.INFRASTRUCTURE]) == 1
     assert not await harness.client.exists("toolcrew:d:t:acme:run.b-1:log")
 
 
-async def test_an_end_reports_what_the_item_took(harness: RunnerHarness) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+async def test_end_event_reports_calls_steps_tokens_and_cost(harness: RunnerHarness) -> None:
+    async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         for number in (1, 2, 2):
             result = ToolResult(call_id=f"c{number}", name="echo", success=True)
-            tell(CallFinished(run=claim.run, result=result, seconds=0.1))
-            tell(StepFinished(run=claim.run, step=number, model_s=0.0, usage=TokenUsage()))
+            on_event(CallFinished(run=claim.run, result=result, seconds=0.1))
+            on_event(StepFinished(run=claim.run, step=number, model_s=0.0, usage=TokenUsage()))
         usage = {"prompt_tokens": 1000, "completion_tokens": 10}
         bodies: dict[str, dict[str, Any]] = {
             "b-1": {"usage": {**usage, "cost": 0.003}},
@@ -238,8 +237,8 @@ async def test_an_end_reports_what_the_item_took(harness: RunnerHarness) -> None
     assert [ends[run].cost for run in sorted(ends)] == [0.003, 7.0, None]
 
 
-async def test_a_bug_in_one_run_stops_no_other_and_leaves_it_to_its_lease(harness: RunnerHarness) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+async def test_exception_in_one_run_does_not_stop_others(harness: RunnerHarness) -> None:
+    async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         if claim.run == "b-1" and worker.begun.count(("b-1", 1)) == 1:
             raise KeyError("oops")
         return outcome_of(claim)
@@ -256,9 +255,9 @@ async def test_a_bug_in_one_run_stops_no_other_and_leaves_it_to_its_lease(harnes
     assert worker.begun.count(("b-1", 1)) == 2
 
 
-async def test_a_running_item_of_a_cancelled_batch_ends_as_cancelled(harness: RunnerHarness) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
-        tell(CallFinished(run=claim.run, result=ToolResult(call_id="c1", name="echo", success=True)))
+async def test_running_run_of_a_cancelled_batch_ends_as_cancelled(harness: RunnerHarness) -> None:
+    async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
+        on_event(CallFinished(run=claim.run, result=ToolResult(call_id="c1", name="echo", success=True)))
         await asyncio.Event().wait()
         raise AssertionError("no code sets it")
 
@@ -274,7 +273,7 @@ async def test_a_running_item_of_a_cancelled_batch_ends_as_cancelled(harness: Ru
     assert (end.failure and end.failure.kind, end.calls, end.attempt) == (FailureKind.CANCELLED, 1, 1)
 
 
-async def test_an_outcome_that_is_being_noted_is_not_disturbed_by_a_cancelled_batch(harness: RunnerHarness) -> None:
+async def test_outcome_being_stored_is_not_lost_by_a_cancel(harness: RunnerHarness) -> None:
     await harness.submit(1)
     worker, queue = Worker(), WatchedQueue(harness.client)
     queue.may_note.clear()
@@ -290,8 +289,8 @@ async def test_an_outcome_that_is_being_noted_is_not_disturbed_by_a_cancelled_ba
     assert [end.failure for end in await harness.ends()] == [None]
 
 
-async def test_a_failure_in_a_batch_that_is_being_cancelled_is_an_end(harness: RunnerHarness) -> None:
-    async def work(claim: RunClaim, journal: Journal, tell: Any) -> ItemOutcome:
+async def test_failure_in_a_batch_being_cancelled_is_not_retried(harness: RunnerHarness) -> None:
+    async def work(claim: RunClaim, journal: Journal, on_event: Any) -> ItemOutcome:
         await harness.queue.cancel(*BATCH)
         return outcome_of(claim, FailureKind.INFRASTRUCTURE)
 
@@ -304,7 +303,7 @@ async def test_a_failure_in_a_batch_that_is_being_cancelled_is_an_end(harness: R
     ]
 
 
-async def test_a_stop_during_a_cancel_leaves_no_open_run(
+async def test_runner_stopped_during_a_cancel_leaves_no_open_run(
     harness: RunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "LEASE_S", 1000.0)
@@ -332,7 +331,7 @@ class SlowQueue(RunQueue):
         return await super().claim(most, *arguments)
 
 
-class Story:
+class SlotScenario:
     """The first run's only call waits for an answer, and no claim is answered from then on until the test allows it.
     The other run works until the test ends it.
     """
@@ -341,7 +340,7 @@ class Story:
         self.queue, self.worker = queue, Worker(self._work)
         self.answered, self.is_back, self.has_begun, self.may_end = (asyncio.Event() for _ in range(4))
 
-    async def _work(self, claim: RunClaim, journal: Journal, tell: Callable[[RunEvent], None]) -> ItemOutcome:
+    async def _work(self, claim: RunClaim, journal: Journal, on_event: Callable[[RunEvent], None]) -> ItemOutcome:
         async with self.worker.slots.run() as slot:
             if claim.run == "b-1":
                 self.queue.may_claim.clear()
@@ -354,24 +353,24 @@ class Story:
         return outcome_of(claim)
 
 
-async def test_a_run_whose_slot_was_claimed_waits_for_the_next_slot(harness: RunnerHarness) -> None:
+async def test_run_whose_slot_was_claimed_waits_for_the_next_slot(harness: RunnerHarness) -> None:
     await harness.submit(2)
-    story = Story(queue := SlowQueue(harness.client))
-    async with harness.working(harness.runner(story.worker, queue, concurrency=1)):
+    scenario = SlotScenario(queue := SlowQueue(harness.client))
+    async with harness.working(harness.runner(scenario.worker, queue, concurrency=1)):
         await queue.claiming.wait()
-        story.answered.set()
-        await turns()
-        assert not story.is_back.is_set(), "the slot may be another one's by now"
+        scenario.answered.set()
+        await run_event_loop()
+        assert not scenario.is_back.is_set(), "the slot may be another one's by now"
         queue.may_claim.set()
-        await story.has_begun.wait()
-        await turns()
-        assert not story.is_back.is_set(), "the slot is another one's"
-        story.may_end.set()
-        await story.is_back.wait()
+        await scenario.has_begun.wait()
+        await run_event_loop()
+        assert not scenario.is_back.is_set(), "the slot is another one's"
+        scenario.may_end.set()
+        await scenario.is_back.wait()
         await harness.until(BatchState.COMPLETED)
 
 
-async def turns() -> None:
+async def run_event_loop() -> None:
     """Let everything run that can continue without Redis."""
     for _ in range(20):
         await asyncio.sleep(0)
@@ -380,7 +379,7 @@ async def turns() -> None:
 # Runs that must wait
 
 
-class Troubled(Worker):
+class FailingWorker(Worker):
     """Raises these errors in order, and then every item succeeds."""
 
     def __init__(self, *troubles: Exception) -> None:
@@ -388,7 +387,7 @@ class Troubled(Worker):
         self.resumed: list[bool] = []
         self._troubles = list(troubles)
 
-    async def _fail_first(self, claim: RunClaim, journal: Journal, tell: Callable[[RunEvent], None]) -> ItemOutcome:
+    async def _fail_first(self, claim: RunClaim, journal: Journal, on_event: Callable[[RunEvent], None]) -> ItemOutcome:
         self.resumed.append(claim.is_resumed)
         if not journal.is_resumed:
             await journal.record(SessionOpening, session="s")
@@ -406,11 +405,11 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("cause", ["endpoint", "request", "quota"])
-async def test_a_waiting_run_continues_in_the_same_attempt(
+async def test_deferred_run_continues_in_the_same_attempt(
     harness: RunnerHarness, short_waits: None, cause: Any
 ) -> None:
     await harness.submit(1)
-    worker = Troubled(RunDeferred("down", cause), RunDeferred("down", cause))
+    worker = FailingWorker(RunDeferred("down", cause), RunDeferred("down", cause))
     async with harness.working(harness.runner(worker)):
         await harness.until(BatchState.COMPLETED)
     assert (worker.begun, worker.resumed) == ([("b-1", 1)] * 3, [False, True, True])
@@ -418,9 +417,9 @@ async def test_a_waiting_run_continues_in_the_same_attempt(
     assert not any(isinstance(event, RunRetried) for event in await harness.batch_events())
 
 
-async def test_a_watcher_sees_the_start_and_end_of_a_wait_once(harness: RunnerHarness, short_waits: None) -> None:
+async def test_start_and_end_of_a_wait_are_reported_once(harness: RunnerHarness, short_waits: None) -> None:
     await harness.submit(3, concurrency=1)
-    worker = Troubled(*[RunDeferred("it is down", "endpoint")] * 3, *[RunDeferred("full", "quota")] * 2)
+    worker = FailingWorker(*[RunDeferred("it is down", "endpoint")] * 3, *[RunDeferred("full", "quota")] * 2)
     worker.gate.has_answered_since(worker.gate.now())
     runner = harness.runner(worker)
     async with harness.working(runner) as (task,):
@@ -433,11 +432,11 @@ async def test_a_watcher_sees_the_start_and_end_of_a_wait_once(harness: RunnerHa
     assert waits == sum("answers again" in note for note in notes) >= 1
 
 
-async def test_a_model_that_refuses_the_process_ends_its_work_and_fails_no_item(
+async def test_model_that_denies_access_stops_the_runner_and_fails_no_item(
     harness: RunnerHarness, short_waits: None
 ) -> None:
     await harness.submit(8)
-    worker = Troubled(*[ModelDenied("check the key")] * 8)
+    worker = FailingWorker(*[ModelDenied("check the key")] * 8)
     async with harness.working(harness.runner(worker)) as (task,):
         with pytest.raises(ModelDenied, match="check the key"):
             await task

@@ -16,11 +16,11 @@ from tests.slot_harness import given_up
 
 
 class Harness:
-    """A process with two slots, and the work of its runs."""
+    """A process with one slot, and the work of its runs."""
 
-    def __init__(self, count: int = 2) -> None:
+    def __init__(self) -> None:
         self.slots, self.runs = RunSlots(), dict[str, None]()
-        self.slots.configure(count, self.runs)
+        self.slots.configure(1, self.runs)
 
     def begin(self, *runs: str) -> None:
         self.runs |= dict.fromkeys(runs)
@@ -30,7 +30,7 @@ class Harness:
         return self.slots.count_free()
 
     @asynccontextmanager
-    async def away(self) -> AsyncIterator["Call"]:
+    async def start_waiting_run(self) -> AsyncIterator["Call"]:
         """Start a run with one call, which waits. Yield the call."""
         call = Call("call")
 
@@ -41,6 +41,11 @@ class Harness:
         async with call.made_by(work()):
             await call.is_asked.wait()
             yield call
+
+
+@pytest.fixture
+def harness() -> Harness:
+    return Harness()
 
 
 class Call:
@@ -75,25 +80,24 @@ class Call:
             await asyncio.wait({self.task})
 
     async def is_back(self) -> bool:
-        await settled()
+        await settle()
         return self._is_at_work
 
     async def has_ended(self) -> bool:
         self.may_end.set()
-        await settled()
+        await settle()
         return self.task.done()
 
 
-def made(slot: RunSlot, name: str) -> AbstractAsyncContextManager[Call]:
+def start_call(slot: RunSlot, name: str) -> AbstractAsyncContextManager[Call]:
     """Return one call of a run that has other calls."""
     call = Call(name)
     return call.made_by(call.make(slot))
 
 
-async def test_runs_return_in_the_order_of_their_answers() -> None:
-    harness = Harness(1)
+async def test_runs_get_slots_back_in_the_order_of_their_answers(harness: Harness) -> None:
     harness.begin("a", "b")
-    async with harness.away() as a, harness.away() as b:
+    async with harness.start_waiting_run() as a, harness.start_waiting_run() as b:
         harness.begin("c")
         for waiting in (b, a):
             waiting.answered.set()
@@ -105,10 +109,9 @@ async def test_runs_return_in_the_order_of_their_answers() -> None:
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-async def test_a_run_that_is_cancelled_while_it_waits_takes_no_place_with_it(is_answered: bool) -> None:
-    harness = Harness(1)
+async def test_run_cancelled_while_waiting_occupies_no_slot(harness: Harness, is_answered: bool) -> None:
     harness.begin("a")
-    async with harness.away() as a:
+    async with harness.start_waiting_run() as a:
         harness.begin("b")
         if is_answered:
             a.answered.set()
@@ -119,10 +122,9 @@ async def test_a_run_that_is_cancelled_while_it_waits_takes_no_place_with_it(is_
     assert harness.end("b") == 1
 
 
-async def test_a_run_that_is_cancelled_as_it_gets_its_place_gives_it_on() -> None:
-    harness = Harness(1)
+async def test_run_cancelled_as_it_gets_a_slot_frees_the_slot(harness: Harness) -> None:
     harness.begin("a")
-    async with harness.away() as a:
+    async with harness.start_waiting_run() as a:
         harness.begin("b")
         a.answered.set()
         assert not await a.is_back()
@@ -133,23 +135,22 @@ async def test_a_run_that_is_cancelled_as_it_gets_its_place_gives_it_on() -> Non
     assert harness.end("a") == 1
 
 
-async def test_an_expired_question_ends_in_a_slot() -> None:
-    harness = Harness(1)
+async def test_expired_question_waits_for_a_slot(harness: Harness) -> None:
     harness.begin("a")
-    async with harness.slots.run() as slot, made(slot, "call") as call:
-        await settled()
+    async with harness.slots.run() as slot, start_call(slot, "call") as call:
+        await settle()
         harness.begin("b")
         call.question_s.reschedule(0)
-        await settled()
+        await settle()
         assert not call.task.done()
         harness.end("b")
-        await settled()
+        await settle()
         assert call.task.done()
         assert harness.slots.count_free() == 0
 
 
-async def test_a_run_whose_calls_are_broken_off_goes_on_in_a_place() -> None:
-    harness, has_ended = Harness(1), asyncio.Event()
+async def test_run_with_timed_out_calls_waits_for_a_slot(harness: Harness) -> None:
+    has_ended = asyncio.Event()
     harness.begin("a")
 
     async def until_its_time_is_up(limit: asyncio.Timeout) -> None:
@@ -163,43 +164,41 @@ async def test_a_run_whose_calls_are_broken_off_goes_on_in_a_place() -> None:
 
     limit = asyncio.timeout(None)
     run = asyncio.create_task(until_its_time_is_up(limit))
-    await settled()
+    await settle()
     harness.begin("b")
     limit.reschedule(0)
-    await settled()
+    await settle()
     assert not has_ended.is_set()
     harness.end("b")
-    await settled()
+    await settle()
     assert run.done()
 
 
-async def test_a_place_that_a_claim_did_not_fill_is_there_again() -> None:
-    harness = Harness(1)
+async def test_unused_reserved_slot_is_free_again(harness: Harness) -> None:
     harness.begin("a")
-    async with harness.away() as a:
+    async with harness.start_waiting_run() as a:
         with harness.slots.reserve(1):
             a.answered.set()
             assert not await a.is_back()
         assert await a.is_back()
 
 
-async def test_so_many_wait_and_no_more() -> None:
-    harness = Harness(1)
+async def test_number_of_waiting_runs_per_slot_is_limited(harness: Harness) -> None:
     async with AsyncExitStack() as stack:
         for number in range(MAX_RUNS_PER_SLOT):
             assert harness.slots.count_free() == 1
             harness.begin(f"r{number}")
-            await stack.enter_async_context(harness.away())
+            await stack.enter_async_context(harness.start_waiting_run())
         assert harness.slots.count_free() == 0
 
 
-async def test_no_run_waits_for_a_slot_where_runs_are_not_counted() -> None:
+async def test_run_without_configured_slots_does_not_wait() -> None:
     async with RunSlots().run() as slot, slot.call("call"), given_up(slot, "call"):
         pass
 
 
-async def test_a_run_that_waits_for_its_sandbox_lends_its_place_to_one_that_comes_back_and_to_no_new_one() -> None:
-    harness, has_sandbox, has_begun = Harness(1), asyncio.Event(), asyncio.Event()
+async def test_slot_of_a_run_without_sandbox_goes_only_to_a_returning_run(harness: Harness) -> None:
+    has_sandbox, has_begun = asyncio.Event(), asyncio.Event()
     harness.begin("a")
 
     async def wait_for_a_sandbox() -> None:
@@ -207,26 +206,25 @@ async def test_a_run_that_waits_for_its_sandbox_lends_its_place_to_one_that_come
             await has_sandbox.wait()
         has_begun.set()
 
-    async with harness.away() as a:
+    async with harness.start_waiting_run() as a:
         harness.begin("b")
         b = asyncio.create_task(wait_for_a_sandbox())
-        await settled()
+        await settle()
         assert harness.slots.count_free() == 0
         a.answered.set()
         assert await a.is_back()
         has_sandbox.set()
-        await settled()
+        await settle()
         assert not has_begun.is_set(), "a has the slot"
         assert await a.has_ended()
         harness.end("a")
-        await settled()
+        await settle()
         assert has_begun.is_set()
         await b
     assert harness.end("b") == 1
 
 
-async def test_a_run_that_gets_no_sandbox_takes_no_place_with_it() -> None:
-    harness = Harness(1)
+async def test_run_without_a_sandbox_occupies_no_slot(harness: Harness) -> None:
     harness.begin("a")
     with pytest.raises(OSError, match="no host"):
         async with harness.slots.lend():
@@ -245,7 +243,7 @@ CALLS: st.SearchStrategy[Calls] = st.lists(
     st.lists(st.sampled_from(("work", "ask")), max_size=3), min_size=1, max_size=3
 )
 RUNS = st.lists(st.lists(CALLS, min_size=1, max_size=2), min_size=1, max_size=5)
-Doing = Callable[[], None]
+Action = Callable[[], None]
 
 
 class Gate:
@@ -366,11 +364,11 @@ class Process:
         room = self.slots.count_free()
         if self.claiming or not room:
             return
-        self.claiming, some = room, [self.plans.pop() for _ in range(min(room, len(self.plans)))]
+        self.claiming, claimed_plans = room, [self.plans.pop() for _ in range(min(room, len(self.plans)))]
         with self.slots.reserve(room):
             self._claimed.clear()
             await self._claimed.wait()
-            for steps in some:
+            for steps in claimed_plans:
                 run = Run(self.slots, self._sandboxes, steps)
                 task = asyncio.create_task(run())
                 task.add_done_callback(self._ended)
@@ -385,9 +383,9 @@ class Process:
         run.is_cancelled = True
         task.cancel()
 
-    def doings(self, *, is_ending: bool) -> list[Doing]:
+    def list_actions(self, *, is_ending: bool) -> list[Action]:
         """Return the possible next steps. `is_ending`: only the steps that end all runs."""
-        actions: list[Doing] = [self._claim] if self.plans and not self.claiming and self.slots.count_free() else []
+        actions: list[Action] = [self._claim] if self.plans and not self.claiming and self.slots.count_free() else []
         if self.claiming:
             actions.append(self._claimed.set)
         for task, run in self.runs.items():
@@ -399,12 +397,12 @@ class Process:
         return actions
 
     def check(self) -> None:
-        held = [run for run in self.runs.values() if run.at_work]
-        assert len(held) <= self.count, "more are at work than there are slots"
-        assert len(held) + self.claiming >= self.count or not any(run.wants for run in self.runs.values()), (
+        working_runs = [run for run in self.runs.values() if run.at_work]
+        assert len(working_runs) <= self.count, "more are at work than there are slots"
+        assert len(working_runs) + self.claiming >= self.count or not any(run.wants for run in self.runs.values()), (
             "a slot is free, and a run waits"
         )
-        assert not any(run.wants for run in held), "a run has a slot, and a call of it waits for one"
+        assert not any(run.wants for run in working_runs), "a run has a slot, and a call of it waits for one"
         waiting = [run for run in self.runs.values() if run.asked and not run.at_work and not run.wants]
         taken = len(self.runs) - len(waiting) - sum(bool(run.wants) for run in self.runs.values())
         assert self.slots.count_free() == max(0, self.count - self.claiming - taken), "who only waits has a slot"
@@ -413,29 +411,29 @@ class Process:
 async def play(count: int, sandboxes: int, plans: list[list[Calls]], draws: list[tuple[int, bool]]) -> None:
     process = Process(count, sandboxes, list(plans))
     for draw, is_settled in draws:
-        if doings := process.doings(is_ending=False):
-            doings[draw % len(doings)]()
+        if actions := process.list_actions(is_ending=False):
+            actions[draw % len(actions)]()
         if is_settled:
-            await settled()
+            await settle()
             process.check()
-    await settled()
-    while doings := process.doings(is_ending=True):
+    await settle()
+    while actions := process.list_actions(is_ending=True):
         process.check()
-        doings[0]()
-        await settled()
+        actions[0]()
+        await settle()
     assert (process.runs, process.plans, process.slots.count_free()) == ({}, [], count)
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.integers(1, 3), st.integers(1, 4), RUNS, st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=60))
-def test_places_are_never_exceeded_nor_left_empty_and_everybody_ends(
+def test_slots_are_never_exceeded_or_left_empty_and_all_runs_end(
     count: int, sandboxes: int, plans: list[list[Calls]], draws: list[tuple[int, bool]]
 ) -> None:
     run: Callable[[Awaitable[None]], None] = asyncio.run  # type: ignore[assignment]
     run(play(count, sandboxes, plans, draws))
 
 
-async def settled() -> None:
+async def settle() -> None:
     """Let everything run that can continue."""
     for _ in range(TURNS):
         await asyncio.sleep(0)

@@ -33,7 +33,7 @@ from tests.unit import test_delivery
 SOON_S = 15.0
 
 
-def traced(harness: ItemHarness, ended: list[Span]) -> ItemHarness:
+def enable_tracing(harness: ItemHarness, ended: list[Span]) -> ItemHarness:
     """Return the same process with tracing on."""
     tracer = Tracer(ended.append, lambda _: True)
     pool: Any = Pool(harness.places, StaticHosts(build_report()), CallStore(harness.pool.redis, "d"))
@@ -63,7 +63,7 @@ def assert_one_tree(spans: list[Span]) -> None:
     assert [span.name for span in spans if span.parent is not None and span.parent.span_id not in span_ids] == []
 
 
-async def test_each_attempt_has_a_span_that_links_to_the_one_before(client: "redis.asyncio.Redis") -> None:
+async def test_attempt_span_links_to_the_previous_attempt(client: "redis.asyncio.Redis") -> None:
     ended: list[Span] = []
     harness = test_delivery.Harness(client, CallLost("gone", has_started=True))
     harness.dispatcher._middleware = [TracedCalls(Tracer(ended.append, lambda _: True))]
@@ -82,9 +82,9 @@ async def test_each_attempt_has_a_span_that_links_to_the_one_before(client: "red
     assert contexts == [str(first.ref), str(second.ref)]
 
 
-async def test_a_single_call_is_a_trace_and_shows_its_failure(make: Made) -> None:
+async def test_single_call_is_one_trace_with_its_error(make: Made) -> None:
     ended: list[Span] = []
-    harness = traced(make(answers={"echo": failed(ErrorCode.NETWORK_ERROR)}), ended)
+    harness = enable_tracing(make(answers={"echo": failed(ErrorCode.NETWORK_ERROR)}), ended)
     outcome = await harness.worked(await harness.put(build_tool_call()))
     assert outcome.failure is not None
     assert_one_tree(ended)
@@ -93,7 +93,7 @@ async def test_a_single_call_is_a_trace_and_shows_its_failure(make: Made) -> Non
     assert next(span for span in ended if span.name == "execute_tool echo").error == "NETWORK_ERROR"
 
 
-async def test_a_resumed_run_stays_one_trace_without_repeated_spans(make: Made) -> None:
+async def test_resumed_run_stays_one_trace_without_repeated_spans(make: Made) -> None:
     reached, ended = asyncio.Event(), list[Span]()
 
     async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -102,22 +102,22 @@ async def test_a_resumed_run_stays_one_trace_without_repeated_spans(make: Made) 
             await asyncio.Event().wait()
         return ToolResult(call_id=call.id, name=call.name, success=True, output="said")
 
-    first = traced(make(echo_then("two", "a", "b"), answers={"echo": hang}), ended)
+    first = enable_tracing(make(echo_then("two", "a", "b"), answers={"echo": hang}), ended)
     claim = await first.put(build_run())
     working = asyncio.create_task(first.worked(claim))
     async with asyncio.timeout(SOON_S):
         await reached.wait()
     working.cancel()
     await asyncio.wait({working}, timeout=SOON_S)
-    of_first = len(ended)
+    first_count = len(ended)
     first.work.drop_spans(claim)
     assert "invoke_agent toolcrew" not in [span.name for span in ended]
 
-    second = traced(make(["two"]), ended)
-    again = await first.taken_over(claim)
-    assert (await second.worked(again)).failure is None
+    second = enable_tracing(make(["two"]), ended)
+    resumed_claim = await first.taken_over(claim)
+    assert (await second.worked(resumed_claim)).failure is None
     assert_one_tree(ended)
-    assert of_first < len(ended)
+    assert first_count < len(ended)
     calls = [span for span in ended if span.name == "execute_tool echo"]
     assert len({span.ref.span_id for span in calls}) == len(calls) == 2
     assert len([span for span in ended if span.name == "chat scripted"]) == 3
@@ -125,7 +125,7 @@ async def test_a_resumed_run_stays_one_trace_without_repeated_spans(make: Made) 
     assert root.start_at <= min(span.start_at for span in ended)
 
 
-async def test_a_cancelled_run_is_reported_by_its_process(make: Made) -> None:
+async def test_cancelled_run_has_spans_with_the_cancelled_error(make: Made) -> None:
     reached, ended = asyncio.Event(), list[Span]()
 
     async def hang(call: ToolCall, _: ToolContext) -> ToolResult:
@@ -133,7 +133,7 @@ async def test_a_cancelled_run_is_reported_by_its_process(make: Made) -> None:
         await asyncio.Event().wait()
         raise AssertionError(call.id)
 
-    harness = traced(make(echo_then("one", "a"), answers={"echo": hang}), ended)
+    harness = enable_tracing(make(echo_then("one", "a"), answers={"echo": hang}), ended)
     claim = await harness.put(build_run())
     working = asyncio.create_task(harness.worked(claim))
     async with asyncio.timeout(SOON_S):
@@ -147,21 +147,20 @@ async def test_a_cancelled_run_is_reported_by_its_process(make: Made) -> None:
     }
 
 
-class _Asked(AutoApprover):
+class _DenyingApprover(AutoApprover):
     async def decide(self, request: ApprovalRequest) -> Decision:
         return Decision(False, "not today")
 
 
-async def test_the_wait_for_an_approval_is_a_part_of_its_call(make: Made) -> None:
+async def test_approval_span_is_a_child_of_its_call_span(make: Made) -> None:
     ended: list[Span] = []
-    harness = traced(make(echo_then("one", "a")), ended)
+    harness = enable_tracing(make(echo_then("one", "a")), ended)
     policy = ApprovalPolicy(rules=(Rule(action="ask", tool="echo"),))
     harness.work._parts = RunParts(
-        OrchestratorSettings(deployment="d", dialect="native", redis_url=None), harness.pool, _Asked(), policy
+        OrchestratorSettings(deployment="d", dialect="native", redis_url=None), harness.pool, _DenyingApprover(), policy
     )
     await harness.worked(await harness.put(build_run()))
     assert_one_tree(ended)
     approval, call = (next(span for span in ended if span.name == name) for name in ("approval", "execute_tool echo"))
-    assert approval.parent is not None
     assert (approval.parent.span_id, approval.attributes["toolcrew.is_allowed"]) == (call.ref.span_id, False)
     assert call.error == "PERMISSION_DENIED"

@@ -25,7 +25,7 @@ RUN, LOAD = {"name": "a", "action": "run", "script": "a.sh"}, {"name": "a", "act
 NO_BASH = TenantPolicy(tools=("skill_tool", "read_tool"))
 
 
-def refused(policy: TenantPolicy, arguments: dict[str, Any]) -> ErrorCode | None:
+def find_refusal(policy: TenantPolicy, arguments: dict[str, Any]) -> ErrorCode | None:
     try:
         check_call(policy, "acme", SKILL_TOOL, arguments)
     except ToolFailure as failure:
@@ -33,7 +33,7 @@ def refused(policy: TenantPolicy, arguments: dict[str, Any]) -> ErrorCode | None
     return None
 
 
-def test_only_a_run_is_another_tools_call_as_well() -> None:
+def test_only_skill_runs_count_as_calls_of_other_tools() -> None:
     assert tools_of(SKILL_TOOL, RUN) == ("skill_tool", "bash_tool")
     assert tools_of(SKILL_TOOL, {"name": "a", "action": "run", "args": {}}) == ("skill_tool", "bash_tool", "a"), (
         "it is the tool that the skill is"
@@ -43,7 +43,7 @@ def test_only_a_run_is_another_tools_call_as_well() -> None:
 
 
 @pytest.mark.parametrize("off", ["echo", "skill_tool", "bash_tool"])
-def test_a_tool_that_is_a_tenants_skill_is_judged_as_what_runs_it_too(off: str) -> None:
+def test_installed_skill_is_judged_as_skill_tool_and_bash_tool_too(off: str) -> None:
     spec = build_spec("echo").model_copy(update={"is_installed_skill": True})
     others = tuple({"echo", "skill_tool", "bash_tool"} - {off})
     with pytest.raises(ToolFailure) as refusal:
@@ -72,10 +72,10 @@ def test_a_tool_that_is_a_tenants_skill_is_judged_as_what_runs_it_too(off: str) 
     ],
     ids=["no bash", "load without bash", "bash", "no commands", "load without commands", "another command"],
 )
-def test_a_tenant_without_bash_loads_skills_and_does_not_run_them(
+def test_tenant_without_bash_can_load_but_not_run_skills(
     policy: TenantPolicy, arguments: dict[str, Any], code: ErrorCode | None
 ) -> None:
-    assert refused(policy, arguments) is code
+    assert find_refusal(policy, arguments) is code
 
 
 @pytest.mark.parametrize(
@@ -90,18 +90,18 @@ def test_a_tenant_without_bash_loads_skills_and_does_not_run_them(
         ((Rule("allow", tool="skill_tool"), Rule("ask", tool="bash_tool")), "ask", "allow"),
     ],
 )
-def test_the_approval_policy_judges_a_run_as_both(rules: tuple[Rule, ...], run: str, load: str) -> None:
+def test_approval_policy_judges_a_skill_run_as_both_tools(rules: tuple[Rule, ...], run: str, load: str) -> None:
     policy = ApprovalPolicy(rules)
     assert policy.decide("acme", SKILL_TOOL, RUN).action == run
     assert policy.decide("acme", SKILL_TOOL, LOAD).action == load
 
 
-def test_a_tenants_own_rules_ask_about_runs_too() -> None:
+def test_tenant_command_rules_apply_to_skill_runs() -> None:
     own = TenantPolicy(commands=(CommandRule(action="ask", tool="bash_tool"),))
     assert with_tenant_rules(ApprovalPolicy(), own, "acme").decide("acme", SKILL_TOOL, RUN).action == "ask"
 
 
-def test_a_refused_run_asks_no_approver() -> None:
+def test_refused_skill_run_asks_no_approver() -> None:
     aliased = {"skill": "a", "action": "run", "script": "a.sh"}
     for arguments in (RUN, aliased):
         with pytest.raises(ToolFailure) as off:
@@ -115,14 +115,14 @@ def test_a_refused_run_asks_no_approver() -> None:
     refuse_before_approval({"bash_tool": Switch(by="op", at=1.0)}, NO_BASH, "acme", SKILL_TOOL, LOAD)
 
 
-class _Off:
+class _BashOffSwitches:
     """A board of switches on which bash_tool is off."""
 
     def find(self, name: str, tenant: str) -> Switch | None:
         return Switch(by="op", at=1.0) if name == "bash_tool" else None
 
 
-def test_a_worker_runs_no_script_while_bash_is_off(tmp_path: Path) -> None:
+def test_worker_runs_no_skill_script_while_bash_is_off(tmp_path: Path) -> None:
     write_skill(tmp_path, "a", files={"scripts/a.sh": "true"})
     client = FakeSandboxClient(build_exec_response())
     registry = ToolRegistry((build_skill_tool(load_skills([tmp_path])),))
@@ -132,7 +132,7 @@ def test_a_worker_runs_no_script_while_bash_is_off(tmp_path: Path) -> None:
         MemoryLedger(),
         MemoryBlobs(),
         {"host": "h1", "queue": "host.h1.b00t"},
-        policy=CallPolicy(registry, _Off()),
+        policy=CallPolicy(registry, _BashOffSwitches()),
     )
     results = [
         executor.execute(ToolCall(id=f"call-{number}", name="skill_tool", arguments=arguments), build_context())

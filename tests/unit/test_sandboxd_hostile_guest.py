@@ -3,6 +3,8 @@ only sandboxd knows. Each test names the attacker's aim.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from workers.sandboxd import sandbox as sandbox_module
 from workers.sandboxd.frames import MAX_HEADER, MAX_UP, encode_frame
 
 EXEC = {"op": "exec", "argv": ["true"], "timeout_s": 0.05, "capture": {"stdout": 100}}
-PATIENT = {**EXEC, "timeout_s": 60}
+LONG_EXEC = {**EXEC, "timeout_s": 60}
 SOON_S = 10.0
 
 
@@ -27,17 +29,24 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def call(
-    client: SandboxClient, name: str, request: dict[str, Any] = PATIENT, body: bytes = b""
+    client: SandboxClient, name: str, request: dict[str, Any] = LONG_EXEC, body: bytes = b""
 ) -> dict[str, Any]:
     response = await asyncio.wait_for(asyncio.to_thread(client.call, name, request, body), SOON_S)
     return dict(response.done)
 
 
-async def emptied(daemon: Sandboxd) -> None:
+@asynccontextmanager
+async def open_session(folder: Path, *behaviours: Behaviour) -> AsyncIterator[tuple[Sandboxd, SandboxClient, str]]:
+    async with running_sandboxd(folder, *behaviours) as daemon:
+        client, name = await daemon.open()
+        yield daemon, client, name
+
+
+async def wait_until_empty(daemon: Sandboxd) -> None:
     await asyncio.wait_for(daemon.engine.emptied.wait(), SOON_S)
 
 
-def answering(*parts: Any) -> Behaviour:
+def build_answering_guest(*parts: Any) -> Behaviour:
     """Return a guest that greets, then answers its first request with these: headers (the id is filled in), (header,
     body), or raw bytes.
     """
@@ -59,19 +68,17 @@ def answering(*parts: Any) -> Behaviour:
 # Outliving the limit
 
 
-async def test_a_guest_that_never_answers_is_a_timeout_and_loses_its_container(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, silent) as daemon:
-        client, name = await daemon.open()
+async def test_guest_that_never_replies_is_a_timeout_and_loses_its_container(tmp_path: Path) -> None:
+    async with open_session(tmp_path, silent) as (daemon, client, name):
         done = await call(client, name, EXEC)
         assert done["sandbox_lost"]
         assert done["error"]["code"] == "TIMEOUT"
         assert (done["kill"]["method"], done["kill"]["survivors"]) == ("container", 0)
-        await emptied(daemon)
+        await wait_until_empty(daemon)
 
 
-async def test_the_answer_to_an_overdue_call_comes_when_its_processes_are_gone(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, silent) as daemon:
-        client, name = await daemon.open()
+async def test_overdue_call_is_answered_after_its_processes_have_ended(tmp_path: Path) -> None:
+    async with open_session(tmp_path, silent) as (daemon, client, name):
         daemon.engine.remove_gate.clear()
         running = asyncio.create_task(call(client, name, EXEC))
         await daemon.engine.removing.wait()
@@ -81,9 +88,11 @@ async def test_the_answer_to_an_overdue_call_comes_when_its_processes_are_gone(t
         await running
 
 
-async def test_a_call_with_survivors_keeps_its_own_answer(tmp_path: Path) -> None:
+async def test_call_with_surviving_processes_keeps_its_own_reply(tmp_path: Path) -> None:
     kill = {"signalled": 9, "survivors": 1, "method": "tree", "ms": 3.0}
-    async with running_sandboxd(tmp_path, answering({"ev": "done", "timed_out": True, "kill": kill})) as daemon:
+    async with running_sandboxd(
+        tmp_path, build_answering_guest({"ev": "done", "timed_out": True, "kill": kill})
+    ) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)
         assert done.get("timed_out") is True
@@ -91,12 +100,11 @@ async def test_a_call_with_survivors_keeps_its_own_answer(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("survivors", [1, -1, "1", None, [], 0.5])
-async def test_survivors_that_are_not_plainly_none_count_as_survivors(tmp_path: Path, survivors: Any) -> None:
+async def test_invalid_survivor_count_counts_as_survivors(tmp_path: Path, survivors: Any) -> None:
     kill = {"signalled": 1, "survivors": survivors, "method": "tree", "ms": 1.0}
-    async with running_sandboxd(tmp_path, answering({"ev": "done", "kill": kill})) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, build_answering_guest({"ev": "done", "kill": kill})) as (daemon, client, name):
         assert (await call(client, name))["sandbox_lost"]
-        await emptied(daemon)
+        await wait_until_empty(daemon)
 
 
 # Flooding the host
@@ -107,13 +115,12 @@ async def test_survivors_that_are_not_plainly_none_count_as_survivors(tmp_path: 
     [[({"ev": "data", "stream": "stdout"}, bytes(200_000))] * 3, [{"ev": "data", "stream": "stdout"}] * 6000],
     ids=["data", "frames without a body"],
 )
-async def test_sending_more_than_requested_costs_the_container(tmp_path: Path, flood: list[Any]) -> None:
-    async with running_sandboxd(tmp_path, answering(*flood)) as daemon:
-        client, name = await daemon.open()
+async def test_sending_more_than_requested_removes_the_container(tmp_path: Path, flood: list[Any]) -> None:
+    async with open_session(tmp_path, build_answering_guest(*flood)) as (daemon, client, name):
         done = await call(client, name)
         assert done["error"]["code"] == "SANDBOX_UNAVAILABLE"
         assert "more output than was asked for" in done["error"]["message"]
-        await emptied(daemon)
+        await wait_until_empty(daemon)
 
 
 STDOUT_DATA = ({"ev": "data", "stream": "stdout"}, b"x")
@@ -122,35 +129,36 @@ STDOUT_DATA = ({"ev": "data", "stream": "stdout"}, b"x")
 @pytest.mark.parametrize(
     ("request_", "parts"),
     [
-        (PATIENT, [{"ev": "data", "stream": f"{number}" + "x" * 200_000} for number in range(50)] + [{"ev": "done"}]),
-        (PATIENT, [({"ev": "data", "stream": "../evil"}, b"x"), {"ev": "done"}]),
-        (PATIENT, [{"ev": "hello", "v": 1}]),
+        (LONG_EXEC, [{"ev": "data", "stream": f"{number}" + "x" * 200_000} for number in range(50)] + [{"ev": "done"}]),
+        (LONG_EXEC, [({"ev": "data", "stream": "../evil"}, b"x"), {"ev": "done"}]),
+        (LONG_EXEC, [{"ev": "hello", "v": 1}]),
         (EXEC, [{"ev": "pong"}]),
         ({"op": "read_file", "path": "x", "max_bytes": 9, "timeout_s": 60}, [STDOUT_DATA, {"ev": "done"}]),
         ({"op": "ping", "timeout_s": 60}, [{"ev": "done"}]),
     ],
     ids=["frames without a body", "unknown stream", "second hello", "pong to exec", "stdout to read", "done to ping"],
 )
-async def test_a_frame_that_the_request_does_not_allow_costs_the_container(
+async def test_frame_that_the_request_does_not_allow_removes_the_container(
     tmp_path: Path, request_: dict[str, Any], parts: list[Any]
 ) -> None:
-    async with running_sandboxd(tmp_path, answering(*parts)) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, build_answering_guest(*parts)) as (_, client, name):
         assert (await call(client, name, request_)).get("sandbox_lost")
 
 
-async def test_flooding_the_log_with_breaches_gives_one_line(tmp_path: Path) -> None:
+async def test_repeated_protocol_breaches_are_logged_once(tmp_path: Path) -> None:
     stray = encode_frame({"id": "0" * 32, "ev": "data"}, max_total=MAX_UP)
     with capture_logs() as logs:
-        async with running_sandboxd(tmp_path, answering(stray * 500)) as daemon:
+        async with running_sandboxd(tmp_path, build_answering_guest(stray * 500)) as daemon:
             client, name = await daemon.open()
             await call(client, name)
-            await emptied(daemon)
+            await wait_until_empty(daemon)
     assert len([line for line in logs if line.get("cause") == "guest_broke_protocol"]) == 1
 
 
-async def test_a_last_header_of_the_largest_size_is_answered_and_not_blamed_on_sandboxd(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, answering({"ev": "done", "x": "y" * (MAX_HEADER - 70)})) as daemon:
+async def test_reply_header_of_the_largest_size_is_forwarded(tmp_path: Path) -> None:
+    async with running_sandboxd(
+        tmp_path, build_answering_guest({"ev": "done", "x": "y" * (MAX_HEADER - 70)})
+    ) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)
         assert "sandbox" in done
@@ -160,7 +168,7 @@ async def test_a_last_header_of_the_largest_size_is_answered_and_not_blamed_on_s
 
 
 @pytest.mark.parametrize(
-    "nonsense",
+    "data",
     [
         b"\xff" * 100,
         bytes(8),
@@ -173,19 +181,18 @@ async def test_a_last_header_of_the_largest_size_is_answered_and_not_blamed_on_s
     ],
     ids=lambda data: repr(data[:24]),
 )
-async def test_nonsense_during_a_call_is_one_error_and_ends_the_container(tmp_path: Path, nonsense: bytes) -> None:
-    async with running_sandboxd(tmp_path, answering(nonsense)) as daemon:
-        client, name = await daemon.open()
+async def test_invalid_data_during_a_call_is_one_error_and_removes_the_container(tmp_path: Path, data: bytes) -> None:
+    async with open_session(tmp_path, build_answering_guest(data)) as (daemon, client, name):
         done = await call(client, name)
         assert done["error"]["code"] == "SANDBOX_UNAVAILABLE"
         async with asyncio.timeout(1):
             await daemon.engine.emptied.wait()
 
 
-async def test_an_answer_to_another_id_ends_every_call_of_the_sandbox(tmp_path: Path) -> None:
+async def test_reply_with_an_unknown_id_ends_every_call_of_the_sandbox(tmp_path: Path) -> None:
     both = asyncio.Event()
 
-    async def mixing(guest: FakeGuest) -> None:
+    async def answer_wrong_id(guest: FakeGuest) -> None:
         await guest.hello()
         await guest.request()
         await guest.request()
@@ -193,32 +200,29 @@ async def test_an_answer_to_another_id_ends_every_call_of_the_sandbox(tmp_path: 
         await guest.send({"id": "f" * 32, "ev": "done"})
         await guest.gone.wait()
 
-    async with running_sandboxd(tmp_path, mixing) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, answer_wrong_id) as (daemon, client, name):
         answers = await asyncio.gather(call(client, name), call(daemon.client(), name))
         assert [done["error"]["code"] for done in answers] == ["SANDBOX_UNAVAILABLE"] * 2
 
 
-async def test_answering_twice_is_a_breach(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, answering({"ev": "done"}, {"ev": "done"})) as daemon:
-        client, name = await daemon.open()
+async def test_second_reply_to_a_request_removes_the_container(tmp_path: Path) -> None:
+    async with open_session(tmp_path, build_answering_guest({"ev": "done"}, {"ev": "done"})) as (daemon, client, name):
         await call(client, name)
-        await emptied(daemon)
+        await wait_until_empty(daemon)
 
 
-async def test_stderr_of_pid_1_is_never_a_frame(tmp_path: Path) -> None:
-    async def noisy(guest: FakeGuest) -> None:
+async def test_stderr_of_pid_1_is_never_parsed_as_a_frame(tmp_path: Path) -> None:
+    async def write_to_stderr(guest: FakeGuest) -> None:
         await guest.send_raw(encode_frame({"ev": "done", "id": "0" * 32}, max_total=MAX_UP), stream=2)
         await echoing(guest)
 
-    async with running_sandboxd(tmp_path, noisy) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, write_to_stderr) as (_, client, name):
         assert (await call(client, name))["run_s"] == 0.01
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7])
-async def test_frames_in_crumbs_are_frames(tmp_path: Path, cut: int) -> None:
-    async def crumbling(guest: FakeGuest) -> None:
+async def test_frames_sent_in_small_pieces_are_parsed(tmp_path: Path, cut: int) -> None:
+    async def send_in_pieces(guest: FakeGuest) -> None:
         await guest.hello()
         request, _ = await guest.request()
         data = encode_frame({"id": request["id"], "ev": "done", "exit_code": 7}, max_total=MAX_UP)
@@ -226,16 +230,17 @@ async def test_frames_in_crumbs_are_frames(tmp_path: Path, cut: int) -> None:
             await guest.send_raw(data[at : at + cut])
         await guest.gone.wait()
 
-    async with running_sandboxd(tmp_path, crumbling) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, send_in_pieces) as (_, client, name):
         assert (await call(client, name))["exit_code"] == 7
 
 
 # Claiming what only sandboxd knows
 
 
-async def test_a_guest_cannot_hide_the_loss_of_its_files(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, answering({"ev": "done", "sandbox_lost": "x"}), echoing) as daemon:
+async def test_guest_cannot_hide_the_loss_of_its_files(tmp_path: Path) -> None:
+    async with running_sandboxd(
+        tmp_path, build_answering_guest({"ev": "done", "sandbox_lost": "x"}), echoing
+    ) as daemon:
         client, name = await daemon.open()
         await call(client, name)
         entry = daemon.session(name)
@@ -249,27 +254,28 @@ async def test_a_guest_cannot_hide_the_loss_of_its_files(tmp_path: Path) -> None
 # Not starting
 
 
-async def mute(guest: FakeGuest) -> None:
+async def stay_silent(guest: FakeGuest) -> None:
     await guest.next()
 
 
-async def dying(guest: FakeGuest) -> None:
+async def die_at_start(guest: FakeGuest) -> None:
     await guest.send_raw(b"python3: not found\n", stream=2)
     guest.die()
 
 
-async def newer(guest: FakeGuest) -> None:
+async def greet_with_newer_version(guest: FakeGuest) -> None:
     await guest.send({"ev": "hello", "v": 2})
     await guest.gone.wait()
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "message"), [(mute, "did not answer in time"), (dying, "python3: not found"), (newer, ".")]
+    ("behaviour", "message"),
+    [(stay_silent, "did not answer in time"), (die_at_start, "python3: not found"), (greet_with_newer_version, ".")],
 )
-async def test_a_guest_that_does_not_greet_is_no_sandbox(
+async def test_guest_without_a_valid_hello_fails_the_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: Behaviour, message: str
 ) -> None:
-    monkeypatch.setattr(sandbox_module, "HELLO_TIMEOUT_S", 0.05 if behaviour is mute else SOON_S)
+    monkeypatch.setattr(sandbox_module, "HELLO_TIMEOUT_S", 0.05 if behaviour is stay_silent else SOON_S)
     async with running_sandboxd(tmp_path, behaviour) as daemon:
         with pytest.raises(SandboxUnavailable, match=message):
             await daemon.open()
@@ -279,11 +285,13 @@ async def test_a_guest_that_does_not_greet_is_no_sandbox(
 # What is handed on
 
 
-async def test_fields_that_only_sandboxd_may_say_are_not_handed_on(tmp_path: Path) -> None:
+async def test_guest_cannot_set_fields_of_sandboxd(tmp_path: Path) -> None:
     kill = {"signalled": 1, "survivors": 0, "method": "tree", "ms": 1.0, "paid": True}
     names = ("ok", "code", "message", "is_ending", "sandbox", "sandbox_s", "sandbox_lost", "removal_failed")
     claims = dict.fromkeys((*names, "workspace_kept", "usage", "session_usage"), "the guest's")
-    async with running_sandboxd(tmp_path, answering({**claims, "ev": "done", "exit_code": 3, "kill": kill})) as daemon:
+    async with running_sandboxd(
+        tmp_path, build_answering_guest({**claims, "ev": "done", "exit_code": 3, "kill": kill})
+    ) as daemon:
         client, name = await daemon.open()
         done = await call(client, name)
         assert set(done) == {"ev", "ok", "exit_code", "kill", "sandbox", "sandbox_s", "session_usage"}
@@ -291,32 +299,29 @@ async def test_fields_that_only_sandboxd_may_say_are_not_handed_on(tmp_path: Pat
         assert set(done["kill"]) == {"signalled", "survivors", "method", "ms"}
 
 
-async def test_a_guest_cannot_say_that_its_container_ended_a_call(tmp_path: Path) -> None:
+async def test_guest_cannot_report_a_kill_by_container(tmp_path: Path) -> None:
     kill = {"signalled": 1, "survivors": 0, "method": "container", "ms": 1.0}
-    async with running_sandboxd(tmp_path, answering({"ev": "done", "kill": kill})) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, build_answering_guest({"ev": "done", "kill": kill})) as (_, client, name):
         assert (await call(client, name))["kill"] is None
 
 
-async def test_an_answer_that_no_frame_can_carry_is_an_error_of_its_call_alone(tmp_path: Path) -> None:
+async def test_reply_too_large_for_a_frame_fails_only_its_call(tmp_path: Path) -> None:
     # Three bytes a letter from the guest, six to the worker.
-    async def growing(guest: FakeGuest) -> None:
+    async def send_growing_header(guest: FakeGuest) -> None:
         await guest.hello()
         request, _ = await guest.request()
         header = f'{{"id":"{request["id"]}","ev":"done","streams":"{"€" * 80_000}"}}'.encode()
         await guest.send_raw((4 + len(header)).to_bytes(4, "big") + len(header).to_bytes(4, "big") + header)
         await echoing(guest)
 
-    async with running_sandboxd(tmp_path, growing) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, send_growing_header) as (_, client, name):
         done = await call(client, name)
         assert (done["error"]["code"], done["sandbox"]["generation"]) == ("INTERNAL", 1)
 
 
-async def test_writing_into_the_log_by_last_words_gives_plain_short_text(tmp_path: Path) -> None:
+async def test_fatal_message_of_a_guest_is_escaped_and_cut(tmp_path: Path) -> None:
     frame_bytes = encode_frame({"ev": "fatal", "message": "\x1b[2J\nunknown op" + "x" * 100_000}, max_total=MAX_UP)
-    async with running_sandboxd(tmp_path, answering(frame_bytes)) as daemon:
-        client, name = await daemon.open()
+    async with open_session(tmp_path, build_answering_guest(frame_bytes)) as (_, client, name):
         message = (await call(client, name))["error"]["message"]
         assert "unknown op" in message
         assert message.isprintable()

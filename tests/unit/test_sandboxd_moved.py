@@ -1,6 +1,7 @@
 """A session that moved from another host: the notice in its first call. No older state of the session is served."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,23 +34,28 @@ async def open_moved(
 ) -> tuple[Any, str, dict[str, Any]]:
     client = daemon.client()
     moved = {"generation": generation, **fields}
-    answer = await asyncio.to_thread(client.describe_open, "acme:s1", None, 60, restore=restore, moved=moved)
-    return client, "acme:s1", answer["sandbox"]
+    reply = await asyncio.to_thread(client.describe_open, "acme:s1", None, 60, restore=restore, moved=moved)
+    return client, "acme:s1", reply["sandbox"]
 
 
-async def test_a_restored_session_reports_its_losses_once(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, checkpoints=RecordingStore()) as daemon:
-        client, name, sandbox = await open_moved(daemon, 5, checkpoint_at=AT)
-        assert (sandbox["generation"], sandbox["rebuilt"]) == (5, True)
-        answer = (await call(client, name)).done["sandbox"]
-        assert (answer["generation"], answer["rebuilt"]) == (5, True)
-        for fragment in (
-            "host that had this session was lost",
-            f"checkpoint of {AT}",
-            "background jobs and /tmp are lost",
-        ):
-            assert fragment in answer["news"]
-        assert "news" not in (await call(client, name)).done["sandbox"]
+@pytest.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[Sandboxd]:
+    async with running_sandboxd(tmp_path, checkpoints=RecordingStore()) as opened:
+        yield opened
+
+
+async def test_restored_session_reports_its_losses_once(daemon: Sandboxd) -> None:
+    client, name, sandbox = await open_moved(daemon, 5, checkpoint_at=AT)
+    assert (sandbox["generation"], sandbox["rebuilt"]) == (5, True)
+    reply = (await call(client, name)).done["sandbox"]
+    assert (reply["generation"], reply["rebuilt"]) == (5, True)
+    for fragment in (
+        "host that had this session was lost",
+        f"checkpoint of {AT}",
+        "background jobs and /tmp are lost",
+    ):
+        assert fragment in reply["news"]
+    assert "news" not in (await call(client, name)).done["sandbox"]
 
 
 async def test_without_a_checkpoint_only_the_first_call_is_refused(tmp_path: Path) -> None:
@@ -64,15 +70,14 @@ async def test_without_a_checkpoint_only_the_first_call_is_refused(tmp_path: Pat
         assert (done["sandbox"]["generation"], len(daemon.engine.guests)) == (2, 1)
 
 
-async def test_an_untold_loss_is_not_kept_as_a_checkpoint(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, checkpoints=RecordingStore()) as daemon:
-        client, name, _ = await open_moved(daemon, 2, restore=None)
-        with pytest.raises(SandboxUnavailable, match="files are lost"):
-            await asyncio.to_thread(client.checkpoint, name)
+async def test_unreported_loss_prevents_a_checkpoint(daemon: Sandboxd) -> None:
+    client, name, _ = await open_moved(daemon, 2, restore=None)
+    with pytest.raises(SandboxUnavailable, match="files are lost"):
+        await asyncio.to_thread(client.checkpoint, name)
 
 
-async def test_a_loss_is_reported_exactly_once_also_after_a_restart(tmp_path: Path) -> None:
-    workspaces, is_told = KeptWorkspaces(), False
+async def test_loss_is_reported_exactly_once_across_restarts(tmp_path: Path) -> None:
+    workspaces, is_reported = KeptWorkspaces(), False
     host = build_host(tmp_path, workspaces=workspaces)
     await host.sessions.open("acme:s", SessionParameters(PLAN, 60, moved=SessionMove(7)))
     for _ in range(2):
@@ -80,10 +85,10 @@ async def test_a_loss_is_reported_exactly_once_also_after_a_restart(tmp_path: Pa
         await host.engine.end()
         host = build_host(tmp_path, workspaces=workspaces)
         host.sessions.adopt()
-        if not is_told:
+        if not is_reported:
             with pytest.raises(SandboxUnavailable, match="files are lost"):
                 await host.sessions.use("acme:s", "c")
-            is_told = True
+            is_reported = True
     entry, sandbox = await host.sessions.use("acme:s", "c")
     assert (sandbox.generation, entry.fence) == (8, 7)
     await host.sessions.close_all()
@@ -91,15 +96,15 @@ async def test_a_loss_is_reported_exactly_once_also_after_a_restart(tmp_path: Pa
     host.lease.give_back()
 
 
-async def test_a_sandbox_that_dies_before_the_first_call_adds_to_the_news(tmp_path: Path) -> None:
+async def test_loss_before_the_first_call_is_added_to_the_notice(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
 
-        async def nothing(*_: object) -> None: ...
+        async def restore_nothing(*_: object) -> None: ...
 
         entry = await host.sessions.open(
-            "acme:s", SessionParameters(PLAN, 60, nothing, moved=SessionMove(2, datetime(2030, 1, 31, tzinfo=UTC)))
+            "acme:s",
+            SessionParameters(PLAN, 60, restore_nothing, moved=SessionMove(2, datetime(2030, 1, 31, tzinfo=UTC))),
         )
-        assert entry.sandbox is not None
         entry.sandbox.end("out of memory")
         entry, sandbox = await host.sessions.use("acme:s", "c")
         news = entry.describe_sandbox(sandbox)["news"]
@@ -110,7 +115,7 @@ async def test_a_sandbox_that_dies_before_the_first_call_adds_to_the_news(tmp_pa
 # What is still here of it
 
 
-async def test_an_old_copy_of_a_returning_session_is_closed(tmp_path: Path) -> None:
+async def test_old_copy_of_a_returning_session_is_closed(tmp_path: Path) -> None:
     store = RecordingStore()
     async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
         await daemon.open("s1")
@@ -121,36 +126,34 @@ async def test_an_old_copy_of_a_returning_session_is_closed(tmp_path: Path) -> N
         assert (store.loaded, len(daemon.engine.alive), len(daemon.engine.guests)) == (["c2"], 1, 2)
 
 
-async def test_a_close_with_an_old_fence_is_ignored(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, checkpoints=RecordingStore()) as daemon:
-        client, name, _ = await open_moved(daemon, 3)
-        assert not await asyncio.to_thread(client.close, name, fence=1)
-        assert [row["fence"] for row in await asyncio.to_thread(client.sessions)] == [3]
-        assert await asyncio.to_thread(client.close, name, fence=3)
-        assert not daemon.engine.alive
-        with pytest.raises(ToolFailure, match="fence must be a whole number"):
-            await asyncio.to_thread(client.close, name, fence=-1)
+async def test_close_with_an_old_fence_is_ignored(daemon: Sandboxd) -> None:
+    client, name, _ = await open_moved(daemon, 3)
+    assert not await asyncio.to_thread(client.close, name, fence=1)
+    assert [row["fence"] for row in await asyncio.to_thread(client.sessions)] == [3]
+    assert await asyncio.to_thread(client.close, name, fence=3)
+    assert not daemon.engine.alive
+    with pytest.raises(ToolFailure, match="fence must be a whole number"):
+        await asyncio.to_thread(client.close, name, fence=-1)
 
 
-async def test_an_opening_that_is_overtaken_by_a_later_one_of_its_session_is_undone(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path, checkpoints=RecordingStore()) as daemon:
-        daemon.engine.start_gate.clear()
-        older = asyncio.create_task(open_moved(daemon, 2))
-        await asyncio.wait_for(daemon.engine.starting.wait(), SOON_S)
-        later = asyncio.create_task(open_moved(daemon, 3))
-        daemon.engine.start_gate.set()
-        await asyncio.wait_for(asyncio.gather(older, later), SOON_S)
-        entry = daemon.session()
-        assert (entry.fence, len(daemon.engine.alive)) == (3, 1)
+async def test_open_overtaken_by_a_later_open_is_undone(daemon: Sandboxd) -> None:
+    daemon.engine.start_gate.clear()
+    older = asyncio.create_task(open_moved(daemon, 2))
+    await asyncio.wait_for(daemon.engine.starting.wait(), SOON_S)
+    later = asyncio.create_task(open_moved(daemon, 3))
+    daemon.engine.start_gate.set()
+    await asyncio.wait_for(asyncio.gather(older, later), SOON_S)
+    entry = daemon.session()
+    assert (entry.fence, len(daemon.engine.alive)) == (3, 1)
 
 
-async def test_a_moved_session_counts_on_from_its_fence_when_its_sandbox_dies(tmp_path: Path) -> None:
-    async def dying(guest: FakeGuest) -> None:
+async def test_moved_session_continues_its_generation_from_its_fence(tmp_path: Path) -> None:
+    async def die_after_request(guest: FakeGuest) -> None:
         await guest.hello()
         await guest.request()
         guest.die()
 
-    async with running_sandboxd(tmp_path, dying, echoing, checkpoints=RecordingStore()) as daemon:
+    async with running_sandboxd(tmp_path, die_after_request, echoing, checkpoints=RecordingStore()) as daemon:
         client, name, _ = await open_moved(daemon, 5)
         assert (await call(client, name)).done["error"]["code"] == "SANDBOX_UNAVAILABLE"
         assert (await call(client, name)).done["sandbox"]["generation"] == 6
@@ -175,7 +178,7 @@ async def test_a_moved_session_counts_on_from_its_fence_when_its_sandbox_dies(tm
     ],
     ids=str,
 )
-async def test_a_move_that_is_none_is_refused_and_opens_nothing(tmp_path: Path, moved: Any) -> None:
+async def test_invalid_move_is_refused_and_opens_nothing(tmp_path: Path, moved: Any) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         [refused] = await raw_exchange(daemon.path, frame({"verb": "open", "sandbox": "acme:s1", "moved": moved}))
         assert (refused["code"], refused["message"].startswith(("moved.", "'moved'"))) == ("INVALID_ARGUMENTS", True)

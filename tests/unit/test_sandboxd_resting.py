@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,52 +68,59 @@ async def pack(daemon: Sandboxd, name: str, store: SlowSuspensionStore) -> HostS
     return entry
 
 
-async def next_life(host: FakeHost) -> None:
+async def end_process(host: FakeHost) -> None:
     """Replace the process. Its stored data remains."""
     host.lease.give_back()
     await host.engine.end()
 
 
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[FakeHost]:
+    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def entry(host: FakeHost) -> HostSession:
+    return await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
+
+
 # Maximum life
 
 
-async def test_a_call_that_the_maximum_life_would_end_gets_a_new_sandbox(tmp_path: Path) -> None:
+async def test_call_beyond_the_maximum_sandbox_life_gets_a_new_sandbox(host: FakeHost, entry: HostSession) -> None:
     """The sandboxes of the test live for 3,600 s."""
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        _, first = await host.sessions.use("acme:s", "a", None, 600.0)
-        assert first.remaining_s() == pytest.approx(3_540, abs=30)
-        first.started_at -= 3_000.0
-        assert (await host.sessions.use("acme:s", "b", None, 500.0))[1] is first
-        running = first.begin("running", EXEC, 0, lambda _: None)
-        assert (await host.sessions.use("acme:s", "c", None, 600.0))[1] is first
-        first.forget(running)
-        _, second = await host.sessions.use("acme:s", "d", None, 600.0)
-        assert (second.generation, second.remaining_s() > 600, entry.news) == (2, True, None)
-        assert host.suspension_store.unpacked
-        assert host.alive == [second.container]
+    _, first = await host.sessions.use("acme:s", "a", None, 600.0)
+    assert first.remaining_s() == pytest.approx(3_540, abs=30)
+    first.started_at -= 3_000.0
+    assert (await host.sessions.use("acme:s", "b", None, 500.0))[1] is first
+    running = first.begin("running", EXEC, 0, lambda _: None)
+    assert (await host.sessions.use("acme:s", "c", None, 600.0))[1] is first
+    first.forget(running)
+    _, second = await host.sessions.use("acme:s", "d", None, 600.0)
+    assert (second.generation, second.remaining_s() > 600, entry.news) == (2, True, None)
+    assert host.suspension_store.unpacked
+    assert host.alive == [second.container]
 
 
 # Freezing
 
 
-async def test_an_end_in_the_middle_of_freezing_still_packs_the_session(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        host.engine.pause_gate.clear()
-        freezing = asyncio.create_task(host.sessions.suspender.pause(entry))
-        await host.engine.pausing.wait()
-        freezing.cancel()
-        ending = asyncio.create_task(host.sessions.suspend_all(SOON_S))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not freezing.done()  # the engine is about to freeze it: to thaw it now would be too early
-        host.engine.pause_gate.set()
-        await ending
-        assert (entry.archive is not None, host.engine.paused, host.alive) == (True, set(), [])
+async def test_shutdown_during_a_freeze_still_packs_the_session(host: FakeHost, entry: HostSession) -> None:
+    host.engine.pause_gate.clear()
+    freezing = asyncio.create_task(host.sessions.suspender.pause(entry))
+    await host.engine.pausing.wait()
+    freezing.cancel()
+    ending = asyncio.create_task(host.sessions.suspend_all(SOON_S))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not freezing.done()  # the engine is about to freeze it: to thaw it now would be too early
+    host.engine.pause_gate.set()
+    await ending
+    assert (entry.archive is not None, host.engine.paused, host.alive) == (True, set(), [])
 
 
-async def test_a_slow_pack_does_not_delay_the_freeze_of_others(tmp_path: Path) -> None:
+async def test_slow_pack_does_not_delay_the_freeze_of_others(tmp_path: Path) -> None:
     suspension_store = SlowSuspensionStore()
     async with open_host(
         tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, idle=IdleTimes(10, 100)
@@ -123,18 +131,18 @@ async def test_a_slow_pack_does_not_delay_the_freeze_of_others(tmp_path: Path) -
         )
         slow.used_at -= 200
         idle.used_at -= 20
-        keeping = asyncio.create_task(host.monitor.evict_idle())
+        eviction = asyncio.create_task(host.monitor.evict_idle())
         await suspension_store.begun.wait()
         await asyncio.wait_for(host.monitor.freeze_idle(), SOON_S)
         assert idle.is_paused
         suspension_store.go_on.set()
-        await keeping
+        await eviction
 
 
 # Places
 
 
-async def test_a_slow_guest_does_not_delay_other_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_guest_does_not_delay_other_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory_module, "FREE_SLOT_TIMEOUT_S", 0.05)
     suspension_store = SlowSuspensionStore()
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store, limit=1) as host:
@@ -148,7 +156,7 @@ async def test_a_slow_guest_does_not_delay_other_sessions(tmp_path: Path, monkey
             assert (old.archive is not None, old.sandbox) == (True, None)
 
 
-async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_path: Path) -> None:
+async def test_container_whose_network_setup_fails_frees_its_slot(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
 
         async def refuse(entry: HostSession, sandbox: Sandbox) -> None:
@@ -163,22 +171,21 @@ async def test_a_new_container_that_cannot_be_equipped_gives_its_place_back(tmp_
 # Archives
 
 
-async def test_an_archive_that_cannot_be_unpacked_does_not_lock_its_session_up(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await give_up(host)
-        host.suspension_store.refuse_to_unpack = 99
-        for _ in range(3):
-            with pytest.raises(SandboxUnavailable, match="damaged"):
-                await host.sessions.use("acme:s", "c")
-        assert (host.alive, host.factory.slots.used) == ([], 0)
-        _, sandbox = await host.sessions.use("acme:s", "c")
-        description = entry.describe_sandbox(sandbox)
-        assert description["rebuilt"] is True
-        assert "cannot be unpacked" in description["news"]
-        assert host.suspension_store.archives == {}
+async def test_session_with_a_damaged_archive_restarts_without_it(host: FakeHost) -> None:
+    entry = await give_up(host)
+    host.suspension_store.refuse_to_unpack = 99
+    for _ in range(3):
+        with pytest.raises(SandboxUnavailable, match="damaged"):
+            await host.sessions.use("acme:s", "c")
+    assert (host.alive, host.factory.slots.used) == ([], 0)
+    _, sandbox = await host.sessions.use("acme:s", "c")
+    description = entry.describe_sandbox(sandbox)
+    assert description["rebuilt"] is True
+    assert "cannot be unpacked" in description["news"]
+    assert host.suspension_store.archives == {}
 
 
-async def test_a_lost_archive_is_reported_before_an_empty_sandbox(tmp_path: Path) -> None:
+async def test_lost_archive_is_reported_before_an_empty_sandbox(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         await give_up(host)
         host.suspension_store.refuse_to_unpack = 99
@@ -190,14 +197,14 @@ async def test_a_lost_archive_is_reported_before_an_empty_sandbox(tmp_path: Path
         await host.sessions.use("acme:s", "c")
 
 
-async def test_no_record_names_an_archive_that_was_used(tmp_path: Path) -> None:
+async def test_session_record_does_not_name_a_used_archive(tmp_path: Path) -> None:
     workspaces, suspension_store = KeptWorkspaces(), MemorySuspensionStore()
     first = build_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store)
     await give_up(first)
     suspension_store.refuse_to_forget = True
     await first.sessions.use("acme:s", "c")
     assert [record.archive for record in first.records.sessions()] == [None]
-    await next_life(first)
+    await end_process(first)
     suspension_store.refuse_to_forget = False
     async with open_host(tmp_path, workspaces=workspaces, suspension_store=suspension_store) as second:
         second.sessions.adopt()
@@ -206,7 +213,7 @@ async def test_no_record_names_an_archive_that_was_used(tmp_path: Path) -> None:
         assert (suspension_store.archives, "restarted" in entry.describe_sandbox(sandbox)["news"]) == ({}, True)
 
 
-async def test_a_session_that_cannot_be_recorded_keeps_its_container(tmp_path: Path) -> None:
+async def test_session_that_cannot_be_recorded_keeps_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         (tmp_path / "test" / "sessions").rmdir()
@@ -214,7 +221,7 @@ async def test_a_session_that_cannot_be_recorded_keeps_its_container(tmp_path: P
         assert (entry.sandbox is not None, entry.archive, host.suspension_store.archives) == (True, None, {})
 
 
-async def test_an_unwritable_state_folder_is_reported(tmp_path: Path) -> None:
+async def test_unwritable_state_folder_is_reported(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         (tmp_path / "test" / "containers").rmdir()
         with pytest.raises(SandboxUnavailable, match="TOOLCREW_SANDBOXD_STATE"):
@@ -225,13 +232,13 @@ async def test_an_unwritable_state_folder_is_reported(tmp_path: Path) -> None:
 # Ends
 
 
-async def test_a_background_job_costs_a_memory_workspace_nothing_but_itself_at_an_end_in_order(tmp_path: Path) -> None:
+async def test_shutdown_packs_a_memory_workspace_despite_a_background_job(tmp_path: Path) -> None:
     suspension_store = MemorySuspensionStore()
     first = build_host(tmp_path, suspension_store=suspension_store)
     await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
     first.engine.guests[0].attests = {"jobs": 1}
     await first.sessions.suspend_all(SOON_S)
-    await next_life(first)
+    await end_process(first)
     second = build_host(tmp_path, suspension_store=suspension_store)
     assert second.sessions.adopt() == 1
     entry, sandbox = await second.sessions.use("acme:s", "c")
@@ -240,40 +247,39 @@ async def test_a_background_job_costs_a_memory_workspace_nothing_but_itself_at_a
     await end_host(second)
 
 
-async def test_a_call_that_wakes_a_session_while_sandboxd_ends_costs_it_nothing(tmp_path: Path) -> None:
+async def test_call_during_shutdown_does_not_lose_the_packed_session(tmp_path: Path) -> None:
     suspension_store = SlowSuspensionStore()
     async with open_host(tmp_path, suspension_store=suspension_store) as host:
         suspension_store.go_on.set()
         entry = await give_up(host)
         suspension_store.begun.clear()
         suspension_store.go_on.clear()
-        waking = asyncio.create_task(host.sessions.use("acme:s", "c"))
+        call = asyncio.create_task(host.sessions.use("acme:s", "c"))
         await suspension_store.begun.wait()
         ending = asyncio.create_task(host.sessions.suspend_all(SOON_S))
         await asyncio.sleep(0)
         suspension_store.go_on.set()
         await ending
         with pytest.raises(SandboxUnavailable, match="stopping"):
-            await waking
+            await call
         assert (host.alive, entry.archive in suspension_store.archives, len(host.records.sessions())) == ([], True, 1)
 
 
-async def test_no_call_begins_once_sandboxd_ends(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        host.factory.is_ending = True
-        with pytest.raises(SandboxUnavailable, match="stopping"):
-            await host.sessions.use("acme:s", "c")
+async def test_no_call_starts_during_shutdown(host: FakeHost) -> None:
+    await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
+    host.factory.is_ending = True
+    with pytest.raises(SandboxUnavailable, match="stopping"):
+        await host.sessions.use("acme:s", "c")
 
 
 # The next sandboxd
 
 
-async def test_a_workspace_of_another_kind_does_not_pass_for_the_one_that_was_kept(tmp_path: Path) -> None:
+async def test_kept_session_with_another_workspace_kind_is_not_adopted(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
     await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
-    await next_life(first)
+    await end_process(first)
     second = build_host(tmp_path)  # in memory
     assert second.sessions.adopt() == 0
     with pytest.raises(ToolFailure) as refused:
@@ -284,13 +290,13 @@ async def test_a_workspace_of_another_kind_does_not_pass_for_the_one_that_was_ke
         assert third.sessions.adopt() == 1
 
 
-async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> None:
+async def test_adopted_session_uses_the_current_limits_of_its_class(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, workspaces=workspaces)
     await first.sessions.open(
         "acme:s", SessionParameters(replace(PLAN, runtime="weak", network="egress", image="gone", pids=9999), 60)
     )
-    await next_life(first)
+    await end_process(first)
     async with open_host(tmp_path, workspaces=workspaces) as second:
         second.sessions.adopt()
         await second.sessions.use("acme:s", "c")
@@ -313,22 +319,21 @@ async def test_a_kept_session_has_what_its_class_has_today(tmp_path: Path) -> No
         ("ttl_s", None),
     ],
 )
-async def test_a_record_of_another_version_is_set_aside(tmp_path: Path, name: str, value: object) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        (path,) = (tmp_path / "test" / "sessions").glob("*.json")
-        path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-        assert host.records.sessions() == []
-        assert path.with_suffix(".bad").exists()
+async def test_invalid_session_record_is_renamed(host: FakeHost, tmp_path: Path, name: str, value: object) -> None:
+    await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
+    (path,) = (tmp_path / "test" / "sessions").glob("*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    assert host.records.sessions() == []
+    assert path.with_suffix(".bad").exists()
 
 
 # Calls that wait
 
 
-async def test_a_call_whose_worker_left_while_it_waited_never_reaches_the_guest(tmp_path: Path) -> None:
+async def test_waiting_call_of_a_disconnected_worker_never_reaches_the_guest(tmp_path: Path) -> None:
     ran: list[str] = []
 
-    async def noting(guest: FakeGuest) -> None:
+    async def record_requests(guest: FakeGuest) -> None:
         await guest.hello()
         while True:
             request, _ = await guest.request()
@@ -337,13 +342,12 @@ async def test_a_call_whose_worker_left_while_it_waited_never_reaches_the_guest(
 
     suspension_store = SlowSuspensionStore()
     async with running_sandboxd(
-        tmp_path, echoing, noting, workspaces=KeptWorkspaces(), suspension_store=suspension_store
+        tmp_path, echoing, record_requests, workspaces=KeptWorkspaces(), suspension_store=suspension_store
     ) as daemon:
         client, name = await daemon.open()
         entry = await pack(daemon, name, suspension_store)
         calling = asyncio.create_task(asyncio.to_thread(client.call, name, EXEC))
         await suspension_store.begun.wait()
-        assert client._sock is not None
         client._sock.shutdown(2)
         with pytest.raises(SandboxUnavailable):
             await calling
@@ -354,7 +358,7 @@ async def test_a_call_whose_worker_left_while_it_waited_never_reaches_the_guest(
         assert ran == []
 
 
-async def test_a_call_that_waits_for_its_sandbox_can_be_cancelled(tmp_path: Path) -> None:
+async def test_call_that_waits_for_its_sandbox_can_be_cancelled(tmp_path: Path) -> None:
     suspension_store = SlowSuspensionStore()
     async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces(), suspension_store=suspension_store) as daemon:
         client, name = await daemon.open()
@@ -371,11 +375,10 @@ async def test_a_call_that_waits_for_its_sandbox_can_be_cancelled(tmp_path: Path
 # Recipients of events
 
 
-async def test_a_checkpoint_does_not_use_up_the_loss_report(tmp_path: Path) -> None:
+async def test_checkpoint_does_not_consume_the_loss_report(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         client, name = await daemon.open()
         entry = daemon.session(name)
-        assert entry.sandbox is not None
         await entry.sandbox.remove()
         for _ in range(2):
             with pytest.raises(SandboxUnavailable, match="files are lost"):
@@ -403,7 +406,7 @@ class SlowCheckpoints:
         return True
 
 
-async def test_a_session_is_usable_after_its_single_restore(tmp_path: Path) -> None:
+async def test_session_is_usable_after_its_single_restore(tmp_path: Path) -> None:
     checkpoints = SlowCheckpoints()
     async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
         opening = [asyncio.create_task(daemon.open(restore="c")) for _ in range(2)]
@@ -416,7 +419,7 @@ async def test_a_session_is_usable_after_its_single_restore(tmp_path: Path) -> N
         assert (checkpoints.loads, len(daemon.host.alive)) == (1, 1)
 
 
-async def test_a_restore_that_fails_leaves_nothing(tmp_path: Path) -> None:
+async def test_failed_restore_leaves_nothing(tmp_path: Path) -> None:
     checkpoints, workspaces = SlowCheckpoints(), KeptWorkspaces()
     checkpoints.is_broken = True
     checkpoints.go_on.set()
@@ -431,24 +434,20 @@ async def test_a_restore_that_fails_leaves_nothing(tmp_path: Path) -> None:
         assert len(host.sessions) == 0
 
 
-async def test_a_session_that_cannot_be_packed_keeps_its_container(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        host.suspension_store.refuse = 1
-        assert not await host.sessions.suspender.give_up(entry, must_be_idle=False)
-        assert (await host.sessions.use("acme:s"))[1] is entry.sandbox
+async def test_session_that_cannot_be_packed_keeps_its_container(host: FakeHost, entry: HostSession) -> None:
+    host.suspension_store.refuse = 1
+    assert not await host.sessions.suspender.give_up(entry, must_be_idle=False)
+    assert (await host.sessions.use("acme:s"))[1] is entry.sandbox
 
 
-async def test_a_session_with_a_background_job_is_neither_frozen_nor_given_up(tmp_path: Path) -> None:
-    async with open_host(tmp_path, workspaces=KeptWorkspaces()) as host:
-        entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
-        host.engine.guests[0].attests = {"jobs": 1}
-        assert not await host.sessions.suspender.pause(entry)
-        assert not await host.sessions.suspender.give_up(entry, must_be_idle=False)
-        assert len(host.alive) == 1
+async def test_session_with_a_background_job_is_neither_frozen_nor_evicted(host: FakeHost, entry: HostSession) -> None:
+    host.engine.guests[0].attests = {"jobs": 1}
+    assert not await host.sessions.suspender.pause(entry)
+    assert not await host.sessions.suspender.give_up(entry, must_be_idle=False)
+    assert len(host.alive) == 1
 
 
-async def test_a_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> None:
+async def test_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, workspaces=KeptWorkspaces()) as daemon:
         client, name = await daemon.open()
         entry = daemon.session(name)
@@ -458,7 +457,7 @@ async def test_a_frozen_session_is_thawed_by_its_next_call(tmp_path: Path) -> No
         assert daemon.engine.paused == set()
 
 
-async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_path: Path) -> None:
+async def test_call_during_an_eviction_waits_and_runs(tmp_path: Path) -> None:
     store = SlowSuspensionStore()
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), suspension_store=store) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
@@ -470,7 +469,7 @@ async def test_a_call_that_comes_while_a_session_is_given_up_waits_and_runs(tmp_
         assert (await using)[1].generation == 2
 
 
-async def test_a_full_host_takes_the_container_of_the_session_that_was_idle_longest(tmp_path: Path) -> None:
+async def test_full_host_evicts_the_session_that_was_idle_longest(tmp_path: Path) -> None:
     async with open_host(tmp_path, workspaces=KeptWorkspaces(), limit=2) as host:
         old, new = (
             await host.sessions.open("acme:old", SessionParameters(PLAN, 60)),
@@ -482,7 +481,7 @@ async def test_a_full_host_takes_the_container_of_the_session_that_was_idle_long
         assert (old.sandbox, new.sandbox is not None, len(host.alive)) == (None, True, 2)
 
 
-async def test_a_kept_session_whose_workspace_is_missing_is_not_taken_over(tmp_path: Path) -> None:
+async def test_session_record_without_a_workspace_is_not_adopted(tmp_path: Path) -> None:
     first = build_host(tmp_path, workspaces=KeptWorkspaces())
     await first.sessions.open("acme:s", SessionParameters(PLAN, 60))
     first.lease.give_back()
@@ -492,7 +491,7 @@ async def test_a_kept_session_whose_workspace_is_missing_is_not_taken_over(tmp_p
     await first.engine.end()
 
 
-async def test_closing_deletes_the_workspace_the_archive_and_the_record(tmp_path: Path) -> None:
+async def test_close_deletes_the_workspace_archive_and_record(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
@@ -501,7 +500,7 @@ async def test_closing_deletes_the_workspace_the_archive_and_the_record(tmp_path
         assert (workspaces.alive, host.suspension_store.archives, host.records.sessions()) == ({}, {}, [])
 
 
-async def test_a_workspace_that_would_not_go_is_tried_again(tmp_path: Path) -> None:
+async def test_failed_workspace_removal_is_repeated(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces) as host:
         await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
@@ -512,7 +511,7 @@ async def test_a_workspace_that_would_not_go_is_tried_again(tmp_path: Path) -> N
         assert workspaces.alive == {}
 
 
-async def test_a_failed_start_leaves_neither_workspace_nor_place_nor_record(tmp_path: Path) -> None:
+async def test_failed_start_leaves_no_workspace_slot_or_record(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     async with open_host(tmp_path, workspaces=workspaces, limit=1) as host:
         host.engine.refuse_starts = 1
@@ -521,13 +520,12 @@ async def test_a_failed_start_leaves_neither_workspace_nor_place_nor_record(tmp_
         assert (workspaces.alive, host.factory.slots.used, host.records.containers()) == ({}, 0, [])
 
 
-async def test_an_overfull_workspace_ends_its_sandbox_once_and_leaves_room_to_delete(tmp_path: Path) -> None:
+async def test_overfull_workspace_ends_its_sandbox_once_and_allows_deletes(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces(is_hard=False)
     async with open_host(tmp_path, workspaces=workspaces) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         workspaces.overfull = {entry.workspace.name: 2 * PLAN.workspace_bytes}
         await host.monitor.end_overfull()
-        assert entry.sandbox is not None
         assert "delete files" in str(entry.sandbox.lost)
         _, sandbox = await host.sessions.use("acme:s")
         await host.monitor.end_overfull()
@@ -537,7 +535,7 @@ async def test_an_overfull_workspace_ends_its_sandbox_once_and_leaves_room_to_de
         assert sandbox.lost is not None
 
 
-async def test_a_nearly_full_disk_stops_sessions_that_write(tmp_path: Path) -> None:
+async def test_nearly_full_disk_ends_sandboxes_and_refuses_calls(tmp_path: Path) -> None:
     class Disk(DiskMonitor):
         words: str | None = "the disk has only 5 bytes free: make room"
 
@@ -549,7 +547,6 @@ async def test_a_nearly_full_disk_stops_sessions_that_write(tmp_path: Path) -> N
         monitor = SessionMonitor(host.sessions, host.factory, host.reaper, IdleTimes(60, 60), disk)
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         await monitor.watch_disk()
-        assert entry.sandbox is not None
         assert "make room" in str(entry.sandbox.lost)
         with pytest.raises(SandboxUnavailable, match="make room"):
             await host.sessions.use("acme:s")
@@ -558,7 +555,7 @@ async def test_a_nearly_full_disk_stops_sessions_that_write(tmp_path: Path) -> N
         assert (await host.sessions.use("acme:s"))[1].lost is None
 
 
-def test_a_disk_is_short_below_its_floor_and_until_a_quarter_more_is_free(tmp_path: Path) -> None:
+def test_disk_shortage_ends_above_the_floor_plus_a_quarter(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert DiskMonitor(tmp_path, free // 2).find_shortage() is None
     watch = DiskMonitor(tmp_path, free * 2)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from contract.errors import SandboxUnavailable, ToolFailure
 from tests.fake_engine import FakeGuest
-from tests.fake_sandboxd import running_sandboxd
+from tests.fake_sandboxd import Sandboxd, running_sandboxd
 from tests.sandboxd_calls import EXEC, SOON_S, call, frame, raw_exchange
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd import sandbox as sandbox_module
@@ -23,37 +24,43 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_module, "GUEST_GRACE_S", 0.05)
 
 
+@pytest.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[Sandboxd]:
+    async with running_sandboxd(tmp_path) as opened:
+        yield opened
+
+
 # Verbs
 
 
 @pytest.mark.parametrize("size", [0, 1, 512 * 1024, 512 * 1024 + 1, 3_000_000])
-async def test_a_body_arrives_whole_in_however_many_frames(tmp_path: Path, size: int) -> None:
+async def test_body_of_any_size_arrives_whole(tmp_path: Path, size: int) -> None:
     sent = os.urandom(size)
-    got: list[bytes] = []
+    bodies: list[bytes] = []
 
-    async def keeping(guest: FakeGuest) -> None:
+    async def record_request(guest: FakeGuest) -> None:
         await guest.hello()
         request, body = await guest.request()
-        got.append(body)
+        bodies.append(body)
         await guest.done(request)
 
-    async with running_sandboxd(tmp_path, keeping) as daemon:
+    async with running_sandboxd(tmp_path, record_request) as daemon:
         client, name = await daemon.open()
         await call(client, name, body=sent)
-    assert got == [sent]
+    assert bodies == [sent]
 
 
-async def test_the_guest_sees_the_request_under_an_id_of_sandboxds_own(tmp_path: Path) -> None:
+async def test_guest_receives_requests_with_ids_made_by_sandboxd(tmp_path: Path) -> None:
     requests: list[dict[str, Any]] = []
 
-    async def keeping(guest: FakeGuest) -> None:
+    async def record_request(guest: FakeGuest) -> None:
         await guest.hello()
         while True:
             request, _ = await guest.request()
             requests.append(request)
             await guest.done(request)
 
-    async with running_sandboxd(tmp_path, keeping) as daemon:
+    async with running_sandboxd(tmp_path, record_request) as daemon:
         client, name = await daemon.open()
         for _ in range(2):
             await call(client, name, {**EXEC, "id": "0" * 32}, call_id="call-1")
@@ -61,10 +68,10 @@ async def test_the_guest_sees_the_request_under_an_id_of_sandboxds_own(tmp_path:
     assert len({request["id"] for request in requests} - {"0" * 32}) == 2
 
 
-async def test_cancelling_ends_the_call_that_is_named(tmp_path: Path) -> None:
+async def test_cancel_ends_only_the_named_call(tmp_path: Path) -> None:
     started = asyncio.Event()
 
-    async def waiting(guest: FakeGuest) -> None:
+    async def wait_for_cancel(guest: FakeGuest) -> None:
         await guest.hello()
         request, _ = await guest.request()
         started.set()
@@ -72,7 +79,7 @@ async def test_cancelling_ends_the_call_that_is_named(tmp_path: Path) -> None:
         assert cancel.header == {"op": "cancel", "id": request["id"]}
         await guest.done(request, cancelled=True)
 
-    async with running_sandboxd(tmp_path, waiting) as daemon:
+    async with running_sandboxd(tmp_path, wait_for_cancel) as daemon:
         client, name = await daemon.open()
         running = asyncio.create_task(call(client, name, call_id="call-7"))
         await started.wait()
@@ -81,16 +88,16 @@ async def test_cancelling_ends_the_call_that_is_named(tmp_path: Path) -> None:
         assert (await running).done["cancelled"] is True
 
 
-async def test_a_cancel_that_the_guest_ignores_removes_its_container(tmp_path: Path, short_grace: None) -> None:
+async def test_cancel_that_the_guest_ignores_removes_its_container(tmp_path: Path, short_grace: None) -> None:
     started = asyncio.Event()
 
-    async def deaf(guest: FakeGuest) -> None:
+    async def ignore_cancel(guest: FakeGuest) -> None:
         await guest.hello()
         await guest.next()
         started.set()
         await guest.gone.wait()
 
-    async with running_sandboxd(tmp_path, deaf) as daemon:
+    async with running_sandboxd(tmp_path, ignore_cancel) as daemon:
         client, name = await daemon.open()
         running = asyncio.create_task(call(client, name, {**EXEC, "timeout_s": 600}, call_id="c"))
         await started.wait()
@@ -102,28 +109,27 @@ async def test_a_cancel_that_the_guest_ignores_removes_its_container(tmp_path: P
 # Who may connect
 
 
-async def test_another_user_is_refused_without_a_word(tmp_path: Path) -> None:
+async def test_connection_of_another_user_is_closed_without_a_reply(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, uids=frozenset({os.geteuid() + 1})) as daemon:
         assert await raw_exchange(daemon.path, frame({"verb": "status"})) == []
         with pytest.raises(SandboxUnavailable):
             await asyncio.to_thread(daemon.client().status)
 
 
-async def test_a_second_daemon_on_one_socket_is_refused_and_the_first_serves_on(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        with pytest.raises(OSError, match="another sandboxd already listens"):
-            await daemon.server.listen(daemon.path, 0o600)
-        assert (await asyncio.to_thread(daemon.client().status))["ok"] is True
+async def test_second_daemon_on_one_socket_is_refused(daemon: Sandboxd) -> None:
+    with pytest.raises(OSError, match="another sandboxd already listens"):
+        await daemon.server.listen(daemon.path, 0o600)
+    assert (await asyncio.to_thread(daemon.client().status))["ok"] is True
 
 
 # Workers that leave
 
 
 @pytest.mark.parametrize(("request_", "body"), [(EXEC, b""), ({**EXEC, "body_bytes": 100}, b"half")])
-async def test_a_worker_that_leaves_cancels_its_call(tmp_path: Path, request_: dict[str, Any], body: bytes) -> None:
+async def test_disconnect_of_a_worker_cancels_its_call(tmp_path: Path, request_: dict[str, Any], body: bytes) -> None:
     started, cancelled = asyncio.Event(), asyncio.Event()
 
-    async def watching(guest: FakeGuest) -> None:
+    async def watch_for_cancel(guest: FakeGuest) -> None:
         await guest.hello()
         request = (await guest.next()).header
         started.set()
@@ -131,7 +137,7 @@ async def test_a_worker_that_leaves_cancels_its_call(tmp_path: Path, request_: d
         cancelled.set()
         await guest.done(request, cancelled=True)
 
-    async with running_sandboxd(tmp_path, watching) as daemon:
+    async with running_sandboxd(tmp_path, watch_for_cancel) as daemon:
         await daemon.open()
         _, writer = await asyncio.open_unix_connection(str(daemon.path))
         writer.write(frame({"verb": "call", "sandbox": "acme:s1", "call": "c", "request": request_}, body))
@@ -140,12 +146,11 @@ async def test_a_worker_that_leaves_cancels_its_call(tmp_path: Path, request_: d
         await asyncio.wait_for(cancelled.wait(), SOON_S)
 
 
-async def test_a_client_reconnects_and_loses_no_call(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client = daemon.client()
-        await asyncio.to_thread(client.status)
-        await daemon.server.close_connections()
-        assert (await asyncio.to_thread(client.status))["ok"] is True
+async def test_client_reconnects_after_a_closed_connection(daemon: Sandboxd) -> None:
+    client = daemon.client()
+    await asyncio.to_thread(client.status)
+    await daemon.server.close_connections()
+    assert (await asyncio.to_thread(client.status))["ok"] is True
 
 
 @pytest.mark.parametrize(
@@ -177,47 +182,35 @@ async def test_a_client_reconnects_and_loses_no_call(tmp_path: Path) -> None:
         {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "body_bytes": -1}},
         {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "body_bytes": 1.5}},
         {"verb": "call", "request": {"op": "exec"}},
-    ],
-    ids=str,
-)
-async def test_a_bad_request_is_answered_and_the_connection_lives(tmp_path: Path, header: dict[str, Any]) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        refused, status = await raw_exchange(daemon.path, frame(header), frame({"verb": "status"}), answers=2)
-        assert (refused["ok"], refused["code"]) == (False, "INVALID_ARGUMENTS")
-        assert status["ok"] is True
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
         {"verb": "open", "sandbox": "a:b", "ttl_s": "soon"},
         {"verb": "open", "sandbox": "a:b", "ttl_s": None},
         {"verb": "open", "sandbox": "a:b", "ttl_s": "nan"},
         {"verb": "open", "sandbox": "a:b", "ttl_s": -1},
+        {"verb": "open", "sandbox": "a:b", "ttl_s": 10**400},
+        {"verb": "open", "sandbox": "a:b", "image": "x" * 200_000},
         {"verb": "call", "sandbox": "acme:s1", "request": {"op": "read_file", "max_bytes": "all"}},
         {"verb": "call", "sandbox": "acme:s1", "request": {"op": "read_file", "max_bytes": None}},
         {"verb": "call", "sandbox": "acme:s1", "request": {"op": ["exec"]}},
-        {"verb": "open", "sandbox": "a:b", "image": "x" * 200_000},
-        {"verb": "open", "sandbox": "a:b", "ttl_s": 10**400},
         {"verb": "call", "sandbox": "a:b", "request": {"op": "write_file", "body_bytes": MAX_BODY_BYTES + 1}},
         {"verb": "call", "sandbox": "a:b", "request": {"op": "read_file", "max_bytes": -1}},
         {"verb": "call", "sandbox": "a:b", "request": {"op": "exec", "timeout_s": 10**400}},
     ],
-    ids=lambda header: str(header)[:60],
+    ids=lambda header: str(header)[:100],
 )
-async def test_a_huge_field_or_one_of_another_type_gets_a_short_error(tmp_path: Path, header: dict[str, Any]) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        await daemon.open()
-        [refused] = await raw_exchange(daemon.path, frame(header))
-        assert (refused["code"], len(refused["message"]) < 5000) == ("INVALID_ARGUMENTS", True)
+async def test_invalid_request_gets_a_short_error_and_the_connection_stays_open(
+    daemon: Sandboxd, header: dict[str, Any]
+) -> None:
+    await daemon.open()
+    refused, status = await raw_exchange(daemon.path, frame(header), frame({"verb": "status"}), answers=2)
+    assert (refused["ok"], refused["code"], len(refused["message"]) < 5000) == (False, "INVALID_ARGUMENTS", True)
+    assert status["ok"] is True
 
 
-async def test_an_answer_is_never_the_answer_to_another_request(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client, name = await daemon.open()
-        with pytest.raises(ToolFailure, match="timeout_s"):
-            await call(client, name, {**EXEC, "timeout_s": 601}, body=bytes(1_500_000))
-        assert (await call(client, name, body=b"mine")).streams == {"stdout": b"mine"}
+async def test_reply_never_belongs_to_an_earlier_refused_request(daemon: Sandboxd) -> None:
+    client, name = await daemon.open()
+    with pytest.raises(ToolFailure, match="timeout_s"):
+        await call(client, name, {**EXEC, "timeout_s": 601}, body=bytes(1_500_000))
+    assert (await call(client, name, body=b"mine")).streams == {"stdout": b"mine"}
 
 
 @pytest.mark.parametrize(
@@ -232,23 +225,21 @@ async def test_an_answer_is_never_the_answer_to_another_request(tmp_path: Path) 
     ],
     ids=["no frame", "more body than declared", "no body"],
 )
-async def test_what_cannot_be_read_ends_the_connection_and_nothing_else(tmp_path: Path, sent: list[bytes]) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        await daemon.open()
-        client, name = await daemon.open("s2")
-        assert await raw_exchange(daemon.path, *sent) == []
-        assert (await call(client, name, body=b"still here")).streams == {"stdout": b"still here"}
+async def test_unreadable_frame_closes_only_its_connection(daemon: Sandboxd, sent: list[bytes]) -> None:
+    await daemon.open()
+    client, name = await daemon.open("s2")
+    assert await raw_exchange(daemon.path, *sent) == []
+    assert (await call(client, name, body=b"still here")).streams == {"stdout": b"still here"}
 
 
-async def test_too_many_arguments_are_the_callers_fault_and_not_sandboxds(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        client, name = await daemon.open()
-        with pytest.raises(ToolFailure, match="too large"):
-            await call(client, name, {**EXEC, "argv": ["echo", "x" * MAX_HEADER]})
-        assert (await call(client, name, body=b"next")).streams == {"stdout": b"next"}
+async def test_oversized_request_header_is_refused_by_the_client(daemon: Sandboxd) -> None:
+    client, name = await daemon.open()
+    with pytest.raises(ToolFailure, match="too large"):
+        await call(client, name, {**EXEC, "argv": ["echo", "x" * MAX_HEADER]})
+    assert (await call(client, name, body=b"next")).streams == {"stdout": b"next"}
 
 
-async def test_a_request_that_grows_too_large_on_its_way_costs_neither_connection_nor_sandbox(tmp_path: Path) -> None:
+async def test_request_too_large_for_the_guest_is_refused_without_loss(tmp_path: Path) -> None:
     # Two bytes a letter from the worker, six to the guest.
     text = '{"verb":"call","sandbox":"acme:s1","request":{"op":"exec","argv":["' + "é" * 100_000 + '"]}}'
     raw = text.encode()
@@ -261,7 +252,7 @@ async def test_a_request_that_grows_too_large_on_its_way_costs_neither_connectio
         assert (await call(client, name)).done["sandbox"]["generation"] == 1
 
 
-async def test_requests_sent_in_advance_are_answered_in_their_order(tmp_path: Path) -> None:
+async def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
     calls = [
         frame({"verb": "call", "sandbox": "acme:s1", "request": {**EXEC, "body_bytes": 1}}, text)
         for text in (b"1", b"2")
@@ -272,32 +263,31 @@ async def test_requests_sent_in_advance_are_answered_in_their_order(tmp_path: Pa
         assert [answer.get("ev", "status") for answer in answers] == ["data", "done", "data", "done", "status"]
 
 
-def test_a_stream_may_come_a_byte_at_a_time_and_a_wrong_capture_takes_nothing_from_the_others() -> None:
+def test_output_budget_allows_single_bytes_and_ignores_invalid_captures() -> None:
     assert count_budget({"op": "exec", "capture": {"stdout": 100, "stderr": -100, "merged": "all"}}) == 100
     limit = 10_000
     assert count_budget({"op": "exec", "capture": {"stream": limit}}) >= limit * (1 + FRAME_COST_BYTES)
 
 
-async def test_a_client_without_a_daemon_says_what_to_check(tmp_path: Path) -> None:
+async def test_client_without_a_daemon_says_what_to_check(tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="start it, or read its log"):
         SandboxClient(tmp_path / "none.sock").status()
 
 
-async def test_a_session_gets_the_requested_image(tmp_path: Path) -> None:
-    async with running_sandboxd(tmp_path) as daemon:
-        await daemon.open(image="python")
-        assert daemon.engine.guests[0].config["Image"] == "python"
+async def test_session_gets_the_requested_image(daemon: Sandboxd) -> None:
+    await daemon.open(image="python")
+    assert daemon.engine.guests[0].config["Image"] == "python"
 
 
-async def test_output_is_handed_on_as_it_comes(tmp_path: Path) -> None:
-    first_seen = asyncio.Event()
+async def test_output_is_forwarded_immediately(tmp_path: Path) -> None:
+    first_received = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    async def streaming(guest: FakeGuest) -> None:
+    async def stream_twice(guest: FakeGuest) -> None:
         await guest.hello()
         request, _ = await guest.request()
         await guest.send({"id": request["id"], "ev": "data", "stream": "stdout"}, b"one")
-        await first_seen.wait()
+        await first_received.wait()
         await guest.send({"id": request["id"], "ev": "data", "stream": "stdout"}, b"two")
         await guest.done(request)
 
@@ -305,9 +295,9 @@ async def test_output_is_handed_on_as_it_comes(tmp_path: Path) -> None:
 
     def on_data(stream: str, data: bytes) -> None:
         pieces.append((stream, data))
-        loop.call_soon_threadsafe(first_seen.set)
+        loop.call_soon_threadsafe(first_received.set)
 
-    async with running_sandboxd(tmp_path, streaming) as daemon:
+    async with running_sandboxd(tmp_path, stream_twice) as daemon:
         client, name = await daemon.open()
         await call(client, name, on_data=on_data)
     assert pieces == [("stdout", b"one"), ("stdout", b"two")]

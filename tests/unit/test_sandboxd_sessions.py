@@ -19,10 +19,10 @@ from store.metrics import WorkerMetricsStore
 from tests.conftest import RedisProcess
 from tests.fake_engine import Behaviour, FakeEngine, FakeGuest, echoing
 from tests.fake_hosts import build_report
-from tests.fake_sandboxd import PLAN, open_host, running_sandboxd, sandbox_of
+from tests.fake_sandboxd import PLAN, FakeHost, open_host, running_sandboxd, sandbox_of
 from tests.metric_harness import Key, counted, key, read_page
 from tests.unit.test_metric_page import report
-from tests.unit.test_sandboxd_hostile_guest import answering, call
+from tests.unit.test_sandboxd_hostile_guest import build_answering_guest, call
 from workers.host_duties import SandboxdMetrics
 from workers.sandbox_client import SandboxClient
 from workers.sandboxd.daemon import cancelled_by_signals
@@ -35,8 +35,10 @@ SOON_S = 10.0
 
 
 @asynccontextmanager
-async def open_sessions(folder: Path, *behaviours: Behaviour, **how: Any) -> AsyncIterator[tuple[Sessions, FakeEngine]]:
-    async with open_host(folder, *behaviours, **how) as host:
+async def open_sessions(
+    folder: Path, *behaviours: Behaviour, **options: Any
+) -> AsyncIterator[tuple[Sessions, FakeEngine]]:
+    async with open_host(folder, *behaviours, **options) as host:
         yield host.sessions, host.engine
 
 
@@ -50,25 +52,40 @@ async def lose(sessions: Sessions, session: str = "s") -> None:
     await asyncio.wait_for(noticing.done, SOON_S)
 
 
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[FakeHost]:
+    async with open_host(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def sessions(host: FakeHost) -> Sessions:
+    return host.sessions
+
+
+@pytest.fixture
+def engine(host: FakeHost) -> FakeEngine:
+    return host.engine
+
+
 # Loss
 
 
-async def test_calls_that_come_at_once_after_a_loss_rebuild_it_once(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", SessionParameters(PLAN, 60))
-        await lose(sessions)
-        with pytest.raises(SandboxUnavailable):
-            await sessions.use("s", "c")
-        entries = await asyncio.gather(*(sessions.use("s", "c") for _ in range(5)))
-        assert {sandbox.generation for _, sandbox in entries} == {2}
-        assert len(engine.guests) == 2
+async def test_concurrent_calls_after_a_loss_rebuild_the_sandbox_once(sessions: Sessions, engine: FakeEngine) -> None:
+    await sessions.open("s", SessionParameters(PLAN, 60))
+    await lose(sessions)
+    with pytest.raises(SandboxUnavailable):
+        await sessions.use("s", "c")
+    entries = await asyncio.gather(*(sessions.use("s", "c") for _ in range(5)))
+    assert {sandbox.generation for _, sandbox in entries} == {2}
+    assert len(engine.guests) == 2
 
 
-async def test_a_session_whose_rebuilding_failed_tries_again(tmp_path: Path) -> None:
-    async def stillborn(guest: FakeGuest) -> None:
+async def test_failed_rebuild_is_repeated_by_the_next_call(tmp_path: Path) -> None:
+    async def die_at_start(guest: FakeGuest) -> None:
         guest.die()
 
-    async with open_sessions(tmp_path, echoing, stillborn, echoing) as (sessions, engine):
+    async with open_sessions(tmp_path, echoing, die_at_start, echoing) as (sessions, engine):
         await sessions.open("s", SessionParameters(PLAN, 60))
         await lose(sessions)
         for _ in range(2):
@@ -78,22 +95,21 @@ async def test_a_session_whose_rebuilding_failed_tries_again(tmp_path: Path) -> 
         assert len(engine.alive) == 1
 
 
-async def test_a_removal_that_failed_is_tried_again(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", SessionParameters(PLAN, 60))
-        engine.refuse_removals = 2
-        await lose(sessions)
-        with pytest.raises(SandboxUnavailable, match="files are lost"):
-            await sessions.use("s", "c")
-        with pytest.raises(SandboxUnavailable, match="device busy"):
-            await sessions.use("s", "c")
-        assert (await sessions.use("s", "c"))[1].generation == 2
+async def test_failed_removal_is_repeated_by_the_next_call(sessions: Sessions, engine: FakeEngine) -> None:
+    await sessions.open("s", SessionParameters(PLAN, 60))
+    engine.refuse_removals = 2
+    await lose(sessions)
+    with pytest.raises(SandboxUnavailable, match="files are lost"):
+        await sessions.use("s", "c")
+    with pytest.raises(SandboxUnavailable, match="device busy"):
+        await sessions.use("s", "c")
+    assert (await sessions.use("s", "c"))[1].generation == 2
 
 
 # Opening
 
 
-async def test_a_full_host_refuses_and_says_what_to_do(tmp_path: Path) -> None:
+async def test_full_host_refuses_and_says_what_to_do(tmp_path: Path) -> None:
     async with open_sessions(tmp_path, limit=1) as (sessions, engine):
         await sessions.open("a", SessionParameters(PLAN, 60))
         with pytest.raises(SandboxUnavailable, match="TOOLCREW_MAX_SANDBOXES"):
@@ -103,7 +119,7 @@ async def test_a_full_host_refuses_and_says_what_to_do(tmp_path: Path) -> None:
         assert len(engine.alive) == 1
 
 
-async def test_sandboxes_that_are_being_started_count(tmp_path: Path) -> None:
+async def test_starting_sandboxes_count_toward_the_limit(tmp_path: Path) -> None:
     async with open_sessions(tmp_path, limit=1) as (sessions, engine):
         engine.start_gate.clear()
         first = asyncio.create_task(sessions.open("a", SessionParameters(PLAN, 60)))
@@ -114,39 +130,37 @@ async def test_sandboxes_that_are_being_started_count(tmp_path: Path) -> None:
         await first
 
 
-async def test_a_session_opened_twice_at_once_has_one_sandbox(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        first, two = await asyncio.gather(
-            sessions.open("s", SessionParameters(PLAN, 60)), sessions.open("s", SessionParameters(PLAN, 60))
-        )
-        assert first is two
-        assert len(engine.alive) == 1
+async def test_session_opened_twice_concurrently_has_one_sandbox(sessions: Sessions, engine: FakeEngine) -> None:
+    first, two = await asyncio.gather(
+        sessions.open("s", SessionParameters(PLAN, 60)), sessions.open("s", SessionParameters(PLAN, 60))
+    )
+    assert first is two
+    assert len(engine.alive) == 1
 
 
 # Closing
 
 
-async def test_closing_returns_when_the_container_is_gone(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", SessionParameters(PLAN, 60))
-        engine.remove_gate.clear()
-        closing = asyncio.create_task(sessions.close("s"))
-        await engine.removing.wait()
-        assert not closing.done()
-        engine.remove_gate.set()
-        assert await closing is True
+async def test_close_returns_after_the_container_is_removed(sessions: Sessions, engine: FakeEngine) -> None:
+    await sessions.open("s", SessionParameters(PLAN, 60))
+    engine.remove_gate.clear()
+    closing = asyncio.create_task(sessions.close("s"))
+    await engine.removing.wait()
+    assert not closing.done()
+    engine.remove_gate.set()
+    assert await closing is True
 
 
-async def test_closing_cancels_the_calls_that_run(tmp_path: Path) -> None:
+async def test_close_cancels_running_calls(tmp_path: Path) -> None:
     started = asyncio.Event()
 
-    async def busy(guest: FakeGuest) -> None:
+    async def never_finish(guest: FakeGuest) -> None:
         await guest.hello()
         await guest.request()
         started.set()
         await guest.gone.wait()
 
-    async with running_sandboxd(tmp_path, busy) as daemon:
+    async with running_sandboxd(tmp_path, never_finish) as daemon:
         client, name = await daemon.open()
         running = asyncio.create_task(asyncio.to_thread(client.call, name, EXEC))
         await started.wait()
@@ -155,52 +169,50 @@ async def test_closing_cancels_the_calls_that_run(tmp_path: Path) -> None:
         assert (done["error"]["code"], "sandbox_lost" in done) == ("CANCELLED", False)
 
 
-async def test_a_session_closed_while_it_is_rebuilt_leaves_nothing(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", SessionParameters(PLAN, 60))
-        await lose(sessions)
-        with pytest.raises(SandboxUnavailable):
-            await sessions.use("s", "c")
-        engine.starting.clear()
-        engine.start_gate.clear()
-        rebuilding = asyncio.create_task(sessions.use("s", "c"))
-        await engine.starting.wait()
-        closing = asyncio.create_task(sessions.close("s"))
-        engine.start_gate.set()
-        await asyncio.gather(rebuilding, closing, return_exceptions=True)
-        assert engine.alive == {}
+async def test_session_closed_during_a_rebuild_leaves_no_container(sessions: Sessions, engine: FakeEngine) -> None:
+    await sessions.open("s", SessionParameters(PLAN, 60))
+    await lose(sessions)
+    with pytest.raises(SandboxUnavailable):
+        await sessions.use("s", "c")
+    engine.starting.clear()
+    engine.start_gate.clear()
+    rebuilding = asyncio.create_task(sessions.use("s", "c"))
+    await engine.starting.wait()
+    closing = asyncio.create_task(sessions.close("s"))
+    engine.start_gate.set()
+    await asyncio.gather(rebuilding, closing, return_exceptions=True)
+    assert engine.alive == {}
 
 
-async def test_a_container_that_stays_does_not_block_others(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        for name in ("a", "b", "c"):
-            await sessions.open(name, SessionParameters(PLAN, 60))
-        engine.refuse_removals = 1
-        await sessions.close_all()
-        assert len(engine.alive) == 1
+async def test_failed_removal_does_not_block_other_removals(sessions: Sessions, engine: FakeEngine) -> None:
+    for name in ("a", "b", "c"):
+        await sessions.open(name, SessionParameters(PLAN, 60))
+    engine.refuse_removals = 1
+    await sessions.close_all()
+    assert len(engine.alive) == 1
 
 
-async def stillborn(guest: FakeGuest) -> None:
+async def die_at_start(guest: FakeGuest) -> None:
     guest.die()
 
 
 # Removals that failed
 
 
-async def test_the_container_of_a_lost_sandbox_that_would_not_go_is_swept(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host:
-        sessions, engine = host.sessions, host.engine
-        await sessions.open("s", SessionParameters(PLAN, 60))
-        engine.refuse_removals = 3
-        await lose(sessions)
-        for _ in range(3):
-            await host.monitor.expire()
-        assert host.alive == []
-        assert sessions.find("s") is not None
+async def test_container_of_a_lost_sandbox_is_removed_later_by_the_sweep(
+    sessions: Sessions, engine: FakeEngine, host: FakeHost
+) -> None:
+    await sessions.open("s", SessionParameters(PLAN, 60))
+    engine.refuse_removals = 3
+    await lose(sessions)
+    for _ in range(3):
+        await host.monitor.expire()
+    assert host.alive == []
+    assert sessions.find("s") is not None
 
 
-async def test_remains_of_a_failed_start_are_swept(tmp_path: Path) -> None:
-    async with open_host(tmp_path, stillborn, echoing, limit=1) as host:
+async def test_container_of_a_failed_start_is_removed_later_by_the_sweep(tmp_path: Path) -> None:
+    async with open_host(tmp_path, die_at_start, echoing, limit=1) as host:
         sessions, engine = host.sessions, host.engine
         engine.refuse_removals = 2
         with pytest.raises(SandboxUnavailable, match="did not start"):
@@ -213,81 +225,80 @@ async def test_remains_of_a_failed_start_are_swept(tmp_path: Path) -> None:
         await sessions.open("s", SessionParameters(PLAN, 60))
 
 
-async def test_a_session_that_failed_to_close_is_swept(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host:
-        sessions, engine = host.sessions, host.engine
-        await sessions.open("s", SessionParameters(PLAN, 60))
-        engine.refuse_removals = 2
-        with pytest.raises(SandboxUnavailable):
-            await sessions.close("s")
-        with pytest.raises(ToolFailure) as refused:
-            await sessions.use("s", "c")
-        assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
-        for _ in range(3):
-            await host.monitor.expire()
-        assert host.alive == []
+async def test_session_that_failed_to_close_is_removed_by_the_sweep(
+    sessions: Sessions, engine: FakeEngine, host: FakeHost
+) -> None:
+    await sessions.open("s", SessionParameters(PLAN, 60))
+    engine.refuse_removals = 2
+    with pytest.raises(SandboxUnavailable):
+        await sessions.close("s")
+    with pytest.raises(ToolFailure) as refused:
+        await sessions.use("s", "c")
+    assert refused.value.code is ErrorCode.SESSION_NOT_FOUND
+    for _ in range(3):
+        await host.monitor.expire()
+    assert host.alive == []
 
 
-async def test_opening_a_session_that_could_not_be_closed_ends_the_old_one_first(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        old = await sessions.open("s", SessionParameters(PLAN, 60))
-        engine.refuse_removals = 1
-        with pytest.raises(SandboxUnavailable):
-            await sessions.close("s")
-        new = await sessions.open("s", SessionParameters(PLAN, 60))
-        assert new is not old
-        assert list(engine.alive) == [sandbox_of(new).container]
+async def test_reopening_a_half_closed_session_removes_its_old_container(
+    sessions: Sessions, engine: FakeEngine
+) -> None:
+    old = await sessions.open("s", SessionParameters(PLAN, 60))
+    engine.refuse_removals = 1
+    with pytest.raises(SandboxUnavailable):
+        await sessions.close("s")
+    new = await sessions.open("s", SessionParameters(PLAN, 60))
+    assert new is not old
+    assert list(engine.alive) == [sandbox_of(new).container]
 
 
-async def test_a_session_closed_twice_at_once_is_removed_once(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        await sessions.open("s", SessionParameters(PLAN, 60))
-        assert await asyncio.gather(sessions.close("s"), sessions.close("s")) == [True, True]
-        assert len(engine.removed) == 1
+async def test_session_closed_twice_concurrently_is_removed_once(sessions: Sessions, engine: FakeEngine) -> None:
+    await sessions.open("s", SessionParameters(PLAN, 60))
+    assert await asyncio.gather(sessions.close("s"), sessions.close("s")) == [True, True]
+    assert len(engine.removed) == 1
 
 
 # A start under way
 
 
-async def test_closing_waits_for_a_start_under_way(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", SessionParameters(PLAN, 60)))
-        await engine.starting.wait()
-        closing = asyncio.create_task(sessions.close("s"))
-        await asyncio.sleep(0)
-        engine.start_gate.set()
-        await opening
-        assert await closing is True
-        assert engine.alive == {}
+async def test_close_waits_for_a_running_start(sessions: Sessions, engine: FakeEngine) -> None:
+    engine.start_gate.clear()
+    opening = asyncio.create_task(sessions.open("s", SessionParameters(PLAN, 60)))
+    await engine.starting.wait()
+    closing = asyncio.create_task(sessions.close("s"))
+    await asyncio.sleep(0)
+    engine.start_gate.set()
+    await opening
+    assert await closing is True
+    assert engine.alive == {}
 
 
-async def test_a_container_stays_known_when_its_client_leaves(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", SessionParameters(PLAN, 60)))
-        await engine.starting.wait()
-        opening.cancel()
-        engine.start_gate.set()
-        entry = await sessions.open("s", SessionParameters(PLAN, 60))
-        assert list(engine.alive) == [sandbox_of(entry).container]
+async def test_container_is_kept_when_the_opening_client_disconnects(sessions: Sessions, engine: FakeEngine) -> None:
+    engine.start_gate.clear()
+    opening = asyncio.create_task(sessions.open("s", SessionParameters(PLAN, 60)))
+    await engine.starting.wait()
+    opening.cancel()
+    engine.start_gate.set()
+    entry = await sessions.open("s", SessionParameters(PLAN, 60))
+    assert list(engine.alive) == [sandbox_of(entry).container]
 
 
-async def test_a_sandboxd_that_ends_leaves_no_start_behind_and_makes_no_new_one(tmp_path: Path) -> None:
-    async with open_sessions(tmp_path) as (sessions, engine):
-        engine.start_gate.clear()
-        opening = asyncio.create_task(sessions.open("s", SessionParameters(PLAN, 60)))
-        await engine.starting.wait()
-        ending = asyncio.create_task(sessions.close_all())
-        await asyncio.sleep(0)
-        engine.start_gate.set()
-        await asyncio.gather(opening, ending)
-        assert engine.alive == {}
-        with pytest.raises(SandboxUnavailable, match="stopping"):
-            await sessions.open("t", SessionParameters(PLAN, 60))
+async def test_shutdown_removes_starting_containers_and_refuses_new_ones(
+    sessions: Sessions, engine: FakeEngine
+) -> None:
+    engine.start_gate.clear()
+    opening = asyncio.create_task(sessions.open("s", SessionParameters(PLAN, 60)))
+    await engine.starting.wait()
+    ending = asyncio.create_task(sessions.close_all())
+    await asyncio.sleep(0)
+    engine.start_gate.set()
+    await asyncio.gather(opening, ending)
+    assert engine.alive == {}
+    with pytest.raises(SandboxUnavailable, match="stopping"):
+        await sessions.open("t", SessionParameters(PLAN, 60))
 
 
-async def test_a_signal_ends_what_is_under_way_once_and_lets_it_clean_up() -> None:
+async def test_repeated_signal_cancels_once_and_allows_cleanup() -> None:
     cleaned: list[str] = []
 
     async def work() -> None:
@@ -308,19 +319,19 @@ async def test_a_signal_ends_what_is_under_way_once_and_lets_it_clean_up() -> No
 # Connections and settings
 
 
-async def test_a_kept_connection_with_an_answer_to_nothing_is_not_used_again(tmp_path: Path) -> None:
+async def test_connection_with_an_unrequested_reply_is_not_reused(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
-        ours, theirs = socket.socketpair()
+        client_socket, peer = socket.socketpair()
         client = SandboxClient(daemon.path)
-        client._sock = ours
-        theirs.send(b"an unrequested answer")
+        client._sock = client_socket
+        peer.send(b"an unrequested answer")
         assert (await asyncio.to_thread(client.status))["ok"] is True
-        assert client._sock is not ours
+        assert client._sock is not client_socket
         client.disconnect()
-        theirs.close()
+        peer.close()
 
 
-def test_the_socket_is_open_to_other_users_only_when_some_may_connect() -> None:
+def test_socket_mode_allows_other_users_only_if_listed() -> None:
     own = os.geteuid()
     assert socket_mode({own}) == 0o600
     assert socket_mode({own, own + 1}) == 0o666
@@ -356,8 +367,8 @@ def build_taker(client: "redis.Redis", *events: dict[str, Any]) -> tuple[Sandbox
     return SandboxdMetrics(WorkerMetricsStore(client, "d"), "h1", QUEUE, lambda: statuses[-1]), statuses
 
 
-async def test_starts_failures_and_losses_are_counted(tmp_path: Path) -> None:
-    async with open_host(tmp_path, echoing, stillborn, echoing) as host:
+async def test_starts_failed_starts_and_losses_are_counted(tmp_path: Path) -> None:
+    async with open_host(tmp_path, echoing, die_at_start, echoing) as host:
         await host.sessions.open("s", SessionParameters(PLAN, 60))
         with pytest.raises(SandboxUnavailable):
             await host.sessions.open("t", SessionParameters(PLAN, 60))
@@ -376,14 +387,14 @@ async def test_kills_are_counted_once_per_call(
     tmp_path: Path, survivors: int, oom: bool, kills: dict[str, int]
 ) -> None:
     kill = {"signalled": 2, "survivors": survivors, "method": "tree", "ms": 3.0}
-    async with running_sandboxd(tmp_path, answering({"ev": "done", "oom": oom, "kill": kill})) as daemon:
+    async with running_sandboxd(tmp_path, build_answering_guest({"ev": "done", "oom": oom, "kill": kill})) as daemon:
         client, name = await daemon.open()
         await call(client, name)
         counts = daemon.host.factory.counts.describe()
     assert (counts["oom"], counts["kills"]) == (int(oom), kills)
 
 
-async def test_counts_of_sandboxd_are_added_once(redis_server: RedisProcess, client: "redis.Redis") -> None:
+async def test_repeated_counts_of_sandboxd_are_added_once(redis_server: RedisProcess, client: "redis.Redis") -> None:
     report(client, build_report("h1"))
     starts = {"count": 2.0, "sum": 1.5, "le:1": 2.0}
     first, statuses = build_taker(
@@ -414,18 +425,17 @@ async def test_counts_of_sandboxd_are_added_once(redis_server: RedisProcess, cli
         {"boot": "b", "counts": {"oom": "x", "starts": [], "kills": {"tree": -1}}},
     ],
 )
-async def test_a_sandboxd_of_another_release_reports_what_it_can(
+async def test_invalid_status_of_sandboxd_is_tolerated(
     redis_server: RedisProcess, client: "redis.Redis", status: dict[str, Any]
 ) -> None:
     build_taker(client, status)[0].send()
     assert (await read(redis_server))[key("toolcrew_sandbox_oom_total")] == 0
 
 
-async def test_states_of_existing_containers_are_counted(tmp_path: Path) -> None:
-    async with open_host(tmp_path) as host:
-        await host.sessions.open("s", SessionParameters(PLAN, 60))
-        await host.sessions.open("t", SessionParameters(PLAN, 60))
-        assert count_states(host.sessions.all(), 3) == {"busy": 0, "idle": 2, "paused": 0, "lost": 0, "warm": 3}
-        await lose(host.sessions, "t")
-        assert count_states(host.sessions.all(), 0) == {"busy": 0, "idle": 1, "paused": 0, "lost": 1, "warm": 0}
-        assert [row["state"] for row in host.sessions.describe()] == ["ready", "lost"]
+async def test_states_of_existing_containers_are_counted(host: FakeHost) -> None:
+    await host.sessions.open("s", SessionParameters(PLAN, 60))
+    await host.sessions.open("t", SessionParameters(PLAN, 60))
+    assert count_states(host.sessions.all(), 3) == {"busy": 0, "idle": 2, "paused": 0, "lost": 0, "warm": 3}
+    await lose(host.sessions, "t")
+    assert count_states(host.sessions.all(), 0) == {"busy": 0, "idle": 1, "paused": 0, "lost": 1, "warm": 0}
+    assert [row["state"] for row in host.sessions.describe()] == ["ready", "lost"]

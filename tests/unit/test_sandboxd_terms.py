@@ -55,8 +55,8 @@ any_terms = st.builds(
     network=st.sampled_from([None, "none", "egress"]),
     workspace_bytes=st.none() | st.integers(MIB, 1024 * MIB),
 )
-asked_images = st.none() | st.sampled_from(IMAGES)
-asked_networks = st.sampled_from([None, "none", "egress"])
+requested_images = st.none() | st.sampled_from(IMAGES)
+requested_networks = st.sampled_from([None, "none", "egress"])
 
 
 def choose(terms: SandboxPolicy, image: str | None = None, network: str | None = None) -> SandboxPlan | None:
@@ -69,8 +69,8 @@ def choose(terms: SandboxPolicy, image: str | None = None, network: str | None =
 # Plans
 
 
-@given(any_terms, asked_images, asked_networks)
-def test_terms_never_give_more_than_the_class_has(terms: SandboxPolicy, image: str | None, network: str | None) -> None:
+@given(any_terms, requested_images, requested_networks)
+def test_terms_never_exceed_the_class(terms: SandboxPolicy, image: str | None, network: str | None) -> None:
     plan, most = choose(terms, image, network), PLANS.choose(SandboxPolicy(tenant_class=terms.tenant_class))
     if plan is None:
         return
@@ -83,8 +83,8 @@ def test_terms_never_give_more_than_the_class_has(terms: SandboxPolicy, image: s
     assert replace(plan, image=most.image, network=most.network, **sizes) == most
 
 
-@given(any_terms, any_terms, asked_images, asked_networks)
-def test_a_plan_that_is_revised_keeps_its_workspace_and_never_wins_a_network(
+@given(any_terms, any_terms, requested_images, requested_networks)
+def test_revised_plan_keeps_its_workspace_and_gains_no_network(
     before: SandboxPolicy, after: SandboxPolicy, image: str | None, network: str | None
 ) -> None:
     plan = choose(before, image, network)
@@ -96,20 +96,20 @@ def test_a_plan_that_is_revised_keeps_its_workspace_and_never_wins_a_network(
     assert PLANS.revise(after, revised) == revised
 
 
-def test_a_class_that_the_host_does_not_have_is_refused_with_those_that_it_has() -> None:
+def test_unknown_class_is_refused_with_the_list_of_classes() -> None:
     with pytest.raises(ToolFailure, match=r"no tenant class 'far', it has: closed, default, open; give") as refused:
         PLANS.choose(SandboxPolicy(tenant_class="far"))
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-def test_a_tenant_without_the_classs_own_image_gets_the_first_of_its_own() -> None:
+def test_tenant_without_the_default_image_gets_its_first_allowed_image() -> None:
     assert PLANS.choose(SandboxPolicy(tenant_class="open", images=("evil", "node", "python"))).image == "node"
     with pytest.raises(ToolFailure, match="no image of the tenant's policy"):
         PLANS.choose(SandboxPolicy(tenant_class="open", images=("evil",)))
 
 
 @pytest.mark.parametrize("network", ["egress", "everything"])
-def test_more_network_than_terms_and_class_both_have_is_refused(network: str) -> None:
+def test_network_must_be_allowed_by_terms_and_class(network: str) -> None:
     for terms in (
         SandboxPolicy(tenant_class="open", network="none"),
         SandboxPolicy(tenant_class="closed", network="egress"),
@@ -119,13 +119,13 @@ def test_more_network_than_terms_and_class_both_have_is_refused(network: str) ->
         assert (PLANS.choose(terms).network, PLANS.rules(terms)) == ("none", EgressRules())
 
 
-def test_sessions_of_a_removed_class_reach_nothing() -> None:
+def test_removed_class_has_no_egress_rules() -> None:
     assert PLANS.rules(SandboxPolicy(tenant_class="open")).hosts == ("site.example",)
     assert PLANS.rules(SandboxPolicy(tenant_class="gone")) == EgressRules()
 
 
 @pytest.mark.parametrize("name", ["", "c" * 65])
-def test_a_class_that_no_policy_can_name_is_refused_at_the_start(name: str) -> None:
+def test_class_with_an_invalid_name_is_refused_at_startup(name: str) -> None:
     with pytest.raises(ConfigError, match="has an invalid name"):
         load_plans(SandboxdSettings(tenant_classes={name: TenantClass()}))
 
@@ -145,7 +145,7 @@ SIZED = build_plans(
 )
 
 
-def test_a_session_gets_the_sizes_that_it_asks_for_and_else_those_of_its_class() -> None:
+def test_session_gets_requested_sizes_or_those_of_its_class() -> None:
     terms = SandboxPolicy(tenant_class="ci")
     own = SIZED.choose(terms)
     options = SandboxOptions(cpus=0.5, memory_bytes=GIB, workspace_bytes=3 * GIB, pids=1000, user="root")
@@ -170,9 +170,7 @@ def test_a_session_gets_the_sizes_that_it_asks_for_and_else_those_of_its_class()
         ("plain", SandboxOptions(user="root")),
     ],
 )
-def test_more_than_the_largest_of_the_class_is_refused_with_the_limit_and_the_class(
-    tenant_class: str, options: SandboxOptions
-) -> None:
+def test_options_above_the_class_limit_are_refused_with_the_limit(tenant_class: str, options: SandboxOptions) -> None:
     with pytest.raises(ToolFailure) as refused:
         SIZED.choose(SandboxPolicy(tenant_class=tenant_class), options=options)
     (name,) = options.model_dump()
@@ -182,7 +180,7 @@ def test_more_than_the_largest_of_the_class_is_refused_with_the_limit_and_the_cl
     assert limit in str(refused.value)
 
 
-def test_the_policy_of_a_tenant_limits_the_disk_that_it_may_ask_for() -> None:
+def test_tenant_policy_limits_the_requested_workspace() -> None:
     terms = SandboxPolicy(tenant_class="ci", workspace_bytes=2 * GIB)
     assert SIZED.choose(terms, options=SandboxOptions(workspace_bytes=2 * GIB)).workspace_bytes == 2 * GIB
     with pytest.raises(ToolFailure, match=f"at most {2 * GIB} for this tenant"):
@@ -191,13 +189,13 @@ def test_the_policy_of_a_tenant_limits_the_disk_that_it_may_ask_for() -> None:
     assert SIZED.choose(small, options=SandboxOptions(cpus=4)).workspace_bytes == MIB
 
 
-def test_a_root_class_gives_the_sandbox_user_to_those_who_ask() -> None:
+def test_root_class_allows_the_sandbox_user_on_request() -> None:
     terms = SandboxPolicy(tenant_class="root")
     assert SIZED.choose(terms).is_root
     assert not SIZED.choose(terms, options=SandboxOptions(user="sandbox")).is_root
 
 
-def test_the_next_sandbox_of_a_session_keeps_its_sizes_up_to_the_largest_of_the_class() -> None:
+def test_next_sandbox_keeps_its_sizes_up_to_the_class_limit() -> None:
     terms = SandboxPolicy(tenant_class="ci")
     plan = SIZED.choose(terms, options=SandboxOptions(cpus=6, pids=1000, user="root"))
     assert SIZED.revise(terms, plan) == plan
@@ -208,7 +206,7 @@ def test_the_next_sandbox_of_a_session_keeps_its_sizes_up_to_the_largest_of_the_
         build_plans({"ci": TenantClass()}).revise(terms, plan)
 
 
-async def test_a_call_runs_as_long_as_the_class_of_its_session_allows(tmp_path: Path) -> None:
+async def test_call_timeout_is_limited_by_the_class(tmp_path: Path) -> None:
     plans = build_plans({"default": TenantClass(largest=LargestOptions(timeout_s=7_200)), "plain": TenantClass()})
     async with running_sandboxd(tmp_path, plans=plans) as daemon:
         client, name = await daemon.open()
@@ -241,7 +239,7 @@ TEAM, DIGEST = "ghcr.io/team/tool:v1", f"sha256:{'0' * 64}"
         (f"{TEAM}@{DIGEST}", f"ghcr.io/team/tool@{DIGEST}"),
     ],
 )
-def test_an_image_that_a_pattern_of_the_class_matches_is_allowed(requested: str, image: str) -> None:
+def test_image_that_matches_a_class_pattern_is_allowed(requested: str, image: str) -> None:
     plan = PATTERNS.choose(SandboxPolicy(tenant_class="wide"), requested)
     assert (plan.image, plan.tenant_class, plan.image_id) == (image, "wide", None)
 
@@ -258,9 +256,7 @@ def test_an_image_that_a_pattern_of_the_class_matches_is_allowed(requested: str,
         ("default", None, TEAM),
     ],
 )
-def test_an_image_that_class_and_terms_do_not_both_match_is_refused(
-    tenant_class: str, images: tuple[str, ...] | None, requested: str
-) -> None:
+def test_image_must_match_class_and_terms(tenant_class: str, images: tuple[str, ...] | None, requested: str) -> None:
     with pytest.raises(ToolFailure, match="is not allowed on this host: use one of "):
         PATTERNS.choose(SandboxPolicy(tenant_class=tenant_class, images=images), requested)
 
@@ -268,12 +264,12 @@ def test_an_image_that_class_and_terms_do_not_both_match_is_refused(
 @pytest.mark.parametrize(
     ("image", "is_pulled"), [(TEAM, True), ("node:20", True), ("python:3", False), ("default", False)]
 )
-def test_only_an_entry_with_a_registry_lets_an_image_be_pulled(image: str, is_pulled: bool) -> None:
+def test_only_a_pattern_with_a_registry_allows_a_pull(image: str, is_pulled: bool) -> None:
     assert PATTERNS.may_pull(PATTERNS.choose(SandboxPolicy(tenant_class="wide"), image)) == is_pulled
     assert not PATTERNS.may_pull(replace(PATTERNS.standard(), image=image))
 
 
-def test_a_plan_that_is_revised_keeps_the_content_of_its_image() -> None:
+def test_revised_plan_keeps_the_content_id_of_its_image() -> None:
     terms = SandboxPolicy(tenant_class="wide")
     plan = replace(PATTERNS.choose(terms, TEAM), image_id=DIGEST)
     assert PATTERNS.revise(terms, plan).image_id == DIGEST
@@ -281,14 +277,14 @@ def test_a_plan_that_is_revised_keeps_the_content_of_its_image() -> None:
     assert (revised.image, revised.image_id) == ("default", None)
 
 
-def test_equal_names_of_an_image_share_a_pool() -> None:
+def test_equivalent_image_names_share_a_warm_pool() -> None:
     plans = build_plans({"wide": TenantClass(images=("docker.io/library/node",), pool={"node:latest": 2})})
     (pooled,) = [plan for plan in plans.pooled() if "node" in plan.image]
     assert plans.choose(SandboxPolicy(tenant_class="wide"), "node") == pooled
 
 
 @pytest.mark.parametrize("images", [("*",), ("team/*",), ("Debian",), ("a" * 257,)])
-def test_a_malformed_pattern_is_refused_everywhere(images: tuple[str, ...]) -> None:
+def test_malformed_image_pattern_is_refused_everywhere(images: tuple[str, ...]) -> None:
     for build in (
         lambda: SandboxPolicy(images=images),
         lambda: TenantClass(images=images),
@@ -298,7 +294,7 @@ def test_a_malformed_pattern_is_refused_everywhere(images: tuple[str, ...]) -> N
             build()
 
 
-def test_more_names_than_a_report_can_hold_are_refused() -> None:
+def test_too_many_image_names_for_a_report_are_refused() -> None:
     names = tuple(f"registry.example/team/{number:0200}" for number in range(200))
     with pytest.raises(ConfigError, match="use patterns"):
         load_plans(SandboxdSettings(tenant_classes={"many": TenantClass(images=names)}))
@@ -307,7 +303,7 @@ def test_more_names_than_a_report_can_hold_are_refused() -> None:
 # Open sessions
 
 
-class Standing:
+class FakeTunnels:
     """The open connections of a sandbox to the proxy."""
 
     def __init__(self) -> None:
@@ -322,16 +318,14 @@ class Standing:
 
 
 async def prepare_network(entry: HostSession, sandbox: Sandbox) -> None:
-    sandbox.tunnels = Standing()
+    sandbox.tunnels = FakeTunnels()
 
 
 OPEN = SandboxPolicy(tenant_class="open")
 
 
-def standing(entry: HostSession | None) -> Standing:
-    assert entry is not None
-    assert entry.sandbox is not None
-    assert isinstance(entry.sandbox.tunnels, Standing)
+def tunnels_of(entry: HostSession | None) -> FakeTunnels:
+    assert isinstance(entry.sandbox.tunnels, FakeTunnels)
     return entry.sandbox.tunnels
 
 
@@ -341,11 +335,11 @@ async def test_terms_can_be_set_for_all_sessions_of_a_tenant(tmp_path: Path) -> 
             client, _ = await daemon.open(session, policy=OPEN)
         await asyncio.to_thread(client.open, "umbrella", "s1", policy=OPEN)
         assert await asyncio.to_thread(client.send_policy, "acme", SandboxPolicy()) == 2
-        cuts = {name: standing(daemon.sessions.find(name)).cuts for name in ("acme:s1", "acme:s2", "umbrella:s1")}
+        cuts = {name: tunnels_of(daemon.sessions.find(name)).cuts for name in ("acme:s1", "acme:s2", "umbrella:s1")}
         assert cuts == {"acme:s1": 1, "acme:s2": 1, "umbrella:s1": 0}
 
 
-async def test_a_repeated_open_without_terms_leaves_those_of_the_session(tmp_path: Path) -> None:
+async def test_repeated_open_without_terms_keeps_the_terms(tmp_path: Path) -> None:
     narrow = OPEN.model_copy(update={"network": "none"})
     async with running_sandboxd(tmp_path, plans=PLANS) as daemon:
         client, name = await daemon.open(policy=narrow)
@@ -354,7 +348,7 @@ async def test_a_repeated_open_without_terms_leaves_those_of_the_session(tmp_pat
         assert entry.policy == narrow
 
 
-async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has_by_then(tmp_path: Path) -> None:
+async def test_next_sandbox_uses_the_current_class_of_its_tenant(tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
         plan = PLANS.choose(OPEN.model_copy(update={"workspace_bytes": 5 * MIB}))
         entry = await host.sessions.open("acme:s", SessionParameters(plan, 60, policy=OPEN))
@@ -367,7 +361,7 @@ async def test_the_next_sandbox_of_a_session_is_of_the_class_that_its_tenant_has
         assert (entry.plan.network, entry.plan.workspace_bytes) == ("none", 5 * MIB)
 
 
-async def test_a_session_without_its_class_has_no_sandbox_and_keeps_its_files(tmp_path: Path) -> None:
+async def test_session_with_a_removed_class_gets_no_sandbox_and_keeps_its_files(tmp_path: Path) -> None:
     async with open_host(tmp_path, plans=PLANS, workspaces=KeptWorkspaces()) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         assert await host.sessions.suspender.give_up(entry, must_be_idle=False)
@@ -381,7 +375,7 @@ async def test_a_session_without_its_class_has_no_sandbox_and_keeps_its_files(tm
         assert len(host.suspension_store.unpacked) == 1
 
 
-async def test_terms_outlive_sandboxd(tmp_path: Path) -> None:
+async def test_terms_are_kept_across_a_sandboxd_restart(tmp_path: Path) -> None:
     workspaces = KeptWorkspaces()
     first = build_host(tmp_path, plans=PLANS, workspaces=workspaces)
     await first.sessions.open("acme:s", SessionParameters(PLANS.choose(OPEN), 60, policy=OPEN))
@@ -408,7 +402,7 @@ async def test_terms_outlive_sandboxd(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-async def test_terms_that_are_none_are_refused_in_a_sentence_and_open_nothing(tmp_path: Path, terms: Any) -> None:
+async def test_invalid_terms_are_refused_and_open_nothing(tmp_path: Path, terms: Any) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS) as daemon:
         for verb in ("open", "call", "policy"):
             header = {"verb": verb, "tenant": "acme", "sandbox": "acme:s", "request": {"op": "ping"}, "policy": terms}
@@ -421,15 +415,11 @@ TOKEN: dict[str, Any] = {"value": "canary-value-1", "hosts": ["site.example"], "
 ALLOWED = OPEN.model_copy(update={"secrets": ("TOKEN", "OTHER")})
 
 
-def read_files(folder: Path) -> bytes:
-    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
-
-
 async def exchange(daemon: Sandboxd, values: dict[str, Any]) -> dict[str, Any]:
     return await asyncio.to_thread(daemon.client().exchange_secrets, values)
 
 
-async def test_a_session_gets_placeholders_and_the_authorities_and_no_value(tmp_path: Path) -> None:
+async def test_session_gets_secret_placeholders_and_authorities_but_no_values(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
         await daemon.open("s1", policy=ALLOWED, options=SandboxOptions(secrets=("TOKEN",)))
         await daemon.open("s2", policy=ALLOWED)
@@ -437,7 +427,9 @@ async def test_a_session_gets_placeholders_and_the_authorities_and_no_value(tmp_
         first, second = (guest.variables for guest in daemon.engine.guests[-2:])
         assert (first["TOKEN"], first["SSL_CERT_FILE"]) == (build_placeholder("acme", "s1", "TOKEN"), AUTHORITIES)
         assert not {"TOKEN", "SSL_CERT_FILE"} & second.keys()
-        state = await asyncio.to_thread(read_files, tmp_path)
+        state = await asyncio.to_thread(
+            lambda: b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        )
         assert b"canary-value" not in state + json.dumps([first, second]).encode()
 
 
@@ -452,7 +444,7 @@ async def test_a_session_gets_placeholders_and_the_authorities_and_no_value(tmp_
     ],
     ids=repr,
 )
-async def test_a_secret_that_policy_network_or_name_forbids_is_refused(
+async def test_secret_forbidden_by_policy_network_or_name_is_refused(
     terms: SandboxPolicy, secret: str, tmp_path: Path
 ) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
@@ -462,7 +454,7 @@ async def test_a_secret_that_policy_network_or_name_forbids_is_refused(
         assert len(daemon.sessions) == 0
 
 
-async def test_a_change_cuts_the_sessions_that_use_the_secret_and_no_others(tmp_path: Path) -> None:
+async def test_secret_change_cuts_only_connections_of_sessions_that_use_it(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, plans=PLANS, prepare_network=prepare_network) as daemon:
         for session, names in (("s1", ("TOKEN",)), ("s2", ("OTHER",)), ("s3", ())):
             await daemon.open(session, policy=ALLOWED, options=SandboxOptions(secrets=names))
@@ -475,10 +467,10 @@ async def test_a_change_cuts_the_sessions_that_use_the_secret_and_no_others(tmp_
             ({}, [2, 1, 0]),
         ):
             await exchange(daemon, values)
-            assert [standing(daemon.sessions.find(f"acme:s{n}")).cuts for n in (1, 2, 3)] == cuts
+            assert [tunnels_of(daemon.sessions.find(f"acme:s{n}")).cuts for n in (1, 2, 3)] == cuts
 
 
-async def test_values_wait_for_the_worker_and_end_with_its_lease(
+async def test_secret_values_wait_for_the_worker_and_expire_with_its_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LEASE_S", 0.1)
@@ -502,7 +494,7 @@ async def test_values_wait_for_the_worker_and_end_with_its_lease(
         await values.wait("acme", ["TOKEN"])
 
 
-async def test_the_authority_of_a_proxy_that_started_again_is_written_once(tmp_path: Path) -> None:
+async def test_authority_of_a_restarted_proxy_is_written_once(tmp_path: Path) -> None:
     written: list[bytes] = []
 
     async def place(bundle: bytes) -> None:

@@ -55,7 +55,7 @@ async def row(daemon: Sandboxd) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_every_operation_that_does_not_only_read_counts_as_a_change(changes: bool) -> None:
+def test_every_operation_except_reads_counts_as_a_change(changes: bool) -> None:
     reading = ("read_text", "read_file", "glob", "grep", "ping", "job_list", "job_poll")
     writing = ("exec", "write_file", "write_text", "edit_text", "job_start", "job_input", "job_kill", "to_come")
     for op in writing if changes else reading:
@@ -64,7 +64,7 @@ def test_every_operation_that_does_not_only_read_counts_as_a_change(changes: boo
         assert activity.changed is changes, op
 
 
-def test_while_a_job_runs_files_may_change_and_its_last_words_count() -> None:
+def test_running_or_just_ended_job_counts_as_a_change() -> None:
     activity = SessionActivity()
     activity.record("job_start", {"job": RUNNING})
     activity.has_written = False
@@ -73,7 +73,7 @@ def test_while_a_job_runs_files_may_change_and_its_last_words_count() -> None:
     assert (activity.jobs, activity.changed) == (set(), True)
 
 
-def test_jobs_that_end_unasked_are_seen_by_the_next_attestation() -> None:
+def test_attestation_without_jobs_clears_ended_jobs() -> None:
     activity = SessionActivity()
     activity.record("job_list", {"jobs": [RUNNING, {"job": "job-2", "state": "running"}]})
     activity.record_jobs(1)
@@ -92,7 +92,7 @@ json_values = st.recursive(
 
 
 @given(st.lists(st.tuples(st.sampled_from(["job_list", "job_start", "job_poll"]), json_values), max_size=8))
-def test_a_guest_that_lies_of_jobs_is_remembered_in_little(events: list[tuple[str, Any]]) -> None:
+def test_job_names_from_a_hostile_guest_are_bounded(events: list[tuple[str, Any]]) -> None:
     activity = SessionActivity()
     for op, value in events:
         activity.record(op, {"job": value, "jobs": value})
@@ -106,7 +106,7 @@ def test_a_guest_that_lies_of_jobs_is_remembered_in_little(events: list[tuple[st
 # Rows
 
 
-async def test_a_row_has_what_a_worker_decides_by(tmp_path: Path) -> None:
+async def test_session_row_has_the_fields_that_workers_use(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path) as daemon:
         await daemon.open(ttl_s=77.0)
         fields = await row(daemon)
@@ -128,7 +128,7 @@ async def test_many_sessions_are_listed_in_pages(tmp_path: Path, monkeypatch: py
 # Checkpoints
 
 
-async def test_a_checkpoint_covers_only_calls_that_ended_before_it(tmp_path: Path) -> None:
+async def test_checkpoint_covers_only_calls_that_ended_before_it(tmp_path: Path) -> None:
     store = Store()
     async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
         client, name = await daemon.open()
@@ -139,15 +139,15 @@ async def test_a_checkpoint_covers_only_calls_that_ended_before_it(tmp_path: Pat
         store.go.clear()
         store.saving.clear()
         other = daemon.client()
-        keeping = asyncio.create_task(asyncio.to_thread(other.checkpoint, name))
+        checkpointing = asyncio.create_task(asyncio.to_thread(other.checkpoint, name))
         await asyncio.wait_for(store.saving.wait(), SOON_S)
         await call(client, name)
         store.go.set()
-        await keeping
+        await checkpointing
         assert (await row(daemon))["changed"] is True
 
 
-async def test_a_checkpoint_that_failed_answers_for_nothing(tmp_path: Path) -> None:
+async def test_failed_checkpoint_leaves_the_session_changed(tmp_path: Path) -> None:
     store = Store()
     store.fails = True
     async with running_sandboxd(tmp_path, checkpoints=store) as daemon:
@@ -159,7 +159,7 @@ async def test_a_checkpoint_that_failed_answers_for_nothing(tmp_path: Path) -> N
         assert (fields["changed"], fields["checkpoint"]) == (True, None)
 
 
-async def test_an_automatic_checkpoint_that_grows_old_is_worth_another(tmp_path: Path) -> None:
+async def test_old_automatic_checkpoint_makes_the_session_changed(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, checkpoints=Store()) as daemon:
         client, name = await daemon.open()
         await asyncio.to_thread(client.checkpoint, name, automatic=True)
@@ -184,7 +184,7 @@ async def test_after_a_restart_only_packed_sessions_are_unchanged(tmp_path: Path
         assert second.sessions.describe()[0]["changed"] is not is_packed
 
 
-async def test_a_job_ends_with_its_container(tmp_path: Path) -> None:
+async def test_job_ends_with_its_container(tmp_path: Path) -> None:
     async with open_host(tmp_path) as host:
         entry = await host.sessions.open("acme:s", SessionParameters(PLAN, 60))
         entry.activity.record("job_start", {"job": RUNNING})
@@ -217,7 +217,7 @@ async def no_body(size: int) -> AsyncIterator[bytes]:
     yield
 
 
-async def test_two_checkpoints_of_a_session_are_made_one_after_the_other(tmp_path: Path) -> None:
+async def test_checkpoints_of_one_session_are_saved_one_at_a_time(tmp_path: Path) -> None:
     """Each opens files that their owner may not read and closes them again: at once, one would find closed what it
     counts on.
     """
@@ -235,7 +235,7 @@ async def test_two_checkpoints_of_a_session_are_made_one_after_the_other(tmp_pat
         assert ([answer["checkpoint"] for answer, _ in answers], checkpoints.most_at_once) == (["c1", "c1"], 1)
 
 
-async def test_a_session_is_in_use_until_its_checkpoint_is_stored(tmp_path: Path) -> None:
+async def test_session_is_in_use_until_its_checkpoint_is_stored(tmp_path: Path) -> None:
     checkpoints = GatedCheckpoints()
     async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
         client, name = await daemon.open()
@@ -252,7 +252,7 @@ async def test_a_session_is_in_use_until_its_checkpoint_is_stored(tmp_path: Path
         assert entry.idle_s() < SOON_S
 
 
-async def test_a_long_wait_does_not_report_a_lost_sandboxd(tmp_path: Path) -> None:
+async def test_client_timeout_does_not_report_a_lost_sandboxd(tmp_path: Path) -> None:
     checkpoints = GatedCheckpoints()
     async with running_sandboxd(tmp_path, checkpoints=checkpoints) as daemon:
         client, name = await daemon.open()
@@ -261,7 +261,7 @@ async def test_a_long_wait_does_not_report_a_lost_sandboxd(tmp_path: Path) -> No
         checkpoints.go.set()
 
 
-async def test_a_tenant_that_is_none_deletes_nothing(tmp_path: Path) -> None:
+async def test_invalid_session_name_deletes_no_checkpoint(tmp_path: Path) -> None:
     async with running_sandboxd(tmp_path, checkpoints=GatedCheckpoints()) as daemon:
         with pytest.raises(ToolFailure, match="the name of a session"):
             await asyncio.to_thread(daemon.client().delete_checkpoint, "../acme:s", "c1")

@@ -24,7 +24,7 @@ class Relay:
         self._server = server
         self._writers: list[asyncio.StreamWriter] = []
         self.is_silent = False
-        self.asked = asyncio.Event()
+        self.sent = asyncio.Event()
         """Something was sent to Redis since this was cleared."""
         self.url = ""
 
@@ -43,17 +43,19 @@ class Relay:
         self.cut()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs, ours = await asyncio.open_connection("127.0.0.1", self._server.port)
-        self._writers += [writer, ours]
+        redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        self._writers += [writer, redis_writer]
         with contextlib.suppress(OSError):
-            await asyncio.gather(self._pass(reader, ours, is_answer=False), self._pass(theirs, writer, is_answer=True))
+            await asyncio.gather(
+                self._pass(reader, redis_writer, is_answer=False), self._pass(redis_reader, writer, is_answer=True)
+            )
 
     async def _pass(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_answer: bool) -> None:
         while data := await source.read(65536):
             if not (is_answer and self.is_silent):
                 sink.write(data)
             if not is_answer:
-                self.asked.set()
+                self.sent.set()
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ async def test_concurrent_scripts_keep_their_order(scripts: ScriptConnection, re
         assert client.lrange("list", 1, -1) == [str(number).encode() for number in range(500)]
 
 
-async def test_an_error_of_one_script_is_its_own(scripts: ScriptConnection) -> None:
+async def test_error_of_one_script_does_not_affect_others(scripts: ScriptConnection) -> None:
     answers = await asyncio.gather(
         scripts.run(ECHO, (), ["a"]), scripts.run(FAIL, (), []), scripts.run(ECHO, (), ["é"]), return_exceptions=True
     )
@@ -88,24 +90,24 @@ async def test_an_error_of_one_script_is_its_own(scripts: ScriptConnection) -> N
     assert isinstance(answers[1], ResponseError)
 
 
-async def test_a_cancelled_script_is_not_run(scripts: ScriptConnection, redis_server: RedisProcess) -> None:
+async def test_cancelled_script_is_not_run(scripts: ScriptConnection, redis_server: RedisProcess) -> None:
     cancelled = scripts.run(PUSH, ["list"], ["a"])
     cancelled.cancel()
     assert await scripts.run(PUSH, ["list"], ["b"]) == 1
 
 
-async def test_a_large_script_argument_passes_a_slow_connection(scripts: ScriptConnection) -> None:
+async def test_large_script_argument_is_sent_completely(scripts: ScriptConnection) -> None:
     large = "x" * (8 * 1024 * 1024)
     answers = await asyncio.gather(scripts.run(ECHO, (), [large]), scripts.run(ECHO, (), ["after"]))
     assert (len(answers[0]), answers[1]) == (len(large), b"after")
 
 
-async def test_a_lost_connection_is_replaced(scripts: ScriptConnection, relay: Relay) -> None:
+async def test_lost_connection_is_replaced(scripts: ScriptConnection, relay: Relay) -> None:
     await scripts.run(ECHO, (), ["a"])
     relay.is_silent = True
-    relay.asked.clear()
+    relay.sent.clear()
     answer = scripts.run(PUSH, ["list"], ["a"])
-    await asyncio.wait_for(relay.asked.wait(), 10)
+    await asyncio.wait_for(relay.sent.wait(), 10)
     relay.cut()
     with pytest.raises(ReplyMissing) as lost:
         await answer
@@ -114,7 +116,9 @@ async def test_a_lost_connection_is_replaced(scripts: ScriptConnection, relay: R
     assert await asyncio.wait_for(scripts.run(ECHO, (), ["b"]), 10) == b"b"
 
 
-async def test_a_silent_redis_fails(scripts: ScriptConnection, relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_script_times_out_when_redis_does_not_reply(
+    scripts: ScriptConnection, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await scripts.run(ECHO, (), ["a"])
     monkeypatch.setattr(connection, "TIMEOUT_S", 0.2)
     relay.is_silent = True
@@ -127,7 +131,7 @@ async def test_a_silent_redis_fails(scripts: ScriptConnection, relay: Relay, mon
     assert silent.value.may_have_run
 
 
-async def test_a_replica_is_left_for_the_master(scripts: ScriptConnection, redis_server: RedisProcess) -> None:
+async def test_connection_to_a_replica_is_dropped(scripts: ScriptConnection, redis_server: RedisProcess) -> None:
     await scripts.run(ECHO, (), ["a"])
     with redis_server.client() as client:
         client.replicaof("127.0.0.1", "1")
@@ -141,14 +145,14 @@ async def test_a_replica_is_left_for_the_master(scripts: ScriptConnection, redis
     assert await scripts.run(PUSH, ["list"], ["b"]) == 1
 
 
-async def test_without_redis_it_is_certain_that_nothing_has_run(scripts: ScriptConnection, relay: Relay) -> None:
+async def test_refused_connection_reports_that_nothing_ran(scripts: ScriptConnection, relay: Relay) -> None:
     relay.stop()
     with pytest.raises(ReplyMissing) as refused:
         await asyncio.wait_for(scripts.run(ECHO, (), ["a"]), 10)
     assert not refused.value.may_have_run
 
 
-async def test_a_closed_connection_runs_nothing(scripts: ScriptConnection) -> None:
+async def test_closed_script_connection_runs_nothing(scripts: ScriptConnection) -> None:
     await scripts.run(ECHO, (), ["a"])
     await scripts.aclose()
     with pytest.raises(ReplyMissing) as closed:

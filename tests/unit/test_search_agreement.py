@@ -49,8 +49,8 @@ def _patterns() -> st.SearchStrategy[str]:
     ).map("".join)
     one = st.one_of(repeated, st.just("\\b"))
     row = st.lists(one, min_size=1, max_size=4).map("".join)
-    either = st.one_of(row, st.tuples(row, row).map("({0[0]}|{0[1]})".format))
-    return st.tuples(st.sampled_from(["", "", "^"]), either, st.sampled_from(["", "", "$"])).map("".join)
+    alternatives = st.one_of(row, st.tuples(row, row).map("({0[0]}|{0[1]})".format))
+    return st.tuples(st.sampled_from(["", "", "^"]), alternatives, st.sampled_from(["", "", "$"])).map("".join)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,9 @@ def harness() -> Iterator[Harness]:
         yield Harness(Path(base))
 
 
-def plant(harness: Harness, files: dict[str, list[str]], rules: dict[str, list[str]], repositories: list[str]) -> None:
+def create_files(
+    harness: Harness, files: dict[str, list[str]], rules: dict[str, list[str]], repositories: list[str]
+) -> None:
     harness.clear()
     for name, lines in {**files, **rules}.items():
         # A name may be a folder already, or lie below a file.
@@ -92,7 +94,7 @@ def with_pcre(pattern: str) -> str:
     st.sampled_from(["content", "content", "files", "count"]),
     st.sampled_from([1, 2, 100]),
 )
-def test_both_engines_find_the_same_files_lines_and_counts_in_the_same_order(
+def test_engines_agree_on_files_lines_counts_and_order(
     harness: Harness,
     files: dict[str, list[str]],
     rules: dict[str, list[str]],
@@ -104,8 +106,8 @@ def test_both_engines_find_the_same_files_lines_and_counts_in_the_same_order(
     mode: str,
     limit: int,
 ) -> None:
-    plant(harness, files, rules, [])
-    how = {
+    create_files(harness, files, rules, [])
+    options = {
         "ignore_case": ignore_case,
         "before": before,
         "after": after,
@@ -113,7 +115,7 @@ def test_both_engines_find_the_same_files_lines_and_counts_in_the_same_order(
         "mode": mode,
         "limit": limit,
     }
-    assert all_of(harness.grep(with_pcre(pattern), **how)) == all_of(harness.grep(pattern, **how))
+    assert all_of(harness.grep(with_pcre(pattern), **options)) == all_of(harness.grep(pattern, **options))
 
 
 @QUICK
@@ -123,12 +125,12 @@ def test_both_engines_find_the_same_files_lines_and_counts_in_the_same_order(
     st.integers(0, 1),
     st.sampled_from([1, 100]),
 )
-def test_both_engines_agree_on_matches_over_several_lines(
+def test_engines_agree_on_multiline_matches(
     harness: Harness, files: dict[str, list[str]], pattern: str, context: int, limit: int
 ) -> None:
-    plant(harness, files, {}, [])
-    how = {"multiline": True, "before": context, "after": context, "limit": limit}
-    assert all_of(harness.grep(with_pcre(pattern), **how)) == all_of(harness.grep(pattern, **how))
+    create_files(harness, files, {}, [])
+    options = {"multiline": True, "before": context, "after": context, "limit": limit}
+    assert all_of(harness.grep(with_pcre(pattern), **options)) == all_of(harness.grep(pattern, **options))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_both_engines_agree_on_matches_over_several_lines(
         (b"a\x0bb\x0cc\x85d\n", "c"),
     ],
 )
-def test_both_engines_agree_on_odd_files(harness: Harness, content: bytes | str, pattern: str) -> None:
+def test_engines_agree_on_unusual_files(harness: Harness, content: bytes | str, pattern: str) -> None:
     harness.clear()
     harness.make("odd", content)
     assert all_of(harness.grep(with_pcre(pattern))) == all_of(harness.grep(pattern))

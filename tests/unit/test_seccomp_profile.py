@@ -11,7 +11,7 @@ from workers.sandboxd.runtime.seccomp import find_profile_faults, load_seccomp_p
 
 TEXT = resources.files("workers.sandboxd.runtime").joinpath("seccomp.json").read_text(encoding="utf-8")
 PROFILE = json.loads(TEXT)
-NEEDED = (
+REQUIRED_CALLS = (
     # file tools and confined opening
     "openat2", "openat", "statx", "newfstatat", "faccessat2", "renameat2", "unlinkat", "getdents64",
     "copy_file_range", "fallocate", "utimensat", "fchmodat2",
@@ -30,29 +30,29 @@ def allowed_names() -> set[str]:
     return {name for rule in PROFILE["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW" for name in rule["names"]}
 
 
-def test_the_shipped_profile_has_no_fault() -> None:
+def test_shipped_profile_has_no_faults() -> None:
     assert find_profile_faults(TEXT) == []
 
 
-def test_it_is_loaded_as_one_line_with_the_same_meaning() -> None:
+def test_profile_is_loaded_as_one_line_with_the_same_content() -> None:
     loaded = load_seccomp_profile()
 
     assert "\n" not in loaded
     assert json.loads(loaded) == PROFILE
 
 
-def test_the_calls_of_tools_and_libc_are_allowed() -> None:
-    assert set(NEEDED) - allowed_names() == set()
+def test_system_calls_of_tools_and_libc_are_allowed() -> None:
+    assert set(REQUIRED_CALLS) - allowed_names() == set()
 
 
-def test_both_architectures_bring_their_32_bit_sides() -> None:
+def test_both_architectures_include_their_32_bit_variants() -> None:
     assert {entry["architecture"]: entry["subArchitectures"] for entry in PROFILE["archMap"]} == {
         "SCMP_ARCH_X86_64": ["SCMP_ARCH_X86", "SCMP_ARCH_X32"],
         "SCMP_ARCH_AARCH64": ["SCMP_ARCH_ARM"],
     }
 
 
-def test_the_size_of_the_profile_is_a_decision() -> None:
+def test_number_of_allowed_system_calls_is_fixed() -> None:
     """A change of this number is a change of what every sandbox may ask the kernel."""
     assert len(allowed_names()) == 353
 
@@ -61,7 +61,7 @@ def allow(profile: dict[str, Any], name: str, **rule: Any) -> None:
     profile["syscalls"].append({"names": [name], "action": "SCMP_ACT_ALLOW", **rule})
 
 
-def forget(profile: dict[str, Any], name: str) -> None:
+def drop_rule(profile: dict[str, Any], name: str) -> None:
     profile["syscalls"] = [rule for rule in profile["syscalls"] if name not in rule["names"]]
 
 
@@ -82,14 +82,14 @@ ABOVE_40 = [{"index": 0, "value": 40, "op": "SCMP_CMP_GT"}]
         (lambda profile: allow(profile, "nosuchcall", action="SCMP_ACT_KILL"), "SCMP_ACT_KILL"),
         (lambda profile: allow(profile, "socket"), "not by one known family"),
         (lambda profile: allow(profile, "socket", args=ABOVE_40), "not by one known family"),
-        (lambda profile: forget(profile, "socketcall"), "socketcall is not refused"),
+        (lambda profile: drop_rule(profile, "socketcall"), "socketcall is not refused"),
         (lambda profile: profile["syscalls"].sort(key=lambda rule: "socketcall" in rule["names"]), "socketcall is not"),
         (lambda profile: rule_of(profile, "socketcall").update(errnoRet=1), "socketcall is not refused"),
         (lambda profile: rule_of(profile, "clone").pop("args"), "may make a namespace"),
-        (lambda profile: forget(profile, "clone3"), "clone3 is not refused"),
+        (lambda profile: drop_rule(profile, "clone3"), "clone3 is not refused"),
     ],
 )
-def test_damage_is_found(damage: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_damaged_profile_is_detected(damage: Callable[[dict[str, Any]], None], message: str) -> None:
     profile = json.loads(TEXT)
     damage(profile)
 
@@ -99,5 +99,5 @@ def test_damage_is_found(damage: Callable[[dict[str, Any]], None], message: str)
 @pytest.mark.parametrize(
     "text", ["", "unconfined", "[]", "{}", "null", '{"defaultAction": "SCMP_ACT_ERRNO"}', '{"syscalls": 3}']
 )
-def test_an_invalid_profile_is_a_fault(text: str) -> None:
+def test_invalid_profile_is_a_fault(text: str) -> None:
     assert len(find_profile_faults(text)) == 1

@@ -48,21 +48,20 @@ async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
         sync.close()
 
 
-async def test_a_secret_comes_back_with_its_places_and_never_in_a_listing(harness: Harness) -> None:
-    made = await harness.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example", "git.example:8443"), place="basic")
-    assert (made.revision, made.hosts, made.place) == (1, ("api.example", "git.example:8443"), "basic")
-    again = await harness.secrets.set("acme", "TOKEN", VALUE + "2", hosts=("api.example",))
-    assert (again.revision, again.created_at, again.place) == (2, made.created_at, "header:Authorization")
+async def test_secret_is_read_back_and_its_value_is_in_no_listing(harness: Harness) -> None:
+    first = await harness.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example", "git.example:8443"), place="basic")
+    assert (first.revision, first.hosts, first.place) == (1, ("api.example", "git.example:8443"), "basic")
+    second = await harness.secrets.set("acme", "TOKEN", VALUE + "2", hosts=("api.example",))
+    assert (second.revision, second.created_at, second.place) == (2, first.created_at, "header:Authorization")
     found = await harness.secrets.get("acme", "TOKEN")
-    assert found is not None
-    assert (found.value, found.info, VALUE in repr(found)) == (VALUE + "2", again, False)
-    assert await harness.secrets.all("acme") == {"TOKEN": again}
+    assert (found.value, found.info, VALUE in repr(found)) == (VALUE + "2", second, False)
+    assert await harness.secrets.all("acme") == {"TOKEN": second}
     entries = await harness.client.xrange(audit_key("d"))
     assert [json.loads(fields[b"entry"])["action"] for _, fields in entries] == ["secret.set", "secret.set"]
     assert VALUE.encode() not in await harness.texts()
 
 
-async def test_a_record_is_worth_nothing_in_another_place_or_with_another_secret(harness: Harness) -> None:
+async def test_moved_or_forged_secret_record_is_refused(harness: Harness) -> None:
     await harness.secrets.set("acme", "TOKEN", VALUE, hosts=("api.example",))
     sealed = await harness.client.hget(secrets_key("d", "acme"), "TOKEN")  # type: ignore[misc]
     forged = sealed.replace(b"api.example", b"bad.example")
@@ -78,7 +77,7 @@ async def test_a_record_is_worth_nothing_in_another_place_or_with_another_secret
     assert isinstance((await harness.secrets.all("acme"))["TOKEN"], stored.SecretInfo), "a new value repairs the record"
 
 
-async def test_a_worker_learns_of_every_change_at_once(harness: Harness) -> None:
+async def test_worker_sees_every_secret_change_immediately(harness: Harness) -> None:
     assert harness.worker.all("acme") == {}
     await harness.secrets.set("acme", "TOKEN", VALUE)
     assert harness.worker.all("acme")["TOKEN"].value == VALUE
@@ -106,7 +105,7 @@ async def test_a_worker_learns_of_every_change_at_once(harness: Harness) -> None
     ],
     ids=repr,
 )
-async def test_what_cannot_be_stored_is_refused_without_its_value(
+async def test_invalid_secret_is_refused_without_its_value(
     fields: dict[str, object], code: ErrorCode, harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored, "MAX_SECRETS", 1)
@@ -114,14 +113,14 @@ async def test_what_cannot_be_stored_is_refused_without_its_value(
     for _ in range(2):
         # A stored secret can be replaced, even at the maximum.
         await harness.secrets.set("acme", "FIRST", VALUE)
-    given = {"tenant": "acme", "name": "FIRST", "value": VALUE, "hosts": (), "place": "basic", **fields}
+    fields_to_store = {"tenant": "acme", "name": "FIRST", "value": VALUE, "hosts": (), "place": "basic", **fields}
     with pytest.raises(ToolFailure) as refused:
-        await harness.secrets.set(**given)  # type: ignore[arg-type]
+        await harness.secrets.set(**fields_to_store)  # type: ignore[arg-type]
     assert refused.value.code is code
-    assert str(given["value"]) not in refused.value.message
+    assert str(fields_to_store["value"]) not in refused.value.message
 
 
-async def test_a_removed_tenant_has_no_secrets_left(harness: Harness) -> None:
+async def test_removing_a_tenant_removes_its_secrets(harness: Harness) -> None:
     tenants = RedisTenants(harness.client, "d", KEY)
     await tenants.add("acme", TenantPolicy())
     await harness.secrets.set("acme", "TOKEN", VALUE)
@@ -131,20 +130,20 @@ async def test_a_removed_tenant_has_no_secrets_left(harness: Harness) -> None:
     assert list(await harness.secrets.all(None)) == ["TOKEN"]
 
 
-def test_a_placeholder_belongs_to_one_session_and_secret() -> None:
+def test_placeholder_is_unique_per_session_and_secret() -> None:
     owners = [("acme", "s1", "A"), ("acme", "s2", "A"), ("rival", "s1", "A"), ("acme", "s1", "B")]
     assert len({build_placeholder(*owner) for owner in owners}) == len(owners)
 
 
-def invoke(server: RedisProcess, *arguments: str, given: str = "") -> Result:
+def invoke(server: RedisProcess, *arguments: str, stdin: str = "") -> Result:
     environment = {"TOOLCREW_REDIS_URL": server.url, "TOOLCREW_API_KEY": ""}
-    return CliRunner().invoke(app, ["secrets", *arguments], env=environment, input=given)
+    return CliRunner().invoke(app, ["secrets", *arguments], env=environment, input=stdin)
 
 
-def test_the_command_reads_stdin_or_a_file_and_prints_no_value(redis_server: RedisProcess, tmp_path: Path) -> None:
+def test_secrets_command_reads_stdin_or_a_file_and_prints_no_value(redis_server: RedisProcess, tmp_path: Path) -> None:
     (tmp_path / "value").write_text(f"{VALUE}-file\n")
     outputs = [
-        invoke(redis_server, "set", "TOKEN", "--host", "api.example", "--json", given=f"{VALUE}\n"),
+        invoke(redis_server, "set", "TOKEN", "--host", "api.example", "--json", stdin=f"{VALUE}\n"),
         invoke(redis_server, "set", "KEY", "--deployment", "--from", str(tmp_path / "value")),
         invoke(redis_server, "list", "--json"),
         invoke(redis_server, "list", "--deployment"),

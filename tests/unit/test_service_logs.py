@@ -30,7 +30,7 @@ log = get_logger("orchestrator.x")
 SIDES = pytest.mark.parametrize("side", [WORKERS, ORCHESTRATOR], ids=["workers", "orchestrator"])
 
 
-def say(side: str, code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run_program(side: str, code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     settings = {
         "TOOLCREW_REDIS_URL": "redis://:url-password-1@127.0.0.1:1/0",
         "TOOLCREW_SECRET": SECRET,
@@ -42,19 +42,19 @@ def say(side: str, code: str, **environment: str) -> "subprocess.CompletedProces
     )
 
 
-def events_of(side: str, code: str, **environment: str) -> list[dict[str, Any]]:
-    return read_events(say(side, code, **environment).stderr)
+def run_and_read_events(side: str, code: str, **environment: str) -> list[dict[str, Any]]:
+    return read_events(run_program(side, code, **environment).stderr)
 
 
 @SIDES
-def test_our_events_carry_what_is_bound_and_no_secret(side: str) -> None:
+def test_events_contain_bound_fields_and_no_secret(side: str) -> None:
     code = f"""
 import structlog
 with structlog.contextvars.bound_contextvars(tenant="acme", call="c-1"):
     log.warning("call_lost", error="redis://:url-password-1@h/0 {SECRET}", token="t")
 log.info("said"); log.debug("unsaid")
 """
-    lost, done = events_of(side, code)
+    lost, done = run_and_read_events(side, code)
     assert lost["level"] == "warning"
     assert lost["event"] == "call_lost"
     assert lost["tenant"] == "acme"
@@ -66,7 +66,7 @@ log.info("said"); log.debug("unsaid")
 
 
 @SIDES
-def test_warnings_of_libraries_and_uncaught_errors_are_lines(side: str) -> None:
+def test_library_warnings_and_uncaught_exceptions_are_log_events(side: str) -> None:
     code = """
 import logging, threading, warnings
 logging.getLogger("some.library").warning("two\\nlines")
@@ -79,7 +79,7 @@ except KeyError:
     log.exception("tool_bug")
 raise ValueError("the end")
 """
-    events = events_of(side, code)
+    events = run_and_read_events(side, code)
     assert [event["event"] for event in events] == [
         "library_message",
         "library_message",
@@ -98,13 +98,13 @@ raise ValueError("the end")
 
 
 @SIDES
-def test_the_level_is_the_operators_choice(side: str) -> None:
-    events = events_of(side, 'log.debug("one", a="b c"); log.info("two")', TOOLCREW_LOG_LEVEL="debug")
+def test_log_level_setting_applies(side: str) -> None:
+    events = run_and_read_events(side, 'log.debug("one", a="b c"); log.info("two")', TOOLCREW_LOG_LEVEL="debug")
     assert [(event["level"], event["event"]) for event in events] == [("debug", "one"), ("info", "two")]
-    assert events_of(side, 'log.info("two")', TOOLCREW_LOG_LEVEL="ERROR") == []
+    assert run_and_read_events(side, 'log.info("two")', TOOLCREW_LOG_LEVEL="ERROR") == []
 
 
-def test_a_program_that_uses_the_sdk_keeps_its_own_logging() -> None:
+def test_sdk_does_not_change_the_logging_of_a_program() -> None:
     code = """
 import json, logging, orchestrator
 from telemetry.logs import get_logger
@@ -112,11 +112,11 @@ log = get_logger("orchestrator.x")
 log.info("unsaid"); log.warning("call_lost", call="c")
 print(json.dumps([logging.getLogger().handlers, logging.getLogger("orchestrator").handlers, logging.getLogger("orchestrator").level]))
 """
-    done = say("", code)
+    done = run_program("", code)
     assert (json.loads(done.stdout), done.stderr) == ([[], [], 0], "event=call_lost call=c\n")
 
 
-def test_lines_of_many_processes_and_threads_are_never_torn_apart() -> None:
+def test_concurrent_processes_and_threads_write_whole_lines() -> None:
     code = """
 import os, threading
 pids = [os.fork() for _ in range(2)]
@@ -131,4 +131,4 @@ if pids[-1] and pids[0]:
 else:
     os._exit(0)
 """
-    assert len(events_of(WORKERS, code)) >= 3 * 3 * 200
+    assert len(run_and_read_events(WORKERS, code)) >= 3 * 3 * 200

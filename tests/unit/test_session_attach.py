@@ -18,7 +18,7 @@ from tests.fake_hosts import MemorySessionStore, NoLedger, StaticHosts, build_re
 from tests.fakes import AnsweringTransport, MemoryAsyncBlobs, StaticCatalog
 from workers.tools.builtin import build_registry
 
-TOLD = {
+SESSION_FACTS = {
     "host": "h1",
     "queue": "host.h1.b00t",
     "image": "python:3",
@@ -35,7 +35,7 @@ class Harness:
     """One pool, and two programs that use it."""
 
     def __init__(self, facts: dict[str, Any] | None = None) -> None:
-        self.facts = {**TOLD, **(facts or {})}
+        self.facts = {**SESSION_FACTS, **(facts or {})}
         self.places = MemorySessionStore()
         self.transport = AnsweringTransport(self._answer)
         self.blobs: Any = MemoryAsyncBlobs()
@@ -60,7 +60,7 @@ class Harness:
 
 
 @pytest.mark.parametrize(
-    ("class_s", "tool", "own", "argument", "limit"),
+    ("class_s", "tool", "program_limit", "argument", "limit"),
     [
         (86_400, "bash_tool", 86_400, None, 86_400),
         (86_400, "bash_tool", None, 7_200, 7_200),
@@ -71,14 +71,14 @@ class Harness:
         (None, "bash_tool", None, 601, 600),
     ],
 )
-async def test_a_call_runs_as_long_as_the_class_of_its_session_allows(
-    class_s: float | None, tool: str, own: float | None, argument: float | None, limit: float | str
+async def test_call_timeout_is_limited_by_the_class(
+    class_s: float | None, tool: str, program_limit: float | None, argument: float | None, limit: float | str
 ) -> None:
     """A model that asks for too much gets the most. A program is refused."""
     harness = Harness({"timeout_s": class_s} if class_s is not None else {})
     session = await harness.open()
     arguments = {"bash_tool": {"command": "x"}, "read_tool": {"path": "x"}}[tool]
-    result = await session.call(tool, arguments | ({"timeout": argument} if argument else {}), timeout_s=own)
+    result = await session.call(tool, arguments | ({"timeout": argument} if argument else {}), timeout_s=program_limit)
     if isinstance(limit, str):
         assert (result.error_code, limit in str(result.error)) == (ErrorCode.INVALID_ARGUMENTS, True)
         assert harness.sent() == ["session.open"]
@@ -88,7 +88,7 @@ async def test_a_call_runs_as_long_as_the_class_of_its_session_allows(
     assert (await session.info()).timeout_s == (class_s or 600)
 
 
-async def test_an_attached_session_needs_no_request_for_its_facts() -> None:
+async def test_attached_session_reads_its_facts_without_a_request() -> None:
     harness = Harness()
     opened = await harness.open()
     info = await (await harness.attach(opened.id)).info()
@@ -97,7 +97,7 @@ async def test_an_attached_session_needs_no_request_for_its_facts() -> None:
     assert harness.sent() == ["session.open"]
 
 
-async def test_a_session_of_an_earlier_release_asks_its_host() -> None:
+async def test_session_without_stored_facts_asks_its_host() -> None:
     harness = Harness()
     opened = await harness.open()
     harness.places.loss_facts.clear()
@@ -108,7 +108,7 @@ async def test_a_session_of_an_earlier_release_asks_its_host() -> None:
     assert harness.transport.contexts[-1].fence == 1
 
 
-async def test_a_session_of_another_tenant_is_unknown() -> None:
+async def test_session_of_another_tenant_cannot_be_attached() -> None:
     """The attacker's aim: to learn which ids exist. Invalid names, or names that lead to other keys, get the same
     reply.
     """
@@ -132,7 +132,7 @@ async def test_a_session_of_another_tenant_is_unknown() -> None:
     assert "bolt" not in str(reported)
 
 
-async def test_a_program_that_is_stopped_leaves_an_attached_session_open() -> None:
+async def test_stopped_program_leaves_an_attached_session_open() -> None:
     harness = Harness()
     opened = await harness.open()
 
@@ -149,117 +149,117 @@ class Hosts:
     """The free capacity of hosts, and a clock. `asked` is set whenever a session checks for capacity."""
 
     def __init__(self, room: HostCapacity | Exception | None) -> None:
-        self.room = room
+        self.capacity = room
         self.now = 0.0
-        self.asked = asyncio.Event()
+        self.checked = asyncio.Event()
         self.queue = SessionQueue(self.ask, lambda: self.now)
         self.opened: list[str] = []
 
     async def ask(self, tenant: str, image: str | None) -> HostCapacity | None:
-        self.asked.set()
-        if isinstance(self.room, Exception):
-            raise self.room
-        return self.room
+        self.checked.set()
+        if isinstance(self.capacity, Exception):
+            raise self.capacity
+        return self.capacity
 
     async def open(self, name: str, until: asyncio.Event, *, tenant: str = "acme") -> None:
         async with self.queue.enter(tenant, None):
             self.opened.append(name)
             await until.wait()
 
-    async def looked(self) -> None:
+    async def wait_for_check(self) -> None:
         """Wait until a session has checked once more and waits again."""
-        self.asked.clear()
-        await self.asked.wait()
+        self.checked.clear()
+        await self.checked.wait()
         await asyncio.sleep(0)
 
 
-async def test_no_more_are_opened_at_a_time_than_keep_hosts_busy_and_who_came_first_is_first() -> None:
+async def test_sessions_open_in_order_up_to_the_concurrent_limit() -> None:
     hosts, done = Hosts(HostCapacity(at_once=2, sandboxes=100, sessions=100)), [asyncio.Event() for _ in range(5)]
     async with asyncio.TaskGroup() as group:
         for number, event in enumerate(done):
             group.create_task(hosts.open(str(number), event))
         for number, event in enumerate(done):
             while len(hosts.opened) < min(5, number + 2):
-                await hosts.looked()
+                await hosts.wait_for_check()
             assert hosts.opened == [str(at) for at in range(min(5, number + 2))]
             event.set()
 
 
-async def test_a_full_pool_is_waited_for_until_a_sandbox_is_free() -> None:
+async def test_open_waits_until_a_sandbox_is_free() -> None:
     hosts, done = Hosts(HostCapacity(at_once=2, sandboxes=0, sessions=100)), asyncio.Event()
     async with asyncio.TaskGroup() as group:
         opening = group.create_task(hosts.open("late", done))
         hosts.now = MAX_STALL_S - 1
-        await hosts.looked()
+        await hosts.wait_for_check()
         assert hosts.opened == []
-        hosts.room = HostCapacity(at_once=2, sandboxes=1, sessions=100)
+        hosts.capacity = HostCapacity(at_once=2, sandboxes=1, sessions=100)
         done.set()
         await opening
     assert hosts.opened == ["late"]
 
 
-async def test_when_no_session_ends_for_long_sandboxes_are_shared() -> None:
+async def test_open_continues_without_a_free_sandbox_after_a_long_stall() -> None:
     hosts, done = Hosts(HostCapacity(at_once=2, sandboxes=0, sessions=100)), asyncio.Event()
     done.set()
     async with asyncio.TaskGroup() as group:
         group.create_task(hosts.open("patient", done))
-        await hosts.looked()
+        await hosts.wait_for_check()
         hosts.queue.record_end()
         hosts.now = MAX_STALL_S + 1
         hosts.queue.record_end()
-        await hosts.looked()
+        await hosts.wait_for_check()
         assert hosts.opened == []
         hosts.now = 2 * MAX_STALL_S + 1
     assert hosts.opened == ["patient"]
 
 
-async def test_hosts_without_room_for_any_session_are_waited_for_however_long() -> None:
+async def test_open_waits_without_limit_while_hosts_have_no_session_capacity() -> None:
     hosts, done = Hosts(HostCapacity(at_once=2, sandboxes=0, sessions=0)), asyncio.Event()
     opening = asyncio.create_task(hosts.open("never", done))
     hosts.now = 100 * MAX_STALL_S
-    await hosts.looked()
-    await hosts.looked()
+    await hosts.wait_for_check()
+    await hosts.wait_for_check()
     assert hosts.opened == []
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
     # A session that leaves the queue does not block other sessions.
-    hosts.room, _ = None, done.set()
+    hosts.capacity, _ = None, done.set()
     await hosts.open("next", done)
     assert hosts.opened == ["next"]
 
 
-async def test_while_redis_is_away_items_wait_and_none_fails() -> None:
+async def test_open_waits_during_a_redis_outage() -> None:
     hosts, done = Hosts(BrokerUnavailable("away")), asyncio.Event()
     done.set()
     async with asyncio.TaskGroup() as group:
         for name in ("one", "two"):
             group.create_task(hosts.open(name, done))
-        await hosts.looked()
+        await hosts.wait_for_check()
         assert hosts.opened == []
-        hosts.room = HostCapacity(at_once=1, sandboxes=1, sessions=1)
+        hosts.capacity = HostCapacity(at_once=1, sandboxes=1, sessions=1)
     assert hosts.opened == ["one", "two"]
 
 
-async def test_an_unknown_tenant_does_not_delay_the_next() -> None:
+async def test_refused_tenant_does_not_delay_the_next_open() -> None:
     hosts, done = Hosts(ToolFailure(ErrorCode.UNKNOWN_TENANT, "no")), asyncio.Event()
     with pytest.raises(ToolFailure):
         await hosts.open("stranger", done)
-    hosts.room = None
+    hosts.capacity = None
     done.set()
     await hosts.open("known", done)
     assert hosts.opened == ["known"]
 
 
-async def test_one_tenants_queue_does_not_hold_up_anothers() -> None:
-    hosts, held, free = Hosts(HostCapacity(at_once=1, sandboxes=9, sessions=9)), asyncio.Event(), asyncio.Event()
+async def test_queue_of_one_tenant_does_not_delay_another() -> None:
+    hosts, may_end, free = Hosts(HostCapacity(at_once=1, sandboxes=9, sessions=9)), asyncio.Event(), asyncio.Event()
     free.set()
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-        stack.callback(held.set)
-        group.create_task(hosts.open("first", held))
-        group.create_task(hosts.open("second", held))
+        stack.callback(may_end.set)
+        group.create_task(hosts.open("first", may_end))
+        group.create_task(hosts.open("second", may_end))
         while not hosts.opened:
-            await hosts.looked()
+            await hosts.wait_for_check()
         await hosts.open("other", free, tenant="zoo")
         assert hosts.opened == ["first", "other"]
-        held.set()
+        may_end.set()

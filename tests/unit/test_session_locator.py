@@ -63,6 +63,10 @@ class Hosts:
         await client.set(tombstone_key("d", queue), "1")
 
 
+def build_open_failure(code: ErrorCode, message: str) -> ToolResult:
+    return ToolResult.failed(ToolCall(id="c", name="session.open"), code, message)
+
+
 def build_locator(client: "redis.asyncio.Redis", hosts: Hosts) -> SessionLocator:
     return SessionLocator(SessionStore(client, "d"), hosts, hosts.send_open, KEY)
 
@@ -80,7 +84,7 @@ async def open_and_lose(
     return address
 
 
-async def test_a_session_stays_with_the_host_that_opened_it(client: "redis.asyncio.Redis") -> None:
+async def test_session_stays_on_the_host_that_opened_it(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {"ttl_s": 60})
@@ -104,7 +108,7 @@ async def test_the_sandbox_quota_counts_only_open_sessions(client: "redis.asynci
     await locator.open("acme", "s5", policy, {})
 
 
-async def test_forks_live_where_their_session_does_and_count(client: "redis.asyncio.Redis") -> None:
+async def test_forks_are_placed_on_the_host_of_their_session_and_count(client: "redis.asyncio.Redis") -> None:
     locator, policy, facts = build_locator(client, Hosts("a")), TenantPolicy(sandboxes=3), {"queue": "host.a.b00t"}
     await locator.open("acme", "s1", policy, {})
     await client.expire(tenant_sessions_key("d", "acme"), 60)
@@ -124,13 +128,11 @@ async def test_forks_live_where_their_session_does_and_count(client: "redis.asyn
     "answer",
     [
         CallLost("gone", has_started=True),
-        ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, "the host is full"),
+        build_open_failure(ErrorCode.SANDBOX_UNAVAILABLE, "the host is full"),
     ],
     ids=["lost on the way", "full"],
 )
-async def test_an_opening_that_a_host_does_not_serve_goes_to_another(
-    client: "redis.asyncio.Redis", answer: Any
-) -> None:
+async def test_open_refused_by_one_host_goes_to_another(client: "redis.asyncio.Redis", answer: Any) -> None:
     hosts = Hosts("a", "b")
     hosts.answers["host.a.b00t"] = answer
     hosts.all["host.b.b00t"] = build_report("b", sessions=50)
@@ -140,7 +142,7 @@ async def test_an_opening_that_a_host_does_not_serve_goes_to_another(
     assert await locator.find("acme", "s1", DEFAULT) == SessionAddress("host.b.b00t", 2)
 
 
-async def test_an_open_follows_the_session_to_the_next_worker(client: "redis.asyncio.Redis") -> None:
+async def test_open_follows_the_session_to_the_next_worker(client: "redis.asyncio.Redis") -> None:
     """If the opening were abandoned, its sandbox would remain without an owner."""
     hosts = Hosts("a", "b")
     requests: list[tuple[str, int]] = []
@@ -148,9 +150,9 @@ async def test_an_open_follows_the_session_to_the_next_worker(client: "redis.asy
     async def send_open(opening: OpenRequest, address: SessionAddress) -> ToolResult:
         requests.append((address.queue, address.fence))
         if address.fence == 1:
-            place = location_key("d", opening.tenant, opening.session)
-            await client.hset(place, "queue", "host.a.n3w")
-            await client.hincrby(place, "fence", 1)
+            location = location_key("d", opening.tenant, opening.session)
+            await client.hset(location, "queue", "host.a.n3w")
+            await client.hincrby(location, "fence", 1)
             raise CallLost("gone", has_started=True)
         return await hosts.send_open(opening, address)
 
@@ -164,9 +166,9 @@ async def test_an_open_follows_the_session_to_the_next_worker(client: "redis.asy
 
 @pytest.mark.parametrize(
     "answer",
-    [NotSent("host_lost"), ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.NO_SPACE, "full")],
+    [NotSent("host_lost"), build_open_failure(ErrorCode.NO_SPACE, "full")],
 )
-async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Redis", answer: Any) -> None:
+async def test_failed_open_leaves_no_location(client: "redis.asyncio.Redis", answer: Any) -> None:
     hosts = Hosts("a")
     hosts.answers["host.a.b00t"] = answer
     locator = build_locator(client, hosts)
@@ -176,7 +178,7 @@ async def test_an_opening_that_failed_leaves_no_place(client: "redis.asyncio.Red
     assert await client.keys("*:sessions") == []
 
 
-async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_last_checkpoint(
+async def test_session_of_a_lost_host_moves_with_its_last_checkpoint(
     client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = Hosts("a")
@@ -202,7 +204,7 @@ async def test_a_session_of_a_lost_host_is_opened_elsewhere_from_its_last_checkp
     assert opening.arguments["moved"]["checkpoint_at"] == "2023-11-14T22:13:20+00:00"
 
 
-async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redis.asyncio.Redis") -> None:
+async def test_concurrent_moves_open_the_session_once(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     first = build_locator(client, hosts)
     address = await open_and_lose(client, hosts, first)
@@ -214,7 +216,7 @@ async def test_many_who_see_the_loss_at_once_open_the_session_once(client: "redi
     assert len(hosts.opened) == 2
 
 
-async def test_the_next_call_opens_a_parked_session(client: "redis.asyncio.Redis") -> None:
+async def test_next_call_opens_a_parked_session(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
@@ -230,24 +232,24 @@ async def test_the_next_call_opens_a_parked_session(client: "redis.asyncio.Redis
     assert hosts.opened[-1][1].arguments["moved"]["is_planned"] is True
 
 
-async def test_a_move_that_fails_can_be_tried_again(client: "redis.asyncio.Redis") -> None:
+async def test_failed_move_can_be_repeated(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     address = await open_and_lose(client, hosts, locator)
-    hosts.answers["host.b.b00t"] = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.NO_SPACE, "full")
+    hosts.answers["host.b.b00t"] = build_open_failure(ErrorCode.NO_SPACE, "full")
     with pytest.raises(SandboxUnavailable, match="full"):
         await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
     del hosts.answers["host.b.b00t"]
     assert (await locator.find("acme", "s1", DEFAULT)).queue == "host.b.b00t"
 
 
-async def test_the_start_is_stored_without_its_checkpoint(client: "redis.asyncio.Redis") -> None:
+async def test_start_options_are_stored_without_the_checkpoint(client: "redis.asyncio.Redis") -> None:
     locator = build_locator(client, Hosts("a"))
     await locator.open("acme", "s1", DEFAULT, {"ttl_s": 5, "restore": "c0"})
     assert await locator.start("acme", "s1") == {"ttl_s": 5}
 
 
-async def test_a_silent_host_that_returns_keeps_its_sessions(client: "redis.asyncio.Redis") -> None:
+async def test_host_that_reports_again_keeps_its_sessions(client: "redis.asyncio.Redis") -> None:
     """An outage of Redis, during which every report expires, causes this case."""
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
@@ -271,7 +273,7 @@ async def _move_without_restores(
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     address = await open_and_lose(client, hosts, locator, {**checkpoints("c1", "auto-1"), "checkpoint_at": 1})
-    failed = ToolResult.failed(ToolCall(id="c", name="session.open"), code, "the restore failed")
+    failed = build_open_failure(code, "the restore failed")
     hosts.answer = lambda opening: failed if "restore" in opening.arguments else None
     (moved,) = await asyncio.gather(
         locator.refresh("acme", "s1", address, DEFAULT, is_lost=True), return_exceptions=True
@@ -279,21 +281,21 @@ async def _move_without_restores(
     return hosts.opened[1:], moved if isinstance(moved, BaseException) else None
 
 
-async def test_a_move_falls_back_to_the_automatic_checkpoint(client: "redis.asyncio.Redis") -> None:
+async def test_move_falls_back_to_the_automatic_checkpoint(client: "redis.asyncio.Redis") -> None:
     opened, error = await _move_without_restores(client, ErrorCode.FILE_NOT_FOUND)
     assert error is None
     assert [opening.arguments.get("restore") for _, opening, _ in opened] == ["c1", "auto-1", None]
     assert opened[-1][1].arguments["moved"]["checkpoint_at"] is None
 
 
-async def test_a_session_whose_restore_fails_is_not_opened_without_its_files(client: "redis.asyncio.Redis") -> None:
+async def test_failed_restore_does_not_open_the_session_without_files(client: "redis.asyncio.Redis") -> None:
     opened, error = await _move_without_restores(client, ErrorCode.INTERNAL)
     assert isinstance(error, SandboxUnavailable)
     assert "the restore failed" in str(error)
     assert [opening.arguments.get("restore") for _, opening, _ in opened] == ["c1"]
 
 
-async def test_a_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis") -> None:
+async def test_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
@@ -308,14 +310,13 @@ async def test_a_forged_checkpoint_is_not_restored(client: "redis.asyncio.Redis"
         assert hosts.opened[-1][1].arguments["restore"] == "c1"
 
 
-async def test_an_older_checkpoint_is_tried_after_another_host_refused(client: "redis.asyncio.Redis") -> None:
+async def test_move_tries_the_next_host_then_the_older_checkpoint(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     address = await open_and_lose(client, hosts, locator, {**checkpoints("c1"), "checkpoint_at": 1})
     hosts.all["host.c.b00t"] = build_report("c", sessions=50)
-    call = ToolCall(id="c", name="session.open")
-    hosts.answers["host.b.b00t"] = ToolResult.failed(call, ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
-    missing = ToolResult.failed(call, ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
+    hosts.answers["host.b.b00t"] = build_open_failure(ErrorCode.SANDBOX_UNAVAILABLE, "the host is full")
+    missing = build_open_failure(ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
     hosts.answer = lambda opening: missing if "restore" in opening.arguments else None
     moved = await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
     assert moved.queue == "host.c.b00t"
@@ -326,7 +327,7 @@ async def test_an_older_checkpoint_is_tried_after_another_host_refused(client: "
     ]
 
 
-async def test_ended_incarnations_are_forgotten(client: "redis.asyncio.Redis") -> None:
+async def test_placements_of_ended_hosts_are_dropped(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts()
     locator = build_locator(client, hosts)
     for number in range(5):
@@ -335,19 +336,19 @@ async def test_ended_incarnations_are_forgotten(client: "redis.asyncio.Redis") -
     assert len(locator._placed) == 1
 
 
-async def test_a_move_reports_no_time_for_another_checkpoint(client: "redis.asyncio.Redis") -> None:
+async def test_move_reports_no_time_for_an_automatic_checkpoint(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
     stored = {**checkpoints("asked", "older"), "checkpoint_at": 1_700_000_000}
     address = await open_and_lose(client, hosts, locator, stored)
-    missing = ToolResult.failed(ToolCall(id="c", name="session.open"), ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
+    missing = build_open_failure(ErrorCode.FILE_NOT_FOUND, "no such checkpoint")
     hosts.answer = lambda opening: missing if opening.arguments.get("restore") == "asked" else None
     await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True)
     last = hosts.opened[-1][1].arguments
     assert (last["restore"], last["moved"]["checkpoint_at"]) == ("older", None)
 
 
-async def test_openings_that_were_refused_do_not_fill_hosts(client: "redis.asyncio.Redis") -> None:
+async def test_refused_opens_do_not_count_as_placed(client: "redis.asyncio.Redis") -> None:
     hosts, full = Hosts(), TenantPolicy(sandboxes=0)
     hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
     locator = build_locator(client, hosts)
@@ -357,13 +358,13 @@ async def test_openings_that_were_refused_do_not_fill_hosts(client: "redis.async
     assert (await locator.open("acme", "s1", DEFAULT, {})).success
 
 
-async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redis.asyncio.Redis") -> None:
+async def test_waiting_for_a_move_does_not_count_as_placed(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts()
     hosts.all["host.a.b00t"] = build_report("a", max_sessions=2)
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {})
-    place = location_key("d", "acme", "s1")
-    await client.hset(place, mapping={"state": "moving", "fence": 2, "moving_until": 9_000_000_000})
+    location = location_key("d", "acme", "s1")
+    await client.hset(location, mapping={"state": "moving", "fence": 2, "moving_until": 9_000_000_000})
     waiting = [asyncio.create_task(build_locator(client, hosts).find("acme", "s1", DEFAULT)) for _ in range(2)]
     waiting += [
         asyncio.create_task(locator.refresh("acme", "s1", SessionAddress("host.a.b00t", 1), DEFAULT, is_lost=False))
@@ -371,11 +372,11 @@ async def test_waiting_for_who_moves_a_session_does_not_fill_hosts(client: "redi
     ]
     await asyncio.sleep(0.3)
     assert (await locator.open("acme", "s2", DEFAULT, {})).success
-    await client.hset(place, mapping={"state": "open", "moving_until": 0})
+    await client.hset(location, mapping={"state": "open", "moving_until": 0})
     assert set(await asyncio.gather(*waiting)) == {SessionAddress("host.a.b00t", 2)}
 
 
-async def test_a_session_of_a_stopped_host_is_moved(client: "redis.asyncio.Redis") -> None:
+async def test_session_of_a_stopped_host_is_moved(client: "redis.asyncio.Redis") -> None:
     """Such a host has neither a report nor a tombstone."""
     hosts = Hosts("a")
     locator = build_locator(client, hosts)
@@ -387,7 +388,9 @@ async def test_a_session_of_a_stopped_host_is_moved(client: "redis.asyncio.Redis
     assert await locator.refresh("acme", "s1", address, DEFAULT, is_lost=True) == SessionAddress("host.b.b00t", 2)
 
 
-async def test_open_sessions_are_bounded(client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cache_of_used_sessions_is_bounded(
+    client: "redis.asyncio.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(homes_module, "MAX_CACHED", 2)
     locator = build_locator(client, Hosts("a"))
     for number in range(4):
@@ -395,7 +398,7 @@ async def test_open_sessions_are_bounded(client: "redis.asyncio.Redis", monkeypa
     assert [locator.last_used("acme", f"s{number}") is not None for number in range(4)] == [False, False, True, True]
 
 
-async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.asyncio.Redis") -> None:
+async def test_completed_move_is_not_repeated(client: "redis.asyncio.Redis") -> None:
     """A process that saw the move in progress must not repeat it: changes made since then would be lost."""
     places = SessionStore(client, "d")
     await places.open("acme", "s1", "host.a.b00t", start=seal_start(KEY, "acme", "s1", {}), ttl_s=60, limit=1)
@@ -406,18 +409,15 @@ async def test_a_move_that_has_just_ended_is_not_made_once_more(client: "redis.a
     assert address is not None
     assert await places.settle("acme", "s1", 2, LocationState.OPEN)
     assert await places.begin_move("acme", "s1", address.fence, address.state, "host.c.b00t") is None
-    place = await places.find("acme", "s1")
-    assert place is not None
-    assert (place.state, place.queue, place.fence) == (LocationState.OPEN, "host.b.b00t", 2)
+    location = await places.find("acme", "s1")
+    assert (location.state, location.queue, location.fence) == (LocationState.OPEN, "host.b.b00t", 2)
 
 
-async def test_a_refusal_of_all_hosts_gives_their_reasons(client: "redis.asyncio.Redis") -> None:
+async def test_open_refused_by_all_hosts_reports_the_reason(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts("a", "b")
     for queue in hosts.all:
         message = f"{queue} has no engine"
-        hosts.answers[queue] = ToolResult.failed(
-            ToolCall(id="c", name="session.open"), ErrorCode.SANDBOX_UNAVAILABLE, message
-        )
+        hosts.answers[queue] = build_open_failure(ErrorCode.SANDBOX_UNAVAILABLE, message)
     result = await build_locator(client, hosts).open("acme", "s1", DEFAULT, {})
     assert result.error_code == ErrorCode.SANDBOX_UNAVAILABLE
     assert "has no engine" in str(result.error)
@@ -425,7 +425,7 @@ async def test_a_refusal_of_all_hosts_gives_their_reasons(client: "redis.asyncio
     assert await client.hget(location_key("d", "acme", "s1"), "state") == b"closed"
 
 
-async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "redis.asyncio.Redis") -> None:
+async def test_new_report_resets_placements_of_its_host_only(client: "redis.asyncio.Redis") -> None:
     hosts = Hosts()
     hosts.all = {
         name: build_report(name.split(".")[1], max_sessions=3, reported_at=1.0)
@@ -442,23 +442,22 @@ async def test_a_report_forgets_what_was_placed_on_its_own_host_only(client: "re
 
 
 @pytest.mark.parametrize("forgery", ["unsigned", "of another session", "changed"])
-async def test_forged_arguments_do_not_reopen_a_session(client: "redis.asyncio.Redis", forgery: str) -> None:
+async def test_forged_start_options_do_not_reopen_a_session(client: "redis.asyncio.Redis", forgery: str) -> None:
     """The attacker's aim: a network for a session that was opened without one."""
     hosts = Hosts("a", "b")
     locator = build_locator(client, hosts)
     await locator.open("acme", "s1", DEFAULT, {"network": "none"})
     address = await locator.find("acme", "s1", DEFAULT)
     await locator.open("acme", "s2", DEFAULT, {"network": "egress"})
-    place = await SessionStore(client, "d").find("acme", "s1")
+    location = await SessionStore(client, "d").find("acme", "s1")
     other = await client.hget(location_key("d", "acme", "s2"), "start")  # type: ignore[misc]
-    assert place is not None
     forged = {
         "unsigned": '{"network": "egress"}',
         "of another session": other,
-        "changed": place.start.replace("none", "egress"),
+        "changed": location.start.replace("none", "egress"),
     }[forgery]
     await client.hset(location_key("d", "acme", "s1"), "start", forged)  # type: ignore[misc]
-    await hosts.lose(client, place.queue)
+    await hosts.lose(client, location.queue)
     opened = len(hosts.opened)
     with pytest.raises(
         SandboxUnavailable, match="is not valid, so the session is not opened again: open a new session"
@@ -474,7 +473,7 @@ def signed_start(tenant: str, session: str, keys: SigningKeys = KEYS) -> str:
     return seal_start(keys, tenant, session, {"image": "python"})
 
 
-async def open_some(client: "redis.asyncio.Redis", count: int, tenant: str = "acme") -> list[str]:
+async def open_sessions(client: "redis.asyncio.Redis", count: int, tenant: str = "acme") -> list[str]:
     """Open sessions of the tenant. Return the sessions, newest first."""
     names = [f"{tenant}-{number}" for number in range(count)]
     for name in names:
@@ -496,20 +495,20 @@ async def read_all(client: "redis.asyncio.Redis", tenant: str | None, limit: int
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 50])
-async def test_pages_hold_every_session_once_the_newest_first(client: "redis.asyncio.Redis", limit: int) -> None:
-    names = await open_some(client, 5)
+async def test_session_pages_list_every_session_once_newest_first(client: "redis.asyncio.Redis", limit: int) -> None:
+    names = await open_sessions(client, 5)
     assert await read_all(client, "acme", limit) == names
     assert await read_all(client, None, limit) == names
 
 
-async def test_more_sessions_than_are_read_at_once_are_listed_too(client: "redis.asyncio.Redis") -> None:
-    names = await open_some(client, 450)
+async def test_more_sessions_than_one_read_are_listed(client: "redis.asyncio.Redis") -> None:
+    names = await open_sessions(client, 450)
     assert await read_all(client, None, 1000) == names
     assert await read_all(client, "acme", 150) == names
 
 
-async def test_a_session_reports_where_it_lives_and_of_its_last_checkpoint(client: "redis.asyncio.Redis") -> None:
-    await open_some(client, 1)
+async def test_listed_session_has_its_host_and_last_checkpoint(client: "redis.asyncio.Redis") -> None:
+    await open_sessions(client, 1)
     await client.hset(
         location_key("d", "acme", "acme-0"), mapping={"checkpoint": "c1", "checkpoint_at": 1_700_000_000.0}
     )
@@ -523,16 +522,16 @@ async def test_a_session_reports_where_it_lives_and_of_its_last_checkpoint(clien
     assert session.model_dump(mode="json")["checkpoint_at"] == "2023-11-14T22:13:20Z"
 
 
-async def test_sessions_of_other_tenants_are_not_among_ones_own(client: "redis.asyncio.Redis") -> None:
-    await open_some(client, 2, "acme")
-    mine = await open_some(client, 1, "bolt")
-    assert await read_all(client, "bolt", 50) == mine
+async def test_session_list_excludes_other_tenants(client: "redis.asyncio.Redis") -> None:
+    await open_sessions(client, 2, "acme")
+    bolt_sessions = await open_sessions(client, 1, "bolt")
+    assert await read_all(client, "bolt", 50) == bolt_sessions
     assert len(await read_all(client, None, 50)) == 3
     assert await SessionList(client, "d", KEYS).counts(["acme", "bolt"]) == {"acme": 2, "bolt": 1}
 
 
-async def test_a_closed_session_is_listed_no_more_and_leaves_nothing_of_itself(client: "redis.asyncio.Redis") -> None:
-    await open_some(client, 1)
+async def test_closed_session_is_removed_from_every_list(client: "redis.asyncio.Redis") -> None:
+    await open_sessions(client, 1)
     places = SessionStore(client, "d")
     await places.settle("acme", "acme-0", 1, LocationState.OPEN, '{"image": "python"}')
     assert await places.facts("acme", "acme-0") == '{"image": "python"}'
@@ -542,14 +541,14 @@ async def test_a_closed_session_is_listed_no_more_and_leaves_nothing_of_itself(c
     assert await client.exists(*keys) == 0
 
 
-async def test_sessions_that_expired_are_passed_over_and_taken_out_of_the_lists(client: "redis.asyncio.Redis") -> None:
-    names = await open_some(client, 6)
+async def test_expired_sessions_are_skipped_and_removed_from_the_lists(client: "redis.asyncio.Redis") -> None:
+    names = await open_sessions(client, 6)
     await client.delete(*(location_key("d", "acme", name) for name in names[::2]))
     assert await read_all(client, "acme", 2) == names[1::2]
     assert await client.zcard(open_sessions_key("d")) == await client.zcard(tenant_open_sessions_key("d", "acme")) == 3
 
 
-async def test_the_lists_do_not_grow_with_sessions_that_expired(client: "redis.asyncio.Redis") -> None:
+async def test_session_lists_do_not_grow_with_expired_sessions(client: "redis.asyncio.Redis") -> None:
     for number in range(400):
         await SessionStore(client, "d").open("acme", f"s{number}", "host.a.b1", start="{}", ttl_s=60, limit=1000)
         await client.delete(location_key("d", "acme", f"s{number}"))
@@ -557,8 +556,8 @@ async def test_the_lists_do_not_grow_with_sessions_that_expired(client: "redis.a
     assert await client.zcard(tenant_open_sessions_key("d", "acme")) < 50
 
 
-async def test_a_record_of_a_later_release_stays_listed(client: "redis.asyncio.Redis") -> None:
-    names = await open_some(client, 2)
+async def test_record_of_a_later_release_stays_in_the_list(client: "redis.asyncio.Redis") -> None:
+    names = await open_sessions(client, 2)
     await client.hset(location_key("d", "acme", names[0]), "colour", "red")
     assert await read_all(client, "acme", 50) == names[1:]
     assert await client.zcard(open_sessions_key("d")) == 2
@@ -574,8 +573,8 @@ async def test_a_record_of_a_later_release_stays_listed(client: "redis.asyncio.R
     ],
     ids=["unsigned", "another secret", "another session", "not JSON"],
 )
-async def test_a_session_without_a_signature_is_not_listed(client: "redis.asyncio.Redis", start: str) -> None:
-    names = await open_some(client, 2)
+async def test_session_with_an_invalid_signature_is_not_listed(client: "redis.asyncio.Redis", start: str) -> None:
+    names = await open_sessions(client, 2)
     await client.hset(location_key("d", "acme", "acme-0"), "start", start)
     assert await read_all(client, "acme", 50) == names[:1]
 
@@ -585,7 +584,7 @@ async def test_a_session_without_a_signature_is_not_listed(client: "redis.asynci
     [(cursor, 50) for cursor in ("", "x", "1.acme", "1.acme.s|t", "-1.acme.s", "1.acme.s\n", "1" * 40 + ".acme.s")]
     + [(None, 0), (None, 1001)],
 )
-async def test_a_wrong_cursor_or_limit_is_refused(
+async def test_invalid_cursor_or_limit_is_refused(
     client: "redis.asyncio.Redis", cursor: str | None, limit: int
 ) -> None:
     with pytest.raises(ToolFailure, match="the cursor" if cursor is not None else "use 1 to 1000") as refused:
@@ -593,7 +592,7 @@ async def test_a_wrong_cursor_or_limit_is_refused(
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-async def test_a_session_is_found_by_its_tenant_only(client: "redis.asyncio.Redis") -> None:
+async def test_session_is_found_only_by_its_tenant(client: "redis.asyncio.Redis") -> None:
     locator = build_locator(client, Hosts("a"))
     await locator.open("acme", "s1", DEFAULT, {})
     with pytest.raises(ToolFailure) as unknown:

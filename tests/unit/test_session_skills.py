@@ -24,7 +24,7 @@ from workers.skills.of_session import MAX_BYTES, SessionSkills
 FRONT = b"---\nname: own\ndescription: Does it.\n---\nDo it.\n"
 
 
-class Liar:
+class HostileEnvironment:
     """A tool environment whose guest sends the reply that the test gives."""
 
     def __init__(self, archive: bytes, *, total: int | None = None, **done: Any) -> None:
@@ -58,18 +58,23 @@ def archive_of(*entries: tuple[tarfile.TarInfo, bytes]) -> bytes:
 
 
 def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
-    made = tarfile.TarInfo(name)
-    made.type, made.linkname = kind, link
-    return made
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, link
+    return member
 
 
 def find(bench: Any) -> Any:
     return SessionSkills(SkillExaminer()).find("own", bench)
 
 
-def test_only_plain_files_within_the_folder_are_the_skills() -> None:
-    odd = [entry("./../x"), entry("/etc/x"), entry("./a/../b"), entry("./link", tarfile.SYMTYPE, "/etc/passwd")]
-    odd += [
+def test_skill_contains_only_regular_files_inside_its_folder() -> None:
+    unsafe_entries = [
+        entry("./../x"),
+        entry("/etc/x"),
+        entry("./a/../b"),
+        entry("./link", tarfile.SYMTYPE, "/etc/passwd"),
+    ]
+    unsafe_entries += [
         entry("./hard", tarfile.LNKTYPE, "SKILL.md"),
         entry("./pipe", tarfile.FIFOTYPE),
         entry("./device", tarfile.CHRTYPE),
@@ -78,19 +83,19 @@ def test_only_plain_files_within_the_folder_are_the_skills() -> None:
         (entry("./SKILL.md"), FRONT),
         (entry("./data/x"), b"0"),
         (entry("./data/x"), b"1"),
-        *((name, b"") for name in odd),
+        *((name, b"") for name in unsafe_entries),
     )
-    skill = find(Liar(archive))
+    skill = find(HostileEnvironment(archive))
     assert [file.path for file in skill.files] == ["SKILL.md", "data/x"]
     assert skill.place == "/workspace/.skills/own"
 
 
-def test_a_worker_does_not_parse_what_a_sandbox_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_process_does_not_parse_archives_of_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     archive = archive_of((entry("./SKILL.md"), FRONT), (entry("./scripts/a"), b"#!/bin/sh"), (entry("./empty"), b""))
     expected = load_tar(archive, "own", "acme")
     for parser in ("workers.skills.archives.read_tar", "contract.skills.parse_skill", "yaml.load"):
         monkeypatch.setattr(parser, None)
-    skill = find(Liar(archive))
+    skill = find(HostileEnvironment(archive))
     assert skill.files == expected.files
     assert [skill.source.read(file.path) for file in skill.files] == [FRONT, b"", b"#!/bin/sh"]
 
@@ -98,24 +103,27 @@ def test_a_worker_does_not_parse_what_a_sandbox_sent(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("bench", "code"),
     [
-        (Liar(b"", cancelled=True), ErrorCode.CANCELLED),
-        (Liar(b"", timed_out=True), ErrorCode.TIMEOUT),
-        (Liar(b"", total=MAX_BYTES + 1), ErrorCode.INVALID_ARGUMENTS),
-        (Liar(archive_of((entry("./other"), b"x"))), ErrorCode.INVALID_ARGUMENTS),
-        (Liar(archive_of(*((entry(f"./{number}"), b"") for number in range(5000)))), ErrorCode.INVALID_ARGUMENTS),
+        (HostileEnvironment(b"", cancelled=True), ErrorCode.CANCELLED),
+        (HostileEnvironment(b"", timed_out=True), ErrorCode.TIMEOUT),
+        (HostileEnvironment(b"", total=MAX_BYTES + 1), ErrorCode.INVALID_ARGUMENTS),
+        (HostileEnvironment(archive_of((entry("./other"), b"x"))), ErrorCode.INVALID_ARGUMENTS),
+        (
+            HostileEnvironment(archive_of(*((entry(f"./{number}"), b"") for number in range(5000)))),
+            ErrorCode.INVALID_ARGUMENTS,
+        ),
     ],
 )
-def test_a_folder_that_is_no_skill_says_why(bench: Any, code: ErrorCode) -> None:
+def test_folder_that_is_not_a_skill_is_refused_with_a_code(bench: Any, code: ErrorCode) -> None:
     with pytest.raises(ToolFailure) as refused:
         find(bench)
     assert refused.value.code is code
 
 
 @given(st.binary(max_size=3000), st.integers(0, 3000))
-def test_whatever_comes_out_of_the_sandbox_is_a_skill_or_refused(junk: bytes, at: int) -> None:
+def test_any_archive_is_a_skill_or_refused(noise: bytes, at: int) -> None:
     whole = archive_of((entry("./SKILL.md"), FRONT), (entry("./a"), b"x" * 600))
     with contextlib.suppress(SkillBroken):
-        assert load_tar(whole[:at] + junk + whole[at + len(junk) :], "own").name == "own"
+        assert load_tar(whole[:at] + noise + whole[at + len(noise) :], "own").name == "own"
 
 
 BOMB = b"---\nname: own\ndescription: x\na0: &a0 {x: 1}\n" + b"".join(
@@ -127,44 +135,44 @@ SIDECAR = json.dumps(
 ).encode()
 
 
-def test_a_front_matter_that_would_expand_to_gigabytes_is_refused_before_it_is_built() -> None:
+def test_yaml_bomb_in_the_front_matter_is_refused_quickly() -> None:
     began = time.process_time()
     with pytest.raises(ToolFailure) as refused:
-        find(Liar(archive_of((entry("./SKILL.md"), BOMB + b"---\n"))))
+        find(HostileEnvironment(archive_of((entry("./SKILL.md"), BOMB + b"---\n"))))
     assert (refused.value.code, "anchors or aliases" in str(refused.value)) == (ErrorCode.INVALID_ARGUMENTS, True)
     assert time.process_time() - began < 1
 
 
-def test_a_schema_of_a_session_is_bounded_like_those_of_tenants() -> None:
+def test_regex_patterns_in_a_session_skill_schema_are_dropped() -> None:
     archive = archive_of(
         (entry("./SKILL.md"), FRONT), (entry("./scripts/run.py"), b"x"), (entry("./skill.tool.json"), SIDECAR)
     )
-    assert find(Liar(archive)).tool.spec.parameters["properties"] == {"a": {}}
+    assert find(HostileEnvironment(archive)).tool.spec.parameters["properties"] == {"a": {}}
 
 
-def test_the_parser_gets_no_secret_and_starts_once_per_content(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parser_process_has_no_secrets_and_results_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_SECRET", "s")
     monkeypatch.setenv("OPENAI_API_KEY", "s")
     assert not [name for name in parser_environment() if name.startswith(("TOOLCREW_", "OPENAI_"))]
     skills, archive = SessionSkills(SkillExaminer()), archive_of((entry("./SKILL.md"), FRONT))
-    first: Any = skills.find("own", Liar(archive))  # type: ignore[arg-type]
+    first: Any = skills.find("own", HostileEnvironment(archive))  # type: ignore[arg-type]
     monkeypatch.setattr("workers.skills.examiner.subprocess", None)
-    again: Any = skills.find("own", Liar(archive))  # type: ignore[arg-type]
-    assert (again.summary, again.body) == (first.summary, first.body)
+    second: Any = skills.find("own", HostileEnvironment(archive))  # type: ignore[arg-type]
+    assert (second.summary, second.body) == (first.summary, first.body)
 
 
-def test_a_process_that_fails_costs_its_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_parser_process_fails_only_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.skills.examiner.EXAMINE_S", 0.0)
     with pytest.raises(ToolFailure) as refused:
-        find(Liar(archive_of((entry("./SKILL.md"), FRONT))))
+        find(HostileEnvironment(archive_of((entry("./SKILL.md"), FRONT))))
     assert "limit of time or memory" in str(refused.value)
 
 
-def test_a_tar_that_failed_is_not_taken_for_a_skill() -> None:
+def test_archive_of_a_failed_tar_command_is_refused() -> None:
     with pytest.raises(ToolFailure, match="could not read"):
-        find(Liar(archive_of((entry("./SKILL.md"), FRONT)), exit_code=2))
+        find(HostileEnvironment(archive_of((entry("./SKILL.md"), FRONT)), exit_code=2))
 
 
-def test_a_list_names_only_what_can_be_a_skill() -> None:
-    skills: Any = SessionSkills(SkillExaminer()).all(Liar(b""))  # type: ignore[arg-type]
+def test_skill_list_contains_only_valid_names() -> None:
+    skills: Any = SessionSkills(SkillExaminer()).all(HostileEnvironment(b""))  # type: ignore[arg-type]
     assert skills == {"own": "Does it."}

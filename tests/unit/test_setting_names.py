@@ -26,13 +26,7 @@ from scripts.setting_docs import docstrings
 from telemetry.settings import LogSettings, TracingSettings
 from tests.stack import ROOT
 from workers.setting_list import PROCESSES, build_list
-from workers.settings import (
-    EgressSettings,
-    SandboxdSettings,
-    WebSettings,
-    WorkerSettings,
-    load_worker_settings,
-)
+from workers.settings import EgressSettings, SandboxdSettings, WebSettings, WorkerSettings, load_worker_settings
 
 CLASSES: tuple[type[BaseSettings], ...] = (
     OrchestratorSettings,
@@ -44,7 +38,7 @@ CLASSES: tuple[type[BaseSettings], ...] = (
 )
 
 
-def test_the_list_of_settings_is_that_of_all_settings_classes() -> None:
+def test_setting_names_match_the_settings_classes() -> None:
     """A new setting is added to contract/setting_names.py as well."""
     fields = {
         name
@@ -55,7 +49,7 @@ def test_the_list_of_settings_is_that_of_all_settings_classes() -> None:
     assert {name.removeprefix(PREFIX) for name in fields if name.startswith(PREFIX)} == SETTINGS
 
 
-def test_there_are_few_settings_and_each_says_who_changes_it() -> None:
+def test_settings_are_few_and_documented_with_their_audience() -> None:
     assert len(SETTINGS) <= 70
     for settings in (*CLASSES, SharedSettings, LogSettings):
         for name, meaning in docstrings(settings).items():
@@ -64,7 +58,7 @@ def test_there_are_few_settings_and_each_says_who_changes_it() -> None:
             )
 
 
-def test_every_name_in_deployment_files_scripts_and_tests_is_known() -> None:
+def test_setting_names_in_deployment_files_scripts_and_tests_exist() -> None:
     files = [
         ROOT / "docker-compose.yml",
         ROOT / "Dockerfile",
@@ -93,7 +87,7 @@ PROGRAMS = (
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_program_ends_with_the_name_before_it_does_anything(program: str, tmp_path: Path) -> None:
+def test_every_program_refuses_an_unknown_setting_at_startup(program: str, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", *program.split()]
     environment = {
         "PATH": "/usr/bin:/bin",
@@ -107,7 +101,7 @@ def test_every_program_ends_with_the_name_before_it_does_anything(program: str, 
     assert "did you mean TOOLCREW_REDIS_URL?" in done.stderr + done.stdout
 
 
-def test_variables_of_other_processes_and_of_kubernetes_are_accepted() -> None:
+def test_variables_of_other_processes_and_kubernetes_are_accepted() -> None:
     check_names(["PATH", "TOOLCREW_SANDBOXD_STATE", "toolcrew_redis_url", "TOOLCREW_API_BIND", "TOOLCREW_TEST_REQUIRE"])
     check_names(
         [
@@ -119,7 +113,7 @@ def test_variables_of_other_processes_and_of_kubernetes_are_accepted() -> None:
     )
 
 
-def test_a_name_like_no_other_is_refused_without_a_suggestion_and_many_are_counted() -> None:
+def test_unknown_settings_are_refused_and_counted() -> None:
     with pytest.raises(
         ConfigError, match=r"TOOLCREW_NOTHING_LIKE_IT is not a setting\. Correct the name or unset the variable"
     ):
@@ -142,7 +136,7 @@ def test_a_name_like_no_other_is_refused_without_a_suggestion_and_many_are_count
         ("CONCURRENCY", "many", "TOOLCREW_CONCURRENCY: Input should be a valid integer"),
     ],
 )
-def test_an_error_hides_the_value(name: str, value: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_error_hides_the_value(name: str, value: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://x")
     monkeypatch.setenv(f"TOOLCREW_{name}", value)
     with pytest.raises(ConfigError) as refused:
@@ -200,12 +194,12 @@ def test_secrets_are_hidden_and_the_redis_host_is_shown() -> None:
         "redis://u:a/b:geheim@h",
     ],
 )
-def test_a_redis_url_that_is_none_reports_nothing_of_what_may_be_its_password(url: str) -> None:
+def test_invalid_redis_url_is_shown_without_a_password(url: str) -> None:
     rows = rows_of(OrchestratorSettings.model_validate({"redis_url": url}))
     assert "geheim" not in (rows["TOOLCREW_REDIS_URL"][0] or "")
 
 
-async def test_every_process_is_listed_with_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settings_of_every_process_are_listed_with_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     monkeypatch.setenv("TOOLCREW_MAX_SANDBOXES", "many")
     processes = {process["process"]: process for process in await read_settings()}
@@ -217,22 +211,22 @@ async def test_every_process_is_listed_with_its_problem(monkeypatch: pytest.Monk
     assert (redis["value"], redis["origin"]) == (None, "default")
 
 
-def test_the_command_shows_settings_and_fails_for_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_show_prints_settings_and_fails_for_invalid_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_DEPLOYMENT", "blue")
-    shown = CliRunner().invoke(app, ["config", "show", "--set", "--origin"])
+    set_only = CliRunner().invoke(app, ["config", "show", "--set", "--origin"])
     monkeypatch.setenv("TOOLCREW_APPROVALS", "maybe")
     as_json = CliRunner().invoke(app, ["config", "show", "--json"])
 
-    assert shown.exit_code == 0
-    assert "TOOLCREW_DEPLOYMENT" in shown.stdout
-    assert "blue  [environment; default: default]" in shown.stdout
-    assert "TOOLCREW_DIALECT" not in shown.stdout
+    assert set_only.exit_code == 0
+    assert "TOOLCREW_DEPLOYMENT" in set_only.stdout
+    assert "blue  [environment; default: default]" in set_only.stdout
+    assert "TOOLCREW_DIALECT" not in set_only.stdout
     assert as_json.exit_code == 1
     problems = {row["process"]: row["problem"] for row in json.loads(as_json.stdout)["processes"]}
     assert "TOOLCREW_APPROVALS" in problems["orchestrator"]
 
 
-def test_asking_the_worker_side_leaves_no_process_behind_when_it_is_cancelled() -> None:
+def test_cancelled_settings_read_leaves_no_process() -> None:
     async def work() -> None:
         reading = asyncio.ensure_future(read_settings())
         await asyncio.sleep(0)
@@ -243,7 +237,7 @@ def test_asking_the_worker_side_leaves_no_process_behind_when_it_is_cancelled() 
     asyncio.run(work())
 
 
-def test_a_worker_with_something_else_wrong_says_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_reports_an_invalid_setting_before_a_missing_redis_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOOLCREW_REDIS_URL", raising=False)
     monkeypatch.setenv("TOOLCREW_CONCURRENCY", "0")
     assert ["TOOLCREW_CONCURRENCY" in row["problem"] for row in build_list() if row["process"] == "worker"] == [True]

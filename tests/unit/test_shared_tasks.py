@@ -14,26 +14,26 @@ from telemetry.logs import bound
 from tests.admission_harness import DEPLOYMENT, build_request, set_slots
 from tests.conftest import RedisProcess
 
-Begun = dict[str, list[dict[str, Any]]]
+StartedTasks = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture
-async def begun() -> AsyncIterator[Begun]:
+async def started_tasks() -> AsyncIterator[StartedTasks]:
     """Record the log context in which each task starts, by the name of its coroutine."""
-    begun: Begun = {}
+    started_tasks: StartedTasks = {}
 
     def begin(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> "asyncio.Task[Any]":
         names = {} if "context" in options else structlog.contextvars.get_contextvars()
-        begun.setdefault(work.__qualname__, []).append(names)
+        started_tasks.setdefault(work.__qualname__, []).append(names)
         return asyncio.Task(work, loop=loop, **options)
 
     loop = asyncio.get_running_loop()
     loop.set_task_factory(begin)  # type: ignore[arg-type]
-    yield begun
+    yield started_tasks
     loop.set_task_factory(None)
 
 
-async def test_a_shared_task_does_not_know_who_began_it() -> None:
+async def test_shared_task_has_no_log_context_of_its_first_call() -> None:
     async def names() -> dict[str, Any]:
         return structlog.contextvars.get_contextvars()
 
@@ -42,7 +42,7 @@ async def test_a_shared_task_does_not_know_who_began_it() -> None:
         assert await begin_shared(names(), "shared") == {}
 
 
-async def test_the_tasks_of_admission_have_no_call_context(redis_server: RedisProcess, begun: Begun) -> None:
+async def test_admission_tasks_have_no_call_context(redis_server: RedisProcess, started_tasks: StartedTasks) -> None:
     with redis_server.client() as client:
         set_slots(client, 1)
     async with redis.asyncio.Redis.from_url(redis_server.url) as connected:
@@ -53,6 +53,6 @@ async def test_the_tasks_of_admission_have_no_call_context(redis_server: RedisPr
                     pass
         finally:
             await admission.aclose()
-    assert begun["SharedAdmission._keep"] == [{}]
-    assert begun["ScriptConnection._open"] == [{}]
-    assert begun["GrantListener.run"] == [{}]
+    assert started_tasks["SharedAdmission._keep"] == [{}]
+    assert started_tasks["ScriptConnection._open"] == [{}]
+    assert started_tasks["GrantListener.run"] == [{}]

@@ -33,7 +33,6 @@ TEXTS = {
 
 def run(name: str, folder: Path, arguments: Any) -> "subprocess.CompletedProcess[str]":
     tool = SKILLS[name].tool
-    assert tool is not None
     script = SHIPPED / name / tool.sidecar.entrypoint
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     # Isolated: as in a sandbox there is nothing of ours, and no package.
@@ -44,7 +43,6 @@ def run(name: str, folder: Path, arguments: Any) -> "subprocess.CompletedProcess
 
 def run_skill_script(name: str, folder: Path, **arguments: Any) -> dict[str, Any]:
     tool = SKILLS[name].tool
-    assert tool is not None
     done = run(name, folder, prepare_arguments(tool.spec, arguments)[0])
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
@@ -60,23 +58,22 @@ def workspace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def found(workspace: Path, query: str, **arguments: Any) -> list[str]:
+def search_paths(workspace: Path, query: str, **arguments: Any) -> list[str]:
     return [
         result["path"] for result in run_skill_script("vector-search", workspace, query=query, **arguments)["results"]
     ]
 
 
-def test_text_without_spaces_between_its_words_is_searched_too(tmp_path: Path) -> None:
+def test_search_finds_words_in_text_without_spaces(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("先读取文件，然后写入。\n")
     (tmp_path / "other.md").write_text("玫瑰在春天修剪。\n")
-    assert found(tmp_path, "读取文件") == ["notes.md"]
+    assert search_paths(tmp_path, "读取文件") == ["notes.md"]
 
 
-def test_all_are_tools_without_faults_and_need_no_package() -> None:
+def test_shipped_skills_are_valid_tools_without_packages() -> None:
     assert tuple(SKILLS) == NAMES
     for skill in SKILLS.values():
         assert skill.summary.warnings == ()
-        assert skill.tool is not None
         source = ast.parse((SHIPPED / skill.name / skill.tool.sidecar.entrypoint).read_text())
         imported = {alias.name for node in ast.walk(source) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {str(node.module) for node in ast.walk(source) if isinstance(node, ast.ImportFrom)}
@@ -85,7 +82,7 @@ def test_all_are_tools_without_faults_and_need_no_package() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("arguments", ["", "[]", '{"query": 1, "files": 1}', '{"query": "!", "files": []}'])
-def test_wrong_arguments_are_a_short_error(name: str, arguments: str, tmp_path: Path) -> None:
+def test_invalid_script_arguments_give_a_short_error(name: str, arguments: str, tmp_path: Path) -> None:
     done = run(name, tmp_path, arguments)
     assert (done.returncode, done.stdout) == (1, "")
     assert "give" in done.stderr
@@ -101,25 +98,25 @@ def test_wrong_arguments_are_a_short_error(name: str, arguments: str, tmp_path: 
         ("packet size of the gateway", "deep/network.txt"),
     ],
 )
-def test_a_question_finds_its_passage_also_in_other_forms_of_its_words(workspace: Path, query: str, path: str) -> None:
-    assert found(workspace, query)[0] == path
+def test_search_matches_inflected_and_misspelled_words(workspace: Path, query: str, path: str) -> None:
+    assert search_paths(workspace, query)[0] == path
 
 
-def test_read_files_are_cached_until_they_change(workspace: Path) -> None:
-    assert found(workspace, "roses") == ["garden.md"]
+def test_search_caches_files_until_they_change(workspace: Path) -> None:
+    assert search_paths(workspace, "roses") == ["garden.md"]
     files = sorted((workspace / ".toolcrew" / "vector-search").iterdir())
     assert len(files) == 3
     before = [path.stat().st_mtime_ns for path in files]
-    assert found(workspace, "roses") == ["garden.md"]
+    assert search_paths(workspace, "roses") == ["garden.md"]
     assert [path.stat().st_mtime_ns for path in files] == before
     (workspace / "garden.md").write_text("Nothing grows.\n")
     (workspace / "billing.md").write_text("Roses are invoiced.\n")
     for path in files:
         path.write_text("{" if path != files[0] else path.read_text())
-    assert found(workspace, "roses") == ["billing.md"]
+    assert search_paths(workspace, "roses") == ["billing.md"]
 
 
-def test_a_table_is_described_by_its_columns(tmp_path: Path) -> None:
+def test_table_profile_describes_each_column(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(
         "id;when;amount;paid;zip;note\n1;2026-01-02;1.5;true;01067;a\n2;2026-02-01;3;false;53111;a\n3;;NA;true;01067;\n"
     )
@@ -143,7 +140,7 @@ def test_a_table_is_described_by_its_columns(tmp_path: Path) -> None:
     assert columns["note"]["top"] == [["a", 2]]
 
 
-def test_rows_that_do_not_fit_are_noted_and_counted(tmp_path: Path) -> None:
+def test_table_profile_notes_malformed_rows(tmp_path: Path) -> None:
     (tmp_path / "t.tsv").write_text("a\tb\n1\t2\n1\n1\t2\t3\n")
     (tmp_path / "t.jsonl").write_text('{"a": 1}\nno json\n[1]\n{"b": {"x": 1}}\n\n')
     tables = run_skill_script("table-profile", tmp_path, files=["t.tsv", "t.jsonl", "none.csv"])
@@ -153,7 +150,7 @@ def test_rows_that_do_not_fit_are_noted_and_counted(tmp_path: Path) -> None:
     assert tables["none.csv"] == {"error": "No such file or directory"}
 
 
-def test_a_table_of_many_rows_is_read_whole_and_its_values_are_distinguished_up_to_a_bound(tmp_path: Path) -> None:
+def test_table_profile_bounds_the_distinct_values_of_a_large_table(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("n\n" + "".join(f"{number}\n" for number in range(30_000)))
     (column,) = run_skill_script("table-profile", tmp_path, files=["t.csv"], top=0)["t.csv"]["columns"]
     assert column["distinct"] == 10_000
@@ -163,6 +160,6 @@ def test_a_table_of_many_rows_is_read_whole_and_its_values_are_distinguished_up_
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\0", b"a,b\n", b'"', b"\n\n\n", b"{", os.urandom(4000)])
-def test_any_file_gets_an_answer(tmp_path: Path, content: bytes) -> None:
+def test_table_profile_answers_for_any_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.csv").write_bytes(content)
     assert "t.csv" in run_skill_script("table-profile", tmp_path, files=["t.csv"])

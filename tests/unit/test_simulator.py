@@ -14,29 +14,29 @@ from benchmarks.simulator_clock import open_counting_pool, run_jumping
 from benchmarks.simulator_shares import share_out
 from tests.conftest import RedisProcess
 
-WISHES = st.dictionaries(st.integers(0, 50), st.tuples(st.floats(0, 100), st.floats(0.1, 10)), min_size=1)
+DEMANDS = st.dictionaries(st.integers(0, 50), st.tuples(st.floats(0, 100), st.floats(0.1, 10)), min_size=1)
 
 
-@given(st.floats(0.1, 500), WISHES)
-def test_a_fair_share_meets_demand_exactly(slots: float, demands: dict[int, tuple[float, float]]) -> None:
-    wanted, weights = (
-        {name: wish for name, (wish, _) in demands.items()},
+@given(st.floats(0.1, 500), DEMANDS)
+def test_fair_shares_meet_demand_exactly(slots: float, demands: dict[int, tuple[float, float]]) -> None:
+    requested, weights = (
+        {name: demand for name, (demand, _) in demands.items()},
         {name: weight for name, (_, weight) in demands.items()},
     )
-    given_out = share_out(slots, wanted, weights)
-    assert given_out.keys() == wanted.keys()
-    assert all(given_out[name] <= wanted[name] + 1e-6 for name in wanted)
-    assert sum(given_out.values()) == pytest.approx(min(slots, sum(wanted.values())), rel=1e-6, abs=1e-6)
+    shares = share_out(slots, requested, weights)
+    assert shares.keys() == requested.keys()
+    assert all(shares[name] <= requested[name] + 1e-6 for name in requested)
+    assert sum(shares.values()) == pytest.approx(min(slots, sum(requested.values())), rel=1e-6, abs=1e-6)
     # A tenant that got less than it wanted has, relative to its weight, as much as any other.
-    short = [name for name in wanted if given_out[name] < wanted[name] - 1e-6]
+    underserved = [name for name in requested if shares[name] < requested[name] - 1e-6]
     assert all(
-        given_out[name] / weights[name] >= given_out[other] / weights[other] - 1e-6
-        for name in short
-        for other in wanted
+        shares[name] / weights[name] >= shares[other] / weights[other] - 1e-6
+        for name in underserved
+        for other in requested
     )
 
 
-def test_an_hour_passes_at_once_and_in_order() -> None:
+def test_simulated_sleeps_end_immediately_and_in_order() -> None:
     async def main() -> tuple[list[int], float]:
         woken: list[int] = []
 
@@ -52,18 +52,18 @@ def test_an_hour_passes_at_once_and_in_order() -> None:
     assert time.monotonic() - began < 60
 
 
-def test_time_stands_still_during_a_redis_request(redis_server: RedisProcess) -> None:
+def test_simulated_clock_stops_during_a_redis_request(redis_server: RedisProcess) -> None:
     async def main() -> float:
         pool = open_counting_pool(redis_server.url, 4)
         async with redis.asyncio.Redis(connection_pool=pool) as client:
-            impatient = asyncio.create_task(asyncio.sleep(0.001))
+            sleeping = asyncio.create_task(asyncio.sleep(0.001))
             for _ in range(20):
                 async with client.pipeline(transaction=True) as pipe:
                     for _ in range(5):
                         pipe.incr("n")
                     await pipe.execute()
             before = asyncio.get_running_loop().time()
-            await impatient
+            await sleeping
         await pool.disconnect()
         return before
 

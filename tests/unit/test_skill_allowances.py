@@ -44,7 +44,7 @@ def read(value: Any) -> tuple[list[tuple[str, tuple[str, ...]]], list[str]]:
         ),
     ],
 )
-def test_both_forms_of_it_are_read(value: Any, expected: list[tuple[str, tuple[str, ...]]]) -> None:
+def test_allowed_tools_are_read_from_text_or_list(value: Any, expected: list[tuple[str, tuple[str, ...]]]) -> None:
     assert read(value) == (expected, [])
 
 
@@ -61,19 +61,21 @@ def test_both_forms_of_it_are_read(value: Any, expected: list[tuple[str, tuple[s
         ("Read " * 60, [("read_tool", ())] * MAX_ALLOWED_TOOLS, "the rest is ignored"),
     ],
 )
-def test_unusable_allowances_warn(value: Any, expected: list[tuple[str, tuple[str, ...]]], warning: str) -> None:
+def test_invalid_allowed_tools_give_a_warning(
+    value: Any, expected: list[tuple[str, tuple[str, ...]]], warning: str
+) -> None:
     allowances, warnings = read(value)
     assert allowances == expected
     assert warning in warnings[0]
 
 
 @given(st.one_of(st.text(), st.lists(st.text()), st.text(alphabet="Bash(git:*), ")))
-def test_any_value_is_read(value: Any) -> None:
+def test_any_allowed_tools_value_is_accepted(value: Any) -> None:
     allowances, _ = read(value)
     assert len(allowances) <= MAX_ALLOWED_TOOLS
 
 
-def test_a_skill_has_them_and_its_warnings() -> None:
+def test_parsed_skill_has_allowed_tools_and_warnings() -> None:
     text = parse_skill("---\nname: a\ndescription: Does a.\nallowed-tools: Bash(git:*) Read(x)\n---\n", "a")
     assert text.allowed_tools == (AllowedTool(tool="bash_tool", argv_prefix=("git",)),)
     assert "Read(x) is ignored" in text.warnings[0]
@@ -96,7 +98,7 @@ def load(digest: str = DIGEST, **fields: Any) -> tuple[ToolCall, ToolResult]:
     return call, ToolResult(call_id="c", name="skill_tool", success=True, metadata={"digest": digest}, **fields)
 
 
-def verdict(
+def decide_action(
     active: ActiveSkills, command: str = "git clean -fd", trusted: tuple[str, ...] = (DIGEST,), *rules: Rule
 ) -> str:
     policy = ApprovalPolicy((*rules, *active.rules(trusted, "acme")))
@@ -105,9 +107,9 @@ def verdict(
 
 def test_commands_of_a_loaded_trusted_skill_need_no_approval() -> None:
     active = ActiveSkills([SKILL])
-    assert verdict(active) == "ask"
+    assert decide_action(active) == "ask"
     assert active.record_use(*load()) == "keep-house"
-    assert verdict(active) == "allow"
+    assert decide_action(active) == "allow"
 
 
 @pytest.mark.parametrize(
@@ -123,32 +125,32 @@ def test_commands_of_a_loaded_trusted_skill_need_no_approval() -> None:
 def test_other_commands_still_need_approval(command: str) -> None:
     active = ActiveSkills([SKILL])
     active.record_use(*load())
-    assert verdict(active, command) == "ask"
+    assert decide_action(active, command) == "ask"
 
 
-def test_a_skill_lifts_no_deny_or_ask_rule() -> None:
+def test_allowed_tools_do_not_override_deny_or_ask_rules() -> None:
     active = ActiveSkills([SKILL.model_copy(update={"allowed_tools": (AllowedTool(tool="bash_tool"),)})])
     active.record_use(*load())
-    assert verdict(active) == "allow"
-    assert verdict(active, "rm -rf /") == "deny"
-    assert verdict(active, "git clean -fd", (DIGEST,), Rule("ask", "bash_tool")) == "ask"
-    assert verdict(active, "git clean -fd", (DIGEST,), Rule("deny", "bash_tool", argv_prefix=("git",))) == "deny"
+    assert decide_action(active) == "allow"
+    assert decide_action(active, "rm -rf /") == "deny"
+    assert decide_action(active, "git clean -fd", (DIGEST,), Rule("ask", "bash_tool")) == "ask"
+    assert decide_action(active, "git clean -fd", (DIGEST,), Rule("deny", "bash_tool", argv_prefix=("git",))) == "deny"
 
 
-def test_a_skill_that_is_not_trusted_has_other_content_or_could_not_be_loaded_saves_no_question() -> None:
+def test_untrusted_changed_or_failed_skill_allows_nothing() -> None:
     active, changed, failed = ActiveSkills([SKILL]), ActiveSkills([SKILL]), ActiveSkills([SKILL])
     call, result = load()
     active.record_use(call, result)
-    assert verdict(active, trusted=(OTHER,)) == "ask"
+    assert decide_action(active, trusted=(OTHER,)) == "ask"
     assert changed.record_use(*load(OTHER)) == "keep-house"
-    assert verdict(changed, trusted=(DIGEST, OTHER)) == "ask"
+    assert decide_action(changed, trusted=(DIGEST, OTHER)) == "ask"
     assert (
         failed.record_use(call, ToolResult.failed(call, ErrorCode.TIMEOUT, "no", metadata={"digest": DIGEST})) is None
     )
-    assert verdict(failed) == "ask"
+    assert decide_action(failed) == "ask"
 
 
-def test_other_calls_are_of_no_skill() -> None:
+def test_other_calls_activate_no_skill() -> None:
     active = ActiveSkills([SKILL])
     for name, arguments in (
         ("bash_tool", {"name": "keep-house"}),
@@ -160,12 +162,14 @@ def test_other_calls_are_of_no_skill() -> None:
             active.record_use(call, ToolResult(call_id="c", name=name, success=True, metadata={"digest": DIGEST}))
             is None
         )
-    own = ToolCall(id="c", name="keep-house", arguments={})
+    named_call = ToolCall(id="c", name="keep-house", arguments={})
     assert (
-        active.record_use(own, ToolResult(call_id="c", name="keep-house", success=True, metadata={"digest": DIGEST}))
+        active.record_use(
+            named_call, ToolResult(call_id="c", name="keep-house", success=True, metadata={"digest": DIGEST})
+        )
         == "keep-house"
     )
-    assert verdict(active) == "ask"
+    assert decide_action(active) == "ask"
 
 
 SKILL_TOOL = build_spec("skill_tool", description="Use a skill.")
@@ -181,7 +185,7 @@ def describe(skills: list[SkillSummary], uses: dict[str, int] | None = None, win
     return spec.description
 
 
-def test_those_that_are_used_least_are_left_out_and_it_says_so() -> None:
+def test_skill_list_omits_the_least_used_skills_with_a_notice() -> None:
     skills = [build_skill(f"s{number:02}", "x" * 900) for number in range(20)]
     description = describe(skills, {"s19": 3, "s05": 1})
     lines = description.splitlines()
@@ -195,7 +199,7 @@ def test_those_that_are_used_least_are_left_out_and_it_says_so() -> None:
     st.lists(st.tuples(st.integers(0, 99), st.integers(1, 4000)), max_size=60, unique_by=lambda pair: pair[0]),
     st.integers(0, 300_000),
 )
-def test_the_list_of_skills_is_bounded(sizes: list[tuple[int, int]], window: int) -> None:
+def test_skill_list_is_bounded(sizes: list[tuple[int, int]], window: int) -> None:
     skills = [build_skill(f"s{number}", "x" * size) for number, size in sizes]
     description = describe(skills, {}, window)
     notes = len("Skills, those that are used most:\n") + len("\n[99 more: use action list to see them]")
@@ -204,7 +208,7 @@ def test_the_list_of_skills_is_bounded(sizes: list[tuple[int, int]], window: int
     assert named == len(skills) or f"[{len(skills) - named} more" in description
 
 
-async def test_uses_are_counted_by_tenant_and_forgotten_in_the_end(redis_server: RedisProcess) -> None:
+async def test_skill_uses_are_counted_per_tenant_and_expire(redis_server: RedisProcess) -> None:
     async with redis.asyncio.Redis.from_url(redis_server.url) as client:
         uses = SkillUses(client, "d")
         for name in ("alpha", "beta", "alpha"):
@@ -213,10 +217,10 @@ async def test_uses_are_counted_by_tenant_and_forgotten_in_the_end(redis_server:
         assert 0 < await client.ttl(skill_uses_key("d", "acme")) <= USES_TTL_S
 
 
-@pytest.mark.parametrize("junk", [b"x", b"-1"])
-async def test_counts_that_cannot_be_had_are_none(redis_server: RedisProcess, junk: bytes) -> None:
+@pytest.mark.parametrize("stored_value", [b"x", b"-1"])
+async def test_unreadable_skill_uses_are_ignored(redis_server: RedisProcess, stored_value: bytes) -> None:
     async with redis.asyncio.Redis.from_url(redis_server.url) as client:
-        await client.hset(skill_uses_key("d", "acme"), "alpha", junk)
+        await client.hset(skill_uses_key("d", "acme"), "alpha", stored_value)
         assert await SkillUses(client, "d").of("acme") == {}
         redis_server.stop()
         assert await SkillUses(client, "d").of("acme") == {}

@@ -35,12 +35,12 @@ def zip_of(tmp_path: Path, fill: Fill, front: str = FRONT) -> Path:
 
 
 def entry(name: str, kind: int = stat.S_IFREG, mode: int = 0o644) -> zipfile.ZipInfo:
-    made = zipfile.ZipInfo(name)
-    made.create_system, made.external_attr = 3, (kind | mode) << 16
-    return made
+    info = zipfile.ZipInfo(name)
+    info.create_system, info.external_attr = 3, (kind | mode) << 16
+    return info
 
 
-def test_a_skill_that_is_packed_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_packed_skill_is_unpacked_unchanged(tmp_path: Path) -> None:
     folder = write_skill(
         tmp_path, "pdf", files={"scripts/a.py": "#!/bin/sh\n", "references/ü b.md": b"\x00\xff", "empty": b""}
     )
@@ -59,20 +59,20 @@ def test_a_skill_that_is_packed_comes_back_as_it_was(tmp_path: Path) -> None:
     assert (stored.summary, stored.owner) == (skill.summary, "acme")
 
 
-def test_a_folder_or_what_is_in_it_may_be_packed_and_what_other_programs_add_is_left_out(tmp_path: Path) -> None:
+def test_zip_may_contain_a_folder_or_its_content_and_junk_is_ignored(tmp_path: Path) -> None:
     at_top = tmp_path / "pdf.zip"
     with zipfile.ZipFile(at_top, "w") as archive:
         archive.writestr("SKILL.md", FRONT)
         archive.writestr("scripts/a.py", "print()")
     assert load_zip(at_top).summary.warnings == ()
-    noisy = zip_of(
+    with_junk = zip_of(
         tmp_path,
         lambda archive: [
             archive.writestr(name, "x")
             for name in ("pdf/.git/config", "__MACOSX/pdf/._SKILL.md", "pdf/a/__pycache__/b")
         ],
     )
-    assert [file.path for file in load_zip(noisy).files] == ["SKILL.md"]
+    assert [file.path for file in load_zip(with_junk).files] == ["SKILL.md"]
 
 
 @pytest.mark.parametrize(
@@ -96,18 +96,18 @@ def test_a_folder_or_what_is_in_it_may_be_packed_and_what_other_programs_add_is_
         (lambda archive: archive.writestr("pdf/zeros", bytes(MAX_BUNDLE_BYTES)), "larger than 64 MiB"),
     ],
 )
-def test_special_files_are_refused(tmp_path: Path, fill: Fill, expected: str) -> None:
+def test_unsafe_zip_entries_are_refused(tmp_path: Path, fill: Fill, expected: str) -> None:
     with pytest.raises(SkillBroken, match=expected):
         load_zip(zip_of(tmp_path, fill))
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_duplicate_names_in_a_zip_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SkillBroken, match="occurs twice in it"):
         load_zip(zip_of(tmp_path, lambda archive: archive.writestr("pdf/SKILL.md", "other")))
 
 
-def test_a_file_that_says_it_is_small_is_read_no_further_than_a_skill_may_be(tmp_path: Path) -> None:
+def test_zip_entry_with_a_false_size_is_refused(tmp_path: Path) -> None:
     path = zip_of(tmp_path, lambda archive: archive.writestr("pdf/zeros", bytes(MAX_BUNDLE_BYTES)))
     data = path.read_bytes().replace(MAX_BUNDLE_BYTES.to_bytes(4, "little"), (10).to_bytes(4, "little"))
     path.write_bytes(data)
@@ -115,7 +115,7 @@ def test_a_file_that_says_it_is_small_is_read_no_further_than_a_skill_may_be(tmp
         load_zip(path)
 
 
-def test_a_folder_without_a_skill_says_what_is_missing(tmp_path: Path) -> None:
+def test_zip_without_a_skill_or_with_encryption_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "x.zip"
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("a/b", "x")
@@ -131,7 +131,7 @@ def test_a_folder_without_a_skill_says_what_is_missing(tmp_path: Path) -> None:
         load_zip(encrypted)
 
 
-def test_a_hostile_archive_is_examined_in_a_program_of_its_own(tmp_path: Path) -> None:
+def test_hostile_archive_is_examined_in_a_separate_process(tmp_path: Path) -> None:
     with pytest.raises(SkillBroken, match="is not a regular file"):
         examine_skill(
             zip_of(tmp_path, lambda archive: archive.writestr(entry("pdf/link", stat.S_IFLNK), "/etc/passwd"))
@@ -147,32 +147,32 @@ def test_a_hostile_archive_is_examined_in_a_program_of_its_own(tmp_path: Path) -
 
 @settings(deadline=None)
 @given(st.binary(max_size=2000), st.integers(0, 400))
-def test_a_damaged_archive_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, junk: bytes, at: int) -> None:
+def test_damaged_zip_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int) -> None:
     folder = tmp_path_factory.mktemp("zip")
     path = zip_of(folder, lambda archive: archive.writestr("pdf/a", "x" * 50))
     data = path.read_bytes()
-    path.write_bytes(data[:at] + junk + data[at + len(junk) :])
+    path.write_bytes(data[:at] + noise + data[at + len(noise) :])
     with contextlib.suppress(SkillBroken):
         assert load_zip(path).name == "pdf"
 
 
 @given(st.binary(max_size=500))
-def test_stored_data_is_a_bundle_or_refused(junk: bytes) -> None:
+def test_any_stored_bytes_are_refused_as_a_bundle(noise: bytes) -> None:
     with pytest.raises(SkillBroken):
-        expand_bundle(junk)
+        expand_bundle(noise)
 
 
-def test_the_largest_skill_is_examined_within_the_memory_that_there_is_for_it(tmp_path: Path) -> None:
+def test_largest_skill_is_examined_within_the_memory_limit(tmp_path: Path) -> None:
     folder = write_skill(tmp_path, "large", files={f"part-{number}": os.urandom(10_000_000) for number in range(6)})
     examined = examine_skill(folder, as_zip=tmp_path / "large.zip", as_bundle=tmp_path / "bundle")
     assert examine_skill(tmp_path / "large.zip", as_bundle=tmp_path / "again") == examined
     assert (tmp_path / "again").read_bytes() == (tmp_path / "bundle").read_bytes()
 
 
-def test_the_program_that_examines_a_skill_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examining_process_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program parses a tenant's data, so a tenant's code may run there."""
-    tell = "import json, os; print(json.dumps({'broken': ' '.join(os.environ)}))"
-    monkeypatch.setattr(skill_folders, "program", lambda _: [sys.executable, "-c", tell])
+    print_environment = "import json, os; print(json.dumps({'broken': ' '.join(os.environ)}))"
+    monkeypatch.setattr(skill_folders, "program", lambda _: [sys.executable, "-c", print_environment])
     for name in ("TOOLCREW_SECRET", "TOOLCREW_REDIS_URL", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret")
     with pytest.raises(SkillBroken) as refused:

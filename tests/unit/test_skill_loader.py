@@ -60,11 +60,7 @@ def parse(matter: str) -> rules.SkillText:
     return parse_skill(f"---\n{matter}\n---\nbody", "a")
 
 
-def warnings_of(matter: str) -> str:
-    return "\n".join(parse(matter).warnings)
-
-
-def test_a_skill_is_its_front_matter_its_text_and_its_files(tmp_path: Path) -> None:
+def test_skill_has_front_matter_body_and_files(tmp_path: Path) -> None:
     matter = (
         "name: pdf-forms\ndescription: Fills forms.\nlicense: MIT\ncompatibility: needs python\nallowed-tools: [Read]\n"
         "metadata: {a: b}"
@@ -99,10 +95,10 @@ def test_a_skill_is_its_front_matter_its_text_and_its_files(tmp_path: Path) -> N
     ],
 )
 def test_non_standard_skills_load_with_a_warning(matter: str, message: str) -> None:
-    assert message in warnings_of(matter)
+    assert message in "\n".join(parse(matter).warnings)
 
 
-def test_an_unquoted_colon_is_read_as_it_was_meant() -> None:
+def test_unquoted_colon_in_a_value_is_accepted() -> None:
     text = parse("name: a\ndescription: Use it: often,\n  and well\nlicense: 'MIT'")
     assert (text.description, text.license) == ("Use it: often, and well", "MIT")
 
@@ -133,7 +129,7 @@ def test_unusable_skills_are_refused_with_advice(source: str, message: str) -> N
 
 
 @given(st.one_of(st.text(max_size=400), st.lists(st.sampled_from(YAML_WORDS), max_size=30).map("".join)))
-def test_no_front_matter_does_anything_but_parse_or_be_refused(matter: str) -> None:
+def test_any_front_matter_is_parsed_or_refused(matter: str) -> None:
     with contextlib.suppress(SkillBroken):
         text = parse(matter)
         assert text.name
@@ -141,12 +137,12 @@ def test_no_front_matter_does_anything_but_parse_or_be_refused(matter: str) -> N
 
 
 @given(LINE, LINE)
-def test_text_that_yaml_writes_is_read_back(description: str, compatibility: str) -> None:
+def test_text_written_by_yaml_is_read_back(description: str, compatibility: str) -> None:
     text = parse(front(description=description, compatibility=compatibility))
     assert (text.description, text.compatibility) == (" ".join(description.split()), " ".join(compatibility.split()))
 
 
-def test_a_broken_skill_is_logged_and_others_load(tmp_path: Path) -> None:
+def test_broken_skill_is_logged_and_others_load(tmp_path: Path) -> None:
     write_skill(tmp_path, "a", "name: a")
     write_skill(tmp_path, "b")
     (tmp_path / "notes").mkdir()
@@ -159,7 +155,7 @@ def test_a_broken_skill_is_logged_and_others_load(tmp_path: Path) -> None:
     ]
 
 
-def test_the_first_root_wins_for_a_name(tmp_path: Path) -> None:
+def test_first_root_wins_for_a_duplicate_name(tmp_path: Path) -> None:
     first, second = write_skill(tmp_path / "1", "a"), write_skill(tmp_path / "2", "a", body="other")
     with capture_logs() as logs:
         [skill] = load_skills([tmp_path / "1", tmp_path / "2"])
@@ -167,12 +163,12 @@ def test_the_first_root_wins_for_a_name(tmp_path: Path) -> None:
     assert [(log["event"], log["folder"]) for log in logs] == [("skill_shadowed", str(second))]
 
 
-def test_a_root_that_is_not_there_is_an_error_of_the_operator(tmp_path: Path) -> None:
+def test_missing_skills_root_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="TOOLCREW_SKILLS"):
         load_skills([tmp_path / "none"])
 
 
-def test_a_link_that_leads_out_is_refused_and_one_inside_is_a_file(tmp_path: Path) -> None:
+def test_link_to_outside_is_refused_and_link_inside_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s")
     inside = write_skill(tmp_path, "a", files={"b.md": "b"})
     (inside / "c.md").symlink_to("b.md")
@@ -184,7 +180,7 @@ def test_a_link_that_leads_out_is_refused_and_one_inside_is_a_file(tmp_path: Pat
             load(inside)
 
 
-def test_folders_may_be_nested_as_deep_as_anybody_needs(tmp_path: Path) -> None:
+def test_folders_nested_deeper_than_32_are_refused(tmp_path: Path) -> None:
     folder = write_skill(tmp_path, "a")
     deep = folder.joinpath(*["d"] * 32)
     deep.mkdir(parents=True)
@@ -198,12 +194,11 @@ def test_folders_may_be_nested_as_deep_as_anybody_needs(tmp_path: Path) -> None:
             load(folder)
 
 
-def test_a_sidecar_that_is_broken_is_a_warning_and_the_skill_is_one(tmp_path: Path) -> None:
-    fine = write_skill(tmp_path, "a", files={"scripts/a.py": "1", SIDECAR_FILE: '{"entrypoint": "scripts/a.py"}'})
+def test_broken_sidecar_is_a_warning_and_the_skill_loads(tmp_path: Path) -> None:
+    valid = write_skill(tmp_path, "a", files={"scripts/a.py": "1", SIDECAR_FILE: '{"entrypoint": "scripts/a.py"}'})
     broken = write_skill(tmp_path, "b", files={SIDECAR_FILE: '{"entrypoint": "scripts/a.py"}'})
-    tool = load_skill(fine).tool
-    assert tool is not None
-    assert (tool.spec.name, load_skill(fine).summary.warnings) == ("a", ())
+    tool = load_skill(valid).tool
+    assert (tool.spec.name, load_skill(valid).summary.warnings) == ("a", ())
     assert load_skill(broken).tool is None
     (warning,) = examine_skill(broken).skill.warnings
     assert warning.startswith("its skill.tool.json is not used")
@@ -221,7 +216,7 @@ def test_too_many_or_too_large_files_are_refused(tmp_path: Path) -> None:
             load(large)
 
 
-def test_a_missing_run_bit_is_warned_of(tmp_path: Path) -> None:
+def test_script_without_an_executable_bit_gives_a_warning(tmp_path: Path) -> None:
     folder = write_skill(tmp_path, "a", files={"scripts/a.py": "#!/bin/sh\n", "scripts/b.py": "import a\n"})
     (folder / "scripts" / "a.py").chmod(0o644)
     (folder / "scripts" / "b.py").chmod(0o644)
@@ -230,7 +225,7 @@ def test_a_missing_run_bit_is_warned_of(tmp_path: Path) -> None:
     assert examine_skill(folder).skill.warnings == (expected,)
 
 
-def test_the_digest_reports_names_run_bits_and_bytes_apart(tmp_path: Path) -> None:
+def test_digest_depends_on_names_executable_bits_and_content(tmp_path: Path) -> None:
     def digest(place: str, files: dict[str, str | bytes]) -> str:
         return load_skill(write_skill(tmp_path / place, "a", files=files)).summary.digest
 
@@ -246,7 +241,7 @@ def test_the_digest_reports_names_run_bits_and_bytes_apart(tmp_path: Path) -> No
     assert load_skill(tmp_path / "2" / "a").summary.digest != base
 
 
-def test_files_that_have_changed_are_not_packed(tmp_path: Path) -> None:
+def test_changed_files_are_not_packed(tmp_path: Path) -> None:
     folder = write_skill(tmp_path, "a", files={"b": "c"})
     skill = load_skill(folder)
     with pack_skill(skill) as first, pack_skill(skill) as second:
@@ -259,7 +254,7 @@ def test_files_that_have_changed_are_not_packed(tmp_path: Path) -> None:
         assert refused.value.code is ErrorCode.STALE_FILE
 
 
-def test_a_bundle_with_the_longest_names_is_no_larger_an_archive_than_is_taken(tmp_path: Path) -> None:
+def test_archive_with_the_longest_names_stays_below_the_archive_limit(tmp_path: Path) -> None:
     deep = "/".join(["d" * 250] * 15)
     folder = write_skill(tmp_path, "a", files={f"{deep}/{number:0250}": b"" for number in range(50)})
     skill = load_skill(folder)
@@ -276,11 +271,15 @@ def parse_fields(**fields: Any) -> Any:
     return parse_sidecar(json.dumps({**LEAST, **fields}).encode(), SIDECAR_FILES)
 
 
+def nest_schema(depth: int) -> dict[str, Any]:
+    return {"type": "object", **({"properties": {"a": nest_schema(depth - 1)}} if depth else {})}
+
+
 def build_summary(name: str = "word-count", description: str = "Counts words.") -> SkillSummary:
     return SkillSummary(name=name, description=description, digest="0" * 64, files=2, bytes=1)
 
 
-def test_all_that_it_says_is_in_the_spec() -> None:
+def test_sidecar_fields_are_in_the_tool_spec() -> None:
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     sidecar = parse_fields(
         parameters=parameters,
@@ -313,59 +312,51 @@ def test_all_that_it_says_is_in_the_spec() -> None:
         ({"parameters": {"type": "object", "properties": {"a": {"type": "no-type"}}}}, "parameters"),
         ({"parameters": {"type": "object", "properties": {"a": {"$ref": "https://example.org/x"}}}}, "not within it"),
         ({"parameters": "x"}, "parameters"),
+        ({"parameters": nest_schema(150)}, "recursion"),
         ({"unknown": 1}, "unknown"),
     ],
 )
-def test_an_invalid_tool_is_reported(fields: dict[str, Any], message: str) -> None:
+def test_invalid_sidecar_field_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SidecarBroken, match=message):
         parse_fields(**fields)
 
 
+def build_sidecar_text(default: bytes) -> bytes:
+    parameters = b'{"type": "object", "properties": {"a": {"default": ' + default + b"}}}"
+    return b'{"entrypoint": "scripts/run.py", "parameters": ' + parameters + b"}"
+
+
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b"{", b"\xff", b"null", b"{}", b"[" * 10_000, b" " * (MAX_SIDECAR_BYTES + 1)]
+    "text",
+    [
+        *[b"", b"[]", b"{", b"\xff", b"null", b"{}", b"[" * 10_000, b" " * (MAX_SIDECAR_BYTES + 1)],
+        *map(build_sidecar_text, [b"NaN", b"Infinity", b"-Infinity", b"1e999"]),
+    ],
+    ids=lambda text: repr(text[-30:]),
 )
-def test_an_invalid_sidecar_is_reported(text: bytes) -> None:
-    with pytest.raises(SidecarBroken):
-        parse_sidecar(text, SIDECAR_FILES)
-
-
-def test_a_deeply_nested_schema_is_reported() -> None:
-    schema: dict[str, Any] = {"type": "object"}
-    for _ in range(150):
-        schema = {"type": "object", "properties": {"a": schema}}
-    with pytest.raises(SidecarBroken, match="recursion"):
-        parse_fields(parameters=schema)
-
-
-@pytest.mark.parametrize("name", ["a.b", "x" * 65, "a b"])
-def test_an_invalid_tool_name_is_reported(name: str) -> None:
-    with pytest.raises((SidecarBroken, ValueError)):
-        build_skill_spec(build_summary(name), parse_fields())
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_invalid_json_numbers_are_reported(number: str) -> None:
-    text = (
-        b'{"entrypoint": "scripts/run.py", "parameters": {"type": "object", "properties": {"a": {"default": '
-        + number.encode()
-        + b"}}}}"
-    )
+def test_invalid_sidecar_file_is_refused(text: bytes) -> None:
     with pytest.raises(SidecarBroken):
         build_skill_spec(build_summary(), parse_sidecar(text, SIDECAR_FILES))
 
 
-def test_arguments_as_words() -> None:
+@pytest.mark.parametrize("name", ["a.b", "x" * 65, "a b"])
+def test_invalid_skill_tool_name_is_refused(name: str) -> None:
+    with pytest.raises((SidecarBroken, ValueError)):
+        build_skill_spec(build_summary(name), parse_fields())
+
+
+def test_build_argv_converts_arguments_to_options() -> None:
     parameters = {"path": "-rf", "deep": True, "quiet": False, "none": None, "n": [1, "b"], "at": {"x": "ü"}, "f": 1.5}
     assert build_argv(parameters) == ["--path=-rf", "--deep", "--n=1", "--n=b", '--at={"x": "ü"}', "--f=1.5"]
 
 
 @given(st.binary(max_size=400))
-def test_any_bytes_make_a_sidecar_or_a_sentence(text: bytes) -> None:
+def test_any_bytes_are_a_sidecar_or_refused(text: bytes) -> None:
     with contextlib.suppress(SidecarBroken):
         parse_sidecar(text, SIDECAR_FILES)
 
 
-async def put(store: SkillVolume, root: Path, scope: str, name: str) -> str:
+async def place_skill(store: SkillVolume, root: Path, scope: str, name: str) -> str:
     skill = load_skill(write_skill(root, name, files={"big": bytes(40_000)}))
 
     async def chunks() -> AsyncIterator[bytes]:
@@ -375,16 +366,16 @@ async def put(store: SkillVolume, root: Path, scope: str, name: str) -> str:
     return await store.place(scope, skill.summary.digest, chunks())
 
 
-async def test_a_tenant_evicts_only_its_own_skills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tenant_evicts_only_its_own_skills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skill_store, "MAX_TENANT_BYTES", 100_000)
     monkeypatch.setattr(skill_store, "MAX_TOTAL_BYTES", 200_000)
     store = SkillVolume(FakeEngine(), "default", {})  # type: ignore[arg-type]
-    first = await put(store, tmp_path / "1", "acme", "a")
+    first = await place_skill(store, tmp_path / "1", "acme", "a")
     with pytest.raises(ToolFailure, match="skills that tenant acme has used") as refused:
-        await put(store, tmp_path / "2", "acme", "b")
+        await place_skill(store, tmp_path / "2", "acme", "b")
     assert refused.value.code is ErrorCode.QUOTA_EXCEEDED
     assert store.find("acme", load_skill(tmp_path / "1" / "a").summary.digest) == first
-    await put(store, tmp_path / "3", "rival", "c")
-    await put(store, tmp_path / "4", "", "d")
+    await place_skill(store, tmp_path / "3", "rival", "c")
+    await place_skill(store, tmp_path / "4", "", "d")
     with pytest.raises(SandboxUnavailable, match="restart sandboxd"):
-        await put(store, tmp_path / "5", "", "e")
+        await place_skill(store, tmp_path / "5", "", "e")

@@ -18,7 +18,7 @@ from workers.skills.loader import load_skills
 from workers.skills.tool import build_skill_tool, register_skill_tools
 from workers.tools.base import Handler
 
-FINE = build_exec_response()
+EXEC_RESPONSE = build_exec_response()
 
 
 class Bench:
@@ -66,7 +66,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_load_gives_the_instructions_and_at_most_a_hundred_files(root: Path) -> None:
+def test_load_returns_instructions_and_at_most_100_files(root: Path) -> None:
     alpha, beta = Bench(root).use(name="alpha"), Bench(root).use(name="beta", action="load")
     assert alpha.text().startswith('<skill name="alpha">\nDo alpha.\n</skill>\n')
     assert "- scripts/a.py (8 bytes)" in alpha.text()
@@ -76,7 +76,7 @@ def test_load_gives_the_instructions_and_at_most_a_hundred_files(root: Path) -> 
     assert beta.truncated
 
 
-def test_read_gives_pages_of_numbered_lines(root: Path) -> None:
+def test_read_returns_pages_of_numbered_lines(root: Path) -> None:
     def page(**arguments: Any) -> str:
         return Bench(root).use(name="alpha", action="read", **arguments).text()
 
@@ -102,7 +102,7 @@ def test_read_gives_pages_of_numbered_lines(root: Path) -> None:
         ({"path": "long.md", "script": "a.py"}, ErrorCode.INVALID_ARGUMENTS),
     ],
 )
-def test_files_and_scripts_outside_of_the_bundle_or_unreadable_are_refused(
+def test_files_outside_the_bundle_or_unreadable_are_refused(
     root: Path, arguments: dict[str, Any], code: ErrorCode
 ) -> None:
     bench = Bench(root)
@@ -110,12 +110,12 @@ def test_files_and_scripts_outside_of_the_bundle_or_unreadable_are_refused(
     assert bench.client.requests == []
 
 
-def test_a_name_that_is_none_gets_the_nearest(root: Path) -> None:
+def test_unknown_skill_name_suggests_the_nearest(root: Path) -> None:
     result = Bench(root).use(name="alfa")
     assert (result.error_code, "there are alpha" in result.text()) == (ErrorCode.FILE_NOT_FOUND, True)
 
 
-def test_a_bundle_that_is_there_is_not_brought_again(root: Path) -> None:
+def test_bundle_is_sent_to_the_sandbox_once(root: Path) -> None:
     bench = Bench(root, build_exec_response(b"1\n"), build_exec_response(b"1\n"))
     for _ in range(2):
         assert bench.use(name="alpha", action="run", script="scripts/a.py").success
@@ -123,21 +123,21 @@ def test_a_bundle_that_is_there_is_not_brought_again(root: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"short", b"line 1\n" * 9999, b"\0" * 43893])
-def test_files_that_were_changed_since_they_were_loaded_are_not_brought(root: Path, content: bytes) -> None:
+def test_files_changed_after_loading_are_not_sent(root: Path, content: bytes) -> None:
     bench = Bench(root)
     (root / "alpha" / "long.md").write_bytes(content)
     assert bench.use(name="alpha", action="run", script="a.py").error_code is ErrorCode.STALE_FILE
     assert bench.client.placed == 0
 
 
-def test_a_file_that_has_grown_since_it_was_loaded_is_not_read_to_its_end(root: Path) -> None:
+def test_file_that_grew_after_loading_is_refused(root: Path) -> None:
     bench = Bench(root)
     (root / "alpha" / "long.md").write_bytes(b"line 1\n" * 99999)
     assert bench.use(name="alpha", action="read", path="long.md").error_code is ErrorCode.STALE_FILE
 
 
 @pytest.mark.parametrize(
-    ("script", "before"),
+    ("script", "prefix"),
     [
         ("b", ["python3", "-u"]),
         ("c", ["/bin/bash", "-e"]),
@@ -148,17 +148,17 @@ def test_a_file_that_has_grown_since_it_was_loaded_is_not_read_to_its_end(root: 
         ("h", ["/bin/sh", "-e -u"]),
     ],
 )
-def test_a_script_is_run_by_its_first_line_or_by_itself(root: Path, script: str, before: list[str]) -> None:
-    bench = Bench(root, FINE)
+def test_script_is_run_by_its_shebang_or_directly(root: Path, script: str, prefix: list[str]) -> None:
+    bench = Bench(root, EXEC_RESPONSE)
     assert bench.use(name="alpha", action="run", script=script).success
-    assert bench.client.requests[-1]["argv"][:-1] == before
+    assert bench.client.requests[-1]["argv"][:-1] == prefix
 
 
 @pytest.mark.parametrize(
     "arguments",
     [{"timeout": "5m"}, {"timeout": None}, {"timeout": 5000}, {"cwd": 7}, {"command": [1], "background": 1}],
 )
-def test_parameters_of_a_skill_may_have_any_name(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_skill_parameters_may_have_any_name(tmp_path: Path, arguments: dict[str, Any]) -> None:
     sidecar = json.dumps(
         {
             "entrypoint": "scripts/a.sh",
@@ -173,18 +173,18 @@ def test_parameters_of_a_skill_may_have_any_name(tmp_path: Path, arguments: dict
     assert (result.text(), json.loads(client.bodies[0])) == ("1\n", arguments)
 
 
-def test_a_sandboxd_lost_during_a_skill_load_leaves_the_call_unstarted(root: Path) -> None:
+def test_lost_sandboxd_during_a_skill_load_leaves_the_call_unstarted(root: Path) -> None:
     bench = Bench(root)
 
-    def gone(*_: Any, **__: Any) -> str:
+    def fail_unreachable(*_: Any, **__: Any) -> str:
         raise SandboxdUnreachable("sandboxd is ending", was_sent=True)
 
-    bench.client.find_skill = gone  # type: ignore[method-assign]
+    bench.client.find_skill = fail_unreachable  # type: ignore[method-assign]
     result = bench.use(name="alpha", action="run", script="a.py")
     assert (result.error_code, result.metadata["not_run"]) == (ErrorCode.SANDBOX_UNAVAILABLE, "sandboxd")
 
 
-def test_a_thousand_skills_are_listed_as_far_as_there_is_room(tmp_path: Path) -> None:
+def test_skill_list_in_the_description_is_bounded(tmp_path: Path) -> None:
     for number in range(40):
         write_skill(tmp_path, f"s{number}", front=f"name: s{number}\ndescription: {'word ' * 100}")
     bench = Bench(tmp_path)

@@ -25,7 +25,7 @@ QUEUE = "host.h1.b00t"
 
 
 @pytest.mark.parametrize(("in_flight", "slots", "in_use"), [(0, 4, 0), (3, 4, 3), (4, 4, 4), (6, 4, 4), (3, 0, 0)])
-def test_calls_beyond_the_slots_use_none(in_flight: int, slots: int, in_use: int) -> None:
+def test_slots_in_use_never_exceed_the_slots(in_flight: int, slots: int, in_use: int) -> None:
     assert count_slots_in_use(in_flight, slots) == in_use
 
 
@@ -47,35 +47,37 @@ async def fill(client: "redis.asyncio.Redis", server: RedisProcess) -> None:
                 harness.ask("acme", queue=queue, limit_s=0.5, policy=TenantPolicy(in_flight=100))
 
 
-async def test_every_surface_shows_the_same_numbers(redis_server: RedisProcess) -> None:
+async def test_overview_pages_and_metrics_show_the_same_slots(redis_server: RedisProcess) -> None:
     async with redis.asyncio.Redis.from_url(redis_server.url, socket_timeout=10) as client:
         await fill(client, redis_server)
-        look = await OverviewReader(client, DEPLOYMENT, KEY).read()
+        overview = await OverviewReader(client, DEPLOYMENT, KEY).read()
         metrics = read_page(await MetricsPage(client, DEPLOYMENT).render())
 
-    assert (look.slots_in_use, look.slots) == (5, 6)
-    assert {queue.queue: (queue.slots_in_use, queue.slots) for queue in look.queues if queue.slots} == {
+    assert (overview.slots_in_use, overview.slots) == (5, 6)
+    assert {queue.queue: (queue.slots_in_use, queue.slots) for queue in overview.queues if queue.slots} == {
         QUEUE: (3, 4),
         POOL_WEB: (2, 2),
     }
-    check_pages(look)
+    check_pages(overview)
     in_use = counted(metrics, "toolcrew_queue_slots_in_use")
     assert {name: number for (name,), number in in_use.items() if number} == {QUEUE: 3, POOL_WEB: 2}
-    assert counted(metrics, "toolcrew_tenant_calls")["in_flight", "acme"] == look.tenants[0].held == 6
+    assert counted(metrics, "toolcrew_tenant_calls")["in_flight", "acme"] == overview.tenants[0].held == 6
 
 
-def check_pages(look: Overview) -> None:
+def check_pages(overview: Overview) -> None:
     viewer = Viewer("ann", "operator", None, "token")
     values = {"tenants": [], "live": [], "batches": [], "approvals": "0", "seen": 0, "unseen": 0}
-    page = build("overview.part.html", viewer, snapshot=look, **values)
+    page = build("overview.part.html", viewer, snapshot=overview, **values)
     assert re.search(r"<dt>Slots in use</dt><dd>5 <small>of 6</small>", page)
     assert re.search(rf"{re.escape(QUEUE)}</th><td data-label=\"Slots in use\" class=\"number\">3 of 4</td>", page)
     assert re.search(rf"{re.escape(POOL_WEB)}</th><td data-label=\"Slots in use\" class=\"number\">2 of 2</td>", page)
-    rows = build("tenants.part.html", viewer, tenants=[{"summary": look.tenants[0], "sessions": 0}], keys=None, left=0)
+    rows = build(
+        "tenants.part.html", viewer, tenants=[{"summary": overview.tenants[0], "sessions": 0}], keys=None, left=0
+    )
     assert '<td data-label="In flight" class="number">6 of 100</td>' in rows
 
 
-def test_the_list_of_tenants_shows_its_calls(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_list_shows_calls_in_flight(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
     monkeypatch.setenv("TOOLCREW_DEPLOYMENT", DEPLOYMENT)
     assert CliRunner().invoke(app, ["tenants", "add", "acme", "--in-flight", "2", "--queued", "9"]).exit_code == 0

@@ -26,77 +26,77 @@ from tests.builders import KEY, build_call
 from tests.otlp_collector import open_collector
 from tests.stack import free_port
 
-PATIENCE_S = 20.0
+WAIT_S = 20.0
 OTEL = _Otel("test", print)
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, url: str, warned: list[str], **more: str) -> Tracer:
+def open_test_tracer(monkeypatch: pytest.MonkeyPatch, url: str, warnings: list[str], **more: str) -> Tracer:
     for name, value in {"TOOLCREW_TRACING": "otlp", "OTEL_EXPORTER_OTLP_ENDPOINT": url, **more}.items():
         monkeypatch.setenv(name, value)
-    tracer = open_tracer(load_tracing_settings(), "test", warned.append)
+    tracer = open_tracer(load_tracing_settings(), "test", warnings.append)
     assert tracer is not None
     return tracer
 
 
-def tell(tracer: Tracer, count: int = 1) -> list[Span]:
+def end_spans(tracer: Tracer, count: int = 1) -> list[Span]:
     spans = [tracer.start("work", {"toolcrew.run": "r"}) for _ in range(count)]
     for span in spans:
         span.end()
     return spans
 
 
-def test_ended_spans_are_sent_at_the_latest_on_close(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_spans_are_sent_on_close(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_collector() as collector:
-        warned: list[str] = []
-        tracer = opened(
-            monkeypatch, collector.url, warned, OTEL_SERVICE_NAME="mine", OTEL_EXPORTER_OTLP_COMPRESSION="gzip"
+        warnings: list[str] = []
+        tracer = open_test_tracer(
+            monkeypatch, collector.url, warnings, OTEL_SERVICE_NAME="mine", OTEL_EXPORTER_OTLP_COMPRESSION="gzip"
         )
-        (span,) = tell(tracer)
+        (span,) = end_spans(tracer)
         tracer.close()
         exported = collector.one("work")
-        assert (exported.id, exported.service, warned) == (span.ref.span_id, "mine", [])
+        assert (exported.id, exported.service, warnings) == (span.ref.span_id, "mine", [])
 
 
-@pytest.mark.parametrize("trouble", ["dead", "500", "503", "slow"])
-def test_a_collector_in_trouble_delays_neither_a_span_nor_the_end_by_more_than_its_bound(
-    monkeypatch: pytest.MonkeyPatch, trouble: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("failure", ["dead", "500", "503", "slow"])
+def test_failing_collector_delays_close_only_up_to_its_limit(
+    monkeypatch: pytest.MonkeyPatch, failure: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warned: list[str] = []
+    warnings: list[str] = []
     with open_collector() as collector:
-        url = f"http://127.0.0.1:{free_port()}" if trouble == "dead" else collector.url
-        if trouble.isdigit():
-            collector.status = int(trouble)
-        if trouble == "slow":
+        url = f"http://127.0.0.1:{free_port()}" if failure == "dead" else collector.url
+        if failure.isdigit():
+            collector.status = int(failure)
+        if failure == "slow":
             collector.held.clear()
-        tracer = opened(monkeypatch, url, warned)
+        tracer = open_test_tracer(monkeypatch, url, warnings)
         with caplog.at_level(logging.WARNING):
-            tell(tracer, 3 * MAX_WAITING)
+            end_spans(tracer, 3 * MAX_WAITING)
             began = time.monotonic()
             tracer.close()
-            took = time.monotonic() - began
-    assert took < CLOSE_S + PATIENCE_S / 4
-    assert collector.spans == [] or trouble == "slow"
+            close_s = time.monotonic() - began
+    assert close_s < CLOSE_S + WAIT_S / 4
+    assert collector.spans == [] or failure == "slow"
     assert [record.name for record in caplog.records if record.name.startswith("opentelemetry.exporter")] == []
 
 
 def test_lost_spans_are_logged_once_a_minute() -> None:
-    now, warned = [0.0], list[str]()
+    now, warnings = [0.0], list[str]()
 
     class Broken:
         def export(self, spans: object) -> str:
             return "failure"
 
-    report = LossReport(Broken(), "success", warned.append, clock=lambda: now[0])
+    report = LossReport(Broken(), "success", warnings.append, clock=lambda: now[0])
     for now[0] in (0.0, 1.0, 2.0, 61.0):
         report.export(["span"])
-    assert [line.split(" spans")[0] for line in warned] == ["1", "3"]
-    assert "OTEL_EXPORTER_OTLP_ENDPOINT" in warned[0]
+    assert [line.split(" spans")[0] for line in warnings] == ["1", "3"]
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" in warnings[0]
 
 
-def test_a_forked_process_sends_its_own_spans_and_not_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(otlp, "PAUSE_S", PATIENCE_S)
+def test_forked_process_sends_only_its_own_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otlp, "PAUSE_S", WAIT_S)
     with open_collector() as collector:
-        tracer = opened(monkeypatch, collector.url, [])
+        tracer = open_test_tracer(monkeypatch, collector.url, [])
         tracer.start("before", {}).end()
         child = os.fork()
         if child == 0:
@@ -109,9 +109,9 @@ def test_a_forked_process_sends_its_own_spans_and_not_its_parents(monkeypatch: p
         assert sorted(span.name for span in collector.spans) == ["before", "child"]
 
 
-def test_a_process_that_never_had_a_span_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracer_without_spans_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
-    tracer = opened(monkeypatch, f"http://127.0.0.1:{free_port()}", [])
+    tracer = open_test_tracer(monkeypatch, f"http://127.0.0.1:{free_port()}", [])
     tracer.close()
     assert threading.active_count() == before
 
@@ -123,7 +123,7 @@ def test_a_process_that_never_had_a_span_ends_at_once(monkeypatch: pytest.Monkey
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "set it to that value or unset it"),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(
+def test_invalid_tracing_setting_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
 ) -> None:
     monkeypatch.setenv("TOOLCREW_TRACING", "otlp")
@@ -132,7 +132,7 @@ def test_a_setting_that_cannot_be_is_named(
         load_tracing_settings()
 
 
-def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"pip install 'toolcrew\[ops\]'"):
         open_tracer(TracingSettings(tracing="otlp"), "test", print)
@@ -150,7 +150,7 @@ def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     ),
     st.text(st.characters(codec=None), max_size=400),
 )
-def test_any_attribute_leaves_the_batch_readable(attributes: dict[str, object], name: str) -> None:
+def test_any_attribute_value_can_be_encoded(attributes: dict[str, object], name: str) -> None:
     ended: list[Span] = []
     tracer = Tracer(ended.append, lambda _: True)
     tracer.start(name, attributes).end(error="\ud800")  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def test_unsampled_spans_are_not_sent() -> None:
     assert (ended, child.attributes, child.ref.is_sampled, child.ref.trace_id) == ([], {}, False, root.ref.trace_id)
 
 
-def test_a_span_ends_once_and_never_before_it_began() -> None:
+def test_span_ends_once_and_not_before_its_start() -> None:
     ended: list[Span] = []
     span = Tracer(ended.append, lambda _: True).start("work", {}, at=100.0)
     span.end(at=50.0, error="first")
@@ -201,19 +201,19 @@ def context(trace: str | None) -> ToolContext:
 
 
 @given(ids(32), ids(16), st.booleans())
-def test_a_written_header_is_read_back(trace: str, span: str, is_sampled: bool) -> None:
+def test_written_traceparent_is_read_back(trace: str, span: str, is_sampled: bool) -> None:
     ref = SpanRef(trace, span, is_sampled)
     assert parse_traceparent(str(ref)) == ref
     assert context(str(ref)).trace == str(ref)
 
 
 @given(st.integers(0, 255))
-def test_only_the_sampled_flag_counts(flags: int) -> None:
+def test_only_the_sampled_flag_is_read(flags: int) -> None:
     assert parse_traceparent(f"{GOOD[:-2]}{flags:02x}").is_sampled == bool(flags & 1)
 
 
 @given(st.text(max_size=80) | st.text("0123456789abcdefABCDEF-", min_size=50, max_size=60))
-def test_any_other_text_is_refused_and_nothing_else_happens(text: str) -> None:
+def test_any_other_text_is_refused_as_a_traceparent(text: str) -> None:
     if re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", text, re.ASCII):
         return
     with pytest.raises(ValueError, match="traceparent"):
@@ -235,32 +235,32 @@ def test_any_other_text_is_refused_and_nothing_else_happens(text: str) -> None:
         "",
     ],
 )
-def test_a_similar_header_is_refused(text: str) -> None:
+def test_similar_traceparent_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="traceparent"):
         parse_traceparent(text)
     with pytest.raises(ValueError, match="traceparent"):
         context(text)
 
 
-def test_a_context_takes_it_in_one_form_only() -> None:
+def test_tool_context_refuses_unknown_trace_flags() -> None:
     with pytest.raises(ValueError, match="unsupported flags"):
         context(f"{GOOD[:-2]}03")
 
 
-def test_an_envelope_without_a_trace_has_no_field_for_it_which_earlier_releases_would_refuse() -> None:
+def test_envelope_without_a_trace_omits_the_field() -> None:
     untraced = json.loads(encode_call(build_call(), context(None), KEY).split(".", 3)[3])
     assert "trace" not in untraced["context"]
 
 
-def test_a_trace_travels_signed_with_its_call() -> None:
+def test_trace_is_signed_with_its_call() -> None:
     envelope = encode_call(build_call(), context(GOOD), KEY)
     assert decode_call(envelope, KEY)[1].trace == GOOD
     with pytest.raises(Exception, match="signature does not match"):
         decode_call(envelope.replace(GOOD, f"{GOOD[:-1]}0"), KEY)
 
 
-def test_ids_of_runs_calls_and_attempts_are_those_that_another_process_makes() -> None:
-    made = [run_span_id("acme", "r"), call_span_id("c"), attempt_span_id("c", 1), attempt_span_id("c", 2)]
-    assert len(set(made)) == 4
-    parse_traceparent(str(SpanRef(trace_id_of("acme", "r"), made[0])))
+def test_span_and_trace_ids_are_deterministic_and_distinct() -> None:
+    span_ids = [run_span_id("acme", "r"), call_span_id("c"), attempt_span_id("c", 1), attempt_span_id("c", 2)]
+    assert len(set(span_ids)) == 4
+    parse_traceparent(str(SpanRef(trace_id_of("acme", "r"), span_ids[0])))
     assert trace_id_of("acme", "r") == trace_id_of("acme", "r") != trace_id_of("acm", "er")

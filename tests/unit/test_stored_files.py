@@ -35,7 +35,7 @@ async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
         yield part
 
 
-async def test_an_upload_is_what_was_sent_and_of_its_tenant_alone(files: StoredFiles, usage: UsageStore) -> None:
+async def test_upload_is_read_back_only_by_its_tenant(files: StoredFiles, usage: UsageStore) -> None:
     stored = await files.upload("acme", chunks(TAR_GZ[:3], TAR_GZ[3:]), usage)
     assert stored.bytes == len(TAR_GZ)
     assert b"".join([chunk async for chunk in files.read("acme", stored.id)]) == TAR_GZ
@@ -50,7 +50,7 @@ async def test_an_upload_is_what_was_sent_and_of_its_tenant_alone(files: StoredF
     assert await files.find_missing("acme", [stored.id]) == [stored.id]
 
 
-async def test_an_upload_counts_until_it_is_deleted(files: StoredFiles, usage: UsageStore) -> None:
+async def test_upload_counts_until_it_is_deleted(files: StoredFiles, usage: UsageStore) -> None:
     async def stored_bytes() -> int:
         now = time.time()
         return sum_rows(await usage.read("acme", now - DAY_S, now + DAY_S))["stored_bytes"]
@@ -64,7 +64,7 @@ async def test_an_upload_counts_until_it_is_deleted(files: StoredFiles, usage: U
     assert await stored_bytes() == len(TAR_GZ)
 
 
-async def test_an_upload_that_cannot_be_counted_is_not_stored(
+async def test_upload_that_cannot_be_counted_is_not_stored(
     files: StoredFiles, usage: UsageStore, redis_server: RedisProcess
 ) -> None:
     redis_server.stop()
@@ -81,7 +81,7 @@ async def test_an_upload_that_cannot_be_counted_is_not_stored(
         ((TAR_GZ, bytes(100_000)), ErrorCode.FILE_TOO_LARGE),
     ],
 )
-async def test_a_refused_file_leaves_nothing(
+async def test_refused_upload_leaves_no_file(
     files: StoredFiles, usage: UsageStore, parts: tuple[bytes, ...], code: ErrorCode, tmp_path: Path
 ) -> None:
     with pytest.raises(ToolFailure) as refused:
@@ -90,7 +90,7 @@ async def test_a_refused_file_leaves_nothing(
     assert [name for _, _, names in os.walk(tmp_path) for name in names] == []
 
 
-async def test_a_tenant_has_a_limited_number_of_uploads(
+async def test_number_of_uploads_per_tenant_is_limited(
     files: StoredFiles, usage: UsageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_files, "MAX_UPLOADS", 1)
@@ -102,7 +102,7 @@ async def test_a_tenant_has_a_limited_number_of_uploads(
 
 
 @pytest.mark.parametrize("file", ["../rival/x", "auto-00000000-aaaaaaaaaaaaaaaaaaaaaaaa", "file-", "file-00000000-zz"])
-async def test_other_names_are_no_files(files: StoredFiles, file: str) -> None:
+async def test_invalid_file_ids_are_refused(files: StoredFiles, file: str) -> None:
     assert file_created_at(file) is None
     with pytest.raises(ToolFailure):
         await files.get("acme", file)
@@ -124,7 +124,7 @@ async def test_other_names_are_no_files(files: StoredFiles, file: str) -> None:
     ],
 )
 @pytest.mark.parametrize("root", ["s3://bucket/prefix", "/srv/store"])
-def test_locations_outside_of_the_tenants_folder_are_refused(path: str, root: str) -> None:
+def test_locations_outside_the_tenant_folder_are_refused(path: str, root: str) -> None:
     url = root if "://" in root else f"file://{root}"
     with pytest.raises(ValueError, match=r"the file (is not in the store|does not belong to tenant)"):
         parse_location(f"{url}/{path}", root, "acme")

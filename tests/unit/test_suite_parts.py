@@ -26,7 +26,7 @@ def test_other(request):
     with (request.config.rootpath / "runs").open("a") as runs:
         runs.write("once ")
 """
-LASTS = """
+LONG_TEST = """
 import time, pytest
 @pytest.fixture
 def harness(request):
@@ -59,7 +59,7 @@ def run(root: Path, **parts: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_failed_and_killed_parts_are_shown_and_named_last(tmp_path: Path) -> None:
+def test_failed_and_killed_parts_are_reported_last(tmp_path: Path) -> None:
     status, output = run(tmp_path, good=PASSES, bad=FAILS, deadly=DIES)
 
     assert status == 1
@@ -77,7 +77,7 @@ def test_failed_and_killed_parts_are_shown_and_named_last(tmp_path: Path) -> Non
     ]
 
 
-def test_a_failed_test_runs_once_more_alone_and_is_reported_as_flaky_when_it_passes(tmp_path: Path) -> None:
+def test_failed_test_is_rerun_alone_and_reported_as_flaky(tmp_path: Path) -> None:
     status, output = run(tmp_path, good=PASSES, race=FAILS_ONCE)
 
     assert status == 0, output
@@ -86,8 +86,8 @@ def test_a_failed_test_runs_once_more_alone_and_is_reported_as_flaky_when_it_pas
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_parts_in_order(tmp_path: Path, number: signal.Signals) -> None:
-    process = start(tmp_path, one=LASTS)
+def test_signal_ends_the_parts_with_cleanup(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, one=LONG_TEST)
     wait_until((tmp_path / "begun").exists, 60, "the test has begun")
 
     process.send_signal(number)

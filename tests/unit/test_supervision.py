@@ -46,9 +46,9 @@ class Harness:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.said: list[str] = []
+        self.reports: list[str] = []
         self.changes = 0
-        self.supervisor = ProcessSupervisor(folder, report=self.said.append, changed=self._count)
+        self.supervisor = ProcessSupervisor(folder, report=self.reports.append, changed=self._count)
 
     async def start(self, role: str, program: str, *, may_finish: bool = False, stop_within_s: float = SOON_S) -> int:
         argv = (sys.executable, "-c", program)
@@ -71,7 +71,7 @@ class Harness:
 
 
 @asynccontextmanager
-async def opened(folder: Path, *roles: str) -> AsyncIterator[Harness]:
+async def open_supervisor(folder: Path, *roles: str) -> AsyncIterator[Harness]:
     harness = Harness(folder)
     try:
         yield harness
@@ -80,14 +80,14 @@ async def opened(folder: Path, *roles: str) -> AsyncIterator[Harness]:
             await harness.supervisor.stop(role)
 
 
-async def another(harness: Harness, role: str, than: int) -> int:
+async def wait_for_replacement(harness: Harness, role: str, than: int) -> int:
     """Return the process that replaced the given one."""
 
     def found() -> int | None:
         pid = harness.runs_as(role)
         return pid if pid != than else None
 
-    return int(await wait_until_async(found, SOON_S, lambda: f"another {role}: {harness.said}"))
+    return int(await wait_until_async(found, SOON_S, lambda: f"another {role}: {harness.reports}"))
 
 
 @asynccontextmanager
@@ -100,21 +100,23 @@ async def watching(harness: Harness) -> AsyncIterator["asyncio.Task[str]"]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_killed_process_restarts_and_its_neighbour_keeps_running(tmp_path: Path) -> None:
-    async with opened(tmp_path, "a", "b") as harness:
+async def test_killed_process_is_restarted_and_others_keep_running(tmp_path: Path) -> None:
+    async with open_supervisor(tmp_path, "a", "b") as harness:
         first, neighbour = await harness.start("a", FOREVER), await harness.start("b", FOREVER)
         async with watching(harness):
             os.kill(first, signal.SIGKILL)
-            second = await another(harness, "a", first)
+            second = await wait_for_replacement(harness, "a", first)
 
             assert is_alive(second)
             assert harness.pid("b") == neighbour
-            assert harness.said == ["a ended unexpectedly (SIGKILL) and is started again"]
+            assert harness.reports == ["a ended unexpectedly (SIGKILL) and is started again"]
             assert harness.changes == 2
 
 
-async def test_a_process_that_always_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(tmp_path, "broken", "fine") as harness:
+async def test_process_that_keeps_ending_is_not_restarted_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_supervisor(tmp_path, "broken", "fine") as harness:
         monkeypatch.setattr(supervision, "PAUSES_S", (0.0, 0.01))
         await harness.start("broken", "print('cannot'); raise SystemExit(3)")
         await harness.start("fine", FOREVER)
@@ -124,22 +126,22 @@ async def test_a_process_that_always_ends_is_given_up(tmp_path: Path, monkeypatc
         assert given_up == "broken"
         assert harness.log("broken").split() == ["cannot"] * MAX_ENDS
         assert (
-            harness.said[-1]
+            harness.reports[-1]
             == f"broken has ended {MAX_ENDS} times within {WINDOW_S:g} s (exit code 3) and is not started again"
         )
         assert harness.supervisor.pids()["broken"] == []
 
 
-async def test_a_worker_that_ends_in_order_is_not_started_again(tmp_path: Path) -> None:
-    async with opened(tmp_path, "worker", "other") as harness:
+async def test_worker_that_ends_normally_is_not_restarted(tmp_path: Path) -> None:
+    async with open_supervisor(tmp_path, "worker", "other") as harness:
         await harness.start("worker", "pass", may_finish=True)
         other = await harness.start("other", FOREVER)
         async with watching(harness) as task:
-            await wait_until_async(lambda: harness.said, SOON_S, "it is said")
+            await wait_until_async(lambda: harness.reports, SOON_S, "it is said")
             os.kill(other, signal.SIGTERM)
-            await another(harness, "other", other)
+            await wait_for_replacement(harness, "other", other)
 
-            assert harness.said[0] == "worker has ended normally and is not started again"
+            assert harness.reports[0] == "worker has ended normally and is not started again"
             assert harness.supervisor.pids()["worker"] == []
             assert not task.done()
 
@@ -149,18 +151,18 @@ async def test_children_of_a_killed_process_end_before_its_restart(tmp_path: Pat
         f"import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', '{FOREVER}']).pid, flush=True); "
         "time.sleep(600)"
     )
-    async with opened(tmp_path, "parent") as harness:
+    async with open_supervisor(tmp_path, "parent") as harness:
         first = await harness.start("parent", program)
         child = int(await wait_until_async(lambda: harness.log("parent").strip(), SOON_S, "it has a child"))
         async with watching(harness):
             os.kill(first, signal.SIGKILL)
-            await another(harness, "parent", first)
+            await wait_for_replacement(harness, "parent", first)
 
             assert not is_alive(child)
 
 
-async def test_a_suspended_process_still_ends(tmp_path: Path) -> None:
-    async with opened(tmp_path) as harness:
+async def test_suspended_process_is_stopped(tmp_path: Path) -> None:
+    async with open_supervisor(tmp_path) as harness:
         pid = await harness.start("a", FOREVER)
         os.kill(pid, signal.SIGSTOP)
 
@@ -169,9 +171,9 @@ async def test_a_suspended_process_still_ends(tmp_path: Path) -> None:
         assert not is_alive(pid)
 
 
-async def test_a_process_that_ignores_the_stop_is_killed(tmp_path: Path) -> None:
+async def test_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     program = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {FOREVER}"
-    async with opened(tmp_path) as harness:
+    async with open_supervisor(tmp_path) as harness:
         pid = await harness.start("a", program, stop_within_s=0.1)
         await wait_until_async(lambda: harness.log("a"), SOON_S, "it has said so")
 
@@ -180,21 +182,21 @@ async def test_a_process_that_ignores_the_stop_is_killed(tmp_path: Path) -> None
         assert not is_alive(pid)
 
 
-async def test_no_process_is_started_again_after_the_supervision_has_ended(tmp_path: Path) -> None:
-    async with opened(tmp_path, "a") as harness:
+async def test_no_process_is_restarted_after_the_supervision_ends(tmp_path: Path) -> None:
+    async with open_supervisor(tmp_path, "a") as harness:
         first = await harness.start("a", FOREVER)
         async with watching(harness):
             pass
         os.kill(first, signal.SIGKILL)
         await wait_until_async(lambda: not harness.supervisor.is_running("a"), SOON_S, "it is gone")
 
-        assert harness.said == []
+        assert harness.reports == []
         await harness.supervisor.start_again("a")
         assert harness.pid("a") != first
 
 
 @given(st.lists(st.floats(0, 10 * WINDOW_S), max_size=30))
-def test_a_pause_is_one_of_those_and_giving_up_needs_that_many_ends_within_the_window(ages: list[float]) -> None:
+def test_restart_pause_depends_on_recent_ends(ages: list[float]) -> None:
     now = 1_000_000.0
     ends = [*sorted(now - age for age in ages), now]
 
@@ -205,7 +207,7 @@ def test_a_pause_is_one_of_those_and_giving_up_needs_that_many_ends_within_the_w
     assert pause_s is None or pause_s == PAUSES_S[min(recent, len(PAUSES_S)) - 1]
 
 
-def test_an_end_shows_its_code_or_signal() -> None:
+def test_end_of_a_process_shows_its_exit_code_or_signal() -> None:
     assert [str(End(code, 0.0)) for code in (0, 3, -9, -64, -99)] == [
         "exit code 0",
         "exit code 3",
@@ -228,67 +230,67 @@ while True:
     signal.pause()
 """
 
-KEEPER = """
+SUPERVISOR = """
 import os, signal, subprocess, sys
 from functools import partial
 from orchestrator.operations.supervision import die_with_supervisor
-wish = partial(die_with_supervisor, os.getpid(), signal.SIGTERM) if sys.argv[2] == "bound" else None
-subprocess.Popen([sys.executable, "-c", sys.argv[1]], preexec_fn=wish).wait()
+binding = partial(die_with_supervisor, os.getpid(), signal.SIGTERM) if sys.argv[2] == "bound" else None
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], preexec_fn=binding).wait()
 """
 
 
-class Family:
+class SupervisedPair:
     """A keeper and its child. The child answers SIGTERM with a line and continues. Their stdout is open while either
     of them lives.
     """
 
-    def __init__(self, keeper: "subprocess.Popen[bytes]") -> None:
-        self.keeper = keeper
-        self.child = int(read_line(keeper))
+    def __init__(self, supervisor: "subprocess.Popen[bytes]") -> None:
+        self.supervisor = supervisor
+        self.child = int(read_line(supervisor))
 
-    def hears_within(self, seconds: float) -> bool:
+    def has_output_within(self, seconds: float) -> bool:
         """Return whether a line, or the end, can be read within the time."""
-        return bool(select.select([self.keeper.stdout], [], [], seconds)[0])
+        return bool(select.select([self.supervisor.stdout], [], [], seconds)[0])
 
 
 @contextlib.contextmanager
-def open_family(wish: str) -> Iterator[Family]:
-    keeper = subprocess.Popen(
-        [sys.executable, "-c", KEEPER, CHILD, wish], stdout=subprocess.PIPE, start_new_session=True
+def open_supervised_pair(binding: str) -> Iterator[SupervisedPair]:
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, CHILD, binding], stdout=subprocess.PIPE, start_new_session=True
     )
     try:
-        yield Family(keeper)
+        yield SupervisedPair(supervisor)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(keeper.pid, signal.SIGKILL)
-        keeper.communicate()
+            os.killpg(supervisor.pid, signal.SIGKILL)
+        supervisor.communicate()
 
 
-def test_an_orphan_that_does_not_end_when_asked_is_killed_after_its_grace() -> None:
-    with open_family("bound") as family:
-        family.keeper.kill()
+def test_orphan_that_ignores_sigterm_is_killed_after_the_grace_period() -> None:
+    with open_supervised_pair("bound") as pair:
+        pair.supervisor.kill()
 
-        assert read_line(family.keeper) == b"asked\n"
-        assert family.hears_within(30)
-        assert read_line(family.keeper) == b"", "the child has ended"
-
-
-def test_a_process_instructed_to_end_while_its_keeper_lives_takes_its_time() -> None:
-    with open_family("bound") as family:
-        os.kill(family.child, signal.SIGTERM)
-
-        assert read_line(family.keeper) == b"asked\n"
-        assert not family.hears_within(LONG_S)
+        assert read_line(pair.supervisor) == b"asked\n"
+        assert pair.has_output_within(30)
+        assert read_line(pair.supervisor) == b"", "the child has ended"
 
 
-def test_a_process_that_was_not_to_die_with_its_parent_outlives_it() -> None:
-    with open_family("free") as family:
-        family.keeper.kill()
+def test_process_with_a_living_supervisor_is_not_killed_after_sigterm() -> None:
+    with open_supervised_pair("bound") as pair:
+        os.kill(pair.child, signal.SIGTERM)
 
-        assert not family.hears_within(LONG_S)
+        assert read_line(pair.supervisor) == b"asked\n"
+        assert not pair.has_output_within(LONG_S)
 
 
-def test_a_child_whose_keeper_died_before_it_could_make_its_wish_does_not_start() -> None:
+def test_unbound_child_outlives_its_parent() -> None:
+    with open_supervised_pair("free") as pair:
+        pair.supervisor.kill()
+
+        assert not pair.has_output_within(LONG_S)
+
+
+def test_child_of_an_already_dead_supervisor_does_not_start() -> None:
     parent = os.getppid()
 
     done = subprocess.run(
@@ -328,17 +330,17 @@ def fake_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_stack, "LocalStack", FakeStack)
 
 
-def send(number: int) -> Callable[[StackInfo], None]:
+def send_signal(number: int) -> Callable[[StackInfo], None]:
     return lambda _: os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize(("number", "ends"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 0)])
-def test_the_end_is_announced_once_where_a_terminal_can_show_it(number: int, ends: int) -> None:
+def test_stack_end_is_announced_once_except_after_sighup(number: int, ends: int) -> None:
     announced: list[str] = []
     code = asyncio.run(
         keep(
             OrchestratorSettings.model_validate({}),
-            send(number),
+            send_signal(number),
             until_eof=False,
             announce_end=lambda: announced.append("end"),
         )
@@ -347,33 +349,35 @@ def test_the_end_is_announced_once_where_a_terminal_can_show_it(number: int, end
 
 
 @pytest.mark.parametrize(("is_kept", "message"), [(False, "are deleted"), (True, "are kept")])
-def test_the_end_says_what_becomes_of_the_data(is_kept: bool, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stack_end_message_says_if_data_are_kept(
+    is_kept: bool, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     cli._print_stack_end(is_kept=is_kept)
     assert message in capsys.readouterr().err
 
 
-def test_the_data_folder_has_one_user_at_a_time_and_the_same_password_at_every_start(tmp_path: Path) -> None:
-    again = open_stack_data(tmp_path / "data")
+def test_data_folder_has_one_user_and_keeps_its_password(tmp_path: Path) -> None:
+    second_opening = open_stack_data(tmp_path / "data")
     with open_stack_data(tmp_path / "data") as first, pytest.raises(ConfigError, match="another `toolcrew up` uses"):
-        again.__enter__()
+        second_opening.__enter__()
     with open_stack_data(tmp_path / "data") as second:
         assert second == first
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "data" / "redis-password").stat().st_mode) == 0o600
 
 
-def test_a_data_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+def test_data_folder_that_cannot_be_created_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--data"), open_stack_data(tmp_path / "file" / "data"):
         pass
 
 
-def test_a_data_folder_beside_a_redis_of_ones_own_and_a_port_in_use_are_refused(tmp_path: Path) -> None:
+def test_data_folder_with_an_external_redis_or_a_used_port_is_refused(tmp_path: Path) -> None:
     own = OrchestratorSettings.model_validate({"redis_url": "redis://h"})
     with pytest.raises(ConfigError, match="TOOLCREW_REDIS_URL"):
-        asyncio.run(keep(own, send(signal.SIGINT), until_eof=False, data=tmp_path))
+        asyncio.run(keep(own, send_signal(signal.SIGINT), until_eof=False, data=tmp_path))
     settings = OrchestratorSettings.model_validate({})
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match="--port"):
-            asyncio.run(keep(settings, send(signal.SIGINT), until_eof=False, port=port))
+            asyncio.run(keep(settings, send_signal(signal.SIGINT), until_eof=False, port=port))

@@ -70,57 +70,57 @@ async def test_deployments_do_not_share_switches(switches: RedisSwitches, redis_
         assert WorkerSwitches(client, "other", KEY).find("echo", "acme") is None
 
 
-def test_a_worker_asks_redis_at_most_once_a_second() -> None:
+def test_worker_reads_switches_at_most_once_per_second() -> None:
     client, clock = CountingRedis(), Clock()
-    board = WorkerSwitches(client, "test", KEY, clock)  # type: ignore[arg-type]
+    switches_cache = WorkerSwitches(client, "test", KEY, clock)  # type: ignore[arg-type]
     for _ in range(100):
-        board.find("echo", "acme")
+        switches_cache.find("echo", "acme")
     assert client.reads == 1
     clock.now += SWITCHES_FRESH_S
-    board.find("echo", "acme")
+    switches_cache.find("echo", "acme")
     assert client.reads == 2
 
 
-def test_a_worker_that_cannot_ask_runs_nothing() -> None:
+def test_worker_that_cannot_read_switches_runs_nothing() -> None:
     client, clock = CountingRedis(), Clock()
-    board = WorkerSwitches(client, "test", KEY, clock)  # type: ignore[arg-type]
-    board.find("echo", "acme")
+    switches_cache = WorkerSwitches(client, "test", KEY, clock)  # type: ignore[arg-type]
+    switches_cache.find("echo", "acme")
     client.is_away = True
     clock.now += SWITCHES_FRESH_S
     with pytest.raises(BrokerUnavailable, match="was not run"):
-        board.find("echo", "acme")
+        switches_cache.find("echo", "acme")
 
 
-async def test_an_orchestrator_that_cannot_ask_calls_nothing() -> None:
+async def test_orchestrator_switch_operations_fail_without_redis() -> None:
     client = redis.asyncio.Redis(host="127.0.0.1", port=1, retry=None)
-    away = RedisSwitches(client, "test", KEY)
+    unreachable = RedisSwitches(client, "test", KEY)
     with pytest.raises(BrokerUnavailable):
-        await away.switches()
+        await unreachable.switches()
     with pytest.raises(BrokerUnavailable, match="not enabled"):
-        await away.turn_off("echo", OFF)
+        await unreachable.turn_off("echo", OFF)
     with pytest.raises(BrokerUnavailable, match="not enabled"):
-        await away.turn_on("echo")
+        await unreachable.turn_on("echo")
     await client.aclose()
 
 
-async def test_a_set_switch_is_not_reported_as_failed(switches: RedisSwitches) -> None:
+async def test_written_switch_is_not_reported_as_failed(switches: RedisSwitches) -> None:
     class WriteOnly(redis.asyncio.Redis):
         def hgetall(self, *_: Any) -> Any:
             raise redis.ConnectionError("away")
 
-    one_way = RedisSwitches(WriteOnly(connection_pool=switches._client.connection_pool), "test", KEY)
-    await one_way.turn_off("echo", OFF)
+    write_only = RedisSwitches(WriteOnly(connection_pool=switches._client.connection_pool), "test", KEY)
+    await write_only.turn_off("echo", OFF)
     assert await switches.switches() == {"echo": OFF}
-    assert await one_way.turn_on("echo")
+    assert await write_only.turn_on("echo")
 
 
-def test_a_reason_without_end_is_refused_before_it_is_kept() -> None:
+def test_oversized_switch_reason_is_refused() -> None:
     with pytest.raises(ToolFailure) as refused:
         build_switch("ada", "x" * 2000)
     assert refused.value.code is ErrorCode.INVALID_ARGUMENTS
 
 
-class Board:
+class MemorySwitches:
     """Switches in a dict."""
 
     def __init__(self, **off: Switch) -> None:
@@ -136,7 +136,7 @@ class Board:
 class Harness:
     """An executor whose one tool counts its runs."""
 
-    def __init__(self, board: Board | None = None, **spec: Any) -> None:
+    def __init__(self, switches_cache: MemorySwitches | None = None, **spec: Any) -> None:
         self.runs = 0
         self.ledger = MemoryLedger()
         self.registry = ToolRegistry([WorkerTool(build_spec(**spec), self._run)])
@@ -146,7 +146,7 @@ class Harness:
             self.ledger,
             MemoryBlobs(),
             {"host": "h", "queue": "q"},
-            policy=CallPolicy(self.registry, board),
+            policy=CallPolicy(self.registry, switches_cache),
         )
 
     def _run(self, *_: Any) -> Outcome:
@@ -154,16 +154,16 @@ class Harness:
         return Outcome("ran")
 
 
-def test_a_worker_does_not_run_what_is_off_and_runs_the_next_call_when_it_is_on_again() -> None:
-    board = Board(echo=OFF)
-    harness = Harness(board)
+def test_worker_refuses_a_disabled_tool_until_it_is_enabled() -> None:
+    switches_cache = MemorySwitches(echo=OFF)
+    harness = Harness(switches_cache)
     refused = harness.executor.execute(build_call(), build_context())
     assert (refused.error_code, refused.error, harness.runs) == (ErrorCode.TOOL_DISABLED, OFF.refusal("echo"), 0)
-    board.off.clear()
+    switches_cache.off.clear()
     assert harness.executor.execute(build_call(call_id="call-2"), build_context()).success
 
 
-def test_a_worker_does_not_run_what_its_own_registry_has_off() -> None:
+def test_worker_refuses_a_tool_disabled_in_its_registry() -> None:
     harness = Harness()
     harness.registry.disable("echo")
     assert harness.executor.execute(build_call(), build_context()).error_code is ErrorCode.TOOL_DISABLED
@@ -173,41 +173,44 @@ def test_a_worker_does_not_run_what_its_own_registry_has_off() -> None:
 
 def test_switches_do_not_stop_session_verbs() -> None:
     verb = "session.close"
-    harness = Harness(Board(**{verb: OFF}), name=verb, audience="session")
+    harness = Harness(MemorySwitches(**{verb: OFF}), name=verb, audience="session")
     assert harness.executor.execute(build_call(verb), build_context()).success
 
 
-def fine(call: ToolCall, _: ToolContext) -> ToolResult:
+def answer_ran(call: ToolCall, _: ToolContext) -> ToolResult:
     return ToolResult(call_id=call.id, name=call.name, success=True, output="ran")
 
 
-async def dispatch(name: str, board: Any, audience: Any = "model") -> tuple[ToolResult, int]:
+async def dispatch(name: str, switches_cache: Any, audience: Any = "model") -> tuple[ToolResult, int]:
     transport, catalog = (
-        AnsweringTransport(fine),
+        AnsweringTransport(answer_ran),
         StaticCatalog(build_spec("echo"), build_spec("session.close", audience="session")),
     )
-    dispatcher = Dispatcher(transport, TenantCatalog(catalog), KEY, queue_wait_s=60, rules=CallRules(switches=board))
+    dispatcher = Dispatcher(
+        transport, TenantCatalog(catalog), KEY, queue_wait_s=60, rules=CallRules(switches=switches_cache)
+    )
     result = await dispatcher.dispatch(Request(build_call(name), "acme", "s1", "q", audience=audience))
     return result, len(transport.deliveries)
 
 
-async def test_the_dispatcher_does_not_send_what_is_off() -> None:
-    result, sent = await dispatch("echo", Board(echo=OFF))
-    assert (result.error_code, result.error, sent) == (ErrorCode.TOOL_DISABLED, OFF.refusal("echo"), 0)
+class UnavailableSwitches:
+    async def switches(self) -> dict[str, Switch]:
+        raise BrokerUnavailable("Redis is away")
 
 
-async def test_the_dispatcher_reports_an_unknown_tool_from_one_that_is_off() -> None:
-    result, _ = await dispatch("nothing", Board(nothing=OFF))
-    assert result.error_code is ErrorCode.TOOL_NOT_FOUND
-
-
-async def test_the_dispatcher_sends_nothing_when_the_switches_are_not_known() -> None:
-    class Away:
-        async def switches(self) -> dict[str, Switch]:
-            raise BrokerUnavailable("Redis is away")
-
-    result, sent = await dispatch("echo", Away())
-    assert (result.error_code, sent) == (ErrorCode.BROKER_UNAVAILABLE, 0)
+@pytest.mark.parametrize(
+    ("name", "switches", "code"),
+    [
+        ("echo", MemorySwitches(echo=OFF), ErrorCode.TOOL_DISABLED),
+        ("nothing", MemorySwitches(nothing=OFF), ErrorCode.TOOL_NOT_FOUND),
+        ("echo", UnavailableSwitches(), ErrorCode.BROKER_UNAVAILABLE),
+    ],
+    ids=["disabled tool", "unknown tool", "unreadable switches"],
+)
+async def test_dispatcher_refuses_a_disabled_or_unknown_tool(name: str, switches: Any, code: ErrorCode) -> None:
+    result, sent = await dispatch(name, switches)
+    assert (result.error_code, sent) == (code, 0)
+    assert code is not ErrorCode.TOOL_DISABLED or result.error == OFF.refusal("echo")
 
 
 @pytest.fixture
@@ -235,9 +238,8 @@ async def call(client: ToolClient, name: str = "echo") -> ErrorCode | None:
         return (await session.call(name, {})).error_code
 
 
-async def test_a_tool_is_off_only_for_its_tenant(client: ToolClient) -> None:
+async def test_tool_disabled_for_one_tenant_is_enabled_for_others(client: ToolClient) -> None:
     state = await client.disable("echo", reason="no", tenant="acme")
-    assert state is not None
     assert (state.state, state.scope) == ("disabled", "tenant")
     assert await call(client) is ErrorCode.TOOL_DISABLED
     assert await call(client, "other") is None
@@ -245,12 +247,11 @@ async def test_a_tool_is_off_only_for_its_tenant(client: ToolClient) -> None:
     assert (await client.tool_state("echo", "neighbour")).state == "enabled"
     assert [state.scope for state in await client.tool_states("neighbour")] == [None, None]
     state = await client.enable("echo", tenant="acme")
-    assert state is not None
     assert state.state == "enabled"
     assert await call(client) is None
 
 
-async def test_lists_mark_tools_that_a_policy_forbids(redis_server: RedisProcess, client: ToolClient) -> None:
+async def test_tool_states_mark_tools_that_a_policy_forbids(redis_server: RedisProcess, client: ToolClient) -> None:
     async with redis.asyncio.Redis.from_url(redis_server.url) as opened:
         await RedisTenants(opened, "default", KEY).add("acme", TenantPolicy(tools=("ec*",)))
     client._tenants._cache.forget()
@@ -263,30 +264,28 @@ async def test_lists_mark_tools_that_a_policy_forbids(redis_server: RedisProcess
     assert [spec.name for spec in await client.tools()] == ["echo"]
 
 
-async def test_a_worker_refuses_a_tool_that_is_off(pool: SwitchedPool, client: ToolClient) -> None:
+async def test_worker_refuses_a_tool_disabled_for_a_tenant(pool: SwitchedPool, client: ToolClient) -> None:
     await client.disable("echo", tenant="acme")
     client._dispatcher._rules = replace(client._dispatcher._rules, switches=None)
     assert await call(client) is ErrorCode.TOOL_DISABLED
-    board = WorkerSwitches(pool.redis, "default", KEY)
-    assert board.find("echo", build_context().tenant) is not None
-    assert board.find("echo", "neighbour") is None
+    switches_cache = WorkerSwitches(pool.redis, "default", KEY)
+    assert switches_cache.find("echo", build_context().tenant) is not None
+    assert switches_cache.find("echo", "neighbour") is None
 
 
-async def test_the_two_kinds_of_switch_are_turned_apart(client: ToolClient) -> None:
+async def test_tenant_and_global_switches_are_independent(client: ToolClient) -> None:
     await client.disable("echo", reason="own", tenant="acme")
     await client.disable("echo", reason="all")
     assert (await client.tool_state("echo")).scope == "everywhere"
     state = await client.enable("echo")
-    assert state is not None
     assert (state.state, state.scope, state.switch and state.switch.reason) == ("disabled", "tenant", "own")
     assert (await client.tool_state("echo", "neighbour")).state == "enabled"
     await client.disable("echo")
     state = await client.enable("echo", tenant="acme")
-    assert state is not None
     assert state.scope == "everywhere"
 
 
-async def test_an_operator_sees_for_which_tenants_a_tool_is_off(client: ToolClient) -> None:
+async def test_switched_tenants_lists_tenants_with_a_disabled_tool(client: ToolClient) -> None:
     await client.disable("echo", tenant="acme")
     await client.disable("echo", tenant="beta")
     await client.disable("other", tenant="beta")
@@ -295,12 +294,12 @@ async def test_an_operator_sees_for_which_tenants_a_tool_is_off(client: ToolClie
 
 
 @pytest.mark.parametrize("data", [b"junk", b"", b'{"by": 3}', b'{"at": 1e300}', b"[]", b'{"unknown": 1}', b"\xff"])
-def test_a_switch_that_cannot_be_read_still_turns_its_tool_off(data: bytes) -> None:
+def test_unreadable_switch_disables_its_tool(data: bytes) -> None:
     for name in (b"acme/echo", b"echo"):
         assert find_switch(parse_switches(KEY, {name: data}), "echo", "acme") is not None
 
 
-async def test_there_is_no_switch_for_a_tenant_that_there_is_not(pool: SwitchedPool, client: ToolClient) -> None:
+async def test_switch_for_an_unknown_tenant_is_refused(pool: SwitchedPool, client: ToolClient) -> None:
     async with redis.asyncio.Redis.from_url(pool.broker.redis_url.get_secret_value()) as opened:
         await RedisTenants(opened, "default", KEY).add("acme", TenantPolicy())
     for work in (client.disable("echo", tenant="unknown"), client.enable("echo", tenant="unknown")):
@@ -310,7 +309,7 @@ async def test_there_is_no_switch_for_a_tenant_that_there_is_not(pool: SwitchedP
     assert pool.redis.hgetall(switches_key("default")) == {}
 
 
-async def test_the_switches_of_a_tenant_go_with_it(pool: SwitchedPool) -> None:
+async def test_removing_a_tenant_removes_its_switches(pool: SwitchedPool) -> None:
     async with redis.asyncio.Redis.from_url(pool.broker.redis_url.get_secret_value()) as opened:
         tenants, switches = RedisTenants(opened, "default", KEY), RedisSwitches(opened, "default", KEY)
         for name in ("acme", "acme2"):
@@ -321,13 +320,13 @@ async def test_the_switches_of_a_tenant_go_with_it(pool: SwitchedPool) -> None:
         assert sorted(await opened.hkeys(switches_key("default"))) == [b"acme2/echo", b"echo"]
 
 
-async def test_a_tenants_key_sees_its_own_states_and_changes_none(pool: SwitchedPool, client: ToolClient) -> None:
+async def test_tenant_key_reads_its_own_states_and_changes_none(pool: SwitchedPool, client: ToolClient) -> None:
     async with redis.asyncio.Redis.from_url(pool.broker.redis_url.get_secret_value()) as opened:
         await RedisTenants(opened, "default", KEY).add("acme", TenantPolicy())
         keys = ApiKeys(opened, "default", KEY)
-        made = await keys.add("acme", "tenant", name="ann")
+        api_key = await keys.add("acme", "tenant", name="ann")
         await client.disable("echo", tenant="acme")
-        client._credential = Credential(keys, made.text)
+        client._credential = Credential(keys, api_key.text)
         assert (await client.tool_state("echo")).scope == "tenant"
         forbidden = (
             client.enable("echo", tenant="acme"),

@@ -21,7 +21,7 @@ def read(chunks: Iterable[str], **options: int) -> list[TagEvent]:
     return [event for chunk in chunks for event in parser.feed(chunk)] + parser.finish()
 
 
-def test_a_hundred_megabytes_of_text_pass_through_one_chunk_at_a_time() -> None:
+def test_text_passes_through_one_chunk_at_a_time() -> None:
     parser = TagStreamParser()
     parser.feed("x")
     chunk = "text " * 13_107
@@ -33,7 +33,7 @@ def test_a_hundred_megabytes_of_text_pass_through_one_chunk_at_a_time() -> None:
     [OPEN, OPEN[:24], '<tool_action name="t">{', "<tool_action name='"],
     ids=["value", "name", "error", "header"],
 )
-def test_a_hundred_megabytes_in_one_tag_are_errors_of_the_limit_and_bounded_memory(head: str) -> None:
+def test_huge_tag_gives_limit_errors_with_bounded_memory(head: str) -> None:
     parser, chunk, size = TagStreamParser(), "x" * 65_536, len(head)
     tracemalloc.start()
     try:
@@ -51,25 +51,25 @@ def test_a_hundred_megabytes_in_one_tag_are_errors_of_the_limit_and_bounded_memo
     assert peak < 100 * MIB
 
 
-def test_one_chunk_may_hold_any_number_of_calls() -> None:
+def test_many_calls_in_one_chunk_take_linear_time() -> None:
     # Were the rest of the chunk copied at each call, this would take minutes.
     events = read([("x" * 300 + SEARCH) * 20_000])
     assert sum(isinstance(event, TagCall) for event in events) == 20_000
 
 
 @pytest.mark.parametrize("value", ["a\0b", "\0", "\ud83d", "\ude00\ud83d", "\ufeff", "\u2028", "\x1b[31m"])
-def test_characters_that_no_file_should_have_are_kept_in_values_and_text(value: str) -> None:
+def test_unusual_characters_are_kept_in_values_and_text(value: str) -> None:
     events = read(f'{value}x{OPEN}{value}" /></tool_action>')
     assert [event.arguments for event in events if isinstance(event, TagCall)] == [{"v": value}]
     assert "".join(event.text for event in events if isinstance(event, Text)) == value + "x"
 
 
-def test_a_limit_below_what_a_closing_tag_needs_is_refused() -> None:
+def test_tag_limit_below_64_characters_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 64"):
         TagStreamParser(max_tag_chars=63)
 
 
-def test_a_tag_of_exactly_the_limit_is_a_call_and_one_more_character_is_too_long() -> None:
+def test_tag_at_the_limit_is_a_call_and_one_above_is_too_long() -> None:
     text = OPEN + "x" * (300 - len(OPEN) - len(CLOSE)) + CLOSE
     for chunks in ([text], list(text)):
         assert [type(event) for event in read(chunks, max_tag_chars=300)] == [TagCall]
@@ -78,7 +78,7 @@ def test_a_tag_of_exactly_the_limit_is_a_call_and_one_more_character_is_too_long
         }
 
 
-def test_a_call_comes_with_the_chunk_that_completes_it_however_long_its_value() -> None:
+def test_call_is_reported_with_the_chunk_that_completes_it() -> None:
     for value in ("x" * 10, "x > y\n" * 1000, "<b>", "->" * 500):
         parser = TagStreamParser()
         text = f'{OPEN}{value}" /></tool_action>'
@@ -110,7 +110,7 @@ def test_a_call_comes_with_the_chunk_that_completes_it_however_long_its_value() 
         *("closing tags in a body", "blanks in a header", "long name", "skipping"),
     ],
 )
-def test_eight_times_the_input_takes_about_eight_times_as_long(head: str, unit: str) -> None:
+def test_parsing_takes_linear_time(head: str, unit: str) -> None:
     small, large = (min(_seconds(head + unit * (size // len(unit))) for _ in range(3)) for size in (20_000, 160_000))
     # Linear is 8, a square 64.
     assert large < 24 * small

@@ -10,7 +10,7 @@ from contract.calls import ToolResult
 from contract.schema import prepare_arguments
 from contract.specs import ToolSpec
 from orchestrator.dialects.base import CallRequested, Event, MalformedCall, ReplyEnd, Text
-from orchestrator.dialects.profiles import STANDARD, ModelProfile
+from orchestrator.dialects.profiles import ModelProfile
 from orchestrator.dialects.tag_events import TagCall, TagEvent
 from orchestrator.dialects.tag_gbnf import build_tag_grammar, is_spellable
 from orchestrator.dialects.tag_parser import TagStreamParser
@@ -33,17 +33,13 @@ def read(*chunks: dict[str, Any], reads_tags: bool = True) -> tuple[list[Event],
     return events + last, end
 
 
-def result(output: str = "out", call_id: str = "r1-2-0") -> ToolResult:
-    return ToolResult(call_id=call_id, name="read_tool", success=True, output=output)
-
-
-def test_the_transcript_keeps_the_tags_and_the_answer_text_does_not() -> None:
+def test_tags_stay_in_the_transcript_but_not_in_the_answer_text() -> None:
     _, end = read(chunk(f"a{TAG}b"))
     assert end.message == {"role": "assistant", "content": f"a{TAG}b"}
     assert end.text == "ab"
 
 
-def test_an_unclosed_tag_is_malformed_and_reports_how_to_write_it() -> None:
+def test_unclosed_tag_is_malformed_with_advice() -> None:
     [event], _ = read(chunk('<tool_action name="write_tool"><content value="x'), chunk(finish="length"))
     assert isinstance(event, MalformedCall)
     assert event.reason.startswith(
@@ -51,22 +47,17 @@ def test_an_unclosed_tag_is_malformed_and_reports_how_to_write_it() -> None:
     )
 
 
-def test_the_reasoning_field_is_never_searched() -> None:
+def test_reasoning_field_is_never_searched_for_tags() -> None:
     assert read(chunk(reasoning_content=TAG))[0] == []
 
 
-def sent(*results: ToolResult, profile: ModelProfile = STANDARD) -> Any:
-    """Return the message that the model gets for these results."""
-    dialect = TagsDialect(profile=profile)
-    observations = dialect.build_observations([(finished.call_id, finished) for finished in results])
-    assert [message["role"] for message in observations] == ["tool"] * len(results)
+def test_result_hint_ends_the_message() -> None:
+    dialect = TagsDialect(profile=ModelProfile("small", result_hint="Answer now."))
+    result = ToolResult(call_id="r1-2-0", name="read_tool", success=True, output="1")
+    observations = dialect.build_observations([("r1-2-0", result)])
+    assert [message["role"] for message in observations] == ["tool"]
     [message] = dialect.build_request(observations, []).messages
-    return message
-
-
-def test_a_closing_hint_ends_the_message() -> None:
-    profile = ModelProfile("small", result_hint="Answer now.")
-    assert sent(result("1"), profile=profile)["content"].endswith("1\n\nAnswer now.")
+    assert message["content"].endswith("1\n\nAnswer now.")
 
 
 RICH = build_spec(
@@ -91,8 +82,8 @@ PLAIN = build_spec(
     "plain_tool", properties={"first": {"type": "string"}, "second": {"type": "string"}}, required=["second"]
 )
 BARE = build_spec("bare_tool", properties={})
-ODD = build_spec("odd \"<&>' name\n\\", properties={"值": {"type": "string"}}, required=["值"])
-ALL = [RICH, PLAIN, BARE, ODD]
+UNUSUAL = build_spec("odd \"<&>' name\n\\", properties={"值": {"type": "string"}}, required=["值"])
+ALL = [RICH, PLAIN, BARE, UNUSUAL]
 SAMPLES = 400
 
 _CHILD = re.compile(r'<([^\s/>=<"\'!?&]+) value="([^"]*)" />|<([^\s/>=<"\'!?&]+)>((?:(?!</).)*)</\3>', re.DOTALL)
@@ -114,7 +105,7 @@ def read_by_hand(call: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("index", "spec"), list(enumerate(ALL)), ids=["rich", "plain", "bare", "odd"])
-def test_every_call_of_the_grammar_is_read_as_that_call(index: int, spec: ToolSpec) -> None:
+def test_every_call_of_the_grammar_is_parsed_exactly(index: int, spec: ToolSpec) -> None:
     grammar, random = Grammar(build_tag_grammar(ALL)), Random(index)
     for _ in range(SAMPLES):
         written = grammar.sample(random, f"call-{index}")
@@ -123,7 +114,7 @@ def test_every_call_of_the_grammar_is_read_as_that_call(index: int, spec: ToolSp
         assert set(spec.parameters["required"]) <= set(arguments)  # type: ignore[arg-type]
 
 
-def test_values_fit_their_type() -> None:
+def test_values_of_the_grammar_match_their_types() -> None:
     grammar, random = Grammar(build_tag_grammar([RICH])), Random(7)
     for _ in range(SAMPLES):
         (call,) = read_text(grammar.sample(random, "call-0"))
@@ -133,26 +124,26 @@ def test_values_fit_their_type() -> None:
         prepare_arguments(RICH, {**call.arguments, "query": "x", "mode": "a b"}, text=True)
 
 
-def test_without_tools_only_a_reply_can_be_written() -> None:
+def test_grammar_without_tools_allows_only_text() -> None:
     assert build_tag_grammar([]) == "root ::= reply\nreply ::= [^<\\n] [^<]*\n"
 
 
-def test_a_tool_with_a_required_parameter_that_no_tag_can_name_is_left_out() -> None:
-    unfit = build_spec("unfit_tool", properties={"two words": {"type": "string"}}, required=["two words"])
-    assert "unfit_tool" not in build_tag_grammar([unfit, PLAIN])
+def test_tool_with_an_unspellable_required_parameter_is_not_in_the_grammar() -> None:
+    unspellable = build_spec("unfit_tool", properties={"two words": {"type": "string"}}, required=["two words"])
+    assert "unfit_tool" not in build_tag_grammar([unspellable, PLAIN])
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a=b", "a/b", "<a", "a>", 'a"', "a&b", "tool_action", "a\nb"])
-def test_these_names_cannot_be_written_in_a_tag(name: str) -> None:
+def test_unspellable_names_are_detected(name: str) -> None:
     assert not is_spellable(name)
 
 
-def test_an_enum_allows_its_values_and_no_others() -> None:
+def test_enum_allows_only_its_values_in_the_grammar() -> None:
     spec = build_spec("pick", properties={"mode": {"enum": ["on", "off"]}}, required=["mode"])
     assert '("on" | "off")' in build_tag_grammar([spec])
 
 
-def test_native_calls_win_from_there_on_and_what_ran_is_not_undone() -> None:
+def test_tags_after_a_native_call_are_text() -> None:
     native = {"index": 0, "id": "c", "function": {"name": "bash_tool", "arguments": "{}"}}
     events, _ = read(chunk(TAG), chunk("<tool_action na", tool_calls=[native]), chunk(TAG))
     assert [event.call.name for event in events if isinstance(event, CallRequested)] == ["read_tool", "bash_tool"]

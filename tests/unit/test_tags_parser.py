@@ -11,10 +11,10 @@ from orchestrator.dialects.tags import MalformedTag, TagCall, TagEvent, TagStrea
 
 def parse(text: str, **options: object) -> list[TagEvent]:
     parser = TagStreamParser(**options)  # type: ignore[arg-type]
-    return merged([*parser.feed(text), *parser.finish()])
+    return merge_text([*parser.feed(text), *parser.finish()])
 
 
-def merged(events: list[TagEvent]) -> list[TagEvent]:
+def merge_text(events: list[TagEvent]) -> list[TagEvent]:
     result: list[TagEvent] = []
     for event in events:
         if isinstance(event, Text) and result and isinstance(result[-1], Text):
@@ -22,12 +22,6 @@ def merged(events: list[TagEvent]) -> list[TagEvent]:
         else:
             result.append(event)
     return result
-
-
-def only_call(text: str) -> TagCall:
-    [event] = parse(text)
-    assert isinstance(event, TagCall)
-    return event
 
 
 def only_error(text: str) -> MalformedTag:
@@ -57,7 +51,7 @@ def test_only_a_possible_marker_is_held_back(length: int) -> None:
         '<tool_action name="a">hello', '<tool_action name="a"> < b', '<TOOL_ACTION name="a"/>',
     ],
 )  # fmt: skip
-def test_a_mention_is_text(text: str) -> None:
+def test_mention_of_a_tag_is_text(text: str) -> None:
     assert parse(text) == [Text(text)]
 
 
@@ -95,8 +89,10 @@ def test_a_mention_is_text(text: str) -> None:
         ("<v>a</v><!-- </tool_action> -->", "a"),
     ],
 )
-def test_a_value_is_read_as_written(body: str, value: str) -> None:
-    assert only_call(tag(body)).arguments == {"v": value}
+def test_parameter_value_is_read_as_written(body: str, value: str) -> None:
+    [event] = parse(tag(body))
+    assert isinstance(event, TagCall)
+    assert event.arguments == {"v": value}
 
 
 @pytest.mark.parametrize(
@@ -116,12 +112,12 @@ def test_a_value_is_read_as_written(body: str, value: str) -> None:
         ("</v>", "unexpected closing tag"),
     ],
 )
-def test_a_broken_body_is_one_error_with_its_reason(body: str, reason: str) -> None:
+def test_malformed_tag_body_is_one_error_with_its_reason(body: str, reason: str) -> None:
     error = only_error(f"before {tag(body)} after")
     assert (error.reason, error.name, error.raw) == (reason, "t", tag(body))
 
 
-def test_a_json_body_is_refused_with_the_canonical_form() -> None:
+def test_json_body_is_refused_with_the_canonical_form() -> None:
     assert '<PARAMETER value="..." />' in only_error(tag('{"command": "ls"}')).reason
 
 
@@ -129,7 +125,7 @@ def test_a_json_body_is_refused_with_the_canonical_form() -> None:
     "text",
     ['<tool_action><v value="1"/></tool_action>', '<tool_action id="1"/>', '<tool_action name=""></tool_action>'],
 )
-def test_a_call_without_a_tool_name_is_an_error(text: str) -> None:
+def test_call_without_a_tool_name_is_an_error(text: str) -> None:
     error = only_error(text)
     assert (error.reason, error.name) == ("missing tool name", None)
 
@@ -138,39 +134,38 @@ def test_a_call_without_a_tool_name_is_an_error(text: str) -> None:
     "text",
     ['<tool_action name="t"', '<tool_action name="t"><v value="rm -rf', '<tool_action name="t"><v>a</v></tool_action'],
 )
-def test_a_tag_that_never_closes_is_an_error_and_no_text(text: str) -> None:
+def test_unclosed_tag_is_an_error_and_not_text(text: str) -> None:
     assert [type(event) for event in parse("a " + text)] == [Text, MalformedTag]
     assert only_error(text).reason == "unclosed"
 
 
-def test_a_new_tag_where_a_parameter_may_stand_ends_the_first_as_unclosed() -> None:
+def test_new_tag_in_a_tag_ends_the_first_as_unclosed() -> None:
     first, second = parse('<tool_action name="a"><v value="1" />\n<tool_action name="b"/>')
     assert isinstance(first, MalformedTag)
     assert (first.reason, first.name) == ("unclosed", "a")
     assert isinstance(second, TagCall)
 
 
-def test_a_new_tag_ends_the_skipping_after_an_error() -> None:
-    assert [type(event) for event in parse('<tool_action name="a">{"x"<tool_action name="b"/>')] == [
-        MalformedTag,
-        TagCall,
-    ]
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ('<tool_action name="a">{"x"<tool_action name="b"/>', [MalformedTag, TagCall]),
+        (tag('<v value="1" /><v value="<tool_action name="x"/>" />'), [MalformedTag]),
+    ],
+    ids=["new tag after an error", "tag inside a duplicate value"],
+)
+def test_tag_after_or_inside_a_malformed_tag(text: str, kinds: list[type[TagEvent]]) -> None:
+    assert [type(event) for event in parse(text)] == kinds
 
 
-def test_a_tag_inside_a_duplicate_value_does_not_run() -> None:
-    assert [type(event) for event in parse(tag('<v value="1" /><v value="<tool_action name="x"/>" />'))] == [
-        MalformedTag
-    ]
-
-
-def test_a_message_that_starts_with_think_is_not_searched_before_its_end() -> None:
+def test_leading_think_block_is_not_searched() -> None:
     text = f"<think>{SEARCH}</think>{SEARCH}<think>{SEARCH}</think>"
     events = parse(text)
     assert parse_chunks(list(text), {}) == events
     assert [type(event) for event in events] == [Text, TagCall, Text, TagCall, Text]
 
 
-def test_fences_are_live_by_default_and_text_on_request() -> None:
+def test_code_fences_are_searched_unless_ignored() -> None:
     text = f"```xml\n{SEARCH}\n```\n{SEARCH}"
     assert [type(event) for event in parse(text)] == [Text, TagCall, Text, TagCall]
     assert [type(event) for event in parse(text, ignore_fenced=True)] == [Text, TagCall]
@@ -188,22 +183,22 @@ def test_fences_are_live_by_default_and_text_on_request() -> None:
         ("x```\n", False),
     ],
 )
-def test_fences_are_recognised_as_markdown_does(before: str, is_fenced: bool) -> None:
+def test_code_fences_are_recognised_as_in_markdown(before: str, is_fenced: bool) -> None:
     calls = [event for event in parse(before + SEARCH, ignore_fenced=True) if isinstance(event, TagCall)]
     assert (not calls) is is_fenced
 
 
 @pytest.mark.parametrize("value", ["\n```\n", "\n~~~ sh\nls\n"])
-def test_fences_inside_a_call_are_data_and_fence_nothing_behind_it(value: str) -> None:
+def test_fences_inside_a_call_do_not_affect_later_text(value: str) -> None:
     text = tag(f"<v>{value}</v>") + "\n" + tag("{" + value) + "\n" + SEARCH
     assert [type(event) for event in parse(text, ignore_fenced=True)] == [TagCall, Text, MalformedTag, Text, TagCall]
 
 
-def test_fences_inside_a_thought_fence_nothing_behind_it() -> None:
+def test_fences_inside_a_think_block_do_not_affect_later_text() -> None:
     assert [type(event) for event in parse(f"<think>\n```\n</think>{SEARCH}", ignore_fenced=True)] == [Text, TagCall]
 
 
-def test_a_long_line_behind_a_fence_is_read_alike_however_it_is_cut() -> None:
+def test_long_fence_line_is_parsed_alike_for_any_chunks() -> None:
     text = f"```{'a' * 300}`\n{SEARCH}"
     for size in (1, 7, 200, len(text)):
         parser = TagStreamParser(ignore_fenced=True)
@@ -214,7 +209,7 @@ def test_a_long_line_behind_a_fence_is_read_alike_however_it_is_cut() -> None:
 
 @pytest.mark.parametrize("name", ["-x", "a.b", "中", "@on", "w"])
 @pytest.mark.parametrize("place", range(1, 5))
-def test_an_attribute_is_found_at_any_cut(name: str, place: int) -> None:
+def test_unexpected_attribute_is_found_at_any_split(name: str, place: int) -> None:
     text = f'<tool_action name=\'t\'><v value="a" {name}="1" /></tool_action>'
     split = text.index('a"') + place
     parser = TagStreamParser()
@@ -225,7 +220,7 @@ def test_an_attribute_is_found_at_any_cut(name: str, place: int) -> None:
     ]
 
 
-def test_release_gives_back_an_open_tag_and_reads_no_more() -> None:
+def test_release_returns_an_open_tag_as_text_and_stops_parsing() -> None:
     parser = TagStreamParser()
     parser.feed('a<tool_action name="t"><v val')
     assert parser.release() == [Text('<tool_action name="t"><v val')]
@@ -247,7 +242,7 @@ VALUES = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 def parse_chunks(chunks: list[str], options: dict[str, object]) -> list[TagEvent]:
     parser = TagStreamParser(**options)  # type: ignore[arg-type]
-    return merged([*(event for chunk in chunks for event in parser.feed(chunk)), *parser.finish()])
+    return merge_text([*(event for chunk in chunks for event in parser.feed(chunk)), *parser.finish()])
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -257,7 +252,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 @settings(max_examples=400)
 @given(HOSTILE, OPTIONS)
-def test_text_and_raws_are_the_input(text: str, options: dict[str, object]) -> None:
+def test_events_contain_the_whole_input(text: str, options: dict[str, object]) -> None:
     events = parse_chunks([text], options)
     assert "".join(event.text if isinstance(event, Text) else event.raw for event in events) == text
 
@@ -276,16 +271,16 @@ def test_single_characters_give_the_same_events(text: str, options: dict[str, ob
 @given(st.text(max_size=60))
 def test_at_most_twelve_characters_of_text_are_held(text: str) -> None:
     parser = TagStreamParser()
-    shown = sum(
+    released_chars = sum(
         len(event.text if isinstance(event, Text) else event.raw)
         for character in text
         for event in parser.feed(character)
     )
-    assert "<tool_action" in text or len(text) - shown <= 12
+    assert "<tool_action" in text or len(text) - released_chars <= 12
 
 
 @given(NAMES, st.dictionaries(NAMES, VALUES, max_size=4), VALUES)
-def test_a_written_call_is_read_back(name: str, arguments: dict[str, str], around: str) -> None:
+def test_written_call_is_read_back(name: str, arguments: dict[str, str], around: str) -> None:
     before, after = around.replace("<", "("), around
     calls = [
         event
@@ -297,14 +292,14 @@ def test_a_written_call_is_read_back(name: str, arguments: dict[str, str], aroun
 
 # A carriage return before the line break that ends the body belongs to that break.
 @given(NAMES, VALUES.filter(lambda value: "<" not in value and not value.endswith("\r")))
-def test_a_paired_body_is_read_back(name: str, value: str) -> None:
+def test_paired_tag_body_is_read_back(name: str, value: str) -> None:
     [call] = parse_chunks([f'<tool_action name="t"><{name}>\n{value}\n</{name}></tool_action>'], {})
     assert isinstance(call, TagCall)
     assert call.arguments == {name: value}
 
 
 @given(st.dictionaries(NAMES, VALUES, min_size=1, max_size=3), st.data())
-def test_a_call_that_is_cut_short_never_runs(arguments: dict[str, str], data: st.DataObject) -> None:
+def test_truncated_call_is_malformed(arguments: dict[str, str], data: st.DataObject) -> None:
     whole = build_tag_call("t", arguments)
     end = data.draw(st.integers(len('<tool_action name="t">'), len(whole) - 1))
     assert [type(event) for event in parse_chunks([whole[:end]], {})] == [MalformedTag]

@@ -43,7 +43,7 @@ def pax(*records: tuple[str, str]) -> bytes:
 
 
 @given(st.lists(st.tuples(NAMES, st.binary(max_size=2000), st.booleans()), max_size=8), st.sampled_from(FORMATS))
-def test_archives_of_python_are_read(files: list[tuple[list[str], bytes, bool]], form: int) -> None:
+def test_archives_written_by_python_are_read(files: list[tuple[list[str], bytes, bool]], form: int) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=form) as archive:
         for parts, data, is_executable in files:
@@ -55,7 +55,7 @@ def test_archives_of_python_are_read(files: list[tuple[list[str], bytes, bool]],
 
 
 @pytest.mark.parametrize("form", ["gnu", "pax", "ustar"])
-def test_archives_of_tar_are_read(tmp_path: Path, form: str) -> None:
+def test_archives_written_by_tar_are_read(tmp_path: Path, form: str) -> None:
     folder = tmp_path / ("deep" * 20)
     folder.mkdir()
     (folder / "file").write_bytes(b"x" * 1000)
@@ -87,7 +87,7 @@ HOSTILE = {
 }
 
 
-def test_many_short_records_of_an_extended_header_take_linear_time() -> None:
+def test_many_short_pax_records_take_linear_time() -> None:
     data = header("x", b"x", b"6 a=b\n" * 10_000) + header("f", b"0")
     began = time.process_time()
     assert len(read(data * 100 + bytes(1024))) == 100
@@ -95,12 +95,12 @@ def test_many_short_records_of_an_extended_header_take_linear_time() -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_archives_are_refused(name: str) -> None:
+def test_hostile_tar_archives_are_refused(name: str) -> None:
     with pytest.raises(TarRefused):
         read(HOSTILE[name] + (b"" if name == "no end" else bytes(1024)))
 
 
-def test_time_and_memory_follow_the_size_of_the_archive() -> None:
+def test_reading_takes_linear_time_and_memory() -> None:
     """Names of digits and many extended headers: what other readers need quadratic time for."""
     archive = header("x", b"x", pax(("path", "1" * 4000), ("comment", "1" * 50_000))) + header("f", b"0")
     data = archive * 250 + bytes(1024)
@@ -113,7 +113,7 @@ def test_time_and_memory_follow_the_size_of_the_archive() -> None:
 
 
 @given(st.binary(max_size=3000), st.integers(0, 1500))
-def test_any_bytes_are_an_archive_or_refused(noise: bytes, at: int) -> None:
+def test_any_bytes_are_a_tar_archive_or_refused(noise: bytes, at: int) -> None:
     whole = header("./a", b"0", b"content") + header("./b", b"0", b"more") + bytes(1024)
     for data in (noise, whole[:at] + noise + whole[at + len(noise) :]):
         try:

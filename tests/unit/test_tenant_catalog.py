@@ -72,43 +72,43 @@ async def find(catalog: TenantCatalog, name: str, tenant: str) -> ToolSpec | Non
         return None
 
 
-def described(offer: Offer, name: str) -> tuple[str | bool, ...]:
+def describe_offer(offer: Offer, name: str) -> tuple[str | bool, ...]:
     return tuple(offer.describe(name).values())
 
 
-async def test_a_tenants_skill_is_a_tool_where_the_name_is_free_or_a_skills(installed: SkillStore) -> None:
+async def test_installed_skill_becomes_a_tool_if_no_other_tool_has_its_name(installed: SkillStore) -> None:
     await install(installed, dict.fromkeys(NAMES, True))
     catalog = TenantCatalog(WORKERS, installed)
     offer = await catalog.of("acme")
-    own = {tool.name for tool in offer.tools if tool.is_installed_skill}
-    assert own == {"new", "late", "plain", "rivals"}
+    installed_tools = {tool.name for tool in offer.tools if tool.is_installed_skill}
+    assert installed_tools == {"new", "late", "plain", "rivals"}
     for name in NAMES:
         found_spec = await find(catalog, name, "acme")
         assert found_spec == next((tool for tool in offer.tools if tool.name == name), None), name
-    assert [described(offer, name) for name in ("new", "late", "ours", "away")] == [
+    assert [describe_offer(offer, name) for name in ("new", "late", "ours", "away")] == [
         ("tenant", "yes", False),
         ("tenant", "yes", True),
         ("tenant", "name taken", False),
         ("tenant", "name taken", False),
     ]
-    rivals = await catalog.of("rival")
-    assert not any(tool.is_installed_skill for tool in rivals.tools)
-    assert described(rivals, "late") == ("system", "yes", False)
-    assert described(rivals, "plain") == ("system", "no", False)
-    assert [skill.name for skill in rivals.skills] == ["late", "mcp__git__log", "plain"]
+    rival_offer = await catalog.of("rival")
+    assert not any(tool.is_installed_skill for tool in rival_offer.tools)
+    assert describe_offer(rival_offer, "late") == ("system", "yes", False)
+    assert describe_offer(rival_offer, "plain") == ("system", "no", False)
+    assert [skill.name for skill in rival_offer.skills] == ["late", "mcp__git__log", "plain"]
 
 
-async def test_a_skill_that_is_no_tool_hides_the_workers_tool_of_its_name(installed: SkillStore) -> None:
+async def test_installed_skill_without_a_tool_hides_the_worker_skill_tool(installed: SkillStore) -> None:
     await install(installed, {"late": False, "ours": False})
     catalog = TenantCatalog(WORKERS, installed)
     offer = await catalog.of("acme")
     assert {"late", "ours"} & {tool.name for tool in offer.tools} == {"ours"}
-    assert (await find(catalog, "late", "acme"), described(offer, "late")) == (None, ("tenant", "no", True))
+    assert (await find(catalog, "late", "acme"), describe_offer(offer, "late")) == (None, ("tenant", "no", True))
     assert await find(catalog, "ours", "acme") is not None
     assert await find(catalog, "late", "rival") is not None
 
 
-async def test_without_skill_tool_nothing_runs_them(installed: SkillStore) -> None:
+async def test_installed_skills_are_no_tools_without_skill_tool(installed: SkillStore) -> None:
     await install(installed, {"new": True})
     catalog = TenantCatalog(Workers(spec("read_tool")), installed)
     assert [tool.name for tool in (await catalog.of("acme")).tools] == ["read_tool"]

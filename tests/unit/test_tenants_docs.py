@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parent.parent.parent / "docs" / "tenants.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
 
-def test_every_command_of_the_page_works(
+def test_documented_tenant_commands_work(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", redis_server.url)
@@ -32,12 +32,12 @@ def test_every_command_of_the_page_works(
     for command in COMMANDS:
         done = runner.invoke(app, shlex.split(command.replace("KEY_ID", key_id))[1:])
         assert done.exit_code == 0, f"{command}: {done.output}"
-        made = re.match(r"tc_([0-9a-f]{16})_", done.stdout)
-        key_id = made[1] if made is not None else key_id
+        created_key = re.match(r"tc_([0-9a-f]{16})_", done.stdout)
+        key_id = created_key[1] if created_key is not None else key_id
     assert len(COMMANDS) > 8
 
 
-def test_the_table_has_every_option_with_its_field_and_default() -> None:
+def test_option_table_matches_fields_and_defaults() -> None:
     rows = {row[0]: row[1:] for row in re.findall(r"^\| `--([\w-]+)` \| `([\w.]+)` \| ([^|]+) \|", PAGE, re.MULTILINE)}
     assert {option: field for option, (field, _) in rows.items()} == {
         option: ".".join(path) for option, path in OPTIONS.items()
@@ -60,7 +60,7 @@ def test_the_table_has_every_option_with_its_field_and_default() -> None:
         assert meaning.strip() == expected, option
 
 
-def test_the_file_of_the_page_is_a_policy() -> None:
+def test_documented_policy_file_is_valid() -> None:
     [policy] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     assert TenantPolicy.model_validate(json.loads(policy)).weight == 2
 
@@ -68,12 +68,12 @@ def test_the_file_of_the_page_is_a_policy() -> None:
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_the_page_of_the_tools_is_what_their_specs_say() -> None:
+def test_tools_page_is_current() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "tool_docs.py"))
     assert script["PAGE"].read_text() == script["build_page"](), "run .venv/bin/python scripts/tool_docs.py"
 
 
-def test_a_tool_without_parameters_says_so() -> None:
+def test_tools_page_shows_a_tool_without_parameters() -> None:
     page = render_tool(ToolSpec(name="now", description="The time.", parameters={"type": "object"}))
     assert "No parameters." in page
     assert "- Flags: none." in page

@@ -48,7 +48,7 @@ BASH = build_spec(
     input_parameter="stdin",
     aliases={"cmd": "command"},
 )
-EXEC = build_spec("session.exec", properties={"argv": {"type": "array"}}, command_parameter="argv", audience="session")
+EXEC = next(spec for spec in build_registry().specs() if spec.name == "session.exec")
 NO_PUSH = CommandRule(action="deny", tool="bash_tool", argv_prefix=("git", "push"))
 
 
@@ -63,7 +63,7 @@ def refusal(policy: TenantPolicy, spec: Any, **arguments: Any) -> ErrorCode | No
 HEAVY_DEFAULT = seal_policy(KEY, "default", TenantPolicy(weight=3)).encode()
 
 
-def look(
+def build_stored_policy(
     own: bytes | None = None, default: bytes | None = None, fields: int = 0, version: bytes | None = None
 ) -> StoredPolicy:
     return StoredPolicy(version, own, default, fields)
@@ -98,7 +98,7 @@ def look(
         {"priority": 1},
     ],
 )
-def test_a_policy_outside_its_bounds_or_with_an_unknown_field_is_none(fields: dict[str, Any]) -> None:
+def test_invalid_policy_field_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         TenantPolicy.model_validate(fields)
 
@@ -107,7 +107,7 @@ def test_a_policy_outside_its_bounds_or_with_an_unknown_field_is_none(fields: di
     "name",
     ["", "a" * 65, "a b", "a:b", "a\n", "../x", "tenant\u0000", "ähm", VERSION_FIELD, "a*", "{acme}", "a'; drop", "٣"],
 )
-def test_a_name_that_breaks_a_key_is_no_tenant(name: str) -> None:
+def test_invalid_tenant_name_is_refused(name: str) -> None:
     with pytest.raises(ValidationError):
         ToolContext(tenant=name, sent_at=0, deadline_at=1)
     assert build_context(tenant="Team-1_b").tenant == "Team-1_b"
@@ -133,7 +133,7 @@ def test_a_name_that_breaks_a_key_is_no_tenant(name: str) -> None:
         (("read_tool",), "session.read_file", True),
     ],
 )
-def test_an_allowed_tool_includes_its_verbs(tools: tuple[str, ...] | None, name: str, is_allowed: bool) -> None:
+def test_allowed_tool_includes_its_session_verbs(tools: tuple[str, ...] | None, name: str, is_allowed: bool) -> None:
     assert TenantPolicy(tools=tools).allows_tool(name) is is_allowed
     assert refusal(TenantPolicy(tools=tools), build_spec(name)) is (None if is_allowed else ErrorCode.PERMISSION_DENIED)
 
@@ -142,49 +142,43 @@ def test_an_allowed_tool_includes_its_verbs(tools: tuple[str, ...] | None, name:
     "command",
     ["git push", "ls; git -C x push", "bash -c 'git push'", "$(git push)", "timeout 5 git push", "$GIT git push"],
 )
-def test_a_denied_command_is_refused_in_any_part_of_the_line(command: str) -> None:
+def test_denied_command_is_refused_in_any_part_of_the_line(command: str) -> None:
     assert refusal(TenantPolicy(commands=(NO_PUSH,)), BASH, command=command) is ErrorCode.SECURITY_REFUSED
 
 
-def test_a_denied_command_is_refused_where_it_is_sent_to_a_shell_that_runs() -> None:
+def test_denied_command_is_refused_as_input_of_a_shell() -> None:
     assert (
         refusal(TenantPolicy(commands=(NO_PUSH,)), BASH, command="", stdin="git push\n") is ErrorCode.SECURITY_REFUSED
     )
 
 
-def test_a_program_that_is_run_past_the_tool_is_judged_as_the_tool_is() -> None:
+def test_session_exec_is_judged_like_bash_tool() -> None:
     policy = TenantPolicy(commands=(NO_PUSH,))
     assert refusal(policy, EXEC, argv=["git", "push"]) is ErrorCode.SECURITY_REFUSED
     assert refusal(policy, EXEC, argv=["bash", "-c", "ls && git push"]) is ErrorCode.SECURITY_REFUSED
     assert refusal(policy, EXEC, argv=["git", "status"]) is None
 
 
-def test_the_verb_that_runs_programs_reports_where_its_command_stands() -> None:
-    tool = build_registry().get("session.exec")
-    assert tool is not None
-    assert tool.spec.command_parameter == "argv"
-
-
-def test_other_commands_tools_and_tenants_of_no_rules_are_left_alone() -> None:
+def test_other_commands_and_tools_are_allowed() -> None:
     assert refusal(TenantPolicy(commands=(NO_PUSH,)), BASH, command="git status; echo push") is None
     assert refusal(TenantPolicy(commands=(NO_PUSH,)), build_spec("other_tool"), text="git push") is None
     assert refusal(TenantPolicy(), BASH, command="git push") is None
 
 
-def test_a_rule_without_words_forbids_the_tool_and_no_verb_that_a_session_needs() -> None:
+def test_deny_rule_without_a_prefix_forbids_tools_but_not_session_open() -> None:
     policy = TenantPolicy(commands=(CommandRule(action="deny"),))
     assert refusal(policy, BASH, command="ls") is ErrorCode.PERMISSION_DENIED
     assert refusal(policy, EXEC, argv=["ls"]) is ErrorCode.PERMISSION_DENIED
     assert refusal(policy, build_spec("session.open", audience="session")) is None
 
 
-def test_rules_that_ask_or_allow_refuse_nothing_of_a_program() -> None:
+def test_ask_and_allow_rules_refuse_nothing() -> None:
     rules = (CommandRule(action="ask", argv_prefix=("git",)), CommandRule(action="allow", argv_prefix=("rm",)))
     assert refusal(TenantPolicy(commands=rules), BASH, command="git push; rm -rf /srv/x") is None
 
 
 @pytest.mark.parametrize("padding", [0, 100_000])
-async def test_the_orchestrator_refuses_the_same_however_long_the_command(padding: int) -> None:
+async def test_policy_check_covers_commands_of_any_length(padding: int) -> None:
     policy = TenantPolicy(commands=(NO_PUSH,))
     with pytest.raises(ToolFailure) as refused:
         await check_policy(policy, "acme", BASH, {"command": "echo " + "x" * padding + "; git push"})
@@ -192,7 +186,7 @@ async def test_the_orchestrator_refuses_the_same_however_long_the_command(paddin
     await check_policy(policy, "acme", BASH, {"command": "echo " + "x" * padding})
 
 
-def test_a_tenants_rules_stand_beside_those_of_the_program() -> None:
+def test_tenant_rules_are_combined_with_program_rules() -> None:
     own = ApprovalPolicy((Rule("ask", argv_prefix=("make",)),))
     rules = (
         NO_PUSH,
@@ -210,9 +204,14 @@ def test_a_tenants_rules_stand_beside_those_of_the_program() -> None:
 
 
 def test_with_registered_tenants_unknown_names_are_refused() -> None:
-    closed = look(default=HEAVY_DEFAULT, fields=3, version=b"v")
+    closed = build_stored_policy(default=HEAVY_DEFAULT, fields=3, version=b"v")
     assert closed.policy("default", KEY).weight == 3
-    assert look(own=seal_policy(KEY, "acme", TenantPolicy(weight=2)).encode(), fields=1).policy("acme", KEY).weight == 2
+    assert (
+        build_stored_policy(own=seal_policy(KEY, "acme", TenantPolicy(weight=2)).encode(), fields=1)
+        .policy("acme", KEY)
+        .weight
+        == 2
+    )
     with pytest.raises(ToolFailure, match=r"tenant anybody does not exist.*toolcrew tenants add anybody") as refused:
         closed.policy("anybody", KEY)
     assert refused.value.code is ErrorCode.UNKNOWN_TENANT
@@ -225,13 +224,13 @@ def test_with_registered_tenants_unknown_names_are_refused() -> None:
         b'{"in_flight": 1.5}',
     ],
 )  # fmt: skip
-def test_a_policy_that_cannot_be_read_serves_nothing_and_says_what_to_do(text: bytes) -> None:
+def test_unreadable_policy_refuses_calls_and_says_what_to_do(text: bytes) -> None:
     sealed = KEY.seal("policy acme", text.decode(errors="replace")).encode()
     with pytest.raises(
         ConfigError,
         match=r"policy of tenant acme cannot be read .*its calls are refused.*toolcrew tenants set acme --from FILE",
     ):
-        look(own=sealed, fields=1).policy("acme", KEY)
+        build_stored_policy(own=sealed, fields=1).policy("acme", KEY)
     policies = parse_tenants(
         KEY,
         {b"acme": sealed, b"other": seal_policy(KEY, "other", TenantPolicy()).encode(), VERSION_FIELD.encode(): b"v"},
@@ -250,15 +249,15 @@ def test_a_policy_that_cannot_be_read_serves_nothing_and_says_what_to_do(text: b
     ],
     ids=["unsigned", "another secret", "of another tenant", "changed"],
 )
-def test_a_policy_that_cannot_be_verified_gives_no_rights_and_says_what_to_do(forged: bytes) -> None:
+def test_unverifiable_policy_refuses_calls_and_says_what_to_do(forged: bytes) -> None:
     with pytest.raises(
         ConfigError,
         match=r"cannot be verified, so its calls are refused.*tenants set acme --from FILE.*TOOLCREW_SECRET",
     ):
-        look(own=forged, fields=1).policy("acme", KEY)
+        build_stored_policy(own=forged, fields=1).policy("acme", KEY)
 
 
-def test_a_policy_of_a_megabyte_is_not_even_read() -> None:
+def test_oversized_policy_is_not_parsed() -> None:
     text = json.dumps({"tools": ["t" * 100] * 10_000}).encode()
     assert len(text) > MAX_POLICY_BYTES
     with pytest.raises(ConfigError, match="larger than"):
@@ -285,13 +284,13 @@ POLICIES = st.builds(
 
 
 @given(POLICIES)
-def test_a_policy_is_read_as_it_was_kept(policy: TenantPolicy) -> None:
+def test_stored_policy_is_read_back(policy: TenantPolicy) -> None:
     assert parse_policy(KEY, "acme", seal_policy(KEY, "acme", policy).encode()) == policy
     assert parse_policy(KEY, "acme", KEY.seal("policy acme", policy.model_dump_json()).encode()) == policy
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_are_anything_but_a_policy_or_a_sentence(text: bytes) -> None:
+def test_any_stored_bytes_are_a_policy_or_an_error(text: bytes) -> None:
     sealed = KEY.seal("policy acme", text.decode(errors="replace")).encode()
     policy = parse_tenants(KEY, {b"acme": sealed})["acme"]
     assert isinstance(policy, TenantPolicy) or "policy of tenant acme" in str(policy)
@@ -334,11 +333,11 @@ class Harness:
     """A worker with bash_tool and session.close, for tenants with these policies."""
 
     def __init__(self, **policies: TenantPolicy | Exception) -> None:
-        self.counted: list[RefusalReason] = []
+        self.refusals: list[RefusalReason] = []
         self.terms: list[SandboxPolicy | None] = []
         self.ledger = MemoryLedger()
         registry = ToolRegistry([WorkerTool(spec, self.handle) for spec in (BASH, CLOSE)])
-        policy = CallPolicy(registry, None, FixedWorkerTenants(policies), self.counted.append)
+        policy = CallPolicy(registry, None, FixedWorkerTenants(policies), self.refusals.append)
         parts = (FakeSandboxClient(), self.ledger, MemoryBlobs(), {}, "host.h1.b/w", SharedClock())
         self.executor = build_executor(registry, *parts, policy=policy)
 
@@ -350,11 +349,11 @@ class Harness:
         return self.executor.execute(build_call(name, **arguments), build_context(tenant=tenant)).error_code
 
 
-def test_a_worker_runs_what_the_policy_allows_with_the_terms_of_its_sandboxes() -> None:
+def test_worker_runs_an_allowed_call_with_the_sandbox_terms() -> None:
     terms = SandboxPolicy(network="none")
     harness = Harness(acme=TenantPolicy(sandbox=terms))
     assert harness.run(command="ls") is None
-    assert (harness.terms, harness.counted) == ([terms], [])
+    assert (harness.terms, harness.refusals) == ([terms], [])
 
 
 @pytest.mark.parametrize(
@@ -366,30 +365,30 @@ def test_a_worker_runs_what_the_policy_allows_with_the_terms_of_its_sandboxes() 
         (ConfigError("the policy cannot be read"), {"command": "ls"}, ErrorCode.CONFIG_MISSING),
     ],
 )
-def test_a_worker_refuses_before_it_claims_the_call(
+def test_worker_refuses_a_forbidden_call_before_its_claim(
     policy: TenantPolicy | Exception, arguments: dict[str, str], code: ErrorCode
 ) -> None:
     harness = Harness(acme=policy)
     assert harness.run(**arguments) is code
-    assert (harness.terms, harness.ledger.claimed, harness.counted) == ([], set(), [])
+    assert (harness.terms, harness.ledger.claimed, harness.refusals) == ([], set(), [])
 
 
-def test_a_call_for_a_tenant_that_is_none_is_refused_and_counted() -> None:
+def test_call_for_an_unknown_tenant_is_refused_and_counted() -> None:
     harness = Harness(acme=TenantPolicy())
     assert harness.run(tenant="mallory", command="ls") is ErrorCode.UNKNOWN_TENANT
-    assert (harness.terms, harness.counted) == ([], ["wrong_tenant"])
+    assert (harness.terms, harness.refusals) == ([], ["wrong_tenant"])
 
 
-def test_a_session_of_a_removed_tenant_can_be_closed() -> None:
+def test_session_of_a_removed_tenant_can_be_closed() -> None:
     harness = Harness(
         broken=ConfigError("the policy cannot be read"),
         bare=TenantPolicy(tools=(), commands=(CommandRule(action="deny"),)),
     )
     assert [harness.run("session.close", tenant=tenant) for tenant in ("gone", "broken", "bare")] == [None] * 3
-    assert harness.counted == []
+    assert harness.refusals == []
 
 
-def test_a_worker_that_cannot_ask_runs_nothing() -> None:
+def test_worker_that_cannot_read_policies_runs_nothing() -> None:
     registry = ToolRegistry([WorkerTool(BASH, lambda *_: Outcome("ran"))])
     policy = CallPolicy(registry, None, WorkerTenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEY))
     parts = (FakeSandboxClient(), MemoryLedger(), MemoryBlobs(), {}, "host.h1.b/w", SharedClock())
@@ -413,7 +412,7 @@ def test_refusals_are_counted_in_redis(redis_server: RedisProcess) -> None:
         assert client.hgetall(refusals_key("test")) == {b"wrong_tenant": b"2"}
 
 
-def fine(call: ToolCall, _: ToolContext) -> ToolResult:
+def answer_ran(call: ToolCall, _: ToolContext) -> ToolResult:
     return ToolResult(call_id=call.id, name=call.name, success=True, output="ran")
 
 
@@ -421,7 +420,10 @@ async def dispatch(
     policy: TenantPolicy | None, name: str = "bash_tool", **arguments: Any
 ) -> tuple[ErrorCode | None, int]:
     """Return the code of a call for acme, and the number of messages sent for the call."""
-    transport, tenants = AnsweringTransport(fine), OrchestratorTenants({"acme": policy} if policy is not None else {})
+    transport, tenants = (
+        AnsweringTransport(answer_ran),
+        OrchestratorTenants({"acme": policy} if policy is not None else {}),
+    )
     dispatcher = Dispatcher(
         transport, TenantCatalog(StaticCatalog(BASH, CLOSE)), KEY, queue_wait_s=60, rules=CallRules(tenants)
     )
@@ -440,11 +442,11 @@ async def dispatch(
         (None, {"command": "ls"}, ErrorCode.UNKNOWN_TENANT),
     ],
 )
-async def test_the_dispatcher_sends_nothing_that_the_policy_forbids(
+async def test_dispatcher_sends_no_forbidden_call(
     policy: TenantPolicy | None, arguments: dict[str, str], code: ErrorCode | None
 ) -> None:
     assert await dispatch(policy, **arguments) == (code, 1 if code is None else 0)
 
 
-async def test_the_dispatcher_sends_the_closing_of_a_session_whose_tenant_is_gone() -> None:
+async def test_dispatcher_sends_the_close_for_a_removed_tenant() -> None:
     assert await dispatch(None, "session.close") == (None, 1)

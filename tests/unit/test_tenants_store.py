@@ -64,7 +64,7 @@ async def failure_of(work: Any) -> ErrorCode:
     return failed.value.code
 
 
-async def test_names_are_closed_from_the_first_tenant_on_and_stay_closed_after_the_last(tenants: RedisTenants) -> None:
+async def test_unknown_tenants_are_refused_after_the_first_registration(tenants: RedisTenants) -> None:
     assert await tenants.policy("anybody") == TenantPolicy()
     await tenants.change("default", lambda policy: policy.model_copy(update={"weight": 2.0}))
     assert (await tenants.policy("anybody")).weight == 2
@@ -79,7 +79,7 @@ async def test_names_are_closed_from_the_first_tenant_on_and_stay_closed_after_t
     assert (await tenants.policy("default")).weight == 2
 
 
-async def test_the_name_of_a_removed_tenant_cannot_be_used_again(tenants: RedisTenants) -> None:
+async def test_name_of_a_removed_tenant_stays_reserved(tenants: RedisTenants) -> None:
     await tenants.add("acme", TenantPolicy(weight=3))
     await tenants.remove("acme")
     with_new_secret = RedisTenants(
@@ -102,7 +102,7 @@ async def test_the_name_of_a_removed_tenant_cannot_be_used_again(tenants: RedisT
     assert dict(await tenants.all()) == {}
 
 
-async def test_a_process_that_has_seen_tenants_serves_nothing_once_redis_has_lost_them(tenants: RedisTenants) -> None:
+async def test_lost_tenants_in_redis_stop_every_call(tenants: RedisTenants) -> None:
     await tenants.add("acme", TenantPolicy())
     await tenants.policy("acme")
     await tenants._client.delete(tenants._keys[0])
@@ -112,7 +112,7 @@ async def test_a_process_that_has_seen_tenants_serves_nothing_once_redis_has_los
             await tenants.policy(name)
 
 
-async def test_impossible_changes_are_reported(tenants: RedisTenants) -> None:
+async def test_invalid_tenant_changes_are_refused(tenants: RedisTenants) -> None:
     await tenants.add("acme", TenantPolicy())
     for work, code in (
         (tenants.add("acme", TenantPolicy()), ErrorCode.INVALID_ARGUMENTS),
@@ -130,7 +130,7 @@ async def test_impossible_changes_are_reported(tenants: RedisTenants) -> None:
     assert list(await tenants.all()) == ["acme"]
 
 
-async def test_a_policy_that_is_too_long_is_not_kept(tenants: RedisTenants) -> None:
+async def test_oversized_policy_is_not_stored(tenants: RedisTenants) -> None:
     rules = tuple(CommandRule(action="deny", argv_prefix=("x" * 256,) * 8) for _ in range(1000))
     assert len(TenantPolicy(commands=rules).model_dump_json()) > MAX_POLICY_BYTES
     assert await failure_of(tenants.add("acme", TenantPolicy(commands=rules))) is ErrorCode.INVALID_ARGUMENTS
@@ -148,7 +148,7 @@ async def test_concurrent_changes_are_not_lost(client: "redis.asyncio.Redis") ->
     assert (await stores[0].policy("acme")).in_flight == 11
 
 
-async def test_a_worker_and_another_orchestrator_see_a_change_once_what_they_know_is_old(
+async def test_policy_change_is_seen_after_the_cache_expires(
     tenants: RedisTenants, client: "redis.asyncio.Redis", redis_server: RedisProcess
 ) -> None:
     await tenants.add("acme", TenantPolicy())
@@ -174,7 +174,7 @@ async def test_deployments_do_not_share_tenants(tenants: RedisTenants, redis_ser
         assert WorkerTenants(blocking, "live", KEYS).policy("acme").weight == 1
 
 
-async def test_a_policy_of_another_release_is_not_used(tenants: RedisTenants, redis_server: RedisProcess) -> None:
+async def test_policy_of_another_release_is_refused(tenants: RedisTenants, redis_server: RedisProcess) -> None:
     with redis_server.client() as blocking:
         blocking.hset(KEY, "acme", KEYS.seal("policy acme", '{"speed": 9}'))
         with pytest.raises(ConfigError, match="speed"):
@@ -188,11 +188,11 @@ async def test_a_policy_of_another_release_is_not_used(tenants: RedisTenants, re
         assert WorkerTenants(blocking, "test", KEYS).policy("acme") == await tenants.policy("acme") == TenantPolicy()
 
 
-async def test_when_redis_is_away_nothing_is_assumed_on_either_side() -> None:
-    away = redis.asyncio.Redis(port=1, retry=AsyncRetry(NoBackoff(), 0))
+async def test_policy_reads_fail_without_redis() -> None:
+    unreachable = redis.asyncio.Redis(port=1, retry=AsyncRetry(NoBackoff(), 0))
     for work in (
-        RedisTenants(away, "test", KEYS).policy("acme"),
-        RedisTenants(away, "test", KEYS).add("acme", TenantPolicy()),
+        RedisTenants(unreachable, "test", KEYS).policy("acme"),
+        RedisTenants(unreachable, "test", KEYS).add("acme", TenantPolicy()),
     ):
         with pytest.raises(BrokerUnavailable):
             await work
@@ -200,7 +200,7 @@ async def test_when_redis_is_away_nothing_is_assumed_on_either_side() -> None:
         WorkerTenants(redis.Redis(port=1, retry=Retry(NoBackoff(), 0)), "test", KEYS).policy("acme")
 
 
-async def test_a_read_only_redis_is_reported(tenants: RedisTenants, client: "redis.asyncio.Redis") -> None:
+async def test_full_redis_refuses_tenant_changes(tenants: RedisTenants, client: "redis.asyncio.Redis") -> None:
     await client.config_set("maxmemory", "1")
     try:
         with pytest.raises(BrokerUnavailable, match="acme was not changed"):
@@ -209,7 +209,7 @@ async def test_a_read_only_redis_is_reported(tenants: RedisTenants, client: "red
         await client.config_set("maxmemory", "0")
 
 
-async def test_concurrent_calls_share_one_read(tenants: RedisTenants, redis_server: RedisProcess) -> None:
+async def test_concurrent_policy_reads_share_one_request(tenants: RedisTenants, redis_server: RedisProcess) -> None:
     await tenants.add("acme", TenantPolicy())
     before = count_commands(redis_server)
     await asyncio.gather(*(tenants.policy("acme") for _ in range(1000)))
@@ -218,7 +218,9 @@ async def test_concurrent_calls_share_one_read(tenants: RedisTenants, redis_serv
     assert after["hmget"] - before.get("hmget", 0) == 1
 
 
-async def test_reads_do_not_grow_with_tenants(client: "redis.asyncio.Redis", redis_server: RedisProcess) -> None:
+async def test_cache_refresh_reads_do_not_grow_with_tenants(
+    client: "redis.asyncio.Redis", redis_server: RedisProcess
+) -> None:
     await client.hset(
         KEY,
         mapping={f"t{number}": seal_policy(KEYS, f"t{number}", TenantPolicy()) for number in range(10_000)}
@@ -237,34 +239,33 @@ async def test_reads_do_not_grow_with_tenants(client: "redis.asyncio.Redis", red
     assert (after["hget"] - before["hget"], after["hmget"] - before["hmget"]) == (1, 0)
 
 
-def seen(version: bytes, weight: int, tenant: str = "acme") -> StoredPolicy:
+def build_stored_policy(version: bytes, weight: int, tenant: str = "acme") -> StoredPolicy:
     return StoredPolicy(version, seal_policy(KEYS, tenant, TenantPolicy(weight=weight)).encode(), None, 2)
 
 
-def test_an_answer_that_was_overtaken_is_not_remembered() -> None:
+def test_outdated_reply_does_not_replace_a_newer_policy() -> None:
     cache = PolicyCache(KEYS, Clock())
     cache.confirm(b"new", requested_at=101)
-    cache.learn("acme", seen(b"new", 2), requested_at=101)
-    assert cache.learn("acme", seen(b"old", 1), requested_at=100).weight == 1
+    cache.learn("acme", build_stored_policy(b"new", 2), requested_at=101)
+    assert cache.learn("acme", build_stored_policy(b"old", 1), requested_at=100).weight == 1
     cache.confirm(b"old", requested_at=100)
     policy = cache.find("acme")
-    assert policy is not None
     assert policy.weight == 2
 
 
-def test_the_cache_is_bounded() -> None:
+def test_policy_cache_is_bounded() -> None:
     cache = PolicyCache(KEYS, Clock())
     for number in range(MAX_CACHED_POLICIES + 10):
-        cache.learn(f"t{number}", seen(b"v", 2, f"t{number}"), requested_at=100)
+        cache.learn(f"t{number}", build_stored_policy(b"v", 2, f"t{number}"), requested_at=100)
     assert (cache.find("t9"), cache.find("t10") is None) == (None, False)
 
 
-async def test_a_cancelled_reader_does_not_cancel_a_shared_read() -> None:
-    reads, gate, begun = SharedReads[int](), asyncio.Event(), 0
+async def test_cancelled_reader_does_not_cancel_a_shared_read() -> None:
+    reads, gate, started = SharedReads[int](), asyncio.Event(), 0
 
     async def read() -> int:
-        nonlocal begun
-        begun += 1
+        nonlocal started
+        started += 1
         await gate.wait()
         return 7
 
@@ -273,12 +274,12 @@ async def test_a_cancelled_reader_does_not_cancel_a_shared_read() -> None:
     first.cancel()
     gate.set()
     assert await second == 7
-    assert begun == 1
+    assert started == 1
     assert await reads.read("a", read) == 7
-    assert begun == 2
+    assert started == 2
 
 
-async def test_a_failed_shared_read_fails_every_reader() -> None:
+async def test_failed_shared_read_fails_every_reader() -> None:
     async def read() -> int:
         raise BrokerUnavailable("away")
 
@@ -296,7 +297,7 @@ class Harness:
         self.tenants = RedisTenants(self.redis, "default", self.settings.broker().signing_keys())
         self.keys = ApiKeys(self.redis, "default", self.settings.broker().signing_keys())
 
-    async def furnish(self) -> None:
+    async def add_tools_and_tenants(self) -> None:
         specs = tuple(build_spec(name) for name in ("bash_tool", "grep_tool", "read_tool"))
         await self.redis.set(
             catalog_key("default", "sandbox"),
@@ -312,7 +313,7 @@ class Harness:
 @pytest.fixture
 async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
     harness = Harness(redis_server.url)
-    await harness.furnish()
+    await harness.add_tools_and_tenants()
     yield harness
     await harness.redis.aclose()
 
@@ -324,7 +325,7 @@ async def refusal_of(connecting: AbstractAsyncContextManager[ToolClient]) -> Err
     return refused.value.code
 
 
-async def test_a_client_is_not_another_tenants_unless_its_role_is_for_all(harness: Harness) -> None:
+async def test_only_operator_keys_can_act_for_another_tenant(harness: Harness) -> None:
     assert (
         await refusal_of(harness.connect((await harness.keys.add("acme")).text, tenant="zeta"))
         is ErrorCode.PERMISSION_DENIED
@@ -339,7 +340,7 @@ async def test_a_client_is_not_another_tenants_unless_its_role_is_for_all(harnes
             assert client.tenant == tenant
 
 
-async def test_a_session_is_not_another_tenants(harness: Harness) -> None:
+async def test_client_cannot_open_a_session_for_another_tenant(harness: Harness) -> None:
     async with harness.connect((await harness.keys.add("acme")).text) as client:
         with pytest.raises(ToolFailure) as refused:
             await client.open_session(tenant="zeta")

@@ -26,52 +26,52 @@ def output(text: str, call_id: str = "c1", stream: str = "stdout") -> OutputArri
     return OutputArrived(run="r", call_id=call_id, stream=stream, text=text)
 
 
-def test_a_run_shows_a_few_lines_at_a_time_and_says_how_many_more_there_were() -> None:
-    shown = run_view(output("".join(f"{number}\n" for number in range(1000)))).splitlines()
-    assert len(shown) == MAX_LIVE_LINES + 1
-    assert "995 lines" in shown[0]
-    assert shown[-1] == "   | 999"
+def test_live_output_shows_the_last_lines_and_counts_the_rest() -> None:
+    screen = run_view(output("".join(f"{number}\n" for number in range(1000)))).splitlines()
+    assert len(screen) == MAX_LIVE_LINES + 1
+    assert "995 lines" in screen[0]
+    assert screen[-1] == "   | 999"
 
 
-def test_a_run_stops_showing_a_call_that_never_stops_talking() -> None:
-    shown = run_view(*(output(f"{number}\n") for number in range(500))).splitlines()
-    assert len(shown) == MAX_LIVE_LINES_OF_CALL + 1
-    assert "the rest appears" in shown[-1]
+def test_live_output_of_one_call_is_limited() -> None:
+    screen = run_view(*(output(f"{number}\n") for number in range(500))).splitlines()
+    assert len(screen) == MAX_LIVE_LINES_OF_CALL + 1
+    assert "the rest appears" in screen[-1]
 
 
-def test_calls_that_run_side_by_side_do_not_finish_each_others_lines() -> None:
-    shown = run_view(output("on", "c1"), output("tw", "c2"), output("e\n", "c1"), output("o\n", "c2"))
-    assert shown.splitlines() == ["   | one", "   | two"]
+def test_concurrent_calls_do_not_mix_their_lines() -> None:
+    screen = run_view(output("on", "c1"), output("tw", "c2"), output("e\n", "c1"), output("o\n", "c2"))
+    assert screen.splitlines() == ["   | one", "   | two"]
 
 
-def test_output_does_not_continue_a_line_of_the_model() -> None:
+def test_live_output_starts_on_a_new_line() -> None:
     assert run_view(TextArrived(run="r", text="I look"), output("one\n")).splitlines() == ["I look", "   | one"]
 
 
-def test_output_cannot_drive_the_terminal() -> None:
+def test_live_output_cannot_control_the_terminal() -> None:
     hostile = "\x1b]0;title\x07\x1b[2J\r\x9b31m\u202ereversed\x08\n"
-    for shown in (run_view(output(hostile)), live(hostile), live(hostile, is_terminal=False)):
-        text = shown.replace("\x1b[?25l", "").replace("\x1b[?25h", "")
+    for screen in (run_view(output(hostile)), print_live(hostile), print_live(hostile, is_terminal=False)):
+        text = screen.replace("\x1b[?25l", "").replace("\x1b[?25h", "")
         assert "\x1b]0" not in text
         assert "\x1b[2J" not in text
         assert not set(text) & {"\x07", "\x9b", "\u202e", "\x08"}
 
 
-def live(*texts: str, is_terminal: bool = True) -> str:
+def print_live(*texts: str, is_terminal: bool = True) -> str:
     file = io.StringIO()
-    with LiveOutput(Console(file=file, width=80, force_terminal=is_terminal, color_system=None)) as shown:
+    with LiveOutput(Console(file=file, width=80, force_terminal=is_terminal, color_system=None)) as screen:
         for text in texts:
-            shown.show("stdout", text)
+            screen.show("stdout", text)
     return file.getvalue()
 
 
-def test_on_no_terminal_every_line_is_shown_and_the_last_though_it_does_not_end() -> None:
-    assert live("a\nb", "c\nd", is_terminal=False) == "a\nbc\nd\n"
+def test_without_a_terminal_every_line_is_printed() -> None:
+    assert print_live("a\nb", "c\nd", is_terminal=False) == "a\nbc\nd\n"
 
 
 @given(st.lists(st.text(alphabet="ab\n", max_size=20), max_size=20))
-def test_lines_are_those_of_the_whole_text_however_it_comes(pieces: list[str]) -> None:
-    lines, shown = LiveLines(), list[str]()
+def test_live_lines_do_not_depend_on_the_chunks(pieces: list[str]) -> None:
+    lines, screen = LiveLines(), list[str]()
     for piece in pieces:
-        shown += lines.feed("stdout", piece)
-    assert [*shown, *lines.rest()] == "".join(pieces).removesuffix("\n").split("\n") if any(pieces) else shown == []
+        screen += lines.feed("stdout", piece)
+    assert [*screen, *lines.rest()] == "".join(pieces).removesuffix("\n").split("\n") if any(pieces) else screen == []

@@ -11,7 +11,7 @@ OPEN, CLOSED = SandboxPolicy(tenant_class="open"), SandboxPolicy(tenant_class="o
 
 
 class Host(SandboxClient):
-    """A sandboxd with sessions of these tenants. `told` lists the updates in order."""
+    """A sandboxd with sessions of these tenants. `sent_terms` lists the updates in order."""
 
     def __init__(self, *tenants: str) -> None:
         super().__init__("/nonexistent")
@@ -26,7 +26,7 @@ class Host(SandboxClient):
         return 2
 
 
-class Book(dict[str, SandboxPolicy | Exception]):
+class PolicySource(dict[str, SandboxPolicy | Exception]):
     """Terms by tenant, or the exception that a request for the terms raises."""
 
     def policy(self, tenant: str) -> TenantPolicy:
@@ -42,36 +42,38 @@ def host() -> Host:
 
 
 @pytest.fixture
-def book() -> Book:
-    return Book(acme=OPEN, umbrella=OPEN)
+def policies() -> PolicySource:
+    return PolicySource(acme=OPEN, umbrella=OPEN)
 
 
 @pytest.fixture
-def watch(host: Host, book: Book) -> PolicyMonitor:
-    return PolicyMonitor(book.policy)
+def watch(host: Host, policies: PolicySource) -> PolicyMonitor:
+    return PolicyMonitor(policies.policy)
 
 
-def test_terms_are_sent_once_per_change(watch: PolicyMonitor, host: Host, book: Book) -> None:
+def test_terms_are_sent_once_per_change(watch: PolicyMonitor, host: Host, policies: PolicySource) -> None:
     assert (watch.run_round(host), watch.run_round(host)) == (2, 0)
-    book["acme"] = CLOSED
+    policies["acme"] = CLOSED
     assert watch.run_round(host) == 1
     assert host.sent_policies == [("acme", OPEN), ("umbrella", OPEN), ("acme", CLOSED)]
 
 
-def test_a_tenant_that_is_none_any_more_loses_its_network(watch: PolicyMonitor, host: Host, book: Book) -> None:
+def test_removed_tenant_loses_its_network(watch: PolicyMonitor, host: Host, policies: PolicySource) -> None:
     watch.run_round(host)
-    book["acme"] = ToolFailure(ErrorCode.UNKNOWN_TENANT, "no such tenant")
+    policies["acme"] = ToolFailure(ErrorCode.UNKNOWN_TENANT, "no such tenant")
     assert (watch.run_round(host), watch.run_round(host)) == (1, 0)
     assert host.sent_policies[-1] == ("acme", CLOSED)
 
 
-def test_sandboxd_keeps_the_last_terms_during_an_outage(watch: PolicyMonitor, host: Host, book: Book) -> None:
+def test_sandboxd_keeps_the_last_terms_during_an_outage(
+    watch: PolicyMonitor, host: Host, policies: PolicySource
+) -> None:
     watch.run_round(host)
-    book["acme"], book["umbrella"] = BrokerUnavailable("Redis is away"), CLOSED
+    policies["acme"], policies["umbrella"] = BrokerUnavailable("Redis is away"), CLOSED
     assert (watch.run_round(host), host.sent_policies[-1]) == (1, ("umbrella", CLOSED))
 
 
-def test_a_returning_tenant_is_sent_again(watch: PolicyMonitor, host: Host) -> None:
+def test_terms_of_a_returning_tenant_are_sent_again(watch: PolicyMonitor, host: Host) -> None:
     watch.run_round(host)
     host.tenants = ["umbrella"]
     watch.run_round(host)

@@ -50,22 +50,22 @@ def chunk(text: str = "", finish: str | None = None, **delta: Any) -> Chunk:
     return {"choices": [{"index": 0, "delta": {"content": text, **delta}, "finish_reason": finish}]}
 
 
-async def test_a_conversation_that_was_cancelled_in_a_call_can_go_on() -> None:
+async def test_conversation_continues_after_a_cancelled_call() -> None:
     tool, model = Echo(), ScriptedModel([Calls([("echo", {"text": "hang"})]), "Sorry."])
-    talk = CustomAgent(ToolAgent(model).bind_tools([tool]))
-    running = asyncio.create_task(talk.run("one"))
+    agent = CustomAgent(ToolAgent(model).bind_tools([tool]))
+    running = asyncio.create_task(agent.run("one"))
     await tool.hangs.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert (await talk.run("two")).content == "Sorry."
+    assert (await agent.run("two")).content == "Sorry."
     messages = model.requests[1].messages
     call_ids = [entry["id"] for message in messages for entry in message.get("tool_calls", ())]
     assert call_ids == [message["tool_call_id"] for message in messages if message["role"] == "tool"]
 
 
 @pytest.mark.parametrize("arguments", ["", '{"text": "b"}'])
-async def test_the_last_call_of_a_cut_reply_is_not_run(arguments: str) -> None:
+async def test_last_call_of_a_cut_reply_is_not_run(arguments: str) -> None:
     entries = [
         {"index": n, "id": f"c{n}", "function": {"name": "echo", "arguments": text}}
         for n, text in enumerate(['{"text": "a"}', arguments])
@@ -77,7 +77,7 @@ async def test_the_last_call_of_a_cut_reply_is_not_run(arguments: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bad name!", "x" * 200, "名"])
-async def test_a_name_that_servers_refuse_does_not_poison_the_conversation(name: str) -> None:
+async def test_invalid_tool_name_is_replaced_in_later_requests(name: str) -> None:
     model = ScriptedModel([Calls([(name, {})]), "ok"])
     assert (await CustomAgent(ToolAgent(model).bind_tools([Echo()])).run("go")).content == "ok"
     [entry] = model.requests[1].messages[-2]["tool_calls"]
@@ -85,7 +85,7 @@ async def test_a_name_that_servers_refuse_does_not_poison_the_conversation(name:
     assert " " not in entry["function"]["name"]
 
 
-async def test_an_unseen_broken_reply_is_requested_again() -> None:
+async def test_interrupted_reply_is_requested_again() -> None:
     replies = iter([[chunk("ha"), ModelInterrupted("broke off")], [chunk("whole", "stop")]])
 
     async def stream(_: ModelRequest) -> AsyncIterator[Chunk]:
@@ -98,7 +98,7 @@ async def test_an_unseen_broken_reply_is_requested_again() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ai", "AIMessageChunk"])
-def test_a_foreign_message_without_calls_is_a_plain_one(kind: str) -> None:
+def test_foreign_assistant_message_without_calls_is_converted(kind: str) -> None:
     foreign = SimpleNamespace(type=kind, content="Hi.", tool_calls=[])
     assert convert_to_wire(foreign) == {"role": "assistant", "content": "Hi."}
 
@@ -110,7 +110,7 @@ def fallback(model: ScriptedModel) -> ToolAgent:
     return ToolAgent(LLMClient(model, function_calling=False)).bind_tools([Echo()])
 
 
-async def test_the_fallback_reports_the_model_what_it_called_and_whose_result_it_reads() -> None:
+async def test_fallback_requests_contain_the_call_and_its_result() -> None:
     model = ScriptedModel([f"Let me see. {CALL_TEXT}", "ok"])
     await CustomAgent(fallback(model)).run("go")
     reply, result = model.requests[1].messages[-2:]
@@ -118,13 +118,13 @@ async def test_the_fallback_reports_the_model_what_it_called_and_whose_result_it
     assert result == {"role": "user", "content": "Tool result for echo:\ndid a"}
 
 
-async def test_the_fallback_runs_nothing_that_the_model_only_thought_of() -> None:
+async def test_fallback_ignores_calls_inside_a_think_block() -> None:
     text = f"<think>I could write {CALL_TEXT}</think>No need."
     reply = await fallback(ScriptedModel([text])).invoke([HumanMessage("go")])
     assert (reply.content, reply.tool_calls) == (text, [])
 
 
-async def test_the_fallback_takes_messages_of_any_content() -> None:
+async def test_fallback_converts_messages_of_any_content() -> None:
     model = ScriptedModel(["ok"])
     history: list[ChatMessage | Message] = [
         SystemMessage(""),
@@ -146,16 +146,16 @@ REPLY = json.dumps({"tool": None, "reply": "hi"})
     ids=["text", "mapping", "message"],
 )
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_a_gateway_gives_the_content_or_a_message_with_it(reply: Any, is_async: bool) -> None:
-    async def later(_: list[Message]) -> Any:
+async def test_gateway_may_return_text_mapping_or_message(reply: Any, is_async: bool) -> None:
+    async def reply_async(_: list[Message]) -> Any:
         return reply
 
     result = await run_tool_loop(
-        {"chat": later if is_async else lambda _: reply, "tool_registry": create_tool_registry()}, "s", "hello"
+        {"chat": reply_async if is_async else lambda _: reply, "tool_registry": create_tool_registry()}, "s", "hello"
     )
     assert (result.reply, result.rounds, result.stop_reason) == ("hi", 1, StopReason.ANSWERED)
 
 
-async def test_a_gateway_without_content_is_a_clear_error() -> None:
+async def test_gateway_reply_without_text_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="content as a string"):
         await run_tool_loop({"chat": lambda _: 5, "tool_registry": create_tool_registry()}, "s", "hello")

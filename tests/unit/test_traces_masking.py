@@ -18,20 +18,20 @@ SECRET = "hunter2/+pass wörd"
 MASKER = Masker({"TOOLCREW_SECRET": SECRET})
 BLANK = "\ue000"
 letters = st.characters(exclude_characters=BLANK, exclude_categories=["Cs"])
-known = st.text(letters, min_size=6, max_size=40)
-around = st.text(letters, max_size=30)
+secret_values = st.text(letters, min_size=6, max_size=40)
+other_text = st.text(letters, max_size=30)
 
 
-@given(known, around, around)
-def test_a_known_secret_is_in_no_text(secret: str, before: str, after: str) -> None:
+@given(secret_values, other_text, other_text)
+def test_known_secret_is_masked_in_any_text(secret: str, before: str, after: str) -> None:
     masked = Masker({"k": secret}).mask(before + secret + after)
     assert MARK in masked
     if secret not in f"{MARK}k]":
         assert secret not in masked.replace(f"{MARK}k]", BLANK)
 
 
-@given(known, st.binary(max_size=20), st.binary(max_size=20), st.booleans())
-def test_a_secret_inside_base64_text_is_masked(secret: str, before: bytes, after: bytes, is_url: bool) -> None:
+@given(secret_values, st.binary(max_size=20), st.binary(max_size=20), st.booleans())
+def test_secret_inside_base64_text_is_masked(secret: str, before: bytes, after: bytes, is_url: bool) -> None:
     encode = base64.urlsafe_b64encode if is_url else base64.b64encode
     text = encode(before + secret.encode() + after).decode()
     assert Masker({"k": secret}).mask(f"got: {text}, done") == "got: [masked: k], done"
@@ -51,7 +51,7 @@ def test_a_secret_inside_base64_text_is_masked(secret: str, before: bytes, after
         base64.b64encode(SECRET.encode()).decode(),
     ],
 )
-def test_a_known_secret_is_masked_in_the_forms_it_travels_in(form: str) -> None:
+def test_known_secret_is_masked_in_every_encoding(form: str) -> None:
     assert MASKER.mask(f"<{form}>") == "<[masked: TOOLCREW_SECRET]>"
 
 
@@ -72,7 +72,7 @@ def test_a_known_secret_is_masked_in_the_forms_it_travels_in(form: str) -> None:
         ("-----BEGIN PRIVATE KEY-----\\nabc and it is cut", "private key"),
     ],
 )
-def test_a_key_is_known_by_its_shape(text: str, kind: str) -> None:
+def test_api_keys_are_recognized_by_their_format(text: str, kind: str) -> None:
     assert MASKER.mask(f'"{text}"').startswith(f'"[masked: {kind}]')
     assert text not in MASKER.mask(text)
 
@@ -90,12 +90,12 @@ def test_a_key_is_known_by_its_shape(text: str, kind: str) -> None:
         ('{"Authorization": "Basic dXNlcjpwYXNz"}', '{"Authorization": "Basic [masked: credentials]"}'),
     ],
 )
-def test_text_around_a_secret_stays(text: str, masked: str) -> None:
+def test_text_around_a_secret_is_kept(text: str, masked: str) -> None:
     assert MASKER.mask(text) == masked
     assert MASKER.mask(masked) == masked
 
 
-def test_a_value_too_short_to_report_is_not_looked_for() -> None:
+def test_very_short_secret_is_not_masked() -> None:
     assert Masker({"k": "abc"}).mask("abcabc") == "abcabc"
 
 
@@ -103,7 +103,7 @@ def test_overlapping_secrets_are_masked_whole() -> None:
     assert Masker({"short": "secret1", "long": "secret1-and-more"}).mask("x secret1-and-more y") == "x [masked: long] y"
 
 
-def test_keys_and_values_of_an_object_are_masked() -> None:
+def test_object_keys_and_values_are_masked() -> None:
     masked = MASKER.mask_value({SECRET: [{"x": f"a{SECRET}"}, 1, None]})
     assert SECRET not in json.dumps(masked, ensure_ascii=False)
 
@@ -120,13 +120,13 @@ def test_keys_and_values_of_an_object_are_masked() -> None:
         "A" * 250_000,
     ],
 )
-def test_hostile_text_takes_no_longer_than_plain_text_of_its_length(text: str) -> None:
+def test_masking_of_hostile_text_takes_linear_time(text: str) -> None:
     started = time.process_time()
     MASKER.mask(text)
     assert time.process_time() - started < 3
 
 
-def test_the_secrets_of_settings_and_environment_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_settings_and_environment_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "redis://:redis-passw0rd@h")
     monkeypatch.setenv("TOOLCREW_SECRET", "signing-secret")
     monkeypatch.setenv("TOOLCREW_SECRETS_PREVIOUS", '["older-secret"]')
@@ -148,7 +148,7 @@ def test_the_secrets_of_settings_and_environment_are_known(monkeypatch: pytest.M
     assert {"TOOLCREW_BRAVE_API_KEY", "SOME_TOKEN"} <= secrets_of_environment().keys()
 
 
-def test_a_password_in_a_url_is_known_as_it_is_written_and_as_it_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_password_is_masked_encoded_and_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLCREW_REDIS_URL", "sentinel://u:p%40ss%3Aw0rd-a@h:1;sentinel://:p%40ss%3Aw0rd-b@h:2")
     monkeypatch.setenv("OPENAI_BASE_URL", "https://u:endpoint-passw0rd@h/v1")
     monkeypatch.setenv("TOOLCREW_SECRET", "no://url:of@any/kind")
@@ -157,7 +157,7 @@ def test_a_password_in_a_url_is_known_as_it_is_written_and_as_it_is_meant(monkey
     assert [secret for secret in written if secret in masker.mask(f"it is {secret} here")] == []
 
 
-def test_what_a_client_of_a_pool_was_given_or_has_made_up_is_known() -> None:
+def test_secrets_of_a_pool_client_are_masked() -> None:
     secrets = secrets_of_pool(
         "redis://:redis-made-up@h", flower_url="http://toolcrew:flower-made-up@h/", api_key="key-of-the-tenant"
     )
@@ -165,7 +165,7 @@ def test_what_a_client_of_a_pool_was_given_or_has_made_up_is_known() -> None:
     assert secrets_of_pool("redis://h:1") == {}
 
 
-def test_every_secret_setting_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_secret_setting_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings()
     fields = [
         name

@@ -30,7 +30,7 @@ def append(path: Path, *lines: bytes) -> None:
         file.write(b"".join(lines))
 
 
-async def test_lines_of_a_later_release_are_passed_over_and_counted(tmp_path: Path) -> None:
+async def test_trace_lines_of_a_later_release_are_skipped_and_counted(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     line = json.loads(path.read_text().splitlines()[0])
     append(
@@ -41,7 +41,7 @@ async def test_lines_of_a_later_release_are_passed_over_and_counted(tmp_path: Pa
     assert (trace.later, trace.damaged, len(trace.events)) == (2, 0, 14)
 
 
-def test_a_trace_of_an_earlier_release_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_trace_of_an_earlier_release_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.jsonl"
     path.write_text('{"v":1,"ts":"2026-11-22T15:36:29.145556Z","seq":0,"type":"run.start","run":"r"}\n')
     with pytest.raises(ConfigError, match="the format of an earlier release"):
@@ -57,14 +57,14 @@ def test_a_trace_of_an_earlier_release_is_refused_with_a_sentence(tmp_path: Path
         b"\xff\xfe}\n", b"[" * 100_000 + b"\n", b'{"v":"x","type":[]}\n',
     ],
 )  # fmt: skip
-async def test_lines_that_are_none_are_left_out_and_counted(tmp_path: Path, line: bytes) -> None:
+async def test_invalid_trace_lines_are_skipped_and_counted(tmp_path: Path, line: bytes) -> None:
     path, _, _ = await run_traced(tmp_path)
     append(path, line)
     trace = load_trace(path)
     assert (trace.incomplete + trace.damaged, len(trace.events), len(trace.faults())) == (1, 13, 1)
 
 
-async def test_a_line_that_could_not_be_written_is_missed(tmp_path: Path) -> None:
+async def test_missing_trace_line_is_reported_as_a_gap(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3] + lines[4:]))
@@ -72,7 +72,7 @@ async def test_a_line_that_could_not_be_written_is_missed(tmp_path: Path) -> Non
     assert (trace.gaps, trace.steps[0].reply, len(trace.steps)) == (1, None, 2)
 
 
-async def test_a_trace_without_an_end_says_so(tmp_path: Path) -> None:
+async def test_trace_without_an_end_is_reported(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
     trace = load_trace(path)
@@ -84,7 +84,7 @@ async def test_a_trace_without_an_end_says_so(tmp_path: Path) -> None:
 @given(
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=5), st.floats(0, 1)
 )
-async def test_no_damage_raises(
+async def test_damaged_trace_is_read_without_an_exception(
     tmp_path_factory: pytest.TempPathFactory, damages: list[tuple[float, int]], lines: float
 ) -> None:
     path, _, _ = await run_traced(tmp_path_factory.mktemp("t"))
@@ -98,7 +98,7 @@ async def test_no_damage_raises(
         build_page(trace)
 
 
-async def test_half_a_surrogate_pair_of_a_foreign_writer_can_be_shown_and_exported(tmp_path: Path) -> None:
+async def test_lone_surrogate_in_a_trace_is_replaced(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     path.write_text(path.read_text().replace("It is a.", "It \\ud83d is"))
     trace = load_trace(path)
@@ -118,15 +118,13 @@ async def test_half_a_surrogate_pair_of_a_foreign_writer_can_be_shown_and_export
         ("run1", "other", "no trace of the run"),
     ],
 )
-async def test_a_trace_that_is_not_there_is_reported(
-    tmp_path: Path, name: str, tenant: str | None, sentence: str
-) -> None:
+async def test_missing_trace_is_reported(tmp_path: Path, name: str, tenant: str | None, sentence: str) -> None:
     await run_traced(tmp_path)
     with pytest.raises(ConfigError, match=sentence):
         find_trace(tmp_path, name, tenant)
 
 
-async def test_a_run_that_two_tenants_have_is_asked_about(tmp_path: Path) -> None:
+async def test_run_id_of_two_tenants_requires_the_tenant_option(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     (tmp_path / "zeta").mkdir()
     (tmp_path / "zeta" / "run1.jsonl").write_bytes(path.read_bytes())
@@ -137,7 +135,7 @@ async def test_a_run_that_two_tenants_have_is_asked_about(tmp_path: Path) -> Non
 # Showing
 
 
-async def test_the_sandbox_that_a_run_begins_in_is_reported_before_its_steps(tmp_path: Path) -> None:
+async def test_first_sandbox_is_shown_before_the_steps(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     ready = {
@@ -154,7 +152,7 @@ async def test_the_sandbox_that_a_run_begins_in_is_reported_before_its_steps(tmp
     assert "sandbox box1 replaces box0" in text
 
 
-async def test_a_long_text_is_shortened_and_reported_unless_all_is_wanted(tmp_path: Path) -> None:
+async def test_long_text_is_shortened_except_with_full(tmp_path: Path) -> None:
     path, _, _ = await run_traced(
         tmp_path, answer=lambda call: echo(call).model_copy(update={"output": "\n".join(map(str, range(500)))})
     )
@@ -166,12 +164,12 @@ async def test_a_long_text_is_shortened_and_reported_unless_all_is_wanted(tmp_pa
     assert len([line for line in short if line.strip().isdigit()]) == MAX_SHOWN_LINES
 
 
-async def test_hostile_text_drives_no_terminal(tmp_path: Path) -> None:
+async def test_shown_trace_escapes_control_characters(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path, ScriptedModel([call_echo(HOSTILE), HOSTILE]))
     assert not {"\x1b", "\u202e"} & set("".join(build_lines(load_trace(path), is_full=True)))
 
 
-class Tags(HTMLParser):
+class ParsedPage(HTMLParser):
     """The page as a browser parses it."""
 
     def __init__(self, page: str) -> None:
@@ -190,12 +188,12 @@ class Tags(HTMLParser):
         self.text += data
 
 
-async def test_a_page_needs_no_network_and_runs_nothing_of_what_it_shows(tmp_path: Path) -> None:
+async def test_trace_page_loads_nothing_and_escapes_html(tmp_path: Path) -> None:
     model = ScriptedModel(
         [Calls([("echo", {"text": HOSTILE}), (f"x{HOSTILE}", {})], f"<think>{HOSTILE}</think>{HOSTILE}"), HOSTILE]
     )
     path, _, _ = await run_traced(tmp_path, model)
-    tags = Tags(build_page(load_trace(path)))
+    tags = ParsedPage(build_page(load_trace(path)))
     assert not tags.tags & {"script", "img", "link", "iframe", "object", "a", "form", "base"}
     assert tags.attributes.keys() <= {"lang", "charset", "http-equiv", "content", "name", "class", "style"}
     assert any("default-src 'none'" in content for content in tags.attributes["content"])
@@ -217,13 +215,13 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_show_prints_a_run_by_its_id_or_its_path(trace: Path) -> None:
+def test_show_prints_a_run_by_id_or_path(trace: Path) -> None:
     assert "answer: It is a." in run("show", "run1")[1]
     assert run("show", str(trace))[1] == run("show", "run1", "--tenant", "acme")[1]
     assert len(json.loads(run("show", "run1", "--json")[1])["events"]) == 13
 
 
-def test_show_prints_the_last_attempt_of_an_item_and_lists_the_others(trace: Path) -> None:
+def test_show_prints_the_last_attempt_and_lists_the_others(trace: Path) -> None:
     folder, item = trace.parent.parent, "0123456789abcdef01234567"
     for run_id, answer in ((item, "One."), (f"{item}-2", "Two.")):
         asyncio.run(run_traced(folder, ScriptedModel([answer]), run=run_id))
@@ -231,7 +229,7 @@ def test_show_prints_the_last_attempt_of_an_item_and_lists_the_others(trace: Pat
     assert ("answer: Two." in shown, "the last of 2 attempts" in note, f"{item}.jsonl" in note) == (True, True, True)
 
 
-def test_a_run_that_is_not_there_is_one_sentence_and_an_object_with_json(trace: Path) -> None:
+def test_show_reports_a_missing_run_as_text_or_json(trace: Path) -> None:
     code, _, errors = run("show", "nope")
     assert (code, "has no trace of the run nope" in errors, errors.count("\n")) == (1, True, 1)
     assert json.loads(run("show", "nope", "--json")[1])["error"]["code"] == "CONFIG_MISSING"
@@ -244,7 +242,7 @@ def test_export_prints_or_writes_each_format(trace: Path, tmp_path: Path, to: st
     assert key in json.loads((tmp_path / "x.json").read_text())
 
 
-def test_a_page_is_its_owners_alone(trace: Path, tmp_path: Path) -> None:
+def test_exported_page_is_readable_only_by_its_owner(trace: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert run("export", "run1", "--to", "html", "-o", str(page))[0] == 0
     assert (page.read_text().startswith("<!DOCTYPE html>"), page.stat().st_mode & 0o777) == (True, 0o600)
@@ -263,7 +261,7 @@ async def export(folder: Path, build: Any, *turns: Any, **options: Any) -> dict[
 # ATIF
 
 
-async def test_a_trajectory_has_prompt_instruction_and_a_step_for_each_reply(tmp_path: Path) -> None:
+async def test_atif_has_prompt_instruction_and_one_step_per_reply(tmp_path: Path) -> None:
     exported = await export(tmp_path, build_atif)
     assert exported["schema_version"] == "ATIF-v1.7"
     assert exported["session_id"] == exported["trajectory_id"] == "run1"
@@ -283,7 +281,7 @@ async def test_a_trajectory_has_prompt_instruction_and_a_step_for_each_reply(tmp
     assert len(exported["agent"]["tool_definitions"]) == 1
 
 
-async def test_replies_of_an_earlier_conversation_are_marked_as_copied(tmp_path: Path) -> None:
+async def test_atif_marks_replies_of_the_history_as_copied(tmp_path: Path) -> None:
     exported = await export(
         tmp_path,
         build_atif,
@@ -295,7 +293,7 @@ async def test_replies_of_an_earlier_conversation_are_marked_as_copied(tmp_path:
 
 @settings(max_examples=25, deadline=None)
 @given(scripts)
-async def test_atif_has_the_calls_and_results(tmp_path_factory: pytest.TempPathFactory, script: list[Any]) -> None:
+async def test_atif_has_every_call_and_result(tmp_path_factory: pytest.TempPathFactory, script: list[Any]) -> None:
     folder = tmp_path_factory.mktemp("t")
     answers = iter([echo, fail] * 20)
     path, _, _ = await run_traced(
@@ -333,7 +331,7 @@ async def test_atif_says_why_a_call_was_not_run(tmp_path: Path) -> None:
 # OpenTelemetry
 
 
-async def test_spans_are_one_tree_with_the_conventions_names(tmp_path: Path) -> None:
+async def test_otel_export_is_one_span_tree_with_conventional_names(tmp_path: Path) -> None:
     exported = await export(tmp_path, build_otel)
     [resource] = exported["resourceSpans"]
     spans = resource["scopeSpans"][0]["spans"]
@@ -354,14 +352,14 @@ async def test_spans_are_one_tree_with_the_conventions_names(tmp_path: Path) -> 
     assert usage == {"intValue": "2"}
 
 
-async def test_spans_hold_no_text_by_default(tmp_path: Path) -> None:
+async def test_otel_export_contains_no_text_by_default(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path, ScriptedModel([call_echo("needle"), "needle"]))
     trace = load_trace(path)
     assert "needle" not in json.dumps(build_otel(trace))
     assert "needle" in json.dumps(build_otel(trace, with_content=True))
 
 
-async def test_two_attempts_have_no_span_in_common(tmp_path: Path) -> None:
+async def test_otel_exports_of_two_attempts_share_no_span(tmp_path: Path) -> None:
     ids = []
     for _ in range(2):
         exported = await export(tmp_path, build_otel)

@@ -47,7 +47,7 @@ from workers.tools.base import Outcome, ToolEnvironment, WorkerTool
 CANARY = "canary-7f3a/9b+!"
 
 
-async def test_a_request_holds_what_is_new_since_the_last_one_and_its_tools_once(tmp_path: Path) -> None:
+async def test_recorded_request_has_only_new_messages_and_tools_once(tmp_path: Path) -> None:
     model = ScriptedModel([call_echo("a"), call_echo("b"), "done"])
     path, _, _ = await run_traced(tmp_path, model)
     requests = of_type(path, "ModelAsked")
@@ -61,7 +61,7 @@ async def test_a_request_holds_what_is_new_since_the_last_one_and_its_tools_once
     assert [step.messages for step in load_trace(path).steps] == [request.messages for request in model.requests]
 
 
-async def test_a_request_that_changes_what_was_sent_is_reported_from_there_on(tmp_path: Path) -> None:
+async def test_recorded_request_with_changed_messages_is_read_back(tmp_path: Path) -> None:
     model = ScriptedModel(
         [build_tag_call("echo", {"text": "a" * 3000}), build_tag_call("echo", {"text": "b" * 3000}), "done"]
     )
@@ -69,14 +69,14 @@ async def test_a_request_that_changes_what_was_sent_is_reported_from_there_on(tm
     assert [step.messages for step in load_trace(path).steps] == [request.messages for request in model.requests]
 
 
-async def test_an_aborted_run_says_why(tmp_path: Path) -> None:
+async def test_aborted_run_records_its_reason(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable):
         await run_traced(tmp_path, ScriptedModel([]))
     [end] = of_type(tmp_path / "acme" / "run1.jsonl", "RunAborted")
     assert "the script has 0 turns" in end["reason"]
 
 
-async def test_an_interrupted_reply_is_recorded_in_part(tmp_path: Path) -> None:
+async def test_timed_out_run_is_recorded_with_its_partial_steps(tmp_path: Path) -> None:
     async def stall(call: ToolCall) -> ToolResult:
         await asyncio.Event().wait()
         return echo(call)
@@ -97,7 +97,6 @@ async def test_an_interrupted_reply_is_recorded_in_part(tmp_path: Path) -> None:
     read = load_trace(trace.path)
     assert [call.result.error_code for call in read.calls if call.result] == ["CANCELLED"]
     assert read.finished == read.end
-    assert read.finished is not None
     assert read.finished.stop_reason == "max_wall"
     assert read.steps[0].reply is not None
 
@@ -105,7 +104,7 @@ async def test_an_interrupted_reply_is_recorded_in_part(tmp_path: Path) -> None:
 # Sandboxes, approvals, pieces
 
 
-async def test_a_replaced_sandbox_is_recorded(tmp_path: Path) -> None:
+async def test_replaced_sandbox_is_recorded(tmp_path: Path) -> None:
     def answer(call: ToolCall) -> ToolResult:
         return echo(call).model_copy(update={"sandbox": SandboxInfo(id=f"box-{call.arguments['text']}", generation=2)})
 
@@ -137,7 +136,7 @@ async def test_approvals_are_recorded(tmp_path: Path) -> None:
     assert question["digest"] == decided["digest"]
 
 
-async def test_pieces_of_texts_are_not_in_a_trace(tmp_path: Path) -> None:
+async def test_streamed_text_is_not_recorded(tmp_path: Path) -> None:
     with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
         trace(RunStarted(run=RUN, instruction="x", model="m", dialect="native"))
         trace(TextArrived(run=RUN, text=CANARY[:8]))
@@ -156,7 +155,7 @@ def all_of(folder: Path) -> tuple[bytes, str]:
     return b"".join(file.read_bytes() for file in paths if file.is_file()), " ".join(str(file) for file in paths)
 
 
-async def test_a_secret_is_nowhere_in_the_folder_in_any_form(tmp_path: Path) -> None:
+async def test_secret_is_in_no_trace_file_in_any_encoding(tmp_path: Path) -> None:
     forms = [CANARY, base64.b64encode(b"user:" + CANARY.encode()).decode(), CANARY.encode().hex()]
     model = ScriptedModel(
         [
@@ -178,19 +177,19 @@ async def test_a_secret_is_nowhere_in_the_folder_in_any_form(tmp_path: Path) -> 
     assert hashlib.sha256(CANARY.encode()).hexdigest().encode() not in whole
 
 
-async def test_no_field_with_content_is_left_unmasked() -> None:
+async def test_fields_with_content_are_never_exempt_from_masking() -> None:
     # A new field must be marked as ours or not: only the others may hold text of a model or a tool.
     content = {"instruction", "new_messages", "message", "arguments", "name", "output", "error", "metadata", "reason"}
     assert (IDENTIFIERS | RECORDS) & (content | {"answer", "warning", "new_tools", "extra"}) == set()
 
 
-async def test_secrets_that_look_like_names_of_fields_damage_no_line(tmp_path: Path) -> None:
+async def test_secrets_equal_to_field_names_do_not_damage_a_trace(tmp_path: Path) -> None:
     names = ["arguments", "output", "result", "success", "call_id", "CallFinished", "TIMEOUT", "metadata", "clocks"]
     path, _, _ = await run_traced(tmp_path, secrets={name: name for name in names}, answer=fail)
     assert (load_trace(path).faults(), load_trace(path).events != []) == ([], True)
 
 
-async def test_a_masked_text_that_is_longer_than_its_field_may_be_is_cut(tmp_path: Path) -> None:
+async def test_masked_text_is_cut_to_its_field_limit(tmp_path: Path) -> None:
     answer = "secret" * (MAX_OUTPUT_CHARS // 6)
     path, _, _ = await run_traced(
         tmp_path,
@@ -204,7 +203,7 @@ async def test_a_masked_text_that_is_longer_than_its_field_may_be_is_cut(tmp_pat
     assert (len(unknown.tool), valid.result and len(valid.result.output or "")) == (MAX_NAME_CHARS, MAX_OUTPUT_CHARS)
 
 
-async def test_files_and_folders_are_the_owners_alone(tmp_path: Path) -> None:
+async def test_trace_files_and_folders_are_private(tmp_path: Path) -> None:
     await run_traced(tmp_path / "traces", answer=lambda call: echo(call).model_copy(update={"output": "x" * 40_000}))
     modes = {file.is_file(): file.stat().st_mode & 0o777 for file in (tmp_path / "traces").rglob("*")}
     assert modes == {True: 0o600, False: 0o700}
@@ -213,14 +212,14 @@ async def test_files_and_folders_are_the_owners_alone(tmp_path: Path) -> None:
 # Values that JSON does not have
 
 
-async def test_text_that_no_utf8_carries_and_numbers_that_no_json_has_are_written(tmp_path: Path) -> None:
+async def test_lone_surrogates_and_nan_are_recorded(tmp_path: Path) -> None:
     history = [{"role": "user", "content": "half \ud800 a pair", "n": float("nan")}]
     path, _, _ = await run_traced(tmp_path, history=history)
     assert load_trace(path).faults() == []
     assert of_type(path, "ModelAsked")[0]["new_messages"][1]["content"] == "half ? a pair"
 
 
-async def test_too_deep_values_are_left_out(tmp_path: Path) -> None:
+async def test_deeply_nested_values_are_left_out(tmp_path: Path) -> None:
     deep: Any = "x"
     for _ in range(400):
         deep = [deep]
@@ -231,7 +230,7 @@ async def test_too_deep_values_are_left_out(tmp_path: Path) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(scripts)
-async def test_any_run_can_be_read_back(tmp_path_factory: pytest.TempPathFactory, script: list[Any]) -> None:
+async def test_any_recorded_run_is_read_back(tmp_path_factory: pytest.TempPathFactory, script: list[Any]) -> None:
     received: list[Any] = []
     model = ScriptedModel(script)
     path, result, _ = await run_traced(
@@ -254,14 +253,14 @@ def failures_in(caplog: pytest.LogCaptureFixture) -> int:
     return sum("events_not_kept" in message for message in caplog.messages)
 
 
-async def test_lines_are_written_within_a_second_though_nothing_more_happens(tmp_path: Path) -> None:
+async def test_trace_lines_are_written_without_further_events(tmp_path: Path) -> None:
     with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
         trace(RunStarted(run=RUN, instruction="x", model="m", dialect="native"))
         assert not trace.path.exists()
         await until(lambda: trace.path.exists(), 30)
 
 
-async def test_another_process_that_takes_the_run_over_continues_the_trace(tmp_path: Path) -> None:
+async def test_resumed_run_continues_the_trace(tmp_path: Path) -> None:
     path, _, _ = await run_traced(tmp_path)
     with path.open("ab") as file:
         file.write(b'{"v":2,"seq":13,"type":"Warn')
@@ -280,14 +279,12 @@ async def test_another_process_that_takes_the_run_over_continues_the_trace(tmp_p
     ("tenant", "run"),
     [("../x", "r"), ("acme", "../r"), ("acme", "a/b"), ("", "r"), ("acme", "x" * 65), ("acme", "r\n")],
 )
-def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, tenant: str, run: str) -> None:
+def test_invalid_tenant_or_run_name_is_refused(tmp_path: Path, tenant: str, run: str) -> None:
     with pytest.raises(ConfigError, match="use 1 to 64 letters"):
         trace_path(tmp_path, tenant, run)
 
 
-async def test_a_trace_that_is_a_link_to_somewhere_else_is_not_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_trace_is_not_written_through_a_symlink(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = tmp_path / "target"
     target.write_text("mine\n")
     (tmp_path / "acme").mkdir()
@@ -296,9 +293,7 @@ async def test_a_trace_that_is_a_link_to_somewhere_else_is_not_written(
     assert (target.read_text(), result.answer, failures_in(caplog)) == ("mine\n", "It is a.", 1)
 
 
-async def test_an_unwritable_folder_warns_once_and_ends_no_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_unwritable_trace_folder_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "acme").write_text("a file")
     with open_trace(tmp_path, "acme", RUN, masker=Masker()) as trace:
         for _ in range(3):
@@ -307,13 +302,13 @@ async def test_an_unwritable_folder_warns_once_and_ends_no_run(
     assert failures_in(caplog) == 1
 
 
-async def test_a_full_disk_loses_lines_and_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, room = os.write, [500]
+async def test_full_disk_loses_lines_and_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original_write, room = os.write, [500]
 
     def write(descriptor: int, data: bytes) -> int:
         if room[0] <= 0:
             raise OSError(errno.ENOSPC, "No space left on device")
-        written = real(descriptor, data[: room[0]])
+        written = original_write(descriptor, data[: room[0]])
         room[0] -= written
         return written
 
@@ -329,7 +324,6 @@ async def test_a_full_disk_loses_lines_and_counts_them(tmp_path: Path, monkeypat
     assert read.incomplete + read.damaged == 1
     assert read.gaps > 0
     assert len(read.events) == 6 - read.gaps
-    assert read.start is not None
     assert read.start.instruction == "again"
 
 
@@ -342,7 +336,7 @@ async def client(redis_server: RedisProcess) -> AsyncIterator[ToolClient]:
         yield opened
 
 
-async def test_a_trace_has_the_sandbox_and_each_sent_call(client: ToolClient, tmp_path: Path) -> None:
+async def test_trace_of_a_client_run_has_its_sandbox_and_calls(client: ToolClient, tmp_path: Path) -> None:
     events: list[RunEvent] = []
     model = ScriptedModel([Calls([("say", {"text": "a"})]), "ok"])
     await client.run("go", session=await client.open_session(), model=model, on_event=events.append, shows_output=False)

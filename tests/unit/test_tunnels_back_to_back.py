@@ -119,16 +119,16 @@ def pair() -> Iterator[Pair]:
         listening.bind(f"{folder}/proxy.sock")
         listening.listen(100)
         listening.setblocking(False)
-        made = Pair(guest, loop, listening)
-        loop.run_until_complete(made.join())
-        yield made
-        made.tunnels.close()
+        pair = Pair(guest, loop, listening)
+        loop.run_until_complete(pair.join())
+        yield pair
+        pair.tunnels.close()
         loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()
 
 
 @dataclass(frozen=True)
-class Doing:
+class EndScript:
     """The script of one end: pieces to send, then the end; pieces to read, up to the end or to a stop, in order or by
     a reset.
     """
@@ -141,12 +141,12 @@ class Doing:
 
 @dataclass
 class End:
-    """One running end. `got`: the data that it read. `is_cut`: the data did not end cleanly."""
+    """One running end. `received`: the data that it read. `is_cut`: the data did not end cleanly."""
 
     sock: socket.socket
-    doing: Doing
+    script: EndScript
     sent: bytes = b""
-    got: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
     is_cut: bool = False
 
     async def work(self) -> None:
@@ -154,18 +154,18 @@ class End:
         sending = loop.create_task(self._send(loop))
         try:
             await self._read(loop)
-            if self.doing.leaves_after is None:
+            if self.script.leaves_after is None:
                 await sending
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-            if self.doing.resets and self.doing.leaves_after is not None and self.sock.family == socket.AF_INET:
+            if self.script.resets and self.script.leaves_after is not None and self.sock.family == socket.AF_INET:
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self.sock.close()
 
     async def _send(self, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.suppress(OSError):
-            for size in self.doing.sends:
+            for size in self.script.sends:
                 data = os.urandom(size)
                 self.sent += data
                 await loop.sock_sendall(self.sock, data)
@@ -173,18 +173,18 @@ class End:
 
     async def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
-            while self.doing.leaves_after is None or len(self.got) < self.doing.leaves_after:
-                data = await loop.sock_recv(self.sock, self.doing.reads)
+            while self.script.leaves_after is None or len(self.received) < self.script.leaves_after:
+                data = await loop.sock_recv(self.sock, self.script.reads)
                 if not data:
                     return
-                self.got += data
+                self.received += data
         except OSError:
             self.is_cut = True
 
 
 _SIZES = st.integers(1, 40) | st.sampled_from([4096, 32_767, 32_768, 32_769, 65_535, 65_536, 65_537, 200_000])
-_DOINGS = st.builds(
-    Doing,
+_END_SCRIPTS = st.builds(
+    EndScript,
     sends=st.lists(_SIZES, max_size=5),
     reads=st.sampled_from([1000, 32_768, 300_000]),
     leaves_after=st.none() | st.none() | st.none() | st.sampled_from([0, 1, 5000, 65_536, 100_000]),
@@ -193,30 +193,32 @@ _DOINGS = st.builds(
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(_DOINGS, _DOINGS), min_size=1, max_size=4))
-def test_every_byte_arrives_in_order_and_nothing_is_left(pair: Pair, doings: list[tuple[Doing, Doing]]) -> None:
+@given(st.lists(st.tuples(_END_SCRIPTS, _END_SCRIPTS), min_size=1, max_size=4))
+def test_every_byte_arrives_in_order_and_no_connection_remains(
+    pair: Pair, scripts: list[tuple[EndScript, EndScript]]
+) -> None:
     async def play() -> None:
         ends = []
-        for program, proxy in doings:
+        for program, proxy in scripts:
             sockets = await pair.connect()
             ends.append((End(sockets[0], program), End(sockets[1], proxy)))
         async with asyncio.timeout(SOON_S):
             await asyncio.gather(*(end.work() for both in ends for end in both))
         for client, other in ends:
-            assert other.sent.startswith(bytes(client.got))
-            assert client.sent.startswith(bytes(other.got))
-            if client.doing.leaves_after is None and other.doing.leaves_after is None:
+            assert other.sent.startswith(bytes(client.received))
+            assert client.sent.startswith(bytes(other.received))
+            if client.script.leaves_after is None and other.script.leaves_after is None:
                 assert client.is_cut is False
                 assert other.is_cut is False
-                assert len(client.got) == len(other.sent)
-                assert len(other.got) == len(client.sent)
+                assert len(client.received) == len(other.sent)
+                assert len(other.received) == len(client.sent)
         await pair.until_over()
 
     pair.loop.run_until_complete(play())
     assert pair.faults == []
 
 
-def test_connections_leave_no_descriptor_behind(pair: Pair) -> None:
+def test_closed_connections_leave_no_descriptor(pair: Pair) -> None:
     async def play() -> None:
         before = pair.descriptors()
         for number in range(60):
@@ -231,13 +233,12 @@ def test_connections_leave_no_descriptor_behind(pair: Pair) -> None:
     assert pair.faults == []
 
 
-def test_a_new_connection_is_not_taken_for_the_one_that_had_its_descriptor() -> None:
+def test_reused_descriptor_is_not_mistaken_for_its_old_connection() -> None:
     """Existing connections are served before new ones are accepted. Otherwise a notice about a lost connection would
     reach its successor.
     """
     with open(os.devnull, "wb") as nowhere:
         tunnels = GuestTunnels(Outbox(nowhere.fileno()), 0)
-        assert tunnels._listener is not None
         place = tunnels._listener.getsockname()
 
         def serve_one_turn() -> list[int]:

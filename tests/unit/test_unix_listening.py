@@ -14,7 +14,7 @@ def open_own(path: Path, mode: int = 0o600) -> socket.socket:
     return open_listener(path, mode, owner="daemon", variable="TOOLCREW_SOCKET")
 
 
-def test_the_socket_of_an_owner_that_is_gone_is_replaced_with_the_mode_that_is_asked_for(tmp_path: Path) -> None:
+def test_abandoned_socket_is_replaced_with_the_requested_mode(tmp_path: Path) -> None:
     path = tmp_path / "own" / "x.sock"
     open_own(path).close()
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -23,14 +23,14 @@ def test_the_socket_of_an_owner_that_is_gone_is_replaced_with_the_mode_that_is_a
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
 
 
-def test_a_second_is_refused_and_the_first_stays(tmp_path: Path) -> None:
+def test_second_listener_on_a_socket_is_refused(tmp_path: Path) -> None:
     with open_own(tmp_path / "x.sock"):
         with pytest.raises(OSError, match="another daemon already listens"):
             open_own(tmp_path / "x.sock")
         assert (tmp_path / "x.sock").exists()
 
 
-def test_an_owner_that_is_too_busy_to_let_anybody_in_is_neither_waited_for_nor_replaced(tmp_path: Path) -> None:
+def test_socket_with_a_full_backlog_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "x.sock"
     with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
         busy.bind(str(path))
@@ -41,7 +41,7 @@ def test_an_owner_that_is_too_busy_to_let_anybody_in_is_neither_waited_for_nor_r
         assert path.exists()
 
 
-def test_what_is_no_socket_stays_where_it_is(tmp_path: Path) -> None:
+def test_file_that_is_not_a_socket_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     with pytest.raises(OSError, match="is not a socket: move the file, or set TOOLCREW_SOCKET"):
         open_own(tmp_path / "file")
@@ -49,13 +49,13 @@ def test_what_is_no_socket_stays_where_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
-def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_socket_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path, 4321, 4321)
     with pytest.raises(OSError, match="belongs to another user"):
         open_own(tmp_path / "x.sock")
 
 
-def test_an_end_removes_its_own_socket_and_not_a_successors(tmp_path: Path) -> None:
+def test_unlink_own_removes_only_its_own_socket(tmp_path: Path) -> None:
     path = tmp_path / "x.sock"
     with open_own(path):
         own = path.stat().st_ino
@@ -66,7 +66,7 @@ def test_an_end_removes_its_own_socket_and_not_a_successors(tmp_path: Path) -> N
         unlink_own(path, own)
 
 
-def test_both_ends_know_each_others_user(tmp_path: Path) -> None:
+def test_peers_see_the_uid_of_each_other(tmp_path: Path) -> None:
     with open_own(tmp_path / "x.sock") as listener, socket.socket(socket.AF_UNIX) as client:
         client.connect(str(tmp_path / "x.sock"))
         server, _ = listener.accept()

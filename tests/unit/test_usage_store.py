@@ -24,7 +24,9 @@ def usage(cpu_s: float, meter: str = "m1", sandbox_s: float = 0.0) -> SessionUsa
     return SessionUsage(meter=meter, cpu_s=cpu_s, written_bytes=10, sandbox_s=sandbox_s)
 
 
-def ending(attempt: int = 1, used: SessionUsage | None = None, call: str = "c1", stored_bytes: int = 0) -> CallEnding:
+def build_ending(
+    attempt: int = 1, used: SessionUsage | None = None, call: str = "c1", stored_bytes: int = 0
+) -> CallEnding:
     return CallEnding("d", "acme", call, attempt, "", "box", "s1", stored_bytes, used)
 
 
@@ -37,8 +39,8 @@ class Harness:
         self.orchestrator = redis.asyncio.Redis.from_url(server.url)
         self.store = UsageStore(self.orchestrator, "d")
 
-    def finish(self, ended: CallEnding) -> bool:
-        return self.finished.store(f"h-{ended.call}", "{}", 60, ended)
+    def finish(self, ending: CallEnding) -> bool:
+        return self.finished.store(f"h-{ending.call}", "{}", 60, ending)
 
     async def sums(self, by: str = "day") -> dict[str, int]:
         now = int(self.client.time()[0])
@@ -51,15 +53,15 @@ async def harness(redis_server: RedisProcess) -> Harness:
     return Harness(redis_server)
 
 
-async def test_totals_count_once_in_any_order_of_reports(harness: Harness) -> None:
+async def test_usage_counts_once_in_any_order_of_reports(harness: Harness) -> None:
     key = session_usage_key("d", "acme", "s1")
     for used in (usage(2.0), usage(1.0), usage(2.5)):
         harness.worker.count([("acme:s1", used), ("acme:s1", used)])
         # Each report extends the lifetime of the usage of its session.
         assert harness.client.ttl(key) > 60
         harness.client.expire(key, 60)
-    assert harness.finish(ending(used=usage(3.0)))
-    assert harness.finish(ending(used=usage(3.0)))
+    assert harness.finish(build_ending(used=usage(3.0)))
+    assert harness.finish(build_ending(used=usage(3.0)))
     harness.worker.count([("acme:s1", usage(0.5, "m2", sandbox_s=7.0))])
 
     expected = {"calls": 1, "cpu_us": 3_500_000, "written_bytes": 20, "sandbox_us": 7_000_000}
@@ -68,31 +70,31 @@ async def test_totals_count_once_in_any_order_of_reports(harness: Harness) -> No
     assert await harness.store.read_session("acme", "other") == {}
 
 
-async def test_the_result_of_a_lost_attempt_is_dropped_and_what_it_used_counts(harness: Harness) -> None:
+async def test_result_of_a_lost_attempt_is_dropped_but_its_usage_counts(harness: Harness) -> None:
     harness.client.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
-    assert not harness.finish(ending(1, usage(1.0), stored_bytes=5))
+    assert not harness.finish(build_ending(1, usage(1.0), stored_bytes=5))
     assert await harness.sums() == {"cpu_us": 1_000_000, "written_bytes": 10}
-    assert harness.finish(ending(2, usage(1.5), stored_bytes=5))
+    assert harness.finish(build_ending(2, usage(1.5), stored_bytes=5))
     assert await harness.sums() == {"calls": 1, "cpu_us": 1_500_000, "written_bytes": 10, "stored_bytes": 5}
 
 
-async def test_a_call_whose_result_was_lost_and_that_ran_again_counts_once(harness: Harness) -> None:
-    assert harness.finish(ending(1, usage(1.0), stored_bytes=5))
+async def test_call_that_ran_again_after_a_lost_result_counts_once(harness: Harness) -> None:
+    assert harness.finish(build_ending(1, usage(1.0), stored_bytes=5))
     # An orchestrator renews the record for the next attempt.
     harness.client.hset(call_key("d", "acme", "c1"), mapping={"state": "queued", "attempt": 2})
-    assert harness.finish(ending(2, usage(1.5), stored_bytes=5))
+    assert harness.finish(build_ending(2, usage(1.5), stored_bytes=5))
     assert await harness.sums() == {"calls": 1, "cpu_us": 1_500_000, "written_bytes": 10, "stored_bytes": 10}
 
 
-def test_a_model_server_cannot_report_any_amount() -> None:
+def test_amounts_reported_by_a_model_server_are_bounded() -> None:
     amounts = ReplySpending(TokenUsage(MAX_AMOUNT + 1, -1), cost=1e9).amounts()
     assert amounts == [MAX_AMOUNT, 0, 0, MAX_AMOUNT]
 
 
-async def test_a_deletion_gives_its_bytes_back(harness: Harness) -> None:
-    assert harness.finish(ending(call="c1", stored_bytes=10))
-    assert harness.finish(ending(call="c2", stored_bytes=-10))
-    assert harness.finish(ending(call="c2", stored_bytes=-10))
+async def test_deleting_stored_files_reduces_the_stored_bytes(harness: Harness) -> None:
+    assert harness.finish(build_ending(call="c1", stored_bytes=10))
+    assert harness.finish(build_ending(call="c2", stored_bytes=-10))
+    assert harness.finish(build_ending(call="c2", stored_bytes=-10))
     assert await harness.sums() == {"calls": 2}
     await harness.store.count_stored("acme", -7)
     assert await harness.sums() == await harness.sums("hour") == {"calls": 2, "stored_bytes": -7}

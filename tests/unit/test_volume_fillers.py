@@ -24,10 +24,10 @@ class FakeEngine:
 
 
 @pytest.mark.parametrize("status", [404, 409])
-def test_a_filler_that_another_sandboxd_removes_stops_no_start(status: int) -> None:
+def test_filler_removed_by_another_sandboxd_is_no_error(status: int) -> None:
     remove_old_fillers(FakeEngine(status), PRODUCT_GUEST)  # type: ignore[arg-type]
 
 
-def test_an_engine_that_removes_nothing_is_reported() -> None:
+def test_failed_filler_removal_is_reported() -> None:
     with pytest.raises(docker.errors.APIError):
         remove_old_fillers(FakeEngine(500), PRODUCT_GUEST)  # type: ignore[arg-type]

@@ -49,36 +49,31 @@ PACKERS: dict[str, Any] = {
 }
 
 
-@given(st.sampled_from(sorted(PACKERS)), st.binary(max_size=2000), st.integers(1, 50))
-def test_a_body_comes_out_as_it_was_packed_however_it_was_cut(encoding: str, data: bytes, size: int) -> None:
-    packed = PACKERS[encoding](data)
+@given(st.sampled_from([*PACKERS.items(), ("deflate", raw_deflate)]), st.binary(max_size=2000), st.integers(1, 50))
+def test_compressed_body_is_unpacked_from_any_chunks(packer: tuple[str, Any], data: bytes, size: int) -> None:
+    encoding, pack = packer
+    packed = pack(data)
     assert unpack(encoding, [packed[at : at + size] for at in range(0, len(packed), size)]) == data
 
 
-@given(st.binary(max_size=2000), st.integers(1, 50))
-def test_deflate_without_a_header_is_read_as_well(data: bytes, size: int) -> None:
-    packed = raw_deflate(data)
-    assert unpack("deflate", [packed[at : at + size] for at in range(0, len(packed), size)]) == data
-
-
 @pytest.mark.parametrize("beyond", [0, 1, 100, 258, 300])
-def test_what_fits_into_no_piece_any_more_when_all_input_is_taken_comes_in_the_next(beyond: int) -> None:
+def test_output_beyond_the_last_full_piece_is_not_lost(beyond: int) -> None:
     data = b"a" * (PIECE_BYTES + beyond)
     assert unpack("deflate", [raw_deflate(data)], FetchLimits(ratio=10_000)) == data
 
 
 @given(st.sampled_from(["gzip", "deflate"]), st.binary(max_size=500))
-def test_whatever_comes_is_unpacked_or_refused(encoding: str, data: bytes) -> None:
+def test_any_compressed_bytes_are_unpacked_or_refused(encoding: str, data: bytes) -> None:
     with contextlib.suppress(ToolFailure):
         unpack(encoding, [data])
 
 
-def test_several_gzip_members_are_one_body_and_padding_behind_them_is_dropped() -> None:
+def test_gzip_members_are_joined_and_padding_is_dropped() -> None:
     assert unpack("gzip", [gzip.compress(b"a") + gzip.compress(b"b") + b"\0\0"]) == b"ab"
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_a_bomb_is_stopped_inside_the_decoder(encoding: str) -> None:
+def test_decompression_bomb_is_stopped_inside_the_decoder(encoding: str) -> None:
     bomb = PACKERS[encoding](bytes(12_000_000))
     decoder = BodyDecoder(encoding, FetchLimits())
     with pytest.raises(ToolFailure) as failed:
@@ -88,7 +83,7 @@ def test_a_bomb_is_stopped_inside_the_decoder(encoding: str) -> None:
     assert decoder.unpacked < len(bomb) * 100 + 1024 * 1024
 
 
-def test_no_piece_is_large_and_members_without_content_cost_little() -> None:
+def test_output_pieces_are_bounded_and_empty_members_are_fast() -> None:
     assert max(map(len, Inflater("gzip").feed(gzip.compress(bytes(8_000_000))))) == PIECE_BYTES
     empty = Inflater("gzip")
     began = time.process_time()
@@ -97,7 +92,7 @@ def test_no_piece_is_large_and_members_without_content_cost_little() -> None:
     assert time.process_time() - began < 2, "the rest of the input is copied for every member"
 
 
-def test_the_ratio_is_counted_over_what_has_come_so_far() -> None:
+def test_compression_ratio_is_checked_while_data_arrives() -> None:
     good = bytes(range(256)) * 16
     assert (
         refusal("gzip", [gzip.compress(good, 0), gzip.compress(bytes(2_000_000))], FetchLimits()).code
@@ -106,18 +101,18 @@ def test_the_ratio_is_counted_over_what_has_come_so_far() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["", "gzip"])
-def test_more_than_the_cap_unpacked_is_refused_packed_or_not(encoding: str) -> None:
+def test_body_above_the_size_limit_is_refused(encoding: str) -> None:
     noise = b"".join(b"%d " % (number * number) for number in range(60_000))
     assert "300000 bytes" in refusal(encoding, [PACKERS[encoding](noise)]).message
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "compress", "identity, gzip", "x" * 1000])
-def test_an_encoding_that_was_not_asked_for_is_refused(encoding: str) -> None:
+def test_unrequested_content_encoding_is_refused(encoding: str) -> None:
     assert refusal(encoding, []).code is ErrorCode.NETWORK_ERROR
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_a_packed_body_that_ends_too_early_is_an_error_and_not_half_a_page(encoding: str) -> None:
+def test_truncated_compressed_body_is_an_error(encoding: str) -> None:
     packed = PACKERS[encoding](b"some text " * 100)
     for length in (1, 2, 5, len(packed) - 1):
         assert "ended in the middle" in refusal(encoding, [packed[:length]]).message
@@ -128,7 +123,7 @@ def test_a_packed_body_that_ends_too_early_is_an_error_and_not_half_a_page(encod
 
 
 @pytest.mark.parametrize(
-    ("body", "declared", "charset", "how"),
+    ("body", "declared", "charset", "source"),
     [
         ("h\u00e9".encode(), "utf-8", "utf-8", "header"),
         ("h\u00e9".encode("latin-1"), "ISO-8859-1", "cp1252", "header"),
@@ -148,13 +143,15 @@ def test_a_packed_body_that_ends_too_early_is_an_error_and_not_half_a_page(encod
         ("h\u00e9".encode(), None, "utf-8", "guess"),
     ],
 )
-def test_the_charset_sources_have_an_order(body: bytes, declared: str | None, charset: str, how: str) -> None:
+def test_charset_sources_have_an_order_of_precedence(
+    body: bytes, declared: str | None, charset: str, source: str
+) -> None:
     decoded = decode_body(body, declared, is_html=True)
-    assert (decoded.charset, decoded.source, decoded.replaced) == (charset, how, 0)
+    assert (decoded.charset, decoded.source, decoded.replaced) == (charset, source, 0)
     assert decoded.text[-1] in "\u00e9\u4e2d\u0430"
 
 
-def test_text_without_any_sign_of_its_charset_is_guessed_well_enough_to_read() -> None:
+def test_undeclared_charset_is_guessed() -> None:
     text = (
         "\u0412 \u043d\u0430\u0447\u0430\u043b\u0435 \u0431\u044b\u043b\u043e \u0441\u043b\u043e\u0432\u043e, \u0438 "
         "\u0441\u043b\u043e\u0432\u043e \u0431\u044b\u043b\u043e \u0443 \u043d\u0438\u0445. "
@@ -170,12 +167,12 @@ def test_text_without_any_sign_of_its_charset_is_guessed_well_enough_to_read() -
         "x" * 200, "\0",
     ],
 )  # fmt: skip
-def test_codecs_that_are_no_charsets_of_the_web_are_not_used(label: str) -> None:
+def test_python_codecs_that_are_no_web_charsets_are_refused(label: str) -> None:
     assert known_charset(label) is None
 
 
 @given(st.binary(max_size=300), st.text(max_size=20) | st.none())
-def test_every_body_is_read(body: bytes, declared: str | None) -> None:
+def test_any_body_is_decoded(body: bytes, declared: str | None) -> None:
     assert decode_body(body, declared, is_html=True).text is not None
 
 
@@ -198,23 +195,23 @@ def json_values() -> st.SearchStrategy[Any]:
 
 
 @given(json_values(), st.sampled_from([None, 2]), st.booleans())
-def test_json_laid_out_is_what_python_lays_out(value: Any, indent: int | None, ascii_only: bool) -> None:
+def test_lay_out_json_formats_like_json_dumps(value: Any, indent: int | None, ascii_only: bool) -> None:
     given_text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
     assert lay_out_json(given_text) == json.dumps(value, indent=2, ensure_ascii=ascii_only)
 
 
-def test_no_token_of_json_is_changed() -> None:
+def test_lay_out_json_changes_no_token() -> None:
     assert lay_out_json('{"a":1.50,"a":1e5,"b":"\\u00e9\\/"}') == '{\n  "a": 1.50,\n  "a": 1e5,\n  "b": "\\u00e9\\/"\n}'
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "{'a': 1}", "[1,]", "[" * 5000 + "]" * 5000, "1" * 5000, '"' + "a" * 1024 * 1024 + '"']
 )
-def test_what_is_no_json_or_too_much_of_it_is_left_as_it_is(text: str) -> None:
+def test_invalid_or_oversized_json_is_not_formatted(text: str) -> None:
     assert lay_out_json(text) is None
 
 
-def test_depth_does_not_blow_up_what_is_laid_out() -> None:
+def test_deeply_nested_json_with_many_items_is_not_formatted() -> None:
     depth = 400
     assert lay_out_json("[" * depth + ",".join("1" * 100_000) + "]" * depth) is None
 
@@ -236,12 +233,12 @@ def test_depth_does_not_blow_up_what_is_laid_out() -> None:
         ("nonsense", "application/octet-stream", None, False),
     ],
 )
-def test_content_types_are_read_safely(header: str, name: str, charset: str | None, reads: bool) -> None:
+def test_content_type_header_is_parsed(header: str, name: str, charset: str | None, reads: bool) -> None:
     assert (media_type(header), declared_charset(header), reads_as_text(media_type(header))) == (name, charset, reads)
 
 
 @given(st.text(max_size=60) | st.text(alphabet="text/html;charset*=0'\"%\\ -utf8,", max_size=60))
-def test_every_content_type_is_read(header: str) -> None:
+def test_any_content_type_header_is_parsed(header: str) -> None:
     assert media_type(header).isascii()
     assert media_type(header).isprintable()
     declared_charset(f"text/html; {header}")

@@ -80,7 +80,7 @@ def flood(server: WebServer, first: bytes, piece: bytes) -> Reply:
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
 
 
-def test_a_request_says_what_it_must_and_nothing_of_this_machine(server: WebServer) -> None:
+def test_request_has_only_the_required_headers(server: WebServer) -> None:
     server.replies["/"] = answer("hello")
     fetch(server)
     names = {line.partition(":")[0].lower() for line in server.requests[0].split("\r\n")[1:]}
@@ -103,7 +103,7 @@ def test_compressed_chunked_and_unbounded_bodies_are_read(server: WebServer, enc
     assert fetch(server, "/chunked").page.body == fetch(server, "/closed").page.body == b"hello" * 100
 
 
-def test_a_silent_server_is_given_up_after_the_first_byte_limit(server: WebServer) -> None:
+def test_silent_server_times_out_at_the_first_byte_limit(server: WebServer) -> None:
     server.replies["/"] = lambda _: wait_for_end(server)
     failed = failure(server, limits=HASTY)
     assert (failed.code, "sent nothing within 0.3 s" in failed.message) == (ErrorCode.TIMEOUT, True)
@@ -118,13 +118,13 @@ def test_a_silent_server_is_given_up_after_the_first_byte_limit(server: WebServe
     ],
     ids=["headers", "body", "chunks"],
 )
-def test_a_server_that_drips_is_given_up_for_its_rate(server: WebServer, first: bytes, piece: bytes) -> None:
+def test_slow_server_times_out_at_the_minimum_rate(server: WebServer, first: bytes, piece: bytes) -> None:
     server.replies["/"] = drip(server, first, piece)
     failed = failure(server, limits=HASTY)
     assert (failed.code, "less than 1024 bytes/s" in failed.message) == (ErrorCode.TIMEOUT, True)
 
 
-def test_a_call_that_is_interrupted_does_not_wait_for_its_server(server: WebServer) -> None:
+def test_interrupted_call_does_not_wait_for_its_server(server: WebServer) -> None:
     class Interrupted(BaseException):
         """The exception of workers/interrupts.py, which a signal handler raises at an arbitrary point of the code."""
 
@@ -147,7 +147,7 @@ def test_a_call_that_is_interrupted_does_not_wait_for_its_server(server: WebServ
     assert "http" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_server_that_pauses_but_sends_enough_is_waited_for(server: WebServer) -> None:
+def test_server_that_pauses_within_the_minimum_rate_is_read(server: WebServer) -> None:
     big = b"x" * 100_000
 
     def reply(connection: socket.socket) -> None:
@@ -159,7 +159,7 @@ def test_a_server_that_pauses_but_sends_enough_is_waited_for(server: WebServer) 
     assert fetch(server, limits=HASTY).page.body == big + b"y"
 
 
-def test_the_total_counts_over_redirects(server: WebServer) -> None:
+def test_total_timeout_includes_redirects(server: WebServer) -> None:
     def slow_redirect(connection: socket.socket) -> None:
         server.ending.wait(0.2)
         connection.sendall(redirect("/"))
@@ -199,7 +199,7 @@ def test_invalid_http_is_reported_without_its_text(server: WebServer, reply: byt
     ],
     ids=["nothing", "half a head", "wrong length", "no last chunk", "half a gzip"],
 )
-def test_an_answer_that_ends_too_early_is_an_error_and_not_half_a_page(server: WebServer, reply: bytes) -> None:
+def test_truncated_response_is_an_error(server: WebServer, reply: bytes) -> None:
     server.replies["/"] = reply
     failed = failure(server)
     assert (failed.code, failed.metadata["cause"]) == (ErrorCode.NETWORK_ERROR, "reset")
@@ -215,7 +215,7 @@ def test_an_answer_that_ends_too_early_is_an_error_and_not_half_a_page(server: W
     ],
     ids=["lines", "one line", "early hints", "trailers"],
 )
-def test_a_flood_of_headers_is_refused(server: WebServer, reply: bytes) -> None:
+def test_too_many_or_too_large_headers_are_refused(server: WebServer, reply: bytes) -> None:
     server.replies["/"] = reply
     failed = failure(server)
     assert (failed.code, "headers" in failed.message) == (ErrorCode.NETWORK_ERROR, True)
@@ -229,29 +229,29 @@ def test_a_flood_of_headers_is_refused(server: WebServer, reply: bytes) -> None:
     ],
     ids=["without a length", "chunked"],
 )
-def test_an_endless_body_is_stopped_at_the_cap(server: WebServer, first: bytes, piece: bytes) -> None:
+def test_endless_body_is_stopped_at_the_size_limit(server: WebServer, first: bytes, piece: bytes) -> None:
     server.replies["/"] = flood(server, first, piece)
     failed = failure(server, limits=FetchLimits(wire_bytes=500_000))
     assert (failed.code, "500000 bytes" in failed.message) == (ErrorCode.FILE_TOO_LARGE, True)
 
 
-def test_the_framing_of_tiny_chunks_counts_as_well(server: WebServer) -> None:
+def test_chunk_framing_counts_toward_the_size_limit(server: WebServer) -> None:
     server.replies["/"] = flood(server, HEAD + b"transfer-encoding: chunked\r\n\r\n", b"1;" + b"e" * 500 + b"\r\nx\r\n")
     assert failure(server, limits=FetchLimits(wire_bytes=200_000)).code is ErrorCode.FILE_TOO_LARGE
 
 
-def test_a_body_that_says_it_is_too_large_is_not_begun(server: WebServer) -> None:
+def test_declared_oversized_body_is_not_read(server: WebServer) -> None:
     server.replies["/"] = HEAD + b"content-length: 5000001\r\n\r\n"
     assert "5000001 bytes" in failure(server).message
 
 
-def test_a_gzip_bomb_is_stopped_long_before_it_is_unpacked(server: WebServer) -> None:
+def test_gzip_bomb_is_stopped_early(server: WebServer) -> None:
     server.replies["/"] = answer(gzip.compress(bytes(20_000_000), 9), content_encoding="gzip")
     failed = failure(server, limits=FetchLimits())
     assert (failed.code, "100 times" in failed.message) == (ErrorCode.FILE_TOO_LARGE, True)
 
 
-def test_of_binary_content_only_the_head_is_read(server: WebServer) -> None:
+def test_body_of_binary_content_is_not_read(server: WebServer) -> None:
     server.replies["/"] = flood(
         server, b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\ncontent-length: 99999999\r\n\r\n", b"x" * 1000
     )
@@ -259,7 +259,7 @@ def test_of_binary_content_only_the_head_is_read(server: WebServer) -> None:
     assert (page.body, page.is_whole, page.declared_bytes) == (b"", False, 99999999)
 
 
-def test_of_an_error_only_the_beginning_is_read(server: WebServer) -> None:
+def test_only_the_start_of_an_error_body_is_read(server: WebServer) -> None:
     server.replies["/"] = flood(server, b"HTTP/1.1 500 X\r\ncontent-type: text/plain\r\n\r\n", b"x" * 1000)
     page = fetch(server).page
     assert (page.status, len(page.body), page.is_whole) == (500, QUICK.error_body_bytes, False)
@@ -270,13 +270,13 @@ def test_of_an_error_only_the_beginning_is_read(server: WebServer) -> None:
     [b"content-encoding: br\r\n\r\nx", b"content-length: 100\r\n\r\nx", b"transfer-encoding: chunked\r\n\r\nzz\r\n"],
     ids=["packed otherwise", "too short", "no chunks"],
 )
-def test_a_broken_body_does_not_hide_the_status_of_an_error(server: WebServer, rest: bytes) -> None:
+def test_broken_body_does_not_hide_an_error_status(server: WebServer, rest: bytes) -> None:
     server.replies["/"] = b"HTTP/1.1 404 X\r\ncontent-type: text/plain\r\n" + rest
     page = fetch(server).page
     assert (page.status, page.body, page.is_whole) == (404, b"", False)
 
 
-def test_a_tenant_that_fetches_too_often_is_refused_until_the_next_minute(server: WebServer) -> None:
+def test_fetches_per_minute_and_tenant_are_limited(server: WebServer) -> None:
     server.replies["*"] = answer("hello")
     web = build_web(server, limits=QUICK, per_minute=2)
     for path in ("/1", "/2", "/1"):
@@ -287,7 +287,7 @@ def test_a_tenant_that_fetches_too_often_is_refused_until_the_next_minute(server
     assert web.fetcher.fetch("other", server.url("/3"), Deadline(5)).page.body == b"hello"
 
 
-def test_a_closed_port_is_a_refused_connection() -> None:
+def test_closed_port_is_reported_as_a_refused_connection() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         closed = WebServer(unused.getsockname()[1])
@@ -295,7 +295,7 @@ def test_a_closed_port_is_a_refused_connection() -> None:
     assert (failed.code, failed.metadata["cause"]) == (ErrorCode.NETWORK_ERROR, "refused")
 
 
-def test_a_reset_is_reported(server: WebServer) -> None:
+def test_connection_reset_is_reported(server: WebServer) -> None:
     def reply(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()
@@ -305,7 +305,7 @@ def test_a_reset_is_reported(server: WebServer) -> None:
     assert (failed.code, failed.metadata["cause"]) == (ErrorCode.NETWORK_ERROR, "reset")
 
 
-def test_the_next_address_is_tried_when_one_refuses(server: WebServer) -> None:
+def test_next_address_is_tried_after_a_refused_connection(server: WebServer) -> None:
     server.replies["/"] = answer("hello")
     web = build_web(server, names={"site.example": [["127.0.0.2", "::1", "127.0.0.1"]]}, limits=QUICK)
     assert web.fetcher.fetch("acme", server.url(), Deadline(5)).page.body == b"hello"
@@ -321,7 +321,7 @@ def fetch_over_tls(
     return web.fetcher.fetch("acme", server.url("/", host, "https"), Deadline(5)).page.body
 
 
-def test_https_is_fetched_when_the_certificate_is_good_for_the_name() -> None:
+def test_https_page_with_a_valid_certificate_is_fetched() -> None:
     with open_web_server({"/": answer("hello")}, tls=server_context()) as server:
         assert fetch_over_tls(server) == b"hello"
 
@@ -329,7 +329,7 @@ def test_https_is_fetched_when_the_certificate_is_good_for_the_name() -> None:
 @pytest.mark.parametrize(
     ("host", "trusted"), [("other.example", True), ("site.example", False)], ids=["another name", "unknown authority"]
 )
-def test_a_certificate_for_another_name_or_of_an_unknown_authority_is_refused(host: str, trusted: bool) -> None:
+def test_certificate_with_a_wrong_name_or_unknown_authority_is_refused(host: str, trusted: bool) -> None:
     with open_web_server({"/": answer("hello")}, tls=server_context()) as server:
         with pytest.raises(ToolFailure) as failed:
             fetch_over_tls(server, host, trusted)
@@ -337,7 +337,7 @@ def test_a_certificate_for_another_name_or_of_an_unknown_authority_is_refused(ho
         assert not server.requests
 
 
-def test_a_server_that_does_not_answer_the_tls_greeting_is_given_up(server: WebServer) -> None:
+def test_server_that_ignores_the_tls_handshake_times_out(server: WebServer) -> None:
     with pytest.raises(ToolFailure) as failed:
         fetch_over_tls(server, limits=HASTY)
     assert (failed.value.code, "TLS" in failed.value.message) == (ErrorCode.TIMEOUT, True)
@@ -346,11 +346,11 @@ def test_a_server_that_does_not_answer_the_tls_greeting_is_given_up(server: WebS
 # The system's resolver
 
 
-def test_the_systems_resolver_gives_addresses_of_a_name_it_knows() -> None:
+def test_system_resolver_returns_addresses_of_a_known_name() -> None:
     assert {str(address) for address in SystemResolver().resolve("localhost", Deadline(5), 3)} <= {"127.0.0.1", "::1"}
 
 
-def test_a_name_server_that_does_not_answer_costs_its_limit_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_name_server_times_out_with_bounded_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     def silent(*_: object, **__: object) -> list[object]:
@@ -375,7 +375,7 @@ def test_a_name_server_that_does_not_answer_costs_its_limit_only(monkeypatch: py
 
 
 @pytest.mark.parametrize("answers", [[], [f"192.0.2.{n}" for n in range(17)], ["not an address"]])
-def test_no_too_many_or_broken_answers_are_a_dns_failure(answers: list[str]) -> None:
+def test_missing_excessive_or_invalid_dns_answers_are_refused(answers: list[str]) -> None:
     with pytest.raises(ToolFailure, match=r"^DNS: "):
         parse_answers("a.example", answers)
 
@@ -408,7 +408,7 @@ def site() -> Iterator[Site]:
         yield Site(server)
 
 
-def test_a_page_is_fetched_once_in_a_quarter_of_an_hour(site: Site) -> None:
+def test_page_is_cached_for_15_minutes(site: Site) -> None:
     assert [site.fetch().source, site.fetch(after_s=FRESH_S - 1).source, site.fetch(after_s=2).source] == [
         "network",
         "cache",
@@ -417,11 +417,11 @@ def test_a_page_is_fetched_once_in_a_quarter_of_an_hour(site: Site) -> None:
     assert len(site.server.requests) == 2
 
 
-def test_one_tenants_pages_are_not_anothers(site: Site) -> None:
+def test_cached_pages_are_not_shared_between_tenants(site: Site) -> None:
     assert [site.fetch(tenant=tenant).source for tenant in ("acme", "other", "acme")] == ["network", "network", "cache"]
 
 
-def test_reading_on_does_not_fetch_again_whatever_the_page_says_of_its_age(site: Site) -> None:
+def test_reading_on_uses_the_cached_page_despite_no_cache(site: Site) -> None:
     site.server.replies["/"] = answer("one", cache_control="no-cache")
     assert site.fetch().source == "network"
     site.server.replies["/"] = answer("two")
@@ -433,7 +433,7 @@ def test_reading_on_does_not_fetch_again_whatever_the_page_says_of_its_age(site:
     ("header", "value", "sent"),
     [("etag", '"v1"', "if-none-match"), ("last_modified", "Sun, 01 Nov 2026 00:00:00 GMT", "if-modified-since")],
 )
-def test_an_unchanged_old_page_is_revalidated(site: Site, header: str, value: str, sent: str) -> None:
+def test_unchanged_stale_page_is_revalidated(site: Site, header: str, value: str, sent: str) -> None:
     site.server.replies["/"] = answer("one", **{header: value})
     site.fetch()
     site.server.replies["/"] = b"HTTP/1.1 304 Not Modified\r\n\r\n"
@@ -442,7 +442,7 @@ def test_an_unchanged_old_page_is_revalidated(site: Site, header: str, value: st
     assert site.fetch(after_s=FRESH_S - 1).source == "cache"
 
 
-def test_only_the_url_that_gave_a_page_is_reported_it(site: Site) -> None:
+def test_validators_are_sent_only_to_the_final_url(site: Site) -> None:
     site.server.replies |= {"/start": redirect("/page"), "/page": answer("one", etag='"v1"')}
     site.fetch("/start")
     site.fetch("/start", after_s=FRESH_S + 1)
@@ -451,7 +451,7 @@ def test_only_the_url_that_gave_a_page_is_reported_it(site: Site) -> None:
 
 
 @pytest.mark.parametrize("status", [404, 500, 203, 204])
-def test_only_a_plain_success_is_kept(site: Site, status: int) -> None:
+def test_only_status_200_is_cached(site: Site, status: int) -> None:
     site.server.replies["/"] = answer("" if status == 204 else "x", status, content_length="")
     site.fetch()
     assert not site.web.store.pages
@@ -468,17 +468,28 @@ def test_only_a_plain_success_is_kept(site: Site, status: int) -> None:
         ("max-age=x", True, FRESH_S),
     ],
 )
-def test_cache_control_is_read(control: str, is_stored: bool, fresh_s: float) -> None:
+def test_cache_control_header_is_applied(control: str, is_stored: bool, fresh_s: float) -> None:
     headers = {"cache-control": control}
     assert (may_be_kept(headers), fresh_for_s(headers)) == (is_stored, fresh_s)
 
 
 @pytest.mark.parametrize("value", ["", "a\x7fb", "\u00e9", "x" * 513])
-def test_a_validator_that_would_be_no_good_header_is_not_kept(value: str) -> None:
+def test_validator_with_an_invalid_header_value_is_dropped(value: str) -> None:
     assert validator({"etag": value}, "etag") is None
 
 
 # In Redis
+
+
+@pytest.fixture
+def client(redis_server: RedisProcess) -> Iterator["redis.Redis"]:
+    with redis_server.client() as opened:
+        yield opened
+
+
+@pytest.fixture
+def cache(client: "redis.Redis") -> PageCache:
+    return PageCache(client, "test")
 
 
 def build_page(url: str = "http://a.example/", body: bytes = b"\x00\xffbody\n{}", **fields: object) -> WebPage:
@@ -493,27 +504,23 @@ def build_page(url: str = "http://a.example/", body: bytes = b"\x00\xffbody\n{}"
     return WebPage(**{**plain, "url": url, "body": body, **fields})  # type: ignore[arg-type]
 
 
-def test_a_page_comes_back_as_it_was_kept_and_for_its_tenant_only(redis_server: RedisProcess) -> None:
-    with redis_server.client() as client:
-        cache = PageCache(client, "test")
-        page = build_page(redirects=("http://b.example/",), etag='"v1"')
-        assert cache.keep("acme", page)
-        assert cache.take("acme", page.url) == page
-        assert (cache.take("other", page.url), cache.take("acme", "http://a.example/x")) == (None, None)
-        assert PageCache(client, "live").take("acme", page.url) is None
+def test_cached_page_is_read_back_only_for_its_tenant(client: "redis.Redis", cache: PageCache) -> None:
+    page = build_page(redirects=("http://b.example/",), etag='"v1"')
+    assert cache.keep("acme", page)
+    assert cache.take("acme", page.url) == page
+    assert (cache.take("other", page.url), cache.take("acme", "http://a.example/x")) == (None, None)
+    assert PageCache(client, "live").take("acme", page.url) is None
 
 
-def test_kept_pages_expire_by_themselves(redis_server: RedisProcess) -> None:
-    with redis_server.client() as client:
-        cache = PageCache(client, "test")
-        cache.keep("acme", build_page())
-        cache.keep("acme", build_page("http://b.example/", etag="x"))
-        ages = sorted(client.ttl(key) for key in client.keys("*"))
-        assert ages[0] <= FRESH_S < ages[1] <= 3600
-        assert all(key.startswith(b"toolcrew:test:t:acme:web.") for key in client.keys("*"))
+def test_cached_pages_expire(client: "redis.Redis", cache: PageCache) -> None:
+    cache.keep("acme", build_page())
+    cache.keep("acme", build_page("http://b.example/", etag="x"))
+    ages = sorted(client.ttl(key) for key in client.keys("*"))
+    assert ages[0] <= FRESH_S < ages[1] <= 3600
+    assert all(key.startswith(b"toolcrew:test:t:acme:web.") for key in client.keys("*"))
 
 
-def test_what_a_tenant_keeps_is_bounded(redis_server: RedisProcess) -> None:
+def test_number_of_cached_pages_per_tenant_is_limited(redis_server: RedisProcess) -> None:
     clock = Clock()
     with redis_server.client() as client:
         cache = PageCache(client, "test", clock)
@@ -525,26 +532,23 @@ def test_what_a_tenant_keeps_is_bounded(redis_server: RedisProcess) -> None:
         assert cache.take("acme", "http://a.example/3") is not None
 
 
-def test_a_page_too_large_to_keep_is_not_kept(redis_server: RedisProcess) -> None:
-    with redis_server.client() as client:
-        noise = random.Random(1).randbytes(MAX_ENTRY_BYTES + 1000)
-        assert not PageCache(client, "test").keep("acme", build_page(body=noise))
-        assert client.keys("*") == []
+def test_oversized_page_is_not_cached(client: "redis.Redis") -> None:
+    noise = random.Random(1).randbytes(MAX_ENTRY_BYTES + 1000)
+    assert not PageCache(client, "test").keep("acme", build_page(body=noise))
+    assert client.keys("*") == []
 
 
-def test_the_cache_leaves_half_of_redis_to_the_queue(redis_server: RedisProcess) -> None:
-    with redis_server.client() as client:
-        cache = PageCache(client, "test")
-        client.config_set("maxmemory", client.info("memory")["used_memory"])
-        try:
-            assert not cache.keep("acme", build_page())
-            client.config_set("maxmemory", 1024 * 1024 * 1024)
-            assert cache.keep("acme", build_page())
-        finally:
-            client.config_set("maxmemory", 0)
+def test_page_cache_stores_nothing_when_redis_is_half_full(client: "redis.Redis", cache: PageCache) -> None:
+    client.config_set("maxmemory", client.info("memory")["used_memory"])
+    try:
+        assert not cache.keep("acme", build_page())
+        client.config_set("maxmemory", 1024 * 1024 * 1024)
+        assert cache.keep("acme", build_page())
+    finally:
+        client.config_set("maxmemory", 0)
 
 
-def test_fetches_are_counted_by_the_minute_and_tenant(redis_server: RedisProcess) -> None:
+def test_fetches_are_counted_per_minute_and_tenant(redis_server: RedisProcess) -> None:
     clock = Clock()
     with redis_server.client() as client:
         cache = PageCache(client, "test", clock)
@@ -555,16 +559,14 @@ def test_fetches_are_counted_by_the_minute_and_tenant(redis_server: RedisProcess
 
 
 @pytest.mark.parametrize("data", [b"", b"junk", b"x\x9c\x03\x00\x00\x00\x00\x01"])
-def test_what_is_no_page_is_not_taken_for_one(redis_server: RedisProcess, data: bytes) -> None:
-    with redis_server.client() as client:
-        cache = PageCache(client, "test")
-        cache.keep("acme", build_page())
-        (key,) = (key for key in client.keys("*") if client.type(key) == b"string")
-        client.set(key, data)
-        assert cache.take("acme", "http://a.example/") is None
+def test_invalid_cached_data_is_ignored(client: "redis.Redis", cache: PageCache, data: bytes) -> None:
+    cache.keep("acme", build_page())
+    (key,) = (key for key in client.keys("*") if client.type(key) == b"string")
+    client.set(key, data)
+    assert cache.take("acme", "http://a.example/") is None
 
 
-def test_without_redis_pages_are_fetched_and_not_kept() -> None:
+def test_page_cache_without_redis_stores_nothing() -> None:
     cache = PageCache(redis.Redis(port=free_port(), retry=Retry(NoBackoff(), 0)), "test")
     assert cache.take("acme", "http://a.example/") is None
     assert cache.keep("acme", build_page()) is False

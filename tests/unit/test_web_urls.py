@@ -33,7 +33,7 @@ def refusal(url: str) -> ToolFailure:
         ("http://a_b.example.org/%2e%2E/x%zz", "http://a_b.example.org/%2e%2E/x%zz"),
     ],
 )
-def test_what_is_fetched_has_one_spelling(text: str, url: str) -> None:
+def test_url_is_parsed_to_its_canonical_form(text: str, url: str) -> None:
     target = parse_url(text)
     assert target.url == url
     assert parse_url(target.url) == target
@@ -55,7 +55,7 @@ def test_what_is_fetched_has_one_spelling(text: str, url: str) -> None:
         "http://" + "a" * 64 + ".example/", "http://" + "a." * 130 + "example/",
     ],
 )  # fmt: skip
-def test_an_invalid_url_is_an_error_of_the_caller(url: str) -> None:
+def test_invalid_url_is_invalid_arguments(url: str) -> None:
     assert refusal(url).code is ErrorCode.INVALID_ARGUMENTS
 
 
@@ -72,11 +72,11 @@ def test_an_invalid_url_is_an_error_of_the_caller(url: str) -> None:
         "http://[2606:4700::AAAA]/", "http://[2606:4700::01]/", "http://[1.2.3.4]/", "http://[v1.x]/", "http://[]/",
     ],
 )  # fmt: skip
-def test_what_is_another_spelling_or_another_scheme_is_refused(url: str) -> None:
+def test_ambiguous_host_or_other_scheme_is_refused(url: str) -> None:
     assert refusal(url).code is ErrorCode.SECURITY_REFUSED
 
 
-def test_a_dot_behind_an_address_changes_nothing_about_it() -> None:
+def test_trailing_dot_does_not_hide_a_private_address() -> None:
     assert refusal("http://127.0.0.1./").code is ErrorCode.SECURITY_REFUSED
 
 
@@ -91,7 +91,7 @@ def test_a_dot_behind_an_address_changes_nothing_about_it() -> None:
         ("../up", "https://example.org/up"),
     ],
 )
-def test_a_redirect_is_read_from_where_it_was_given(location: str, url: str) -> None:
+def test_redirect_location_is_resolved_against_its_url(location: str, url: str) -> None:
     assert parse_location(parse_url("https://example.org/a/b"), location).url == url
 
 
@@ -99,19 +99,19 @@ def test_a_redirect_is_read_from_where_it_was_given(location: str, url: str) -> 
     "location",
     ["https:other.example", "\thttps://other.example/", "https://x\n.example/", "/\\evil.example", "\\\\evil.example"],
 )
-def test_a_redirect_that_two_readers_would_follow_differently_is_not_followed(location: str) -> None:
+def test_ambiguous_redirect_location_is_refused(location: str) -> None:
     with pytest.raises(ToolFailure):
         parse_location(parse_url("https://example.org/a/b"), location)
 
 
-def test_the_host_header_names_a_port_that_is_not_the_schemes() -> None:
+def test_host_header_includes_only_a_non_default_port() -> None:
     assert parse_url("http://example.org:443/").authority == "example.org:443"
     assert parse_url("https://example.org:443/").authority == "example.org"
     assert parse_url("http://[2606:4700::1]:81/").authority == "[2606:4700::1]:81"
 
 
 @given(st.text(max_size=60) | st.text(alphabet="abc./:@[]\\#?%0123456789 -_\u3002\uff0e\uff11\n", max_size=60))
-def test_whatever_comes_is_a_target_that_reads_the_same_again_or_a_failure_that_says_why(text: str) -> None:
+def test_any_text_is_a_stable_target_or_refused(text: str) -> None:
     for candidate in (text, f"http://{text}", f"https://example.org/{text}"):
         with contextlib.suppress(ToolFailure):
             target = parse_url(candidate)
@@ -136,7 +136,7 @@ def is_refused(address: str, rules: AddressRules = RULES) -> bool:
         "2001:db7:ffff::", "2001:db9::", "2003::1", "2606:4700::1111", "3ffe::1",
     ],
 )  # fmt: skip
-def test_public_addresses_pass_up_to_the_edges_of_the_tables(address: str) -> None:
+def test_public_addresses_next_to_special_ranges_are_allowed(address: str) -> None:
     assert not is_refused(address)
 
 
@@ -160,12 +160,12 @@ def test_special_addresses_are_refused(address: str) -> None:
     ("address", "refused"),
     [("2606:4700::5efe:10.0.0.1", True), ("2606:4700::200:5efe:127.0.0.1", True), ("2606:4700::5efe:8.8.8.8", False)],
 )
-def test_an_isatap_address_is_as_good_as_the_one_within(address: str, refused: bool) -> None:
+def test_isatap_address_is_judged_by_its_embedded_address(address: str, refused: bool) -> None:
     assert is_refused(address) is refused
 
 
 @pytest.mark.parametrize("prefix", ["64:ff9b::/96", "2a00:1:2:3::/96"])
-def test_behind_the_prefix_of_a_nat64_gateway_the_embedded_address_is_judged(prefix: str) -> None:
+def test_nat64_address_is_judged_by_its_embedded_address(prefix: str) -> None:
     network = ipaddress.IPv6Network(prefix)
     rules = AddressRules(nat64_prefix=network)
     inside = [
@@ -174,12 +174,12 @@ def test_behind_the_prefix_of_a_nat64_gateway_the_embedded_address_is_judged(pre
     assert [is_refused(address, rules) for address in inside] == [False, True, True]
 
 
-def test_a_nat64_prefix_of_another_length_is_refused() -> None:
+def test_nat64_prefix_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="/96"):
         AddressRules(nat64_prefix=ipaddress.IPv6Network("64:ff9b::/64"))
 
 
-def test_ranges_of_the_operators_own_are_refused_too() -> None:
+def test_configured_ranges_are_refused() -> None:
     rules = AddressRules([ipaddress.ip_network("8.8.0.0/16"), ipaddress.ip_network("2606:4700::/32")])
     assert is_refused("8.8.4.4", rules)
     assert is_refused("2606:4700::1111", rules)
@@ -204,27 +204,27 @@ def check(rules: WebAccessRules, url: str, *addresses: str) -> str | None:
         "metadata", "router.home.arpa", "a.onion", "db", "metadata.tencentyun.com",
     ],
 )  # fmt: skip
-def test_names_of_private_networks_are_refused_unasked(host: str) -> None:
+def test_names_of_private_networks_are_refused_without_a_lookup(host: str) -> None:
     assert "private network" in str(check(WebAccessRules(), f"http://{host}/", "8.8.8.8"))
 
 
 @pytest.mark.parametrize("host", ["mylocalhost.example", "internal.example", "onion.example", "local.example"])
-def test_names_that_only_look_like_them_pass(host: str) -> None:
+def test_public_names_similar_to_private_ones_are_allowed(host: str) -> None:
     assert check(WebAccessRules(), f"http://{host}/", "8.8.8.8") is None
 
 
-def test_one_bad_answer_among_good_ones_refuses_the_url() -> None:
+def test_one_private_address_among_public_ones_refuses_the_url() -> None:
     assert "not public" in str(check(WebAccessRules(), "http://a.example/", "8.8.8.8", "1.1.1.1", "10.0.0.1"))
     assert "not public" in str(check(WebAccessRules(), "http://a.example/", "8.8.8.8", "::1"))
 
 
-def test_only_listed_ports_are_fetched_from() -> None:
+def test_only_listed_ports_are_allowed() -> None:
     assert "port 22" in str(check(WebAccessRules(), "http://a.example:22/", "8.8.8.8"))
     assert check(WebAccessRules(ports=frozenset({8443})), "https://a.example:8443/", "8.8.8.8") is None
     assert check(WebAccessRules(), "http://a.example:443/", "8.8.8.8") is None
 
 
-def test_an_allowed_host_passes_the_address_rules_and_no_other_host_does() -> None:
+def test_only_allowed_hosts_bypass_the_address_rules() -> None:
     rules = WebAccessRules(allowed_hosts=frozenset({"wiki.internal", "10.0.0.7"}))
     assert check(rules, "http://wiki.internal/", "10.0.0.5") is None
     assert check(rules, "http://10.0.0.7/") is None
@@ -233,7 +233,7 @@ def test_an_allowed_host_passes_the_address_rules_and_no_other_host_does() -> No
     assert check(rules, "http://wiki.internal.evil.example/", "10.0.0.5") is not None
 
 
-def test_an_allowed_host_is_open_at_every_port_unless_its_entry_names_one() -> None:
+def test_allowed_host_without_a_port_is_allowed_at_every_port() -> None:
     rules = WebAccessRules(allowed_hosts=frozenset({"wiki.internal", "build.internal:8080", "[fd00::7]:81"}))
     assert check(rules, "http://wiki.internal:8080/", "10.0.0.5") is None
     assert "port 8080" in str(check(rules, "http://www.example.org:8080/", "8.8.8.8"))
@@ -243,7 +243,7 @@ def test_an_allowed_host_is_open_at_every_port_unless_its_entry_names_one() -> N
     assert check(rules, "http://[fd00::7]:81/") is None
 
 
-def test_with_a_list_of_hosts_no_other_is_fetched_from() -> None:
+def test_only_hosts_setting_refuses_every_other_host() -> None:
     rules = WebAccessRules(only_hosts=frozenset({"docs.example", "*.python.org"}))
     assert check(rules, "http://docs.example/", "8.8.8.8") is None
     assert check(rules, "http://docs.python.org/", "8.8.8.8") is None

@@ -82,7 +82,7 @@ async def harness(redis_server: RedisProcess) -> AsyncIterator[Harness]:
         yield Harness(client)
 
 
-async def test_the_end_of_a_batch_is_announced_once_and_signed(harness: Harness) -> None:
+async def test_batch_end_is_sent_once_and_signed(harness: Harness) -> None:
     receiver = Receiver(204)
     await harness.end_batch()
     assert list(await harness.due()) == ["acme|batch|b"]
@@ -102,7 +102,7 @@ async def test_the_end_of_a_batch_is_announced_once_and_signed(harness: Harness)
     assert SECRET not in json.dumps(sent)
 
 
-async def test_a_notice_that_fails_is_sent_again_with_the_same_id_and_is_dropped_at_last(harness: Harness) -> None:
+async def test_failed_notice_is_retried_with_the_same_id_and_finally_dropped(harness: Harness) -> None:
     receiver = Receiver(500, ErrorCode.NETWORK_ERROR)
     await harness.end_batch()
     for tries in range(1, len(PAUSES_S) + 2):
@@ -117,7 +117,7 @@ async def test_a_notice_that_fails_is_sent_again_with_the_same_id_and_is_dropped
     assert len({sent["headers"]["webhook-id"] for sent in receiver.sent}) == 1
 
 
-async def test_a_defect_delays_one_notice_and_the_sender_goes_on(harness: Harness) -> None:
+async def test_unexpected_exception_delays_only_one_notice(harness: Harness) -> None:
     receiver = Receiver(RuntimeError("a defect"), 200)
     await harness.end_batch()
     assert await harness.sender(receiver).send_due() == 1
@@ -126,7 +126,7 @@ async def test_a_defect_delays_one_notice_and_the_sender_goes_on(harness: Harnes
     assert await harness.due() == {}
 
 
-async def test_a_sender_that_dies_loses_no_notice(harness: Harness) -> None:
+async def test_notice_claimed_by_a_dead_sender_is_sent_later(harness: Harness) -> None:
     receiver = Receiver(200)
     await harness.end_batch()
     # The process has the notice, and is killed before the notice is sent.
@@ -137,16 +137,16 @@ async def test_a_sender_that_dies_loses_no_notice(harness: Harness) -> None:
     assert await harness.due() == {}
 
 
-async def test_a_late_sender_does_not_remove_the_notice_of_a_batch_that_was_reopened(harness: Harness) -> None:
+async def test_late_sender_keeps_the_notice_of_a_reopened_batch(harness: Harness) -> None:
     await harness.end_batch()
     notices = DueNotices(harness.queue.step)
-    (late,) = await notices.claim(9, 60)
+    (claimed_notice,) = await notices.claim(9, 60)
     await harness.client.hset("toolcrew:d:t:acme:batch.b", "webhook_notice", "2.0")
-    await notices.settle(late, None)
+    await notices.settle(claimed_notice, None)
     assert list(await harness.due()) == ["acme|batch|b"]
 
 
-async def test_a_tenant_with_many_notices_delays_no_notice_of_another(harness: Harness) -> None:
+async def test_tenant_with_many_notices_does_not_delay_another(harness: Harness) -> None:
     for tenant, count in (("acme", 40), ("rival", 1)):
         for _ in range(count):
             run = await harness.hosted.start(tenant, RunBody(instruction="x"), webhook=HOOK)
@@ -159,7 +159,7 @@ async def test_a_tenant_with_many_notices_delays_no_notice_of_another(harness: H
     assert len(await notices.claim(16, 60)) == 9
 
 
-async def test_a_forged_webhook_is_dropped(harness: Harness) -> None:
+async def test_forged_webhook_is_dropped(harness: Harness) -> None:
     receiver = Receiver(200)
     await harness.end_batch()
     await harness.client.hset("toolcrew:d:t:acme:batch.b", "webhook", HOOK.model_dump_json())
@@ -169,14 +169,14 @@ async def test_a_forged_webhook_is_dropped(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "no", "whsec_!!!"])
-def test_weak_secrets_are_refused(secret: str) -> None:
+def test_weak_webhook_secrets_are_refused(secret: str) -> None:
     with pytest.raises(ValidationError):
         Webhook(url="https://example.org", secret=secret)
     with pytest.raises(ValueError, match="write whsec_"):
         sign(secret, "msg_1", 1, "{}")
 
 
-async def test_the_end_of_a_run_is_announced(harness: Harness) -> None:
+async def test_run_end_is_sent(harness: Harness) -> None:
     receiver = Receiver(200)
     run = await harness.hosted.start("acme", RunBody(instruction="x"), metadata={"for": "tests"}, webhook=HOOK)
     await harness.hosted.cancel("acme", run.id)

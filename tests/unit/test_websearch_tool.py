@@ -68,7 +68,7 @@ def entries(kind: str, *urls: str) -> dict[str, Any]:
     return {"web": {"results": hits}} if kind == "brave" else {"results": hits}
 
 
-def says(content: Any, status: int = 200, **headers: str) -> bytes:
+def build_reply(content: Any, status: int = 200, **headers: str) -> bytes:
     return answer(content if isinstance(content, str) else json.dumps(content), status, "application/json", **headers)
 
 
@@ -84,8 +84,8 @@ KINDS = ["tavily", "brave", "exa", "searxng"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_are_numbered_with_title_url_and_snippet_within_a_fence(server: WebServer, kind: str) -> None:
-    server.replies["*"] = says(entries(kind, "https://a.example/1", "https://b.example/2"))
+def test_results_are_numbered_and_fenced(server: WebServer, kind: str) -> None:
+    server.replies["*"] = build_reply(entries(kind, "https://a.example/1", "https://b.example/2"))
     result = search(Service(server, kind))
     lines = result.text().splitlines()
     assert lines[0].startswith("[untrusted text of the web")
@@ -109,8 +109,8 @@ FILTERS = {
 }
 
 
-def test_tavily_gets_its_own_fields(server: WebServer) -> None:
-    server.replies["/search"] = says(entries("tavily", "https://a.example/"))
+def test_tavily_request_has_its_fields(server: WebServer) -> None:
+    server.replies["/search"] = build_reply(entries("tavily", "https://a.example/"))
     assert search(Service(server, "tavily"), **FILTERS).success
     assert server.requests[0].split()[0] == "POST"
     assert server.header("authorization") == f"Bearer {KEY}"
@@ -126,8 +126,8 @@ def test_tavily_gets_its_own_fields(server: WebServer) -> None:
     }
 
 
-def test_exa_gets_its_own_fields(server: WebServer) -> None:
-    server.replies["/search"] = says(entries("exa", "https://a.example/"))
+def test_exa_request_has_its_fields(server: WebServer) -> None:
+    server.replies["/search"] = build_reply(entries("exa", "https://a.example/"))
     assert search(Service(server, "exa"), **FILTERS).success
     assert (server.requests[0].split()[0], server.header("x-api-key")) == ("POST", KEY)
     payload = json.loads(server.bodies[0])
@@ -138,22 +138,24 @@ def test_exa_gets_its_own_fields(server: WebServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "own"),
+    ("kind", "path", "parameters_of_kind"),
     [
         ("brave", "/res/v1/web/search", {"count": ["3"], "freshness": ["pw"]}),
         ("searxng", "/search", {"format": ["json"], "time_range": ["week"]}),
     ],
 )
-def test_domains_are_put_into_the_query(server: WebServer, kind: str, path: str, own: dict[str, list[str]]) -> None:
-    server.replies[path] = says(entries(kind, "https://a.example/"))
+def test_domain_filters_are_added_to_the_query(
+    server: WebServer, kind: str, path: str, parameters_of_kind: dict[str, list[str]]
+) -> None:
+    server.replies[path] = build_reply(entries(kind, "https://a.example/"))
     assert search(Service(server, kind), **FILTERS).success
     parameters = parse_qs(server.paths[0].partition("?")[2])
-    assert parameters == {"q": ["needle (site:a.example OR site:b.example) -site:c.example"], **own}
+    assert parameters == {"q": ["needle (site:a.example OR site:b.example) -site:c.example"], **parameters_of_kind}
     assert server.header("x-subscription-token") == (KEY if kind == "brave" else None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_of_other_domains_are_left_out_and_that_is_said(server: WebServer, kind: str) -> None:
+def test_results_of_other_domains_are_omitted_with_a_note(server: WebServer, kind: str) -> None:
     urls = [
         "https://x.a.example/1",
         "https://evila.example/2",
@@ -161,23 +163,23 @@ def test_results_of_other_domains_are_left_out_and_that_is_said(server: WebServe
         "https://bad.a.example/4",
         "https://a.example@evil.example/5",
     ]
-    server.replies["*"] = says(entries(kind, *urls))
+    server.replies["*"] = build_reply(entries(kind, *urls))
     result = search(Service(server, kind), include_domains=["a.example"], exclude_domains=["bad.a.example"])
     assert [hit["url"] for hit in result.metadata["results"]] == ["https://x.a.example/1"]  # type: ignore[union-attr,index,call-overload]
     assert "4 more from other domains" in result.text()
 
 
-def test_no_more_results_than_asked_for_and_none_twice(server: WebServer) -> None:
-    server.replies["*"] = says(
+def test_results_are_limited_and_unique(server: WebServer) -> None:
+    server.replies["*"] = build_reply(
         entries("searxng", "https://a.example/1", "https://a.example/1", "https://a.example/2", "https://a.example/3")
     )
     result = search(Service(server, "searxng"), max_results=2)
     assert [hit["url"] for hit in result.metadata["results"]] == ["https://a.example/1", "https://a.example/2"]  # type: ignore[union-attr,index,call-overload]
 
 
-def test_markup_in_descriptions_is_taken_out(server: WebServer) -> None:
+def test_markup_in_results_is_removed(server: WebServer) -> None:
     hit = {"title": "A &amp; B", "url": "https://a.example/", "description": "the <strong>needle</strong>"}
-    server.replies["*"] = says({"web": {"results": [{**hit, "age": "2 days ago"}]}})
+    server.replies["*"] = build_reply({"web": {"results": [{**hit, "age": "2 days ago"}]}})
     assert "1. A & B (2 days ago)\n   https://a.example/\n   the needle\n" in search(Service(server, "brave")).text()
 
 
@@ -198,8 +200,10 @@ def test_markup_in_descriptions_is_taken_out(server: WebServer) -> None:
         ({"retry_after": "Mon, 21 Sep 2026 00:00:00 GMT"}, 0.0),
     ],
 )
-def test_a_busy_service_is_retried_after_its_pause(server: WebServer, headers: dict[str, str], pause: float) -> None:
-    server.replies["*"] = says({}, 429, **headers)
+def test_busy_provider_is_retried_after_its_retry_after(
+    server: WebServer, headers: dict[str, str], pause: float
+) -> None:
+    server.replies["*"] = build_reply({}, 429, **headers)
     service = Service(server, "tavily")
     assert search(service).error_code is ErrorCode.HTTP_ERROR
     assert (service.pauses, len(server.requests)) == ([pause], 2)
@@ -208,10 +212,10 @@ def test_a_busy_service_is_retried_after_its_pause(server: WebServer, headers: d
 @pytest.mark.parametrize(
     "wait", ["60", "5.5", "999999999999", "Mon, 21 Sep 2026 15:00:00 GMT", "Fri, 31 Dec 9999 23:59:59 GMT"]
 )
-def test_a_service_that_wants_too_long_a_pause_is_passed_over(server: WebServer, wait: str) -> None:
+def test_provider_with_a_long_retry_after_is_skipped(server: WebServer, wait: str) -> None:
     server.replies |= {
-        "/search": says({}, 429, retry_after=wait),
-        "/res/v1/web/search": says(entries("brave", "https://a.example/")),
+        "/search": build_reply({}, 429, retry_after=wait),
+        "/res/v1/web/search": build_reply(entries("brave", "https://a.example/")),
     }
     first, second = Service(server, "tavily"), Service(server, "brave")
     result = search(first, second)
@@ -222,17 +226,17 @@ def test_a_service_that_wants_too_long_a_pause_is_passed_over(server: WebServer,
 @pytest.mark.parametrize(
     "reply",
     [
-        says({}, 500),
-        says({}, 401),
-        says("<html>", 200),
-        says("[" * 100_000),
-        says("[" + "[]," * 500_000 + "0]"),
+        build_reply({}, 500),
+        build_reply({}, 401),
+        build_reply("<html>", 200),
+        build_reply("[" * 100_000),
+        build_reply("[" + "[]," * 500_000 + "0]"),
         b"garbage\r\n\r\n",
         b"",
     ],
 )
-def test_the_next_service_replaces_a_failed_one(server: WebServer, reply: bytes) -> None:
-    server.replies |= {"/search": reply, "/res/v1/web/search": says(entries("brave", "https://a.example/"))}
+def test_next_provider_replaces_a_failed_one(server: WebServer, reply: bytes) -> None:
+    server.replies |= {"/search": reply, "/res/v1/web/search": build_reply(entries("brave", "https://a.example/"))}
     assert search(Service(server, "tavily"), Service(server, "brave")).metadata["provider"] == "brave"
 
 
@@ -246,13 +250,13 @@ def test_the_next_service_replaces_a_failed_one(server: WebServer, reply: bytes)
         {"results": [None, 5, {}, {"url": 7}, {"url": "javascript:x"}, {"url": "https://a b"}]},
     ],
 )
-def test_an_answer_without_results_in_it_is_none_found(server: WebServer, content: Any) -> None:
-    server.replies["*"] = says(content) if content != "x" else says('"x"')
+def test_reply_without_results_gives_no_results(server: WebServer, content: Any) -> None:
+    server.replies["*"] = build_reply(content) if content != "x" else build_reply('"x"')
     assert search(Service(server, "tavily")).metadata["results"] == []
 
 
-def test_when_all_fail_each_is_reported_with_its_reason(server: WebServer) -> None:
-    server.replies |= {"/search": says({}, 403), "/res/v1/web/search": says({}, 503)}
+def test_error_lists_every_failed_provider_with_its_reason(server: WebServer) -> None:
+    server.replies |= {"/search": build_reply({}, 403), "/res/v1/web/search": build_reply({}, 503)}
     result = search(Service(server, "tavily"), Service(server, "brave"))
     assert result.error_code is ErrorCode.HTTP_ERROR
     assert "tavily: tavily refuses the request (403): check TOOLCREW_TAVILY_API_KEY" in str(result.error)
@@ -262,14 +266,14 @@ def test_when_all_fail_each_is_reported_with_its_reason(server: WebServer) -> No
 @pytest.mark.parametrize(
     "reply",
     [
-        says({"error": f"bad key {KEY}"}, 401),
-        says({"error": KEY}, 500),
-        says({"error": KEY}, 429),
+        build_reply({"error": f"bad key {KEY}"}, 401),
+        build_reply({"error": KEY}, 500),
+        build_reply({"error": KEY}, 429),
         b"HTTP/1.1 " + KEY.encode(),
     ],
 )
 @pytest.mark.parametrize("kind", ["tavily", "brave", "exa"])
-def test_a_key_is_in_no_result_error_or_log(server: WebServer, kind: str, reply: bytes) -> None:
+def test_api_key_is_in_no_result_error_or_log(server: WebServer, kind: str, reply: bytes) -> None:
     server.replies["*"] = reply
     with capture_logs() as logs:
         result = search(Service(server, kind))
@@ -277,7 +281,7 @@ def test_a_key_is_in_no_result_error_or_log(server: WebServer, kind: str, reply:
 
 
 @pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY}\r\nX-Evil: 1", f"{KEY}\u00e9"])
-def test_a_key_that_is_no_header_is_not_repeated_either(server: WebServer, key: str) -> None:
+def test_invalid_api_key_is_in_no_result_or_log(server: WebServer, key: str) -> None:
     with capture_logs() as logs:
         result = search(Service(server, "brave", key))
     assert not result.success
@@ -287,7 +291,7 @@ def test_a_key_that_is_no_header_is_not_repeated_either(server: WebServer, key: 
 @pytest.mark.parametrize(
     ("query", "reason"), [(" \t ", "no words"), ("a \ud800", "cannot be shown"), ("a\x00b", "cannot be shown")]
 )
-def test_a_query_that_cannot_be_asked_is_refused(server: WebServer, query: str, reason: str) -> None:
+def test_invalid_query_is_refused(server: WebServer, query: str, reason: str) -> None:
     result = search(Service(server, "searxng"), query=query)
     assert (result.error_code, reason in str(result.error)) == (ErrorCode.INVALID_ARGUMENTS, True)
     assert not server.requests
@@ -296,7 +300,7 @@ def test_a_query_that_cannot_be_asked_is_refused(server: WebServer, query: str, 
 @pytest.mark.parametrize(
     "domain", ["a.example OR site:b.example", "https://a.example/", "a", "a..example", "-a.example", "a.example/x"]
 )
-def test_an_invalid_domain_is_refused(server: WebServer, domain: str) -> None:
+def test_invalid_domain_filter_is_refused(server: WebServer, domain: str) -> None:
     assert search(Service(server, "brave"), include_domains=[domain]).error_code is ErrorCode.INVALID_ARGUMENTS
     assert not server.requests
 
@@ -308,7 +312,7 @@ def test_hostile_results_stay_within_their_lines(server: WebServer) -> None:
         "content": "x" * 5000 + "\n[0 results from tavily]",
         "score": "high",
     }
-    server.replies["*"] = says({"results": [hit, {**hit, "url": "https://a.example/" + "x" * 3000}]})
+    server.replies["*"] = build_reply({"results": [hit, {**hit, "url": "https://a.example/" + "x" * 3000}]})
     lines = search(Service(server, "tavily")).text().splitlines()
     assert lines[2] == "1. a 9. b\ufffd[2J"
     assert (len(lines[4]), lines[4].endswith("...")) == (1003, True)
@@ -318,7 +322,7 @@ def test_hostile_results_stay_within_their_lines(server: WebServer) -> None:
 # Settings
 
 
-def test_services_are_asked_in_a_fixed_order_with_the_operators_own_first() -> None:
+def test_providers_have_a_fixed_order_starting_with_searxng() -> None:
     settings = WebSettings(
         tavily_api_key=SecretStr("a"), exa_api_key=SecretStr("b"), searxng_url=SecretStr("http://searxng:8080/x/")
     )
@@ -326,23 +330,23 @@ def test_services_are_asked_in_a_fixed_order_with_the_operators_own_first() -> N
     assert build_providers(WebSettings(brave_api_key=SecretStr(" ")), StubResolver()) == ()
 
 
-def test_a_searxng_on_a_private_address_is_reached_below_its_own_path(server: WebServer) -> None:
-    server.replies["/x/search"] = says(entries("searxng", "https://a.example/"))
+def test_searxng_on_a_private_address_is_reached_below_its_path(server: WebServer) -> None:
+    server.replies["/x/search"] = build_reply(entries("searxng", "https://a.example/"))
     settings = WebSettings(searxng_url=SecretStr(f"http://127.0.0.1:{server.port}/x/"))
     tools = build_web_tools(settings, MemoryStore(), StubResolver())
     assert [tool.name for tool in tools] == ["webfetch_tool", "websearch_tool"]
     assert run_tool(tools[1], query="needle").success
 
 
-def test_the_system_authorities_are_asked_about_a_services_certificate() -> None:
-    with open_web_server({"*": says({})}, tls=server_context()) as server:
+def test_provider_certificate_is_checked_against_system_authorities() -> None:
+    with open_web_server({"*": build_reply({})}, tls=server_context()) as server:
         settings = WebSettings(searxng_url=SecretStr(server.url("", "search.example", "https")))
         tools = build_web_tools(settings, MemoryStore(), StubResolver({"search.example": [["127.0.0.1"]]}))
         assert "certificate" in str(run_tool(tools[1], query="needle").error)
         assert not server.requests
 
 
-def test_settings_come_from_the_environment_and_hide_their_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_web_settings_are_read_from_the_environment_and_hide_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "TAVILY_API_KEY": KEY,
         "SEARXNG_URL": f"http://{KEY}/",
@@ -355,7 +359,7 @@ def test_settings_come_from_the_environment_and_hide_their_secrets(monkeypatch: 
     assert build_access_rules(settings).ports == {80, 443}
 
 
-def test_an_address_of_a_service_that_is_none_is_said_without_repeating_it() -> None:
+def test_invalid_searxng_url_is_refused_without_showing_it() -> None:
     with pytest.raises(ConfigError, match="TOOLCREW_SEARXNG_URL") as failed:
         build_providers(WebSettings(searxng_url=SecretStr(f"http://user:{KEY}@searxng/")), StubResolver())
     assert KEY not in str(failed.value)

@@ -25,7 +25,7 @@ from store.calls import CallRecord
 from tests.wire_records import CALL, CONTEXT, KEYS, REPORT, RESULT, build_records
 
 FIXTURES = sorted((Path(__file__).parent / "wire").glob("*.json"))
-READ: dict[str, Callable[[str], Any]] = {
+DECODERS: dict[str, Callable[[str], Any]] = {
     "call": lambda text: decode_call(text, KEYS),
     "result": lambda text: decode_result(json.loads(text), ResultSeal(KEYS, "acme")),
     "event": lambda text: decode_event(text.encode()).payload,
@@ -53,8 +53,8 @@ def read_fixture(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
-@pytest.mark.parametrize("name", sorted(READ))
-def test_what_this_release_writes_is_what_the_one_before_wrote(path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", sorted(DECODERS))
+def test_records_are_written_as_by_the_previous_release(path: Path, name: str) -> None:
     now, then = build_records()[name], read_fixture(path)[name]
     if name in HASHES:
         assert json.loads(now).items() >= json.loads(then).items()
@@ -63,8 +63,8 @@ def test_what_this_release_writes_is_what_the_one_before_wrote(path: Path, name:
 
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
-def test_what_the_release_before_wrote_means_the_same_here(path: Path) -> None:
-    values = {name: READ[name](text) for name, text in read_fixture(path).items()}
+def test_records_of_the_previous_release_are_read_unchanged(path: Path) -> None:
+    values = {name: DECODERS[name](text) for name, text in read_fixture(path).items()}
     assert values["call"] == (CALL, CONTEXT)
     assert values["result"] == RESULT
     assert values["host"] == REPORT
@@ -74,6 +74,6 @@ def test_what_the_release_before_wrote_means_the_same_here(path: Path) -> None:
     assert all(isinstance(value, BaseModel) for name, value in values.items() if name not in ("call", "event"))
 
 
-def test_there_is_a_fixture_of_a_release_for_every_record() -> None:
+def test_fixtures_cover_every_record() -> None:
     assert FIXTURES
-    assert all(set(read_fixture(path)) == set(READ) == set(build_records()) for path in FIXTURES)
+    assert all(set(read_fixture(path)) == set(DECODERS) == set(build_records()) for path in FIXTURES)

@@ -46,13 +46,13 @@ def build_message(**fields: Any) -> dict[str, Any]:
     return {**plain, **fields}
 
 
-def broken(**fields: Any) -> bytes:
+def build_malformed_message(**fields: Any) -> bytes:
     message = build_message()
     message["properties"] = {**message["properties"], **fields}
     return json.dumps(message).encode()
 
 
-GARBAGE = [
+MALFORMED_MESSAGES = [
     b"garbage",
     b"\xff\xfe\x00",
     b"[]",
@@ -65,12 +65,12 @@ GARBAGE = [
     b'{"__type__": "base64", "__value__": 5}',
     b'{"__type__": [], "__value__": 5}',
     b'{"__type__": "decimal", "__value__": "x"}',
-    broken(delivery_tag=["t"]),
-    broken(delivery_info=None),
-    broken(delivery_info={"exchange": ""}),
-    broken(delivery_info={"exchange": "", "routing_key": []}),
-    broken(body_encoding="rot13"),
-    broken(body_encoding=["base64"]),
+    build_malformed_message(delivery_tag=["t"]),
+    build_malformed_message(delivery_info=None),
+    build_malformed_message(delivery_info={"exchange": ""}),
+    build_malformed_message(delivery_info={"exchange": "", "routing_key": []}),
+    build_malformed_message(body_encoding="rot13"),
+    build_malformed_message(body_encoding=["base64"]),
     json.dumps(build_message(body="not base64!\u00e9")).encode(),
     json.dumps(build_message(body=None)).encode(),
     json.dumps(build_message(headers=[1])).encode(),
@@ -119,28 +119,30 @@ class Reader:
         self.connection.release()
 
 
-def test_garbage_is_dropped(app: Celery, redis_server: RedisProcess, refused: list[str]) -> None:
+def test_malformed_queue_message_is_dropped(app: Celery, redis_server: RedisProcess, refused: list[str]) -> None:
     reader = Reader(app)
-    for number, garbage in enumerate(GARBAGE, 1):
+    for number, malformed_message in enumerate(MALFORMED_MESSAGES, 1):
         with redis_server.client() as client, capture_logs() as logs:
-            client.lpush(QUEUE, garbage)
+            client.lpush(QUEUE, malformed_message)
             client.lpush(QUEUE, json.dumps(build_message(headers={"number": number})))
-            assert reader.read_one() == {"number": number}, garbage[:60]
-            assert (client.llen(QUEUE), client.hlen("unacked")) == (0, 0), garbage[:60]
-        assert "queue_garbage" in [line["event"] for line in logs], garbage[:60]
-        assert refused == ["malformed"] * number, garbage[:60]
+            assert reader.read_one() == {"number": number}, malformed_message[:60]
+            assert (client.llen(QUEUE), client.hlen("unacked")) == (0, 0), malformed_message[:60]
+        assert "queue_garbage" in [line["event"] for line in logs], malformed_message[:60]
+        assert refused == ["malformed"] * number, malformed_message[:60]
     reader.close()
 
 
 @pytest.mark.parametrize(
     "error", [KeyError("id"), TypeError("unhashable"), ValueError("x"), RuntimeError("x")], ids=repr
 )
-def test_an_unreadable_message_is_rejected(app: Celery, redis_server: RedisProcess, error: Exception) -> None:
-    def choke(message: Any) -> None:
+def test_message_that_raises_in_the_worker_is_rejected(
+    app: Celery, redis_server: RedisProcess, error: Exception
+) -> None:
+    def raise_for_bad(message: Any) -> None:
         if "bad" in message.headers:
             raise error
 
-    reader = Reader(app, choke)
+    reader = Reader(app, raise_for_bad)
     with redis_server.client() as client, capture_logs() as logs:
         client.lpush(QUEUE, json.dumps(build_message(headers={"bad": 1})))
         client.lpush(QUEUE, json.dumps(build_message(headers={"number": 2})))
@@ -151,7 +153,7 @@ def test_an_unreadable_message_is_rejected(app: Celery, redis_server: RedisProce
     assert [line["event"] for line in logs] == ["message_refused"]
 
 
-def test_a_connection_that_breaks_is_not_called_a_bad_message(app: Celery, redis_server: RedisProcess) -> None:
+def test_lost_connection_is_not_treated_as_a_bad_message(app: Celery, redis_server: RedisProcess) -> None:
     def lose(_: Any) -> None:
         raise ConnectionError("gone")
 
@@ -163,7 +165,7 @@ def test_a_connection_that_breaks_is_not_called_a_bad_message(app: Celery, redis
     reader.close()
 
 
-def test_a_message_reaches_only_its_reader(app: Celery, redis_server: RedisProcess) -> None:
+def test_delivered_message_is_not_recorded_as_unacknowledged(app: Celery, redis_server: RedisProcess) -> None:
     """Kombu's own book would give it to another worker later, when it has long been started."""
     reader = Reader(app)
     with redis_server.client() as client:
@@ -173,7 +175,7 @@ def test_a_message_reaches_only_its_reader(app: Celery, redis_server: RedisProce
     reader.close()
 
 
-def test_a_redelivered_message_is_dropped(app: Celery, redis_server: RedisProcess, refused: list[str]) -> None:
+def test_redelivered_message_is_dropped(app: Celery, redis_server: RedisProcess, refused: list[str]) -> None:
     """A Redis crash that loses the last second causes this case: the message is in the queue again while its call
     runs.
     """
@@ -204,7 +206,7 @@ def test_messages_of_a_cancelled_queue_are_returned(app: Celery, redis_server: R
     reader.close()
 
 
-def test_two_workers_of_one_name_on_a_machine_have_two_names_and_a_free_one_is_taken_again() -> None:
+def test_node_names_are_unique_and_reused_after_a_worker_dies() -> None:
     """Flower merges workers of one name. A second process proves that the name of a dead worker is free."""
     broker, other = (
         BrokerSettings(redis_url=SecretStr(f"redis://:secret@localhost:6379/{number}")) for number in (7, 8)
@@ -217,7 +219,6 @@ def test_two_workers_of_one_name_on_a_machine_have_two_names_and_a_free_one_is_t
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as first:
-        assert first.stdout is not None
         assert first.stdout.readline().strip() == f"web-x@{machine}"
         assert reserve_node_name("web-x", broker) == f"web-x-2@{machine}"
         assert reserve_node_name("web-x", other) == f"web-x@{machine}"
@@ -265,7 +266,7 @@ def harness(redis_server: RedisProcess) -> Iterator[Harness]:
         opened.close()
 
 
-def test_an_answer_is_stored_published_and_its_call_done(harness: Harness) -> None:
+def test_result_is_stored_and_published_and_its_call_is_done(harness: Harness) -> None:
     harness.write(CallState.RUNNING)
     with harness.client.pubsub() as subscriber:
         subscriber.psubscribe("celery-task-meta-h*")
@@ -274,7 +275,6 @@ def test_an_answer_is_stored_published_and_its_call_done(harness: Harness) -> No
         message = subscriber.get_message(timeout=5)
     stored, record = harness.stored(), harness.record()
     assert (stored["status"], stored["result"], stored["task_id"]) == ("SUCCESS", ENCODED, "h-c1")
-    assert message is not None
     assert json.loads(message["data"]) == stored
     assert (record.state, record.code, record.sandbox) == (CallState.DONE, "TIMEOUT", "c0ffee")
     assert record.ended_at > 0
@@ -282,7 +282,7 @@ def test_an_answer_is_stored_published_and_its_call_done(harness: Harness) -> No
     assert harness.client.ttl(KEY) > 3600
 
 
-def test_a_failure_of_the_infrastructure_is_stored_as_failure_with_the_same_answer(harness: Harness) -> None:
+def test_infrastructure_failure_is_stored_as_failure_with_the_result(harness: Harness) -> None:
     harness.write(CallState.RUNNING)
     error = CallNotServed("INTERNAL", "c1", TaskResult(ENCODED, CallEnding("d", "acme", "c1", 1, "INTERNAL")))
     harness.app.backend.mark_as_failure("h-c1", error)
@@ -294,14 +294,14 @@ def test_a_failure_of_the_infrastructure_is_stored_as_failure_with_the_same_answ
     assert "INTERNAL" in str(harness.app.AsyncResult("h-c1").result)
 
 
-def test_the_exception_of_a_failed_call_crosses_processes_without_the_answer() -> None:
+def test_pickled_exception_of_a_failed_call_omits_the_result() -> None:
     error = CallNotServed("INTERNAL", "c1", TaskResult(ENCODED, None))
     data = pickle.dumps(error)
     assert b"secret" not in data
     assert str(pickle.loads(data)) == str(error)
 
 
-def test_the_answer_of_an_attempt_that_was_given_up_is_not_stored(harness: Harness) -> None:
+def test_result_of_a_superseded_attempt_is_not_stored(harness: Harness) -> None:
     """Otherwise the caller would take it for the answer of the attempt that is on its way."""
     harness.write(CallState.QUEUED, attempt=2)
     harness.store(attempt=1)
@@ -310,7 +310,7 @@ def test_the_answer_of_an_attempt_that_was_given_up_is_not_stored(harness: Harne
 
 
 @pytest.mark.parametrize("state", [CallState.QUEUED, CallState.LOST, CallState.DONE, None])
-def test_a_result_is_stored_when_redis_lost_the_record(harness: Harness, state: CallState | None) -> None:
+def test_result_is_stored_when_redis_lost_the_call_record(harness: Harness, state: CallState | None) -> None:
     if state is not None:
         harness.write(state, attempt=1)
     harness.store(attempt=2)
@@ -321,7 +321,7 @@ def test_a_result_is_stored_when_redis_lost_the_record(harness: Harness, state: 
 @pytest.mark.parametrize(
     ("state", "has_run"), [(CallState.QUEUED, False), (CallState.FORBIDDEN, False), (CallState.FORBIDDEN, True)]
 )
-def test_a_call_that_was_not_run_is_answered_and_its_record_left(
+def test_result_of_an_unrun_call_is_stored_and_its_record_unchanged(
     harness: Harness, state: CallState, has_run: bool
 ) -> None:
     harness.write(state)
@@ -331,7 +331,9 @@ def test_a_call_that_was_not_run_is_answered_and_its_record_left(
 
 
 @pytest.mark.parametrize("state", ["SUCCESS", "FAILURE"])
-def test_an_answer_outlives_a_redis_that_is_away(harness: Harness, redis_server: RedisProcess, state: str) -> None:
+def test_storing_a_result_is_retried_while_redis_is_down(
+    harness: Harness, redis_server: RedisProcess, state: str
+) -> None:
     harness.store()
     harness.client.flushall()
     redis_server.stop()
@@ -350,17 +352,17 @@ def test_an_answer_outlives_a_redis_that_is_away(harness: Harness, redis_server:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "repair"),
+    ("refuse_writes", "repair"),
     [
         (lambda client: client.config_set("maxmemory", 1), lambda client: client.config_set("maxmemory", 0)),
         (lambda client: client.replicaof("127.0.0.1", 1), lambda client: client.replicaof("NO", "ONE")),
     ],
     ids=["full", "a replica"],
 )
-def test_an_answer_outlives_a_redis_that_takes_no_writes(
-    harness: Harness, spoil: Callable[["redis.Redis"], Any], repair: Callable[["redis.Redis"], Any]
+def test_storing_a_result_is_retried_while_redis_refuses_writes(
+    harness: Harness, refuse_writes: Callable[["redis.Redis"], Any], repair: Callable[["redis.Redis"], Any]
 ) -> None:
-    spoil(harness.client)
+    refuse_writes(harness.client)
     storing = threading.Thread(target=harness.store, daemon=True)
     try:
         storing.start()
@@ -372,7 +374,7 @@ def test_an_answer_outlives_a_redis_that_takes_no_writes(
     assert harness.stored()["result"] == ENCODED
 
 
-def test_an_answer_that_redis_never_takes_costs_no_slot(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_that_cannot_be_stored_raises_no_exception(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread pool treats any exception here as its own end. The slot would be lost together with the result."""
     monkeypatch.setattr(harness.app.backend, "max_retries", 2)
 

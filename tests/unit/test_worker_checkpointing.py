@@ -29,11 +29,11 @@ class Host:
         self.stop = threading.Event()
         sessions = harness.sessions()
         self.checkpoints = AutomaticCheckpoints(sessions, harness.clock, self.stop)
-        self.keeper = CheckpointMonitor(self.sandboxd.client, sessions, self.checkpoints, every_s, self.stop)
+        self.monitor = CheckpointMonitor(self.sandboxd.client, sessions, self.checkpoints, every_s, self.stop)
 
     def look(self) -> int:
         with self.sandboxd.client() as client:
-            return self.keeper.run_round(client)
+            return self.monitor.run_round(client)
 
     def add(self, name: str, **row: object) -> None:
         self.sandboxd.add(name, **row)
@@ -50,24 +50,24 @@ def host(redis_server: RedisProcess) -> Host:
     return Host(HostHarness(redis_server))
 
 
-def test_a_changed_session_is_kept_once_and_noted_in_its_place(host: Host) -> None:
+def test_changed_session_is_saved_once_and_recorded(host: Host) -> None:
     host.add("acme:s1")
     host.add("acme:unchanged", changed=False)
     assert (host.look(), host.look()) == (1, 0)
-    place = host.harness.place("acme:s1")
-    assert (place.checkpoint, place.automatic) == ("c1", "c1")
-    assert place.checkpoint_at == pytest.approx(time.time(), abs=30)
+    location = host.harness.place("acme:s1")
+    assert (location.checkpoint, location.automatic) == ("c1", "c1")
+    assert location.checkpoint_at == pytest.approx(time.time(), abs=30)
     assert host.harness.place("acme:unchanged").checkpoint == ""
 
 
-def test_a_session_is_not_kept_more_often_than_it_was_asked_for(host: Host) -> None:
+def test_session_is_not_saved_more_often_than_the_interval(host: Host) -> None:
     host.add("acme:s1")
     host.look()
     host.sandboxd.rows["acme:s1"]["changed"] = True
     assert (host.look(), host.sandboxd.kept) == (0, ["c1"])
 
 
-def test_an_unused_earlier_checkpoint_is_deleted(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_superseded_checkpoint_is_deleted(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(HostHarness(redis_server), every_s=0.001)
     host.add("acme:s1")
     host.look()
@@ -83,7 +83,7 @@ def test_an_unused_earlier_checkpoint_is_deleted(redis_server: RedisProcess, mon
     assert host.harness.place("acme:s1").checkpoint == "c2"
 
 
-def test_the_bytes_of_automatic_checkpoints_count_until_they_are_deleted(
+def test_bytes_of_automatic_checkpoints_count_until_deleted(
     redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = HostHarness(redis_server)
@@ -102,14 +102,14 @@ def test_the_bytes_of_automatic_checkpoints_count_until_they_are_deleted(
     assert harness.stored_bytes(tenant) == 300
 
 
-def test_a_checkpoint_of_a_session_that_moved_counts_nothing(host: Host) -> None:
+def test_checkpoint_of_a_moved_session_is_deleted_and_not_counted(host: Host) -> None:
     host.add("moved:s1")
     host.sandboxd.before_checkpoint = lambda name: host.harness.put_place(name, queue="host.b.b1", fence=2)
     host.look()
     assert (host.sandboxd.deleted, host.harness.stored_bytes("moved")) == (["c1"], 0)
 
 
-def test_a_forged_checkpoint_is_not_deleted(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forged_checkpoint_name_is_not_deleted(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(HostHarness(redis_server), every_s=0.001)
     host.add("acme:s1")
     host.harness.redis.hset(location_key(DEPLOYMENT, "acme", "s1"), "automatic", "one-that-a-user-asked-for")
@@ -134,7 +134,7 @@ def test_only_checkpoints_of_ended_sessions_are_deleted(host: Host, monkeypatch:
     assert sorted(host.sandboxd.deleted) == sorted([checkpoints["acme:closed"], checkpoints["acme:expired"]])
 
 
-def test_one_session_that_cannot_be_kept_holds_up_no_other_and_is_tried_less_and_less(host: Host) -> None:
+def test_failed_checkpoint_delays_no_other_session_and_backs_off(host: Host) -> None:
     host.add("acme:full")
     host.add("acme:fine")
     host.sandboxd.refuse["acme:full"] = ToolFailure(ErrorCode.NO_SPACE, "the store is full")
@@ -143,15 +143,15 @@ def test_one_session_that_cannot_be_kept_holds_up_no_other_and_is_tried_less_and
     assert [entry["retry_in_s"] for entry in logs if entry["event"] == "session_checkpoint_failed"] == [120.0]
 
 
-def test_no_more_sessions_are_packed_at_once_than_leave_room_for_calls(host: Host) -> None:
-    at_once, most, turn = [0], [0], threading.Lock()
+def test_concurrent_checkpoints_are_limited_to_two(host: Host) -> None:
+    at_once, most, lock = [0], [0], threading.Lock()
 
     def count(_: str) -> None:
-        with turn:
+        with lock:
             at_once[0] += 1
             most[0] = max(most[0], at_once[0])
         time.sleep(0.01)
-        with turn:
+        with lock:
             at_once[0] -= 1
 
     host.sandboxd.before_checkpoint = count
@@ -166,7 +166,7 @@ def row(*, calls: int = 0, idle_s: float = 5.0) -> SandboxdSession:
 
 
 @pytest.mark.parametrize(
-    ("changed_since_s", "seen", "is_due"),
+    ("changed_since_s", "session_row", "is_due"),
     [
         (0.0, row(idle_s=QUIET_S), True),
         (0.0, row(idle_s=0.1), False),
@@ -175,8 +175,10 @@ def row(*, calls: int = 0, idle_s: float = 5.0) -> SandboxdSession:
         (180.0, row(calls=1, idle_s=0.0), True),
     ],
 )
-def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: SandboxdSession, is_due: bool) -> None:
-    assert WatchedSession(changed_at=1000.0 - changed_since_s).is_due(seen, 1000.0, 60.0) is is_due
+def test_checkpoint_waits_for_running_calls_up_to_a_limit(
+    changed_since_s: float, session_row: SandboxdSession, is_due: bool
+) -> None:
+    assert WatchedSession(changed_at=1000.0 - changed_since_s).is_due(session_row, 1000.0, 60.0) is is_due
 
 
 @given(
@@ -187,7 +189,7 @@ def test_calls_are_waited_for_but_not_for_ever(changed_since_s: float, seen: San
     ),
     st.integers(8, 800).map(lambda n: n / 8),
 )
-def test_a_changed_session_waits_one_to_three_turns(
+def test_changed_session_is_saved_within_one_to_three_intervals(
     looks: list[tuple[float, bool, int, float]], every_s: float
 ) -> None:
     watched, now, saved_at, changed_at = WatchedSession(), 0.0, None, None
@@ -207,23 +209,23 @@ def test_a_changed_session_waits_one_to_three_turns(
             assert now - saved_at < every_s
 
 
-def test_a_row_that_says_nothing_of_changes_may_have_some() -> None:
+def test_row_without_a_changed_field_counts_as_changed() -> None:
     (parsed,) = parse_rows([{"name": "acme:s1"}])
     assert parsed == SandboxdSession("acme:s1", 0, 0, 0.0, True)
     assert (parsed.tenant, parsed.session) == ("acme", "s1")
 
 
-def test_a_checkpoint_that_may_have_been_recorded_is_not_deleted(host: Host) -> None:
+def test_checkpoint_that_may_be_recorded_is_not_deleted(host: Host) -> None:
     """The session's record may refer to the checkpoint: the reply was lost, and the worker ends before Redis is back."""
     host.add("acme:s1")
-    note = host.checkpoints._sessions.record_automatic
+    record_automatic = host.checkpoints._sessions.record_automatic
 
-    def note_and_lose_the_answer(*args: Any) -> None:
-        note(*args)
+    def record_and_lose_the_reply(*args: Any) -> None:
+        record_automatic(*args)
         host.stop.set()
         raise BrokerUnavailable("away")
 
-    host.checkpoints._sessions.record_automatic = note_and_lose_the_answer  # type: ignore[method-assign,assignment]
+    host.checkpoints._sessions.record_automatic = record_and_lose_the_reply  # type: ignore[method-assign,assignment]
     with capture_logs(), pytest.raises(BrokerUnavailable):
         host.look()
     assert (host.harness.place("acme:s1").checkpoint, host.sandboxd.deleted) == ("c1", [])

@@ -107,7 +107,7 @@ def harness(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iter
     harness.end()
 
 
-def test_a_close_that_takes_long_holds_up_no_cancel(harness: Harness) -> None:
+def test_slow_close_does_not_delay_a_cancel(harness: Harness) -> None:
     harness.sandboxd.gate.clear()
     harness.send(order("session.close"), order(call_id="c9"))
     assert harness.sandboxd.was_asked()
@@ -131,7 +131,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("item", REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_no_order_in_time_is_dropped_and_the_next_is_obeyed(harness: Harness, item: "str | bytes") -> None:
+def test_invalid_or_late_order_is_dropped_and_the_next_is_run(harness: Harness, item: "str | bytes") -> None:
     with capture_logs() as logs:
         harness.send(item, order(call_id="next"))
         assert harness.sandboxd.was_asked()
@@ -140,7 +140,7 @@ def test_what_is_no_order_in_time_is_dropped_and_the_next_is_obeyed(harness: Har
     assert len(harness.refused) == 1
 
 
-def test_an_order_is_late_by_the_clock_of_all_hosts_and_not_by_this_ones(harness: Harness) -> None:
+def test_order_deadline_uses_the_shared_clock(harness: Harness) -> None:
     """A host whose clock is a minute slow must not take an old order for a new one."""
     harness.clock.learn(time.time() + 60)
     harness.send(order(call_id="c9", deadline_s=30), order(call_id="next", deadline_s=90))
@@ -149,7 +149,7 @@ def test_an_order_is_late_by_the_clock_of_all_hosts_and_not_by_this_ones(harness
     assert harness.refused == ["expired"]
 
 
-def test_a_sandboxd_that_is_gone_ends_nothing(harness: Harness) -> None:
+def test_unreachable_sandboxd_does_not_stop_the_listener(harness: Harness) -> None:
     harness.sandboxd.fails = True
     harness.send(order(call_id="one"))
     assert harness.sandboxd.was_asked()
@@ -158,7 +158,7 @@ def test_a_sandboxd_that_is_gone_ends_nothing(harness: Harness) -> None:
     assert [call for _, call in harness.sandboxd.cancelled] == ["one", "two"]
 
 
-def test_a_redis_that_goes_and_comes_back_is_read_again(harness: Harness, redis_server: RedisProcess) -> None:
+def test_listener_reconnects_after_a_redis_restart(harness: Harness, redis_server: RedisProcess) -> None:
     redis_server.stop()
     redis_server.start()
     harness.send(order(call_id="after"))
@@ -166,7 +166,7 @@ def test_a_redis_that_goes_and_comes_back_is_read_again(harness: Harness, redis_
     assert harness.sandboxd.cancelled == [("acme:s1", "after")]
 
 
-def test_cancelling_a_call_that_still_waits_keeps_it_from_ever_starting(harness: Harness) -> None:
+def test_cancelled_queued_call_never_starts(harness: Harness) -> None:
     harness.send(order(call_id="queued"), order(call_id="c9"))
     assert harness.sandboxd.was_asked()
     harness.end()

@@ -31,18 +31,18 @@ class Harness:
     """An executor with fakes around it, and one tool `echo` whose handler comes from the test."""
 
     def __init__(
-        self, handler: Any = None, *answers: Any, checks: Any = (), verdict: CallClaim | None = None, **spec: Any
+        self, handler: Any = None, *answers: Any, checks: Any = (), claim: CallClaim | None = None, **spec: Any
     ) -> None:
         self.client = FakeSandboxClient(*answers)
-        self.ledger = MemoryLedger(verdict)
+        self.ledger = MemoryLedger(claim)
         self.blobs = MemoryBlobs()
         self.runs = 0
 
-        def counted(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
+        def run_and_count(arguments: dict[str, Any], bench: ToolEnvironment) -> Outcome:
             self.runs += 1
             return handler(arguments, bench) if handler else Outcome(str(arguments.get("text")))
 
-        tool = WorkerTool(build_spec(**spec), counted, tuple(checks))
+        tool = WorkerTool(build_spec(**spec), run_and_count, tuple(checks))
         self.executor = build_executor(ToolRegistry([tool]), self.client, self.ledger, self.blobs, FACTS)
 
     def execute(self, call: ToolCall | None = None, context: ToolContext | None = None) -> ToolResult:
@@ -54,7 +54,7 @@ def ask_guest(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
     return Outcome("done")
 
 
-def test_an_unknown_tool_is_named_exactly_and_never_starts() -> None:
+def test_unknown_tool_is_refused_and_never_starts() -> None:
     harness = Harness()
     result = harness.execute(build_call("nope"))
     assert (result.error_code, result.error) == (ErrorCode.TOOL_NOT_FOUND, "Tool not found: nope")
@@ -62,26 +62,26 @@ def test_an_unknown_tool_is_named_exactly_and_never_starts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "code", "why"),
+    ("claim", "code", "why"),
     [(CallClaim.EXPIRED, ErrorCode.TIMEOUT, "expired"), (CallClaim.MOVED, ErrorCode.HOST_LOST, "moved")],
 )
-def test_a_refused_start_reports_the_sender_why(verdict: CallClaim, code: ErrorCode, why: str) -> None:
-    harness = Harness(verdict=verdict)
+def test_refused_claim_reports_the_reason(claim: CallClaim, code: ErrorCode, why: str) -> None:
+    harness = Harness(claim=claim)
     result = harness.execute()
     assert (result.error_code, result.metadata, harness.runs) == (code, {"not_run": why}, 0)
     assert "was not run" in str(result.error)
     assert harness.ledger.refused == set()
 
 
-@pytest.mark.parametrize("verdict", [CallClaim.STARTED, CallClaim.SUPERSEDED])
-def test_a_repetition_is_neither_run_nor_answered(verdict: CallClaim) -> None:
-    harness = Harness(verdict=verdict)
+@pytest.mark.parametrize("claim", [CallClaim.STARTED, CallClaim.SUPERSEDED])
+def test_repeated_call_is_neither_run_nor_answered(claim: CallClaim) -> None:
+    harness = Harness(claim=claim)
     with pytest.raises(CallRepeated) as repeated:
         harness.execute()
-    assert (repeated.value.claim, harness.runs) == (verdict, 0)
+    assert (repeated.value.claim, harness.runs) == (claim, 0)
 
 
-def test_a_refusal_does_not_take_the_place_of_the_answer_of_a_call_that_runs() -> None:
+def test_refusal_does_not_replace_the_result_of_a_running_call() -> None:
     """The attacker's aim: repeat a message after its tool was turned off, so that its sender reads that nothing ran."""
     harness = Harness()
     assert harness.execute().success
@@ -89,7 +89,7 @@ def test_a_refusal_does_not_take_the_place_of_the_answer_of_a_call_that_runs() -
         harness.execute(build_call("nope"))
 
 
-def test_no_tool_can_say_that_its_call_has_not_run() -> None:
+def test_tool_cannot_report_that_its_call_has_not_run() -> None:
     """A caller that reads this code sends the call again."""
     assert Harness(lambda *_: Outcome("done", {"not_run": "moved", "n": 1})).execute().metadata == {"n": 1}
 
@@ -99,7 +99,7 @@ def test_no_tool_can_say_that_its_call_has_not_run() -> None:
     assert Harness(fail).execute().metadata == {"n": 1}
 
 
-def test_a_bug_in_a_check_of_arguments_is_refused_like_any_other_call() -> None:
+def test_exception_in_an_argument_check_refuses_the_call() -> None:
     def crash(_: dict[str, Any]) -> str | None:
         raise RuntimeError("a bug")
 
@@ -107,14 +107,14 @@ def test_a_bug_in_a_check_of_arguments_is_refused_like_any_other_call() -> None:
     assert (harness.execute().error_code, harness.ledger.refused) == (ErrorCode.INTERNAL, {("acme", "call-1")})
 
 
-def test_arguments_are_checked_again_and_invalid_ones_claim_nothing() -> None:
+def test_invalid_arguments_are_refused_before_the_claim() -> None:
     harness = Harness(checks=[lambda arguments: "text must not shout" if arguments.get("text") == "HEY" else None])
     refused = harness.execute(build_call(text="HEY"))
     assert (refused.error_code, refused.error) == (ErrorCode.INVALID_ARGUMENTS, "echo: text must not shout")
     assert (harness.runs, harness.ledger.claimed, harness.ledger.refused) == (0, set(), {("acme", "call-1")})
 
 
-def test_aliases_that_were_used_are_noted_also_on_a_failure() -> None:
+def test_used_aliases_are_reported_also_on_a_failure() -> None:
     def fail(*_: Any) -> Outcome:
         raise ToolFailure(ErrorCode.NO_MATCH, "nothing", near="x")
 
@@ -122,20 +122,20 @@ def test_aliases_that_were_used_are_noted_also_on_a_failure() -> None:
     assert result.metadata == {"near": "x", "aliases_used": ["words -> text"]}
 
 
-def test_an_outcome_with_an_error_keeps_what_was_printed() -> None:
+def test_outcome_with_an_error_keeps_its_output() -> None:
     result = Harness(lambda *_: Outcome("half", error="too slow", error_code=ErrorCode.TIMEOUT)).execute()
     assert (result.success, result.output, result.error_code) == (False, "half", ErrorCode.TIMEOUT)
 
 
 @pytest.mark.parametrize("error", [SandboxUnavailable("sandboxd is gone"), BrokerUnavailable("Redis is gone")])
-def test_a_broken_house_is_the_operators_and_is_logged(error: Exception) -> None:
+def test_infrastructure_failure_is_reported_and_logged(error: Exception) -> None:
     with capture_logs() as logs:
         result = Harness(ask_guest, error).execute()
     assert (result.error_code, result.error) == (error.code, str(error))  # type: ignore[attr-defined]
     assert [line["event"] for line in logs] == ["call_not_served"]
 
 
-def test_a_bug_in_a_tool_is_logged_costs_its_call_alone_and_hides_values() -> None:
+def test_exception_in_a_tool_is_logged_without_its_message() -> None:
     def leak(*_: Any) -> Outcome:
         raise RuntimeError("password=hunter2")
 
@@ -147,7 +147,7 @@ def test_a_bug_in_a_tool_is_logged_costs_its_call_alone_and_hides_values() -> No
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_exits_of_the_process_are_passed_on(stop: type[BaseException]) -> None:
+def test_process_exit_exceptions_are_raised_again(stop: type[BaseException]) -> None:
     def end(*_: Any) -> Outcome:
         raise stop
 
@@ -155,12 +155,12 @@ def test_exits_of_the_process_are_passed_on(stop: type[BaseException]) -> None:
         Harness(end).execute()
 
 
-def test_a_call_without_a_session_fails() -> None:
+def test_call_without_a_session_fails() -> None:
     result = Harness().execute(context=build_context(session=None))
     assert result.error_code is ErrorCode.SESSION_NOT_FOUND
 
 
-def test_kill_report_and_sandbox_are_passed_on_with_an_error() -> None:
+def test_guest_error_keeps_kill_report_and_sandbox() -> None:
     done = {"error": {"code": "TIMEOUT", "message": "too slow"}, "kill": KILL, "sandbox": {"id": "c0ffee"}}
     result = Harness(ask_guest, GuestResponse(done)).execute()
     assert result.error_code == ErrorCode.TIMEOUT
@@ -169,9 +169,7 @@ def test_kill_report_and_sandbox_are_passed_on_with_an_error() -> None:
 
 
 @pytest.mark.parametrize(("sent_s", "queued_s"), [(-2.5, 2.5), (30.0, 0.0)])
-def test_the_time_in_the_queue_starts_when_the_call_was_sent_and_is_never_negative(
-    sent_s: float, queued_s: float
-) -> None:
+def test_queue_time_starts_at_sending_and_is_never_negative(sent_s: float, queued_s: float) -> None:
     context = build_context(sent_at=time.time() + sent_s)
     assert Harness().execute(context=context).clocks.queued_s == pytest.approx(queued_s, abs=0.5)
 
@@ -181,7 +179,7 @@ def test_the_time_in_the_queue_starts_when_the_call_was_sent_and_is_never_negati
     [({}, "files are lost"), ({"workspace_kept": True}, "files in /workspace are kept")],
     ids=["memory", "kept workspace"],
 )
-def test_the_error_of_a_lost_sandbox_reports_what_became_of_the_files(fields: dict[str, Any], expected: str) -> None:
+def test_lost_sandbox_error_says_if_files_are_kept(fields: dict[str, Any], expected: str) -> None:
     done = {"error": {"code": "SANDBOX_UNAVAILABLE", "message": "it died"}, "sandbox_lost": "the guest went", **fields}
     result = Harness(ask_guest, GuestResponse(done)).execute()
     assert result.error_code is ErrorCode.SANDBOX_UNAVAILABLE
@@ -189,7 +187,7 @@ def test_the_error_of_a_lost_sandbox_reports_what_became_of_the_files(fields: di
     assert [text for text in texts if text in str(result.error)] == [expected]
 
 
-def test_an_error_that_a_tool_reports_tells_of_the_lost_sandbox_as_well() -> None:
+def test_tool_error_includes_the_loss_of_the_sandbox() -> None:
     def report(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
         bench.run({"op": "exec", "timeout_s": 1})
         return Outcome(error="too slow", error_code=ErrorCode.TIMEOUT)
@@ -201,12 +199,12 @@ def test_an_error_that_a_tool_reports_tells_of_the_lost_sandbox_as_well() -> Non
 # Content outside the envelope
 
 
-def test_an_empty_blob_is_still_a_blob() -> None:
+def test_empty_blob_is_stored() -> None:
     harness = Harness(lambda *_: Outcome(blob=b""))
     assert harness.blobs.kept.get(harness.execute().blob or "none") == b""
 
 
-def test_content_that_is_gone_stops_the_call_before_it_runs() -> None:
+def test_missing_blob_stops_the_call_before_it_runs() -> None:
     harness = Harness()
     result = harness.execute(context=build_context(blob="gone"))
     assert (result.error_code, harness.runs) == (ErrorCode.OUTCOME_UNKNOWN, 0)
@@ -220,12 +218,12 @@ def test_content_that_is_gone_stops_the_call_before_it_runs() -> None:
         ("leave", ErrorCode.OUTCOME_UNKNOWN),
     ],
 )
-def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> None:
+def test_unreachable_redis_gives_the_code_of_its_step(where: str, code: ErrorCode) -> None:
     # A call that has run may have acted: its sender must not read that it may be sent again.
-    dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
+    unreachable = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
     harness = Harness(lambda *_: Outcome(blob=b"x"))
-    ledger: Any = WorkerCallStore(dead, "d", SharedClock()) if where == "claim" else harness.ledger
-    blobs: Any = harness.blobs if where == "claim" else WorkerBlobs(dead, "d", "sandbox")
+    ledger: Any = WorkerCallStore(unreachable, "d", SharedClock()) if where == "claim" else harness.ledger
+    blobs: Any = harness.blobs if where == "claim" else WorkerBlobs(unreachable, "d", "sandbox")
     executor = build_executor(harness.executor._registry, harness.client, ledger, blobs, FACTS)
     blob = "toolcrew:d:t:acme:blob-sandbox.x" if where == "take" else None
     assert executor.execute(build_call(), build_context(blob=blob)).error_code is code
@@ -235,7 +233,7 @@ def test_a_redis_that_is_gone_is_the_operators(where: str, code: ErrorCode) -> N
     ("refusal", "code"),
     [(ErrorCode.FILE_TOO_LARGE, ErrorCode.FILE_TOO_LARGE), (ErrorCode.QUOTA_EXCEEDED, ErrorCode.OUTCOME_UNKNOWN)],
 )
-def test_a_result_that_cannot_be_left_keeps_what_the_sandbox_reported(refusal: ErrorCode, code: ErrorCode) -> None:
+def test_result_that_cannot_be_stored_keeps_the_kill_report(refusal: ErrorCode, code: ErrorCode) -> None:
     """Callers send a call again that was refused for a limit, and this one has run."""
 
     def ask(_: dict[str, Any], bench: ToolEnvironment) -> Outcome:
@@ -254,7 +252,7 @@ def test_a_result_that_cannot_be_left_keeps_what_the_sandbox_reported(refusal: E
 
 # Hostile guests
 
-NONSENSE: list[dict[str, Any]] = [
+INVALID_FIELDS: list[dict[str, Any]] = [
     {"kill": "yes"},
     {"kill": []},
     {"kill": {"signalled": 1}},
@@ -273,9 +271,9 @@ NONSENSE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("nonsense", NONSENSE, ids=lambda value: repr(value)[:60])
-def test_crashing_the_worker_with_nonsense_gives_a_result(nonsense: dict[str, Any]) -> None:
-    harness = Harness(ask_guest, GuestResponse(build_exec_done(**nonsense)))
+@pytest.mark.parametrize("invalid_fields", INVALID_FIELDS, ids=lambda value: repr(value)[:60])
+def test_invalid_guest_fields_give_a_result(invalid_fields: dict[str, Any]) -> None:
+    harness = Harness(ask_guest, GuestResponse(build_exec_done(**invalid_fields)))
     with capture_logs() as logs:
         result = harness.execute()
     assert isinstance(result, ToolResult)
@@ -284,23 +282,23 @@ def test_crashing_the_worker_with_nonsense_gives_a_result(nonsense: dict[str, An
 
 
 @pytest.mark.parametrize(
-    "nonsense",
+    "invalid_fields",
     [{"exit_code": "0"}, {"exit_code": 256}, {"streams": {"stdout": None}}, {"oom": 1}, {"streams": {"../evil": {}}}],
     ids=repr,
 )
-def test_a_sandbox_whose_guest_talks_nonsense_is_closed(nonsense: dict[str, Any]) -> None:
-    harness = Harness(ask_guest, GuestResponse(build_exec_done(**nonsense)))
+def test_invalid_exec_reply_closes_the_sandbox(invalid_fields: dict[str, Any]) -> None:
+    harness = Harness(ask_guest, GuestResponse(build_exec_done(**invalid_fields)))
     assert harness.execute().error_code is ErrorCode.SANDBOX_UNAVAILABLE
     assert harness.client.closed == ["acme:s1"]
 
 
-def test_a_guest_cannot_put_its_words_where_the_operator_reads() -> None:
+def test_guest_text_is_not_in_the_operator_error() -> None:
     result = Harness(ask_guest, GuestResponse(build_exec_done(streams={"call +1 900": {"total": -1}}))).execute()
     assert "900" not in str(result.error)
 
 
 @pytest.mark.parametrize("run_s", [-5.0, 1e9])
-def test_lying_about_ones_time_does_not_reach_the_clocks(run_s: float) -> None:
+def test_false_guest_run_time_is_bounded(run_s: float) -> None:
     clocks = Harness(ask_guest, build_exec_response(run_s=run_s, sandbox_s=0.75)).execute().clocks
     assert 0 <= clocks.run_s <= 0.75
 
@@ -322,12 +320,12 @@ def test_lying_about_ones_time_does_not_reach_the_clocks(run_s: float) -> None:
         (None, ErrorCode.INTERNAL),
     ],
 )
-def test_a_guests_code_is_one_of_ours_or_internal(guest_code: Any, code: ErrorCode) -> None:
+def test_guest_error_code_is_mapped_or_internal(guest_code: Any, code: ErrorCode) -> None:
     assert (
         Harness(ask_guest, GuestResponse({"error": {"code": guest_code, "message": "x"}})).execute().error_code is code
     )
 
 
-def test_a_long_message_of_a_guest_is_cut() -> None:
+def test_long_guest_message_is_cut() -> None:
     result = Harness(ask_guest, GuestResponse({"error": {"code": "NO_SPACE", "message": "x" * 1_000_000}})).execute()
     assert len(str(result.error)) <= 4000

@@ -24,7 +24,7 @@ CALL = build_call("echo", call_id="c1")
 STATES = [*CallState, None]
 
 
-class Book:
+class LedgerHarness:
     """A ledger and its storage."""
 
     def __init__(self, client: "redis.Redis") -> None:
@@ -50,16 +50,15 @@ class Book:
 
 
 @pytest.fixture
-def book(redis_server: RedisProcess) -> Iterator[Book]:
+def harness(redis_server: RedisProcess) -> Iterator[LedgerHarness]:
     with redis_server.client() as client:
-        yield Book(client)
+        yield LedgerHarness(client)
 
 
-def test_a_call_that_was_sent_starts_once_and_says_where(book: Book) -> None:
-    book.write(CallState.QUEUED, queue="host.h1.b00t", queued_at=1.5)
-    assert [book.claim(), book.claim()] == [CallClaim.GRANTED, CallClaim.STARTED]
-    record = book.read()
-    assert record is not None
+def test_queued_call_starts_once_and_records_its_holder(harness: LedgerHarness) -> None:
+    harness.write(CallState.QUEUED, queue="host.h1.b00t", queued_at=1.5)
+    assert [harness.claim(), harness.claim()] == [CallClaim.GRANTED, CallClaim.STARTED]
+    record = harness.read()
     assert record.state == CallState.RUNNING
     assert record.holder == HOLDER
     assert record.queue == "host.h1.b00t"
@@ -68,24 +67,25 @@ def test_a_call_that_was_sent_starts_once_and_says_where(book: Book) -> None:
     assert record.started_at == pytest.approx(time.time(), abs=5)
 
 
-def test_the_record_of_a_running_call_outlives_its_limit(book: Book) -> None:
+def test_record_of_a_running_call_outlives_its_timeout(harness: LedgerHarness) -> None:
     key = call_key("d", "acme", "c1")
-    assert book.claim(timeout_s=LONGEST_TIMEOUT_S) is CallClaim.GRANTED
-    assert book.client.ttl(key) > CALL_TTL_S + LONGEST_TIMEOUT_S - MAX_TIMEOUT_S - 30
-    book.write(CallState.QUEUED)
-    book.ledger.confirm(CALL, build_context(timeout_s=LONGEST_TIMEOUT_S), HOLDER)
-    assert book.client.ttl(key) > CALL_TTL_S + LONGEST_TIMEOUT_S - MAX_TIMEOUT_S - 30
+    assert harness.claim(timeout_s=LONGEST_TIMEOUT_S) is CallClaim.GRANTED
+    assert harness.client.ttl(key) > CALL_TTL_S + LONGEST_TIMEOUT_S - MAX_TIMEOUT_S - 30
+    harness.write(CallState.QUEUED)
+    harness.ledger.confirm(CALL, build_context(timeout_s=LONGEST_TIMEOUT_S), HOLDER)
+    assert harness.client.ttl(key) > CALL_TTL_S + LONGEST_TIMEOUT_S - MAX_TIMEOUT_S - 30
 
 
-def test_one_id_of_two_tenants_or_two_deployments_is_two_calls(book: Book) -> None:
-    assert [book.claim(), book.claim(tenant="rival")] == [CallClaim.GRANTED, CallClaim.GRANTED]
+def test_call_ids_are_separate_per_tenant_and_deployment(harness: LedgerHarness) -> None:
+    assert [harness.claim(), harness.claim(tenant="rival")] == [CallClaim.GRANTED, CallClaim.GRANTED]
     assert (
-        WorkerCallStore(book.client, "other", SharedClock()).claim(CALL, build_context(), HOLDER) is CallClaim.GRANTED
+        WorkerCallStore(harness.client, "other", SharedClock()).claim(CALL, build_context(), HOLDER)
+        is CallClaim.GRANTED
     )
 
 
 EXPECTED = {
-    # state of the record: verdict for a message of the same attempt, of the next one, of the one before
+    # state of the record: result for a message of the same attempt, of the next attempt, of the previous attempt
     None: (CallClaim.GRANTED, CallClaim.GRANTED, CallClaim.GRANTED),
     CallState.QUEUED: (CallClaim.GRANTED, CallClaim.GRANTED, CallClaim.SUPERSEDED),
     CallState.RUNNING: (CallClaim.STARTED, CallClaim.STARTED, CallClaim.SUPERSEDED),
@@ -98,53 +98,48 @@ EXPECTED = {
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("verb", ["claim", "refuse"])
-def test_the_table_of_cases_holds_for_starting_and_for_refusing(book: Book, state: CallState | None, verb: str) -> None:
+def test_claim_and_refuse_follow_the_state_table(harness: LedgerHarness, state: CallState | None, verb: str) -> None:
     for attempt, expected in zip((2, 3, 1), EXPECTED[state], strict=True):
-        book.write(state, attempt=2)
+        harness.write(state, attempt=2)
         context = build_context(attempt=attempt)
-        verdict = (
-            book.ledger.claim(CALL, context, HOLDER) if verb == "claim" else book.ledger.refuse(CALL, context, HOLDER)
-        )
-        assert verdict is expected
-        record = book.read()
+        act = harness.ledger.claim if verb == "claim" else harness.ledger.refuse
+        assert act(CALL, context, HOLDER) is expected
+        record = harness.read()
         if expected is CallClaim.GRANTED:
-            assert record is not None
             assert record.state == (CallState.RUNNING if verb == "claim" else CallState.FORBIDDEN)
             assert record.attempt == attempt
         elif record is not None:
             assert (record.state, record.attempt) == (state, 2)
 
 
-def test_a_worker_takes_back_its_own_claim_of_a_call_that_it_refuses(book: Book) -> None:
-    book.write(CallState.QUEUED)
-    assert book.claim() is CallClaim.GRANTED
-    assert book.ledger.refuse(CALL, build_context(), "host.h2.b00t/w2") is CallClaim.STARTED
-    assert book.ledger.refuse(CALL, build_context(), HOLDER) is CallClaim.GRANTED
-    record = book.read()
-    assert record is not None
+def test_worker_can_refuse_its_own_claimed_call(harness: LedgerHarness) -> None:
+    harness.write(CallState.QUEUED)
+    assert harness.claim() is CallClaim.GRANTED
+    assert harness.ledger.refuse(CALL, build_context(), "host.h2.b00t/w2") is CallClaim.STARTED
+    assert harness.ledger.refuse(CALL, build_context(), HOLDER) is CallClaim.GRANTED
+    record = harness.read()
     assert (record.state, record.holder, record.started_at) == (CallState.FORBIDDEN, "", 0.0)
-    assert book.claim() is CallClaim.STARTED
+    assert harness.claim() is CallClaim.STARTED
 
 
-def test_a_call_past_its_deadline_is_forbidden_by_the_clock_of_redis(book: Book) -> None:
-    book.write(CallState.QUEUED)
-    assert book.claim(deadline_at=time.time() - 5) is CallClaim.EXPIRED
-    record = book.read()
-    assert record is not None
+def test_call_past_its_deadline_is_forbidden_by_the_redis_clock(harness: LedgerHarness) -> None:
+    harness.write(CallState.QUEUED)
+    assert harness.claim(deadline_at=time.time() - 5) is CallClaim.EXPIRED
+    record = harness.read()
     assert record.state is CallState.FORBIDDEN
-    assert book.claim() is CallClaim.STARTED
+    assert harness.claim() is CallClaim.STARTED
 
 
-def test_a_late_repetition_is_not_an_answer(book: Book) -> None:
+def test_late_repetition_of_a_started_call_is_not_expired(harness: LedgerHarness) -> None:
     """The attacker's aim: repeat a message once it is late, so that its sender reads that nothing ran while it runs."""
-    assert book.claim() is CallClaim.GRANTED
-    assert book.claim(deadline_at=time.time() - 5) is CallClaim.STARTED
+    assert harness.claim() is CallClaim.GRANTED
+    assert harness.claim(deadline_at=time.time() - 5) is CallClaim.STARTED
 
 
 @pytest.mark.parametrize("skew_s", [-60.0, 60.0])
-def test_a_host_whose_clock_is_a_minute_wrong_learns_the_time_with_its_first_claim(book: Book, skew_s: float) -> None:
+def test_first_claim_corrects_a_wrong_host_clock(harness: LedgerHarness, skew_s: float) -> None:
     clock = SharedClock(lambda: time.time() + skew_s)
-    ledger = WorkerCallStore(book.client, "d", clock)
+    ledger = WorkerCallStore(harness.client, "d", clock)
     assert ledger.claim(CALL, build_context(deadline_at=time.time() + 30), HOLDER) is CallClaim.GRANTED
     assert clock() == pytest.approx(time.time(), abs=5)
 
@@ -153,7 +148,7 @@ def test_a_host_whose_clock_is_a_minute_wrong_learns_the_time_with_its_first_cla
 
 
 @pytest.mark.parametrize(
-    ("state", "fence", "name", "verdict"),
+    ("state", "fence", "name", "expected"),
     [
         ("open", 3, "echo", CallClaim.GRANTED),
         ("open", 4, "echo", CallClaim.MOVED),
@@ -164,62 +159,63 @@ def test_a_host_whose_clock_is_a_minute_wrong_learns_the_time_with_its_first_cla
         (None, 3, "echo", CallClaim.MOVED),
     ],
 )
-def test_a_call_starts_at_its_session(book: Book, state: str | None, fence: int, name: str, verdict: CallClaim) -> None:
-    book.write(CallState.QUEUED)
+def test_call_starts_only_at_the_current_fence_of_its_session(
+    harness: LedgerHarness, state: str | None, fence: int, name: str, expected: CallClaim
+) -> None:
+    harness.write(CallState.QUEUED)
     if state is not None:
-        book.place(fence, state)
-    assert book.ledger.claim(build_call(name, call_id="c1"), build_context(fence=3), HOLDER) is verdict
-    record = book.read()
-    assert record is not None
-    assert record.state is (CallState.RUNNING if verdict is CallClaim.GRANTED else CallState.QUEUED)
+        harness.place(fence, state)
+    assert harness.ledger.claim(build_call(name, call_id="c1"), build_context(fence=3), HOLDER) is expected
+    record = harness.read()
+    assert record.state is (CallState.RUNNING if expected is CallClaim.GRANTED else CallState.QUEUED)
 
 
-def test_what_has_started_is_a_repetition_wherever_its_session_lives_by_now(book: Book) -> None:
-    book.place(3)
-    assert book.claim(fence=3) is CallClaim.GRANTED
-    book.place(4)
-    assert book.claim(fence=3) is CallClaim.STARTED
+def test_started_call_stays_started_after_its_session_moves(harness: LedgerHarness) -> None:
+    harness.place(3)
+    assert harness.claim(fence=3) is CallClaim.GRANTED
+    harness.place(4)
+    assert harness.claim(fence=3) is CallClaim.STARTED
 
 
 # Records
 
 
-def test_records_do_not_stay_for_ever(book: Book) -> None:
+def test_call_records_expire(harness: LedgerHarness) -> None:
     key = call_key("d", "acme", "c1")
     for note in (
-        lambda: book.claim(),
-        lambda: book.ledger.refuse(CALL, build_context(), HOLDER),
-        lambda: book.ledger.forbid("acme", "c1"),
+        lambda: harness.claim(),
+        lambda: harness.ledger.refuse(CALL, build_context(), HOLDER),
+        lambda: harness.ledger.forbid("acme", "c1"),
     ):
-        book.client.delete(key)
+        harness.client.delete(key)
         note()
-        assert 0 < book.client.ttl(key) <= CALL_TTL_S
+        assert 0 < harness.client.ttl(key) <= CALL_TTL_S
 
 
 # Cancels
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_cancel_is_in_time_until_the_call_starts(book: Book, state: CallState | None) -> None:
-    book.write(state, attempt=2)
+def test_forbid_succeeds_until_the_call_starts(harness: LedgerHarness, state: CallState | None) -> None:
+    harness.write(state, attempt=2)
     in_time = state in (None, CallState.QUEUED, CallState.FORBIDDEN)
-    assert book.ledger.forbid("acme", "c1") is in_time
+    assert harness.ledger.forbid("acme", "c1") is in_time
     if in_time:
-        assert book.claim(attempt=2 if state else 1) is CallClaim.STARTED
+        assert harness.claim(attempt=2 if state else 1) is CallClaim.STARTED
 
 
-def test_who_runs_a_call_is_known_while_it_runs(book: Book) -> None:
-    assert book.ledger.holder("acme", "c1") is None
-    book.claim()
-    assert book.ledger.holder("acme", "c1") == HOLDER
-    book.write(CallState.DONE, holder=HOLDER)
-    assert book.ledger.holder("acme", "c1") is None
+def test_holder_is_known_only_while_the_call_runs(harness: LedgerHarness) -> None:
+    assert harness.ledger.holder("acme", "c1") is None
+    harness.claim()
+    assert harness.ledger.holder("acme", "c1") == HOLDER
+    harness.write(CallState.DONE, holder=HOLDER)
+    assert harness.ledger.holder("acme", "c1") is None
 
 
 # A Redis that fails
 
 
-def test_a_claim_a_refusal_or_a_lateness_whose_answer_was_lost_is_reported_all_the_same(book: Book) -> None:
+def test_claim_or_refusal_with_a_lost_reply_is_reported_again(harness: LedgerHarness) -> None:
     """The client library sends a command again when the connection broke: the first one may have been carried out.
     Otherwise no reply would arrive, and the caller would see a cancellation that never happened.
     """
@@ -231,49 +227,52 @@ def test_a_claim_a_refusal_or_a_lateness_whose_answer_was_lost_is_reported_all_t
 
         return send
 
-    book.ledger._refuse, book.ledger._claim = twice(book.ledger._refuse), twice(book.ledger._claim)
-    assert [book.ledger.refuse(CALL, build_context(), HOLDER), book.ledger.refuse(CALL, build_context(), HOLDER)] == [
+    harness.ledger._refuse, harness.ledger._claim = twice(harness.ledger._refuse), twice(harness.ledger._claim)
+    assert [
+        harness.ledger.refuse(CALL, build_context(), HOLDER),
+        harness.ledger.refuse(CALL, build_context(), HOLDER),
+    ] == [
         CallClaim.GRANTED,
         CallClaim.STARTED,
     ]
-    book.write(CallState.QUEUED)
-    assert [book.claim(deadline_at=time.time() - 5), book.claim()] == [CallClaim.EXPIRED, CallClaim.STARTED]
-    book.write(None)
-    assert [book.claim(), book.claim()] == [CallClaim.GRANTED, CallClaim.STARTED]
+    harness.write(CallState.QUEUED)
+    assert [harness.claim(deadline_at=time.time() - 5), harness.claim()] == [CallClaim.EXPIRED, CallClaim.STARTED]
+    harness.write(None)
+    assert [harness.claim(), harness.claim()] == [CallClaim.GRANTED, CallClaim.STARTED]
 
 
-def test_an_interrupt_while_redis_decides_leaves_no_answer_for_the_next_claim(book: Book) -> None:
+def test_interrupted_claim_leaves_no_reply_for_the_next_claim(harness: LedgerHarness) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        book.ledger.claim(CALL, build_context(), HOLDER, interrupt)
-    assert book.claim(attempt=2) is CallClaim.STARTED
-    assert book.claim(tenant="rival") is CallClaim.GRANTED
+        harness.ledger.claim(CALL, build_context(), HOLDER, interrupt)
+    assert harness.claim(attempt=2) is CallClaim.STARTED
+    assert harness.claim(tenant="rival") is CallClaim.GRANTED
 
 
-def test_a_redis_that_is_away_starts_nothing() -> None:
-    dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
-    ledger = WorkerCallStore(dead, "d", SharedClock())
+def test_unreachable_redis_starts_no_call() -> None:
+    unreachable = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
+    ledger = WorkerCallStore(unreachable, "d", SharedClock())
     with pytest.raises(BrokerUnavailable, match="was not run"):
         ledger.claim(CALL, build_context(), HOLDER)
     with pytest.raises(BrokerUnavailable):
         ledger.forbid("acme", "c1")
 
 
-def test_a_record_that_is_none_of_ours_starts_nothing(book: Book) -> None:
+def test_invalid_call_record_starts_nothing(harness: LedgerHarness) -> None:
     """The attacker's aim: write nonsense into the ledger so that a call runs again."""
     for fields in (
         {"state": "queued", "attempt": "many"},
         {"state": "made up", "attempt": "1"},
         {"state": "", "attempt": "1"},
     ):
-        book.client.delete(call_key("d", "acme", "c1"))
-        book.client.hset(call_key("d", "acme", "c1"), mapping=fields)
-        assert book.claim() is not CallClaim.GRANTED
-    book.client.set(call_key("d", "acme", "c1"), "a text")
+        harness.client.delete(call_key("d", "acme", "c1"))
+        harness.client.hset(call_key("d", "acme", "c1"), mapping=fields)
+        assert harness.claim() is not CallClaim.GRANTED
+    harness.client.set(call_key("d", "acme", "c1"), "a text")
     with pytest.raises(BrokerUnavailable):
-        book.claim()
+        harness.claim()
 
 
 # What Redis forgets: any sequence of sends, claims, renewals, ends, and of falling back to an earlier state
@@ -283,29 +282,29 @@ STEP = st.sampled_from(["claim", "claim old", "renew", "finish", "refuse", "forb
 
 @settings(max_examples=40, deadline=None)
 @given(steps=st.lists(STEP, min_size=1, max_size=12))
-def test_an_attempt_starts_at_most_once(redis_process: RedisProcess, steps: list[str]) -> None:
+def test_attempt_starts_at_most_once(redis_process: RedisProcess, steps: list[str]) -> None:
     with redis_process.client() as client:
         client.flushall()
-        book = Book(client)
-        book.write(CallState.QUEUED)
+        harness = LedgerHarness(client)
+        harness.write(CallState.QUEUED)
         attempt, starts = 1, []
         for step in steps:
             if step == "claim":
-                starts += [attempt] if book.claim(attempt=attempt) is CallClaim.GRANTED else []
+                starts += [attempt] if harness.claim(attempt=attempt) is CallClaim.GRANTED else []
             elif step == "claim old" and attempt > 1:
-                starts += [attempt - 1] if book.claim(attempt=attempt - 1) is CallClaim.GRANTED else []
+                starts += [attempt - 1] if harness.claim(attempt=attempt - 1) is CallClaim.GRANTED else []
             elif step == "renew":
                 attempt += 1
-                book.write(CallState.QUEUED, attempt=attempt)
+                harness.write(CallState.QUEUED, attempt=attempt)
             elif step == "forget one" and attempt > 1 and attempt not in starts:
                 # The renewal is forgotten; what had started before is not. A repetition of a message that has started
                 # is refused by the worker's transport.
                 was_started = attempt - 1 in starts
-                book.write(CallState.RUNNING if was_started else CallState.QUEUED, attempt=attempt - 1)
+                harness.write(CallState.RUNNING if was_started else CallState.QUEUED, attempt=attempt - 1)
             elif step == "finish":
-                book.write(CallState.DONE, attempt=attempt)
+                harness.write(CallState.DONE, attempt=attempt)
             elif step == "refuse":
-                book.ledger.refuse(CALL, build_context(attempt=attempt), HOLDER)
+                harness.ledger.refuse(CALL, build_context(attempt=attempt), HOLDER)
             elif step == "forbid":
-                book.ledger.forbid("acme", "c1")
+                harness.ledger.forbid("acme", "c1")
         assert sorted(set(starts)) == sorted(starts)

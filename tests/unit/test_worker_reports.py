@@ -35,7 +35,7 @@ def slots(harness: HostHarness, queue: str) -> int | None:
     return int(stored) if stored is not None else None  # type: ignore[arg-type]
 
 
-def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock(harness: HostHarness) -> None:
+def test_report_expires_and_is_listed_by_the_redis_clock(harness: HostHarness) -> None:
     hosts = harness.hosts()
 
     assert hosts.report(build_report()) is ReportResult.ACCEPTED
@@ -47,22 +47,21 @@ def test_a_report_is_there_while_its_worker_lives_and_is_listed_by_redis_s_clock
     assert listed == pytest.approx(harness.redis.time()[0], abs=5)
 
 
-def test_of_two_workers_under_one_name_the_second_learns_that_the_first_reports(harness: HostHarness) -> None:
+def test_report_of_a_second_worker_with_the_same_name_is_refused(harness: HostHarness) -> None:
     harness.hosts().report(build_report(worker="w1"))
     assert harness.hosts().report(build_report(worker="w2")) is ReportResult.REPLACED
     report = harness.hosts().find(QUEUE)
-    assert report is not None
     assert report.worker == "w1"
 
 
-def test_a_name_with_a_report_that_is_no_json_belongs_to_another_process(harness: HostHarness) -> None:
-    for garbage in ("{", "[]", '"text"', "null", '{"worker": 7}', "\xff"):
-        harness.redis.set(host_key(DEPLOYMENT, QUEUE), garbage)
+def test_name_with_an_invalid_report_belongs_to_another_process(harness: HostHarness) -> None:
+    for invalid_report in ("{", "[]", '"text"', "null", '{"worker": 7}', "\xff"):
+        harness.redis.set(host_key(DEPLOYMENT, QUEUE), invalid_report)
         assert harness.hosts().report(build_report()) is ReportResult.REPLACED
         assert harness.hosts().find(QUEUE) is None
 
 
-def test_the_slots_of_a_shared_queue_are_those_of_its_living_workers(harness: HostHarness) -> None:
+def test_slots_of_a_shared_queue_are_the_sum_of_its_live_workers(harness: HostHarness) -> None:
     for queue, count in (("pool.a.1", 4), ("pool.b.2", 6)):
         harness.hosts().report(build_report(queue, queue, kind="web", slots=count, pools=(POOL_WEB,)))
     harness.redis.hset(
@@ -76,7 +75,7 @@ def test_the_slots_of_a_shared_queue_are_those_of_its_living_workers(harness: Ho
     assert harness.redis.hkeys(worker_slots_key(DEPLOYMENT, POOL_WEB)) == [b"pool.a.1", b"pool.b.2"]
 
 
-def test_a_worker_that_drains_offers_no_slots_of_shared_queues_but_goes_on_with_its_own(harness: HostHarness) -> None:
+def test_draining_worker_offers_only_slots_of_its_own_queue(harness: HostHarness) -> None:
     hosts = harness.hosts()
     hosts.report(build_report(pools=(POOL_WEB,)))
     assert (slots(harness, QUEUE), slots(harness, POOL_WEB)) == (4, 4)
@@ -84,7 +83,7 @@ def test_a_worker_that_drains_offers_no_slots_of_shared_queues_but_goes_on_with_
     assert (slots(harness, QUEUE), slots(harness, POOL_WEB)) == (4, None)
 
 
-def test_a_drained_worker_does_not_leave_while_a_call_waits_in_its_queue(harness: HostHarness) -> None:
+def test_drained_worker_stays_while_a_call_waits_in_its_queue(harness: HostHarness) -> None:
     hosts = harness.hosts()
     hosts.report(build_report())
     harness.redis.lpush(QUEUE, "a call")
@@ -98,15 +97,14 @@ def test_a_drained_worker_does_not_leave_while_a_call_waits_in_its_queue(harness
     assert (slots(harness, QUEUE), harness.redis.zscore(hosts_key(DEPLOYMENT), QUEUE)) == (None, None)
 
 
-def test_a_worker_that_is_restarted_is_waited_for(harness: HostHarness) -> None:
+def test_restarting_worker_keeps_its_report_for_a_grace_period(harness: HostHarness) -> None:
     hosts = harness.hosts()
     hosts.report(build_report())
 
     assert hosts.leave("restarting", build_report())
 
-    parting = hosts.find(QUEUE)
-    assert parting is not None
-    assert (parting.worker, parting.draining) == ("", True)
+    remaining = hosts.find(QUEUE)
+    assert (remaining.worker, remaining.draining) == ("", True)
     assert HOST_TTL_S < harness.redis.ttl(host_key(DEPLOYMENT, QUEUE)) <= RESTART_GRACE_S  # type: ignore[operator]
     assert slots(harness, QUEUE) is None
     assert hosts.leave("stopped", build_report(worker="w2"))
@@ -128,7 +126,7 @@ def take(harness: HostHarness, worker: str = "w2", boot: str = "b1") -> TakenQue
     ],
     ids=["another worker", "another machine"],
 )
-def test_a_worker_refuses_to_start_while_another_reports_under_its_name(
+def test_worker_does_not_start_while_another_reports_under_its_name(
     harness: HostHarness,
     redis_server: RedisProcess,
     monkeypatch: pytest.MonkeyPatch,
@@ -155,14 +153,16 @@ def test_a_worker_refuses_to_start_while_another_reports_under_its_name(
     assert [report.queue for report in harness.hosts().reports("a")] == [queue]
 
 
-def test_a_restarted_machine_keeps_its_name(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_machine_keeps_its_name(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "REPORT_TIMEOUT_S", 0.05)
     harness.hosts().report(build_report("host.a.b0", "w1", process="before-its-restart/1/2/3"))
     with capture_logs():
         assert take(harness).queue == "host.a.b1"
 
 
-def test_the_later_of_two_workers_refuses_to_start(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_of_two_concurrent_workers_refuses_to_start(
+    harness: HostHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Both processes have read the name before either reports.
     monkeypatch.setattr(reports, "_find_ended", lambda *_: ())
     monkeypatch.setattr(reports, "_has_fallen_silent", lambda *_: False)
@@ -172,40 +172,40 @@ def test_the_later_of_two_workers_refuses_to_start(harness: HostHarness, monkeyp
     assert [report.worker for report in harness.hosts().reports("a")] == ["w1"]
 
 
-def test_a_worker_that_reports_no_more_is_gone(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_without_recent_reports_counts_as_ended(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "REPORT_TIMEOUT_S", 0.05)
     take(harness, "w1")
     with capture_logs():
-        taken = take(harness, "w2")
-    assert (taken.queue, [report.worker for report in taken.ended]) == ("host.a.b1.2", ["w1"])
+        queue_name = take(harness, "w2")
+    assert (queue_name.queue, [report.worker for report in queue_name.ended]) == ("host.a.b1.2", ["w1"])
 
 
-def test_a_process_that_does_not_live_is_gone_at_once(harness: HostHarness) -> None:
+def test_dead_process_counts_as_ended_immediately(harness: HostHarness) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        described = describe_process(process.pid)
-        assert not has_surely_ended(described)
-    harness.hosts().report(build_report(worker="w1", process=described))
+        description = describe_process(process.pid)
+        assert not has_surely_ended(description)
+    harness.hosts().report(build_report(worker="w1", process=description))
 
     began = time.monotonic()
     assert [report.worker for report in take(harness).ended] == ["w1"]
     assert time.monotonic() - began < reports.REPORT_TIMEOUT_S
 
 
-def test_a_worker_of_another_boot_that_may_live_is_neither_gone_nor_in_the_way(harness: HostHarness) -> None:
+def test_worker_of_another_boot_is_neither_ended_nor_blocking(harness: HostHarness) -> None:
     take(harness, "w1", "b1")
-    taken = take(harness, "w2", "b2")
-    assert (taken.queue, taken.ended) == ("host.a.b2", ())
+    queue_name = take(harness, "w2", "b2")
+    assert (queue_name.queue, queue_name.ended) == ("host.a.b2", ())
 
 
 @pytest.mark.parametrize("process", ["", "x", "a/b/c/d", "a/1/2/3/4", "boot/1/999999999999999999999/1"])
-def test_of_a_process_of_another_machine_nothing_is_known(process: str) -> None:
+def test_process_of_another_machine_is_not_known_to_have_ended(process: str) -> None:
     assert not has_surely_ended(process)
 
 
 # --- the heartbeat ----------------------------------------------------------------------------------------------------
 
 
-class Beating:
+class HeartbeatHarness:
     """A heartbeat over a real Redis, and the data that it received."""
 
     def __init__(self, harness: HostHarness) -> None:
@@ -228,94 +228,93 @@ class Beating:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_poll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "LEAVE_POLL_S", 0.02)
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_worker_that_finds_its_tombstone_is_reported_once_and_never_reports_again(harness: HostHarness) -> None:
-    beating = Beating(harness)
+@pytest.mark.usefixtures("short_poll")
+def test_worker_with_a_tombstone_stops_reporting(harness: HostHarness) -> None:
+    heartbeat = HeartbeatHarness(harness)
     with capture_logs():
-        beating.duty.start()
-        wait_until(lambda: beating.hosts.find(QUEUE) is not None, 20, "the host reports")
+        heartbeat.duty.start()
+        wait_until(lambda: heartbeat.hosts.find(QUEUE) is not None, 20, "the host reports")
         # As the reaper: the report has expired, then the name is given up.
         harness.redis.set(tombstone_key(DEPLOYMENT, QUEUE), "1")
         harness.redis.delete(host_key(DEPLOYMENT, QUEUE))
-        assert beating.lost.wait(20)
-        beating.end("restarting")
+        assert heartbeat.lost.wait(20)
+        heartbeat.end("restarting")
 
-    assert beating.reasons == ["host.a.b1 was declared lost"]
-    assert beating.hosts.find(QUEUE) is None
+    assert heartbeat.reasons == ["host.a.b1 was declared lost"]
+    assert heartbeat.hosts.find(QUEUE) is None
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_worker_that_was_paused_and_replaced_ends(harness: HostHarness) -> None:
-    beating = Beating(harness)
+@pytest.mark.usefixtures("short_poll")
+def test_replaced_worker_stops_reporting(harness: HostHarness) -> None:
+    heartbeat = HeartbeatHarness(harness)
     harness.hosts().report(build_report(worker="w2"))
     with capture_logs():
-        beating.duty.start()
-        assert beating.lost.wait(20)
-        beating.end("stopped")
-    report = beating.hosts.find(QUEUE)
-    assert beating.reasons == ["host.a.b1 now belongs to another worker"]
-    assert report is not None
+        heartbeat.duty.start()
+        assert heartbeat.lost.wait(20)
+        heartbeat.end("stopped")
+    report = heartbeat.hosts.find(QUEUE)
+    assert heartbeat.reasons == ["host.a.b1 now belongs to another worker"]
     assert report.worker == "w2"
 
 
-@pytest.mark.usefixtures("quick")
-def test_an_outage_of_redis_ends_no_heartbeat(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    beating = Beating(harness)
+@pytest.mark.usefixtures("short_poll")
+def test_heartbeat_continues_after_a_redis_outage(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat = HeartbeatHarness(harness)
     failures = threading.Semaphore(0)
-    report = beating.hosts.report
+    report = heartbeat.hosts.report
 
-    def away(*_: object, **__: object) -> ReportResult:
+    def raise_unavailable(*_: object, **__: object) -> ReportResult:
         failures.release()
         raise BrokerUnavailable("away")
 
     with capture_logs() as logs:
-        monkeypatch.setattr(beating.hosts, "report", away)
-        beating.duty.start()
+        monkeypatch.setattr(heartbeat.hosts, "report", raise_unavailable)
+        heartbeat.duty.start()
         assert failures.acquire(timeout=20)
         assert failures.acquire(timeout=20)
-        monkeypatch.setattr(beating.hosts, "report", report)
-        wait_until(lambda: beating.hosts.find(QUEUE) is not None, 20, "the host reports")
-        beating.end("stopped")
+        monkeypatch.setattr(heartbeat.hosts, "report", report)
+        wait_until(lambda: heartbeat.hosts.find(QUEUE) is not None, 20, "the host reports")
+        heartbeat.end("stopped")
     assert {entry["event"] for entry in logs} == {"worker_not_reported"}
-    assert not beating.reasons
+    assert not heartbeat.reasons
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_drained_worker_is_not_reported_again_by_a_heartbeat_that_came_too_late(harness: HostHarness) -> None:
-    beating = Beating(harness)
-    beating.duty.start()
+@pytest.mark.usefixtures("short_poll")
+def test_late_heartbeat_does_not_report_a_drained_worker_again(harness: HostHarness) -> None:
+    heartbeat = HeartbeatHarness(harness)
+    heartbeat.duty.start()
     harness.redis.lpush(QUEUE, "a call")
     results: list[bool] = []
-    leaving = threading.Thread(target=lambda: results.append(beating.heart.leave_drained(lambda: False)))
+    leaving = threading.Thread(target=lambda: results.append(heartbeat.heart.leave_drained(lambda: False)))
     leaving.start()
-    wait_until(lambda: beating.hosts.find(QUEUE) is not None, 20, "the host reports")
+    wait_until(lambda: heartbeat.hosts.find(QUEUE) is not None, 20, "the host reports")
     assert not results
     harness.redis.delete(QUEUE)
     leaving.join(20)
-    beating.duty.run_soon()
-    beating.end("restarting")
+    heartbeat.duty.run_soon()
+    heartbeat.end("restarting")
     assert results == [True]
-    assert beating.hosts.find(QUEUE) is None
+    assert heartbeat.hosts.find(QUEUE) is None
 
 
-def test_a_worker_that_ends_with_calls_in_its_queue_has_not_left(harness: HostHarness) -> None:
-    beating = Beating(harness)
-    beating.heart.beat()
+def test_worker_with_queued_calls_does_not_leave(harness: HostHarness) -> None:
+    heartbeat = HeartbeatHarness(harness)
+    heartbeat.heart.beat()
     harness.redis.lpush(QUEUE, "a call")
     ending = iter([False, True])
-    assert not beating.heart.leave_drained(lambda: next(ending))
-    assert beating.hosts.find(QUEUE) is not None
+    assert not heartbeat.heart.leave_drained(lambda: next(ending))
+    assert heartbeat.hosts.find(QUEUE) is not None
 
 
-def test_a_wrong_clock_is_reported_once(harness: HostHarness) -> None:
+def test_wrong_clock_is_reported_once(harness: HostHarness) -> None:
     harness.clock = SharedClock(lambda: time.time() - SKEW_WARNING_S - 30)
-    beating = Beating(harness)
+    heartbeat = HeartbeatHarness(harness)
     with capture_logs() as logs:
         for _ in range(3):
-            beating.heart.beat()
+            heartbeat.heart.beat()
     assert [entry["event"] for entry in logs] == ["clock_is_wrong"]
     assert logs[0]["behind_s"] == pytest.approx(35, abs=5)

@@ -22,7 +22,7 @@ from workers.draining import HostDrain
 from workers.duties import Duty
 from workers.host_duties import AdoptionMonitor
 
-OURS = "host.a.b2"
+OWN_QUEUE = "host.a.b2"
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def harness(redis_server: RedisProcess) -> HostHarness:
 
 
 def adopter(harness: HostHarness, sandboxd: MemorySandboxd, *ended: HostReport) -> AdoptionMonitor:
-    return AdoptionMonitor(harness.sessions(OURS), harness.hosts(), ended)
+    return AdoptionMonitor(harness.sessions(OWN_QUEUE), harness.hosts(), ended)
 
 
 def start_retries(adoption: AdoptionMonitor, sandboxd: MemorySandboxd) -> Duty:
@@ -47,76 +47,81 @@ def start_retries(adoption: AdoptionMonitor, sandboxd: MemorySandboxd) -> Duty:
     return duty
 
 
-def test_a_session_of_an_earlier_boot_of_this_host_is_taken_over_under_a_new_fence(harness: HostHarness) -> None:
+def test_session_of_an_earlier_boot_is_adopted_with_a_new_fence(harness: HostHarness) -> None:
     harness.put_place("acme:s1", queue="host.a.b1", fence=3)
-    assert harness.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
-    place = harness.place("acme:s1")
-    assert (place.queue, place.fence, place.state) == (OURS, 4, LocationState.OPEN)
+    assert harness.sessions(OWN_QUEUE).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
+    location = harness.place("acme:s1")
+    assert (location.queue, location.fence, location.state) == (OWN_QUEUE, 4, LocationState.OPEN)
 
 
-def test_a_session_held_by_a_killed_worker_is_served_again(harness: HostHarness) -> None:
+def test_session_held_by_a_killed_worker_is_adopted(harness: HostHarness) -> None:
     harness.put_place("acme:s1", queue="host.a.b1")
     assert harness.sessions("host.a.b1").hold("acme:s1", 1, 60) == 2
-    assert harness.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
-    place = harness.place("acme:s1")
-    assert (place.queue, place.fence, place.state, place.moving_until) == (OURS, 3, LocationState.OPEN, 0.0)
+    assert harness.sessions(OWN_QUEUE).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ADOPTED}
+    location = harness.place("acme:s1")
+    assert (location.queue, location.fence, location.state, location.moving_until) == (
+        OWN_QUEUE,
+        3,
+        LocationState.OPEN,
+        0.0,
+    )
     # A process that opens it elsewhere after a hold raises the fence, so this copy is older.
     harness.put_place("acme:s2", queue="host.a.b1")
     harness.sessions("host.a.b1").hold("acme:s2", 1, 60)
     harness.put_place("acme:s2", queue="host.a.b1", state="moving", fence=3, moving_until=9e9)
-    assert harness.sessions(OURS).adopt(["acme:s2"]) == {"acme:s2": AdoptionResult.HELD}
+    assert harness.sessions(OWN_QUEUE).adopt(["acme:s2"]) == {"acme:s2": AdoptionResult.HELD}
 
 
 @pytest.mark.parametrize("queue", ["host.b.b1", "host.ab.b1", "host.a", "pool.a.b1", ""])
-def test_a_session_that_lives_elsewhere_is_not_taken_back(harness: HostHarness, queue: str) -> None:
+def test_session_on_another_host_is_not_adopted(harness: HostHarness, queue: str) -> None:
     harness.put_place("acme:s1", queue=queue, fence=3)
-    assert harness.sessions(OURS).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ELSEWHERE}
+    assert harness.sessions(OWN_QUEUE).adopt(["acme:s1"]) == {"acme:s1": AdoptionResult.ELSEWHERE}
     assert harness.place("acme:s1").queue == queue
 
 
-def test_a_session_of_an_incarnation_that_may_live_is_neither_taken_nor_closed(harness: HostHarness) -> None:
+def test_session_of_a_possibly_live_worker_is_neither_adopted_nor_closed(harness: HostHarness) -> None:
     harness.put_place("acme:s1", queue="host.a.b1")
     harness.put_place("acme:s2", queue="host.a.b1", state="moving", moving_until=9e9)
     harness.hosts().report(build_report("host.a.b1"))
-    assert set(harness.sessions(OURS).adopt(["acme:s1", "acme:s2"]).values()) == {AdoptionResult.HELD}
+    assert set(harness.sessions(OWN_QUEUE).adopt(["acme:s1", "acme:s2"]).values()) == {AdoptionResult.HELD}
     harness.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
-    assert harness.sessions(OURS).adopt(["acme:s1", "acme:s2"]) == {
+    assert harness.sessions(OWN_QUEUE).adopt(["acme:s1", "acme:s2"]) == {
         "acme:s1": AdoptionResult.ADOPTED,
         "acme:s2": AdoptionResult.HELD,
     }
 
 
-def test_a_session_that_was_closed_while_its_worker_was_gone_is_closed_here(harness: HostHarness) -> None:
+def test_session_closed_during_a_worker_outage_is_closed_at_startup(harness: HostHarness) -> None:
     harness.redis.hset("toolcrew:d:t:acme:session.s1:place", mapping={"state": "closed", "ttl_s": "60"})
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
-    starting = adopter(harness, sandboxd)
+    adoption = adopter(harness, sandboxd)
     with capture_logs():
-        assert starting.begin(sandboxd.rows) == {AdoptionResult.CLOSED: 1}
-        duty = start_retries(starting, sandboxd)
+        assert adoption.begin(sandboxd.rows) == {AdoptionResult.CLOSED: 1}
+        duty = start_retries(adoption, sandboxd)
         duty.join(20)
     assert sandboxd.closed == ["acme:s1"]
 
 
-def test_a_place_that_is_none_of_ours_is_no_place(harness: HostHarness) -> None:
+def test_invalid_session_location_is_ignored(harness: HostHarness) -> None:
     harness.put_place("acme:s1", state="elsewhere", fence="many")
-    assert harness.sessions(OURS).find(["acme:s1"]) == {}
+    assert harness.sessions(OWN_QUEUE).find(["acme:s1"]) == {}
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
 
 
-def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_away(harness: HostHarness) -> None:
+def test_startup_adopts_own_sessions_and_closes_moved_ones(harness: HostHarness) -> None:
     sandboxd = MemorySandboxd()
-    for number, queue in enumerate(["host.a.b1", OURS, "host.b.b9"]):
+    for number, queue in enumerate(["host.a.b1", OWN_QUEUE, "host.b.b9"]):
         sandboxd.add(f"acme:s{number}")
         harness.put_place(f"acme:s{number}", queue=queue)
     sandboxd.add("acme:direct")
-    starting = adopter(harness, sandboxd)
+    adoption = adopter(harness, sandboxd)
 
     with capture_logs():
-        counts = starting.begin(sandboxd.rows)
-        duty = start_retries(starting, sandboxd)
+        counts = adoption.begin(sandboxd.rows)
+        duty = start_retries(adoption, sandboxd)
         duty.join(20)
 
     assert counts == {
@@ -128,26 +133,28 @@ def test_at_its_start_a_worker_takes_over_what_is_its_own_and_closes_what_moved_
     assert sandboxd.closed == ["acme:s2"]
 
 
-def test_a_dead_predecessor_gives_its_sessions_at_once(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_of_a_dead_predecessor_are_adopted_immediately(
+    harness: HostHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     harness.put_place("acme:s1", queue="host.a.b1")
     hosts = harness.hosts()
     hosts.report(build_report("host.a.b1"))
-    dead = hosts.find("host.a.b1")
-    assert dead is not None
-    starting = adopter(harness, sandboxd, dead)
-    seen_at_adoption: list[bool] = []
-    adopt = starting._sessions.adopt
+    predecessor = hosts.find("host.a.b1")
+    assert predecessor is not None
+    adoption = adopter(harness, sandboxd, predecessor)
+    reports_at_adoption: list[bool] = []
+    adopt = adoption._sessions.adopt
 
-    def watched(*arguments: Any) -> Any:
-        seen_at_adoption.append(hosts.find("host.a.b1") is not None)
+    def adopt_and_record(*arguments: Any) -> Any:
+        reports_at_adoption.append(hosts.find("host.a.b1") is not None)
         return adopt(*arguments)
 
-    monkeypatch.setattr(starting._sessions, "adopt", watched)
+    monkeypatch.setattr(adoption._sessions, "adopt", adopt_and_record)
     with capture_logs():
-        assert starting.begin(sandboxd.rows) == {AdoptionResult.ADOPTED: 1}
-    assert (seen_at_adoption, hosts.find("host.a.b1")) == ([True], None), (
+        assert adoption.begin(sandboxd.rows) == {AdoptionResult.ADOPTED: 1}
+    assert (reports_at_adoption, hosts.find("host.a.b1")) == ([True], None), (
         "what waits in the earlier queue is looked after now"
     )
 
@@ -157,32 +164,32 @@ def test_undecided_sessions_are_retried_after_an_outage(harness: HostHarness, mo
     sandboxd.add("acme:s1")
     harness.put_place("acme:s1", queue="host.a.b1")
     harness.hosts().report(build_report("host.a.b1"))
-    starting = adopter(harness, sandboxd)
-    adopt, outages = starting._sessions.adopt, iter([True, True, False])
+    adoption = adopter(harness, sandboxd)
+    adopt, outages = adoption._sessions.adopt, iter([True, True, False])
 
-    def away_at_first(*arguments: Any) -> Any:
+    def fail_then_adopt(*arguments: Any) -> Any:
         if next(outages, False):
             raise BrokerUnavailable("away")
         harness.redis.delete(host_key(DEPLOYMENT, "host.a.b1"))
         return adopt(*arguments)
 
     with capture_logs():
-        assert starting.begin(sandboxd.rows) == {AdoptionResult.HELD: 1}
-        monkeypatch.setattr(starting._sessions, "adopt", away_at_first)
-        duty = start_retries(starting, sandboxd)
+        assert adoption.begin(sandboxd.rows) == {AdoptionResult.HELD: 1}
+        monkeypatch.setattr(adoption._sessions, "adopt", fail_then_adopt)
+        duty = start_retries(adoption, sandboxd)
         duty.join(20)
-    assert harness.place("acme:s1").queue == OURS
+    assert harness.place("acme:s1").queue == OWN_QUEUE
 
 
-def test_a_stale_session_is_closed_after_an_outage(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_session_is_closed_after_a_sandboxd_outage(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
     sandboxd.add("acme:s1")
     harness.put_place("acme:s1", queue="host.b.b9")
-    starting = adopter(harness, sandboxd)
+    adoption = adopter(harness, sandboxd)
     sandboxd.silent = True
     with capture_logs() as logs:
-        starting.begin(sandboxd.rows)
-        duty = start_retries(starting, sandboxd)
+        adoption.begin(sandboxd.rows)
+        duty = start_retries(adoption, sandboxd)
         while not any(entry["event"] == "stale_session_not_closed" for entry in logs):
             assert duty._thread.is_alive()
         sandboxd.silent = False
@@ -190,30 +197,29 @@ def test_a_stale_session_is_closed_after_an_outage(harness: HostHarness, monkeyp
     assert sandboxd.closed == ["acme:s1"]
 
 
-def test_a_worker_does_not_start_without_redis(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adoption_fails_without_redis(harness: HostHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     sandboxd = MemorySandboxd()
-    starting = adopter(harness, sandboxd)
+    adoption = adopter(harness, sandboxd)
 
-    def away(*_: object) -> None:
+    def raise_unavailable(*_: object) -> None:
         raise BrokerUnavailable("away")
 
-    monkeypatch.setattr(starting._sessions, "adopt", away)
+    monkeypatch.setattr(adoption._sessions, "adopt", raise_unavailable)
     with pytest.raises(BrokerUnavailable):
-        starting.begin(["acme:s1"])
+        adoption.begin(["acme:s1"])
 
 
 # --- checkpoints and moves --------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(harness: HostHarness) -> None:
+def test_checkpoint_is_recorded_only_with_the_current_fence(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
     harness.put_place("acme:s1", fence=2)
     assert sessions.record_automatic("acme:s1", 1, "old", 10.0, 0) is None
     recorded = sessions.record_automatic("acme:s1", 2, "c1", 10.5, 0)
-    assert recorded is not None
     assert recorded.previous is None
-    place = harness.place("acme:s1")
-    assert (place.checkpoint, place.checkpoint_at, place.automatic) == ("c1", 10.5, "c1")
+    location = harness.place("acme:s1")
+    assert (location.checkpoint, location.checkpoint_at, location.automatic) == ("c1", 10.5, "c1")
     # A slow checkpoint that began before is older.
     assert sessions.record_requested("acme:s1", "c0", 9.5)
     assert harness.place("acme:s1").checkpoint == "c1"
@@ -224,24 +230,23 @@ def test_a_checkpoint_is_noted_only_while_the_session_is_as_it_was_seen(harness:
     assert not harness.redis.exists("toolcrew:d:t:acme:session.gone:place")
 
 
-def test_a_note_that_was_sent_twice_does_not_name_itself_as_superseded(harness: HostHarness) -> None:
+def test_checkpoint_recorded_twice_does_not_supersede_itself(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
     harness.put_place("acme:s1")
     sessions.record_automatic("acme:s1", 1, "c1", 1.0, 0)
     recorded = sessions.record_automatic("acme:s1", 1, "c1", 1.0, 0)
-    assert recorded is not None
     assert recorded.previous is None
 
 
-def test_a_held_session_is_exclusive_until_its_release(harness: HostHarness) -> None:
+def test_held_session_is_exclusive_until_its_release(harness: HostHarness) -> None:
     sessions = harness.sessions("host.a.b1")
     harness.put_place("acme:s1", fence=5)
     assert sessions.hold("acme:s1", 4, 60) is None
     fence = sessions.hold("acme:s1", 5, 60)
-    held = harness.place("acme:s1")
+    held_location = harness.place("acme:s1")
     assert fence == 6
-    assert (held.state, held.queue, held.fence) == (LocationState.MOVING, "host.a.b1", 6)
-    assert held.moving_until == pytest.approx(float(harness.redis.time()[0]) + 60, abs=5)  # type: ignore[index]
+    assert (held_location.state, held_location.queue, held_location.fence) == (LocationState.MOVING, "host.a.b1", 6)
+    assert held_location.moving_until == pytest.approx(float(harness.redis.time()[0]) + 60, abs=5)  # type: ignore[index]
     assert sessions.hold("acme:s1", 6, 60) is None
     assert not sessions.release("acme:s1", 5)
 
@@ -274,9 +279,9 @@ class Host:
         self.looks.release()
         return self.at_work
 
-    def add(self, name: str, **place: object) -> None:
+    def add(self, name: str, **location: object) -> None:
         self.sandboxd.add(name)
-        self.harness.put_place(name, **place)
+        self.harness.put_place(name, **location)
 
     def begin(self, limit_s: float = 60.0, *, is_lossy: bool = False) -> threading.Thread:
         thread = threading.Thread(target=lambda: self.ended.append(self.drain.run(limit_s, is_lossy=is_lossy)))
@@ -299,7 +304,7 @@ def host(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> Iterato
     opened.stop.set()
 
 
-def test_every_session_is_kept_and_waits_for_its_next_home(host: Host) -> None:
+def test_drain_saves_and_parks_every_session(host: Host) -> None:
     for number in range(9):
         host.add(f"acme:s{number}", fence=number + 1)
 
@@ -308,12 +313,12 @@ def test_every_session_is_kept_and_waits_for_its_next_home(host: Host) -> None:
     assert len(host.sandboxd.closed) == 9
     assert not host.sandboxd.rows
     for number in range(9):
-        place = host.harness.place(f"acme:s{number}")
-        assert (place.state, place.queue, place.fence) == (LocationState.MOVING, "", number + 2)
-        assert host.sandboxd.kept_of[host.sandboxd.kept.index(place.checkpoint)] == f"acme:s{number}"
+        location = host.harness.place(f"acme:s{number}")
+        assert (location.state, location.queue, location.fence) == (LocationState.MOVING, "", number + 2)
+        assert host.sandboxd.kept_of[host.sandboxd.kept.index(location.checkpoint)] == f"acme:s{number}"
 
 
-def test_what_changed_while_a_session_was_kept_is_kept_too(host: Host) -> None:
+def test_drain_saves_changes_made_during_a_checkpoint(host: Host) -> None:
     host.add("acme:s1")
     hold = host.sessions.hold
 
@@ -327,15 +332,15 @@ def test_what_changed_while_a_session_was_kept_is_kept_too(host: Host) -> None:
     assert host.harness.place("acme:s1").checkpoint == "c2"
 
 
-def test_a_session_whose_call_runs_is_served_until_it_has_ended(host: Host) -> None:
+def test_drain_waits_for_running_calls(host: Host) -> None:
     host.add("acme:busy")
     host.add("acme:idle")
     host.at_work.add("acme:busy")
     thread = host.begin()
     for _ in range(40):
         assert host.looks.acquire(timeout=20)
-    place = host.harness.place("acme:busy")
-    assert (place.state, place.fence) == (LocationState.OPEN, 1)
+    location = host.harness.place("acme:busy")
+    assert (location.state, location.fence) == (LocationState.OPEN, 1)
     assert host.sandboxd.closed == ["acme:idle"]
 
     host.at_work.clear()
@@ -344,7 +349,7 @@ def test_a_session_whose_call_runs_is_served_until_it_has_ended(host: Host) -> N
     assert set(host.sandboxd.closed) == {"acme:busy", "acme:idle"}
 
 
-def test_a_busy_session_is_held_until_it_is_idle(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_holds_a_busy_session_until_it_is_idle(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draining, "BUSY_WAIT_S", 0.0)
     monkeypatch.setattr(draining, "QUIET_WAIT_S", 0.03)
     host.add("acme:busy")
@@ -358,7 +363,7 @@ def test_a_busy_session_is_held_until_it_is_idle(host: Host, monkeypatch: pytest
     assert host.sandboxd.closed == ["acme:busy"]
 
 
-def test_a_session_that_cannot_be_kept_is_reported_and_goes_from_its_last_checkpoint_at_the_deadline(
+def test_drain_parks_an_unsaved_session_with_its_old_checkpoint_at_the_deadline(
     host: Host,
 ) -> None:
     host.add("acme:full", checkpoint="older")
@@ -370,13 +375,13 @@ def test_a_session_that_cannot_be_kept_is_reported_and_goes_from_its_last_checkp
     assert thread.is_alive()
     assert host.harness.place("acme:full").state is LocationState.OPEN, "until then it is served"
     thread.join(20)
-    place = host.harness.place("acme:full")
+    location = host.harness.place("acme:full")
     assert host.ended == [True]
-    assert (place.state, place.queue, place.checkpoint) == (LocationState.MOVING, "", "older")
+    assert (location.state, location.queue, location.checkpoint) == (LocationState.MOVING, "", "older")
     assert sorted(host.sandboxd.closed) == ["acme:fine", "acme:full"]
 
 
-def test_a_call_that_does_not_end_holds_the_drain_up_until_its_deadline_only(host: Host) -> None:
+def test_endless_call_delays_a_drain_only_until_the_deadline(host: Host) -> None:
     host.add("acme:busy")
     host.at_work.add("acme:busy")
     thread = host.begin(limit_s=0.1)
@@ -387,15 +392,15 @@ def test_a_call_that_does_not_end_holds_the_drain_up_until_its_deadline_only(hos
     assert host.harness.place("acme:busy").state is LocationState.MOVING
 
 
-def test_with_a_store_of_its_own_a_lossy_drain_keeps_nothing(host: Host) -> None:
+def test_lossy_drain_saves_nothing(host: Host) -> None:
     host.add("acme:s1")
     host.run(is_lossy=True)
-    place = host.harness.place("acme:s1")
+    location = host.harness.place("acme:s1")
     assert host.sandboxd.kept == []
-    assert (place.state, place.queue, place.checkpoint) == (LocationState.MOVING, "", "")
+    assert (location.state, location.queue, location.checkpoint) == (LocationState.MOVING, "", "")
 
 
-def test_sessions_of_others_are_left_alone(host: Host) -> None:
+def test_drain_ignores_sessions_of_other_hosts(host: Host) -> None:
     host.add("acme:elsewhere", queue="host.b.b1")
     host.add("acme:opening", state="moving", moving_until=9e9)
     host.sandboxd.add("acme:direct")
@@ -404,7 +409,7 @@ def test_sessions_of_others_are_left_alone(host: Host) -> None:
     assert host.sandboxd.kept == []
 
 
-def test_a_session_that_is_closed_while_it_is_kept_leaves_no_checkpoint(host: Host) -> None:
+def test_session_closed_during_its_checkpoint_leaves_no_checkpoint(host: Host) -> None:
     host.add("acme:s1")
     host.sandboxd.before_checkpoint = host.harness.drop_place
     host.run()
@@ -412,7 +417,7 @@ def test_a_session_that_is_closed_while_it_is_kept_leaves_no_checkpoint(host: Ho
     assert host.sandboxd.deleted == ["c1"]
 
 
-def test_a_session_that_was_opened_by_a_call_of_the_last_moment_goes_elsewhere_too(host: Host) -> None:
+def test_session_opened_at_the_end_of_a_drain_is_parked(host: Host) -> None:
     def leave() -> bool:
         # Calls left in the queue are served before the worker's report is removed.
         host.add("acme:late")
@@ -423,7 +428,7 @@ def test_a_session_that_was_opened_by_a_call_of_the_last_moment_goes_elsewhere_t
     assert (host.harness.place("acme:late").queue, host.harness.place("acme:late").checkpoint) == ("", "c1")
 
 
-def test_an_open_that_is_on_its_way_is_waited_for(host: Host) -> None:
+def test_drain_waits_for_a_running_open(host: Host) -> None:
     host.at_work.add("acme:new")
     thread = host.begin()
     for _ in range(5):
@@ -436,7 +441,7 @@ def test_an_open_that_is_on_its_way_is_waited_for(host: Host) -> None:
     assert host.sandboxd.closed == ["acme:new"]
 
 
-def test_a_worker_that_is_stopped_in_the_midst_of_a_drain_says_so(host: Host) -> None:
+def test_stopped_drain_reports_that_it_is_incomplete(host: Host) -> None:
     host.add("acme:busy")
     host.at_work.add("acme:busy")
     thread = host.begin()
@@ -445,7 +450,7 @@ def test_a_worker_that_is_stopped_in_the_midst_of_a_drain_says_so(host: Host) ->
     assert host.ended == [False]
 
 
-def test_a_sandboxd_that_stays_silent_holds_a_drain_up_until_its_deadline_only(host: Host) -> None:
+def test_silent_sandboxd_delays_a_drain_only_until_the_deadline(host: Host) -> None:
     host.add("acme:s1", checkpoint="older")
     host.sandboxd.silent = True
     host.run(limit_s=0.1)

@@ -72,40 +72,31 @@ def edge(one_edge: Edge) -> Edge:
     return one_edge
 
 
-def test_the_tasks_of_a_worker_are_its_own_apps_alone(edge: Edge) -> None:
+def test_tasks_are_registered_only_with_the_own_app(edge: Edge) -> None:
     other = Celery("other", broker="memory://", set_as_current=False)
     assert edge.names() & set(other.tasks) == set()
 
 
-def test_an_envelope_for_another_tool_than_its_task_is_refused(edge: Edge) -> None:
+def test_envelope_for_another_tool_than_its_task_is_refused(edge: Edge) -> None:
     with pytest.raises(EnvelopeRefused, match="another tool"):
         edge.run("tool.read_tool", encode_call(build_call("session.close"), build_context(), KEY))
     assert (edge.client.closed, edge.refused) == ([], ["wrong_task"])
 
 
 @pytest.mark.parametrize("envelope", [None, 5, b"{}", {}, [], "", "{", "null", '{"v": 1}'], ids=repr)
-def test_garbage_is_refused_and_nothing_runs(edge: Edge, envelope: Any) -> None:
+def test_malformed_envelope_is_refused(edge: Edge, envelope: Any) -> None:
     with pytest.raises(EnvelopeRefused):
         edge.run("session.close", envelope)
     assert edge.client.closed == []
     assert edge.refused in (["malformed"], ["version"])
 
 
-def test_a_repetition_stores_no_result_and_is_counted(edge: Edge) -> None:
+def test_repeated_call_stores_no_result_and_is_counted(edge: Edge) -> None:
     envelope = encode_call(build_call("session.close", call_id="twice"), build_context(), KEY)
     edge.run("session.close", envelope)
     with capture_logs(), pytest.raises(Ignore):
         edge.run("session.close", envelope)
     assert (edge.client.closed, edge.refused) == (["acme:s1"], ["repeated"])
-
-
-def build_failing_app(code: ErrorCode) -> Celery:
-    """Return an app whose tool x fails with `code`."""
-
-    def fail(arguments: dict[str, Any], bench: Any) -> Outcome:
-        raise ToolFailure(code, "the words of a secret")
-
-    return build_app("x", fail)
 
 
 def build_app(name: str, handler: Any) -> Celery:
@@ -121,8 +112,11 @@ def build_app(name: str, handler: Any) -> Celery:
 
 
 @pytest.mark.parametrize("code", ErrorCode)
-def test_a_task_fails_exactly_when_the_operator_must_act(code: ErrorCode) -> None:
-    task = build_failing_app(code).tasks[task_name("x")]
+def test_task_fails_only_for_operator_error_codes(code: ErrorCode) -> None:
+    def fail(arguments: dict[str, Any], bench: Any) -> Outcome:
+        raise ToolFailure(code, "the words of a secret")
+
+    task = build_app("x", fail).tasks[task_name("x")]
     envelope = encode_call(build_call("x"), build_context(), KEY)
     if code not in OPERATOR_CODES:
         answer = task.run(envelope=envelope)
@@ -151,14 +145,14 @@ def test_a_task_fails_exactly_when_the_operator_must_act(code: ErrorCode) -> Non
         ("x", Outcome(metadata={"bytes": 10}), 0),
     ],
 )
-def test_stored_files_count_and_deleted_ones_are_subtracted(name: str, outcome: Outcome, stored: int) -> None:
+def test_stored_bytes_are_added_and_deleted_bytes_subtracted(name: str, outcome: Outcome, stored: int) -> None:
     app = build_app(name, lambda arguments, bench: outcome)
     answer = app.tasks[task_name(name)].run(envelope=encode_call(build_call(name), build_context(), KEY))
     assert answer.ending.stored_bytes == stored
 
 
 @pytest.mark.parametrize("was_sent", [True, False])
-def test_a_call_that_has_not_run_leaves_its_record_open(was_sent: bool) -> None:
+def test_unrun_call_leaves_its_record_open(was_sent: bool) -> None:
     def fail(arguments: dict[str, Any], bench: Any) -> Outcome:
         raise SandboxdUnreachable("away", was_sent=was_sent)
 
@@ -174,13 +168,13 @@ def test_a_call_that_has_not_run_leaves_its_record_open(was_sent: bool) -> None:
     assert (answer.ending is not None) is was_sent
 
 
-def test_a_count_that_redis_does_not_take_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    dead = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
-    RefusalCounter(dead, "d").count("signature")
+def test_failed_refusal_count_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+    unreachable = redis.Redis(port=1, socket_connect_timeout=1, retry=Retry(NoBackoff(), 0))
+    RefusalCounter(unreachable, "d").count("signature")
     assert ["refusal_not_counted" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_blob_is_there_until_its_caller_deletes_it(redis_server: RedisProcess) -> None:
+def test_blob_can_be_read_until_it_is_deleted(redis_server: RedisProcess) -> None:
     """A call that is lost with its worker is sent again with the same content."""
     with redis_server.client() as client:
         blobs = WorkerBlobs(client, "d", "sandbox")
@@ -195,7 +189,7 @@ def test_a_blob_is_there_until_its_caller_deletes_it(redis_server: RedisProcess)
 
 
 @pytest.mark.parametrize("kind", ["another tenant's", "another pool's", "no blob"])
-def test_a_key_of_another_owner_is_refused_and_its_value_stays(redis_server: RedisProcess, kind: str) -> None:
+def test_blob_key_of_another_owner_is_refused(redis_server: RedisProcess, kind: str) -> None:
     with redis_server.client() as client:
         blobs, web = WorkerBlobs(client, "d", "sandbox"), WorkerBlobs(client, "d", "web")
         client.set("toolcrew:d:catalog", "x")
@@ -207,7 +201,7 @@ def test_a_key_of_another_owner_is_refused_and_its_value_stays(redis_server: Red
         assert (client.get("toolcrew:d:catalog"), web.take("acme", keys["another pool's"])) == (b"x", b"x")
 
 
-def test_a_blob_that_was_changed_in_redis_is_refused(redis_server: RedisProcess) -> None:
+def test_changed_blob_is_refused_by_the_worker(redis_server: RedisProcess) -> None:
     with redis_server.client() as client:
         blobs = WorkerBlobs(client, "d", "sandbox")
         key, other = blobs.leave("acme", b"content"), blobs.leave("acme", b"other")
@@ -218,7 +212,7 @@ def test_a_blob_that_was_changed_in_redis_is_refused(redis_server: RedisProcess)
             assert refused.value.code is ErrorCode.ENVELOPE_REFUSED
 
 
-async def test_a_result_s_blob_that_was_changed_in_redis_is_refused(redis_server: RedisProcess) -> None:
+async def test_changed_blob_is_refused_by_the_orchestrator(redis_server: RedisProcess) -> None:
     async with redis.asyncio.Redis.from_url(redis_server.url) as client:
         blobs = OrchestratorBlobs(client, "d")
         key = await blobs.leave("acme", b"content")
@@ -230,7 +224,7 @@ async def test_a_result_s_blob_that_was_changed_in_redis_is_refused(redis_server
         assert await blobs.take("acme", key) == b"content"
 
 
-def test_a_blob_has_a_largest_size(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blob_size_is_limited(redis_server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs_module, "MAX_BLOB_BYTES", 10)
     with redis_server.client() as client:
         blobs = WorkerBlobs(client, "d", "sandbox")
@@ -269,23 +263,22 @@ class Bench:
 # Session verbs
 
 
-@pytest.mark.parametrize("wrong", [{"restore": "../x"}, {"restore": ""}, {"network": "host"}])
-def test_what_is_no_checkpoint_or_network_is_not_asked_for(wrong: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "invalid",
+    [{"restore": "../x"}, {"restore": ""}, {"network": "host"}, {"ttl_s": 0}, {"ttl_s": -1}, {"ttl_s": 86401}],
+    ids=str,
+)
+def test_invalid_session_open_options_are_refused(invalid: dict[str, Any]) -> None:
     bench = Bench()
-    assert bench.run("session.open", **wrong).error_code is ErrorCode.INVALID_ARGUMENTS
+    assert bench.run("session.open", **invalid).error_code is ErrorCode.INVALID_ARGUMENTS
     assert bench.client.requests == []
 
 
-@pytest.mark.parametrize("ttl_s", [0, -1, 86401])
-def test_a_time_to_live_has_limits(ttl_s: float) -> None:
-    assert Bench().run("session.open", ttl_s=ttl_s).error_code is ErrorCode.INVALID_ARGUMENTS
-
-
-def test_a_cancel_is_no_call_that_could_wait_behind_what_it_ends() -> None:
+def test_session_cancel_is_not_a_queued_call() -> None:
     assert Bench().run("session.cancel", call_id="c9").error_code is ErrorCode.TOOL_NOT_FOUND
 
 
-def test_exec_gives_both_streams_apart_in_one_blob() -> None:
+def test_exec_returns_both_streams_in_one_blob() -> None:
     bench = Bench(build_exec_response(b"out", b"error", merged=b"", exit_code=2), content=b"in")
     result = bench.run("session.exec", argv=["cat", "-"], env={"A": "b"}, cwd="/tmp")
     assert bench.blobs.kept[str(result.blob)] == b"outerror"
@@ -319,18 +312,18 @@ def test_exec_of_a_killed_program_returns_the_signal(fields: dict[str, Any], cod
         ({"exit_code": 0}, b"tar: Removing leading `/' from member names", ErrorCode.PATH_NOT_ALLOWED),
     ],
 )
-def test_a_copy_that_failed_says_why(fields: dict[str, Any], stderr: bytes, code: ErrorCode) -> None:
+def test_failed_import_has_the_code_of_its_cause(fields: dict[str, Any], stderr: bytes, code: ErrorCode) -> None:
     assert Bench(build_exec_response(b"", stderr, **fields), content=b"x").run("session.import").error_code is code
 
 
-def test_an_export_that_was_cancelled_says_so() -> None:
+def test_cancelled_export_is_reported() -> None:
     assert (
         Bench(build_exec_response(b"ta", cancelled=True, exit_code=None, signal=9)).run("session.export").error_code
         is ErrorCode.CANCELLED
     )
 
 
-def test_an_export_that_does_not_fit_is_an_error_and_not_half_an_archive() -> None:
+def test_oversized_export_is_an_error() -> None:
     counts = {"stdout": {"total": 99, "head": 3, "tail": 0}, "stderr": {"total": 0, "head": 0, "tail": 0}}
     result = Bench(build_exec_response(b"tar", streams=counts)).run("session.export")
     assert (result.error_code, result.blob) == (ErrorCode.FILE_TOO_LARGE, None)
@@ -345,25 +338,25 @@ def answer(text: bytes = b"", **fields: Any) -> GuestResponse:
     "arguments",
     [{"mode": "w"}, {"encoding": ""}, {"content": "\ud800"}, {"content": 5}, {"file_path": ""}, {"text": "x"}],
 )
-def test_arguments_that_are_none_are_refused_before_anything_is_sent(arguments: dict[str, Any]) -> None:
+def test_invalid_write_arguments_are_refused_before_sending(arguments: dict[str, Any]) -> None:
     bench = Bench()
     assert bench.write(**{"file_path": "a", **arguments}).error_code is ErrorCode.INVALID_ARGUMENTS
     assert bench.client.requests == []
 
 
 @pytest.mark.parametrize("fields", [{"lines": "2"}, {"written": -1}, {"encoding": "x\ny"}, {"encoding": None}])
-def test_an_answer_that_is_none_costs_the_sandbox(fields: dict[str, Any]) -> None:
+def test_invalid_write_reply_closes_the_sandbox(fields: dict[str, Any]) -> None:
     bench = Bench(answer(**fields))
     assert bench.write(file_path="a").error_code is ErrorCode.SANDBOX_UNAVAILABLE
     assert bench.client.closed == ["acme:s1"]
 
 
-def test_what_a_failure_counts_is_reported_as_a_success_reports_it() -> None:
+def test_write_failure_reports_valid_size_and_lines() -> None:
     error = {"code": "FILE_TOO_LARGE", "message": "a: too large", "size": 9, "lines": 3, "other": 1}
     assert Bench(GuestResponse({"error": error})).write(file_path="a").metadata == {"size_bytes": 9, "lines": 3}
-    for wrong in (-1, True, 2**70):
-        assert Bench(GuestResponse({"error": {**error, "size": wrong}})).write(file_path="a").metadata == {"lines": 3}
+    for invalid in (-1, True, 2**70):
+        assert Bench(GuestResponse({"error": {**error, "size": invalid}})).write(file_path="a").metadata == {"lines": 3}
 
 
-def test_a_path_of_any_signs_is_shown_on_one_line() -> None:
+def test_path_with_control_characters_is_shown_on_one_line() -> None:
     assert str(Bench(answer()).write(file_path="a\n\udcff").output).startswith("created a\ufffd? (")

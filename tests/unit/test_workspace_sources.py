@@ -22,9 +22,9 @@ from orchestrator.dispatch.workspace_sources import find_source_kind, load_sourc
 from workers.sandboxd.archives.imports import KINDS
 
 
-def tar_bytes(mode: str = "w", **how: int) -> bytes:
+def tar_bytes(mode: str = "w", **options: int) -> bytes:
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode, **how) as archive:  # type: ignore[call-overload]
+    with tarfile.open(fileobj=buffer, mode=mode, **options) as archive:  # type: ignore[call-overload]
         entry = tarfile.TarInfo("a.txt")
         entry.size = 1
         archive.addfile(entry, io.BytesIO(b"x"))
@@ -80,16 +80,16 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (b"#!/bin/sh\n", None),
     ],
 )
-def test_what_a_file_is_says_its_content(content: bytes, kind: str | None) -> None:
+def test_source_kind_is_detected_from_the_content(content: bytes, kind: str | None) -> None:
     assert find_source_kind(content) == kind
 
 
 @given(st.binary(max_size=1200))
-def test_any_bytes_have_a_kind_that_workers_know_or_none(content: bytes) -> None:
+def test_any_bytes_have_a_known_kind_or_none(content: bytes) -> None:
     assert find_source_kind(content) in {*KINDS, None}
 
 
-def test_a_v7_tar_has_no_magic_and_is_known_by_its_sum() -> None:
+def test_v7_tar_is_detected_by_its_checksum() -> None:
     header = bytearray(tar_bytes()[:512])
     header[257:512] = bytes(255)
     header[148:156] = b" " * 8
@@ -97,7 +97,7 @@ def test_a_v7_tar_has_no_magic_and_is_known_by_its_sum() -> None:
     assert find_source_kind(bytes(header)) == "tar"
 
 
-def test_a_folder_is_packed_and_a_file_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_folder_is_packed_and_archive_is_used_unchanged(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.txt").write_text("x")
     (tmp_path / "misnamed.zip").write_bytes(tar_bytes("w:gz"))
@@ -106,46 +106,42 @@ def test_a_folder_is_packed_and_a_file_is_taken_as_it_is(tmp_path: Path) -> None
     assert (archive.kind, archive.content) == ("tar.gz", (tmp_path / "misnamed.zip").read_bytes())
 
 
-def make_unknown(path: Path) -> None:
-    path.write_text("hello")
-
-
 def make_large(path: Path) -> None:
     path.write_bytes(tar_bytes())
     os.truncate(path, MAX_BLOB_BYTES + 1)
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda path: None, "does not exist"),
         (os.mkfifo, "not a regular file"),
-        (make_unknown, "no supported kind"),
+        (lambda path: path.write_text("hello"), "no supported kind"),
         (make_large, "larger than"),
         (lambda path: path.write_bytes(b"# v2 git bundle\nab HEAD\n"), "truncated or damaged"),
         (lambda path: path.symlink_to(path), "cannot be read"),
     ],
 )
-def test_what_is_no_source_is_refused_with_what_to_do(make: Callable[[Path], None], says: str, tmp_path: Path) -> None:
+def test_invalid_source_is_refused_with_advice(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     make(tmp_path / "it")
-    with pytest.raises(ConfigError, match=says) as refused:
+    with pytest.raises(ConfigError, match=message) as refused:
         load_source(tmp_path / "it")
     assert any(advice in str(refused.value) for advice in ("give", "make it", "mend"))
 
 
-def test_a_bundle_of_a_whole_repository_is_taken(repository: Path, tmp_path: Path) -> None:
+def test_bundle_of_a_whole_repository_is_accepted(repository: Path, tmp_path: Path) -> None:
     git(repository, "bundle", "create", str(tmp_path / "it"), "HEAD", "--branches")
     assert load_source(tmp_path / "it").kind == "bundle"
 
 
-@pytest.mark.parametrize(("parts", "says"), [(["trunk"], "has no HEAD"), (["trunk~1..HEAD"], "part of a history")])
-def test_an_incomplete_bundle_is_refused(parts: list[str], says: str, repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("parts", "message"), [(["trunk"], "has no HEAD"), (["trunk~1..HEAD"], "part of a history")])
+def test_incomplete_bundle_is_refused(parts: list[str], message: str, repository: Path, tmp_path: Path) -> None:
     git(repository, "bundle", "create", str(tmp_path / "it"), *parts)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         load_source(tmp_path / "it")
 
 
-def test_a_bundle_of_short_lines_takes_no_more_memory_than_a_bundle_may_have(tmp_path: Path) -> None:
+def test_bundle_with_many_short_lines_takes_bounded_memory(tmp_path: Path) -> None:
     file = tmp_path / "it"
     file.write_bytes(b"# v2 git bundle\n" + b"a\n" * 4_000_000 + b"\n")
     tracemalloc.start()

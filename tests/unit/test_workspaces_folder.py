@@ -34,7 +34,7 @@ def workspaces(tmp_path: Path) -> FolderWorkspaces:
     return FolderWorkspaces(tmp_path, 0)
 
 
-async def test_too_many_bytes_are_found_and_how_many_they_are(workspaces: FolderWorkspaces) -> None:
+async def test_overfull_workspace_is_found_with_its_size(workspaces: FolderWorkspaces) -> None:
     (await open_one(workspaces, "small") / "file").write_bytes(b"x" * MIB)
     (await open_one(workspaces, "big") / "file").write_bytes(b"x" * 5 * MIB)
 
@@ -44,7 +44,7 @@ async def test_too_many_bytes_are_found_and_how_many_they_are(workspaces: Folder
     assert overfull["big"] >= 5 * MIB
 
 
-async def test_a_cancellation_is_one_also_when_what_was_made_will_not_go(
+async def test_cancelled_creation_stays_cancelled_when_removal_fails(
     workspaces: FolderWorkspaces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_folder: Path) -> None:
@@ -62,24 +62,23 @@ async def test_a_cancellation_is_one_also_when_what_was_made_will_not_go(
     assert (tmp_path / "one").exists()
 
 
-async def test_what_no_container_has_had_is_not_counted(workspaces: FolderWorkspaces, tmp_path: Path) -> None:
+async def test_unopened_workspace_is_not_counted(workspaces: FolderWorkspaces, tmp_path: Path) -> None:
     files = await open_one(workspaces, "one")
     (files / "file").write_bytes(b"x" * 5 * MIB)
 
     assert await FolderWorkspaces(tmp_path, 0).find_overfull() == {}
 
 
-async def test_a_removed_one_is_watched_no_longer(workspaces: FolderWorkspaces) -> None:
+async def test_removed_workspace_is_not_counted(workspaces: FolderWorkspaces) -> None:
     (await open_one(workspaces, "big") / "file").write_bytes(b"x" * 5 * MIB)
     workspace = workspaces.find("big", SMALL)
-    assert workspace is not None
 
     await workspace.remove()
 
     assert await workspaces.find_overfull() == {}
 
 
-async def test_a_growing_workspace_stops_no_count(
+async def test_huge_workspace_does_not_block_the_count_of_others(
     workspaces: FolderWorkspaces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Aim: hide from the watch behind a tree that takes longer to count than one look may last."""
@@ -95,7 +94,7 @@ async def test_a_growing_workspace_stops_no_count(
     assert ["big"] in looks
 
 
-async def test_a_link_is_not_a_workspace(workspaces: FolderWorkspaces, tmp_path: Path) -> None:
+async def test_symlink_is_not_a_workspace(workspaces: FolderWorkspaces, tmp_path: Path) -> None:
     files = await open_one(workspaces, "one")
     files.rename(tmp_path / "elsewhere")
     files.symlink_to(tmp_path / "elsewhere")
@@ -103,7 +102,7 @@ async def test_a_link_is_not_a_workspace(workspaces: FolderWorkspaces, tmp_path:
     assert workspaces.find("one", SMALL) is None
 
 
-def test_the_sandboxes_own_user_can_run_them_without_being_root() -> None:
+def test_workspaces_work_as_the_sandbox_user_without_root() -> None:
     async def live(folder: Path) -> None:
         workspaces = FolderWorkspaces(folder / "workspaces", 0)
         files = await open_one(workspaces, "one")
@@ -147,7 +146,7 @@ def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
 
 
-def test_where_images_can_be_mounted_they_are_chosen_and_nothing_is_left_of_the_trial(tmp_path: Path) -> None:
+def test_images_are_chosen_if_mountable_and_the_trial_leaves_nothing(tmp_path: Path) -> None:
     require_images()
 
     chosen = choose_workspaces("auto", tmp_path / "state", 1 << 40, 0)
@@ -160,44 +159,43 @@ def test_where_images_can_be_mounted_they_are_chosen_and_nothing_is_left_of_the_
 @pytest.mark.parametrize(
     ("size", "kind"), [(MIB, "tmpfs"), (LARGEST_TMPFS_BYTES, "tmpfs"), (LARGEST_TMPFS_BYTES + 1, "folder")]
 )
-def test_without_images_small_ones_are_tmpfs_and_large_ones_folders(tmp_path: Path, size: int, kind: str) -> None:
+def test_without_images_small_workspaces_are_tmpfs_and_large_ones_folders(tmp_path: Path, size: int, kind: str) -> None:
     chosen = choose_workspaces("auto", tmp_path, size, 0)
 
     assert chosen.workspaces.kind == kind
-    assert chosen.note is not None
     assert chosen.note.startswith("no disk images ")
 
 
 @pytest.mark.usefixtures("as_user")
-def test_images_that_were_asked_for_are_not_replaced(tmp_path: Path) -> None:
+def test_requested_image_workspaces_are_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="sandboxd is not root"):
         choose_workspaces("image", tmp_path, MIB, 0)
 
 
 @pytest.mark.usefixtures("as_user")
-@pytest.mark.parametrize("wanted", ["auto", "folder"])
-def test_a_user_who_could_not_count_the_sandboxes_files_gets_no_folders(tmp_path: Path, wanted: WantedKind) -> None:
+@pytest.mark.parametrize("requested", ["auto", "folder"])
+def test_user_without_access_to_sandbox_files_gets_no_folder_workspaces(tmp_path: Path, requested: WantedKind) -> None:
     with pytest.raises(SandboxUnavailable, match="cannot delete files that sandboxes write"):
-        choose_workspaces(wanted, tmp_path, LARGEST_TMPFS_BYTES + 1, 0)
+        choose_workspaces(requested, tmp_path, LARGEST_TMPFS_BYTES + 1, 0)
 
 
-@pytest.mark.parametrize("wanted", ["tmpfs", "folder"])
-def test_a_weaker_kind_that_was_asked_for_is_taken_and_its_weakness_said(tmp_path: Path, wanted: WantedKind) -> None:
-    chosen = choose_workspaces(wanted, tmp_path, MIB, 0)
+@pytest.mark.parametrize("requested", ["tmpfs", "folder"])
+def test_requested_weaker_workspace_kind_is_used_with_a_note(tmp_path: Path, requested: WantedKind) -> None:
+    chosen = choose_workspaces(requested, tmp_path, MIB, 0)
 
-    assert chosen.workspaces.kind == wanted
+    assert chosen.workspaces.kind == requested
     assert chosen.note is not None
 
 
 @pytest.mark.usefixtures("without_mkfs")
-def test_a_missing_program_is_named(tmp_path: Path) -> None:
+def test_missing_mkfs_program_is_named(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("another obstacle comes first where sandboxd is not root")
     with pytest.raises(SandboxUnavailable, match="install e2fsprogs"):
         choose_workspaces("image", tmp_path, MIB, 0)
 
 
-def test_a_state_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+def test_symlink_as_the_workspaces_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "workspaces").symlink_to(tmp_path / "elsewhere")
 
@@ -243,7 +241,7 @@ def tree_in_memory() -> Iterator[Path]:
     remove_tree(folder)
 
 
-def test_a_tree_that_is_deeper_than_any_path_is_deleted_with_few_descriptors(tree_in_memory: Path) -> None:
+def test_tree_deeper_than_path_max_is_deleted(tree_in_memory: Path) -> None:
     dig(tree_in_memory, DEEP)
 
     remove_tree(tree_in_memory)
@@ -251,7 +249,7 @@ def test_a_tree_that_is_deeper_than_any_path_is_deleted_with_few_descriptors(tre
     assert not tree_in_memory.exists()
 
 
-def test_links_are_deleted_and_what_they_lead_to_stays(tree: Path, tmp_path: Path) -> None:
+def test_symlinks_are_deleted_and_their_targets_kept(tree: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("kept")
@@ -266,7 +264,7 @@ def test_links_are_deleted_and_what_they_lead_to_stays(tree: Path, tmp_path: Pat
     assert (outside / "file").read_text() == "kept"
 
 
-def test_a_folder_that_is_itself_a_link_is_not_followed(tree: Path, tmp_path: Path) -> None:
+def test_symlink_as_the_root_of_a_tree_is_not_followed(tree: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tree)
 
@@ -276,7 +274,7 @@ def test_a_folder_that_is_itself_a_link_is_not_followed(tree: Path, tmp_path: Pa
     assert tree.is_dir()
 
 
-def test_odd_names_and_special_files_are_deleted(tree: Path) -> None:
+def test_unusual_names_and_special_files_are_deleted(tree: Path) -> None:
     for name in (b"\xff\xfe", b"new\nline", b"-rf", b"x" * 255, b"\x1b[31m"):
         os.mkdir(os.path.join(os.fsencode(tree), name))
         (Path(os.fsdecode(os.path.join(os.fsencode(tree), name))) / "file").write_text("")
@@ -289,7 +287,7 @@ def test_odd_names_and_special_files_are_deleted(tree: Path) -> None:
     assert not tree.exists()
 
 
-def test_the_sandboxes_own_user_can_delete_and_count_folders_without_rights() -> None:
+def test_sandbox_user_can_count_and_delete_folders_without_permissions() -> None:
     def work() -> None:
         folder = Path(tempfile.mkdtemp())
         hidden = folder / "tree" / "a" / "hidden"
@@ -308,7 +306,7 @@ def test_the_sandboxes_own_user_can_delete_and_count_folders_without_rights() ->
     run_as(1000, work)
 
 
-def test_a_folder_that_cannot_be_read_at_all_counts_as_too_much() -> None:
+def test_unreadable_folder_counts_as_overfull() -> None:
     def work() -> None:
         assert count(folder).is_over
 
@@ -319,7 +317,7 @@ def test_a_folder_that_cannot_be_read_at_all_counts_as_too_much() -> None:
         run_as(1000, work)
 
 
-def test_bytes_are_those_on_disk_and_inodes_count_once_without_following_links(tree: Path, tmp_path: Path) -> None:
+def test_count_uses_disk_bytes_and_unique_inodes(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(b"x" * 2 * MIB)
     (tree / "link").symlink_to(tmp_path)
     (tree / "link to a file").symlink_to(tmp_path / "big")
@@ -336,7 +334,7 @@ def test_bytes_are_those_on_disk_and_inodes_count_once_without_following_links(t
     assert not counted.is_over
 
 
-def test_a_count_ends_at_several_times_the_files_that_are_allowed(tree: Path) -> None:
+def test_count_stops_at_a_multiple_of_the_inode_limit(tree: Path) -> None:
     for number in range(100):
         (tree / str(number)).touch()
 
@@ -346,27 +344,27 @@ def test_a_count_ends_at_several_times_the_files_that_are_allowed(tree: Path) ->
     assert counted.inodes == 40
 
 
-def test_what_is_over_weighs_more_the_more_it_holds_also_when_its_files_are_empty(tree: Path) -> None:
-    held = []
+def test_excess_inodes_increase_the_held_bytes(tree: Path) -> None:
+    held_bytes = []
     for number in range(11, 14):
         for name in range(number):
             (tree / str(name)).touch()
-        held.append(count(tree, WorkspaceSize(MIB, 10)).counted_bytes)
+        held_bytes.append(count(tree, WorkspaceSize(MIB, 10)).counted_bytes)
 
-    assert held == [MIB * 11 // 10, MIB * 12 // 10, MIB * 13 // 10]
+    assert held_bytes == [MIB * 11 // 10, MIB * 12 // 10, MIB * 13 // 10]
 
 
-def test_a_chain_deeper_than_any_path_is_counted_with_one_descriptor(tree_in_memory: Path) -> None:
+def test_tree_deeper_than_path_max_is_counted(tree_in_memory: Path) -> None:
     dig(tree_in_memory, DEEP)
 
     assert count(tree_in_memory).inodes == DEEP
 
 
-def test_what_is_gone_is_counted_to_the_end(tmp_path: Path) -> None:
+def test_missing_tree_counts_zero_bytes(tmp_path: Path) -> None:
     assert count(tmp_path / "nothing").bytes == 0
 
 
-def test_a_count_in_slices_is_the_same_and_keeps_no_descriptor(tree: Path) -> None:
+def test_count_in_slices_is_equal_and_keeps_no_descriptor(tree: Path) -> None:
     for number in range(30):
         (tree / f"{number}" / "inner").mkdir(parents=True)
         (tree / f"{number}" / "inner" / "file").touch()
@@ -382,7 +380,7 @@ def test_a_count_in_slices_is_the_same_and_keeps_no_descriptor(tree: Path) -> No
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_tree_that_is_moved_about_cannot_lead_the_count_outside(tree: Path, tmp_path: Path, seed: int) -> None:
+def test_moved_folders_cannot_lead_the_count_outside_the_tree(tree: Path, tmp_path: Path, seed: int) -> None:
     """Aim: have sandboxd read the host's folders by moving the one it stands in upwards."""
     for number in range(100):
         (tmp_path / f"outside-{number}").touch()

@@ -45,7 +45,7 @@ def images(tmp_path: Path) -> Iterator[ImageWorkspaces]:
     assert_nothing_left_mounted(tmp_path)
 
 
-async def released(image: Path) -> None:
+async def wait_until_released(image: Path) -> None:
     await until(lambda: not is_in_use(image), SOON_S)
 
 
@@ -92,7 +92,9 @@ def is_in_order(image: Path) -> bool:
     ],
     ids=lambda size: f"{size.bytes}-{size.inodes}",
 )
-async def test_the_size_is_a_limit_and_sparse(images: ImageWorkspaces, tmp_path: Path, size: WorkspaceSize) -> None:
+async def test_image_size_is_a_limit_and_the_file_is_sparse(
+    images: ImageWorkspaces, tmp_path: Path, size: WorkspaceSize
+) -> None:
     workspace = await images.make("one", size)
 
     async with workspace.mounted() as mount:
@@ -101,10 +103,10 @@ async def test_the_size_is_a_limit_and_sparse(images: ImageWorkspaces, tmp_path:
     assert size.bytes <= stats.f_bavail * stats.f_frsize <= size.bytes * 1.05
     assert size.inodes <= stats.f_favail <= size.inodes * 1.05
     assert (tmp_path / "one" / "image").stat().st_blocks * 512 < MIB
-    await released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "image")
 
 
-async def test_a_file_of_the_whole_size_fits_and_freed_space_returns(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_file_of_the_full_size_fits_and_freed_space_is_returned(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", WorkspaceSize(32 * MIB, 256))
     image = tmp_path / "one" / "image"
 
@@ -118,28 +120,28 @@ async def test_a_file_of_the_whole_size_fits_and_freed_space_returns(images: Ima
         file.unlink()
         (file.parent / "more").unlink()
 
-    await released(image)
+    await wait_until_released(image)
     assert full >= 32 * MIB
     assert image.stat().st_blocks * 512 < MIB
 
 
-async def test_a_start_waits_for_the_container_that_uses_the_image(images: ImageWorkspaces, tmp_path: Path) -> None:
-    made = await images.make("one", SMALL)
-    workspace = replace(made, release_s=0.05)
-    async with made.mounted() as mount:
-        held = os.open(mount.bind or "", os.O_RDONLY)  # as a container's mount does, it outlives ours
+async def test_mount_waits_until_the_image_is_released(images: ImageWorkspaces, tmp_path: Path) -> None:
+    created = await images.make("one", SMALL)
+    workspace = replace(created, release_s=0.05)
+    async with created.mounted() as mount:
+        open_folder = os.open(mount.bind or "", os.O_RDONLY)  # as a container's mount does, it outlives ours
 
     with pytest.raises(SandboxUnavailable, match="still mounted"):
         async with workspace.mounted():
             pass
-    os.close(held)
+    os.close(open_folder)
 
     async with workspace.mounted() as mount:
         assert mount.bind is not None
-    await released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "image")
 
 
-async def test_it_is_not_given_to_two_containers_at_once(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_image_is_not_mounted_twice_concurrently(images: ImageWorkspaces, tmp_path: Path) -> None:
     """Two loop devices over one image would corrupt it."""
     workspace = await images.make("one", SMALL)
 
@@ -148,10 +150,10 @@ async def test_it_is_not_given_to_two_containers_at_once(images: ImageWorkspaces
             async with workspace.mounted():
                 pass
         assert len(loop_devices_below(tmp_path)) == 1
-    await released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "image")
 
 
-async def test_a_cancelled_mount_leaves_no_mount(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_cancelled_mount_leaves_no_mount(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", SMALL)
 
     async def hold() -> None:
@@ -165,25 +167,25 @@ async def test_a_cancelled_mount_leaves_no_mount(images: ImageWorkspaces, tmp_pa
         holding.cancel()
         await asyncio.wait([holding])
         assert mounts_below(tmp_path) == []
-    await released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "image")
 
 
 @pytest.mark.parametrize("step", ["attach_read_only", "mount_read_only"])
-async def test_a_cancelled_mount_of_a_layer_leaves_no_device(
+async def test_cancelled_layer_mount_leaves_no_loop_device(
     images: ImageWorkspaces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     await images.make("layer", SMALL)
-    begun, may_end = threading.Event(), threading.Event()
+    has_begun, may_end = threading.Event(), threading.Event()
     run: Callable[..., int] = getattr(image, step)
 
     def run_late(*arguments: object) -> int:
-        begun.set()
+        has_begun.set()
         assert may_end.wait(SOON_S)
         return run(*arguments)
 
     monkeypatch.setattr(image, step, run_late)
     mounting = asyncio.ensure_future(images.mount_layer("layer", SOON_S))
-    await asyncio.to_thread(begun.wait, SOON_S)
+    await asyncio.to_thread(has_begun.wait, SOON_S)
     mounting.cancel()
     may_end.set()
     with pytest.raises(asyncio.CancelledError):
@@ -194,7 +196,7 @@ async def test_a_cancelled_mount_of_a_layer_leaves_no_device(
     await until(lambda: loop_devices_below(tmp_path) == [], SOON_S)
 
 
-async def test_the_folder_below_a_missing_mount_is_read_only(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_mount_point_without_a_mount_is_read_only(images: ImageWorkspaces, tmp_path: Path) -> None:
     """The attacker's aim: to fill the host's disk from a sandbox whose workspace is not mounted."""
     await images.make("one", SMALL)
 
@@ -221,36 +223,35 @@ asyncio.run(main())
 
 
 @contextlib.contextmanager
-def killed_between_mount_and_unmount(folder: Path) -> Iterator[None]:
+def kill_mount_holder(folder: Path) -> Iterator[None]:
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"mounted\n"
         holder.send_signal(signal.SIGKILL)
     assert mounts_below(folder) != []
     yield
 
 
-async def test_a_mount_of_a_killed_sandboxd_keeps_its_files(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_files_of_a_killed_sandboxd_mount_are_kept(images: ImageWorkspaces, tmp_path: Path) -> None:
     await images.make("one", SMALL)
-    with killed_between_mount_and_unmount(tmp_path):
+    with kill_mount_holder(tmp_path):
         workspace = open_images(tmp_path).find("one", SMALL)
 
     assert workspace is not None
     assert mounts_below(tmp_path) == []
     async with workspace.mounted() as mount:
         assert (Path(mount.bind or "") / "file").read_text() == "kept"
-    await released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "image")
 
 
-async def test_a_mount_of_a_killed_sandboxd_is_swept(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_mount_of_a_killed_sandboxd_is_removed_by_the_sweep(images: ImageWorkspaces, tmp_path: Path) -> None:
     await images.make("one", SMALL)
-    with killed_between_mount_and_unmount(tmp_path):
+    with kill_mount_holder(tmp_path):
         assert await open_images(tmp_path).sweep(set()) == 1
 
     assert not (tmp_path / "one").exists()
 
 
-async def test_an_unfinished_template_is_cleared_at_the_next_start(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_unfinished_template_is_removed_at_the_next_start(images: ImageWorkspaces, tmp_path: Path) -> None:
     work_folder = tmp_path / ".work-of-before"
     work_folder.mkdir()
     mount_memory(work_folder / "mount")
@@ -266,7 +267,7 @@ def mount_memory(place: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)], check=True)
 
 
-async def test_an_image_is_checked_after_a_crash_of_the_host(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_image_is_checked_after_a_host_crash(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", SMALL)
     image, damaged = tmp_path / "one" / "image", tmp_path / "as-the-crash-left-it"
     async with workspace.mounted() as mount:
@@ -275,7 +276,7 @@ async def test_an_image_is_checked_after_a_crash_of_the_host(images: ImageWorksp
         flush(file)
         flush(file.parent)
         shutil.copyfile(image, damaged)
-    await released(image)
+    await wait_until_released(image)
     assert is_in_order(image)
     assert not is_in_order(damaged)
     damaged.rename(image)
@@ -283,15 +284,15 @@ async def test_an_image_is_checked_after_a_crash_of_the_host(images: ImageWorksp
     async with workspace.mounted() as mount:
         assert (Path(mount.bind or "") / "file").read_text() == "kept"
         assert os.listdir(mount.bind or "") == ["file"]  # a repair adds nothing
-    await released(image)
+    await wait_until_released(image)
 
 
-async def test_what_a_repair_finds_without_a_name_is_the_sandboxes(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_files_found_by_a_repair_belong_to_the_sandbox_user(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", SMALL)
     image = tmp_path / "one" / "image"
     async with workspace.mounted() as mount:
         (Path(mount.bind or "") / "file").write_text("kept")
-    await released(image)
+    await wait_until_released(image)
     # The state after a crash: the file reached the disk, and its name did not.
     change(image, "unlink file")
     change(image, "set_super_value state 0")
@@ -299,20 +300,20 @@ async def test_what_a_repair_finds_without_a_name_is_the_sandboxes(images: Image
     async with workspace.mounted() as mount:
         (file,) = files_below(mount)
         assert (file.parent.name, file.parent.stat().st_uid, file.read_text()) == ("lost+found", 1000, "kept")
-    await released(image)
+    await wait_until_released(image)
 
 
-async def test_an_image_that_became_read_only_is_repaired(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_image_that_became_read_only_is_repaired(images: ImageWorkspaces, tmp_path: Path) -> None:
     workspace = await images.make("one", SMALL)
     async with workspace.mounted() as mount:
         find_fault(tmp_path)
         with pytest.raises(OSError, match="Read-only file system"):
             (Path(mount.bind or "") / "file").write_text("x")
-    await released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "image")
 
     async with workspace.mounted() as mount:
         (Path(mount.bind or "") / "file").write_text("x")
-    await released(tmp_path / "one" / "image")
+    await wait_until_released(tmp_path / "one" / "image")
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,7 @@ async def test_an_image_that_became_read_only_is_repaired(images: ImageWorkspace
     [(0, "not an ext4 image"), (1024 + 0x28, "cannot be mounted")],
     ids=["all of it", "files a group"],
 )
-async def test_a_damaged_image_is_refused(images: ImageWorkspaces, tmp_path: Path, start: int, expected: str) -> None:
+async def test_damaged_image_is_refused(images: ImageWorkspaces, tmp_path: Path, start: int, expected: str) -> None:
     workspace = await images.make("one", SMALL)
     with (tmp_path / "one" / "image").open("r+b") as file:
         file.seek(start)
@@ -332,7 +333,7 @@ async def test_a_damaged_image_is_refused(images: ImageWorkspaces, tmp_path: Pat
 
 
 @pytest.mark.parametrize("trick", ["symlink", "hard link", "folder", "gone"])
-async def test_a_replaced_image_is_not_mounted(images: ImageWorkspaces, tmp_path: Path, trick: str) -> None:
+async def test_replaced_image_file_is_not_mounted(images: ImageWorkspaces, tmp_path: Path, trick: str) -> None:
     workspace = await images.make("one", SMALL)
     image = tmp_path / "one" / "image"
     if trick == "hard link":
@@ -349,7 +350,7 @@ async def test_a_replaced_image_is_not_mounted(images: ImageWorkspaces, tmp_path
             pass
 
 
-async def test_many_rounds_leave_no_mount_no_loop_device_and_no_file(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_many_workspaces_leave_no_mount_loop_device_or_file(images: ImageWorkspaces, tmp_path: Path) -> None:
     await (await images.make("first", SMALL)).remove()
     before = sorted(os.listdir(tmp_path))
 
@@ -366,7 +367,7 @@ async def test_many_rounds_leave_no_mount_no_loop_device_and_no_file(images: Ima
     await asyncio.to_thread(assert_nothing_left_mounted, tmp_path)
 
 
-async def test_a_nearly_full_host_makes_no_workspace_and_says_so(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_nearly_full_host_refuses_a_new_workspace(images: ImageWorkspaces, tmp_path: Path) -> None:
     full = ImageWorkspaces(tmp_path, host_free_bytes=1 << 60)
 
     with pytest.raises(SandboxUnavailable, match="free space on the host"):
@@ -375,7 +376,7 @@ async def test_a_nearly_full_host_makes_no_workspace_and_says_so(images: ImageWo
     assert not (tmp_path / "one").exists()
 
 
-async def test_a_full_host_is_a_clear_error_and_nothing_is_left(images: ImageWorkspaces, tmp_path: Path) -> None:
+async def test_full_host_disk_is_reported_and_leaves_nothing(images: ImageWorkspaces, tmp_path: Path) -> None:
     small = tmp_path / "disk"
     mount_memory(small)
     try:

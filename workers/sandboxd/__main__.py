@@ -3,12 +3,14 @@
 import sys
 
 from contract.extras import explain_missing
+from contract.startup import importing_program
 from workers.logs import log_not_started
 
 
 def main() -> int:
     try:
-        from workers.sandboxd.program import main as run
+        with importing_program():
+            from workers.sandboxd.program import main as run
     except ModuleNotFoundError as error:
         log_not_started("sandboxd", explain_missing(error))
         return 1
